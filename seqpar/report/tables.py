@@ -4,11 +4,12 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
+from types import MappingProxyType
 from typing import NamedTuple
 
 import numpy as np
 
-from seqpar.report.curves import number
+from seqpar.report.curves import GREY, number
 from seqpar.report.record import CaseScores, RunRecord
 from seqpar.text import quantity
 
@@ -168,6 +169,7 @@ class Strip(NamedTuple):
     """A row of dots: place and title of each, left end and width of the box of the quartiles, place of the median."""
 
     name: str
+    colour: str
     y: float
     dots: Sequence[tuple[float, float, str]]
     box: tuple[float, float] = (0.0, 0.0)
@@ -186,8 +188,17 @@ class Strips:
     rows: Sequence[Strip]
 
 
-def make_strips(title: str, rows: Mapping[str, Sequence[tuple[float, str]]], low: float, high: float) -> Strips | None:
-    """Returns a strip per class: a dot per (value, case name), quartiles and median; None without values."""
+def make_strips(
+    title: str,
+    rows: Mapping[str, Sequence[tuple[float, str]]],
+    low: float,
+    high: float,
+    colours: Mapping[str, str] = MappingProxyType({}),
+) -> Strips | None:
+    """Returns a strip per name: a dot per (value, case name), quartiles and median; None without values.
+
+    - ``colours``: of the names; others are grey
+    """
     from matplotlib.ticker import MaxNLocator
 
     known = {name: [pair for pair in pairs if math.isfinite(pair[0])] for name, pairs in rows.items()}
@@ -201,26 +212,28 @@ def make_strips(title: str, rows: Mapping[str, Sequence[tuple[float, str]]], low
         return round(left + (value - low) * scale, 1)
 
     strips = []
-    for n, (name, pairs) in enumerate(zip(shown, known.values())):
+    for n, (name, own, pairs) in enumerate(zip(shown, known, known.values())):
         y, dots = 4 + line * (n + 0.5), []
         for at, (value, case) in enumerate(pairs):
             shift = (at * 7 % 11 - 5) * 1.1  # the same on every page, and hides no dot behind another
             dots.append((place(value), round(y + shift, 1), f"{case}: {value:.4g}" if len(pairs) <= MAX_TITLES else ""))
         values = [value for value, _ in pairs] or [low]
         first, third = (place(float(q)) for q in np.percentile(values, (25, 75)))
-        strips.append(Strip(name, y, dots, (first, round(third - first, 1)), place(median(values))))
+        strips.append(
+            Strip(name, colours.get(own, GREY), y, dots, (first, round(third - first, 1)), place(median(values)))
+        )
     marks = map(float, MaxNLocator(5, steps=[1, 2, 5, 10]).tick_values(low, high))
     ticks = [(place(mark), f"{mark:g}") for mark in marks if low - 1e-9 <= mark <= high + 1e-9]
     return Strips(title, left, width, line * len(strips) + 26, ticks, strips)
 
 
-def score_strips(scored: CaseScores) -> list[Strips]:
+def score_strips(scored: CaseScores, colours: Mapping[str, str]) -> list[Strips]:
     """Returns the distribution of each class's scores over the cases."""
-    return list(filter(None, _strips_of(scored)))
+    return list(filter(None, _strips_of(scored, colours)))
 
 
-def _strips_of(scored: CaseScores) -> Iterable[Strips | None]:
+def _strips_of(scored: CaseScores, colours: Mapping[str, str]) -> Iterable[Strips | None]:
     for metric, title, high in (("Dice", "Dice of each case", 1.0), ("HD95", "HD95 of each case, mm", None)):
         rows = {n: [(c.scores[n].get(metric, math.nan), c.name) for c in scored.cases] for n in scored.classes}
         values = [value for row in rows.values() for value, _ in row if math.isfinite(value)]
-        yield make_strips(title, rows, 0.0, high or max(values, default=1.0) * 1.02 or 1.0)
+        yield make_strips(title, rows, 0.0, high or max(values, default=1.0) * 1.02 or 1.0, colours)

@@ -1,7 +1,6 @@
 """What a page says of its run besides curves: version, machine, time, certainty of scores, volumes, lesions."""
 
 import json
-import math
 import re
 from pathlib import Path
 
@@ -71,10 +70,8 @@ def test_an_encoder_of_stages_has_its_blocks_and_tokens_and_a_plain_one_its_wind
 def test_scores_in_large_numbers_have_interval_and_number_of_cases(html: str, page: Page, copied: Path) -> None:
     for number, name in enumerate(("NCR", "ED", "ET", "WT", "TC")):
         values = [page.cells["per-case", case][number] for case in NAMES]
-        reach = 4.302653 * np.std(values, ddof=1) / math.sqrt(3)  # Student's t at 97.5 %, two degrees of freedom
-        low, high = max(0, np.mean(values) - reach), min(1, np.mean(values) + reach)
         tile = re.search(rf'<div data-class="{name}">.*?</div>', html)
-        assert tile and f"<dd>{np.mean(values):.3f}</dd>" in tile[0] and f"{low:.3f} – {high:.3f}, n = 3" in tile[0]
+        assert tile and f"<dd>{np.mean(values):.3f}</dd>" in tile[0] and "too few to tell, n = 3" in tile[0]
     (copied / "validation" / "summary.json").unlink()
     journal = written(copied)
     assert "in the validation after step" in journal.text and "n ≤ 2" in journal.text

@@ -20,7 +20,9 @@ class Tune:
         env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
         command = [sys.executable, str(ROOT / "launch" / "tune.py"), *arguments, "--out", out.name]
         with self.log.open("w") as log:
-            self.process = subprocess.Popen(command, env=env, cwd=out.parent, stdout=log, stderr=log, preexec_fn=os.setpgrp)
+            self.process = subprocess.Popen(
+                command, env=env, cwd=out.parent, stdout=log, stderr=log, preexec_fn=os.setpgrp
+            )
 
     def __enter__(self) -> "Tune":
         return self
