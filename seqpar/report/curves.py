@@ -81,7 +81,7 @@ class LineStyle(NamedTuple):
 
 INK, GRID = "#222222", "#d9dde2"  # on a page: the colours of its text and its lines
 GREY = "#8a929b"
-NEUTRAL = (LineStyle(GREY), LineStyle(INK), LineStyle(INK, ":", "s"), LineStyle(GREY, "--", "^"))  # no class or run
+NEUTRAL = tuple(map(LineStyle, (GREY, INK, "#5b6cb8", "#9b7a5a")))  # neither classes nor runs
 OF_RUNS = tuple(LineStyle(colour, dashes) for dashes in ("-", "--", ":") for colour in RUN_COLOURS)
 # Okabe and Ito's colours from dark to light, each with its own dashes and marker, so that lines differ in grey too. The
 # first line is the widest, so that those that coincide with it do not hide it.

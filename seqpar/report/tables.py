@@ -89,8 +89,10 @@ def metrics_table(scored: CaseScores) -> Table:
         rows.append(TableRow(name, [*cells, Score(count, 0, f" of {len(scored.cases)}")]))
     units = {"HD95": ", mm"}
     heads = [TableHead(f"{name}{units.get(name, '')}", kinds) for name, _, kinds in METRICS]
-    note = f"Scores of {quantity(len(scored.cases), 'case')}: {scored.source}. Mean and median weigh cases alike, "
-    note += "global pools their voxels; cases in which neither map has the class have no Dice and are left out."
+    note = f"Scores of {quantity(len(scored.cases), 'case')}: {scored.source}. Mean and median are over cases; "
+    note += (
+        "global pools the voxels of all cases. A case in which neither map has the class has no Dice and is left out."
+    )
     tolerance = scored.settings.get("nsd_tolerance")
     if isinstance(tolerance, (int, float)):
         note += f" The surface Dice (NSD) is at {tolerance:g} mm."
@@ -118,9 +120,9 @@ def sizes_table(scored: CaseScores) -> Table | None:
         TableHead("Lesions", ("found", "false", "sensitivity", "precision")),
     ]
     note = (
-        "Volumes are means over cases, their error without its sign. A lesion is a connected region of more than "
-        "50 mm³, parts at most 6 voxels apart being one; it is found where a predicted region touches it or the 3 "
-        "voxels around it; a false one touches none (the rules of BraTS 2023)."
+        "Volumes are means over cases; the error is the mean absolute one. A lesion is a connected region of more than "
+        "50 mm³; parts at most 6 voxels apart count as one. It is found if a predicted region touches it or the 3 "
+        "voxels around it. A false one touches none (the rules of BraTS 2023)."
     )
     return Table("sizes", heads, rows, "class", note) if rows else None
 

@@ -59,7 +59,7 @@ def test_a_pretraining_names_a_training_that_takes_its_encoder(line_of, tmp_path
 
 
 def test_a_dry_run_refuses_weights_that_do_not_fit(line_of, capsys: pytest.CaptureFixture) -> None:
-    line_of(pretrain.act, "--preset", "mae-debug", "--phantoms", "4", "--embed-dim", "24", "--heads", "2", *TINY,
+    line_of(pretrain.act, "--preset", "mae-debug", "--embed-dim", "24", "--heads", "2", *TINY,
             "--out", "mae")  # fmt: skip
     capsys.readouterr()
     assert run(train.act, ["--preset", "debug", "--weights", "mae", "--dry-run"]) == USAGE

@@ -113,7 +113,7 @@ def test_evaluate_scores_tables_and_writes_both_files(tmp_path: Path, capsys: py
     other = draw(30, 2, seed=1)[1]
     table_at(tmp_path / "b/predictions.csv", truth, other)
     assert run(evaluate.act, [str(tmp_path / "labels.csv"), str(tmp_path / "a"), str(tmp_path / "b")]) == 0
-    assert "balanced accuracy over the 30 cases that all have" in capsys.readouterr().out
+    assert "balanced accuracy over the 30 cases that all tables have" in capsys.readouterr().out
 
 
 def test_tables_without_a_common_case_are_scored_together(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:

@@ -88,7 +88,7 @@ class ClassEvaluation(CaseEvaluation):
             scores[name] = content["scores"]["balanced accuracy"]
         ranked = sorted(scores, key=lambda name: -scores[name])
         listed = ", ".join(f"{name} {scores[name]:.4f}" for name in ranked)
-        return f"balanced accuracy over the {len(common)} cases that all have: {listed}"
+        return f"balanced accuracy over the {len(common)} cases that all tables have: {listed}"
 
 
 def _csv_text(content: Mapping[str, Any]) -> str:

@@ -198,9 +198,9 @@ def roc_diagrams(summary: Summary, positive: str | None = None) -> list[Diagram]
         if 0 < int((truth == at).sum()) < len(truth):
             places, values = roc_points(truth == at, probabilities[:, at])
             label = f"{names[at]}, AUC {summary['classes'][names[at]]['AUC']:.3f}"
-            lines.append(Line(label, places, [values], colour=colours[names[at]]))
+            lines.append(Line(label, places, [values], style=1, colour=colours[names[at]]))
     title = f"ROC of {names[shown[0]]}: sensitivity" if len(shown) == 1 else "ROC: sensitivity"
-    diagram = Diagram(title, "1 − specificity", lines, low=0.0, high=1.0, styles=(CHANCE,))
+    diagram = Diagram(title, "1 − specificity", lines, low=0.0, high=1.0, styles=(CHANCE, LineStyle(INK)))
     return [diagram] if len(lines) > 1 else []
 
 
@@ -308,7 +308,7 @@ def _scores_table(summaries: Mapping[str, Summary]) -> Table | str:
         TableRow(kind, [Score(number(summary["scores"].get(kind)), 3) for summary in summaries.values()])
         for kind in kinds
     ]
-    note = "Over the cases that each run has scored; see below for those that all have."
+    note = "Each run's scores are over its own cases; the table below compares the cases that all runs share."
     table = Table("class-scores", list(map(TableHead, ("Score", *summaries))), rows, "class", note)
     return table if rows else "No run has scores of cases."
 

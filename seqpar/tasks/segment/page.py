@@ -87,7 +87,7 @@ def headline(record: RunRecord, scored: CaseScores | None) -> tuple[list[Headlin
     """Returns the mean Dice of each class, with its interval and the number of cases, and what these are."""
     tiles, note = list[HeadlineTile](), "Mean Dice over cases"
     if scored:
-        note += ", its 95 % confidence interval (Student's t), and the number n of cases that have a Dice"
+        note += ", its 95 % confidence interval (Student's t), and n, the number of cases with a Dice"
         for name in scored.classes:
             values = without_nan(case.scores[name].get("Dice", math.nan) for case in scored.cases)
             interval = interval_of_mean(values, low=0.0, high=1.0)
@@ -118,7 +118,7 @@ def _scores_table(scored: Mapping[str, CaseScores]) -> Table | str:
         TableRow(kind, [Score(one.summary["mean"].get(kind, {}).get("Dice", math.nan), 3) for one in scored.values()])
         for kind in classes
     ]
-    note = "Mean Dice over the cases that each run has scored; see below for those that several have."
+    note = "Mean Dice over the cases that each run has scored; the table below compares the cases that all runs share."
     return Table("scores", list(map(TableHead, ("Class", *scored))), rows, "class", note)
 
 
@@ -153,6 +153,8 @@ def _sentence(name: str, first: str, pairs: Sequence[tuple[float, str]]) -> str:
     if not known:
         return f"{name} and {first} have no case with a Dice in both."
     mean, cases = fmean(known), quantity(len(known), "case")
-    way = "higher" if mean >= 0 else "lower"
-    text = f"{name}'s mean Dice is {abs(mean):.3f} {way} than {first}'s, over {cases}"
+    if math.isclose(mean, 0, abs_tol=5e-4):
+        return f"{name}'s mean Dice is {first}'s, over {cases}."
+    text = f"{name}'s mean Dice is {abs(mean):.3f} {'higher' if mean > 0 else 'lower'} than {first}'s"
+    text += f", over {cases}" if len(known) >= FEW_CASES else ""
     return f"{text}{describe_interval(interval_of_mean(known, low=-1.0, high=1.0), len(known), '+.3f')}."
