@@ -136,8 +136,8 @@ def _parser() -> Parser:
         action="store_true",
         help="classes: also write a map of the evidence for each case's class, and a picture of it",
     )
-    add("--explain-by", choices=WAYS, default="", help="method of that map; implies --explain (default: resattnet hirescam, vit "
-        "gradient-x-input)")  # fmt: skip
+    add("--explain-by", choices=WAYS, default="", help="method of that map; implies --explain (default: hirescam; "
+        "vit: gradient-x-input)")  # fmt: skip
     add("--min-component", default="0", metavar="SIZE",
         help="remove connected components below this size: 50 (mm3) or 20voxels (default 0: keep all)")  # fmt: skip
     add("--continue", action="store_true", dest="resume", help="skip the cases that are already predicted")

@@ -63,8 +63,8 @@ def test_a_dry_run_refuses_weights_that_do_not_fit(line_of, capsys: pytest.Captu
             "--out", "mae")  # fmt: skip
     capsys.readouterr()
     assert run(train.act, ["--preset", "debug", "--weights", "mae", "--dry-run"]) == USAGE
-    assert "--embed-dim 24" in capsys.readouterr().err
+    assert "use --heads 2" in capsys.readouterr().err
     assert (
         run(train.act, ["--preset", "debug", "--weights", "mae", "--dry-run", "--embed-dim", "24", "--heads", "2"]) == 0
     )
-    assert "weights from mae (seqpar)" in capsys.readouterr().out
+    assert "mae (seqpar): 18 of 40 tensors" in capsys.readouterr().out

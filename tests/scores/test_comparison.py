@@ -147,5 +147,5 @@ def test_five_folds_in_a_folder_are_compared_as_their_runs(folders: tuple[Path, 
     assert run(evaluate.act, line) == DATA and "fold3/validation: holds no label map" in capsys.readouterr().err
     for fold in (3, 4):
         (five / f"fold{fold}" / "status.json").write_text('{"state": "running"}')
-    with pytest.raises(ValueError, match="five is to hold five folds, of which fold0, fold1, fold2 have finished"):
+    with pytest.raises(ValueError, match="five is to hold five folds, and fold0, fold1, fold2 have finished"):
         evaluate.act(line)
