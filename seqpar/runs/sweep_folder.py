@@ -15,7 +15,7 @@ from typing import Any
 from seqpar.data.errors import DataError
 from seqpar.data.files import read_json, write_json
 from seqpar.runs.journal import read_metrics
-from seqpar.runs.metrics_tail import SCORES, score_of
+from seqpar.runs.metrics_tail import ERRORS, SCORES, measure_of, score_of
 from seqpar.runs.run_folder import read_status
 from seqpar.settings.config import Config
 from seqpar.settings.presets import PRESETS
@@ -70,9 +70,17 @@ class Sweep:
 
     @property
     def score_name(self) -> str:
-        """What the points are compared by."""
+        """What the points are compared by, which is higher for a better point."""
+        return f"1 / (1 + {SCORES[self.task]})" if self.task in ERRORS else SCORES[self.task]
+
+    @property
+    def task(self) -> str:
         preset = PRESETS[self.began["preset"]]() if "preset" in self.began else Config()
-        return SCORES[self.began.get("settings", {}).get("task", preset.task)]
+        return str(self.began.get("settings", {}).get("task", preset.task))
+
+    def measure(self, point: Point) -> str:
+        """Returns what a point reached, in words: its score, or the error behind it."""
+        return f"{SCORES[self.task]} {measure_of(self.task, point.score):.4f}"
 
     def varied(self) -> list[str]:
         """Returns the settings in which points differ, by their names in Config."""

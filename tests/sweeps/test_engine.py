@@ -6,6 +6,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -61,3 +62,24 @@ def test_elsewhere_the_ranks_are_started_here(monkeypatch: pytest.MonkeyPatch) -
     signals = list[int]()
     assert one_by_one.start_ranks(2, ["--tile", "16"], signals) == 3
     assert asked == [2, ["-m", "seqpar.cli.train", "--tile", "16"], signals]
+
+
+def test_ray_writes_below_a_relative_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray and pyarrow take a relative path for an address, and refuse it."""
+    ray_engine = pytest.importorskip("seqpar.sweeps.ray_engine")
+    places = list[str]()
+
+    class Tuner:
+        def __init__(self, *of: object, run_config: Any, **more: object) -> None:
+            places.append(run_config.storage_path)
+
+        def fit(self) -> None:
+            pass
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(ray_engine.tune, "Tuner", Tuner)
+    cluster = ray_engine.Cluster(devices=1, on_gpu=False, bundle={"CPU": 1.0}, own=[])
+    engine = ray_engine.SideBySide(cluster, 1)
+    root = Path("sweeps/first")
+    engine._fit([], 0, root, ray_engine._Watch(ray_engine.LiveTable(root, 1, 0), root, []))
+    assert places == [str(tmp_path / "sweeps/first/.ray")]

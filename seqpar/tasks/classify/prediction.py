@@ -23,7 +23,7 @@ from seqpar.prediction.case_stream import CasePrediction, Request, record_of_wei
 from seqpar.prediction.prediction_folder import PredictionFolder
 from seqpar.prediction.run_average import EnsembleMember
 from seqpar.prediction.sliding_window import Image
-from seqpar.report.pictures import draw_evidence
+from seqpar.report.pictures import MAPS, draw_evidence
 from seqpar.tasks.classify.explanation import class_logits, explain
 from seqpar.tasks.classify.scores import EXPLANATIONS, TABLE, ClassTable, read_class_table
 from seqpar.text import quantity
@@ -129,4 +129,5 @@ class ClassPrediction(CasePrediction):
             map_path.parent.mkdir(exist_ok=True)
             source = self.run.preparation.channel_to_source(seen, properties)
             write_volume(map_path, source, properties.geometry, np.float32)
-            draw_evidence(picture_path, title, prepared.image[0], seen, properties.spacing, neurological)
+            about = f"{MAPS[self.way]} map for {self.run.outputs[number]}"
+            draw_evidence(picture_path, title, prepared.image[0], seen, properties.spacing, neurological, about)

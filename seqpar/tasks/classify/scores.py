@@ -16,6 +16,7 @@ from seqpar.data.errors import DataError
 from seqpar.data.formats import dataset
 from seqpar.data.formats.class_lists import read_class_dataset, read_rows
 from seqpar.scores.class_scores import score_classes
+from seqpar.scores.comparison import FEW, TOO_FEW
 
 TABLE, EXPLANATIONS = "predictions.csv", "explanations"  # in predict's folder
 
@@ -128,10 +129,11 @@ def class_lines(content: Mapping[str, Any]) -> list[str]:
     for name, value in content["scores"].items():
         low_high = content["intervals"][name]
         sure = f"  ({number(low_high[0])} to {number(low_high[1])})" if low_high else ""
+        sure = f"  ({TOO_FEW})" if content["cases"] < FEW else sure
         lines.append(f"  {name:17} {number(value)}{sure}")
     width = max(len(name) for name in (*content["names"], "class"))
     lines.append(
-        f"  {'class':{width}}  cases  sensitivity  specificity  AUC    given as: {', '.join(content['names'])}"
+        f"  {'class':{width}}  cases  sensitivity  specificity  AUC    predicted as: {', '.join(content['names'])}"
     )
     for name, row, counts in zip(content["names"], content["classes"].values(), content["confusion"]):
         cells = f"{number(row['sensitivity']):>11}  {number(row['specificity']):>11}  {number(row['AUC'])}"
@@ -150,12 +152,10 @@ def read_truth(path: Path) -> dict[str, str]:
     return {case: classes.names[number] for case, number in classes.numbers.items()}
 
 
-def missing_cases(table: ClassTable, classes: Mapping[str, str], path: Path, is_run: bool = False) -> list[DataError]:
-    """Returns what is wrong with cases that lack a prediction, or a true class; a run predicts only some.
+def unknown_cases(table: ClassTable, classes: Mapping[str, str], path: Path) -> list[DataError]:
+    """Returns an error for each case of a table that has no true class.
 
     - ``classes``: the true class of each case by name; ``path``: of the table
     """
-    lacking = [] if is_run else sorted(classes.keys() - set(table.cases))
-    faults = [DataError(path, f"has no line for case {case}; predict it too") for case in lacking]
     unknown = sorted(set(table.cases) - classes.keys())
-    return faults + [DataError(path, f"has case {case}, whose true class is not known; add it") for case in unknown]
+    return [DataError(path, f"has case {case}, whose true class is not known; add it") for case in unknown]
