@@ -118,9 +118,7 @@ def _this_process() -> str:
 
 def _not_saved(target: Path, problem: str, world: Group) -> NotSaved | None:
     where = f"rank {world.ranks[world.index]}: " if world.size > 1 else ""
-    return (
-        NotSaved(f"{target} could not be saved: {where}{problem}; what was saved before is kept") if problem else None
-    )
+    return NotSaved(f"{target} could not be saved: {where}{problem}") if problem else None
 
 
 def _attempt(act: Callable[[], None]) -> str:
