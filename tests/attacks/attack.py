@@ -109,17 +109,19 @@ class Attack:
         output = os.open(said, os.O_WRONLY)
         for stream in (1, 2):
             os.dup2(output, stream)
-        if self.as_nobody and os.geteuid() == 0:
-            os.seteuid(NOBODY)
+        nobody = NOBODY if self.as_nobody and os.geteuid() == 0 else os.geteuid()
         if self.started:
+            os.seteuid(nobody)
             env = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
             os.execve(sys.executable, [sys.executable, "-m", PROGRAMS[program], *arguments], env)
         sys.stdout, sys.stderr = (open(stream, "w", buffering=1, closefd=False) for stream in (1, 2))
         act, first = importlib.import_module(PROGRAMS[program]).act, _memory_mb("VmRSS")
         Path("/proc/self/clear_refs").write_text("5")  # the peak begins from here
+        os.seteuid(nobody)
         code = run(act, arguments)
         sys.stdout.flush()
-        peak.write_text(f"{_memory_mb('VmHWM') - first:.0f}")
+        if self.within_mb < math.inf:
+            peak.write_text(f"{_memory_mb('VmHWM') - first:.0f}")
         os._exit(code)
 
     def _wait(self, pid: int) -> int:
