@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from seqpar.cluster import exit_codes
-from seqpar.data.errors import DataError
+from seqpar.data.errors import DataError, unwritable
 from seqpar.data.files import read_json, write_json
 from seqpar.data.formats.splits import FOLDS
 from seqpar.runs.run_folder import FOLDS_FILE, holds_folds, holds_run, read_status
@@ -89,4 +89,4 @@ def write_flags(out: str | Path, flags: Sequence[str]) -> None:
         Path(out).mkdir(parents=True, exist_ok=True)
         write_json(Path(out) / FOLDS_FILE, {"flags": list(flags)})
     except OSError as error:
-        raise ValueError(f"--out {out} cannot be written ({error.strerror}): name another, or make room") from None
+        raise unwritable(f"--out {out}", error) from None

@@ -4,7 +4,9 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
-from tests.attacks.attack import Attack
+import pytest
+
+from tests.attacks.attack import TINY, Attack
 from tests.support.folders import image_array, nnunet, save, write_json
 from tests.support.predictions import make_run
 
@@ -125,3 +127,50 @@ ATTACKS += [
     )
     for program in programs
 ]
+
+
+def _read_only(here: Path) -> None:
+    """Makes a data set, a run, and a folder in which nobody may write."""
+    _data_and_run(here)
+    for folder in (here, *(path for path in here.rglob("*") if path.is_dir())):
+        folder.chmod(0o777)
+    (here / "ro").mkdir()
+    (here / "ro").chmod(0o555)
+
+
+ATTACKS += [
+    Attack(
+        f"{line.split()[0]} into {line.split()[-1]}, which is read-only",
+        types=line,
+        make=_read_only,
+        as_nobody=True,
+        code=3,
+        says=(line.split()[-1], "cannot be written (Permission denied)"),
+        keeps="ro run",
+    )
+    for line in (
+        f"train {TINY} --data D --cache cache --out ro",
+        f"train {TINY} --data D --cache cache --out ro/x",
+        f"train {TINY} --data D --cache cache --fold all5 --out ro/x",
+        f"train {TINY} --data D --out out --cache ro/x",
+        f"pretrain {TINY} --data D --cache cache --out ro/x",
+        "predict run -i D -o ro",
+        "predict run -i D -o ro/x",
+        "evaluate D/labelsTr D/labelsTr --json ro/x.json",
+        "export run ro/x.zip",
+        "prepare D --out ro/x",
+        "figures 5 --out ro/x",
+    )
+]
+
+ATTACKS.append(
+    Attack(
+        "a sweep in a file",
+        types=f"tune --space lr=1e-3 {TINY} --data D --cache cache --out D/dataset.json/x",
+        make=lambda here: (pytest.importorskip("ray"), _data_and_run(here)),
+        code=3,
+        says="--out D/dataset.json/x: cannot be written (Not a directory)",
+        keeps="D",
+        started=True,  # Ray takes seconds to import
+    )
+)
