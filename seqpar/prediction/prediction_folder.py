@@ -145,7 +145,7 @@ class ProbabilityFile:
         self._file: IO[bytes] | None = None
 
     def write_rows(self, first_row: int, rows: Tensor) -> None:
-        """Writes rows ``k w D H``, of which the first is row ``first_row`` of the volume."""
+        """Writes rows ``k w D H``, beginning with row ``first_row`` of the volume."""
         if self.error is not None:
             return
         try:

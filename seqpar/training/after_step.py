@@ -1,4 +1,4 @@
-"""What all ranks do after a step: go on, save, leave, or stop because the loss is not finite."""
+"""What all ranks do after a step: continue, save, leave, or stop because the loss is not finite."""
 
 import json
 import math
@@ -119,12 +119,12 @@ class AfterStep:
             self.refuse_taken_over()  # whose saves clear away what others write
             if self._saved is None:
                 problem = (
-                    f"holds no checkpoint, and {error}; make room and go on with --resume, or choose another --out"
+                    f"holds no checkpoint, and {error}; make room and continue with --resume, or choose another --out"
                 )
                 raise DataError(self.folder, problem) from None
             kept = f"the checkpoint of step {self._saved.step} is kept"
             if must:
-                raise NotSaved(f"{error}; {kept}: make room and go on with --resume") from None
+                raise NotSaved(f"{error}; {kept}: make room and continue with --resume") from None
             minutes = self.config.checkpoint_minutes
             journal.say(f"warning: {error}; {kept}, {self._age()}; going on, next try in {minutes:g} minutes")
         self._last_try = time.monotonic()

@@ -140,7 +140,7 @@ def _read_only(here: Path) -> None:
 
 ATTACKS += [
     Attack(
-        f"{line.split()[0]} into {line.split()[-1]}, which is read-only",
+        f"{line.split()[0]} {' '.join(line.split()[-4:])}, which is read-only",
         types=line,
         make=_read_only,
         as_nobody=True,

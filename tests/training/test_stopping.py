@@ -60,7 +60,7 @@ def test_a_run_that_had_to_leave_goes_on_to_the_same_bits(flags, undisturbed, tm
     if "micro-batches" in name:
         assert said["step"] == 2, "the step in which it came does not count"
     assert not (out / "model.safetensors").exists()
-    assert f"go on with --resume --out {out}" in left.said(0)
+    assert f"continue with --resume --out {out}" in left.said(0)
     trained(world, ["--resume"], out)
     whole = undisturbed(world, *more.split())
     assert weights(out) == weights(whole)
@@ -113,7 +113,7 @@ def test_ranks_agree_to_leave_while_a_long_step_lasts(flags, tmp_path):
     ("call", "code", "why"),
     [
         (1, 3, "holds no checkpoint, and "),
-        (2, 1, "the checkpoint of step 1 is kept: make room and go on with --resume"),
+        (2, 1, "the checkpoint of step 1 is kept: make room and continue with --resume"),
     ],
 )
 def test_a_save_that_fails_when_the_run_must_leave_is_a_failure(flags, tmp_path, call, code, why):
