@@ -102,14 +102,14 @@ class Journal:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """Returns the rows of metrics.jsonl, without a last line that a kill cut off."""
+    """Returns the rows of metrics.jsonl, without lines that are none, such as a last one that a kill cut off."""
     rows = []
     for line in path.read_bytes().splitlines():
         try:
             row = json.loads(line)
         except ValueError:
             continue
-        if isinstance(row, dict) and "step" in row:
+        if isinstance(row, dict) and isinstance(row.get("step"), int) and isinstance(row.get("kind"), str):
             rows.append(row)
     return rows
 

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from seqpar.data.errors import DataError
+from seqpar.data.errors import DataError, unwritable
 from seqpar.data.files import read_json, write_json
 from seqpar.runs.journal import read_metrics
 from seqpar.runs.metrics_tail import ERRORS, SCORES, measure_of, score_of
@@ -139,7 +139,7 @@ def write_sweep(out: Path, sweep: Sweep) -> None:
     try:
         write_json(out / SWEEP_FILE, content)
     except OSError as error:
-        raise ValueError(f"--out {out} cannot be written ({error.strerror}): name another, or make room") from None
+        raise unwritable(f"--out {out}", error) from None
 
 
 def make_folder(out: Path) -> None:
@@ -147,7 +147,7 @@ def make_folder(out: Path) -> None:
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ValueError(f"--out {out} cannot be made ({error.strerror}): name another") from None
+        raise unwritable(f"--out {out}", error) from None
 
 
 def _finite(value: Any) -> Any:

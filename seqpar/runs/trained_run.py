@@ -145,7 +145,7 @@ def read_run(path: str | Path) -> TrainedRun:
             raise
         if is_archive(path):
             raise DataError(path, f"cannot be used ({error}); copy it again, or export the run again") from None
-        raise ValueError(f"{path}/config.json: {str(error).removeprefix('config.json: ')}") from None
+        raise DataError(f"{path}/config.json", str(error).removeprefix("config.json: ")) from None
 
 
 def _refuse_other_shapes(run: TrainedRun) -> None:

@@ -10,7 +10,7 @@ import torch
 from seqpar.cluster.rank_facts import device_name, facts_of
 from seqpar.cluster.start_ranks import describe_launcher
 from seqpar.cluster.torch_setup import check_precision
-from seqpar.data.errors import DataError
+from seqpar.data.errors import DataError, unwritable
 from seqpar.data.files import remove_leftovers
 from seqpar.models.build import build_network, family_of
 from seqpar.models.network import Network
@@ -130,7 +130,7 @@ def open_folder(status: StatusFile, lock: RunLock, config: Config, log: RunLog) 
             remove_leftovers(folder)
         status.write("running")
     except OSError as error:
-        raise ValueError(f"--out {out} cannot be written ({error.strerror}): name another, or make room") from None
+        raise unwritable(f"--out {out}", error) from None
     log.open(out / "train.log")
     return lock.ticket
 

@@ -6,6 +6,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
+
 from tests.attacks.attack import TINY, Attack
 from tests.support.folders import nnunet
 
@@ -48,4 +50,15 @@ ATTACKS = [
     )
     for rank in (0, 1)
     for when, file in (("at start", ""), ("in training", "run/metrics.jsonl"))
+]
+ATTACKS += [
+    Attack(
+        "a sweep on a Ray that is not there",
+        types=f"tune --space lr=1e-3,1e-4 --ray 127.0.0.1:9 {TINY} --data D --cache cache --out sweep",
+        make=lambda here: (pytest.importorskip("ray"), nnunet(here / "D", 5)),
+        code=1,
+        says=("error: --ray 127.0.0.1:9: no cluster answers there within 20 s", "Connection refused"),
+        started=True,
+        within_s=90,  # 30 where nobody else computes
+    ),
 ]

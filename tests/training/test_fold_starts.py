@@ -102,7 +102,7 @@ def test_resume_needs_five_folds_and_another_run_s_folder_is_left_alone(lines_of
             lines_of("--out", str(single), *more)
     assert status(single) == {"state": "finished"}
     (tmp_path / "file").write_text("")
-    with pytest.raises(ValueError, match="--out .*file cannot be written"):
+    with pytest.raises(ValueError, match="--out .*file: cannot be written"):
         lines_of("--out", str(tmp_path / "file"))
 
 
