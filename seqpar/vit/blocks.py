@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from seqpar.attention.partition import Rotary
-from seqpar.attention.self_attention import Attention
+from seqpar.attention.self_attention import ParallelAttention
 from seqpar.attention.window_attention import Windows
 from seqpar.parallel.recomputation import checkpointed
 from seqpar.vit.dropout import DropoutKey, keyed_drop_path, keyed_dropout
@@ -78,7 +78,7 @@ class Block(nn.Module):
     def __init__(
         self,
         embed_dim: int,
-        attn: Attention,
+        attn: ParallelAttention,
         mlp: nn.Module,
         dropout: float,
         drop_path: float,
@@ -102,7 +102,7 @@ class Block(nn.Module):
     ) -> Tensor:
         """Returns the tokens ``b n/s e`` after both branches.
 
-        - ``spread``: each rank's token count, or windows, as in ``Attention``
+        - ``spread``: each rank's token count, or windows, as in ``ParallelAttention``
         - ``tokens``: ``token_numbers`` of this rank's tokens, which key the dropout
         """
         return _run(self._both_branches, self.recompute == "full", x, spread, tokens, rotary, key)
