@@ -47,7 +47,7 @@ def run_cells(
     values = list[Value]()
     for cell in cells:
         values += [(features[number], grid) for number in cell.features]
-        if cell.takes_image:
+        if cell.takes_image and image is not None:
             values.append((image, grid and grid.scaled(patch)))
         values = [cell.run(*values)]
     return values[0]

@@ -30,6 +30,7 @@ if TYPE_CHECKING:  # what type checkers and editors see; a test compares it with
     from seqpar.prediction.predictor import Predictor as Predictor
     from seqpar.runs.trained_run import load_run as load_run
     from seqpar.spatial.box_grid import BoxGrid as BoxGrid
+    from seqpar.vit.blocks import compile_blocks as compile_blocks
     from seqpar.vit.dropout import DropoutKey as DropoutKey
     from seqpar.vit.encoder import SeqParViT as SeqParViT
     from seqpar.weights.monai_weights import export_monai as export_monai
@@ -60,6 +61,7 @@ _NAMES = {
     "UnetrDecoder": "seqpar.decoders.unetr",
     "as_group": "seqpar.parallel.mesh",
     "choose_mode": "seqpar.decoders.modes.named_modes",
+    "compile_blocks": "seqpar.vit.blocks",
     "export_monai": "seqpar.weights.monai_weights",
     "export_nnunet": "seqpar.weights.nnunet_weights",
     "export_primus": "seqpar.weights.primus_weights",
