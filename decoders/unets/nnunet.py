@@ -8,6 +8,7 @@ from typing import Any
 from seqpar.decoders.unets.architecture import Architecture, Style, Three, three
 from seqpar.decoders.unets.unet import UNet
 from seqpar.decoders.unets.unet_blocks import ResidualBlock
+from seqpar.parallel.mesh import AnyGroup
 
 FEATURES, MOST_FEATURES = 32, 320
 RESIDUAL_BLOCKS = (1, 3, 4, 6, 6, 6, 6, 6, 6, 6)  # per stage of the encoder
@@ -86,22 +87,25 @@ def nnunet(
     features: int = FEATURES,
     deep_supervision: bool = False,
     residual: bool = False,
+    group: AnyGroup | None = None,
 ) -> UNet:
     """Returns nnU-Net's network as planned for a tile and its voxel spacing.
 
     - ``features``: of the first stage
     - ``residual``: the ResidualEncoderUNet rather than the PlainConvUNet
+    - ``group``: as in ``UNet``
     """
     stages = topology(three(tile), spacing)
-    return network(architecture_of_stages(in_channels, num_outputs, *stages, residual, features), deep_supervision)
+    architecture = architecture_of_stages(in_channels, num_outputs, *stages, residual, features)
+    return network(architecture, deep_supervision, group)
 
 
-def network(architecture: Architecture, deep_supervision: bool = False) -> UNet:
+def network(architecture: Architecture, deep_supervision: bool = False, group: AnyGroup | None = None) -> UNet:
     """Returns nnU-Net's network of an architecture; deep supervision trains the logits of all levels but the coarsest.
 
     Residual blocks start as their shortcut: the last norm of each is initialized to 0.
     """
-    net = UNet(architecture, max(1, architecture.heads - 1) if deep_supervision else 1)
+    net = UNet(architecture, max(1, architecture.heads - 1) if deep_supervision else 1, group)
     for block in net.modules():
         if isinstance(block, ResidualBlock):
             block.begin_as_shortcut()

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from seqpar.losses.terms import ClassTerm, VoxelTerm
 from seqpar.losses.voxels import Voxels, row_chunks, sum_over_voxels
 from seqpar.parallel.collectives import all_reduce, all_sum
+from seqpar.parallel.layout import plain_tensor
 from seqpar.parallel.mesh import Group, as_group
 
 
@@ -119,6 +120,7 @@ class Loss(nn.Module):
         self, logits: Tensor, label: Tensor, loss_groups: LossGroups | None = None, annotated: Tensor | None = None
     ) -> LossParts:
         """Returns the loss and its terms."""
+        logits, label = plain_tensor(logits), plain_tensor(label)
         sums, weights = self._sums(logits, label, annotated)
         loss_groups = loss_groups or LossGroups()
         return self._of(sums, self._totals([label], [annotated], loss_groups), loss_groups, weights)
@@ -175,7 +177,13 @@ class Loss(nn.Module):
     def _over_voxels(self, logits: Tensor, label: Tensor, weights: Tensor | None, annotated: Tensor | None) -> Tensor:
         """Returns each sample's sums ``b s`` over its voxels, one term after the other."""
         if label.shape != (logits.shape[0], *logits.shape[2:]):
-            raise ValueError(f"labels of shape {tuple(label.shape)} do not match logits of shape {tuple(logits.shape)}")
+            channel = "; remove its channel: label[:, 0]" if label.ndim == logits.ndim and label.shape[1] == 1 else ""
+            raise ValueError(
+                f"labels of shape {tuple(label.shape)} do not match logits of shape {tuple(logits.shape)}: a label has "
+                f"the logits' shape without their channels{channel}"
+            )
+        if label.is_floating_point() or label.is_complex():
+            raise ValueError(f"labels of {label.dtype}: a label is the whole number of a class; give label.long()")
         for each in (weights, annotated):
             if each is not None and each.shape != logits.shape[:2]:
                 raise ValueError(

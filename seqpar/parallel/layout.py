@@ -6,8 +6,9 @@ voxels, w d h tokens. There are as many axes as ``tile`` has numbers.
 
 import itertools
 import math
-from collections.abc import Callable, Hashable, Iterator, Sequence
-from dataclasses import dataclass
+import operator
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import Any, TypeVar
 
@@ -68,9 +69,14 @@ class Layout:
         cls, tile: int | Sequence[int], patch: int | Sequence[int], num_ranks: int = 1, split: str = "spatial"
     ) -> "Layout":
         """Returns the layout of a tile and patch, each given as one number for a cube or one per axis."""
-        sides = (tile,) * 3 if isinstance(tile, int) else tuple(tile)
-        cube = (patch,) * len(sides) if isinstance(patch, int) else tuple(patch)
-        return cls(sides, cube, num_ranks, split)
+        sides = per_axis(tile, "tile")
+        return cls(sides, per_axis(patch, "patch", len(sides)), num_ranks, split)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Layout":
+        return self
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {field.name: getattr(self, field.name) for field in fields(self)}  # without what is made once
 
     @cached_property
     def grid(self) -> tuple[int, ...]:
@@ -227,13 +233,35 @@ class Layout:
 
     def cut(self, whole: Tensor, rank: int) -> Tensor:
         """Returns a rank's part: ``b n c p p p`` of an image ``b c W D H``, ``b n p p p`` of a label ``b W D H``."""
-        is_image, cells = whole.ndim == len(self.tile) + 2, to_patches(whole, self.patch)
+        axes = len(self.tile)
+        is_image = whole.ndim == axes + 2
+        if whole.ndim not in (axes + 1, axes + 2) or tuple(whole.shape[-axes:]) != self.tile:
+            raise ValueError(
+                f"expected an image (batch, channels, *tile) or a label (batch, *tile) with tile={self.tile}, got a "
+                f"tensor of shape {tuple(whole.shape)}; layout.of_tile(tile) is the layout of another tile"
+            )
+        if not 0 <= rank < self.num_ranks:
+            raise ValueError(f"rank={rank}: this layout has {quantity(self.num_ranks, 'rank')}, counted from 0")
+        whole = plain_tensor(whole)
+        if self.num_ranks > 1 and not (torch.compiler.is_compiling() or whole.is_meta):
+            self.once("fingerprint", lambda: _fingerprint(whole))
+        cells = to_patches(whole, self.patch)
         if self.num_ranks > 1 or self.is_nested:
             cells = cells.index_select(2 if is_image else 1, self.token_ids(rank, whole.device))
         return rearrange(cells, "b c n ... -> b n c ...") if is_image else cells
 
+    @property
+    def fingerprint(self) -> Tensor | None:
+        """Numbers that identify the first tile that was cut here; ranks compare them, as they must share the tile."""
+        return self._made.get("fingerprint")
+
     def join(self, parts: Sequence[Tensor]) -> Tensor:
         """Joins all ranks' parts to the whole image or label; the inverse of ``cut``."""
+        if [x.shape[1] for x in parts] != list(self.counts):
+            raise ValueError(
+                f"expected {quantity(self.num_ranks, 'part')} of {' and '.join(map(str, self.counts))} tokens, in rank "
+                f"order, got {quantity(len(parts), 'part')} of {' and '.join(str(x.shape[1]) for x in parts)}"
+            )
         cells = parts[0]
         if len(parts) > 1 or self.is_nested:
             cells = torch.cat(list(parts), 1).index_select(1, self.raster_order(cells.device))
@@ -258,6 +286,32 @@ def _box_of_run(low: int, high: int, grid: Sequence[int]) -> Box | None:
         sides.append((0, extent) if is_cut else (first, last + 1))
         is_cut = is_cut or first != last  # the run then reaches both ends of all later axes
     return tuple(sides) if _size(tuple(sides)) == high - low else None
+
+
+def per_axis(value: int | Iterable[int], name: str, axes: int = 3) -> tuple[int, ...]:
+    """Returns one whole number per axis: those of ``value``, or the same one for all ``axes``.
+
+    - ``name``: of the argument, for the error
+    """
+    try:
+        numbers = value if isinstance(value, Iterable) else (value,) * axes
+        return tuple(map(operator.index, numbers))
+    except TypeError:
+        raise ValueError(f"{name}={value!r}: give a whole number, or several in a tuple") from None
+
+
+def plain_tensor(x: Tensor) -> Tensor:
+    """Returns a tensor without what a library attached to it, such as MONAI's ``MetaTensor``; shares its memory."""
+    as_tensor: Callable[[], Tensor] | None = getattr(x, "as_tensor", None)
+    return x if as_tensor is None else as_tensor()
+
+
+def _fingerprint(whole: Tensor) -> Tensor:
+    """Returns two float64 numbers that hardly depend on rounding: a weighted sum of some voxels, and its scale."""
+    voxels = whole.detach().reshape(-1)
+    voxels = voxels[:: max(1, len(voxels) >> 14)].double()
+    weights = torch.arange(1, len(voxels) + 1, device=voxels.device, dtype=torch.float64).square().sin()
+    return torch.stack([voxels @ weights, voxels.norm()])
 
 
 def to_patches(whole: Tensor, patch: Sequence[int]) -> Tensor:

@@ -2,6 +2,7 @@
 
 import itertools
 import math
+import pickle
 
 import pytest
 import torch
@@ -107,3 +108,27 @@ def test_cuts_list_boxes_in_rank_order_and_refine() -> None:
 def test_what_cannot_work_is_refused_with_what_does(wrong: dict, says: str) -> None:
     with pytest.raises(ValueError, match=says):
         Layout.of(**wrong)
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 32, 16, 16), (1, 20, 16, 16), (16, 16, 16), (1, 1, 1, 16, 16, 16)])
+def test_a_tensor_of_another_tile_is_refused(shape: tuple[int, ...]) -> None:
+    with pytest.raises(ValueError, match=r"with tile=\(16, 16, 16\), got a tensor of shape"):
+        Layout.of(16, 8, 2).cut(torch.zeros(shape), 0)
+
+
+def test_other_parts_ranks_and_numbers_are_refused_in_words() -> None:
+    layout = Layout.of(16, 8, 3, "ordered")
+    part = layout.cut(torch.zeros(1, 1, 16, 16, 16), 0)
+    with pytest.raises(ValueError, match="rank=3: this layout has 3 ranks, counted from 0"):
+        layout.cut(torch.zeros(1, 16, 16, 16), 3)
+    with pytest.raises(ValueError, match="expected 3 parts of .* tokens, in rank order, got 1 part"):
+        layout.join([part])
+    with pytest.raises(ValueError, match="tile=32.0: give a whole number, or several in a tuple"):
+        Layout.of(32.0, 8)  # type: ignore[arg-type]
+
+
+def test_a_pickle_has_no_tables() -> None:
+    layout = Layout.of(16, 8, 2)
+    layout.token_ids(1)
+    copied = pickle.loads(pickle.dumps(layout))
+    assert copied == layout and copied.__dict__.keys() == {"tile", "patch", "num_ranks", "split"}
