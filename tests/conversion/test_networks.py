@@ -28,8 +28,8 @@ MONAI: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "AttentionUnet": (lambda: monai.AttentionUnet(3, 1, 3, (4, 8, 16), (2, 2)), (1, 1, 16, 16, 8)),
     "VNet": (lambda: monai.VNet(3, 1, 3), (1, 1, 32, 16, 16)),
     "UNETR": (
-        lambda: monai.UNETR(1, 3, (32, 32, 32), feature_size=4, hidden_size=24, mlp_dim=48, num_heads=4),
-        (1, 1, 32, 32, 32),
+        lambda: monai.UNETR(2, 3, (32, 32, 32), feature_size=4, hidden_size=24, mlp_dim=48, num_heads=4),
+        (1, 2, 32, 32, 32),
     ),
 }
 
