@@ -139,7 +139,7 @@ class BoxMode(TorchFunctionMode):
         return self.mark_volume(cut(whole, grid, range(2, whole.ndim)), grid)
 
     def _refuse_recomputation(self, name: str) -> None:
-        """Raises ValueError in code that autograd runs again, or replaces, in backward, when this mode is not active."""
+        """Raises ValueError in code that backward runs again or replaces, when this mode is not active."""
         hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
         frame, around = None, hooks is not None and hooks[0].__module__ == "torch.utils.checkpoint"
         if self._with_grad and not torch.is_grad_enabled():

@@ -28,7 +28,7 @@ from seqpar.spatial.halos import fetch_rows
 _HANDLERS = {**VOLUME_FUNCTIONS, **SHAPE_FUNCTIONS}
 _SPATIAL = {"1d": 1, "2d": 2, "3d": 3}
 _REFUSED = {
-    "SyncBatchNorm": "sums by its own messages: use BatchNorm, whose statistics a converted network sums over all boxes",
+    "SyncBatchNorm": "sends its own messages: use BatchNorm, whose statistics then include all boxes",
     "ScriptModule": "hides its functions: convert the module before it is scripted",
     "RecursiveScriptModule": "hides its functions: convert the module before it is scripted",
     "DistributedDataParallel": "must be around the converted module: convert first",
@@ -40,11 +40,11 @@ def convert(module: nn.Module, group: AnyGroup | None = None, spatial_dims: int 
     """Returns a network that computes on boxes, exactly: the same function of a volume that is spread over ranks.
 
     It takes this rank's box ``b c W/s D/s H/s`` of each image, which ``net.shard(whole)`` cuts, and returns this rank's
-    box of each output, which ``net.unshard(y)`` joins. Weights, buffers and submodules are shared with ``module``, under
-    the same names. Each rank computes the loss of its box; gradients of the weights are those of the sum of all ranks'
+    box of each output, which ``net.unshard(y)`` joins. Weights, buffers and submodules are shared with ``module``,
+    under the same names. Each rank computes the loss of its box; gradients of the weights are those of the sum of all ranks'
     losses once they are summed over the ranks, or of the mean with ``DistributedDataParallel``.
 
-    A call in ``forward`` that is not known to be exact on boxes raises an error that names it. Feature maps that are too
+    A call in ``forward`` that is not known to be exact on boxes raises an error that names it. Volumes that are too
     small to be cut, and tokens (space flattened to one dimension, as by a ViT), are gathered and computed by all ranks.
 
     Args:

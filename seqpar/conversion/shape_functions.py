@@ -41,7 +41,7 @@ def unchanged(boxes: BoxMode, func: Function, /, *args: Any, **kwargs: Any) -> A
 
 
 def local(boxes: BoxMode, func: Function, /, input: Tensor, *args: Any, **kwargs: Any) -> Any:
-    """Computes a function that treats each place of space by itself, and finds the dimensions of space in its output."""
+    """Computes a function of each place of space by itself, and finds the dimensions of space in its output."""
     spread = boxes.spread_of(input)
     name = name_of(func)
     if spread is None or any(boxes.spread_of(x) is not None for x in (*args, *kwargs.values())):
@@ -248,7 +248,8 @@ def reshape(boxes: BoxMode, func: Function, /, input: Tensor, *sizes: Any, **kwa
     after = Spread(BoxGrid(tuple(edges), boxes.group), tuple(dims))
     for dim, side in zip(after.dims, after.grid.sides):
         asked[dim] = side
-    return boxes.mark((input.view if name_of(func).startswith("view") else input.reshape)(asked), after)  # type: ignore[no-any-return]
+    change = input.view if name_of(func).startswith("view") else input.reshape
+    return boxes.mark(change(asked), after)  # type: ignore[no-any-return]
 
 
 def _matching(old: Sequence[int], new: Sequence[int]) -> Iterator[tuple[range, range]]:

@@ -90,7 +90,8 @@ def pooled(net: Own, x: Tensor) -> Tensor:
 def shuffled(net: Own, x: Tensor) -> Tensor:
     """Patches to channels and back, whose edges are not those of the boxes."""
     b, c, w, d, h = x.shape
-    y = x.reshape(b, c, w // 4, 4, d // 4, 4, h // 4, 4).permute(0, 1, 3, 5, 7, 2, 4, 6).reshape(b, -1, w // 4, d // 4, h // 4)
+    y = x.reshape(b, c, w // 4, 4, d // 4, 4, h // 4, 4).permute(0, 1, 3, 5, 7, 2, 4, 6)
+    y = y.reshape(b, -1, w // 4, d // 4, h // 4)
     y = torch.relu(y).view(b, c, 4, 4, 4, w // 4, d // 4, h // 4).permute(0, 1, 5, 2, 6, 3, 7, 4)
     return y.reshape(b, c, w, d, h) + x
 
@@ -188,7 +189,7 @@ REFUSED: dict[str, tuple[Callable[[Own, Tensor], Tensor], str]] = {
     "a roll": (lambda net, x: x.roll(1, 2), "roll"),
     "a sum over a part of space": (lambda net, x: x - x.mean(3, keepdim=True), "mean"),
     "a joint along space": (lambda net, x: torch.cat([x, x], 2), "cat"),
-    "one place": (lambda net, x: x - x[:, :, :1, :1, 0:1] + x[:, :, 0].mean(), "an index"),
+    "one place": (lambda net, x: x - x[:, :, :1].mean() + x[:, :, 0].mean(), "an index"),
     "a cubic resize in two dimensions": (lambda net, x: F.interpolate(x, scale_factor=2, mode="area"), "interpolate"),
     "indices of a pool": (lambda net, x: F.max_pool3d(x, 2, return_indices=True)[0], "max_pool3d"),
     "a checkpoint": (
