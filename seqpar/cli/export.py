@@ -22,7 +22,7 @@ def act(arguments: Sequence[str]) -> int:
     parser = Parser("export", description="Packs a trained run into one file.")
     add = parser.add_argument
     add("run", type=Path, metavar="RUN", help="run folder that train wrote")
-    add("out", type=Path, metavar="OUT", help="file to write: OUT.zip, which predict takes in the place of a run "
+    add("out", type=Path, metavar="OUT", help="file to write: OUT.zip, which predict takes instead of a run "
         "folder; or OUT.pth, the encoder of a Primus, which nnU-Net trains on as a pretraining of nnssl's")  # fmt: skip
     add("--checkpoint", default="best", metavar="WHICH", help="best (default), latest or a file of the run's weights")
     add("--licence", default="not stated", metavar="TEXT", help="licence of the weights, such as CC-BY-4.0")

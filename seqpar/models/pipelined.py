@@ -34,11 +34,18 @@ class VolumeCells:
     """The cells of a U-Net, which take the image's box.
 
     - ``image``: returns it
+    - ``own_key``: returns the key of the samples that this rank decodes
     - ``prefix``: of the U-Net's names in the whole network
     """
 
-    def __init__(self, net: CellNet, image: Callable[[Tensor, Layout], Value], prefix: str) -> None:
-        self.net, self._image = net, image
+    def __init__(
+        self,
+        net: CellNet,
+        image: Callable[[Tensor, Layout], Value],
+        own_key: Callable[[DropoutKey | None], DropoutKey | None],
+        prefix: str,
+    ) -> None:
+        self.net, self._image, self._own_key = net, image, own_key
         self.takes: Takes = net.takes
         self.outputs: tuple[int, ...] = net.outputs
         self.owns: Prefixes = tuple((f"{prefix}cells.{name}.",) for name in net.names)
@@ -49,7 +56,7 @@ class VolumeCells:
 
     def run_cell(self, number: int, inputs: Sequence[Value], micro: PartOfBatch) -> Value:
         """Returns the output of a cell."""
-        return self.net.run_cell(number, inputs)
+        return self.net.run_cell(number, inputs, self._own_key(micro.key))
 
     def buffers_of(self, numbers: Sequence[int]) -> list[Tensor]:
         """Returns the running statistics of cells."""
@@ -112,7 +119,7 @@ class TokenCells(EncoderCells):
         self.decoder, self.mode, self._last = decoder, mode, len(taps)
         self._pieces = cells_of(decoder)
         depth = len(encoder.blocks)
-        features = [*(tap + 1 for tap in taps), depth]  # the cells of which the decoder takes tokens
+        features = [*(tap + 1 for tap in taps), depth]  # the cells whose tokens the decoder takes
         takes, owns = list[tuple[int, ...]](), list[tuple[str, ...]]()
         for number, piece in enumerate(self._pieces):
             sources = (depth + number,) * (number > 0) + tuple(features[at] for at in piece.features)
@@ -156,7 +163,7 @@ def refuse_other_grid(grid: BoxGrid | None, needed: BoxGrid | None, decoder: tor
         return
     name = type(decoder).__name__
     if needed is None:
-        raise ValueError(f"{name} returned {type(grid).__name__} beside its logits, where None is needed")
+        raise ValueError(f"{name} returned {type(grid).__name__} next to its logits, but None is needed")
     beside = "no box grid" if grid is None else "another box grid than that of the voxels"
     raise ValueError(
         f"--mode {mode.name}: each of {mode.group.size} ranks decodes a box, and {name} returned {beside} "
