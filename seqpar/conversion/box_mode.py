@@ -218,8 +218,8 @@ def is_pointwise(name: str) -> bool:
 
 def pointwise(boxes: BoxMode, func: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
     """Computes a function of each place by itself: tensors are brought to the boxes of the first spread one."""
-    args, kwargs, spread = aligned(boxes, name_of(func), args, kwargs)
-    y = func(*args, **kwargs)
+    positional, named, spread = aligned(boxes, name_of(func), args, kwargs)
+    y = func(*positional, **named)
     if not isinstance(y, Tensor):
         raise boxes.refusal(name_of(func), "with these arguments is not known to be exact on boxes")
     return boxes.mark(y, Spread(spread.grid, tuple(dim + y.ndim for dim in spread.dims)))

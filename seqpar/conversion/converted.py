@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 from torch.utils.weak import WeakIdKeyDictionary
 
-from seqpar.conversion.box_mode import BoxMode
+from seqpar.conversion.box_mode import BoxMode, cut
 from seqpar.conversion.shape_functions import SHAPE_FUNCTIONS
 from seqpar.conversion.volume_functions import VOLUME_FUNCTIONS, WHOLE_FUNCTIONS
 from seqpar.parallel.collectives import all_gather
@@ -41,8 +41,8 @@ def convert(module: nn.Module, group: AnyGroup | None = None, spatial_dims: int 
 
     It takes this rank's box ``b c W/s D/s H/s`` of each image, which ``net.shard(whole)`` cuts, and returns this rank's
     box of each output, which ``net.unshard(y)`` joins. Weights, buffers and submodules are shared with ``module``,
-    under the same names. Each rank computes the loss of its box; gradients of the weights are those of the sum of all ranks'
-    losses once they are summed over the ranks, or of the mean with ``DistributedDataParallel``.
+    under the same names. Each rank computes the loss of its box; gradients of the weights are those of the sum of all
+    ranks' losses once they are summed over the ranks, or of the mean with ``DistributedDataParallel``.
 
     A call in ``forward`` that is not known to be exact on boxes raises an error that names it. Volumes that are too
     small to be cut, and tokens (space flattened to one dimension, as by a ViT), are gathered and computed by all ranks.
@@ -65,7 +65,7 @@ def convert(module: nn.Module, group: AnyGroup | None = None, spatial_dims: int 
     if dims not in (2, 3):
         raise ValueError(f"spatial_dims={dims}: volumes have 2 or 3 dimensions of space; give spatial_dims=2 or 3")
     net = copy.copy(module)
-    net.__class__ = _converted_class(type(module))
+    net.__class__ = _converted_class(type(module))  # type: ignore[arg-type]
     net.__dict__.update(_box_group=as_group(group), _box_dims=dims, **_memory())
     assert isinstance(net, Converted)
     return net
@@ -97,7 +97,7 @@ class Converted(nn.Module):
                 f"shard: extents {extents} cannot be cut into {self._box_group.size} boxes: use larger tiles or a "
                 "smaller group"
             )
-        box = whole.as_subclass(Tensor)[(..., *(slice(*side) for side in grid.box))].contiguous()
+        box = cut(whole.as_subclass(Tensor), grid, range(-self._box_dims, 0)).contiguous()
         if has_channels:
             self._cut_here[box] = grid
         return box
@@ -217,7 +217,8 @@ def _memory() -> dict[str, Any]:
 
 
 def _restore(kind: type[nn.Module]) -> nn.Module:
-    net = _converted_class(kind).__new__(_converted_class(kind))
+    kind_on_boxes = _converted_class(kind)  # type: ignore[arg-type]
+    net = kind_on_boxes.__new__(kind_on_boxes)
     net.__dict__.update(_memory())
     return net  # type: ignore[no-any-return]
 

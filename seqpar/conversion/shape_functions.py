@@ -266,27 +266,16 @@ def _matching(old: Sequence[int], new: Sequence[int]) -> Iterator[tuple[range, r
         yield range(a, i), range(b, j)
 
 
-_LOCAL = ("permute", "transpose", "swapaxes", "swapdims", "movedim", "moveaxis", "unsqueeze", "squeeze", "unbind")
-_LOCAL += (
-    "chunk",
-    "split",
-    "tensor_split",
-    "narrow",
-    "select",
-    "amax",
-    "amin",
-    "argmax",
-    "argmin",
-    "std",
-    "var",
-    "prod",
-)
-_LOCAL += ("logsumexp", "norm", "topk", "adjoint", "Tensor.mT", "split_with_sizes")
-_SAME = ("dim", "ndimension", "is_floating_point", "is_complex", "is_contiguous", "get_device", "element_size")
-_SAME += ("register_hook", "retain_grad", "__repr__", "__format__", "new_zeros", "new_ones", "new_empty", "new_full")
-_SAME += ("Tensor.dtype", "Tensor.device", "Tensor.ndim", "Tensor.is_cuda", "Tensor.requires_grad", "Tensor.layout")
-_SAME += ("Tensor.is_leaf", "Tensor.grad_fn", "Tensor.is_meta", "Tensor.is_sparse", "Tensor.is_nested", "is_same_size")
-_SAME += ("Tensor.is_quantized", "Tensor.is_mps", "Tensor.is_xpu", "Tensor.is_cpu", "__hash__")
+_LOCAL = """
+    permute transpose swapaxes swapdims movedim moveaxis unsqueeze squeeze unbind chunk split split_with_sizes
+    tensor_split narrow select amax amin argmax argmin std var prod logsumexp norm topk adjoint Tensor.mT
+""".split()
+_SAME = """
+    dim ndimension is_floating_point is_complex is_contiguous get_device element_size is_same_size register_hook
+    retain_grad new_zeros new_ones new_empty new_full __repr__ __format__ __hash__ Tensor.dtype Tensor.device Tensor.ndim
+    Tensor.layout Tensor.requires_grad Tensor.is_leaf Tensor.grad_fn Tensor.is_cuda Tensor.is_cpu Tensor.is_mps
+    Tensor.is_xpu Tensor.is_meta Tensor.is_sparse Tensor.is_nested Tensor.is_quantized
+""".split()
 SHAPE_FUNCTIONS: dict[str, Handler] = {
     **dict.fromkeys(_LOCAL, local),
     **dict.fromkeys(_SAME, unchanged),

@@ -94,9 +94,9 @@ def transposed_convolution(
 ) -> Tensor:
     name, n = name_of(func), weight.ndim - 2
     grid = boxes.volume(input, name)
-    along = [each(size, n) for size in (stride, padding, dilation)]
-    options = ConvOptions(*along, True, each(output_padding, n), groups)
-    what = f"{name} with kernel {tuple(weight.shape[2:])} and stride {along[0]}"
+    strides = each(stride, n)
+    options = ConvOptions(strides, each(padding, n), each(dilation, n), True, each(output_padding, n), groups)
+    what = f"{name} with kernel {tuple(weight.shape[2:])} and stride {strides}"
     return _computed(
         boxes,
         input,
@@ -405,18 +405,10 @@ VOLUME_FUNCTIONS: dict[str, Handler] = {
     "interpolate": interpolate,
     "pad": pad,
 }
-_CHANCE = (
-    "dropout",
-    "dropout1d",
-    "dropout2d",
-    "dropout3d",
-    "feature_dropout",
-    "bernoulli",
-    "bernoulli_",
-    "rand",
-    "randn",
-)
-_CHANCE += ("rand_like", "randn_like", "randint", "randperm", "normal", "normal_", "uniform_", "multinomial")
+_CHANCE = """
+    dropout dropout1d dropout2d dropout3d feature_dropout bernoulli bernoulli_ rand randn rand_like randn_like randint
+    randperm normal normal_ uniform_ multinomial
+""".split()
 WHOLE_FUNCTIONS: dict[str, Handler] = {
     **{f"conv{d}": spreading(convolution) for d in _SPACES},
     **{f"conv_transpose{d}": spreading(transposed_convolution) for d in _SPACES},

@@ -160,7 +160,7 @@ def avg_pool_box(
     pads = [reach.padding for reach in reaches]
     n = len(grid.edges)
     along = zip(each(kernel, n), each(stride, n), each(padding, n), reaches, grid.extents, grid.place)
-    counts = [_counts(*sizes, count_include_pad) for sizes in along]
+    counts = [_counts(k, s, p, reach, extent, place, count_include_pad) for k, s, p, reach, extent, place in along]
     divisor = divisor_override
     if divisor is None and all(len(set(count)) == 1 for count in counts):
         divisor = math.prod(count[0] for count in counts)

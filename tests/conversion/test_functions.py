@@ -84,7 +84,7 @@ def padded(net: Own, x: Tensor) -> Tensor:
 def pooled(net: Own, x: Tensor) -> Tensor:
     """Pooling that overlaps the edges, and in proportion."""
     y = F.max_pool3d(x, 3, 2, padding=1, ceil_mode=True) + F.avg_pool3d(x, 3, 2, 1, True, False)
-    return F.adaptive_avg_pool3d(y, (4, 2, 1)) + F.adaptive_max_pool3d(y, (4, 2, 1))
+    return F.adaptive_avg_pool3d(y, (4, 2, 2)) + F.adaptive_max_pool3d(y, (4, 2, 2))
 
 
 def shuffled(net: Own, x: Tensor) -> Tensor:
