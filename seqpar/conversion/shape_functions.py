@@ -269,16 +269,16 @@ def _matching(old: Sequence[int], new: Sequence[int]) -> Iterator[tuple[range, r
 _LOCAL = """
     permute transpose swapaxes swapdims movedim moveaxis unsqueeze squeeze unbind chunk split split_with_sizes
     tensor_split narrow select amax amin argmax argmin std var prod logsumexp norm topk adjoint Tensor.mT
-""".split()
+"""
 _SAME = """
     dim ndimension is_floating_point is_complex is_contiguous get_device element_size is_same_size register_hook
     retain_grad new_zeros new_ones new_empty new_full __repr__ __format__ __hash__ Tensor.dtype Tensor.device Tensor.ndim
     Tensor.layout Tensor.requires_grad Tensor.is_leaf Tensor.grad_fn Tensor.is_cuda Tensor.is_cpu Tensor.is_mps
     Tensor.is_xpu Tensor.is_meta Tensor.is_sparse Tensor.is_nested Tensor.is_quantized
-""".split()
+"""
 SHAPE_FUNCTIONS: dict[str, Handler] = {
-    **dict.fromkeys(_LOCAL, local),
-    **dict.fromkeys(_SAME, unchanged),
+    **dict.fromkeys(_LOCAL.split(), local),
+    **dict.fromkeys(_SAME.split(), unchanged),
     **dict.fromkeys(("softmax", "log_softmax", "softmin", "cumsum"), along(0)),
     **dict.fromkeys(("sum", "mean"), reduction),
     **dict.fromkeys(("max", "min"), extremum),

@@ -408,9 +408,9 @@ VOLUME_FUNCTIONS: dict[str, Handler] = {
 _CHANCE = """
     dropout dropout1d dropout2d dropout3d feature_dropout bernoulli bernoulli_ rand randn rand_like randn_like randint
     randperm normal normal_ uniform_ multinomial
-""".split()
+"""
 WHOLE_FUNCTIONS: dict[str, Handler] = {
     **{f"conv{d}": spreading(convolution) for d in _SPACES},
     **{f"conv_transpose{d}": spreading(transposed_convolution) for d in _SPACES},
-    **dict.fromkeys(_CHANCE, drawing),
+    **dict.fromkeys(_CHANCE.split(), drawing),
 }
