@@ -272,9 +272,9 @@ _LOCAL = """
 """
 _SAME = """
     dim ndimension is_floating_point is_complex is_contiguous get_device element_size is_same_size register_hook
-    retain_grad new_zeros new_ones new_empty new_full __repr__ __format__ __hash__ Tensor.dtype Tensor.device Tensor.ndim
-    Tensor.layout Tensor.requires_grad Tensor.is_leaf Tensor.grad_fn Tensor.is_cuda Tensor.is_cpu Tensor.is_mps
-    Tensor.is_xpu Tensor.is_meta Tensor.is_sparse Tensor.is_nested Tensor.is_quantized
+    retain_grad new_zeros new_ones new_empty new_full __repr__ __format__ __hash__ Tensor.dtype Tensor.device
+    Tensor.ndim Tensor.layout Tensor.requires_grad Tensor.is_leaf Tensor.grad_fn Tensor.is_cuda Tensor.is_cpu
+    Tensor.is_mps Tensor.is_xpu Tensor.is_meta Tensor.is_sparse Tensor.is_nested Tensor.is_quantized
 """
 SHAPE_FUNCTIONS: dict[str, Handler] = {
     **dict.fromkeys(_LOCAL.split(), local),

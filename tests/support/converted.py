@@ -50,11 +50,11 @@ def gaps(mesh: Mesh, want: Answers, seed: int = 0) -> dict[str, float]:
     image = net.shard(want.image).requires_grad_()
     torch.manual_seed(seed)
     outputs = tensors(net(image))
-    pieces = [net.shard(t) if y.ndim == want.image.ndim else t / mesh.seq.size for t, y in zip(want.towards, outputs)]
+    pieces = [t / mesh.seq.size if y.shape == t.shape else net.shard(t) for t, y in zip(want.towards, outputs)]
     inputs = [image, *net.parameters()]
     gradients = torch.autograd.grad(outputs, inputs, pieces, allow_unused=True)
     dx, *dweights = [torch.zeros_like(x) if g is None else g for x, g in zip(inputs, gradients)]
-    wholes = [net.unshard(y.detach()) if y.ndim == want.image.ndim else y for y in outputs]
+    wholes = [y if y.ndim < want.image.ndim else net.unshard(y.detach()) for y in outputs]
     scale = max(float(g.abs().max()) for g in want.gradients[1:])
     weights = []
     for a, b in zip(summed(dweights, mesh.seq), want.gradients[1:]):
