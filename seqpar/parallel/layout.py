@@ -7,7 +7,7 @@ voxels, w d h tokens. There are as many axes as ``tile`` has numbers.
 import itertools
 import math
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import Any, TypeVar
 
@@ -71,6 +71,12 @@ class Layout:
         sides = (tile,) * 3 if isinstance(tile, int) else tuple(tile)
         cube = (patch,) * len(sides) if isinstance(patch, int) else tuple(patch)
         return cls(sides, cube, num_ranks, split)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Layout":
+        return self
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {field.name: getattr(self, field.name) for field in fields(self)}  # without what is made once
 
     @cached_property
     def grid(self) -> tuple[int, ...]:
