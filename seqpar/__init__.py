@@ -16,6 +16,7 @@ if TYPE_CHECKING:  # what type checkers and editors see; a test compares it with
     from seqpar import vit as vit
     from seqpar.attention.self_attention import ParallelAttention as ParallelAttention
     from seqpar.attention.strategies import AttentionOptions as AttentionOptions
+    from seqpar.conversion.converted import convert as convert
     from seqpar.decoders.modes.named_modes import choose_mode as choose_mode
     from seqpar.decoders.plain import PlainDecoder as PlainDecoder
     from seqpar.decoders.primus import PrimusDecoder as PrimusDecoder
@@ -26,6 +27,7 @@ if TYPE_CHECKING:  # what type checkers and editors see; a test compares it with
     from seqpar.models.segmentation_network import SegmentationNet as SegmentationNet
     from seqpar.parallel.layout import Layout as Layout
     from seqpar.parallel.mesh import as_group as as_group
+    from seqpar.parallel.rendezvous import init_mesh as init_mesh
     from seqpar.parallel.rendezvous import start as start
     from seqpar.prediction.predictor import Predictor as Predictor
     from seqpar.runs.trained_run import load_run as load_run
@@ -62,9 +64,11 @@ _NAMES = {
     "as_group": "seqpar.parallel.mesh",
     "choose_mode": "seqpar.decoders.modes.named_modes",
     "compile_blocks": "seqpar.vit.blocks",
+    "convert": "seqpar.conversion.converted",
     "export_monai": "seqpar.weights.monai_weights",
     "export_nnunet": "seqpar.weights.nnunet_weights",
     "export_primus": "seqpar.weights.primus_weights",
+    "init_mesh": "seqpar.parallel.rendezvous",
     "load_monai": "seqpar.weights.monai_weights",
     "load_nnunet": "seqpar.weights.nnunet_weights",
     "load_primus": "seqpar.weights.primus_weights",

@@ -54,6 +54,16 @@ def start(
     return join(launcher, store, seqpar, own_device, timeout_s, check, until, pipe)
 
 
+def init_mesh(seq: int = 1, pipe: int = 1, device: str = "auto", timeout_s: float = START_S) -> Mesh:
+    """Sets up the mesh ``data`` x ``pipe`` x ``seq`` of the started processes, by the names of its groups.
+
+    Args:
+        ``seq``: number of ranks that share a tile.
+        ``pipe``, ``device``, ``timeout_s``: as in ``start``.
+    """
+    return start(seq, device=device, timeout_s=timeout_s, pipe=pipe)
+
+
 def check_seqpar(seqpar: int, world: int, pipe: int = 1) -> None:
     """Raises ValueError unless ``seqpar`` times ``pipe`` divides the number of ranks, and names sizes that do."""
     if pipe != 1:

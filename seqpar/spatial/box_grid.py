@@ -12,7 +12,7 @@ from functools import cached_property
 
 from torch import Tensor
 
-from seqpar.parallel.layout import Bounds
+from seqpar.parallel.layout import Bounds, cut_counts
 from seqpar.parallel.mesh import Group, as_group
 from seqpar.parallel.row_exchange import Interval
 
@@ -41,6 +41,18 @@ class BoxGrid:
             raise ValueError(
                 f"edges {self.edges} make {math.prod(self.parts)} boxes, but the {self.group} needs one per rank"
             )
+
+    @classmethod
+    def even(cls, extents: Sequence[int], group: Group) -> "BoxGrid | None":
+        """Returns boxes of about equal size for a volume of these extents; None if it is too small for the group.
+
+        The number of intervals along each dimension depends on the group alone, and cuts are at multiples of the
+        largest power of two that keeps the boxes within 5 % of equal: halving the volume then halves the cuts.
+        """
+        parts = cut_counts(group.size, (group.size,) * len(extents))
+        if any(extent < count for extent, count in zip(extents, parts)):
+            return None
+        return cls(tuple(_round_edges(extent, count) for extent, count in zip(extents, parts)), group)
 
     @cached_property
     def parts(self) -> tuple[int, ...]:
@@ -86,3 +98,13 @@ class BoxGrid:
                 f"a volume of shape {tuple(x.shape)} is not the box of rank {self.group.index}, which has the sides "
                 f"{self.sides}: give each volume with its own box grid"
             )
+
+
+def _round_edges(extent: int, count: int) -> Bounds:
+    unit = extent & -extent  # the largest power of two that divides the extent
+    while True:
+        edges = tuple((2 * at * extent // unit + count) // (2 * count) * unit for at in range(count + 1))
+        sides = [high - low for low, high in itertools.pairwise(edges)]
+        if unit == 1 or (min(sides) > 0 and 20 * count * max(sides) <= 21 * extent):
+            return edges
+        unit //= 2

@@ -5,6 +5,7 @@ H voxels; ``/s`` after the letter that is split over the group.
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -51,15 +52,9 @@ class Conv3d(nn.Conv3d):
             return rearrange(y, "b w d h c -> b c w d h"), grid
         if grid is None:
             return self._whole(x), None
-        reaches = [
-            sliding_reach(edges, self._span(dim), self.stride[dim], self._pads(dim), str(self))
-            for dim, edges in enumerate(grid.edges)
-        ]
-        padding = tuple(reach.padding for reach in reaches)
         keep_window = not fits_whole_samples(x) if self.keep_window is None else self.keep_window
-        how = BoxConvolution(Halos.of(grid, reaches), ConvOptions.of(self, padding), keep_window)
-        grid.refuse_other_box(x)
-        return _convolve(x, self.weight, self.bias, how), output_grid(grid, reaches)
+        pads, options = [self._pads(dim) for dim in range(3)], ConvOptions.of(self, (0, 0, 0))
+        return convolve_box(x, grid, self.weight, self.bias, options, pads, str(self), keep_window)
 
     def _whole(self, x: Tensor) -> Tensor:
         """Returns the convolution of a whole volume."""
@@ -104,28 +99,63 @@ class ConvTranspose3d(nn.ConvTranspose3d):
         _refuse_channels(self, x)
         if grid is None:
             return match_memory_format(super().forward(x), x), None
-        options = zip(self.kernel_size, self.stride, self.padding, self.dilation, self.output_padding)
-        reaches = [
-            transposed_reach(edges, *sizes, what=str(self))  # type: ignore[arg-type]
-            for edges, sizes in zip(grid.edges, options)
-        ]
-        result = output_grid(grid, reaches)
-        computed = [self._computed(dim, reach, at) for dim, (reach, at) in enumerate(zip(reaches, grid.place))]
-        padding = tuple(reach.padding for reach in reaches)
-        output_padding = tuple(e if reach.local else 0 for e, reach in zip(self.output_padding, reaches))
-        conv_options = replace(ConvOptions.of(self, padding), output_padding=output_padding)
-        how = BoxConvolution(Halos.of(grid, reaches), conv_options, self.keep_window, Halos.crop(computed, result.box))
-        grid.refuse_other_box(x)
-        return _convolve(x, self.weight, self.bias, how), result
+        options = ConvOptions.of(self, self.padding)  # type: ignore[arg-type]
+        return convolve_box_transposed(x, grid, self.weight, self.bias, options, str(self), self.keep_window)
 
-    def _computed(self, dim: int, reach: ReceptiveField, place: int) -> Interval:
-        """Returns the interval of outputs computed from this rank's window."""
-        if reach.local:
-            return 0, reach.edges[-1]
-        low, high = reach.needed[place]
-        stride, padding = self.stride[dim], int(self.padding[dim])
-        span = self.dilation[dim] * (self.kernel_size[dim] - 1) + 1
-        return low * stride - padding, (high - 1) * stride - padding + span
+
+def convolve_box(
+    x: Tensor,
+    grid: BoxGrid,
+    weight: Tensor,
+    bias: Tensor | None,
+    options: ConvOptions,
+    pads: Sequence[tuple[int, int]],
+    what: str,
+    keep_window: bool = True,
+) -> tuple[Tensor, BoxGrid]:
+    """Convolves a box with its halos, in as many dimensions as ``grid`` has.
+
+    - ``options``: its padding is ignored
+    - ``pads``: padding before and behind the volume, along each dimension
+    - ``what``: names the operation in errors
+    - ``keep_window``: keep the box with its halos for backward; if False, fetch them again
+    """
+    spans = [d * (k - 1) + 1 for k, d in zip(weight.shape[2:], options.dilation)]
+    reaches = [sliding_reach(*along, what) for along in zip(grid.edges, spans, options.stride, pads)]
+    conv_options = replace(options, padding=tuple(reach.padding for reach in reaches))
+    how = BoxConvolution(Halos.of(grid, reaches), conv_options, keep_window)
+    grid.refuse_other_box(x)
+    return _convolve(x, weight, bias, how), output_grid(grid, reaches)
+
+
+def convolve_box_transposed(
+    x: Tensor,
+    grid: BoxGrid,
+    weight: Tensor,
+    bias: Tensor | None,
+    options: ConvOptions,
+    what: str,
+    keep_window: bool = True,
+) -> tuple[Tensor, BoxGrid]:
+    """Convolves a box transposed with its halos, in as many dimensions as ``grid`` has; arguments as above."""
+    sizes = list(zip(weight.shape[2:], options.stride, options.padding, options.dilation, options.output_padding))
+    reaches = [transposed_reach(edges, *along, what=what) for edges, along in zip(grid.edges, sizes)]
+    result = output_grid(grid, reaches)
+    computed = [_computed(reach, at, *along[:4]) for reach, at, along in zip(reaches, grid.place, sizes)]
+    padding = tuple(reach.padding for reach in reaches)
+    output_padding = tuple(e if reach.local else 0 for e, reach in zip(options.output_padding, reaches))
+    conv_options = replace(options, padding=padding, output_padding=output_padding)
+    how = BoxConvolution(Halos.of(grid, reaches), conv_options, keep_window, Halos.crop(computed, result.box))
+    grid.refuse_other_box(x)
+    return _convolve(x, weight, bias, how), result
+
+
+def _computed(reach: ReceptiveField, place: int, kernel: int, stride: int, padding: int, dilation: int) -> Interval:
+    """Returns the interval of outputs computed from this rank's window."""
+    if reach.local:
+        return 0, reach.edges[-1]
+    low, high = reach.needed[place]
+    return low * stride - padding, (high - 1) * stride - padding + dilation * (kernel - 1) + 1
 
 
 def _refuse_padding(mode: str) -> None:

@@ -99,6 +99,28 @@ class Halos:
         return {plan.dim: plan.known_rows(self.group, *margins.get(plan.dim, (0, 0))) for plan in self.plans}
 
 
+def fetch_rows(
+    x: Tensor, grid: BoxGrid, rows: Sequence[Sequence[Interval]], dims: Sequence[int] | None = None
+) -> Tensor:
+    """Returns the rows of a volume that each rank asks for: a wider box, another one, or all of it.
+
+    *forward:* a halo exchange along each dimension.
+    *backward:* their adjoints, in reverse order.
+
+    - ``rows``: along each dimension, the interval that each of its boxes asks for, inside the volume
+    - ``dims``: the dimensions of ``x`` along which ``grid`` cuts it; None: the last ones of ``b c W D H``
+    """
+    halos = Halos.of(grid, [ReceptiveField(edges, tuple(asked)) for edges, asked in zip(grid.edges, rows)])
+    if not halos.plans:
+        return x
+    if dims is None or tuple(dims) == tuple(range(2, x.ndim)):
+        return halos.fetch(x)
+    count = len(dims)
+    last = x.movedim(tuple(dims), tuple(range(-count, 0)))
+    window = halos.fetch(last.reshape(1, -1, *last.shape[-count:]))
+    return window.view(*last.shape[:-count], *window.shape[2:]).movedim(tuple(range(-count, 0)), tuple(dims))
+
+
 def _clip(needed: Interval, there: Interval) -> Interval:
     """Returns the part of ``needed`` that is inside ``there``, possibly empty."""
     low, high = (min(max(edge, there[0]), there[1]) for edge in needed)

@@ -32,11 +32,8 @@ class InstanceNorm3d(nn.InstanceNorm3d):
         if not own or (grid is None and not is_channels_last(x)):  # torch's own would return another memory format
             return _activated(super().forward(x), slope), grid
         groups = () if grid is None else (grid.group,)
-        y, (mean, variance, count) = _norm(x, self, MomentGroups(self.num_features, False, groups), grid, slope)
-        if self.running_mean is not None and self.running_var is not None:
-            factor = self.momentum or 0.0
-            self.running_mean.lerp_(mean.mean(0).flatten(), factor)
-            self.running_var.lerp_(_unbiased(variance, count, self.running_var).mean(0).flatten(), factor)
+        y, statistics = _norm(x, self, MomentGroups(self.num_features, False, groups), grid, slope)
+        update_running(self.running_mean, self.running_var, self.momentum or 0.0, statistics)
         return y, grid
 
 
@@ -68,13 +65,12 @@ class BatchNorm3d(nn.BatchNorm3d):
             _refuse_single(samples * math.prod(voxels), self)
         if not groups or not own:
             return _activated(super().forward(x), slope), grid
-        y, (mean, variance, count) = _norm(x, self, MomentGroups(self.num_features, True, groups), grid, slope)
-        if self.training and self.running_mean is not None and self.running_var is not None:
+        y, statistics = _norm(x, self, MomentGroups(self.num_features, True, groups), grid, slope)
+        if self.training and self.running_mean is not None:
             assert self.num_batches_tracked is not None
             self.num_batches_tracked.add_(1)
             factor = 1.0 / float(self.num_batches_tracked) if self.momentum is None else self.momentum
-            self.running_mean.lerp_(mean.flatten(), factor)
-            self.running_var.lerp_(_unbiased(variance, count, self.running_var).flatten(), factor)
+            update_running(self.running_mean, self.running_var, factor, statistics)
         return y, grid
 
 
@@ -129,6 +125,12 @@ def _activated(x: Tensor, slope: float | None) -> Tensor:
     return x if slope is None else F.leaky_relu_(x, slope)
 
 
-def _unbiased(variance: Tensor, count: Tensor | int, like: Tensor) -> Tensor:
-    """Returns the unbiased variance, in the precision of ``like``."""
-    return (variance * (count / (count - 1))).to(like.dtype)
+def update_running(
+    running_mean: Tensor | None, running_var: Tensor | None, factor: float, statistics: Statistics
+) -> None:
+    """Moves running statistics, if there are any, by ``factor`` towards those of a batch, averaged over its samples."""
+    mean, variance, count = statistics
+    if running_mean is not None and running_var is not None:
+        running_mean.lerp_(mean.mean(0).flatten(), factor)
+        unbiased = (variance * (count / (count - 1))).to(running_var.dtype)
+        running_var.lerp_(unbiased.mean(0).flatten(), factor)

@@ -18,6 +18,8 @@ from seqpar.spatial.box_grid import BoxGrid
 from seqpar.spatial.halos import Halos
 from seqpar.spatial.receptive_field import ReceptiveField, enlarging_reach, output_grid, sliding_reach
 
+INTERPOLATING = ("linear", "bilinear", "trilinear")
+
 
 class MaxPool3d(nn.MaxPool3d):
     """Applies 3D max pooling to a box, fetching its halos; any kernel, stride, padding, dilation and ``ceil_mode``.
@@ -30,18 +32,14 @@ class MaxPool3d(nn.MaxPool3d):
         super().__init__(*sizes, **options)
         if self.return_indices:
             raise ValueError("return_indices=True would number voxels of the box, not of the volume: remove it")
-        _refuse_padding(self, _three(self.dilation))
+        _refuse_padding(self, self.dilation)
 
     def forward(self, x: Tensor, grid: BoxGrid | None = None) -> tuple[Tensor, BoxGrid | None]:  # type: ignore[override]
         """Returns this rank's box of the output, ``b c W/s D/s H/s``, and its box grid."""
         if grid is None:
             return super().forward(x), None
-        grid.refuse_other_box(x)
-        reaches = _pool_reaches(self, _three(self.dilation), grid)
-        window = Halos.of(grid, reaches).fetch(x, -math.inf)
-        padding = [reach.padding for reach in reaches]
-        y = F.max_pool3d(window, self.kernel_size, self.stride, padding, self.dilation, self.ceil_mode)
-        return y, output_grid(grid, reaches)
+        sizes = self.kernel_size, self.stride, self.padding, self.dilation
+        return max_pool_box(x, grid, *sizes, self.ceil_mode, str(self))
 
 
 class AvgPool3d(nn.AvgPool3d):
@@ -53,34 +51,15 @@ class AvgPool3d(nn.AvgPool3d):
 
     def __init__(self, *sizes: Any, **options: Any) -> None:
         super().__init__(*sizes, **options)
-        _refuse_padding(self, (1, 1, 1))
+        _refuse_padding(self, 1)
 
     def forward(self, x: Tensor, grid: BoxGrid | None = None) -> tuple[Tensor, BoxGrid | None]:  # type: ignore[override]
         """Returns this rank's box of the output, ``b c W/s D/s H/s``, and its box grid."""
         if grid is None:
             return super().forward(x), None
-        grid.refuse_other_box(x)
-        reaches = _pool_reaches(self, (1, 1, 1), grid)
-        window = Halos.of(grid, reaches).fetch(x)
-        padding = [reach.padding for reach in reaches]
-        counts = [self._counts(dim, reach, grid) for dim, reach in enumerate(reaches)]
-        divisor = self.divisor_override
-        if divisor is None and all(len(set(count)) == 1 for count in counts):
-            divisor = math.prod(count[0] for count in counts)
-        sizes = self.kernel_size, self.stride, padding, self.ceil_mode, True
-        y = F.avg_pool3d(window, *sizes, 1 if divisor is None else divisor)
-        if divisor is None:
-            y = y / _divisors(tuple(map(tuple, counts)), y.dtype, y.device)
-        return y, output_grid(grid, reaches)
-
-    def _counts(self, dim: int, reach: ReceptiveField, grid: BoxGrid) -> list[int]:
-        """Returns the number of voxels by which torch divides along ``dim``, for each of this rank's outputs."""
-        kernel, stride = _three(self.kernel_size)[dim], _three(self.stride)[dim]
-        padding, extent = _three(self.padding)[dim], grid.extents[dim]
-        low, high = (0, extent) if not self.count_include_pad else (-padding, extent + padding)
-        at = grid.place[dim]
-        begins = [o * stride - padding for o in range(reach.edges[at], reach.edges[at + 1])]
-        return [min(begin + kernel, high) - max(begin, low) for begin in begins]
+        sizes = self.kernel_size, self.stride, self.padding
+        options = self.ceil_mode, self.count_include_pad, self.divisor_override
+        return avg_pool_box(x, grid, *sizes, *options, str(self))
 
 
 class Upsample(nn.Upsample):
@@ -100,7 +79,7 @@ class Upsample(nn.Upsample):
             raise ValueError("align_corners=True depends on the extent of the whole volume: use False")
         if self.size is not None or self.scale_factor is None:
             raise ValueError(f"size={self.size} is not supported, because boxes differ in size: give scale_factor")
-        factors = _three(self.scale_factor)
+        factors = each(self.scale_factor, 3)
         if any(factor != int(factor) or factor < 1 for factor in factors):
             raise ValueError(f"scale_factor={self.scale_factor} must be integers, so that boxes stay aligned")
         self.factors = tuple(int(factor) for factor in factors)
@@ -108,24 +87,9 @@ class Upsample(nn.Upsample):
     def forward(self, x: Tensor, grid: BoxGrid | None = None) -> tuple[Tensor, BoxGrid | None]:  # type: ignore[override]
         """Returns this rank's box of the output, ``b c W/s D/s H/s``, and its box grid."""
         if grid is None:
-            return self._upsample(x), None
+            return _upsample(x, self.factors, self.mode), None
         grid.refuse_other_box(x)
-        interpolates = self.mode == "trilinear"
-        reaches = [enlarging_reach(edges, f, int(interpolates and f > 1)) for edges, f in zip(grid.edges, self.factors)]
-        window = Halos.of(grid, reaches).fetch(x)
-        y = self._upsample(window)
-        for dim, (reach, place, factor) in enumerate(zip(reaches, grid.place, self.factors)):
-            begin, end = reach.edges[place], reach.edges[place + 1]
-            if end - begin < y.shape[dim + 2]:
-                y = y.narrow(dim + 2, begin - reach.needed[place][0] * factor, end - begin)
-        return y, output_grid(grid, reaches)
-
-    def _upsample(self, x: Tensor) -> Tensor:
-        interpolates = self.mode == "trilinear"
-        if interpolates and x.is_cuda and torch.are_deterministic_algorithms_enabled():
-            return upsample_trilinear(x, self.factors)
-        align = False if interpolates else None
-        return F.interpolate(x, scale_factor=[float(f) for f in self.factors], mode=self.mode, align_corners=align)
+        return upsample_box(x, grid, self.factors, self.mode)
 
 
 def upsample_trilinear(x: Tensor, factors: Sequence[int]) -> Tensor:
@@ -157,33 +121,123 @@ class GlobalMean(nn.AdaptiveAvgPool3d):
         """Returns the means, and None because they are not split into boxes."""
         if grid is None:
             return super().forward(x), None
-        grid.refuse_other_box(x)
-        fraction = math.prod(grid.sides) / math.prod(grid.extents)
-        mean = x.mean((2, 3, 4), keepdim=True, dtype=torch.promote_types(x.dtype, torch.float32))
-        return all_sum(mean * fraction, grid.group, "statistics").to(x.dtype), None
+        return global_mean(x, grid), None
+
+
+def max_pool_box(
+    x: Tensor, grid: BoxGrid, kernel: Any, stride: Any, padding: Any, dilation: Any, ceil_mode: bool, what: str
+) -> tuple[Tensor, BoxGrid]:
+    """Computes torch's max pooling of a box with its halos, in as many dimensions as ``grid`` has.
+
+    - ``what``: names the operation in errors
+    """
+    grid.refuse_other_box(x)
+    reaches = _pool_reaches(grid, kernel, stride, padding, dilation, ceil_mode, what)
+    window = Halos.of(grid, reaches).fetch(x, -math.inf)
+    pads = [reach.padding for reach in reaches]
+    y = (F.max_pool2d if x.ndim == 4 else F.max_pool3d)(window, kernel, stride, pads, dilation, ceil_mode)
+    return y, output_grid(grid, reaches)
+
+
+def avg_pool_box(
+    x: Tensor,
+    grid: BoxGrid,
+    kernel: Any,
+    stride: Any,
+    padding: Any,
+    ceil_mode: bool,
+    count_include_pad: bool,
+    divisor_override: int | None,
+    what: str,
+) -> tuple[Tensor, BoxGrid]:
+    """Computes torch's average pooling of a box with its halos, in as many dimensions as ``grid`` has.
+
+    - ``what``: names the operation in errors
+    """
+    grid.refuse_other_box(x)
+    reaches = _pool_reaches(grid, kernel, stride, padding, 1, ceil_mode, what)
+    window = Halos.of(grid, reaches).fetch(x)
+    pads = [reach.padding for reach in reaches]
+    n = len(grid.edges)
+    along = zip(each(kernel, n), each(stride, n), each(padding, n), reaches, grid.extents, grid.place)
+    counts = [_counts(k, s, p, reach, extent, place, count_include_pad) for k, s, p, reach, extent, place in along]
+    divisor = divisor_override
+    if divisor is None and all(len(set(count)) == 1 for count in counts):
+        divisor = math.prod(count[0] for count in counts)
+    pool = F.avg_pool2d if n == 2 else F.avg_pool3d
+    y = pool(window, kernel, stride, pads, ceil_mode, True, 1 if divisor is None else divisor)
+    if divisor is None:
+        y = y / _divisors(tuple(map(tuple, counts)), y.dtype, y.device)
+    return y, output_grid(grid, reaches)
+
+
+def _counts(
+    kernel: int, stride: int, padding: int, reach: ReceptiveField, extent: int, place: int, count_include_pad: bool
+) -> list[int]:
+    """Returns the number of voxels by which torch divides along a dimension, for each of this rank's outputs."""
+    low, high = (0, extent) if not count_include_pad else (-padding, extent + padding)
+    begins = [o * stride - padding for o in range(reach.edges[place], reach.edges[place + 1])]
+    return [min(begin + kernel, high) - max(begin, low) for begin in begins]
+
+
+def upsample_box(x: Tensor, grid: BoxGrid, factors: Sequence[int], mode: str) -> tuple[Tensor, BoxGrid]:
+    """Upsamples a box by integer factors, in as many dimensions as ``grid`` has; ``mode`` is torch's."""
+    grid.refuse_other_box(x)
+    interpolates = mode in INTERPOLATING
+    reaches = [enlarging_reach(edges, f, int(interpolates and f > 1)) for edges, f in zip(grid.edges, factors)]
+    y = _upsample(Halos.of(grid, reaches).fetch(x), factors, mode)
+    for dim, (reach, place, factor) in enumerate(zip(reaches, grid.place, factors)):
+        begin, end = reach.edges[place], reach.edges[place + 1]
+        if end - begin < y.shape[dim + 2]:
+            y = y.narrow(dim + 2, begin - reach.needed[place][0] * factor, end - begin)
+    return y, output_grid(grid, reaches)
+
+
+def _upsample(x: Tensor, factors: Sequence[int], mode: str) -> Tensor:
+    interpolates = mode in INTERPOLATING
+    if interpolates and x.is_cuda and torch.are_deterministic_algorithms_enabled():
+        return upsample_trilinear(x, factors)
+    align = False if interpolates else None
+    return F.interpolate(x, scale_factor=[float(f) for f in factors], mode=mode, align_corners=align)
+
+
+def global_mean(x: Tensor, grid: BoxGrid) -> Tensor:
+    """Returns the mean of the whole volume, of extent 1 along each of its dimensions."""
+    grid.refuse_other_box(x)
+    fraction = math.prod(grid.sides) / math.prod(grid.extents)
+    dims = tuple(range(2, x.ndim))
+    mean = x.mean(dims, keepdim=True, dtype=torch.promote_types(x.dtype, torch.float32))
+    return all_sum(mean * fraction, grid.group, "statistics").to(x.dtype)
 
 
 @cached(64)
 def _divisors(counts: tuple[tuple[int, ...], ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Returns the products ``W D H`` of one count per output along each dimension."""
-    w, d, h = (torch.tensor(count, dtype=dtype, device=device) for count in counts)
-    return w[:, None, None] * d[:, None] * h
+    """Returns the products of one count per output along each dimension."""
+    along = [torch.tensor(count, dtype=dtype, device=device) for count in counts]
+    return math.prod(torch.meshgrid(*along, indexing="ij"))  # type: ignore[return-value]
 
 
-def _refuse_padding(pool: MaxPool3d | AvgPool3d, dilation: Sequence[int]) -> None:
+def _refuse_padding(pool: MaxPool3d | AvgPool3d, dilation: Any) -> None:
+    refuse_wide_padding(pool.kernel_size, pool.padding, dilation, 3, str(pool))
+
+
+def refuse_wide_padding(kernel: Any, padding: Any, dilation: Any, num_dims: int, what: str) -> None:
     """Raises ValueError for padding that torch refuses on whole volumes; on boxes torch would not notice it."""
-    for k, p, d in zip(_three(pool.kernel_size), _three(pool.padding), dilation):
+    for k, p, d in zip(each(kernel, num_dims), each(padding, num_dims), each(dilation, num_dims)):
         if 2 * p > d * (k - 1) + 1:
-            raise ValueError(f"{pool}: padding must be at most half of the kernel size")
+            raise ValueError(f"{what}: padding must be at most half of the kernel size")
 
 
-def _pool_reaches(pool: MaxPool3d | AvgPool3d, dilation: Sequence[int], grid: BoxGrid) -> list[ReceptiveField]:
-    kernel, stride, padding = _three(pool.kernel_size), _three(pool.stride), _three(pool.padding)
+def _pool_reaches(
+    grid: BoxGrid, kernel: Any, stride: Any, padding: Any, dilation: Any, ceil_mode: bool, what: str
+) -> list[ReceptiveField]:
+    sizes = [each(size, len(grid.edges)) for size in (kernel, stride, padding, dilation)]
     return [
-        sliding_reach(edges, d * (k - 1) + 1, s, (p, p), str(pool), pool.ceil_mode)
-        for edges, k, s, p, d in zip(grid.edges, kernel, stride, padding, dilation)
+        sliding_reach(edges, d * (k - 1) + 1, s, (p, p), what, ceil_mode)
+        for edges, k, s, p, d in zip(grid.edges, *sizes)
     ]
 
 
-def _three(value: Any) -> tuple[Any, ...]:
-    return tuple(value) if isinstance(value, Sequence) else (value,) * 3
+def each(value: Any, num_dims: int) -> tuple[Any, ...]:
+    """Returns a setting of torch's for each dimension, given for each or as one for all."""
+    return tuple(value) * (num_dims // len(value)) if isinstance(value, Sequence) else (value,) * num_dims

@@ -12,6 +12,10 @@ from seqpar.parallel.row_exchange import Interval
 from seqpar.spatial.box_grid import BoxGrid
 
 
+class EmptyBoxError(ValueError):
+    """An operation would leave a rank without output."""
+
+
 @dataclass(frozen=True)
 class ReceptiveField:
     """Where an operation's output is cut along one dimension, and the input interval that each rank needs for its part.
@@ -31,14 +35,15 @@ def sliding_reach(
 ) -> ReceptiveField:
     """Returns the receptive field of a window of ``span`` voxels (the dilated kernel) that moves by ``stride``.
 
-    The output at ``o`` reads ``[o * stride - pad, o * stride - pad + span)``. A rank holds the outputs whose ``o *
-    stride`` is in its box; the last rank holds all that remain. ``what`` names the operation in errors.
+    The output at ``o`` reads ``[o * stride - pad, o * stride - pad + span)``. A rank holds the outputs whose window has
+    its centre in the rank's box; the last rank holds all that remain. ``what`` names the operation in errors.
     """
     extent = edges[-1]
     count = (extent + sum(pads) - span + (stride - 1 if ceil_mode else 0)) // stride + 1
     if ceil_mode and (count - 1) * stride >= extent + pads[0]:
         count -= 1
-    cut = _cut_at([-(-edge // stride) for edge in edges], count, edges, what)
+    shift = pads[0] - (span - 1) // 2
+    cut = _cut_at([0, *(-(-(edge + shift) // stride) for edge in edges[1:])], count, edges, what)
     needed = tuple((a * stride - pads[0], (b - 1) * stride - pads[0] + span) for a, b in itertools.pairwise(cut))
     local = len(edges) == 2 and pads[0] == pads[1]
     return ReceptiveField(cut, needed, local, pads[0] if local else 0)
@@ -71,12 +76,12 @@ def enlarging_reach(edges: Bounds, factor: int, halo: int) -> ReceptiveField:
 
 
 def _cut_at(targets: Sequence[int], count: int, edges: Bounds, what: str) -> Bounds:
-    """Returns the output's edges; raises ValueError if the output, or a rank's part of it, is empty."""
+    """Returns the output's edges; raises if the output, or a rank's part of it, is empty."""
     if count < 1:
         raise ValueError(f"{what} has no output for an extent of {edges[-1]}: use a larger `tile` or a smaller kernel")
     cut = (*(min(at, count) for at in targets[:-1]), count)
     if any(a >= b for a, b in itertools.pairwise(cut)):
-        raise ValueError(
+        raise EmptyBoxError(
             f"{what} maps the intervals at {edges} to {cut}, which leaves a rank without output: use a smaller "
             "`seqpar`, a larger `tile`, or mode='gather'"
         )

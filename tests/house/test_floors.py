@@ -19,7 +19,7 @@ GROUND = """
     parallel
     spatial
     attention
-    vit losses pipeline
+    vit losses pipeline conversion
     data.boxes data.dicom_series data.errors data.files data.geometry data.itk_files data.volumes data.workers
     data.formats
     data.preparation

@@ -1,0 +1,273 @@
+"""Runs a network's own ``forward`` on boxes: torch's functions are intercepted and act on the whole volume.
+
+While a ``BoxMode`` is active, a tensor that it knows to be spread stands for the whole: ``x.shape`` is the volume's, a
+convolution fetches halos, ``torch.cat`` aligns boxes. All other tensors are whole: equal on all ranks. A function that
+takes a spread tensor and is not known to be exact is refused by name.
+"""
+
+import itertools
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils.weak import WeakIdKeyDictionary
+
+from seqpar.parallel.collectives import all_gather
+from seqpar.parallel.mesh import Group
+from seqpar.spatial.box_grid import BoxGrid
+from seqpar.spatial.halos import fetch_rows
+
+
+@dataclass(frozen=True)
+class Spread:
+    """How a tensor is spread: the grid of boxes, and which of the tensor's dimensions it cuts, in its order."""
+
+    grid: BoxGrid
+    dims: tuple[int, ...]
+
+    def whole_shape(self, x: Tensor) -> list[int]:
+        shape = list(x.size())
+        for dim, extent in zip(self.dims, self.grid.extents):
+            shape[dim] = extent
+        return shape
+
+    def is_volume(self, x: Tensor) -> bool:
+        """Returns whether the dimensions are those of ``b c W D H``."""
+        return self.dims == tuple(range(2, x.ndim))
+
+
+Handler = Callable[..., Any]  # (mode, function, *its arguments)
+
+
+class BoxMode(TorchFunctionMode):
+    """Intercepts torch's functions for one call of a network; not to be used twice.
+
+    Args:
+        ``group``: the ranks that share the volume.
+        ``num_dims``: the number of spatial dimensions.
+        ``handlers``: how to compute functions of spread tensors, by name.
+        ``whole_handlers``: how to compute some functions whose tensors are all whole, by name.
+    """
+
+    def __init__(
+        self, group: Group, num_dims: int, handlers: dict[str, Handler], whole_handlers: dict[str, Handler]
+    ) -> None:
+        super().__init__()
+        self.group, self.num_dims = group, num_dims
+        self.handlers, self.whole_handlers = handlers, whole_handlers
+        self._spread = WeakIdKeyDictionary()
+        self._draws_alike, self._with_grad = False, torch.is_grad_enabled()
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        name = name_of(func)
+        tensors = list(tensors_in((*args, *kwargs.values())))
+        if any(x in self._spread for x in tensors):
+            handler = self.handlers.get(name) or (pointwise if is_pointwise(name) else None)
+            if handler is None:
+                raise self.refusal(name, "is not known to be exact on boxes")
+            if kwargs.get("out") is not None:
+                raise self.refusal(name, "with out= writes into a tensor whose boxes are unknown")
+            return handler(self, func, *args, **kwargs)
+        whole = self.whole_handlers.get(name)
+        return func(*args, **kwargs) if whole is None else whole(self, func, *args, **kwargs)
+
+    def refusal(self, name: str, why: str) -> ValueError:
+        """Returns the error for a function that cannot be computed on boxes."""
+        return ValueError(
+            f"{name} {why}, so this network cannot be converted as it is: replace this call in its forward, or run "
+            "that part of the network outside of the converted module"
+        )
+
+    def spread_of(self, x: Any) -> Spread | None:
+        """Returns how ``x`` is spread; None if it is whole."""
+        return self._spread.get(x) if isinstance(x, Tensor) else None
+
+    def mark(self, y: Any, spread: Spread) -> Any:
+        """Records that ``y``, or each tensor of it, is spread in this way, and returns it."""
+        if isinstance(y, Tensor):
+            sides = tuple(y.shape[dim] for dim in spread.dims)
+            assert sides == spread.grid.sides, (sides, spread)
+            self._spread[y] = spread
+        elif isinstance(y, (tuple, list)):
+            for each in y:
+                self.mark(each, spread)
+        return y
+
+    def mark_volume(self, y: Tensor, grid: BoxGrid) -> Tensor:
+        """Records that ``y``, ``b c W D H``, is spread over the boxes of ``grid``."""
+        return self.mark(y, Spread(grid, tuple(range(2, y.ndim))))  # type: ignore[no-any-return]
+
+    def volume(self, x: Tensor, name: str) -> BoxGrid:
+        """Returns the grid of a volume ``b c W D H`` that ``name`` takes; refuses other orders of dimensions."""
+        self._refuse_recomputation(name)
+        spread = self.spread_of(x)
+        if spread is None or not spread.is_volume(x):
+            shape = tuple(x.shape) if spread is None else tuple(spread.whole_shape(x))
+            raise self.refusal(name, f"of a tensor {shape} needs the order (batch, channels, *space)")
+        return spread.grid
+
+    def gathered(self, x: Tensor) -> Tensor:
+        """Returns the whole of a spread tensor on every rank; the adjoint sums all ranks' gradients."""
+        spread = self._spread[x]
+        rows = [[(0, extent)] * parts for extent, parts in zip(spread.grid.extents, spread.grid.parts)]
+        return fetch_rows(x, spread.grid, rows, spread.dims)
+
+    def recut(self, x: Tensor, grid: BoxGrid) -> Tensor:
+        """Returns a spread tensor over other boxes of the same volume."""
+        spread = self._spread[x]
+        if spread.grid.edges == grid.edges:
+            return x
+        rows = [list(itertools.pairwise(edges)) for edges in grid.edges]
+        y = fetch_rows(x, spread.grid, rows, spread.dims)
+        return self.mark(y, Spread(grid, spread.dims))  # type: ignore[no-any-return]
+
+    def cut_volume(self, whole: Tensor) -> Tensor | None:
+        """Returns this rank's box of a whole ``b c W D H``; None if that is too small to be cut."""
+        if whole.ndim != self.num_dims + 2:
+            return None
+        grid = BoxGrid.even(whole.shape[2:], self.group)
+        if grid is None:
+            return None
+        return self.mark_volume(cut(whole, grid, range(2, whole.ndim)), grid)
+
+    def _refuse_recomputation(self, name: str) -> None:
+        """Raises ValueError in code that backward runs again or replaces, when this mode is not active."""
+        hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+        frame, around = None, hooks is not None and hooks[0].__module__ == "torch.utils.checkpoint"
+        if self._with_grad and not torch.is_grad_enabled():
+            frame = sys._getframe()
+        while frame is not None and not around:
+            around = frame.f_code.co_filename.endswith(("torch/utils/checkpoint.py", "torch/autograd/function.py"))
+            frame = frame.f_back
+        if around:
+            raise self.refusal(name, "inside torch.utils.checkpoint or an autograd.Function runs again on bare boxes")
+
+    def draw_alike(self, device: torch.device) -> None:
+        """Gives all ranks the first rank's random state, once, so that they draw equal numbers from now on."""
+        if not self._draws_alike:
+            on_gpu = device.type == "cuda"
+            state = torch.cuda.get_rng_state(device) if on_gpu else torch.get_rng_state()
+            every = all_gather(state.to(device)[None], self.group, 0, [1] * self.group.size, "random state")
+            torch.cuda.set_rng_state(every[0].cpu(), device) if on_gpu else torch.set_rng_state(every[0])
+            self._draws_alike = True
+
+
+def tensors_in(values: Sequence[Any]) -> Iterator[Tensor]:
+    """Yields the tensors among arguments, and those in lists and tuples of them."""
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, (tuple, list)):
+            yield from tensors_in(value)
+
+
+_OPERATORS = {"rsub": "sub", "rdiv": "div", "rpow": "pow", "radd": "add", "rmul": "mul"}
+_OPERATORS |= {
+    "rmod": "remainder",
+    "rtruediv": "div",
+    "and": "logical_and",
+    "or": "logical_or",
+    "invert": "logical_not",
+}
+_ALIASES = {
+    "subtract",
+    "multiply",
+    "negative",
+    "absolute",
+    "greater",
+    "less",
+    "greater_equal",
+    "less_equal",
+    "not_equal",
+}
+_ALSO_POINTWISE = {"clone", "contiguous", "detach", "to", "type", "float", "double", "half", "bfloat16", "type_as"}
+_ALSO_POINTWISE |= {"hardswish", "logsigmoid", "softsign", "tanhshrink", "threshold", "requires_grad", "fill", "zero"}
+_ALSO_POINTWISE |= {"relu6", "zeros_like", "ones_like", "full_like", "empty_like", "masked_fill", "cuda", "cpu", "copy"}
+
+
+def name_of(func: Callable[..., Any]) -> str:
+    """Returns the name of one of torch's functions, or of the attribute that it reads."""
+    name: str = getattr(func, "__name__", "") or str(func)
+    if name == "__get__":
+        return f"Tensor.{getattr(getattr(func, '__self__', None), '__name__', '?')}"
+    return name
+
+
+@cache
+def is_pointwise(name: str) -> bool:
+    """Returns whether each output of the function depends on the inputs at the same place only, and on no chance."""
+    bare = name.strip("_")
+    bare = bare[1:] if name.startswith("__i") and name != "__invert__" else bare
+    bare = _OPERATORS.get(bare, bare)
+    if bare in _ALSO_POINTWISE or bare in _ALIASES:
+        return True
+    packet = getattr(torch.ops.aten, bare, None)
+    if packet is None:
+        return False
+    tags = {tag for overload in packet.overloads() for tag in getattr(packet, overload).tags}
+    return torch.Tag.pointwise in tags and torch.Tag.nondeterministic_seeded not in tags
+
+
+def pointwise(boxes: BoxMode, func: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    """Computes a function of each place by itself: tensors are brought to the boxes of the first spread one."""
+    positional, named, spread = aligned(boxes, name_of(func), args, kwargs)
+    y = func(*positional, **named)
+    if not isinstance(y, Tensor):
+        raise boxes.refusal(name_of(func), "with these arguments is not known to be exact on boxes")
+    return boxes.mark(y, Spread(spread.grid, tuple(dim + y.ndim for dim in spread.dims)))
+
+
+def aligned(
+    boxes: BoxMode, name: str, args: Sequence[Any], kwargs: dict[str, Any]
+) -> tuple[list[Any], dict[str, Any], Spread]:
+    """Returns arguments whose tensors have the boxes of the first spread one, and its spread, counted from the end."""
+    tensors = list(tensors_in((*args, *kwargs.values())))
+    first = next(x for x in tensors if boxes.spread_of(x) is not None)
+    spread = boxes._spread[first]
+    like = Spread(spread.grid, tuple(dim - first.ndim for dim in spread.dims))
+    in_place = (name.endswith("_") and not name.endswith("__")) or name.startswith("__i")
+    if in_place and name != "__invert__" and tensors[0] is not first:
+        raise boxes.refusal(name, "would write boxes into a tensor that is whole")
+
+    def convert(value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return _align(boxes, name, value, like)
+        return type(value)(map(convert, value)) if type(value) in (list, tuple) else value
+
+    return [convert(value) for value in args], {key: convert(value) for key, value in kwargs.items()}, like
+
+
+def _align(boxes: BoxMode, name: str, x: Tensor, like: Spread) -> Tensor:
+    """Returns ``x`` over the boxes of ``like``; a whole tensor may also be broadcast along its dimensions."""
+    spread = boxes.spread_of(x)
+    if spread is not None:
+        same = tuple(dim - x.ndim for dim in spread.dims) == like.dims
+        if not same or spread.grid.extents != like.grid.extents:
+            raise boxes.refusal(
+                name,
+                f"of volumes with extents {like.grid.extents} and {spread.grid.extents} in dimensions "
+                f"{like.dims} and {tuple(dim - x.ndim for dim in spread.dims)} combines different places",
+            )
+        return boxes.recut(x, like.grid)
+    there = [(dim, extent) for dim, extent in zip(like.dims, like.grid.extents) if x.ndim >= -dim]
+    if any(x.shape[dim] not in (1, extent) for dim, extent in there):
+        raise boxes.refusal(
+            name, f"of a volume with extents {like.grid.extents} and a tensor {tuple(x.shape)} does not match"
+        )
+    return cut(x, like.grid, like.dims)
+
+
+def cut(x: Tensor, grid: BoxGrid, dims: Sequence[int]) -> Tensor:
+    """Returns this rank's box of a whole tensor, along those of ``dims`` that it has and is not broadcast along."""
+    for dim, (low, high), extent in zip(dims, grid.box, grid.extents):
+        if -x.ndim <= dim < x.ndim and x.shape[dim] == extent:
+            x = x.narrow(dim, low, high - low)
+    return x

@@ -1,0 +1,237 @@
+"""``convert``: makes any convolutional network of torch's modules compute on boxes, one per rank, exactly.
+
+The network's own ``forward`` runs unchanged while a ``BoxMode`` intercepts torch's functions, so modules and weights
+stay what they are. Legend: b batch, c channels, W D H voxels; ``/s`` after the letter that is split over the group.
+"""
+
+import copy
+import itertools
+import math
+from collections.abc import Callable
+from functools import cache
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
+from torch.utils.weak import WeakIdKeyDictionary
+
+from seqpar.conversion.box_mode import BoxMode, cut
+from seqpar.conversion.shape_functions import SHAPE_FUNCTIONS
+from seqpar.conversion.volume_functions import VOLUME_FUNCTIONS, WHOLE_FUNCTIONS
+from seqpar.parallel.collectives import all_gather
+from seqpar.parallel.mesh import AnyGroup, Group, as_group
+from seqpar.spatial.box_grid import BoxGrid
+from seqpar.spatial.halos import fetch_rows
+
+_HANDLERS = {**VOLUME_FUNCTIONS, **SHAPE_FUNCTIONS}
+_SPATIAL = {"1d": 1, "2d": 2, "3d": 3}
+_REFUSED = {
+    "SyncBatchNorm": "sends its own messages: use BatchNorm, whose statistics then include all boxes",
+    "ScriptModule": "hides its functions: convert the module before it is scripted",
+    "RecursiveScriptModule": "hides its functions: convert the module before it is scripted",
+    "DistributedDataParallel": "must be around the converted module: convert first",
+    "OptimizedModule": "hides its functions: convert the module before torch.compile",
+}
+
+
+def convert(module: nn.Module, group: AnyGroup | None = None, spatial_dims: int | None = None) -> "Converted":
+    """Returns a network that computes on boxes, exactly: the same function of a volume that is spread over ranks.
+
+    It takes this rank's box ``b c W/s D/s H/s`` of each image, which ``net.shard(whole)`` cuts, and returns this rank's
+    box of each output, which ``net.unshard(y)`` joins. Weights, buffers and submodules are shared with ``module``,
+    under the same names. Each rank computes the loss of its box; gradients of the weights are those of the sum of all
+    ranks' losses once they are summed over the ranks, or of the mean with ``DistributedDataParallel``.
+
+    A call in ``forward`` that is not known to be exact on boxes raises an error that names it. Volumes that are too
+    small to be cut, and tokens (space flattened to one dimension, as by a ViT), are gathered and computed by all ranks.
+
+    Args:
+        ``module``: the network; its ``forward`` may call torch's functions too.
+        ``group``: the ranks that share a volume: ``mesh.seq``, torch's ``ProcessGroup``, or a one-dimensional
+            ``DeviceMesh``. Alone, the network computes as before.
+        ``spatial_dims``: 2 or 3; None: as in the convolutions, norms or pooling layers of ``module``.
+    """
+    if isinstance(module, Converted):
+        raise ValueError(f"{type(module).__name__} is converted already: convert the original module")
+    for name, part in module.named_modules():
+        for kind in type(part).__mro__:
+            if kind.__name__ in _REFUSED:
+                raise ValueError(f"{name or 'the module'}, a {kind.__name__}, {_REFUSED[kind.__name__]}")
+    if "forward" in module.__dict__:
+        raise ValueError("forward was replaced on this object, so that it cannot be converted: replace it on its class")
+    dims = spatial_dims or _spatial_dims(module)
+    if dims not in (2, 3):
+        raise ValueError(f"spatial_dims={dims}: volumes have 2 or 3 dimensions of space; give spatial_dims=2 or 3")
+    net = copy.copy(module)
+    net.__class__ = _converted_class(type(module))  # type: ignore[arg-type]
+    net.__dict__.update(_box_group=as_group(group), _box_dims=dims, **_memory())
+    assert isinstance(net, Converted)
+    return net
+
+
+class Converted(nn.Module):
+    """What ``convert`` returns: the module's own class, with a ``forward`` that takes and returns this rank's boxes."""
+
+    _box_group: Group
+    _box_dims: int
+    _cut_here: WeakIdKeyDictionary  # the grids of the boxes that ``shard`` returned
+    _kept_whole: set[tuple[int, ...]]  # the extents of outputs that were too small to be cut
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Returns what the module's ``forward`` returns, of this rank's boxes."""
+        if self._box_group.size == 1:
+            return super().forward(*args, **kwargs)
+        return self._on_boxes(super().forward, args, kwargs)
+
+    def shard(self, whole: Tensor) -> Tensor:
+        """Returns this rank's box of an image ``b c W D H`` or a label ``b W D H``."""
+        if self._box_group.size == 1:
+            return whole
+        has_channels = self._has_channels(whole, "shard")
+        extents = tuple(whole.shape[-self._box_dims :])
+        grid = BoxGrid.even(extents, self._box_group)
+        if grid is None:
+            raise ValueError(
+                f"shard: extents {extents} cannot be cut into {self._box_group.size} boxes: use larger tiles or a "
+                "smaller group"
+            )
+        box = cut(whole.as_subclass(Tensor), grid, range(-self._box_dims, 0)).contiguous()
+        if has_channels:
+            self._cut_here[box] = grid
+        return box
+
+    def unshard(self, y: Tensor) -> Tensor:
+        """Returns the whole of an output or label on every rank, given this rank's box.
+
+        *forward:* all-gather of the boxes.
+        *backward:* the gradients at all ranks' copies are summed.
+        """
+        if self._box_group.size == 1:
+            return y
+        has_channels = self._has_channels(y, "unshard")
+        if tuple(y.shape[-self._box_dims :]) in self._kept_whole:
+            return y
+        grid = self._grid_of(y.as_subclass(Tensor), "unshard")
+        rows = [[(0, extent)] * parts for extent, parts in zip(grid.extents, grid.parts)]
+        whole = fetch_rows(y if has_channels else y[:, None], grid, rows)
+        return whole if has_channels else whole[:, 0]
+
+    def _on_boxes(self, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        mode = BoxMode(self._box_group, self._box_dims, _HANDLERS, WHOLE_FUNCTIONS)
+        self._kept_whole.clear()
+        images = 0
+
+        def take(value: Any) -> Any:
+            nonlocal images
+            if not isinstance(value, Tensor):
+                return value
+            grid, value = self._cut_here.get(value), value.as_subclass(Tensor)
+            if value.ndim != self._box_dims + 2:
+                return value
+            images += 1
+            return mode.mark_volume(value, grid or self._grid_of(value, "forward"))
+
+        args, kwargs = tree_map(take, (args, kwargs))
+        if not images:
+            shapes = [tuple(x.shape) for x in args if isinstance(x, Tensor)]
+            raise ValueError(f"expected a box of {self._order()}, got {shapes}: give net.shard(whole)")
+        try:
+            with mode:
+                outputs = forward(*args, **kwargs)
+        except ValueError as error:
+            where = self._where(error.__traceback__)
+            if where:
+                raise ValueError(f"{where}: {error}") from error
+            raise
+        return tree_map(lambda y: self._give(mode, y), outputs)
+
+    def _give(self, mode: BoxMode, y: Any) -> Any:
+        """Returns an output over the boxes into which ``shard`` cuts a label of its extents."""
+        spread = mode.spread_of(y)
+        if spread is not None:
+            grid = BoxGrid.even(spread.grid.extents, self._box_group)
+            assert grid is not None
+            return mode.recut(y, grid)
+        if not isinstance(y, Tensor) or y.ndim != self._box_dims + 2:
+            return y
+        box = mode.cut_volume(y)
+        if box is None:
+            self._kept_whole.add(tuple(y.shape[2:]))
+        return y if box is None else box
+
+    def _grid_of(self, box: Tensor, what: str) -> BoxGrid:
+        """Returns the grid of a box, whose extents all ranks tell each other."""
+        group, n = self._box_group, self._box_dims
+        facts = torch.zeros(n + 3, dtype=torch.float64, device=box.device)
+        facts[:n] = torch.tensor(box.shape[-n:])
+        if box.numel():
+            values = box.detach()
+            facts[n:] = torch.stack([values.sum(dtype=torch.float64), values.amin().double(), values.amax().double()])
+        every = all_gather(facts[None], group, 0, [1] * group.size, "boxes").tolist()
+        sides = [tuple(map(int, row[:n])) for row in every]
+        if what == "forward" and all(row == every[0] for row in every) and every[0][-2] < every[0][-1]:
+            raise ValueError(f"every rank gave the same tensor {tuple(box.shape)}: give its own box, net.shard(whole)")
+        counts = BoxGrid.even((group.size,) * n, group)
+        assert counts is not None
+        steps = [math.prod(counts.parts[dim + 1 :]) for dim in range(n)]
+        extents = [sum(sides[at * steps[dim]][dim] for at in range(counts.parts[dim])) for dim in range(n)]
+        grid = BoxGrid.even(extents, group)
+        boxes = itertools.product(*map(itertools.pairwise, grid.edges if grid else ()))
+        if grid is None or sides != [tuple(high - low for low, high in box) for box in boxes]:
+            raise ValueError(
+                f"{what}: tensors with extents {' and '.join(map(str, sorted(set(sides))))} on the ranks are not the "
+                "boxes of one volume: give what net.shard(whole) or the network itself returned"
+            )
+        return grid
+
+    def _has_channels(self, x: Tensor, what: str) -> bool:
+        """Returns whether ``x`` is an image and not a label; raises ValueError if it is neither."""
+        if x.ndim not in (self._box_dims + 1, self._box_dims + 2):
+            raise ValueError(
+                f"{what}: expected an image {self._order()} or a label without the channels, got {tuple(x.shape)}"
+            )
+        return x.ndim == self._box_dims + 2
+
+    def _order(self) -> str:
+        return f"(batch, channels, {', '.join('WDH'[: self._box_dims])})"
+
+    def _where(self, trace: TracebackType | None) -> str:
+        """Returns the name of the innermost submodule in a traceback."""
+        names, found = {id(part): name for name, part in self.named_modules()}, ""
+        while trace is not None:
+            found = names.get(id(trace.tb_frame.f_locals.get("self")), "") or found
+            trace = trace.tb_next
+        return found
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        kind = type(self).__mro__[type(self).__mro__.index(Converted) + 1]
+        state = {key: value for key, value in self.__dict__.items() if key not in _memory()}
+        return _restore, (kind,), state
+
+
+def _memory() -> dict[str, Any]:
+    """Returns what a converted network remembers of its calls, which no copy inherits."""
+    return {"_cut_here": WeakIdKeyDictionary(), "_kept_whole": set()}
+
+
+def _restore(kind: type[nn.Module]) -> nn.Module:
+    kind_on_boxes = _converted_class(kind)  # type: ignore[arg-type]
+    net = kind_on_boxes.__new__(kind_on_boxes)
+    net.__dict__.update(_memory())
+    return net  # type: ignore[no-any-return]
+
+
+@cache
+def _converted_class(kind: type[nn.Module]) -> Any:
+    return type(f"Converted{kind.__name__}", (Converted, kind), {"__module__": kind.__module__})
+
+
+def _spatial_dims(module: nn.Module) -> int:
+    """Returns the most dimensions of space that a convolution, norm or pooling layer has."""
+    names = [type(part).__mro__ for part in module.modules()]
+    found = [_SPATIAL[kind.__name__[-2:]] for kinds in names for kind in kinds if kind.__name__[-2:] in _SPATIAL]
+    if not found:
+        raise ValueError(f"{type(module).__name__} has no layer that tells its dimensions: give spatial_dims=2 or 3")
+    return max(found)

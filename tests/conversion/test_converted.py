@@ -1,0 +1,124 @@
+"""What ``convert`` shares with its module, what ``shard`` and ``unshard`` take, and what is refused."""
+
+import copy
+import io
+import pickle
+from collections.abc import Callable
+
+import pytest
+import torch
+from monai.data import MetaTensor
+from torch import Tensor, nn
+
+import seqpar
+from seqpar.conversion.converted import Converted, convert
+from seqpar.parallel.mesh import Mesh
+
+
+def small() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Conv3d(1, 4, 3, padding=1), nn.BatchNorm3d(4), nn.Conv3d(4, 2, 3, padding=1))
+
+
+def test_a_group_of_one_is_the_module_itself_at_no_cost() -> None:
+    module = small()
+    net = seqpar.convert(module)
+    assert isinstance(net, Converted) and isinstance(net, nn.Sequential)
+    assert all(a is b for a, b in zip(net.parameters(), module.parameters()))
+    assert all(a is b for a, b in zip(net.buffers(), module.buffers()))
+    assert list(net.state_dict()) == list(module.state_dict())
+    x = torch.randn(1, 1, 6, 5, 4)
+    assert net.shard(x) is x and net.unshard(x) is x
+    kept = list[int]()
+    for each in (module, net):
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t.nbytes) or t, lambda t: t):  # type: ignore[func-returns-value]
+            each.eval()(x)
+    assert kept[: len(kept) // 2] == kept[len(kept) // 2 :] and len(kept) > 2
+    assert torch.equal(net(x), module(x))
+
+
+def copies(mesh: Mesh) -> list[float]:
+    """Returns the differences of copies' outputs from the original's."""
+    net = convert(small(), mesh.seq).eval()
+    box = net.shard(torch.randn(1, 1, 7, 5, 4))
+    letter = io.BytesIO()
+    torch.save(net, letter)
+    letter.seek(0)
+    averaged = torch.optim.swa_utils.AveragedModel(net).eval()
+    others = [
+        copy.deepcopy(net),
+        pickle.loads(pickle.dumps(net)),
+        torch.load(letter, weights_only=False),
+        averaged.module,
+    ]
+    assert all(type(other) is type(net) for other in others)
+    assert not any(a is b for other in others for a, b in zip(other.parameters(), net.parameters()))
+    outputs = [*[other(box) for other in others], net(box * 1)]  # the last box is not known, so the ranks compare
+    meta = net(MetaTensor(box))
+    assert type(meta) is Tensor
+    return [float((y - net(box)).abs().max()) for y in [*outputs, meta]]
+
+
+def test_copies_on_two_ranks_compute_the_same(ranks: Callable[..., list]) -> None:
+    for found in ranks(2, copies):
+        assert found == [0.0] * 6
+
+
+def labels(mesh: Mesh) -> None:
+    net = convert(small(), mesh.seq)
+    for extents in ((7, 9, 10), (16, 12, 8)):
+        label, image = torch.randint(9, (2, *extents)), torch.randn(2, 3, *extents)
+        assert torch.equal(net.unshard(net.shard(label)), label)
+        assert torch.equal(net.unshard(net.shard(image)), image)
+        assert net.shard(label).shape[1:] == net.shard(image).shape[2:]
+        assert net.shard(label).numel() < label.numel()
+
+
+@pytest.mark.parametrize("world", [2, 3, 4, 8])
+def test_unshard_joins_what_shard_cuts(world: int, ranks: Callable[..., list]) -> None:
+    ranks(world, labels)
+
+
+def misuse(mesh: Mesh) -> dict[str, str]:
+    net = convert(small(), mesh.seq)
+    whole = torch.randn(1, 1, 8, 6, 4)
+    box = net.shard(whole)
+    tries: dict[str, Callable[[], object]] = {
+        "whole": lambda: net(whole),
+        "not the grid's": lambda: net(box[:, :, : 3 + mesh.seq.index]),
+        "channels only": lambda: net(torch.randn(1, 4)),
+        "too small": lambda: net.shard(torch.randn(1, 1, 1, 6, 4)),
+        "no image": lambda: net.shard(torch.randn(4, 4)),
+        "no output": lambda: net.unshard(torch.randn(4, 4)),
+    }
+    words = {}
+    for name, act in tries.items():
+        with pytest.raises(ValueError) as error:
+            act()
+        words[name] = str(error.value)
+    return words
+
+
+def test_misuse_is_refused_in_words_on_all_ranks(ranks: Callable[..., list]) -> None:
+    first, second = ranks(2, misuse)
+    assert first == second
+    assert "every rank gave the same tensor (1, 1, 8, 6, 4): give its own box, net.shard(whole)" in first["whole"]
+    assert "(3, 6, 4) and (4, 6, 4) on the ranks are not the boxes of one volume" in first["not the grid's"]
+    assert "expected a box of (batch, channels, W, D, H), got [(1, 4)]" in first["channels only"]
+    assert "(1, 6, 4) cannot be cut into 2 boxes" in first["too small"]
+    assert "shard: expected an image (batch, channels, W, D, H)" in first["no image"]
+    assert "unshard: expected an image" in first["no output"]
+
+
+@pytest.mark.parametrize(
+    ("module", "words"),
+    [
+        (nn.Sequential(nn.Conv3d(1, 1, 1), nn.SyncBatchNorm(1)), "1, a SyncBatchNorm, sends its own messages"),
+        (nn.Linear(2, 2), "has no layer that tells its dimensions: give spatial_dims"),
+        (nn.Conv1d(1, 1, 1), "volumes have 2 or 3 dimensions"),
+        (convert(small()), "is converted already"),
+    ],
+)
+def test_what_cannot_be_converted_is_refused_when_converting(module: nn.Module, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        convert(module)
