@@ -134,6 +134,11 @@ class NetworkSettings:
     )
 
     @property
+    def window_rule(self) -> str:
+        """Where sliding windows lie and what they weigh: nnU-Net's networks predict as nnU-Net does."""
+        return "nnU-Net" if is_nnunet(self) else "stride"
+
+    @property
     def depths(self) -> int | tuple[int, ...]:
         """The blocks of the encoder, or of each of its stages."""
         return self.depth if self.encoder == "plain" else self.stage_depths
