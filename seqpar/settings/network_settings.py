@@ -135,8 +135,9 @@ class NetworkSettings:
 
     @property
     def window_rule(self) -> str:
-        """Where sliding windows lie and what they weigh: nnU-Net's networks predict as nnU-Net does."""
-        return "nnU-Net" if is_nnunet(self) else "stride"
+        """Where sliding windows lie and what they weigh: networks that nnU-Net has too predict as it does."""
+        is_primus = self.network == "vit" and self.decoder == "primus"
+        return "nnU-Net" if is_nnunet(self) or is_primus else "stride"
 
     @property
     def depths(self) -> int | tuple[int, ...]:
