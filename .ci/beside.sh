@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Sourced by .ci/run.
-# beside WAITING STEP: runs a step that waits a lot (for Slurm) beside another; what it prints is shown at the end.
-# Fails where one of the two does.
+# beside WAITING STEP: runs a step that mostly waits (for Slurm) in parallel with another, and shows its output at the end.
+# Fails if either of them fails.
 beside() {
     local log waiting failed=0
     log=$(mktemp)

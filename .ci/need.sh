@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# Sourced by steps that need a program from outside of the environment.
+# Sourced by steps that need a program from outside the environment.
 
-# need WHAT LACKING PACKAGE...: goes on where the command LACKING says nothing. Else it installs the Debian packages,
-# and where LACKING still says why WHAT cannot run, the step ends: as skipped, but as failed where CI=true.
+# need WHAT LACKING PACKAGE...: returns if the command LACKING prints nothing. Otherwise it installs the Debian packages. If
+# LACKING still prints why WHAT cannot run, the step ends: as skipped, or as failed if CI=true.
 need() {
     local what=$1 lacking=$2 why log
     shift 2

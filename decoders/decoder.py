@@ -76,7 +76,7 @@ def strides(patch: Sequence[int], short_first: bool = True) -> tuple[Stride, ...
     if len(patch) != 3 or any(side < 1 or side & (side - 1) for side in patch) or max(patch) < 2:
         raise ValueError(
             f"patch={tuple(patch)}: the decoders double the grid at each stage; use patch=2, 4, 8 or 16, or three "
-            "such numbers, of which one or two may be 1"
+            "such numbers, and one or two may be 1"
         )
     doublings = [int(math.log2(side)) for side in patch]
     most = max(doublings)

@@ -59,7 +59,7 @@ def act(arguments: Sequence[str]) -> int:
         print(f"figure {figure.number}: {figure.shows}", flush=True)
         code = engine.make(every_run(runs), options.out / "runs")
         if code == exit_codes.PREEMPTED:
-            print("left early: the same command goes on", flush=True)
+            print("left early: the same command continues", flush=True)
             return code
         codes.append(code)
         if code:
@@ -105,10 +105,10 @@ def _parse(arguments: Sequence[str]) -> tuple[list[Figure], argparse.Namespace, 
 def _typed(rest: Sequence[str]) -> dict[str, Any]:
     """Returns the settings of train on the command line."""
     if any(word.startswith("--preset") for word in rest):
-        raise ValueError("--preset: --scale says what the figures' runs begin with; leave it out")
+        raise ValueError("--preset: --scale says what the figures' runs begin with; remove it")
     _, config, names = parse(rest, "paper", NETWORK_NAMES, tuple(_parser()._option_string_actions))
     if own := sorted(names.intersection(OF_ONE_RUN)):
-        raise ValueError(f"--{flag_name(own[0])} belongs to a single run, and each figure has several: leave it out")
+        raise ValueError(f"--{flag_name(own[0])} belongs to a single run, and each figure has several: remove it")
     if config.fold == ALL_FOLDS:
         raise ValueError(f"--fold {ALL_FOLDS} is five runs, and a curve of a figure is one: name a fold")
     typed = {name: getattr(config, name) for name in sorted(names)}

@@ -7,6 +7,7 @@ import shutil
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -45,7 +46,7 @@ def _paint(text: str, colour: str) -> str:
 
 
 def bar(share: float, width: int = 12) -> str:
-    """Returns a bar of which ``share`` is filled."""
+    """Returns a bar that is filled to ``share``."""
     filled = round(min(max(share, 0.0), 1.0) * width)
     return "█" * filled + "·" * (width - filled)
 
@@ -89,7 +90,8 @@ class Display:
             elif milestone or now - self._printed >= self.every_s:
                 self._print("  ".join(fields) + "\n")
         if self._thread is None and not self.on_terminal and not self._over.is_set():
-            self._thread = threading.Thread(target=self._repeat, daemon=True, name="seqpar-display")
+            of_thread = weakref.ref(self), self._over
+            self._thread = threading.Thread(target=_repeat, args=of_thread, daemon=True, name="seqpar-display")
             self._thread.start()
 
     def close(self) -> None:
@@ -108,11 +110,19 @@ class Display:
         self._printed = time.monotonic()
 
     def _repeat(self) -> None:
-        while not self._over.wait(max(self._printed + self.every_s - time.monotonic(), 0.05)):
-            with self._lock:
-                now = time.monotonic()
-                if now - self._printed >= self.every_s and self._fields:
-                    self._print(f"{'  '.join(self._fields)}  (for {clock(now - self._shown)})\n")
+        with self._lock:
+            now = time.monotonic()
+            if now - self._printed >= self.every_s and self._fields:
+                self._print(f"{'  '.join(self._fields)}  (for {clock(now - self._shown)})\n")
+
+
+def _repeat(reference: weakref.ref[Display], over: threading.Event) -> None:
+    """Repeats what a display shows until it is closed, or until nobody holds it."""
+    pause = 0.0
+    while not over.wait(pause) and (display := reference()) is not None:
+        display._repeat()
+        pause = max(display._printed + display.every_s - time.monotonic(), 0.05)
+        del display
 
 
 TYPED = "SEQPAR_TYPED"  # variable of processes that another one started: the script of which a person started that one

@@ -25,7 +25,7 @@ def quantity(number: int, noun: str, spec: str = "") -> str:
 
 
 def flag_name(name: str) -> str:
-    """Returns a setting's name as it is written on the command line."""
+    """Returns a setting's name as the command line spells it."""
     return name.replace("_", "-")
 
 

@@ -52,7 +52,7 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
         raise ValueError(f"--workers is {options.workers}: at least 1 is needed")
     options.prediction = expand_folds(options.prediction)
     if len(options.prediction) > 1 and (options.json or options.csv):
-        raise ValueError(f"--json, --csv: {len(options.prediction)} predictions have files of their own: leave it out")
+        raise ValueError(f"--json, --csv: {len(options.prediction)} predictions have files of their own: remove it")
     options.empty = options.empty or ("brats" if options.brats else "skip")
     return options
 

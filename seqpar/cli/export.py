@@ -28,7 +28,7 @@ def act(arguments: Sequence[str]) -> int:
     parser = Parser("export", description="Packs a trained run into one file, or into a results folder of nnU-Net's.")
     add = parser.add_argument
     add("run", type=Path, metavar="RUN", help="run folder that train wrote, or folder of five folds for a folder OUT")
-    add("out", type=Path, metavar="OUT", help="what to write: OUT.zip, which predict takes in the place of a run "
+    add("out", type=Path, metavar="OUT", help="what to write: OUT.zip, which predict takes instead of a run "
         "folder; OUT.pth, the encoder of a Primus, which nnU-Net trains on as a pretraining of nnssl's; or a folder, "
         "from which nnU-Net predicts")  # fmt: skip
     add("--checkpoint", default="best", metavar="WHICH", help="best (default), latest or a file of the run's weights")

@@ -87,7 +87,7 @@ def _refuse_with_pipe(own: argparse.Namespace, config: Config) -> None:
 def _planned_from_data(own: argparse.Namespace, config: Config, flags: set[str], device: Device) -> Config:
     """Returns the config of --preset auto for --data, after saying why; its channels and classes are the data's."""
     if typed := [name for name in ("channels", "classes") if getattr(own, name) is not None]:
-        raise ValueError(f"--{typed[0]} would do nothing: --preset auto takes it from --data: leave it out")
+        raise ValueError(f"--{typed[0]} would do nothing: --preset auto takes it from --data: remove it")
     fingerprint = task_of(config).read_headers(config)
     own.channels, own.classes = len(fingerprint.modalities), len(fingerprint.outputs(config.targets))
     config, why = plan_from_data(config, flags, fingerprint, device, own.ranks or config.group_ranks)

@@ -84,7 +84,7 @@ def _members(options: argparse.Namespace) -> list[EnsembleMember]:
     task = task_of(runs[0].config)
     task.refuse_idle_flags("predict", options, f"{runs[0].path} {task.does}")
     if len(runs) > 1 and (files := [name for name in checkpoints if name not in ("best", "latest")]):
-        raise ValueError(f"--checkpoint {files[0]}: a file belongs to one run, and {len(runs)} came: leave it out")
+        raise ValueError(f"--checkpoint {files[0]}: a file belongs to one run, and {len(runs)} came: remove it")
     return check_no_duplicates(
         EnsembleMember(run, _settings(options, run), run.weights_of(checkpoints)) for run in runs
     )
@@ -97,7 +97,7 @@ def _settings(options: argparse.Namespace, run: TrainedRun) -> PredictionSetting
     if sliding and window == "whole":
         flags = ", ".join(f"--{name.replace('_', '-')}" for name in sliding)
         whose = "" if options.window else f", which {run.path} found better than sliding windows,"
-        raise ValueError(f"{flags}: a whole pass{whose} has no windows; leave it out, or use --window sliding")
+        raise ValueError(f"{flags}: a whole pass{whose} has no windows; remove it, or use --window sliding")
     mirror = run.mirror if options.mirror is None else mirrored_dims(options.mirror)
     others = {"min_component": options.min_component, "precision": options.precision or run.config.precision}
     settings = PredictionSettings(window=window, mirror=mirror, force=options.force, **others, **sliding)

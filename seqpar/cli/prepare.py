@@ -47,7 +47,7 @@ def act(arguments: Sequence[str]) -> int:
         report = prepare(dataset, out, settings, options.workers, ProgressBar("preparing"), labelled=task.is_labelled)
     except KeyboardInterrupt:
         print(
-            "\ninterrupted; what is finished is kept, and the same command goes on",
+            "\ninterrupted; what is finished is kept, and the same command continues",
             file=sys.stderr,
             flush=True,
         )

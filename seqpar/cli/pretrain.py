@@ -23,7 +23,7 @@ def act(arguments: Sequence[str]) -> int:
     if own.resume and own.out and holds_run(own.out):
         task = read_config(own.out).get("config", {}).get("task", TASK)
         if task != TASK:
-            raise ValueError(f"--resume --out {own.out}: that run has --task {task}: go on with it by launch/train.py")
+            raise ValueError(f"--resume --out {own.out}: that run has --task {task}: resume it with launch/train.py")
     return train([*([] if own.task else ["--task", TASK]), *arguments])
 
 

@@ -71,7 +71,7 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
         shown |= {"neurological": options.neurological, "cases": options.cases}
         for name in (name for name, value in shown.items() if value is not None):
             named = f"{sweeps[0]} is a sweep" if sweeps else f"{len(options.runs)} were named"
-            raise ValueError(f"--{name} shows the cases of one run, and {named}: leave it out")
+            raise ValueError(f"--{name} shows the cases of one run, and {named}: remove it")
     options.cases = 6 if options.cases is None else options.cases
     if (options.truth is None) != (options.prediction is None):
         raise ValueError("--truth and --prediction belong together: give both, or neither")

@@ -55,7 +55,7 @@ def act(arguments: Sequence[str]) -> int:
     code, sweep = make_sweep(order, sweep, options, time.monotonic() + parse_duration(options.time_limit))
     print("\n".join(write_results(options.out, sweep)), flush=True)
     if code == exit_codes.PREEMPTED:
-        print(f"left early: go on with --resume --out {options.out}", flush=True)
+        print(f"left early: continue with --resume --out {options.out}", flush=True)
     return code
 
 
@@ -72,12 +72,12 @@ def _order(options: argparse.Namespace, rest: Sequence[str]) -> tuple[SweepReque
     if typed is not None and (not is_there or not has_begun_points(out)):
         return typed, typed.sweep()
     if not options.resume and not options.plan:
-        raise ValueError(f"--out {out} holds a sweep already: add --resume to go on, or name another folder")
+        raise ValueError(f"--out {out} holds a sweep already: add --resume to continue it, or name another folder")
     before = tupled_points(read_sweep(out))
     if typed is not None:
         check_same_sweep(before.began, typed.began(), str(out))
     elif rest:
-        raise ValueError(f"{rest[0]} without --space: a sweep goes on by the flags of its sweep.json: leave it out")
+        raise ValueError(f"{rest[0]} without --space: a resumed sweep has the flags of its sweep.json: remove it")
     return resume_sweep(before, options)
 
 
@@ -101,7 +101,7 @@ def _parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
         if number is not None and number < 0:
             raise ValueError(f"{flag} {number}: it must not be negative")
     if options.ray_nodes != 1 and not options.ray:
-        raise ValueError(f"--ray-nodes {options.ray_nodes} would do nothing: there is no --ray: leave it out")
+        raise ValueError(f"--ray-nodes {options.ray_nodes} would do nothing: there is no --ray: remove it")
     if options.devices and options.ray:
         raise ValueError("--devices is of a Ray that is started here, and --ray names a running one: leave one out")
     return options, rest
@@ -113,7 +113,7 @@ def _parser() -> Parser:
         usage="%(prog)s --space FLAG=VALUE,VALUE ... --out FOLDER [train's flags]",
         description="Compares settings: each point of --space is a run of its own, several side by side by Ray Tune.",
         epilog="All flags of train are taken as well: seqpar-train --help all. Exit codes are those of train; 75: left "
-        "early, and --resume --out FOLDER goes on.",
+        "early, and --resume --out FOLDER resumes it.",
     )
     add = parser.add_argument
     add("--space", nargs="+", default=[], metavar="FLAG=VALUES", help="flags of train and their values: lr=1e-4,1e-3 "
@@ -130,9 +130,9 @@ def _parser() -> Parser:
     add("--ray", default="", metavar="ADDRESS", help="running Ray cluster to use, HOST:PORT or auto")
     add("--ray-nodes", type=int, default=1, metavar="NUMBER", help="nodes of that cluster to wait for (%(default)s)")
     add("--stop-early", choices=STOPPERS, help=f"end runs that fall behind ({STOPPERS[0]})")
-    add("--max-failures", type=int, metavar="NUMBER", help="times that a training that was killed goes on from its "
+    add("--max-failures", type=int, metavar="NUMBER", help="how often a killed training resumes from its "
         f"checkpoint ({MAX_FAILURES})")  # fmt: skip
-    add("--resume", action="store_true", help="go on with the sweep in --out: points that are over stay")
+    add("--resume", action="store_true", help="resume the sweep in --out: points that are over stay")
     add("--take-over", action="store_true", help="take --out over from a tune that may still run there")
     add("--time-limit", default="", metavar="TIME", help="of the whole sweep: minutes or H:MM:SS")
     add("--plan", action="store_true", help="say how long the sweep takes, side by side and one run after the other")

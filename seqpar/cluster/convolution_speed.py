@@ -29,7 +29,7 @@ class Shape:
         return f"{self.channels} to {self.out} channels at {self.side}"
 
 
-# The finest level, one in the middle and the one beside the tokens, of tiles of 96; smaller ones on a CPU.
+# The finest level, one in the middle and the one next to the tokens, of tiles of 96; smaller ones on a CPU.
 ON_GPU = (Shape(16, 16, 96), Shape(64, 32, 48), Shape(256, 128, 12))
 ON_CPU = (Shape(8, 8, 24), Shape(16, 16, 12), Shape(64, 32, 6))
 

@@ -60,7 +60,7 @@ class Link:
     hop: float | None = None
 
     def seconds(self, sent: float, exchanges: float, messages: float) -> float:
-        """Returns how long exchanges take that send so many bytes in so many messages altogether."""
+        """Returns the seconds of exchanges that send ``sent`` bytes in ``messages`` messages altogether."""
         hop = self.latency if self.hop is None else self.hop
         return sent / self.bandwidth + exchanges * self.latency + (messages - exchanges) * hop
 
@@ -106,7 +106,7 @@ class Device:
         return not self.cores
 
     def of(self, ranks: int) -> "Device":
-        """Returns what each of so many ranks has."""
+        """Returns what each of ``ranks`` ranks has."""
         if not self.cores:
             return self
         cores = self.cores / ranks

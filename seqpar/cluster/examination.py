@@ -55,7 +55,7 @@ def print_groups(groups: dict[str, dict[str, Any]]) -> None:
 
 
 def folder_line(folder: dict[str, Any]) -> str:
-    """Returns the output folder's free space and speed, "" where there is none or it cannot be written."""
+    """Returns the output folder's free space and speed, "" if there is none or it cannot be written."""
     if not folder["out"] or folder["fault"]:
         return ""
     free, speed = folder["free"] / GIB, folder["bytes_per_s"] / 1e6

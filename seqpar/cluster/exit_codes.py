@@ -107,7 +107,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 def run(act: Callable[[Sequence[str]], int], arguments: Sequence[str] | None = None) -> int:
     """Calls ``act(arguments)`` and returns its exit code; an error by the user is one line on stderr, no traceback.
 
-    A reader of its output may close the pipe early (``| head``); the act goes on, and its code stays the same.
+    A reader of its output may close the pipe early (``| head``); the act continues, and its code stays the same.
     """
     with safe_output():
         code = _call(act, arguments)

@@ -94,7 +94,7 @@ def _collective(mesh: Mesh, group: Group, kind: str, size: int) -> Collective:
 
 
 def send_to_next(mesh: Mesh, group: Group, size: int, kind: str) -> None:
-    """Sends so many bytes to the next place of a group, the last one to the first, and waits for as many."""
+    """Sends bytes to the next place of a group (the last one to the first), and waits for the same number."""
     outgoing = torch.zeros(size, dtype=torch.uint8, device=mesh.device)
     incoming = torch.empty_like(outgoing)
     following, before = (group.index + 1) % group.size, (group.index - 1) % group.size
@@ -102,7 +102,7 @@ def send_to_next(mesh: Mesh, group: Group, size: int, kind: str) -> None:
 
 
 def time_of(call: Collective, mesh: Mesh, budget_s: float = 0.1) -> float:
-    """Returns the median seconds of as many calls as fit into the budget, equally many on all ranks."""
+    """Returns the median seconds of the calls that fit into the budget, equally many on all ranks."""
     first = _once(call, mesh)
     repeats = max(1, min(20, int(budget_s * 1e9 / max(1, max_over_ranks(int(first * 1e9), mesh.world)))))
     return statistics.median(_once(call, mesh) for _ in range(repeats))

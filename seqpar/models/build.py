@@ -21,7 +21,7 @@ from seqpar.settings.config import Config
 NETWORKS: dict[str, NetworkFamily] = {"vit": VisionTransformer(), **UNETS}  # for labels of voxels
 _OF_TASKS: dict[str, dict[str, NetworkFamily]] = {"segment": NETWORKS, "classify": CLASSIFIERS, "pretrain": PRETRAINED}
 NETWORK_NAMES = tuple(dict.fromkeys(name for networks in _OF_TASKS.values() for name in networks))
-_OF_STAGES = HierarchicalTransformer()  # in the place of vit, with --encoder hierarchical
+_OF_STAGES = HierarchicalTransformer()  # instead of vit, with --encoder hierarchical
 
 
 def family_of(config: Config) -> NetworkFamily:
@@ -51,7 +51,7 @@ def build_network(
 ) -> Network:
     """Returns the network of a config, its weights drawn from the config's seed: equal on all ranks.
 
-    - ``has_regions``: outputs are regions by themselves; else they are classes, of which the first is background
+    - ``has_regions``: outputs are regions by themselves; else they are classes, and the first is background
     - ``device``: on "meta" the network has shapes alone
     - ``data``: the group whose ranks have other tiles; batch norm in training runs over them
     """

@@ -109,7 +109,7 @@ class VolumeNet(CellNetwork):
         return [x for x, _ in self.unet.on_boxes(*self.image(part, layout))]
 
     def training_loss(self, loss: Loss) -> Loss | DeepSupervision:
-        """Returns the loss, of all supervised levels where there are several."""
+        """Returns the loss, of all supervised levels if there are several."""
         scales = self.unet.output_scales
         return DeepSupervision(loss, scales) if len(scales) > 1 else loss
 

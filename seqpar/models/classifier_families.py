@@ -108,7 +108,7 @@ class ResidualAttention(NetworkFamily):
         return f"{config.network} from {config.features or FEATURES} features"
 
     def describe_tile(self, config: Config) -> str:
-        """Returns the cubes of which ranks have some."""
+        """Returns the cubes that are spread over ranks."""
         count = math.prod(-(-side // step) for side, step in zip(config.tile, UNIT))
         return f"{quantity(count, 'cube')} of {_spelled(UNIT)} voxels"
 

@@ -59,7 +59,7 @@ class MaskedNet(TokenNetwork):
         return list(decode_masked(self.encoder, self.rebuilder, part, layout, key, self.ratio))
 
     def arrange(self, label: Tensor, layout: Layout | None = None) -> Tensor:
-        """Returns this rank's part of the image as it is."""
+        """Returns this rank's part of the image unchanged."""
         return label
 
     def label_shape(self, batch: int) -> tuple[int, ...]:

@@ -112,7 +112,7 @@ class TokenCells(EncoderCells):
         self.decoder, self.mode, self._last = decoder, mode, len(taps)
         self._pieces = cells_of(decoder)
         depth = len(encoder.blocks)
-        features = [*(tap + 1 for tap in taps), depth]  # the cells of which the decoder takes tokens
+        features = [*(tap + 1 for tap in taps), depth]  # the cells whose tokens the decoder takes
         takes, owns = list[tuple[int, ...]](), list[tuple[str, ...]]()
         for number, piece in enumerate(self._pieces):
             sources = (depth + number,) * (number > 0) + tuple(features[at] for at in piece.features)
@@ -156,7 +156,7 @@ def refuse_other_grid(grid: BoxGrid | None, needed: BoxGrid | None, decoder: tor
         return
     name = type(decoder).__name__
     if needed is None:
-        raise ValueError(f"{name} returned {type(grid).__name__} beside its logits, where None is needed")
+        raise ValueError(f"{name} returned {type(grid).__name__} next to its logits, but None is needed")
     beside = "no box grid" if grid is None else "another box grid than that of the voxels"
     raise ValueError(
         f"--mode {mode.name}: each of {mode.group.size} ranks decodes a box, and {name} returned {beside} "

@@ -55,7 +55,7 @@ class MaskedPretraining(VisionTransformer):
         )
 
     def refuse_tile(self, config: Config) -> None:
-        """Raises ValueError for a tile of which too little stays visible, and for what cannot be rebuilt."""
+        """Raises ValueError if too little of the tile stays visible, or if something cannot be rebuilt."""
         count = math.prod(side // p for side, p in zip(config.tile, config.patch))
         check_num_visible(count, max(1, config.seqpar), config.mask_ratio)
         if _width(config) % config.heads:

@@ -33,7 +33,7 @@ class TokenNetwork(Network):
         return list(self.encoder.blocks)
 
     def resized(self, tile: Sequence[int]) -> Resizing:
-        """Returns the learned positions, where there are any."""
+        """Returns the learned positions, if there are any."""
         if self.encoder.pos_embed is None or tuple(tile) == self.layout.tile:
             return {}
         own = self.encoder.stages[0].layout(self.layout)

@@ -160,7 +160,7 @@ def _nnunet(residual: bool) -> Make:
     def make(config: Config, in_channels: int, num_outputs: int, data: Group | None, peers: Group | None) -> UNet:
         stages = parse_stages(config.stages) if config.stages else Stages(*topology(config.tile))
         if stages.features and config.features:
-            raise ValueError(f"--features {config.features}: --stages names the features of each stage; leave it out")
+            raise ValueError(f"--features {config.features}: --stages names the features of each stage; remove it")
         kernels, strides, features, encoder, decoder = stages
         architecture = architecture_of_stages(
             in_channels, num_outputs, kernels, strides, residual, config.features or FEATURES

@@ -38,7 +38,7 @@ def poly(moment: Moment) -> float:
 
 
 def poly_epochs(moment: Moment) -> float:
-    """Returns the same as it is when the epoch begins, as nnU-Net sets it."""
+    """Returns the rate at the start of the epoch, as nnU-Net sets it."""
     return poly(replace(moment, step=moment.step // moment.epoch_steps * moment.epoch_steps))
 
 

@@ -52,7 +52,7 @@ class HaloPlan:
 
     @classmethod
     def of(cls, group: Group, dim: int, owned: Rows, needed: Rows, margins: Margins = ()) -> "HaloPlan":
-        """Returns the plan for a dimension of which each rank owns ``owned`` and needs ``needed``.
+        """Returns the plan for a dimension where each rank owns ``owned`` and needs ``needed``.
 
         Both map an index in ``group`` to an interval of the whole dimension; ranks that are missing take no part. What
         a rank needs may be smaller than what it owns, elsewhere, or span several neighbours.

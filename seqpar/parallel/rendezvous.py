@@ -173,7 +173,7 @@ def _groups(
 
 
 def fake_group(size: int) -> Group:
-    """Returns a sequence group of which only the first rank exists: messages go nowhere and bring nothing.
+    """Returns a sequence group in which only the first rank exists: messages go nowhere and bring nothing.
 
     It serves to measure that rank's own work, and can be made once per process.
     """

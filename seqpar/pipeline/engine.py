@@ -184,7 +184,7 @@ class Engine:
 def _catch_gradients(leaves: Mapping[int, Value]) -> dict[int, Tensor]:
     """Returns a dict that the next backward fills with the gradients of ``leaves``, by value.
 
-    Their ``grad`` would have the leaves' strides, but a single process continues with the gradient as it is.
+    Their ``grad`` would have the leaves' strides, but a single process continues with the unchanged gradient.
     """
     caught: dict[int, Tensor] = {}
     for value, (x, _) in leaves.items():

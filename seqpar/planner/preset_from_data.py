@@ -23,7 +23,7 @@ from seqpar.text import format_sides, quantity
 WIDTHS = ((768, 12, 12), (384, 12, 6), (192, 12, 3))  # --embed-dim, --depth, --heads for GPUs, the widest first
 CPU_WIDTHS = ((96, 3, 4),)
 MOST_VOXELS, CPU_VOXELS = 192**3, 64**3  # of a tile, with patch 8: beyond, time decides and not memory
-USUAL_VOXELS = 96**3  # a width is taken if a tile of so many fits
+USUAL_VOXELS = 96**3  # a width is taken if a tile of this size fits
 LEAST_BATCH, CPU_BATCH, MOST_BATCH = 2, 2, 32
 SHARE = 0.05  # of all voxels in a step, at most: nnU-Net's batch, which all its devices share
 LONGEST_PATCH, LEAST_TOKENS = 8, 4  # voxels of a token's longest side, and tokens along a direction

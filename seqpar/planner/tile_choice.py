@@ -35,7 +35,7 @@ def target_spacing(fingerprint: Fingerprint) -> Millimetres | None:
 
 
 def shape_at(fingerprint: Fingerprint, spacing: Sequence[float] | None) -> Sides:
-    """Returns the median number of voxels of a case, resampled to ``spacing`` where there is one."""
+    """Returns the median number of voxels of a case, resampled to ``spacing`` if there is one."""
     if spacing is None:
         return fingerprint.shape
     shapes = [
@@ -46,7 +46,7 @@ def shape_at(fingerprint: Fingerprint, spacing: Sequence[float] | None) -> Sides
 
 
 def cube_in_mm(voxels: float, shape: Sequence[int], spacing: Sequence[float]) -> list[float]:
-    """Returns the sides of a tile of so many voxels that is as long in every direction as the shape allows."""
+    """Returns the sides of a tile of ``voxels`` voxels, as equal as the shape allows."""
     sides, fixed = list(map(float, shape)), set[int]()
     while len(fixed) < len(sides):
         free = [at for at in range(len(sides)) if at not in fixed]
@@ -62,14 +62,14 @@ def cube_in_mm(voxels: float, shape: Sequence[int], spacing: Sequence[float]) ->
 
 
 def suited_tile(voxels: float, shape: Sequence[int], spacing: Sequence[float], unit: Sequence[int]) -> Sides:
-    """Returns the tile of at most about so many voxels that suits cases of ``shape``, in whole ``unit``."""
+    """Returns a tile of at most about ``voxels`` voxels that suits cases of ``shape``, in multiples of ``unit``."""
     sides = cube_in_mm(voxels, shape, spacing)
     w, d, h = (max(1, min(round(side / step), -(-n // step))) * step for side, n, step in zip(sides, shape, unit))
     return w, d, h
 
 
 def smaller_tiles(tile: Sequence[int], shape: Sequence[int], unit: Sequence[int]) -> Iterator[Sides]:
-    """Yields a tile and ever smaller ones: the side that is longest beside the shape loses a unit, down to two."""
+    """Yields a tile and ever smaller ones: the side that is longest relative to the shape loses a unit, down to two."""
     sides = list(tile)
     while True:
         w, d, h = sides
@@ -84,7 +84,7 @@ def smaller_tiles(tile: Sequence[int], shape: Sequence[int], unit: Sequence[int]
 def better_tile(
     tile: Sequence[int], shape: Sequence[int], spacing: Sequence[float], unit: Sequence[int]
 ) -> tuple[Sides, str] | None:
-    """Returns a tile of about as many voxels that suits the cases better, and why; None where ``tile`` suits them."""
+    """Returns an equally large tile that suits the cases better, and why; None if ``tile`` suits them."""
     better = suited_tile(math.prod(tile), shape, spacing, unit)
     if any(side > -(-n // step) * step for side, n, step in zip(tile, shape, unit)):
         return better, "it is longer than they are"

@@ -1,4 +1,4 @@
-"""statistics.csv beside the label maps: volume and mean intensity of each class in each case."""
+"""statistics.csv next to the label maps: volume and mean intensity of each class in each case."""
 
 import csv
 import io
@@ -27,7 +27,7 @@ class ClassStatistics:
         self._rows: list[list[str]] = []
 
     def open(self, predicted: Iterable[str]) -> None:
-        """Takes over the lines of cases whose label map lies beside the table, without those to be ``predicted``."""
+        """Takes over the lines of cases whose label map is next to the table, without those to be ``predicted``."""
         try:
             lines = list(csv.reader(io.StringIO(self.path.read_text(encoding="utf-8"))))
         except FileNotFoundError:

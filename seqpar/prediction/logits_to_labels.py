@@ -70,7 +70,7 @@ def slabs_to_labels(
 
 
 def _steps(bounds: Sequence[int], rows: int) -> Iterator[list[tuple[int, int]]]:
-    """Yields the intervals of at most so many rows that the ranks take at a time; rank r's lie between its bounds."""
+    """Yields the intervals of at most ``rows`` rows that the ranks take at a time; rank r's are between its bounds."""
     longest = max(high - low for low, high in pairwise(bounds))
     for offset in range(0, longest, rows):
         yield [(min(low + offset, high), min(low + offset + rows, high)) for low, high in pairwise(bounds)]

@@ -42,7 +42,7 @@ class PredictionFolder(ABC):
         self.refuse_collisions(cases)
         if previous is None and (foreign := [path for path in self.files_of(cases) if path.exists()]):
             raise DataError(
-                foreign[0], f"would be overwritten, and no {RECORD} beside it says that predict wrote it; "
+                foreign[0], f"would be overwritten, and no {RECORD} next to it says that predict wrote it; "
                 "choose another --output"
             )  # fmt: skip
         if resume and previous is not None and previous != record:
@@ -102,7 +102,7 @@ class ProbabilityFile:
         self._file: IO[bytes] | None = None
 
     def write_rows(self, first_row: int, rows: Tensor) -> None:
-        """Writes rows ``k w D H``, of which the first is row ``first_row`` of the volume."""
+        """Writes rows ``k w D H``, beginning with row ``first_row`` of the volume."""
         if self.error is not None:
             return
         try:

@@ -59,7 +59,7 @@ def footprint(
     views: int = 1,
     sliding: Sliding | None = None,
 ) -> Footprint:
-    """Returns what predicting a volume of that shape on so many ranks takes on this one.
+    """Returns the memory that predicting a volume of this shape takes on each rank.
 
     A volume that the network cannot pass raises ValueError, as the pass would; call it on all ranks, so that all do.
 
@@ -130,7 +130,7 @@ def _lines(
 ) -> Iterator[str]:
     if config.task == "classify":
         raise ValueError("--predict with --task classify: a case passes whole, and takes less than a step of training: "
-                         "leave it out")  # fmt: skip
+                         "remove it")  # fmt: skip
     if len(shape) != 3:
         raise ValueError("--predict needs the --volume to predict: its sides in voxels")
     every = math.prod(shape) * classes * (8 if config.precision == "fp64" else 4)

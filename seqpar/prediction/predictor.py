@@ -97,13 +97,10 @@ class PredictionSettings:
         discouraged = self.window == "whole" and bool(run.why_not_whole)
         if discouraged and not self.force:
             raise ValueError(
-                f"--window whole with {run.path}: {run.why_not_whole}; leave it out, or add --force "
-                "(in Python force=True)"
+                f"--window whole with {run.path}: {run.why_not_whole}; remove it, or add --force (in Python force=True)"
             )
         if self.force and not discouraged:
-            raise ValueError(
-                "--force would do nothing: it is for --window whole with networks of nnU-Net's: leave it out"
-            )
+            raise ValueError("--force would do nothing: it is for --window whole with networks of nnU-Net's: remove it")
 
     def sliding(self, tile: Sequence[int], rule: str = "stride") -> Sliding:
         """Returns the settings of sliding windows of ``tile`` voxels, laid by a ``rule`` of ``windows.RULES``."""

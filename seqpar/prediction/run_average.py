@@ -111,7 +111,7 @@ def _centred(probabilities: Tensor, regions_class_order: Sequence[int]) -> Tenso
 
 
 def share_of_progress(tell: ReportProgress, number: int, count: int) -> ReportProgress:
-    """Returns a function that tells of the whole work, of which the ``number``-th of ``count`` equal parts is done."""
+    """Returns a function that reports progress of the whole while part ``number`` of ``count`` equal parts is done."""
     return lambda share: tell((number + share) / count)
 
 

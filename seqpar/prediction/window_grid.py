@@ -183,7 +183,7 @@ class WindowGrid:
         return self.bounds[slab][rank], self.bounds[slab][rank + 1]
 
     def region(self, window: int, box: Region) -> Region:
-        """Returns the part of a window's box that lies in the volume, in the volume's coordinates."""
+        """Returns the part of a window's box that is inside the volume, in the volume's coordinates."""
         placed = zip(self.corners[window], box, self.shape)
         return tuple((max(corner + low, 0), min(corner + high, side)) for corner, (low, high), side in placed)
 

@@ -1,4 +1,4 @@
-"""Weighted sums of windows over a volume: each rank adds up its own rows, and gets what lies in them from the others.
+"""Weighted sums of windows over a volume: each rank adds up its own rows, with what the others computed for them.
 
 Legend: b windows, k classes, W D H voxels, w rows; ``/s`` after the letter that is spread over ranks.
 """

@@ -29,7 +29,7 @@ from seqpar.report.record import CaseScores, RunRecord, ScoredCase
 from seqpar.report.tables import Score
 
 BUDGET = 5_000_000  # bytes of the volumes in a page, which can still be mailed
-_MARGIN = 8  # voxels shown around the labels where there is no image
+_MARGIN = 8  # voxels shown around the labels if there is no image
 
 
 @dataclass(frozen=True)

@@ -41,7 +41,7 @@ def _environment(folder: Path | None) -> jinja2.Environment:
 
 
 def asset(name: str) -> Markup:
-    """Returns a style sheet or script as it is."""
+    """Returns a style sheet or script unchanged."""
     return Markup((TEMPLATES / name).read_text())
 
 

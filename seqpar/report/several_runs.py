@@ -81,7 +81,7 @@ def page_of_several(records: Sequence[RunRecord], compare: Mapping[str, Compare]
 
 
 def settings_table(records: Mapping[str, RunRecord]) -> Table | None:
-    """Returns the settings in which the runs differ, with their data and ranks; None where there are none."""
+    """Returns the settings in which the runs differ, with their data and ranks; None if there are none."""
     every: dict[str, dict[str, str]] = {}
     for name, record in records.items():
         facts = {"data set": record.dataset["name"], "ranks": record.layout["ranks"], **record.config}

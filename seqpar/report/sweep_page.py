@@ -118,7 +118,7 @@ def _effects(sweep: Sweep) -> list[Effect]:
 
 
 def _again(out: Path, best: Point | None) -> str:
-    """Returns the command that trains the best point once more; "" where there is none."""
+    """Returns the command that trains the best point once more; "" if there is none."""
     if best is None:
         return ""
     try:

@@ -14,12 +14,12 @@ from seqpar.text import quantity
 
 METRICS = (("Dice", 3, ("mean", "median", "global")), ("NSD", 3, ("mean", "median")), ("HD95", 1, ("mean", "median")))
 SIZES = ("TrueVolumeMl", "VolumeMl", "LesionTP", "LesionFN", "LesionFP")
-MAX_NAME = 40  # letters of a class's name beside its strip
+MAX_NAME = 40  # letters of a class's name next to its strip
 MAX_TITLES = 200  # a strip of more dots does not name their cases
 
 
 class Score(NamedTuple):
-    """A number in a cell, shown with so many decimals."""
+    """A number in a cell, rounded to ``places`` decimals."""
 
     value: float
     places: int

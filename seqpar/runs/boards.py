@@ -57,7 +57,7 @@ class Tracker:
     """A run of wandb or trackio, whose interfaces are alike.
 
     - ``name``: of the package
-    - ``out``: the run folder; ``begun``: when its run began. Both tell a run from others: a resumed one goes on
+    - ``out``: the run folder; ``begun``: when its run began. Both tell a run from others: a resumed one continues
     """
 
     def __init__(self, name: str, out: Path, settings: Mapping[str, Any], begun: str) -> None:
@@ -88,7 +88,7 @@ def numbers(kind: str, values: Mapping[str, Any]) -> Iterator[tuple[str, float]]
 def open_on_first(config: Config, out: Path, first_step: int, begun: str, world: Group) -> list[Board]:
     """Returns the first rank's boards, none on others; raises on all ranks what it fails of.
 
-    - ``first_step``: where the run goes on
+    - ``first_step``: where the run resumes
     - ``begun``: when it began
     """
     boards, error = list[Board](), None
@@ -104,7 +104,7 @@ def open_on_first(config: Config, out: Path, first_step: int, begun: str, world:
 def open_boards(config: Config, out: Path, first_step: int, begun: str) -> list[Board]:
     """Returns the boards that the settings name; raises ``ValueError`` where one does not begin.
 
-    - ``first_step``: where the run goes on
+    - ``first_step``: where the run resumes
     - ``begun``: when it began
     """
     boards, name = list[Board](), "--tensorboard"
@@ -116,5 +116,5 @@ def open_boards(config: Config, out: Path, first_step: int, begun: str) -> list[
             boards.append(Tracker(config.tracker, out, asdict(config), begun))
     except Exception as error:  # whatever other people's code raises, such as a login that is missing
         why = str(error) or type(error).__name__
-        raise ValueError(f"{name} does not begin ({why}): mend that, or leave it out") from error
+        raise ValueError(f"{name} does not begin ({why}): mend that, or remove it") from error
     return boards

@@ -49,7 +49,7 @@ def all_ended(out: str | Path) -> bool:
 
 
 def expand_folds(paths: Sequence[Path]) -> list[Path]:
-    """Returns the paths, in the place of a folder of five its run folders."""
+    """Returns the paths, with a folder of five replaced by its run folders."""
     return [run for path in paths for run in (finished_runs(path) if holds_folds(path) else [path])]
 
 
@@ -65,7 +65,7 @@ def finished_runs(out: str | Path) -> list[Path]:
         predict = next_command("predict", *finished, "-i", "IMAGES", "-o", "PREDICTIONS")
         only = f", or average these: {predict}" if finished else ""
         resume = next_command("train", "--resume", "--fold", "all5", "--out", out)
-        raise ValueError(f"{out} is to hold five folds, of which {those} finished: go on with {resume}{only}")
+        raise ValueError(f"{out} is to hold five folds, and {those} finished: continue with {resume}{only}")
     return runs
 
 

@@ -19,7 +19,7 @@ from seqpar.text import clock
 class Journal:
     """Records metrics and prints on the first rank (``active``); on the others it does nothing.
 
-    ``first_step``: where the run goes on; ``validated``: the step whose validation is complete, -1 for none;
+    ``first_step``: where the run resumes; ``validated``: the step whose validation is complete, -1 for none;
     ``boards``: where numbers and pictures go too. What cannot be written is one warning and ends no run.
     """
 
@@ -42,7 +42,7 @@ class Journal:
         except OSError as error:
             if not self._warned:
                 self._warned = True
-                self.say(f"warning: {self.path.parent} cannot be written ({error.strerror}); training goes on")
+                self.say(f"warning: {self.path.parent} cannot be written ({error.strerror}); training continues")
 
     def _drop_from(self, step: int, validated: int) -> None:
         """Removes the rows of steps and validations that a resumed run repeats."""
@@ -70,7 +70,7 @@ class Journal:
                 self.attempt(partial(tell, board))
             except Exception as error:  # other people's code, often over a network, ends no training
                 self._boards.remove(board)
-                self.say(f"warning: {board.name} failed ({error}); training goes on without it")
+                self.say(f"warning: {board.name} failed ({error}); training continues without it")
 
     def say(self, text: str) -> None:
         """Prints text on lines of its own."""

@@ -18,7 +18,7 @@ SCORES = {
 class MetricsTail:
     """Reads what has been added to ``path`` since the last reading.
 
-    A training that goes on writes the file anew, without the rows that it repeats; then all of it is read again.
+    A resumed training rewrites the file without the rows that it repeats; then all of it is read again.
     """
 
     def __init__(self, path: Path) -> None:
@@ -26,7 +26,7 @@ class MetricsTail:
         self._at, self._node = 0, -1
 
     def read(self) -> list[dict[str, Any]]:
-        """Returns the new rows, without a last line that is still being written; none where there is no file."""
+        """Returns the new rows, without a last line that is still being written; none if there is no file."""
         try:
             with open(self.path, "rb") as file:
                 file.seek(self._start())

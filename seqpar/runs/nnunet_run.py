@@ -64,7 +64,7 @@ class NnunetRun(TrainedRun):
         return next((size for size in sizes if self.window_bytes(size) <= memory), sizes[-1])
 
     def can_share(self, size: int) -> bool:
-        """Returns whether so many ranks can share the trained tile."""
+        """Returns whether ``size`` ranks can share the trained tile."""
         assert self.results is not None
         try:
             Layout.of(self.config.tile, self.results.architecture.unit, size)
@@ -132,7 +132,7 @@ def open_run(path: str | Path, checkpoints: Sequence[str] = (), folds: Sequence[
     if is_results(path):
         return read_nnunet_run(path, folds, checkpoints)
     if folds:
-        raise ValueError(f"--folds {' '.join(folds)}: {path} is no results folder of nnU-Net's; leave it out")
+        raise ValueError(f"--folds {' '.join(folds)}: {path} is no results folder of nnU-Net's; remove it")
     run = read_run(path)
     if run.config.task == "pretrain":
         raise ValueError(f"{path} is a pretraining, which predicts no labels: train --weights {path} starts from it")

@@ -73,7 +73,7 @@ def holds_folds(out: str | Path) -> bool:
 
 
 def read_status(out: str | Path) -> dict[str, Any]:
-    """Returns the content of a folder's status.json, {} where there is none that can be read."""
+    """Returns the content of a folder's status.json, {} if there is none that can be read."""
     try:
         return dict(json.loads((Path(out) / "status.json").read_text()))
     except (OSError, ValueError, TypeError):

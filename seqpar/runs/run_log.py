@@ -105,7 +105,7 @@ class _Copied:
 
 
 def _said_before() -> frozenset[str]:
-    """Returns the lines of the start of the fold before, none where there is none."""
+    """Returns the lines of the start of the fold before, none if there is none."""
     try:
         lines = Path(os.environ.get(FOLD_BEFORE, "")).read_text(encoding="utf-8").splitlines()
     except (OSError, ValueError):

@@ -105,7 +105,7 @@ class RunOwner:
 
 
 def _began(pid: int) -> str:
-    """Returns when a process started, "" if there is none; "?" for one of which the kernel does not tell it.
+    """Returns when a process started, "" if there is none; "?" if the kernel does not tell.
 
     /proc may hide the processes of other users, or be missing.
     """

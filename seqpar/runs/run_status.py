@@ -63,7 +63,7 @@ def warn_if_killed(*folders: Path) -> None:
     """Prints a warning on stderr for each run folder among ``folders`` whose training was killed."""
     for folder in dict.fromkeys(folders):
         if sentence := describe_kill(folder):
-            line = f"warning: {sentence}; go on with train --resume --out {folder}"
+            line = f"warning: {sentence}; continue with train --resume --out {folder}"
             print(coloured(line, sys.stderr), file=sys.stderr, flush=True)
 
 
@@ -102,6 +102,6 @@ def _typed(value: Any) -> str:
 
 
 def append_start(history: Sequence[Any], step: int, ranks: int, changes: Changes) -> list[Any]:
-    """Returns a run's history with this start of it; ``step``: from where it goes on."""
+    """Returns a run's history with this start of it; ``step``: from where it resumes."""
     now = time.strftime("%Y-%m-%d %H:%M:%S")
     return [*history, {"step": step, "time": now, "ranks": ranks, "changed": dict(changes), "command": typed_command()}]

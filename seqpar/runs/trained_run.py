@@ -29,7 +29,7 @@ from seqpar.weights import checkpoint
 from seqpar.weights.facts import differing_flags, read_facts
 from seqpar.weights.weight_files import read_weights, shorten_list
 
-LAST = "model.safetensors"  # what a finished run leaves beside its checkpoints
+LAST = "model.safetensors"  # what a finished run leaves next to its checkpoints
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,7 @@ class TrainedRun:
         return max(size for size in sizes if size <= self.config.seqpar)
 
     def can_share(self, size: int) -> bool:
-        """Returns whether so many ranks can share the trained tile."""
+        """Returns whether ``size`` ranks can share the trained tile."""
         try:
             layout_of(replace(self.config, seqpar=size, mode=prediction_mode(self), batch=1))
         except ValueError:
@@ -177,7 +177,7 @@ def find_weights(run: TrainedRun, which: str = "best") -> Path:
         return path / LAST if path.is_dir() else path
     if is_archive(run.path):
         if which != "best":
-            raise ValueError(f"--checkpoint {which}: {run.path} holds one set of weights; leave it out")
+            raise ValueError(f"--checkpoint {which}: {run.path} holds one set of weights; remove it")
         return run.path
     for name in (which, "latest"):
         if (folder / name).is_file():

@@ -25,7 +25,7 @@ def confusion_of(truth: Ints, predicted: Ints, num_classes: int) -> Ints:
 def area_under_roc(is_class: NDArray[np.bool_], scores: Floats) -> float:
     """Returns the share of pairs, one case of the class and one of the others, in which the first scores higher.
 
-    Equal scores count half. NaN where there are no such pairs.
+    Equal scores count half. NaN if there are no such pairs.
     """
     positives = int(is_class.sum())
     negatives = len(is_class) - positives

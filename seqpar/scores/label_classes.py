@@ -131,7 +131,7 @@ def choose_labels(
     """Returns the labels to score.
 
     ``brats`` (a key of ``BRATS``) decides alone. Else the labels are those of ``declaration`` (a dataset.json), of the
-    ``dataset`` that the truth is, or of a dataset.json beside the truth; ``regions`` replaces their classes.
+    ``dataset`` that the truth is, or of a dataset.json next to the truth; ``regions`` replaces their classes.
     """
     if brats:
         return labels_of_brats(brats)

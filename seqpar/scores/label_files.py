@@ -38,7 +38,7 @@ def dataset_at(truth: Path) -> Dataset | None:
     if truth.is_file() and truth.suffix != ".json":
         return None
     if truth.is_dir() and list_label_files(truth):
-        brats = read_brats(truth)  # the one format whose images lie beside their labels
+        brats = read_brats(truth)  # the one format with images next to their labels
         return brats if brats and brats.labels else None
     dataset = describe(truth)
     return with_annotations(dataset, find_dataset(truth)) if dataset.labels else dataset

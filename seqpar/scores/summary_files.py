@@ -47,9 +47,9 @@ def csv_text(cases: list[tuple[Pair, Scores]], labels: Labels) -> str:
 
 
 def output_files(prediction: Path | None, json: Path | None, csv: Path | None) -> dict[str, Path]:
-    """Returns the files to write, by kind: beside a prediction, unless named.
+    """Returns the files to write, by kind: next to a prediction, unless named.
 
-    - ``prediction``: a folder or a file; None for a run, which has a summary of its own that stays as it is
+    - ``prediction``: a folder or a file; None for a run, whose own summary stays unchanged
     """
     named = {kind: path for kind, path in (("json", json), ("csv", csv)) if path}
     for kind, path in named.items():

@@ -91,7 +91,7 @@ def _check_run(config: Config) -> None:
     if config.shard_weights and kind.whole:
         raise ValueError(
             f"--shard-weights: a step of {config.optimizer} looks at whole parameters, which no rank then has: "
-            "leave it out, or take another --optimizer"
+            "remove it, or take another --optimizer"
         )
     if config.pipe > 1:
         _check_pipe(config)

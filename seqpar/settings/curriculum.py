@@ -15,7 +15,7 @@ _ENTRY = re.compile(
 
 @dataclass(frozen=True)
 class LessonSpec:
-    """A lesson as it is written.
+    """A lesson as the flag spells it.
 
     ``tile`` is () for a whole volume whose size is not known yet, ``batch`` 0 where memory shall say it, ``micros`` (of
     a step) 0 where ``--accumulate`` does.

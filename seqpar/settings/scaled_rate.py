@@ -6,23 +6,23 @@ from dataclasses import replace
 from seqpar.settings.config import Config
 from seqpar.text import flag_name
 
-SCALED = {"lr", "iterations"}  # settings of a run that keep, as it goes on, what they were scaled to when it began
+SCALED = {"lr", "iterations"}  # settings that a resumed run keeps as they were scaled when it began
 
 
 def scale_learning_rate(config: Config, num_groups: int) -> tuple[Config, str]:
-    """Returns the config of a run that begins on so many sequence groups, and a sentence on its rate and steps."""
+    """Returns the config of a run that begins on ``num_groups`` sequence groups, and a line on its rate and steps."""
     own = replace(config, lr=config.lr * num_groups, iterations=max(1, config.iterations // num_groups))
     groups = f"{num_groups} sequence group{'s' if num_groups > 1 else ''}"
     return own, f"--scale-lr: {groups}, so the rate is {own.lr:g}, and an epoch has {own.iterations} steps"
 
 
 def settings_at_start(config: Config, num_groups: int) -> Config:
-    """Returns the config that a run has once it begins on so many sequence groups."""
+    """Returns the config with which a run begins on ``num_groups`` sequence groups."""
     return scale_learning_rate(config, num_groups)[0] if config.scale_lr else config
 
 
 def keeps_scaled_rate(saved: Config, now: Config, names: Collection[str]) -> bool:
-    """Returns whether a run that goes on keeps its scaled rate and steps, after refusing others.
+    """Returns whether a resumed run keeps its scaled rate and steps, after refusing others.
 
     - ``now``: the config of the command line; ``names``: the settings in it
     """
@@ -35,7 +35,7 @@ def keeps_scaled_rate(saved: Config, now: Config, names: Collection[str]) -> boo
         if not is_as_it_began[name]:
             value = getattr(saved, name)
             raise ValueError(
-                f"--{flag_name(name)}: a resumed run keeps what --scale-lr made of it, {value:g}: leave it out, or "
+                f"--{flag_name(name)}: a resumed run keeps what --scale-lr made of it, {value:g}: remove it, or "
                 f"set it by --no-scale-lr --{flag_name(name)}"
             )
     return True

@@ -45,7 +45,7 @@ def cost_from_plan(plan: Plan) -> RunCost:
 
 
 def plan_of(config: Config, ranks: int) -> Plan:
-    """Returns the plan of a config on so many ranks of the device here; of a curriculum's, that of its last lesson."""
+    """Returns the plan of a config on ``ranks`` devices like this one; for a curriculum, that of its last lesson."""
     config = replace(config, out="", resume=False)
     if has_open_lessons(config):
         data = task_of(config).read_headers(config)

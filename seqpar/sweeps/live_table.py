@@ -51,7 +51,7 @@ class RunRow:
 
 
 class LiveTable:
-    """Shows the runs below ``root`` of which ``total`` are to be made.
+    """Shows the runs below ``root``; ``total`` of them are to be made.
 
     - ``over``: how many of these are over already
     """
@@ -66,7 +66,7 @@ class LiveTable:
     def begins(self, name: str, again: bool = False) -> None:
         """Adds a run that trains from now on; ``again``: from its checkpoint, after it was killed."""
         self.rows[name] = RunRow(MetricsTail(self.root / name / "metrics.jsonl"))
-        self._say(f"{name} {'goes on: its training was killed' if again else 'begins'}")
+        self._say(f"{name} {'resumes: its training was killed' if again else 'begins'}")
 
     def lies(self, name: str, where: str) -> None:
         """Takes in on which nodes a run's ranks are."""

@@ -1,4 +1,4 @@
-"""Makes the runs of a list: those that are missing begin, those that were cut go on, those that finished stay.
+"""Makes the runs of a list: missing ones begin, interrupted ones resume, finished ones stay.
 
 An engine decides what runs when and where. This one makes one run after the other, on all devices; each is a training
 of its own, as a person would start it, and its exit code is what the engine knows of it.
@@ -21,7 +21,7 @@ from seqpar.text import quantity
 
 @dataclass
 class OneByOne:
-    """Makes one run after the other; ``start`` trains with flags on so many ranks, and returns the exit code.
+    """Makes one run after the other; ``start`` trains with flags on a number of ranks, and returns the exit code.
 
     - ``until``: when to leave, by ``time.monotonic``
     - ``signals``: those that came so far; after one no run begins
@@ -54,7 +54,7 @@ class OneByOne:
         if self.signals or time.monotonic() > self.until:
             return PREEMPTED
         resume = has_begun(run)
-        print(f"{which} {'goes on' if resume else 'begins'} on {ranks}: {run}", flush=True)
+        print(f"{which} {'resumes' if resume else 'begins'} on {ranks}: {run}", flush=True)
         line = ["--resume", "--out", str(run)] if resume else planned.line(run)
         if self.until < float("inf"):
             line += ["--time-limit", f"{max(self.until - time.monotonic(), 1.0) / 60:.3f}"]

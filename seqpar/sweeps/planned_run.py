@@ -34,7 +34,7 @@ class PlannedRun:
     - ``preset``: what its settings begin with
     - ``settings``: the others, by their names in Config
     - ``groups``: sequence groups, which train on different tiles
-    - ``before``: the run from whose weights it starts, in a folder beside its own
+    - ``before``: the run from whose weights it starts, in a folder next to its own
     """
 
     name: str
@@ -67,7 +67,7 @@ def flag_values(name: str, value: Any) -> list[str]:
 
 
 def has_begun(run: Path) -> bool:
-    """Returns whether a run folder has a config.json, from which its training can go on."""
+    """Returns whether a run folder has a config.json, from which its training can resume."""
     return (run / "config.json").exists()
 
 
@@ -77,7 +77,7 @@ def has_finished(run: Path) -> bool:
 
 
 def read_status(run: Path) -> dict[str, Any]:
-    """Returns the content of a run folder's status.json, {} where there is none."""
+    """Returns the content of a run folder's status.json, {} if there is none."""
     try:
         return dict(json.loads((run / "status.json").read_text()))
     except (OSError, ValueError, TypeError):

@@ -52,7 +52,7 @@ QUIET = {
 class Cluster:
     """A Ray that is there.
 
-    - ``devices``: GPUs, or cores where there are none or none are wanted; ``on_gpu``: which of both
+    - ``devices``: GPUs, or cores if there are none or none are wanted; ``on_gpu``: which of both
     - ``bundle``: what Ray reserves for a rank
     - ``own``: processes of a Ray that this process has started, none of a running cluster
     """
@@ -127,7 +127,7 @@ def _other_group() -> Iterator[None]:
 
 
 def _wait_for(nodes: int) -> None:
-    """Returns once so many nodes are there; raises ``TimeoutError`` where they do not come."""
+    """Returns once the cluster has ``nodes`` nodes; raises ``TimeoutError`` if they do not come."""
     import ray  # it takes seconds
 
     until = time.monotonic() + NODES_S

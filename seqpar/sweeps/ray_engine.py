@@ -31,7 +31,7 @@ Suggest = Callable[[Callable[[PlannedRun], dict[str, Any]], Callable[[], bool]],
 class SideBySide:
     """Makes runs side by side, each on ``ranks`` devices.
 
-    - ``max_failures``: how often a training that was killed goes on from its checkpoint
+    - ``max_failures``: how often a killed training resumes from its checkpoint
     - ``stop_early``: whether asha ends runs that fall behind; ``first_step`` and ``last_step``: of all runs, the steps
       of the earliest first validation and of the latest last one
     - ``until``: when to leave, by ``time.monotonic``
@@ -92,7 +92,7 @@ class SideBySide:
 
     def _refuse_lost(self) -> None:
         if lost := self.cluster.lost():
-            raise ConnectionError(f"{lost}: the same command with --resume goes on")
+            raise ConnectionError(f"{lost}: the same command with --resume continues")
 
     def _fit(self, runs: Sequence[PlannedRun], num_open: int, root: Path, watch: "_Watch") -> None:
         """Has Ray Tune make the runs; an error is left for the thread that waits."""

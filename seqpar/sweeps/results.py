@@ -20,7 +20,7 @@ STYLES = (LineStyle(OTHERS, width=0.9), LineStyle(BEST, width=2.2))
 NOTE = (
     "below: a dot for each point, a bar for the mean at each value, a line from lowest to highest, a star for the best"
 )
-MOST_VALUES = 8  # of a setting, that stand beside each other; more numbers are drawn over an axis
+MOST_VALUES = 8  # of a setting, shown next to each other; more are drawn over an axis
 
 
 def draw_sweep(out: Path, sweep: Sweep, path: Path) -> None:

@@ -31,13 +31,13 @@ def makespan(lengths: Sequence[float], workers: int) -> float:
 
 
 def speedup_of_equal(count: int, workers: int) -> float:
-    """Returns how many times as fast ``count`` runs of equal length are on so many workers."""
+    """Returns the speed-up of ``count`` runs of equal length on ``workers`` workers."""
     return count / math.ceil(count / workers)
 
 
 @dataclass(frozen=True)
 class Scaling:
-    """What a sweep takes on so many devices, in seconds; NaN for a way that cannot be taken with them.
+    """The seconds of a sweep on a number of devices; NaN for a way that cannot be taken with them.
 
     - ``side_by_side``: each run on the devices of one run
     - ``one_by_one``: each run on all devices, one after the other
@@ -54,7 +54,7 @@ def scale(
     """Returns what runs take on each number of devices.
 
     - ``lengths``: seconds of each run on the devices of one run
-    - ``on_all``: returns the seconds of each run on so many devices, () where they cannot be used
+    - ``on_all``: returns the seconds of each run on a number of devices, () if they cannot be used
     """
     every = []
     for size in sizes:
@@ -133,7 +133,7 @@ def source_of(recorded: int, points: int) -> str:
 
 
 def run_seconds(config: Config, ranks: int) -> float:
-    """Returns the seconds of a run's steps on so many ranks, by the planner.
+    """Returns the planner's seconds for a run's steps on ``ranks`` ranks.
 
     More sequence groups see more tiles a step; the steps are fewer with ``--scale-lr`` alone, the tiles of a group with
     ``--global-batch``.
@@ -144,7 +144,7 @@ def run_seconds(config: Config, ranks: int) -> float:
 
 
 def run_seconds_on(ranks: int, config: Config, recorded: Recorded | None = None) -> float:
-    """Returns the seconds of a run on so many ranks: recorded on these, or on others and converted, or planned."""
+    """Returns the seconds of a run on ``ranks`` ranks: recorded, converted from another number of ranks, or planned."""
     if recorded is None:
         return run_seconds(config, ranks)
     if recorded.ranks == ranks:
@@ -153,7 +153,7 @@ def run_seconds_on(ranks: int, config: Config, recorded: Recorded | None = None)
 
 
 def step_seconds(config: Config, ranks: int) -> float:
-    """Returns the seconds of a step on so many ranks, each on a device of its own.
+    """Returns the seconds of a step on ``ranks`` ranks, each on a device of its own.
 
     The planner shares the cores of a CPU out to all ranks; here each of them has one.
     """
@@ -194,7 +194,7 @@ def table(rows: Sequence[Scaling], equal_runs: int, is_distmis: bool) -> list[st
     """Returns the lines of the table: times and how many times as fast as on the fewest devices.
 
     - ``equal_runs``: as how many runs of equal length the bound is computed; 0: there is none
-    - ``is_distmis``: whether what DistMIS measured stands beside
+    - ``is_distmis``: whether DistMIS's own measurements are shown too
     """
     heads = f"{'devices':>7}  {'side by side':>14} {'x':>6}  {'one by one':>14} {'x':>6}"
     heads += f"  {'bound':>6}" * bool(equal_runs) + f"   {'measured in the paper: x, x':>29}" * is_distmis

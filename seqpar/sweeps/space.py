@@ -52,7 +52,7 @@ class Space:
         return (*self.values, *self.ranges)
 
     def points(self, samples: int = 1, draw: Callable[[Range], float] | None = None) -> list[dict[str, Any]]:
-        """Returns the settings of each point: the product of all values, each with so many draws from the ranges.
+        """Returns the settings of each point: the product of all values, each with ``samples`` draws from the ranges.
 
         - ``draw``: draws a number; numbers that make a point which is there already are drawn again, some times
         """
@@ -121,7 +121,7 @@ def _name_of(key: str, taken: set[str]) -> str:
     known = [f.name for f in dataclasses.fields(Config)]
     name = key.removeprefix("--").replace("-", "_")
     if name in OF_ONE_RUN:
-        raise ValueError(f"--space {key}: each run of a sweep has its own --{flag_name(name)}: leave it out")
+        raise ValueError(f"--space {key}: each run of a sweep has its own --{flag_name(name)}: remove it")
     if name not in known:
         near = difflib.get_close_matches(name, known, 1)
         nearest = f"; nearest is {flag_name(near[0])}" if near else ""

@@ -1,7 +1,7 @@
 """Points that optuna suggests one after the other, by the scores of those before, as a search algorithm of Ray Tune.
 
 Sampled values are those of ``--space``: optuna knows listed values by their number, and ranges as they are. Ray's own
-``OptunaSearch`` is not used: it suggests points again that are there already, and a sweep that goes on would need its
+``OptunaSearch`` is not used: it suggests points again that are there already, and a resumed sweep would need its
 pickled state, which a killed driver may not have written.
 """
 
@@ -51,7 +51,7 @@ class SuggestedPoints(Searcher):
                 self._add(point.settings, point.score)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Returns nothing: what optuna needs to go on are the points of sweep.json."""
+        """Returns nothing: optuna resumes from the points of sweep.json."""
         return {}
 
     def suggest(self, trial_id: str) -> dict[str, Any] | str | None:
@@ -72,7 +72,7 @@ class SuggestedPoints(Searcher):
         return {"task": self.task_of(name, settings)}
 
     def _new(self, trial_id: str) -> dict[str, Any] | None:
-        """Returns the settings of a point that is not there yet, None where there is none.
+        """Returns the settings of a point that is not there yet, None if there is none.
 
         Where optuna suggests those that are there again and again, it is the first one left of the listed values.
         """

@@ -27,7 +27,7 @@ STOPPERS = ("none", ASHA)
 SEARCHES = ("random", OPTUNA)
 ALL = "all"  # value of --devices-per-run
 MAX_FAILURES = 2
-MAY_CHANGE = ("stop_early", "max_failures")  # of a sweep that goes on
+MAY_CHANGE = ("stop_early", "max_failures")  # of a resumed sweep
 
 
 @dataclass(frozen=True)
@@ -93,11 +93,11 @@ class SweepRequest:
         return sweep if sweep.points else self.drawn()
 
     def ranks(self, devices: int) -> int:
-        """Returns the ranks of a run where there are so many devices."""
+        """Returns the number of ranks of a run on ``devices`` devices."""
         return devices if self.devices_per_run == ALL else int(self.devices_per_run)
 
     def runs(self, sweep: Sweep, devices: int) -> list[PlannedRun]:
-        """Returns the run of each point where there are so many devices; raises ValueError for one that cannot be."""
+        """Returns the run of each point on ``devices`` devices; raises ValueError for one that cannot be."""
         return [self.run(point.name, point.settings, devices) for point in sweep.points]
 
     def run(self, name: str, settings: Mapping[str, Any], devices: int) -> PlannedRun:
@@ -105,7 +105,7 @@ class SweepRequest:
         every = {**self.settings, **settings}
         ranks = self.ranks(devices)
         if ranks > devices:
-            raise ValueError(f"--devices-per-run {ranks}: there are {devices} devices: give at most so many")
+            raise ValueError(f"--devices-per-run {ranks}: there are {devices} devices: give at most {devices}")
         return PlannedRun(name, self.preset, every, ranks // self._group_ranks(name, every, ranks))
 
     def _group_ranks(self, name: str, every: Mapping[str, Any], ranks: int) -> int:
@@ -135,7 +135,7 @@ class SweepRequest:
         return every
 
     def validated_steps(self, configs: Mapping[str, Config], ranks: int) -> tuple[int, int]:
-        """Returns the step of the earliest first validation, and of the latest last one, of runs on so many ranks.
+        """Returns the step of the earliest first validation, and of the latest last one, of runs on ``ranks`` ranks.
 
         - ``configs``: of all points so far; optuna may suggest any of the space, whose listed values are counted then
         """
@@ -152,19 +152,19 @@ def check_search(space: Space, samples: int, search: str) -> None:
     if samples < 1:
         why = "it must be at least 1"
     elif samples > 1 and not space.ranges and search != OPTUNA:
-        why = "--space has no range to draw from: leave it out"
+        why = "--space has no range to draw from: remove it"
     elif samples > most:
-        why = f"--space has {quantity(most, 'point')}: give at most so many"
+        why = f"--space has {quantity(most, 'point')}: give at most {most}"
     if why:
         raise ValueError(f"--samples {samples}: {why}")
     if search == OPTUNA and importlib.util.find_spec("optuna") is None:
-        raise ValueError("--search optuna: it is not installed: pip install 'seqpar[tune]' optuna, or leave it out")
+        raise ValueError("--search optuna: it is not installed: pip install 'seqpar[tune]' optuna, or remove it")
 
 
 def check_devices(devices: int, on_gpu: bool) -> None:
     """Raises ValueError for more GPUs than this machine has; cores can be shared."""
     if on_gpu and devices > (count := num_devices(True)):
-        raise ValueError(f"--devices {devices}: this machine has {quantity(count, 'GPU')}: give at most so many")
+        raise ValueError(f"--devices {devices}: this machine has {quantity(count, 'GPU')}: give at most {count}")
 
 
 def require_ray() -> None:
@@ -191,7 +191,7 @@ def typed_settings(
     """
     preset, config, names = parse(rest, default_preset, NETWORK_NAMES, others)
     if own := sorted(names.intersection(OF_ONE_RUN) - {"preset"}):
-        raise ValueError(f"--{flag_name(own[0])} belongs to a single run, and a sweep has several: leave it out")
+        raise ValueError(f"--{flag_name(own[0])} belongs to a single run, and a sweep has several: remove it")
     if twice := sorted(names.intersection(space.names)):
         raise ValueError(f"--{flag_name(twice[0])} is what --space compares: leave one of both out")
     if config.fold == ALL_FOLDS:
@@ -201,7 +201,7 @@ def typed_settings(
 
 
 def check_same_sweep(before: Mapping[str, Any], now: Mapping[str, Any], out: str) -> None:
-    """Refuses a sweep that goes on by other settings than those that it began with."""
+    """Refuses a resumed sweep by other settings than those that it began with."""
     for name in (before.keys() | now.keys()).difference(MAY_CHANGE):
         if _plain(before.get(name)) != _plain(now.get(name)):
             shown = f"{name.replace('_', '-')} {_plain(before.get(name))}, and now {_plain(now.get(name))}"

@@ -124,14 +124,14 @@ class Ranks:
                 self._call(rank, "send", number)
 
     def wait(self, seconds: float) -> list[int | None]:
-        """Returns the exit codes once all ranks have ended, or after so many seconds."""
+        """Returns the exit codes once all ranks have ended, or after ``seconds``."""
         deadline = time.monotonic() + seconds
         while None in (codes := self.codes()) and time.monotonic() < deadline:
             time.sleep(POLL_S)
         return codes
 
     def end(self, seconds: float) -> list[int | None]:
-        """Asks all ranks to save and leave, and kills those that have not left after so many seconds."""
+        """Asks all ranks to save and leave, and kills those that have not left after ``seconds``."""
         self.send(signal.SIGTERM)
         if None in (codes := self.wait(seconds)):
             self.send(signal.SIGKILL)
@@ -149,7 +149,7 @@ class Trial(tune.Trainable):
         self.ranks: Ranks | None = None
 
     def step(self) -> dict[str, Any]:
-        """Returns the next validation, or how the training ended; raises where it is to go on from its checkpoint."""
+        """Returns the next validation, or how the training ended; raises if it has to resume from its checkpoint."""
         if self.ranks is None:
             if self._asked_to_leave():
                 return self._over(PREEMPTED)

@@ -1,4 +1,4 @@
-"""Task: the stages that every task supplies. A new task is a folder beside ``segment`` and a line in ``lookup``."""
+"""Task: the stages that every task supplies. A new task is a folder next to ``segment`` and a line in ``lookup``."""
 
 from __future__ import annotations
 
@@ -138,4 +138,4 @@ class Task(ABC):
         defaults = self.idle_flags.get(program, {})
         if idle := [name for name, default in defaults.items() if getattr(options, name) != default]:
             flags = ", ".join(f"--{name.replace('_', '-')}" for name in idle)
-            raise ValueError(f"{flags} would do nothing: {why}: leave it out")
+            raise ValueError(f"{flags} would do nothing: {why}: remove it")

@@ -75,7 +75,7 @@ class TrainingData:
         return micro.label
 
     def ids_to_validate(self, count: int) -> tuple[str, ...]:
-        """Returns so many of the held-out cases, all for 0."""
+        """Returns ``count`` of the held-out cases; 0: all of them."""
         return self.held_out_ids[: count or None]
 
     def with_tiles(self, config: Config) -> "TrainingData":

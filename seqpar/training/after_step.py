@@ -1,4 +1,4 @@
-"""What all ranks do after a step: go on, save, leave, or stop because the loss is not finite."""
+"""What all ranks do after a step: continue, save, leave, or stop because the loss is not finite."""
 
 import json
 import math

@@ -13,7 +13,7 @@ from seqpar.parallel.mesh import Mesh
 def data_parallel(net: Network, mesh: Mesh, shard_weights: bool) -> nn.Module:
     """Returns the module to call in training, whose backward averages gradients over all ranks.
 
-    DDP around ``net``; ``net`` itself where its weights are sharded, or where there is one rank.
+    DDP around ``net``; ``net`` itself if its weights are sharded or there is one rank.
     """
     if shard_weights:
         from seqpar.training import sharded_weights

@@ -1,4 +1,4 @@
-"""How a run ends that cannot go on: the cause in status.json, in a line on stderr, and in the exit code."""
+"""How a run that cannot continue ends: the cause in status.json, in a line on stderr, and in the exit code."""
 
 import os
 import signal

@@ -48,12 +48,12 @@ def find_folds(arguments: Sequence[str]) -> "Folds | None":
 class Folds:
     """Five trainings of one command line.
 
-    ``own``: its flags that say which folds, where, and whether they go on; ``others``: the rest of it.
+    ``own``: its flags that say which folds, where, and whether they resume; ``others``: the rest of it.
     """
 
     def __init__(self, own: argparse.Namespace, others: Sequence[str]) -> None:
         self.own, self.typed = own, [*others, *(["--data", own.data] if own.data else [])]
-        self.flags = self.typed  # by which folds begin
+        self.flags = self.typed  # with which folds begin
         self.until = time.monotonic() + parse_duration(own.time_limit)
         self._signals, self._before = list[int](), ""  # the run folder that was trained before, in this start
 
@@ -98,7 +98,7 @@ class Folds:
         return self._start([*python_module("train"), *self._line(0, runs_of(self.own.out)[0]), "--dry-run"], {})
 
     def _open(self, launcher: Launcher) -> dict[str, Any]:
-        """Returns where the runs lie and by which flags folds begin, after making and marking the place."""
+        """Returns where the runs are and with which flags folds begin, after making and marking the place."""
         self._refuse()
         out = self._folder(is_requeued(launcher))
         write_flags(out, self.flags)
@@ -114,7 +114,7 @@ class Folds:
             refuse_folds(task, self.own.data)
 
     def _folder(self, restarted: bool) -> str:
-        """Returns the folder of the five run folders; those that are in it go on, which has to be asked for."""
+        """Returns the folder of the five run folders; existing ones resume, which has to be asked for."""
         out = str(self.own.out)
         if holds_run(out):
             raise ValueError(f"--out {out} holds a run of its own, whose status would be lost: name another folder")
@@ -159,7 +159,7 @@ class Folds:
         return self._start([*python_module("train"), *self._line(fold, run, resume)], env)
 
     def _line(self, fold: int, run: str, resume: bool = False) -> list[str]:
-        """Returns the flags of one fold's training; a run that goes on has its settings."""
+        """Returns the flags of one fold's training; a resumed run has its settings."""
         line = [*(self.typed if resume else self.flags), "--fold", str(fold), "--out", run]
         if self.own.time_limit:
             line += ["--time-limit", f"{max(self.until - time.monotonic(), 1.0) / 60:.3f}"]
@@ -179,10 +179,10 @@ class Folds:
         left = code == exit_codes.PREEMPTED
         how = "left early" if left else f"ended with exit code {code}"
         state, killed = read_status(runs_of(out)[fold]), code > 128
-        if left or killed or state.get("state") != "running":  # else another training may hold it, which goes on
+        if left or killed or state.get("state") != "running":  # else another training may hold it and go on
             why = f"fold {fold}: {state.get('why') or ('it had not begun' if left else how)}"
             _write(out, launcher, fold, "preempted" if left else "failed", why, code)
-        line = f"fold {fold} {how}: go on with --resume --fold {ALL_FOLDS} --out {out}"
+        line = f"fold {fold} {how}: continue with --resume --fold {ALL_FOLDS} --out {out}"
         print(line, flush=True)
         exit_codes.leave_last_words(line)
         return code

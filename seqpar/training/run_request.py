@@ -167,7 +167,7 @@ def _keep_global_batches(
     if "global_batch" in line.flags and any(line.config.global_batch != number for number in tiles):
         raise ValueError(
             f"--global-batch {line.config.global_batch}: the run in {line.config.out} has "
-            f"{' and '.join(map(str, tiles))} tiles a step, which it keeps on any ranks: leave it out"
+            f"{' and '.join(map(str, tiles))} tiles a step, which it keeps on any ranks: remove it"
         )
     flags = line.numbers("batch", "accumulate")
     kept = [keep_global_batch(each.config, number, num_groups, flags) for each, number in zip(lessons, tiles)]
@@ -228,17 +228,17 @@ def _read_saved(line: _CommandLine) -> dict[str, Any]:
     refuse_folder_of_five(line.config)
     if is_archive(out):
         raise ValueError(
-            f"--resume --out {out}: that is a file, and training goes on only in the run folder that it wrote: name "
+            f"--resume --out {out}: that is a file, and training resumes only in the run folder that it wrote: name "
             f"that folder, or start a new one from an exported run's weights (--weights {out})"
         )
     content = read_config(out)
     if lacking := [part for part in ("config", "layout") if not isinstance(content.get(part), dict)]:
         raise ValueError(
-            f"{out}/config.json lacks {lacking[0]!r}, so that the run cannot go on: restore it, or begin anew"
+            f"{out}/config.json lacks {lacking[0]!r}, so the run cannot be resumed: restore it, or begin anew"
         )
     preset = content.get("preset", line.preset)
     if line.names_preset and line.preset != preset:
-        raise ValueError(f"--preset {line.preset}: the run in {out} goes on as it began, {preset}: leave it out")
+        raise ValueError(f"--preset {line.preset}: the run in {out} continues as it began, {preset}: remove it")
     return content
 
 
@@ -256,7 +256,7 @@ def refuse_folder_of_five(config: Config) -> None:
     """Refuses to write a run among five folds, whose status would be lost."""
     if holds_folds(config.out):
         raise ValueError(
-            f"--out {config.out} holds five folds: go on with them by --fold {ALL_FOLDS} --resume --out {config.out}, "
+            f"--out {config.out} holds five folds: resume them with --fold {ALL_FOLDS} --resume --out {config.out}, "
             f"with one of them by --resume --out {runs_of(config.out)[0]}, or name another folder"
         )
 

@@ -57,7 +57,7 @@ def refuse_other_outputs(began: Mapping[str, Any], now: Mapping[str, Any], data:
 
 
 def cases_that_changed_sides(began: Mapping[str, Any], now: Mapping[str, Any]) -> str:
-    """Returns a line on cases that the run trained on and that are held out now, "" where there are none."""
+    """Returns a line on cases that the run trained on and that are held out now, "" if there are none."""
     moved = sorted((set(began.get("train", ())) - set(began.get("held_out", ()))) & set(now["held_out"]))
     if not moved:
         return ""
@@ -147,7 +147,7 @@ def make_trainer(
     """Returns the trainer of a lesson, after printing the network's size and how attention crosses ranks.
 
     - ``number``: of the lesson
-    - ``saved``: the checkpoint to go on from
+    - ``saved``: the checkpoint to resume from
     - ``is_first``: whether this start of the run begins with this lesson
     """
     lesson, out = request.lessons[number], status.path.parent
@@ -210,7 +210,7 @@ def _build_net(
 def _stages(
     config: Config, mesh: Mesh, net: Network, before: Mapping[str, Any]
 ) -> tuple[StageMap | None, Sequence[str]]:
-    """Returns the stages of a run over a pipe, and lines about them; a run that goes on keeps those that it has.
+    """Returns the stages of a run over a pipe, and lines about them; a resumed run keeps those that it has.
 
     ``before``: content of the resumed run's config.json
     """
@@ -245,7 +245,7 @@ def _size_line(net: Network, lesson: Lesson, mesh: Mesh) -> str:
 
 
 def _lesson_lines(request: RunRequest, number: int, resizing: Resizing) -> list[str]:
-    """Returns which lesson begins, and what is resized for it; nothing where there is no curriculum."""
+    """Returns which lesson begins, and what is resized for it; nothing if there is no curriculum."""
     if not request.config.curriculum:
         return []
     tile = "x".join(map(str, request.lessons[number].config.tile))

@@ -37,7 +37,7 @@ def shard(net: Network, mesh: Mesh) -> None:
 
 @contextmanager
 def gathered(net: Network, mesh: Mesh) -> Iterator[None]:
-    """Keeps the weights gathered where there are several sequence groups, as in validation.
+    """Keeps the weights gathered if there are several sequence groups, as in validation.
 
     They predict different numbers of windows, so none may wait for another to gather weights.
     """

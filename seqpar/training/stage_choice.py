@@ -31,7 +31,7 @@ def choose_stages(config: Config, mesh: Mesh, net: Network, recorded: Mapping[st
     """Returns the stages, the same on all ranks, and lines that say which and why.
 
     - ``net``: whole, with the run's precision and on the run's device
-    - ``recorded``: the ``stages`` in config.json of a run that goes on, which it keeps with as many places if these
+    - ``recorded``: the ``stages`` in config.json of a resumed run, which it keeps with as many places if these
       have the memory
     """
     staged = net.staged()

@@ -43,7 +43,7 @@ Row = dict[str, Any]  # of metrics.jsonl
 class Trainer:
     """Trains ``net`` on ``data`` with the settings of ``config``.
 
-    ``description``: content of the run's config.json; ``saved``: the checkpoint to go on from; ``steps``: of the run,
+    ``description``: content of the run's config.json; ``saved``: the checkpoint to resume from; ``steps``: of the run,
     those that it trains, by default all; ``resizing``: the checkpoint's tensors that another tile resizes;
     ``stages``: over a pipe, those of the network's cells.
     """
@@ -235,7 +235,7 @@ class Trainer:
         return {**own, **timed, **by_stage}
 
     def _end_epoch(self, stopper: StopRequest) -> bool:
-        """Validates where that is due; returns whether the run goes on (False: all ranks left the validation)."""
+        """Validates if that is due; returns whether the run continues (False: all ranks left the validation)."""
         step, every = self.progress.step, self.config.val_every * self.config.iterations
         self.journal.attempt(lambda: draw_progress(self.out))
         is_last = step == self.config.steps
@@ -264,7 +264,7 @@ class Trainer:
         stopper.ignore_signals()
         self._write_status("preempted", stopper.reason, PREEMPTED)
         step, total = self.progress.step, self.config.steps
-        self.journal.say(f"left at step {step} of {total} ({stopper.reason}); go on with --resume --out {self.out}")
+        self.journal.say(f"left at step {step} of {total} ({stopper.reason}); continue with --resume --out {self.out}")
         return False
 
     def _finish(self) -> None:

@@ -25,7 +25,7 @@ def as_metadata(settings: Mapping[str, Any]) -> dict[str, str]:
 
 
 def read_facts(path: str | Path) -> dict[str, Any]:
-    """Returns the settings that a file of weights records, else those of the run that it lies in; {} for others."""
+    """Returns the settings that a file of weights records, else those of the run that it is in; {} for others."""
     path = Path(path)
     try:
         if zipfile.is_zipfile(path):

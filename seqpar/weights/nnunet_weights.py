@@ -108,7 +108,7 @@ def _to_theirs(net: nn.Module, transpose_forward: Sequence[int] | None) -> tuple
     if isinstance(net, VolumeNet) and not of_a_run and transpose_forward is not None:
         raise ValueError(
             f"transpose_forward {tuple(transpose_forward)}: the weights of load_nnunet are in nnU-Net's axes already: "
-            "leave it out"
+            "remove it"
         )
     axes = transpose_forward if transpose_forward is not None or not of_a_run else (0, 1, 2)
     if axes is None:

@@ -49,7 +49,7 @@ def load_pretrained(net: Network, config: Config) -> str:
     if config.token_order != "auto" and not origin.startswith("Primus"):
         raise ValueError(
             f"--token-order {config.token_order} would do nothing: --weights {config.weights} are {origin}'s, and "
-            "only Primus' have tokens in another order: leave it out"
+            "only Primus' have tokens in another order: remove it"
         )
     facts: dict[str, Any] = read_facts(path) if origin == "seqpar" else {"window": 0}
     if origin.startswith("Primus"):

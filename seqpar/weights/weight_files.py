@@ -161,7 +161,7 @@ def weight_and_bias(theirs: str, ours: str) -> dict[str, str]:
 
 
 def last_number(state: State, prefix: str) -> int:
-    """Returns the highest number after ``prefix`` (a regular expression) in the keys, -1 where there is none."""
+    """Returns the highest number after ``prefix`` (a regular expression) in the keys, -1 if there is none."""
     matches = (re.match(rf"{prefix}(\d+)\.", name) for name in state)
     return max((int(match[1]) for match in matches if match), default=-1)
 

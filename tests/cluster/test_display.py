@@ -162,6 +162,16 @@ def test_what_the_fold_before_said_of_its_start_is_in_the_log_alone(tmp_path, mo
     assert logged == ["seqpar: debug", "data: fold 1", "(words)", *news[1:], "(words)"]
 
 
+def test_a_display_that_nobody_holds_repeats_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    display = Display(every_s=0.05)
+    display.show(["step 1"])
+    thread = display._thread
+    assert thread is not None and thread.is_alive()
+    del display
+    thread.join(10)
+    assert not thread.is_alive()
+
+
 def test_a_log_file_that_cannot_be_written_is_one_warning(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(sys, "stdout", out := io.StringIO())
     with logging_output(True) as log:

@@ -66,7 +66,7 @@ def test_ctrl_c_ends_workers_and_says_how_to_go_on(tmp_path, monkeypatch, capfd)
     assert exit_code(pid) == 0
     assert (tmp_path / "code").read_text() == "130" and time.monotonic() < until
     said = capfd.readouterr().err
-    assert "the same command goes on" in said and "Traceback" not in said
+    assert "the same command continues" in said and "Traceback" not in said
     assert not any(_runs(int(path.name[7:])) for path in tmp_path.glob("worker-*"))
 
 

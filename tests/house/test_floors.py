@@ -130,7 +130,7 @@ def upward(arrows: Mapping[str, Collection[str]]) -> list[str]:
 
 
 def circle(arrows: Mapping[str, Collection[str]]) -> list[str]:
-    """Returns names that lead back to the first of them; none where there is no circle."""
+    """Returns names that lead back to the first of them; none if there is no circle."""
     clear = set[str]()
 
     def search(name: str, way: list[str]) -> list[str]:

@@ -23,7 +23,7 @@ from tests.support.predictions import RECIPE, act, make_run
         (("--window", "whole", "--overlap", "0.5"), "no windows"),
         (("--mirror", "Z"), "invalid choice"),
         (("--seqpar", "-1"), "use seqpar=1"),
-        (("--explain",), "--explain would do nothing: .* labels voxels, and no whole cases: leave it out"),
+        (("--explain",), "--explain would do nothing: .* labels voxels, and no whole cases: remove it"),
         (("--explain-by", "grad-cam"), "--explain-by would do nothing"),
         (("--checkpoint", "nowhere.pt"), "no such file"),
         (("--unknown",), "unrecognized"),

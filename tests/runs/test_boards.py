@@ -87,7 +87,7 @@ def test_tensorboard_gets_the_journals_numbers_and_pictures(tmp_path, writer, mo
     full = Journal(tmp_path, True, 3, boards=[TensorBoard(tmp_path, 3)])
     full.record("train", 3, loss=0.5)
     full.close()
-    assert "cannot be written (No space left); training goes on" in capsys.readouterr().out
+    assert "cannot be written (No space left); training continues" in capsys.readouterr().out
 
 
 @pytest.mark.skipif(not importlib.util.find_spec("tensorboard"), reason="tensorboard is not installed")
@@ -170,7 +170,7 @@ def test_a_tracker_that_does_not_begin_ends_all_ranks_alike_and_one_that_fails_l
     journal.record("train", 0, loss=0.5)
     journal.record("train", 1, loss=0.4)
     journal.close()
-    assert capsys.readouterr().out.count("warning: trackio failed (division by zero); training goes on without") == 1
+    assert capsys.readouterr().out.count("warning: trackio failed (division by zero); training continues without") == 1
     assert [row["loss"] for row in read_metrics(tmp_path / "metrics.jsonl")] == [0.5, 0.4]
     assert Tracker("trackio", tmp_path / "other", {"lr": 1}, "later") and calls[0][2] != calls[-1][2]
 

@@ -61,7 +61,7 @@ def test_another_preset_is_refused_in_a_run_that_goes_on_and_its_flags_are_judge
     began = order("--preset paper --depth 12 --batch 2")
     write_json(tmp_path / "config.json", describe_run(began.config, began.preset, {}, {"data": 1}))
     assert order("--preset paper --depth 12 --resume").config.depth == 12
-    with pytest.raises(ValueError, match="--preset debug: the run in .* goes on as it began, paper"):
+    with pytest.raises(ValueError, match="--preset debug: the run in .* continues as it began, paper"):
         order("--preset debug --resume")
     with pytest.raises(ValueError, match="--skips would do nothing: --decoder plain"):
         order("--skips monai --resume")  # the default preset here has another decoder

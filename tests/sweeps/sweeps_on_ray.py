@@ -145,7 +145,7 @@ def test_a_sweep_whose_trial_driver_and_raylet_are_killed_and_that_is_told_to_le
         (raylet,) = [pid for pid, line in processes("raylet/raylet ").items() if pid in own]
         os.kill(raylet, signal.SIGKILL)
         assert tune.ends() == 1, tune.said()
-        assert "of Ray's on this machine has ended: the same command with --resume goes on" in tune.log.read_text()
+        assert "of Ray's on this machine has ended: the same command with --resume continues" in tune.log.read_text()
     gone(out)
     assert status(out)["state"] == "failed"
 
@@ -195,7 +195,7 @@ def test_a_run_of_two_ranks_goes_on_when_one_is_killed_and_one_that_cannot_work_
     layouts = [read_json(out / name / "config.json")["layout"] for name in ("lr-0.01", "lr-1e+30")]
     assert [(layout["ranks"], layout["seqpar"]) for layout in layouts] == [(2, 2)] * 2
     said = tune.log.read_text()
-    assert "2 points; 2 cores a run, 1 at a time on 2" in said and "lr-0.01 goes on: its training was killed" in said
+    assert "2 points; 2 cores a run, 1 at a time on 2" in said and "lr-0.01 resumes: its training was killed" in said
     assert state(out, "lr-0.01") == "finished" and starts(out, "lr-0.01") == 2
     assert farthest(losses(out / "lr-0.01"), losses(undisturbed / "lr-0.01_batch-2")) < 1e-3
     assert status(out / "lr-1e+30")["code"] == 5 and starts(out, "lr-1e+30") == 1
@@ -213,7 +213,7 @@ def test_ctrl_c_before_runs_begin_leaves_a_sweep_that_goes_on(
     monkeypatch.setattr(sweep_runs, "_prepare", pressed)
     out = tmp_path / "early"
     assert tune_act([*SPACE, *flags, "--device", "cpu", "--out", str(out)]) == 75
-    assert "left early: go on with --resume" in capsys.readouterr().out
+    assert "left early: continue with --resume" in capsys.readouterr().out
     assert status(out)["state"] == "preempted" and {point.state for point in read_sweep(out).points} == {"open"}
 
 

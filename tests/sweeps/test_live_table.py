@@ -30,7 +30,7 @@ def test_a_log_gets_a_line_when_a_point_begins_goes_on_and_ends(
     lines = capsys.readouterr().out.splitlines()
     assert lines == [
         "a begins",
-        "b goes on: its training was killed",
+        "b resumes: its training was killed",
         "2 of 4: a has finished: loss 0.2500, mean Dice 0.250",
     ]
 

@@ -40,7 +40,7 @@ def test_each_point_is_a_run_of_train_on_its_devices(tmp_path: Path) -> None:
         (["--dry-run"], "--dry-run belongs to a single run"),
         (["--fold", "all5"], "compare folds by --space fold=0,1,2,3,4"),
         (["--samples", "3"], "--space has no range to draw from"),
-        (["--search", "optuna", "--samples", "5"], "--samples 5: --space has 4 points: give at most so many"),
+        (["--search", "optuna", "--samples", "5"], "--samples 5: --space has 4 points: give at most 4"),
         (["--seqpar", "auto"], "lr-0.001_batch-1: --seqpar auto: a run's ranks are shared out before it begins"),
         (["--seqpar", "2"], "shared by 2 ranks, which do not divide the 1 of a run: set --devices-per-run 2"),
         (["--samples", "0"], "--samples 0: it must be at least 1"),
@@ -200,7 +200,7 @@ def test_a_run_for_which_there_are_no_devices_is_refused_before_anything_begins(
 ) -> None:
     line = [*SPACE, *TINY, "--devices", "2", "--devices-per-run", "3", "--out", str(tmp_path / "s")]
     assert run(tune.act, line) == USAGE and not (tmp_path / "s").exists()
-    assert "--devices-per-run 3: there are 2 devices: give at most so many" in capsys.readouterr().err
+    assert "--devices-per-run 3: there are 2 devices: give at most 2" in capsys.readouterr().err
 
 
 def test_more_gpus_than_there_are_are_refused_and_cores_are_shared(
@@ -210,7 +210,7 @@ def test_more_gpus_than_there_are_are_refused_and_cores_are_shared(
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     line = [*SPACE, *TINY[:-2], "--devices", "3", "--out", str(tmp_path / "s")]
     assert run(tune.act, line) == USAGE and not (tmp_path / "s").exists()
-    assert "--devices 3: this machine has 2 GPUs: give at most so many" in capsys.readouterr().err
+    assert "--devices 3: this machine has 2 GPUs: give at most 2" in capsys.readouterr().err
     check_devices(300, on_gpu=False)
 
 

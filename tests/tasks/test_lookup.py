@@ -52,7 +52,7 @@ def test_a_pretraining_neither_predicts_nor_is_compared_by_cases() -> None:
 
 def test_flags_without_effect_are_named_and_those_left_at_their_default_are_not() -> None:
     task, given = TASKS["segment"], Namespace(explain=True, explain_by="")
-    with pytest.raises(ValueError, match="--explain would do nothing: why: leave it out"):
+    with pytest.raises(ValueError, match="--explain would do nothing: why: remove it"):
         task.refuse_idle_flags("predict", given, "why")
     task.refuse_idle_flags("predict", Namespace(explain=False, explain_by=""), "why")
     task.refuse_idle_flags("report", given, "why")

@@ -212,7 +212,7 @@ def test_a_picture_that_cannot_be_written_costs_a_warning_but_not_the_run(flags,
         validation.draw_cases = full
 
     run = trained(1, flags, tmp_path / "run", hook=hook)
-    assert run.said().count("cannot be written (No space left on device); training goes on") == 1
+    assert run.said().count("cannot be written (No space left on device); training continues") == 1
     assert weights(tmp_path / "run") == weights(undisturbed(1))
 
 

@@ -127,7 +127,7 @@ def test_a_single_run_does_not_go_among_five_folds(flags, lines_of, tmp_path) ->
     out = str(tmp_path / "five")
     lines_of("--out", out)
     for more in ([], ["--fold", "0"], ["--again"], ["--resume"]):
-        with pytest.raises(ValueError, match="--out .*five holds five folds: go on with them by --fold all5 --resume"):
+        with pytest.raises(ValueError, match="--out .*five holds five folds: resume them with --fold all5 --resume"):
             train.act([*flags, "--out", out, *more])
     assert status(tmp_path / "five")["state"] == "finished"
 

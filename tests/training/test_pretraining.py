@@ -121,7 +121,7 @@ def test_settings_of_pretraining_are_refused_elsewhere(flags, tmp_path) -> None:
     with pytest.raises(ValueError, match="--mask-ratio would do nothing"):
         train.act([*flags, "--mask-ratio", "0.5"])
     write_json(tmp_path / "config.json", {"config": {"task": "segment"}})
-    with pytest.raises(ValueError, match="that run has --task segment: go on with it by launch/train.py"):
+    with pytest.raises(ValueError, match="that run has --task segment: resume it with launch/train.py"):
         pretrain.act(["--resume", "--out", str(tmp_path)])
 
 

@@ -35,7 +35,7 @@ def test_a_mask_follows_from_seed_step_and_sample_alone() -> None:
     for other in (of(4, 5, 6), of(3, 6, 6), of(3, 5, 7)):
         common = len(set(other[0].tolist()) & set(want[0].tolist()))
         assert 30 < common < 95, common  # 62.5 of 250 are expected
-    assert of(0, 0, 0)[0, :8].tolist() == FIRST, "a run that goes on would hide other tokens than it began with"
+    assert of(0, 0, 0)[0, :8].tolist() == FIRST, "a resumed run would hide other tokens than it began with"
 
 
 FIRST = [0, 3, 4, 6, 15, 16, 19, 29]

@@ -109,7 +109,7 @@ def test_kernels_of_a_run_are_turned_back_to_nnunets_axes(
 def test_axes_that_cannot_be_meant_are_refused(tmp_path: Path) -> None:
     plans = plans_of(configuration("PlainConvUNet"))
     net = load_nnunet(write_results(tmp_path / "model", [reference("PlainConvUNet")], plans))
-    with pytest.raises(ValueError, match="in nnU-Net's axes already: leave it out"):
+    with pytest.raises(ValueError, match="in nnU-Net's axes already: remove it"):
         export_nnunet(net, (0, 1, 2))
     with pytest.raises(ValueError, match=r"transpose_forward \(0, 1, 1\): the axes 0, 1 and 2"):
         export_nnunet(net.unet, (0, 1, 1))

@@ -54,7 +54,7 @@ def test_a_run_folder_stands_for_its_last_weights(tmp_path) -> None:
         load_pretrained(made(config), config)
     progress = checkpoint.Progress(step=3)
     checkpoint.save(folder / "checkpoints", source, torch.optim.SGD(source.parameters()), progress, Group("world"))
-    for _ in range(2):  # of a run that goes on, and of one that has finished
+    for _ in range(2):  # of a resumed run, and of one that has finished
         net = made(config)
         assert "positions resized from 8 tokens to 2x2x4" in load_pretrained(net, config)
         own, theirs = (encoder_of(each).state_dict() for each in (net, source))

@@ -231,7 +231,7 @@ def torchs_step(
     micros: int,
     mesh: Mesh,
 ) -> Callable[[], None]:
-    """Returns a step of 1F1B that adds the gradients of so many micro-batches, all alike.
+    """Returns a step of 1F1B that adds the gradients of ``micros`` equal micro-batches.
 
     ``net``: whole, on both ranks; each uses its own stage's weights.
     """

@@ -10,7 +10,7 @@ from seqpar.sweeps.costs import measured_cost
 
 SUBJECT = "Encoders"
 PLAIN, STAGES, WINDOWS = "plain", "hierarchical", "hierarchical, windows"
-# so many tokens that merging and windows pay; positions are no parameters, of which more tokens would have more
+# enough tokens that merging and windows pay; positions are no parameters, since more tokens would have more of them
 LONG = {"patch": (4, 4, 4), "decoder": "unetr", "positions": "sincos"}
 AT: dict[str, dict[str, Any]] = {  # about as large as the plain one, which the decoder's width makes equal
     "debug": {"stage_depths": (1, 1), "embed_dim": 26, "heads": 2},

@@ -126,7 +126,7 @@ def runs_of(figure: Figure, order: FigureRequest, scales: Mapping[str, Scale]) -
     Figures that compare the same run name it alike, so that it is made once.
     """
     for name in sorted(order.typed.keys() & figure.compared()):
-        raise ValueError(f"--{flag_name(name)} is what figure {figure.number} compares: leave it out")
+        raise ValueError(f"--{flag_name(name)} is what figure {figure.number} compares: remove it")
     scale = scales[order.scale]
     start = replace(PRESETS[scale.preset](), **scale.settings)
     every = {arm.label: _settings(figure, arm, order, start) for arm in figure.arms}
@@ -166,7 +166,7 @@ def _of_seeds(
 
 
 def _settings(figure: Figure, arm: FigureCurve, order: FigureRequest, start: Config) -> dict[str, Any]:
-    """Returns the settings of an arm beside those that all figures have, those that act on its network."""
+    """Returns the settings of an arm besides those that all figures share: those that act on its network."""
     built_in = {} if order.typed.get("data") else figure.of_phantoms.get(order.scale, {})
     common = {**figure.settings.get(order.scale, {}), **built_in}
     settings = {**common, **order.typed, **arm.settings, **arm.at.get(order.scale, {})}

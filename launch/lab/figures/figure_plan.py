@@ -25,7 +25,7 @@ def print_plan(figures: Mapping[int, Mapping[str, Sequence[PlannedRun]]], root: 
             left, state = 0, " (finished)"
         elif has_begun(folder):
             left = config.steps - int(read_status(folder).get("step", 0))
-            state = f" (goes on at step {config.steps - left})"
+            state = f" (resumes at step {config.steps - left})"
         seconds = left * plan_of(config, run.ranks).step_seconds if left else 0.0
         left_s += seconds
         of = ",".join(map(str, numbers[name]))

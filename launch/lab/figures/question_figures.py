@@ -45,7 +45,7 @@ def judge_modes(results: Results) -> list[str]:
 
 
 def draw_modes(results: Results) -> list[Diagram | Bars]:
-    """Returns training loss and Dice, and bars of memory and time, measured beside planned."""
+    """Returns training loss and Dice, and bars of memory and time, measured and planned."""
     every = costs(results)
     return [
         *(over_steps(name, "step", results.curves(name)) for name in (TRAIN_LOSS, DICE)),
@@ -108,8 +108,8 @@ QUESTION_FIGURES = (
     ),
     Figure(
         13,
-        "A U-Net beside the Vision Transformers, at equal parameters",
-        "nnU-Net's plain U-Net beside the ViTs of figure 10",
+        "A U-Net and the Vision Transformers, at equal parameters",
+        "nnU-Net's plain U-Net and the ViTs of figure 10",
         (*SKIPS, U_NET),
         judge_networks("Networks"),
         draw=dice_over_time_too,

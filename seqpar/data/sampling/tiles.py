@@ -60,7 +60,7 @@ class TileSource:
     Draws a case uniformly. With probability ``foreground``, it then draws one of the case's classes and centres the
     tile on one of its stored voxels; otherwise, or if the case has no foreground, the position is uniform.
 
-    ``step_tiles``: the number of tiles in a step, of which the last are centred, as many as the share ``foreground``
+    ``step_tiles``: the number of tiles in a step; the last of them are centred, as many as the share ``foreground``
     says (nnU-Net's rounding); 0: each tile by chance.
     """
 

@@ -24,7 +24,7 @@ from seqpar.terminal import ProgressBar
 
 @dataclass(frozen=True)
 class ClassData(TrainingData):
-    """Prepared volumes, of which each has one class; a tile is a whole volume, padded, or its middle."""
+    """Prepared volumes with one class each; a tile is a whole volume, padded, or its middle."""
 
     @property
     def volume_classes(self) -> VolumeClasses:
@@ -48,7 +48,7 @@ class ClassData(TrainingData):
         return copy_to_device(numbers, micro.image.device)
 
     def ids_to_validate(self, count: int) -> tuple[str, ...]:
-        """Returns so many of the held-out cases, drawn from each class in turn; all for 0."""
+        """Returns ``count`` of the held-out cases, drawn from each class in turn; 0: all of them."""
         ids = self.held_out_ids
         return sample_cases(ids, min(count, len(ids)), self.volume_classes.numbers.__getitem__)
 

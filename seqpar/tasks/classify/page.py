@@ -31,7 +31,7 @@ Summary = Mapping[str, Any]
 def read_class_scores(record: RunRecord, truth: Path | None = None, prediction: Path | None = None) -> Summary:
     """Returns the scores of a folder that predict wrote, else those of the run's last validation.
 
-    The folder's have ``faults``, of cases that lack a prediction or a true class. Raises DataError where there are no
+    The folder's have ``faults``, of cases that lack a prediction or a true class. Raises DataError if there are no
     scores.
     """
     if truth is not None and prediction is not None:
@@ -63,12 +63,12 @@ class WorstCase:
 def class_page(options: argparse.Namespace, record: RunRecord) -> FinishedPage:
     """Returns the page about a run that gives each case a class; ``options``: of report."""
     if options.images is not None:
-        raise ValueError("--images: cases are shown as predict --explain drew them, or as prepared: leave it out")
+        raise ValueError("--images: cases are shown as predict --explain drew them, or as prepared: remove it")
     summary, cases, gaps = None, list[WorstCase](), list[str]()
     explained = options.prediction and options.prediction / EXPLANATIONS
     if options.neurological is not None and explained and explained.is_dir():
         flag = "--neurological" if options.neurological else "--no-neurological"
-        raise ValueError(f"{flag} would do nothing: {explained} has pictures as predict drew them: leave it out")
+        raise ValueError(f"{flag} would do nothing: {explained} has pictures as predict drew them: remove it")
     if options.truth is not None:
         summary = read_class_scores(record, options.truth, options.prediction)
     else:
@@ -213,7 +213,7 @@ def _scores_table(summaries: Mapping[str, Summary]) -> Table | str:
 def _probabilities_table(summaries: Mapping[str, Summary]) -> Table | str:
     """Returns the probability that each run gives the true class of each case that all of them have.
 
-    Cases of which the runs think most differently come first.
+    The cases on which the runs differ most come first.
     """
     every = [{case["case"]: case for case in summary["metric_per_case"]} for summary in summaries.values()]
     lines = []

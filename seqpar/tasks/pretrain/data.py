@@ -20,7 +20,7 @@ from seqpar.terminal import ProgressBar
 
 @dataclass(frozen=True)
 class ImageData(TrainingData):
-    """A prepared data set of which the images are looked at alone: they are what is to be rebuilt."""
+    """A prepared data set without its labels: the images are what is to be rebuilt."""
 
     @property
     def regions(self) -> tuple[tuple[int, ...], ...]:

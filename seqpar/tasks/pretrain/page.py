@@ -15,7 +15,7 @@ FOLDER = Path(__file__).parent
 def pretraining_page(options: argparse.Namespace, record: RunRecord) -> FinishedPage:
     """Returns the page about a run without labels; ``options``: of report."""
     if flags := [f"--{name}" for name in ("truth", "images") if getattr(options, name) is not None]:
-        raise ValueError(f"{flags[0]}: {record.path} is a pretraining, which predicts no labels: leave it out")
+        raise ValueError(f"{flags[0]}: {record.path} is a pretraining, which predicts no labels: remove it")
     picture, png, gaps = record.path / "validation.png", "", list[str]()
     try:
         png = base64.b64encode(picture.read_bytes()).decode()

@@ -58,9 +58,7 @@ class LabelMapPrediction(CasePrediction):
                 whose = f"of {run.path}" if len(self.members) > 1 else "in the run's validation"
                 self.shown.say(f"--window {window}; mean Dice {whose}: {dices}")
                 if (window, run.window) == ("whole", "sliding"):
-                    self.shown.warn(
-                        f"--window whole is the worse of both by the validation of {run.path}: leave it out"
-                    )
+                    self.shown.warn(f"--window whole is the worse of both by the validation of {run.path}: remove it")
 
     def predict_case(self, number: int, case: Case, tell: ReportProgress) -> str:
         folder, run, count = self.folder, self.run, len(self.predictors)
