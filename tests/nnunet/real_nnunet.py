@@ -112,6 +112,19 @@ def plan_and_train(root: Path, name: str) -> Path:
     return Path(trainer.output_folder_base)
 
 
+def predicted(model: Path, images: Path, out: Path) -> Path:
+    """Predicts with nnU-Net from a results folder; returns the folder of label maps."""
+    import torch
+    from nnunetv2.inference.predict_from_raw_data import nnUNetPredictor
+
+    set_float_sums()
+    predictor = nnUNetPredictor(perform_everything_on_device=False, device=torch.device("cpu"))
+    predictor.initialize_from_trained_model_folder(str(model), None, "checkpoint_final.pth")
+    out.mkdir()
+    predictor.predict_from_files_sequential(str(images), str(out), save_probabilities=False)
+    return out
+
+
 def set_float_sums() -> None:
     """Lets nnU-Net add up windows in float32, as is done here, in place of half precision."""
     import nnunetv2.inference.predict_from_raw_data as predictions
