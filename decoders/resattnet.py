@@ -1,7 +1,9 @@
 """3D-ResAttNet: residual blocks of convolutions, attention over the voxels of the last feature map, class scores.
 
-The papers about it (Zhang et al.; Akintoye et al.) have no table of its layers. This is our reading of them: a ResNet
-with 3x3x3 convolutions after a 7x7x7 stem and max pooling, and attention where there are few tokens.
+The papers about it (Zhang et al.; Akintoye et al.) have no table of its layers. ``variant`` "text" is what the text of
+Akintoye et al. says of it: every convolution block has a kernel of 3x3x3, and every residual layer (two of them) is
+followed by self-attention. "few attentions" is a cheaper reading: a ResNet with a 7x7x7 stem, and attention where there
+are few tokens. Both take from ResNets what is open: max pooling, four stages, their widths, strides and numbers.
 
 Legend: b batch, c channels, k classes, a heads, f features per head, n voxels of a box, W D H voxels; ``/s`` after the
 letter that is split over the group.
@@ -16,7 +18,7 @@ from einops import rearrange
 from torch import Tensor, nn
 
 from seqpar.attention.head_exchange import attend_by_head_exchange
-from seqpar.decoders.unets.architecture import ONE, Style, Three
+from seqpar.decoders.unets.architecture import ONE, Style, Three, three
 from seqpar.decoders.unets.unet_blocks import ConvBlock, activate, init_weights
 from seqpar.parallel.layout import Bounds
 from seqpar.parallel.mesh import Group
@@ -30,7 +32,8 @@ from seqpar.spatial.receptive_field import sliding_reach
 BLOCKS = {18: (2, 2, 2, 2), 34: (3, 4, 6, 3)}  # blocks per stage, by number of layers
 FEATURES = 64  # channels of the first stage, doubled at each further one
 NARROW = 8  # values have this many times the channels of queries and keys
-HALVINGS = (7, 3, 3, 3, 3)  # kernels of the steps that halve the volume: stem, pooling, all stages but the first
+STEMS = {"few attentions": 7, "text": 3}  # kernels of the first convolution, by variant
+HALVINGS = (3, 3, 3, 3)  # kernels of the steps that halve the volume after it: pooling, all stages but the first
 TWO: Three = (2, 2, 2)
 
 
@@ -38,6 +41,7 @@ class ResAttNet(CellNet):
     """The classifier with ``blocks`` residual blocks per stage; returns logits ``b k 1 1 1``, the same on all ranks.
 
     - ``features``: channels of the first stage
+    - ``variant``: a key of ``STEMS``; see the module
     - ``data``: ranks that hold other volumes of the batch, which batch norm includes
     - ``peers``: ranks that hold other whole volumes, if volumes are not split into boxes
     """
@@ -50,10 +54,13 @@ class ResAttNet(CellNet):
         features: int = FEATURES,
         data: Group | None = None,
         peers: Group | None = None,
+        variant: str = "few attentions",
     ) -> None:
+        if variant not in STEMS:
+            raise ValueError(f"variant {variant!r}: choose {' or '.join(map(repr, STEMS))}")
         style = Style("batch", activation="relu", bias=False, data=data, peers=peers)
         cells = CellList()
-        cells.add("stem", ConvBlock(style, in_channels, features, (7, 7, 7), TWO))
+        cells.add("stem", ConvBlock(style, in_channels, features, three(STEMS[variant]), TWO))
         cells.add("pool", MaxPool3d(3, 2, 1))
         width, ends = features, list[int]()
         for stage, count in enumerate(blocks):
@@ -62,8 +69,11 @@ class ResAttNet(CellNet):
                 block = BasicBlock(style, width, features << stage, TWO if halves else ONE)
                 cells.add(f"stage{stage}_{number}", block)
                 width = features << stage
+                if variant == "text":
+                    cells.add(f"attention{stage}_{number}", VoxelAttention(width))
             ends.append(cells.last)
-        ends[-1] = cells.add("attention", VoxelAttention(width))
+        if variant == "few attentions":
+            ends[-1] = cells.add("attention", VoxelAttention(width))
         cells.add("classes", ClassScores(width, num_outputs))
         super().__init__(cells.cells, [cells.last])
         self.in_channels = in_channels
@@ -80,10 +90,10 @@ class ResAttNet(CellNet):
         return self.run(in_fastest_format(image), grid, outputs)
 
 
-def refuse_cut(edges: Sequence[Bounds]) -> None:
+def refuse_cut(edges: Sequence[Bounds], variant: str = "few attentions") -> None:
     """Raises ValueError if boxes cut at ``edges`` leave a rank without a voxel in the last stage."""
     for cut in edges:
-        for kernel in HALVINGS:
+        for kernel in (STEMS[variant], *HALVINGS):
             cut = sliding_reach(cut, kernel, 2, (kernel // 2, kernel // 2), "a network that halves five times").edges
 
 

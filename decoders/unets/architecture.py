@@ -34,7 +34,8 @@ class Style:
     - ``activation``: "leaky_relu" with its ``slope``, "relu" or "gelu"
     - ``bias``: whether convolutions before a norm have a bias
     - ``up_bias``: whether transposed convolutions have a bias
-    - ``init``: of kernels, "kaiming" or "truncated" (normal, standard deviation 0.05)
+    - ``init``: of kernels, "kaiming" or "truncated" (normal, standard deviation 0.05; Glorot's for transposed ones)
+    - ``dropout``: share of activations dropped after convolutions but the first, and after transposed ones
     - ``data``: ranks that hold other tiles of the batch, which batch norm includes
     - ``peers``: ranks that hold other whole samples of the batch, if volumes are not split into boxes
     """
@@ -49,6 +50,7 @@ class Style:
     bias: bool = True
     up_bias: bool = True
     init: str = "kaiming"
+    dropout: float = 0.0
     data: Group | None = None
     peers: Group | None = None
 
@@ -56,6 +58,8 @@ class Style:
         _refuse_unknown("norm", self.norm, NORMS)
         _refuse_unknown("activation", self.activation, ACTIVATIONS)
         _refuse_unknown("init", self.init, INITS)
+        if not 0 <= self.dropout < 1:
+            raise ValueError(f"dropout={self.dropout:g}: give a share of at least 0 and below 1")
         if self.norm == "last axis" and self.length < 1:
             raise ValueError("norm='last axis' needs the length of that axis")
 

@@ -17,13 +17,15 @@ def hou(
     data: Group | None = None,
     peers: Group | None = None,
     norm: str = "batch",
+    dropout: float = 0.0,
 ) -> UNet:
     """Returns the U-Net of Hou et al. for images of 64, 128, 256 or 512 voxels per side.
 
     Each level has four convolutions and max pooling. The first of three levels has 256 features, doubled at each
     further one; larger images have levels of 128, 64 and 32 before it. Batch norm over all ranks and leaky ReLU with
-    slope 0.1 follow the released code, without its dropout.
+    slope 0.1 follow the released code.
 
+    - ``dropout``: as in ``Style``; 0.5 in the released code
     - ``features``: of the first level; 0: as published
     - ``data``, ``peers``, ``norm``: see ``Style``
     """
@@ -31,7 +33,7 @@ def hou(
         raise ValueError(f"resolution {resolution}: choose one of {', '.join(map(str, HOU_LEVELS))}")
     levels = HOU_LEVELS[resolution]
     first = features or 256 >> (levels - 3)
-    style = Style(norm, eps=1e-6, slope=0.1, bias=False, up_bias=False, data=data, peers=peers)
+    style = Style(norm, eps=1e-6, slope=0.1, bias=False, up_bias=False, dropout=dropout, data=data, peers=peers)
     widths = [first << level for level in range(levels)]
     return UNet(Architecture.of(in_channels, num_outputs, widths, encoder=4, decoder=4, style=style, down="max"))
 
@@ -65,7 +67,7 @@ def distmis(
     style = Style(
         norm or ("last axis" if is_code else "batch"),
         eps=1e-3,
-        momentum=0.01,
+        momentum=0.1,  # Keras's 0.9
         length=length if is_code else 0,
         activation="relu",
         init="truncated",

@@ -12,6 +12,7 @@ from seqpar.spatial.box_grid import BoxGrid
 from seqpar.spatial.convolution import Conv3d
 from seqpar.spatial.memory_format import in_fastest_format
 from seqpar.spatial.pooling import MaxPool3d
+from seqpar.vit.dropout import DropoutKey
 
 
 class UNet(CellNet):
@@ -41,13 +42,16 @@ class UNet(CellNet):
         logits = [x for x, _ in self.on_boxes(image, None)]
         return logits if self.training and len(logits) > 1 else logits[0]
 
-    def on_boxes(self, image: Tensor, grid: BoxGrid | None) -> list[Value]:
-        """Returns logits for this rank's box of an image: of all supervised levels in training, else of the finest."""
+    def on_boxes(self, image: Tensor, grid: BoxGrid | None, key: DropoutKey | None = None) -> list[Value]:
+        """Returns logits for this rank's box of an image: of all supervised levels in training, else of the finest.
+
+        - ``key``: what dropout draws by; None: nothing is dropped
+        """
         self.architecture.refuse_extents(image.shape[2:] if grid is None else grid.extents)
         if grid is not None:
             self.architecture.refuse_cut(grid.edges)
         outputs = self.outputs if self.training else self.outputs[:1]
-        return self.run(in_fastest_format(image), grid, outputs)
+        return self.run(in_fastest_format(image), grid, outputs, key)
 
     @property
     def output_scales(self) -> tuple[Three, ...]:
@@ -57,7 +61,7 @@ class UNet(CellNet):
 
 def _add_encoder(cells: CellList, a: Architecture) -> list[int]:
     """Adds the way down; returns the number of each stage's last cell."""
-    channels, ends = a.in_channels, []
+    channels, ends = a.in_channels, list[int]()
     if a.stem:
         cells.add("stem", ConvBlock(a.style, channels, a.stem, a.kernels[0]))
         channels = a.stem
@@ -72,7 +76,12 @@ def _add_encoder(cells: CellList, a: Architecture) -> list[int]:
             name = f"encoder{stage}_{number}"
             if a.block == "plain":
                 bare = a.bare_last and number == count - 1 > 0
-                cells.add(name, _conv(a, *first, width, kernel, scale, bare, keep_window=pools and number == 0 or None))
+                cells.add(
+                    name,
+                    _conv(
+                        a, *first, width, kernel, scale, bare, pools and number == 0 or None, bool(ends) or number > 0
+                    ),
+                )
             else:
                 narrow = a.narrow[stage] if a.block == "bottleneck" else 0
                 channels_in, step = first
@@ -97,7 +106,7 @@ def _add_decoder(cells: CellList, a: Architecture, ends: list[int]) -> list[int]
             takes, channels = (cells.add(f"merge{level}", block, *takes),), below
         for number in range(count):
             bare = a.bare_last and number == count - 1 > 0
-            block = _conv(a, channels, ONE, width, kernel, scale, bare, keep_window=number == 0 or None)
+            block = _conv(a, channels, ONE, width, kernel, scale, bare, number == 0 or None, True)
             takes, channels = (cells.add(f"decoder{level}_{number}", block, *takes),), width
         if a.squeeze:
             cells.add(f"squeeze_up{level}", SqueezeExcite(width, a.squeeze))
@@ -119,9 +128,10 @@ def _conv(
     scale: Three,
     bare: bool,
     keep_window: bool | None,
+    drops: bool,
 ) -> ConvBlock:
     return ConvBlock(
-        a.style, channels, width, kernel, stride, scale, has_norm=not bare, activates=not bare, keep_window=keep_window
+        a.style, channels, width, kernel, stride, scale, not bare, not bare, keep_window=keep_window, drops=drops
     )
 
 

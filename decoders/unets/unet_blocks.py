@@ -23,6 +23,7 @@ from seqpar.spatial.memory_format import in_fastest_format
 from seqpar.spatial.norms import BatchNorm3d, GroupNorm, InstanceNorm3d
 from seqpar.spatial.pooling import AvgPool3d, GlobalMean, Upsample
 from seqpar.spatial.receptive_field import ReceptiveField
+from seqpar.vit.dropout import DropoutKey, keyed_voxel_dropout
 
 
 class LastAxisNorm(nn.Module):
@@ -71,11 +72,35 @@ def activate(x: Tensor, style: Style) -> Tensor:
     return F.gelu(x) if style.activation == "gelu" else F.leaky_relu_(x, style.slope)
 
 
+class VoxelDropout(nn.Module):
+    """Drops activations in training by (key, sample, voxel of the whole volume, channel), on any boxes alike.
+
+    ``key``: of the step and the cell, which the network sets before the cell runs; None: nothing is dropped.
+    """
+
+    takes_key = True
+    key: DropoutKey | None = None
+
+    def __init__(self, rate: float) -> None:
+        super().__init__()
+        self.rate = rate
+
+    def forward(self, x: Tensor, grid: BoxGrid | None = None) -> Tensor:
+        """Returns the volume with zeros, and the rest enlarged."""
+        if self.key is None or not self.training:
+            return x
+        extents, box = (x.shape[2:], None) if grid is None else (grid.extents, grid.box)
+        w, d, h = (torch.arange(*(box[axis] if box else (side,)), device=x.device) for axis, side in enumerate(extents))
+        voxels = (w[:, None, None] * extents[1] + d[:, None]) * extents[2] + h
+        return keyed_voxel_dropout(x, self.rate, self.key, voxels)
+
+
 class ConvBlock(nn.Module):
     """A convolution, its norm and its activation, applied to a volume or to a volume joined with a skip.
 
     - ``scale``: voxels per point of the output
     - ``has_norm``, ``activates``: whether norm and activation follow
+    - ``drops``: whether the style's dropout follows
     - ``bias``: of the convolution; None: the style's if a norm follows, else True
     - ``keep_window``: keep halos for backward rather than fetching them again, which needs the same memory if nothing
       else keeps the input. None suits an input that is the output of such a block, which keeps it itself if it
@@ -94,6 +119,7 @@ class ConvBlock(nn.Module):
         activates: bool = True,
         bias: bool | None = None,
         keep_window: bool | None = None,
+        drops: bool = False,
     ) -> None:
         super().__init__()
         has_norm = has_norm and style.norm != "none"
@@ -111,6 +137,7 @@ class ConvBlock(nn.Module):
         )
         self.norm = norm_of(style, width, scale) if has_norm else None
         self.holds_more = has_norm
+        self.dropout = VoxelDropout(style.dropout) if drops and style.dropout else None
 
     def forward(self, x: Tensor, grid: BoxGrid | None = None, skip: Value | None = None) -> Value:
         """Returns the block's output and its box grid; the channels of ``skip`` are appended to those of ``x``."""
@@ -123,7 +150,8 @@ class ConvBlock(nn.Module):
         if self.norm is not None:
             x, grid = self.norm(x, grid, leak)
         is_done = not self.activates or (self.norm is not None and leak is not None)
-        return (x if is_done else activate(x, self.style)), grid
+        x = x if is_done else activate(x, self.style)
+        return (x if self.dropout is None else self.dropout(x, grid)), grid
 
 
 class ResidualBlock(nn.Module):
@@ -220,6 +248,7 @@ class Up(nn.Module):
         super().__init__()
         self.style, self.activates = style, activates
         self.upsample = None
+        self.dropout = VoxelDropout(style.dropout) if style.dropout else None
         if how != "transposed":
             self.conv: nn.Module = Conv3d(channels, width, 1, bias=style.up_bias)
             self.upsample = Upsample(scale_factor=tuple(map(float, stride)), mode=how)
@@ -235,7 +264,8 @@ class Up(nn.Module):
         x, grid = self.conv(x, grid)
         if self.upsample is not None:
             x, grid = self.upsample(x, grid)
-        return (activate(x, self.style) if self.activates else x), grid
+        x = activate(x, self.style) if self.activates else x
+        return (x if self.dropout is None else self.dropout(x, grid)), grid
 
 
 def concat_skip(x: Tensor, grid: BoxGrid | None, skip: Value) -> Value:
@@ -258,7 +288,9 @@ def init_weights(net: nn.Module, style: Style) -> None:
     """Initializes all kernels by the style's method; biases are 0."""
     for module in net.modules():
         if isinstance(module, (nn.Conv3d, nn.ConvTranspose3d, nn.Linear)):
-            if style.init == "truncated":
+            if style.init == "truncated" and isinstance(module, nn.ConvTranspose3d):
+                nn.init.xavier_uniform_(module.weight)
+            elif style.init == "truncated":
                 nn.init.trunc_normal_(module.weight, std=0.05, a=-0.1, b=0.1)
             else:
                 nn.init.kaiming_normal_(module.weight, a=style.slope if style.activation == "leaky_relu" else 0.0)

@@ -224,14 +224,18 @@ class Loss(nn.Module):
             for group in loss_groups.samples:
                 sums = all_sum(sums, group)
         if weights is None:
-            return 1 - term.score(sums).mean()
-        lost = 1 - term.score(sums)
+            return term.loss(sums).mean()
+        lost = term.loss(sums)
         if term.batch:  # a class has the same weight in every sample that shows it
             shown = torch.stack([weights.sum(0), (weights > 0).to(weights.dtype).sum(0)])
             for group in loss_groups.samples:
                 shown = all_reduce(shown, group)
             weights = shown[0] / shown[1].clamp(min=1)
+            if term.every_class:
+                return (weights * lost).mean()
             return (weights * lost).sum() / weights.sum().clamp(min=TINY)
+        if term.every_class:
+            return (weights * lost).mean()
         total = weights.sum()
         for group in loss_groups.samples:
             total = all_reduce(total, group)

@@ -2,8 +2,9 @@
 
 from collections.abc import Callable, Sequence
 
+from seqpar.losses.lesion_loss import lesion_dice_ce
 from seqpar.losses.loss import Loss
-from seqpar.losses.terms import ClassTerm, CrossEntropy, Dice, Focal, LossOptions, Terms
+from seqpar.losses.terms import ClassFocal, ClassTerm, CrossEntropy, Dice, Focal, LossOptions, Terms
 
 
 def dice_ce(options: LossOptions) -> Terms:
@@ -27,8 +28,13 @@ def focal(options: LossOptions) -> Terms:
 
 
 def dice_focal(options: LossOptions) -> Terms:
-    """Soft Dice and the focal loss."""
-    return [options.dice, Focal(options.gamma)]
+    """LAMP's: soft Dice and the focal loss of each class, as means over samples and classes, missing ones included."""
+    return [options.dice_of(every_class=True), ClassFocal(options.gamma)]
+
+
+def lesion(options: LossOptions) -> Terms:
+    """Hou et al.'s: Dice of the last label, per case and of all cases at once, and weighted cross-entropy."""
+    return lesion_dice_ce()
 
 
 LOSSES: dict[str, Callable[[LossOptions], Terms]] = {
@@ -37,12 +43,14 @@ LOSSES: dict[str, Callable[[LossOptions], Terms]] = {
     "dice-ce": dice_ce,
     "dice-focal": dice_focal,
     "focal": focal,
+    "lesion-dice-ce": lesion,
 }
 
 
 def has_class_terms(name: str) -> bool:
-    """Returns whether the named loss has a term per class, to which ``background`` and ``batch`` apply."""
-    return any(isinstance(term, ClassTerm) for term in LOSSES[name](LossOptions()))
+    """Returns whether the named loss has a term per class to which ``background`` and ``batch`` apply."""
+    terms = zip(*(LOSSES[name](LossOptions(background=background)) for background in (False, True)))
+    return any(isinstance(one, ClassTerm) and one.background != other.background for one, other in terms)
 
 
 def make_loss(

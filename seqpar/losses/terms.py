@@ -29,12 +29,14 @@ class ClassTerm(ABC):
 
     - ``background``: whether the first of several classes counts
     - ``batch``: sum over the batch instead of each sample
+    - ``every_class``: divide by the number of samples and classes, instead of by the sum of their weights
     """
 
     name: str
     num_sums: int
     background: bool
     batch: bool
+    every_class: bool = False
 
     @abstractmethod
     def each(self, voxels: Voxels) -> Sequence[Tensor]:
@@ -44,20 +46,31 @@ class ClassTerm(ABC):
     def score(self, sums: Tensor) -> Tensor:
         """Returns each class's score ``b k``, 1 for perfect, given its sums ``num_sums b k``."""
 
+    def loss(self, sums: Tensor) -> Tensor:
+        """Returns one minus each class's score."""
+        return 1 - self.score(sums)
+
 
 class Dice(ClassTerm):
     """Soft Dice: twice the overlap divided by the sum of both.
 
     - ``squared``: square the probabilities in the denominator, as in V-Net
     - ``smooth``: added to numerator and denominator, so that a class that is absent and not predicted scores 1
+    - ``background``, ``batch``, ``every_class``: see ``ClassTerm``
     """
 
     name, num_sums = "dice", 2
 
     def __init__(
-        self, squared: bool = False, background: bool = False, batch: bool = False, smooth: float = 1e-5
+        self,
+        squared: bool = False,
+        background: bool = False,
+        batch: bool = False,
+        smooth: float = 1e-5,
+        every_class: bool = False,
     ) -> None:
         self.squared, self.background, self.batch, self.smooth = squared, background, batch, smooth
+        self.every_class = every_class
 
     def each(self, voxels: Voxels) -> tuple[Tensor, Tensor]:
         """Returns probability x target, and probability (squared) + target (which equals its square)."""
@@ -98,12 +111,40 @@ class Focal(VoxelTerm):
         return (-torch.expm1(-minus_log)).clamp(min=0).pow(self.gamma) * minus_log
 
 
+class ClassFocal(ClassTerm):
+    """The focal loss of each class, whose own voxels alone contribute, divided by all voxels of the sample (LAMP).
+
+    Of k classes, its mean is a k-th of ``Focal``. A region's voxels contribute whether they are in it or not.
+    """
+
+    name, num_sums = "focal", 2
+    background, batch, every_class = True, False, True
+
+    def __init__(self, gamma: float = 2.0) -> None:
+        self._of_voxels = Focal(gamma)
+
+    def each(self, voxels: Voxels) -> tuple[Tensor, Tensor]:
+        """Returns the focal loss of the voxels of each class, and ones to count voxels."""
+        focal = self._of_voxels.each(voxels)
+        own = focal if voxels.regions else focal[:, None] * voxels.target
+        return own, own.new_ones(()).expand_as(own)
+
+    def score(self, sums: Tensor) -> Tensor:
+        """Returns one minus each class's mean over voxels."""
+        return 1 - self.loss(sums)
+
+    def loss(self, sums: Tensor) -> Tensor:
+        """Returns each class's mean over voxels."""
+        own, count = sums
+        return own / count.clamp(min=1)
+
+
 Terms = list[VoxelTerm | ClassTerm]
 
 
 @dataclass(frozen=True)
 class LossOptions:
-    """Options of the terms: ``gamma`` for ``Focal``, the others for ``Dice``."""
+    """Options of the terms: ``gamma`` for the focal ones, the others for ``Dice``."""
 
     squared: bool = False
     background: bool = False
@@ -114,4 +155,8 @@ class LossOptions:
     @property
     def dice(self) -> Dice:
         """Soft Dice with these options."""
-        return Dice(self.squared, self.background, self.batch, self.smooth)
+        return self.dice_of()
+
+    def dice_of(self, every_class: bool = False) -> Dice:
+        """Returns soft Dice with these options; ``every_class``: see ``ClassTerm``."""
+        return Dice(self.squared, self.background, self.batch, self.smooth, every_class)

@@ -2,7 +2,9 @@
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
+import torch
 from torch import Tensor, nn
 
 from seqpar.decoders.modes.mode import Mode
@@ -57,7 +59,14 @@ class CellNetwork(Network):
             x, grid = self.image(part, layout)
             return in_fastest_format(x), grid
 
-        return VolumeCells(self._cells, image, f"{self._name}.")
+        return VolumeCells(self._cells, image, self.own_key, f"{self._name}.")
+
+    def own_key(self, key: DropoutKey | None) -> DropoutKey | None:
+        """Returns the key of the samples that this rank decodes; None if nothing is dropped."""
+        if key is None or not self._cells.drops:
+            return None
+        own = self.mode.samples(torch.tensor(key.samples, device="cpu"))
+        return replace(key, samples=tuple(own.tolist()), draws=None)
 
     def units(self) -> list[nn.Module]:
         """Returns the cells that have weights."""
@@ -106,7 +115,7 @@ class VolumeNet(CellNetwork):
 
     def logits(self, part: Tensor, layout: Layout, key: DropoutKey | None) -> list[Tensor]:
         """Returns the logits of a part, in training those of each supervised level."""
-        return [x for x, _ in self.unet.on_boxes(*self.image(part, layout))]
+        return [x for x, _ in self.unet.on_boxes(*self.image(part, layout), self.own_key(key))]
 
     def training_loss(self, loss: Loss) -> Loss | DeepSupervision:
         """Returns the loss, of all supervised levels if there are several."""

@@ -54,13 +54,13 @@ class TokenClassification(VisionTransformer):
 
 
 class ResidualAttention(NetworkFamily):
-    """A 3D-ResAttNet on boxes of the image; ``layers``: 18 or 34."""
+    """A 3D-ResAttNet on boxes of the image; ``layers``: 18 or 34; ``variant``: see ``ResAttNet``."""
 
     attends, recomputed, usual_batch = False, RECOMPUTED, 2
     smaller = dict.fromkeys(("tokens", "decoder", "transient", "optimizer"), "a smaller --features or --tile")
 
-    def __init__(self, layers: int) -> None:
-        self.layers = layers
+    def __init__(self, layers: int, variant: str = "few attentions") -> None:
+        self.layers, self.variant = layers, variant
 
     def build(
         self, config: Config, in_channels: int, num_outputs: int, group: Group, data: Group | None, has_regions: bool
@@ -69,7 +69,7 @@ class ResidualAttention(NetworkFamily):
         self.refuse_tile(config)
         groups = norm_groups(config, group, data)
         features = config.features or FEATURES
-        network = ResAttNet(in_channels, num_outputs, BLOCKS[self.layers], features, *groups)
+        network = ResAttNet(in_channels, num_outputs, BLOCKS[self.layers], features, *groups, self.variant)
         mode = choose_mode(config.mode, group)
         return VolumeClassifier(network, config.tile, UNIT, mode, config.split, config.grad_checkpoint)
 
@@ -86,7 +86,8 @@ class ResidualAttention(NetworkFamily):
         if config.mode not in ("halo", "auto") or config.seqpar == 1:
             return
         try:
-            refuse_cut(Layout.of(config.tile, UNIT, config.seqpar, config.split).boxed().voxel_cuts(UNIT))
+            cuts = Layout.of(config.tile, UNIT, config.seqpar, config.split).boxed().voxel_cuts(UNIT)
+            refuse_cut(cuts, self.variant)
         except ValueError as error:
             whole = ", which auto takes for a case alone; or --mode swap" if config.mode == "auto" else ""
             raise ValueError(f"{error}{whole}") from None
@@ -121,4 +122,6 @@ CLASSIFIERS: dict[str, NetworkFamily] = {
     "vit": TokenClassification(),
     "resattnet18": ResidualAttention(18),
     "resattnet34": ResidualAttention(34),
+    "resattnet18-text": ResidualAttention(18, "text"),
+    "resattnet34-text": ResidualAttention(34, "text"),
 }

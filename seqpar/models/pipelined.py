@@ -34,11 +34,18 @@ class VolumeCells:
     """The cells of a U-Net, which take the image's box.
 
     - ``image``: returns it
+    - ``own_key``: returns the key of the samples that this rank decodes
     - ``prefix``: of the U-Net's names in the whole network
     """
 
-    def __init__(self, net: CellNet, image: Callable[[Tensor, Layout], Value], prefix: str) -> None:
-        self.net, self._image = net, image
+    def __init__(
+        self,
+        net: CellNet,
+        image: Callable[[Tensor, Layout], Value],
+        own_key: Callable[[DropoutKey | None], DropoutKey | None],
+        prefix: str,
+    ) -> None:
+        self.net, self._image, self._own_key = net, image, own_key
         self.takes: Takes = net.takes
         self.outputs: tuple[int, ...] = net.outputs
         self.owns: Prefixes = tuple((f"{prefix}cells.{name}.",) for name in net.names)
@@ -49,7 +56,7 @@ class VolumeCells:
 
     def run_cell(self, number: int, inputs: Sequence[Value], micro: PartOfBatch) -> Value:
         """Returns the output of a cell."""
-        return self.net.run_cell(number, inputs)
+        return self.net.run_cell(number, inputs, self._own_key(micro.key))
 
     def buffers_of(self, numbers: Sequence[int]) -> list[Tensor]:
         """Returns the running statistics of cells."""

@@ -185,7 +185,8 @@ def norm_named(config: Config, own: str) -> str:
 
 def _hou(config: Config, in_channels: int, num_outputs: int, data: Group | None, peers: Group | None) -> UNet:
     resolution = min((side for side in HOU_LEVELS if side >= max(config.tile)), default=max(HOU_LEVELS))
-    return hou(in_channels, num_outputs, resolution, config.features, data, peers, norm_named(config, "batch"))
+    norm = norm_named(config, "batch")
+    return hou(in_channels, num_outputs, resolution, config.features, data, peers, norm, config.dropout)
 
 
 def _distmis(variant: str) -> Make:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from seqpar.parallel.recomputation import checkpointed, update_buffers_once
 from seqpar.spatial.box_grid import BoxGrid
+from seqpar.vit.dropout import DropoutKey
 
 Value = tuple[Tensor, BoxGrid | None]
 IMAGE = -1  # stands for the network's input among the numbers of cells
@@ -61,6 +62,7 @@ class CellNet(nn.Module):
         assert len(set(names)) == len(names), "two cells have one name"
         assert all(IMAGE <= source < number for number, sources in enumerate(takes) for source in sources), takes
         self.cells = nn.ModuleDict(dict(zip(names, modules)))
+        self.drops = any(getattr(module, "takes_key", False) for module in self.cells.modules())
 
     def recompute(self) -> None:
         """Lets backward recompute the cells that would keep more than their inputs, which are kept anyway.
@@ -78,12 +80,19 @@ class CellNet(nn.Module):
                 if hasattr(module, "keep_window"):  # kept only while the cell is recomputed, and saves a third exchange
                     module.keep_window = True  # type: ignore[assignment]
 
-    def run_cell(self, number: int, inputs: Sequence[Value]) -> Value:
-        """Returns a cell's output, given its ``inputs`` in the order of ``takes[number]``."""
+    def run_cell(self, number: int, inputs: Sequence[Value], key: DropoutKey | None = None) -> Value:
+        """Returns a cell's output, given its ``inputs`` in the order of ``takes[number]``.
+
+        - ``key``: what its dropout draws by; None: nothing is dropped
+        """
         module = self.cells[self.names[number]]
         grids = [grid for _, grid in inputs]
 
+        keyed = [part for part in module.modules() if getattr(part, "takes_key", False)] if self.drops else []
+
         def run(x: Tensor, *others: Tensor) -> Value:
+            for part in keyed:  # here, so that what is computed again in backward draws the same
+                part.key = None if key is None else key.at(number)  # type: ignore[assignment]
             return module(x, grids[0], *zip(others, grids[1:]))  # type: ignore[no-any-return]
 
         tensors = [x for x, _ in inputs]
@@ -91,7 +100,13 @@ class CellNet(nn.Module):
             return run(*tensors)
         return checkpointed(update_buffers_once(run, module), *tensors)
 
-    def run(self, image: Tensor, grid: BoxGrid | None = None, outputs: Sequence[int] | None = None) -> list[Value]:
+    def run(
+        self,
+        image: Tensor,
+        grid: BoxGrid | None = None,
+        outputs: Sequence[int] | None = None,
+        key: DropoutKey | None = None,
+    ) -> list[Value]:
         """Returns the network's outputs, or those of the cells ``outputs``, for an image's box.
 
         Cells that no output depends on do not run; a value is freed after the last cell that takes it.
@@ -102,7 +117,7 @@ class CellNet(nn.Module):
         values: dict[int, Value] = {IMAGE: (image, grid)}
         for number in needed:
             sources = self.takes[number]
-            values[number] = self.run_cell(number, [values[source] for source in sources])
+            values[number] = self.run_cell(number, [values[source] for source in sources], key)
             for source in set(sources):
                 if last_use[source] == number and source not in wanted:
                     del values[source]

@@ -1,12 +1,18 @@
-"""GABRA, the genetic algorithm of the hybrid-parallelism paper that places partitions of a network on devices.
+"""GABRA, the published genetic algorithm that places partitions of a network on devices.
 
-The paper ("Hybrid parallelism for 3D residual attention networks", Algorithm 1) maximizes the sum of load over capacity
-of each partition's device. If capacities are equal, that sum is the same for every allocation, so the search has
-nothing to optimize; "makespan", the seconds of the busiest device, is the alternative objective.
+The paper (Akintoye et al., "A Hybrid Parallelization Approach for Distributed and Scalable Deep Learning", Algorithm 1)
+maximizes the sum of load over capacity of each partition's device. If capacities are equal, that sum is the same for
+every allocation, so the search has nothing to optimize; "makespan", the seconds of the busiest device, is the
+alternative objective, which ``--placement gabra`` takes unless ``--objective paper`` asks for the published one.
 
 What the paper leaves open is chosen as follows: 20 individuals, 500 turns; each parent is the better of two drawn at
-random; one-point crossover (its probability of 0.8 is the paper's); a fifth of the children have a segment reversed; a
-child that is a duplicate or not feasible is dropped, but its turn counts, so that the search always ends.
+random (its text has chromosomes of lower fitness selected, which would not maximize); one-point crossover (its
+probability of 0.8 is the paper's); a fifth of the children have a segment reversed; a child that is a duplicate or not
+feasible is dropped, but its turn counts, so that the search always ends.
+
+Its equations 1 and 2 update each partition with gradients that are as many steps old as it is deep. Training over a
+pipe is synchronous here: all stages step with gradients of the same batch, since every layout computes what one process
+does.
 """
 
 from collections.abc import Callable, Sequence
@@ -120,19 +126,30 @@ def _draw(loads: Array, capacities: Array, rng: np.random.Generator) -> Array:
 
 def _child(individuals: Sequence[Array], values: Sequence[float], search: Search, rng: np.random.Generator) -> Array:
     """Returns a child of two selected individuals, after crossover and inversion."""
-
-    def select() -> Array:
-        return individuals[max(rng.integers(len(individuals), size=2), key=lambda number: values[number])]
-
-    one, other = select(), select()
+    one, other = (individuals[select(values, rng)] for _ in range(2))
     child = one.copy()
     if rng.random() < search.crossover and len(child) > 1:
-        at = rng.integers(1, len(child))
-        child[at:] = other[at:]
+        child = cross(one, other, rng)
     if rng.random() < search.mutation:
-        low, high = sorted(rng.choice(len(child) + 1, 2, replace=False))
-        child[low:high] = child[low:high][::-1].copy()
+        child = invert(child, rng)
     return child
+
+
+def select(values: Sequence[float], rng: np.random.Generator) -> int:
+    """Returns the better of two individuals that are drawn at random, by its number."""
+    return int(max(rng.integers(len(values), size=2), key=lambda number: values[number]))
+
+
+def cross(one: Array, other: Array, rng: np.random.Generator) -> Array:
+    """Returns the first genes of ``one`` and the last genes of ``other``, at least one of each."""
+    at = rng.integers(1, len(one))
+    return np.concatenate([one[:at], other[at:]])
+
+
+def invert(child: Array, rng: np.random.Generator) -> Array:
+    """Returns the child with a segment of its genes in reverse order."""
+    low, high = sorted(rng.choice(len(child) + 1, 2, replace=False))
+    return np.concatenate([child[:low], child[low:high][::-1], child[high:]])
 
 
 def loads_and_capacities(pipe: Pipe) -> tuple[list[float], list[float]]:

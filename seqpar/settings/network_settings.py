@@ -37,6 +37,7 @@ HIERARCHICAL = Networks(is_hierarchical, "vit with --encoder hierarchical")
 CONVOLUTIONS = Networks(lambda c: c.network != "vit", "U-Nets and resattnet")
 UNETS = Networks(lambda c: c.network != "vit" and not c.network.startswith("resattnet"), "U-Nets")
 NNUNET = Networks(is_nnunet, "nnunet-plain and nnunet-resenc")
+WITH_DROPOUT = Networks(lambda c: c.network in ("vit", "unet-hou"), "vit and unet-hou")
 _encoder = partial(_network, networks=TOKENS)
 
 
@@ -69,7 +70,9 @@ class NetworkSettings:
     qkv_bias: bool = _encoder(True, "biases on queries and values")
     attention_norm: bool = _encoder(False, "norm over the joined heads (EVA-02, Primus)")
     positions: str = _encoder("learned", "position encoding", choices=POSITIONS)
-    dropout: float = _encoder(0.0, "share of activations dropped", bounds=BELOW_1, metavar="SHARE")
+    dropout: float = _network(
+        0.0, "share of activations dropped", bounds=BELOW_1, metavar="SHARE", networks=WITH_DROPOUT
+    )
     drop_path: float = _encoder(
         0.0, "share of residual branches dropped in the last block", bounds=BELOW_1, metavar="SHARE"
     )

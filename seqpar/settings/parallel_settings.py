@@ -106,7 +106,7 @@ class ParallelSettings:
     )
     objective: str = _parallel(
         "makespan",
-        "what gabra minimises: the time of a step, or as published",
+        "what gabra optimises: the time of the busiest place, or the published sum (paper)",
         choices=tuple(OBJECTIVES),
         acts_when=lambda c: c.placement == "gabra",
         why="--placement {placement} has one objective",

@@ -34,6 +34,9 @@ def _scramble_number(number: int) -> int:
     return number ^ (number >> 31)
 
 
+_NUMBERS = 1 << 22  # random numbers of voxels that exist at a time
+
+
 def _scramble(x: Tensor) -> Tensor:
     """Returns splitmix64 of int64 numbers; their arithmetic wraps, and the shifts are logical."""
     x = x + _signed(_STEP)
@@ -179,3 +182,20 @@ def keyed_drop_path(x: Tensor, rate: float, key: DropoutKey | None) -> Tensor:
     if key is None or rate == 0.0:
         return x
     return x * key.samples_kept(rate, x.device)[:, None, None] * (1 / (1 - rate))
+
+
+def keyed_voxel_dropout(x: Tensor, rate: float, key: DropoutKey, voxels: Tensor) -> Tensor:
+    """Returns ``b c W D H`` with elements dropped by (key, sample, global voxel, channel).
+
+    The mask is made for some channels of a sample at a time, since its random numbers have eight times its bytes.
+
+    - ``voxels``: the numbers ``W D H`` of the box's voxels in the whole volume
+    """
+    mask = torch.empty(x.shape, dtype=torch.bool, device=x.device)
+    step = max(1, _NUMBERS // max(1, voxels.numel()))
+    for own, sample in zip(mask, key.sample_hashes(x.device), strict=True):
+        rows = _scramble(sample ^ voxels)
+        for first in range(0, len(own), step):
+            channels = torch.arange(first, min(first + step, len(own)), device=x.device).view(-1, 1, 1, 1)
+            own[first : first + step] = _kept(_scramble(rows ^ channels), rate)
+    return x * mask * (1 / (1 - rate))

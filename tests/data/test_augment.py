@@ -16,16 +16,18 @@ from seqpar.data.sampling.tumour_synthesis import TumourSynthesis
 from seqpar.data.sampling.warp import Warp, apply_warp, draw_offsets, rotate
 
 TILE = (16, 14, 12)
+STEPS = [step.name for step in fields(AugmentationRecipe) if isinstance(step.default, Chance)]
+MORE = {"elastic": (0, 300), "shear": (-0.2, 0.2), "shift": (-0.1, 0.1), "uniform_noise": (-0.2, 0.2)}
 ALWAYS = replace(
     full(),
-    elastic=Chance(0.5, 0, 300),
+    **{name: Chance(0.5, *strength) for name, strength in MORE.items()},
     further=tuple(
         (name, replace(step, chance=replace(step.chance, probability=0.7))) for name, step in EXTRA_STEPS.items()
     ),
     **{
-        step.name: replace(getattr(full(), step.name), probability=0.7)
-        for step in fields(AugmentationRecipe)
-        if step.name not in ("elastic", "elastic_sigma", "further")
+        name: replace(getattr(full(), name), probability=0.7)
+        for name in STEPS
+        if name not in (*MORE, "quarter_turn")  # which needs a tile of equal sides
     },
 )
 
@@ -119,14 +121,14 @@ def test_none_crops_and_nothing_changes_its_input():
     assert same((image, label), kept)
 
 
-@pytest.mark.parametrize("name", ["light", "full+corruption", "paper"])
+@pytest.mark.parametrize("name", ["light", "full+corruption", "paper", "lamp", "lamp-liver", "flips"])
 def test_each_step_acts_as_often_as_the_recipe_says(name):
     augmentation = augment(name, (4, 4, 4))
     draws = 3000
     plans = [augmentation.plan(seed) for seed in range(draws)]
     asked = dict(augmentation._chances())
     for step, chance in asked.items():
-        for acted in [f"mirror{d}" for d in range(3)] if step == "mirror" else [step]:
+        for acted in [f"mirror{d}" for d in augmentation.recipe.mirror_axes] if step == "mirror" else [step]:
             share = np.mean([acted in plan for plan in plans])
             sigma = np.sqrt(chance.probability * (1 - chance.probability) / draws)
             assert abs(share - chance.probability) <= 4 * sigma
@@ -148,9 +150,7 @@ def test_what_is_planned_is_what_happens():
     assert all(same(augmentation(image, label, seed), crop) for seed in quiet)
 
 
-@pytest.mark.parametrize(
-    "step", [s.name for s in fields(AugmentationRecipe) if s.name not in ("elastic_sigma", "further")]
-)
+@pytest.mark.parametrize("step", [name for name in STEPS if name != "quarter_turn"])
 def test_each_step_acts(step):
     low, high = {
         "elastic": (800, 900),
@@ -165,7 +165,7 @@ def test_each_step_acts(step):
     crop, crop_label = middle(image, TILE), middle(label, TILE)
     assert changed.dtype == np.float32 and np.isfinite(changed).all()
     assert np.abs(changed - crop).max() > 0.05
-    moves = step in ("rotation", "scaling", "elastic", "mirror")
+    moves = step in ("rotation", "scaling", "elastic", "mirror", "shear", "shift")
     assert (not np.array_equal(changed_label, crop_label)) == moves
 
 
@@ -249,7 +249,7 @@ def test_background_is_kept_where_asked():
 
 
 def test_what_cannot_be_is_refused():
-    with pytest.raises(ValueError, match="one of none, light, full, paper, got fulll"):
+    with pytest.raises(ValueError, match="one of none, light, full, paper, lamp, lamp-liver, flips, got fulll"):
         augment("fulll", TILE)
     with pytest.raises(ValueError, match="interpolation order"):
         augment("full", TILE, order=2)
@@ -259,4 +259,6 @@ def test_what_cannot_be_is_refused():
         Augmentation(replace(light(), noise=Chance(1.5)), TILE)
     with pytest.raises(ValueError, match="pad them"):
         augment("full", TILE)(*source((10, 14, 12)), 0)
-    assert list(RECIPES) == ["none", "light", "full", "paper"]
+    with pytest.raises(ValueError, match="first two sides are equal"):
+        augment("lamp-liver", TILE)
+    assert list(RECIPES) == ["none", "light", "full", "paper", "lamp", "lamp-liver", "flips"]

@@ -198,6 +198,12 @@ def focal_by_hand(logits: Tensor, label: Tensor, regions: tuple, gamma: float) -
     return total / count
 
 
+def focal_of_classes(logits: Tensor, label: Tensor, regions: tuple, gamma: float) -> Tensor:
+    """Returns the mean over samples of their focal losses, for classes a k-th of it."""
+    own = [focal_by_hand(logits[b : b + 1], label[b : b + 1], regions, gamma) for b in range(len(logits))]
+    return torch.stack(own).mean() / (1 if regions else logits.shape[1])
+
+
 @pytest.mark.parametrize("gamma", [0.0, 1.0, 2.0, 3.5])
 @pytest.mark.parametrize("regions", [(), REGIONS])
 def test_the_focal_loss_is_the_formula(regions: tuple, gamma: float) -> None:
@@ -210,7 +216,10 @@ def test_the_focal_loss_is_the_formula(regions: tuple, gamma: float) -> None:
     slopes = [torch.autograd.grad(total, logits)[0] for total in (focal.total, want)]
     assert relative(*slopes) < 1e-12
     assert list(both.terms) == ["dice", "focal"] and both.terms["dice"] == usual.terms["dice"]
-    assert both.total == usual.terms["dice"] + focal.total
+    of_classes = focal_of_classes(logits, label, regions, gamma)
+    assert relative(both.total, usual.terms["dice"] + of_classes) < 1e-12
+    slopes = [torch.autograd.grad(total, logits)[0] for total in (both.terms["focal"], of_classes)]
+    assert relative(*slopes) < 1e-12
     assert gamma or relative(focal.total, usual.terms["ce"]) < 1e-13, "without exponent it is the cross-entropy"
 
 

@@ -5,6 +5,8 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn.functional as F
+from monai.losses.dice import DiceLoss
+from monai.losses.focal_loss import FocalLoss
 from torch import Tensor
 
 from seqpar.losses import Loss, LossGroups, LossOptions, make_loss, voxels
@@ -30,8 +32,8 @@ def example() -> tuple[Tensor, Tensor]:
     return logits, label
 
 
-def by_hand(logits: Tensor, label: Tensor, options: LossOptions, focal: bool, weights: tuple) -> Tensor:
-    """Returns the loss class by class and voxel by voxel."""
+def by_hand(logits: Tensor, label: Tensor, options: LossOptions, weights: tuple) -> Tensor:
+    """Returns Dice and cross-entropy class by class and voxel by voxel."""
     weights = torch.tensor(weights, dtype=torch.float64) * SHOWN
     lost = total = voxel_lost = voxel_total = torch.zeros((), dtype=torch.float64)
     for b in range(len(logits)):
@@ -44,7 +46,6 @@ def by_hand(logits: Tensor, label: Tensor, options: LossOptions, focal: bool, we
             dice = (2 * (p[k] * t).sum() + 1e-5) / (below.sum() + t.sum() + 1e-5)
             lost, total = lost + weights[b, k] * (1 - dice), total + weights[b, k]
         own = -log_p.gather(0, truth[None])[0]
-        own = (1 - torch.exp(-own)) ** 2 * own if focal else own
         voxel_lost = voxel_lost + (weights[b][truth] * own).sum()
         voxel_total = voxel_total + weights[b][truth].sum()
     return lost / total + voxel_lost / voxel_total
@@ -53,7 +54,7 @@ def by_hand(logits: Tensor, label: Tensor, options: LossOptions, focal: bool, we
 CASES = {
     "dice-ce": ("dice-ce", LossOptions(), ()),
     "squared, with background": ("dice-ce", LossOptions(squared=True, background=True), ()),
-    "dice-focal, class weights": ("dice-focal", LossOptions(), WEIGHTS),
+    "class weights": ("dice-ce", LossOptions(), WEIGHTS),
 }
 
 
@@ -62,9 +63,30 @@ def test_the_loss_is_the_formula(case: str) -> None:
     logits, label = example()
     name, options, weights = CASES[case]
     loss = make_loss(name, options, ignore_label=9, class_weights=weights)
-    want = by_hand(logits, label, options, "focal" in name, weights or (1.0,) * CLASSES)
+    want = by_hand(logits, label, options, weights or (1.0,) * CLASSES)
     assert relative(loss(logits, label, annotated=SHOWN), want) < 1e-12
     assert relative(loss(logits, label), want) > 1e-3, "the control: without the lists it is another loss"
+
+
+@pytest.mark.parametrize("shown", [SHOWN, None], ids=["missing organs", "all organs"])
+@pytest.mark.parametrize("weights", [WEIGHTS, ()], ids=["class weights", "weights of one"])
+def test_dice_focal_is_lamps_mean_over_samples_and_classes(shown: Tensor | None, weights: tuple) -> None:
+    """The release multiplies losses ``b k`` by weights and flags and averages them; its focal loss is MONAI's."""
+    logits, label = example()
+    label = label.masked_fill(label == 9, 0)
+    truth = F.one_hot(label, CLASSES).movedim(-1, 1).double()
+    dice = DiceLoss(softmax=True, reduction="none")(logits, truth).flatten(1)
+    log_p = logits.log_softmax(1)
+    focal = -((1 - log_p.exp()) ** 2 * log_p * truth).flatten(2).mean(2)
+    monais = FocalLoss(use_softmax=True, gamma=2.0, reduction="none")(logits, truth).flatten(2).mean(2)
+    assert relative(focal, monais) < 1e-6, "MONAI computes it in float32"
+    weight = torch.tensor(weights or (1.0,) * CLASSES).double() * (1 if shown is None else shown)
+    want = (dice * weight).mean() + 0.5 * (focal * weight).mean()
+    loss = make_loss("dice-focal", LossOptions(background=True), (1.0, 0.5), class_weights=weights)
+    parts = loss.parts(logits, label, annotated=shown)
+    assert relative(parts.total, want) < 1e-13 and relative(parts.terms["focal"], (focal * weight).mean()) < 1e-13
+    voxelwise = make_loss("focal", LossOptions(), class_weights=weights)(logits, label, annotated=shown)
+    assert relative(voxelwise, (focal * weight).mean()) > 1, "the control: a mean over voxels weighs more"
 
 
 def losses() -> list[tuple[Loss, Tensor, bool]]:

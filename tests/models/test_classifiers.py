@@ -11,9 +11,19 @@ from seqpar.models.classifier import TokenClassifier
 from seqpar.parallel.mesh import Group
 from seqpar.settings.config import Config
 from tests.support import classifiers
-from tests.support.classifiers import Make, batch, gaps, one_process, outcomes, resattnet, vit, vit_with_token
+from tests.support.classifiers import (
+    Make,
+    batch,
+    gaps,
+    one_process,
+    outcomes,
+    resattnet,
+    resattnet_text,
+    vit,
+    vit_with_token,
+)
 
-MAKERS: tuple[Make, ...] = (resattnet, vit, vit_with_token)
+MAKERS: tuple[Make, ...] = (resattnet, resattnet_text, vit, vit_with_token)
 CASES = {  # of each number of ranks: mode and split
     2: [("gather", "ordered"), ("halo", "spatial"), ("halo", "ordered"), ("swap", "spatial"), ("auto", "spatial")],
     3: [("halo", "spatial"), ("swap", "ordered")],
@@ -41,7 +51,7 @@ def test_batch_norm_and_loss_run_over_data_too(ranks: Callable[..., list]) -> No
         for number, (make, *_) in enumerate(cases):
             differences = gaps({**results[number], "samples": results[number]["samples"]}, one_process(make, 6))
             assert max(differences.values()) < 1e-12, (cases[number], differences)
-            assert (make is resattnet) == any("running" in name for name in differences)
+            assert (make in (resattnet, resattnet_text)) == any("running" in name for name in differences)
 
 
 def test_where_a_class_is_seen_is_what_hooks_make_of_it() -> None:

@@ -11,8 +11,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from seqpar.decoders.unets.unet_blocks import ConvBlock, Up, VoxelDropout
 from seqpar.losses import DeepSupervision, DiceCE
 from seqpar.models.build import NETWORKS, build_network, family_of, layout_of
+from seqpar.models.pipelined import PartOfBatch
 from seqpar.models.unet_families import format_stages, parse_stages
 from seqpar.optimization.parameter_groups import make_optimizer
 from seqpar.parallel.launcher import Launcher
@@ -24,6 +26,7 @@ from seqpar.settings.command_line import parse
 from seqpar.settings.config import Config
 from seqpar.settings.rules import refuse_settings_without_effect
 from seqpar.training.run_request import read_request
+from seqpar.vit.dropout import DropoutKey
 from tests.support.boxes import numbers
 from tests.support.messages import refused_with
 from tests.support.nets import FEW, Outcome, train_net
@@ -50,7 +53,7 @@ def train(group: Group, config: Config, samples: int, steps: int) -> Outcome:
             p += 0.1 * numbers(1000 + number, *p.shape)
     image = numbers(1, samples, CHANNELS, *config.tile)
     label = torch.randint(CLASSES, (samples, *config.tile), generator=torch.Generator().manual_seed(1))
-    return train_net(net, (image, label), make_optimizer(net, config.optimizer_options), steps)
+    return train_net(net, (image, label), make_optimizer(net, config.optimizer_options), steps, config.dropout > 0)
 
 
 @cache
@@ -96,6 +99,46 @@ def test_every_exact_mode_and_split_equals_one_process(world: int, batch: int, r
             assert max(differences.values()) < 1e-12, (case, differences)
         seen = torch.cat([outcomes[number].voxels for outcomes in every_rank]).unique()
         assert torch.equal(seen, torch.arange(len(want.logits))), "some voxels have no logits"
+
+
+def test_dropout_draws_by_the_voxels_of_the_whole_volume(ranks: Callable[..., list]) -> None:
+    """In boxes, whole on each rank, of whole samples, and where cells are computed again."""
+    config = replace(BATCH_NORM, dropout=0.5)
+    cases = [(replace(config, mode=mode, grad_checkpoint=again), 2, 2) for mode in ("gather", "halo", "swap")
+             for again in ("none", "full")]  # fmt: skip
+    want = one_process(config, 2, 2)
+    for outcomes in ranks(2, train_all, cases, timeout=240):
+        for case, outcome in zip(cases, outcomes):
+            differences = gaps(outcome, want)
+            assert differences.pop("after the steps") < 1e-10, case
+            assert max(differences.values()) < 1e-12, (case, differences)
+    assert gaps(one_process(BATCH_NORM, 2, 2), want)["logits"] > 1e-2, "the control: without dropout"
+
+
+def test_dropout_drops_its_share_and_enlarges_the_rest() -> None:
+    net = build_network(replace(BATCH_NORM, dropout=0.25), CHANNELS, CLASSES, Group("seq")).double()
+    drops = [(name, m) for name, m in net.named_modules() if isinstance(m, VoxelDropout)]
+    cells = [name for name, m in net.unet.cells.items() if isinstance(m, (ConvBlock, Up))]
+    assert [name.split(".")[2] for name, _ in drops] == cells[1:], "all but the first convolution"
+    x, key = torch.ones(3, 8, 12, 10, 14, dtype=torch.float64), DropoutKey(1, 2, (0, 1, 5))
+    image, pair = numbers(1, 2, CHANNELS, *BATCH_NORM.tile), DropoutKey(1, 2, (3, 4))
+    staged, micro = net.staged(), PartOfBatch(net.layout.cut(image, 0), net.layout, pair)
+    values = {-1: staged.image(micro)}
+    for number, sources in enumerate(staged.takes):  # as the stages of a pipe run them
+        values[number] = staged.run_cell(number, [values[source] for source in sources], micro)
+    assert torch.equal(values[staged.outputs[0]][0], net(micro.part, None, pair))
+    assert not torch.equal(values[staged.outputs[0]][0], net(micro.part))
+    _, drop = drops[0]
+    drop.key = key.at(4)
+    kept = drop(x)
+    assert set(kept.unique().tolist()) == {0.0, 1 / 0.75}
+    for rows in (kept.flatten(2).transpose(0, 1).flatten(1), kept.flatten(1), kept.movedim(2, 0).flatten(1)):
+        shares = (rows == 0).double().mean(1)
+        assert (shares - 0.25).abs().max() < 5 * (0.25 * 0.75 / rows.shape[1]) ** 0.5, "for each channel, sample, row"
+    drop.key = key.at(5)
+    assert not torch.equal(drop(x), kept)
+    drop.key = None
+    assert drop(x) is x and net.eval() and drop(x) is x
 
 
 def test_nogather_is_another_function_with_equal_statistics_on_all_ranks(ranks: Callable[..., list]) -> None:

@@ -3,12 +3,14 @@
 import itertools
 import random
 import time
+from collections.abc import Callable
 
 import numpy as np
 import pytest
 
+import seqpar.pipeline.gabra as gabra_module
 from seqpar.pipeline.best_cuts import best_cuts
-from seqpar.pipeline.gabra import OBJECTIVES, Search, gabra, gabra_stages, is_feasible
+from seqpar.pipeline.gabra import OBJECTIVES, Search, cross, gabra, gabra_stages, invert, is_feasible, select
 from seqpar.pipeline.placement import CellCost, Pipe, StagePlace
 
 
@@ -52,6 +54,47 @@ def test_the_papers_objective_is_one_number_where_devices_are_equal() -> None:
     assert len(set(every_value(loads, capacities, "makespan"))) > 5  # the control
     loads, capacities = instance(random.Random(1), 6, 3, equal=False)
     assert len(set(every_value(loads, capacities, "paper"))) > 5
+
+
+def made(operator: Callable[[np.random.Generator], np.ndarray]) -> set[tuple[int, ...]]:
+    """Returns everything that an operator makes in many draws."""
+    rng = np.random.default_rng(0)
+    return {tuple(operator(rng).tolist()) for _ in range(2000)}
+
+
+def test_crossover_takes_a_head_of_one_parent_and_the_rest_of_the_other() -> None:
+    one, other = np.arange(6), np.arange(6) + 10
+    assert made(lambda rng: cross(one, other, rng)) == {(*one[:at], *other[at:]) for at in range(1, 6)}
+
+
+def test_inversion_reverses_any_segment() -> None:
+    genes = tuple(range(6))
+    segments = itertools.combinations(range(7), 2)
+    wanted = {genes[:low] + genes[low:high][::-1] + genes[high:] for low, high in segments}
+    assert made(lambda rng: invert(np.array(genes), rng)) == wanted
+
+
+def test_the_better_of_two_is_selected() -> None:
+    rng, values, draws = np.random.default_rng(0), [3.0, 1.0, 4.0, 2.0], 8000
+    counts = np.bincount([select(values, rng) for _ in range(draws)], minlength=4) / draws
+    ranks = np.argsort(np.argsort(values))
+    assert np.abs(counts - (2 * ranks + 1) / 16).max() < 0.02, "the best of n is the better with 1 - (1 - 1/n)^2"
+
+
+def test_children_are_made_by_these_operators() -> None:
+    """Without crossover and inversion a child is a selected parent; with both it may be neither parent's gene order."""
+    individuals, values = [np.arange(6), np.arange(6) + 10], [0.0, 1.0]
+
+    def children(crossover: float, mutation: float) -> set[tuple[int, ...]]:
+        search = Search(crossover=crossover, mutation=mutation)
+        return made(lambda rng: gabra_module._child(individuals, values, search, rng))
+
+    parents = {tuple(parent.tolist()) for parent in individuals}
+    assert children(0, 0) == parents
+    crossed = children(1, 0)
+    assert len(crossed) == 2 + 2 * 5 and parents < crossed
+    inverted = children(0, 1)
+    assert len(inverted) == 2 * 16 and {tuple(sorted(child)) for child in inverted} == parents
 
 
 def test_thirty_seven_partitions_on_eight_devices_take_less_than_a_second() -> None:

@@ -195,3 +195,5 @@ def test_the_citation_is_that_of_this_version() -> None:
     assert fields["cff-version"] == "1.2.0" and fields["title"] == project["name"]
     assert fields["version"] == project["version"] and fields["license"] == project["license"]
     assert fields["message"] and re.search(r"^authors:\n  - ", text, re.M)
+    titles = re.findall(r'^    title: "?([^"\n]+)', text, re.M)
+    assert [title.split()[0] for title in titles] == ["Efficient", "High", "LAMP:", "Distributing", "A"]

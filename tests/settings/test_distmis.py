@@ -1,5 +1,6 @@
 """``--preset distmis`` is DistMIS's training: every figure that it states, and what the config makes."""
 
+import math
 from pathlib import Path
 
 import pytest
@@ -15,11 +16,13 @@ from seqpar.settings.data_settings import prepare_settings
 from seqpar.settings.presets import distmis
 from seqpar.training import run_request
 from tests.support.folders import nnunet
+from tests.support.pages import ROOT, shown_commands
 
 
 def test_the_figures_that_it_states() -> None:
     config = distmis()
     assert (config.tile, config.batch, config.epochs, config.lr) == ((240, 240, 152), 2, 250, 1e-4)
+    assert (config.schedule, config.scale_lr, config.foreground) == ("constant", True, 0)
     assert (config.optimizer, config.fold, config.targets, config.augment) == ("adam", "70:15:15", "sigmoids", "none")
     assert config.iterations == 338 // config.batch, "of 484 cases 338 train"
     settings = prepare_settings(config)
@@ -37,13 +40,45 @@ def test_its_networks_have_as_many_parameters_as_it_says(flags: str, count: int)
     assert total == count
 
 
-def test_its_loss_is_dice_alone_with_a_tenth_added() -> None:
+def test_its_norm_and_kernels_begin_as_in_keras() -> None:
+    torch.manual_seed(0)
+    config = parse(["--preset", "distmis", "--tile", "16", "16", "16", "--crop-to", "16", "16", "16"], "paper")[1]
+    net = build_network(config, 4, 1, Group("seq"), device="cpu", has_regions=True)
+    norms = [module for module in net.modules() if isinstance(module, torch.nn.BatchNorm3d)]
+    assert norms and all((norm.momentum, norm.eps) == (pytest.approx(1 - 0.9), 1e-3) for norm in norms)
+    for module in net.modules():
+        if isinstance(module, torch.nn.ConvTranspose3d):  # Glorot's: 6 over the sum of both fans, under the root
+            bound = math.sqrt(6 / (sum(module.weight.shape[:2]) * 27))
+            assert 0.95 * bound < float(module.weight.detach().abs().max()) <= bound
+        elif isinstance(module, torch.nn.Conv3d):
+            assert float(module.weight.detach().abs().max()) <= 0.1, "normal of 0.05, cut off at two of it"
+
+
+def test_its_loss_is_dice_alone_of_sums_over_the_batch_with_a_hundredth_added() -> None:
     loss = build_loss(distmis(), [(1,)])
-    logits = torch.randn(1, 1, 4, 4, 4, dtype=torch.float64)
-    label = (torch.rand(1, 4, 4, 4) < 0.3).long()
-    probability, truth = logits.sigmoid()[0, 0], label[0].double()
-    wanted = 1 - (2 * (probability * truth).sum() + 0.1) / (probability.sum() + truth.sum() + 0.1)
+    logits = torch.randn(2, 1, 4, 4, 4, dtype=torch.float64)
+    label = (torch.rand(2, 4, 4, 4) < torch.tensor([0.05, 0.6]).view(2, 1, 1, 1)).long()
+    probability, truth = logits.sigmoid()[:, 0], label.double()
+    wanted = 1 - (2 * (probability * truth).sum() + 0.01) / (probability.sum() + truth.sum() + 0.01)
     assert loss(logits, label).item() == pytest.approx(wanted.item(), rel=1e-12)
+
+
+def test_one_point_of_its_grid_trains_the_network_as_run() -> None:
+    grid, small = shown_commands(ROOT / "launch" / "README.md", "tune.py --space lr=1e-4,5e-4")
+    assert grid.split("--preset")[0] == small.split("--preset")[0]
+    flags = grid.split("--space ")[1].split("--")[0].split()
+    lists = dict(flag.split("=") for flag in flags)
+    assert lists == {
+        "lr": "1e-4,5e-4,1e-3,5e-3", "norm": "own,group", "betas": "0.9:0.99,0.9:0.999", "amsgrad": "no,yes",
+    }  # fmt: skip
+    assert math.prod(len(values.split(",")) for values in lists.values()) == 32
+    counts = list[int]()
+    for norm in lists["norm"].split(","):
+        config = parse(["--preset", "distmis", "--norm", norm], "paper")[1]
+        net = build_network(config, 4, 1, Group("seq"), device="meta", has_regions=True)
+        statistics = sum(b.numel() for name, b in net.named_buffers() if "running" in name)
+        counts.append(sum(p.numel() for p in net.parameters()) + statistics)
+    assert counts[0] == 406_793 != counts[1]
 
 
 def test_its_grid_is_made_of_flags_that_act() -> None:

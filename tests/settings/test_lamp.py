@@ -7,6 +7,7 @@ import torch
 
 from seqpar.cli import plan
 from seqpar.cluster.exit_codes import USAGE, run
+from seqpar.data.formats.splits import five_folds
 from seqpar.models.build import build_loss, build_network
 from seqpar.optimization.parameter_groups import make_optimizer
 from seqpar.optimization.schedules import learning_rate
@@ -19,6 +20,7 @@ from seqpar.settings.lessons import lessons_of
 from seqpar.settings.presets import lamp
 from seqpar.settings.rules import refuse_settings_without_effect
 from seqpar.training.run_request import read_request
+from tests.support.pages import ROOT, shown_commands
 
 PASSES = {64: (4800, 16), 128: (1200, 4), "whole": (300, 1)}  # epochs and batch in the paper
 CASES = 261
@@ -34,7 +36,8 @@ def test_the_figures_that_it_states() -> None:
         "unet-lamp", "rmsprop", 1e-3, "constant",
     )  # fmt: skip
     assert (config.loss, config.loss_weights, config.dice_background) == ("dice-focal", (1.0, 0.5), True)
-    assert config.grad_checkpoint == "full"
+    assert (config.grad_checkpoint, config.augment) == ("full", "lamp")
+    assert config.optimizer_options.betas in ((), (0.0, 0.99)), "RMSProp as torch's, without momentum"
     refuse_settings_without_effect(config, {"features", "grad_checkpoint"})
     small = replace(config, features=2)
     assert type(make_optimizer(net_of(small), small.optimizer_options)) is torch.optim.RMSprop
@@ -72,6 +75,19 @@ def test_its_networks_run_on_two_to_eight_ranks(features: int, millions: float) 
     for ranks in (2, 4, 8):
         for lesson in lessons_of(replace(config, curriculum="64:1:16,128:1:4,whole=352x256x288:1:1", seqpar=ranks)):
             check_feasible(lesson.config)
+
+
+def test_its_livers_are_a_command_with_the_papers_figures() -> None:
+    (line,) = shown_commands(ROOT / "launch" / "README.md", "--augment lamp-liver")
+    config = parse(line.split()[2:], "lamp")[1]
+    assert (config.spacing, config.iterations, config.fold, config.augment) == ("1,1,1", 104, "0", "lamp-liver")
+    lessons = lessons_of(config)
+    assert [lesson.config.tile for lesson in lessons] == [(64,) * 3, (128,) * 3, (192,) * 3]
+    assert [lesson.config.batch for lesson in lessons] == [16, 4, 1]
+    for lesson in lessons:
+        check_feasible(lesson.config)
+    train, held_out = five_folds([f"liver_{n}" for n in range(131)])[0]
+    assert (len(train), len(held_out)) == (104, 27)
 
 
 def test_organs_that_a_case_does_not_show_learn_nothing() -> None:

@@ -50,6 +50,7 @@ def test_the_figures_that_it_states() -> None:
     assert (config.depth, config.embed_dim, config.heads) == (12, 768, 12)
     assert (config.tile, config.patch, config.precision) == ((96, 96, 96), (16, 16, 16), "fp32")
     assert (config.optimizer, config.lr, config.weight_decay) == ("adam", 1e-4, 0)
+    assert (config.augment, config.interpolation) == ("paper", "cubic"), "as in batchgenerators' example of brains"
     assert (config.schedule, config.warmup, config.iterations, config.fold) == ("cosine", 0, 50, "90:10")
     assert (config.mode, config.attention, config.split, config.positions) == (
         "gather", "gather-kv", "spatial", "learned",

@@ -30,7 +30,7 @@ OF_NETWORKS = {
     ("segment", "vit", "hierarchical"): f"{TOKENS} stage_depths window decoder decoder_width",
     ("segment", "nnunet-plain", "plain"): NNUNET,
     ("segment", "nnunet-resenc", "plain"): NNUNET,
-    ("segment", "unet-hou", "plain"): "features norm",
+    ("segment", "unet-hou", "plain"): "features norm dropout",
     ("segment", "se-unet-lamp", "plain"): "features norm",
     ("classify", "vit", "plain"): f"{TOKENS} depth pooling",
     ("classify", "resattnet18", "plain"): "features",

@@ -28,6 +28,12 @@ def resattnet(group: Group, data: Group | None, mode: str, split: str) -> Classi
     return VolumeClassifier(network, TILE, (8, 8, 8), choose_mode(mode, group), split)
 
 
+def resattnet_text(group: Group, data: Group | None, mode: str, split: str) -> Classifier:
+    peers = group if mode == "swap" and group.size > 1 else None
+    network = ResAttNet(CHANNELS, CLASSES, (1, 1, 1, 1), 8, data, peers, "text")
+    return VolumeClassifier(network, TILE, (8, 8, 8), choose_mode(mode, group), split)
+
+
 def vit(group: Group, data: Group | None, mode: str, split: str, pooling: str = "mean") -> Classifier:
     positions = "learned" if pooling == "token" else "learned+rope"
     options = {"positions": positions, "dropout": 0.3, "drop_path": 0.2, "mlp_chunks": 2}

@@ -15,6 +15,7 @@ from seqpar.parallel.collectives import all_reduce
 from seqpar.parallel.layout import Layout
 from seqpar.parallel.mesh import Group, Mesh
 from seqpar.spatial.box_grid import BoxGrid
+from seqpar.vit.dropout import DropoutKey
 from seqpar.vit.encoder import SeqParViT
 from tests.support.ranks import relative, summed
 
@@ -53,15 +54,20 @@ def train(group: Group, make: Make, mode: str, split: str, samples: int, steps: 
     return train_net(net, batch(samples), torch.optim.Adam(net.parameters(), lr=1e-3), steps)
 
 
-def train_net(net: Network, whole: tuple[Tensor, Tensor], optimizer: torch.optim.Optimizer, steps: int) -> Outcome:
-    """Returns what a rank's network becomes; ``whole``: images and labels of which it takes its parts."""
+def train_net(
+    net: Network, whole: tuple[Tensor, Tensor], optimizer: torch.optim.Optimizer, steps: int, drops: bool = False
+) -> Outcome:
+    """Returns what a rank's network becomes; ``whole``: images and labels of which it takes its parts.
+
+    - ``drops``: whether its dropout acts
+    """
     (image, label), layout, group = whole, net.layout, net.mode.group
     part, target = layout.cut(image, group.index), net.arrange(layout.cut(label, group.index))
     loss_of, loss_groups = net.training_loss(DiceCE()), net.mode.loss_groups(batch=len(image))
     learned = {name: p for name, p in net.named_parameters() if p.requires_grad}
     first: Outcome | None = None
-    for _ in range(steps):
-        logits = net(part)
+    for step in range(steps):
+        logits = net(part, None, DropoutKey(3, step, tuple(range(len(image)))) if drops else None)
         loss = loss_of(logits, target, loss_groups)
         optimizer.zero_grad()
         loss.backward()

@@ -18,6 +18,12 @@ def blocks(page: Path, language: str) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```", page.read_text(), re.S | re.M)
 
 
+def shown_commands(page: Path, words: str) -> list[str]:
+    """Returns the lines of a page that contain ``words``, each with the indented lines that continue it."""
+    lines = re.sub(r"\n    (?=\S)", " ", page.read_text()).splitlines()
+    return [line for line in lines if words in line]
+
+
 def readme_commands(*starts: str) -> list[str]:
     """Returns the commands in the pages' shell blocks, without comments, that begin with one of ``starts`` (or all)."""
     every = [line for page in PAGES[:3] for block in blocks(page, "bash") for line in block.splitlines()]

@@ -10,12 +10,13 @@ Weights = Mapping[str, Tensor]
 
 
 def logits_of(image: Tensor, weights: Weights, blocks: Sequence[int]) -> Tensor:
-    """Returns logits ``b k`` of images ``b c W D H``, with the statistics of the batch."""
+    """Returns logits ``b k`` of images ``b c W D H``, by the batch's statistics; attention is where weights are."""
     x = F.max_pool3d(_layer(image, weights, "stem", stride=2).relu(), 3, 2, 1)
     for stage, count in enumerate(blocks):
         for number in range(count):
             x = _block(x, weights, f"stage{stage}_{number}", 2 if stage and not number else 1)
-    x = _attend(x, weights)
+            x = _attend(x, weights, f"attention{stage}_{number}")
+    x = _attend(x, weights, "attention")
     return x.mean((2, 3, 4)) @ weights["cells.classes.linear.weight"].T + weights["cells.classes.linear.bias"]
 
 
@@ -34,11 +35,13 @@ def _block(x: Tensor, weights: Weights, name: str, stride: int) -> Tensor:
     return (x + y).relu()
 
 
-def _attend(x: Tensor, weights: Weights) -> Tensor:
+def _attend(x: Tensor, weights: Weights, cell: str) -> Tensor:
     """One matrix of scores over all voxels, a loop over nothing."""
+    if f"cells.{cell}.weight" not in weights:
+        return x
 
     def mixed(t: Tensor, name: str) -> Tensor:
-        matrix, bias = weights[f"cells.attention.{name}.weight"], weights.get(f"cells.attention.{name}.bias")
+        matrix, bias = weights[f"cells.{cell}.{name}.weight"], weights.get(f"cells.{cell}.{name}.bias")
         y = torch.einsum("oc,bcn->bon", matrix[:, :, 0, 0, 0], t)
         return y if bias is None else y + bias[:, None]
 
@@ -46,4 +49,4 @@ def _attend(x: Tensor, weights: Weights) -> Tensor:
     query, key, value = (mixed(voxels, name) for name in ("query", "key", "value"))
     scores = torch.einsum("bcn,bcm->bnm", query, key) / query.shape[1] ** 0.5
     taken = mixed(torch.einsum("bnm,bcm->bcn", scores.softmax(2), value), "out")
-    return x + weights["cells.attention.weight"] * taken.view_as(x)
+    return x + weights[f"cells.{cell}.weight"] * taken.view_as(x)

@@ -76,7 +76,7 @@ def test_a_way_that_needs_other_devices_is_not_planned_and_the_quicker_one_is_na
     assert verdict(row) == "on 2 devices side by side is quicker, 1.60 times"
 
 
-GRID = "lr=1e-4,5e-4,1e-3,5e-3 norm=batch,group betas=0.9:0.99,0.9:0.999 amsgrad=no,yes"
+GRID = "lr=1e-4,5e-4,1e-3,5e-3 norm=own,group betas=0.9:0.99,0.9:0.999 amsgrad=no,yes"
 
 
 def planned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *more: str) -> list[str]:

@@ -13,6 +13,7 @@ from seqpar.decoders.resattnet import ResAttNet
 from seqpar.losses.loss import Loss
 from seqpar.losses.terms import CrossEntropy
 from seqpar.models.classifier import VolumeClassifier
+from seqpar.optimization.parameter_groups import make_optimizer
 from seqpar.optimization.schedules import learning_rate
 from seqpar.parallel.mesh import Group
 from seqpar.parallel.rendezvous import start
@@ -72,7 +73,11 @@ def test_what_was_cut_off_has_no_part_in_a_map(data: ClassData) -> None:
 
 def test_the_published_training_is_sgd_of_six_volumes_from_1e_4_to_1e_6() -> None:
     config = PRESETS["resattnet"]()
-    assert (config.task, config.network, config.optimizer) == ("classify", "resattnet18", "sgd")
+    assert (config.task, config.network, config.optimizer) == ("classify", "resattnet18-text", "sgd")
     assert (config.batch, config.epochs, config.loss) == (6, 50, "ce")
+    assert (config.augment, config.betas, config.weight_decay) == ("none", (0.0,), 0.0), "what it does not state"
+    assert (config.fold, config.iterations) == ("0", 100)
+    (group,) = make_optimizer(torch.nn.Linear(1, 1), config.optimizer_options).param_groups[:1]
+    assert group["momentum"] == 0 and not group["nesterov"]
     epochs = [learning_rate(replace(config, tile=SHAPE).schedule_options, 100 * epoch) for epoch in range(50)]
     assert epochs == pytest.approx([1e-4] * 17 + [1e-5] * 17 + [1e-6] * 16)

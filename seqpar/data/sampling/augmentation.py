@@ -6,8 +6,9 @@ steps are batchgenerators' own where those are fast; extra ones are in `extra_st
 """
 
 import contextlib
+import itertools
 import random
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -15,12 +16,33 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from seqpar.data.sampling.augmentation_presets import ORDERS, RECIPES, AugmentationRecipe, Chance, Image, Label
+from seqpar.data.sampling.augmentation_presets import (
+    DEFORMATIONS,
+    ORDERS,
+    RECIPES,
+    AugmentationRecipe,
+    Chance,
+    Image,
+    Label,
+)
 from seqpar.data.sampling.extra_steps import EXTRA_STEPS
 from seqpar.data.sampling.tumour_synthesis import TumourSynthesis
-from seqpar.data.sampling.warp import Size, Warp, apply_warp, draw_offsets, rotate, rotated_size
+from seqpar.data.sampling.warp import (
+    Size,
+    Warp,
+    apply_warp,
+    draw_offsets,
+    match_parity,
+    rotate,
+    rotated_size,
+    sheared,
+)
 
-INTENSITY_STEPS = ("noise", "blur", "brightness", "contrast", "low_resolution", "gamma_inverted", "gamma")
+INTENSITY_STEPS = (
+    "noise", "blur", "brightness", "contrast", "low_resolution", "gamma_inverted", "gamma", "uniform_noise",
+)  # fmt: skip
+# Drawn after all others, so that recipes without these steps draw what they did before there were any.
+_DRAWN_LAST = ("shear", "shift", "uniform_noise", "quarter_turn")
 
 
 @dataclass(frozen=True)
@@ -39,6 +61,11 @@ class Augmentation:
             raise ValueError(f"a tile needs two or three sizes of at least 1, got {self.tile_size}")
         if self.order not in ORDERS.values():
             raise ValueError(f"the interpolation order must be 1 (linear) or 3 (cubic), got {self.order}")
+        if self.recipe.quarter_turn.probability and len({*self.tile_size[:2]}) > 1:
+            raise ValueError(
+                f"quarter turns need a tile whose first two sides are equal, got {self.tile_size}; "
+                "choose such a tile, or an augmentation without them"
+            )
         for step, chance in self._chances():
             if not 0 <= chance.probability <= 1 or chance.low > chance.high:
                 raise ValueError(f"{step} needs a probability in 0..1 and low below high, got {chance}")
@@ -48,6 +75,8 @@ class Augmentation:
         """Returns the size of the largest crop that a tile may need; voxels beyond it count as outside."""
         if not self.recipe.deforms:
             return self.tile_size
+        if self.recipe.by_batchgenerators:
+            return self._library_extent(DEFORMATIONS)
         turn = self.recipe.rotation
         degrees = max(abs(turn.low), abs(turn.high)) if turn.probability else 0
         return rotated_size(self.tile_size, degrees, 0.85)  # nnU-Net's bound, which cuts off rare corners
@@ -57,6 +86,8 @@ class Augmentation:
         draws = self._draws(seed)
         if "synthesis" in draws:
             return self.source_size
+        if self.recipe.by_batchgenerators:
+            return self._library_extent(draws)
         return self._extent(self._warp(draws))
 
     def plan(self, seed: int) -> tuple[str, ...]:
@@ -71,13 +102,16 @@ class Augmentation:
                 f"got {image.shape[1:]} and {label.shape}; pad them, or choose a smaller tile"
             )
         draws = self._draws(seed)
-        warp = self._warp(draws)
+        by_library = self.recipe.by_batchgenerators
+        warp = None if by_library else self._warp(draws)
         if "synthesis" in draws:
             assert self.synthesis is not None
             image, label = _crop(image, label, self.source_size)
             image, label = self.synthesis(image, label, draws["synthesis"])
-        image, label = _crop(image, label, self._extent(warp))
-        if warp is None:
+        image, label = _crop(image, label, self._library_extent(draws) if by_library else self._extent(warp))
+        if by_library and draws.keys() & {*DEFORMATIONS}:
+            image, label = self._deform_by_library(image, label, draws)
+        elif warp is None:
             image, label = image.astype(np.float32, order="C"), label.copy()
         else:
             image, label = apply_warp(
@@ -88,6 +122,10 @@ class Augmentation:
         if flips:
             image = np.ascontiguousarray(np.flip(image, tuple(d + 1 for d in flips)))
             label = np.ascontiguousarray(np.flip(label, flips))
+        if "quarter_turn" in draws:
+            turns = int(draws["quarter_turn"].integers(1, 4))
+            image = np.ascontiguousarray(np.rot90(image, turns, (1, 2)))
+            label = np.ascontiguousarray(np.rot90(label, turns))
         return image, label
 
     def _chances(self) -> Iterator[tuple[str, Chance]]:
@@ -100,35 +138,98 @@ class Augmentation:
 
     def _draws(self, seed: int) -> dict[str, np.random.Generator]:
         """Returns the steps that act, each with its own generator, so that no step shifts another's draws."""
-        rng = np.random.default_rng(seed)
-        steps = [("synthesis", self.synthesis.probability if self.synthesis else 0.0)]
+        rng, further = np.random.default_rng(seed), {name for name, _ in self.recipe.further}
+        parts = [[("synthesis", self.synthesis.probability if self.synthesis else 0.0)], [], []]
         for name, chance in self._chances():
-            names = [f"mirror{d}" for d in range(len(self.tile_size))] if name == "mirror" else [name]
-            steps += [(each, chance.probability) for each in names]
+            axes = [axis for axis in self.recipe.mirror_axes if axis < len(self.tile_size)]
+            names = [f"mirror{axis}" for axis in axes] if name == "mirror" else [name]
+            part = parts[1 if name in further else 2 if name in _DRAWN_LAST else 0]
+            part += [(each, chance.probability) for each in names]
         draws: dict[str, np.random.Generator] = {}
-        num_further = len(self.recipe.further)  # drawn last, so that they do not change the other draws
-        for part in (steps[: len(steps) - num_further], steps[len(steps) - num_further :]):
-            luck, seeds = rng.random(len(part)), rng.integers(2**63, size=len(part))
-            draws |= {name: np.random.default_rng(s) for (name, share), u, s in zip(part, luck, seeds) if u < share}
+        luck: dict[str, float] = {}
+        for part in parts:
+            names = [name for name, _ in part]
+            luck |= dict(zip(names, rng.random(len(part))))
+            for (name, share), own_seed in zip(part, rng.integers(2**63, size=len(part))):
+                is_joint = self.recipe.together and name in DEFORMATIONS
+                if luck["rotation" if is_joint else name] < share:
+                    draws[name] = np.random.default_rng(own_seed)
         return draws
 
     def _warp(self, draws: dict[str, np.random.Generator]) -> Warp | None:
         """Returns the drawn deformation; None if the tile is only cropped."""
-        dims, matrix, offsets = len(self.tile_size), np.eye(len(self.tile_size)), None
-        if not {"rotation", "scaling", "elastic"} & draws.keys():
+        dims, matrix = len(self.tile_size), np.eye(len(self.tile_size))
+        offsets, shift = None, None
+        if not draws.keys() & {*DEFORMATIONS}:
             return None
         if "rotation" in draws:
             turn = self.recipe.rotation
             angles = draws["rotation"].uniform(turn.low, turn.high, dims * (dims - 1) // 2)
             matrix = rotate(list(angles), dims)
+        if "shear" in draws:
+            strength = self.recipe.shear
+            matrix = matrix @ sheared(list(draws["shear"].uniform(strength.low, strength.high, 3)), dims)
+        if "shift" in draws:
+            share = draws["shift"].uniform(self.recipe.shift.low, self.recipe.shift.high, dims)
+            shift = matrix @ (share * self.tile_size)
         if "scaling" in draws:
-            matrix = matrix * _around_one(draws["scaling"], self.recipe.scaling)
+            sides = dims if self.recipe.scales_each_side else 1
+            factors = [_around_one(draws["scaling"], self.recipe.scaling) for _ in range(sides)]
+            matrix = matrix * np.array(factors)
         if "elastic" in draws:
             rng, alpha = draws["elastic"], self.recipe.elastic
             offsets = draw_offsets(
                 rng, self.tile_size, rng.uniform(alpha.low, alpha.high), rng.uniform(*self.recipe.elastic_sigma)
             )
-        return Warp(matrix, offsets)
+        return Warp(matrix, offsets, shift)
+
+    def _library_extent(self, acting: Iterable[str]) -> Size:
+        """Returns the size of a crop in which batchgenerators finds all points, whatever it draws."""
+        recipe, dims, acting = self.recipe, len(self.tile_size), {*acting} & {*DEFORMATIONS}
+        half = (np.asarray(self.tile_size) - 1) / 2
+        if "elastic" in acting:  # it moves points by at most half of its strength, and the middle back
+            half = half + recipe.elastic.high * np.asarray(self.tile_size) / 2 + 1
+        if "rotation" in acting:
+            sine = np.sin(np.deg2rad(max(abs(recipe.rotation.low), abs(recipe.rotation.high))))
+            for i, j in itertools.combinations(range(dims), 2):
+                spread = np.eye(dims)
+                spread[i, j] = spread[j, i] = sine
+                half = spread @ half
+        if "scaling" in acting:
+            half = half * max(1.0, recipe.scaling.high)
+        return match_parity(2 * half + 1, self.tile_size)
+
+    def _deform_by_library(
+        self, image: Image, label: Label, draws: dict[str, np.random.Generator]
+    ) -> tuple[Image, Label]:
+        """Returns the tile that batchgenerators' spatial transform makes with the steps that act."""
+        from batchgenerators.augmentations.spatial_transformations import augment_spatial_2
+
+        recipe = self.recipe
+        angles = tuple(np.deg2rad((recipe.rotation.low, recipe.rotation.high)))
+        first = next(name for name in DEFORMATIONS if name in draws)
+        with _global_seed(int(draws[first].integers(2**32))):
+            images, labels = augment_spatial_2(
+                image[None].astype(np.float32),
+                label[None, None].astype(np.float32),
+                self.tile_size,
+                [side // 2 for side in self.tile_size],
+                do_elastic_deform="elastic" in draws,
+                deformation_scale=(recipe.elastic.low, recipe.elastic.high),
+                do_rotation="rotation" in draws,
+                angle_x=angles,
+                angle_y=angles,
+                angle_z=angles,
+                do_scale="scaling" in draws,
+                scale=(recipe.scaling.low, recipe.scaling.high),
+                border_mode_data="constant",
+                order_data=self.order,
+                border_mode_seg="constant",
+                border_cval_seg=self.outside_label,
+                order_seg=1,
+                random_crop=False,
+            )
+        return images[0], labels[0, 0].astype(label.dtype)
 
     def _extent(self, warp: Warp | None) -> Size:
         if warp is None:
@@ -147,6 +248,8 @@ class Augmentation:
             if name == "noise":
                 spread = np.float32(draws[name].uniform(chance.low, chance.high))
                 image += spread * draws[name].standard_normal(image.shape, dtype=np.float32)
+            elif name == "uniform_noise":
+                image += draws[name].uniform(chance.low, chance.high, image.shape).astype(np.float32)
             elif name == "low_resolution":
                 _lower_resolution(image, chance, draws[name])
             else:
@@ -170,7 +273,7 @@ def augment(
 
 
 def recipe_of(name: str) -> AugmentationRecipe:
-    """Returns the recipe ``none``, ``light``, ``full`` or ``paper``, with the extra steps that follow a ``+``."""
+    """Returns the recipe of ``RECIPES`` that the name begins with, with the extra steps that follow a ``+``."""
     first, *more = name.split("+")
     if first not in RECIPES:
         raise ValueError(f"an augmentation is one of {', '.join(RECIPES)}, got {first}")

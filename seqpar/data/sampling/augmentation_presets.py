@@ -1,5 +1,6 @@
 """Augmentation recipes: how often and how strongly each step acts on a tile."""
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -32,6 +33,9 @@ class ExtraStep:
     chance: Chance
 
 
+DEFORMATIONS = ("rotation", "scaling", "elastic", "shear", "shift")  # one resampling does them all
+
+
 @dataclass(frozen=True)
 class AugmentationRecipe:
     """The steps of an augmentation in the order in which they act, then extra ones in their order."""
@@ -48,12 +52,20 @@ class AugmentationRecipe:
     gamma_inverted: Chance = Chance()
     gamma: Chance = Chance()
     mirror: Chance = Chance()  # of each direction
+    shear: Chance = Chance()  # coefficients
+    shift: Chance = Chance()  # shares of the tile's sides
+    uniform_noise: Chance = Chance()  # what is added to each voxel
+    quarter_turn: Chance = Chance()  # in the plane of the first two directions, whose sides must be equal
+    mirror_axes: tuple[int, ...] = (0, 1, 2)
+    together: bool = False  # deformations act all at once, as often as the rotation
+    scales_each_side: bool = False  # by a factor of its own
+    by_batchgenerators: bool = False  # its spatial transform, whose elastic strength is a share of the tile's sides
     further: tuple[tuple[str, ExtraStep], ...] = ()  # by name; they act before mirroring
 
     @property
     def deforms(self) -> bool:
         """Whether a tile may be interpolated."""
-        return any(step.probability for step in (self.rotation, self.scaling, self.elastic))
+        return any(getattr(self, name).probability for name in DEFORMATIONS)
 
 
 def none() -> AugmentationRecipe:
@@ -92,9 +104,42 @@ def full() -> AugmentationRecipe:
 
 
 def paper() -> AugmentationRecipe:
-    """Returns rotation, elastic deformation and scaling, with batchgenerators' strengths for brains."""
-    return AugmentationRecipe(rotation=Chance(0.2, -30, 30), scaling=Chance(0.2, 0.7, 1.4), elastic=Chance(0.2, 0, 900))
+    """Returns rotation, elastic deformation and scaling by batchgenerators, as in its example of brain tumours."""
+    return AugmentationRecipe(
+        rotation=Chance(0.1, -15, 15),
+        scaling=Chance(0.1, 0.75, 1.25),
+        elastic=Chance(0.1, 0, 0.25),
+        by_batchgenerators=True,
+    )
+
+
+def lamp() -> AugmentationRecipe:
+    """Returns the deformation of LAMP's release for heads and necks (MONAI's Rand3DElastic)."""
+    return AugmentationRecipe(
+        rotation=Chance(0.8, -15, 15),
+        scaling=Chance(0.8, 0.8, 1.2),
+        elastic=Chance(0.8, 600, 1200),
+        elastic_sigma=(10.0, 50.0),
+        shear=Chance(0.8, -math.pi / 18, math.pi / 18),
+        shift=Chance(0.8, -0.05, 0.05),
+        together=True,
+        scales_each_side=True,
+    )
+
+
+def flips() -> AugmentationRecipe:
+    """Returns a flip of each direction for half of the tiles, as in the release of Hou et al."""
+    return AugmentationRecipe(mirror=Chance(0.5))
+
+
+def lamp_liver() -> AugmentationRecipe:
+    """Returns LAMP's recipe for livers: flips and turns by 90 degrees in the plane W D, and uniform noise."""
+    return AugmentationRecipe(
+        mirror=Chance(0.1), mirror_axes=(0, 1), quarter_turn=Chance(0.1), uniform_noise=Chance(1.0, -0.2, 0.2)
+    )
 
 
 ORDERS = {"linear": 1, "cubic": 3}  # of the image's interpolation; labels take the nearest voxel
-RECIPES: dict[str, Callable[[], AugmentationRecipe]] = {"none": none, "light": light, "full": full, "paper": paper}
+RECIPES: dict[str, Callable[[], AugmentationRecipe]] = {
+    recipe.__name__.replace("_", "-"): recipe for recipe in (none, light, full, paper, lamp, lamp_liver, flips)
+}

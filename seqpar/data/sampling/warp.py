@@ -5,6 +5,7 @@ voxels from the middle of their array.
 """
 
 import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,17 +22,24 @@ Size = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Warp:
-    """A deformation: a matrix and, if elastic, a coarse field of offsets in tile voxels ``(direction, *coarse)``."""
+    """A deformation: a matrix, then a shift in source voxels.
+
+    - ``offsets``: if elastic, a coarse field in tile voxels ``(direction, *coarse)``, added before the matrix acts
+    """
 
     matrix: NDArray[np.float64]
     offsets: NDArray[np.float32] | None = None
+    shift: NDArray[np.float64] | None = None
 
     def reach(self, tile_size: Size) -> Size:
         """Returns the size of the smallest centred source, of the tile's parity, with all points of the warp."""
         half = (np.asarray(tile_size) - 1) / 2
         if self.offsets is not None:
             half = half + np.abs(self.offsets).reshape(len(tile_size), -1).max(1)
-        return match_parity(np.abs(self.matrix) @ half * 2 + 1, tile_size)
+        half = np.abs(self.matrix) @ half
+        if self.shift is not None:
+            half = half + np.abs(self.shift)
+        return match_parity(half * 2 + 1, tile_size)
 
 
 def match_parity(size: Any, tile_size: Size) -> Size:
@@ -47,6 +55,15 @@ def rotate(angles: list[float], dims: int) -> NDArray[np.float64]:
         rotation[i, i] = rotation[j, j] = np.cos(radians)
         rotation[i, j], rotation[j, i] = -np.sin(radians), np.sin(radians)
         matrix = rotation @ matrix
+    return matrix
+
+
+def sheared(coefficients: Sequence[float], dims: int) -> NDArray[np.float64]:
+    """Returns the matrix that shears W by D and by H, and D by W (those that exist), as MONAI's with three numbers."""
+    matrix = np.eye(dims)
+    for coefficient, (i, j) in zip(coefficients, ((0, 1), (0, 2), (1, 0))):
+        if max(i, j) < dims:
+            matrix[i, j] = coefficient
     return matrix
 
 
@@ -121,4 +138,6 @@ def _places(warp: Warp, tile_size: Size) -> list[torch.Tensor]:
         fields = F.interpolate(coarse, tile_size, mode=mode, align_corners=True)[0]
         start = [a + field for a, field in zip(start, fields)]
     moved = [sum((a * float(m) for a, m in zip(start, row)), torch.zeros(())) for row in warp.matrix]
+    if warp.shift is not None:
+        moved = [m + float(shift) for m, shift in zip(moved, warp.shift)]
     return [m.expand(tile_size) for m in moved]
