@@ -139,9 +139,12 @@ def set_float_sums() -> None:
     predictions.torch = Torch()
 
 
-if __name__ == "__main__":  # python -m tests.nnunet.real_nnunet ROOT [NAME ...]: makes both, or those
-    root = Path(sys.argv[1])
-    set_paths(root)
-    for name in sys.argv[2:] or (PLAIN, REGIONS):
-        make_dataset(root / "nnUNet_raw", name)
-        print(plan_and_train(root, name))
+if __name__ == "__main__":  # train ROOT NAME ...: makes data sets and trains; predict ROOT MODEL IMAGES OUT
+    act, root, *words = sys.argv[1:]
+    set_paths(Path(root))
+    if act == "predict":
+        predicted(*map(Path, words))
+    else:
+        for name in words:
+            make_dataset(Path(root) / "nnUNet_raw", name)
+            plan_and_train(Path(root), name)

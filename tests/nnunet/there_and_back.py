@@ -1,15 +1,19 @@
-"""From the real nnU-Net to seqpar and back: the same label maps, on networks that it planned and trained itself."""
+"""From the real nnU-Net to seqpar and back: the same label maps, on networks that it planned and trained itself.
+
+Each program is a process of its own, as for people: nnU-Net's threads would stop processes that seqpar forks.
+"""
 
 import json
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import nibabel
 import numpy as np
 import pytest
 
-from seqpar.cli import export, predict, train
-from tests.nnunet.real_nnunet import PLAIN, REGIONS, make_dataset, plan_and_train, predicted, set_paths
+from tests.nnunet.real_nnunet import PLAIN, REGIONS
 
 CASES = 2
 FOLLOW = """
@@ -22,15 +26,22 @@ NETWORKS = {PLAIN: ("nnunet-plain", "16 16 8", "1,1,2"), REGIONS: ("nnunet-resen
 def trained(request, tmp_path_factory) -> tuple[Path, str, Path]:
     """A folder, the name of a data set in it, and the results of nnU-Net's training on it."""
     root, name = tmp_path_factory.mktemp("nnunet"), request.param
-    set_paths(root)
-    make_dataset(root / "nnUNet_raw", name)
-    return root, name, plan_and_train(root, name)
+    started("tests.nnunet.real_nnunet", "train", root, name)
+    (results,) = (root / "nnUNet_results" / name).iterdir()
+    return root, name, results
+
+
+def started(module: str, *arguments: object) -> None:
+    """Runs a module as a program; fails with its last words where it does."""
+    line = [sys.executable, "-m", module, *map(str, arguments)]
+    done = subprocess.run(line, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, f"{done.stdout[-2000:]}\n{done.stderr[-2000:]}"
 
 
 def run_of(root: Path, name: str, out: str, *flags: str) -> Path:
     """Trains with seqpar; returns the run folder."""
-    data = ["--data", str(root / "nnUNet_raw" / name), "--cache", str(root / f"cache-{out}"), "--out", str(root / out)]
-    assert train.act([*FOLLOW.split(), *data, *flags]) == 0
+    data = ["--data", root / "nnUNet_raw" / name, "--cache", root / f"cache-{out}", "--out", root / out]
+    started("seqpar.cli.train", *FOLLOW.split(), *data, *flags)
     return root / out
 
 
@@ -51,9 +62,11 @@ def refuse_other_predictions(root: Path, name: str, run: Path) -> None:
     for path in (root / "nnUNet_raw" / name / "imagesTr").glob("case_00[01]_*"):
         shutil.copy(path, images)
     back, ours = root / f"back-{run.name}", root / f"ours-{run.name}"
-    assert export.act([str(run), str(back)]) == 0
-    assert predict.act([str(run), "-i", str(images), "-o", str(ours), "--device", "cpu"]) == 0
-    refuse_different(ours, predicted(back, images, root / f"theirs-{run.name}"))
+    theirs = root / f"theirs-{run.name}"
+    started("seqpar.cli.export", run, back)
+    started("seqpar.cli.predict", run, "-i", images, "-o", ours, "--device", "cpu")
+    started("tests.nnunet.real_nnunet", "predict", root, back, images, theirs)
+    refuse_different(ours, theirs)
 
 
 def test_unchanged_weights_validate_as_nnunet_did_and_go_back(trained) -> None:
