@@ -26,7 +26,11 @@ from seqpar.parallel.watchdog import Watch, format_ranks
 
 @dataclass(frozen=True, eq=False)
 class Group:
-    """An ordered group of ranks that work together, one of which is this process."""
+    """An ordered group of ranks that work together, one of which is this process.
+
+    A copied module shares its group with the original. A pickled group remembers the name of its process group and
+    finds it again among those of the process that loads it.
+    """
 
     name: str
     ranks: tuple[int, ...] = (0,)
@@ -70,8 +74,34 @@ class Group:
         """Drops the process group and its threads: one that outlives the Python interpreter aborts the process."""
         object.__setattr__(self, "handle", None)
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Group":
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        name = "" if self.handle is None else self.handle.group_name
+        return _find_group, (self.name, self.ranks, name, self.places)
+
     def __str__(self) -> str:
         return f"{self.name} group of {format_ranks(self.ranks)}"
+
+
+def _find_group(name: str, ranks: tuple[int, ...], handle_name: str, places: tuple[int, ...] | None) -> Group:
+    """Returns the pickled group of these ranks, with the process group of that name in this process."""
+    if len(ranks) == 1:
+        return Group(name, ranks)
+    try:
+        handle = dist.distributed_c10d._resolve_process_group(handle_name)  # type: ignore[arg-type]
+        among = dist.get_process_group_ranks(handle)
+        found = tuple(among[place] for place in places or range(len(among)))
+        if found != ranks or dist.get_rank() not in ranks:
+            raise ValueError(f"it has {format_ranks(found)}")
+    except (RuntimeError, ValueError, LookupError):
+        raise ValueError(
+            f"this was saved in a {name} group of {format_ranks(ranks)}, which does not exist here: load it on the "
+            "same ranks once their groups are made, or save state_dict() and load that into a network built for this "
+            "group"
+        ) from None
+    return Group(name, ranks, ranks.index(dist.get_rank()), handle, places=places, watch=Watch(dist.get_rank()))
 
 
 AnyGroup = Group | dist.ProcessGroup | DeviceMesh  # what a user may pass; ``as_group`` converts it

@@ -61,18 +61,22 @@ class Images:
         return "The images of this case are not known: name their folder by --images. Only the labels are shown."
 
 
+def recipe_of(record: RunRecord) -> Recipe:
+    """Returns how a run prepares its images; raises DataError if config.json does not say."""
+    try:
+        return Recipe.from_json(record.dataset["recipe"])
+    except (KeyError, TypeError, AttributeError) as error:
+        problem = f"does not say how images are prepared ({type(error).__name__}: {error}); use --cases 0"
+        raise DataError(record.path / "config.json", problem) from None
+
+
 def find_images(record: RunRecord, folder: Path | None, truth: Path | None, gaps: list[str]) -> Images:
     """Returns the images of a run's data, and of the cases in ``folder``, which come first.
 
     Without a folder, ``truth`` may be a data set, which has images too. What is lacking is added to ``gaps``; a folder
     without any usable case raises DataError.
     """
-    try:
-        recipe = Recipe.from_json(record.dataset["recipe"])
-    except (KeyError, TypeError, AttributeError) as error:
-        problem = f"does not say how images are prepared ({type(error).__name__}: {error}); use --cases 0"
-        raise DataError(record.path / "config.json", problem) from None
-    place = record.dataset.get("prepared")
+    recipe, place = recipe_of(record), record.dataset.get("prepared")
     try:
         cache = open_cache(Path(str(place))) if place else None
     except DataError:

@@ -43,8 +43,10 @@ class Conv3d(nn.Conv3d):
 
     def forward(self, x: Tensor, grid: BoxGrid | None = None) -> tuple[Tensor, BoxGrid | None]:  # type: ignore[override]
         """Returns this rank's box of the output, ``b c W/s D/s H/s``, and its box grid."""
+        _refuse_channels(self, x)
         if self._is_local() and is_channels_last(x):
-            assert grid is None or grid.fits(x), (x.shape, grid.sides)
+            if grid is not None:
+                grid.refuse_other_box(x)
             y = F.linear(rearrange(x, "b c w d h -> b w d h c"), self.weight.flatten(1), self.bias)
             return rearrange(y, "b w d h c -> b c w d h"), grid
         if grid is None:
@@ -56,7 +58,7 @@ class Conv3d(nn.Conv3d):
         padding = tuple(reach.padding for reach in reaches)
         keep_window = not fits_whole_samples(x) if self.keep_window is None else self.keep_window
         how = BoxConvolution(Halos.of(grid, reaches), ConvOptions.of(self, padding), keep_window)
-        assert grid.fits(x), (x.shape, grid.sides)
+        grid.refuse_other_box(x)
         return _convolve(x, self.weight, self.bias, how), output_grid(grid, reaches)
 
     def _whole(self, x: Tensor) -> Tensor:
@@ -99,6 +101,7 @@ class ConvTranspose3d(nn.ConvTranspose3d):
 
     def forward(self, x: Tensor, grid: BoxGrid | None = None) -> tuple[Tensor, BoxGrid | None]:  # type: ignore[override]
         """Returns this rank's box of the output, ``b c W/s D/s H/s``, and its box grid."""
+        _refuse_channels(self, x)
         if grid is None:
             return match_memory_format(super().forward(x), x), None
         options = zip(self.kernel_size, self.stride, self.padding, self.dilation, self.output_padding)
@@ -112,7 +115,7 @@ class ConvTranspose3d(nn.ConvTranspose3d):
         output_padding = tuple(e if reach.local else 0 for e, reach in zip(self.output_padding, reaches))
         conv_options = replace(ConvOptions.of(self, padding), output_padding=output_padding)
         how = BoxConvolution(Halos.of(grid, reaches), conv_options, self.keep_window, Halos.crop(computed, result.box))
-        assert grid.fits(x), (x.shape, grid.sides)
+        grid.refuse_other_box(x)
         return _convolve(x, self.weight, self.bias, how), result
 
     def _computed(self, dim: int, reach: ReceptiveField, place: int) -> Interval:
@@ -128,6 +131,13 @@ class ConvTranspose3d(nn.ConvTranspose3d):
 def _refuse_padding(mode: str) -> None:
     if mode != "zeros":
         raise ValueError(f"padding_mode={mode!r} does not work across boxes: use 'zeros'")
+
+
+def _refuse_channels(conv: Conv3d | ConvTranspose3d, x: Tensor) -> None:
+    if x.ndim != 5 or x.shape[1] != conv.in_channels:
+        raise ValueError(
+            f"expected a volume (batch, {conv.in_channels} channels, W, D, H), got shape {tuple(x.shape)}, for {conv}"
+        )
 
 
 def _convolve(x: Tensor, weight: Tensor, bias: Tensor | None, how: BoxConvolution) -> Tensor:

@@ -36,7 +36,7 @@ class MaxPool3d(nn.MaxPool3d):
         """Returns this rank's box of the output, ``b c W/s D/s H/s``, and its box grid."""
         if grid is None:
             return super().forward(x), None
-        assert grid.fits(x), (x.shape, grid.sides)
+        grid.refuse_other_box(x)
         reaches = _pool_reaches(self, _three(self.dilation), grid)
         window = Halos.of(grid, reaches).fetch(x, -math.inf)
         padding = [reach.padding for reach in reaches]
@@ -59,7 +59,7 @@ class AvgPool3d(nn.AvgPool3d):
         """Returns this rank's box of the output, ``b c W/s D/s H/s``, and its box grid."""
         if grid is None:
             return super().forward(x), None
-        assert grid.fits(x), (x.shape, grid.sides)
+        grid.refuse_other_box(x)
         reaches = _pool_reaches(self, (1, 1, 1), grid)
         window = Halos.of(grid, reaches).fetch(x)
         padding = [reach.padding for reach in reaches]
@@ -109,7 +109,7 @@ class Upsample(nn.Upsample):
         """Returns this rank's box of the output, ``b c W/s D/s H/s``, and its box grid."""
         if grid is None:
             return self._upsample(x), None
-        assert grid.fits(x), (x.shape, grid.sides)
+        grid.refuse_other_box(x)
         interpolates = self.mode == "trilinear"
         reaches = [enlarging_reach(edges, f, int(interpolates and f > 1)) for edges, f in zip(grid.edges, self.factors)]
         window = Halos.of(grid, reaches).fetch(x)
@@ -157,7 +157,7 @@ class GlobalMean(nn.AdaptiveAvgPool3d):
         """Returns the means, and None because they are not split into boxes."""
         if grid is None:
             return super().forward(x), None
-        assert grid.fits(x), (x.shape, grid.sides)
+        grid.refuse_other_box(x)
         fraction = math.prod(grid.sides) / math.prod(grid.extents)
         mean = x.mean((2, 3, 4), keepdim=True, dtype=torch.promote_types(x.dtype, torch.float32))
         return all_sum(mean * fraction, grid.group, "statistics").to(x.dtype), None

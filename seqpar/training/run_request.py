@@ -7,6 +7,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from seqpar.data.errors import DataError
 from seqpar.data.preparation.fingerprint import Fingerprint
 from seqpar.models.build import NETWORK_NAMES, family_of
 from seqpar.parallel.consensus import run_on_rank0_before_mesh
@@ -20,6 +21,7 @@ from seqpar.runs.archive import is_archive
 from seqpar.runs.fold_folder import has_ended, runs_of
 from seqpar.runs.run_folder import holds_folds, holds_run, read_config
 from seqpar.runs.run_status import changed_settings, describe_kill
+from seqpar.settings.checks import check_network
 from seqpar.settings.command_line import default_preset, naming_preset, parse, shortened_warmup, wants_gpu
 from seqpar.settings.config import Config
 from seqpar.settings.data_settings import ALL_FOLDS, OWN
@@ -232,10 +234,22 @@ def _read_saved(line: _CommandLine) -> dict[str, Any]:
             f"that folder, or start a new one from an exported run's weights (--weights {out})"
         )
     content = read_config(out)
-    if lacking := [part for part in ("config", "layout") if not isinstance(content.get(part), dict)]:
-        raise ValueError(
-            f"{out}/config.json lacks {lacking[0]!r}, so the run cannot be resumed: restore it, or begin anew"
+    lacking = [part for part in ("config", "dataset", "layout") if not isinstance(content.get(part), dict)]
+    if not lacking:
+        tiles = content["layout"].get("global_batches") or [content["layout"].get("data")]
+        is_whole = isinstance(tiles, list) and all(isinstance(number, int) and number > 0 for number in tiles)
+        lacking = [] if is_whole else ["layout.global_batches"]
+    if not isinstance(content.setdefault("history", []), list):
+        lacking.append("history")
+    if lacking:
+        raise DataError(
+            f"{out}/config.json", f"lacks {lacking[0]!r}, so the run cannot be resumed: restore it, or begin anew"
         )
+    try:
+        check_network(Config.from_dict(content["config"]), NETWORK_NAMES)
+    except ValueError as error:
+        problem = f"cannot be used ({str(error).removeprefix('config.json: ')}): restore it, or begin anew"
+        raise DataError(f"{out}/config.json", problem) from None
     preset = content.get("preset", line.preset)
     if line.names_preset and line.preset != preset:
         raise ValueError(f"--preset {line.preset}: the run in {out} continues as it began, {preset}: remove it")

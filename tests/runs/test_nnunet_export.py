@@ -30,11 +30,11 @@ def test_the_folder_predicts_what_the_run_predicts(kind: str, tmp_path: Path) ->
     run = make_run(tmp_path / "run", recipe, config, **keys)
     write_images(tmp_path / "images")
     assert export([str(run), str(tmp_path / "back")]) == 0
-    assert act(tmp_path, run, out="ours") == act(tmp_path, tmp_path / "back", out="back") == 0
+    assert act(tmp_path, run, out="ours") == act(tmp_path, tmp_path / "back", out="theirs") == 0
     names = sorted(path.name for path in (tmp_path / "ours").glob("*.nii.gz"))
     assert names
     for name in names:
-        ours, back = (voxels(tmp_path / folder / name) for folder in ("ours", "back"))
+        ours, back = (voxels(tmp_path / folder / name) for folder in ("ours", "theirs"))
         assert np.count_nonzero(ours != back) <= ours.size / 10_000 and len(np.unique(ours)) > 1
 
 

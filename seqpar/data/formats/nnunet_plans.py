@@ -3,13 +3,17 @@
 Axes are nnU-Net's: those of the file reversed (z y x), then transposed as the plans say.
 """
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from seqpar.data.errors import DataError
-from seqpar.data.formats.dataset_json import modalities_of
+from seqpar.data.formats.dataset_json import modalities_of, whole_numbers
+
+Read = TypeVar("Read")
 
 SCHEMES = (
     "CTNormalization",
@@ -139,24 +143,36 @@ def plan_of(plans: Mapping[str, Any], configuration: str, path: Path) -> NnunetP
         raise DataError(path, f"has no configuration {configuration!r}, only {names}; use plans of the same folder")
     own = _inherited(configurations, configuration, path)
     _refuse(own, configuration, path)
+
+    def read(key: str, make: Callable[[Any], Read], source: Mapping[str, Any] = own, of: str = "") -> Read:
+        value = source[key]
+        try:
+            return make(value)
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            name = of or f"{key} of configuration {configuration}"
+            raise DataError(path, f"{name} is {value!r} ({error}); copy the file again") from error
+
     try:
         old = "foreground_intensity_properties_by_modality"
         intensities = plans.get("foreground_intensity_properties_per_channel") or plans[old]
         network_class, arguments = _architecture(own, path)
-        schemes = tuple(own["normalization_schemes"])
+        schemes = read("normalization_schemes", tuple[str, ...])
         plan = NnunetPlan(
-            spacing=tuple(map(float, own["spacing"])),
-            transpose_forward=tuple(map(int, plans["transpose_forward"])),
+            spacing=read("spacing", lambda sizes: tuple(map(_length, sizes))),
+            transpose_forward=read("transpose_forward", lambda axes: tuple(map(int, axes)), plans, "transpose_forward"),
             schemes=schemes,
-            masked=tuple(map(bool, own["use_mask_for_norm"])),
-            intensities=tuple(intensities[str(n)] for n in range(len(schemes))),
+            masked=read("use_mask_for_norm", lambda masks: tuple(map(bool, masks))),
+            intensities=tuple(
+                read(str(n), partial(_intensity, scheme), intensities, f"the intensity of channel {n}")
+                for n, scheme in enumerate(schemes)
+            ),
             resampling=_resampling(own, "data"),
             label_resampling=_resampling(own, "seg"),
             logit_resampling=_resampling(own, "probabilities"),
             reader=str(plans["image_reader_writer"]),
             configuration=configuration,
-            patch_size=tuple(map(int, own["patch_size"])),
-            batch_size=int(own["batch_size"]),
+            patch_size=read("patch_size", lambda sides: tuple(map(_count, sides))),
+            batch_size=read("batch_size", _count),
             batch_dice=bool(own["batch_dice"]),
             network_class=network_class,
             network_arguments=arguments,
@@ -167,6 +183,26 @@ def plan_of(plans: Mapping[str, Any], configuration: str, path: Path) -> NnunetP
         raise DataError(path, f"lacks what configuration {configuration} needs ({error}); copy it again") from error
     _refuse_unknown(plan, path)
     return plan
+
+
+def _length(value: Any) -> float:
+    if not 0 < float(value) < math.inf:
+        raise ValueError("it must be above 0")
+    return float(value)
+
+
+def _count(value: Any) -> int:
+    if int(value) != value or value < 1:
+        raise ValueError("it must be a whole number above 0")
+    return int(value)
+
+
+def _intensity(scheme: str, known: Mapping[str, Any]) -> dict[str, float]:
+    """Returns the statistics of a channel, which one scheme reads."""
+    names = ("mean", "std", "percentile_00_5", "percentile_99_5") if scheme == SCHEMES[0] else ()
+    if not all(math.isfinite(known[name]) for name in names):
+        raise ValueError(f"{', '.join(names)} must be finite numbers")
+    return dict(known)
 
 
 def patch_size_of(plans: Mapping[str, Any], configuration: str) -> tuple[int, ...]:
@@ -180,11 +216,7 @@ def declaration_of(content: Mapping[str, Any], path: Path) -> NnunetDeclaration:
     declared = content.get("labels")
     if not isinstance(declared, dict) or "background" not in declared:
         raise DataError(path, f'labels is {declared!r}; it must look like {{"background": 0, "tumour": 1}}')
-    members = {
-        name: tuple(map(int, value if isinstance(value, list) else (value,)))
-        for name, value in declared.items()
-        if name != "ignore"
-    }
+    members = {name: whole_numbers(value, path) for name, value in declared.items() if name != "ignore"}
     values = sorted({value for many in members.values() for value in many})
     if values != list(range(len(values))):
         raise DataError(path, f"its labels have the values {values}; nnU-Net numbers them from 0 without gaps")
@@ -195,7 +227,7 @@ def declaration_of(content: Mapping[str, Any], path: Path) -> NnunetDeclaration:
         return NnunetDeclaration(channels, labels, {}, ())
     regions = {name: many for name, many in members.items() if set(many) != {0}}
     order = content.get("regions_class_order")
-    if not isinstance(order, list) or len(order) != len(regions) or not set(order) <= set(values):
+    if not isinstance(order, list) or len(order) != len(regions) or not all(value in values for value in order):
         raise DataError(path, f"regions_class_order is {order!r}; give a label for each of {', '.join(regions)}")
     return NnunetDeclaration(channels, labels, regions, tuple(map(int, order)))
 
@@ -204,6 +236,8 @@ def _inherited(configurations: Mapping[str, Any], name: str, path: Path, seen: S
     if name not in configurations or name in seen:
         raise DataError(path, f"a configuration inherits from {name!r}, which is missing or inherits from it in turn")
     own = configurations[name]
+    if not isinstance(own, Mapping):
+        raise DataError(path, f"configuration {name} is {own!r}; an object with its settings is needed")
     parent = own.get("inherits_from")
     return {**(_inherited(configurations, parent, path, (*seen, name)) if parent else {}), **own}
 
@@ -214,7 +248,7 @@ def _refuse(own: Mapping[str, Any], name: str, path: Path) -> None:
             path, f"configuration {name} is the second stage of a cascade (previous_stage {own['previous_stage']}), "
             "which also takes the first stage's labels and is not supported; use 3d_fullres or 3d_lowres"
         )  # fmt: skip
-    if len(own.get("patch_size", ())) == 2:
+    if isinstance(own.get("patch_size"), list) and len(own["patch_size"]) == 2:
         raise DataError(path, f"configuration {name} is 2d (patch {own['patch_size']}); only 3d networks are supported")
 
 
@@ -232,6 +266,8 @@ def _refuse_unknown(plan: NnunetPlan, path: Path) -> None:
     ):
         if unknown := [value for value in used if value not in known]:
             raise DataError(path, f"{name} is {unknown[0]}; supported: {', '.join(map(str, known))}")
+    if len(plan.masked) != len(plan.schemes):
+        raise DataError(path, f"has {len(plan.schemes)} normalization_schemes but {len(plan.masked)} use_mask_for_norm")
     if sorted(plan.transpose_forward) != [0, 1, 2] or len(plan.spacing) != 3 or len(plan.patch_size) != 3:
         raise DataError(
             path, f"transpose_forward {plan.transpose_forward}, spacing {plan.spacing} and patch_size "
@@ -243,12 +279,11 @@ def _resampling(own: Mapping[str, Any], what: str) -> Resampling:
     function = own.get(f"resampling_fn_{what}", RESAMPLINGS[0])
     options = own.get(f"resampling_fn_{what}_kwargs") or {}
     default = 3 if what == "data" else 1
-    return Resampling(
-        str(function),
-        int(options.get("order", default)),
-        int(options.get("order_z", 0)),
-        options.get("force_separate_z"),
-    )
+    try:
+        orders = int(options.get("order", default)), int(options.get("order_z", 0))
+    except (TypeError, ValueError, AttributeError) as error:
+        raise ValueError(f"resampling_fn_{what}_kwargs is {options!r}") from error
+    return Resampling(str(function), *orders, options.get("force_separate_z"))
 
 
 def _architecture(own: Mapping[str, Any], path: Path) -> tuple[str, dict[str, Any]]:

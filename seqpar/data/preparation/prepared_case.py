@@ -148,27 +148,42 @@ def load_case(case: Case, recipe: Recipe, step: Step = ignore_step) -> Loaded:
     first: Geometry | None = None
     for path in case.images:
         array, geometry, digest = read_volume(path)
-        num_channels = len(recipe.modalities) if len(case.images) == 1 else 1
-        if len(array) != num_channels:
-            raise DataError(path, f"has {len(array)} channels; it needs {num_channels}: {', '.join(recipe.modalities)}")
         first = first or geometry
-        if (how := geometry_difference(geometry, first)) is not None:
-            raise DataError(path, f"does not match {case.images[0]}: {how}; register or resample it")
+        refuse_mismatch(case, path, geometry, len(array), first, recipe.modalities)
         channels += list(to_canonical(array, geometry.orientation))
         digests.append(digest)
         step()
-    if first is None or len(channels) != len(recipe.modalities):
-        raise DataError(case.images[0] if case.images else case.id,
-                        f"has {len(channels)} modalities; {len(recipe.modalities)} are needed")  # fmt: skip
+    assert first is not None
     ids = None
     if case.label is not None:
         array, geometry, digest = read_volume(case.label)
-        if (how := geometry_difference(geometry, first)) is not None:
-            raise DataError(case.label, f"does not match {case.images[0]}: {how}; draw it on the image again")
-        ids = to_canonical(_class_ids(array, recipe, case.label), geometry.orientation)
+        refuse_mismatch(case, case.label, geometry, len(array), first, recipe.modalities)
+        ids = to_canonical(_class_ids(array[0], recipe, case.label), geometry.orientation)
         digests.append(digest)
         step()
     return Loaded(np.stack(channels), ids, first, tuple(digests))
+
+
+def refuse_mismatch(
+    case: Case, path: Path, geometry: Geometry, num_channels: int, first: Geometry, modalities: Sequence[str]
+) -> None:
+    """Raises DataError for a file of a case, image or label, that does not match its other files or the data set.
+
+    first: of the case's first image.
+    """
+    if len(case.images) not in (1, len(modalities)):
+        raise DataError(case.images[0], f"has {len(case.images)} modalities; {len(modalities)} are needed")
+    if path == case.label:
+        if (how := geometry_difference(geometry, first)) is not None:
+            raise DataError(path, f"does not match {case.images[0]}: {how}; draw it on the image again")
+        if num_channels != 1:
+            raise DataError(path, f"has {num_channels} channels; a label has one value per voxel")
+        return
+    needed = len(modalities) if len(case.images) == 1 else 1
+    if num_channels != needed:
+        raise DataError(path, f"has {num_channels} channels; it needs {needed}: {', '.join(modalities)}")
+    if (how := geometry_difference(geometry, first)) is not None:
+        raise DataError(path, f"does not match {case.images[0]}: {how}; register or resample it")
 
 
 def prepare_loaded(loaded: Loaded, case: Case, recipe: Recipe, step: Step = ignore_step) -> Prepared:
@@ -238,11 +253,8 @@ def image_to_source(image: np.ndarray, properties: Properties) -> np.ndarray:
     return np.stack([channel_to_source(channel, properties) for channel in channels])
 
 
-def _class_ids(array: np.ndarray, recipe: Recipe, path: Path) -> np.ndarray:
+def _class_ids(label: np.ndarray, recipe: Recipe, path: Path) -> np.ndarray:
     """Returns the class ids ``(W, D, H)`` of a label file; raises DataError for an undeclared value."""
-    if len(array) != 1:
-        raise DataError(path, f"has {len(array)} channels; a label has one value per voxel")
-    label = array[0]
     if label.dtype.kind == "f":
         whole = np.rint(label)
         if (fractions := int((whole != label).sum())) > 0:
