@@ -11,7 +11,8 @@ import torch
 from seqpar.attention.strategies import check_strategy
 from seqpar.cluster.devices import device_here
 from seqpar.data.errors import DataError
-from seqpar.data.preparation.preparation import Preparation, RecipePreparation
+from seqpar.data.preparation.preparation import preparation_of
+from seqpar.data.preparation.prepared_case import Preparation
 from seqpar.data.preparation.recipe import Recipe
 from seqpar.models.build import NETWORK_NAMES, build_network, build_on_meta, family_of, layout_of
 from seqpar.models.network import Network
@@ -74,17 +75,17 @@ class TrainedRun:
     @property
     def preparation(self) -> Preparation:
         """How cases are prepared for the networks."""
-        return RecipePreparation(self.recipe)
+        return preparation_of(self.recipe)
 
     @property
     def mirror(self) -> tuple[int, ...]:
         """The directions over whose flips predictions are averaged where nothing else is asked for."""
-        return ()
+        return self.config.mirror
 
     @property
     def window_rule(self) -> str:
-        """Where sliding windows lie and what they weigh: one of ``inference.windows.RULES``."""
-        return "stride"
+        """Where sliding windows lie and what they weigh: one of ``window_grid.RULES``."""
+        return self.config.window_rule
 
     @property
     def why_not_whole(self) -> str:

@@ -24,7 +24,7 @@ from seqpar.runs.run_status import changed_settings, describe_kill
 from seqpar.settings.checks import check_network
 from seqpar.settings.command_line import default_preset, naming_preset, parse, shortened_warmup, wants_gpu
 from seqpar.settings.config import Config
-from seqpar.settings.data_settings import ALL_FOLDS
+from seqpar.settings.data_settings import ALL_FOLDS, OWN
 from seqpar.settings.field import Circumstances
 from seqpar.settings.lessons import Lesson, lessons_of
 from seqpar.settings.presets import FROM_DATA
@@ -114,6 +114,10 @@ def _resolve(line: _CommandLine, launcher: Launcher, meeting: Meeting | None, on
         config, auto = _plan_by_first(config, line.flags, launcher, meeting or Meeting(launcher))
     config, choices, data = choose_open_settings(config, launcher, fingerprint if config.dry_run else None)
     choices = {**auto, **choices, **dealt}
+    if config.prepare != OWN:
+        from seqpar.weights.nnunet_settings import describe_preparation
+
+        choices = {"prepare": (describe_preparation(config),), **choices}
     if warmup:
         choices = {"warmup": (warmup,), **choices}
     if line.config.out != line.asked_out:
@@ -187,7 +191,7 @@ def _read_line(arguments: Sequence[str], launcher: Launcher) -> _CommandLine:
     on_gpu = wants_gpu(arguments)
     preset, config, flags = parse(arguments, default_preset(arguments, on_gpu), NETWORK_NAMES)
     asked_out, parsed = config.out, config
-    if config.plans or config.weights:
+    if config.plans or config.weights or "prepare" in flags:
         from seqpar.weights.nnunet_settings import with_plans  # nnU-Net's files have settings too
 
         config = with_plans(config, flags)

@@ -5,7 +5,7 @@ Axes are nnU-Net's: those of the file reversed (z y x), then transposed as the p
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -23,7 +23,8 @@ SCHEMES = (
     "RGBTo01Normalization",
 )
 READERS = ("SimpleITKIO", "NibabelIO", "SimpleITKIOWithReorient", "NibabelIOWithReorient")
-RESAMPLINGS = ("resample_data_or_seg_to_shape", "no_resampling_hack")
+NONE = "no_resampling_hack"
+RESAMPLINGS = ("resample_data_or_seg_to_shape", NONE)
 
 
 @dataclass(frozen=True)
@@ -42,33 +43,73 @@ class Resampling:
 
 
 @dataclass(frozen=True)
-class NnunetPlan:
-    """One configuration of nnU-Net's plans: how images are prepared, and the network's arguments.
+class ImagePlan:
+    """How nnU-Net prepares images: the part of a plan that prepared data follow.
 
     - ``masked``: whether a channel's mean and standard deviation are those of its nonzero voxels
     - ``intensities``: mean, standard deviation and 0.5 and 99.5 percentiles of each channel's foreground
-    - ``resampling``: of images; ``logit_resampling``: of logits on their way back
+    - ``resampling``: of images; ``label_resampling``: of labels; ``logit_resampling``: of logits on their way back
     """
 
-    configuration: str
-    patch_size: tuple[int, ...]
     spacing: tuple[float, ...]
-    batch_size: int
-    batch_dice: bool
     transpose_forward: tuple[int, ...]
     schemes: tuple[str, ...]
     masked: tuple[bool, ...]
     intensities: tuple[dict[str, float], ...]
     resampling: Resampling
+    label_resampling: Resampling
     logit_resampling: Resampling
     reader: str
-    network_class: str
-    network_arguments: Mapping[str, Any]
 
     @property
     def file_axes(self) -> tuple[int, ...]:
         """The axis of the network for each axis W D H of a file."""
         return tuple(self.transpose_forward.index(2 - axis) for axis in range(3))
+
+    @property
+    def of_images(self) -> "ImagePlan":
+        """This plan without its network."""
+        return ImagePlan(**{own.name: getattr(self, own.name) for own in fields(ImagePlan)})
+
+    @property
+    def resamples(self) -> bool:
+        """Whether images are resampled; else each keeps its spacing."""
+        return self.resampling.function != NONE
+
+    def spaced(self, spacing: str | Sequence[float]) -> "ImagePlan":
+        """Returns this plan of images with another spacing: three sizes along W D H, or "source" for each its own."""
+        if spacing == "source":
+            steps = ("resampling", "label_resampling", "logit_resampling")
+            return replace(self.of_images, **{name: replace(getattr(self, name), function=NONE) for name in steps})
+        if isinstance(spacing, str):
+            raise ValueError(f"--spacing {spacing}: nnU-Net's plan takes three sizes in mm, or source; give those")
+        sizes = dict(zip(self.file_axes, spacing))
+        return replace(self.of_images, spacing=tuple(sizes[axis] for axis in range(3)))
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns what `from_json` reads."""
+        return asdict(self.of_images)
+
+    @staticmethod
+    def from_json(value: Mapping[str, Any]) -> "ImagePlan":
+        """Returns the plan that `to_json` wrote."""
+        read: dict[str, Any] = {name: tuple(part) if isinstance(part, list) else part for name, part in value.items()}
+        steps: dict[str, Any] = {
+            name: Resampling(**part) for name, part in value.items() if name.endswith("resampling")
+        }
+        return ImagePlan(**{**read, **steps})
+
+
+@dataclass(frozen=True)
+class NnunetPlan(ImagePlan):
+    """One configuration of nnU-Net's plans: how images are prepared, and the network's arguments."""
+
+    configuration: str
+    patch_size: tuple[int, ...]
+    batch_size: int
+    batch_dice: bool
+    network_class: str
+    network_arguments: Mapping[str, Any]
 
 
 @dataclass(frozen=True)
@@ -117,23 +158,24 @@ def plan_of(plans: Mapping[str, Any], configuration: str, path: Path) -> NnunetP
         network_class, arguments = _architecture(own, path)
         schemes = read("normalization_schemes", tuple[str, ...])
         plan = NnunetPlan(
-            configuration,
-            read("patch_size", lambda sides: tuple(map(_count, sides))),
-            read("spacing", lambda sizes: tuple(map(_length, sizes))),
-            read("batch_size", _count),
-            bool(own["batch_dice"]),
-            read("transpose_forward", lambda axes: tuple(map(int, axes)), plans, "transpose_forward"),
-            schemes,
-            read("use_mask_for_norm", lambda masks: tuple(map(bool, masks))),
-            tuple(
+            spacing=read("spacing", lambda sizes: tuple(map(_length, sizes))),
+            transpose_forward=read("transpose_forward", lambda axes: tuple(map(int, axes)), plans, "transpose_forward"),
+            schemes=schemes,
+            masked=read("use_mask_for_norm", lambda masks: tuple(map(bool, masks))),
+            intensities=tuple(
                 read(str(n), partial(_intensity, scheme), intensities, f"the intensity of channel {n}")
                 for n, scheme in enumerate(schemes)
             ),
-            _resampling(own, "data"),
-            _resampling(own, "probabilities"),
-            str(plans["image_reader_writer"]),
-            network_class,
-            arguments,
+            resampling=_resampling(own, "data"),
+            label_resampling=_resampling(own, "seg"),
+            logit_resampling=_resampling(own, "probabilities"),
+            reader=str(plans["image_reader_writer"]),
+            configuration=configuration,
+            patch_size=read("patch_size", lambda sides: tuple(map(_count, sides))),
+            batch_size=read("batch_size", _count),
+            batch_dice=bool(own["batch_dice"]),
+            network_class=network_class,
+            network_arguments=arguments,
         )
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         if isinstance(error, DataError):
@@ -212,13 +254,14 @@ def _refuse(own: Mapping[str, Any], name: str, path: Path) -> None:
 
 def _refuse_unknown(plan: NnunetPlan, path: Path) -> None:
     """Raises DataError for options of the plans that are not supported."""
-    steps = (plan.resampling, plan.logit_resampling)
+    steps = (plan.resampling, plan.label_resampling, plan.logit_resampling)
     for name, used, known in (
         ("normalization_schemes", plan.schemes, SCHEMES),
         ("image_reader_writer", (plan.reader,), READERS),
         ("resampling_fn", tuple(step.function for step in steps), RESAMPLINGS),
         ("force_separate_z", tuple(str(step.force_separate_z) for step in steps), ("None", "False")),
         ("order of resampling_fn_probabilities", (plan.logit_resampling.order,), (1,)),
+        ("order of resampling_fn_seg", (plan.label_resampling.order,), (0, 1)),
         ("order_z", tuple(step.order_z for step in steps), (0,)),
     ):
         if unknown := [value for value in used if value not in known]:

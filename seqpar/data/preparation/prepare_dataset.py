@@ -31,13 +31,13 @@ from seqpar.data.preparation.cache_writer import (
     write_case,
 )
 from seqpar.data.preparation.fingerprint import read_geometries
+from seqpar.data.preparation.preparation import prepare_case
 from seqpar.data.preparation.prepared_case import (
     CutOffError,
     Properties,
     channel_to_source,
     image_to_source,
     labels_to_source,
-    prepare_case,
     refuse_unannotated,
 )
 from seqpar.data.preparation.recipe import PrepareSettings, Recipe

@@ -8,8 +8,8 @@ from seqpar.data.errors import DataError
 from seqpar.data.formats.dataset import Case, Dataset
 from seqpar.data.preparation.cache import read_record
 from seqpar.data.preparation.cache_index import files_of, sources_of
+from seqpar.data.preparation.preparation import prepare_case
 from seqpar.data.preparation.prepare_dataset import faults_of_headers, labelled, nothing_to_learn
-from seqpar.data.preparation.prepared_case import prepare_case
 from seqpar.data.preparation.recipe import PrepareSettings, Recipe
 from seqpar.data.preparation.recipe_survey import case_lost_error, decide_recipe
 from seqpar.data.volumes import digest_file
