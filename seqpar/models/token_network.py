@@ -6,8 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from seqpar.decoders.modes.mode import Mode
-from seqpar.models.network import Network
-from seqpar.models.resized_positions import ResizePositions, Resizing
+from seqpar.models.network import Network, ResizePositions, Resizing
 from seqpar.text import quantity
 from seqpar.vit.dropout import DropoutKey
 from seqpar.vit.encoder import SeqParViT

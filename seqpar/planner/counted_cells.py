@@ -16,8 +16,7 @@ from seqpar.cluster.torch_setup import recomputes, without_torch_compile
 from seqpar.models.build import build_loss, build_network, build_on_meta
 from seqpar.models.network import Network
 from seqpar.models.pipelined import PartOfBatch
-from seqpar.optimization.optimizers import OPTIMIZERS
-from seqpar.optimization.parameter_groups import make_optimizer
+from seqpar.optimization.optimizers import OPTIMIZERS, make_optimizer
 from seqpar.parallel.mesh import Group
 from seqpar.parallel.meta_tensors import meta_as_device
 from seqpar.pipeline.cells import Value

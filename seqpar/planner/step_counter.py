@@ -20,8 +20,7 @@ from seqpar.cluster.devices import Operation
 from seqpar.cluster.torch_setup import recomputes, without_torch_compile
 from seqpar.models.build import build_loss, build_on_meta, family_of
 from seqpar.models.network import Network
-from seqpar.optimization.optimizers import OPTIMIZERS
-from seqpar.optimization.parameter_groups import make_optimizer
+from seqpar.optimization.optimizers import OPTIMIZERS, make_optimizer
 from seqpar.parallel.device_constants import clear_caches
 from seqpar.parallel.mesh import Group
 from seqpar.parallel.meta_tensors import meta_as_device

@@ -10,7 +10,7 @@ from seqpar.cluster.stop_request import StopRequest
 from seqpar.data.sampling.loader import MicroBatch
 from seqpar.losses import DeepSupervision, Loss, LossGroups, LossOf
 from seqpar.models.network import Network, autocast
-from seqpar.optimization.parameter_groups import use_fused
+from seqpar.optimization.optimizers import use_fused
 from seqpar.parallel.collectives import full_tensor
 from seqpar.parallel.mesh import Mesh
 from seqpar.parallel.messages import check_collective

@@ -13,8 +13,7 @@ from seqpar.cluster.torch_setup import check_precision
 from seqpar.data.errors import DataError, unwritable
 from seqpar.data.files import remove_leftovers
 from seqpar.models.build import build_network, family_of
-from seqpar.models.network import Network
-from seqpar.models.resized_positions import Resizing
+from seqpar.models.network import Network, Resizing
 from seqpar.parallel.consensus import gather_texts, raise_on_all_ranks, run_on_rank0
 from seqpar.parallel.launcher import Launcher
 from seqpar.parallel.mesh import Mesh

@@ -15,9 +15,8 @@ from seqpar.cluster.stop_request import StopRequest
 from seqpar.data.files import write_json
 from seqpar.data.sampling.loader import Loader
 from seqpar.models.build import build_loss
-from seqpar.models.network import Network
-from seqpar.models.resized_positions import NO_RESIZING, Resizing
-from seqpar.optimization.parameter_groups import make_optimizer
+from seqpar.models.network import NO_RESIZING, Network, Resizing
+from seqpar.optimization.optimizers import make_optimizer
 from seqpar.optimization.schedules import learning_rate, set_learning_rate
 from seqpar.parallel.mesh import Mesh, equal_weights
 from seqpar.pipeline.stages import StageMap

@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 
 from seqpar.data.errors import DataError
 from seqpar.data.files import fsync_folder, umask_mode, write_text
-from seqpar.models.resized_positions import NO_RESIZING, Resizing, resize_tensors
+from seqpar.models.network import NO_RESIZING, Resizing, resize_tensors
 from seqpar.parallel.consensus import max_over_ranks, raise_on_all_ranks, run_on_rank0
 from seqpar.parallel.mesh import Group
 from seqpar.weights.facts import as_metadata

@@ -11,7 +11,7 @@ from torch import Tensor
 from seqpar import DiceCE, DropoutKey, SeqParViT
 from seqpar.models.build import build_network, family_of, layout_of
 from seqpar.models.network import Network
-from seqpar.optimization.parameter_groups import layer_lr_scale
+from seqpar.optimization.optimizers import layer_lr_scale
 from seqpar.parallel.collectives import all_gather, all_reduce
 from seqpar.parallel.mesh import Group, Mesh
 from seqpar.planner.feasibility import check_feasible

@@ -18,7 +18,7 @@ from seqpar.models.classifier_families import CLASSIFIERS
 from seqpar.models.pipelined import PartOfBatch
 from seqpar.models.pretraining_family import PRETRAINED
 from seqpar.models.unet_families import format_stages, parse_stages
-from seqpar.optimization.parameter_groups import make_optimizer
+from seqpar.optimization.optimizers import make_optimizer
 from seqpar.parallel.launcher import Launcher
 from seqpar.parallel.mesh import Group, Mesh
 from seqpar.planner.feasibility import check_feasible

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from seqpar.models.build import build_network
-from seqpar.optimization.optimizers import OPTIMIZERS, OptimizerOptions
-from seqpar.optimization.parameter_groups import make_optimizer
+from seqpar.optimization.optimizers import OPTIMIZERS, OptimizerOptions, make_optimizer
 from seqpar.optimization.schedules import learning_rate
 from seqpar.parallel.mesh import Group
 from seqpar.planner.step_counter import StepSetup, count_whole_step

@@ -17,7 +17,7 @@ from seqpar.losses import DiceCE
 from seqpar.models.build import build_network, build_on_meta
 from seqpar.models.network import Network
 from seqpar.models.pipelined import PartOfBatch
-from seqpar.optimization.parameter_groups import make_optimizer
+from seqpar.optimization.optimizers import make_optimizer
 from seqpar.parallel.mesh import Group, Mesh
 from seqpar.pipeline.cells import Value
 from seqpar.pipeline.engine import Engine

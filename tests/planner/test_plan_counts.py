@@ -11,7 +11,7 @@ import torch
 from lab.benches.memory import local_bytes
 from seqpar.losses import DiceCE
 from seqpar.models.build import build_network, build_on_meta
-from seqpar.optimization.parameter_groups import make_optimizer
+from seqpar.optimization.optimizers import make_optimizer
 from seqpar.parallel.mesh import Group, Mesh
 from seqpar.planner.memory_counter import MemoryCounter, saved_bytes
 from seqpar.planner.step_counter import StepCost, StepSetup, count_step, count_whole_step, trainable_parameters

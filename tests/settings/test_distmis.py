@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from seqpar.models.build import build_loss, build_network
-from seqpar.optimization.parameter_groups import make_optimizer
+from seqpar.optimization.optimizers import make_optimizer
 from seqpar.parallel.launcher import Launcher
 from seqpar.parallel.mesh import Group
 from seqpar.planner.feasibility import check_feasible

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from seqpar.models.build import build_loss
-from seqpar.optimization.parameter_groups import make_optimizer
+from seqpar.optimization.optimizers import make_optimizer
 from seqpar.optimization.schedules import learning_rate
 from seqpar.planner.batch_size import hold_global_batch, keep_global_batch
 from seqpar.settings.config import Config

@@ -11,7 +11,7 @@ from seqpar.data.sampling.augmentation_presets import RECIPES, Chance
 from seqpar.decoders.unets.unet_blocks import VoxelDropout
 from seqpar.losses import LossGroups
 from seqpar.models.build import build_loss, build_network
-from seqpar.optimization.parameter_groups import make_optimizer
+from seqpar.optimization.optimizers import make_optimizer
 from seqpar.optimization.schedules import learning_rate
 from seqpar.parallel.mesh import Group, Mesh
 from seqpar.planner.feasibility import check_feasible

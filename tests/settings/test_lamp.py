@@ -9,7 +9,7 @@ from seqpar.cli import plan
 from seqpar.cluster.exit_codes import USAGE, run
 from seqpar.data.formats.splits import five_folds
 from seqpar.models.build import build_loss, build_network
-from seqpar.optimization.parameter_groups import make_optimizer
+from seqpar.optimization.optimizers import make_optimizer
 from seqpar.optimization.schedules import learning_rate
 from seqpar.parallel.launcher import Launcher
 from seqpar.parallel.mesh import Group

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from seqpar.data.formats.splits import split
 from seqpar.models.build import build_loss, build_network
 from seqpar.models.transformer_families import FOREGROUND
-from seqpar.optimization.parameter_groups import make_optimizer
+from seqpar.optimization.optimizers import make_optimizer
 from seqpar.optimization.schedules import learning_rate
 from seqpar.parallel.launcher import Launcher
 from seqpar.parallel.mesh import Group

@@ -13,7 +13,7 @@ from seqpar.decoders.resattnet import ResAttNet
 from seqpar.losses.loss import Loss
 from seqpar.losses.terms import CrossEntropy
 from seqpar.models.classifier import VolumeClassifier
-from seqpar.optimization.parameter_groups import make_optimizer
+from seqpar.optimization.optimizers import make_optimizer
 from seqpar.optimization.schedules import learning_rate
 from seqpar.parallel.mesh import Group
 from seqpar.parallel.rendezvous import start

@@ -8,8 +8,8 @@ from torch import nn
 
 from seqpar.data.sampling.tiles import TileKey
 from seqpar.models.build import build_network
-from seqpar.models.resized_positions import ResizePositions, resize_tensors
-from seqpar.optimization.parameter_groups import make_optimizer
+from seqpar.models.network import ResizePositions, resize_tensors
+from seqpar.optimization.optimizers import make_optimizer
 from seqpar.parallel.launcher import Launcher
 from seqpar.parallel.mesh import Group
 from seqpar.runs.run_folder import read_config

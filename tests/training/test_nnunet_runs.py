@@ -13,7 +13,7 @@ from seqpar.cli import plan
 from seqpar.cluster.devices import DEVICES, GB
 from seqpar.models.build import build_loss, build_network
 from seqpar.models.unet_families import format_stages, parse_stages
-from seqpar.optimization.parameter_groups import make_optimizer
+from seqpar.optimization.optimizers import make_optimizer
 from seqpar.optimization.schedules import learning_rate
 from seqpar.parallel.launcher import read_launcher
 from seqpar.parallel.mesh import Group

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from seqpar.models.build import build_network
-from seqpar.optimization import parameter_groups as optimizers
+from seqpar.optimization import optimizers
 from seqpar.parallel.mesh import Mesh
 from seqpar.settings.command_line import parse
 from seqpar.training import gradients, sharded_weights  # noqa: F401  the second once here, not in every rank

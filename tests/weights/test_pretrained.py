@@ -10,7 +10,7 @@ from seqpar import SeqParViT
 from seqpar.data.errors import DataError
 from seqpar.models.build import build_network
 from seqpar.models.network import Network
-from seqpar.optimization.parameter_groups import make_optimizer
+from seqpar.optimization.optimizers import make_optimizer
 from seqpar.optimization.schedules import set_learning_rate
 from seqpar.parallel.mesh import Group
 from seqpar.settings.config import Config

@@ -25,7 +25,7 @@ from lab.benches.series import Row, Runs, Series, alternate, measure_apart, rati
 from seqpar.cluster.devices import MIB, device_here
 from seqpar.models.build import build_loss, build_network
 from seqpar.models.network import Network
-from seqpar.optimization.parameter_groups import make_optimizer
+from seqpar.optimization.optimizers import make_optimizer
 from seqpar.parallel.collectives import all_reduce
 from seqpar.parallel.consensus import max_over_ranks
 from seqpar.parallel.mesh import Mesh

@@ -29,7 +29,7 @@ from seqpar.cluster.link_speed import measure_groups
 from seqpar.cluster.torch_setup import keep_memory
 from seqpar.losses import DiceCE
 from seqpar.models.build import build_network
-from seqpar.optimization.parameter_groups import make_optimizer
+from seqpar.optimization.optimizers import make_optimizer
 from seqpar.parallel.consensus import gather_texts
 from seqpar.parallel.mesh import Mesh
 from seqpar.parallel.rendezvous import start

@@ -17,7 +17,7 @@ from seqpar.cluster.convolution_speed import time_convolutions
 from seqpar.cluster.devices import GIB, device_here
 from seqpar.losses import DiceCE
 from seqpar.models.build import build_network
-from seqpar.optimization.parameter_groups import make_optimizer
+from seqpar.optimization.optimizers import make_optimizer
 from seqpar.parallel.mesh import Group
 from seqpar.planner.needs import RunToPlan, plan_complete_config
 from seqpar.settings.config import Config
