@@ -6,8 +6,10 @@ from typing import NamedTuple
 
 from torch import Tensor, nn
 
+from seqpar.parallel.layout import per_axis
 from seqpar.pipeline.cells import Value
 from seqpar.spatial.box_grid import BoxGrid
+from seqpar.text import quantity
 
 
 class DecoderCell(NamedTuple):
@@ -37,11 +39,15 @@ def run_cells(
     - ``grid``: the boxes of the token grids
     - ``patch``: voxels of a token, if the image is taken
     """
+    count = 1 + max(number for cell in cells for number in cell.features)
+    takes_image = any(cell.takes_image for cell in cells)
+    if len(features) != count or (takes_image and image is None):
+        needed = quantity(count, "token grid") + (" and the image" if takes_image else "")
+        raise ValueError(f"expected {needed}, got {len(features)} and {'no' if image is None else 'an'} image")
     values = list[Value]()
     for cell in cells:
         values += [(features[number], grid) for number in cell.features]
-        if cell.takes_image:
-            assert image is not None
+        if cell.takes_image and image is not None:
             values.append((image, grid and grid.scaled(patch)))
         values = [cell.run(*values)]
     return values[0]
@@ -65,7 +71,7 @@ def cells_of(decoder: nn.Module) -> list[DecoderCell]:
 Stride = tuple[int, int, int]
 
 
-def strides(patch: Sequence[int], short_first: bool = True) -> tuple[Stride, ...]:
+def strides(patch: int | Sequence[int], short_first: bool = True) -> tuple[Stride, ...]:
     """Returns the strides of each stage, the coarsest first: 2, or 1 along an axis that needs no doubling there.
 
     Raises ValueError if a side is not a power of 2.
@@ -73,9 +79,10 @@ def strides(patch: Sequence[int], short_first: bool = True) -> tuple[Stride, ...
     - ``short_first``: an axis with fewer doublings has them in the first stages, so that the finest stages do not
       change the axis with the longer voxels; otherwise in the last stages
     """
+    patch = per_axis(patch, "patch")
     if len(patch) != 3 or any(side < 1 or side & (side - 1) for side in patch) or max(patch) < 2:
         raise ValueError(
-            f"patch={tuple(patch)}: the decoders double the grid at each stage; use patch=2, 4, 8 or 16, or three "
+            f"patch={patch}: the decoders double the grid at each stage; use patch=2, 4, 8 or 16, or three "
             "such numbers, and one or two may be 1"
         )
     doublings = [int(math.log2(side)) for side in patch]

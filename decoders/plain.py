@@ -29,7 +29,7 @@ class PlainDecoder(nn.Module):
     Args:
         ``embed_dim``: embedding dimension of the tokens.
         ``num_classes``: number of channels of the logits.
-        ``patch``: voxels of a token per axis.
+        ``patch``: voxels of a token, one number or one per axis.
         ``width``: number of channels of every stage.
     """
 
@@ -37,7 +37,7 @@ class PlainDecoder(nn.Module):
     num_features = 1
     taps = ()
 
-    def __init__(self, embed_dim: int, num_classes: int, patch: Sequence[int], width: int = 128) -> None:
+    def __init__(self, embed_dim: int, num_classes: int, patch: int | Sequence[int], width: int = 128) -> None:
         super().__init__()
         stages = strides(patch)
         inputs = [embed_dim, *[width] * (len(stages) - 1)]

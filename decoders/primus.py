@@ -30,14 +30,14 @@ class PrimusDecoder(nn.Module):
     Args:
         ``embed_dim``: embedding dimension of the tokens.
         ``num_classes``: number of channels of the logits.
-        ``patch``: voxels of a token per axis.
+        ``patch``: voxels of a token, one number or one per axis.
     """
 
     uses_image = False
     num_features = 1
     taps = ()
 
-    def __init__(self, embed_dim: int, num_classes: int, patch: Sequence[int]) -> None:
+    def __init__(self, embed_dim: int, num_classes: int, patch: int | Sequence[int]) -> None:
         super().__init__()
         *stages, last = strides(patch, short_first=False)
         widths = [embed_dim, *primus_widths(embed_dim, num_classes, len(stages) + 1)]

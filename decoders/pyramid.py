@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from seqpar.decoders.decoder import DecoderCell, run_cells, strides
 from seqpar.decoders.unetr import ResBlock, Stage
+from seqpar.parallel.layout import per_axis
 from seqpar.pipeline.cells import Value
 from seqpar.spatial.box_grid import BoxGrid
 from seqpar.spatial.convolution import Conv3d
@@ -34,12 +35,12 @@ class PyramidDecoder(nn.Module):
     taps: tuple[int, ...] = ()  # the last block of each stage except for the last
 
     def __init__(
-        self, in_channels: int, widths: Sequence[int], num_classes: int, patch: Sequence[int], width: int = 16
+        self, in_channels: int, widths: Sequence[int], num_classes: int, patch: int | Sequence[int], width: int = 16
     ) -> None:
         super().__init__()
         finest, merges = strides(patch), len(widths) - 1
         self.num_features, self._finest = len(widths), len(finest)
-        self.patch = tuple(side << merges for side in patch)  # voxels of a cube
+        self.patch = tuple(side << merges for side in per_axis(patch, "patch"))  # voxels of a cube
         every = [(2, 2, 2)] * merges + list(finest)
         self._levels = list(reversed(range(len(every))))  # the level that each doubling reaches
         inputs = [widths[-1], *(width << level for level in self._levels)]
@@ -59,9 +60,6 @@ class PyramidDecoder(nn.Module):
         - ``features``: each stage's tokens in rows of cubes, ``b (m e) w d h``, the finest first
         - ``image``: ``b c W D H``
         """
-        if image is None or len(features) != self.num_features:
-            got = f"{len(features)} and {'no image' if image is None else 'an image'}"
-            raise ValueError(f"expected the tokens of {self.num_features} stages and the image, got {got}")
         return run_cells(self.cells(), features, image, grid, self.patch)
 
     def cells(self) -> list[DecoderCell]:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from seqpar.decoders.decoder import DecoderCell, Sizes, Stride, run_cells, strides
+from seqpar.parallel.layout import per_axis
 from seqpar.pipeline.cells import Value
 from seqpar.spatial.box_grid import BoxGrid
 from seqpar.spatial.convolution import Conv3d, ConvTranspose3d
@@ -20,7 +21,7 @@ from seqpar.spatial.norm_activation import NormedActivation
 SKIPS = ("monai", "paper")
 
 
-def skip_blocks(depth: int, patch: Sequence[int], skips: str = "monai") -> tuple[int, ...]:
+def skip_blocks(depth: int, patch: int | Sequence[int], skips: str = "monai") -> tuple[int, ...]:
     """Returns the blocks, counted from 0, whose outputs the decoder takes as skips, the finest level first.
 
     ``paper``: after each L-th of the depth, rounded up (z3, z6, z9 for 12 blocks and patch 16). ``monai``: one block
@@ -99,7 +100,7 @@ class UnetrDecoder(nn.Module):
         ``in_channels``: number of image channels.
         ``embed_dim``: embedding dimension of the tokens.
         ``num_classes``: number of channels of the logits.
-        ``patch``: voxels of a token per axis.
+        ``patch``: voxels of a token, one number or one per axis.
         ``width``: number of channels at full resolution, doubled at each coarser level.
     """
 
@@ -107,10 +108,10 @@ class UnetrDecoder(nn.Module):
     taps: tuple[int, ...] = ()  # the blocks that it takes; `of` sets them from the encoder's depth
 
     def __init__(
-        self, in_channels: int, embed_dim: int, num_classes: int, patch: Sequence[int], width: int = 16
+        self, in_channels: int, embed_dim: int, num_classes: int, patch: int | Sequence[int], width: int = 16
     ) -> None:
         super().__init__()
-        self.patch, stages = tuple(patch), strides(patch)
+        self.patch, stages = per_axis(patch, "patch"), strides(patch)
         levels = self.num_features = len(stages)
         widths = [width << level for level in range(levels)]
         self.stem = ResBlock(in_channels, width)
@@ -138,9 +139,6 @@ class UnetrDecoder(nn.Module):
         - ``features``: token grids ``b e w d h``: the skips, the finest first, then the last tokens
         - ``image``: ``b c W D H``
         """
-        if image is None or len(features) != self.num_features:
-            got = f"{len(features)} and {'no image' if image is None else 'an image'}"
-            raise ValueError(f"expected {self.num_features} token grids and the image, got {got}")
         return run_cells(self.cells(), features, image, grid, self.patch)
 
     def cells(self) -> list[DecoderCell]:

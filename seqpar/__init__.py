@@ -1,10 +1,52 @@
-"""Sequence-parallel Vision Transformers for 3D images that are too large for one GPU."""
+"""Trains Vision Transformers and U-Nets on 3D images that are too large for one GPU: several ranks share a tile.
+
+Networks and training: ``SeqParViT``, ``SegmentationNet``, the decoders, ``choose_mode``, ``DiceCE``, ``start``. Weights
+of others: ``load_monai``, ``load_nnunet``, ``load_primus``. Finished runs: ``load_run``, ``Predictor``. The building
+blocks are in ``seqpar.attention``, ``seqpar.spatial``, ``seqpar.vit``, ``seqpar.losses`` and ``seqpar.decoders``.
+"""
 
 import importlib
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:  # what type checkers and editors see; a test compares it with the names below
+    from seqpar import attention as attention
+    from seqpar import decoders as decoders
+    from seqpar import losses as losses
+    from seqpar import spatial as spatial
+    from seqpar import vit as vit
+    from seqpar.attention.self_attention import ParallelAttention as ParallelAttention
+    from seqpar.attention.strategies import AttentionOptions as AttentionOptions
+    from seqpar.conversion.converted import convert as convert
+    from seqpar.decoders.modes.named_modes import choose_mode as choose_mode
+    from seqpar.decoders.plain import PlainDecoder as PlainDecoder
+    from seqpar.decoders.primus import PrimusDecoder as PrimusDecoder
+    from seqpar.decoders.unetr import UnetrDecoder as UnetrDecoder
+    from seqpar.losses import DiceCE as DiceCE
+    from seqpar.losses import LossGroups as LossGroups
+    from seqpar.losses import make_loss as make_loss
+    from seqpar.models.segmentation_network import SegmentationNet as SegmentationNet
+    from seqpar.parallel.layout import Layout as Layout
+    from seqpar.parallel.mesh import as_group as as_group
+    from seqpar.parallel.rendezvous import init_mesh as init_mesh
+    from seqpar.parallel.rendezvous import start as start
+    from seqpar.prediction.predictor import Predictor as Predictor
+    from seqpar.runs.trained_run import load_run as load_run
+    from seqpar.spatial.box_grid import BoxGrid as BoxGrid
+    from seqpar.vit.blocks import compile_blocks as compile_blocks
+    from seqpar.vit.dropout import DropoutKey as DropoutKey
+    from seqpar.vit.encoder import SeqParViT as SeqParViT
+    from seqpar.weights.monai_weights import export_monai as export_monai
+    from seqpar.weights.monai_weights import load_monai as load_monai
+    from seqpar.weights.nnunet_weights import export_nnunet as export_nnunet
+    from seqpar.weights.nnunet_weights import load_nnunet as load_nnunet
+    from seqpar.weights.primus_weights import export_primus as export_primus
+    from seqpar.weights.primus_weights import load_primus as load_primus
+    from seqpar.weights.weight_files import read_weights as read_weights
+    from seqpar.weights.weight_files import write_weights as write_weights
 
 __version__ = "0.1.0"
-# Handed on lazily, so that `import seqpar` costs nothing and pulls in no room that is not used.
+# Imported when first used, so that `import seqpar` is fast and loads nothing that is not needed.
+_FOLDERS = ("attention", "decoders", "losses", "spatial", "vit")
 _NAMES = {
     "AttentionOptions": "seqpar.attention.strategies",
     "BoxGrid": "seqpar.spatial.box_grid",
@@ -12,6 +54,7 @@ _NAMES = {
     "DropoutKey": "seqpar.vit.dropout",
     "Layout": "seqpar.parallel.layout",
     "LossGroups": "seqpar.losses",
+    "ParallelAttention": "seqpar.attention.self_attention",
     "PlainDecoder": "seqpar.decoders.plain",
     "Predictor": "seqpar.prediction.predictor",
     "PrimusDecoder": "seqpar.decoders.primus",
@@ -20,6 +63,7 @@ _NAMES = {
     "UnetrDecoder": "seqpar.decoders.unetr",
     "as_group": "seqpar.parallel.mesh",
     "choose_mode": "seqpar.decoders.modes.named_modes",
+    "compile_blocks": "seqpar.vit.blocks",
     "convert": "seqpar.conversion.converted",
     "export_monai": "seqpar.weights.monai_weights",
     "export_nnunet": "seqpar.weights.nnunet_weights",
@@ -29,17 +73,23 @@ _NAMES = {
     "load_nnunet": "seqpar.weights.nnunet_weights",
     "load_primus": "seqpar.weights.primus_weights",
     "load_run": "seqpar.runs.trained_run",
+    "make_loss": "seqpar.losses",
     "read_weights": "seqpar.weights.weight_files",
     "start": "seqpar.parallel.rendezvous",
     "write_weights": "seqpar.weights.weight_files",
 }
+__all__ = [*_NAMES, *_FOLDERS]  # type: ignore[misc]  # noqa: PLE0604  checkers read the imports above
 
 
-def __getattr__(name: str) -> Any:
-    if name in _NAMES:
-        return getattr(importlib.import_module(_NAMES[name]), name)
-    raise AttributeError(f"module 'seqpar' has no attribute '{name}'; it has {', '.join(_NAMES)}")
+if not TYPE_CHECKING:  # or checkers would accept any name
+
+    def __getattr__(name: str) -> Any:
+        if name in _FOLDERS:
+            return importlib.import_module(f"seqpar.{name}")
+        if name in _NAMES:
+            return getattr(importlib.import_module(_NAMES[name]), name)
+        raise AttributeError(f"module 'seqpar' has no attribute '{name}'; it has {', '.join(__all__)}")
 
 
 def __dir__() -> list[str]:
-    return sorted([*_NAMES, "__version__"])
+    return sorted([*__all__, "__version__"])

@@ -13,7 +13,7 @@ from seqpar.losses import LossGroups
 from seqpar.parallel.device_constants import cached
 from seqpar.parallel.layout import Layout
 from seqpar.parallel.mesh import AnyGroup, Group
-from seqpar.parallel.remaps import Remap, make_remap, remap
+from seqpar.parallel.remaps import Remap, count_remap, make_remap, remap
 from seqpar.spatial.box_grid import BoxGrid
 
 
@@ -57,7 +57,8 @@ class Halo:
         """Returns the rows ``b n/s ...`` of this rank's box."""
         if _boxed(layout) is layout:
             return rows
-        return remap(rows, self.group, 1, _plan_to_boxes(layout, self.group.index), kind)
+        plan = _count_to_boxes if rows.is_meta else _plan_to_boxes
+        return remap(rows, self.group, 1, plan(layout, self.group.index), kind)
 
 
 def _boxed(layout: Layout) -> Layout:
@@ -74,3 +75,14 @@ def _boxed(layout: Layout) -> Layout:
 @cached(16)
 def _plan_to_boxes(layout: Layout, index: int) -> Remap:
     return make_remap(layout.all_ids, _boxed(layout).all_ids, index)
+
+
+def _count_to_boxes(layout: Layout, index: int) -> Remap:
+    """Returns the same remap without positions."""
+    boxes, ranks = _boxed(layout), range(layout.num_ranks)
+
+    def shared(source: int, target: int) -> int:
+        low, high = layout.runs[source]
+        return boxes.num_below(target, high) - boxes.num_below(target, low)
+
+    return count_remap([shared(index, rank) for rank in ranks], [shared(rank, index) for rank in ranks])

@@ -12,7 +12,8 @@ from einops import rearrange
 from torch import Tensor
 
 from seqpar.losses import LossGroups
-from seqpar.parallel.layout import Layout, from_patches
+from seqpar.parallel.collectives import gather
+from seqpar.parallel.layout import Layout, from_patches, to_patches
 from seqpar.parallel.mesh import AnyGroup, Group, as_group
 from seqpar.spatial.box_grid import BoxGrid
 from seqpar.vit.tokens import to_grid
@@ -61,6 +62,19 @@ def concat_blocks(tokens: Sequence[Tensor]) -> Tensor:
 def split_blocks(rows: Tensor, tokens: Sequence[Tensor], grid: Sequence[int]) -> list[Tensor]:
     """Returns each block's grid ``b e w d h``, given rows that were made by ``concat_blocks(tokens)``."""
     return [to_grid(x, grid) for x in rows.split([x.shape[2] for x in tokens], 2)]
+
+
+def gather_boxes(x: Tensor, layout: Layout, group: Group) -> Tensor:
+    """Returns the whole logits ``b k W D H`` or label ``b W D H`` on every rank, given this rank's box.
+
+    Every rank must compute the same from the result: the gradient is then this rank's box times the group's size.
+
+    - ``layout``: of the parts from which the boxes were made
+    """
+    boxed, has_channels = layout.boxed(), x.ndim == len(layout.tile) + 2
+    cells = to_patches(x, layout.patch)
+    rows = rearrange(cells, "b k n ... -> b n k ...") if has_channels else cells
+    return boxed.join(gather(rows, group, 1, boxed.counts, equal_gradients=True, kind="voxels").split(boxed.counts, 1))
 
 
 def join_patches(patches: Tensor, layout: Layout, grid: Sequence[int]) -> Tensor:

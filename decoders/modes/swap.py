@@ -15,7 +15,7 @@ from seqpar.losses import LossGroups
 from seqpar.parallel.device_constants import cached
 from seqpar.parallel.layout import Layout
 from seqpar.parallel.mesh import AnyGroup, Group
-from seqpar.parallel.remaps import Remap, make_remap, remap
+from seqpar.parallel.remaps import Remap, count_remap, make_remap, remap
 
 
 class Swap:
@@ -63,8 +63,9 @@ class Swap:
     def _move(self, rows: Tensor, layout: Layout, kind: str) -> Tensor:
         """Returns rows ``b/s n ...`` with tokens in raster order, given ``b n/s ...``."""
         self.check(layout, len(rows))
-        plan = _plan_to_samples(layout, len(rows), self.group.index)
-        moved = remap(rearrange(rows, "b n ... -> (b n) ..."), self.group, 0, plan, kind)
+        plan = _count_to_samples if rows.is_meta else _plan_to_samples
+        moves = plan(layout, len(rows), self.group.index)
+        moved = remap(rearrange(rows, "b n ... -> (b n) ..."), self.group, 0, moves, kind)
         return rearrange(moved, "(b n) ... -> b n ...", n=layout.num_tokens)
 
 
@@ -75,3 +76,9 @@ def _plan_to_samples(layout: Layout, batch: int, index: int) -> Remap:
     sources = [(first + ids).flatten() for ids in layout.all_ids]
     targets = torch.arange(batch * layout.num_tokens).chunk(layout.num_ranks)
     return make_remap(sources, targets, index)
+
+
+def _count_to_samples(layout: Layout, batch: int, index: int) -> Remap:
+    """Returns the same remap without positions."""
+    share = batch // layout.num_ranks
+    return count_remap([share * layout.counts[index]] * layout.num_ranks, [share * count for count in layout.counts])

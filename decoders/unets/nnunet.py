@@ -8,6 +8,7 @@ from typing import Any
 from seqpar.decoders.unets.architecture import Architecture, Style, Three, three
 from seqpar.decoders.unets.unet import UNet
 from seqpar.decoders.unets.unet_blocks import ResidualBlock
+from seqpar.parallel.mesh import AnyGroup
 
 FEATURES, MOST_FEATURES = 32, 320
 RESIDUAL_BLOCKS = (1, 3, 4, 6, 6, 6, 6, 6, 6, 6)  # per stage of the encoder
@@ -18,6 +19,10 @@ _READ = (  # known keys of a plan's arch_kwargs; deep supervision concerns train
     "n_stages features_per_stage kernel_sizes strides n_conv_per_stage_decoder conv_op conv_bias norm_op "
     "norm_op_kwargs nonlin nonlin_kwargs deep_supervision"
 )
+_NUMBERS = (
+    "n_stages", "features_per_stage", "kernel_sizes", "strides", "n_conv_per_stage_decoder", "n_conv_per_stage",
+    "n_blocks_per_stage", "bottleneck_channels", "stem_channels",
+)  # fmt: skip
 _READ_OF = {
     "plain": frozenset([*_READ.split(), "n_conv_per_stage"]),
     "residual": frozenset([*_READ.split(), "n_blocks_per_stage", "block", "bottleneck_channels", "stem_channels"]),
@@ -82,22 +87,25 @@ def nnunet(
     features: int = FEATURES,
     deep_supervision: bool = False,
     residual: bool = False,
+    group: AnyGroup | None = None,
 ) -> UNet:
     """Returns nnU-Net's network as planned for a tile and its voxel spacing.
 
     - ``features``: of the first stage
     - ``residual``: the ResidualEncoderUNet rather than the PlainConvUNet
+    - ``group``: as in ``UNet``
     """
     stages = topology(three(tile), spacing)
-    return network(architecture_of_stages(in_channels, num_outputs, *stages, residual, features), deep_supervision)
+    architecture = architecture_of_stages(in_channels, num_outputs, *stages, residual, features)
+    return network(architecture, deep_supervision, group)
 
 
-def network(architecture: Architecture, deep_supervision: bool = False) -> UNet:
+def network(architecture: Architecture, deep_supervision: bool = False, group: AnyGroup | None = None) -> UNet:
     """Returns nnU-Net's network of an architecture; deep supervision trains the logits of all levels but the coarsest.
 
     Residual blocks start as their shortcut: the last norm of each is initialized to 0.
     """
-    net = UNet(architecture, max(1, architecture.heads - 1) if deep_supervision else 1)
+    net = UNet(architecture, max(1, architecture.heads - 1) if deep_supervision else 1, group)
     for block in net.modules():
         if isinstance(block, ResidualBlock):
             block.begin_as_shortcut()
@@ -114,6 +122,9 @@ def of_plan(class_name: str, arguments: Mapping[str, Any], in_channels: int, num
     if name not in CLASSES:
         raise ValueError(f"the plan's network {class_name} is not supported: only {' and '.join(CLASSES)} are")
     _refuse_unread(name, arguments, _READ_OF[CLASSES[name]])
+    for key, value in arguments.items():
+        if key in _NUMBERS and value is not None and not _holds_numbers(value):
+            raise ValueError(f"the plan's {name} has {key} {value!r}: whole numbers are needed")
     stages, residual = int(arguments["n_stages"]), CLASSES[name] == "residual"
 
     def each(key: str, count: int = stages) -> list[Any]:
@@ -141,6 +152,11 @@ def of_plan(class_name: str, arguments: Mapping[str, Any], in_channels: int, num
         stem=(arguments.get("stem_channels") or each("features_per_stage")[0]) if residual else 0,
         heads=stages - 1,
     )
+
+
+def _holds_numbers(value: Any) -> bool:
+    """Returns whether a value is a whole number, or a list of them or of such lists."""
+    return type(value) is int or isinstance(value, (list, tuple)) and all(map(_holds_numbers, value))
 
 
 def _refuse_unread(whose: str, arguments: Mapping[str, Any], read: frozenset[str]) -> None:

@@ -7,6 +7,8 @@ from torch import Tensor, nn
 
 from seqpar.decoders.unets.architecture import ONE, Architecture, Three
 from seqpar.decoders.unets.unet_blocks import ConvBlock, ResidualBlock, SqueezeExcite, Up, init_weights
+from seqpar.parallel.layout import plain_tensor
+from seqpar.parallel.mesh import AnyGroup, as_group
 from seqpar.pipeline.cells import CellList, CellNet, Value
 from seqpar.spatial.box_grid import BoxGrid
 from seqpar.spatial.convolution import Conv3d
@@ -20,26 +22,35 @@ class UNet(CellNet):
 
     - ``supervised``: number of levels whose logits are trained, starting with the finest. Heads of other levels exist,
       so that the weights have all their names, but are frozen and do not run
+    - ``group``: the ranks that hold the boxes of an image: ours, torch's ``ProcessGroup``, or a one-dimensional
+      ``DeviceMesh``; None: images are whole, or come with their grid
     """
 
-    def __init__(self, architecture: Architecture, supervised: int = 1) -> None:
+    def __init__(self, architecture: Architecture, supervised: int = 1, group: AnyGroup | None = None) -> None:
         if not 1 <= supervised <= architecture.heads:
             raise ValueError(f"supervised={supervised}: the network can supervise 1 to {architecture.heads} levels")
         cells = CellList()
         ends = _add_encoder(cells, architecture)
         heads = _add_decoder(cells, architecture, ends)
         super().__init__(cells.cells, heads[:supervised])
-        self.architecture = architecture
+        self.architecture, self.group = architecture, as_group(group)
         init_weights(self, architecture.style)
         for number in heads[supervised:]:
             self.cells[self.names[number]].requires_grad_(False)
 
-    def forward(self, image: Tensor) -> Tensor | list[Tensor]:
-        """Returns the logits ``b k W D H`` of a whole image ``b c W D H``.
+    def forward(self, image: Tensor, grid: BoxGrid | None = None) -> Tensor | list[Tensor]:
+        """Returns the logits ``b k W D H`` of an image ``b c W D H``, or of this rank's box of it.
 
         In training with deep supervision, returns a list: the logits of each supervised level, the finest first.
+
+        - ``grid``: the boxes of the image, such as ``BoxGrid(layout.voxel_cuts(layout.patch), group)``
         """
-        logits = [x for x, _ in self.on_boxes(image, None)]
+        if grid is None and self.group.size > 1:
+            raise ValueError(
+                f"an image of shape {tuple(image.shape)} came without its grid, but this network was built for boxes "
+                f"on the {self.group}: give grid=, or build it without group= for whole images"
+            )
+        logits = [x for x, _ in self.on_boxes(plain_tensor(image), grid)]
         return logits if self.training and len(logits) > 1 else logits[0]
 
     def on_boxes(self, image: Tensor, grid: BoxGrid | None, key: DropoutKey | None = None) -> list[Value]:

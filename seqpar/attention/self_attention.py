@@ -16,26 +16,31 @@ from torch import Tensor, nn
 
 from seqpar.attention.head_exchange import attend_by_head_exchange
 from seqpar.attention.partition import Rotary
-from seqpar.attention.strategies import Strategy
+from seqpar.attention.strategies import Strategy, check_strategy
 from seqpar.attention.token_gather import attend_to_gathered_tokens
 from seqpar.attention.window_attention import Windows, attend_in_windows
 from seqpar.parallel.device_constants import cached
-from seqpar.parallel.mesh import Group
+from seqpar.parallel.mesh import AnyGroup, as_group
 from seqpar.parallel.meta_tensors import autocast_dtype
 
-__all__ = ["Attention", "Rotary"]
+__all__ = ["ParallelAttention", "Rotary"]
 
 
-class Attention(nn.Module):
+class ParallelAttention(nn.Module):
     """Multi-head self-attention over the tokens of all ranks, computed for this rank's queries.
 
     Keys have no bias: softmax is invariant to it, its gradient is zero, and Adam would amplify that zero's noise.
 
-    - ``qkv_bias``: whether queries and values have a bias
-    - ``norm_eps``: epsilon of a LayerNorm over the concatenated heads, before the projection; None: no norm
-    - ``strategy``: how attention crosses ranks; None: gather-kv
-    - ``keep_kv``: keep what was gathered until backward
-    - ``heads_per_chunk``: heads that are attended at a time; None: by size
+    Args:
+        ``embed_dim``, ``num_heads``: width of the tokens, and the number of heads, which must divide it.
+        ``qkv_bias``: whether queries and values have a bias.
+        ``norm_eps``: epsilon of a LayerNorm over the concatenated heads, before the projection; None: no norm.
+        ``group``: the ranks that share the tokens: a ``Group``, torch's ``ProcessGroup``, or a one-dimensional
+            ``DeviceMesh``; None: this process alone.
+        ``strategy``: how attention crosses ranks: ``"gather-kv"``, ``"gather-x"``, ``"ulysses"``, ``"hybrid"`` or
+            ``"hybrid:U"``; does not change the result.
+        ``keep_kv``: keep what was gathered until backward.
+        ``heads_per_chunk``: heads that are attended at a time; None: by size.
     """
 
     def __init__(
@@ -44,12 +49,14 @@ class Attention(nn.Module):
         num_heads: int,
         qkv_bias: bool = True,
         norm_eps: float | None = None,
-        group: Group | None = None,
-        strategy: Strategy | None = None,
+        group: AnyGroup | None = None,
+        strategy: Strategy | str = "gather-kv",
         keep_kv: bool = False,
         heads_per_chunk: int | None = None,
     ) -> None:
         super().__init__()
+        if embed_dim < 1 or num_heads < 1:
+            raise ValueError(f"embed_dim={embed_dim} and num_heads={num_heads} must be positive")
         if embed_dim % num_heads:
             fits = [h for h in range(1, embed_dim + 1) if embed_dim % h == 0 and h <= 2 * num_heads]
             raise ValueError(
@@ -61,8 +68,8 @@ class Attention(nn.Module):
                 f"heads_per_chunk={heads_per_chunk}: choose 1 to {num_heads}, or remove it to let the size decide"
             )
         self.num_heads, self.keep_kv, self.heads_per_chunk = num_heads, keep_kv, heads_per_chunk
-        self.group = group or Group("seq")
-        self.strategy = strategy or Strategy("gather-kv")
+        self.group = as_group(group)
+        self.strategy = check_strategy(str(strategy), self.group.size, num_heads, keep_kv, "strategy")
         self.qkv = nn.Linear(embed_dim, 3 * embed_dim, bias=False)
         self.q_bias = nn.Parameter(torch.zeros(embed_dim)) if qkv_bias else None
         self.v_bias = nn.Parameter(torch.zeros(embed_dim)) if qkv_bias else None

@@ -39,24 +39,28 @@ class AttentionOptions:
     heads_per_chunk: int | None = None
 
 
-def check_strategy(name: str, ranks: int, heads: int, keep_kv: bool) -> Strategy:
-    """Returns the strategy of a name, such as ``hybrid:2``; raises ValueError if ``ranks`` ranks do not allow it."""
+def check_strategy(name: str, ranks: int, heads: int, keep_kv: bool, argument: str = "attention") -> Strategy:
+    """Returns the strategy of a name, such as ``hybrid:2``; raises ValueError if ``ranks`` ranks do not allow it.
+
+    - ``argument``: what the caller calls the strategy; only ``attention`` may be ``"auto"``
+    """
     kind, colon, number = name.partition(":")
+    auto = "auto, " * (argument == "attention")
     if kind not in NAMES or (colon and (kind != "hybrid" or not number.isdecimal())):
-        raise ValueError(f"attention={name!r}: choose auto, {', '.join(NAMES)} or hybrid:U (U ranks exchange heads)")
+        raise ValueError(f"{argument}={name!r}: choose {auto}{', '.join(NAMES)} or hybrid:U (U ranks exchange heads)")
     if ranks == 1:
         return Strategy(kind)
     if kind == "ulysses" and keep_kv:
         raise ValueError(
-            "keep_kv=True has no effect with attention='ulysses', which gathers nothing: remove one of them"
+            f"keep_kv=True has no effect with {argument}='ulysses', which gathers nothing: remove one of them"
         )
     if kind != "hybrid":
         return Strategy(kind, ranks if kind == "ulysses" else 1)
     divisors = inner_sizes(ranks)
     inner = int(number) if colon else max(divisors, key=lambda u: (heads % u == 0, u), default=0)
     if inner not in divisors:
-        choices = ", ".join(f"hybrid:{u}" for u in divisors) or "no hybrid: use auto, gather-x, gather-kv or ulysses"
-        raise ValueError(f"attention={name!r}: {ranks} ranks allow {choices}")
+        choices = ", ".join(f"hybrid:{u}" for u in divisors) or f"no hybrid: use {auto}gather-x, gather-kv or ulysses"
+        raise ValueError(f"{argument}={name!r}: {ranks} ranks allow {choices}")
     return Strategy("hybrid", inner)
 
 

@@ -39,7 +39,7 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     add("--nsd-tolerance", type=float, default=1.0, metavar="MM", help="tolerance of the surface Dice (%(default)s mm)")
     add("--lesion-wise", action="store_true", help="add the lesion-wise scores of BraTS 2023")
     add("--empty", choices=get_args(EmptyPolicy),
-        help="class that a case lacks: leave out, or count as BraTS does (skip; brats with --brats)")  # fmt: skip
+        help="score of a class that a case does not have: none, or as in BraTS (skip; brats with --brats)")  # fmt: skip
     add("--json", type=Path, metavar="FILE", help="summary to write (default: summary.json in PREDICTION's folder)")
     add("--csv", type=Path, metavar="FILE", help="table to write (default: metrics.csv in PREDICTION's folder)")
     add("--workers", type=int, default=min(8, cores), metavar="PROCESSES", help="that score cases (%(default)s)")

@@ -1,14 +1,18 @@
-"""Packs a trained run into one file to hand on: ``python launch/export.py RUN OUT.zip``.
+"""Packs a trained run to hand on: ``python launch/export.py RUN OUT.zip``.
 
-``OUT.pth`` has the encoder of a Primus, pretrained or trained, for nnU-Net to train on.
+``OUT.pth`` has the encoder of a Primus, pretrained or trained, for nnU-Net to train on. A folder ``OUT`` becomes a
+results folder of nnU-Net's.
 """
 
+import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from seqpar.cluster.exit_codes import run
 from seqpar.runs.archive import write_archive
+from seqpar.runs.fold_folder import expand_folds
+from seqpar.runs.nnunet_export import write_results
 from seqpar.runs.run_folder import read_config, read_windows
 from seqpar.runs.run_status import warn_if_killed
 from seqpar.runs.trained_run import find_weights, load_run, read_run
@@ -16,17 +20,22 @@ from seqpar.settings.parser import Parser
 from seqpar.terminal import coloured, next_command
 from seqpar.weights.nnssl import other_normalisation, write_pretrained
 
+_FILES = (".zip", ".pth", ".pt", ".safetensors", ".tar", ".gz", ".tgz")  # a target with another ending is a folder
+
 
 def act(arguments: Sequence[str]) -> int:
     """Writes the file and prints what is in it; returns exit code 0."""
-    parser = Parser("export", description="Packs a trained run into one file.")
+    parser = Parser("export", description="Packs a trained run into one file, or into a results folder of nnU-Net's.")
     add = parser.add_argument
-    add("run", type=Path, metavar="RUN", help="run folder that train wrote")
-    add("out", type=Path, metavar="OUT", help="file to write: OUT.zip, which predict takes instead of a run "
-        "folder; or OUT.pth, the encoder of a Primus, which nnU-Net trains on as a pretraining of nnssl's")  # fmt: skip
+    add("run", type=Path, metavar="RUN", help="run folder that train wrote, or folder of five folds for a folder OUT")
+    add("out", type=Path, metavar="OUT", help="what to write: OUT.zip, which predict takes instead of a run "
+        "folder; OUT.pth, the encoder of a Primus, which nnU-Net trains on as a pretraining of nnssl's; or a folder, "
+        "from which nnU-Net predicts")  # fmt: skip
     add("--checkpoint", default="best", metavar="WHICH", help="best (default), latest or a file of the run's weights")
     add("--licence", default="not stated", metavar="TEXT", help="licence of the weights, such as CC-BY-4.0")
     options = parser.parse_args(list(arguments))
+    if options.out.suffix not in _FILES:
+        return _hand_back(options)
     if options.out.suffix not in (".zip", ".pth"):
         raise ValueError(
             f"{options.out}: an archive is a zip file, weights for nnU-Net a pth file; name it {options.out.name}.zip"
@@ -48,6 +57,22 @@ def act(arguments: Sequence[str]) -> int:
     size = options.out.stat().st_size / 1e6
     print(f"{options.out}: {size:.1f} MB, weights {about['checkpoint']}, licence: {about['licence']}")
     print(coloured(f"next: {next_command('predict', options.out, '-i', 'IMAGES', '-o', 'PREDICTIONS')}", sys.stdout))
+    return 0
+
+
+def _hand_back(options: argparse.Namespace) -> int:
+    """Writes a run, or five folds, as a results folder of nnU-Net's; returns exit code 0."""
+    runs = []
+    for path in expand_folds([options.run]):
+        warn_if_killed(path)
+        trained = read_run(path)
+        weights = find_weights(trained, options.checkpoint)
+        runs.append((trained, read_config(path), load_run(path, str(weights))))
+    what, *notes = write_results(options.out, runs, options.licence)
+    print(f"{options.out}: {what}, licence: {options.licence}")
+    print("\n".join(notes), end="\n" * bool(notes), file=sys.stderr)
+    folds = " ".join(sorted(path.name.removeprefix("fold_") for path in options.out.glob("fold_*")))
+    print(f"next: nnUNetv2_predict_from_modelfolder -i IMAGES -o PREDICTIONS -m {options.out} -f {folds}")
     return 0
 
 

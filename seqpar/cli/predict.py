@@ -126,10 +126,18 @@ def _parser() -> Parser:
         help="average over flips along these directions, all three if none is named (default: none; networks of "
         "nnU-Net's: all that training flipped)")  # fmt: skip
     add("--probabilities", action="store_true", help="also write a volume of probabilities per network output")
-    add("--statistics", action="store_true", help="also write statistics.csv: ml and mean intensity per case and class")
-    add("--explain", action="store_true", help="classes: write where each case's is seen, as map and picture")
-    add("--explain-by", choices=WAYS, default="", help="the same, and how (default: resattnet hirescam, vit "
-        "gradient-x-input)")  # fmt: skip
+    add(
+        "--statistics",
+        action="store_true",
+        help="also write statistics.csv: ml, mean and standard deviation of intensity per case and class",
+    )
+    add(
+        "--explain",
+        action="store_true",
+        help="classes: also write a map of the evidence for each case's class, and a picture of it",
+    )
+    add("--explain-by", choices=WAYS, default="", help="method of that map; implies --explain (default: hirescam; "
+        "vit: gradient-x-input)")  # fmt: skip
     add("--min-component", default="0", metavar="SIZE",
         help="remove connected components below this size: 50 (mm3) or 20voxels (default 0: keep all)")  # fmt: skip
     add("--continue", action="store_true", dest="resume", help="skip the cases that are already predicted")

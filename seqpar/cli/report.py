@@ -17,7 +17,7 @@ from seqpar.tasks.lookup import TASKS
 
 
 def act(arguments: Sequence[str]) -> int:
-    """Returns the exit code; what a run lacks is noted in the page, faults of two given folders are errors too."""
+    """Returns the exit code; the page names what a run lacks; faults of two given folders are also errors."""
     options = _parse(arguments)
     if holds_sweep(options.runs[0]):
         write_output(options.out, page_of_sweep(options.runs[0]))
@@ -30,6 +30,8 @@ def act(arguments: Sequence[str]) -> int:
     made = TASKS[record.network_settings.task].page(options, record)
     write_output(options.out, made.text)
     print(f"{options.out}: {made.what}{options.out.stat().st_size / 1e6:.1f} MB", flush=True)
+    for note in made.notes:
+        print(note, flush=True)
     for fault in made.faults:
         print(f"error: {fault}", file=sys.stderr, flush=True)
     return DATA if made.faults else 0
@@ -59,16 +61,18 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     add("--neurological", action=argparse.BooleanOptionalAction,
         help="show the patient's left on the left; --no-neurological: on the right, as radiologists do "
         "(default: as the run's pictures)")  # fmt: skip
+    add("--positive", metavar="CLASS", help="class whose ROC curve is drawn (default: of two classes the one that is "
+        "not called healthy, normal or 0; of more, all)")  # fmt: skip
     add("--cases", type=int, metavar="CASES", help="cases to show, the worst first (6)")
-    add("--out", type=Path, metavar="FILE", help="page to write (default: report.html in RUN, comparison.html "
-        "in the first of several)")  # fmt: skip
+    add("--out", type=Path, metavar="FILE", help="page to write (default: in RUN report.html, with --prediction "
+        "report-FOLDER.html; comparison.html in the first of several runs)")  # fmt: skip
     options = parser.parse_args(arguments)
     sweeps = [str(run) for run in options.runs if holds_sweep(run)]
     if sweeps and len(options.runs) > 1:
         raise ValueError(f"{sweeps[0]} is a sweep, which has a page of its own: name it alone")
     if len(options.runs) > 1 or sweeps:
         shown = {"truth": options.truth, "prediction": options.prediction, "images": options.images}
-        shown |= {"neurological": options.neurological, "cases": options.cases}
+        shown |= {"neurological": options.neurological, "cases": options.cases, "positive": options.positive}
         for name in (name for name, value in shown.items() if value is not None):
             named = f"{sweeps[0]} is a sweep" if sweeps else f"{len(options.runs)} were named"
             raise ValueError(f"--{name} shows the cases of one run, and {named}: remove it")
@@ -79,12 +83,19 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
         raise ValueError(f"--cases is {options.cases}: 0 or more are needed")
     if options.images is not None and not options.cases:
         raise ValueError("--images would do nothing: --cases 0 shows no case; leave one of both out")
-    options.out = options.out or options.runs[0] / ("comparison.html" if len(options.runs) > 1 else "report.html")
+    options.out = options.out or options.runs[0] / _usual_name(options)
     if options.out.is_dir():
         raise ValueError(f"--out {options.out} is a folder: name a file")
     if options.out.suffix not in (".html", ".htm"):  # it would replace what else has that name
         raise ValueError(f"--out {options.out}: a report is an HTML page; name it {options.out.name}.html")
     return options
+
+
+def _usual_name(options: argparse.Namespace) -> str:
+    """Returns the name of the page; one on other data leaves the run's own page in place."""
+    if len(options.runs) > 1:
+        return "comparison.html"
+    return f"report-{options.prediction.resolve().name}.html" if options.prediction else "report.html"
 
 
 def main() -> None:

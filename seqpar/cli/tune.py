@@ -16,6 +16,7 @@ from seqpar.runs.run_folder import holds_folds, holds_run
 from seqpar.runs.sweep_folder import Sweep, holds_sweep, read_sweep
 from seqpar.settings.command_line import default_preset, wants_gpu
 from seqpar.settings.parser import Parser
+from seqpar.sweeps.ray_cluster import split_address
 from seqpar.sweeps.results import write_results
 from seqpar.sweeps.scaling_plan import print_plan
 from seqpar.sweeps.space import parse_space
@@ -46,7 +47,7 @@ def act(arguments: Sequence[str]) -> int:
     if options.plan:
         print_plan(order, sweep, options.out, devices)
         return 0
-    check_devices(options.devices, order.on_gpu)
+    check_devices(devices, order.on_gpu)
     if not options.ray:
         order.runs(order.known(sweep), devices)  # refuses ranks for which there are no devices
     require_ray()
@@ -97,13 +98,17 @@ def _parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     per_run = options.devices_per_run
     if per_run != ALL and not (per_run.isdigit() and int(per_run)):
         raise ValueError(f"--devices-per-run {per_run}: give a number of devices, 1 or more, or {ALL}")
-    for flag, number in (("--max-failures", options.max_failures), ("--devices", options.devices)):
-        if number is not None and number < 0:
-            raise ValueError(f"{flag} {number}: it must not be negative")
+    parse_duration(options.time_limit)
+    for name, least in (("max-failures", 0), ("devices", 1), ("ray-nodes", 1)):
+        number = getattr(options, name.replace("-", "_"))
+        if number is not None and number < least:
+            raise ValueError(f"--{name} {number}: it must be at least {least}")
     if options.ray_nodes != 1 and not options.ray:
         raise ValueError(f"--ray-nodes {options.ray_nodes} would do nothing: there is no --ray: remove it")
-    if options.devices and options.ray:
+    if options.devices is not None and options.ray:
         raise ValueError("--devices is of a Ray that is started here, and --ray names a running one: leave one out")
+    if options.ray not in ("", "auto"):
+        split_address(options.ray)
     return options, rest
 
 
@@ -124,7 +129,7 @@ def _parser() -> Parser:
         "(%(default)s)")  # fmt: skip
     add("--devices-per-run", default="1", metavar="NUMBER", help="ranks of a run, each on a GPU or a core; all: one "
         "run after the other (%(default)s)")  # fmt: skip
-    add("--devices", type=int, default=0, metavar="NUMBER", help="devices of this machine to use (default: all)")
+    add("--devices", type=int, metavar="NUMBER", help="devices of this machine to use (default: all)")
     add("--out", type=Path, default=Path("sweeps/first"), metavar="FOLDER", help="folder of the sweep, in which each "
         "point has a run folder (%(default)s)")  # fmt: skip
     add("--ray", default="", metavar="ADDRESS", help="running Ray cluster to use, HOST:PORT or auto")

@@ -14,6 +14,7 @@ from typing import Any
 
 from seqpar.data.errors import DataError
 from seqpar.parallel.launcher import Launcher
+from seqpar.parallel.processes import shell_code
 from seqpar.terminal import coloured
 from seqpar.text import in_flags
 
@@ -95,6 +96,14 @@ def code_of(error: BaseException) -> int | None:
     return None
 
 
+def code_of_processes(code: int, signals: Sequence[int]) -> int:
+    """Returns the exit code for started processes that ended with ``code``, which is -n if signal n killed one.
+
+    A killed process is a lost rank, unless it ended by one of ``signals``, which were forwarded to it.
+    """
+    return shell_code(code) if code >= 0 or -code in signals else FAULT
+
+
 def is_out_of_memory(error: BaseException) -> bool:
     """Returns whether the error is a GPU or this machine running out of memory."""
     torch = sys.modules.get("torch")  # programs that do without it start in half the time
@@ -139,7 +148,7 @@ def _call(act: Callable[[Sequence[str]], int], arguments: Sequence[str] | None) 
         if code is None:
             leave_last_words(traceback.format_exc())
             raise
-        report(str(error))
+        report(str(error) or f"{type(error).__name__} without further words")
         return code
 
 

@@ -2,12 +2,13 @@
 
 import os
 import shlex
+import signal
 import tempfile
 from collections.abc import Sequence
 
 import torch
 
-from seqpar.cluster.exit_codes import LAST_WORDS
+from seqpar.cluster.exit_codes import LAST_WORDS, code_of_processes, report
 from seqpar.parallel.launcher import Launcher
 from seqpar.parallel.processes import (
     PARENT,
@@ -15,6 +16,7 @@ from seqpar.parallel.processes import (
     forward_signals,
     free_port,
     rank_variables,
+    signal_name,
     start_python,
     wait_for_all,
 )
@@ -55,6 +57,13 @@ def run_local(count: int, command: Sequence[str], signals: list[int] | None = No
 
     signals: those that came to this process so far; those that come meanwhile are added.
     """
+    signals = [] if signals is None else signals
+
+    def tell_loss(rank: int, killed_by: int) -> None:
+        if killed_by not in signals:
+            why = ", maybe for lack of memory" if killed_by == signal.SIGKILL else ""
+            report(f"rank {rank} was killed by {signal_name(killed_by)}{why}; the other ranks end too")
+
     env = environment_of_ranks(keep=(LAST_WORDS,))
     words = tempfile.TemporaryDirectory(prefix="seqpar-", ignore_cleanup_errors=True)
     env.setdefault(LAST_WORDS, f"{words.name}/error.json")  # so that one of them says what all have met
@@ -63,8 +72,8 @@ def run_local(count: int, command: Sequence[str], signals: list[int] | None = No
     port = free_port()
     places = [rank_variables(rank, count, rank, count, "127.0.0.1", port) for rank in range(count)]
     ranks = [start_python(command, {**env, **place}) for place in places]
-    with words, forward_signals(ranks, [] if signals is None else signals):
-        return wait_for_all(ranks)
+    with words, forward_signals(ranks, signals):
+        return code_of_processes(wait_for_all(ranks, tell_loss=tell_loss), signals)
 
 
 def _devices() -> str:

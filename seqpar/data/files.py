@@ -121,6 +121,8 @@ def read_json(path: Path) -> Any:
         return json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=refuse_duplicates)
     except json.JSONDecodeError as error:
         raise DataError(path, f"is not valid JSON: {error.msg} in line {error.lineno}; repair it") from error
+    except RecursionError as error:
+        raise DataError(path, "is nested too deeply; write it again") from error
     except UnicodeDecodeError as error:
         raise DataError(path, f"is not UTF-8 text ({error.reason}); write it again") from error
     except OSError as error:

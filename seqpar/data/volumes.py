@@ -76,8 +76,8 @@ def read_geometry(path: str | Path) -> tuple[Geometry, int]:
         return itk_files.read_header(path)
     with _opened(path) as file:
         head = file.read(Nifti2Header.sizeof_hdr)
-    geometry = geometry_of(head, path)
-    return geometry, int(parse_header(head, path)["dim"][4]) if geometry.ndim == 4 else 1
+    geometry, shape, _, _ = _announced(head, path)
+    return geometry, shape[3] if len(shape) == 4 else 1
 
 
 def read_volume(path: str | Path) -> Volume:
@@ -92,20 +92,9 @@ def read_volume(path: str | Path) -> Volume:
 
 
 def _read_nifti(path: str | Path) -> Volume:
-    size = os.path.getsize(path) if os.path.isfile(path) else 0
     with _opened(path) as file:
         head = file.read(Nifti2Header.sizeof_hdr)
-        geometry, header = geometry_of(head, path), parse_header(head, path)
-        shape = geometry.shape + ((int(header["dim"][4]),) if geometry.ndim == 4 else ())
-        start = int(np.nan_to_num(header["vox_offset"])) or header.single_vox_offset
-        length = int(np.prod(shape, dtype=object)) * np.dtype(geometry.dtype).itemsize
-        room = size * (_MAX_DEFLATE if str(path).endswith(".gz") else 1)
-        if not header.sizeof_hdr <= start <= start + length <= room:
-            raise DataError(
-                path,
-                f"is {size} bytes long, but its header announces {shape} of {geometry.dtype}: "
-                "it is truncated or damaged; copy it again",
-            )
+        geometry, shape, start, length = _announced(head, path)
         raw = head + file.read()  # to the end: gzip compares its checksum only there
     if len(raw) < start + length:
         raise DataError(path, f"ends after {len(raw)} of {start + length} bytes: it is truncated; copy it again")
@@ -115,6 +104,26 @@ def _read_nifti(path: str | Path) -> Volume:
         array = array * np.float64(geometry.slope) + geometry.inter
     array = np.moveaxis(array, 3, 0) if geometry.ndim == 4 else array[None]
     return Volume(_finite(array, path), geometry, hashlib.blake2b(raw, digest_size=16).hexdigest())
+
+
+def _announced(head: bytes, path: str | Path) -> tuple[Geometry, tuple[int, ...], int, int]:
+    """Returns what a NIfTI header announces: geometry, shape, and where the voxels' bytes start and how many there are.
+
+    Raises DataError if the file cannot hold as many.
+    """
+    size = os.path.getsize(path) if os.path.isfile(path) else 0
+    geometry, header = geometry_of(head, path), parse_header(head, path)
+    shape = geometry.shape + ((int(header["dim"][4]),) if geometry.ndim == 4 else ())
+    start = int(np.nan_to_num(header["vox_offset"])) or header.single_vox_offset
+    length = int(np.prod(shape, dtype=object)) * np.dtype(geometry.dtype).itemsize
+    room = size * (_MAX_DEFLATE if str(path).endswith(".gz") else 1)
+    if not header.sizeof_hdr <= start <= start + length <= room:
+        raise DataError(
+            path,
+            f"is {size} bytes long, but its header announces {shape} of {geometry.dtype}: "
+            "it is truncated or damaged; copy it again",
+        )
+    return geometry, shape, start, length
 
 
 def _finite(array: np.ndarray, path: str | Path) -> np.ndarray:

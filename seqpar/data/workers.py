@@ -1,5 +1,6 @@
 """Runs work on many items in processes; losing a process loses one item."""
 
+import os
 import traceback
 from collections.abc import Callable, Generator, Sequence
 from functools import partial
@@ -35,6 +36,11 @@ class _Share(NamedTuple):
 
 class WorkerCrash(Exception):
     """An unexpected exception in a process, with its traceback as text."""
+
+
+def default_workers() -> int:
+    """Returns the default number of workers; it is limited since each may hold several copies of a case."""
+    return min(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1, 8)
 
 
 def map_in_processes(

@@ -1,9 +1,21 @@
-"""Losses of parts that equal the loss of the whole tile: terms, their sums over ranks, and the losses by name."""
+"""Losses of parts that equal the loss of the whole tile.
+
+- ``DiceCE``: soft Dice plus cross-entropy
+- ``make_loss``: returns the loss of a name, such as ``"dice-focal"``; ``LOSSES`` has all names
+- ``Loss``: a weighted sum of terms; ``LossParts``: its value and its terms
+- ``LossGroups``: the ranks over which a loss sums; a mode's ``loss_groups`` returns it
+- ``LossOptions``: options of the losses with a name
+- ``DeepSupervision``: a loss on several levels of logits
+- ``MaskedError``: the loss of masked autoencoders
+- ``has_class_terms``: whether a named loss has a term per class
+- ``has_batch_terms``: whether a named loss has a term of sums over the batch
+- ``LossOf``: a micro-batch's loss as a function of its logits, as ``Loss.of_step`` returns it
+"""
 
 from seqpar.losses.deep_supervision import DeepSupervision
-from seqpar.losses.loss import Loss, LossGroups, LossParts
+from seqpar.losses.loss import Loss, LossGroups, LossOf, LossParts
 from seqpar.losses.masked_error import MaskedError
-from seqpar.losses.named_losses import LOSSES, DiceCE, has_class_terms, make_loss
+from seqpar.losses.named_losses import LOSSES, DiceCE, has_batch_terms, has_class_terms, make_loss
 from seqpar.losses.terms import LossOptions
 
 __all__ = [
@@ -12,9 +24,11 @@ __all__ = [
     "DiceCE",
     "Loss",
     "LossGroups",
+    "LossOf",
     "LossOptions",
     "LossParts",
     "MaskedError",
-    "make_loss",
+    "has_batch_terms",
     "has_class_terms",
+    "make_loss",
 ]

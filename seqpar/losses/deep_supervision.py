@@ -4,12 +4,13 @@ Legend: b batch, k classes or regions, W D H voxels.
 """
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from seqpar.losses.loss import Loss, LossGroups, LossParts
+from seqpar.losses.loss import Loss, LossGroups, LossOf, LossParts
 
 Levels = Sequence[Tensor]  # logits, the finest first
 
@@ -38,12 +39,23 @@ class DeepSupervision(nn.Module):
         self, logits: Levels, label: Tensor, loss_groups: LossGroups | None = None, annotated: Tensor | None = None
     ) -> LossParts:
         """Returns the loss and its terms, each the weighted sum over levels."""
+        (loss_of,) = self.of_step([label], loss_groups, [annotated])
+        return loss_of(logits)
+
+    def of_step(
+        self, labels: Sequence[Tensor], loss_groups: LossGroups | None = None, annotated: Sequence[Tensor | None] = ()
+    ) -> list[LossOf]:
+        """Returns the loss of each micro-batch as a function of its levels of logits, as ``Loss.of_step``."""
+        every = list[list[LossOf]]()  # by level
+        for _, scale in self.levels:
+            at: tuple[Any, ...] = (..., *(slice(step // 2, None, step) for step in scale))
+            every.append(self.loss.of_step([label[at] for label in labels], loss_groups, annotated))
+        return [partial(self._over_levels, of_levels) for of_levels in zip(*every)]
+
+    def _over_levels(self, of_levels: Sequence[LossOf], logits: Levels) -> LossParts:
         if len(logits) != len(self.levels):
             raise ValueError(f"expected logits of {len(self.levels)} levels, got {len(logits)}")
-        every = []
-        for x, (weight, scale) in zip(logits, self.levels):
-            at: tuple[Any, ...] = (..., *(slice(step // 2, None, step) for step in scale))
-            every.append((weight, self.loss.parts(x, label[at], loss_groups, annotated)))
+        every = [(weight, loss_of(x)) for (weight, _), loss_of, x in zip(self.levels, of_levels, logits)]
         terms = {name: _sum([weight * parts.terms[name] for weight, parts in every]) for name in every[0][1].terms}
         return LossParts(_sum([weight * parts.total for weight, parts in every]), terms)
 

@@ -5,10 +5,10 @@ Legend: b batch, k classes or regions, s sums, W D H voxels; ``W/s`` where voxel
 
 import math
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import reduce
-from typing import NamedTuple, TypeVar
+from functools import partial, reduce
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from einops import rearrange
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from seqpar.losses.terms import ClassTerm, VoxelTerm
 from seqpar.losses.voxels import Voxels, row_chunks, sum_over_voxels
 from seqpar.parallel.collectives import all_reduce, all_sum
+from seqpar.parallel.layout import plain_tensor
 from seqpar.parallel.mesh import Group, as_group
 
 
@@ -57,10 +58,28 @@ class LossParts(NamedTuple):
     terms: dict[str, Tensor]
 
 
+LossOf = Callable[[Any], LossParts]  # takes what the network returns in training
+
+
+class StepTotals(NamedTuple):
+    """What the means of a step divide by: sums over its micro-batches, on all ranks that share them.
+
+    - ``micros``: the number of micro-batches
+    - ``voxels``: how many voxels count, or the sum of their weights
+    - ``classes``: the weights ``k`` of the classes, summed over samples; None if all are 1
+    """
+
+    micros: int
+    voxels: Tensor
+    classes: Tensor | None
+
+
 class Loss(nn.Module):
     """A weighted sum of terms of logits and integer labels.
 
-    Every rank returns a loss whose mean over ``data x seq`` is the batch's loss.
+    Every rank returns a loss whose mean over ``data x seq`` is the batch's loss. In a step of several micro-batches
+    (``of_step``) means run over all of its samples, however they are split, except Dice over the batch: that is the
+    mean of the micro-batches' own.
 
     If the labels of a sample show only some of the classes, pass ``annotated``, ``b k``: no term counts the other
     classes, nor the voxels labelled as one of them, and the gradient of their logits is exactly zero.
@@ -101,9 +120,26 @@ class Loss(nn.Module):
         self, logits: Tensor, label: Tensor, loss_groups: LossGroups | None = None, annotated: Tensor | None = None
     ) -> LossParts:
         """Returns the loss and its terms."""
-        weights = self._weights_of(logits, annotated)
-        sums = self._over_voxels(logits, label, weights, annotated)
-        return self._of(sums, self._count(label, weights), loss_groups or LossGroups(), weights)
+        logits, label = plain_tensor(logits), plain_tensor(label)
+        sums, weights = self._sums(logits, label, annotated)
+        loss_groups = loss_groups or LossGroups()
+        return self._of(sums, self._totals([label], [annotated], loss_groups), loss_groups, weights)
+
+    def of_step(
+        self, labels: Sequence[Tensor], loss_groups: LossGroups | None = None, annotated: Sequence[Tensor | None] = ()
+    ) -> list[LossOf]:
+        """Returns the loss of each micro-batch as a function of its logits; their sum is the loss of the step.
+
+        - ``labels``, ``annotated``: of each micro-batch of the step
+        """
+        every, groups = list(annotated) or [None] * len(labels), loss_groups or LossGroups()
+        totals = self._totals(labels, every, groups)
+
+        def share(label: Tensor, shown: Tensor | None, logits: Tensor) -> LossParts:
+            sums, weights = self._sums(logits, label, shown)
+            return self._of(sums, totals, groups, weights)
+
+        return [partial(share, *of_micro) for of_micro in zip(labels, every)]
 
     def weighted(self, terms: Mapping[str, Number]) -> Number:
         """Returns the weighted sum of ``terms``."""
@@ -112,32 +148,42 @@ class Loss(nn.Module):
 
     def sums(self, logits: Tensor, label: Tensor, annotated: Tensor | None = None) -> Tensor:
         """Returns the sums of a piece of one sample; add those of all its pieces and pass them to ``of_sums``."""
-        weights = self._weights_of(logits, annotated)
-        sums = self._over_voxels(logits, label, weights, annotated).sum(0).double()
-        return torch.cat([sums, self._count(label, weights)[None].double()])
+        sums, weights = self._sums(logits, label, annotated)
+        return torch.cat([sums.sum(0).double(), self._count(label, weights)[None].double()])
 
     def of_sums(self, sums: Tensor, annotated: Tensor | None = None) -> LossParts:
         """Returns the loss of a sample, given the ``sums`` of all its pieces."""
         own = sums[None, :-1]
-        return self._of(own, sums[-1], LossGroups(), self._weights_of(own, annotated))
+        weights = self._weights_of(own, annotated, own.dtype)
+        if weights is None:
+            return self._of(own, StepTotals(1, sums[-1].clamp(min=1), None), LossGroups(), None)
+        return self._of(own, StepTotals(1, sums[-1].clamp(min=TINY), weights.sum(0)), LossGroups(), weights)
 
-    def _weights_of(self, like: Tensor, annotated: Tensor | None) -> Tensor | None:
+    def _sums(self, logits: Tensor, label: Tensor, annotated: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """Returns each sample's sums ``b s`` over its voxels, and the weights ``b k`` of its classes."""
+        weights = self._weights_of(logits, annotated, torch.promote_types(logits.dtype, torch.float32))
+        return self._over_voxels(logits, label, weights, annotated), weights
+
+    def _weights_of(self, samples: Tensor, annotated: Tensor | None, dtype: torch.dtype) -> Tensor | None:
         """Returns the weight ``b k`` of each sample's classes, 0 for those not annotated; None if all are 1."""
-        if annotated is None and not self.class_weights:
-            return None
-        dtype = torch.promote_types(like.dtype, torch.float32)
         if not self.class_weights:
-            return annotated.to(dtype)  # type: ignore[union-attr]
-        place = dtype, like.device
+            return None if annotated is None else annotated.to(dtype)
+        place = dtype, samples.device
         if place not in self._placed_weights:
-            self._placed_weights[place] = torch.tensor(self.class_weights, dtype=dtype, device=like.device)
-        weights = self._placed_weights[place].expand(len(like), -1)
+            self._placed_weights[place] = torch.tensor(self.class_weights, dtype=dtype, device=samples.device)
+        weights = self._placed_weights[place].expand(len(samples), -1)
         return weights if annotated is None else weights * annotated
 
     def _over_voxels(self, logits: Tensor, label: Tensor, weights: Tensor | None, annotated: Tensor | None) -> Tensor:
         """Returns each sample's sums ``b s`` over its voxels, one term after the other."""
         if label.shape != (logits.shape[0], *logits.shape[2:]):
-            raise ValueError(f"labels of shape {tuple(label.shape)} do not match logits of shape {tuple(logits.shape)}")
+            channel = "; remove its channel: label[:, 0]" if label.ndim == logits.ndim and label.shape[1] == 1 else ""
+            raise ValueError(
+                f"labels of shape {tuple(label.shape)} do not match logits of shape {tuple(logits.shape)}: a label has "
+                f"the logits' shape without their channels{channel}"
+            )
+        if label.is_floating_point() or label.is_complex():
+            raise ValueError(f"labels of {label.dtype}: a label is the whole number of a class; give label.long()")
         for each in (weights, annotated):
             if each is not None and each.shape != logits.shape[:2]:
                 raise ValueError(
@@ -170,6 +216,23 @@ class Loss(nn.Module):
             return each.mean(1) if weights is None else (each * _on_voxels(weights, each)).sum(1)
         return each if weights is None else each * _of_labels(weights, label)
 
+    def _totals(
+        self, labels: Sequence[Tensor], annotated: Sequence[Tensor | None], loss_groups: LossGroups
+    ) -> StepTotals:
+        """Returns what the means of a step divide by, given the labels of its micro-batches on this rank."""
+        each = [self._weights_of(label, shown, torch.float64) for label, shown in zip(labels, annotated)]
+        own = torch.stack([self._count(label, weights) for label, weights in zip(labels, each)]).sum().double()[None]
+        weights = [of_micro for of_micro in each if of_micro is not None]
+        if weights:
+            own = torch.cat([own, torch.cat(weights).sum(0)])
+        if self.ignore_label is None and not weights:  # ranks have equally many samples, but boxes may differ
+            own = own * loss_groups.num_sample_ranks
+        else:
+            for group in loss_groups.samples:
+                own = all_reduce(own, group)
+        count = own[0] if loss_groups.voxels is None else all_reduce(own[0], loss_groups.voxels)
+        return StepTotals(len(labels), count.clamp(min=TINY if weights else 1), own[1:] if weights else None)
+
     def _count(self, label: Tensor, weights: Tensor | None) -> Tensor:
         """Returns how many voxels count, or the sum of their weights."""
         if self.ignore_label is None and weights is None:
@@ -184,62 +247,48 @@ class Loss(nn.Module):
             return (counted.flatten(1).sum(1) * weights.sum(1)).sum()
         return (_of_labels(weights, label.long().masked_fill(~counted, 0)) * counted).sum()
 
-    def _of(self, sums: Tensor, count: Tensor, loss_groups: LossGroups, weights: Tensor | None) -> LossParts:
-        """Returns the loss, given this rank's sums ``b s``, its voxels' total weight, and class weights ``b k``."""
+    def _of(self, sums: Tensor, totals: StepTotals, loss_groups: LossGroups, weights: Tensor | None) -> LossParts:
+        """Returns a micro-batch's loss, given this rank's sums ``b s`` and the class weights ``b k``."""
         num_means = sum(isinstance(term, VoxelTerm) for term in self.terms)
         num_outputs = (sums.shape[1] - num_means) // max(1, sum(_num_sums(term) for term in self.terms))
         widths = [_num_sums(term) * num_outputs or 1 for term in self.terms]
         terms = dict[str, Tensor]()
-        whole_count: Tensor | None = None
         for term, own in zip(self.terms, sums.split(widths, 1)):
             if isinstance(term, ClassTerm):
-                terms[term.name] = self._class_mean(term, own, loss_groups, weights)
+                terms[term.name] = self._class_mean(term, own, totals, loss_groups, weights)
             else:
-                if whole_count is None:
-                    whole_count = self._whole_count(count.to(sums.dtype), loss_groups, weights is not None)
-                    whole_count = whole_count.clamp(min=1 if weights is None else TINY)
                 summed = own.sum() if loss_groups.voxels is None else all_sum(own.sum(), loss_groups.voxels)
-                terms[term.name] = summed * loss_groups.num_sample_ranks / whole_count
+                terms[term.name] = summed * loss_groups.num_sample_ranks / totals.voxels.to(summed.dtype)
         return LossParts(self.weighted(terms), terms)
 
-    def _whole_count(self, count: Tensor, loss_groups: LossGroups, is_weighted: bool) -> Tensor:
-        """Returns the number of voxels of the batch that count, or the sum of their weights."""
-        if self.ignore_label is None and not is_weighted:  # ranks have equally many samples, but boxes may differ
-            count = count * loss_groups.num_sample_ranks
-        else:
-            for group in loss_groups.samples:
-                count = all_reduce(count, group)
-        return count if loss_groups.voxels is None else all_reduce(count, loss_groups.voxels)
-
-    def _class_mean(self, term: ClassTerm, sums: Tensor, loss_groups: LossGroups, weights: Tensor | None) -> Tensor:
+    def _class_mean(
+        self, term: ClassTerm, sums: Tensor, totals: StepTotals, loss_groups: LossGroups, weights: Tensor | None
+    ) -> Tensor:
         """Returns a class term, given its sums ``b (s k)`` and the weights ``b k`` of the classes."""
         sums = rearrange(sums, "b (s k) -> s b k", s=term.num_sums)
-        if not term.background and not self.regions:
-            sums = sums[:, :, 1:]
-            weights = None if weights is None else weights[:, 1:]
+        counted = slice(0 if term.background or self.regions else 1, None)  # classes
+        sums, weights = sums[:, :, counted], None if weights is None else weights[:, counted]
         if loss_groups.voxels is not None:
             sums = all_sum(sums, loss_groups.voxels)
         if term.batch:
             sums = (sums if weights is None else sums * (weights > 0)).sum(1, keepdim=True)
             for group in loss_groups.samples:
                 sums = all_sum(sums, group)
-        if weights is None:
-            return term.loss(sums).mean()
         lost = term.loss(sums)
+        if weights is None or totals.classes is None:
+            return lost.mean() / totals.micros
         if term.batch:  # a class has the same weight in every sample that shows it
             shown = torch.stack([weights.sum(0), (weights > 0).to(weights.dtype).sum(0)])
             for group in loss_groups.samples:
                 shown = all_reduce(shown, group)
             weights = shown[0] / shown[1].clamp(min=1)
             if term.every_class:
-                return (weights * lost).mean()
-            return (weights * lost).sum() / weights.sum().clamp(min=TINY)
+                return (weights * lost).mean() / totals.micros
+            return (weights * lost).sum() / weights.sum().clamp(min=TINY) / totals.micros
         if term.every_class:
-            return (weights * lost).mean()
-        total = weights.sum()
-        for group in loss_groups.samples:
-            total = all_reduce(total, group)
-        return (weights * lost).sum() * loss_groups.num_sample_ranks / total.clamp(min=TINY)
+            return (weights * lost).mean() / totals.micros
+        total = totals.classes[counted].sum().clamp(min=TINY).to(lost.dtype)
+        return (weights * lost).sum() * loss_groups.num_sample_ranks / total
 
 
 def check_weights(weights: Sequence[float], names: Sequence[str]) -> None:

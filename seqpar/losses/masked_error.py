@@ -5,11 +5,12 @@ rank's share.
 """
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from seqpar.losses.loss import Loss, LossGroups, LossParts
+from seqpar.losses.loss import Loss, LossGroups, LossOf, LossParts
 from seqpar.parallel.collectives import all_reduce, all_sum
 
 SMALLEST = 1e-6  # added to the variance, for constant patches
@@ -36,15 +37,26 @@ class MaskedError(Loss):
 
         - ``part``: this rank's part ``b n/s c p p p`` of the image
         """
-        patches, hidden = rebuilt
-        wide = torch.promote_types(patches.dtype, torch.float32)
-        target = self.target(part.flatten(0, 1).index_select(0, hidden).to(wide))
-        error = (patches.to(wide) - target).square().sum()
-        count = error.new_tensor(target.numel())
+        (loss_of,) = self.of_step([part], loss_groups)
+        return loss_of(rebuilt)
+
+    def of_step(
+        self, labels: Sequence[Tensor], loss_groups: LossGroups | None = None, annotated: Sequence[Tensor | None] = ()
+    ) -> list[LossOf]:
+        """Returns the loss of each micro-batch; all have as many hidden voxels. ``labels``: parts of the image."""
         group = (loss_groups or LossGroups()).voxels
-        if group is not None:
-            error, count = all_sum(error, group), all_reduce(count, group)
-        return LossParts(error / count, {})
+
+        def share(part: Tensor, rebuilt: Sequence[Tensor]) -> LossParts:
+            patches, hidden = rebuilt
+            wide = torch.promote_types(patches.dtype, torch.float32)
+            target = self.target(part.flatten(0, 1).index_select(0, hidden).to(wide))
+            error = (patches.to(wide) - target).square().sum()
+            count = error.new_tensor(target.numel())
+            if group is not None:
+                error, count = all_sum(error, group), all_reduce(count, group)
+            return LossParts(error / count / len(labels), {})
+
+        return [partial(share, part) for part in labels]
 
     def target(self, patches: Tensor) -> Tensor:
         """Returns patches ``r c p p p`` as they are compared."""

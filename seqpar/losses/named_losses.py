@@ -53,15 +53,28 @@ def has_class_terms(name: str) -> bool:
     return any(isinstance(one, ClassTerm) and one.background != other.background for one, other in terms)
 
 
+def has_batch_terms(name: str, batch: bool) -> bool:
+    """Returns whether the named loss, with ``batch`` as in ``LossOptions``, has a term of sums over the batch."""
+    return any(isinstance(term, ClassTerm) and term.batch for term in LOSSES[name](LossOptions(batch=batch)))
+
+
 def make_loss(
     name: str,
-    options: LossOptions,
+    options: LossOptions = LossOptions(),  # noqa: B008  immutable
     weights: Sequence[float] = (),
     regions: Sequence[Sequence[int]] = (),
     ignore_label: int | None = None,
     class_weights: Sequence[float] = (),
 ) -> Loss:
-    """Returns the named loss; ``weights`` and the following arguments are those of ``Loss``."""
+    """Returns the named loss, such as ``"dice-ce"`` or ``"dice-focal"``.
+
+    Args:
+        ``name``: one of ``LOSSES``.
+        ``options``: of its terms.
+        ``weights``, ``regions``, ``ignore_label``, ``class_weights``: as in ``Loss``.
+    """
+    if name not in LOSSES:
+        raise ValueError(f"name={name!r}: choose one of {', '.join(LOSSES)}")
     return Loss(LOSSES[name](options), weights, regions, ignore_label, class_weights)
 
 

@@ -12,6 +12,7 @@ from seqpar.decoders.unets.unet import UNet
 from seqpar.losses import DeepSupervision, Loss
 from seqpar.models.network import Network, num_parameters
 from seqpar.models.pipelined import VolumeCells
+from seqpar.parallel.consensus import refuse_different_tiles
 from seqpar.parallel.layout import Layout
 from seqpar.pipeline.cells import CellNet, Value
 from seqpar.spatial.memory_format import in_fastest_format
@@ -112,9 +113,13 @@ class VolumeNet(CellNetwork):
         layout = Layout.of(tile, unet.architecture.unit, mode.group.size, split)
         super().__init__(unet, "unet", unet.architecture.in_channels, layout, mode, recompute)
         self.unet: UNet = unet
+        self._compares = self.group.size > 1  # whether the ranks cut the same tile, once
 
     def logits(self, part: Tensor, layout: Layout, key: DropoutKey | None) -> list[Tensor]:
         """Returns the logits of a part, in training those of each supervised level."""
+        if self._compares and not part.is_meta:
+            self._compares = False
+            refuse_different_tiles(layout.fingerprint, self.group, part.device)
         return [x for x, _ in self.unet.on_boxes(*self.image(part, layout), self.own_key(key))]
 
     def training_loss(self, loss: Loss) -> Loss | DeepSupervision:

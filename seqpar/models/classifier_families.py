@@ -92,6 +92,9 @@ class ResidualAttention(NetworkFamily):
             whole = ", which auto takes for a case alone; or --mode swap" if config.mode == "auto" else ""
             raise ValueError(f"{error}{whole}") from None
 
+    def has_batch_norm(self, config: Config) -> bool:
+        return True
+
     def refuse_batch(self, config: Config, num_groups: int) -> None:
         """Raises ValueError where batch norm would get a single value of each channel in the last stage."""
         if math.prod(-(-side // 32) for side in config.tile) * config.batch * num_groups == 1:

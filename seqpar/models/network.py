@@ -13,11 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from seqpar.decoders.modes.mode import Mode
+from seqpar.decoders.modes.mode import Mode, gather_boxes
 from seqpar.losses import DeepSupervision, Loss, LossGroups
 from seqpar.models.resized_positions import Resizing
-from seqpar.parallel.layout import Layout
-from seqpar.parallel.mesh import Group
+from seqpar.parallel.collectives import gather
+from seqpar.parallel.layout import Layout, plain_tensor
+from seqpar.parallel.mesh import AnyGroup, Group, as_group
 from seqpar.pipeline.engine import StagedNet
 from seqpar.text import quantity
 from seqpar.vit.dropout import DropoutKey
@@ -76,6 +77,44 @@ class Network(nn.Module, ABC):
     def arrange(self, label: Tensor, layout: Layout | None = None) -> Tensor:
         """Returns the label ``b n/s p p p`` of a part as the logits are: their voxels, on the ranks that hold them."""
         return self.mode.voxels(label, layout or self.layout)
+
+    def loss(
+        self,
+        loss_fn: Callable[..., Tensor],
+        logits: Tensor | list[Tensor],
+        label: Tensor,
+        data: AnyGroup | None = None,
+        layout: Layout | None = None,
+    ) -> Tensor:
+        """Returns the loss of what ``forward`` returned: that of one process, whatever the mode.
+
+        A loss of ``seqpar.losses`` sums over ranks. Any other function, such as MONAI's losses, is called with whole
+        tiles of all samples; in halo and swap, logits and labels are therefore gathered on every rank.
+
+        - ``loss_fn``: called with the logits and the label; of tiles on other ranks, the mean of its results counts
+        - ``label``: whole tiles ``b W D H`` or ``b 1 W D H``, or this rank's part ``b n/s p p p``. One with a channel
+          reaches MONAI's losses with it
+        - ``data``: the group whose ranks have other tiles
+        """
+        layout, label = layout or self.layout, plain_tensor(label)
+        axes, is_ours = len(layout.tile), isinstance(loss_fn, Loss | DeepSupervision)
+        has_channel = label.ndim == axes + 2 and label.shape[1] == 1
+        is_whole = label.ndim == axes + 1 or (has_channel and tuple(label.shape[2:]) == layout.tile)
+        if is_whole:
+            label = label[:, 0] if has_channel else label
+        batch = len(label)
+        if not is_whole or self.group.size > 1:
+            label = self.arrange(layout.cut(label, self.group.index) if is_whole else label, layout)
+        if is_ours:
+            return loss_fn(logits, label, self.loss_groups(as_group(data, "data"), batch))
+        if isinstance(logits, list):
+            raise ValueError("deep supervision needs a loss of seqpar.losses, as net.training_loss(DiceCE()) is")
+        if len(logits) < batch:  # each rank has whole samples
+            counts = (len(logits),) * self.group.size
+            logits, label = (gather(x, self.group, 0, counts, True, "voxels") for x in (logits, label))
+        elif self.mode.box_grid(layout, batch) is not None and self.group.size > 1:
+            logits, label = (gather_boxes(x, layout, self.group) for x in (logits, label))
+        return loss_fn(logits, label[:, None] if is_whole and has_channel else label)
 
     def label_shape(self, batch: int) -> tuple[int, ...]:
         """Returns the shape of the labels that ``arrange`` takes on this rank."""

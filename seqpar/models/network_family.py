@@ -46,6 +46,10 @@ class NetworkFamily(ABC):
         """Returns the attention layers; () for a network that has none."""
         return ()
 
+    def has_batch_norm(self, config: Config) -> bool:
+        """Returns whether what a tile becomes in training depends on the other tiles of its micro-batch."""
+        return False
+
     def pinned(self, config: Config, spacing: Sequence[float] = ()) -> Config:
         """Returns the config whose network is, for every tile, the one that it is for the config's.
 

@@ -35,7 +35,7 @@ class MaskedPretraining(VisionTransformer):
         if encoder.pos_embed is not None:
             whole = replace(encoder.layout, num_ranks=1)
             with torch.no_grad():
-                encoder.pos_embed.copy_(sincos_positions(whole, 0, config.embed_dim))
+                encoder.pos_embed.copy_(sincos_positions(whole, 0, config.embed_dim, encoder.pos_embed))
         from seqpar.models.masked_network import MaskedNet  # of pretrainings alone
         from seqpar.vit.masked_autoencoder import MaskedDecoder
 

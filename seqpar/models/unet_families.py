@@ -69,6 +69,9 @@ class VolumeNetwork(NetworkFamily):
         """Raises ValueError for a tile that is no multiple of the total stride, with the nearest that is."""
         self._architecture(config).refuse_extents(config.tile)
 
+    def has_batch_norm(self, config: Config) -> bool:
+        return self._architecture(config).style.norm in ("batch", "last axis")
+
     def refuse_batch(self, config: Config, num_groups: int) -> None:
         """Raises ValueError where batch norm would get a single value of each channel in the coarsest stage."""
         architecture = self._architecture(config)

@@ -15,6 +15,7 @@ from torch import Tensor
 from seqpar.parallel.meeting import START_S, Meeting
 from seqpar.parallel.mesh import Group
 from seqpar.parallel.messages import check_collective, shape_and_dtype
+from seqpar.parallel.watchdog import format_ranks
 
 
 def max_over_ranks(flag: int, group: Group) -> int:
@@ -31,6 +32,29 @@ def max_of_each_over_ranks(flags: Sequence[int], group: Group) -> tuple[int, ...
     with group.watch.waiting(False):
         dist.all_reduce(numbers, op=dist.ReduceOp.MAX, group=group.handle)
     return tuple(numbers.tolist())
+
+
+def refuse_different_tiles(fingerprint: Tensor | None, group: Group, device: torch.device) -> None:
+    """Raises ValueError on all ranks of ``group`` if they have cut their parts from different tiles.
+
+    - ``fingerprint``: of this rank's tile, or None if it did not cut one itself; see ``Layout.fingerprint``
+    - ``device``: of the group's messages
+    """
+    if group.handle is None or group.places is not None:
+        return
+    own = torch.zeros(2, dtype=torch.float64) if fingerprint is None else fingerprint
+    row = torch.cat([own.to(device), torch.full((1,), fingerprint is not None, dtype=torch.float64, device=device)])
+    rows = [torch.empty_like(row) for _ in group.ranks]
+    check_collective("tiles", group, shape_and_dtype(row))
+    with group.watch.waiting(row.is_cuda):
+        dist.all_gather(rows, row, group=group.handle)
+    cut = [(rank, *values) for rank, (*values, is_cut) in zip(group.ranks, torch.stack(rows).tolist()) if is_cut]
+    others = [rank for rank, total, scale in cut if abs(total - cut[0][1]) > 1e-4 * max(scale, cut[0][2])]
+    if others:
+        raise ValueError(
+            f"the {group} shares one tile, but {format_ranks(others)} cut another than rank {cut[0][0]}: load and "
+            "augment the same tile on all of them, as with the same random seed"
+        )
 
 
 def broadcast_text(text: str, source: int, group: Group) -> str:

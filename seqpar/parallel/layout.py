@@ -6,7 +6,8 @@ voxels, w d h tokens. There are as many axes as ``tile`` has numbers.
 
 import itertools
 import math
-from collections.abc import Callable, Hashable, Iterator, Sequence
+import operator
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import Any, TypeVar
@@ -68,9 +69,8 @@ class Layout:
         cls, tile: int | Sequence[int], patch: int | Sequence[int], num_ranks: int = 1, split: str = "spatial"
     ) -> "Layout":
         """Returns the layout of a tile and patch, each given as one number for a cube or one per axis."""
-        sides = (tile,) * 3 if isinstance(tile, int) else tuple(tile)
-        cube = (patch,) * len(sides) if isinstance(patch, int) else tuple(patch)
-        return cls(sides, cube, num_ranks, split)
+        sides = per_axis(tile, "tile")
+        return cls(sides, per_axis(patch, "patch", len(sides)), num_ranks, split)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Layout":
         return self
@@ -96,10 +96,14 @@ class Layout:
     def _ids(self) -> tuple[Tensor, ...]:
         raster = torch.arange(self.num_tokens, device="cpu")  # on the CPU even inside a meta device context
         if self.split == "ordered":
-            bounds = even_bounds(self.num_tokens, self.num_ranks)
-            return tuple(raster[low:high] for low, high in itertools.pairwise(bounds))
+            return tuple(raster[low:high] for low, high in self.runs)
         grid = raster.reshape(self.grid)
         return tuple(grid[tuple(slice(*side) for side in box)].flatten() for box in grid_boxes(self.grid, self.parts))
+
+    @cached_property
+    def runs(self) -> tuple[tuple[int, int], ...]:
+        """The half-open interval of raster numbers that ``ordered`` gives each rank."""
+        return tuple(itertools.pairwise(even_bounds(self.num_tokens, self.num_ranks)))
 
     @cached_property
     def _made(self) -> dict[Hashable, Any]:
@@ -118,10 +122,14 @@ class Layout:
         """Returns the raster numbers of the rank's tokens, ascending, on the CPU or on ``device``."""
         if device is None or device.type == "cpu":
             return self._ids[rank]
+        if device.type == "meta":  # a list would take gigabytes at a large tile
+            return torch.empty(self.counts[rank], dtype=torch.int64, device=device)
         return self.once(("ids", rank, device), lambda: self._ids[rank].to(device))
 
     def raster_order(self, device: torch.device) -> Tensor:
         """Returns, for each token of the grid in raster order, its position among all ranks' tokens in rank order."""
+        if device.type == "meta":
+            return torch.empty(self.num_tokens, dtype=torch.int64, device=device)
         return self.once(("order", device), lambda: torch.argsort(torch.cat(self._ids)).to(device))
 
     @property
@@ -132,7 +140,9 @@ class Layout:
     @cached_property
     def counts(self) -> tuple[int, ...]:
         """Each rank's number of tokens."""
-        return tuple(len(ids) for ids in self._ids)
+        if self.split == "ordered":
+            return tuple(high - low for low, high in self.runs)
+        return tuple(_size(box) for box in grid_boxes(self.grid, self.parts))
 
     @cached_property
     def owner(self) -> Tensor:
@@ -144,12 +154,13 @@ class Layout:
 
     def coordinates(self, rank: int) -> Tensor:
         """Returns the grid coordinates of the rank's tokens: one row per token, one column per axis."""
-        steps = [math.prod(self.grid[dim + 1 :]) for dim in range(len(self.grid))]
-        return torch.stack([self._ids[rank] // step % side for step, side in zip(steps, self.grid)], 1)
+        return torch.stack([self._ids[rank] // step % side for step, side in zip(_steps(self.grid), self.grid)], 1)
 
     @cached_property
     def _boxes(self) -> tuple[Box | None, ...]:
-        return tuple(_box_of(self.coordinates(rank)) for rank in range(self.num_ranks))
+        if self.split == "ordered":
+            return tuple(_box_of_run(low, high, self.grid) for low, high in self.runs)
+        return tuple(grid_boxes(self.grid, self.parts))
 
     @property
     def is_box(self) -> bool:
@@ -162,6 +173,18 @@ class Layout:
         if box is None:
             raise ValueError(f"rank {rank}'s part of the token grid {self.grid} is not a box: {self.box_advice()}")
         return box
+
+    def num_below(self, rank: int, number: int) -> int:
+        """Returns how many tokens of the rank's box have raster numbers below ``number``, without listing them."""
+        box, result = self.box(rank), 0
+        slab = _size(box)
+        for (low, high), step in zip(box, _steps(self.grid)):
+            slab //= high - low  # tokens of the box in one step along the axis
+            at, number = divmod(number, step)
+            result += (min(max(at, low), high) - low) * slab
+            if not low <= at < high:
+                break
+        return result
 
     def box_advice(self) -> str:
         """Returns advice on which split or number of ranks gives boxes."""
@@ -210,13 +233,35 @@ class Layout:
 
     def cut(self, whole: Tensor, rank: int) -> Tensor:
         """Returns a rank's part: ``b n c p p p`` of an image ``b c W D H``, ``b n p p p`` of a label ``b W D H``."""
-        is_image, cells = whole.ndim == len(self.tile) + 2, to_patches(whole, self.patch)
+        axes = len(self.tile)
+        is_image = whole.ndim == axes + 2
+        if whole.ndim not in (axes + 1, axes + 2) or tuple(whole.shape[-axes:]) != self.tile:
+            raise ValueError(
+                f"expected an image (batch, channels, *tile) or a label (batch, *tile) with tile={self.tile}, got a "
+                f"tensor of shape {tuple(whole.shape)}; layout.of_tile(tile) is the layout of another tile"
+            )
+        if not 0 <= rank < self.num_ranks:
+            raise ValueError(f"rank={rank}: this layout has {quantity(self.num_ranks, 'rank')}, counted from 0")
+        whole = plain_tensor(whole)
+        if self.num_ranks > 1 and not (torch.compiler.is_compiling() or whole.is_meta):
+            self.once("fingerprint", lambda: _fingerprint(whole))
+        cells = to_patches(whole, self.patch)
         if self.num_ranks > 1 or self.is_nested:
             cells = cells.index_select(2 if is_image else 1, self.token_ids(rank, whole.device))
         return rearrange(cells, "b c n ... -> b n c ...") if is_image else cells
 
+    @property
+    def fingerprint(self) -> Tensor | None:
+        """Numbers that identify the first tile that was cut here; ranks compare them, as they must share the tile."""
+        return self._made.get("fingerprint")
+
     def join(self, parts: Sequence[Tensor]) -> Tensor:
         """Joins all ranks' parts to the whole image or label; the inverse of ``cut``."""
+        if [x.shape[1] for x in parts] != list(self.counts):
+            raise ValueError(
+                f"expected {quantity(self.num_ranks, 'part')} of {' and '.join(map(str, self.counts))} tokens, in rank "
+                f"order, got {quantity(len(parts), 'part')} of {' and '.join(str(x.shape[1]) for x in parts)}"
+            )
         cells = parts[0]
         if len(parts) > 1 or self.is_nested:
             cells = torch.cat(list(parts), 1).index_select(1, self.raster_order(cells.device))
@@ -224,10 +269,49 @@ class Layout:
         return from_patches(rearrange(cells, "b n c ... -> b c n ...") if is_image else cells, self.grid)
 
 
-def _box_of(coordinates: Tensor) -> Box | None:
-    """Returns the box that these tokens fill, or None if they do not fill a box."""
-    box = tuple(zip(coordinates.amin(0).tolist(), (coordinates.amax(0) + 1).tolist()))
-    return box if math.prod(high - low for low, high in box) == len(coordinates) else None
+def _size(box: Box) -> int:
+    return math.prod(high - low for low, high in box)
+
+
+def _steps(grid: Sequence[int]) -> list[int]:
+    """Returns by how much the raster number grows from a token to the next along each axis."""
+    return [math.prod(grid[dim + 1 :]) for dim in range(len(grid))]
+
+
+def _box_of_run(low: int, high: int, grid: Sequence[int]) -> Box | None:
+    """Returns the box that tokens with consecutive raster numbers fill, or None if they do not fill a box."""
+    sides, is_cut = list[tuple[int, int]](), False
+    for step, extent in zip(_steps(grid), grid):
+        first, last = low // step % extent, (high - 1) // step % extent
+        sides.append((0, extent) if is_cut else (first, last + 1))
+        is_cut = is_cut or first != last  # the run then reaches both ends of all later axes
+    return tuple(sides) if _size(tuple(sides)) == high - low else None
+
+
+def per_axis(value: int | Iterable[int], name: str, axes: int = 3) -> tuple[int, ...]:
+    """Returns one whole number per axis: those of ``value``, or the same one for all ``axes``.
+
+    - ``name``: of the argument, for the error
+    """
+    try:
+        numbers = value if isinstance(value, Iterable) else (value,) * axes
+        return tuple(map(operator.index, numbers))
+    except TypeError:
+        raise ValueError(f"{name}={value!r}: give a whole number, or several in a tuple") from None
+
+
+def plain_tensor(x: Tensor) -> Tensor:
+    """Returns a tensor without what a library attached to it, such as MONAI's ``MetaTensor``; shares its memory."""
+    as_tensor: Callable[[], Tensor] | None = getattr(x, "as_tensor", None)
+    return x if as_tensor is None else as_tensor()
+
+
+def _fingerprint(whole: Tensor) -> Tensor:
+    """Returns two float64 numbers that hardly depend on rounding: a weighted sum of some voxels, and its scale."""
+    voxels = whole.detach().reshape(-1)
+    voxels = voxels[:: max(1, len(voxels) >> 14)].double()
+    weights = torch.arange(1, len(voxels) + 1, device=voxels.device, dtype=torch.float64).square().sin()
+    return torch.stack([voxels @ weights, voxels.norm()])
 
 
 def to_patches(whole: Tensor, patch: Sequence[int]) -> Tensor:

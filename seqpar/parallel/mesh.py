@@ -97,8 +97,9 @@ def _find_group(name: str, ranks: tuple[int, ...], handle_name: str, places: tup
             raise ValueError(f"it has {format_ranks(found)}")
     except (RuntimeError, ValueError, LookupError):
         raise ValueError(
-            f"this was saved in a {name} group of {format_ranks(ranks)}, which does not exist here: load it on the same "
-            "ranks once their groups are made, or save state_dict() and load that into a network built for this group"
+            f"this was saved in a {name} group of {format_ranks(ranks)}, which does not exist here: load it on the "
+            "same ranks once their groups are made, or save state_dict() and load that into a network built for this "
+            "group"
         ) from None
     return Group(name, ranks, ranks.index(dist.get_rank()), handle, places=places, watch=Watch(dist.get_rank()))
 

@@ -4,6 +4,7 @@ Needs no torch: workers of Ray import it.
 """
 
 import ctypes
+import math
 import multiprocessing
 import os
 import select
@@ -100,17 +101,31 @@ def forward_signals(processes: Sequence[subprocess.Popen], signals: list[int]) -
             signal.signal(number, handler)
 
 
-def wait_for_all(processes: Sequence[subprocess.Popen], grace_s: float = 25.0) -> int:
-    """Returns the exit code that tells most; once a process has failed, the others have ``grace_s`` to leave."""
-    deadline = None
-    while any(process.poll() is None for process in processes):
-        if deadline is None and any(process.returncode for process in processes):
-            deadline = time.monotonic() + grace_s
-        if deadline is not None and time.monotonic() > deadline:
+def wait_for_all(
+    processes: Sequence[subprocess.Popen],
+    grace_s: float = 25.0,
+    tell_loss: Callable[[int, int], object] = lambda number, killed_by: None,
+) -> int:
+    """Returns the code that tells most, -n for signal n; once a process has failed, others have ``grace_s`` to leave.
+
+    tell_loss: called at once if a signal kills a process that was not asked to leave: its number, and the signal
+    """
+    deadline, is_told = math.inf, False
+    while True:
+        codes = [process.poll() for process in processes]
+        killed = [(number, -code) for number, code in enumerate(codes) if code is not None and code < 0]
+        if killed and not is_told:
+            tell_loss(*killed[0])
+            is_told = True
+        if None not in codes:
+            return most_informative_code([process.returncode for process in processes])
+        if any(codes):
+            deadline = min(deadline, time.monotonic() + grace_s)
+        if time.monotonic() > deadline:
+            is_told = True
             for process in processes:
                 process.kill()
         time.sleep(0.05)
-    return shell_code(most_informative_code([process.returncode for process in processes]))
 
 
 def end_process(process: subprocess.Popen, grace_s: float = 30.0) -> None:
@@ -133,6 +148,11 @@ def most_informative_code(codes: Sequence[int]) -> int:
 def shell_code(code: int) -> int:
     """Returns the exit code as a shell reports it: 128 + n for a process that signal n killed."""
     return code if code >= 0 else 128 - code
+
+
+def signal_name(number: int) -> str:
+    """Returns a signal's name, such as SIGKILL, or its number if it has none."""
+    return signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
 
 
 def die_with_parent(parent: int | None = None) -> None:

@@ -75,6 +75,15 @@ def make_remap(sources: Sequence[Tensor], targets: Sequence[Tensor], me: int) ->
     )
 
 
+def count_remap(num_sent: Sequence[int], num_received: Sequence[int]) -> Remap:
+    """Returns a remap of so many rows to and from each rank without their positions, for tensors without data.
+
+    Each row goes to one rank. Lists of the tokens of a large tile would take gigabytes.
+    """
+    sent, received = (torch.empty(sum(rows), dtype=torch.int64, device="meta") for rows in (num_sent, num_received))
+    return Remap(len(sent), len(received), sent, tuple(num_sent), received, tuple(num_received))
+
+
 def remap(x: Tensor, group: Group, dim: int, plan: Remap, kind: str = "remap") -> Tensor:
     """Returns the rows along ``dim`` that this rank needs, sent by the ranks that own them.
 

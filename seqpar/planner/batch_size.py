@@ -1,9 +1,10 @@
-"""The default batch of a sequence group, and the batch that keeps a resumed run's tiles a step."""
+"""The default batch of a sequence group, and how a step is split into micro-batches on more or fewer groups."""
 
 from collections.abc import Mapping
 from dataclasses import replace
 from types import MappingProxyType
 
+from seqpar.losses import has_batch_terms
 from seqpar.models.build import family_of
 from seqpar.planner.step_counter import StepSetup, count_step
 from seqpar.settings.config import Config
@@ -51,6 +52,16 @@ def _most_by_memory(config: Config) -> int:
     return max(1, min(PAPER_BATCH, int(budget / saved_per_tile(config))))
 
 
+def runs_over_micro_batch(config: Config) -> str:
+    """Returns what runs over the tiles of a micro-batch, so that results depend on how a step is split; "" if nothing.
+
+    Other means run over all tiles of a step, however it is split.
+    """
+    if has_batch_terms(config.loss, config.batch_dice):
+        return "--batch-dice" if config.batch_dice else f"--loss {config.loss}"
+    return "batch norm" if family_of(config).has_batch_norm(config) else ""
+
+
 def keep_global_batch(
     config: Config, global_batch: int, num_groups: int, flags: Mapping[str, int] = MappingProxyType({})
 ) -> Config:
@@ -65,14 +76,33 @@ def keep_global_batch(
             f"evenly: resume with one of these numbers of groups: {_divisors(global_batch)} (a larger --seqpar makes "
             "fewer groups of the same ranks)"
         )
+    if what := runs_over_micro_batch(config):
+        return _keep_micro_batches(config, global_batch // config.accumulate, num_groups, flags, what)
     batch, accumulate = _choose_pair(config, global_batch // num_groups, num_groups, flags, "the run has")
-    if config.batch_dice and accumulate != config.accumulate:
-        raise ValueError(
-            "with --batch-dice the loss depends on which tiles are computed together, "
-            f"{global_batch // config.accumulate} so far: keep --accumulate {config.accumulate}, or resume on the "
-            "same number of ranks"
-        )
     return replace(config, batch=batch, accumulate=accumulate)
+
+
+def _keep_micro_batches(config: Config, together: int, num_groups: int, flags: Mapping[str, int], what: str) -> Config:
+    """Returns the config with the batch that computes the same tiles together as before.
+
+    - ``together``: tiles of a micro-batch over all groups
+    - ``what``: runs over them
+    """
+    unit = config.seqpar if config.mode == "swap" else 1
+    begun = f"with {what} results depend on which tiles are computed together, {quantity(together, 'tile')} in this run"
+    if together % num_groups or together // num_groups % unit:
+        numbers = ", ".join(str(count) for count in range(1, together + 1) if together % (count * unit) == 0)
+        advice = f"resume with one of these numbers of groups: {numbers}" if numbers else "resume with --mode halo"
+        ranks = f", each of {unit} ranks with --mode swap," if unit > 1 else ""
+        raise ValueError(f"{begun}: {num_groups} sequence groups{ranks} cannot share them evenly: {advice}")
+    kept = {"batch": together // num_groups, "accumulate": config.accumulate}
+    if any(kept[name] != number for name, number in flags.items()):
+        typed = " ".join(f"--{name} {number}" for name, number in flags.items())
+        raise ValueError(
+            f"{typed}: {begun}: keep --accumulate {config.accumulate} (here with --batch {kept['batch']}), or remove "
+            "these flags"
+        )
+    return replace(config, batch=kept["batch"], accumulate=kept["accumulate"])
 
 
 def hold_global_batch(config: Config, num_groups: int, flags: Mapping[str, int] = MappingProxyType({})) -> Config:
@@ -88,7 +118,7 @@ def hold_global_batch(config: Config, num_groups: int, flags: Mapping[str, int] 
             f"--global-batch {number}: {num_groups} sequence groups cannot share it evenly: use {nearest}, or one of "
             f"these numbers of groups: {_divisors(number)}"
         )
-    if config.batch_dice and not flags:  # Dice is computed per micro-batch: do not add any
+    if not flags and runs_over_micro_batch(config):  # the same tiles stay together on any number of groups
         flags = {"accumulate": config.accumulate}
     each = number // num_groups
     batch, accumulate = _choose_pair(config, each, num_groups, flags, f"--global-batch {number} is")
@@ -100,7 +130,8 @@ def describe_global_batch(before: Config, now: Config, num_groups: int) -> str:
     if now.accumulate != before.accumulate:
         how = "by accumulation"
     elif now.batch != before.batch:
-        how = "by the batch" + (", because --batch-dice keeps tiles together" if now.batch_dice else "")
+        what = runs_over_micro_batch(now)
+        how = "by the batch" + (f", because {what} keeps tiles together" if what else "")
     else:
         how = "as without this flag"
     groups = quantity(num_groups, "group")

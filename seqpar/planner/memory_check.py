@@ -15,6 +15,7 @@ from seqpar.cluster.exit_codes import TooLittleMemory
 from seqpar.cluster.host_memory import Memory, memory_here
 from seqpar.parallel.consensus import gather_texts, run_on_rank0
 from seqpar.parallel.mesh import Mesh
+from seqpar.planner.batch_size import runs_over_micro_batch
 from seqpar.planner.fit import advice, largest_batch
 from seqpar.planner.memory_saving import flags_of, memory_savings
 from seqpar.planner.needs import Plan, RunToPlan, plan, plan_complete_config
@@ -89,20 +90,25 @@ def _remedy(run: RunToPlan, need: Plan) -> str:
     config = run.config
     most = largest_batch(run, need.ranks, config.batch)
     batch, flags = _divisor(config, most.config.batch), ""
-    if batch < config.batch:
+    is_tied = bool(runs_over_micro_batch(config))
+    keeps_tiles = is_tied and config.resume
+    if batch < config.batch and not keeps_tiles:
         config = replace(config, batch=batch, accumulate=config.accumulate * config.batch // batch, global_batch=0)
         flags = f"--batch {batch}"
-        if not config.batch_dice:  # Dice over a micro-batch would change with the split
+        if not is_tied:
             flags += f" --accumulate {config.accumulate}"
-    if most.fits:
+    if most.fits and flags:
         return f"use {flags}"
-    for saving, _ in memory_savings(config, ()):
+    # no setting saves what the tiles themselves take
+    savings = memory_savings(config, ()) if most.memory["input"] < most.device.memory else ()
+    for saving, _ in savings:
         try:
             if plan(replace(run, config=replace(config, **saving), ranks=need.ranks), config.seqpar).fits:
                 return f"use {flags} {flags_of(saving)}".replace("  ", " ")
         except ValueError:  # this setting does not work on these ranks
             continue
-    return f"try {advice(most, exhausted=True)}"
+    others = "more sequence groups, " if keeps_tiles else ""
+    return f"try {others}{advice(most, exhausted=True)}"
 
 
 def _divisor(config: Config, most: int) -> int:

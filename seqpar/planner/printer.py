@@ -14,6 +14,7 @@ from seqpar.cluster.devices import GB, GIB, MIB
 from seqpar.models.build import build_on_meta, family_of
 from seqpar.models.network import Network
 from seqpar.parallel.mesh import Group
+from seqpar.planner.batch_size import runs_over_micro_batch
 from seqpar.planner.fit import (
     SHARED_BY,
     UNIT,
@@ -165,7 +166,8 @@ def _global_batches(run: RunToPlan, rows: Sequence[Plan]) -> list[str]:
     lines = [f"seqpar {', '.join(group)}: {text}" for text, group in sizes.items()]
     numbers = {p.ranks // p.config.seqpar * p.config.batch * p.config.accumulate for p in rows if not p.why}
     if len(numbers) > 1:
-        how = "the batch" if run.config.batch_dice and "batch" not in run.fixed else "accumulation"
+        keeps_tiles_together = runs_over_micro_batch(run.config) and "batch" not in run.fixed
+        how = "the batch" if keeps_tiles_together else "accumulation"
         lines.append(
             f"--global-batch N fixes it through {how}, --groups N through the same number of groups at every size"
         )

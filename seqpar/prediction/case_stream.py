@@ -16,8 +16,7 @@ from seqpar.cluster.torch_setup import keep_memory
 from seqpar.data.errors import DataError
 from seqpar.data.formats.dataset import Case
 from seqpar.data.formats.recognise import find_inputs
-from seqpar.data.preparation.preparation import Preparation, TargetGrid
-from seqpar.data.preparation.prepared_case import Prepared, load_case
+from seqpar.data.preparation.prepared_case import Preparation, Prepared, TargetGrid, load_case
 from seqpar.data.workers import ReportProgress, no_item_progress
 from seqpar.parallel.consensus import run_on_rank0
 from seqpar.parallel.mesh import Mesh

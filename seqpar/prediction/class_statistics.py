@@ -18,12 +18,13 @@ class ClassStatistics:
     """Keeps statistics.csv, a line per case and class, whole after every case; used by the first rank.
 
     - ``classes``: the label values that make up each class
-    - ``modalities``: whose mean intensities are given, in the files' own numbers
+    - ``modalities``: whose means and standard deviations are given, in the files' own numbers
     """
 
     def __init__(self, folder: Path, classes: Mapping[str, Sequence[int]], modalities: Sequence[str]) -> None:
         self.path, self.classes = folder / NAME, classes
-        self.columns = ["case", "class", "voxels", "ml", *(f"mean {name}" for name in modalities)]
+        kinds = (f"{kind} {name}" for kind in ("mean", "sd") for name in modalities)
+        self.columns = ["case", "class", "voxels", "ml", *kinds]
         self._rows: list[list[str]] = []
 
     def open(self, predicted: Iterable[str]) -> None:
@@ -57,16 +58,26 @@ class ClassStatistics:
 def statistics_of(
     labels: np.ndarray, image: np.ndarray, spacing: Sequence[float], classes: Mapping[str, Sequence[int]]
 ) -> list[list[Any]]:
-    """Returns a row per class: its name, voxels, ml, and the mean of each channel, NaN where it has no voxel."""
+    """Returns a row per class: its name, voxels, ml, then each channel's mean and each one's standard deviation.
+
+    Both are NaN where the class has no voxel; the standard deviation is that of its voxels, divided by their number.
+    """
     values = labels.ravel()
     voxels = np.bincount(values)
-    sums = [np.bincount(values, channel.ravel()) for channel in image]
+    middles = [float(channel.mean()) for channel in image]  # subtracted, or squares of large numbers would cancel
+    shifted = [channel.ravel().astype(np.float64) - middle for channel, middle in zip(image, middles)]
+    sums, squares = ([np.bincount(values, x**power) for x in shifted] for power in (1, 2))
     rows: list[list[Any]] = []
     for name, members in classes.items():
         present = [value for value in members if value < len(voxels)]
         count = int(voxels[present].sum())
-        means = [float(total[present].sum()) / count if count else float("nan") for total in sums]
-        rows.append([name, count, count * float(np.prod(spacing)) / 1000, *means])
+        means, parts = (
+            [float(total[present].sum()) / count if count else float("nan") for total in totals]
+            for totals in (sums, squares)
+        )
+        deviations = [float(np.sqrt(max(part - mean**2, 0.0))) if count else mean for part, mean in zip(parts, means)]
+        own = [mean + middle for mean, middle in zip(means, middles)]
+        rows.append([name, count, count * float(np.prod(spacing)) / 1000, *own, *deviations])
     return rows
 
 

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from seqpar.data.preparation.preparation import TargetGrid
+from seqpar.data.preparation.prepared_case import TargetGrid
 from seqpar.data.preparation.transforms import blend, neighbours, resample
 from seqpar.parallel.consensus import max_over_ranks
 from seqpar.parallel.mesh import Mesh
@@ -36,11 +36,12 @@ def slabs_to_labels(
     mesh: Mesh,
     regions_class_order: Sequence[int] = (),
     write_rows: WriteRows | None = None,
+    refuse_nan: bool = True,
 ) -> Tensor:
     """Returns class ids ``W D H`` on the grid ``target``, of logits on the grid ``shape``; the same on all ranks.
 
     An id takes one byte where none is above 255. ``write_rows`` takes the probabilities; pass it on all ranks or none,
-    it is called on the first one alone.
+    it is called on the first one alone. ``refuse_nan``: raise ``NotFinite`` where logits are NaN or infinite.
     """
     resampler, ids, finite = _SlabResampler(shape, target, mesh), torch.empty(0), True
     for slab in slabs:
@@ -52,7 +53,7 @@ def slabs_to_labels(
         own_ids = list[Tensor]()
         for intervals in _steps(bounds, resampler.rows_at_once):
             logits = resampler.rows(*intervals[mesh.world.index])
-            finite &= _is_finite(logits)
+            finite = finite and (not refuse_nan or _is_finite(logits))
             own_ids.append(to_labels(logits, regions_class_order).to(ids.dtype))
             if write_rows is not None:
                 probabilities = [logits.sigmoid() if regions_class_order else logits.softmax(0)]
@@ -63,7 +64,7 @@ def slabs_to_labels(
         resampler.release()
         if own_ids:
             ids[bounds[0] : bounds[-1]] = join_rows(torch.cat(own_ids), bounds, mesh)
-    if max_over_ranks(not finite, mesh.world):
+    if refuse_nan and max_over_ranks(not finite, mesh.world):
         raise NotFinite("the network's logits are NaN or infinite: check the intensities, or take another checkpoint")
     return ids
 

@@ -1,12 +1,14 @@
 """The folder that predictions are written to: each file is whole or absent, and finished cases can be skipped.
 
-FOLDER/prediction.json        how everything in it was predicted; written before anything else
+FOLDER/prediction.json        how everything in it was predicted, and the names of its files; written before them
 FOLDER/…                      what a task writes: label maps, or a table of classes
 """
 
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from itertools import chain
 from pathlib import Path
 from typing import IO, Any
 
@@ -15,22 +17,27 @@ from einops import rearrange
 from torch import Tensor
 
 from seqpar.data.errors import DataError
-from seqpar.data.files import read_json, write_json
+from seqpar.data.files import read_json, suffix_of, write_json
 from seqpar.data.formats.dataset import Case
 
 RECORD = "prediction.json"
+_FILES = "files"  # key of the record: every file that predict wrote there, or is writing
 
 
 class PredictionFolder(ABC):
     """A folder that predict writes to; the first rank alone uses it. A task says which files are in it.
 
+    Only files that an earlier prediction lists are ever replaced or removed.
+
     - ``path``: where to find the predictions: the folder, or the one file that holds them
+    - ``listed``: the names of files that earlier predictions wrote; known once it is open
     """
 
     path: Path
 
     def __init__(self, folder: Path) -> None:
         self.folder = self.path = folder
+        self.listed = frozenset[str]()
 
     def open(self, cases: Sequence[Case], record: dict[str, Any], resume: bool) -> list[Case]:
         """Returns the cases that are still to be predicted; removes what predictions with other settings left of them.
@@ -38,29 +45,29 @@ class PredictionFolder(ABC):
         - ``record``: the content of prediction.json
         - ``resume``: keep finished cases, which needs an equal record
         """
-        previous = self._read_record()
+        previous, listed = self._read_record()
         self.refuse_collisions(cases)
-        if previous is None and (foreign := [path for path in self.files_of(cases) if path.exists()]):
-            raise DataError(
-                foreign[0], f"would be overwritten, and no {RECORD} next to it says that predict wrote it; "
-                "choose another --output"
-            )  # fmt: skip
+        self._refuse_data(cases, is_ours=previous is not None)
         if resume and previous is not None and previous != record:
             changed = [name for name in {**record, **previous} if previous.get(name) != record.get(name)]
             raise DataError(
                 self.folder, f"was predicted with other settings ({', '.join(changed)}); choose another --output, or "
                 "leave --continue out to predict everything again"
             )  # fmt: skip
+        self._refuse_unlisted([], listed)  # before it is read
         left = self.unfinished(cases, resume, previous == record)
+        self._refuse_unlisted(left, listed)
+        self.listed = listed
         with self.writable():
             self.folder.mkdir(parents=True, exist_ok=True)
             self.clear(left, cases)
-            write_json(self.folder / RECORD, record)
+            kept = {name for name in listed if (self.folder / name).exists()}
+            write_json(self.folder / RECORD, {**record, _FILES: sorted(kept.union(self._names(self.files_of(left))))})
         return left
 
     @abstractmethod
     def files_of(self, cases: Sequence[Case]) -> list[Path]:
-        """Returns the files that these cases are written to."""
+        """Returns the files that these cases are written to; without cases those that all cases share."""
 
     @abstractmethod
     def unfinished(self, cases: Sequence[Case], resume: bool, same_settings: bool) -> list[Case]:
@@ -76,11 +83,47 @@ class PredictionFolder(ABC):
     def refuse_collisions(self, cases: Sequence[Case]) -> None:  # noqa: B027 - a single file collides with none
         """Raises DataError if a file would overwrite an input, or another output."""
 
-    def _read_record(self) -> dict[str, Any] | None:
+    def _read_record(self) -> tuple[dict[str, Any] | None, frozenset[str]]:
+        """Returns the settings of the predictions that are here, None if there are none, and the files they list.
+
+        Older versions listed none; what they wrote for all cases together has a name that only predict gives.
+        """
         if not (self.folder / RECORD).is_file():
-            return None
-        record: dict[str, Any] = read_json(self.folder / RECORD)
-        return record
+            return None, frozenset()
+        record = read_json(self.folder / RECORD)
+        files = record.pop(_FILES, self._names(self.files_of([]))) if isinstance(record, dict) else None
+        if not isinstance(files, list) or not all(isinstance(name, str) for name in files):
+            raise DataError(self.folder / RECORD, "is not a record that predict wrote; choose another --output")
+        return record, frozenset(files)
+
+    def _names(self, paths: Sequence[Path]) -> list[str]:
+        return [path.relative_to(self.folder).as_posix() for path in paths]
+
+    def _refuse_unlisted(self, cases: Sequence[Case], listed: frozenset[str]) -> None:
+        """Raises DataError if writing these cases would replace a file that no earlier prediction lists."""
+        files = self.files_of(cases)
+        for name, path in zip(self._names(files), files):
+            if name not in listed and path.exists():
+                raise DataError(
+                    path, f"would be overwritten, and no {RECORD} next to it lists it as written by predict; choose "
+                    "another --output"
+                )  # fmt: skip
+
+    def _refuse_data(self, cases: Sequence[Case], is_ours: bool) -> None:
+        """Raises DataError if the folder is part of a data set, or holds volumes and was never predicted to."""
+        folder = self.folder.resolve()
+        is_part = re.fullmatch("(images|labels)(Tr|Ts|Val)", folder.name) and (folder.parent / "dataset.json").is_file()
+        if is_part or (folder / "dataset.json").is_file():
+            raise DataError(
+                self.folder, "belongs to a data set, which predict never writes into; choose another --output"
+            )
+        inputs = (path for case in cases for path in case.images if path.resolve().parent == folder)
+        others = () if is_ours else (path for path in sorted(folder.glob("[!.]*")) if suffix_of(path.name))
+        if found := next(chain(inputs, others), None):
+            raise DataError(
+                self.folder, f"holds {found.name}, an image or label map that predict did not write; choose another "
+                "--output"
+            )  # fmt: skip
 
     @contextmanager
     def writable(self) -> Iterator[None]:

@@ -15,8 +15,7 @@ from torch import Tensor
 
 from seqpar.data.formats.dataset import Case
 from seqpar.data.geometry import Geometry, geometry_of, make_geometry, to_canonical
-from seqpar.data.preparation.preparation import TargetGrid
-from seqpar.data.preparation.prepared_case import Loaded, Prepared, Properties
+from seqpar.data.preparation.prepared_case import Loaded, Prepared, Properties, TargetGrid
 from seqpar.data.workers import ReportProgress, no_item_progress
 from seqpar.late_import import late
 from seqpar.models.network import Network

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -15,11 +15,13 @@ from seqpar.data.preparation import transforms
 from seqpar.data.volumes import Volume, read_volume
 from seqpar.report.embedded_volumes import GREYS, Bytes, Embedded, embed, encode, outline, png
 from seqpar.report.images import FoundImage, Images
+from seqpar.report.pictures import HEAT
 from seqpar.report.planes import (
     COLOURS,
     LETTERS,
     PLANES,
     best_modality,
+    colours_of,
     fullest_planes,
     orientation_text,
     plane_of,
@@ -34,7 +36,13 @@ _MARGIN = 8  # voxels shown around the labels if there is no image
 
 @dataclass(frozen=True)
 class ShownCase:
-    """A case on one grid: grey images by modality, and both label maps as numbers from 1 (the first label) on."""
+    """A case on one grid: grey images by modality, and both label maps as numbers from 1 (the first label) on.
+
+    - ``ranges``: what black and white are in the files' numbers, by modality
+    - ``is_ct``: whether these are Hounsfield units
+    - ``heat``: a map from 0 to 255
+    - ``at``: the planes to begin with; None: those with most of a label
+    """
 
     name: str
     images: dict[str, Bytes]  # W D H each; empty if there is no prepared image
@@ -42,6 +50,15 @@ class ShownCase:
     prediction: Bytes
     spacing: tuple[float, float, float]
     note: str = ""
+    ranges: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+    is_ct: bool = False
+    heat: Bytes | None = None
+    at: tuple[int, ...] | None = None
+
+    def embedded(self, budget: int) -> Embedded:
+        """Returns the volumes as a page holds them, CT in 256 levels for windows of few Hounsfield units."""
+        volumes, greys = list(self.images.values()), 256 if self.is_ct else GREYS
+        return embed(volumes, self.truth, self.prediction, self.spacing, budget, self.heat, greys)
 
 
 def load(case: ScoredCase, record: RunRecord, images: Images) -> ShownCase:
@@ -88,11 +105,8 @@ def _on_prepared_grid(
         truth = to_grid(_read_truth(case, prediction))
     else:
         truth = _numbered(transforms.to_values(np.asarray(image.label), properties.values), numbers)
-    pictures = {
-        name: to_grey(np.asarray(channel), scheme == "zscore")
-        for name, channel, scheme in zip(modalities, image.image, properties.schemes)
-    }
-    return ShownCase(case.name, pictures, truth, to_grid(prediction), properties.spacing)
+    pictures, ranges, is_ct = grey_images(image, modalities)
+    return ShownCase(case.name, pictures, truth, to_grid(prediction), properties.spacing, "", ranges, is_ct)
 
 
 def _numbered(values: NDArray[Any], numbers: dict[int, int]) -> Bytes:
@@ -102,14 +116,29 @@ def _numbered(values: NDArray[Any], numbers: dict[int, int]) -> Bytes:
     return numbered
 
 
-def to_grey(channel: NDArray[Any], zero_is_outside: bool) -> Bytes:
-    """Returns a prepared channel as grey levels; the brightest and darkest half percent are clipped."""
+def grey_images(
+    image: FoundImage, modalities: Sequence[str]
+) -> tuple[dict[str, Bytes], dict[str, tuple[float, float]], bool]:
+    """Returns the channels of a prepared image as grey levels, what black and white are, and whether it is a CT."""
+    pictures, ranges, properties = dict[str, Bytes](), dict[str, tuple[float, float]](), image.properties
+    rows = zip(modalities, image.image, properties.schemes, properties.means, properties.stds)
+    for name, channel, scheme, mean, std in rows:
+        pictures[name], low, high = to_grey(np.asarray(channel), scheme == "zscore")
+        ranges[name] = low * std + mean, high * std + mean
+    return pictures, ranges, "ct" in properties.schemes
+
+
+def to_grey(channel: NDArray[Any], zero_is_outside: bool) -> tuple[Bytes, float, float]:
+    """Returns a prepared channel as grey levels, and the values that are black and white.
+
+    The brightest and darkest half percent are clipped.
+    """
     outside = channel == 0 if zero_is_outside else np.zeros(channel.shape, bool)
     body = channel[~outside]
     low, high = np.percentile(body, (0.5, 99.5)) if body.size else (0.0, 1.0)
     scaled = np.clip((channel - low) / max(float(high - low), 1e-6), 0, 1) * 255
     grey: Bytes = np.where(outside, 0, np.rint(scaled)).astype(np.uint8)
-    return grey
+    return grey, float(low), float(high)
 
 
 @dataclass(frozen=True)
@@ -200,8 +229,7 @@ def load_worst(
         except DataError as error:
             gaps.append(f"Case {case.name} cannot be shown: {error}.")
             continue
-        volumes = list(loaded.images.values()), loaded.truth, loaded.prediction
-        shown.append((loaded, embed(*volumes, loaded.spacing, budget)))
+        shown.append((loaded, loaded.embedded(budget)))
     return shown
 
 
@@ -218,13 +246,21 @@ class CaseView:
 
 @dataclass(frozen=True)
 class CaseSection:
-    """The cases of a page; ``labels``: colour and name, ``volumes``: what the viewer reads, ``note``: of these."""
+    """The cases of a page.
+
+    - ``labels``: colour and name
+    - ``volumes``: what the viewer reads; ``note``: what was left out of them
+    - ``is_ct``: whether there are windows of Hounsfield units
+    - ``heat``: colours of a map from 0 to its maximum; "" without one
+    """
 
     orientation: str
     labels: Sequence[tuple[str, str]]
     note: str
     shown: Sequence[CaseView]
     volumes: Mapping[str, Any]
+    is_ct: bool = False
+    heat: str = ""
 
 
 def case_section(
@@ -234,17 +270,56 @@ def case_section(
 
     - ``neurological``: the patient's left is on the left of a picture, and not on the right
     """
-    by_name = {case.name: case for case in scored.cases}
+    by_name, labels = {case.name: case for case in scored.cases}, list(record.label_names.values())
+    views = [_case_view(by_name[case.name], case, labels, neurological) for case, _ in shown]
+    return viewer_section(shown, labels, neurological, views)
+
+
+def viewer_section(
+    shown: Sequence[tuple[ShownCase, Embedded]],
+    labels: Sequence[str],
+    neurological: bool,
+    views: Sequence[CaseView] = (),
+) -> CaseSection:
+    """Returns the section of a viewer.
+
+    - ``labels``: names of the labels, in the order of their numbers
+    - ``views``: cases that are also shown in planes
+    """
     return CaseSection(
         f"{orientation_text(neurological)}. {LETTERS}",
-        [(COLOURS[n % len(COLOURS)], name) for n, name in enumerate(record.label_names.values())],
-        viewer_note([embedded for _, embedded in shown]),
-        [_case_view(by_name[case.name], case, neurological) for case, _ in shown],
-        viewer_data(record, shown, neurological),
+        [(colour, name) for name, colour in colours_of(labels).items()],
+        viewer_note([embedded for _, embedded in shown], any(case.is_ct for case, _ in shown)),
+        views,
+        viewer_data(labels, shown, neurological),
+        any(case.is_ct for case, _ in shown),
+        ", ".join(heat_colours()) if any(case.heat is not None for case, _ in shown) else "",
     )
 
 
-def _case_view(case: ScoredCase, shown: ShownCase, neurological: bool) -> CaseView:
+def heat_colours() -> list[str]:
+    """Returns colours of a map of evidence, from 0 to its maximum."""
+    from matplotlib import colormaps
+    from matplotlib.colors import to_hex
+
+    return [to_hex(colormaps[HEAT](step / 16)) for step in range(17)]
+
+
+def planes_note(case: ScoredCase, shown: ShownCase, labels: Sequence[str]) -> str:
+    """Returns which planes of a case are shown, and what was predicted where the truth has none of the labels."""
+    if shown.truth.any():
+        return "planes with most of the truth"
+    predicted = [f"{name} {ml:.2g} ml" for name in labels if (ml := case.scores.get(name, {}).get("VolumeMl", 0.0)) > 0]
+    if not predicted:
+        voxel_ml = math.prod(shown.spacing) / 1000
+        counts = np.bincount(shown.prediction.ravel(), minlength=len(labels) + 1)[1:]
+        predicted = [f"{name} {count * voxel_ml:.2g} ml" for name, count in zip(labels, counts.tolist()) if count]
+    what = predicted[0].removeprefix(f"{labels[0]} ") if len(labels) == 1 and predicted else ", ".join(predicted)
+    planes = "planes with most of the prediction" if predicted else "middle planes"
+    return f"no {' or '.join(labels)}; predicted {what or 'none'} · {planes}"
+
+
+def _case_view(case: ScoredCase, shown: ShownCase, labels: Sequence[str], neurological: bool) -> CaseView:
     """Returns one case with its scores and three planes."""
     dice = ", ".join(f"{name} {Score(row.get('Dice', math.nan), 3).text}" for name, row in case.scores.items())
     modality = f" · shown on {best_modality(list(shown.images))}" if shown.images else ""
@@ -252,7 +327,7 @@ def _case_view(case: ScoredCase, shown: ShownCase, neurological: bool) -> CaseVi
     w, d, _ = (side * step for side, step in zip(shown.truth.shape, shown.spacing))
     return CaseView(
         case.name,
-        f"Dice: {dice}{modality} · voxels of {spacing} mm{volumes_of(case)}",
+        f"Dice: {dice}{volumes_of(case)} · {planes_note(case, shown, labels)}{modality} · voxels of {spacing} mm",
         shown.note,
         f"{d:.6g}fr {w:.6g}fr {w:.6g}fr",
         planes_of(shown, neurological),
@@ -269,9 +344,11 @@ def volumes_of(case: ScoredCase) -> str:
     return f" · ml, truth → prediction: {', '.join(parts)}" if parts else ""
 
 
-def viewer_data(record: RunRecord, cases: Sequence[tuple[ShownCase, Embedded]], neurological: bool) -> dict[str, Any]:
+def viewer_data(
+    names: Sequence[str], cases: Sequence[tuple[ShownCase, Embedded]], neurological: bool
+) -> dict[str, Any]:
     """Returns the data that the viewer reads: labels with colours, and each case's sheets."""
-    labels = [{"name": n, "colour": COLOURS[k % len(COLOURS)]} for k, n in enumerate(record.label_names.values())]
+    labels = [{"name": name, "colour": colour} for name, colour in colours_of(names).items()]
     entries = [
         {
             "name": shown.name,
@@ -285,17 +362,22 @@ def viewer_data(record: RunRecord, cases: Sequence[tuple[ShownCase, Embedded]], 
             "images": embedded.images,
             "truth": embedded.truth,
             "prediction": embedded.prediction,
+            "heat": embedded.heat,
+            "ranges": shown.ranges,
+            "unit": "HU" if shown.is_ct else "",
+            "at": [n // f for n, f in zip(shown.at, embedded.factors)] if shown.at else None,
         }
         for shown, embedded in cases
     ]
-    return {"labels": labels, "sides": sides(neurological), "mirrored": not neurological, "cases": entries}
+    more = {"heat_colours": heat_colours()} if any(case.heat is not None for case, _ in cases) else {}
+    return {"labels": labels, "sides": sides(neurological), "mirrored": not neurological, "cases": entries, **more}
 
 
-def viewer_note(volumes: Sequence[Embedded]) -> str:
+def viewer_note(volumes: Sequence[Embedded], is_ct: bool = False) -> str:
     """Returns a note of what was left out to keep the page small."""
     num_bytes = sum(volume.num_bytes for volume in volumes)
-    note = f"Volumes are cropped to the body and kept in {GREYS} grey levels: {num_bytes / 1e6:.1f} MB of at most "
-    note += f"{BUDGET / 1e6:g} MB in this page."
+    note = f"Volumes are cropped to the body and kept in {256 if is_ct else GREYS} grey levels, to which values are "
+    note += f"rounded: {num_bytes / 1e6:.1f} MB of at most {BUDGET / 1e6:g} MB in this page."
     factors = {volume.factors for volume in volumes}
     if factors == {(1, 1, 1)}:
         return note + " Every voxel is there."

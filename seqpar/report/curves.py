@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from seqpar.report.planes import COLOURS
+from seqpar.report.planes import RUN_COLOURS, colours_of
 from seqpar.runs.journal import held_out_scores, loss_terms, read_metrics
 from seqpar.runs.metrics_tail import score_of
 
@@ -80,7 +80,9 @@ class LineStyle(NamedTuple):
 
 
 INK, GRID = "#222222", "#d9dde2"  # on a page: the colours of its text and its lines
-PLAIN = tuple(map(LineStyle, COLOURS))
+GREY = "#8a929b"
+NEUTRAL = tuple(map(LineStyle, (GREY, INK, "#5b6cb8", "#9b7a5a")))  # neither classes nor runs
+OF_RUNS = tuple(LineStyle(colour, dashes) for dashes in ("-", "--", ":") for colour in RUN_COLOURS)
 # Okabe and Ito's colours from dark to light, each with its own dashes and marker, so that lines differ in grey too. The
 # first line is the widest, so that those that coincide with it do not hide it.
 DISTINCT = (
@@ -104,6 +106,7 @@ class Line:
     - ``dashed``: what others are compared with
     - ``noisy``: shows the running mean too
     - ``style``: number of its style; None: as many as lines are before it
+    - ``colour``: its colour; "": that of its style
     """
 
     label: str
@@ -114,6 +117,7 @@ class Line:
     dashed: bool = False
     noisy: bool = False
     style: int | None = None
+    colour: str = ""
 
     def points(self) -> NDArray[np.float64]:
         """Returns place, mean, smallest and largest value over the seeds, of each place that has values."""
@@ -150,7 +154,8 @@ class Diagram:
     def named(self) -> list[tuple[Line, LineStyle]]:
         """Returns the lines with their styles."""
         numbers = (n if line.style is None else line.style for n, line in enumerate(self.lines))
-        return [(line, self.styles[n % len(self.styles)]) for line, n in zip(self.lines, numbers)]
+        styles = [self.styles[n % len(self.styles)] for n in numbers]
+        return [(line, style._replace(colour=line.colour or style.colour)) for line, style in zip(self.lines, styles)]
 
 
 @dataclass(frozen=True)
@@ -170,11 +175,14 @@ def over_steps(quantity: str, over: str, curves: Sequence[Curve]) -> Diagram:
     return Diagram(quantity, "step" if over == "step" else "seconds of training", lines, low=low, high=high)
 
 
-def training_diagrams(train: Sequence[Row], held_out: Sequence[Row], loss: str = "loss") -> list[Diagram]:
+def training_diagrams(
+    train: Sequence[Row], held_out: Sequence[Row], loss: str = "loss", classes: Sequence[str] = ()
+) -> list[Diagram]:
     """Returns what a run shows over its steps: the loss, its terms, held-out scores, the learning rate.
 
     - ``train``, ``held_out``: the rows of steps and of validations
     - ``loss``: its title
+    - ``classes``: in the order of their colours; those of the rows that are missing here come after them
     """
     steps, at = [row["step"] + 1 for row in train], [row["step"] for row in held_out]
     losses = [
@@ -187,9 +195,11 @@ def training_diagrams(train: Sequence[Row], held_out: Sequence[Row], loss: str =
         values = [number(row[name]) for row in rows]
         terms.append(Line(name.replace("_", " "), [row["step"] + 1 for row in rows], [values], noisy=True))
     key, title = held_out_scores(held_out[-1]) if held_out else ("dice", "Dice")
+    names = list(map(str, held_out[-1].get(key, {}))) if held_out else []
+    colours = colours_of((*classes, *names)) if key == "dice" else {}
     scores = [
-        Line(str(name), at, [[number(row.get(key, {}).get(name)) for row in held_out]], dots=True)
-        for name in (held_out[-1].get(key, {}) if held_out else ())
+        Line(n, at, [[number(row.get(key, {}).get(n)) for row in held_out]], dots=True, colour=colours.get(n, ""))
+        for n in names
     ]
     rates = [Line("learning rate", steps, [[number(row.get("lr")) for row in train]])]
     every = (
@@ -199,7 +209,7 @@ def training_diagrams(train: Sequence[Row], held_out: Sequence[Row], loss: str =
         ("Learning rate", rates, None),
     )
     return [
-        Diagram(title, "step", lines, low=0.0, high=high, last=max([*steps, *at]), styles=PLAIN)
+        Diagram(title, "step", lines, low=0.0, high=high, last=max([*steps, *at]), styles=NEUTRAL)
         for title, lines, high in every
         if any(len(line.points()) for line in lines)
     ]

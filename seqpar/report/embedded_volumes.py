@@ -32,19 +32,33 @@ class Embedded:
     images: tuple[str, ...]  # a sheet per modality
     truth: str  # a sheet of label numbers, 0 for none
     prediction: str
+    heat: str = ""  # a sheet of a map from 0 to 255
 
     @property
     def num_bytes(self) -> int:
-        return sum(map(len, (*self.images, self.truth, self.prediction)))
+        return sum(map(len, (*self.images, self.truth, self.prediction, self.heat)))
 
 
-def embed(images: Sequence[Bytes], truth: Bytes, prediction: Bytes, spacing: Sequence[float], budget: int) -> Embedded:
-    """Returns the volumes as finely as the budget of bytes allows; ``spacing`` is in mm."""
+def embed(
+    images: Sequence[Bytes],
+    truth: Bytes,
+    prediction: Bytes,
+    spacing: Sequence[float],
+    budget: int,
+    heat: Bytes | None = None,
+    greys: int = GREYS,
+) -> Embedded:
+    """Returns the volumes as finely as the budget of bytes allows.
+
+    - ``spacing``: in mm
+    - ``heat``: a map from 0 to 255
+    - ``greys``: levels that images keep
+    """
     factors: Factors = (1, 1, 1)
     while True:
         estimate = math.prod(-(-side // f) for side, f in zip(truth.shape, factors)) * len(images) / 6
         if estimate < budget:  # a sheet takes at least about a byte for six voxels: do not try what cannot fit
-            embedded = _embed(images, truth, prediction, factors)
+            embedded = _embed(images, truth, prediction, factors, heat, greys)
             if embedded.num_bytes <= budget or max(embedded.shape) == 1:
                 return embedded
         factors = coarser(factors, truth.shape, spacing)
@@ -58,18 +72,21 @@ def coarser(factors: Factors, shape: Sequence[int], spacing: Sequence[float]) ->
     return w, d, h
 
 
-def _embed(images: Sequence[Bytes], truth: Bytes, prediction: Bytes, factors: Factors) -> Embedded:
+def _embed(
+    images: Sequence[Bytes], truth: Bytes, prediction: Bytes, factors: Factors, heat: Bytes | None, greys: int
+) -> Embedded:
     labels = [coarsen_label(label, factors) for label in (truth, prediction)]
     columns = math.ceil(math.sqrt(labels[0].shape[2]))
-    pictures = [levels(coarsen(image, factors)) for image in images]
+    pictures = [levels(coarsen(image, factors), greys) for image in images]
     sheets = [encode(png(sheet(volume, columns))) for volume in (*pictures, *labels)]
+    own = "" if heat is None else encode(png(sheet(levels(coarsen(heat, factors)), columns)))
     w, d, h = labels[0].shape
-    return Embedded((w, d, h), factors, columns, tuple(sheets[:-2]), *sheets[-2:])
+    return Embedded((w, d, h), factors, columns, tuple(sheets[:-2]), sheets[-2], sheets[-1], own)
 
 
-def levels(image: Bytes) -> Bytes:
-    """Returns an image in ``GREYS`` levels from 0 to 255."""
-    step = 255 / (GREYS - 1)
+def levels(image: Bytes, greys: int = GREYS) -> Bytes:
+    """Returns an image in so many levels from 0 to 255."""
+    step = 255 / (greys - 1)
     rounded: Bytes = np.rint(np.rint(image / step) * step).astype(np.uint8)
     return rounded
 

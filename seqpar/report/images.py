@@ -11,14 +11,18 @@ from seqpar.data.errors import DataError
 from seqpar.data.formats.dataset import Case
 from seqpar.data.formats.recognise import find_inputs
 from seqpar.data.preparation.cache import PreparedDataset, open_cache
-from seqpar.data.preparation.prepared_case import Properties, prepare_case
+from seqpar.data.preparation.preparation import preparation_of, prepare_case
+from seqpar.data.preparation.prepared_case import Properties
 from seqpar.data.preparation.recipe import Recipe
 from seqpar.report.record import RunRecord
 from seqpar.scores.label_files import dataset_at
 
 
 class FoundImage(NamedTuple):
-    """A case's image ``c W D H`` as the network takes it, and its class ids ``W D H`` where the cache has them."""
+    """A case's image ``c W D H`` as the network takes it, in canonical axes.
+
+    ``label``: its class ids ``W D H``, where the cache has them
+    """
 
     image: np.ndarray
     label: np.ndarray | None
@@ -41,9 +45,14 @@ class Images:
         """Returns a case's image, None where it is not known; raises DataError if its files cannot be used."""
         if name in self.files:
             prepared = prepare_case(self.files[name], self.recipe)
-            return FoundImage(prepared.image, None, prepared.properties)
+            return self._canonical(prepared.image, None, prepared.properties)
         cached = self.cache.cases.get(name) if self.cache else None
-        return None if cached is None else FoundImage(cached.image, cached.label, cached.properties)
+        return None if cached is None else self._canonical(cached.image, cached.label, cached.properties)
+
+    def _canonical(self, image: np.ndarray, label: np.ndarray | None, properties: Properties) -> FoundImage:
+        preparation = preparation_of(self.recipe)
+        label = None if label is None else preparation.canonical(label, properties)
+        return FoundImage(preparation.canonical(image, properties), label, preparation.canonical_properties(properties))
 
     def missing(self, name: str) -> str:
         """Returns why a case is shown without its image, and what to do."""
@@ -52,18 +61,22 @@ class Images:
         return "The images of this case are not known: name their folder by --images. Only the labels are shown."
 
 
+def recipe_of(record: RunRecord) -> Recipe:
+    """Returns how a run prepares its images; raises DataError if config.json does not say."""
+    try:
+        return Recipe.from_json(record.dataset["recipe"])
+    except (KeyError, TypeError, AttributeError) as error:
+        problem = f"does not say how images are prepared ({type(error).__name__}: {error}); use --cases 0"
+        raise DataError(record.path / "config.json", problem) from None
+
+
 def find_images(record: RunRecord, folder: Path | None, truth: Path | None, gaps: list[str]) -> Images:
     """Returns the images of a run's data, and of the cases in ``folder``, which come first.
 
     Without a folder, ``truth`` may be a data set, which has images too. What is lacking is added to ``gaps``; a folder
     without any usable case raises DataError.
     """
-    try:
-        recipe = Recipe.from_json(record.dataset["recipe"])
-    except (KeyError, TypeError, AttributeError) as error:
-        problem = f"does not say how images are prepared ({type(error).__name__}: {error}); use --cases 0"
-        raise DataError(record.path / "config.json", problem) from None
-    place = record.dataset.get("prepared")
+    recipe, place = recipe_of(record), record.dataset.get("prepared")
     try:
         cache = open_cache(Path(str(place))) if place else None
     except DataError:

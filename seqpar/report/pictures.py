@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from seqpar.report.planes import COLOURS, PLANES, fullest_planes, orientation_text, plane_of, sides
 from seqpar.report.plots import escape_mathtext, make_figure, save_figure
-from seqpar.scores.class_scores import roc_points
+from seqpar.scores.class_scores import positive_class, roc_points
 
 
 @dataclass(frozen=True)
@@ -93,60 +93,81 @@ STYLES = ("--", "-", "-.", ":")  # of curves, which are told apart in grey too
 WIDEST = 30  # letters of classes that stand side by side
 
 
-def draw_scores(path: Path, summary: Mapping[str, Any]) -> None:
-    """Draws the ROC curve of each class, and how many of its cases were given each; ``summary``: summary.json's.
+def draw_scores(path: Path, summary: Mapping[str, Any], step: int = 0) -> None:
+    """Draws the ROC curve of each class, and which classes its cases were predicted as; ``summary``: summary.json's.
 
-    Of two classes it is the last one's, as they mirror each other.
+    Of two classes it is the positive one's, as they mirror each other.
+
+    - ``step``: of the validation; 0: not known
     """
     names, cases = list(summary["names"]), summary["metric_per_case"]
-    shown = [escape_mathtext(name) for name in names]
+    shown, after = [escape_mathtext(name) for name in names], f", after step {step:,}" if step else ""
     truth = np.array([names.index(case["truth"]) for case in cases])
     probabilities = np.array([case["probabilities"] for case in cases])
     figure = make_figure(9, 4.2)
     curves, counts = figure.subplots(1, 2)
     curves.plot([0, 1], [0, 1], color="#888888", linewidth=0.8)
-    for number in range(int(len(names) == 2), len(names)):
+    for number in range(len(names)) if len(names) > 2 else [positive_class(names)]:
         if 0 < int((truth == number).sum()) < len(truth):
             points = roc_points(truth == number, probabilities[:, number])
             style = STYLES[(number + number // len(COLOURS)) % len(STYLES)]
             colour = COLOURS[number % len(COLOURS)]
             curves.plot(*points, style, label=shown[number], color=colour, clip_on=False)  # 0 and 1 too
             curves.legend(fontsize=8, loc="lower right")
-    curves.set(title="ROC on held-out cases", xlabel="1 - specificity", ylabel="sensitivity")
+    curves.set(title=f"ROC on held-out cases{after}", xlabel="1 − specificity", ylabel="sensitivity")
     confusion = np.array(summary["confusion"])
     counts.imshow(confusion, cmap="Blues", vmin=0)
     for row, column in np.ndindex(*confusion.shape):
         count = confusion[row, column]
         colour = "white" if 2 * count > confusion.max() else "black"
         counts.text(column, row, count, ha="center", va="center", color=colour, fontsize=12 if len(names) < 9 else 7)
-    counts.set(title="Held-out cases", xlabel="given", ylabel="truth")
+    counts.set(title=f"Held-out cases{after}", xlabel="predicted class", ylabel="true class")
     slope = {"rotation": 30, "ha": "right"} if sum(map(len, names)) > WIDEST else {}
     counts.set_xticks(range(len(names)), shown, **slope)
     counts.set_yticks(range(len(names)), shown)
     save_figure(figure, path)
 
 
-def draw_evidence(
-    path: Path, title: str, image: NDArray[Any], seen: NDArray[Any], spacing: Sequence[float], neurological: bool
-) -> None:
-    """Draws the three planes through the middle of what is seen, over one modality ``W D H``.
+HEAT = "inferno"  # colours of a map of evidence, in pictures and in the viewer
+MAPS = {"hirescam": "HiResCAM", "grad-cam": "Grad-CAM", "gradient-x-input": "gradient × input"}
+OUTSIDE = "The maximum of the map is outside the body: do not take it for the reason of the class."
 
-    - ``seen``: from 0 to 1, ``W D H``; half of it has an outline, which shows in grey too
+
+def draw_evidence(
+    path: Path,
+    title: str,
+    image: NDArray[Any],
+    seen: NDArray[Any],
+    spacing: Sequence[float],
+    neurological: bool,
+    about: str = "",
+) -> None:
+    """Draws the three planes of the body that have most of a map, over one modality ``W D H``.
+
+    - ``seen``: the map, from 0 to 1, ``W D H``; half of it has an outline, which shows in grey too
+    - ``about``: its method and class
     """
-    figure = make_figure(11, 4.4)
-    key = ", ".join(f"{value:g} {name}" for value, name in ((0, "nothing"), (0.5, "outlined"), (1, "yellow")))
-    legend = f"\nhow much a place speaks for the class: {key}" if seen.any() else ""
-    figure.suptitle(f"{escape_mathtext(title)}\n{orientation_text(neurological)}{legend}", fontsize=9)
-    at = middle(seen)
-    body = image[image != 0]
-    low, high = np.percentile(body, (0.5, 99.5)) if body.size else (0.0, 1.0)
-    grey = np.where(image == 0, low, image)
+    figure = make_figure(11, 4.8)
+    body = body_of(image)
+    lines = [escape_mathtext(title), orientation_text(neurological)]
+    if seen.any():
+        lines.append(f"{about}; white line: half of its maximum" if about else "white line: half of the maximum")
+        if is_outside(seen, body):
+            figure.text(0.5, 0.005, OUTSIDE, ha="center", va="bottom", fontsize=9, color="#b3261e", weight="bold")
+            lines.append("")
+    elif about:
+        lines.append(f"{about}: nothing speaks for the class")
+    figure.suptitle("\n".join(lines), fontsize=9)
+    at = evidence_planes(seen, body)
+    inside = image[body]
+    low, high = np.percentile(inside, (0.5, 99.5)) if inside.size else (0.0, 1.0)
+    grey = np.where(image == 0, low, image) if (image == 0).any() else image
     panels = figure.subplots(1, 3)
     for (plane, dim), panel, letters in zip(PLANES, panels, sides(neurological)):
         across, up = (step for n, step in enumerate(spacing) if n != dim)
         below, above = (plane_of(volume, dim, at[dim], neurological) for volume in (grey, seen))
         panel.imshow(below, cmap="gray", vmin=low, vmax=max(high, low + 1e-6), aspect=up / across)
-        panel.imshow(above, cmap="inferno", vmin=0, vmax=1, alpha=0.65 * np.clip(above, 0, 1), aspect=up / across)
+        panel.imshow(above, cmap=HEAT, vmin=0, vmax=1, alpha=0.65 * np.clip(above, 0, 1), aspect=up / across)
         if above.min() < 0.5 < above.max():
             for colour, width in (("black", 2.6), ("white", 1.2)):
                 panel.contour(above, levels=[0.5], colors=[colour], linewidths=width)
@@ -154,12 +175,47 @@ def draw_evidence(
         panel.set_title(f"{plane} {at[dim] + 1} / {image.shape[dim]}", fontsize=9)
         panel.set_xticks([])
         panel.set_yticks([])
+    if seen.any():
+        from matplotlib.cm import ScalarMappable
+        from matplotlib.colors import Normalize
+
+        bar = figure.colorbar(ScalarMappable(Normalize(0, 1), HEAT), ax=list(panels), fraction=0.02, pad=0.01)
+        bar.set_label("share of the map's maximum", fontsize=8)
+        bar.set_ticks([0, 0.5, 1])
+        bar.ax.axhline(0.5, color="white", linewidth=1.2)
+        bar.ax.tick_params(labelsize=8)
     save_figure(figure, path)
 
 
-def middle(seen: NDArray[Any]) -> tuple[int, ...]:
-    """Returns the plane of each direction that has most of what is seen, the middle ones where nothing is."""
-    if not seen.any():
-        return tuple(side // 2 for side in seen.shape)
-    others = [tuple(d for d in range(seen.ndim) if d != dim) for dim in range(seen.ndim)]
-    return tuple(int(seen.sum(axis).argmax()) for axis in others)
+def body_of(image: NDArray[Any]) -> NDArray[np.bool_]:
+    """Returns which voxels ``W D H`` of a prepared image show the body and not air.
+
+    Images that are 0 outside the body say so themselves; of others the darkest tenth of the grey levels is air.
+    """
+    if (image == 0).mean() > 0.01:
+        nonzero: NDArray[np.bool_] = image != 0
+        return nonzero
+    low, high = np.percentile(image, (0.5, 99.5))
+    bright: NDArray[np.bool_] = image > low + 0.1 * (high - low)
+    return bright
+
+
+def is_outside(seen: NDArray[Any], body: NDArray[np.bool_]) -> bool:
+    """Returns whether the maximum of a map is outside the body."""
+    return bool(seen.any()) and not body[np.unravel_index(int(seen.argmax()), seen.shape)]
+
+
+def evidence_planes(seen: NDArray[Any], body: NDArray[np.bool_]) -> tuple[int, ...]:
+    """Returns the plane of each direction that has most of a map within the body.
+
+    Planes with less than half of the body's largest area are left out: they show air, or a fragment. Without a map it
+    is the plane with most of the body.
+    """
+    own = np.where(body, seen, 0.0)
+    at = list[int]()
+    for dim in range(seen.ndim):
+        others = tuple(d for d in range(seen.ndim) if d != dim)
+        areas, amounts = body.sum(others), own.sum(others)
+        amounts = np.where(2 * areas >= areas.max(), amounts if own.any() else areas, -1.0)
+        at.append(int(amounts.argmax()))
+    return tuple(at)

@@ -3,7 +3,7 @@
 Legend: ``W D H`` voxels in canonical orientation: they grow to the patient's right, to the front, upwards.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -11,8 +11,15 @@ from numpy.typing import NDArray
 
 # The palette of Okabe and Ito without its black, which people with colour blindness can tell apart, and one more.
 COLOURS = ("#e69f00", "#56b4e9", "#cc79a7", "#009e73", "#d55e00", "#f0e442", "#0072b2", "#b2df8a")
+# Runs and values of settings have other colours than classes, all of which can be read on white and on black.
+RUN_COLOURS = ("#8a63d2", "#a0703c", "#d6336c", "#1f9e9e", "#7f8790", "#8f9a1f", "#c05bd6", "#5a7bd8")
 PLANES = (("sagittal", 0), ("coronal", 1), ("axial", 2))  # a plane's name, and the direction that it is across
 LETTERS = "R right, L left, A front (anterior), P back (posterior), S top (superior), I bottom (inferior)"
+
+
+def colours_of(names: Iterable[str], palette: Sequence[str] = COLOURS) -> dict[str, str]:
+    """Returns the colour of each name, by its place."""
+    return {name: palette[n % len(palette)] for n, name in enumerate(dict.fromkeys(names))}
 
 
 def sides(neurological: bool) -> tuple[str, str, str]:

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from seqpar.data.files import whole_file
 from seqpar.report.curves import DISTINCT, GRID, INK, Bars, Diagram, Line, LineStyle, training_diagrams
 from seqpar.runs.journal import held_out_scores, read_metrics
+from seqpar.runs.run_folder import read_config
 
 BUCKETS = 240  # points of a line: a longer one is drawn by the mean and the range of its pieces
 FEW = 60  # points of a line; more have no markers
@@ -164,7 +165,7 @@ def draw_progress(out: Path) -> None:
     train, held_out = ([row for row in rows if row["kind"] == kind] for kind in ("train", "val"))
     if not train:
         return
-    diagrams, picture = training_diagrams(train, held_out, "Loss"), out / "validation.png"
+    diagrams, picture = training_diagrams(train, held_out, "Loss", _classes_of(out)), out / "validation.png"
     has_picture = bool(held_out) and held_out_scores(held_out[-1])[0] not in held_out[-1] and picture.exists()
     heights = [4.0, 7.0] if has_picture else [4.0]
     figure = make_figure(12, sum(heights))
@@ -185,6 +186,15 @@ def draw_progress(out: Path) -> None:
     save_figure(figure, out / "progress.png")
 
 
+def _classes_of(out: Path) -> tuple[str, ...]:
+    """Returns the labels and regions of a run in the order of their colours; none before config.json is there."""
+    try:
+        dataset = read_config(out)["dataset"]
+        return (*(name for name, number in dataset["labels"].items() if number), *dataset["regions"])
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return ()
+
+
 @dataclass(frozen=True)
 class Chart:
     """A diagram as a page shows it; ``keys``: colour and name of its lines, where they need names."""
@@ -201,7 +211,7 @@ def draw_chart(diagram: Diagram, width: int = 340) -> Chart | None:
     from matplotlib import rc_context
 
     if len(diagram.lines) == 1:
-        diagram = replace(diagram, styles=(LineStyle(INK),))
+        diagram = replace(diagram, styles=(LineStyle(INK),))  # a class or a run keeps its colour
     with (  # the salt makes the names of markers differ between the charts of a page
         rc_context({"svg.fonttype": "none", "svg.hashsalt": diagram.quantity, "font.size": 10}),
         io.StringIO() as text,

@@ -1,24 +1,28 @@
 """Reads what a report shows of a run folder: settings, verdict, journal, scores; gaps are named, not raised."""
 
+import filecmp
 import json
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
 from seqpar.data.errors import DataError
 from seqpar.data.files import strip_suffix
+from seqpar.report.planes import colours_of
 from seqpar.runs.journal import read_metrics
+from seqpar.runs.metrics_tail import score_of
 from seqpar.runs.run_folder import read_config
 from seqpar.runs.run_status import describe_kill
 from seqpar.scores.label_classes import Labels, labels_of_run
-from seqpar.scores.label_files import dataset_at, match_cases, score_pairs
+from seqpar.scores.label_files import MAX_NAMED, dataset_at, match_cases, score_pairs
 from seqpar.scores.label_scores import DEFAULT_SETTINGS, summarise
 from seqpar.scores.summary_files import summary_content
 from seqpar.settings.config import Config
 from seqpar.settings.network_settings import NetworkSettings
 from seqpar.settings.pretraining_settings import PretrainingSettings
+from seqpar.text import quantity
 
 Row = Mapping[str, Any]
 SHOWN = {  # what a report shows of config.json
@@ -45,6 +49,10 @@ class RunRecord:
     @property
     def config(self) -> dict[str, Any]:
         return dict(self.content["config"])
+
+    def class_colours(self, classes: Iterable[str] = ()) -> dict[str, str]:
+        """Returns the colour of each label and then of each further class, the same in all pictures and tables."""
+        return colours_of((*self.label_names.values(), *map(str, self.content["dataset"]["regions"] or ()), *classes))
 
     @property
     def network_settings(self) -> Config:
@@ -87,12 +95,47 @@ class CaseScores:
     summary: dict[str, dict[str, dict[str, float]]]
     settings: dict[str, Any]
     faults: tuple[str, ...] = ()
+    missing: tuple[str, ...] = ()  # cases without a prediction
 
 
 def mean_of_numbers(values: Iterable[float]) -> float:
     """Returns the mean of the values that are not NaN; NaN if there is none."""
     known = [value for value in values if not math.isnan(value)]
     return sum(known) / len(known) if known else math.nan
+
+
+def best_step(record: RunRecord) -> int | None:
+    """Returns the step whose weights predict takes: that of the best validation; None if there was none."""
+    scored = [(score_of(row), int(row["step"])) for row in record.held_out if "step" in row]
+    known = [pair for pair in scored if not math.isnan(pair[0])]
+    return max(known, key=lambda pair: pair[0])[1] if known else None
+
+
+def seen_in_training(
+    record: RunRecord, scored: Mapping[str, Path | None], read_files: Callable[[], Mapping[str, Path]]
+) -> list[str]:
+    """Returns a sentence if scored cases are among those that the run was trained on.
+
+    - ``scored``: a file of each case by name, None if it is not known
+    - ``read_files``: returns the same file of each case of the run's data set; cases of another data set may have the
+      names of these
+    """
+    names = [name for name in scored if name in set(map(str, record.dataset["train"]))]
+    try:
+        files = read_files() if names else {}
+    except (DataError, ValueError, OSError):
+        files = {}
+    both = {name: (scored[name], files.get(name)) for name in names}
+    unknown = [name for name, pair in both.items() if not all(path and path.is_file() for path in pair)]
+    same = [n for n, (a, b) in both.items() if n not in unknown and a and b and filecmp.cmp(a, b, shallow=False)]
+    sentences = list[str]()
+    for found, what in ((same, "were in the run's training data"), (unknown, "have the names of training cases")):
+        if found:
+            shown = ", ".join(found[:MAX_NAMED]) + ", …" * (len(found) > MAX_NAMED)
+            if_so = "if they are the same, " * (found is unknown)
+            of = f"{len(found)} of {quantity(len(scored), 'scored case')}"
+            sentences.append(f"{of} {what} ({shown}): {if_so}their scores say little about new cases.")
+    return sentences
 
 
 def read_record(run: Path) -> RunRecord:
@@ -141,7 +184,7 @@ def read_scores(run: Path) -> CaseScores:
 
 def score_folders(truth: Path, prediction: Path, labels: Labels, workers: int) -> CaseScores:
     """Returns the scores of two folders of label maps; what is wrong with single files is in ``faults``."""
-    pairs, faults = match_cases(truth, prediction, dataset_at(truth))
+    pairs, missing, faults = match_cases(truth, prediction, dataset_at(truth))
     cases = []
     for pair, result in score_pairs(pairs, labels, DEFAULT_SETTINGS, max(1, min(workers, len(pairs)))):
         if isinstance(result, DataError):
@@ -151,7 +194,7 @@ def score_folders(truth: Path, prediction: Path, labels: Labels, workers: int) -
     if not cases:
         raise faults[0]
     content = summary_content(cases, labels, summarise([row for _, row in cases]))
-    content |= {"settings": DEFAULT_SETTINGS, "faults": list(map(str, faults))}
+    content |= {"settings": DEFAULT_SETTINGS, "faults": list(map(str, faults)), "missing": missing}
     return parse_scores(content, f"{prediction} against {truth}", None)
 
 
@@ -173,8 +216,12 @@ def parse_scores(content: Mapping[str, Any], source: str, folder: Path | None) -
     summary = {
         kind: {name: _numbers(content[kind][key]) for name, key in keys.items()} for kind in kinds if kind in content
     }
-    settings, faults = dict(content.get("settings", {})), tuple(map(str, content.get("faults", ())))
-    return CaseScores(source, {str(n): str(k) for n, k in keys.items()}, tuple(cases), summary, settings, faults)
+    settings, (faults, missing) = (
+        dict(content.get("settings", {})),
+        (tuple(map(str, content.get(name, ()))) for name in ("faults", "missing")),
+    )
+    classes = {str(n): str(k) for n, k in keys.items()}
+    return CaseScores(source, classes, tuple(cases), summary, settings, faults, missing)
 
 
 def _numbers(row: Mapping[str, Any]) -> dict[str, float]:

@@ -10,7 +10,6 @@ import jinja2
 from markupsafe import Markup
 
 import seqpar
-from seqpar.report.planes import COLOURS
 
 TEMPLATES = Path(__file__).parent / "template"
 
@@ -32,7 +31,6 @@ def _environment(folder: Path | None) -> jinja2.Environment:
     environment.policies["json.dumps_kwargs"] = {"allow_nan": False}  # what a browser's JSON.parse reads
     environment.globals |= {
         "asset": asset,
-        "colour": lambda number: COLOURS[number % len(COLOURS)],
         "version": seqpar.__version__,
         "now": lambda: time.strftime("%Y-%m-%d %H:%M"),
     }

@@ -32,19 +32,33 @@ class FinishedPage:
 
     - ``what``: what it shows, in words that end with a comma
     - ``faults``: of the two folders that were named
+    - ``notes``: lines to print
     """
 
     text: str
     what: str = ""
     faults: Sequence[str] = ()
+    notes: Sequence[str] = ()
 
 
-def render_run(folder: Path, record: RunRecord, gaps: Sequence[str], faults: Sequence[str] = (), **parts: Any) -> str:
+def render_run(
+    folder: Path,
+    record: RunRecord,
+    gaps: Sequence[str],
+    faults: Sequence[str] = (),
+    cautions: Sequence[str] = (),
+    loss: str = "",
+    classes: Sequence[str] = (),
+    **parts: Any,
+) -> str:
     """Returns the page about a run.
 
     - ``folder``: of the task, whose page.html extends run.html
     - ``gaps``, ``faults``: what is not here, and what could not be scored
-    - ``parts``: what the task's page.html shows besides
+    - ``cautions``: what a reader of the scores should know first
+    - ``loss``: its name; "" for the one that ``--loss`` names
+    - ``classes``: in the order of their colours
+    - ``parts``: what else the task's page.html shows
     """
     name = record.path.resolve().name
     return render(
@@ -55,10 +69,13 @@ def render_run(folder: Path, record: RunRecord, gaps: Sequence[str], faults: Seq
         run=verdict(record),
         gaps=[*record.gaps, *gaps],
         faults=faults,
+        cautions=cautions,
         main_settings=main_settings(record),
         all_settings=all_settings(record),
         training=draw_charts(
-            training_diagrams(record.train, record.held_out, f"Loss ({record.config.get('loss', 'dice-ce')})")
+            training_diagrams(
+                record.train, record.held_out, f"Loss ({loss or record.config.get('loss', 'dice-ce')})", classes
+            )
         ),
         **parts,
     )

@@ -2,16 +2,17 @@
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from seqpar.data.errors import DataError
-from seqpar.report.curves import PLAIN, Diagram, Line, number
+from seqpar.report.curves import OF_RUNS, Diagram, Line, number
+from seqpar.report.planes import RUN_COLOURS, colours_of
 from seqpar.report.plots import Chart, draw_charts
 from seqpar.report.record import RunRecord
 from seqpar.report.rendering import render
 from seqpar.report.run_page import format_setting, verdict
-from seqpar.report.tables import Strips, Table, TableHead, TableRow
-from seqpar.runs.metrics_tail import SCORES, score_of, task_of_row
+from seqpar.report.tables import Table, TableHead, TableRow, make_strips
+from seqpar.runs.metrics_tail import ERRORS, SCORES, score_of, task_of_row
 
 T = TypeVar("T")
 
@@ -28,19 +29,28 @@ def names_of(records: Sequence[RunRecord]) -> list[str]:
     raise ValueError(f"{paths[0]} was named twice: name each run once")
 
 
+class Dots(NamedTuple):
+    """What ``make_strips`` draws: a row of dots for each run."""
+
+    title: str
+    rows: Mapping[str, Sequence[tuple[float, str]]]
+    low: float
+    high: float
+
+
 @dataclass(frozen=True)
 class Comparison:
     """What a task says of its runs on a page about several.
 
     - ``count``: the runs that have scores of cases
-    - ``scores``, ``cases``: tables, or a sentence instead; ``sentences`` and ``strips`` are above that of cases
+    - ``scores``, ``cases``: tables, or a sentence instead; ``sentences`` and ``dots`` are above that of cases
     """
 
     count: int
     scores: Table | str
     cases: Table | str
     sentences: Sequence[str] = ()
-    strips: Sequence[Strips] = ()
+    dots: Sequence[Dots] = ()
 
 
 Compare = Callable[[Mapping[str, RunRecord], list[str]], Comparison]
@@ -68,6 +78,7 @@ def page_of_several(records: Sequence[RunRecord], compare: Mapping[str, Compare]
     for name, record in named.items():
         of_tasks.setdefault(compare[record.network_settings.task], {})[name] = record
     comparisons = [compare_runs(of_task, gaps) for compare_runs, of_task in of_tasks.items()]
+    colours = colours_of(named, RUN_COLOURS)
     text = render(
         "comparison.html",
         title=f"{len(records)} runs",
@@ -75,7 +86,7 @@ def page_of_several(records: Sequence[RunRecord], compare: Mapping[str, Compare]
         gaps=gaps,
         settings=settings_table(named),
         training=curves_over_each_other(named),
-        comparisons=comparisons,
+        comparisons=[(one, [make_strips(*dots, colours) for dots in one.dots]) for one in comparisons],
     )
     return text, sum(comparison.count for comparison in comparisons)
 
@@ -96,14 +107,16 @@ def settings_table(records: Mapping[str, RunRecord]) -> Table | None:
 def curves_over_each_other(records: Mapping[str, RunRecord]) -> list[Chart]:
     """Returns the charts of training loss, held-out loss and score, a curve for each run."""
     losses, held_out, scores = list[Line](), list[Line](), list[Line]()
-    for name, record in records.items():
+    for n, (name, record) in enumerate(records.items()):
         rows, validations = record.train, record.held_out
         at = [row["step"] for row in validations]
         train = [number(row.get("loss")) for row in rows]
-        losses.append(Line(name, [row["step"] + 1 for row in rows], [train], noisy=True))
-        held_out.append(Line(name, at, [[number(row.get("loss")) for row in validations]], dots=True))
-        scores.append(Line(name, at, [[score_of(row) for row in validations]], dots=True))
-    names = dict.fromkeys(SCORES[task_of_row(row)] for record in records.values() for row in record.held_out)
+        losses.append(Line(name, [row["step"] + 1 for row in rows], [train], noisy=True, style=n))
+        held_out.append(Line(name, at, [[number(row.get("loss")) for row in validations]], dots=True, style=n))
+        own = [row for row in validations if task_of_row(row) not in ERRORS]  # others are compared by that loss
+        scores.append(Line(name, [row["step"] for row in own], [[score_of(row) for row in own]], dots=True, style=n))
+    tasks = dict.fromkeys(task_of_row(row) for record in records.values() for row in record.held_out)
+    names = [SCORES[task] for task in tasks if task not in ERRORS]
     every = (
         ("Loss in training", losses, None),
         ("Loss on held-out cases", held_out, None),
@@ -111,7 +124,7 @@ def curves_over_each_other(records: Mapping[str, RunRecord]) -> list[Chart]:
     )
     return draw_charts(
         [
-            Diagram(title, "step", [line for line in lines if line.places], low=0.0, high=high, styles=PLAIN)
+            Diagram(title, "step", [line for line in lines if line.places], low=0.0, high=high, styles=OF_RUNS)
             for title, lines, high in every
         ]
     )

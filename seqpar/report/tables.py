@@ -4,11 +4,12 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
+from types import MappingProxyType
 from typing import NamedTuple
 
 import numpy as np
 
-from seqpar.report.curves import number
+from seqpar.report.curves import GREY, number
 from seqpar.report.record import CaseScores, RunRecord
 from seqpar.text import quantity
 
@@ -88,8 +89,10 @@ def metrics_table(scored: CaseScores) -> Table:
         rows.append(TableRow(name, [*cells, Score(count, 0, f" of {len(scored.cases)}")]))
     units = {"HD95": ", mm"}
     heads = [TableHead(f"{name}{units.get(name, '')}", kinds) for name, _, kinds in METRICS]
-    note = f"Scores of {quantity(len(scored.cases), 'case')}: {scored.source}. Mean and median weigh cases alike, "
-    note += "global pools their voxels; cases in which neither map has the class have no Dice and are left out."
+    note = f"Scores of {quantity(len(scored.cases), 'case')}: {scored.source}. Mean and median are over cases; "
+    note += (
+        "global pools the voxels of all cases. A case in which neither map has the class has no Dice and is left out."
+    )
     tolerance = scored.settings.get("nsd_tolerance")
     if isinstance(tolerance, (int, float)):
         note += f" The surface Dice (NSD) is at {tolerance:g} mm."
@@ -117,9 +120,9 @@ def sizes_table(scored: CaseScores) -> Table | None:
         TableHead("Lesions", ("found", "false", "sensitivity", "precision")),
     ]
     note = (
-        "Volumes are means over cases, their error without its sign. A lesion is a connected region of more than "
-        "50 mm³, parts at most 6 voxels apart being one; it is found where a predicted region touches it or the 3 "
-        "voxels around it; a false one touches none (the rules of BraTS 2023)."
+        "Volumes are means over cases; the error is the mean absolute one. A lesion is a connected region of more than "
+        "50 mm³; parts at most 6 voxels apart count as one. It is found if a predicted region touches it or the 3 "
+        "voxels around it. A false one touches none (the rules of BraTS 2023)."
     )
     return Table("sizes", heads, rows, "class", note) if rows else None
 
@@ -168,6 +171,7 @@ class Strip(NamedTuple):
     """A row of dots: place and title of each, left end and width of the box of the quartiles, place of the median."""
 
     name: str
+    colour: str
     y: float
     dots: Sequence[tuple[float, float, str]]
     box: tuple[float, float] = (0.0, 0.0)
@@ -186,8 +190,17 @@ class Strips:
     rows: Sequence[Strip]
 
 
-def make_strips(title: str, rows: Mapping[str, Sequence[tuple[float, str]]], low: float, high: float) -> Strips | None:
-    """Returns a strip per class: a dot per (value, case name), quartiles and median; None without values."""
+def make_strips(
+    title: str,
+    rows: Mapping[str, Sequence[tuple[float, str]]],
+    low: float,
+    high: float,
+    colours: Mapping[str, str] = MappingProxyType({}),
+) -> Strips | None:
+    """Returns a strip per name: a dot per (value, case name), quartiles and median; None without values.
+
+    - ``colours``: of the names; others are grey
+    """
     from matplotlib.ticker import MaxNLocator
 
     known = {name: [pair for pair in pairs if math.isfinite(pair[0])] for name, pairs in rows.items()}
@@ -201,26 +214,28 @@ def make_strips(title: str, rows: Mapping[str, Sequence[tuple[float, str]]], low
         return round(left + (value - low) * scale, 1)
 
     strips = []
-    for n, (name, pairs) in enumerate(zip(shown, known.values())):
+    for n, (name, own, pairs) in enumerate(zip(shown, known, known.values())):
         y, dots = 4 + line * (n + 0.5), []
         for at, (value, case) in enumerate(pairs):
             shift = (at * 7 % 11 - 5) * 1.1  # the same on every page, and hides no dot behind another
             dots.append((place(value), round(y + shift, 1), f"{case}: {value:.4g}" if len(pairs) <= MAX_TITLES else ""))
         values = [value for value, _ in pairs] or [low]
         first, third = (place(float(q)) for q in np.percentile(values, (25, 75)))
-        strips.append(Strip(name, y, dots, (first, round(third - first, 1)), place(median(values))))
+        strips.append(
+            Strip(name, colours.get(own, GREY), y, dots, (first, round(third - first, 1)), place(median(values)))
+        )
     marks = map(float, MaxNLocator(5, steps=[1, 2, 5, 10]).tick_values(low, high))
     ticks = [(place(mark), f"{mark:g}") for mark in marks if low - 1e-9 <= mark <= high + 1e-9]
     return Strips(title, left, width, line * len(strips) + 26, ticks, strips)
 
 
-def score_strips(scored: CaseScores) -> list[Strips]:
+def score_strips(scored: CaseScores, colours: Mapping[str, str]) -> list[Strips]:
     """Returns the distribution of each class's scores over the cases."""
-    return list(filter(None, _strips_of(scored)))
+    return list(filter(None, _strips_of(scored, colours)))
 
 
-def _strips_of(scored: CaseScores) -> Iterable[Strips | None]:
+def _strips_of(scored: CaseScores, colours: Mapping[str, str]) -> Iterable[Strips | None]:
     for metric, title, high in (("Dice", "Dice of each case", 1.0), ("HD95", "HD95 of each case, mm", None)):
         rows = {n: [(c.scores[n].get(metric, math.nan), c.name) for c in scored.cases] for n in scored.classes}
         values = [value for row in rows.values() for value, _ in row if math.isfinite(value)]
-        yield make_strips(title, rows, 0.0, high or max(values, default=1.0) * 1.02 or 1.0)
+        yield make_strips(title, rows, 0.0, high or max(values, default=1.0) * 1.02 or 1.0, colours)

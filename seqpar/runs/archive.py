@@ -105,7 +105,9 @@ def read_archived(path: str | Path, name: str) -> dict[str, Any]:
     except KeyError:
         raise DataError(path, f"holds no {name}, so it is no exported run; make one with seqpar-export") from None
     except (zipfile.BadZipFile, zlib.error, lzma.LZMAError, RuntimeError, ValueError, EOFError) as error:
-        raise DataError(path, f"is no exported run, or damaged ({error}); copy it again") from error
+        raise DataError(
+            path, f"is no exported run, or damaged ({str(error) or type(error).__name__}); copy it again"
+        ) from error
     except OSError as error:
         raise unreadable(path, error) from error
 

@@ -5,13 +5,13 @@ OUT/status.json         how all of them stand: "step" counts the folds that have
 OUT/folds.json          the flags by which folds begin, so that --resume needs to name OUT alone
 """
 
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from seqpar.cluster import exit_codes
-from seqpar.data.files import write_json
+from seqpar.data.errors import DataError, unwritable
+from seqpar.data.files import read_json, write_json
 from seqpar.data.formats.splits import FOLDS
 from seqpar.runs.run_folder import FOLDS_FILE, holds_folds, holds_run, read_status
 from seqpar.terminal import next_command
@@ -74,11 +74,13 @@ def _has(count: int) -> str:
 
 
 def read_flags(out: str | Path) -> list[str]:
-    """Returns the flags by which folds begin, [] where none are written."""
-    try:
-        return list(json.loads((Path(out) / FOLDS_FILE).read_text()).get("flags", []))
-    except (OSError, ValueError, TypeError, AttributeError):
-        return []
+    """Returns the flags by which folds begin, [] where none are written; raises ``DataError`` for a damaged file."""
+    path = Path(out) / FOLDS_FILE
+    content = read_json(path) if path.exists() else {"flags": []}
+    flags = content.get("flags") if isinstance(content, dict) else None
+    if not isinstance(flags, list) or not all(isinstance(flag, str) for flag in flags):
+        raise DataError(path, "is damaged (no list of flags): restore it, or name another --out")
+    return flags
 
 
 def write_flags(out: str | Path, flags: Sequence[str]) -> None:
@@ -87,4 +89,4 @@ def write_flags(out: str | Path, flags: Sequence[str]) -> None:
         Path(out).mkdir(parents=True, exist_ok=True)
         write_json(Path(out) / FOLDS_FILE, {"flags": list(flags)})
     except OSError as error:
-        raise ValueError(f"--out {out} cannot be written ({error.strerror}): name another, or make room") from None
+        raise unwritable(f"--out {out}", error) from None

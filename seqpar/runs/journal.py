@@ -28,7 +28,7 @@ class Journal:
     ) -> None:
         self.path, self.active = out / "metrics.jsonl", active
         self._warned, self._display = False, Display("stdout")
-        self._boards = list(boards)
+        self._boards, self.steps_done = list(boards), first_step
         if active:
             self._drop_from(first_step, validated)
             self._file = open(self.path, "a", buffering=1)  # noqa: SIM115  open for the run's whole life
@@ -54,6 +54,8 @@ class Journal:
 
     def record(self, kind: str, step: int, **values: Any) -> None:
         """Adds a row to metrics.jsonl, and its numbers to the boards; ``kind``: train, val or slow."""
+        if kind == "train":
+            self.steps_done = step + 1
         row = json.dumps({"kind": kind, "step": step, **values}) + "\n"
         self.attempt(lambda: self._file.write(row))
         self._tell_boards(lambda board: board.record(kind, step, values))
@@ -100,14 +102,14 @@ class Journal:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """Returns the rows of metrics.jsonl, without a last line that a kill cut off."""
+    """Returns the rows of metrics.jsonl, without lines that are none, such as a last one that a kill cut off."""
     rows = []
     for line in path.read_bytes().splitlines():
         try:
             row = json.loads(line)
         except ValueError:
             continue
-        if isinstance(row, dict) and "step" in row:
+        if isinstance(row, dict) and isinstance(row.get("step"), int) and isinstance(row.get("kind"), str):
             rows.append(row)
     return rows
 

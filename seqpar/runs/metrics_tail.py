@@ -11,8 +11,9 @@ from typing import Any
 SCORES = {
     "segment": "mean Dice",
     "classify": "balanced accuracy",
-    "pretrain": "1 / (1 + error of what is hidden)",
+    "pretrain": "error of hidden voxels",
 }
+ERRORS = ("pretrain",)  # tasks whose measure is an error: its score is higher where the error is lower
 
 
 class MetricsTail:
@@ -54,6 +55,16 @@ def _row(line: bytes) -> dict[str, Any]:
     return row if isinstance(row, dict) and "step" in row else {}
 
 
+def score_of_error(error: float) -> float:
+    """Returns the score, from 0 to 1, of an error: the lower the error, the higher the score."""
+    return 1 / (1 + error)
+
+
+def measure_of(task: str, score: float) -> float:
+    """Returns what ``SCORES`` names, as people read it, of a score: the score itself, or the error behind it."""
+    return 1 / score - 1 if task in ERRORS and score > 0 else score
+
+
 def task_of_row(row: Mapping[str, Any]) -> str:
     """Returns for which task a validation's row was written."""
     return "classify" if "scores" in row else "segment" if "dice" in row else "pretrain"
@@ -63,7 +74,7 @@ def score_of(row: Mapping[str, Any]) -> float:
     """Returns what the validations of a task are compared by, as ``SCORES`` calls it; NaN where no class has one."""
     task = task_of_row(row)
     if task == "pretrain":
-        return 1 / (1 + float(row["loss"]))
+        return score_of_error(float(row["loss"]))
     values = row["dice"].values() if task == "segment" else [row["scores"][SCORES[task]]]
     known = [float(value) for value in values if value is not None]
     return fmean(known) if known else math.nan

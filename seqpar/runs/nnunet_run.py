@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 from seqpar.data.preparation.as_nnunet import NnunetPreparation
-from seqpar.data.preparation.preparation import Preparation
+from seqpar.data.preparation.prepared_case import Preparation
 from seqpar.decoders.modes.named_modes import choose_mode
 from seqpar.decoders.unets.nnunet import network
 from seqpar.models.cell_network import VolumeNet

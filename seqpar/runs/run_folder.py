@@ -42,9 +42,9 @@ def read_config(run: str | Path) -> dict[str, Any]:
     except OSError as error:
         raise unreadable(path, error) from None
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path} is damaged ({error}): restore it or train again") from None
+        raise DataError(path, f"is damaged ({error}): restore it or train again") from None
     if not isinstance(content, dict):
-        raise ValueError(f"{path} is damaged (no JSON object): restore it or train again")
+        raise DataError(path, "is damaged (no JSON object): restore it or train again")
     return content
 
 
@@ -154,7 +154,7 @@ def read_windows(run: Path) -> tuple[dict[str, float], tuple[int, ...]]:
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         if is_archive(run):
             raise DataError(run, f"its {ABOUT} is damaged ({error}); copy it again") from None
-        raise ValueError(f"{run / 'window.json'} is damaged ({error}): remove it, and name --window yourself") from None
+        raise DataError(run / "window.json", f"is damaged ({error}): remove it, and name --window yourself") from None
 
 
 def read_best_step(run: str | Path) -> int | None:

@@ -12,10 +12,10 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from seqpar.data.errors import DataError
+from seqpar.data.errors import DataError, unwritable
 from seqpar.data.files import read_json, write_json
 from seqpar.runs.journal import read_metrics
-from seqpar.runs.metrics_tail import SCORES, score_of
+from seqpar.runs.metrics_tail import ERRORS, SCORES, measure_of, score_of
 from seqpar.runs.run_folder import read_status
 from seqpar.settings.config import Config
 from seqpar.settings.presets import PRESETS
@@ -70,9 +70,17 @@ class Sweep:
 
     @property
     def score_name(self) -> str:
-        """What the points are compared by."""
+        """What the points are compared by, which is higher for a better point."""
+        return f"1 / (1 + {SCORES[self.task]})" if self.task in ERRORS else SCORES[self.task]
+
+    @property
+    def task(self) -> str:
         preset = PRESETS[self.began["preset"]]() if "preset" in self.began else Config()
-        return SCORES[self.began.get("settings", {}).get("task", preset.task)]
+        return str(self.began.get("settings", {}).get("task", preset.task))
+
+    def measure(self, point: Point) -> str:
+        """Returns what a point reached, in words: its score, or the error behind it."""
+        return f"{SCORES[self.task]} {measure_of(self.task, point.score):.4f}"
 
     def varied(self) -> list[str]:
         """Returns the settings in which points differ, by their names in Config."""
@@ -131,7 +139,7 @@ def write_sweep(out: Path, sweep: Sweep) -> None:
     try:
         write_json(out / SWEEP_FILE, content)
     except OSError as error:
-        raise ValueError(f"--out {out} cannot be written ({error.strerror}): name another, or make room") from None
+        raise unwritable(f"--out {out}", error) from None
 
 
 def make_folder(out: Path) -> None:
@@ -139,7 +147,7 @@ def make_folder(out: Path) -> None:
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ValueError(f"--out {out} cannot be made ({error.strerror}): name another") from None
+        raise unwritable(f"--out {out}", error) from None
 
 
 def _finite(value: Any) -> Any:

@@ -11,11 +11,12 @@ import torch
 from seqpar.attention.strategies import check_strategy
 from seqpar.cluster.devices import device_here
 from seqpar.data.errors import DataError
-from seqpar.data.preparation.preparation import Preparation, RecipePreparation
+from seqpar.data.preparation.preparation import preparation_of
+from seqpar.data.preparation.prepared_case import Preparation
 from seqpar.data.preparation.recipe import Recipe
-from seqpar.models.build import NETWORK_NAMES, build_network, layout_of
+from seqpar.models.build import NETWORK_NAMES, build_network, build_on_meta, family_of, layout_of
 from seqpar.models.network import Network
-from seqpar.parallel.mesh import Mesh
+from seqpar.parallel.mesh import Group, Mesh
 from seqpar.parallel.rendezvous import start
 from seqpar.planner.attention_choice import choose_fastest
 from seqpar.runs.archive import is_archive
@@ -26,7 +27,7 @@ from seqpar.settings.config import Config
 from seqpar.settings.lessons import lesson_at, lessons_of
 from seqpar.weights import checkpoint
 from seqpar.weights.facts import differing_flags, read_facts
-from seqpar.weights.weight_files import read_weights, shorten_list
+from seqpar.weights.weight_files import archived_shapes, read_weights, shorten_list
 
 LAST = "model.safetensors"  # what a finished run leaves next to its checkpoints
 
@@ -74,17 +75,17 @@ class TrainedRun:
     @property
     def preparation(self) -> Preparation:
         """How cases are prepared for the networks."""
-        return RecipePreparation(self.recipe)
+        return preparation_of(self.recipe)
 
     @property
     def mirror(self) -> tuple[int, ...]:
         """The directions over whose flips predictions are averaged where nothing else is asked for."""
-        return ()
+        return self.config.mirror
 
     @property
     def window_rule(self) -> str:
-        """Where sliding windows lie and what they weigh: one of ``inference.windows.RULES``."""
-        return "stride"
+        """Where sliding windows lie and what they weigh: one of ``window_grid.RULES``."""
+        return self.config.window_rule
 
     @property
     def why_not_whole(self) -> str:
@@ -123,7 +124,7 @@ def read_run(path: str | Path) -> TrainedRun:
         if config.targets == "sigmoids":
             regions = learned_regions(dataset["labels"], regions, config.targets)
             order = tuple(value for (value,) in regions.values())
-        return TrainedRun(
+        run = TrainedRun(
             Path(path),
             _of_best(config, path),
             Recipe.from_json(dataset["recipe"]),
@@ -132,6 +133,9 @@ def read_run(path: str | Path) -> TrainedRun:
             order,
             *windows,
         )
+        if is_archive(path):
+            _refuse_other_shapes(run)
+        return run
     except (KeyError, TypeError, AttributeError) as error:
         raise DataError(
             path if is_archive(path) else Path(path) / "config.json",
@@ -142,7 +146,29 @@ def read_run(path: str | Path) -> TrainedRun:
             raise
         if is_archive(path):
             raise DataError(path, f"cannot be used ({error}); copy it again, or export the run again") from None
-        raise ValueError(f"{path}/config.json: {str(error).removeprefix('config.json: ')}") from None
+        raise DataError(f"{path}/config.json", str(error).removeprefix("config.json: ")) from None
+
+
+def _refuse_other_shapes(run: TrainedRun) -> None:
+    """Raises DataError for an archive whose weights are not those of its config's network.
+
+    Neither is in memory yet: an archive may announce any sizes.
+    """
+    state = {name: torch.empty(shape, device="meta") for name, shape in archived_shapes(run.path).items()}
+    config = _with_fitting_attention(replace(run.config, mode=prediction_mode(run), seqpar=1))
+    config = replace(config, tile=_tile_of(config, state))
+    blocks = config.depths if isinstance(config.depths, int) else sum(config.depths)
+    if family_of(config).attends and blocks > len(state):  # each has several tensors; made one by one, they take hours
+        raise DataError(
+            run.path, f"its config.json has {blocks} blocks, and its weights are {len(state)} tensors: copy it again, "
+            "or export the run again"
+        )  # fmt: skip
+    own = build_on_meta(config, Group("seq"), len(run.recipe.modalities), len(run.outputs)).state_dict()
+    if differing := [name for name in {**own, **state} if _shape(own, name) != _shape(state, name)]:
+        raise DataError(
+            run.path, f"its weights are not those of the network in its config.json: {shorten_list(differing, 4)} "
+            "differ; copy it again, or export the run again"
+        )  # fmt: skip
 
 
 def _labels_of(dataset: Mapping[str, Any]) -> dict[str, int]:

@@ -14,6 +14,18 @@ Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 DRAWS, LEVEL, SEED = 1000, 0.95, 0
 NUM_BINS = 10  # of a calibration curve
+NEGATIVE = ("healthy", "normal", "control", "controls", "negative", "benign", "no", "none", "0", "cn", "hc")
+
+
+def positive_class(names: Sequence[str], asked: str | None = None) -> int:
+    """Returns the number of the class that is looked for: the asked one, else the last that is not called healthy.
+
+    Raises ``ValueError`` for a name that no class has.
+    """
+    if asked is not None and asked not in names:
+        raise ValueError(f"--positive {asked}: no class has this name: use {' or '.join(names)}")
+    others = [n for n, name in enumerate(names) if name.strip().lower() not in NEGATIVE]
+    return list(names).index(asked) if asked is not None else (others or [len(names) - 1])[-1]
 
 
 def confusion_of(truth: Ints, predicted: Ints, num_classes: int) -> Ints:

@@ -9,8 +9,24 @@ from numpy import nan_to_num
 
 from seqpar.late_import import late
 from seqpar.scores.label_scores import Scores, summarise, without_nan
+from seqpar.text import quantity
 
 special = late("scipy.special")
+
+
+FEW, TOO_FEW = 5, "too few to tell"  # cases; what is said instead of an interval of fewer
+
+
+def describe_interval(interval: tuple[float, float] | None, count: int, form: str = "+.4f") -> str:
+    """Returns an interval of a difference in words, and whether it may be chance; of few cases that they are few.
+
+    - ``count``: of the cases
+    """
+    if interval is None or count < FEW:
+        return f" ({quantity(count, 'case')}: {TOO_FEW})"
+    low, high = interval
+    chance = ", which may be chance" if low <= 0 <= high else ""
+    return f" (95 % confidence interval: {low:{form}} to {high:{form}}){chance}"
 
 
 def interval_of_mean(
@@ -82,12 +98,8 @@ def _verdict(ranked: Sequence[Scored], cases: Sequence[str]) -> list[str]:
     difference = fmean(differences)
     if math.isclose(difference, 0.0, abs_tol=1e-9):
         return [f"best in mean Dice: none, as that of {best.name} and {second.name} is the same"]
-    line = f"best in mean Dice: {best.name}; it is {difference:+.4f} to that of {second.name}"
-    interval = interval_of_mean(differences, low=-1.0, high=1.0)
-    if interval is None:
-        return [f"{line}, which may be chance: one case cannot tell"]
-    low, high = interval
-    return [f"{line} (95 %: {low:+.4f} to {high:+.4f}{', which may be chance' if low <= 0 else ''})"]
+    line = f"best in mean Dice: {best.name}, {difference:.4f} above {second.name}"
+    return [line + describe_interval(interval_of_mean(differences, low=-1.0, high=1.0), len(differences))]
 
 
 def _case_values(folder: Scored, cases: Sequence[str]) -> list[float]:

@@ -22,6 +22,9 @@ from seqpar.data.volumes import output_suffix, read_volume
 from seqpar.parallel.processes import become_worker
 from seqpar.scores.label_classes import Labels, hidden_classes
 from seqpar.scores.label_scores import Scores, score
+from seqpar.text import quantity
+
+MAX_NAMED = 6  # names of cases in a line
 
 
 class Pair(NamedTuple):
@@ -31,6 +34,20 @@ class Pair(NamedTuple):
     truth: Path
     prediction: Path
     shown: tuple[int, ...] | None = None
+
+
+class Matched(NamedTuple):
+    """Cases with both files, the names of those without a prediction, and what is wrong with others."""
+
+    pairs: list[Pair]
+    missing: list[str]
+    faults: list[DataError]
+
+
+def missing_line(cases: Sequence[str]) -> str:
+    """Returns a line on cases without a prediction, "" if there are none."""
+    shown = ", ".join(cases[:MAX_NAMED]) + ", …" * (len(cases) > MAX_NAMED)
+    return f"{quantity(len(cases), 'case')} without a prediction: {shown}" if cases else ""
 
 
 def dataset_at(truth: Path) -> Dataset | None:
@@ -74,21 +91,19 @@ def match_cases(
     truth: Path,
     prediction: Path,
     dataset: Dataset | None = None,
-    only_predicted: bool = False,
     only: Collection[str] | None = None,
-) -> tuple[list[Pair], list[DataError]]:
-    """Returns the cases that have both files, and what is wrong with the others.
+) -> Matched:
+    """Pairs predictions with their true label maps.
 
     ``truth`` and ``prediction`` are two files, or two folders whose files are paired by name without suffix. With a
-    ``dataset``, its cases and their label files are the truth. ``only_predicted``: cases without a prediction are no
-    fault. ``only``: the cases that are looked at; None for all.
+    ``dataset``, its cases and their label files are the truth. ``only``: the cases that are looked at; None for all.
     """
     refuse_missing((truth, prediction) if dataset is None else (prediction,))
     if dataset is None and truth.is_file() and prediction.is_file():
-        return [Pair(strip_suffix(truth.name), truth, prediction)], []
+        return Matched([Pair(strip_suffix(truth.name), truth, prediction)], [], [])
     if prediction.is_file() or (dataset is None and truth.is_file()):
         raise ValueError(f"{truth} and {prediction}: give two folders or two files")
-    pairs, faults = list[Pair](), list[DataError]()
+    pairs, missing, faults = list[Pair](), list[str](), list[DataError]()
     shown: dict[str, tuple[int, ...] | None] = {}
     if dataset is not None:
         faults += dataset.faults
@@ -108,15 +123,15 @@ def match_cases(
         if duplicates:
             faults.append(DataError(duplicates[0], f"is there as {duplicates[1]} too: keep one of them"))
         elif not predictions:
-            if only_predicted:
-                continue
-            path = prediction / f"{case}{output_suffix(truths[0])}"
-            faults.append(DataError(path, f"is missing, and the truth has {truths[0]}"))
+            missing.append(case)
         elif not truths:
             faults.append(DataError(predictions[0], f"has no truth of this name in {truth}"))
         else:
             pairs.append(Pair(case, truths[0], predictions[0], shown.get(case)))
-    return pairs, faults
+    if not pairs and not faults:
+        raise DataError(prediction, f"holds no prediction of a case in {truth}: name files as the cases, such as "
+                        f"{missing[0]}{output_suffix(truth_files[missing[0]][0])}")  # fmt: skip
+    return Matched(pairs, missing, faults)
 
 
 def read_label_map(path: Path) -> tuple[NDArray[Any], Geometry]:

@@ -1,9 +1,11 @@
 """The settings of a run's data: the data set, its split, preparation and augmentation."""
 
+import json
 from dataclasses import dataclass, replace
 from functools import partial
 
 from seqpar.data.formats.joined_labels import parse_joins
+from seqpar.data.formats.nnunet_plans import ImagePlan
 from seqpar.data.preparation.recipe import NORMALISATIONS, PrepareSettings
 from seqpar.data.sampling.augmentation import recipe_of
 from seqpar.data.sampling.augmentation_presets import ORDERS, RECIPES
@@ -15,7 +17,9 @@ ALL_FOLDS = "all5"  # value of --fold: five trainings, one after the other
 TARGETS = ("regions", "labels", "sigmoids")
 FOREGROUND_BY = ("chance", "count")
 _data = partial(setting, section="data")
+OWN = "own"  # value of --prepare
 _PREPARED = "the run's data were prepared with it"
+_PLANNED = "nnU-Net's plan prepares the data: add --prepare own"
 
 
 def _deforms(augment: str) -> bool:
@@ -51,6 +55,14 @@ class DataSettings:
         common=True,
         fixed=_PREPARED,
     )
+    prepare: str = _data(
+        OWN,
+        "how data are prepared where there are nnU-Net's --plans or weights: as its plan says (the default then), or "
+        "own: as all other data",
+        metavar="HOW",
+        tasks=VOXELS,
+        fixed=_PREPARED,
+    )
     cache: str = _data(
         "", "folder of prepared data; none: $SEQPAR_CACHE, else seqpar-prepared next to DATA", metavar="FOLDER"
     )
@@ -72,7 +84,12 @@ class DataSettings:
         fixed=_PREPARED,
     )
     crop_to: tuple[int, ...] = _data(
-        (), "three sides to which volumes are cropped; none: to what is not 0", metavar="VOXELS", fixed=_PREPARED
+        (),
+        "three sides to which volumes are cropped; none: to what is not 0",
+        metavar="VOXELS",
+        fixed=_PREPARED,
+        acts_when=lambda c: c.prepare == OWN,
+        why=_PLANNED,
     )
     force: bool = _data(
         False,
@@ -86,6 +103,8 @@ class DataSettings:
         "normalise modalities by their names, or over whole volumes",
         choices=NORMALISATIONS,
         fixed=_PREPARED,
+        acts_when=lambda c: c.prepare == OWN,
+        why=_PLANNED,
     )
     workers: int = _data(2, "processes per rank that prepare tiles; 0: none", bounds=NOT_NEGATIVE, metavar="PROCESSES")
     augment: str = _data(
@@ -157,6 +176,11 @@ class DataSettings:
 def prepare_settings(config: DataSettings) -> PrepareSettings:
     """Returns the settings of preparation; raises ValueError for what cannot be, with the flag."""
     sides = config.crop_to
+    if config.prepare != OWN:
+        plan = planned(config)
+        w, d, h = (plan.spacing[axis] for axis in plan.file_axes)
+        spacing = (w, d, h) if plan.resamples else "source"
+        return PrepareSettings(spacing, joins=parse_joins(config.join_labels), plan=plan)
     if sides and (len(sides) != 3 or min(sides) < 1):
         raise ValueError(f"--crop-to {' '.join(map(str, sides))}: give three sides in voxels, such as 240 240 152")
     return replace(
@@ -166,3 +190,11 @@ def prepare_settings(config: DataSettings) -> PrepareSettings:
         normalise=config.normalise,
         cut_labels=config.force,
     )
+
+
+def planned(config: DataSettings) -> ImagePlan:
+    """Returns nnU-Net's plan by which a run prepares its data; it is in ``prepare``, as JSON."""
+    try:
+        return ImagePlan.from_json(json.loads(config.prepare))
+    except (ValueError, TypeError, AttributeError):
+        raise ValueError(f"--prepare {config.prepare}: give own, or leave it out") from None

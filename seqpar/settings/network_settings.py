@@ -137,6 +137,12 @@ class NetworkSettings:
     )
 
     @property
+    def window_rule(self) -> str:
+        """Where sliding windows lie and what they weigh: networks that nnU-Net has too predict as it does."""
+        is_primus = self.network == "vit" and self.decoder == "primus"
+        return "nnU-Net" if is_nnunet(self) or is_primus else "stride"
+
+    @property
     def depths(self) -> int | tuple[int, ...]:
         """The blocks of the encoder, or of each of its stages."""
         return self.depth if self.encoder == "plain" else self.stage_depths

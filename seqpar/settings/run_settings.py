@@ -11,6 +11,7 @@ from seqpar.vit.blocks import RECOMPUTED
 TOKEN_ORDERS = ("auto", "whd", "hwd")
 TRACKERS = ("none", "wandb", "trackio")
 DEVICE_KINDS = ("auto", "cpu", "cuda")
+MIRRORS = ("none", "W", "D", "H", "WD", "WH", "DH", "WDH")
 _watching = partial(setting, section="validation and curves")
 _running = partial(setting, section="run folder")
 _device = partial(setting, section="memory and device")
@@ -39,6 +40,13 @@ class RunSettings:
         "how validation predicts a volume: in sliding windows, in one pass over the whole of it, or both, to record "
         "which is better for predict",
         choices=("sliding", "whole", "both"),
+        tasks=VOXELS,
+    )
+    val_mirror: str = _watching(
+        "none",
+        "directions over whose flips validation, and later predict, average the logits; with nnU-Net's weights those "
+        "that it flipped",
+        choices=MIRRORS,
         tasks=VOXELS,
     )
     tensorboard: bool = _watching(False, "write curves and pictures for TensorBoard too")
@@ -101,3 +109,8 @@ class RunSettings:
     )
     debug_collectives: bool = _limits(False, "check each collective: slow, names ranks that differ")
     dry_run: bool = _limits(False, "print what would run, check it, and stop", common=True)
+
+    @property
+    def mirror(self) -> tuple[int, ...]:
+        """The directions of ``val_mirror`` by their numbers: 0 W, 1 D, 2 H."""
+        return tuple(number for number, letter in enumerate("WDH") if letter in self.val_mirror)

@@ -2,6 +2,14 @@
 
 Each takes ``(x, grid)`` and returns ``(y, grid of y)``, where ``x`` is this rank's box ``b c W D H``, or the whole
 volume if ``grid`` is None. Parameters have torch's names and shapes.
+
+- ``Conv3d``, ``ConvTranspose3d``: convolutions, which fetch halos
+- ``InstanceNorm3d``, ``BatchNorm3d``, ``GroupNorm``: norms with the statistics of the whole volume
+- ``ChannelLayerNorm``: layer norm over the channels of each voxel
+- ``NormedActivation``: instance norm, a sum with a shortcut and leaky ReLU in one step
+- ``MaxPool3d``, ``AvgPool3d``, ``Upsample``: pooling and upsampling
+- ``GlobalMean``: the mean over all voxels of the whole volume
+- ``BoxGrid``: where a volume is cut into boxes, and which box each rank holds
 """
 
 from seqpar.spatial.box_grid import BoxGrid

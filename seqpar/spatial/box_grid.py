@@ -91,9 +91,13 @@ class BoxGrid:
         factors = (times,) * len(self.edges) if isinstance(times, int) else tuple(times)
         return BoxGrid(tuple(tuple(e * f for e in edges) for edges, f in zip(self.edges, factors)), self.group)
 
-    def fits(self, x: Tensor) -> bool:
-        """Returns whether ``x``, ``b c W D H``, has the extents of this rank's box."""
-        return x.ndim == len(self.edges) + 2 and tuple(x.shape[2:]) == self.sides
+    def refuse_other_box(self, x: Tensor) -> None:
+        """Raises ValueError unless ``x``, ``b c W D H``, has the extents of this rank's box."""
+        if x.ndim != len(self.edges) + 2 or tuple(x.shape[2:]) != self.sides:
+            raise ValueError(
+                f"a volume of shape {tuple(x.shape)} is not the box of rank {self.group.index}, which has the sides "
+                f"{self.sides}: give each volume with its own box grid"
+            )
 
 
 def _round_edges(extent: int, count: int) -> Bounds:

@@ -44,8 +44,10 @@ class Conv3d(nn.Conv3d):
 
     def forward(self, x: Tensor, grid: BoxGrid | None = None) -> tuple[Tensor, BoxGrid | None]:  # type: ignore[override]
         """Returns this rank's box of the output, ``b c W/s D/s H/s``, and its box grid."""
+        _refuse_channels(self, x)
         if self._is_local() and is_channels_last(x):
-            assert grid is None or grid.fits(x), (x.shape, grid.sides)
+            if grid is not None:
+                grid.refuse_other_box(x)
             y = F.linear(rearrange(x, "b c w d h -> b w d h c"), self.weight.flatten(1), self.bias)
             return rearrange(y, "b w d h c -> b c w d h"), grid
         if grid is None:
@@ -94,6 +96,7 @@ class ConvTranspose3d(nn.ConvTranspose3d):
 
     def forward(self, x: Tensor, grid: BoxGrid | None = None) -> tuple[Tensor, BoxGrid | None]:  # type: ignore[override]
         """Returns this rank's box of the output, ``b c W/s D/s H/s``, and its box grid."""
+        _refuse_channels(self, x)
         if grid is None:
             return match_memory_format(super().forward(x), x), None
         options = ConvOptions.of(self, self.padding)  # type: ignore[arg-type]
@@ -121,7 +124,7 @@ def convolve_box(
     reaches = [sliding_reach(*along, what) for along in zip(grid.edges, spans, options.stride, pads)]
     conv_options = replace(options, padding=tuple(reach.padding for reach in reaches))
     how = BoxConvolution(Halos.of(grid, reaches), conv_options, keep_window)
-    assert grid.fits(x), (x.shape, grid.sides)
+    grid.refuse_other_box(x)
     return _convolve(x, weight, bias, how), output_grid(grid, reaches)
 
 
@@ -143,7 +146,7 @@ def convolve_box_transposed(
     output_padding = tuple(e if reach.local else 0 for e, reach in zip(options.output_padding, reaches))
     conv_options = replace(options, padding=padding, output_padding=output_padding)
     how = BoxConvolution(Halos.of(grid, reaches), conv_options, keep_window, Halos.crop(computed, result.box))
-    assert grid.fits(x), (x.shape, grid.sides)
+    grid.refuse_other_box(x)
     return _convolve(x, weight, bias, how), result
 
 
@@ -158,6 +161,13 @@ def _computed(reach: ReceptiveField, place: int, kernel: int, stride: int, paddi
 def _refuse_padding(mode: str) -> None:
     if mode != "zeros":
         raise ValueError(f"padding_mode={mode!r} does not work across boxes: use 'zeros'")
+
+
+def _refuse_channels(conv: Conv3d | ConvTranspose3d, x: Tensor) -> None:
+    if x.ndim != 5 or x.shape[1] != conv.in_channels:
+        raise ValueError(
+            f"expected a volume (batch, {conv.in_channels} channels, W, D, H), got shape {tuple(x.shape)}, for {conv}"
+        )
 
 
 def _convolve(x: Tensor, weight: Tensor, bias: Tensor | None, how: BoxConvolution) -> Tensor:

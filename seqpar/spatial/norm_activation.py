@@ -43,7 +43,8 @@ class NormedActivation(nn.Module):
         self, x: Tensor, grid: BoxGrid | None = None, other: Tensor | None = None
     ) -> tuple[Tensor, BoxGrid | None]:
         """Returns the activated volume ``b c W/s D/s H/s`` and its unchanged box grid."""
-        assert grid is None or grid.fits(x), (x.shape, grid.sides)
+        if grid is not None:
+            grid.refuse_other_box(x)
         assert other is not None or not self.norm_other
         groups = () if grid is None else (grid.group,)
         count = math.prod(x.shape[2:] if grid is None else grid.extents)

@@ -88,7 +88,7 @@ class Upsample(nn.Upsample):
         """Returns this rank's box of the output, ``b c W/s D/s H/s``, and its box grid."""
         if grid is None:
             return _upsample(x, self.factors, self.mode), None
-        assert grid.fits(x), (x.shape, grid.sides)
+        grid.refuse_other_box(x)
         return upsample_box(x, grid, self.factors, self.mode)
 
 
@@ -131,7 +131,7 @@ def max_pool_box(
 
     - ``what``: names the operation in errors
     """
-    assert grid.fits(x), (x.shape, grid.sides)
+    grid.refuse_other_box(x)
     reaches = _pool_reaches(grid, kernel, stride, padding, dilation, ceil_mode, what)
     window = Halos.of(grid, reaches).fetch(x, -math.inf)
     pads = [reach.padding for reach in reaches]
@@ -154,7 +154,7 @@ def avg_pool_box(
 
     - ``what``: names the operation in errors
     """
-    assert grid.fits(x), (x.shape, grid.sides)
+    grid.refuse_other_box(x)
     reaches = _pool_reaches(grid, kernel, stride, padding, 1, ceil_mode, what)
     window = Halos.of(grid, reaches).fetch(x)
     pads = [reach.padding for reach in reaches]
@@ -182,7 +182,7 @@ def _counts(
 
 def upsample_box(x: Tensor, grid: BoxGrid, factors: Sequence[int], mode: str) -> tuple[Tensor, BoxGrid]:
     """Upsamples a box by integer factors, in as many dimensions as ``grid`` has; ``mode`` is torch's."""
-    assert grid.fits(x), (x.shape, grid.sides)
+    grid.refuse_other_box(x)
     interpolates = mode in INTERPOLATING
     reaches = [enlarging_reach(edges, f, int(interpolates and f > 1)) for edges, f in zip(grid.edges, factors)]
     y = _upsample(Halos.of(grid, reaches).fetch(x), factors, mode)
@@ -203,7 +203,7 @@ def _upsample(x: Tensor, factors: Sequence[int], mode: str) -> Tensor:
 
 def global_mean(x: Tensor, grid: BoxGrid) -> Tensor:
     """Returns the mean of the whole volume, of extent 1 along each of its dimensions."""
-    assert grid.fits(x), (x.shape, grid.sides)
+    grid.refuse_other_box(x)
     fraction = math.prod(grid.sides) / math.prod(grid.extents)
     dims = tuple(range(2, x.ndim))
     mean = x.mean(dims, keepdim=True, dtype=torch.promote_types(x.dtype, torch.float32))

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean
 
-from seqpar.runs.metrics_tail import SCORES, MetricsTail, score_of, task_of_row
+from seqpar.runs.metrics_tail import SCORES, MetricsTail, measure_of, score_of, task_of_row
 from seqpar.runs.run_folder import read_status
 from seqpar.terminal import Display
 from seqpar.text import clock
@@ -37,7 +37,8 @@ class RunRow:
                 self.step, self.loss = row["step"] + 1, float(row["loss"])
                 self.seconds.append(float(row["seconds"]))
             elif row.get("kind") == "val":
-                self.score, self.score_name = score_of(row), SCORES[task_of_row(row)]
+                task = task_of_row(row)
+                self.score, self.score_name = measure_of(task, score_of(row)), SCORES[task]
         self.steps = int(read_status(self.tail.path.parent).get("steps", 0) or self.steps)
 
     @property

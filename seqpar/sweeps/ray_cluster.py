@@ -1,6 +1,7 @@
 """The Ray that a sweep runs on, and what its nodes have."""
 
 import os
+import socket
 import subprocess
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -32,6 +33,8 @@ def rank_bundle(nodes: Sequence[Mapping[str, Any]], device: str, gpus_here: bool
 
 
 NODES_S = 300.0
+ANSWER_S = 20.0
+_HELLO = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes((0, 0, 0, 4, 0, 0, 0, 0, 0))  # of HTTP/2, and empty settings
 OBJECT_STORE_BYTES = 100 * 2**20  # trials share nothing but their settings
 # nothing sent, no token in the home folder, no files of Tune's own loggers; Tune's signal handlers are off
 QUIET = {
@@ -65,6 +68,47 @@ class Cluster:
     def lost(self) -> str:
         """Returns which process of Ray's has ended without being asked to, "" where none has."""
         return next((f"process {pid} of Ray's on this machine has ended" for pid in self.own if not _runs(pid)), "")
+
+
+def split_address(address: str) -> tuple[str, int]:
+    """Returns host and port of a running cluster; raises ``ValueError`` for anything but HOST:PORT."""
+    host, _, port = address.rpartition(":")
+    if not host or "/" in host or not (port.isdigit() and 0 < int(port) < 2**16):
+        raise ValueError(f"--ray {address}: give the HOST:PORT of a running cluster, or auto for one on this machine")
+    return host.strip("[]"), int(port)
+
+
+def require_answer(address: str, seconds: float = ANSWER_S) -> None:
+    """Raises ``ConnectionError`` if nothing at the address speaks gRPC as Ray does; Ray itself waits for minutes.
+
+    - ``address``: HOST:PORT, or auto, which stands for ``$RAY_ADDRESS`` or what Ray finds on this machine
+    """
+    place = os.environ.get("RAY_ADDRESS", "") if address == "auto" else address
+    if not place:
+        return
+    host, port = split_address(place)
+    until = time.monotonic() + seconds
+    while why := _silence(host, port, max(0.1, until - time.monotonic())):
+        if time.monotonic() > until:
+            raise ConnectionError(
+                f"--ray {address}: no cluster answers{f' at {place}' if place != address else ' there'} within "
+                f"{seconds:g} s ({why}): start one with ray start --head, or give the address of another"
+            )
+        time.sleep(0.5)  # it may be about to start
+
+
+def _silence(host: str, port: int, seconds: float) -> str:
+    """Returns what shows that no server of gRPC is there, "" if one answers; such servers send their settings first."""
+    try:
+        with socket.create_connection((host, port), timeout=seconds) as connection:
+            if os.environ.get("RAY_USE_TLS", "0") != "0":
+                return ""
+            connection.settimeout(seconds)
+            connection.sendall(_HELLO)
+            answer = connection.recv(9)
+    except OSError as error:
+        return error.strerror or str(error)
+    return "" if answer[3:4] == b"\x04" else "what listens there is not Ray"
 
 
 @contextmanager

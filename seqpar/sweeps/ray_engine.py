@@ -118,7 +118,7 @@ class SideBySide:
                 ),
                 run_config=tune.RunConfig(
                     name="tune",
-                    storage_path=str(root / STORAGE),
+                    storage_path=str((root / STORAGE).absolute()),  # Ray takes other paths for addresses
                     failure_config=tune.FailureConfig(max_failures=self.max_failures),
                     checkpoint_config=tune.CheckpointConfig(checkpoint_at_end=False),  # trainings have their own
                     callbacks=[watch],

@@ -16,7 +16,7 @@ from seqpar.settings.config import Config
 from seqpar.settings.data_settings import DataSettings
 from seqpar.settings.presets import FROM_DATA
 from seqpar.sweeps.planned_run import PlannedRun
-from seqpar.sweeps.ray_cluster import ray_cluster
+from seqpar.sweeps.ray_cluster import ray_cluster, require_answer
 from seqpar.sweeps.ray_engine import SideBySide
 from seqpar.sweeps.sweep_request import SweepRequest
 from seqpar.tasks.lookup import task_of
@@ -56,10 +56,12 @@ def _make(
     until: float,
 ) -> int:
     """Returns the exit code of the runs that are not over."""
+    if options.ray:
+        require_answer(options.ray)
     over = {point.name for point in record.sweep.points if point.is_over}
     if order.preset not in FROM_DATA:  # else each run decides by itself how its data are prepared
         _prepare([config for name, config in configs.items() if name not in over])
-    with ray_cluster(options.ray, order.device, order.on_gpu, options.devices, options.ray_nodes) as cluster:
+    with ray_cluster(options.ray, order.device, order.on_gpu, options.devices or 0, options.ray_nodes) as cluster:
         runs, ranks = order.runs(record.sweep, cluster.devices), order.ranks(cluster.devices)
         first_step, last_step = order.validated_steps(configs, ranks)
         engine = SideBySide(

@@ -11,6 +11,7 @@ from typing import Any
 from seqpar.cluster.exit_codes import DATA
 from seqpar.data.errors import DataError
 from seqpar.runs.run_folder import tested_cases
+from seqpar.scores.label_files import missing_line
 from seqpar.scores.summary_files import write_output
 
 
@@ -22,12 +23,14 @@ class ScoringJob:
     - ``cases``: what a task scores of it
     - ``files``: to write, by kind: "json" and "csv"
     - ``faults``: what is wrong with other cases
+    - ``missing``: cases of the truth without a prediction
     """
 
     name: str
     cases: Any
     files: Mapping[str, Path]
     faults: list[DataError] = field(default_factory=list)
+    missing: Sequence[str] = ()
 
 
 @dataclass(frozen=True)
@@ -89,6 +92,8 @@ class CaseEvaluation(ABC):
                     except DataError as error:
                         job.faults.append(error)
                 line = "; ".join([result.line, *map(str, job.files.values())])
+            if job.missing:
+                print(missing_line(job.missing), flush=True)
             for fault in job.faults:
                 print(f"error: {fault}", file=sys.stderr, flush=True)
             print(line + (f"; faults {len(job.faults)}" if job.faults else ""), flush=True)

@@ -14,12 +14,14 @@ from torch.optim import Optimizer
 
 from seqpar.cluster.exit_codes import NonFinite
 from seqpar.cluster.stop_request import StopRequest
+from seqpar.data.errors import DataError
 from seqpar.data.sampling.loader import MicroBatch
 from seqpar.parallel.consensus import gather_texts, max_over_ranks, run_on_rank0
 from seqpar.parallel.mesh import Group, Mesh
 from seqpar.runs.journal import Journal
 from seqpar.runs.run_lock import RunLock
 from seqpar.settings.config import Config
+from seqpar.text import clock
 from seqpar.weights import checkpoint
 from seqpar.weights.checkpoint import NotSaved, Progress
 from seqpar.weights.states import whole_tensors
@@ -92,8 +94,9 @@ class AfterStep:
     ) -> None:
         """Saves a checkpoint, unless this progress is saved already.
 
-        A failure is a warning, and the next save is due as usual; with ``must`` it raises ``NotSaved``. Raises
-        ``TakenOver`` where another training has taken the run folder over.
+        A failure is a warning, and the next save is due as usual; with ``must`` it raises ``NotSaved``, and where the
+        run has no checkpoint yet ``DataError``, on all ranks. Raises ``TakenOver`` where another training has taken the
+        run folder over.
         """
         self.refuse_taken_over()
         progress = replace(progress)
@@ -114,10 +117,25 @@ class AfterStep:
             self._saved = progress
         except NotSaved as error:
             self.refuse_taken_over()  # whose saves clear away what others write
+            if self._saved is None:
+                problem = (
+                    f"holds no checkpoint, and {error}; make room and continue with --resume, or choose another --out"
+                )
+                raise DataError(self.folder, problem) from None
+            kept = f"the checkpoint of step {self._saved.step} is kept"
             if must:
-                raise
-            journal.say(f"warning: {error}; going on, next try in {self.config.checkpoint_minutes:g} minutes")
+                raise NotSaved(f"{error}; {kept}: make room and continue with --resume") from None
+            minutes = self.config.checkpoint_minutes
+            journal.say(f"warning: {error}; {kept}, {self._age()}; going on, next try in {minutes:g} minutes")
         self._last_try = time.monotonic()
+
+    def _age(self) -> str:
+        """Returns the age of the last checkpoint that was saved, as its file ``latest`` shows it."""
+        try:
+            seconds = time.time() - (self.folder / "latest").stat().st_mtime
+        except OSError:
+            return "of unknown age"
+        return f"{clock(max(seconds, 0.0))} old"
 
     def _is_taken_over(self) -> bool:
         """Returns whether the first rank has lost the run folder; it looks every few seconds."""

@@ -11,6 +11,7 @@ from seqpar.cluster import exit_codes
 from seqpar.cluster.stop_agreement import ShutdownSteps
 from seqpar.parallel.mesh import Mesh
 from seqpar.parallel.watchdog import CollectiveMismatch
+from seqpar.planner.batch_size import runs_over_micro_batch
 from seqpar.runs.run_status import StatusFile
 from seqpar.settings.config import Config
 from seqpar.settings.rules import setting_applies
@@ -102,7 +103,7 @@ def save_memory(config: Config) -> str:
     """Returns the flags that need less memory; those that change no result come first."""
     if config.curriculum:
         return "give the lesson a smaller batch or tile in --curriculum, and another --out, or use a larger --seqpar"
-    if config.batch > 1 and not config.batch_dice:  # whose Dice runs over the tiles of a micro-batch
+    if config.batch > 1 and not runs_over_micro_batch(config):
         batch = max(size for size in range(1, config.batch) if config.batch % size == 0)
         return f"use --batch {batch} --accumulate {config.batch // batch * config.accumulate}"
     if config.grad_checkpoint != "full" and setting_applies(config, "grad_checkpoint"):

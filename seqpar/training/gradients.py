@@ -8,7 +8,7 @@ from torch import Tensor
 
 from seqpar.cluster.stop_request import StopRequest
 from seqpar.data.sampling.loader import MicroBatch
-from seqpar.losses import Loss
+from seqpar.losses import DeepSupervision, Loss, LossGroups, LossOf
 from seqpar.models.network import Network, autocast
 from seqpar.optimization.parameter_groups import use_fused
 from seqpar.parallel.collectives import full_tensor
@@ -19,6 +19,23 @@ from seqpar.tasks.training_data import TrainingData, outputs_shown
 from seqpar.training.data_parallel import data_parallel, frozen_running_statistics, gathered, no_sync
 from seqpar.vit.dropout import DropoutKey
 from seqpar.weights.states import whole_tensors
+
+
+def losses_of_step(
+    net: Network,
+    loss: Loss | DeepSupervision,
+    data: TrainingData,
+    micros: Sequence[MicroBatch],
+    loss_groups: LossGroups,
+    device: torch.device,
+) -> list[LossOf]:
+    """Returns the loss of each micro-batch of a step, whose labels are arranged and counted together.
+
+    - ``loss``: of what ``net`` returns in training
+    """
+    labels = [net.arrange(data.labels_of(micro)) for micro in micros]
+    shown = [outputs_shown(data, micro.cases, net.mode, device) for micro in micros]
+    return loss.of_step(labels, loss_groups, shown)
 
 
 class Gradients:
@@ -65,19 +82,20 @@ class Gradients:
         return {name: tuple(x.shape) for name, x in self.net.state_dict().items()}
 
     def add(self, micros: list[MicroBatch], step: int, stopper: StopRequest) -> Tensor | None:
-        """Returns the mean loss and terms of the micro-batches, None where all ranks leave between two.
+        """Returns the step's loss and its terms, None where all ranks leave between two micro-batches.
 
         The last backward averages the gradients over the ranks.
         """
         sums = torch.zeros(self.num_sums, dtype=torch.float64, device=self.mesh.device)
-        for number, micro in enumerate(micros):
+        losses = losses_of_step(self.net, self.loss, self.data, micros, self.loss_groups, self.mesh.device)
+        for number, (micro, loss_of) in enumerate(zip(micros, losses)):
             is_last = number == len(micros) - 1
             if number and stopper.should_leave():
                 return None
             if is_last:
                 check_collective("gradients", self.mesh.world)
             with nullcontext() if is_last else no_sync(self.parallel_net):
-                sums += self._backward(micro, step) / len(micros)
+                sums += self._backward(micro, step, loss_of)
         return sums
 
     def clip(self, limit: float) -> Tensor:
@@ -85,15 +103,13 @@ class Gradients:
         parameters = list(self.net.parameters())
         return full_tensor(torch.nn.utils.clip_grad_norm_(parameters, limit, foreach=use_fused(parameters)))
 
-    def _backward(self, micro: MicroBatch, step: int) -> Tensor:
-        """Returns the loss and its terms of a micro-batch after adding its gradients."""
-        label = self.net.arrange(self.data.labels_of(micro))
+    def _backward(self, micro: MicroBatch, step: int, loss_of: LossOf) -> Tensor:
+        """Returns a micro-batch's share of the loss and its terms, after adding its gradients."""
         with self._autocast():
             key = self.net.drawn(DropoutKey(self.config.seed, step, micro.samples), self.mesh.device)
             logits = self.parallel_net(self._cast(micro.image), None, key)
-        shown = outputs_shown(self.data, micro.cases, self.net.mode, self.mesh.device)
-        parts = self.loss.parts(logits, label, self.loss_groups, shown)
-        (parts.total / self.config.accumulate).backward()
+        parts = loss_of(logits)
+        parts.total.backward()
         self.mesh.world.watch.clock.count_since_ready()
         return torch.stack([parts.total, *parts.terms.values()]).detach().double()
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from seqpar.cluster.stop_request import StopRequest
 from seqpar.data.sampling.loader import MicroBatch
-from seqpar.losses import Loss
+from seqpar.losses import Loss, LossOf
 from seqpar.models.network import Network
 from seqpar.models.pipelined import PartOfBatch
 from seqpar.parallel.mesh import Mesh
@@ -30,7 +30,8 @@ from seqpar.pipeline.stage_weights import (
 )
 from seqpar.pipeline.stages import StageMap
 from seqpar.settings.config import Config
-from seqpar.tasks.training_data import TrainingData, outputs_shown
+from seqpar.tasks.training_data import TrainingData
+from seqpar.training.gradients import losses_of_step
 from seqpar.vit.dropout import DropoutKey
 
 
@@ -61,19 +62,21 @@ class PipeGradients:
         """Does nothing: sums of gradients have one order from the first step on."""
 
     def add(self, micros: Sequence[MicroBatch], step: int, stopper: StopRequest) -> Tensor:
-        """Returns the mean loss and terms of the micro-batches, 0 on ranks without the last stage.
+        """Returns the step's loss and its terms, 0 on ranks without the last stage.
 
         Nobody leaves between two micro-batches: some ranks are always ahead of others.
         """
         sums = torch.zeros(self.num_sums, dtype=torch.float64, device=self.mesh.device)
 
+        losses = list[LossOf]()
+        if self.engine.has_loss:
+            losses = losses_of_step(self.net, self.loss, self.data, micros, self.loss_groups, self.mesh.device)
+
         def judge(values: Sequence[Value], number: int) -> Tensor:
-            micro, logits = micros[number], [x for x, _ in values]
-            shown = outputs_shown(self.data, micro.cases, self.net.mode, self.mesh.device)
-            output = logits if len(logits) > 1 else logits[0]
-            parts = self.loss.parts(output, self.net.arrange(self.data.labels_of(micro)), self.loss_groups, shown)  # type: ignore[arg-type]
-            sums.add_(torch.stack([parts.total, *parts.terms.values()]).detach().double() / len(micros))
-            return parts.total / len(micros)
+            logits = [x for x, _ in values]
+            parts = losses[number](logits if len(logits) > 1 else logits[0])
+            sums.add_(torch.stack([parts.total, *parts.terms.values()]).detach().double())
+            return parts.total
 
         keys = [DropoutKey(self.config.seed, step, micro.samples) for micro in micros]
         layout = self.net.layout

@@ -6,8 +6,9 @@ from pathlib import Path
 
 from seqpar.cluster.stop_request import StopRequest
 from seqpar.cluster.torch_setup import keep_memory, recomputes, without_torch_compile
+from seqpar.models.build import build_on_meta
 from seqpar.parallel.launcher import Launcher
-from seqpar.parallel.mesh import Mesh
+from seqpar.parallel.mesh import Group, Mesh
 from seqpar.parallel.rendezvous import check_seqpar
 from seqpar.planner.chooser import plan_here
 from seqpar.planner.feasibility import require_peers
@@ -30,6 +31,7 @@ def dry_run(request: RunRequest, launcher: Launcher) -> int:
     check_seqpar(config.seqpar, num_ranks, config.pipe)
     require_peers(config, num_ranks)
     assert request.fingerprint is not None
+    weights_line = _check_weights(config, *sizes_of(request.fingerprint, config))
     if launcher.rank == 0:
         task = task_of(config)
         data, sizes = task.describe(request.fingerprint, config), sizes_of(request.fingerprint, config)
@@ -45,9 +47,20 @@ def dry_run(request: RunRequest, launcher: Launcher) -> int:
             else:
                 plan = plan_here(own, here, *sizes)
             print(describe_dry_run(own, plan, *sizes, data, len(lesson.steps), stages))
+        if weights_line:
+            print(weights_line)
         if advice := task.tile_advice(config, request.flags, request.preset, request.fingerprint):
             print(advice)
     return 0
+
+
+def _check_weights(config: Config, channels: int, outputs: int) -> str:
+    """Returns what a run takes of ``--weights``, "" if it loads none; raises ValueError if they do not fit."""
+    if not config.weights or config.resume:
+        return ""
+    from seqpar.weights.pretrained import load_pretrained  # it knows the names of four libraries
+
+    return load_pretrained(build_on_meta(config, Group("seq"), channels, outputs), config)
 
 
 def run_lessons(request: RunRequest, mesh: Mesh, data: TrainingData, status: StatusFile, stopper: StopRequest) -> bool:

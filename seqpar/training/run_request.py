@@ -7,6 +7,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from seqpar.data.errors import DataError
 from seqpar.data.preparation.fingerprint import Fingerprint
 from seqpar.models.build import NETWORK_NAMES, family_of
 from seqpar.parallel.consensus import run_on_rank0_before_mesh
@@ -20,9 +21,10 @@ from seqpar.runs.archive import is_archive
 from seqpar.runs.fold_folder import has_ended, runs_of
 from seqpar.runs.run_folder import holds_folds, holds_run, read_config
 from seqpar.runs.run_status import changed_settings, describe_kill
+from seqpar.settings.checks import check_network
 from seqpar.settings.command_line import default_preset, naming_preset, parse, shortened_warmup, wants_gpu
 from seqpar.settings.config import Config
-from seqpar.settings.data_settings import ALL_FOLDS
+from seqpar.settings.data_settings import ALL_FOLDS, OWN
 from seqpar.settings.field import Circumstances
 from seqpar.settings.lessons import Lesson, lessons_of
 from seqpar.settings.presets import FROM_DATA
@@ -112,6 +114,10 @@ def _resolve(line: _CommandLine, launcher: Launcher, meeting: Meeting | None, on
         config, auto = _plan_by_first(config, line.flags, launcher, meeting or Meeting(launcher))
     config, choices, data = choose_open_settings(config, launcher, fingerprint if config.dry_run else None)
     choices = {**auto, **choices, **dealt}
+    if config.prepare != OWN:
+        from seqpar.weights.nnunet_settings import describe_preparation
+
+        choices = {"prepare": (describe_preparation(config),), **choices}
     if warmup:
         choices = {"warmup": (warmup,), **choices}
     if line.config.out != line.asked_out:
@@ -185,7 +191,7 @@ def _read_line(arguments: Sequence[str], launcher: Launcher) -> _CommandLine:
     on_gpu = wants_gpu(arguments)
     preset, config, flags = parse(arguments, default_preset(arguments, on_gpu), NETWORK_NAMES)
     asked_out, parsed = config.out, config
-    if config.plans or config.weights:
+    if config.plans or config.weights or "prepare" in flags:
         from seqpar.weights.nnunet_settings import with_plans  # nnU-Net's files have settings too
 
         config = with_plans(config, flags)
@@ -228,10 +234,22 @@ def _read_saved(line: _CommandLine) -> dict[str, Any]:
             f"that folder, or start a new one from an exported run's weights (--weights {out})"
         )
     content = read_config(out)
-    if lacking := [part for part in ("config", "layout") if not isinstance(content.get(part), dict)]:
-        raise ValueError(
-            f"{out}/config.json lacks {lacking[0]!r}, so the run cannot be resumed: restore it, or begin anew"
+    lacking = [part for part in ("config", "dataset", "layout") if not isinstance(content.get(part), dict)]
+    if not lacking:
+        tiles = content["layout"].get("global_batches") or [content["layout"].get("data")]
+        is_whole = isinstance(tiles, list) and all(isinstance(number, int) and number > 0 for number in tiles)
+        lacking = [] if is_whole else ["layout.global_batches"]
+    if not isinstance(content.setdefault("history", []), list):
+        lacking.append("history")
+    if lacking:
+        raise DataError(
+            f"{out}/config.json", f"lacks {lacking[0]!r}, so the run cannot be resumed: restore it, or begin anew"
         )
+    try:
+        check_network(Config.from_dict(content["config"]), NETWORK_NAMES)
+    except ValueError as error:
+        problem = f"cannot be used ({str(error).removeprefix('config.json: ')}): restore it, or begin anew"
+        raise DataError(f"{out}/config.json", problem) from None
     preset = content.get("preset", line.preset)
     if line.names_preset and line.preset != preset:
         raise ValueError(f"--preset {line.preset}: the run in {out} continues as it began, {preset}: remove it")

@@ -10,7 +10,7 @@ import torch
 from seqpar.cluster.rank_facts import device_name, facts_of
 from seqpar.cluster.start_ranks import describe_launcher
 from seqpar.cluster.torch_setup import check_precision
-from seqpar.data.errors import DataError
+from seqpar.data.errors import DataError, unwritable
 from seqpar.data.files import remove_leftovers
 from seqpar.models.build import build_network, family_of
 from seqpar.models.network import Network
@@ -130,7 +130,7 @@ def open_folder(status: StatusFile, lock: RunLock, config: Config, log: RunLog) 
             remove_leftovers(folder)
         status.write("running")
     except OSError as error:
-        raise ValueError(f"--out {out} cannot be written ({error.strerror}): name another, or make room") from None
+        raise unwritable(f"--out {out}", error) from None
     log.open(out / "train.log")
     return lock.ticket
 
@@ -227,11 +227,14 @@ def _stages(
 
 def _load_weights(net: Network, config: Config, mesh: Mesh) -> str:
     """Returns the line of ``load_pretrained``; an error on one rank is raised on all."""
+    from seqpar.runs.trained_run import read_run
     from seqpar.weights.pretrained import load_pretrained  # it knows the names of four libraries
 
     line: str = ""
     error: Exception | None = None
     try:
+        if config.weights.endswith(".zip"):
+            read_run(config.weights)  # refuses weights of other sizes than its network's
         line = load_pretrained(net, config)
     except Exception as problem:
         error = problem

@@ -24,6 +24,7 @@ from seqpar.pipeline.stages import StageMap
 from seqpar.report.plots import draw_progress
 from seqpar.runs.boards import Board, open_on_first
 from seqpar.runs.journal import Journal, epoch_fields, peak_memory_mb
+from seqpar.runs.metrics_tail import measure_of
 from seqpar.runs.run_folder import result_files, write_window
 from seqpar.runs.run_status import StatusFile
 from seqpar.settings.config import Config
@@ -275,7 +276,8 @@ class Trainer:
             self.journal.attempt(lambda: draw_progress(self.out))
             write_weights(self.out / "model.safetensors", weights, self.net.settings)
         self._write_status("finished")
-        best = f"finished: best {self.task.score} {self.progress.best:.3f} at step {self.progress.best_step}"
+        measure = measure_of(self.config.task, self.progress.best)
+        best = f"finished: best {self.task.score} {measure:.3f} at step {self.progress.best_step}"
         self.journal.say(
             "\n".join([best, *(f"  {path}" for path in result_files(self.out)), *self.task.next_lines(self.out)])
         )

@@ -12,10 +12,11 @@ from torch import Tensor, nn
 
 from seqpar.attention.cost_model import CPU, GPU, Layer, resolve
 from seqpar.attention.partition import Rotary
-from seqpar.attention.self_attention import Attention
+from seqpar.attention.self_attention import ParallelAttention
 from seqpar.attention.strategies import AttentionOptions, Strategy
 from seqpar.attention.window_attention import Windows, refuse_window
-from seqpar.parallel.layout import Layout
+from seqpar.parallel.consensus import refuse_different_tiles
+from seqpar.parallel.layout import Layout, per_axis, plain_tensor
 from seqpar.parallel.mesh import AnyGroup, as_group, warn_without_group
 from seqpar.vit.blocks import ATTENTION_SITE, HIDDEN_SITE, MLP_SITE, MLPS, RECOMPUTED, Block, GatedMlp, Mlp, Spread
 from seqpar.vit.dropout import DropoutKey, keyed_dropout, token_numbers
@@ -95,11 +96,15 @@ class SeqParViT(nn.Module):
     ) -> None:
         super().__init__()
         refuse_unknown(positions, mlp, recompute, dropout, drop_path)
+        if min(in_channels, embed_dim, num_heads) < 1 or mlp_ratio <= 0:
+            raise ValueError(f"{in_channels=}, {embed_dim=}, {num_heads=} and {mlp_ratio=} must be positive")
         refuse_window(window, split)
         self.group = as_group(group)
         self._notices = group is None  # warn once in training, as ranks may have been meant to share a tile
+        self._compares = self.group.size > 1  # whether the ranks cut the same tile, once
         self.stages = make_stages(depth, embed_dim, num_heads)
-        self.layout = Layout.of(tile, cube_of(patch, self.stages), self.group.size, split)
+        sides = per_axis(tile, "tile")
+        self.layout = Layout(sides, cube_of(patch, len(sides), self.stages), self.group.size, split)
         first = self.stages[0].layout(self.layout)
         if not 1 <= mlp_chunks <= min(self.layout.counts):
             least = min(self.layout.counts)
@@ -120,7 +125,7 @@ class SeqParViT(nn.Module):
 
         def block(width: int, heads: int, rate: float) -> Block:
             hidden_dim, inner_eps = round(width * mlp_ratio), norm_eps if attention_norm else None
-            attn = Attention(width, heads, qkv_bias, inner_eps, self.group, *crossing)
+            attn = ParallelAttention(width, heads, qkv_bias, inner_eps, self.group, *crossing)
             gated = mlp == "swiglu"
             inner = GatedMlp(width, hidden_dim, dropout, norm_eps) if gated else Mlp(width, hidden_dim, dropout)
             return Block(width, attn, inner, dropout, rate, layer_scale, norm_eps, recompute, mlp_chunks)
@@ -180,6 +185,9 @@ class SeqParViT(nn.Module):
         if any(not 0 <= index < depth for index in chosen):
             raise ValueError(f"indices={list(indices)}: the encoder has {depth} blocks, numbered 0…{depth - 1}")
         part, layout = self._part_and_layout(part, layout)
+        if self._compares and not part.is_meta:
+            self._compares = False
+            refuse_different_tiles(layout.fingerprint, self.group, part.device)
         key = self.dropout_key(key, part.shape[0])
         if key is not None and key.draws is None:
             key = self.drawn(key, part.device)
@@ -273,7 +281,7 @@ class SeqParViT(nn.Module):
 
     def _part_and_layout(self, part: Tensor, layout: Layout | None) -> tuple[Tensor, Layout]:
         """Returns the part with its layout, given a part or a whole tile."""
-        dims = len(self.layout.tile)
+        dims, part = len(self.layout.tile), plain_tensor(part)
         if part.ndim == dims + 2:
             return self.place(part)
         layout = layout or self.layout
@@ -320,5 +328,5 @@ class SeqParViT(nn.Module):
             return learned_positions(self.pos_embed, self.stages[0].layout(self.layout).grid, layout, rank)
         if self.positions == "sincos":
             key = "sincos", rank, width, like.dtype, like.device
-            return layout.once(key, lambda: sincos_positions(layout, rank, width).to(like))
+            return layout.once(key, lambda: sincos_positions(layout, rank, width, like))
         return None

@@ -13,7 +13,7 @@ from seqpar.parallel.layout import Layout
 from seqpar.parallel.remaps import remap
 from seqpar.vit.dropout import DropoutKey, keyed_dropout, numbers_of, token_numbers
 from seqpar.vit.encoder import SeqParViT
-from seqpar.vit.masking import Visible, make_visible, token_positions
+from seqpar.vit.masking import LISTED, Visible, count_visible, make_visible, token_positions
 
 
 class MaskedDecoder(nn.Module):
@@ -81,6 +81,10 @@ def decode_masked(
     - ``key``: seed, step and samples, which determine what is hidden and what the encoder drops
     - ``ratio``: share of a tile's tokens that is hidden
     """
-    visible = make_visible(key, layout, encoder.group.index, ratio).on(part.device)
+    rank = encoder.group.index
+    if part.is_meta and len(part) * layout.num_tokens > LISTED:
+        visible = count_visible(len(part), layout, rank, ratio)
+    else:
+        visible = make_visible(key, layout, rank, ratio).on(part.device)
     rows = encode_visible(encoder, part, visible, layout, key)
     return rebuilder(rows, visible, layout).unflatten(1, part.shape[2:]), visible.hidden

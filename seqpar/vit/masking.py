@@ -19,9 +19,10 @@ from torch import Tensor
 from seqpar.attention.partition import split_evenly
 from seqpar.parallel.device_constants import copy_to_device
 from seqpar.parallel.layout import Layout
-from seqpar.parallel.remaps import Remap, make_remap
+from seqpar.parallel.remaps import Remap, count_remap, make_remap
 from seqpar.vit.dropout import DropoutKey, token_draws
 
+LISTED = 1 << 20  # tokens of a batch, whose numbers take little memory
 MASK_SITE = 1 << 20  # larger than any dropout site of a network
 
 
@@ -82,6 +83,28 @@ def make_visible(key: DropoutKey, layout: Layout, rank: int, ratio: float) -> Vi
     return Visible(tuple(ids[encoders == q].view(len(ids), -1) for q in every), shown, hidden, moves)
 
 
+def count_visible(batch: int, layout: Layout, rank: int, ratio: float) -> Visible:
+    """Returns as many visible and hidden tokens as are expected, without their numbers, for tensors without data.
+
+    One rank's counts are exact; more ranks own as many visible tokens as their shares of the tile.
+    """
+    count, own = num_visible(layout.num_tokens, ratio), layout.counts[rank]
+    check_num_visible(layout.num_tokens, layout.num_ranks, ratio)
+    sizes = [batch * size for size in split_evenly(count, layout.num_ranks)]
+    num_shown = round(batch * count * own / layout.num_tokens)
+    staying, other = min(num_shown, sizes[rank]), (rank + 1) % layout.num_ranks
+    sent, received = [0] * layout.num_ranks, [0] * layout.num_ranks
+    sent[other], received[other] = num_shown - staying, sizes[rank] - staying
+    sent[rank] += staying
+    received[rank] += staying
+
+    def numbers(*shape: int) -> Tensor:
+        return torch.empty(shape, dtype=torch.int64, device="meta")
+
+    ids = tuple(numbers(batch, size // batch) for size in sizes)
+    return Visible(ids, numbers(num_shown), numbers(batch * own - num_shown), count_remap(sent, received))
+
+
 def check_num_visible(num_tokens: int, num_ranks: int, ratio: float) -> None:
     """Raises ValueError if fewer tokens stay visible than ranks share a tile, or if none is hidden."""
     count = num_visible(num_tokens, ratio)
@@ -113,5 +136,7 @@ def _spread_evenly(owners: Tensor, num_ranks: int) -> Tensor:
 def token_positions(layout: Layout, ids: Tensor | Sequence[Tensor], device: torch.device) -> Tensor:
     """Returns the positions of tokens ``b k`` among all tokens in rank order, on the device."""
     every = ids if isinstance(ids, Tensor) else torch.cat(tuple(ids), 1)
+    if every.is_meta:
+        return every
     order = layout.raster_order(torch.device("cpu"))
     return copy_to_device(order[every], device)

@@ -17,7 +17,7 @@ from functools import cached_property
 import torch
 from torch import Tensor, nn
 
-from seqpar.parallel.layout import Bounds, Layout
+from seqpar.parallel.layout import Bounds, Box, Layout, per_axis
 
 
 @dataclass(frozen=True)
@@ -49,9 +49,9 @@ def make_stages(depth: int | Sequence[int], embed_dim: int, num_heads: int) -> t
     - ``depth``: number of blocks, or of each stage's blocks
     - ``embed_dim``, ``num_heads``: of the first stage
     """
-    depths = (depth,) if isinstance(depth, int) else tuple(depth)
+    depths = per_axis(depth, "depth", 1)
     if not depths or min(depths) < 1:
-        raise ValueError(f"depth={depths}: each stage needs at least one block, as in depth=(2, 2, 6)")
+        raise ValueError(f"depth={depth}: each stage needs at least one block, as in depth=(2, 2, 6)")
     ends = itertools.accumulate(depths)
     return tuple(
         EncoderStage(
@@ -61,10 +61,9 @@ def make_stages(depth: int | Sequence[int], embed_dim: int, num_heads: int) -> t
     )
 
 
-def cube_of(patch: int | Sequence[int], stages: Sequence[EncoderStage]) -> int | tuple[int, ...]:
+def cube_of(patch: int | Sequence[int], axes: int, stages: Sequence[EncoderStage]) -> tuple[int, ...]:
     """Returns the voxels of a cube per axis, given the patch of the first stage."""
-    merges = len(stages) - 1
-    return patch << merges if isinstance(patch, int) else tuple(side << merges for side in patch)
+    return tuple(side << len(stages) - 1 for side in per_axis(patch, "patch", axes))
 
 
 @dataclass(frozen=True)
@@ -89,6 +88,11 @@ class NestedLayout(Layout):
     @cached_property
     def counts(self) -> tuple[int, ...]:
         return tuple(count << self.merges * len(self.grid) for count in self._cubes.counts)
+
+    @cached_property
+    def _boxes(self) -> tuple[Box | None, ...]:
+        scaled = self.merges
+        return tuple(box and tuple((low << scaled, high << scaled) for low, high in box) for box in self._cubes._boxes)
 
     @cached_property
     def cuts(self) -> tuple[Bounds, ...] | None:

@@ -56,13 +56,18 @@ def resize_positions(table: Tensor, grid: Sequence[int], new_grid: Sequence[int]
     return rearrange(image, "b e ... -> b (...) e")
 
 
-def sincos_positions(layout: Layout, rank: int, embed_dim: int) -> Tensor:
-    """Returns ``1 n/s e`` in float64: sines, then cosines, of each axis in turn; remaining features are zero."""
+def sincos_positions(layout: Layout, rank: int, embed_dim: int, like: Tensor) -> Tensor:
+    """Returns ``1 n/s e``: sines, then cosines, of each axis in turn; remaining features are zero.
+
+    - ``like``: a tensor that gives their precision and device
+    """
+    if like.is_meta:  # no data, because millions of tokens would take gigabytes
+        return like.new_empty(1, layout.counts[rank], embed_dim)
     coordinates = layout.coordinates(rank).double()  # n/s axes
     bands = embed_dim // (2 * coordinates.shape[1])
     angles = coordinates[:, :, None] * _frequencies(bands)  # n/s axes bands
     waves = rearrange(torch.stack([angles.sin(), angles.cos()], 2), "n direction wave band -> n (direction wave band)")
-    return F.pad(waves, (0, embed_dim - waves.shape[1]))[None]
+    return F.pad(waves, (0, embed_dim - waves.shape[1]))[None].to(like)
 
 
 def _frequencies(bands: int) -> Tensor:

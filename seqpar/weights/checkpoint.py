@@ -20,6 +20,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from seqpar.data.errors import DataError
 from seqpar.data.files import fsync_folder, umask_mode, write_text
 from seqpar.models.resized_positions import NO_RESIZING, Resizing, resize_tensors
 from seqpar.parallel.consensus import max_over_ranks, raise_on_all_ranks, run_on_rank0
@@ -52,7 +53,7 @@ class Progress:
     global_batch: int = 0
 
 
-class DamagedCheckpoint(ValueError):
+class DamagedCheckpoint(DataError):
     """A checkpoint whose files do not match their digests."""
 
 
@@ -118,9 +119,7 @@ def _this_process() -> str:
 
 def _not_saved(target: Path, problem: str, world: Group) -> NotSaved | None:
     where = f"rank {world.ranks[world.index]}: " if world.size > 1 else ""
-    return (
-        NotSaved(f"{target} could not be saved: {where}{problem}; what was saved before is kept") if problem else None
-    )
+    return NotSaved(f"{target} could not be saved: {where}{problem}") if problem else None
 
 
 def _attempt(act: Callable[[], None]) -> str:
@@ -224,7 +223,7 @@ def find(folder: Path, which: str = "latest") -> Path:
                 print(f"warning: {'; '.join(problems)}: going back to {path.name}", file=sys.stderr, flush=True)
             return path
         problems.append(problem)
-    raise DamagedCheckpoint(f"{folder}: no complete checkpoint ({'; '.join(problems) or 'the folder holds none'})")
+    raise DamagedCheckpoint(folder, f"no complete checkpoint ({'; '.join(problems) or 'the folder holds none'})")
 
 
 def _complete(folder: Path) -> list[Path]:

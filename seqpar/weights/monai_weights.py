@@ -264,7 +264,7 @@ def _position_table(encoder: SeqParViT) -> Tensor:
     if encoder.pos_embed is not None:
         return encoder.pos_embed.detach().clone()
     if encoder.positions == "sincos":
-        return sincos_positions(layout, 0, encoder.embed_dim).to(like)
+        return sincos_positions(layout, 0, encoder.embed_dim, like)
     return like.new_zeros(1, layout.num_tokens, encoder.embed_dim)
 
 

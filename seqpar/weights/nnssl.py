@@ -39,7 +39,7 @@ def write_pretrained(
     if path.exists():
         raise DataError(path, "is there already; name another file, or remove it")
     weights = export_primus(net, reverse_axes=True)
-    name = _name_of(net)
+    name = primus_name(net)
     content = {
         "network_weights": weights,
         "nnssl_adaptation_plan": _plan(net, name, spacing, schemes),
@@ -52,7 +52,7 @@ def write_pretrained(
     return name
 
 
-def _name_of(net: nn.Module) -> str:
+def primus_name(net: nn.Module) -> str:
     """Returns the name of the published network whose encoder this is; raises ValueError where it is none."""
     encoder: Any = net.encoder
     size = encoder.embed_dim, len(encoder.blocks), encoder.num_heads

@@ -28,6 +28,7 @@ _TRAINER = re.compile(rf"nnUNetTrainer(_?({_WORDS}))*")
 class FoldCheckpoint:
     """A checkpoint: its weights, and the axes (0 to 2, as transposed) along which it may be flipped in prediction."""
 
+    path: Path
     weights: State
     mirror: tuple[int, ...]
 
@@ -44,8 +45,13 @@ class NnunetResults:
 
 
 def is_results(path: str | Path) -> bool:
-    """Returns whether a folder is such a results folder, by the files in it."""
-    return all((Path(path) / name).is_file() for name in (PLANS, DATASET))
+    """Returns whether a folder is such a results folder, by the files in it; raises DataError if it lacks one of them
+    next to checkpoints of folds.
+    """
+    missing = [name for name in (PLANS, DATASET) if not (Path(path) / name).is_file()]
+    if missing and any(Path(path).glob("fold_*/checkpoint_*.pth")):
+        raise DataError(Path(path) / missing[0], "is missing; copy it from nnU-Net's results folder too")
+    return not missing
 
 
 def fold_files(folder: str | Path, folds: Sequence[str] = (), checkpoint: str = CHECKPOINT) -> list[Path]:
@@ -73,14 +79,14 @@ def read_results(folder: str | Path, files: Sequence[Path]) -> NnunetResults:
     if len(set(names)) > 1:
         raise DataError(files[-1], f"is of configuration {names[-1]}, {files[0]} of {names[0]}: give folds of one")
     plans, dataset = _content(folder / PLANS), _content(folder / DATASET)
-    return _results(folder, plans, dataset, checkpoints, folder / PLANS)
+    return _results(folder, plans, dataset, dict(zip(files, checkpoints)), folder / PLANS)
 
 
 def read_checkpoint(path: str | Path) -> NnunetResults:
     """Reads one checkpoint by itself, with the plans that it was trained with, which are in it."""
     checkpoint = _checkpoint(Path(path))
     settings = checkpoint["init_args"]
-    return _results(Path(path), settings["plans"], settings["dataset_json"], [checkpoint], Path(path))
+    return _results(Path(path), settings["plans"], settings["dataset_json"], {Path(path): checkpoint}, Path(path))
 
 
 def is_checkpoint(content: Mapping[str, Any]) -> bool:
@@ -102,10 +108,10 @@ def is_primus(state: Mapping[str, Any]) -> bool:
 
 
 def _results(
-    path: Path, plans: Mapping[str, Any], dataset: Mapping[str, Any], checkpoints: Sequence[Mapping[str, Any]],
+    path: Path, plans: Mapping[str, Any], dataset: Mapping[str, Any], checkpoints: Mapping[Path, Mapping[str, Any]],
     plans_path: Path,
 ) -> NnunetResults:  # fmt: skip
-    plan = plan_of(plans, checkpoints[0]["init_args"]["configuration"], plans_path)
+    plan = plan_of(plans, next(iter(checkpoints.values()))["init_args"]["configuration"], plans_path)
     declaration = declaration_of(dataset, plans_path.with_name(DATASET) if plans_path.name == PLANS else plans_path)
     if len(plan.schemes) != len(declaration.channels):
         raise DataError(
@@ -120,8 +126,8 @@ def _results(
     except (ValueError, KeyError, TypeError) as error:
         raise DataError(plans_path, f"its network cannot be built: {error}") from error
     folds = tuple(
-        FoldCheckpoint(unwrap(checkpoint), tuple(checkpoint.get("inference_allowed_mirroring_axes") or ()))
-        for checkpoint in checkpoints
+        FoldCheckpoint(file, unwrap(checkpoint, file), tuple(checkpoint.get("inference_allowed_mirroring_axes") or ()))
+        for file, checkpoint in checkpoints.items()
     )
     return NnunetResults(path, plan, declaration, architecture, folds)
 
@@ -133,6 +139,9 @@ def _checkpoint(path: Path) -> Mapping[str, Any]:
         raise DataError(path, "is no checkpoint of nnU-Net v2 (network_weights, trainer_name and init_args are needed)")
     if lacking := {"plans", "dataset_json", "configuration"} - set(content["init_args"]):
         raise DataError(path, f"its init_args lack {', '.join(sorted(lacking))}; give a checkpoint of nnU-Net v2")
+    axes = content.get("inference_allowed_mirroring_axes")
+    if axes is not None and (not isinstance(axes, (list, tuple)) or not all(axis in (0, 1, 2) for axis in axes)):
+        raise DataError(path, f"its inference_allowed_mirroring_axes are {axes!r}; 0, 1 and 2 are the axes of an image")
     trainer = str(content["trainer_name"])
     if not _TRAINER.fullmatch(trainer):
         raise DataError(

@@ -1,5 +1,6 @@
 """What nnU-Net's plans say as settings of a run: in W D H, the axes of a file."""
 
+import json
 from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
@@ -8,15 +9,18 @@ from typing import Any
 from seqpar.data.errors import DataError
 from seqpar.data.files import read_json
 from seqpar.data.formats.nnunet_plans import NnunetPlan, plan_of
+from seqpar.data.preparation.recipe import PrepareSettings
 from seqpar.decoders.unets.architecture import Style, three
 from seqpar.decoders.unets.nnunet import of_plan
 from seqpar.models.unet_families import Stages, format_stages
 from seqpar.settings.config import Config
+from seqpar.settings.data_settings import OWN, planned
 from seqpar.text import flag_name
 from seqpar.weights.nnunet_results import holds_unet, read_checkpoint
 from seqpar.weights.weight_files import checkpoint_of
 
 USUAL = "3d_fullres"
+PLAN = "plan"  # value of --prepare
 
 
 def with_plans(config: Config, flags: Collection[str]) -> Config:
@@ -26,11 +30,18 @@ def with_plans(config: Config, flags: Collection[str]) -> Config:
 
     - ``flags``: the settings on the command line
     """
+    mirror = dict[str, Any]()
     if config.plans:
-        settings, source = settings_of(read_plan(config.plans), config.plans), f"--plans {config.plans}"
+        plan, source = read_plan(config.plans), f"--plans {config.plans}"
+        settings = settings_of(plan, config.plans)
     elif config.weights.endswith(".pth") and holds_unet(checkpoint_of(config.weights, mapped=True)):
-        plan = read_checkpoint(config.weights).plan
-        settings, source = settings_of(plan, config.weights), f"--weights {config.weights}"
+        results = read_checkpoint(config.weights)
+        plan, source = results.plan, f"--weights {config.weights}"
+        settings = settings_of(plan, config.weights)
+        flipped = [letter for letter, axis in zip("WDH", plan.file_axes) if axis in results.folds[0].mirror]
+        mirror = {"val_mirror": "".join(flipped) or "none"}
+    elif "prepare" in flags and config.prepare != OWN:
+        raise ValueError(f"--prepare {config.prepare}: that needs --plans, or nnU-Net's --weights; leave it out")
     else:
         return config
     if "network" in flags and config.network != settings["network"]:
@@ -40,7 +51,35 @@ def with_plans(config: Config, flags: Collection[str]) -> Config:
     if {"features", "stages"} & set(flags) and config.plans:
         named = next(name for name in ("features", "stages") if name in flags)
         raise ValueError(f"--{flag_name(named)}: {source} names the stages; leave one of both out")
+    settings |= {"prepare": _preparation(plan, config, flags), **mirror}
+    flags = set(flags) - {"prepare"}
     return replace(config, plans="", **{name: value for name, value in settings.items() if name not in flags})
+
+
+def _preparation(plan: NnunetPlan, config: Config, flags: Collection[str]) -> str:
+    """Returns ``--prepare``: own where the command line says so, else the plan, with the spacing of a flag."""
+    if "prepare" in flags:
+        if config.prepare not in (OWN, PLAN):
+            raise ValueError(f"--prepare {config.prepare}: choose {OWN} or {PLAN}")
+        if config.prepare == OWN:
+            return OWN
+    images = plan.of_images
+    if "spacing" in flags:
+        images = images.spaced(PrepareSettings.spaced(config.spacing).spacing)
+    return json.dumps(images.to_json())
+
+
+def describe_preparation(config: Config) -> str:
+    """Returns the line that says that a run prepares its data by nnU-Net's plan, "" where it does not."""
+    if config.prepare == OWN:
+        return ""
+    plan = planned(config)
+    axes = "turned to canonical axes" if plan.reader.endswith("WithReorient") else "in the file's axes"
+    mirror = "" if config.val_mirror == "none" else f"; validation averages over flips ({config.val_mirror})"
+    return (
+        f"data are prepared as nnU-Net's plan says: {axes}, {', '.join(plan.schemes)}, {config.spacing} mm{mirror} "
+        f"(--prepare {OWN} takes seqpar's own way)"
+    )
 
 
 def read_plan(text: str) -> NnunetPlan:

@@ -14,7 +14,7 @@ from seqpar.decoders.unets.unet import UNet
 from seqpar.models.cell_network import VolumeNet
 from seqpar.parallel.mesh import AnyGroup, as_group
 from seqpar.weights.nnunet_results import CHECKPOINT, NnunetResults, fold_files, read_checkpoint, read_results
-from seqpar.weights.weight_files import State, load_strict, rename, shorten_list
+from seqpar.weights.weight_files import State, load_strict, refuse_unusable, rename, shorten_list
 
 _COPY = re.compile(r"^decoder\.encoder\.|\.all_modules\.\d+\.")
 
@@ -58,6 +58,7 @@ def nets_of(
         with torch.random.fork_rng(devices=[]):  # what the constructors draw is overwritten
             unet = network(results.architecture, deep_supervision)
         net = VolumeNet(unet, results.plan.patch_size, choose_mode(mode, as_group(group)), split)
+        refuse_unusable(fold.weights, fold.path)
         state = _without_copies(fold.weights)
         names = {theirs: f"unet.{ours}" for ours, theirs in nnunet_names(unet).items()}
         load_strict(net, rename(state, names, f"the plan's {results.plan.network_class.rpartition('.')[2]}"))

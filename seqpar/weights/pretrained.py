@@ -26,7 +26,14 @@ from seqpar.weights.primus_weights import (
     load_primus_encoder,
     pretraining_tensor_names,
 )
-from seqpar.weights.weight_files import checkpoint_of, fit_positions, recorded_heads, shorten_list, unwrap
+from seqpar.weights.weight_files import (
+    checkpoint_of,
+    fit_positions,
+    recorded_heads,
+    refuse_unusable,
+    shorten_list,
+    unwrap,
+)
 
 OF_CELLS = ("unet.cells.", "resattnet.cells.")  # networks without tokens
 STEM = "encoder.patch_embed.proj.weight"
@@ -42,6 +49,7 @@ def load_pretrained(net: Network, config: Config) -> str:
     """
     path = weights_file(config.weights)
     checkpoint = checkpoint_of(path)
+    refuse_unusable(unwrap(checkpoint, path), path)
     heads = recorded_heads(checkpoint)
     if heads not in (None, config.heads):
         raise ValueError(f"--weights {config.weights} were trained with {heads} heads: use --heads {heads}")

@@ -1,7 +1,9 @@
 """Reads and writes files of weights without running anything in them; renames and loads state dicts."""
 
 import hashlib
+import json
 import logging
+import math
 import pickle
 import re
 import zipfile
@@ -9,7 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import reduce
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import IO, Any
 
 import torch
 from safetensors import safe_open
@@ -49,6 +51,8 @@ def load_torch(path: str | Path, mapped: bool = False) -> Any:
 log = logging.getLogger(__name__)
 State = dict[str, Tensor]
 ARCHIVED = "model.safetensors"  # the weights in an exported run
+MOST_HEADER = 100_000_000  # bytes of the header of safetensors, as it limits itself
+WIDEST = 8  # bytes of a number
 NESTS = ("state_dict", "model_state_dict", "network_weights", "model", "net")
 _COMPILED = r"_orig_mod|_fsdp_wrapped_module"
 _WRAPPERS = re.compile(rf"^((module|backbone|model|net|network|{_COMPILED})\.)+|\b({_COMPILED})\.")
@@ -56,7 +60,9 @@ _WRAPPERS = re.compile(rf"^((module|backbone|model|net|network|{_COMPILED})\.)+|
 
 def read_weights(path: str | Path) -> State:
     """Returns the state dict in a safetensors or torch file, or an exported run; never runs code in the file."""
-    return unwrap(_read(Path(path)))
+    state = unwrap(_read(Path(path)), path)
+    refuse_unusable(state, path)
+    return state
 
 
 def checkpoint_of(source: Mapping[str, Any] | str | Path, mapped: bool = False) -> Mapping[str, Any]:
@@ -93,7 +99,7 @@ def _read(path: Path, mapped: bool = False) -> Mapping[str, Any]:
         if zipfile.is_zipfile(path):  # torch's own files are archives too
             with zipfile.ZipFile(path) as archive:
                 if ARCHIVED in archive.namelist():
-                    return load(archive.read(ARCHIVED))
+                    return _read_archived(archive)
         content = load_torch(path, mapped)
     except pickle.UnpicklingError as error:
         named = re.search(r"GLOBAL (\S+)", str(error))  # torch's own advice is to run what the file holds
@@ -101,13 +107,51 @@ def _read(path: Path, mapped: bool = False) -> Mapping[str, Any]:
         raise DataError(
             path, f"it holds more than tensors ({others}); save only its state_dict, and read that file"
         ) from None
-    except MemoryError:
-        raise
+    except MemoryError as error:
+        raise MemoryError(f"{path}: its tensors need more memory than there is: free some") from error
     except Exception as error:  # a damaged file is read as far as it makes sense
         raise DataError(path, f"it cannot be read as weights ({_first_line(error)}); it may be cut off") from error
     if not isinstance(content, Mapping):
         raise DataError(path, f"it holds a {type(content).__name__}; a state dict is needed")
     return content
+
+
+def _read_archived(archive: zipfile.ZipFile) -> State:
+    """Returns the weights in an archive; reads no more of them than their header announces.
+
+    A few packed bytes may unpack to any number.
+    """
+    with archive.open(ARCHIVED) as file:
+        head, _, size = _header(file)
+        body = file.read(size + 1)
+    if len(body) != size:
+        raise ValueError(f"{ARCHIVED} has {'more' if len(body) > size else 'fewer'} bytes than its header announces")
+    return load(head + body)
+
+
+def archived_shapes(path: Path) -> dict[str, tuple[int, ...]]:
+    """Returns the shape of each tensor of an archive from their header alone; raises DataError for a damaged one."""
+    try:
+        with zipfile.ZipFile(path) as archive, archive.open(ARCHIVED) as file:
+            return _header(file)[1]
+    except Exception as error:  # as above
+        raise DataError(path, f"its {ARCHIVED} cannot be read ({_first_line(error)}); copy it again") from error
+
+
+def _header(file: IO[bytes]) -> tuple[bytes, dict[str, tuple[int, ...]], int]:
+    """Reads the header of safetensors; returns it, the shape of each tensor, and the bytes of all tensors."""
+    length = file.read(8)
+    size = int.from_bytes(length, "little")
+    if len(length) < 8 or size > MOST_HEADER:
+        raise ValueError(f"{ARCHIVED} announces a header of {size} bytes")
+    text = file.read(size)
+    tensors = {name: tensor for name, tensor in json.loads(text).items() if name != "__metadata__"}
+    shapes = {name: tuple(map(int, tensor["shape"])) for name, tensor in tensors.items()}
+    for name, tensor in tensors.items():
+        low, high = tensor["data_offsets"]
+        if high - low > WIDEST * math.prod(shapes[name]):
+            raise ValueError(f"{name} of shape {shapes[name]} announces {high - low} bytes")
+    return length + text, shapes, max((tensor["data_offsets"][1] for tensor in tensors.values()), default=0)
 
 
 def _first_line(error: Exception) -> str:
@@ -127,17 +171,28 @@ def write_weights(path: str | Path, net: nn.Module | State, settings: Mapping[st
         save_file(tensors, temporary, metadata=as_metadata(settings or getattr(net, "settings", {})))
 
 
-def unwrap(state: Mapping[str, Any]) -> State:
-    """Returns the tensors of a checkpoint, taken out of its nested dict and without the prefixes of wrappers."""
+def refuse_unusable(state: State, path: str | Path) -> None:
+    """Raises DataError for tensors that are no weights: whole numbers, unless they are counters, NaN and infinity."""
+    for name, tensor in state.items():
+        if not tensor.is_floating_point() and tensor.ndim:
+            kind = str(tensor.dtype).removeprefix("torch.")
+            raise DataError(path, f"its tensor {name} is of type {kind}; weights are floating-point numbers")
+        if tensor.is_floating_point() and not bool(tensor.isfinite().all()):
+            raise DataError(path, f"its tensor {name} has NaN or infinite values; take another checkpoint")
+
+
+def unwrap(state: Mapping[str, Any], path: str | Path = "the checkpoint") -> State:
+    """Returns the tensors of a checkpoint, taken out of its nested dict and without the prefixes of wrappers.
+
+    - ``path``: of its file, for messages
+    """
     nest = next((name for name in NESTS if isinstance(state.get(name), Mapping)), None)
     if nest is not None:
-        return unwrap(state[nest])
+        return unwrap(state[nest], path)
     others = [name for name, value in state.items() if not isinstance(value, Tensor)]
     if others or not state:
-        raise ValueError(
-            f"the checkpoint holds {shorten_list(others) or 'nothing'} besides tensors; give a state dict, or a "
-            f"checkpoint with one under {', '.join(NESTS)}"
-        )
+        held = f"{shorten_list(others)} besides tensors" if others else "no tensors"
+        raise DataError(path, f"holds {held}; give a state dict, or a checkpoint with one under {', '.join(NESTS)}")
     bare: State = {}
     for name, tensor in state.items():
         short = _WRAPPERS.sub("", name)

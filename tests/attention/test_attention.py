@@ -7,15 +7,14 @@ import torch
 from torch import Tensor
 
 from seqpar.attention import kernels
-from seqpar.attention.self_attention import Attention
-from seqpar.attention.strategies import Strategy
-from seqpar.parallel.mesh import Mesh
+from seqpar.attention.self_attention import ParallelAttention
+from seqpar.parallel.mesh import Group, Mesh
 from tests.support.ranks import relative
 
 
 def test_the_module_is_torchs_multi_head_attention() -> None:
     torch.manual_seed(0)
-    ours, theirs = Attention(12, 3).double(), torch.nn.MultiheadAttention(12, 3, batch_first=True).double()
+    ours, theirs = ParallelAttention(12, 3).double(), torch.nn.MultiheadAttention(12, 3, batch_first=True).double()
     with torch.no_grad():
         for bias in (ours.q_bias, ours.v_bias, ours.proj.bias):
             assert bias is not None
@@ -29,9 +28,9 @@ def test_the_module_is_torchs_multi_head_attention() -> None:
 
 def test_heads_that_do_not_divide_are_refused() -> None:
     with pytest.raises(ValueError, match="num_heads=5 does not divide embed_dim=12"):
-        Attention(12, 5)
+        ParallelAttention(12, 5)
     with pytest.raises(ValueError, match="heads_per_chunk=4: choose 1 to 3"):
-        Attention(12, 3, heads_per_chunk=4)
+        ParallelAttention(12, 3, heads_per_chunk=4)
 
 
 def inputs(dtype: torch.dtype, device: str = "cpu") -> list[Tensor]:
@@ -123,7 +122,7 @@ def test_no_head_and_no_query_are_nothing() -> None:
 def in_autocast(mesh: Mesh, name: str) -> tuple[float, float, str, int]:
     """Returns how far the output and a weight's gradient lie from float32's, the output's type, and the bytes sent."""
     torch.manual_seed(0)
-    net = Attention(24, 3, group=mesh.seq, strategy=Strategy(name, mesh.seq.size if name == "ulysses" else 1))
+    net = ParallelAttention(24, 3, group=mesh.seq, strategy=name)
     x = torch.randn(1, 9, 24).split([5, 4], 1)[mesh.seq.index]
     grads, outs = [], []
     for enabled in (False, True):
@@ -143,10 +142,38 @@ def all_in_autocast(mesh: Mesh) -> list[tuple[float, float, str, int]]:
     return [in_autocast(mesh, name) for name in ("gather-kv", "gather-x", "ulysses")]
 
 
+def same_by_torchs_group(mesh: Mesh) -> list[bool]:
+    """Returns for each strategy, given by its name, whether torch's own group gives the bits of ours."""
+    x, same = torch.randn(1, 4, 24), []
+    for name in ("gather-kv", "gather-x", "ulysses"):
+        outs = []
+        for group in (mesh.seq, mesh.seq.handle):
+            torch.manual_seed(0)
+            outs.append(ParallelAttention(24, 3, group=group, strategy=name)(x, [4, 4]))
+        same.append(torch.equal(*outs))
+    return same
+
+
+def test_the_module_takes_torchs_process_group_and_a_strategys_name(ranks: Callable[..., list]) -> None:
+    assert ranks(2, same_by_torchs_group) == [[True] * 3] * 2
+
+
+def test_an_unknown_strategy_and_sizes_that_cannot_be_are_refused_by_their_arguments() -> None:
+    pair = Group("seq", (0, 1))
+    for options, advice in (
+        ({"strategy": "ring"}, "strategy='ring': choose gather-kv, gather-x, ulysses, hybrid or hybrid:U"),
+        ({"strategy": "hybrid", "group": pair}, "strategy='hybrid': 2 ranks allow no hybrid: use gather-x"),
+        ({"strategy": "ulysses", "group": pair, "keep_kv": True}, "no effect with strategy='ulysses'"),
+        ({"num_heads": 0}, "embed_dim=12 and num_heads=0 must be positive"),
+    ):
+        with pytest.raises(ValueError, match=advice):
+            ParallelAttention(**{"embed_dim": 12, "num_heads": 3, **options})  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("name", ["gather-kv", "gather-x"])
 def test_float64_stays_what_it_is_under_autocast(name: str) -> None:
     torch.manual_seed(0)
-    net, x = Attention(24, 3, strategy=Strategy(name)).double(), torch.randn(1, 9, 24, dtype=torch.float64)
+    net, x = ParallelAttention(24, 3, strategy=name).double(), torch.randn(1, 9, 24, dtype=torch.float64)
     plain = net(x, [9])
     with torch.autocast("cpu", torch.bfloat16):
         out = net(x, [9])

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from seqpar.attention.cost_model import Layer, bytes_sent
-from seqpar.attention.self_attention import Attention
+from seqpar.attention.self_attention import ParallelAttention
 from seqpar.attention.strategies import AttentionOptions, check_strategy
 from seqpar.parallel.layout import Layout
 from seqpar.parallel.mesh import Group, Mesh
@@ -43,10 +43,10 @@ class Found:
     held: int
 
 
-def module(case: Case, group: Group | None = None) -> Attention:
+def module(case: Case, group: Group | None = None) -> ParallelAttention:
     torch.manual_seed(0)
     strategy = check_strategy(case.name, group.size if group else 1, case.heads, case.keep)
-    net = Attention(
+    net = ParallelAttention(
         case.heads * case.head_dim,
         case.heads,
         group=group,

@@ -96,3 +96,28 @@ def test_the_patients_left_is_on_the_right_unless_wanted_otherwise(browser: Chro
     assert seen["radiological"]["x"] + seen["neurological"]["x"] == pytest.approx(1, abs=0.02)
     assert abs(seen["radiological"]["x"] - 0.5) > 0.02, "else the comparison could not fail"
     assert seen["radiological"]["y"] == pytest.approx(seen["neurological"]["y"], abs=0.02)
+
+
+def test_the_value_under_the_cursor_is_told_in_the_files_numbers(page: Chromium) -> None:
+    spot, readout = middle(page, "plane-2"), "document.getElementById('value').textContent"
+    before = page.value(readout)
+    page.ask("Input.dispatchMouseEvent", type="mouseMoved", **spot)
+    told = page.value(readout)
+    name, sign, value = told.split(" · ")[0].split()
+    assert (name, sign) == ("FLAIR", "≈") and 60 < float(value) < 200, "a body of about 100, labels of 140"
+    assert "truth: " in told and "prediction: " in told and told != before
+    assert "Window " in page.value("document.getElementById('look').textContent")
+
+
+def test_ct_has_presets_of_window_and_level(page: Chromium) -> None:
+    """Those that the image's values do not reach say so; other images begin with all of their greys."""
+    assert page.value("document.getElementById('preset').parentElement.hidden")
+    page.value("""(() => { const s = document.getElementById('volumes'), told = JSON.parse(s.textContent);
+      for (const one of told.cases) { one.unit = 'HU'; for (const name in one.ranges) one.ranges[name] = [-100, 155]; }
+      const code = [...document.scripts].at(-1).textContent; s.textContent = JSON.stringify(told);
+      location.hash = ''; (0, eval)(code); })()""")
+    page.wait("document.getElementById('preset').options.length === 5")
+    off = page.value("[...document.getElementById('preset').options].filter(o => o.disabled).map(o => o.text)")
+    assert [text.split(":")[0] for text in off] == ["lung", "bone"] and "keeps −100 to 155 HU" in off[0]
+    page.value("p = document.getElementById('preset'); p.value = 'brain'; p.dispatchEvent(new Event('change'))")
+    assert page.value("document.getElementById('look').textContent") == "Window 80 HU, level 40 HU."

@@ -30,15 +30,15 @@ USAGES = """
 2 train --fold 7 --data D --cache cache | --fold 7: the folds are 0 to 4
 2 train --fold 7 | --fold 7: the folds are 0 to 4
 2 train --resume --out nothing | nothing does not exist
-2 train --resume --out no-layout | no-layout/config.json lacks 'layout'
-2 train --resume --out a-list | a-list/config.json is damaged (no JSON object)
-2 train --out file --data D --cache cache | --out file cannot be written
+3 train --resume --out no-layout | no-layout/config.json: lacks 'layout'
+3 train --resume --out a-list | a-list/config.json: is damaged (no JSON object)
+3 train --out file --data D --cache cache | --out file: cannot be written
 3 train --data nowhere --out out | nowhere: does not exist
 3 predict run -i nowhere -o out | nowhere: does not exist
 2 predict missing.zip -i D -o out | missing.zip does not exist
 3 predict file -i D -o out | file: is no exported run, or damaged
-2 predict not-text -i D -o out | not-text/config.json is damaged
-2 predict no-decoder -i D -o out | no-decoder/config.json: --decoder foo: choose one of
+3 predict not-text -i D -o out | not-text/config.json: is damaged
+3 predict no-decoder -i D -o out | no-decoder/config.json: --decoder foo: choose one of
 2 predict run -i D -o out --mirror none W | --mirror none W: none and directions contradict
 3 predict no-weights -i D -o out | no-weights
 3 predict run -i nan -o out | voxels are NaN or infinite
@@ -65,7 +65,7 @@ USAGES = """
 2 phantom --out out --cases 0 | --cases 0
 2 phantom --out out --seed -1 | seed must be at least 0, got -1
 2 figures 99 | there is no figure 99 here
-2 figures 5 --out file | --out file cannot be made (File exists): name another
+3 figures 5 --out file | --out file: cannot be written (File exists)
 2 figures 5 --reach 2 --out out | --reach 2.0: only figure 14 asks for it
 2 export run out.tar | an archive is a zip file
 2 export nowhere out.zip | nowhere does not exist

@@ -1,5 +1,6 @@
 """Cases are prepared as nnU-Net prepares them, to the bit, and go back to where they came from."""
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -115,6 +116,11 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
         {"labels": {"background": 0, "a": [1, 2], "b": [2]}},
         "regions_class_order is None; give a label for each",
     ),
+    "an order of lists": (
+        {"labels": {"background": 0, "a": [1, 2], "b": [2]}, "regions_class_order": [[1], 2]},
+        r"regions_class_order is \[\[1\], 2\]; give a label for each",
+    ),
+    "no number": ({"labels": {"background": 0, "a": "one"}}, "labels contain 'one'; each must be a whole number"),
 }
 
 
@@ -129,6 +135,36 @@ def test_configurations_that_inherit_in_a_circle_are_refused() -> None:
     circle = {"3d_fullres": {"inherits_from": "3d_lowres"}, "3d_lowres": {"inherits_from": "3d_fullres"}}
     with pytest.raises(DataError, match="inherits from '3d_fullres', which is missing or inherits from it in turn"):
         plan_of({**plans_of({}), "configurations": circle}, "3d_fullres", PLANS)
+
+
+@pytest.mark.parametrize(
+    "key, value",
+    [
+        ("spacing", [0, 1, 1]),
+        ("spacing", ["a", 1, 1]),
+        ("spacing", 1),
+        ("spacing", [float("nan"), 1, 1]),
+        ("patch_size", [8, 0, 8]),
+        ("patch_size", 8),
+        ("batch_size", "two"),
+        ("batch_size", 1.5),
+        ("normalization_schemes", 3),
+        ("use_mask_for_norm", 3),
+        ("resampling_fn_data_kwargs", {"order": "three"}),
+        ("resampling_fn_data_kwargs", 3),
+    ],
+)
+def test_values_that_cannot_be_meant_are_named_with_their_key(key: str, value: Any) -> None:
+    plans = plans_of({**configuration("PlainConvUNet"), key: value})
+    with pytest.raises(DataError, match=rf"{key}.* is {re.escape(repr(value))}") as error:
+        plan_of(plans, "3d_fullres", PLANS)
+    assert str(error.value).startswith(f"{PLANS}: ")
+
+
+@pytest.mark.parametrize("broken", [{"configurations": {"3d_fullres": 3}}, {"transpose_forward": ["a", 0, 1]}])
+def test_plans_whose_parts_are_of_another_type_are_refused(broken: dict[str, Any]) -> None:
+    with pytest.raises(DataError, match=next(iter(broken)).removesuffix("s")):
+        plan_of({**plans_of(configuration("PlainConvUNet")), **broken}, "3d_fullres", PLANS)
 
 
 def test_the_nearest_rows_are_those_that_scipy_takes() -> None:

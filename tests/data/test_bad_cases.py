@@ -1,6 +1,7 @@
 """Bad cases: exit code 3, the file's name, no traceback; nothing is lost, and the good cases are prepared."""
 
 import gzip
+import os
 import struct
 from collections.abc import Callable
 from pathlib import Path
@@ -10,6 +11,9 @@ import pytest
 
 from seqpar.cli.prepare import act
 from seqpar.cluster.exit_codes import run
+from seqpar.data.errors import DataError
+from seqpar.data.formats.recognise import read_dataset
+from seqpar.data.preparation import fingerprint, prepare_dataset
 from seqpar.data.preparation.cache import open_cache
 from tests.support.bad_data import prepared, put, rewrite
 from tests.support.folders import OBLIQUE, image_array, label_array, nnunet, save, write_json
@@ -211,6 +215,48 @@ def test_several_bad_cases_are_all_reported_at_the_end_by_workers_too(tmp_path, 
     printed = capfd.readouterr().err
     assert printed.count("error: ") == 3 and all(f"c_00{n}" in printed for n in (1, 2, 3))
     assert open_cache(tmp_path / "cache").ids == ("c_000",)
+
+
+def test_a_training_prepares_nothing_where_headers_show_that_a_case_cannot_be_used(tmp_path, monkeypatch):
+    root = nnunet(tmp_path / "D", 4)
+    (root / "imagesTr/c_002_0000.nii.gz").write_bytes(b"")
+    with monkeypatch.context() as patch:
+        for name in ("decide_recipe", "_run"):
+            patch.setattr(prepare_dataset, name, lambda *_: pytest.fail("began to prepare"))
+        with pytest.raises(DataError, match=r"c_002_0000.nii.gz: is empty \(0 bytes\); copy it again"):
+            prepare_dataset.prepared(root, tmp_path / "c", is_first=True, workers=0)
+    report = prepare_dataset.prepare(read_dataset(root), tmp_path / "c", workers=0)
+    assert report.prepared == ("c_000", "c_001", "c_003") and len(report.faults) == 1
+
+
+def test_where_all_headers_are_broken_all_are_reported_and_none_is_opened_again(tmp_path, monkeypatch):
+    root = nnunet(tmp_path / "D", 3)
+    for path in (root / "imagesTr").iterdir():
+        path.write_bytes(b"")
+    monkeypatch.setattr(prepare_dataset, "decide_recipe", lambda *_: pytest.fail("began to prepare"))
+    report = prepare_dataset.prepare(read_dataset(root), tmp_path / "c", workers=0)
+    assert len(report.faults) == 3 and not report.prepared
+
+
+def test_processes_share_the_headers_and_one_that_dies_loses_no_more_than_its_share(tmp_path, monkeypatch):
+    dataset = read_dataset(nnunet(tmp_path / "D", 8))
+    (dataset.cases[3].images[0]).write_bytes(b"")
+    alone = fingerprint.read_geometries(dataset, 0)
+    monkeypatch.setattr(fingerprint, "CASES_OF_A_WORKER", 3)
+    shared = fingerprint.read_geometries(dataset, 4)
+    assert alone.keys() == shared.keys() == set(dataset.ids)
+    assert [str(alone[name]) for name in dataset.ids] == [str(shared[name]) for name in dataset.ids]
+    broken = [name for name, read in shared.items() if isinstance(read, DataError)]
+    assert broken == ["c_003"]
+    read, parent = fingerprint.read_geometry, os.getpid()
+
+    def die(path: Path):
+        if "c_004" in str(path) and os.getpid() != parent:
+            os._exit(9)
+        return read(path)
+
+    monkeypatch.setattr(fingerprint, "read_geometry", die)
+    assert set(fingerprint.read_geometries(dataset, 2)) == {"c_001", "c_003", "c_005", "c_007"}
 
 
 def test_the_table_is_long_enough() -> None:

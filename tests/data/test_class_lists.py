@@ -114,6 +114,9 @@ BAD: dict[str, tuple[list[str], str]] = {
     "an unknown case": (["case,class", *EIGHT, "c_99,ill"], "line 10 names case c_99, which has no image"),
     "a case without a line": (["case,class", *EIGHT[:7]], "has no line for case c_07"),
     "no class": (["case,class", *EIGHT[:7], "c_07,"], "line 9, case c_07, has no class"),
+    "what stands for no class": (["case,class", *EIGHT[:7], "c_07,NaN"], "line 9, case c_07, has the class 'NaN'"),
+    "a control character": (["case,class", *EIGHT[:7], "c_07,i\x07ll"], "case c_07, has the class 'i\\x07ll'"),
+    "a separator of lines": (["case,class", *EIGHT[:7], "c_07,i\u2028ll"], "case c_07, has the class 'i\\u2028ll'"),
     "one class": (
         ["case,class", *(f"c_{n:02d},ill" for n in range(8))],
         "all cases the class ill; at least two classes",
@@ -161,6 +164,8 @@ def test_a_label_outside_of_those_declared_is_refused(folder: Path) -> None:
 
 BAD_LISTS: dict[str, tuple[object, object, str]] = {  # declared labels, the third case's label
     "none": (None, None, "case c_02 has the label None; it must be a whole number or the name of a class"),
+    "nan": (None, "nan", "case c_02 has the class 'nan'; a class needs a name"),
+    "no name": ({"0": "healthy", "1": " "}, 0, "label 1 of \"labels\" has the class ''"),
     "part of a number": (None, 0.5, "case c_02 has the label 0.5; it must be a whole number"),
     "a label map": (None, "labels/c_02.nii.gz", "a volume; give the class of the whole case (label maps are for"),
     "names of names": ({"healthy": "ill"}, 0, '"labels" is {\'healthy\': \'ill\'}; it must look like {"0": "healthy"'),

@@ -6,8 +6,9 @@ import pytest
 from seqpar.data.errors import DataError
 from seqpar.data.formats.recognise import read_dataset
 from seqpar.data.preparation.cache import open_cache
+from seqpar.data.preparation.preparation import prepare_case
 from seqpar.data.preparation.prepare_dataset import prepare
-from seqpar.data.preparation.prepared_case import image_to_source, prepare_case
+from seqpar.data.preparation.prepared_case import image_to_source
 from seqpar.data.preparation.recipe import PrepareSettings, Recipe, draft_recipe
 from seqpar.data.volumes import read_volume
 from tests.support.bad_data import rewrite

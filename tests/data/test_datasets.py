@@ -8,7 +8,7 @@ import pytest
 from seqpar.data.errors import DataError
 from seqpar.data.formats.recognise import find_inputs, read_dataset
 from seqpar.data.formats.splits import folds, split
-from seqpar.data.preparation.prepared_case import prepare_case
+from seqpar.data.preparation.preparation import prepare_case
 from seqpar.data.preparation.recipe import PrepareSettings, draft_recipe
 from tests.support.folders import NEW, OLD, brats, decathlon, image_array, label_array, nnunet, save, write_json
 

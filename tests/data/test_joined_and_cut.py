@@ -12,8 +12,9 @@ from seqpar.data.formats import splits
 from seqpar.data.formats.joined_labels import join_labels, parse_joins
 from seqpar.data.formats.recognise import read_dataset
 from seqpar.data.preparation.cache_index import cache_folder
+from seqpar.data.preparation.preparation import prepare_case
 from seqpar.data.preparation.prepare_dataset import prepare, prepared
-from seqpar.data.preparation.prepared_case import image_to_source, labels_to_source, prepare_case
+from seqpar.data.preparation.prepared_case import image_to_source, labels_to_source
 from seqpar.data.preparation.recipe import PrepareSettings, Recipe, draft_recipe
 from seqpar.data.volumes import read_volume
 from seqpar.scores.label_classes import labels_of_run

@@ -10,7 +10,8 @@ from seqpar.data.boxes import uncrop
 from seqpar.data.formats.dataset import Case
 from seqpar.data.formats.recognise import read_dataset
 from seqpar.data.preparation import transforms
-from seqpar.data.preparation.prepared_case import Properties, image_to_source, labels_to_source, prepare_case
+from seqpar.data.preparation.preparation import prepare_case
+from seqpar.data.preparation.prepared_case import Properties, image_to_source, labels_to_source
 from seqpar.data.preparation.recipe import PrepareSettings, Recipe, draft_recipe
 from seqpar.data.volumes import read_volume
 from tests.support.folders import OBLIQUE, image_array, label_array, nnunet, save

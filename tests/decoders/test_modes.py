@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from seqpar.decoders.modes import halo, swap
 from seqpar.decoders.modes.mode import Mode
 from seqpar.decoders.modes.named_modes import MODES, Auto, choose_mode
 from seqpar.decoders.plain import PlainDecoder
@@ -179,6 +180,19 @@ def check_swap(mesh: Mesh) -> int:
 @pytest.mark.parametrize("world", WORLDS)
 def test_swap_sends_each_token_once(world: int, ranks: Callable[..., list]) -> None:
     assert ranks(world, check_swap) == [0] * world
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_remaps_without_positions_count_the_rows_of_those_with(world: int) -> None:
+    layout = Layout.of(TILE, PATCH, world, "ordered")
+    for rank in range(world):
+        pairs = [(halo._plan_to_boxes(layout, rank), halo._count_to_boxes(layout, rank))]
+        pairs += [(swap._plan_to_samples(layout, 2 * world, rank), swap._count_to_samples(layout, 2 * world, rank))]
+        for listed, counted in pairs:
+            for name in ("num_source", "num_target", "num_sent", "num_received"):
+                assert getattr(counted, name) == getattr(listed, name), (world, rank, name)
+            assert counted.sent.is_meta and counted.sent.shape == listed.sent.shape
+            assert counted.received.is_meta and counted.received.shape == listed.received.shape
 
 
 def four() -> Group:

@@ -17,14 +17,20 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Builds the wheel from a copy of the files that git knows (a build in place would leave its folders behind)."""
-    source, target = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("wheel")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Returns a copy of the files that git knows, because a build in place would leave its folders behind."""
+    source = tmp_path_factory.mktemp("source")
     listing = ["git", "ls-files", "-z", "-co", "--exclude-standard"]
     files = subprocess.run(listing, cwd=ROOT, capture_output=True, check=True)
     names = [name for name in files.stdout.decode().split("\0") if name and (ROOT / name).exists()]
     packed = subprocess.run(["tar", "-cf", "-", *names], cwd=ROOT, capture_output=True, check=True)
     subprocess.run(["tar", "-xf", "-"], cwd=source, input=packed.stdout, check=True)
+    return source
+
+
+@pytest.fixture(scope="module")
+def wheel(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    target = tmp_path_factory.mktemp("wheel")
     build = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", str(target), "."]
     subprocess.run(build, cwd=source, check=True, capture_output=True)
     (built,) = target.glob("*.whl")
@@ -46,12 +52,16 @@ def test_the_wheel_has_one_top_level_name(wheel: Path) -> None:
 @pytest.fixture(scope="module")
 def clean(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Returns an environment with nothing but the wheel, and the dependencies that are installed here."""
-    folder = tmp_path_factory.mktemp("environment")
+    return environment(tmp_path_factory.mktemp("environment"), str(wheel))
+
+
+def environment(folder: Path, *what: str) -> Path:
+    """Returns a new environment in which pip has installed ``what``, and which has the dependencies of this one."""
     venv.create(folder, with_pip=False)
-    install = [sys.executable, "-m", "pip", "--python", str(folder / "bin" / "python"), "install", "-q", "--no-deps"]
-    subprocess.run([*install, str(wheel)], check=True, capture_output=True)
     site = next((folder / "lib").glob("python*/site-packages"))
     (site / "dependencies.pth").write_text(sysconfig.get_paths()["purelib"] + "\n")
+    install = [sys.executable, "-m", "pip", "--python", str(folder / "bin" / "python"), "install", "-q", "--no-deps"]
+    subprocess.run([*install, "--no-build-isolation", "--ignore-installed", *what], check=True, capture_output=True)
     return folder
 
 
@@ -67,6 +77,35 @@ def run_in(clean: Path, cwd: Path, *command: str | Path, **more: str) -> str:
 def test_the_wheel_is_imported_in_a_clean_environment(clean: Path, tmp_path: Path) -> None:
     code = "import seqpar; from seqpar import SeqParViT; import seqpar.decoders.plain; print(seqpar.__file__)"
     assert run_in(clean, tmp_path, "python", "-c", code).startswith(str(clean))
+
+
+RIGHT = """import seqpar
+from seqpar import SeqParViT, DiceCE
+net: SeqParViT = SeqParViT(1, 32, 8, embed_dim=24, depth=3, num_heads=2)
+loss: DiceCE = seqpar.losses.DiceCE()
+"""
+WRONG = """import seqpar
+seqpar.SeqParViT(1, 32, 8, depth="three")
+seqpar.SeqParVit
+"""
+
+
+@pytest.mark.started
+@pytest.mark.parametrize("is_editable", [False, True], ids=["wheel", "editable"])
+def test_type_checkers_see_the_types_of_an_installed_package(
+    is_editable: bool, clean: Path, source: Path, tmp_path: Path
+) -> None:
+    installed = environment(tmp_path / "environment", "-e", str(source)) if is_editable else clean
+    (tmp_path / "right.py").write_text(RIGHT)
+    (tmp_path / "wrong.py").write_text(WRONG)
+    check = [sys.executable, "-m", "mypy", "--python-executable", str(installed / "bin" / "python")]
+    env = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "MYPYPATH")}
+    said = subprocess.run(
+        [*check, "right.py", "wrong.py"], cwd=tmp_path, capture_output=True, text=True, env=env
+    ).stdout
+    errors = [line for line in said.splitlines() if ": error:" in line]
+    assert [line.partition(":")[0] for line in errors] == ["wrong.py"] * 2, said
+    assert "[arg-type]" in errors[0] and "[attr-defined]" in errors[1]
 
 
 SRUN = """#!/bin/bash

@@ -1,8 +1,13 @@
 """Every name that the package offers is there, says what it is, and what its arguments are."""
 
+import ast
+import importlib
 import inspect
+import pydoc
 import re
 from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -15,7 +20,8 @@ PLAIN = {
     *("in_channels", "tile", "patch", "embed_dim", "depth", "num_heads", "mlp_ratio", "norm_eps", "state_dict"),
     *("path", "split", "name", "net"),
 }
-OFFERED: dict[str, Any] = {name: getattr(seqpar, name) for name in dir(seqpar) if name != "__version__"}
+FOLDERS = ("attention", "decoders", "losses", "spatial", "vit")
+OFFERED: dict[str, Any] = {name: getattr(seqpar, name) for name in seqpar.__all__ if name not in FOLDERS}
 OFFERED |= {f"spatial.{name}": getattr(seqpar.spatial, name) for name in seqpar.spatial.__all__}
 
 
@@ -53,8 +59,46 @@ def test_an_argument_without_a_line_is_seen() -> None:
 
 def test_the_names_of_a_loop_of_ones_own_are_there() -> None:
     names = "SeqParViT start Layout DiceCE choose_mode SegmentationNet PlainDecoder UnetrDecoder PrimusDecoder BoxGrid"
+    names += " ParallelAttention make_loss spatial losses attention vit decoders"
     assert set(names.split()) <= set(dir(seqpar))
     assert {"Conv3d", "ConvTranspose3d", "InstanceNorm3d", "MaxPool3d", "Upsample", "GlobalMean"} <= set(
         seqpar.spatial.__all__
     )
     assert {name for name in dir(seqpar.spatial) if name[0].isupper()} == set(seqpar.spatial.__all__)
+
+
+def test_the_package_shows_its_public_names_and_nothing_else() -> None:
+    shown = set(seqpar.__all__)
+    assert {name for name in dir(seqpar) if not name.startswith("_")} == shown and set(FOLDERS) <= shown
+    space: dict[str, Any] = {}
+    exec("from seqpar import *", space)
+    assert space.keys() - {"__builtins__"} == shown
+    text = pydoc.plain(pydoc.render_doc(seqpar))
+    assert [name for name in shown - {*FOLDERS} if f" {name}" not in text] == []
+    assert "importlib" not in text and "TYPE_CHECKING" not in text
+    with pytest.raises(AttributeError, match="module 'seqpar' has no attribute 'SeqParVit'; it has .*SeqParViT"):
+        seqpar.SeqParVit  # type: ignore[attr-defined]  # noqa: B018
+
+
+def test_type_checkers_see_the_names_that_are_imported_when_first_used() -> None:
+    tree = ast.parse(Path(seqpar.__file__).read_text())
+    (block,) = [n for n in tree.body if isinstance(n, ast.If) and ast.unparse(n.test) == "TYPE_CHECKING"]
+    seen = {
+        alias.asname: importlib.import_module(f"seqpar.{alias.name}" if node.module == "seqpar" else str(node.module))
+        for node in block.body
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+    }
+    assert seen.keys() == set(seqpar.__all__)
+    for name, module in seen.items():
+        assert name is not None
+        assert getattr(seqpar, name) is (module if name in FOLDERS else getattr(module, name))
+
+
+@pytest.mark.parametrize("name", FOLDERS)
+def test_each_folder_says_in_a_line_what_each_of_its_names_is(name: str) -> None:
+    folder: ModuleType = getattr(seqpar, name)
+    lines = [line for line in (folder.__doc__ or "").splitlines() if line.startswith("- ")]
+    named = {word for line in lines for word in re.findall(r"``(\w+)``", line)}
+    assert [one for one in folder.__all__ if one not in named] == []
+    assert all(hasattr(folder, one) for one in folder.__all__)

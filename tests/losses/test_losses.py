@@ -244,3 +244,15 @@ def test_wrong_settings_are_refused() -> None:
         DiceCE(regions=((1,), ()))
     with pytest.raises(ValueError, match="do not match"):
         DiceCE()(torch.zeros(1, 2, 4, 4, 4), torch.zeros(1, 4, 4, 5, dtype=torch.long))
+
+
+def test_labels_that_are_no_classes_are_refused_and_a_channel_is_named() -> None:
+    logits, label = example()
+    for wrong, advice in (
+        (label.double(), "give label.long()"),
+        (label[:, None], r"remove its channel: label\[:, 0\]"),
+    ):
+        with pytest.raises(ValueError, match=advice):
+            DiceCE(ignore_label=9)(logits, wrong)
+    with pytest.raises(ValueError, match="name='dice-cee': choose one of ce, dice, dice-ce"):
+        make_loss("dice-cee")

@@ -89,6 +89,29 @@ def test_dice_focal_is_lamps_mean_over_samples_and_classes(shown: Tensor | None,
     assert relative(voxelwise, (focal * weight).mean()) > 1, "the control: a mean over voxels weighs more"
 
 
+def pooled_by_hand(logits: Tensor, label: Tensor, shown: Tensor, weights: tuple) -> Tensor:
+    """Returns Dice of sums over the samples that show a class; its weight counts once, however many these are."""
+    lost = total = torch.zeros((), dtype=torch.float64)
+    for k in range(1, CLASSES):
+        both = either = torch.zeros((), dtype=torch.float64)
+        for b in shown[:, k].nonzero()[:, 0].tolist():
+            seen = label[b] != 9
+            p, t = logits[b].softmax(0)[k][seen], (label[b] == k).double()[seen]
+            both, either = both + (p * t).sum(), either + p.sum() + t.sum()
+        lost, total = lost + weights[k] * (1 - (2 * both + 1e-5) / (either + 1e-5)), total + weights[k]
+    return lost / total
+
+
+@pytest.mark.parametrize("weights", [(), WEIGHTS])
+def test_dice_over_the_batch_weighs_a_class_once_however_many_samples_show_it(weights: tuple) -> None:
+    logits, label = example()
+    shown = SHOWN.clone()
+    shown[3, 1] = True  # in more samples than the others
+    loss = make_loss("dice", LossOptions(batch=True), ignore_label=9, class_weights=weights)
+    want = pooled_by_hand(logits, label, shown, weights or (1.0,) * CLASSES)
+    assert relative(loss(logits, label, annotated=shown), want) < 1e-12
+
+
 def losses() -> list[tuple[Loss, Tensor, bool]]:
     """Returns losses with what labels show, and whether outputs exclude each other."""
     every = []

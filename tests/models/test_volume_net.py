@@ -9,12 +9,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from seqpar.decoders.unets.unet_blocks import ConvBlock, Up, VoxelDropout
 from seqpar.losses import DeepSupervision, DiceCE
-from seqpar.models.build import NETWORKS, build_network, family_of, layout_of
+from seqpar.models.build import NETWORKS, build_network, build_on_meta, family_of, layout_of
+from seqpar.models.classifier_families import CLASSIFIERS
 from seqpar.models.pipelined import PartOfBatch
+from seqpar.models.pretraining_family import PRETRAINED
 from seqpar.models.unet_families import format_stages, parse_stages
 from seqpar.optimization.parameter_groups import make_optimizer
 from seqpar.parallel.launcher import Launcher
@@ -257,6 +259,21 @@ def test_batch_norm_of_a_single_value_is_refused_with_what_is_needed() -> None:
         read_request([*line.split(), "--curriculum", "64:1:1,32:1:1"], alone)
     for launcher, more in ((alone, "--batch 2"), (alone, "--batch 1 --tile 64 32 32"), (two, "--batch 1")):
         assert read_request([*line.split(), *more.split()], launcher).config.network == "unet-lamp"
+
+
+ALL = {"segment": NETWORKS, "classify": CLASSIFIERS, "pretrain": PRETRAINED}
+
+
+@pytest.mark.parametrize(("task", "network"), [(task, name) for task, networks in ALL.items() for name in networks])
+def test_a_family_knows_whether_its_network_has_batch_norm(task: str, network: str) -> None:
+    small = Config(task=task, network=network, tile=(64, 64, 64), patch=(8, 8, 8), embed_dim=12, heads=2, depth=1)
+    norms = ("own", "batch", "instance") if task == "segment" and network != "vit" else ("own",)
+    for norm in norms:
+        features = {"vit": 0, "resattnet18-text": 8, "resattnet34-text": 8}.get(network, 2)
+        config = replace(small, norm=norm, features=features)
+        modules = build_on_meta(config, Group("seq")).modules()
+        found = any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in modules)
+        assert family_of(config).has_batch_norm(config) == found, config
 
 
 def test_what_a_preset_sets_is_ignored_where_the_network_does_not_know_it() -> None:

@@ -1,6 +1,8 @@
 """Every token has one owner, cut and join invert each other, and what cannot work is refused with what does."""
 
 import itertools
+import math
+import pickle
 
 import pytest
 import torch
@@ -28,6 +30,24 @@ def test_every_token_has_one_owner_and_join_inverts_cut(tile: tuple, patch: int,
     assert parts[0].shape == (2, layout.counts[0], 3, *layout.patch)
     assert torch.equal(layout.join(parts), image)
     assert torch.equal(layout.join([layout.cut(label, rank) for rank in range(world)]), label)
+
+
+@pytest.mark.parametrize("tile, patch, world, split", CASES)
+def test_counts_and_boxes_are_those_of_the_listed_tokens(tile: tuple, patch: int, world: int, split: str) -> None:
+    layout = Layout.of(tile, patch, world, split)
+    for rank, ids in enumerate(layout.all_ids):
+        at = layout.coordinates(rank)
+        box = tuple(zip(at.amin(0).tolist(), (at.amax(0) + 1).tolist()))
+        fills = math.prod(high - low for low, high in box) == len(ids)
+        assert layout.counts[rank] == len(ids) and layout._boxes[rank] == (box if fills else None)
+        if fills:
+            below = [int((ids < number).sum()) for number in range(layout.num_tokens + 1)]
+            assert [layout.num_below(rank, number) for number in range(layout.num_tokens + 1)] == below
+
+
+def test_tensors_without_data_get_numbers_without_data() -> None:
+    layout, meta = Layout.of(1 << 15, 1, 2), torch.device("meta")
+    assert layout.token_ids(1, meta).shape == (1 << 44,) and layout.raster_order(meta).shape == (1 << 45,)
 
 
 def test_patches_are_the_voxels_of_their_token() -> None:
@@ -88,3 +108,27 @@ def test_cuts_list_boxes_in_rank_order_and_refine() -> None:
 def test_what_cannot_work_is_refused_with_what_does(wrong: dict, says: str) -> None:
     with pytest.raises(ValueError, match=says):
         Layout.of(**wrong)
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 32, 16, 16), (1, 20, 16, 16), (16, 16, 16), (1, 1, 1, 16, 16, 16)])
+def test_a_tensor_of_another_tile_is_refused(shape: tuple[int, ...]) -> None:
+    with pytest.raises(ValueError, match=r"with tile=\(16, 16, 16\), got a tensor of shape"):
+        Layout.of(16, 8, 2).cut(torch.zeros(shape), 0)
+
+
+def test_other_parts_ranks_and_numbers_are_refused_in_words() -> None:
+    layout = Layout.of(16, 8, 3, "ordered")
+    part = layout.cut(torch.zeros(1, 1, 16, 16, 16), 0)
+    with pytest.raises(ValueError, match="rank=3: this layout has 3 ranks, counted from 0"):
+        layout.cut(torch.zeros(1, 16, 16, 16), 3)
+    with pytest.raises(ValueError, match="expected 3 parts of .* tokens, in rank order, got 1 part"):
+        layout.join([part])
+    with pytest.raises(ValueError, match="tile=32.0: give a whole number, or several in a tuple"):
+        Layout.of(32.0, 8)  # type: ignore[arg-type]
+
+
+def test_a_pickle_has_no_tables() -> None:
+    layout = Layout.of(16, 8, 2)
+    layout.token_ids(1)
+    copied = pickle.loads(pickle.dumps(layout))
+    assert copied == layout and copied.__dict__.keys() == {"tile", "patch", "num_ranks", "split"}

@@ -59,7 +59,8 @@ def shell(*texts: str) -> list[subprocess.Popen]:
         (("exit 0", "exit 0"), 0),
         (("exit 1", "exit 4"), 4),
         (("exit 75", "exit 75"), 75),
-        (("kill -9 $$", "exec sleep 60"), 137),
+        (("kill -9 $$", "exec sleep 60"), -signal.SIGKILL),
+        (("exec sleep 60", "kill -9 $$"), -signal.SIGKILL),
     ],
 )
 def test_the_exit_code_that_tells_most_is_passed_on(texts: tuple[str, str], code: int) -> None:

@@ -1,5 +1,6 @@
 """The folder of a prediction: going on where it stopped, errors, and files that are never touched."""
 
+import json
 import os
 import resource
 import signal
@@ -15,7 +16,7 @@ from seqpar.data.errors import DataError
 from seqpar.models.segmentation_network import SegmentationNet
 from seqpar.runs import trained_run
 from seqpar.runs.trained_run import load_nets
-from tests.support.folders import child, image_array, nnunet, save, tree
+from tests.support.folders import child, image_array, label_array, nnunet, save, tree
 from tests.support.predictions import RECIPE, act, make_run, on_ranks
 
 
@@ -101,14 +102,42 @@ def test_a_place_that_cannot_be_written_is_one_clear_error(ranks, images, tmp_pa
 
 @pytest.mark.parametrize("more", [(), ("--continue",)])
 def test_files_that_predict_did_not_write_are_never_touched(more: tuple[str, ...], tmp_path) -> None:
-    run, data = make_run(tmp_path / "run"), nnunet(tmp_path / "data")
-    (data / "labelsTr" / "c_000.nii.gz").unlink()  # the second one's is there
+    run = make_run(tmp_path / "run")
+    nnunet(tmp_path / "data")
+    foreign = save(tmp_path / "out" / "c_001.nii.gz", label_array())  # the second one's is there
     before = tree(tmp_path)
-    with pytest.raises(DataError, match=r"c_001.nii.gz: would be overwritten, and no prediction.json"):
-        act(tmp_path, run, *more, images="data/imagesTr", out="data/labelsTr")
+    for out, why in (("out", "holds c_001.nii.gz"), ("data/labelsTr", "belongs to a data set"), ("data", "belongs to")):
+        with pytest.raises(DataError, match=why):
+            act(tmp_path, run, *more, images="data/imagesTr", out=out)
     assert tree(tmp_path) == before
+    foreign.unlink()
     assert act(tmp_path, run, *more, images="data/imagesTr") == 0
     assert act(tmp_path, run, images="data/imagesTr") == 0  # its own files are written again
+    other = save(tmp_path / "out" / "d.nii.gz", label_array())  # next to them
+    save(tmp_path / "images" / "d_0000.nii.gz", image_array(0))
+    before = tree(tmp_path / "out")
+    with pytest.raises(DataError, match="d.nii.gz: would be overwritten, and no prediction.json next to it lists it"):
+        act(tmp_path, run)
+    assert tree(tmp_path / "out") == before and other.is_file()
+
+
+def test_a_record_of_an_older_version_lists_no_label_maps(images, tmp_path) -> None:
+    run, record = make_run(tmp_path / "run"), tmp_path / "out" / "prediction.json"
+    assert act(tmp_path, run) == 0
+    content = json.loads(record.read_text())
+    assert content["files"] == ["c_000.nii.gz", "c_001.nii.gz", "c_002.nii.gz"]
+    del content["files"]
+    record.write_text(json.dumps(content))
+    (tmp_path / "out" / "c_001.nii.gz").unlink()
+    before = tree(tmp_path / "out")
+    with pytest.raises(DataError, match=r"c_000\.nii\.gz: would be overwritten"):
+        act(tmp_path, run)
+    assert tree(tmp_path / "out") == before
+    assert act(tmp_path, run, "--continue") == 0
+    assert json.loads(record.read_text())["files"] == ["c_001.nii.gz"]
+    record.write_text('{"files": 3}')
+    with pytest.raises(DataError, match="is not a record that predict wrote"):
+        act(tmp_path, run)
 
 
 @pytest.mark.parametrize(

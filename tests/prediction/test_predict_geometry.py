@@ -12,8 +12,8 @@ import seqpar
 from seqpar.cli import predict
 from seqpar.data.errors import DataError
 from seqpar.data.formats.dataset import Case
-from seqpar.data.preparation.preparation import TargetGrid
-from seqpar.data.preparation.prepared_case import labels_to_source, prepare_case
+from seqpar.data.preparation.preparation import prepare_case
+from seqpar.data.preparation.prepared_case import TargetGrid, labels_to_source
 from seqpar.data.preparation.transforms import resample
 from seqpar.parallel.mesh import Mesh
 from seqpar.prediction.logits_to_labels import slabs_to_labels

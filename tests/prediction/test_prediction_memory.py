@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from seqpar.cli import plan
-from seqpar.data.preparation.preparation import TargetGrid
+from seqpar.data.preparation.prepared_case import TargetGrid
 from seqpar.data.preparation.transforms import resample
 from seqpar.models.build import build_network
 from seqpar.parallel.mesh import Mesh

@@ -3,7 +3,9 @@
 from pathlib import Path
 
 import numpy as np
+import pytest
 
+from seqpar.data.errors import DataError
 from seqpar.data.formats.dataset import Case
 from seqpar.tasks.classify.prediction import PredictionTable
 from seqpar.tasks.classify.scores import EXPLANATIONS, read_class_table
@@ -15,14 +17,18 @@ def test_what_another_run_predicted_is_not_taken_for_ones_own(tmp_path: Path) ->
     def left(run: str, resume: bool) -> list[str]:
         return [case.id for case in PredictionTable(tmp_path, names).open(cases, {"runs": run}, resume)]
 
-    table = PredictionTable(tmp_path, names)
+    table = PredictionTable(tmp_path, names, explains=True)
     table.open(cases, {"runs": "first"}, False)
     table.add("a", np.array([0.5, 0.5]))
     (picture := tmp_path / EXPLANATIONS / "a.png").parent.mkdir()
     picture.touch()
     assert left("first", True) == ["b"] and picture.exists()
     assert left("second", False) == ["a", "b"] and not picture.exists()
+    picture.touch()  # somebody else's
     assert left("second", True) == ["a", "b"], "it was killed before its first case"
+    assert picture.exists()
+    with pytest.raises(DataError, match=r"a\.png: would be overwritten"):
+        PredictionTable(tmp_path, names, explains=True).open(cases, {"runs": "second"}, False)
 
 
 def test_cases_that_are_predicted_later_join_the_table_of_the_same_settings(tmp_path: Path) -> None:

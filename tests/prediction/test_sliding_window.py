@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from seqpar.data.preparation.preparation import TargetGrid
+from seqpar.data.preparation.prepared_case import TargetGrid
 from seqpar.parallel.layout import SPLITS
 from seqpar.parallel.mesh import Mesh
 from seqpar.prediction.logits_to_labels import slabs_to_labels

@@ -38,6 +38,7 @@ def test_a_class_has_the_volume_and_the_mean_of_its_voxels(tmp_path, echo) -> No
         assert int(row["voxels"]) == inside.sum()
         assert float(row["ml"]) == pytest.approx(inside.sum() * ml, rel=1e-4)
         assert row["mean T1"] == (f"{truth[inside].mean():.6g}" if inside.any() else "")
+        assert row["sd T1"] == (f"{truth[inside].std():.6g}" if inside.any() else "")
     assert rows[0]["mean T1"] == "" and float(rows[2]["mean T1"]) > 1, "both kinds of rows are shown"
 
 
@@ -45,8 +46,9 @@ def test_each_modality_has_its_mean_and_an_absent_class_none() -> None:
     labels = np.array([[[0, 1, 1, 3]]], np.uint8)
     image = np.array([[[[9, 1, 2, 8]]], [[[0, -4, -8, 1000]]]], np.int16)
     rows = statistics_of(labels, image, (1.0, 2.0, 5.0), {"a": (1,), "both": (1, 3), "none": (7,)})
-    assert rows[0] == ["a", 2, 0.02, 1.5, -6.0]
-    assert rows[1] == ["both", 3, 0.03, 11 / 3, pytest.approx(988 / 3)]
+    assert rows[0] == ["a", 2, 0.02, 1.5, -6.0, pytest.approx(0.5), pytest.approx(2.0)]
+    spread = [pytest.approx(np.std(values)) for values in ([1, 2, 8], [-4, -8, 1000])]
+    assert rows[1] == ["both", 3, 0.03, pytest.approx(11 / 3), pytest.approx(988 / 3), *spread]
     assert rows[2][:3] == ["none", 0, 0.0] and np.isnan(rows[2][3:]).all()
 
 
@@ -78,7 +80,7 @@ def test_a_second_set_of_images_keeps_the_lines_of_the_first_while_its_label_map
     other = make_run(tmp_path / "other", replace(RECIPE, modalities=("CT",)))
     for path in sorted((tmp_path / "images").iterdir()):
         path.rename(path.with_name(path.name.replace("d_00", "e_00")))
-    with pytest.raises(DataError, match=r"statistics\.csv: has the columns .*mean T1 .*mean CT; choose another --out"):
+    with pytest.raises(DataError, match=r"statistics\.csv: has the columns .*mean T1.* mean CT, sd CT; choose another"):
         act(tmp_path, other, "--statistics")
     assert table.read_text().splitlines() == second and (tmp_path / "out" / "d_000.nii.gz").is_file()
 

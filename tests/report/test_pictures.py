@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from seqpar.report import plots
-from seqpar.report.curves import PLAIN, Diagram, Line
+from seqpar.report.curves import NEUTRAL, Diagram, Line
 from seqpar.report.embedded_volumes import coarsen, coarsen_label, embed, encode, outline, png, sheet
 from seqpar.report.plots import draw_chart
 from seqpar.report.rendering import _environment
@@ -97,7 +97,7 @@ def test_a_long_name_leaves_room_for_its_dots() -> None:
 
 
 def chart(*lines: Line, quantity: str = "Loss", high: float | None = None) -> str:
-    made = draw_chart(Diagram(quantity, "step", lines, low=0.0, high=high, styles=PLAIN))
+    made = draw_chart(Diagram(quantity, "step", lines, low=0.0, high=high, styles=NEUTRAL))
     assert made is not None
     return str(made.svg)
 

@@ -3,6 +3,7 @@
 import json
 import math
 import re
+import shutil
 from pathlib import Path
 
 import nibabel
@@ -10,9 +11,14 @@ import numpy as np
 import pytest
 
 import seqpar
-from seqpar.report.cases import bar_length
+from seqpar.cli import report
+from seqpar.cluster.exit_codes import run
+from seqpar.report.cases import ShownCase, bar_length, planes_note
 from seqpar.report.pictures import PicturedCase, figure_of_cases
+from seqpar.report.planes import COLOURS, RUN_COLOURS
+from seqpar.report.record import ScoredCase
 from seqpar.settings.presets import debug
+from tests.support.folders import save
 from tests.support.report_page import NAMES, Page, written
 
 
@@ -71,10 +77,8 @@ def test_an_encoder_of_stages_has_its_blocks_and_tokens_and_a_plain_one_its_wind
 def test_scores_in_large_numbers_have_interval_and_number_of_cases(html: str, page: Page, copied: Path) -> None:
     for number, name in enumerate(("NCR", "ED", "ET", "WT", "TC")):
         values = [page.cells["per-case", case][number] for case in NAMES]
-        reach = 4.302653 * np.std(values, ddof=1) / math.sqrt(3)  # Student's t at 97.5 %, two degrees of freedom
-        low, high = max(0, np.mean(values) - reach), min(1, np.mean(values) + reach)
         tile = re.search(rf'<div data-class="{name}">.*?</div>', html)
-        assert tile and f"<dd>{np.mean(values):.3f}</dd>" in tile[0] and f"{low:.3f} – {high:.3f}, n = 3" in tile[0]
+        assert tile and f"<dd>{np.mean(values):.3f}</dd>" in tile[0] and "too few to tell, n = 3" in tile[0]
     (copied / "validation" / "summary.json").unlink()
     journal = written(copied)
     assert "in the validation after step" in journal.text and "n ≤ 2" in journal.text
@@ -131,3 +135,59 @@ def test_colours_are_those_of_the_runs_picture(page: Page) -> None:
         text.get_text(): line.get_color() for line, text in zip(figure.legends[0].get_lines(), figure.legends[0].texts)
     }
     assert [lines[entry["name"]] for entry in labels] == [entry["colour"] for entry in labels]
+
+
+def test_a_class_has_one_colour_everywhere_and_runs_have_others(html: str, page: Page) -> None:
+    chart = html[html.index("Mean Dice on held-out") :]
+    keys = dict(re.findall(r'<i style="background:(#\w+)"></i>(\w+)', chart[: chart.index("</figure>")]))
+    in_curves = {name: colour for colour, name in keys.items()}
+    viewer = {label["name"]: label["colour"] for label in json.loads(page.scripts["volumes"])["labels"]}
+    legend = {name: colour for colour, name in re.findall(r'<i style="background:(#\w+)"></i>(NCR|ED|ET)<', html)}
+    strips = html[html.index('<figure class="strip">') :]
+    dots = list(dict.fromkeys(re.findall(r'<circle [^>]*fill="(#\w+)"', strips[: strips.index("</figure>")])))
+    assert viewer == {name: legend[name] for name in viewer} and dots[:3] == list(viewer.values())
+    assert in_curves["NCR"] == viewer["NCR"] and len(dots) == 5
+    assert not set(RUN_COLOURS) & set(COLOURS)
+
+
+FILES = {"image": "t1c", "label": "seg"}
+
+
+def test_a_report_on_other_data_has_a_name_of_its_own_and_says_what_was_trained_on(
+    finished: Path, copied: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    content = json.loads((copied / "config.json").read_text())
+    content["dataset"]["train"], data = ["case-a-t1c"], finished.parent / "data"
+    entries = [{kind: f"{data / n / n}-{end}.nii.gz" for kind, end in FILES.items()} for n in NAMES[:2]]
+    listed = {"labels": {"0": "background", "1": "NCR", "2": "ED", "3": "ET"}, "training": entries}
+    (tmp_path / "list.json").write_text(json.dumps(listed))
+    content["config"]["data"] = str(tmp_path / "list.json")
+    (copied / "config.json").write_text(json.dumps(content))
+    own = written(copied).text
+    truth, found = tmp_path / "truth", tmp_path / "found"
+    for folder in (truth, found):
+        folder.mkdir()
+        for name in NAMES[:2]:
+            shutil.copy(finished.parent / "data" / name / f"{name}-seg.nii.gz", folder / f"{name}-t1c.nii.gz")
+    line = [str(copied), "--truth", str(truth), "--prediction", str(found), "--cases", "0"]
+    assert run(report.act, line) == 0
+    said = capsys.readouterr().out
+    assert "1 of 2 scored cases were in the run's training data (case-a-t1c): their scores say little" in said
+    assert "report-found.html" in said and Page((copied / "report.html").read_text()).text == own
+    save(truth / "case-a-t1c.nii.gz", nibabel.load(truth / "case-b-t1c.nii.gz").get_fdata().astype(np.uint8))
+    assert run(report.act, line) == 0
+    assert "training" not in capsys.readouterr().out, "another case of the same name"
+
+
+def test_a_case_without_the_class_says_so_and_what_was_predicted() -> None:
+    truth, prediction = np.zeros((10, 10, 10), np.uint8), np.zeros((10, 10, 10), np.uint8)
+    prediction[2:4, 2:4, 2:4] = 1
+    case = ScoredCase("a", Path("t"), Path("p"), {"tumour": {"Dice": 0.0, "VolumeMl": 1.2}})
+    shown = ShownCase("a", {}, truth, prediction, (1.0, 1.0, 1.0))
+    assert planes_note(case, shown, ["tumour"]) == "no tumour; predicted 1.2 ml · planes with most of the prediction"
+    nothing = ShownCase("a", {}, truth, truth, (1.0, 1.0, 1.0))
+    none = ScoredCase("a", Path("t"), Path("p"), {"tumour": {"Dice": math.nan}})
+    assert planes_note(none, nothing, ["tumour"]) == "no tumour; predicted none · middle planes"
+    assert planes_note(case, ShownCase("a", {}, prediction, truth, (1.0, 1.0, 1.0)), ["tumour"]) == (
+        "planes with most of the truth"
+    )

@@ -2,11 +2,13 @@
 
 import json
 import re
+import tracemalloc
 import zipfile
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save
 
 from seqpar import load_run, read_weights
 from seqpar.cli.export import act as export
@@ -158,6 +160,41 @@ def test_what_its_files_must_not_hold_is_one_error_of_the_archive(name, harm, wo
     with pytest.raises(DataError, match=words) as caught:
         read_run(archive)
     assert caught.value.path == str(archive)
+
+
+@pytest.mark.parametrize(
+    "setting, value, words",
+    [
+        ("embed_dim", 12 * 10**6, "its weights are not those of the network in its config.json: "),
+        ("depth", 10**7, "its config.json has 10000000 blocks"),
+    ],
+)
+def test_a_config_of_another_size_is_refused_before_anything_is_built(setting, value, words, run, tmp_path) -> None:
+    assert export([str(run), str(archive := tmp_path / "a.zip")]) == 0
+    harmed(archive, "config.json", lambda part: with_setting(part, setting, value))
+    with pytest.raises(DataError, match=words) as caught:
+        read_run(archive)
+    assert caught.value.path == str(archive)
+
+
+def test_weights_that_unpack_to_more_than_their_header_announces_are_not_unpacked(run, tmp_path) -> None:
+    assert export([str(run), str(archive := tmp_path / "a.zip")]) == 0
+    harmed(archive, "model.safetensors", lambda part: part + bytes(1 << 28))
+    tracemalloc.start()
+    with pytest.raises(DataError, match="model.safetensors has more bytes than its header announces"):
+        read_weights(archive)
+    assert tracemalloc.get_traced_memory()[1] < 1 << 26
+    tracemalloc.stop()
+
+
+def test_weights_whose_header_announces_more_than_their_network_has_are_not_unpacked(run, tmp_path) -> None:
+    assert export([str(run), str(archive := tmp_path / "a.zip")]) == 0
+    harmed(archive, "model.safetensors", lambda part: save({"encoder.norm.weight": torch.zeros(1 << 20)}))
+    with pytest.raises(DataError, match="its weights are not those of the network"):
+        read_run(archive)
+    harmed(archive, "model.safetensors", lambda part: (1 << 40).to_bytes(8, "little") + part[8:])
+    with pytest.raises(DataError, match="announces a header of 1099511627776 bytes"):
+        read_run(archive)
 
 
 @pytest.mark.parametrize("reader", [read_run, read_weights])

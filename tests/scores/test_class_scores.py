@@ -113,7 +113,7 @@ def test_evaluate_scores_tables_and_writes_both_files(tmp_path: Path, capsys: py
     other = draw(30, 2, seed=1)[1]
     table_at(tmp_path / "b/predictions.csv", truth, other)
     assert run(evaluate.act, [str(tmp_path / "labels.csv"), str(tmp_path / "a"), str(tmp_path / "b")]) == 0
-    assert "balanced accuracy over the 30 cases that all have" in capsys.readouterr().out
+    assert "balanced accuracy over the 30 cases that all tables have" in capsys.readouterr().out
 
 
 def test_tables_without_a_common_case_are_scored_together(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
@@ -125,7 +125,7 @@ def test_tables_without_a_common_case_are_scored_together(tmp_path: Path, capsys
     output = capsys.readouterr()
     accuracy = float((probabilities.argmax(1) == truth).mean())
     assert "all 40 cases together" in output.out and f"{accuracy:.3f}" in output.out.split("together")[1]
-    assert "has no line for case c025" in output.err
+    assert "15 cases without a prediction: c025, c026, c027, c028, c029, c030, …" in output.out and not output.err
 
 
 def test_a_table_has_the_digits_that_its_scores_depend_on(tmp_path: Path) -> None:
@@ -159,16 +159,17 @@ def test_cases_that_were_kept_for_tests_are_scored_alone(tmp_path: Path, capsys:
     scored = json.loads((tmp_path / "a/summary.json").read_text())["metric_per_case"]
     assert [row["case"] for row in scored] == tests
     table_at(tmp_path / "a/predictions.csv", truth[3:], probabilities[3:], 3)
-    assert run(evaluate.act, command) == DATA
-    assert "has no line for case c002" in (said := capsys.readouterr().err) and said.count("error") == 1
+    assert run(evaluate.act, command) == 0
+    assert "1 case without a prediction: c002" in capsys.readouterr().out
 
 
 def test_what_is_no_table_is_refused_by_name(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     truth, probabilities = draw(4, 2)
     lines, table = table_at(tmp_path / "a/predictions.csv", truth, probabilities), tmp_path / "a/predictions.csv"
     (tmp_path / "labels.csv").write_text("\n".join(["case,class", *lines, "c999,Ill"]))
-    assert run(evaluate.act, [str(tmp_path), str(tmp_path / "a")]) == DATA
-    assert "has no line for case c999" in capsys.readouterr().err
+    assert run(evaluate.act, [str(tmp_path), str(tmp_path / "a")]) == 0
+    printed = capsys.readouterr().out
+    assert "1 case without a prediction: c999" in printed and printed.count("(too few to tell)") == 3
     assert run(evaluate.act, [str(tmp_path), str(tmp_path / "a"), "--nsd-tolerance", "2"]) == USAGE
     assert "--nsd-tolerance would do nothing" in capsys.readouterr().err
     assert run(evaluate.act, [str(tmp_path), str(tmp_path / "a"), "--empty", "brats"]) == USAGE
@@ -182,6 +183,16 @@ def test_what_is_no_table_is_refused_by_name(tmp_path: Path, capsys: pytest.Capt
     table.write_text("case,class\nc000,Ill\n")
     with pytest.raises(DataError, match="has no probabilities"):
         read_class_table(table)
+    for odd, why in (
+        ("c,0.9,0.1", "case c000 has the class c, and the probabilities are of a, b"),
+        ("b,0.9,0.1", "case c000 has the class b, and a is more probable"),
+        ("nan,0.9,0.1", "has the class 'nan'"),
+    ):
+        table.write_text(f"case,class,p(a),p(b)\nc000,{odd}\n")
+        with pytest.raises(DataError, match=why):
+            read_class_table(table)
+    table.write_text("case,class,p(a),p(b)\nc000,b,0.5,0.5\n")
+    assert read_class_table(table).cases == ("c000",), "of equals either may be given"
     table.write_text("case,class,p(a),p(b)\nc000,a,0.9,0.9\n")
     with pytest.raises(DataError, match="do not sum to 1"):
         read_class_table(table)

@@ -25,23 +25,24 @@ def scored(name: str, **dices: float) -> Scored:
 
 
 def test_the_best_has_the_highest_mean_over_the_cases_that_all_have() -> None:
-    a, b, c = {"x": 0.5, "y": 0.6, "z": 0.7}, {"x": 0.6, "y": 0.7, "z": 0.81}, {"x": 0.2, "y": 0.9, "z": 0.1}
+    a = {"x": 0.5, "y": 0.6, "z": 0.7, "v": 0.6, "w": 0.6}
+    b, c = {name: dice + 0.1 + 0.01 * (name == "z") for name, dice in a.items()}, dict.fromkeys(a, 0.4)
     text = compare([scored("a", **a), scored("b", **b), scored("c", **c, only_here=1.0)])
     lines = text.splitlines()
     assert [line.split()[:3] for line in lines[1:4]] == [
-        ["b", "3", "0.7033"],
-        ["a", "3", "0.6000"],
-        ["c", "3", "0.4000"],
+        ["b", "5", "0.7020"],
+        ["a", "5", "0.6000"],
+        ["c", "5", "0.4000"],
     ]
     gains = [b[case] - a[case] for case in a]
-    reach = stats.t.ppf(0.975, 2) * stdev(gains) / 3**0.5
+    reach = stats.t.ppf(0.975, 4) * stdev(gains) / 5**0.5
     low, high = fmean(gains) - reach, fmean(gains) + reach
-    assert (
-        lines[-1].startswith(f"best in mean Dice: b; it is {fmean(gains):+.4f} to that of a ")
-        and f"(95 %: {low:+.4f} to {high:+.4f})" in lines[-1]
+    assert lines[-1] == (
+        f"best in mean Dice: b, {fmean(gains):.4f} above a (95 % confidence interval: {low:+.4f} to {high:+.4f})"
     )
-    assert "may be chance" not in lines[-1]
-    assert compare([scored("a", **a), scored("c", **{**a, "x": 0.8, "y": 0.4})]).endswith("which may be chance)")
+    assert compare([scored("a", **a), scored("c", **{**a, "x": 0.8, "y": 0.4})]).endswith("), which may be chance")
+    few = {name: dict(list(dice.items())[:4]) for name, dice in (("a", a), ("b", b))}
+    assert compare([scored(name, **dice) for name, dice in few.items()]).endswith("above a (4 cases: too few to tell)")
 
 
 def of_classes(name: str, **cases: dict[str, float]) -> Scored:
@@ -61,12 +62,12 @@ def test_the_difference_is_that_of_the_means_by_which_folders_are_ranked() -> No
         "by cases a would be better"
     )
     verdict = compare([a, b]).splitlines()[-1]
-    assert verdict == "best in mean Dice: b; it is +0.0905 to that of a (95 %: +0.0896 to +0.0914)"
+    assert verdict == "best in mean Dice: b, 0.0905 above a (95 % confidence interval: +0.0896 to +0.0914)"
 
 
 def test_one_case_and_equal_means_decide_nothing() -> None:
     one = compare([scored("a", x=0.5), scored("b", x=0.6)]).splitlines()[-1]
-    assert one == "best in mean Dice: b; it is +0.1000 to that of a, which may be chance: one case cannot tell"
+    assert one == "best in mean Dice: b, 0.1000 above a (1 case: too few to tell)"
     same = compare([scored("a", x=0.5, y=0.6), scored("b", x=0.6, y=0.5)]).splitlines()[-1]
     assert same == "best in mean Dice: none, as that of a and b is the same"
     nan = float("nan")
@@ -96,7 +97,7 @@ def test_several_folders_are_scored_each_and_compared(folders: tuple[Path, Path]
     assert before.count(WORDS) == 1, "they are explained once"
     assert header.split() == ["cases", "Dice", "HD95", "NSD"]
     assert [Path(row.split()[0]).name for row in (first, second, third)] == ["run", "better", "predicted"]
-    assert first.split()[1:3] == ["2", "1.0000"] and re.match(rf"best in mean Dice: {run_folder};", verdict)
+    assert first.split()[1:3] == ["2", "1.0000"] and re.match(rf"best in mean Dice: {run_folder},", verdict)
     for folder in (worse, better):
         summary = json.loads((folder / "summary.json").read_text())
         assert len(summary["metric_per_case"]) == 3 and (folder / "metrics.csv").exists()
@@ -146,5 +147,5 @@ def test_five_folds_in_a_folder_are_compared_as_their_runs(folders: tuple[Path, 
     assert run(evaluate.act, line) == DATA and "fold3/validation: holds no label map" in capsys.readouterr().err
     for fold in (3, 4):
         (five / f"fold{fold}" / "status.json").write_text('{"state": "running"}')
-    with pytest.raises(ValueError, match="five is to hold five folds, of which fold0, fold1, fold2 have finished"):
+    with pytest.raises(ValueError, match="five is to hold five folds, and fold0, fold1, fold2 have finished"):
         evaluate.act(line)

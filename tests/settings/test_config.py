@@ -71,6 +71,7 @@ IMPOSSIBLE = {
     "--spacing 1,1": "three sizes above 0",
     "--spacing best": "give source, median, or",
     "--time-limit soon": "give minutes",
+    "--time-limit 0": "it must be above 0",
     "--checkpoint-minutes 0": "above 0",
     "--weights nowhere": "no such file",
     "--skips paper": "would do nothing",

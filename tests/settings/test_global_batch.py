@@ -9,7 +9,7 @@ import pytest
 from seqpar.cli import plan, train
 from seqpar.cluster.devices import DEVICES
 from seqpar.parallel.launcher import Launcher
-from seqpar.planner.batch_size import hold_global_batch
+from seqpar.planner.batch_size import describe_global_batch, hold_global_batch
 from seqpar.planner.fit import plans
 from seqpar.planner.needs import RunToPlan
 from seqpar.runs.run_folder import describe_run
@@ -77,6 +77,15 @@ def test_tiles_that_share_their_dice_stay_together() -> None:
     config = replace(laptop(), global_batch=8)
     assert config.batch_dice and (hold_global_batch(config, 1).batch, hold_global_batch(config, 2).batch) == (8, 4)
     assert hold_global_batch(config, 2, {"batch": 2}).accumulate == 2, "unless it is asked for"
+
+
+def test_tiles_that_batch_norm_sees_stay_together() -> None:
+    for network, expected in (("unet-hou", (8, 1)), ("nnunet-plain", (2, 4))):
+        config = replace(debug(), network=network, batch=2, batch_dice=False, global_batch=8)
+        held = hold_global_batch(config, 1)
+        assert (held.batch, held.accumulate) == expected
+        said = describe_global_batch(config, held, 1)
+        assert said.endswith("by the batch, because batch norm keeps tiles together") == (expected == (8, 1))
 
 
 def test_the_first_lines_say_what_makes_it() -> None:

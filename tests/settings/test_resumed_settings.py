@@ -159,12 +159,31 @@ def test_one_that_does_not_is_refused_with_those_that_do():
         keep_global_batch(config, 8, 2, {"batch": 3})
     with pytest.raises(ValueError, match="--batch 2 --accumulate 4: the run has 4 tiles"):
         keep_global_batch(config, 8, 2, {"batch": 2, "accumulate": 4})
-    with pytest.raises(ValueError, match="keep --accumulate 1"):
-        keep_global_batch(replace(config, batch_dice=True), 4, 2, {"batch": 1, "accumulate": 2})
+
+
+TIED = {"--batch-dice": {"batch_dice": True}, "batch norm": {"network": "unet-hou", "batch_dice": False}}
+
+
+@pytest.mark.parametrize("what", TIED)
+def test_tiles_that_are_computed_together_stay_together_on_other_ranks(what):
+    config = replace(PRESETS["debug"](), batch=2, accumulate=3, **TIED[what])
+    for groups, batch in ((1, 4), (2, 2), (4, 1)):
+        kept = keep_global_batch(config, 12, groups)
+        assert (kept.batch, kept.accumulate) == (batch, 3)
+        assert keep_global_batch(config, 12, groups, {"batch": batch, "accumulate": 3}) == kept
+    begun = f"with {what} results depend on which tiles are computed together, 4 tiles in this run: "
+    with pytest.raises(ValueError, match=f"^--batch 1: {begun}keep --accumulate 3 .here with --batch 2., or remove"):
+        keep_global_batch(config, 12, 2, {"batch": 1})
+    with pytest.raises(ValueError, match=f"^{begun}3 sequence groups cannot .*: resume with .* groups: 1, 2, 4$"):
+        keep_global_batch(config, 12, 3)
+    with pytest.raises(ValueError, match="2 sequence groups, each of 4 ranks with --mode swap, .* of groups: 1$"):
+        keep_global_batch(replace(config, mode="swap", seqpar=4), 12, 2)
+    with pytest.raises(ValueError, match="resume with --mode halo$"):
+        keep_global_batch(replace(config, mode="swap", seqpar=8), 12, 2)
+    free = replace(config, batch_dice=False, network="vit")
+    assert keep_global_batch(free, 12, 1).accumulate == 6, "the control: other networks are split otherwise"
 
 
 def test_a_global_batch_that_cannot_be_kept_is_refused():
     with pytest.raises(ValueError, match="one of these numbers of groups: 1, 2, 4"):
         keep_global_batch(PRESETS["debug"](), 4, 3)
-    with pytest.raises(ValueError, match="--batch-dice"):
-        keep_global_batch(replace(PRESETS["debug"](), batch=2, batch_dice=True), 4, 1)

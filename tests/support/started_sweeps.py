@@ -13,14 +13,16 @@ PATIENCE = 900.0  # beside a busy neighbour five points took 300 s
 
 
 class Tune:
-    """A started ``tune``; leaving the block kills what is left of it."""
+    """A started ``tune`` with a relative ``--out``, as people type it; leaving the block kills what is left of it."""
 
     def __init__(self, out: Path, *arguments: str) -> None:
         self.out, self.log = out, out.with_name(f"{out.name}-{time.monotonic_ns()}.txt")
         env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-        command = [sys.executable, str(ROOT / "launch" / "tune.py"), *arguments, "--out", str(out)]
+        command = [sys.executable, str(ROOT / "launch" / "tune.py"), *arguments, "--out", out.name]
         with self.log.open("w") as log:
-            self.process = subprocess.Popen(command, env=env, stdout=log, stderr=log, preexec_fn=os.setpgrp)
+            self.process = subprocess.Popen(
+                command, env=env, cwd=out.parent, stdout=log, stderr=log, preexec_fn=os.setpgrp
+            )
 
     def __enter__(self) -> "Tune":
         return self

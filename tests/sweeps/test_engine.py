@@ -1,15 +1,19 @@
 """How a run of a list is started: by srun in a Slurm job, with signals passed on; else as ranks on this machine."""
 
+import contextlib
 import os
 import signal
+import socket
 import sys
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from seqpar.sweeps import one_by_one
+from seqpar.sweeps.ray_cluster import require_answer
 
 SRUN = """#!/bin/bash
 trap 'echo told >> "$0.args"; exit 75' TERM
@@ -61,3 +65,54 @@ def test_elsewhere_the_ranks_are_started_here(monkeypatch: pytest.MonkeyPatch) -
     signals = list[int]()
     assert one_by_one.start_ranks(2, ["--tile", "16"], signals) == 3
     assert asked == [2, ["-m", "seqpar.cli.train", "--tile", "16"], signals]
+
+
+def test_ray_writes_below_a_relative_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray and pyarrow take a relative path for an address, and refuse it."""
+    ray_engine = pytest.importorskip("seqpar.sweeps.ray_engine")
+    places = list[str]()
+
+    class Tuner:
+        def __init__(self, *of: object, run_config: Any, **more: object) -> None:
+            places.append(run_config.storage_path)
+
+        def fit(self) -> None:
+            pass
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(ray_engine.tune, "Tuner", Tuner)
+    cluster = ray_engine.Cluster(devices=1, on_gpu=False, bundle={"CPU": 1.0}, own=[])
+    engine = ray_engine.SideBySide(cluster, 1)
+    root = Path("sweeps/first")
+    engine._fit([], 0, root, ray_engine._Watch(ray_engine.LiveTable(root, 1, 0), root, []))
+    assert places == [str(tmp_path / "sweeps/first/.ray")]
+
+
+@pytest.mark.parametrize(
+    ("said", "why"),
+    [
+        (b"\x00\x00\x06\x04\x00\x00\x00\x00\x00", ""),  # as a server of gRPC begins
+        (b"HTTP/1.1 400", "what listens there is not Ray"),
+        (b"", "timed out"),
+        (None, "Connection refused"),
+    ],
+)
+def test_a_cluster_that_does_not_answer_is_refused_soon(said: bytes | None, why: str, monkeypatch) -> None:
+    """Ray itself would wait for minutes for one that is not there, or hangs."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        place, kept = f"127.0.0.1:{server.getsockname()[1]}", list[socket.socket]()
+
+        def answer() -> None:
+            with contextlib.suppress(OSError):
+                while said is not None:
+                    kept.append(server.accept()[0])
+                    kept[-1].sendall(said)
+
+        if said is None:
+            server.close()
+        threading.Thread(target=answer, daemon=True).start()
+        monkeypatch.setenv("RAY_ADDRESS", place)
+        for address, named in ((place, "there"), ("auto", f"at {place}")):
+            expected = pytest.raises(ConnectionError, match=rf"--ray {address}: no cluster answers {named} .*{why}")
+            with expected if why else contextlib.nullcontext():
+                require_answer(address, seconds=0.4)

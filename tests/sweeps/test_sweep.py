@@ -45,7 +45,7 @@ def test_each_point_is_a_run_of_train_on_its_devices(tmp_path: Path) -> None:
         (["--seqpar", "2"], "shared by 2 ranks, which do not divide the 1 of a run: set --devices-per-run 2"),
         (["--samples", "0"], "--samples 0: it must be at least 1"),
         (["--devices-per-run", "some"], "give a number of devices, 1 or more, or all"),
-        (["--max-failures", "-1"], "it must not be negative"),
+        (["--max-failures", "-1"], "--max-failures -1: it must be at least 0"),
         (["--resume"], "it holds no sweep"),
         (["--depth", "0"], "point lr-0.001_batch-1: --depth 0: it must be at least 1"),
         (["--lrr", "1"], "nearest to --lrr is --lr"),

@@ -8,7 +8,7 @@ import pytest
 
 from seqpar.report import pictures
 from seqpar.report.pictures import draw_evidence, draw_scores
-from seqpar.scores.class_scores import score_classes
+from seqpar.scores.class_scores import positive_class, score_classes
 
 NAMES = ["healthy", "a$b$", "$\\frac$"]
 
@@ -45,13 +45,45 @@ def test_two_classes_have_one_curve_and_more_have_one_each_under_their_names(fig
         assert len(shades) == len(counts.get_xticklabels()) ** 2 and {"black", "white"} == set(shades)
 
 
-def test_half_of_what_speaks_for_a_class_has_an_outline(figures: list[Any]) -> None:
-    image = np.random.default_rng(0).random((9, 10, 11))
+def picture_of(figures: list[Any], image: np.ndarray, seen: np.ndarray, about: str = "HiResCAM map for ill") -> Any:
+    draw_evidence(Path("c.png"), "a$\\case$: ill 0.9", image, seen, (1.0, 1.0, 2.0), False, about)
+    return figures[-1]
+
+
+def test_a_map_says_its_method_and_class_and_half_of_it_has_an_outline(figures: list[Any]) -> None:
+    image = 1 + np.random.default_rng(0).random((9, 10, 11))
     seen = np.zeros_like(image)
-    for peak in (0.0, 1.0):
-        seen[3:6, 3:6, 3:6] = peak
-        draw_evidence(Path("c.png"), "a$\\case$: ill 0.9", image, seen, (1.0, 1.0, 2.0), False)
-    nothing, something = figures
-    assert [len(panel.collections) for panel in nothing.axes] == [0] * 3
-    assert [len(panel.collections) for panel in something.axes] == [2] * 3, "black below white"
-    assert "0.5 outlined" in something.get_suptitle() and "outlined" not in nothing.get_suptitle()
+    nothing = picture_of(figures, image, seen)
+    seen[3:6, 3:6, 3:6] = 1
+    something = picture_of(figures, image, seen)
+    assert [len(panel.collections) for panel in nothing.axes] == [0] * 3, "no colour bar either"
+    assert [len(panel.collections) for panel in something.axes[:3]] == [2] * 3, "black below white"
+    assert "HiResCAM map for ill; white line: half of its maximum" in something.get_suptitle()
+    assert "nothing speaks for the class" in nothing.get_suptitle()
+    assert something.axes[3].get_ylabel() == "share of the map's maximum"
+    assert [float(tick) for tick in something.axes[3].get_yticks()] == [0, 0.5, 1]
+
+
+def test_maps_are_shown_on_planes_through_the_body_with_a_warning_if_their_maximum_is_outside(figures) -> None:
+    image, seen = np.zeros((20, 20, 20)), np.zeros((20, 20, 20))
+    image[4:16, 4:16, 4:16] = 1
+    image[10, 10, 17] = 1  # a fragment
+    seen[10, 10, 17] = 0.9
+    seen[8, 9, 10] = 0.5
+    assert pictures.evidence_planes(seen, image != 0) == (10, 10, 10), "most of the map is in 10, 10, but not in 17"
+    inside = picture_of(figures, image, seen)
+    assert pictures.OUTSIDE not in [text.get_text() for text in inside.texts]
+    seen[1, 1, 1] = 1
+    outside = picture_of(figures, image, seen)
+    assert pictures.OUTSIDE in [text.get_text() for text in outside.texts]
+    assert pictures.evidence_planes(seen, image != 0) == (10, 10, 10), "planes of air are left out"
+    noise = np.random.default_rng(0).normal(-1, 0.001, image.shape)  # CT: air is not 0
+    assert np.array_equal(pictures.body_of(np.where(image != 0, 1.0, noise)), image != 0)
+
+
+def test_the_positive_class_is_the_one_that_is_not_healthy() -> None:
+    assert positive_class(["dementia", "healthy"]) == 0 and positive_class(["Normal", "ill"]) == 1
+    assert positive_class(["0", "1"]) == 1 and positive_class(["1", "0"]) == 0 and positive_class(["a", "b"]) == 1
+    assert positive_class(["dementia", "healthy"], "healthy") == 1
+    with pytest.raises(ValueError, match="--positive sick: no class has this name: use dementia or healthy"):
+        positive_class(["dementia", "healthy"], "sick")

@@ -2,6 +2,7 @@
 
 import errno
 import os
+import re
 import signal
 import socket
 import time
@@ -200,8 +201,23 @@ def test_a_full_disk_costs_a_checkpoint_but_not_the_run(flags, undisturbed, tmp_
     out = tmp_path / "run"
     hook = at(checkpoint, "_write", 1, full, call=2)
     run = trained(2, [*flags, "--seqpar", "2", *EVERY_STEP], out, hook=hook)
-    assert "No space left on device; what was saved before is kept; going on" in run.said(0).replace("'", "")
+    assert re.search(
+        "No space left on device; the checkpoint of step 1 is kept, 0:.. old; going on, next try in", run.said(0)
+    )
     assert weights(out) == weights(undisturbed(2, "--seqpar", "2"))
+
+
+def test_a_full_disk_ends_a_run_of_which_nothing_is_kept(flags, tmp_path):
+    def full() -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    out = tmp_path / "run"
+    with Launch(2, [*flags, "--seqpar", "2", *EVERY_STEP], out, at(checkpoint, "_write", 1, full)) as launch:
+        assert launch.wait() == [3, 3]
+    said = [line for line in (launch.said(0) + launch.said(1)).splitlines() if line.startswith("error: ")]
+    assert len(said) == 1 and "checkpoints: holds no checkpoint, and " in said[0]
+    assert "step-00000001 could not be saved: rank 1: [Errno 28] No space left on device; make room" in said[0]
+    assert (status(out)["state"], status(out)["code"], status(out)["step"]) == ("failed", 3, 1)
 
 
 def test_a_picture_that_cannot_be_written_costs_a_warning_but_not_the_run(flags, undisturbed, tmp_path):

@@ -75,6 +75,8 @@ def test_what_the_refusal_advises_fits_and_the_next_larger_does_not() -> None:
     assert needed(replace(SMALL, batch=batch)) <= free < needed(replace(SMALL, batch=larger))
     pooled = refusal(replace(SMALL, batch_dice=True), free)
     assert f"use --batch {batch}" in pooled and "--accumulate" not in pooled
+    resumed = refusal(replace(SMALL, batch_dice=True, resume=True), free)
+    assert "try more sequence groups, " in resumed and "--batch" not in resumed
 
 
 def test_where_a_tile_does_not_fit_what_keeps_the_numbers_is_advised_and_then_what_does_not(monkeypatch) -> None:

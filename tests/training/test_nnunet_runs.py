@@ -19,6 +19,7 @@ from seqpar.parallel.launcher import read_launcher
 from seqpar.parallel.mesh import Group
 from seqpar.planner import fit
 from seqpar.planner.needs import RunToPlan, plan_complete_config
+from seqpar.settings.data_settings import prepare_settings
 from seqpar.settings.presets import PRESETS
 from seqpar.training.run_request import read_request
 from seqpar.weights.nnunet_weights import load_nnunet
@@ -137,6 +138,26 @@ def test_flags_win_over_plans_and_contradictions_are_refused(place) -> None:
             read_request(flags_of(place, *plans, *more), launcher)
     with pytest.raises(ValueError, match="--plans would do nothing: --network vit"):
         read_request(["--preset", "debug", "--plans", ""], launcher)
+
+
+def test_prepare_chooses_between_the_plans_way_and_our_own(place) -> None:
+    weights = ["--weights", str(place / "PlainConvUNet" / "fold_0" / "checkpoint_final.pth")]
+    launcher = read_launcher({})
+    request = read_request(flags_of(place, *weights), launcher)
+    settings = prepare_settings(request.config)
+    assert settings.plan is not None and settings.plan.schemes == ("CTNormalization", "ZScoreNormalization")
+    assert settings.spacing == (1.1, 1.9, 1.2) and request.config.val_mirror == "WD"  # 0 and 2, transposed 1 0 2
+    assert "as nnU-Net's plan says: in the file's axes" in request.choices["prepare"][0]
+    own = read_request(flags_of(place, *weights, "--prepare", "own"), launcher)
+    assert prepare_settings(own.config).plan is None and "prepare" not in own.choices
+    for more, message in {
+        (*weights, "--normalise", "volume"): "--normalise would do nothing: nnU-Net's plan prepares the data",
+        (*weights, "--spacing", "median"): "--spacing median: nnU-Net's plan takes three sizes",
+        (*weights, "--prepare", "so"): "--prepare so: choose own or plan",
+        ("--prepare", "plan"): "--prepare plan: that needs --plans",
+    }.items():
+        with pytest.raises(ValueError, match=message):
+            read_request(flags_of(place, *more), launcher)
 
 
 def nnunet_loss(logits: Tensor, label: Tensor, batch_dice: bool) -> Tensor:

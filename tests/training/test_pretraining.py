@@ -85,7 +85,8 @@ def test_training_starts_from_a_pretraining_and_prediction_does_not(images, flag
     launch = trained(1, images, out, act=pretrain.act, pictures=True)
     said = launch.said()
     assert "75% of the tokens hidden, and rebuilt by 2 blocks x 12" in said and "16 visible" in said
-    assert f"next: python launch/train.py --weights {out}" in said
+    assert f"next: python launch/train.py --preset debug --weights {out} --data " in said
+    assert "finished: best error of hidden voxels " in said and "(of the mean intensity in their place " in said
     for name in ("progress.png", "validation.png", "model.safetensors"):
         assert (out / name).stat().st_size > 1000
     more = ["--tile", "24", "--patch", "4", "--weights", str(out), "--layer-decay", "0.8"]
@@ -170,8 +171,15 @@ def test_pictures_show_image_masked_rebuilt_and_difference(images, tmp_path, alo
     part = trainer.net.layout.cut(torch.from_numpy(tile.image)[None, None], 0)
     output = trainer.net(part, None, DropoutKey(trainer.config.seed, -1, (0,)))
     assert error == pytest.approx(float(trainer.loss(output, part).detach()), rel=1e-5)
-    titles = [panel.get_title() for panel in figure_of_tiles([tile], False).axes]
-    assert [title.split()[-1] for title in titles] == list(validation.COLUMNS)
+    assert tile.error == pytest.approx(error, rel=1e-5)
+    of_mean = float(((tile.image.mean() - tile.image)[tile.hidden] ** 2).mean())
+    assert tile.error_of_mean == pytest.approx(of_mean, rel=1e-5)
+    assert result.row["error_of_mean"] == pytest.approx(np.mean([one.error_of_mean for one in drawn]))
+    *panels, bar = figure_of_tiles([tile], False).axes
+    titles = [panel.get_title() for panel in panels]
+    assert all(name in title for title, name in zip(titles, validation.COLUMNS)) and len(titles) == 4
+    assert f"error {error:.3f}\nof the mean intensity {of_mean:.3f}" in titles[2]
+    assert bar.yaxis.get_major_formatter()(0.5) == "+0.5", "the difference has a bar with signs"
     masked = np.asarray(figure_of_tiles([tile], False).axes[1].images[0].get_array())
     shown = pictures.plane_of(np.where(tile.hidden, np.nan, tile.image), 2, 8, False)
     assert np.array_equal(masked[~np.isnan(shown)], shown[~np.isnan(shown)])

@@ -109,16 +109,25 @@ def test_ranks_agree_to_leave_while_a_long_step_lasts(flags, tmp_path):
     assert seconds and float(seconds[1]) < 5 and said["step"] == 3, said
 
 
-def test_a_save_that_fails_when_the_run_must_leave_is_a_failure(flags, tmp_path):
+@pytest.mark.parametrize(
+    ("call", "code", "why"),
+    [
+        (1, 3, "holds no checkpoint, and "),
+        (2, 1, "the checkpoint of step 1 is kept: make room and continue with --resume"),
+    ],
+)
+def test_a_save_that_fails_when_the_run_must_leave_is_a_failure(flags, tmp_path, call, code, why):
     def full() -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
     def hook(rank: int) -> None:
-        at(gradients.Gradients, "_backward", 0, signalled(signal.SIGTERM))(rank)
-        at(checkpoint, "_make_draft", 0, full)(rank)
+        at(gradients.Gradients, "_backward", 0, signalled(signal.SIGTERM), call=call)(rank)
+        at(checkpoint, "_make_draft", 0, full, call=call)(rank)
 
-    failed = trained(1, flags, tmp_path / "run", expect=1, hook=hook)
-    assert status(tmp_path / "run")["state"] == "failed" and "No space left" in status(tmp_path / "run")["why"]
+    flags = [*flags, "--checkpoint-minutes", "1e-9"]
+    failed = trained(1, flags, tmp_path / "run", expect=code, hook=hook)
+    said = status(tmp_path / "run")
+    assert said["state"] == "failed" and "No space left" in said["why"] and why in said["why"]
     assert "Traceback" not in failed.said()
 
 

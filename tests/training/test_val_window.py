@@ -71,7 +71,7 @@ def test_a_run_records_the_better_and_predict_follows_it(flags, tmp_path, capsys
     assert "2x2x2, and validation measured passes of up to 2x2x2: more than 2 times as many" in warned
     assert "the worse of both" not in warned
     (run / "window.json").write_text("{")
-    with pytest.raises(ValueError, match="window.json is damaged .*: remove it"):
+    with pytest.raises(ValueError, match="window.json: is damaged .*: remove it"):
         act(tmp_path, run, out="damaged")
     (run / "window.json").unlink()
     assert predicted(run, images, tmp_path / "none") == "sliding"

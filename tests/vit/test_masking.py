@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from seqpar import DropoutKey, Layout
-from seqpar.vit.masking import check_num_visible, make_visible, num_visible, visible_tokens
+from seqpar.vit.masking import check_num_visible, count_visible, make_visible, num_visible, visible_tokens
 
 KEY = DropoutKey(3, 5, (0, 1, 6))
 
@@ -60,6 +60,17 @@ def test_ranks_encode_equal_numbers_and_move_no_more_than_that_takes(ranks: int)
         coming = sum(max(0, visible.sizes[rank] - count) for count in owned)
         assert sum(visible.moves.num_sent) - visible.moves.num_sent[rank] == leaving
         assert sum(visible.moves.num_received) - visible.moves.num_received[rank] == coming
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_a_count_without_numbers_is_exact_for_one_rank_and_expected_for_more(ranks: int) -> None:
+    layout = Layout.of((64, 64, 64), 4, ranks)
+    for rank in range(ranks):
+        listed, counted = make_visible(KEY, layout, rank, 0.75), count_visible(3, layout, rank, 0.75)
+        assert counted.sizes == listed.sizes and counted.moves.num_target == listed.moves.num_target
+        assert len(counted.shown) == pytest.approx(len(listed.shown), rel=0 if ranks == 1 else 0.1)
+        assert len(counted.shown) == counted.moves.num_source and counted.shown.is_meta
+        assert len(counted.shown) + len(counted.hidden) == 3 * layout.counts[rank]
 
 
 def test_a_ratio_that_hides_nothing_is_refused() -> None:

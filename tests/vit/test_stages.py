@@ -32,6 +32,10 @@ def test_patches_of_cubes_are_those_of_the_nested_layout_and_come_back_as_a_grid
     assert torch.equal(nested.join([nested.cut(image, rank) for rank in range(num_ranks)]), image)
     assert torch.equal(torch.cat(nested.all_ids).sort().values, torch.arange(nested.num_tokens))
     assert nested.counts == tuple(count << merges * len(tile) for count in cubes.counts)
+    assert nested.counts == tuple(map(len, nested.all_ids))
+    for rank, box in enumerate(nested._boxes):
+        at = nested.coordinates(rank)
+        assert box == tuple(zip(at.amin(0).tolist(), (at.amax(0) + 1).tolist()))
     if num_ranks == 1:
         grid = to_grid(parts[0].flatten(2).unflatten(1, (cubes.num_tokens, -1)).flatten(2), cubes.grid)
         patches = rearrange(to_patches(image, patch), "b c n ... -> b n (c ...)")

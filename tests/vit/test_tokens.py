@@ -35,7 +35,9 @@ def test_learned_positions_are_rows_by_global_number_and_resized_on_another_grid
 
 
 def test_sincos_gives_each_direction_a_third_of_the_features() -> None:
-    waves = sincos_positions(LAYOUT, 0, 14)[0]  # 2 bands per direction, 2 features left over
+    waves = sincos_positions(LAYOUT, 0, 14, torch.zeros((), dtype=torch.float64))[
+        0
+    ]  # 2 bands per direction, 2 features left over
     at = LAYOUT.coordinates(0).double()
     assert torch.equal(waves[:, 12:], torch.zeros(24, 2, dtype=torch.float64))
     assert torch.allclose(waves[:, 4], at[:, 1].sin()) and torch.allclose(waves[:, 11], (at[:, 2] / 100).cos())

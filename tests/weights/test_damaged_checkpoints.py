@@ -70,7 +70,7 @@ def test_a_full_disk_keeps_the_last_good_one(tmp_path):
     try:
         save(folder, 1)
         (folder / "other").write_bytes(b"0" * (shutil.disk_usage(folder).free - 4096))
-        with pytest.raises(NotSaved, match="step-00000002 could not be saved: .*; what was saved before is kept"):
+        with pytest.raises(NotSaved, match="step-00000002 could not be saved: .*No space left"):
             save(folder, 2)
         assert checkpoint.find(folder).name == "step-00000001"
         assert names(folder) == ["latest", "other", "step-00000001"]

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from seqpar.data.errors import DataError
 from seqpar.parallel.mesh import Group
 from seqpar.weights import checkpoint
 from seqpar.weights.monai_weights import load_monai
@@ -87,6 +88,32 @@ def test_files_that_are_no_weights_are_refused_by_name(tmp_path: Path, monkeypat
     with pytest.raises(ValueError, match="text.pt: it is no file of weights"):
         read_weights("text.pt")
     assert not Path("ran").exists()
+
+
+@pytest.mark.parametrize(
+    "tensor, why",
+    [
+        (torch.ones(2, dtype=torch.int32), "its tensor odd.weight is of type int32"),
+        (torch.ones(2, dtype=torch.bool), "its tensor odd.weight is of type bool"),
+        (torch.tensor([1, float("nan")]), "its tensor odd.weight has NaN or infinite values"),
+        (torch.tensor([1, float("-inf")], dtype=torch.bfloat16), "its tensor odd.weight has NaN or infinite values"),
+    ],
+)
+def test_tensors_that_are_no_weights_are_refused_by_name(tmp_path: Path, tensor: torch.Tensor, why: str) -> None:
+    path, good = tmp_path / "w.safetensors", {"a.weight": torch.ones(2), "a.num_batches_tracked": torch.tensor(3)}
+    write_weights(path, good)
+    assert read_weights(path).keys() == good.keys()
+    write_weights(path, {**good, "odd.weight": tensor})
+    with pytest.raises(DataError, match=f"^{re.escape(str(path))}: {why}"):
+        read_weights(path)
+
+
+def test_a_file_without_tensors_is_refused_by_name(tmp_path: Path) -> None:
+    write_weights(tmp_path / "none.safetensors", {})
+    torch.save({"state_dict": {}, "epoch": 3}, tmp_path / "none.pt")
+    for name in ("none.safetensors", "none.pt"):
+        with pytest.raises(DataError, match=f"{name}: holds no tensors; give a state dict"):
+            read_weights(tmp_path / name)
 
 
 @pytest.mark.parametrize("umask", [0o022, 0o027])

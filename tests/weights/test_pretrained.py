@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from seqpar import SeqParViT
+from seqpar.data.errors import DataError
 from seqpar.models.build import build_network
 from seqpar.models.network import Network
 from seqpar.optimization.parameter_groups import make_optimizer
@@ -44,6 +45,16 @@ def test_weights_of_one_channel_are_repeated_over_the_datas(tmp_path) -> None:
     write_weights(file, made(SMALL, channels=2))
     with pytest.raises(ValueError, match=r"do not fit the encoder: encoder\.patch_embed\.proj\.weight; they need"):
         load_pretrained(net, config)
+
+
+@pytest.mark.parametrize("change", [torch.Tensor.int, lambda tensor: tensor / 0, None])
+def test_a_run_does_not_start_from_what_is_no_weights(tmp_path, change) -> None:
+    file, name = tmp_path / "weights", "encoder.norm.weight"
+    state = made(SMALL).state_dict()
+    write_weights(file, {**state, name: change(state[name])} if change else {})
+    config = replace(SMALL, weights=str(file))
+    with pytest.raises(DataError, match=f"^{file}: its tensor {name}" if change else f"^{file}: holds no tensors"):
+        load_pretrained(made(config), config)
 
 
 def test_a_run_folder_stands_for_its_last_weights(tmp_path) -> None:

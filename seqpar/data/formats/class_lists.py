@@ -5,6 +5,7 @@
 """
 
 import csv
+import unicodedata
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -18,6 +19,7 @@ from seqpar.data.formats.recognise import describe, find_dataset
 from seqpar.data.formats.splits import check_classes
 from seqpar.text import quantity
 
+_NO_LETTERS = ("Cc", "Cs", "Zl", "Zp")  # control characters, halves of characters, separators of lines
 COLUMNS = ("case", "class", "subject", "split")
 SPLITS = {"train": "train", "training": "train", "val": "val", "validation": "val", "test": "test"}
 Row = dict[str, str]
@@ -87,11 +89,19 @@ def read_rows(path: Path, needed: Sequence[str]) -> dict[int, Row]:
             raise DataError(path, f"line {number} has {len(cells)} cells; {len(header)} are needed: {','.join(header)}")
         if empty := next((name for name in needed if not row[name]), ""):
             raise DataError(path, f"line {number}, {first} {row[first] or 'without a name'}, has no {empty}; fill it")
+        if "class" in needed:
+            refuse_class_name(row["class"], f"line {number}, {first} {row[first]},", path)
         if row[first] in seen:
             raise DataError(path, f"line {number} names {first} {row[first]} a second time; keep one line")
         seen.add(row[first])
         rows[number] = row
     return rows
+
+
+def refuse_class_name(name: str, whose: str, path: Path) -> None:
+    """Raises DataError for what stands where a class is missing or was not read as text."""
+    if name.casefold() in ("", "nan") or any(unicodedata.category(letter) in _NO_LETTERS for letter in name):
+        raise DataError(path, f"{whose} has the class {name!r}; a class needs a name that can be read, other than nan")
 
 
 def _by_case(rows: Mapping[int, Row], path: Path, known: set[str]) -> dict[str, Row]:
@@ -181,6 +191,7 @@ def _label_of(entry: Mapping[str, Any], case: str, path: Path) -> int | str:
     label = label.strip() if isinstance(label, str) else label
     if isinstance(label, bool) or not isinstance(label, int | str) or label == "":
         raise DataError(path, f"case {case} has the label {label!r}; it must be a whole number or the name of a class")
+    refuse_class_name(str(label), f"case {case}", path)
     if str(label).endswith(SUFFIXES):
         raise DataError(path, f"case {case} has the label {label}, a volume; give the class of the whole case "
                         "(label maps are for --task segment)")  # fmt: skip
@@ -199,6 +210,8 @@ def _named(declared: Any, labels: Mapping[str, Any], path: Path) -> dict[Any, st
         numbered = {}
     if not numbered:
         raise DataError(path, f'"labels" is {declared!r}; it must look like {{"0": "healthy", "1": …}}')
+    for number, name in numbered.items():
+        refuse_class_name(name, f'label {number} of "labels"', path)
     known = {number: numbered[number] for number in sorted(numbered)}
     meaning: dict[Any, str] = {**known, **{name: name for name in known.values()}}
     for case, label in labels.items():

@@ -1,7 +1,7 @@
 """Case and Dataset, into which every format is read, and the classes of volumes."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -105,6 +105,11 @@ class Dataset:
     def ids(self) -> tuple[str, ...]:
         """Returns the ids of the usable cases, sorted."""
         return tuple(sorted(case.id for case in self.cases))
+
+    def without(self, broken: Mapping[str, DataError]) -> "Dataset":
+        """Returns the data set without cases that cannot be used, given what is wrong with them by id."""
+        cases = tuple(case for case in self.cases if case.id not in broken)
+        return replace(self, cases=cases, faults=(*self.faults, *broken.values()))
 
 
 def no_labels_error(dataset: Dataset) -> DataError:

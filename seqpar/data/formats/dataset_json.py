@@ -35,10 +35,10 @@ def labels_of(content: dict[str, Any], path: Path) -> tuple[dict[str, int], dict
     declared = content.get("labels")
     if not isinstance(declared, dict) or not declared:
         raise DataError(path, f'labels is {declared!r}; it must look like {{"background": 0, "tumour": 1}}')
-    if all(key.isdigit() for key in declared):
+    if all(key.isdecimal() for key in declared):
         many: dict[str, tuple[int, ...]] = {str(name): (int(value),) for value, name in declared.items()}
     else:
-        many = {name: _whole(value, path) for name, value in declared.items()}
+        many = {name: whole_numbers(value, path) for name, value in declared.items()}
     ignore = many.pop("ignore", (None,))[0]
     values = sorted({value for members in many.values() for value in members})
     single = {members[0]: name for name, members in many.items() if len(members) == 1}
@@ -50,7 +50,7 @@ def labels_of(content: dict[str, Any], path: Path) -> tuple[dict[str, int], dict
     return labels, {name: members for name, members in many.items() if members != (0,)}, ignore
 
 
-def _whole(value: Any, path: Path) -> tuple[int, ...]:
+def whole_numbers(value: Any, path: Path) -> tuple[int, ...]:
     """Returns the whole numbers of a label (one) or a region (a list of them)."""
     members = tuple(value) if isinstance(value, list) else (value,)
     if not members or not all(type(member) is int for member in members):

@@ -1,20 +1,30 @@
 """Prepares cases bit for bit as nnU-Net does, by the plan that its networks were trained with.
 
-Axes are nnU-Net's: the file's, reversed, then transposed as planned. Legend: ``c`` channels, ``x y z`` these axes.
+All is computed in nnU-Net's axes: the file's, reversed, then transposed as planned. Legend: ``c`` channels, ``x y z``
+these axes.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
-from seqpar.data.boxes import crop, smallest_box, uncrop
+from seqpar.data.boxes import Box, crop, smallest_box, uncrop
 from seqpar.data.errors import DataError
 from seqpar.data.formats.dataset import Case
-from seqpar.data.formats.nnunet_plans import NnunetDeclaration, NnunetPlan, Resampling
-from seqpar.data.geometry import Geometry, from_canonical, parse_header
-from seqpar.data.preparation.preparation import Preparation, TargetGrid
-from seqpar.data.preparation.prepared_case import Loaded, Prepared, Properties
+from seqpar.data.formats.nnunet_plans import ImagePlan, NnunetDeclaration, Resampling
+from seqpar.data.geometry import Geometry, from_canonical, parse_header, to_canonical
+from seqpar.data.preparation.prepared_case import (
+    Loaded,
+    Preparation,
+    Prepared,
+    Properties,
+    Step,
+    TargetGrid,
+    ignore_step,
+    locate,
+)
 from seqpar.data.preparation.recipe import Recipe
 from seqpar.data.preparation.transforms import nearest_rows, to_values
 from seqpar.late_import import late
@@ -28,20 +38,22 @@ _LEAST = 1e-8  # smallest divisor
 class NnunetPreparation(Preparation):
     """Follows a plan of nnU-Net's: crops, normalises in float32, then resamples.
 
-    The ``Properties`` that it returns are in its axes, the box too.
+    Arrays and ``Properties``, the box too, are in nnU-Net's axes, or else ``in_file_axes``: W D H of the file, which
+    are canonical where the plan's reader turns images.
     """
 
-    plan: NnunetPlan
+    plan: ImagePlan
     recipe: Recipe
+    in_file_axes: bool = False
 
     @classmethod
-    def of(cls, plan: NnunetPlan, declaration: NnunetDeclaration) -> "NnunetPreparation":
+    def of(cls, plan: ImagePlan, declaration: NnunetDeclaration) -> "NnunetPreparation":
         """Returns the preparation of a plan; class ids equal the files' labels."""
         channels = declaration.channels
         values = tuple(declaration.labels.values())
         return cls(plan, Recipe(channels, plan.schemes, (None,) * len(channels), plan.spacing, values, False, 1))  # type: ignore[arg-type]
 
-    def prepare(self, loaded: Loaded, case: Case) -> Prepared:
+    def prepare(self, loaded: Loaded, case: Case, step: Step = ignore_step) -> Prepared:
         """Returns the case cropped, normalised and resampled."""
         plan, geometry = self.plan, loaded.geometry
         image = np.array(self._from_canonical(loaded.image, geometry), np.float32, order="C")
@@ -50,23 +62,64 @@ class NnunetPreparation(Preparation):
             raise DataError(case.images[0], "every voxel is 0; replace it by the image")
         box = smallest_box(present)
         image, mask = crop(image, box).copy(), crop(ndimage.binary_fill_holes(present), box)
+        ids = None if loaded.ids is None else crop(self._from_canonical(loaded.ids[None], geometry)[0], box).copy()
+        step()
+        counted = mask if ids is None else mask | (ids != 0)  # what is labelled is never outside
         for number, (scheme, masked) in enumerate(zip(plan.schemes, plan.masked)):
-            image[number] = normalised(image[number], scheme, mask if masked else None, plan.intensities[number])
+            image[number] = normalised(image[number], scheme, counted if masked else None, plan.intensities[number])
+        step()
         spacing, sides = self._spacing(geometry), image.shape[1:]
         shape = tuple(max(1, round(old / new * n)) for old, new, n in zip(spacing, plan.spacing, sides))
-        if plan.resampling.function == "no_resampling_hack":
+        if not plan.resamples:
             shape = sides
         image = resampled(image, shape, spacing, plan.spacing, plan.resampling)
-        zeros, ones = (0.0,) * len(image), (1.0,) * len(image)
+        label = None
+        if ids is not None:
+            order = np.argsort(self.recipe.values).tolist()
+            label = resampled_label(ids, shape, spacing, plan.spacing, plan.label_resampling, order)
+        step()
+        return self._turned(image, label, ids, box, loaded, case)
+
+    def _turned(
+        self,
+        image: np.ndarray,
+        label: np.ndarray | None,
+        truth: np.ndarray | None,
+        box: Box,
+        loaded: Loaded,
+        case: Case,
+    ) -> Prepared:
+        """Returns a case that is prepared in nnU-Net's axes in those of its arrays; ``truth``: on its own crop."""
+        plan, order = self.plan, self._order
+        spacing = plan.spacing if plan.resamples else self._spacing(loaded.geometry)
+        image = np.ascontiguousarray(image.transpose(0, *(1 + axis for axis in order)))
+        volumes = [None if one is None else np.ascontiguousarray(one.transpose(order)) for one in (label, truth)]
+        label, truth = volumes
+        counts = () if label is None else tuple(np.bincount(label.reshape(-1), minlength=len(self.recipe.values)))
         properties = Properties(
-            geometry, box, shape, plan.spacing, plan.schemes, zeros, ones, self.recipe.values, ()  # type: ignore[arg-type]
-        )  # fmt: skip
-        return Prepared(np.ascontiguousarray(image), None, {}, properties, loaded.digests)
+            loaded.geometry,
+            tuple(box[axis] for axis in order),
+            image.shape[1:],
+            tuple(spacing[axis] for axis in order),  # type: ignore[arg-type]
+            plan.schemes,
+            (0.0,) * len(image),
+            (1.0,) * len(image),
+            self.recipe.values,
+            tuple(map(int, counts)),
+        )
+        locations = {} if label is None else locate(case.id, label, self.recipe)
+        own_grid = properties.box_shape != properties.shape
+        return Prepared(image, label, locations, properties, loaded.digests, truth if own_grid else None)
 
     def target_grid(self, properties: Properties) -> TargetGrid:
         """Returns the grid of the case's crop; an axis of much larger spacing takes the nearest row."""
         spacing = self._spacing(properties.geometry)
-        return TargetGrid(properties.box_shape, separate_axis(self.plan.spacing, spacing, self.plan.logit_resampling))
+        axis = separate_axis(self.plan.spacing, spacing, self.plan.logit_resampling)
+        return TargetGrid(properties.box_shape, None if axis is None else self._order.index(axis))
+
+    def scored_grid(self, properties: Properties) -> TargetGrid:
+        """Returns the grid of the case's crop, as nnU-Net scores what it writes."""
+        return self.target_grid(properties)
 
     def labels_to_source(self, ids: np.ndarray, properties: Properties) -> np.ndarray:
         """Returns class ids of the crop as the file's label values in the file's geometry."""
@@ -75,14 +128,34 @@ class NnunetPreparation(Preparation):
     def channel_to_source(self, channel: np.ndarray, properties: Properties, fill: float = 0) -> np.ndarray:
         """Returns a channel of the crop in the file's geometry, ``fill`` beyond the crop."""
         geometry = properties.geometry
-        sides = (geometry.canonical_shape if self._turns else geometry.shape)[::-1]
-        whole = uncrop(channel, properties.box, [sides[axis] for axis in self.plan.transpose_forward], fill)
-        in_file = whole.transpose(np.argsort(self.plan.transpose_forward)).transpose(2, 1, 0)
+        sides = geometry.canonical_shape if self._turns else geometry.shape
+        whole = uncrop(channel, properties.box, [sides[axis] for axis in self._file_axes], fill)
+        in_file = whole.transpose(np.argsort(self._file_axes))
         return from_canonical(in_file, geometry.orientation) if self._turns else in_file
+
+    def canonical(self, volume: np.ndarray, properties: Properties) -> np.ndarray:
+        """Returns a prepared volume in canonical axes."""
+        lead = volume.ndim - 3
+        in_file = volume.transpose(*range(lead), *(lead + axis for axis in np.argsort(self._file_axes)))
+        return in_file if self._turns else to_canonical(in_file, properties.geometry.orientation)
+
+    def canonical_properties(self, properties: Properties) -> Properties:
+        """Returns the properties of a prepared case in canonical axes."""
+        geometry, back = properties.geometry, np.argsort(self._file_axes).tolist()
+        parts: list[Sequence[Any]] = [properties.box, properties.shape, properties.spacing]
+        box, shape, spacing = ([part[axis] for axis in back] for part in parts)
+        if not self._turns:
+            grows = [geometry.orientation[axis] in "RAS" for axis in range(3)]
+            box = [(a, b) if up else (n - b, n - a) for (a, b), up, n in zip(box, grows, geometry.shape)]
+            box, shape, spacing = (from_file(part, geometry) for part in (box, shape, spacing))
+        turned: dict[str, Any] = {"box": tuple(box), "shape": tuple(shape), "spacing": tuple(spacing)}
+        return replace(properties, **turned)
 
     @property
     def axes(self) -> str:  # type: ignore[override]
         """The axes of its arrays, by reader and transposition."""
+        if self.in_file_axes:
+            return f"the file's ({self.plan.reader})"
         return f"nnU-Net's ({self.plan.reader}, transposed {' '.join(map(str, self.plan.transpose_forward))})"
 
     @property
@@ -90,13 +163,23 @@ class NnunetPreparation(Preparation):
         """Whether volumes are turned to canonical axes before the axes are reversed."""
         return self.plan.reader.endswith("WithReorient")
 
+    @property
+    def _order(self) -> tuple[int, ...]:
+        """The axis of nnU-Net's for each axis of the arrays."""
+        return self.plan.file_axes if self.in_file_axes else (0, 1, 2)
+
+    @property
+    def _file_axes(self) -> tuple[int, ...]:
+        """The axis of a file for each axis of the arrays."""
+        return tuple(2 - self.plan.transpose_forward[axis] for axis in self._order)
+
     def _from_canonical(self, image: np.ndarray, geometry: Geometry) -> np.ndarray:
         """Returns ``c x y z`` of an image in canonical axes."""
         image = image if self._turns else from_canonical(image, geometry.orientation)
         return image.transpose(0, *(3 - axis for axis in self.plan.transpose_forward))
 
     def _spacing(self, geometry: Geometry) -> tuple[float, ...]:
-        """Returns the spacing along these axes, as in the file's header."""
+        """Returns the spacing along nnU-Net's axes, as in the file's header."""
         sizes: Sequence[float] = geometry.spacing
         if geometry.header:
             sizes = parse_header(geometry.header, "header")["pixdim"][1:4].astype(float).tolist()
@@ -105,8 +188,8 @@ class NnunetPreparation(Preparation):
         return tuple(sizes[2 - axis] for axis in self.plan.transpose_forward)
 
 
-def from_file(sizes: Sequence[float], geometry: Geometry) -> list[float]:
-    """Returns numbers that belong to the axes of a file in the order of canonical axes."""
+def from_file(sizes: Sequence[Any], geometry: Geometry) -> list[Any]:
+    """Returns what belongs to the axes of a file in the order of canonical axes."""
     order = [("RL", "AP", "SI")[axis] for axis in range(3)]
     return [sizes[next(at for at, code in enumerate(geometry.orientation) if code in pair)] for pair in order]
 
@@ -152,13 +235,40 @@ def resampled(
     axis = separate_axis(spacing, target, resampling)
     out = np.empty((len(image), *shape), image.dtype)
     for number, x in enumerate(image.astype(np.float64)):
-        if axis is None:
-            out[number] = _zoomed(x, shape, resampling.order)
-            continue
-        plane = tuple(n for d, n in enumerate(shape) if d != axis)
-        slices = [_zoomed(np.take(x, at, axis), plane, resampling.order) for at in range(x.shape[axis])]
-        out[number] = np.stack([slices[at] for at in nearest_rows(len(slices), shape[axis])], axis)
+        out[number] = _by_slices(x, shape, axis, lambda x, shape: _zoomed(x, shape, resampling.order))
     return out
+
+
+def resampled_label(
+    ids: np.ndarray, shape: Sequence[int], spacing: Sequence[float], target: Sequence[float], resampling: Resampling,
+    order: Sequence[int],
+) -> np.ndarray:  # fmt: skip
+    """Returns class ids ``x y z`` on a grid of ``shape``: a class wins where its resampled mask is at least one half.
+
+    - ``order``: of the ids; later ones win ties
+    """
+
+    def zoomed(x: np.ndarray, shape: Sequence[int]) -> np.ndarray:
+        out = np.zeros(tuple(shape), ids.dtype)
+        for value in order:
+            if (mask := x == value).any():
+                out[_zoomed(mask.astype(np.float64), shape, resampling.order) >= 0.5] = value
+        return out
+
+    if ids.shape == tuple(shape):
+        return ids
+    return _by_slices(ids, tuple(shape), separate_axis(spacing, target, resampling), zoomed)
+
+
+def _by_slices(
+    x: np.ndarray, shape: tuple[int, ...], axis: int | None, zoom: Callable[[np.ndarray, Sequence[int]], np.ndarray]
+) -> np.ndarray:
+    """Returns an array whose slices across ``axis`` are zoomed, and then the nearest taken; None: all of it zoomed."""
+    if axis is None:
+        return zoom(x, shape)
+    plane = tuple(n for d, n in enumerate(shape) if d != axis)
+    slices = [zoom(np.take(x, at, axis), plane) for at in range(x.shape[axis])]
+    return np.stack([slices[at] for at in nearest_rows(len(slices), shape[axis])], axis)
 
 
 def _zoomed(x: np.ndarray, shape: Sequence[int], order: int) -> np.ndarray:

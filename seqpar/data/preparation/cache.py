@@ -3,6 +3,7 @@
 OUT/cache.json                the index; written last, so that a cache without it is unfinished
 OUT/cases/ID/image.npy        c W D H float32        OUT/cases/ID/label.npy      W D H class ids
 OUT/cases/ID/locations.npy    n 3, class after class OUT/cases/ID/case.json      sources, sizes, digests
+OUT/cases/ID/truth.npy        class ids on the grid on which predictions are scored, if that is another
 """
 
 import hashlib
@@ -15,7 +16,8 @@ import numpy as np
 from seqpar.data.errors import DataError
 from seqpar.data.files import read_json
 from seqpar.data.formats.dataset import Split, VolumeClasses
-from seqpar.data.preparation.prepared_case import Properties
+from seqpar.data.preparation.preparation import preparation_of
+from seqpar.data.preparation.prepared_case import Preparation, Properties
 from seqpar.data.preparation.recipe import Recipe
 
 VERSION = 1  # of what preparation computes and stores: a new version prepares every case again
@@ -37,6 +39,12 @@ class PreparedCase:
     def label(self) -> np.ndarray:
         """Returns the mapped ``(W, D, H)``, class ids."""
         return _mapped(self.folder / "label.npy")
+
+    @property
+    def truth(self) -> np.ndarray:
+        """Returns the mapped class ids on the grid on which predictions are scored: usually those of ``label``."""
+        own = self.folder / "truth.npy"
+        return _mapped(own) if own.is_file() else self.label
 
     @property
     def locations(self) -> dict[int, np.ndarray]:
@@ -77,6 +85,11 @@ class PreparedDataset:
         default_factory=dict
     )  # which classes labels show, for cases that do not show all
     volume_classes: VolumeClasses | None = None  # if each case has one class and no label map
+
+    @property
+    def preparation(self) -> Preparation:
+        """Returns how the cases were prepared."""
+        return preparation_of(self.recipe)
 
     @property
     def ids(self) -> tuple[str, ...]:

@@ -34,6 +34,7 @@ def write_case(path: Path, name: str, case: Prepared, recipe: Recipe, sources: l
     writing, final, old = (path / "cases" / f"{before}{name}" for before in (_WRITING, "", _OLD))
     rows = [np.zeros((0, 3), np.int32), *case.locations.values()]
     arrays = {"image.npy": case.image, "label.npy": case.label, "locations.npy": np.concatenate(rows)}
+    arrays |= {"truth.npy": case.truth}
     with as_cache_error(path):
         shutil.rmtree(writing, ignore_errors=True)
         writing.mkdir(parents=True)

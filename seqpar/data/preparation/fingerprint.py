@@ -1,16 +1,20 @@
 """Reads from a data set's headers, before anything is prepared: shapes, spacings, channels, classes."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from seqpar.data.errors import DataError
-from seqpar.data.formats.dataset import Dataset, Split, VolumeClasses, no_labels_error
+from seqpar.data.formats.dataset import Case, Dataset, Split, VolumeClasses, no_labels_error
+from seqpar.data.geometry import Geometry
+from seqpar.data.preparation.prepared_case import refuse_mismatch
 from seqpar.data.volumes import read_geometry
+from seqpar.data.workers import ReportProgress, default_workers, map_in_processes, no_item_progress
 
 Sides = tuple[int, int, int]
 Millimetres = tuple[float, float, float]
+CASES_OF_A_WORKER = 64  # whose headers one process reads at least: starting it takes as long
 
 
 @dataclass(frozen=True)
@@ -65,7 +69,7 @@ def median_spacing(spacings: Sequence[Millimetres]) -> Millimetres:
 
 
 def read_fingerprint(dataset: Dataset, labelled: bool = True) -> Fingerprint:
-    """Returns the fingerprint of a data set, from the headers of each case's images.
+    """Returns the fingerprint of a data set, from the headers of each case's files.
 
     Raises DataError for the first unusable case, and, if ``labelled``, for a data set without labels.
     """
@@ -74,15 +78,13 @@ def read_fingerprint(dataset: Dataset, labelled: bool = True) -> Fingerprint:
     outputs = tuple(dataset.labels) if dataset.volume_classes is None else dataset.volume_classes.names
     if labelled and not outputs:
         raise no_labels_error(dataset)
-    shapes, spacings = list[Sides](), list[Millimetres]()
+    shapes, spacings, read = list[Sides](), list[Millimetres](), read_geometries(dataset)
     for case in dataset.cases:
         if dataset.labels and case.label is None:
             raise DataError(case.images[0], "has no label; add it, or remove the image")
-        geometry, num_channels = read_geometry(case.images[0])
-        num_channels += len(case.images) - 1
-        if num_channels != len(dataset.modalities):
-            needed = f"{len(dataset.modalities)} modalities are needed ({', '.join(dataset.modalities)})"
-            raise DataError(case.images[0], f"has {num_channels} channels with the other files of its case; {needed}")
+        geometry = read[case.id]
+        if isinstance(geometry, DataError):
+            raise geometry
         shapes.append(geometry.canonical_shape)
         spacings.append(geometry.canonical_spacing)
     return Fingerprint(
@@ -97,3 +99,47 @@ def read_fingerprint(dataset: Dataset, labelled: bool = True) -> Fingerprint:
         tuple(spacings),
         dataset.volume_classes,
     )
+
+
+def read_geometries(
+    dataset: Dataset, workers: int | None = None, beat: Callable[[], None] = lambda: None
+) -> dict[str, Geometry | DataError]:
+    """Returns the geometry of each case by id, from its files' headers, or why it cannot be used.
+
+    - ``workers``: processes; 0: this one (default: the number of cores, at most 8)
+    - ``beat``: called about once a second
+    """
+    workers = min(default_workers() if workers is None else workers, len(dataset.cases) // CASES_OF_A_WORKER)
+    shares = [dataset.cases[first :: max(workers, 1)] for first in range(max(workers, 1))]
+    read, work = dict[str, Geometry | DataError](), _Headers(dataset.modalities)
+    for _, outcome in map_in_processes(work, shares, workers, lambda _: beat()):
+        if isinstance(outcome, dict):  # else its process was killed, and preparation will tell of its cases
+            read |= outcome
+    return read
+
+
+@dataclass(frozen=True)
+class _Headers:
+    """Reads the headers of some cases."""
+
+    modalities: tuple[str, ...]
+
+    def __call__(
+        self, cases: Sequence[Case], tell: ReportProgress = no_item_progress
+    ) -> dict[str, Geometry | DataError]:
+        read = dict[str, Geometry | DataError]()
+        for case in cases:
+            try:
+                read[case.id] = self._geometry(case)
+            except DataError as fault:
+                read[case.id] = fault
+        return read
+
+    def _geometry(self, case: Case) -> Geometry:
+        first: Geometry | None = None
+        for path in (*case.images, *([case.label] if case.label else [])):
+            geometry, num_channels = read_geometry(path)
+            first = first or geometry
+            refuse_mismatch(case, path, geometry, num_channels, first, self.modalities)
+        assert first is not None
+        return first

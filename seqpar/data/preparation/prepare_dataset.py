@@ -1,6 +1,6 @@
 """Prepares a data set: each case once, into a cache that training maps; resumes, and updates what changed."""
 
-import os
+from collections.abc import Iterable
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,20 +30,29 @@ from seqpar.data.preparation.cache_writer import (
     remove_partial_files,
     write_case,
 )
+from seqpar.data.preparation.fingerprint import read_geometries
+from seqpar.data.preparation.preparation import prepare_case
 from seqpar.data.preparation.prepared_case import (
     CutOffError,
     Properties,
     channel_to_source,
     image_to_source,
     labels_to_source,
-    prepare_case,
     refuse_unannotated,
 )
 from seqpar.data.preparation.recipe import PrepareSettings, Recipe
 from seqpar.data.preparation.recipe_survey import case_lost_error, decide_recipe
 from seqpar.data.preparation.waiting import run_token, wait_for, writing_progress
 from seqpar.data.volumes import digest_file
-from seqpar.data.workers import Progress, ReportProgress, WorkerDied, map_in_processes, no_item_progress, no_progress
+from seqpar.data.workers import (
+    Progress,
+    ReportProgress,
+    WorkerDied,
+    default_workers,
+    map_in_processes,
+    no_item_progress,
+    no_progress,
+)
 
 __all__ = [
     "PrepareSettings", "PreparedCase", "PreparedDataset", "Properties", "Recipe", "Report", "cache_folder",
@@ -71,12 +80,14 @@ def prepare(
     progress: Progress = no_progress,
     replace: bool = True,
     labelled: bool = True,
+    needs_all: bool = False,
 ) -> Report:
     """Brings the cache in ``out`` up to date; returns a report, which lists bad cases instead of raising them.
 
     workers: processes; 0 works in this one (default: the number of cores, at most 8).
     replace: whether to prepare cases again that were prepared with other settings, instead of raising an error.
     labelled: whether to refuse a data set without labels.
+    needs_all: whether to prepare nothing if the headers of a case show that it cannot be used.
     """
     settings, out = settings or PrepareSettings(), Path(out)
     workers = default_workers() if workers is None else workers
@@ -93,13 +104,26 @@ def prepare(
             return _report(dataset, out, [], [])
         was_finished = is_of_settings(out, settings)
         remove_partial_files(out, set(dataset.ids))
-        recipe, was_surveyed = decide_recipe(dataset, out, settings, workers, progress)
+        broken = faults_of_headers(dataset, workers, progress)
+        dataset = dataset.without(broken)
+        if needs_all and broken:
+            return Report(out, (), (), (), _in_order(dataset.faults))
+        for name in broken:
+            discard(out, name)
+        if not dataset.cases:
+            withdraw_index(out)
+            return _report(dataset, out, [], [])
+
+        def counted(done: float, total: int) -> None:
+            progress(len(broken) + done, len(broken) + total)
+
+        recipe, was_surveyed = decide_recipe(dataset, out, settings, workers, counted)
 
         def second_half(done: float, total: int) -> None:
-            progress((total + done) / 2, total)
+            counted((total + done) / 2, total)
 
         try:
-            made, faults = _run(_Work(out, recipe), dataset, workers, second_half if was_surveyed else progress)
+            made, faults = _run(_Work(out, recipe), dataset, workers, second_half if was_surveyed else counted)
         finally:
             remove_partial_files(out, set(dataset.ids))
         if any(isinstance(fault, CutOffError) for fault in faults) and not was_finished:
@@ -108,6 +132,12 @@ def prepare(
         else:
             write_index(dataset, out, settings, recipe)
         return _report(dataset, out, made, faults)
+
+
+def faults_of_headers(dataset: Dataset, workers: int, progress: Progress = no_progress) -> dict[str, DataError]:
+    """Returns what is wrong with cases whose headers show that they cannot be used, by id."""
+    read = read_geometries(dataset, workers, lambda: progress(0, len(dataset.cases)))
+    return {name: fault for name, fault in read.items() if isinstance(fault, DataError)}
 
 
 def _run(work: "_Work", dataset: Dataset, workers: int, progress: Progress) -> tuple[list[str], list[DataError]]:
@@ -170,7 +200,7 @@ def prepared(
                 announcement.tell(done, total)
                 progress(done, total)
 
-            _raise(prepare(dataset, folder, settings, workers, show, replace=False, labelled=labelled).faults)
+            _raise(prepare(dataset, folder, settings, workers, show, False, labelled, needs_all=True).faults)
     return open_cache(folder)
 
 
@@ -219,15 +249,13 @@ def _report(dataset: Dataset, out: Path, prepared_ids: list[str], faults: list[D
     if background and len(background) == len(records):
         faults = [*faults, nothing_to_learn(dataset)]
     kept = tuple(name for name in records if name not in prepared_ids)
-    all_faults = sorted((*dataset.faults, *faults), key=lambda fault: fault.path)
-    return Report(out, tuple(sorted(prepared_ids)), kept, tuple(background), tuple(all_faults))
+    return Report(out, tuple(sorted(prepared_ids)), kept, tuple(background), _in_order((*dataset.faults, *faults)))
+
+
+def _in_order(faults: Iterable[DataError]) -> tuple[DataError, ...]:
+    return tuple(sorted(faults, key=lambda fault: fault.path))
 
 
 def nothing_to_learn(dataset: Dataset) -> DataError:
     """Returns the error for a data set in which nothing is labelled."""
     return DataError(dataset.root, "no case has a labelled voxel, so there is nothing to learn; label some")
-
-
-def default_workers() -> int:
-    """Returns the default number of workers; it is limited since each holds several copies of a case."""
-    return min(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1, 8)

@@ -1,9 +1,11 @@
 """Prepares one case: from its files to a network's arrays, and from predictions back to the files' geometry.
 
+``Preparation`` is what training and prediction ask of any preparation.
+
 Legend: ``c`` channels, ``W D H`` voxels, ``k`` classes. "Prepared" arrays are canonical, cropped, resampled.
 """
 
-import itertools
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +20,6 @@ from seqpar.data.geometry import Geometry, from_canonical, geometry_difference, 
 from seqpar.data.preparation import transforms
 from seqpar.data.preparation.recipe import BY_VOLUME, Recipe, generator
 from seqpar.data.volumes import read_volume
-from seqpar.data.workers import ReportProgress, no_item_progress
 
 
 class CutOffError(DataError):
@@ -65,6 +66,7 @@ class Prepared(NamedTuple):
     locations: dict[int, np.ndarray]  # class id to voxels (n, 3)
     properties: Properties
     digests: tuple[str, ...]  # of the files read
+    truth: np.ndarray | None = None  # class ids on the grid on which predictions are scored, if that is another
 
 
 Step = Callable[[], None]
@@ -84,6 +86,59 @@ class Loaded(NamedTuple):
     digests: tuple[str, ...]
 
 
+@dataclass(frozen=True)
+class TargetGrid:
+    """The grid that logits are resampled to.
+
+    - ``nearest``: the direction that takes the nearest row; None: all directions are linear
+    """
+
+    shape: tuple[int, ...]
+    nearest: int | None = None
+
+
+class Preparation(ABC):
+    """How the cases of a run are prepared, and predictions brought back to their files.
+
+    - ``recipe``: names the modalities, and the file's label for each class id
+    - ``axes``: the axes of its arrays; preparations of the same axes crop a case alike
+    """
+
+    recipe: Recipe
+    axes: str
+
+    @abstractmethod
+    def prepare(self, loaded: Loaded, case: Case, step: Step = ignore_step) -> Prepared:
+        """Returns loaded arrays as the network takes them; errors name the files of ``case``.
+
+        step: called after each of the ``STAGES``.
+        """
+
+    @abstractmethod
+    def target_grid(self, properties: Properties) -> TargetGrid:
+        """Returns the grid of the case's crop."""
+
+    @abstractmethod
+    def scored_grid(self, properties: Properties) -> TargetGrid:
+        """Returns the grid on which validation compares with the truth."""
+
+    @abstractmethod
+    def labels_to_source(self, ids: np.ndarray, properties: Properties) -> np.ndarray:
+        """Returns class ids of the crop as the file's label values in the file's geometry."""
+
+    @abstractmethod
+    def channel_to_source(self, channel: np.ndarray, properties: Properties, fill: float = 0) -> np.ndarray:
+        """Returns a channel of the crop, such as a probability, in the file's geometry, ``fill`` outside the crop."""
+
+    @abstractmethod
+    def canonical(self, volume: np.ndarray, properties: Properties) -> np.ndarray:
+        """Returns a prepared volume, its last dims in the axes of the preparation, in canonical axes."""
+
+    @abstractmethod
+    def canonical_properties(self, properties: Properties) -> Properties:
+        """Returns the properties of a prepared case in canonical axes."""
+
+
 def load_case(case: Case, recipe: Recipe, step: Step = ignore_step) -> Loaded:
     """Returns a case's files as canonical arrays; raises DataError if they do not match each other or the recipe.
 
@@ -93,40 +148,42 @@ def load_case(case: Case, recipe: Recipe, step: Step = ignore_step) -> Loaded:
     first: Geometry | None = None
     for path in case.images:
         array, geometry, digest = read_volume(path)
-        num_channels = len(recipe.modalities) if len(case.images) == 1 else 1
-        if len(array) != num_channels:
-            raise DataError(path, f"has {len(array)} channels; it needs {num_channels}: {', '.join(recipe.modalities)}")
         first = first or geometry
-        if (how := geometry_difference(geometry, first)) is not None:
-            raise DataError(path, f"does not match {case.images[0]}: {how}; register or resample it")
+        refuse_mismatch(case, path, geometry, len(array), first, recipe.modalities)
         channels += list(to_canonical(array, geometry.orientation))
         digests.append(digest)
         step()
-    if first is None or len(channels) != len(recipe.modalities):
-        raise DataError(case.images[0] if case.images else case.id,
-                        f"has {len(channels)} modalities; {len(recipe.modalities)} are needed")  # fmt: skip
+    assert first is not None
     ids = None
     if case.label is not None:
         array, geometry, digest = read_volume(case.label)
-        if (how := geometry_difference(geometry, first)) is not None:
-            raise DataError(case.label, f"does not match {case.images[0]}: {how}; draw it on the image again")
-        ids = to_canonical(_class_ids(array, recipe, case.label), geometry.orientation)
+        refuse_mismatch(case, case.label, geometry, len(array), first, recipe.modalities)
+        ids = to_canonical(_class_ids(array[0], recipe, case.label), geometry.orientation)
         digests.append(digest)
         step()
     return Loaded(np.stack(channels), ids, first, tuple(digests))
 
 
-def prepare_case(case: Case, recipe: Recipe, tell: ReportProgress = no_item_progress) -> Prepared:
-    """Reads a case and returns it cropped, normalised and resampled.
+def refuse_mismatch(
+    case: Case, path: Path, geometry: Geometry, num_channels: int, first: Geometry, modalities: Sequence[str]
+) -> None:
+    """Raises DataError for a file of a case, image or label, that does not match its other files or the data set.
 
-    tell: takes the share of the work that is done; each file and each stage counts the same.
+    first: of the case's first image.
     """
-    numbers, total = itertools.count(1), len(case.images) + (case.label is not None) + STAGES
-
-    def step() -> None:
-        tell(next(numbers) / total)
-
-    return prepare_loaded(load_case(case, recipe, step), case, recipe, step)
+    if len(case.images) not in (1, len(modalities)):
+        raise DataError(case.images[0], f"has {len(case.images)} modalities; {len(modalities)} are needed")
+    if path == case.label:
+        if (how := geometry_difference(geometry, first)) is not None:
+            raise DataError(path, f"does not match {case.images[0]}: {how}; draw it on the image again")
+        if num_channels != 1:
+            raise DataError(path, f"has {num_channels} channels; a label has one value per voxel")
+        return
+    needed = len(modalities) if len(case.images) == 1 else 1
+    if num_channels != needed:
+        raise DataError(path, f"has {num_channels} channels; it needs {needed}: {', '.join(modalities)}")
+    if (how := geometry_difference(geometry, first)) is not None:
+        raise DataError(path, f"does not match {case.images[0]}: {how}; register or resample it")
 
 
 def prepare_loaded(loaded: Loaded, case: Case, recipe: Recipe, step: Step = ignore_step) -> Prepared:
@@ -150,7 +207,7 @@ def prepare_loaded(loaded: Loaded, case: Case, recipe: Recipe, step: Step = igno
     return Prepared(
         np.ascontiguousarray(image, np.float32),
         None if ids is None else np.ascontiguousarray(ids),
-        {} if ids is None else _locate(case.id, ids, recipe),
+        {} if ids is None else locate(case.id, ids, recipe),
         Properties(geometry, box, shape, spacing, recipe.schemes, means, stds, recipe.values, counts),
         digests,
     )
@@ -196,11 +253,8 @@ def image_to_source(image: np.ndarray, properties: Properties) -> np.ndarray:
     return np.stack([channel_to_source(channel, properties) for channel in channels])
 
 
-def _class_ids(array: np.ndarray, recipe: Recipe, path: Path) -> np.ndarray:
+def _class_ids(label: np.ndarray, recipe: Recipe, path: Path) -> np.ndarray:
     """Returns the class ids ``(W, D, H)`` of a label file; raises DataError for an undeclared value."""
-    if len(array) != 1:
-        raise DataError(path, f"has {len(array)} channels; a label has one value per voxel")
-    label = array[0]
     if label.dtype.kind == "f":
         whole = np.rint(label)
         if (fractions := int((whole != label).sum())) > 0:
@@ -280,7 +334,7 @@ def _normalise(
     return done, tuple(means), tuple(stds)
 
 
-def _locate(name: str, ids: np.ndarray, recipe: Recipe) -> dict[int, np.ndarray]:
+def locate(name: str, ids: np.ndarray, recipe: Recipe) -> dict[int, np.ndarray]:
     """Returns up to `recipe.locations` voxels (n, 3) of each class id in the case, except background and ignored."""
     locations = {}
     for n in range(1, len(recipe.values)):

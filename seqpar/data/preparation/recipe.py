@@ -11,6 +11,7 @@ import numpy as np
 from seqpar.data.errors import DataError
 from seqpar.data.formats.dataset import Case, Dataset
 from seqpar.data.formats.joined_labels import Joins
+from seqpar.data.formats.nnunet_plans import ImagePlan
 from seqpar.data.volumes import read_geometry
 
 _CLIP = re.compile(r"clip\b", re.IGNORECASE)
@@ -29,6 +30,7 @@ class PrepareSettings:
     - ``crop_to``: the sides that volumes are cut to, in voxels of the files; None: to the nonzero part
     - ``normalise``: by the modalities' names, or each over its whole volume
     - ``cut_labels``: whether ``crop_to`` may cut off labelled voxels
+    - ``plan``: nnU-Net's, which then decides crop, normalisation and resampling
     """
 
     spacing: str | tuple[float, float, float] = "source"
@@ -37,13 +39,15 @@ class PrepareSettings:
     crop_to: tuple[int, int, int] | None = None
     normalise: str = BY_NAME
     cut_labels: bool = False
+    plan: ImagePlan | None = None
 
     def described(self) -> dict[str, Any]:
         """Returns the settings as the cache stores them; those added later are omitted if they have no effect."""
         own = {"spacing": self.spacing, "locations": self.locations}
         usual = {"joins": (), "crop_to": None, "normalise": BY_NAME, "cut_labels": False}
         more = {name: getattr(self, name) for name in usual}
-        return own | {name: value for name, value in more.items() if value != usual[name]}
+        planned = {"plan": self.plan.to_json()} if self.plan else {}
+        return own | {name: value for name, value in more.items() if value != usual[name]} | planned
 
     def __post_init__(self) -> None:
         if self.normalise not in NORMALISATIONS:
@@ -85,7 +89,7 @@ class Recipe:
     """What is done to each case, in training and in prediction."""
 
     modalities: tuple[str, ...]
-    schemes: tuple[str, ...]  # per modality: "zscore", "ct", "clip", "volume" or "none"
+    schemes: tuple[str, ...]  # per modality: "zscore", "ct", "clip", "volume" or "none"; a plan's own names
     intensities: tuple[Intensity | None, ...]  # per modality, for "ct" and "clip"
     spacing: tuple[float, float, float] | None  # None: each case keeps its own
     values: tuple[int, ...]  # the file's label for each class id, the ignore label last
@@ -94,6 +98,7 @@ class Recipe:
     joined: tuple[tuple[int, int], ...] = ()  # values in the files that are read as another value
     crop_to: tuple[int, ...] | None = None
     cut_labels: bool = field(default=False, compare=False)
+    plan: ImagePlan | None = None  # nnU-Net's, if data are prepared by one
 
     @property
     def ignore_id(self) -> int | None:
@@ -102,7 +107,8 @@ class Recipe:
 
     def to_json(self) -> dict[str, Any]:
         """Returns what `from_json` reads."""
-        return asdict(self)
+        own = asdict(replace(self, plan=None))
+        return {**own, "plan": self.plan.to_json()} if self.plan else {k: v for k, v in own.items() if k != "plan"}
 
     @staticmethod
     def from_json(value: dict[str, Any]) -> "Recipe":
@@ -112,6 +118,7 @@ class Recipe:
         spacing, crop_to = (value.get(key) and tuple(value[key]) for key in ("spacing", "crop_to"))
         joined = tuple((int(a), int(b)) for a, b in value.get("joined", ()))
         whole = {"intensities": intensities, "spacing": spacing, "crop_to": crop_to, "joined": joined}
+        whole["plan"] = ImagePlan.from_json(value["plan"]) if value.get("plan") else None
         return Recipe(**{**value, **lists, **whole})
 
 
@@ -149,6 +156,14 @@ def needs_survey(dataset: Dataset, settings: PrepareSettings) -> bool:
 
 def _schemes(dataset: Dataset, settings: PrepareSettings) -> tuple[str, ...]:
     """Returns how to normalise each modality."""
+    if settings.plan is not None:
+        if len(settings.plan.schemes) != len(dataset.modalities):
+            raise DataError(
+                dataset.root,
+                f"has {len(dataset.modalities)} channels ({', '.join(dataset.modalities)}), and nnU-Net's plan "
+                f"normalises {len(settings.plan.schemes)}: take data with as many, or add --prepare own",
+            )
+        return settings.plan.schemes
     by_name = schemes_of(dataset.modalities)
     return by_name if settings.normalise == BY_NAME else (BY_VOLUME,) * len(by_name)
 
@@ -170,6 +185,7 @@ def draft_recipe(dataset: Dataset, settings: PrepareSettings) -> Recipe:
         joined=tuple(sorted(dataset.joined.items())),
         crop_to=settings.crop_to,
         cut_labels=settings.cut_labels,
+        plan=settings.plan,
     )
 
 

@@ -8,12 +8,12 @@ from seqpar.data.errors import DataError
 from seqpar.data.formats.dataset import Case, Dataset
 from seqpar.data.preparation.cache import read_record
 from seqpar.data.preparation.cache_index import files_of, sources_of
-from seqpar.data.preparation.prepare_dataset import default_workers, labelled, nothing_to_learn
-from seqpar.data.preparation.prepared_case import prepare_case
+from seqpar.data.preparation.preparation import prepare_case
+from seqpar.data.preparation.prepare_dataset import faults_of_headers, labelled, nothing_to_learn
 from seqpar.data.preparation.recipe import PrepareSettings, Recipe
 from seqpar.data.preparation.recipe_survey import case_lost_error, decide_recipe
 from seqpar.data.volumes import digest_file
-from seqpar.data.workers import Progress, ReportProgress, WorkerDied, map_in_processes, no_progress
+from seqpar.data.workers import Progress, ReportProgress, WorkerDied, default_workers, map_in_processes, no_progress
 
 
 def check_sources(
@@ -28,7 +28,11 @@ def check_sources(
     A case of the cache in ``out`` is not prepared again if its files still have the same bytes.
     """
     workers = default_workers() if workers is None else workers
-    total, done, faults, has_foreground = len(dataset.cases), 0, list[DataError](), False
+    broken = faults_of_headers(dataset, workers, progress)
+    faults, total = list(broken.values()), len(dataset.cases) - len(broken)
+    if total == 0:
+        return sorted(faults, key=lambda fault: fault.path)
+    dataset, done, has_foreground = dataset.without(broken), 0, False
     try:
         recipe, was_surveyed = decide_recipe(dataset, out, settings, workers, progress, keep=False)
     except DataError as error:

@@ -7,7 +7,9 @@
   const get = (id) => document.getElementById(id);
   const NAMES = ["sagittal", "coronal", "axial"];
   const ACROSS = [[1, 2], [0, 2], [0, 1]]; // of each plane: the directions that lie across and upwards
-  const LOOK = ["window", "level", "zoom", "fill", "lines"];
+  const LOOK = ["window", "level", "zoom", "fill", "lines", "heat"];
+  const HEATS = (told.heat_colours || []).map((text) => [1, 3, 5].map((at) => parseInt(text.slice(at, at + 2), 16)));
+  const PRESETS = { brain: [80, 40], "soft tissue": [400, 40], lung: [1500, -600], bone: [1800, 400] }; // in HU
   const state = { case: 0, modality: "", at: [0, 0, 0], volumes: {}, turn: 0 };
   const current = () => told.cases[state.case];
 
@@ -91,16 +93,57 @@
     return { left, top: place(shape[y] - 1 - state.at[y], height, shape[y]), width, height };
   }
 
-  function greys(dim) { // a picture of the plane, window and level applied
+  function heatOf(value) { // the colour of a value from 0 to 255
+    const at = (value / 255) * (HEATS.length - 1), below = Math.min(Math.floor(at), HEATS.length - 2), part = at - below;
+    return HEATS[below].map((one, n) => one + (HEATS[below + 1][n] - one) * part);
+  }
+
+  function range() { // what black and white are in the files' numbers
+    return current().ranges[state.modality];
+  }
+
+  const inFile = (grey) => range()[0] + (grey / 255) * (range()[1] - range()[0]);
+
+  function format(value) { // in the digits that the grey levels have
+    const digits = Math.max(0, Math.ceil(-Math.log10((range()[1] - range()[0]) / 255)));
+    return value.toFixed(Math.min(digits, 6)).replace("-", "−");
+  }
+
+  function fillPresets() { // of CT by Hounsfield units; others begin with all of their greys
+    const options = [new Option("automatic", "")];
+    if (current().unit === "HU" && range())
+      for (const [name, [width, level]] of Object.entries(PRESETS)) {
+        const [low, high] = range(), seen = Math.min(high, level + width / 2) - Math.max(low, level - width / 2);
+        const option = new Option(`${name} (W ${width}, L ${String(level).replace("-", "−")})`, name);
+        option.disabled = seen < width / 2;
+        if (option.disabled) option.text = `${name}: the image keeps ${format(low)} to ${format(high)} HU`;
+        options.push(option);
+      }
+    get("preset").replaceChildren(...options);
+    get("preset").parentElement.hidden = options.length < 2;
+  }
+
+  function usePreset(name) {
+    const [low, high] = range() || [0, 255], [width, level] = PRESETS[name] || [high - low, (low + high) / 2];
+    const grey = 255 / (high - low);
+    get("window").max = Math.max(255, Math.round(width * grey));
+    get("window").value = Math.round(width * grey);
+    get("level").value = PRESETS[name] ? Math.round((level - low) * grey) : get("level").defaultValue;
+    drawAll();
+  }
+
+  function greys(dim) { // a picture of the plane, window and level applied, and the map over it
     const [x, y] = ACROSS[dim], { shape } = current();
     const small = document.createElement("canvas");
     small.width = shape[x];
     small.height = shape[y];
     const pixels = new ImageData(small.width, small.height), values = state.volumes.image && plane(state.volumes.image, dim);
     const low = look("level") - 0.5 - look("window") / 2, times = 255 / look("window");
+    const heat = state.volumes.heat && plane(state.volumes.heat, dim), strength = look("heat") / 100;
     for (let n = 0; n < small.width * small.height; n++) {
-      const grey = values ? Math.round((values[n] - low) * times) : 0; // clamped by the array
-      pixels.data.set([grey, grey, grey, 255], 4 * n);
+      const grey = values ? Math.min(Math.max(Math.round((values[n] - low) * times), 0), 255) : 0;
+      const part = heat ? (strength * heat[n]) / 255 : 0, over = part ? heatOf(heat[n]) : [0, 0, 0];
+      pixels.data.set([...over.map((one) => Math.round(grey + (one - grey) * part)), 255], 4 * n);
     }
     small.getContext("2d").putImageData(pixels, 0, 0);
     return small;
@@ -177,6 +220,8 @@
     parts.truth = Number(get("truth").checked);
     parts.prediction = Number(get("prediction").checked);
     parts.look = LOOK.map(look).join(",");
+    const unit = current().unit ? ` ${current().unit}` : "", width = (inFileWidth) => format(inFile(inFileWidth) - inFile(0));
+    get("look").textContent = range() ? `Window ${width(look("window"))}${unit}, level ${format(inFile(look("level")))}${unit}.` : "";
     try {
       history.replaceState(null, "", "#" + new URLSearchParams(parts));
     } catch { /* a page without an address cannot remember its place */ }
@@ -185,6 +230,19 @@
   function move(dim, to) {
     state.at[dim] = Math.min(Math.max(to, 0), current().shape[dim] - 1);
     drawAll();
+  }
+
+  function valueAt(voxel) { // what the image, the labels and the map have at a voxel, in words
+    const { shape, unit } = current(), n = (voxel[2] * shape[1] + voxel[1]) * shape[0] + voxel[0];
+    const { image, truth, prediction, heat } = state.volumes, words = [];
+    if (image && range()) {
+      const ends = image[n] === 0 ? "≤ " : image[n] === 255 ? "≥ " : "≈ ";
+      words.push(`${state.modality} ${ends}${format(inFile(image[n]))}${unit ? ` ${unit}` : ""}`);
+    }
+    const name = (number) => (number ? told.labels[number - 1].name : "none");
+    if (told.labels.length) words.push(`truth: ${name(truth[n])}`, `prediction: ${name(prediction[n])}`);
+    if (heat) words.push(`map ${(heat[n] / 255).toFixed(2)}`);
+    return words.join(" · ");
   }
 
   function fullest(entry, volume) { // per direction the slice that holds most of a label
@@ -205,12 +263,12 @@
     viewer.setAttribute("aria-busy", "true");
     const chosen = entry.modalities.includes(modality) ? modality : entry.favourite;
     const number = entry.modalities.indexOf(chosen);
-    const sheets = [number < 0 ? null : entry.images[number], entry.truth, entry.prediction];
-    const [image, truth, prediction] = await Promise.all(sheets.map((sheet) => sheet && decode(sheet, entry)));
+    const sheets = [number < 0 ? null : entry.images[number], entry.truth, entry.prediction, entry.heat];
+    const [image, truth, prediction, heat] = await Promise.all(sheets.map((sheet) => sheet && decode(sheet, entry)));
     if (turn !== state.turn) return; // another case was chosen meanwhile
-    Object.assign(state, { case: index, modality: chosen, volumes: { image, truth, prediction } });
+    Object.assign(state, { case: index, modality: chosen, volumes: { image, truth, prediction, heat } });
     const middle = entry.shape.map((side) => side >> 1);
-    state.at = at || fullest(entry, truth) || fullest(entry, prediction) || middle;
+    state.at = at || entry.at || fullest(entry, truth) || fullest(entry, prediction) || middle;
     state.at = state.at.map((n, dim) => Math.min(Math.max(n, 0), entry.shape[dim] - 1));
     get("modality").replaceChildren(...entry.modalities.map((name) => new Option(name)));
     get("modality").value = chosen;
@@ -219,6 +277,7 @@
     const [w, d] = entry.shape.map((side, dim) => side * entry.spacing[dim]);
     get("planes").style.gridTemplateColumns = `${d}fr ${w}fr ${w}fr`; // as many pixels to a mm in each plane
     entry.shape.forEach((side, dim) => (get("slice-" + dim).max = side - 1));
+    fillPresets();
     drawAll();
     viewer.setAttribute("aria-busy", "false");
   }
@@ -244,12 +303,24 @@
       event.preventDefault();
       move(dim, state.at[dim] + by);
     });
-    canvas.addEventListener("click", (event) => {
+    const voxelAt = (event) => { // the voxel of the plane under the cursor
       const [x, y] = ACROSS[dim], { shape } = current(), box = canvas.getBoundingClientRect(), seen = region(dim);
       const right = Math.floor(seen.left + ((event.clientX - box.left) / box.width) * seen.width);
       const down = Math.floor(seen.top + ((event.clientY - box.top) / box.height) * seen.height);
-      state.at[x] = across(Math.min(Math.max(right, 0), shape[x] - 1), shape[x]);
-      move(y, shape[y] - 1 - down);
+      const voxel = [...state.at];
+      voxel[x] = across(Math.min(Math.max(right, 0), shape[x] - 1), shape[x]);
+      voxel[y] = Math.min(Math.max(shape[y] - 1 - down, 0), shape[y] - 1);
+      return voxel;
+    };
+    canvas.addEventListener("click", (event) => {
+      state.at = voxelAt(event);
+      drawAll();
+    });
+    canvas.addEventListener("mousemove", (event) => {
+      get("value").textContent = valueAt(voxelAt(event));
+    });
+    canvas.addEventListener("mouseleave", () => {
+      get("value").textContent = get("value").dataset.idle;
     });
     get("slice-" + dim).addEventListener("input", (event) => move(dim, Number(event.target.value)));
   });
@@ -262,9 +333,13 @@
   for (const id of ["truth", "prediction"]) get(id).addEventListener("change", drawAll);
   for (const id of LOOK) get(id).addEventListener("input", drawAll);
   get("reset").addEventListener("click", () => {
+    get("preset").value = "";
+    get("window").max = 255;
     for (const id of LOOK) get(id).value = get(id).defaultValue;
     drawAll();
   });
+  get("preset").addEventListener("change", (event) => usePreset(event.target.value));
+  get("value").dataset.idle = get("value").textContent;
   get("case").addEventListener("change", (event) => open(event.target.selectedIndex, state.modality));
   get("modality").addEventListener("change", (event) => open(state.case, event.target.value, state.at));
   window.addEventListener("resize", drawAll);

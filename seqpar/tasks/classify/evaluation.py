@@ -17,9 +17,9 @@ from seqpar.tasks.classify.scores import (
     class_lines,
     class_summary,
     find_table,
-    missing_cases,
     read_class_table,
     read_truth,
+    unknown_cases,
 )
 
 
@@ -27,7 +27,7 @@ class ClassEvaluation(CaseEvaluation):
     """Scores the tables of predict's folders, and of runs, which stand for their last validation."""
 
     words = (
-        "(in brackets: 95 % of 1000 draws of the cases, as many of each class; AUC: mean of each class against the "
+        "(in brackets: 95 % bootstrap interval, stratified by class; AUC: mean over classes of each class against the "
         "others)"
     )
 
@@ -47,18 +47,20 @@ class ClassEvaluation(CaseEvaluation):
             table = table.of([case for case in table.cases if self._is_scored(case)])
             is_run = path.parent.name == "validation" and path.parent.parent == named
             files = output_files(None if is_run else named, options.json, options.csv)
-            jobs.append(ScoringJob(str(named), table, files, missing_cases(table, self.truth, path, is_run)))
+            missing = [] if is_run else sorted(self.truth.keys() - set(table.cases))
+            jobs.append(ScoringJob(str(named), table, files, unknown_cases(table, self.truth, path), missing))
         return jobs
 
     def score(self, job: ScoringJob) -> ScoredPrediction | None:
         content = class_summary(job.cases, self.truth, Path(job.name))
         accuracy, auc = content["scores"]["accuracy"], content["scores"]["AUC"]
+        left_out = {"faults": list(map(str, job.faults)), "missing": list(job.missing)}
         return ScoredPrediction(
             job.name,
             job.cases,
             "\n".join([f"{content['cases']} cases", *class_lines(content)]),
             f"cases {content['cases']}: accuracy {accuracy:.4f}, AUC {auc:.4f}",
-            {"json": as_json(content | {"faults": list(map(str, job.faults))}), "csv": _csv_text(content)},
+            {"json": as_json(content | left_out), "csv": _csv_text(content)},
         )
 
     def compare(self, scored: Sequence[ScoredPrediction]) -> str:
@@ -86,7 +88,7 @@ class ClassEvaluation(CaseEvaluation):
             scores[name] = content["scores"]["balanced accuracy"]
         ranked = sorted(scores, key=lambda name: -scores[name])
         listed = ", ".join(f"{name} {scores[name]:.4f}" for name in ranked)
-        return f"balanced accuracy over the {len(common)} cases that all have: {listed}"
+        return f"balanced accuracy over the {len(common)} cases that all tables have: {listed}"
 
 
 def _csv_text(content: Mapping[str, Any]) -> str:

@@ -4,24 +4,35 @@ import argparse
 import base64
 import json
 import tempfile
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from seqpar.data.boxes import crop
 from seqpar.data.errors import DataError
+from seqpar.data.formats.class_lists import read_class_dataset
+from seqpar.data.geometry import to_canonical
 from seqpar.data.preparation.cache import open_cache
-from seqpar.report.curves import PLAIN, Diagram, Line, number
-from seqpar.report.pictures import draw_evidence
+from seqpar.data.preparation.transforms import resample
+from seqpar.data.volumes import read_volume
+from seqpar.report.cases import BUDGET, CaseSection, ShownCase, grey_images, viewer_section
+from seqpar.report.curves import GREY, INK, Diagram, Line, LineStyle, number
+from seqpar.report.images import FoundImage, Images, find_images, recipe_of
+from seqpar.report.pictures import body_of, draw_evidence, evidence_planes
+from seqpar.report.planes import colours_of
 from seqpar.report.plots import Chart, draw_charts
-from seqpar.report.record import RunRecord
+from seqpar.report.record import RunRecord, best_step, seen_in_training
 from seqpar.report.run_page import FinishedPage, is_neurological, render_run, try_reading
 from seqpar.report.several_runs import Comparison, read_all
 from seqpar.report.tables import HeadlineTile, Score, Table, TableHead, TableRow
-from seqpar.scores.class_scores import calibration, roc_points
-from seqpar.tasks.classify.scores import EXPLANATIONS, TABLE, class_summary, missing_cases, read_class_table, read_truth
+from seqpar.scores.class_scores import calibration, positive_class, roc_points
+from seqpar.scores.comparison import FEW, TOO_FEW
+from seqpar.scores.label_files import missing_line
+from seqpar.tasks.classify.scores import EXPLANATIONS, TABLE, class_summary, read_class_table, read_truth, unknown_cases
+from seqpar.text import quantity
 
 FOLDER = Path(__file__).parent
 
@@ -31,14 +42,16 @@ Summary = Mapping[str, Any]
 def read_class_scores(record: RunRecord, truth: Path | None = None, prediction: Path | None = None) -> Summary:
     """Returns the scores of a folder that predict wrote, else those of the run's last validation.
 
-    The folder's have ``faults``, of cases that lack a prediction or a true class. Raises DataError if there are no
-    scores.
+    The folder's have ``faults``, of cases that lack a true class, and ``missing``, the cases without a prediction.
+    Raises DataError if there are no scores.
     """
     if truth is not None and prediction is not None:
         path = prediction / TABLE
         table, classes = read_class_table(path), read_truth(truth)
-        faults = [str(fault) for fault in missing_cases(table, classes, path)]
-        return class_summary(table, classes, path) | {"source": f"{prediction} against {truth}", "faults": faults}
+        faults = [str(fault) for fault in unknown_cases(table, classes, path)]
+        missing = sorted(classes.keys() - set(table.cases))
+        own = {"source": f"{prediction} against {truth}", "faults": faults, "missing": missing}
+        return class_summary(table, classes, path) | own
     path = record.path / "validation" / "summary.json"
     try:
         content = dict(json.loads(path.read_text()))
@@ -69,16 +82,38 @@ def class_page(options: argparse.Namespace, record: RunRecord) -> FinishedPage:
     if options.neurological is not None and explained and explained.is_dir():
         flag = "--neurological" if options.neurological else "--no-neurological"
         raise ValueError(f"{flag} would do nothing: {explained} has pictures as predict drew them: remove it")
-    if options.truth is not None:
+    is_other = options.truth is not None
+    if is_other:
         summary = read_class_scores(record, options.truth, options.prediction)
     else:
         summary = try_reading(lambda: read_class_scores(record), gaps)
     if summary and options.cases:
         neurological = is_neurological(options.neurological, record)
         cases = pictured_cases(record, summary, options.cases, explained, neurological, gaps)
-    faults = summary["faults"] if summary and options.truth is not None else ()
-    text = render_run(FOLDER, record, gaps, faults, cases=cases, scores=_scores(summary) if summary else None)
-    return FinishedPage(text, "", faults)
+    faults = summary["faults"] if summary and is_other else ()
+    cautions = _cautions(record, summary, options.truth) if summary and is_other else []
+    scores = _scores(summary, options.positive, "" if is_other else step_sentence(summary, record)) if summary else None
+    viewer = None
+    if summary and cases:
+        names = [case.name for case in cases]
+        viewer = class_viewer(record, names, explained, options.truth, is_neurological(options.neurological, record))
+    text = render_run(FOLDER, record, gaps, faults, cautions, cases=cases, scores=scores, viewer=viewer)
+    return FinishedPage(text, "", faults, cautions)
+
+
+def _cautions(record: RunRecord, summary: Summary, truth: Path) -> list[str]:
+    """Returns what a reader of the scores of other cases should know first."""
+
+    def images_at(path: str | Path) -> dict[str, Path]:
+        return {case.id: case.images[0] for case in read_class_dataset(path).cases}
+
+    try:
+        known = images_at(truth)
+    except (DataError, ValueError):
+        known = {}  # a table alone
+    scored = {case["case"]: known.get(case["case"]) for case in summary["metric_per_case"]}
+    lines = seen_in_training(record, scored, lambda: images_at(record.config["data"]))
+    return [*filter(None, [missing_line(summary["missing"])]), *lines]
 
 
 @dataclass(frozen=True)
@@ -87,11 +122,27 @@ class _Scores:
     classes: Table
     confusion: Table
     charts: list[Chart]
+    step: str
 
 
-def _scores(summary: Summary) -> _Scores:
-    charts = draw_charts([*roc_diagrams(summary), calibration_diagram(summary)], width=500)
-    return _Scores(headline(summary), classes_table(summary), confusion_table(summary), charts)
+def _scores(summary: Summary, positive: str | None, step: str) -> _Scores:
+    charts = draw_charts([*roc_diagrams(summary, positive), calibration_diagram(summary)], width=500)
+    return _Scores(headline(summary), classes_table(summary), confusion_table(summary), charts, step)
+
+
+def step_sentence(summary: Summary, record: RunRecord) -> str:
+    """Returns which step the scores of a run are of, and whether predict takes the weights of that step."""
+    own, best = summary.get("step"), best_step(record)
+    if not own or not best:
+        return ""
+    if own == best:
+        return f"After step {own:,}, the best validation, whose weights predict uses."
+    scores: dict[str, Any] = next(
+        (dict(row.get("scores", {})) for row in record.held_out if row.get("step") == best), {}
+    )
+    value = Score(number(scores.get("balanced accuracy")), 3).text
+    last = f"After step {own:,}, the last one."
+    return f"{last} Predict uses the weights of step {best:,}, whose balanced accuracy was {value}."
 
 
 def headline(summary: Summary) -> list[HeadlineTile]:
@@ -100,6 +151,8 @@ def headline(summary: Summary) -> list[HeadlineTile]:
     for name, value in summary["scores"].items():
         low_high = summary["intervals"].get(name) or ()
         range_text = f"{low_high[0]:.3f} – {low_high[1]:.3f}, " if low_high else ""
+        if summary["cases"] < FEW:
+            range_text = f"{TOO_FEW}, "
         tiles.append(HeadlineTile(name, Score(number(value), 3), f"{range_text}n = {summary['cases']}"))
     return tiles
 
@@ -112,15 +165,15 @@ def classes_table(summary: Summary) -> Table:
         for name, row in summary["classes"].items()
     ]
     heads = list(map(TableHead, ("Class", "Cases", "Sensitivity", "Specificity", "AUC")))
-    note = f"Scores of {summary['cases']} cases: {summary['source']}. Each class against all others."
+    note = f"Scores of {quantity(summary['cases'], 'case')}: {summary['source']}. Each class against all others."
     return Table("metrics", heads, rows, "class", note)
 
 
 def confusion_table(summary: Summary) -> Table:
-    """Returns how many cases of each class were given each class."""
+    """Returns how many cases of each class were predicted as each class."""
     names = summary["names"]
     rows = [TableRow(n, [Score(count, 0) for count in counts]) for n, counts in zip(names, summary["confusion"])]
-    return Table("confusion", list(map(TableHead, ("truth, and what was given", *names))), rows)
+    return Table("confusion", [TableHead("True class"), TableHead("Predicted as", tuple(names))], rows)
 
 
 def _arrays(summary: Summary) -> tuple[np.ndarray, np.ndarray]:
@@ -130,25 +183,35 @@ def _arrays(summary: Summary) -> tuple[np.ndarray, np.ndarray]:
     return truth, np.array([case["probabilities"] for case in cases], float)
 
 
-def roc_diagrams(summary: Summary) -> list[Diagram]:
-    """Returns the ROC curves, one a class; of two classes the last one's, as they mirror each other."""
-    truth, probabilities = _arrays(summary)
-    lines = [Line("by chance (dashed)", (0.0, 1.0), [(0.0, 1.0)], dashed=True)]
-    for at, name in list(enumerate(summary["names"]))[1 if len(summary["names"]) == 2 else 0 :]:
+CHANCE = LineStyle(GREY, "--")
+
+
+def roc_diagrams(summary: Summary, positive: str | None = None) -> list[Diagram]:
+    """Returns the ROC curves, one for each class; of two classes that of the positive one, as they mirror each other.
+
+    - ``positive``: the class whose curve is drawn; None: of two classes the one that is not called healthy
+    """
+    (truth, probabilities), names = _arrays(summary), list(summary["names"])
+    shown = [positive_class(names, positive)] if positive is not None or len(names) == 2 else range(len(names))
+    lines, colours = [Line("chance", (0.0, 1.0), [(0.0, 1.0)], dashed=True)], colours_of(names)
+    for at in shown:
         if 0 < int((truth == at).sum()) < len(truth):
             places, values = roc_points(truth == at, probabilities[:, at])
-            lines.append(Line(f"{name}, AUC {summary['classes'][name]['AUC']:.3f}", places, [values]))
-    diagram = Diagram("ROC: sensitivity", "1 - specificity", lines, low=0.0, high=1.0, styles=PLAIN)
+            label = f"{names[at]}, AUC {summary['classes'][names[at]]['AUC']:.3f}"
+            lines.append(Line(label, places, [values], style=1, colour=colours[names[at]]))
+    title = f"ROC of {names[shown[0]]}: sensitivity" if len(shown) == 1 else "ROC: sensitivity"
+    diagram = Diagram(title, "1 − specificity", lines, low=0.0, high=1.0, styles=(CHANCE, LineStyle(INK)))
     return [diagram] if len(lines) > 1 else []
 
 
 def calibration_diagram(summary: Summary) -> Diagram:
-    """Returns the share that is right over the probability of the class that was given."""
+    """Returns the share of correct predictions over the probability of the predicted class."""
     points = calibration(*_arrays(summary))
-    even = Line("as sure as right (dashed)", (0.0, 1.0), [(0.0, 1.0)], dashed=True)
+    even = Line("perfect calibration", (0.0, 1.0), [(0.0, 1.0)], dashed=True)
     own = Line("cases", [given for given, _, _ in points], [[right for _, right, _ in points]], dots=True)
-    title = f"Calibration: share that is right (mean distance {number(summary.get('calibration_error')):.3f})"
-    return Diagram(title, "probability", [even, own], low=0.0, high=1.0, styles=PLAIN)
+    title = f"Calibration: share of correct predictions (mean error {number(summary.get('calibration_error')):.3f})"
+    over = "probability of the predicted class"
+    return Diagram(title, over, [even, own], low=0.0, high=1.0, styles=(CHANCE, LineStyle(INK)))
 
 
 def worst_cases(summary: Summary, count: int) -> list[dict[str, Any]]:
@@ -173,8 +236,9 @@ def pictured_cases(
         except DataError as error:
             gaps.append(f"Case {case['case']} cannot be shown: {error}.")
             continue
-        given = "" if case["class"] == case["truth"] else f", given as {case['class']}"
-        cases.append(WorstCase(case["case"], f"{case['truth']} ({_of_truth(case, summary):.3f}){given}", picture))
+        wrong = "" if case["class"] == case["truth"] else f", predicted as {case['class']}"
+        verdict = f"truth: {case['truth']}, with probability {_of_truth(case, summary):.3f}{wrong}"
+        cases.append(WorstCase(case["case"], verdict, picture))
     return cases
 
 
@@ -192,6 +256,45 @@ def _picture(record: RunRecord, case: str, explained: Path | None, neurological:
         return base64.b64encode(path.read_bytes()).decode()
 
 
+def class_viewer(
+    record: RunRecord, names: Sequence[str], explained: Path | None, truth: Path | None, neurological: bool
+) -> CaseSection | None:
+    """Returns a viewer of cases with their maps; None if no image of theirs is known.
+
+    - ``truth``: a data set with the cases' images; None: the run's own
+    """
+    try:
+        if truth is None:
+            images = find_images(record, None, None, [])
+        else:
+            images = Images(recipe_of(record), None)  # the run's own cases may have the names of these
+            if truth.is_dir():
+                images = replace(find_images(record, truth, None, []), cache=None)
+    except DataError:
+        return None
+    shown = list[ShownCase]()
+    for name in names:
+        try:
+            if (image := images.of(name)) is not None:
+                shown.append(_viewed(name, image, record.dataset["modalities"], explained))
+        except DataError:
+            continue  # its picture is on the page all the same
+    budget = BUDGET // max(1, len(shown))
+    return viewer_section([(case, case.embedded(budget)) for case in shown], (), neurological) if shown else None
+
+
+def _viewed(name: str, image: FoundImage, modalities: Sequence[str], explained: Path | None) -> ShownCase:
+    """Returns a case as the viewer shows it, with the map that predict wrote of it, if there is one."""
+    properties, (pictures, ranges, is_ct) = image.properties, grey_images(image, list(map(str, modalities)))
+    nothing, heat, at = np.zeros(properties.shape, np.uint8), None, None
+    if explained is not None and (path := explained / f"{name}.nii.gz").is_file():
+        volume = read_volume(path)
+        whole = to_canonical(volume.array[0], volume.geometry.orientation)
+        seen = np.clip(resample(crop(whole, properties.box), properties.shape), 0, 1)
+        heat, at = np.rint(255 * seen).astype(np.uint8), evidence_planes(seen, body_of(image.image[0]))
+    return ShownCase(name, pictures, nothing, nothing, properties.spacing, "", ranges, is_ct, heat, at)
+
+
 def compare_classifiers(records: Mapping[str, RunRecord], gaps: list[str]) -> Comparison:
     """Returns the scores of several runs side by side, and how sure each is of each case."""
     summaries = read_all(records, read_class_scores, gaps)
@@ -205,7 +308,7 @@ def _scores_table(summaries: Mapping[str, Summary]) -> Table | str:
         TableRow(kind, [Score(number(summary["scores"].get(kind)), 3) for summary in summaries.values()])
         for kind in kinds
     ]
-    note = "Over the cases that each run has scored; see below for those that all have."
+    note = "Each run's scores are over its own cases; the table below compares the cases that all runs share."
     table = Table("class-scores", list(map(TableHead, ("Score", *summaries))), rows, "class", note)
     return table if rows else "No run has scores of cases."
 

@@ -23,21 +23,26 @@ from seqpar.prediction.case_stream import CasePrediction, Request, record_of_wei
 from seqpar.prediction.prediction_folder import PredictionFolder
 from seqpar.prediction.run_average import EnsembleMember
 from seqpar.prediction.sliding_window import Image
-from seqpar.report.pictures import draw_evidence
+from seqpar.report.pictures import MAPS, draw_evidence
 from seqpar.tasks.classify.explanation import class_logits, explain
 from seqpar.tasks.classify.scores import EXPLANATIONS, TABLE, ClassTable, read_class_table
 from seqpar.text import quantity
 
 
 class PredictionTable(PredictionFolder):
-    """The folder of a table with the probabilities of the cases so far; ``names``: of the classes."""
+    """The folder of a table with the probabilities of the cases so far.
 
-    def __init__(self, folder: Path, names: tuple[str, ...]) -> None:
+    - ``names``: of the classes
+    - ``explains``: whether maps and pictures of where a class is seen are written too
+    """
+
+    def __init__(self, folder: Path, names: tuple[str, ...], explains: bool = False) -> None:
         super().__init__(folder)
-        self.path, self.names, self.rows = folder / TABLE, names, dict[str, np.ndarray]()
+        self.path, self.names, self.explains, self.rows = folder / TABLE, names, explains, dict[str, np.ndarray]()
 
     def files_of(self, cases: Sequence[Case]) -> list[Path]:
-        return [self.path]
+        explained = cases if self.explains else ()
+        return [self.path, *(path for case in explained for path in self.explanation_paths(case))]
 
     def unfinished(self, cases: Sequence[Case], resume: bool, same_settings: bool) -> list[Case]:
         """Keeps the lines of other cases with the same settings; with ``resume`` also those of requested ones."""
@@ -51,8 +56,8 @@ class PredictionTable(PredictionFolder):
             self._write()
         else:
             self.path.unlink(missing_ok=True)
-        for case in left:
-            for path in self.explanation_paths(case):
+        for path in (path for case in left for path in self.explanation_paths(case)):
+            if path.relative_to(self.folder).as_posix() in self.listed:
                 path.unlink(missing_ok=True)
 
     def explanation_paths(self, case: Case) -> tuple[Path, Path]:
@@ -81,10 +86,10 @@ class ClassPrediction(CasePrediction):
 
     def __init__(self, request: Request, members: Sequence[EnsembleMember], mesh: Mesh) -> None:
         super().__init__(request, members, mesh)
-        self.folder = PredictionTable(request.output, self.run.outputs)
         self.way = ""  # in which an explanation is found
         if request.explain_by is not None:
             self.way = cast(Classifier, self.predictors[0].nets[0]).known_way(request.explain_by)
+        self.folder = PredictionTable(request.output, self.run.outputs, bool(self.way))
 
     def record(self) -> dict[str, Any]:
         runs = [record_of_weights(member) | {"precision": member.settings.precision} for member in self.members]
@@ -124,4 +129,5 @@ class ClassPrediction(CasePrediction):
             map_path.parent.mkdir(exist_ok=True)
             source = self.run.preparation.channel_to_source(seen, properties)
             write_volume(map_path, source, properties.geometry, np.float32)
-            draw_evidence(picture_path, title, prepared.image[0], seen, properties.spacing, neurological)
+            about = f"{MAPS[self.way]} map for {self.run.outputs[number]}"
+            draw_evidence(picture_path, title, prepared.image[0], seen, properties.spacing, neurological, about)

@@ -16,6 +16,7 @@ from seqpar.data.errors import DataError
 from seqpar.data.formats import dataset
 from seqpar.data.formats.class_lists import read_class_dataset, read_rows
 from seqpar.scores.class_scores import score_classes
+from seqpar.scores.comparison import FEW, TOO_FEW
 
 TABLE, EXPLANATIONS = "predictions.csv", "explanations"  # in predict's folder
 
@@ -65,7 +66,19 @@ def read_class_table(path: Path) -> ClassTable:
     for row, given in zip(rows, values):
         if not np.isfinite(given).all() or (given < 0).any() or abs(given.sum() - 1) > 1e-3:
             raise DataError(path, f"case {row['case']} has probabilities that do not sum to 1; write it again")
-    return ClassTable(tuple(name[2:-1] for name in columns), tuple(row["case"] for row in rows), values)
+    names = tuple(name[2:-1] for name in columns)
+    for row, given in zip(rows, values):
+        if row["class"] not in names:
+            raise DataError(
+                path, f"case {row['case']} has the class {row['class']}, and the probabilities are of "
+                f"{', '.join(names)}; correct either"
+            )  # fmt: skip
+        if given[names.index(row["class"])] < given.max():
+            raise DataError(
+                path, f"case {row['case']} has the class {row['class']}, and {names[int(given.argmax())]} is more "
+                "probable; correct either"
+            )  # fmt: skip
+    return ClassTable(names, tuple(row["case"] for row in rows), values)
 
 
 def class_summary(table: ClassTable, truth: Mapping[str, str], path: Path) -> dict[str, Any]:
@@ -116,10 +129,11 @@ def class_lines(content: Mapping[str, Any]) -> list[str]:
     for name, value in content["scores"].items():
         low_high = content["intervals"][name]
         sure = f"  ({number(low_high[0])} to {number(low_high[1])})" if low_high else ""
+        sure = f"  ({TOO_FEW})" if content["cases"] < FEW else sure
         lines.append(f"  {name:17} {number(value)}{sure}")
     width = max(len(name) for name in (*content["names"], "class"))
     lines.append(
-        f"  {'class':{width}}  cases  sensitivity  specificity  AUC    given as: {', '.join(content['names'])}"
+        f"  {'class':{width}}  cases  sensitivity  specificity  AUC    predicted as: {', '.join(content['names'])}"
     )
     for name, row, counts in zip(content["names"], content["classes"].values(), content["confusion"]):
         cells = f"{number(row['sensitivity']):>11}  {number(row['specificity']):>11}  {number(row['AUC'])}"
@@ -138,12 +152,10 @@ def read_truth(path: Path) -> dict[str, str]:
     return {case: classes.names[number] for case, number in classes.numbers.items()}
 
 
-def missing_cases(table: ClassTable, classes: Mapping[str, str], path: Path, is_run: bool = False) -> list[DataError]:
-    """Returns what is wrong with cases that lack a prediction, or a true class; a run predicts only some.
+def unknown_cases(table: ClassTable, classes: Mapping[str, str], path: Path) -> list[DataError]:
+    """Returns an error for each case of a table that has no true class.
 
     - ``classes``: the true class of each case by name; ``path``: of the table
     """
-    lacking = [] if is_run else sorted(classes.keys() - set(table.cases))
-    faults = [DataError(path, f"has no line for case {case}; predict it too") for case in lacking]
     unknown = sorted(set(table.cases) - classes.keys())
-    return faults + [DataError(path, f"has case {case}, whose true class is not known; add it") for case in unknown]
+    return [DataError(path, f"has case {case}, whose true class is not known; add it") for case in unknown]

@@ -63,7 +63,7 @@ class ClassValidation(CaseValidation):
                 write_output(folder / "summary.json", as_json(summary))
             except DataError as error:
                 lines.append(f"warning: {error}")
-        journal.attempt(lambda: draw_scores(journal.path.parent / "validation.png", summary))
+        journal.attempt(lambda: draw_scores(journal.path.parent / "validation.png", summary, journal.steps_done))
         best = summary["scores"]["balanced accuracy"]
         return ValidationResult(row, "\n".join(lines), best, {})
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from seqpar.runs.metrics_tail import SCORES
+from seqpar.runs.run_folder import read_config
 from seqpar.tasks.task import Task
 from seqpar.terminal import next_command
 
@@ -22,6 +24,33 @@ if TYPE_CHECKING:
     from seqpar.settings.config import Config
     from seqpar.tasks.pretrain.validation import MaskedValidation
     from seqpar.tasks.training_data import TrainingData
+
+
+LABELLED = "LABELLED"  # stands for a data set in a command
+PARTNERS = {"mae": "modern", "mae-laptop": "laptop", "mae-debug": "debug", "auto": "modern"}  # presets for labels
+WITH_ENCODER = ("tile", "patch", "spacing", "seqpar")  # and the settings of the network
+
+
+def flags_of_training(out: Path) -> list[str]:
+    """Returns the flags that train on labels from the encoder in a run folder: a preset, and what differs from it."""
+    from seqpar.settings.config import SETTINGS, Config
+    from seqpar.settings.network_settings import NetworkSettings
+    from seqpar.settings.presets import PRESETS
+    from seqpar.settings.rules import as_typed, setting_applies
+
+    content = read_config(out)
+    own, preset = Config.from_dict(content["config"]), content.get("preset", "")
+    preset = PARTNERS.get(preset, preset if preset in PRESETS else "modern")
+    other = replace(PRESETS[preset](), task="segment")
+    names = [f.name for f in fields(NetworkSettings) if {"pretrain", "segment"} <= set(SETTINGS[f.name].tasks)]
+    flags = ["--preset", preset, "--weights", str(out)]
+    if own.data:
+        flags += ["--data", own.data if any(content["dataset"]["labels"].values()) else LABELLED]
+    for name in (*WITH_ENCODER, *names):
+        value = getattr(own, name)
+        if value != getattr(other, name) and setting_applies(own, name) and name not in ("dropout", "drop_path"):
+            flags += as_typed(name, value).split()
+    return flags
 
 
 class Pretraining(Task):
@@ -68,7 +97,13 @@ class Pretraining(Task):
         return MaskedValidation(config, mesh, data, loss, refuse_taken_over)
 
     def next_lines(self, out: Path) -> list[str]:
-        return [f"next: {next_command('train', '--weights', out)}", f"next: {next_command('report', out)}"]
+        line, note = next_command("train", *flags_of_training(out)), ""
+        if LABELLED in line:
+            note = f"  ({LABELLED}: a data set with labels)"
+        return [
+            f"next: {line}{note}",
+            f"next: {next_command('report', out)}  (curves, errors and pictures on one page)",
+        ]
 
     def page(self, options: argparse.Namespace, record: RunRecord) -> FinishedPage:
         from seqpar.tasks.pretrain.page import pretraining_page

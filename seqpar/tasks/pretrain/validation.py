@@ -1,7 +1,8 @@
 """Measures the error of what is hidden in each held-out case and draws pictures of it."""
 
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,29 +20,35 @@ from seqpar.models.network import Network, autocast
 from seqpar.parallel.collectives import all_gather, all_reduce
 from seqpar.report.pictures import mark_sides
 from seqpar.report.planes import best_modality, orientation_text, plane_of, sides
-from seqpar.report.plots import make_figure, save_figure
+from seqpar.report.plots import escape_mathtext, make_figure, save_figure
 from seqpar.runs.journal import Journal
+from seqpar.runs.metrics_tail import score_of_error
 from seqpar.tasks.case_validation import NUM_PICTURED, CaseValidation, ValidationResult
 from seqpar.text import quantity
 from seqpar.vit.dropout import DropoutKey
 
-COLUMNS = ("image", "masked", "rebuilt", "difference")
+COLUMNS = ("image", "what the encoder saw", "rebuilt", "rebuilt − image")
 AXIAL = 2
 
 
 @dataclass(frozen=True)
 class RebuiltTile:
-    """A tile ``W D H`` of a case, the same with its hidden patches rebuilt, and which voxels were hidden."""
+    """A tile ``W D H`` of a case, the same with its hidden patches rebuilt, and which voxels were hidden.
+
+    ``error``, ``error_of_mean``: over all channels, of what was rebuilt and of the mean intensity in its place
+    """
 
     name: str
     image: NDArray[Any]
     rebuilt: NDArray[Any]
     hidden: NDArray[np.bool_]
     spacing: tuple[float, ...]
+    error: float = math.nan
+    error_of_mean: float = math.nan
 
 
 def draw_tiles(path: Path, tiles: Sequence[RebuiltTile], neurological: bool) -> None:
-    """Draws a row of four pictures of each tile: image, masked, rebuilt, difference.
+    """Draws a row of four pictures of each tile: image, what the encoder saw, rebuilt, and the difference.
 
     - ``neurological``: the patient's left is on the left of a picture, and not on the right
     """
@@ -60,14 +67,19 @@ def figure_of_tiles(tiles: Sequence[RebuiltTile], neurological: bool) -> Any:
         volumes = (tile.image, masked, tile.rebuilt, tile.rebuilt - tile.image)
         for name, volume, panel in zip(COLUMNS, volumes, row):
             plane, reach = plane_of(volume, AXIAL, at, neurological), max(high - low, 1e-6)
-            if name == "difference":
-                panel.imshow(plane, cmap="RdBu_r", vmin=-reach / 2, vmax=reach / 2, aspect=aspect)
+            if name == COLUMNS[-1]:
+                shown = panel.imshow(plane, cmap="RdBu_r", vmin=-reach / 2, vmax=reach / 2, aspect=aspect)
+                bar = figure.colorbar(shown, ax=panel, fraction=0.046, pad=0.02, format="{x:+.3g}")
+                bar.ax.tick_params(labelsize=7)
             else:
                 panel.imshow(plane, cmap="gray", vmin=low, vmax=low + reach, aspect=aspect)
             mark_sides(panel, sides(neurological)[AXIAL])
             panel.set_xticks([])
             panel.set_yticks([])
-            panel.set_title(f"{tile.name}  {name}" if name == COLUMNS[0] else name, fontsize=9)
+            title = f"{escape_mathtext(tile.name)}: {name}" if name == COLUMNS[0] else name
+            if name == COLUMNS[2] and not math.isnan(tile.error):
+                title += f": error {tile.error:.3f}\nof the mean intensity {tile.error_of_mean:.3f}"
+            panel.set_title(title, fontsize=9)
     return figure
 
 
@@ -95,43 +107,57 @@ class MaskedValidation(CaseValidation):
         """Returns the result, None where all ranks leave before its end; the last one's pictures stay."""
         net.eval()
         tiles = list[RebuiltTile]()
-        mean = self._mean(net, journal, stopper, tiles)
+        means = self._means(net, journal, stopper, tiles)
         net.train()
-        if mean is None:
+        if means is None:
             return None
+        mean, of_mean = means
         self.refuse_taken_over()
         picture = journal.path.parent / "validation.png"
         if tiles:
             journal.attempt(lambda: draw_tiles(picture, tiles, self.config.neurological))
         text = (
-            f"validation on {quantity(len(self.ids), 'held-out case')}: mean squared error of what is hidden {mean:.4f}"
+            f"validation on {quantity(len(self.ids), 'held-out case')}: mean squared error of hidden voxels {mean:.4f} "
+            f"(of the mean intensity in their place {of_mean:.4f})"
         )
-        # the lower the error, the higher the score
-        return ValidationResult({"loss": mean, "cases": len(self.ids)}, text, 1 / (1 + mean), {})
+        row = {"loss": mean, "error_of_mean": of_mean, "cases": len(self.ids)}
+        return ValidationResult(row, text, score_of_error(mean), {})
 
-    def _mean(self, net: Network, journal: Journal, stopper: StopRequest, tiles: list[RebuiltTile]) -> float | None:
-        """Returns the mean loss, None where all ranks leave; adds what the first rank pictures to ``tiles``."""
-        data, total = self.mesh.data, torch.zeros((), dtype=torch.float64, device=self.mesh.device)
+    def _means(
+        self, net: Network, journal: Journal, stopper: StopRequest, tiles: list[RebuiltTile]
+    ) -> tuple[float, float] | None:
+        """Returns the mean loss and that of the mean intensity, None if all ranks leave.
+
+        - ``tiles``: gets what the first rank pictures
+        """
+        data, total = self.mesh.data, torch.zeros(2, dtype=torch.float64, device=self.mesh.device)
         for first in self.turns(journal, stopper):
             if first is None:
                 return None
             number = first + data.index
             if number < len(self.ids):
                 total += self._case(net, number, tiles if first < NUM_PICTURED * data.size else None)
-        return float(all_reduce(total, data)) / len(self.ids)
+        mean, of_mean = (all_reduce(total, data) / len(self.ids)).tolist()
+        return mean, of_mean
 
     @torch.no_grad()
     def _case(self, net: Network, number: int, tiles: list[RebuiltTile] | None) -> Tensor:
-        """Returns the loss of a case's tile, whose picture is added to ``tiles``."""
+        """Returns the loss of a case's tile, and that of the mean intensity; the picture is added to ``tiles``."""
         case = self.data.dataset.cases[self.ids[number]]
         whole = torch.from_numpy(middle_of(case, net.layout.tile))[None]
         part = net.layout.cut(whole, self.mesh.seq.index).to(self.mesh.device)
         image = part.double() if self.config.precision == "fp64" else part
         with autocast(self.config.precision, self.mesh.device):
             rebuilt, hidden = net(image, None, DropoutKey(self.config.seed, STEP, (number,)))
+        guess = torch.zeros_like(rebuilt)  # each patch's own mean, where patches are normalised
+        if not self.error.normalised:
+            guess += whole[0].flatten(1).mean(1).to(rebuilt)[None, :, None, None, None]
+        groups = net.loss_groups(None, 1)
+        errors = torch.stack([self.error.parts((it, hidden), part, groups).total.double() for it in (rebuilt, guess)])
         if tiles is not None:
-            tiles.append(self._tile(net, case, whole, part, rebuilt, hidden))
-        return self.error.parts((rebuilt, hidden), part, net.loss_groups(None, 1)).total.double()
+            tile = self._tile(net, case, whole, part, rebuilt, hidden)
+            tiles.append(replace(tile, error=float(errors[0]), error_of_mean=float(errors[1])))
+        return errors
 
     def _tile(
         self, net: Network, case: PreparedCase, whole: Tensor, part: Tensor, rebuilt: Tensor, hidden: Tensor

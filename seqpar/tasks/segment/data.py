@@ -91,9 +91,10 @@ def _class_lines(labels: Mapping[str, int], counts: np.ndarray) -> list[str]:
     """Returns for each label in how many cases it is, and which share of their voxels it has."""
     shares = counts / counts.sum(1, keepdims=True)
     foreground = [(name, number) for name, number in labels.items() if number]
+    foreground = [(name if name.startswith("label") else f"label {name}", number) for name, number in foreground]
     width = max(len(name) for name, _ in foreground)
     lines = [
-        f"  label {name:{width}}  in {np.count_nonzero(counts[:, number])} of {quantity(len(counts), 'case')}, "
+        f"  {name:{width}}  in {np.count_nonzero(counts[:, number])} of {quantity(len(counts), 'case')}, "
         f"{shares[:, number].mean():.2%} of the voxels"
         for name, number in foreground[:MAX_CLASSES]
     ]

@@ -34,12 +34,12 @@ class LabelMapEvaluation(CaseEvaluation):
         validations = [(path, validation_of(path)) for path in options.prediction]
         refuse_duplicates((path, validation or path) for path, validation in validations)
         for path, validation in validations:
-            pairs, faults = match_cases(options.truth, validation or path, self.dataset, bool(validation), self.only)
+            pairs, missing, faults = match_cases(options.truth, validation or path, self.dataset, self.only)
             files = output_files(path if validation is None else None, options.json, options.csv)
             for folder in (file.parent for file in files.values()):
                 if folder.exists() and not os.access(folder, os.W_OK):
                     raise DataError(folder, "cannot be written to: choose other places by --json and --csv")
-            jobs.append(ScoringJob(str(path), pairs, files, faults))
+            jobs.append(ScoringJob(str(path), pairs, files, faults, [] if validation else missing))
         return jobs
 
     def score(self, job: ScoringJob) -> ScoredPrediction | None:
@@ -58,7 +58,7 @@ class LabelMapEvaluation(CaseEvaluation):
             return None
         summary = summarise([scores for _, scores in cases])
         content = summary_content(cases, self.labels, summary)
-        content |= {"settings": settings, "faults": list(map(str, job.faults))}
+        content |= {"settings": settings, "faults": list(map(str, job.faults)), "missing": list(job.missing)}
         mean = summary["foreground_mean"]
         return ScoredPrediction(
             job.name,

@@ -17,8 +17,7 @@ import numpy as np
 from seqpar.data.errors import DataError
 from seqpar.data.formats.dataset import Case
 from seqpar.data.geometry import to_canonical
-from seqpar.data.preparation.preparation import Preparation
-from seqpar.data.preparation.prepared_case import Properties
+from seqpar.data.preparation.prepared_case import Preparation, Properties
 from seqpar.data.volumes import output_suffix, write_volume
 from seqpar.prediction.class_statistics import ClassStatistics
 from seqpar.prediction.prediction_folder import RECORD, PredictionFolder, ProbabilityFile

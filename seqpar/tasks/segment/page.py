@@ -4,32 +4,35 @@ import argparse
 import math
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
+from typing import Any
 
 from seqpar.report.cases import case_section, load_worst
 from seqpar.report.curves import number
 from seqpar.report.images import find_images
-from seqpar.report.record import CaseScores, RunRecord, read_scores, score_folders
+from seqpar.report.record import CaseScores, RunRecord, read_scores, score_folders, seen_in_training
 from seqpar.report.run_page import FinishedPage, is_neurological, render_run, try_reading
-from seqpar.report.several_runs import Comparison, read_all
+from seqpar.report.several_runs import Comparison, Dots, read_all
 from seqpar.report.tables import (
     HeadlineTile,
     Score,
-    Strips,
     Table,
     TableHead,
     TableRow,
     dice_table,
     last_validation,
-    make_strips,
     metrics_table,
     score_strips,
     sizes_table,
     volumes_table,
 )
-from seqpar.scores.comparison import interval_of_mean
+from seqpar.scores.comparison import FEW as FEW_CASES
+from seqpar.scores.comparison import TOO_FEW, describe_interval, interval_of_mean
+from seqpar.scores.label_files import missing_line
 from seqpar.scores.label_scores import without_nan
+from seqpar.tasks.segment.validation import label_files
 from seqpar.text import quantity
 
 FOLDER = Path(__file__).parent
@@ -38,6 +41,8 @@ FEW = 12  # cases whose table is open from the start
 
 def segment_page(options: argparse.Namespace, record: RunRecord) -> FinishedPage:
     """Returns the page about a run that labels voxels; ``options``: of report."""
+    if options.positive is not None:
+        raise ValueError(f"--positive: {record.path} labels voxels, and draws no ROC curve: remove it")
     scored, gaps = None, list[str]()
     if options.truth is not None:
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
@@ -52,26 +57,42 @@ def segment_page(options: argparse.Namespace, record: RunRecord) -> FinishedPage
     if scored and shown:
         cases = case_section(record, scored, shown, is_neurological(options.neurological, record))
     tiles, note = headline(record, scored)
+    colours = record.class_colours(scored.classes if scored else ())
     tables: dict[str, object] = {"metrics": last_validation(record), "sizes": None}
     if scored:
         tables = {"metrics": metrics_table(scored), "sizes": sizes_table(scored), "volumes": volumes_table(scored)}
-        tables |= {"strips": score_strips(scored), "dice": dice_table(scored), "is_short": len(scored.cases) <= FEW}
+        tables |= {
+            "strips": score_strips(scored, colours),
+            "dice": dice_table(scored),
+            "is_short": len(scored.cases) <= FEW,
+        }
     faults: Sequence[str] = scored.faults if scored else ()
-    text = render_run(
-        FOLDER, record, gaps, faults, tiles=tiles, note=note, is_scored=scored is not None, cases=cases, **tables
-    )
-    return FinishedPage(text, f"{quantity(len(shown), 'case')} shown, ", faults if options.truth is not None else ())
+    cautions = _cautions(record, scored) if scored and options.truth is not None else []
+    parts: dict[str, Any] = {"tiles": tiles, "note": note, "is_scored": scored is not None, "cases": cases, **tables}
+    text = render_run(FOLDER, record, gaps, faults, cautions, classes=list(colours), **parts)
+    own = faults if options.truth is not None else ()
+    return FinishedPage(text, f"{quantity(len(shown), 'case')} shown, ", own, cautions)
+
+
+def _cautions(record: RunRecord, scored: CaseScores) -> list[str]:
+    """Returns what a reader of the scores of other label maps should know first."""
+    own = {name: record.config[name] for name in ("data", "phantoms") if name in record.config}
+    config = replace(record.network_settings, **own)
+    truths = {case.name: case.truth for case in scored.cases}
+    lines = seen_in_training(record, truths, lambda: label_files(config))
+    return [*filter(None, [missing_line(scored.missing)]), *lines]
 
 
 def headline(record: RunRecord, scored: CaseScores | None) -> tuple[list[HeadlineTile], str]:
     """Returns the mean Dice of each class, with its interval and the number of cases, and what these are."""
     tiles, note = list[HeadlineTile](), "Mean Dice over cases"
     if scored:
-        note += ", its 95 % confidence interval (Student's t), and the number n of cases that have a Dice"
+        note += ", its 95 % confidence interval (Student's t), and n, the number of cases with a Dice"
         for name in scored.classes:
             values = without_nan(case.scores[name].get("Dice", math.nan) for case in scored.cases)
             interval = interval_of_mean(values, low=0.0, high=1.0)
             range_text = f"{interval[0]:.3f} – {interval[1]:.3f}, " if interval else ""
+            range_text = f"{TOO_FEW}, " if len(values) < FEW_CASES else range_text
             mean = Score(scored.summary["mean"][name].get("Dice", math.nan), 3)
             tiles.append(HeadlineTile(name, mean, f"{range_text}n = {len(values)}"))
     elif record.held_out:
@@ -97,11 +118,11 @@ def _scores_table(scored: Mapping[str, CaseScores]) -> Table | str:
         TableRow(kind, [Score(one.summary["mean"].get(kind, {}).get("Dice", math.nan), 3) for one in scored.values()])
         for kind in classes
     ]
-    note = "Mean Dice over the cases that each run has scored; see below for those that several have."
+    note = "Mean Dice over the cases that each run has scored; the table below compares the cases that all runs share."
     return Table("scores", list(map(TableHead, ("Class", *scored))), rows, "class", note)
 
 
-def _differences(scored: Mapping[str, CaseScores]) -> tuple[Table | str, Sequence[str], Sequence[Strips]]:
+def _differences(scored: Mapping[str, CaseScores]) -> tuple[Table | str, Sequence[str], Sequence[Dots]]:
     """Returns how far each case's mean Dice is above that of the first run: a table, sentences, strips."""
     if len(scored) < 2:
         return "Fewer than two runs have scores of cases.", (), ()
@@ -117,19 +138,23 @@ def _differences(scored: Mapping[str, CaseScores]) -> tuple[Table | str, Sequenc
     ]
     heads = ["Case", f"{first}: Dice", *(f"{name}: difference" for name in gaps)]
     reach = max((abs(gap) for pairs in gaps.values() for gap, _ in pairs if math.isfinite(gap)), default=0.0) or 1.0
-    strips = make_strips(f"Dice of each case, less that of {first}", gaps, -reach, reach)
+    dots = Dots(f"Dice of each case, minus that of {first}", gaps, -reach, reach)
     sentences = [_sentence(name, first, pairs) for name, pairs in gaps.items()]
-    return Table("pairs", list(map(TableHead, heads)), rows, "case"), sentences, list(filter(None, [strips]))
+    return (
+        Table("pairs", list(map(TableHead, heads)), rows, "case"),
+        sentences,
+        [dots] * any(any(math.isfinite(gap) for gap, _ in pairs) for pairs in gaps.values()),
+    )
 
 
 def _sentence(name: str, first: str, pairs: Sequence[tuple[float, str]]) -> str:
     """Returns how far a run's Dice is above that of the first, over cases, and how sure that is."""
     known = [gap for gap, _ in pairs if math.isfinite(gap)]
     if not known:
-        return f"{name}: no case has a Dice in both"
-    text = f"{name}: its Dice less that of {first} is {fmean(known):+.4f}, the mean of {quantity(len(known), 'case')}"
-    interval = interval_of_mean(known, low=-1.0, high=1.0)
-    if interval is None:
-        return text
-    chance = ", which may be chance" if interval[0] <= 0 <= interval[1] else ""
-    return f"{text} (95 %: {interval[0]:+.4f} to {interval[1]:+.4f}){chance}"
+        return f"{name} and {first} have no case with a Dice in both."
+    mean, cases = fmean(known), quantity(len(known), "case")
+    if math.isclose(mean, 0, abs_tol=5e-4):
+        return f"{name}'s mean Dice is {first}'s, over {cases}."
+    text = f"{name}'s mean Dice is {abs(mean):.3f} {'higher' if mean > 0 else 'lower'} than {first}'s"
+    text += f", over {cases}" if len(known) >= FEW_CASES else ""
+    return f"{text}{describe_interval(interval_of_mean(known, low=-1.0, high=1.0), len(known), '+.3f')}."

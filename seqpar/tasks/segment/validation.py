@@ -2,7 +2,7 @@
 
 import json
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -16,14 +16,15 @@ from seqpar.data.errors import DataError
 from seqpar.data.formats.recognise import read_dataset
 from seqpar.data.phantom.builtin import phantom
 from seqpar.data.preparation.cache import PreparedCase
-from seqpar.data.preparation.prepared_case import labels_to_source
+from seqpar.data.preparation.prepared_case import Preparation
+from seqpar.data.preparation.transforms import resample_label
 from seqpar.data.volumes import write_volume
 from seqpar.data.workers import ReportProgress
 from seqpar.losses import LossParts
 from seqpar.models.network import Network
 from seqpar.parallel.collectives import all_reduce
-from seqpar.prediction.logits_to_labels import to_labels
-from seqpar.prediction.sliding_window import join_rows, padded_shape, sliding_window, whole_grid, whole_volume
+from seqpar.prediction.logits_to_labels import slabs_to_labels
+from seqpar.prediction.sliding_window import FinishedRows, padded_shape, sliding_window, whole_grid, whole_volume
 from seqpar.prediction.window_grid import WINDOWS, Sliding
 from seqpar.report.pictures import PicturedCase, draw_cases
 from seqpar.report.planes import best_modality
@@ -56,13 +57,15 @@ class ValidationFolder:
     """Writes the folder, one case after the other; used by the first rank.
 
     ``description``: of the data set, as in config.json; ``find_labels`` returns each case's label file; ``step``: of
-    the run, for summary.json.
+    the run, for summary.json; ``preparation``: of its cases.
     """
 
     def __init__(
-        self, folder: Path, description: Mapping[str, Any], find_labels: Callable[[], Mapping[str, Path]], step: int
-    ) -> None:
+        self, folder: Path, description: Mapping[str, Any], find_labels: Callable[[], Mapping[str, Path]], step: int,
+        preparation: Preparation,
+    ) -> None:  # fmt: skip
         self.folder, self.labels, self.step = folder, labels_of_run(description), step
+        self.preparation = preparation
         self.scored: list[tuple[Pair, Scores]] = []
         self.faults: list[DataError] = []
         self.label_files: Mapping[str, Path] = {}
@@ -76,13 +79,13 @@ class ValidationFolder:
             self.faults.append(DataError(folder, f"cannot be written ({error.strerror})"))
 
     def add(self, case: PreparedCase, ids: np.ndarray, shown: Sequence[int] | None = None) -> None:
-        """Writes and scores one prediction; ``ids``: prepared class ids ``W D H``; ``shown``: those of the truth."""
+        """Writes and scores one prediction; ``ids``: ``W D H``, on the scored grid; ``shown``: those of the truth."""
         if case.id not in self.label_files:
             return
         values = None if shown is None else tuple(case.properties.values[n] for n in shown)
         pair = Pair(case.id, self.label_files[case.id], self.folder / f"{case.id}.nii.gz", values)
         try:
-            label = labels_to_source(ids, case.properties)
+            label = self.preparation.labels_to_source(ids, case.properties)
             write_volume(pair.prediction, label, case.properties.geometry, dtype=label.dtype)
             self.scored.append((pair, score_pair(pair, self.labels, DEFAULT_SETTINGS)))
         except DataError as error:
@@ -98,6 +101,10 @@ class ValidationFolder:
             except DataError as error:
                 self.faults.append(error)
         return [f"warning: {fault}" for fault in self.faults]
+
+
+class _Left(Exception):
+    """All ranks leave before the end of a case."""
 
 
 @dataclass
@@ -141,7 +148,7 @@ class SegmentationValidation(CaseValidation):
         began = time.monotonic()
         for number, name in enumerate(self.ids):
             case = dataset.cases[name]
-            truth, spacing = np.asarray(case.label), case.properties.spacing
+            truth, spacing = np.asarray(case.truth), case.properties.spacing
             known: dict[str, Any] = {"ignore": dataset.ignore_label, "hidden": self.data.hidden_classes(name)}
             for at, kind in enumerate(kinds):
                 tell = self._progress(journal, number, at, began)
@@ -157,7 +164,7 @@ class SegmentationValidation(CaseValidation):
                     kind.folder.add(case, ids, dataset.annotated.get(name))
                 kind.scores.append(score(truth, ids, self.data.classes, spacing, **known, surfaces=False))
                 if self.mesh.is_first and not at and len(pictured) < NUM_PICTURED:
-                    pictured.append(PicturedCase(name, np.asarray(case.image[shown]), truth, ids, spacing))
+                    pictured.append(self._pictured(case, ids, shown))
         net.train()
         self.refuse_taken_over()
         classes = [name for name, value in dataset.labels.items() if value]
@@ -180,7 +187,16 @@ class SegmentationValidation(CaseValidation):
         if not self.mesh.is_first:
             return None
         name = "validation" if window == self.windows[0] else f"validation-{window}"
-        return ValidationFolder(out / name, self.data.describe(), lambda: label_files(self.config), self.config.steps)
+        files, step = lambda: label_files(self.config), self.config.steps
+        return ValidationFolder(out / name, self.data.describe(), files, step, self.data.dataset.preparation)
+
+    def _pictured(self, case: PreparedCase, ids: np.ndarray, shown: int) -> PicturedCase:
+        """Returns a case as pictures show it: on the grid of its image, in canonical axes."""
+        preparation, properties = self.data.dataset.preparation, case.properties
+        truth = np.asarray(case.label)
+        volumes = np.asarray(case.image[shown]), truth, resample_label(ids, truth.shape)
+        image, truth, ids = (preparation.canonical(volume, properties) for volume in volumes)
+        return PicturedCase(case.id, image, truth, ids, preparation.canonical_properties(properties).spacing)
 
     def _progress(self, journal: Journal, number: int, window: int, began: float) -> ReportProgress:
         """Returns a function that shows which share of a case is done with one of the kinds of window.
@@ -202,26 +218,37 @@ class SegmentationValidation(CaseValidation):
         self, net: Network, case: PreparedCase, window: str, stopper: StopRequest, tell: ReportProgress
     ) -> tuple[np.ndarray, LossParts] | None:
         """Returns the class ids of a case and its loss, None where all ranks leave before its end."""
-        order = self.data.output_order
+        dataset, config = self.data.dataset, self.config
         annotated = self.data.annotated([case.id])
         annotated = None if annotated is None else annotated.to(self.mesh.device)
-        sums, rows = torch.zeros((), dtype=torch.float64, device=self.mesh.device), list[torch.Tensor]()
+        sums = torch.zeros((), dtype=torch.float64, device=self.mesh.device)
         if window == "whole":
-            slabs = whole_volume([net], case.image, self.mesh, tell=tell, precision=self.config.precision)
+            slabs = whole_volume([net], case.image, self.mesh, config.mirror, tell, config.precision)
         else:
-            sliding = Sliding(self.config.tile, self.config.val_overlap)
-            slabs = sliding_window([net], case.image, sliding, self.mesh, tell, self.config.precision)
-        for slab in slabs:
-            if stopper.should_leave():
-                return None
-            low, high = slab.bounds[self.mesh.world.index : self.mesh.world.index + 2]
-            truth = torch.from_numpy(np.array(case.label[low:high])).to(self.mesh.device)
-            sums = sums + self.loss.sums(slab.logits[None], truth[None], annotated)
-            ids = to_labels(slab.logits, order)
-            rows.append(join_rows(ids.to(torch.int16), slab.bounds, self.mesh))
-            del slab  # or its logits would be alive while the next one is made
+            sliding = Sliding(config.tile, config.val_overlap, mirror=config.mirror, rule=config.window_rule)
+            slabs = sliding_window([net], case.image, sliding, self.mesh, tell, config.precision)
+
+        def summed() -> Iterator[FinishedRows]:
+            """Yields the slabs and adds up their losses."""
+            nonlocal sums
+            for slab in slabs:
+                if stopper.should_leave():
+                    raise _Left
+                low, high = slab.bounds[self.mesh.world.index : self.mesh.world.index + 2]
+                truth = torch.from_numpy(np.array(case.label[low:high])).to(self.mesh.device)
+                sums = sums + self.loss.sums(slab.logits[None], truth[None], annotated)
+                handed_on = [slab]
+                del slab  # or its logits would be alive while the next one is made
+                yield handed_on.pop()
+
+        grid = dataset.preparation.scored_grid(case.properties)
+        try:
+            shape, order = case.image.shape[1:], self.data.output_order
+            ids = slabs_to_labels(summed(), shape, grid, self.mesh, order, refuse_nan=False)
+        except _Left:
+            return None
         parts = self.loss.of_sums(all_reduce(sums, self.mesh.world), annotated)
-        return torch.cat(rows).numpy(), parts
+        return ids.numpy(), parts
 
     def _summary(self, measured: _Measured) -> ValidationResult:
         summary, losses = summarise(measured.scores), measured.losses

@@ -1,0 +1,251 @@
+"""Attacks with values: flags, files and tables whose content is wrong, too large or meaningless."""
+
+import json
+import math
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from seqpar.weights.weight_files import load_torch, read_weights, write_weights
+from tests.attacks.attack import TINY, Attack
+from tests.support.folders import image_array, label_array, nnunet, save, write_json
+from tests.support.pages import ROOT
+from tests.support.predictions import make_run
+
+RESULTS = ROOT / "tests" / "golden" / "nnunet" / "model"
+
+
+def _results(change: Callable[[Path], object]) -> Callable[[Path], None]:
+    """Returns what makes a results folder of nnU-Net's, changed, and an image."""
+
+    def make(here: Path) -> None:
+        shutil.copytree(RESULTS, here / "model")
+        for channel in range(2):
+            save(here / "images" / f"a_{channel:04d}.nii.gz", image_array(channel))
+        change(here / "model")
+
+    return make
+
+
+def _plans(**values: Any) -> Callable[[Path], object]:
+    """Returns what changes keys of a configuration, or of its network, in plans.json."""
+
+    def change(model: Path) -> None:
+        content = json.loads((model / "plans.json").read_text())
+        own = content["configurations"]["3d_fullres"]
+        arguments = own["architecture"]["arch_kwargs"]
+        for key, value in values.items():
+            (arguments if key in arguments else own)[key] = value
+        write_json(model / "plans.json", content)
+
+    return change
+
+
+def _labels(model: Path) -> None:
+    content = json.loads((model / "dataset.json").read_text())
+    write_json(model / "dataset.json", {**content, "labels": {"background": 0, "a": "one", "b": 2}})
+
+
+def _mirror_axes(model: Path) -> None:
+    for path in model.glob("fold_*/*.pth"):
+        content = load_torch(path)
+        torch.save({**content, "inference_allowed_mirroring_axes": (0, 7)}, path)
+
+
+PLANS = [
+    Attack(
+        name,
+        types="predict model -i images -o out",
+        code=3,
+        says=words,
+        make=_results(change),
+    )
+    for name, change, words in (
+        (
+            "nnU-Net's plans with a spacing of 0",
+            _plans(spacing=[0, 1, 1]),
+            ("model/plans.json", "spacing of configuration 3d_fullres is [0, 1, 1] (it must be above 0)"),
+        ),
+        (
+            "nnU-Net's plans with a spacing that is no number",
+            _plans(spacing=["a", 1, 1]),
+            ("model/plans.json", "spacing of configuration 3d_fullres is ['a', 1, 1]"),
+        ),
+        (
+            "nnU-Net's plans with a patch of 0",
+            _plans(patch_size=[0, 8, 8]),
+            ("model/plans.json", "patch_size of configuration 3d_fullres is [0, 8, 8]"),
+        ),
+        (
+            "nnU-Net's plans with kernel_sizes as text",
+            _plans(kernel_sizes="333"),
+            ("model/plans.json", "kernel_sizes '333': whole numbers are needed"),
+        ),
+        ("nnU-Net's labels that are no numbers", _labels, ("model/dataset.json", "labels contain 'one'")),
+        (
+            "nnU-Net's mirror axes out of range",
+            _mirror_axes,
+            ("checkpoint_final.pth", "inference_allowed_mirroring_axes are (0, 7); 0, 1 and 2 are"),
+        ),
+        (
+            "nnU-Net's results without plans.json",
+            lambda model: (model / "plans.json").unlink(),
+            "model/plans.json: is missing",
+        ),
+        (
+            "nnU-Net's results without dataset.json",
+            lambda model: (model / "dataset.json").unlink(),
+            "model/dataset.json: is missing",
+        ),
+    )
+]
+
+
+def _weights(change: Callable[[torch.Tensor], torch.Tensor] | None) -> Callable[[Path], None]:
+    """Returns what makes a data set, and weights of a run's network with one tensor changed, or with none at all."""
+
+    def make(here: Path) -> None:
+        nnunet(here / "D", 5)
+        state = read_weights(make_run(here / "run") / "model.safetensors")
+        name = "encoder.norm.weight"
+        write_weights(here / "w.safetensors", {**state, name: change(state[name])} if change else {})
+
+    return make
+
+
+WEIGHTS = [
+    Attack(
+        name,
+        types=f"train {TINY} --data D --cache cache --weights w.safetensors",
+        code=3,
+        says=f"w.safetensors: {words}",
+        make=_weights(change),
+    )
+    for name, change, words in (
+        ("weights that are whole numbers", torch.Tensor.int, "its tensor encoder.norm.weight is of type int32"),
+        ("weights that are booleans", torch.Tensor.bool, "its tensor encoder.norm.weight is of type bool"),
+        ("weights that are NaN", lambda w: w * math.nan, "its tensor encoder.norm.weight has NaN or infinite values"),
+        ("weights that are infinite", lambda w: w / 0, "its tensor encoder.norm.weight has NaN or infinite values"),
+        ("a file without weights", None, "holds no tensors"),
+    )
+]
+
+
+def _tables(truth: str, given: str) -> Callable[[Path], None]:
+    """Returns what makes a table of true classes and one of predicted ones, a line each."""
+
+    def make(here: Path) -> None:
+        (here / "p").mkdir()
+        (here / "labels.csv").write_text(f"case,class\na,ill\n{truth}\n")
+        (here / "p" / "predictions.csv").write_text(f"case,class,p(healthy),p(ill)\na,ill,0.1,0.9\n{given}\n")
+
+    return make
+
+
+CLASSES = [
+    Attack(name, types="evaluate labels.csv p", code=3, says=words, make=_tables(truth, given))
+    for name, truth, given, words in (
+        (
+            "a predicted class without a probability",
+            "b,ill",
+            "b,odd,0.2,0.8",
+            "p/predictions.csv: case b has the class odd, and the probabilities are of healthy, ill",
+        ),
+        (
+            "a predicted class that is not the most probable one",
+            "b,ill",
+            "b,healthy,0.2,0.8",
+            "p/predictions.csv: case b has the class healthy, and ill is more probable",
+        ),
+        ("a true class nan", "b,nan", "b,ill,0.2,0.8", "labels.csv: line 3, case b, has the class 'nan'"),
+        ("a true class that is empty", "b,", "b,ill,0.2,0.8", "labels.csv: line 3, case b, has no class"),
+        ("a true class with a bell", "b,i\all", "b,ill,0.2,0.8", "labels.csv: line 3, case b, has the class 'i"),
+    )
+]
+
+
+def _empty(here: Path) -> None:
+    nnunet(here / "D", 1)
+    for n in range(5000):
+        (here / "D" / "imagesTr" / f"e_{n:04d}_0000.nii.gz").touch()
+        (here / "D" / "labelsTr" / f"e_{n:04d}.nii.gz").touch()
+
+
+def _prepared_none(here: Path, said: str) -> None:
+    assert not list(here.glob("cache/cases/*"))
+
+
+def _other_shape(here: Path) -> None:
+    nnunet(here / "D", 5)
+    save(here / "D" / "labelsTr" / "c_003.nii.gz", label_array(shape=(14, 12, 11)))
+
+
+DATA = [
+    *(
+        Attack(
+            f"{program} on 10,000 empty files",
+            types=f"{line} --workers 2",
+            code=3,
+            says="D/imagesTr/e_0000_0000.nii.gz: is empty (0 bytes); copy it again",
+            make=_empty,
+            after=_prepared_none,
+        )
+        for program, line in (
+            ("train", f"train {TINY.replace('--workers 0', '')} --data D --cache cache"),
+            ("a dry run", "train --preset auto --dry-run --device cpu --data D"),
+        )
+    ),
+    *(
+        Attack(
+            f"{name} on an image and a label of different shapes",
+            types=f"{line} --workers 0",
+            code=3,
+            says=("D/labelsTr/c_003.nii.gz: does not match", "its shape is (14, 12, 11)", "draw it on the image again"),
+            make=_other_shape,
+        )
+        for name, line in (
+            ("a dry run", "train --preset auto --dry-run --device cpu --data D"),
+            ("prepare", "prepare D --out cache"),
+            ("a check", "prepare D --out cache --check"),
+        )
+    ),
+]
+
+ATTACKS = [
+    *DATA,
+    *WEIGHTS,
+    *CLASSES,
+    Attack("a seed beyond 64 bits", types="train --seed 99999999999999999999", code=2, says="--seed 9999"),
+    *[
+        Attack(
+            f"{program} {flag} {value}",
+            types=f"{program} {line} {flag} {value}",
+            code=2,
+            says=f"{flag} {value}: {words}",
+        )
+        for program, line, flag, value, words in (
+            ("train", TINY, "--time-limit", "0", "it must be above 0"),
+            ("train", f"{TINY} --dry-run", "--time-limit", "0:00:00", "it must be above 0"),
+            ("pretrain", "--preset debug --device cpu", "--time-limit", "0.0", "it must be above 0"),
+            ("tune", "--space lr=1,2", "--time-limit", "0", "it must be above 0"),
+            ("tune", "--space lr=1,2", "--devices", "0", "it must be at least 1"),
+            ("tune", "--space lr=1,2 --ray x:1", "--ray-nodes", "0", "it must be at least 1"),
+            ("tune", "--space lr=1,2", "--ray", "nonsense", "give the HOST:PORT"),
+            ("tune", "--space lr=1,2", "--ray", "ray://x:1", "give the HOST:PORT"),
+        )
+    ],
+    *PLANS,
+    *(
+        Attack(
+            f"a tile of {side} voxels a side",
+            types=f"train {TINY.replace('--tile 16', f'--tile {side}')} --batch 1",
+            code=4,
+            says="too little memory for the first step: a rank needs",
+            within_mb=200,
+        )
+        for side in (2048, 4096)
+    ),
+]

@@ -1,0 +1,176 @@
+"""Attacks on what a disk holds: folders that are not ours to write, full disks, runs that cannot be read."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.attacks.attack import TINY, Attack
+from tests.support.folders import image_array, nnunet, save, write_json
+from tests.support.predictions import make_run
+
+
+def _data_and_run(here: Path, *files: str) -> None:
+    """Makes a data set, a run, another image, and files that only look as if predict had been there."""
+    nnunet(here / "D", 5)
+    make_run(here / "run")
+    save(here / "images" / "new_0000.nii.gz", image_array(0))
+    for name in files:
+        write_json(here / name, {"run": "run", "weights": {}})
+
+
+ATTACKS = [
+    Attack(
+        "predict over true label maps",
+        types="predict run -i D -o D/labelsTr",
+        make=_data_and_run,
+        code=3,
+        says="D/labelsTr: belongs to a data set",
+        keeps="D",
+    ),
+    Attack(
+        "predict over true label maps next to a prediction.json",
+        types="predict run -i D -o D/labelsTr",
+        make=lambda here: _data_and_run(here, "D/labelsTr/prediction.json"),
+        code=3,
+        says="D/labelsTr: belongs to a data set",
+        keeps="D",
+    ),
+    Attack(
+        "predict over label maps of another folder next to a prediction.json",
+        types="predict run -i D -o truth",
+        make=lambda here: (
+            _data_and_run(here),
+            (here / "D" / "labelsTr").rename(here / "truth"),
+            write_json(here / "truth" / "prediction.json", {"run": "run"}),
+        ),
+        code=3,
+        says=("truth/c_000.nii.gz: would be overwritten", "choose another --output"),
+        keeps="truth D",
+    ),
+    Attack(
+        "predict another image into imagesTr",
+        types="predict run -i images -o D/imagesTr",
+        make=_data_and_run,
+        code=3,
+        says="D/imagesTr: belongs to a data set",
+        keeps="D",
+    ),
+    Attack(
+        "predict next to the images through a link",
+        types="predict run -i images -o link",
+        make=lambda here: (_data_and_run(here), (here / "link").symlink_to("images")),
+        code=3,
+        says="link: holds new_0000.nii.gz",
+        keeps="images",
+    ),
+]
+
+_RUN_READERS = {
+    "train": "train --data D --cache cache --device cpu --workers 0 --resume --out run",
+    "train --fold all5": "train --data D --cache cache --resume --fold all5 --out run",
+    "predict": "predict run -i D -o out",
+    "report": "report run",
+    "export": "export run run.zip",
+}
+
+
+_READERS = ("train", "predict", "report", "export")
+
+
+def _damaged(name: str, content: bytes) -> Callable[[Path], None]:
+    """Returns what makes a data set, and a run of which a file has this content."""
+
+    def make(here: Path) -> None:
+        _data_and_run(here)
+        config = json.loads((here / "run" / "config.json").read_text())
+        config["config"]["batch"] = 2
+        if content.startswith(b"{...") and name == "config.json":
+            changed = json.loads(b"{" + content.removeprefix(b"{...,"))
+            config = {**config, "layout": {"data": 1, "seqpar": 1}, **changed}
+            write_json(here / "run" / name, config)
+            return
+        write_json(here / "run" / "config.json", {**config, "layout": {"data": 1, "seqpar": 1}})
+        (here / "run" / name).parent.mkdir(parents=True, exist_ok=True)
+        if name == "folds.json":
+            (here / "run" / "config.json").unlink()
+        (here / "run" / name).write_bytes(content)
+
+    return make
+
+
+ATTACKS += [
+    Attack(
+        f"{program} with a run whose {name} is {content.decode(errors='replace')[:40]!r}",
+        types=_RUN_READERS[program],
+        make=_damaged(name, content),
+        code=3,
+        says=f"run/{name.split('/')[0]}",
+        keeps="D",
+    )
+    for name, content, programs in (
+        ("config.json", b"", _READERS),
+        ("config.json", b"\xff\xfe", _READERS),
+        ("config.json", b"[]", _READERS),
+        ("config.json", b'{"config": 3, "dataset": {}, "layout": {}}', _READERS),
+        ("config.json", b'{...,"dataset": 3}', _READERS),
+        ("config.json", b'{...,"config": {"depth": "x"}}', ("train", "predict")),
+        ("config.json", b'{...,"config": {"decoder": "foo"}}', ("train", "predict")),
+        ("config.json", b'{...,"layout": {"data": "x"}}', ("train",)),
+        ("config.json", b'{...,"layout": {"data": 1, "global_batches": [0]}}', ("train",)),
+        ("config.json", b'{...,"history": 3}', ("train",)),
+        ("window.json", b"{", ("predict",)),
+        ("model.safetensors", b"{", ("predict", "export")),
+        ("checkpoints/step-00000001/manifest.json", b"{", ("train",)),
+        ("folds.json", b"{", ("train --fold all5",)),
+    )
+    for program in programs
+]
+
+
+def _read_only(here: Path) -> None:
+    """Makes a data set, a run, and a folder in which nobody may write."""
+    _data_and_run(here)
+    for folder in (here, *(path for path in here.rglob("*") if path.is_dir())):
+        folder.chmod(0o777)
+    (here / "ro").mkdir()
+    (here / "ro").chmod(0o555)
+
+
+ATTACKS += [
+    Attack(
+        f"{line.split()[0]} {' '.join(line.split()[-4:])}, which is read-only",
+        types=line,
+        make=_read_only,
+        as_nobody=True,
+        code=3,
+        says=(line.split()[-1], "cannot be written (Permission denied)"),
+        keeps="ro run",
+    )
+    for line in (
+        f"train {TINY} --data D --cache cache --out ro",
+        f"train {TINY} --data D --cache cache --out ro/x",
+        f"train {TINY} --data D --cache cache --fold all5 --out ro/x",
+        f"train {TINY} --data D --out out --cache ro/x",
+        f"pretrain {TINY} --data D --cache cache --out ro/x",
+        "predict run -i D -o ro",
+        "predict run -i D -o ro/x",
+        "evaluate D/labelsTr D/labelsTr --json ro/x.json",
+        "export run ro/x.zip",
+        "prepare D --out ro/x",
+        "figures 5 --out ro/x",
+    )
+]
+
+ATTACKS.append(
+    Attack(
+        "a sweep in a file",
+        types=f"tune --space lr=1e-3 {TINY} --data D --cache cache --out D/dataset.json/x",
+        make=lambda here: (pytest.importorskip("ray"), _data_and_run(here)),
+        code=3,
+        says="--out D/dataset.json/x: cannot be written (Not a directory)",
+        keeps="D",
+        started=True,  # Ray takes seconds to import
+    )
+)

@@ -1,0 +1,64 @@
+"""Attacks on running programs: ranks that are killed, and helpers that never answer."""
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.attacks.attack import TINY, Attack
+from tests.support.folders import nnunet
+
+TWO_RANKS = f"train {TINY} --data D --cache cache --seqpar 2 --iterations 1000 --epochs 1 --out run"
+
+
+def _wait_for(what: Callable[[], object], seconds: float = 120) -> None:
+    until = time.monotonic() + seconds
+    while not what():
+        assert time.monotonic() < until, "what was to be attacked did not come in time"
+        time.sleep(0.02)
+
+
+def _children(pid: int) -> list[int]:
+    words = [path.read_text().split() for path in Path(f"/proc/{pid}/task").glob("*/children")]
+    return sorted(int(word) for line in words for word in line)
+
+
+def _kill(rank: int, once: str = "") -> Callable[[int, Path], None]:
+    """Returns what kills a rank of two: as soon as both are there, or once a file holds something."""
+
+    def kill(pid: int, here: Path) -> None:
+        _wait_for(lambda: len(_children(pid)) == 2)
+        if once:
+            _wait_for(lambda: (here / once).is_file() and (here / once).stat().st_size)
+        os.kill(_children(pid)[rank], signal.SIGKILL)
+
+    return kill
+
+
+ATTACKS = [
+    Attack(
+        f"rank {rank} is killed {when}",
+        types=TWO_RANKS,
+        make=lambda here: nnunet(here / "D", 5),
+        meanwhile=_kill(rank, file),
+        code=1,
+        says=f"error: rank {rank} was killed by SIGKILL",
+        started=True,
+    )
+    for rank in (0, 1)
+    for when, file in (("at start", ""), ("in training", "run/metrics.jsonl"))
+]
+ATTACKS += [
+    Attack(
+        "a sweep on a Ray that is not there",
+        types=f"tune --space lr=1e-3,1e-4 --ray 127.0.0.1:9 {TINY} --data D --cache cache --out sweep",
+        make=lambda here: (pytest.importorskip("ray"), nnunet(here / "D", 5)),
+        code=1,
+        says=("error: --ray 127.0.0.1:9: no cluster answers there within 20 s", "Connection refused"),
+        started=True,
+        within_s=90,  # 30 where nobody else computes
+    ),
+]

@@ -1,0 +1,70 @@
+"""Programs end with the command that usually comes next, and it works as it stands."""
+
+import importlib
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from seqpar.cli import export, phantom, predict, prepare, pretrain, train
+from seqpar.cluster.exit_codes import USAGE, run
+
+TINY = ["--iterations", "2", "--epochs", "1", "--workers", "0", "--device", "cpu"]
+
+
+@pytest.fixture
+def line_of(capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> object:
+    """Returns a function that starts a program and returns the words of each command that it prints as next."""
+    monkeypatch.chdir(tmp_path)
+
+    def next_lines(act: object, *arguments: object) -> Iterator[list[str]]:
+        capsys.readouterr()
+        assert run(act, list(map(str, arguments))) == 0
+        lines = capsys.readouterr().out.splitlines()
+        return [shlex.split(line.removeprefix("next: ").partition("  (")[0]) for line in lines if "next: " in line]
+
+    return next_lines
+
+
+def start(words: list[str], *more: str, **places: object) -> int:
+    """Starts a printed command, with paths in the places of its capitals; returns the exit code."""
+    words = [str(places.get(word, word)) for word in words]
+    act = Path(words[words[0] == "python"]).stem.removeprefix("seqpar-")
+    return run(importlib.import_module(f"seqpar.cli.{act}").act, [*words[1 + (words[0] == "python") :], *more])
+
+
+def test_each_printed_command_works_as_it_stands(line_of, tmp_path: Path) -> None:
+    (of_phantom,) = line_of(phantom.act, "--cases", 5, "--size", 24, 24, 24, "--out", "data", "--workers", 1)
+    assert start(of_phantom, "--dry-run") == 0
+    (of_prepare,) = line_of(prepare.act, "data", "--workers", 1)
+    assert start(of_prepare, "--dry-run") == 0
+    small = ["--data", "data", "--tile", "16", "16", "16", *TINY]
+    of_train, of_report = line_of(train.act, "--preset", "debug", *small, "--out", "run")
+    assert start(of_train, IMAGES="data", PREDICTIONS="found") == 0
+    assert start(of_report) == 0 and (tmp_path / "run/report.html").is_file()
+    (of_export,) = line_of(export.act, "run", "run.zip")
+    assert start(of_export, IMAGES="data", PREDICTIONS="again") == 0
+    (of_predict,) = line_of(predict.act, "run", "-i", "data", "-o", "found")
+    assert start(of_predict, TRUTH="data") == 0
+
+
+def test_a_pretraining_names_a_training_that_takes_its_encoder(line_of, tmp_path: Path) -> None:
+    """With its tile and widths where they are not the preset's, on its data where these have labels."""
+    line_of(phantom.act, "--cases", 5, "--size", 24, 24, 24, "--out", "data", "--workers", 1)
+    own = ["--preset", "mae-debug", "--tile", "16", "16", "16", "--embed-dim", "24", "--depth", "1", "--heads", "2"]
+    of_train, of_report = line_of(pretrain.act, *own, "--data", "data", *TINY, "--out", "mae")
+    assert start(of_train, *TINY, "--out", "run") == 0
+    assert start(of_report) == 0 and (tmp_path / "mae/report.html").is_file()
+
+
+def test_a_dry_run_refuses_weights_that_do_not_fit(line_of, capsys: pytest.CaptureFixture) -> None:
+    line_of(pretrain.act, "--preset", "mae-debug", "--embed-dim", "24", "--heads", "2", *TINY,
+            "--out", "mae")  # fmt: skip
+    capsys.readouterr()
+    assert run(train.act, ["--preset", "debug", "--weights", "mae", "--dry-run"]) == USAGE
+    assert "use --heads 2" in capsys.readouterr().err
+    assert (
+        run(train.act, ["--preset", "debug", "--weights", "mae", "--dry-run", "--embed-dim", "24", "--heads", "2"]) == 0
+    )
+    assert "mae (seqpar): " in capsys.readouterr().out

@@ -1,0 +1,87 @@
+"""From the real nnU-Net to seqpar and back: the same label maps, on networks that it planned and trained itself.
+
+Each program is a process of its own, as for people: nnU-Net's threads would stop processes that seqpar forks.
+"""
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import nibabel
+import numpy as np
+import pytest
+
+from tests.nnunet.real_nnunet import PLAIN, REGIONS
+
+CASES = 2
+FOLLOW = """
+    --preset nnunet --iterations 1 --epochs 1 --workers 0 --augment none --device cpu --precision fp32
+"""
+NETWORKS = {PLAIN: ("nnunet-plain", "16 16 8", "1,1,2"), REGIONS: ("nnunet-resenc", "16 16 16", "source")}
+
+
+@pytest.fixture(scope="module", params=[PLAIN, REGIONS])
+def trained(request, tmp_path_factory) -> tuple[Path, str, Path]:
+    """A folder, the name of a data set in it, and the results of nnU-Net's training on it."""
+    root, name = tmp_path_factory.mktemp("nnunet"), request.param
+    started("tests.nnunet.real_nnunet", "train", root, name)
+    (results,) = (root / "nnUNet_results" / name).iterdir()
+    return root, name, results
+
+
+def started(module: str, *arguments: object) -> None:
+    """Runs a module as a program; fails with its last words where it does."""
+    line = [sys.executable, "-m", module, *map(str, arguments)]
+    done = subprocess.run(line, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, f"{done.stdout[-2000:]}\n{done.stderr[-2000:]}"
+
+
+def run_of(root: Path, name: str, out: str, *flags: str) -> Path:
+    """Trains with seqpar; returns the run folder."""
+    data = ["--data", root / "nnUNet_raw" / name, "--cache", root / f"cache-{out}", "--out", root / out]
+    started("seqpar.cli.train", *FOLLOW.split(), *data, *flags)
+    return root / out
+
+
+def refuse_different(ours: Path, theirs: Path) -> None:
+    """Fails where label maps differ in more than 1 of 10,000 voxels, or show nothing."""
+    names = sorted(path.name for path in theirs.glob("*.nii.gz"))
+    assert len(names) == CASES
+    for name in names:
+        got, want = (np.asarray(nibabel.load(folder / name).dataobj) for folder in (ours, theirs))
+        assert got.shape == want.shape and len(np.unique(want)) > 1
+        assert np.count_nonzero(got != want) <= want.size / 10_000, name
+
+
+def refuse_other_predictions(root: Path, name: str, run: Path) -> None:
+    """Fails where nnU-Net predicts otherwise from what is handed back than seqpar from the run."""
+    images = root / "images"
+    images.mkdir(exist_ok=True)
+    for path in (root / "nnUNet_raw" / name / "imagesTr").glob("case_00[01]_*"):
+        shutil.copy(path, images)
+    back, ours = root / f"back-{run.name}", root / f"ours-{run.name}"
+    theirs = root / f"theirs-{run.name}"
+    started("seqpar.cli.export", run, back)
+    started("seqpar.cli.predict", run, "-i", images, "-o", ours, "--device", "cpu")
+    started("tests.nnunet.real_nnunet", "predict", root, back, images, theirs)
+    refuse_different(ours, theirs)
+
+
+def test_unchanged_weights_validate_as_nnunet_did_and_go_back(trained) -> None:
+    root, name, results = trained
+    weights = ["--weights", str(results / "fold_0" / "checkpoint_final.pth"), "--lr", "1e-30"]
+    run = run_of(root, name, "follow", *weights)
+    refuse_different(run / "validation", results / "fold_0" / "validation")
+    want, got = (json.loads((f / "validation" / "summary.json").read_text()) for f in (results / "fold_0", run))
+    theirs = [mean["Dice"] for mean in want["mean"].values()]
+    assert sorted(mean["Dice"] for mean in got["mean"].values()) == pytest.approx(sorted(theirs), abs=1e-3)
+    refuse_other_predictions(root, name, run)
+
+
+def test_a_run_of_its_own_is_handed_to_nnunet(trained) -> None:
+    root, name, _ = trained
+    network, tile, spacing = NETWORKS[name]
+    flags = ["--network", network, "--tile", *tile.split(), "--spacing", spacing, "--features", "6", "--lr", "0.03"]
+    refuse_other_predictions(root, name, run_of(root, name, "own", *flags, "--iterations", "12"))

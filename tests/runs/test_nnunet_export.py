@@ -1,0 +1,78 @@
+"""A run as a results folder of nnU-Net's: what is in it, that it predicts the same, and what is refused."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from seqpar.cli.export import act as export
+from seqpar.data.preparation.recipe import Intensity, Recipe
+from seqpar.settings.config import Config
+from tests.support.predictions import act, make_run, voxels, write_images
+
+NET = Config(network="nnunet-plain", tile=(16, 8, 8), features=4, decoder="plain", fold="2", batch=3, val_mirror="W")
+CT = Recipe(("CT",), ("ct",), (Intensity(-2.0, 2.0, 0.1, 0.8),), (1.1, 0.9, 1.3), (0, 1, 2), False, 100)
+REGIONS: dict[str, Any] = {"name": "Made", "regions": {"all": [1, 2], "core": [2]}, "regions_class_order": [1, 2]}
+KINDS = {
+    "plain": (NET, CT, {"name": "Made"}),
+    "residual": (replace(NET, network="nnunet-resenc"), replace(CT, spacing=None), {"name": "Made"}),
+    "regions": (NET, CT, REGIONS),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_folder_predicts_what_the_run_predicts(kind: str, tmp_path: Path) -> None:
+    config, recipe, keys = KINDS[kind]
+    run = make_run(tmp_path / "run", recipe, config, **keys)
+    write_images(tmp_path / "images")
+    assert export([str(run), str(tmp_path / "back")]) == 0
+    assert act(tmp_path, run, out="ours") == act(tmp_path, tmp_path / "back", out="theirs") == 0
+    names = sorted(path.name for path in (tmp_path / "ours").glob("*.nii.gz"))
+    assert names
+    for name in names:
+        ours, back = (voxels(tmp_path / folder / name) for folder in ("ours", "theirs"))
+        assert np.count_nonzero(ours != back) <= ours.size / 10_000 and len(np.unique(ours)) > 1
+
+
+def test_plans_data_set_and_checkpoint_are_plain_and_in_nnunets_axes(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", CT, NET, name="Made")
+    place = tmp_path / "nnUNetTrainer__mine__3d_lowres"
+    assert export([str(run), str(place)]) == 0
+    plans, dataset = (json.loads((place / name).read_text()) for name in ("plans.json", "dataset.json"))
+    own = plans["configurations"]["3d_lowres"]
+    assert own["patch_size"] == [8, 8, 16] and own["spacing"] == [1.3, 0.9, 1.1] and own["batch_size"] == 3
+    assert plans["plans_name"] == "mine" and plans["image_reader_writer"] == "NibabelIOWithReorient"
+    assert plans["foreground_intensity_properties_per_channel"]["0"]["percentile_99_5"] == 2.0
+    assert dataset["labels"] == {"background": 0, "label 1": 1, "label 2": 2} and dataset["file_ending"] == ".nii.gz"
+    saved = torch.load(place / "fold_2" / "checkpoint_final.pth", map_location="cpu", weights_only=True)
+    assert saved["trainer_name"] == "nnUNetTrainer" and saved["init_args"]["plans"] == plans
+    assert saved["inference_allowed_mirroring_axes"] == (2,)  # W is nnU-Net's last
+
+
+REFUSED: dict[str, tuple[Config, Recipe, dict[str, Any], str]] = {
+    "a fixed crop": (NET, replace(CT, crop_to=(9, 9, 9)), {}, "cuts volumes to 9 9 9 voxels"),
+    "gaps": (NET, replace(CT, values=(0, 1, 4)), {}, r"labels of the values \[0, 1, 4\]"),
+    "another network": (Config(tile=(8, 8, 8), patch=4, embed_dim=12, depth=1, heads=2), CT, {}, "has the network vit"),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_what_a_plan_cannot_say_is_refused_by_name(what: str, tmp_path: Path) -> None:
+    config, recipe, keys, message = REFUSED[what]
+    run = make_run(tmp_path / "run", recipe, config, name="Made", **keys)
+    with pytest.raises(ValueError, match=message):
+        export([str(run), str(tmp_path / "back")])
+    assert not (tmp_path / "back").exists() and not list(tmp_path.glob(".back*"))
+
+
+def test_a_folder_that_holds_something_stays(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", CT, NET, name="Made")
+    (tmp_path / "back").mkdir()
+    (tmp_path / "back" / "mine").write_text("")
+    with pytest.raises(ValueError, match="is there already"):
+        export([str(run), str(tmp_path / "back")])
+    assert [path.name for path in (tmp_path / "back").iterdir()] == ["mine"]
