@@ -7,6 +7,7 @@ stay what they are. Legend: b batch, c channels, W D H voxels; ``/s`` after the 
 import copy
 import itertools
 import math
+import sys
 from collections.abc import Callable
 from functools import cache
 from types import TracebackType
@@ -83,7 +84,7 @@ class Converted(nn.Module):
         """Returns what the module's ``forward`` returns, of this rank's boxes."""
         if self._box_group.size == 1:
             return super().forward(*args, **kwargs)
-        return self._on_boxes(super().forward, args, kwargs)
+        return _eagerly(self._on_boxes, super().forward, args, kwargs)
 
     def shard(self, whole: Tensor) -> Tensor:
         """Returns this rank's box of an image ``b c W D H`` or a label ``b W D H``."""
@@ -209,6 +210,14 @@ class Converted(nn.Module):
         kind = type(self).__mro__[type(self).__mro__.index(Converted) + 1]
         state = {key: value for key, value in self.__dict__.items() if key not in _memory()}
         return _restore, (kind,), state
+
+
+def _eagerly(function: Callable[..., Any], *args: Any) -> Any:
+    """Runs a function without ``torch.compile``, which cannot trace messages; importing its compiler takes seconds."""
+    return torch.compiler.disable(function)(*args) if "torch._dynamo" in sys.modules else function(*args)
+
+
+_eagerly._torchdynamo_disable = True  # type: ignore[attr-defined]  # the mark of torch.compiler.disable
 
 
 def _memory() -> dict[str, Any]:
