@@ -11,6 +11,7 @@ import torch
 
 from seqpar.cli.export import act as export
 from seqpar.data.preparation.recipe import Intensity, Recipe
+from seqpar.runs.fold_folder import write_flags
 from seqpar.settings.config import Config
 from tests.support.predictions import act, make_run, voxels, write_images
 
@@ -76,3 +77,14 @@ def test_a_folder_that_holds_something_stays(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="is there already"):
         export([str(run), str(tmp_path / "back")])
     assert [path.name for path in (tmp_path / "back").iterdir()] == ["mine"]
+
+
+def test_five_folds_become_five(tmp_path: Path) -> None:
+    for number in range(5):
+        run = make_run(tmp_path / "five" / f"fold{number}", CT, replace(NET, fold=str(number)), name="Made")
+        (run / "status.json").write_text('{"state": "finished"}')
+    write_flags(tmp_path / "five", [])
+    assert export([str(tmp_path / "five"), str(tmp_path / "back")]) == 0
+    for number in range(5):
+        path = tmp_path / "back" / f"fold_{number}" / "checkpoint_final.pth"
+        assert torch.load(path, map_location="cpu", weights_only=True)["init_args"]["fold"] == number
