@@ -75,6 +75,7 @@ def make_run(folder: Path, names: list[str]) -> Path:
         training_data.describe(),
         lambda: {c.id: c.label for c in data.cases if c.label},
         config.steps,
+        dataset.preparation,
     )
     for number, name in enumerate(dataset.ids):
         case = dataset.cases[name]
