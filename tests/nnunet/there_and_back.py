@@ -34,7 +34,7 @@ def trained(request, tmp_path_factory) -> tuple[Path, str, Path]:
 def started(module: str, *arguments: object) -> None:
     """Runs a module as a program; fails with its last words where it does."""
     line = [sys.executable, "-m", module, *map(str, arguments)]
-    done = subprocess.run(line, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(line, capture_output=True, text=True, timeout=1800)
     assert done.returncode == 0, f"{done.stdout[-2000:]}\n{done.stderr[-2000:]}"
 
 
