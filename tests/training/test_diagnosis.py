@@ -83,10 +83,10 @@ def slow_down(slow: int):
         trainer.time = wait_clock.time = clock
         backward, waiting, count = gradients.Gradients._backward, WaitClock.waiting, WaitClock.count_since_ready
 
-        def slower(self, micro, step):
+        def slower(self, micro, step, loss_of):
             object.__setattr__(micro, "wait_s", 0.0)
             now[0] += 0.3 if rank == slow else 0.1
-            return backward(self, micro, step)
+            return backward(self, micro, step, loss_of)
 
         @contextmanager
         def long_waiting(self, on_gpu):

@@ -129,8 +129,8 @@ def test_a_gradient_that_is_no_number_names_the_batch(flags, tmp_path):
     def hook(rank: int) -> None:
         backward = gradients.Gradients._backward
 
-        def spoiled(self, micro, step):
-            parts = backward(self, micro, step)
+        def spoiled(self, micro, step, loss_of):
+            parts = backward(self, micro, step, loss_of)
             next(self.net.parameters()).grad.fill_(float("inf"))
             return parts
 

@@ -139,7 +139,7 @@ def leave_late() -> None:
 
 
 def test_a_rank_that_stops_is_named_with_its_stage(flags, tmp_path) -> None:
-    hang = at(pipeline_gradients, "outputs_shown", 1, leave_late, call=4)
+    hang = at(pipeline_gradients, "losses_of_step", 1, leave_late, call=2)
     line = "--pipe 2 --accumulate 2 --placement equal --timeout 4"
     with Launch(2, [*flags, *line.split()], tmp_path / "run", hang) as run:
         codes, said = run.wait(), run.said()
