@@ -108,7 +108,7 @@ def test_on_several_ranks_they_are_exact_in_gather_and_swap_and_refused_in_halo(
             continue
         assert isinstance(result, str) and result == second[mode, ends]
         if mode != "halo":
-            assert "TorchDecoder returned int beside its logits, where None is needed" in result
+            assert "TorchDecoder returned int next to its logits, but None is needed" in result
         else:
             beside = "no box grid" if ends in ("alone", "with nothing") else "another box grid"
             assert f"--mode halo: each of 2 ranks decodes a box, and TorchDecoder returned {beside}" in result

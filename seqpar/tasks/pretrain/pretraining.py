@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from seqpar.runs.metrics_tail import SCORES
-from seqpar.runs.run_folder import read_config
 from seqpar.tasks.task import Task
 from seqpar.terminal import next_command
 
@@ -33,6 +32,7 @@ WITH_ENCODER = ("tile", "patch", "spacing", "seqpar")  # and the settings of the
 
 def flags_of_training(out: Path) -> list[str]:
     """Returns the flags that train on labels from the encoder in a run folder: a preset, and what differs from it."""
+    from seqpar.runs.run_folder import read_config
     from seqpar.settings.config import SETTINGS, Config
     from seqpar.settings.network_settings import NetworkSettings
     from seqpar.settings.presets import PRESETS
