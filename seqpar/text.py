@@ -80,5 +80,5 @@ def parse_duration(text: str) -> float:
     else:
         raise ValueError(f"--time-limit {text}: give minutes (110) or H:MM:SS (1:50:00)")
     if not seconds:
-        raise ValueError(f"--time-limit {text}: it must be above 0; leave it out for no limit")
+        raise ValueError(f"--time-limit {text}: it must be above 0; remove it for no limit")
     return seconds

@@ -197,4 +197,4 @@ def planned(config: DataSettings) -> ImagePlan:
     try:
         return ImagePlan.from_json(json.loads(config.prepare))
     except (ValueError, TypeError, AttributeError):
-        raise ValueError(f"--prepare {config.prepare}: give own, or leave it out") from None
+        raise ValueError(f"--prepare {config.prepare}: give own, or remove it") from None

@@ -41,7 +41,7 @@ def with_plans(config: Config, flags: Collection[str]) -> Config:
         flipped = [letter for letter, axis in zip("WDH", plan.file_axes) if axis in results.folds[0].mirror]
         mirror = {"val_mirror": "".join(flipped) or "none"}
     elif "prepare" in flags and config.prepare != OWN:
-        raise ValueError(f"--prepare {config.prepare}: that needs --plans, or nnU-Net's --weights; leave it out")
+        raise ValueError(f"--prepare {config.prepare}: that needs --plans, or nnU-Net's --weights; remove it")
     else:
         return config
     if "network" in flags and config.network != settings["network"]:
