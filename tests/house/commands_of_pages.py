@@ -54,6 +54,7 @@ def short(line: str) -> str:
     """Returns a command with fewer ranks and steps and smaller sizes, but the same flags and files."""
     line = line.replace("srun -n 16", "srun -n 2").replace("--seqpar 8", "--seqpar 2")
     line = line.replace("--nproc-per-node 4", "--nproc-per-node 2").replace("--seqpar 4", "--seqpar 2")
+    cache = "cache" if "--data" in line else "phantoms-cache"  # a cache holds one data set
     if "plan.py" in line:
         line += " --seqpar 4"  # one size instead of twelve
     if "--preset nnunet" in line and "train" in line:
@@ -69,12 +70,13 @@ def short(line: str) -> str:
         line = re.sub(r"--cases \d+", "--cases 6", line) + " --size 40 48 40"
     elif "pretrain.py" in line:
         line = (
-            line.replace("--preset mae", "--preset mae-debug")
+            re.sub(r"--preset mae(-laptop)?", "--preset mae-debug", line)
             + " --tile 16 --patch 8 --embed-dim 12 --heads 2 --depth 1"
         )
-        line += " --cache images-alone --workers 0 --augment none --iterations 2 --epochs 1 --fold all --device cpu"
+        line += f" --cache images-{cache} --workers 0 --augment none --iterations 2 --epochs 1 --fold all"
+        line += " --device cpu"
     elif re.search(r"train\.py|seqpar-train", line):
-        line += " --cache cache " + " ".join(TINY.split())
+        line += f" --cache {cache} " + " ".join(TINY.split())
     return line
 
 
