@@ -1,8 +1,10 @@
 """Trains Vision Transformers and U-Nets on 3D images that are too large for one GPU: several ranks share a tile.
 
-Networks and training: ``SeqParViT``, ``SegmentationNet``, the decoders, ``choose_mode``, ``DiceCE``, ``start``. Weights
-of others: ``load_monai``, ``load_nnunet``, ``load_primus``. Finished runs: ``load_run``, ``Predictor``. The building
-blocks are in ``seqpar.attention``, ``seqpar.spatial``, ``seqpar.vit``, ``seqpar.losses`` and ``seqpar.decoders``.
+Start the ranks with ``init_mesh``, make a network (``UNETR``, ``UNet``, or ``convert`` of any of torch's), and train it
+as one object, ``ParallelModel``; ``predict`` slides windows over a volume. The parts of a network: ``SeqParViT``, the
+decoders, ``choose_mode``, ``SegmentationNet``. Losses: ``DiceCE``, ``make_loss``. Weights of others: ``load_monai``,
+``load_nnunet``, ``load_primus``. Finished runs: ``load_run``, ``Predictor``. The building blocks are in
+``seqpar.attention``, ``seqpar.spatial``, ``seqpar.vit``, ``seqpar.losses`` and ``seqpar.decoders``.
 """
 
 import importlib
@@ -21,17 +23,21 @@ if TYPE_CHECKING:  # what type checkers and editors see; a test compares it with
     from seqpar.decoders.plain import PlainDecoder as PlainDecoder
     from seqpar.decoders.primus import PrimusDecoder as PrimusDecoder
     from seqpar.decoders.unetr import UnetrDecoder as UnetrDecoder
+    from seqpar.decoders.unets import UNet as UNet
     from seqpar.losses import DiceCE as DiceCE
     from seqpar.losses import LossGroups as LossGroups
     from seqpar.losses import make_loss as make_loss
+    from seqpar.models.segmentation_network import UNETR as UNETR
     from seqpar.models.segmentation_network import SegmentationNet as SegmentationNet
     from seqpar.parallel.layout import Layout as Layout
     from seqpar.parallel.mesh import as_group as as_group
     from seqpar.parallel.rendezvous import init_mesh as init_mesh
     from seqpar.parallel.rendezvous import start as start
     from seqpar.prediction.predictor import Predictor as Predictor
+    from seqpar.prediction.sliding_window import predict as predict
     from seqpar.runs.trained_run import load_run as load_run
     from seqpar.spatial.box_grid import BoxGrid as BoxGrid
+    from seqpar.training.data_parallel import ParallelModel as ParallelModel
     from seqpar.vit.blocks import compile_blocks as compile_blocks
     from seqpar.vit.dropout import DropoutKey as DropoutKey
     from seqpar.vit.encoder import SeqParViT as SeqParViT
@@ -55,11 +61,14 @@ _NAMES = {
     "Layout": "seqpar.parallel.layout",
     "LossGroups": "seqpar.losses",
     "ParallelAttention": "seqpar.attention.self_attention",
+    "ParallelModel": "seqpar.training.data_parallel",
     "PlainDecoder": "seqpar.decoders.plain",
     "Predictor": "seqpar.prediction.predictor",
     "PrimusDecoder": "seqpar.decoders.primus",
     "SegmentationNet": "seqpar.models.segmentation_network",
     "SeqParViT": "seqpar.vit.encoder",
+    "UNETR": "seqpar.models.segmentation_network",
+    "UNet": "seqpar.decoders.unets",
     "UnetrDecoder": "seqpar.decoders.unetr",
     "as_group": "seqpar.parallel.mesh",
     "choose_mode": "seqpar.decoders.modes.named_modes",
@@ -74,6 +83,7 @@ _NAMES = {
     "load_primus": "seqpar.weights.primus_weights",
     "load_run": "seqpar.runs.trained_run",
     "make_loss": "seqpar.losses",
+    "predict": "seqpar.prediction.sliding_window",
     "read_weights": "seqpar.weights.weight_files",
     "start": "seqpar.parallel.rendezvous",
     "write_weights": "seqpar.weights.weight_files",

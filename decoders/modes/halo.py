@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from seqpar.decoders.modes.mode import concat_blocks, groups_with_peers, join_patches, split_blocks
+from seqpar.decoders.modes.mode import concat_blocks, gather_boxes, groups_with_peers, join_patches, split_blocks
 from seqpar.losses import LossGroups
 from seqpar.parallel.device_constants import cached
 from seqpar.parallel.layout import Layout
@@ -42,6 +42,9 @@ class Halo:
     def voxels(self, part: Tensor, layout: Layout) -> Tensor:
         """Returns this rank's box of the image ``b c W/s D/s H/s`` or label ``b W/s D/s H/s``."""
         return join_patches(self._move(part, layout, "voxels"), layout, self.box_grid(layout, 0).sides)
+
+    def whole(self, y: Tensor, layout: Layout) -> Tensor:
+        return gather_boxes(y, layout, self.group)
 
     def samples(self, rows: Tensor) -> Tensor:
         return rows

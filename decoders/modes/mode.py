@@ -39,6 +39,13 @@ class Mode(Protocol):
     def voxels(self, part: Tensor, layout: Layout) -> Tensor:
         """Returns the image of a part ``b n/s c p p p``, or the label of ``b n/s p p p``, arranged like the logits."""
 
+    def whole(self, y: Tensor, layout: Layout) -> Tensor:
+        """Returns the whole logits ``b k W D H`` or label ``b W D H`` of all samples, given what this rank decodes.
+
+        *forward:* all-gather.
+        *backward:* reduce-scatter (sum).
+        """
+
     def samples(self, rows: Tensor) -> Tensor:
         """Returns the rows of ``b ...``, one per sample of the group, for the samples that this rank decodes."""
 
@@ -67,14 +74,15 @@ def split_blocks(rows: Tensor, tokens: Sequence[Tensor], grid: Sequence[int]) ->
 def gather_boxes(x: Tensor, layout: Layout, group: Group) -> Tensor:
     """Returns the whole logits ``b k W D H`` or label ``b W D H`` on every rank, given this rank's box.
 
-    Every rank must compute the same from the result: the gradient is then this rank's box times the group's size.
+    *forward:* all-gather.
+    *backward:* reduce-scatter (sum).
 
     - ``layout``: of the parts from which the boxes were made
     """
     boxed, has_channels = layout.boxed(), x.ndim == len(layout.tile) + 2
     cells = to_patches(x, layout.patch)
     rows = rearrange(cells, "b k n ... -> b n k ...") if has_channels else cells
-    return boxed.join(gather(rows, group, 1, boxed.counts, equal_gradients=True, kind="voxels").split(boxed.counts, 1))
+    return boxed.join(gather(rows, group, 1, boxed.counts, kind="voxels").split(boxed.counts, 1))
 
 
 def join_patches(patches: Tensor, layout: Layout, grid: Sequence[int]) -> Tensor:

@@ -46,6 +46,10 @@ class Auto:
     def voxels(self, part: Tensor, layout: Layout) -> Tensor:
         return self.pick(len(part)).voxels(part, layout)
 
+    def whole(self, y: Tensor, layout: Layout) -> Tensor:
+        decoded_whole = tuple(y.shape[-len(layout.tile) :]) == layout.tile
+        return (self._swap if decoded_whole else self._halo).whole(y, layout)
+
     def samples(self, rows: Tensor) -> Tensor:
         return self.pick(len(rows)).samples(rows)
 

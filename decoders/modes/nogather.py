@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from seqpar.decoders.modes.mode import groups_with_peers, join_patches
+from seqpar.decoders.modes.mode import gather_boxes, groups_with_peers, join_patches
 from seqpar.losses import LossGroups
 from seqpar.parallel.layout import Layout
 from seqpar.parallel.mesh import AnyGroup, Group
@@ -38,6 +38,9 @@ class NoGather:
     def voxels(self, part: Tensor, layout: Layout) -> Tensor:
         """Returns this rank's box of the image ``b c W/s D/s H/s`` or label ``b W/s D/s H/s``."""
         return join_patches(part, layout, self._sides(layout))
+
+    def whole(self, y: Tensor, layout: Layout) -> Tensor:
+        return gather_boxes(y, layout, self.group)
 
     def samples(self, rows: Tensor) -> Tensor:
         return rows

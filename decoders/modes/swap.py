@@ -12,6 +12,7 @@ from torch import Tensor
 
 from seqpar.decoders.modes.mode import concat_blocks, groups_with_peers, join_patches, split_blocks
 from seqpar.losses import LossGroups
+from seqpar.parallel.collectives import gather
 from seqpar.parallel.device_constants import cached
 from seqpar.parallel.layout import Layout
 from seqpar.parallel.mesh import AnyGroup, Group
@@ -48,6 +49,9 @@ class Swap:
     def voxels(self, part: Tensor, layout: Layout) -> Tensor:
         """Returns this rank's samples of the image ``b/s c W D H`` or label ``b/s W D H``."""
         return join_patches(self._move(part, layout, "voxels"), layout, layout.grid)
+
+    def whole(self, y: Tensor, layout: Layout) -> Tensor:
+        return gather(y, self.group, 0, (len(y),) * self.group.size, kind="voxels")
 
     def samples(self, rows: Tensor) -> Tensor:
         """Returns the rows ``b/s ...`` of this rank's samples."""

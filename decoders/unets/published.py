@@ -2,7 +2,7 @@
 
 from seqpar.decoders.unets.architecture import Architecture, Style
 from seqpar.decoders.unets.unet import UNet
-from seqpar.parallel.mesh import Group
+from seqpar.parallel.mesh import AnyGroup, Group
 
 HOU_LEVELS = {64: 3, 128: 4, 256: 5, 512: 6}
 LAMP_MOST_FEATURES = 1024
@@ -18,6 +18,7 @@ def hou(
     peers: Group | None = None,
     norm: str = "batch",
     dropout: float = 0.0,
+    group: AnyGroup | None = None,
 ) -> UNet:
     """Returns the U-Net of Hou et al. for images of 64, 128, 256 or 512 voxels per side.
 
@@ -28,6 +29,7 @@ def hou(
     - ``dropout``: as in ``Style``; 0.5 in the released code
     - ``features``: of the first level; 0: as published
     - ``data``, ``peers``, ``norm``: see ``Style``
+    - ``group``: as in ``UNet``
     """
     if resolution not in HOU_LEVELS:
         raise ValueError(f"resolution {resolution}: choose one of {', '.join(map(str, HOU_LEVELS))}")
@@ -35,7 +37,9 @@ def hou(
     first = features or 256 >> (levels - 3)
     style = Style(norm, eps=1e-6, slope=0.1, bias=False, up_bias=False, dropout=dropout, data=data, peers=peers)
     widths = [first << level for level in range(levels)]
-    return UNet(Architecture.of(in_channels, num_outputs, widths, encoder=4, decoder=4, style=style, down="max"))
+    return UNet(
+        Architecture.of(in_channels, num_outputs, widths, encoder=4, decoder=4, style=style, down="max"), group=group
+    )
 
 
 def distmis(
@@ -47,6 +51,7 @@ def distmis(
     data: Group | None = None,
     peers: Group | None = None,
     norm: str = "",
+    group: AnyGroup | None = None,
 ) -> UNet:
     """Returns DistMIS's U-Net: four levels of two convolutions, batch norm and ReLU; 8 features, doubled at each level.
 
@@ -58,6 +63,7 @@ def distmis(
     - ``length``: of the image's last axis; only used by the "code" variant
     - ``data``, ``peers``: see ``Style``
     - ``norm``: as in ``Style``, instead of the variant's own
+    - ``group``: as in ``UNet``
     """
     if variant not in ("code", "text"):
         raise ValueError(f"variant {variant!r}: choose 'code' or 'text'")
@@ -77,7 +83,8 @@ def distmis(
     up, head = (3, 3) if is_code else (0, 1)
     widths = [features << level for level in range(4)]
     return UNet(
-        Architecture.of(in_channels, num_outputs, widths, style=style, down="max", up_kernel=up, head_kernel=head)
+        Architecture.of(in_channels, num_outputs, widths, style=style, down="max", up_kernel=up, head_kernel=head),
+        group=group,
     )
 
 
@@ -89,6 +96,7 @@ def lamp(
     peers: Group | None = None,
     squeeze: int = 0,
     norm: str = "batch",
+    group: AnyGroup | None = None,
 ) -> UNet:
     """Returns LAMP's U-Net of 32, 64 or 128 features: 22.9, 91.6 or 214.3 million parameters.
 
@@ -96,6 +104,7 @@ def lamp(
     has no norm.
 
     - ``data``, ``peers``, ``norm``: see ``Style``
+    - ``group``: as in ``UNet``
     - ``squeeze``: ``SQUEEZE`` gives our reading of LAMP's squeeze-excite U-Net, which was not released: a
       squeeze-excite block with this reduction factor after the convolutions of each stage, down and up; 0: none
     """
@@ -112,5 +121,6 @@ def lamp(
             bare_last=True,
             merge=True,
             tail=max(1, min(features // 2, 32)),
-        )
+        ),
+        group=group,
     )

@@ -7,8 +7,9 @@ from torch import Tensor, nn
 
 from seqpar.decoders.unets.architecture import ONE, Architecture, Three
 from seqpar.decoders.unets.unet_blocks import ConvBlock, ResidualBlock, SqueezeExcite, Up, init_weights
-from seqpar.parallel.layout import plain_tensor
-from seqpar.parallel.mesh import AnyGroup, as_group
+from seqpar.losses.tile_network import BoxNetwork
+from seqpar.parallel.layout import Layout, plain_tensor
+from seqpar.parallel.mesh import AnyGroup, Group, as_group
 from seqpar.pipeline.cells import CellList, CellNet, Value
 from seqpar.spatial.box_grid import BoxGrid
 from seqpar.spatial.convolution import Conv3d
@@ -17,9 +18,12 @@ from seqpar.spatial.pooling import MaxPool3d
 from seqpar.vit.dropout import DropoutKey
 
 
-class UNet(CellNet):
+class UNet(CellNet, BoxNetwork):
     """The U-Net of an architecture.
 
+    ``nnunet``, ``hou``, ``distmis`` and ``lamp`` of ``seqpar.decoders`` make it with a published architecture.
+
+    - ``architecture``: its stages and the style of its layers
     - ``supervised``: number of levels whose logits are trained, starting with the finest. Heads of other levels exist,
       so that the weights have all their names, but are frozen and do not run
     - ``group``: the ranks that hold the boxes of an image: ours, torch's ``ProcessGroup``, or a one-dimensional
@@ -43,14 +47,17 @@ class UNet(CellNet):
 
         In training with deep supervision, returns a list: the logits of each supervised level, the finest first.
 
-        - ``grid``: the boxes of the image, such as ``BoxGrid(layout.voxel_cuts(layout.patch), group)``
+        - ``grid``: the boxes of the image, such as ``BoxGrid(layout.voxel_cuts(layout.patch), group)``; that of what
+            ``shard`` returned is known
         """
+        if grid is None and self.group.size > 1:
+            grid = self._seen.grids.get(image)
         if grid is None and self.group.size > 1:
             raise ValueError(
                 f"an image of shape {tuple(image.shape)} came without its grid, but this network was built for boxes "
-                f"on the {self.group}: give grid=, or build it without group= for whole images"
+                f"on the {self.group}: give net.shard(whole), or grid=, or build it without group= for whole images"
             )
-        logits = [x for x, _ in self.on_boxes(plain_tensor(image), grid)]
+        logits = [x if at is None else self._seen.remember(x, at) for x, at in self.on_boxes(plain_tensor(image), grid)]
         return logits if self.training and len(logits) > 1 else logits[0]
 
     def on_boxes(self, image: Tensor, grid: BoxGrid | None, key: DropoutKey | None = None) -> list[Value]:
@@ -63,6 +70,13 @@ class UNet(CellNet):
             self.architecture.refuse_cut(grid.edges)
         outputs = self.outputs if self.training else self.outputs[:1]
         return self.run(in_fastest_format(image), grid, outputs, key)
+
+    def group_and_dims(self) -> tuple[Group, int]:
+        return self.group, 3
+
+    def _cut(self, extents: tuple[int, ...]) -> BoxGrid:
+        unit = self.architecture.unit
+        return BoxGrid(Layout.of(extents, unit, self.group.size).voxel_cuts(unit), self.group)
 
     @property
     def output_scales(self) -> tuple[Three, ...]:

@@ -2,6 +2,7 @@
 
 import argparse
 import os
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -100,7 +101,11 @@ def _settings(options: argparse.Namespace, run: TrainedRun) -> PredictionSetting
         raise ValueError(f"{flags}: a whole pass{whose} has no windows; remove it, or use --window sliding")
     mirror = run.mirror if options.mirror is None else mirrored_dims(options.mirror)
     others = {"min_component": options.min_component, "precision": options.precision or run.config.precision}
-    settings = PredictionSettings(window=window, mirror=mirror, force=options.force, **others, **sliding)
+    try:
+        settings = PredictionSettings(window=window, mirror=mirror, force=options.force, **others, **sliding)
+    except ValueError as error:  # which names the argument: here it came as a flag
+        flagged = re.sub(r"^(\w+)='?(.*?)'?:", lambda m: f"--{m[1].replace('_', '-')} {m[2]}:", str(error))
+        raise ValueError(flagged) from None
     settings.refuse_for(run)
     return settings
 

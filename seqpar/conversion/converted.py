@@ -16,15 +16,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
-from torch.utils.weak import WeakIdKeyDictionary
 
-from seqpar.conversion.box_mode import BoxMode, cut
+from seqpar.conversion.box_mode import BoxMode
 from seqpar.conversion.shape_functions import SHAPE_FUNCTIONS
 from seqpar.conversion.volume_functions import VOLUME_FUNCTIONS, WHOLE_FUNCTIONS
+from seqpar.losses.tile_network import BoxNetwork, order_of
 from seqpar.parallel.collectives import all_gather
 from seqpar.parallel.mesh import AnyGroup, Group, as_group
 from seqpar.spatial.box_grid import BoxGrid
-from seqpar.spatial.halos import fetch_rows
 
 _HANDLERS = {**VOLUME_FUNCTIONS, **SHAPE_FUNCTIONS}
 _SPATIAL = {"1d": 1, "2d": 2, "3d": 3}
@@ -60,6 +59,11 @@ def convert(module: nn.Module, group: AnyGroup | None = None, spatial_dims: int 
         for kind in type(part).__mro__:
             if kind.__name__ in _REFUSED:
                 raise ValueError(f"{name or 'the module'}, a {kind.__name__}, {_REFUSED[kind.__name__]}")
+    taken = [name for name in ("shard", "unshard", "loss", "on_whole", "group_and_dims") if hasattr(module, name)]
+    if taken:
+        raise ValueError(
+            f"{type(module).__name__} has its own {' and '.join(taken)}, which a converted network has too: rename it"
+        )
     if "forward" in module.__dict__:
         raise ValueError("forward was replaced on this object, so that it cannot be converted: replace it on its class")
     dims = spatial_dims or _spatial_dims(module)
@@ -67,18 +71,16 @@ def convert(module: nn.Module, group: AnyGroup | None = None, spatial_dims: int 
         raise ValueError(f"spatial_dims={dims}: volumes have 2 or 3 dimensions of space; give spatial_dims=2 or 3")
     net = copy.copy(module)
     net.__class__ = _converted_class(type(module))  # type: ignore[arg-type]
-    net.__dict__.update(_box_group=as_group(group), _box_dims=dims, **_memory())
+    net.__dict__.update(_box_group=as_group(group), _box_dims=dims)
     assert isinstance(net, Converted)
     return net
 
 
-class Converted(nn.Module):
+class Converted(BoxNetwork):
     """What ``convert`` returns: the module's own class, with a ``forward`` that takes and returns this rank's boxes."""
 
     _box_group: Group
     _box_dims: int
-    _cut_here: WeakIdKeyDictionary  # the grids of the boxes that ``shard`` returned
-    _kept_whole: set[tuple[int, ...]]  # the extents of outputs that were too small to be cut
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Returns what the module's ``forward`` returns, of this rank's boxes."""
@@ -86,58 +88,37 @@ class Converted(nn.Module):
             return super().forward(*args, **kwargs)
         return _eagerly(self._on_boxes, super().forward, args, kwargs)
 
-    def shard(self, whole: Tensor) -> Tensor:
-        """Returns this rank's box of an image ``b c W D H`` or a label ``b W D H``."""
-        if self._box_group.size == 1:
-            return whole
-        has_channels = self._has_channels(whole, "shard")
-        extents = tuple(whole.shape[-self._box_dims :])
+    def group_and_dims(self) -> tuple[Group, int]:
+        return self._box_group, self._box_dims
+
+    def _cut(self, extents: tuple[int, ...]) -> BoxGrid:
         grid = BoxGrid.even(extents, self._box_group)
         if grid is None:
             raise ValueError(
                 f"shard: extents {extents} cannot be cut into {self._box_group.size} boxes: use larger tiles or a "
                 "smaller group"
             )
-        box = cut(whole.as_subclass(Tensor), grid, range(-self._box_dims, 0)).contiguous()
-        if has_channels:
-            self._cut_here[box] = grid
-        return box
-
-    def unshard(self, y: Tensor) -> Tensor:
-        """Returns the whole of an output or label on every rank, given this rank's box.
-
-        *forward:* all-gather of the boxes.
-        *backward:* the gradients at all ranks' copies are summed.
-        """
-        if self._box_group.size == 1:
-            return y
-        has_channels = self._has_channels(y, "unshard")
-        if tuple(y.shape[-self._box_dims :]) in self._kept_whole:
-            return y
-        grid = self._grid_of(y.as_subclass(Tensor), "unshard")
-        rows = [[(0, extent)] * parts for extent, parts in zip(grid.extents, grid.parts)]
-        whole = fetch_rows(y if has_channels else y[:, None], grid, rows)
-        return whole if has_channels else whole[:, 0]
+        return grid
 
     def _on_boxes(self, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         mode = BoxMode(self._box_group, self._box_dims, _HANDLERS, WHOLE_FUNCTIONS)
-        self._kept_whole.clear()
+        self._seen.kept_whole.clear()
         images = 0
 
         def take(value: Any) -> Any:
             nonlocal images
             if not isinstance(value, Tensor):
                 return value
-            grid, value = self._cut_here.get(value), value.as_subclass(Tensor)
+            grid, value = self._seen.grids.get(value), value.as_subclass(Tensor)
             if value.ndim != self._box_dims + 2:
                 return value
             images += 1
-            return mode.mark_volume(value, grid or self._grid_of(value, "forward"))
+            return mode.mark_volume(value, grid or self._find_grid(value, "forward"))
 
         args, kwargs = tree_map(take, (args, kwargs))
         if not images:
             shapes = [tuple(x.shape) for x in args if isinstance(x, Tensor)]
-            raise ValueError(f"expected a box of {self._order()}, got {shapes}: give net.shard(whole)")
+            raise ValueError(f"expected a box of {order_of(self._box_dims)}, got {shapes}: give net.shard(whole)")
         try:
             with mode:
                 outputs = forward(*args, **kwargs)
@@ -154,15 +135,16 @@ class Converted(nn.Module):
         if spread is not None:
             grid = BoxGrid.even(spread.grid.extents, self._box_group)
             assert grid is not None
-            return mode.recut(y, grid)
+            return self._seen.remember(mode.recut(y, grid), grid)
         if not isinstance(y, Tensor) or y.ndim != self._box_dims + 2:
             return y
-        box = mode.cut_volume(y)
-        if box is None:
-            self._kept_whole.add(tuple(y.shape[2:]))
-        return y if box is None else box
+        box, even = mode.cut_volume(y), BoxGrid.even(y.shape[2:], self._box_group)
+        if box is None or even is None:
+            self._seen.kept_whole.add(tuple(y.shape[2:]))
+            return y
+        return self._seen.remember(box, even)
 
-    def _grid_of(self, box: Tensor, what: str) -> BoxGrid:
+    def _find_grid(self, box: Tensor, what: str) -> BoxGrid:
         """Returns the grid of a box, whose extents all ranks tell each other."""
         group, n = self._box_group, self._box_dims
         facts = torch.zeros(n + 3, dtype=torch.float64, device=box.device)
@@ -187,17 +169,6 @@ class Converted(nn.Module):
             )
         return grid
 
-    def _has_channels(self, x: Tensor, what: str) -> bool:
-        """Returns whether ``x`` is an image and not a label; raises ValueError if it is neither."""
-        if x.ndim not in (self._box_dims + 1, self._box_dims + 2):
-            raise ValueError(
-                f"{what}: expected an image {self._order()} or a label without the channels, got {tuple(x.shape)}"
-            )
-        return x.ndim == self._box_dims + 2
-
-    def _order(self) -> str:
-        return f"(batch, channels, {', '.join('WDH'[: self._box_dims])})"
-
     def _where(self, trace: TracebackType | None) -> str:
         """Returns the name of the innermost submodule in a traceback."""
         names, found = {id(part): name for name, part in self.named_modules()}, ""
@@ -207,9 +178,7 @@ class Converted(nn.Module):
         return found
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        kind = type(self).__mro__[type(self).__mro__.index(Converted) + 1]
-        state = {key: value for key, value in self.__dict__.items() if key not in _memory()}
-        return _restore, (kind,), state
+        return _restore, (type(self).__bases__[1],), self.__dict__
 
 
 def _eagerly(function: Callable[..., Any], *args: Any) -> Any:
@@ -220,16 +189,9 @@ def _eagerly(function: Callable[..., Any], *args: Any) -> Any:
 _eagerly._torchdynamo_disable = True  # type: ignore[attr-defined]  # the mark of torch.compiler.disable
 
 
-def _memory() -> dict[str, Any]:
-    """Returns what a converted network remembers of its calls, which no copy inherits."""
-    return {"_cut_here": WeakIdKeyDictionary(), "_kept_whole": set()}
-
-
 def _restore(kind: type[nn.Module]) -> nn.Module:
     kind_on_boxes = _converted_class(kind)  # type: ignore[arg-type]
-    net = kind_on_boxes.__new__(kind_on_boxes)
-    net.__dict__.update(_memory())
-    return net  # type: ignore[no-any-return]
+    return kind_on_boxes.__new__(kind_on_boxes)  # type: ignore[no-any-return]
 
 
 @cache

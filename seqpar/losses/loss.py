@@ -14,8 +14,7 @@ import torch
 from einops import rearrange
 from torch import Tensor, nn
 
-from seqpar.losses.terms import ClassTerm, VoxelTerm
-from seqpar.losses.voxels import Voxels, row_chunks, sum_over_voxels
+from seqpar.losses.terms import ClassTerm, Voxels, VoxelTerm, row_chunks, sum_over_voxels
 from seqpar.parallel.collectives import all_reduce, all_sum
 from seqpar.parallel.layout import plain_tensor
 from seqpar.parallel.mesh import Group, as_group

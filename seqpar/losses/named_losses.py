@@ -6,8 +6,7 @@ import torch
 from torch import Tensor
 
 from seqpar.losses.loss import Loss
-from seqpar.losses.terms import ClassFocal, ClassTerm, CrossEntropy, Dice, Focal, LossOptions, Terms, VoxelTerm
-from seqpar.losses.voxels import Voxels
+from seqpar.losses.terms import ClassFocal, ClassTerm, CrossEntropy, Dice, Focal, LossOptions, Terms, Voxels, VoxelTerm
 
 EPSILON = 0.1  # of LesionDice: added to the denominator alone
 ORGAN, LESION = 8.0, 16.0  # weights of their voxels in WeightedCrossEntropy; the background's is 1

@@ -5,7 +5,7 @@ this rank's share of the tokens. A network without tokens has cubes of as many v
 """
 
 import math
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -14,12 +14,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 
-from seqpar.decoders.modes.mode import Mode, gather_boxes
+from seqpar.decoders.modes.mode import Mode
 from seqpar.losses import DeepSupervision, Loss, LossGroups
-from seqpar.parallel.collectives import gather
-from seqpar.parallel.layout import Layout, plain_tensor
-from seqpar.parallel.mesh import AnyGroup, Group, as_group
+from seqpar.losses.tile_network import TileNetwork
+from seqpar.parallel.layout import Layout
+from seqpar.parallel.mesh import Group
 from seqpar.pipeline.engine import StagedNet
 from seqpar.text import quantity
 from seqpar.vit.dropout import DropoutKey
@@ -56,7 +57,7 @@ def resize_tensors(tensors: Iterable[tuple[str, Tensor]], resizing: Resizing) ->
         yield name, grid(tensor) if grid and each_token and entry != "col_var" else tensor
 
 
-class Network(nn.Module, ABC):
+class Network(TileNetwork):
     """A network on parts of a tile: logits of this rank's part, or, in a group of one, of a whole tile ``b c W D H``.
 
     - ``layout``: which part of a tile each rank of the sequence group holds
@@ -110,43 +111,46 @@ class Network(nn.Module, ABC):
         """Returns the label ``b n/s p p p`` of a part as the logits are: their voxels, on the ranks that hold them."""
         return self.mode.voxels(label, layout or self.layout)
 
-    def loss(
-        self,
-        loss_fn: Callable[..., Tensor],
-        logits: Tensor | list[Tensor],
-        label: Tensor,
-        data: AnyGroup | None = None,
-        layout: Layout | None = None,
-    ) -> Tensor:
-        """Returns the loss of what ``forward`` returned: that of one process, whatever the mode.
+    def shard(self, whole: Tensor) -> Tensor:
+        """Returns this rank's part ``b n c p p p`` of an image ``b c W D H``, or a label ``b W D H`` as the logits are.
 
-        A loss of ``seqpar.losses`` sums over ranks. Any other function, such as MONAI's losses, is called with whole
-        tiles of all samples; in halo and swap, logits and labels are therefore gathered on every rank.
-
-        - ``loss_fn``: called with the logits and the label; of tiles on other ranks, the mean of its results counts
-        - ``label``: whole tiles ``b W D H`` or ``b 1 W D H``, or this rank's part ``b n/s p p p``. One with a channel
-          reaches MONAI's losses with it
-        - ``data``: the group whose ranks have other tiles
+        ``net(net.shard(image))`` and ``net.shard(label)`` are the logits and labels of the same voxels.
         """
-        layout, label = layout or self.layout, plain_tensor(label)
-        axes, is_ours = len(layout.tile), isinstance(loss_fn, Loss | DeepSupervision)
-        has_channel = label.ndim == axes + 2 and label.shape[1] == 1
-        is_whole = label.ndim == axes + 1 or (has_channel and tuple(label.shape[2:]) == layout.tile)
-        if is_whole:
-            label = label[:, 0] if has_channel else label
-        batch = len(label)
-        if not is_whole or self.group.size > 1:
-            label = self.arrange(layout.cut(label, self.group.index) if is_whole else label, layout)
-        if is_ours:
-            return loss_fn(logits, label, self.loss_groups(as_group(data, "data"), batch))
-        if isinstance(logits, list):
-            raise ValueError("deep supervision needs a loss of seqpar.losses, as net.training_loss(DiceCE()) is")
-        if len(logits) < batch:  # each rank has whole samples
-            counts = (len(logits),) * self.group.size
-            logits, label = (gather(x, self.group, 0, counts, True, "voxels") for x in (logits, label))
-        elif self.mode.box_grid(layout, batch) is not None and self.group.size > 1:
-            logits, label = (gather_boxes(x, layout, self.group) for x in (logits, label))
-        return loss_fn(logits, label[:, None] if is_whole and has_channel else label)
+        if self.group.size == 1:
+            return whole
+        part = self.layout.cut(whole, self.group.index)
+        return part if whole.ndim == len(self.layout.tile) + 2 else self.arrange(part)
+
+    def unshard(self, y: Tensor) -> Tensor:
+        return self.mode.whole(y, self.layout) if self.group.size > 1 else y
+
+    @property
+    def samples_at_once(self) -> int:
+        """The number of samples of which a batch must be a multiple."""
+        return self.group.size if self.mode.name == "swap" else 1
+
+    def on_whole(self, image: Tensor) -> Any:
+        count = len(image)
+        missing = -count % self.samples_at_once
+        filled = torch.cat([image, image[-1:].expand(missing, *image.shape[1:])]) if missing else image
+        output = super().on_whole(filled)
+        return tree_map(lambda y: y[:count], output) if missing else output
+
+    def group_and_dims(self) -> tuple[Group, int]:
+        return self.group, len(self.layout.tile)
+
+    def _shares(self, image: Tensor, label: Tensor) -> tuple[Tensor, Tensor]:
+        axes, samples = len(self.layout.tile), len(image)
+        is_whole = image.ndim == axes + 2
+        if self.group.size == 1 and is_whole and label.shape[-axes:] == image.shape[-axes:]:
+            return image, label
+        image = self.shard(image) if is_whole else image
+        if tuple(label.shape[-axes:]) == self.layout.tile and len(label) == samples:
+            return image, self.arrange(self.layout.cut(label, self.group.index))
+        return image, self.arrange(label) if label.ndim == axes + 2 else label
+
+    def _loss_groups(self, data: Group, batch: int) -> LossGroups:
+        return self.loss_groups(data, batch)
 
     def label_shape(self, batch: int) -> tuple[int, ...]:
         """Returns the shape of the labels that ``arrange`` takes on this rank."""

@@ -4,15 +4,18 @@ Legend: b batch, c channels, n tokens, k classes, p voxels of a patch along a di
 this rank's share of the tokens.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from torch import Tensor, nn
 
 from seqpar.decoders.modes.mode import Mode
+from seqpar.decoders.modes.named_modes import choose_mode
+from seqpar.decoders.unetr import UnetrDecoder, skip_blocks
 from seqpar.models.network import num_parameters
 from seqpar.models.pipelined import TokenCells, refuse_other_grid
 from seqpar.models.token_network import TokenNetwork
 from seqpar.parallel.layout import Layout
+from seqpar.parallel.mesh import AnyGroup
 from seqpar.vit.dropout import DropoutKey
 from seqpar.vit.encoder import SeqParViT
 
@@ -60,3 +63,42 @@ class SegmentationNet(TokenNetwork):
     def num_parameters(self) -> dict[str, int]:
         """Returns how many parameters encoder and decoder have."""
         return {"encoder": num_parameters(self.encoder), "decoder": num_parameters(self.decoder)}
+
+
+class UNETR(SegmentationNet):
+    """UNETR, with its arguments in MONAI's order: a ``SeqParViT``, a ``UnetrDecoder`` and a mode.
+
+    With MONAI's ``patch`` and ``depth``, ``export_monai`` gives its weights back; ``load_monai`` loads them.
+
+    Args:
+        ``in_channels``, ``out_channels``: of the image and of the logits.
+        ``img_size``: voxels of a tile, one number for a cube or one per direction.
+        ``feature_size``: number of channels at full resolution.
+        ``hidden_size``, ``mlp_dim``, ``num_heads``: of the encoder's blocks.
+        ``patch``, ``depth``: voxels of a token; number of blocks.
+        ``qkv_bias``: whether queries and values have a bias.
+        ``mode``: what each rank decodes, as in ``choose_mode``.
+        ``group``: the ranks that share a tile, such as ``mesh.seq``; None: this process alone.
+    """
+
+    def __init__(
+        self,
+        in_channels: int,
+        out_channels: int,
+        img_size: int | Sequence[int],
+        feature_size: int = 16,
+        hidden_size: int = 768,
+        mlp_dim: int = 3072,
+        num_heads: int = 12,
+        *,
+        patch: int | Sequence[int] = 16,
+        depth: int = 12,
+        qkv_bias: bool = False,
+        mode: str = "auto",
+        group: AnyGroup | None = None,
+    ) -> None:
+        encoder = SeqParViT(
+            in_channels, img_size, patch, hidden_size, depth, num_heads, mlp_dim / hidden_size, qkv_bias, group=group
+        )
+        decoder = UnetrDecoder(in_channels, hidden_size, out_channels, patch, feature_size)
+        super().__init__(encoder, decoder, choose_mode(mode, encoder.group), skip_blocks(depth, patch))

@@ -244,7 +244,7 @@ class Layout:
             raise ValueError(f"rank={rank}: this layout has {quantity(self.num_ranks, 'rank')}, counted from 0")
         whole = plain_tensor(whole)
         if self.num_ranks > 1 and not (torch.compiler.is_compiling() or whole.is_meta):
-            self.once("fingerprint", lambda: _fingerprint(whole))
+            self.once("fingerprint", lambda: fingerprint_of(whole))
         cells = to_patches(whole, self.patch)
         if self.num_ranks > 1 or self.is_nested:
             cells = cells.index_select(2 if is_image else 1, self.token_ids(rank, whole.device))
@@ -306,7 +306,7 @@ def plain_tensor(x: Tensor) -> Tensor:
     return x if as_tensor is None else as_tensor()
 
 
-def _fingerprint(whole: Tensor) -> Tensor:
+def fingerprint_of(whole: Tensor) -> Tensor:
     """Returns two float64 numbers that hardly depend on rounding: a weighted sum of some voxels, and its scale."""
     voxels = whole.detach().reshape(-1)
     voxels = voxels[:: max(1, len(voxels) >> 14)].double()

@@ -36,7 +36,7 @@ def parse_min_component(text: str, voxel_mm3: float) -> int:
     """Returns the number of voxels from which a component is kept, from "50", "50mm3" or "20voxels"."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(voxels|mm3|)", text)
     if match is None:
-        raise ValueError(f"--min-component {text}: give a volume in mm3, such as 50, or a count, such as 20voxels")
+        raise ValueError(f"min_component={text!r}: give a volume in mm3, such as 50, or a count, such as 20voxels")
     voxels = float(match[1]) if match[2] == "voxels" else float(match[1]) / voxel_mm3
     return math.ceil(voxels - 1e-6)
 
@@ -88,7 +88,9 @@ class PredictionSettings:
 
     def __post_init__(self) -> None:
         if self.window not in WINDOWS:
-            raise ValueError(f"--window {self.window}: choose {' or '.join(WINDOWS)}")
+            raise ValueError(f"window={self.window!r}: choose {' or '.join(WINDOWS)}")
+        if self.window_batch < 1:
+            raise ValueError(f"window_batch={self.window_batch}: give 1 or more windows")
         parse_min_component(self.min_component, 1.0)
         self.sliding((1, 1, 1))  # checks the settings of sliding windows
 

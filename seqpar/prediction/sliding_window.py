@@ -7,26 +7,31 @@ voxels of the volume, w rows of a slab; ``/s`` after the letter that is spread o
 
 import itertools
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
 from einops import rearrange
-from torch import Tensor
+from torch import Tensor, nn
 
 from seqpar.data.boxes import read_box
 from seqpar.data.workers import ReportProgress, no_item_progress
+from seqpar.losses.tile_network import TileNetwork
 from seqpar.models.network import Network, autocast
 from seqpar.parallel.collectives import all_gather
 from seqpar.parallel.consensus import max_over_ranks
-from seqpar.parallel.layout import Layout, to_patches
+from seqpar.parallel.launcher import Launcher
+from seqpar.parallel.layout import Layout, per_axis, plain_tensor, to_patches
 from seqpar.parallel.mesh import Mesh
+from seqpar.parallel.rendezvous import join
 from seqpar.prediction.window_grid import RULES, Region, Sliding, WindowGrid, flipped, mirrors, rows_at_once, whole_box
 from seqpar.prediction.window_sums import WindowBlock, WindowSums
 
 Image = Tensor | np.ndarray
+Volume = TypeVar("Volume", Tensor, np.ndarray)
 BEYOND = 2.0  # times as many tokens along a direction as in training, from which on a whole pass may fail
 
 
@@ -56,6 +61,55 @@ def sliding_window(
     batch = fitting_batch(nets, min(sliding.batch, len(window_grid.corners)))
     views = _views(nets, window_grid, sliding.mirror, batch, mesh)
     return _walk(_Sweep(views, image, window_grid, weights, batch, mesh, precision), tell)
+
+
+def predict(
+    model: nn.Module,
+    volume: Volume,
+    tile: int | Sequence[int],
+    overlap: float = 0.25,
+    weights: str = "constant",
+    batch: int = 1,
+    mesh: Mesh | None = None,
+) -> Volume:
+    """Returns a network's logits of a volume, the weighted mean over windows: those of ``sliding_window_inference``.
+
+    With several ranks, call it on all of them, with the same volume; each gets the whole result. An array gives an
+    array, a tensor a tensor on its device.
+
+    Args:
+        ``model``: a ``ParallelModel``, a network of ``seqpar``, or any module that takes and returns whole windows.
+        ``volume``: ``c W D H``, or ``b c W D H`` for several.
+        ``tile``: voxels of a window, one number or one per direction.
+        ``overlap``: share of a window that the next one covers again.
+        ``weights``: of a window's voxels: ``"constant"`` or ``"gaussian"``.
+        ``batch``: number of windows that a group computes at once.
+        ``mesh``: the ranks that share the work: sequence groups take turns, and each rank adds up its own rows. None:
+            every sequence group computes all windows, and every rank adds them up.
+    """
+    if model.training:
+        raise ValueError("the model is in training mode: call model.eval() first")
+    sides = per_axis(tile, "tile")
+    if volume.ndim not in (len(sides) + 1, len(sides) + 2):
+        raise ValueError(f"a volume of shape {tuple(volume.shape)} came: c W D H or b c W D H is needed for {tile=}")
+    sliding = Sliding(sides, overlap, weights, batch)
+    if mesh is None:
+        mesh = join(Launcher("this process"), None, 1, next(model.parameters()).device)
+    images = list(volume) if volume.ndim == len(sides) + 2 else [volume]
+    results = [_predict_one(model, plain_tensor(image), sliding, mesh) for image in images]
+    logits = torch.stack(results) if volume.ndim == len(sides) + 2 else results[0]
+    return logits.numpy() if isinstance(volume, np.ndarray) else logits.to(volume.device)
+
+
+def _predict_one(net: nn.Module, image: Image, sliding: Sliding, mesh: Mesh) -> Tensor:
+    """Returns the logits ``k W D H`` of a volume on the CPU of every rank."""
+    window_grid = WindowGrid.of(image.shape[1:], sliding, mesh.world.size)
+    batch = min(sliding.batch, len(window_grid.corners))
+    window_weights = RULES[sliding.rule].weights(sliding.tile, sliding.weights)
+    views = [_WholeView(net, sliding.tile)]
+    sweep = _Sweep(views, image, window_grid, window_weights, batch, mesh, "fp32")
+    slabs = [join_rows(rows, bounds, mesh, 1) for bounds, rows in _walk(sweep, no_item_progress)]
+    return torch.cat(slabs, 1)
 
 
 def whole_volume(
@@ -118,28 +172,19 @@ def join_rows(rows: Tensor, bounds: Sequence[int], mesh: Mesh, dim: int = 0) -> 
     return all_gather(rows.cpu(), mesh.world, dim, sizes, "labels")
 
 
-@dataclass(frozen=True, eq=False)
-class _View:
-    """A network that sees windows flipped along some directions."""
-
-    net: Network
-    layout: Layout
-    flips: tuple[int, ...]
-
-
 def fitting_batch(nets: Sequence[Network], batch: int) -> int:
     """Returns how many windows a group predicts at once: a multiple of its size where each rank decodes whole ones."""
-    sizes = [net.group.size for net in nets if net.mode.name == "swap"]
-    return math.lcm(*sizes) * -(-batch // math.lcm(*sizes))
+    unit = math.lcm(*(net.samples_at_once for net in nets))
+    return unit * -(-batch // unit)
 
 
 def _views(
     nets: Sequence[Network], window_grid: WindowGrid, mirror: Sequence[int], batch: int, mesh: Mesh
-) -> list[_View]:
+) -> list["_PartView"]:
     """Returns every network with every combination of flips; what cannot pass is refused on all ranks alike."""
     if not nets:
         raise ValueError("there is no network: give one or, as an ensemble, several")
-    views = []
+    views = list[_PartView]()
     for net in nets:
         if net.training:
             raise ValueError("the network is in training mode: call eval() first")
@@ -149,8 +194,101 @@ def _views(
             )
         layout = net.layout.of_tile(window_grid.tile)
         net.mode.check(layout, batch)
-        views += [_View(net, layout, flips) for flips in mirrors(mirror, len(window_grid.tile))]
+        views += [_PartView(net, layout, flips) for flips in mirrors(mirror, len(window_grid.tile))]
     return views
+
+
+class _View(ABC):
+    """A network, and how it sees a window."""
+
+    net: nn.Module
+
+    @abstractmethod
+    def blocks(self, batch: int, mesh: Mesh) -> list[WindowBlock]:
+        """Returns which logits of ``batch`` windows each rank of a group holds."""
+
+    @abstractmethod
+    def logits(self, image: Image, corners: Sequence[Sequence[int]], sweep: "_Sweep") -> Tensor:
+        """Returns this rank's logits ``b k W/s D/s H/s`` of the windows at ``corners``."""
+
+    def call(self, *arguments: Any) -> Any:
+        """Returns what the network returns."""
+        return self.net(*arguments)
+
+    def computed(self, windows: Sequence[Tensor], sweep: "_Sweep", *others: Any) -> Tensor:
+        """Returns what the network computes of windows: always as many, so that kernels round alike."""
+        filled = [*windows, *windows[-1:] * (sweep.batch - len(windows))]
+        device, dtype = sweep.mesh.device, next(self.net.parameters()).dtype
+        with torch.no_grad():
+            part = torch.stack(filled).to(device, dtype)
+            with autocast(sweep.precision, device):
+                output = self.call(part, *others)
+        if not isinstance(output, Tensor):
+            raise ValueError(f"the network returned a {type(output).__name__} of a window: one tensor is needed")
+        return output.to(dtype)
+
+
+@dataclass(frozen=True, eq=False)
+class _PartView(_View):
+    """A network of parts that sees windows flipped along some directions."""
+
+    net: Network
+    layout: Layout
+    flips: tuple[int, ...]
+
+    def blocks(self, batch: int, mesh: Mesh) -> list[WindowBlock]:
+        """Lets the network's mode move the numbers of the tokens, and returns where they arrive."""
+        layout, group = self.layout, mesh.seq
+        tokens = Layout(layout.grid, (1,) * len(layout.grid), layout.num_ranks, layout.split)
+        sides = (batch, *layout.grid)
+        numbers = torch.arange(math.prod(sides), device=mesh.device).reshape(sides)
+        own_numbers = self.net.arrange(tokens.cut(numbers, group.index), tokens).flatten()
+        first_and_last = all_gather(own_numbers[[0, -1]][None], group, 0, [1] * group.size, "plan").cpu()
+        blocks = []
+        for first, last in torch.stack(torch.unravel_index(first_and_last, sides), 2).tolist():
+            windows, *intervals = ((low, high + 1) for low, high in zip(first, last))
+            box = tuple((low * p, high * p) for (low, high), p in zip(intervals, layout.patch))
+            blocks.append(WindowBlock(windows, flipped(box, layout.tile, self.flips)))
+        (low, high), box = blocks[group.index]
+        assert len(own_numbers) * math.prod(layout.patch) == (high - low) * math.prod(b - a for a, b in box), "no box"
+        return blocks
+
+    def logits(self, image: Image, corners: Sequence[Sequence[int]], sweep: "_Sweep") -> Tensor:
+        parts = [self._cut(image, corner, sweep.mesh.seq.index) for corner in corners]
+        logits = self.computed(parts, sweep, self.layout)
+        return logits.flip([2 + direction for direction in self.flips]) if self.flips else logits
+
+    def _cut(self, image: Image, corner: Sequence[int], rank: int) -> Tensor:
+        """Returns the rank's part ``n/s c p p p`` of the flipped window at ``corner``, zeros outside the volume."""
+        layout, flip_dims = self.layout, [1 + direction for direction in self.flips]
+        if not layout.is_box:
+            return layout.cut(_read(image, corner, whole_box(layout.tile)).flip(flip_dims)[None], rank)[0]
+        box = tuple((low * p, high * p) for (low, high), p in zip(layout.box(rank), layout.patch))
+        window = _read(image, corner, flipped(box, layout.tile, self.flips)).flip(flip_dims)
+        return rearrange(to_patches(window, layout.patch), "c n ... -> n c ...")
+
+
+@dataclass(frozen=True, eq=False)
+class _WholeView(_View):
+    """A network that is given whole windows and returns their whole logits on every rank of its group."""
+
+    net: nn.Module
+    tile: tuple[int, ...]
+
+    def blocks(self, batch: int, mesh: Mesh) -> list[WindowBlock]:
+        return [WindowBlock((0, batch), whole_box(self.tile))] * mesh.seq.size
+
+    def call(self, *arguments: Any) -> Any:
+        return self.net.on_whole(*arguments) if isinstance(self.net, TileNetwork) else self.net(*arguments)
+
+    def logits(self, image: Image, corners: Sequence[Sequence[int]], sweep: "_Sweep") -> Tensor:
+        logits = self.computed([_read(image, corner, whole_box(self.tile)) for corner in corners], sweep)
+        if tuple(logits.shape[2:]) != self.tile:
+            raise ValueError(
+                f"the network returned {tuple(logits.shape[2:])} voxels of a window of {self.tile}: it must return as "
+                "many as it is given"
+            )
+        return logits
 
 
 @dataclass(frozen=True, eq=False)
@@ -173,7 +311,7 @@ def _walk(sweep: _Sweep, tell: ReportProgress) -> Iterator[FinishedRows]:
     """Yields the slabs of a window grid: in each round, every group predicts some windows with every view."""
     views, window_grid, batch, mesh = sweep.views, sweep.window_grid, sweep.batch, sweep.mesh
     num_windows, groups = len(window_grid.corners), mesh.data.size
-    blocks = [_find_blocks(view, batch, mesh) for view in views]
+    blocks = [view.blocks(batch, mesh) for view in views]
     dtype = _sums_dtype(views)
     sums: WindowSums | None = None
     num_complete = 0
@@ -209,7 +347,7 @@ def _walk_whole(sweep: _Sweep) -> Iterator[FinishedRows]:
     turns = [range(group == 0) for group in range(mesh.data.size)]
     sums: WindowSums | None = None
     for number, view in enumerate(views):
-        blocks = _find_blocks(view, sweep.batch, mesh)
+        blocks = view.blocks(sweep.batch, mesh)
         logits = _predict(sweep, view, turns[mesh.data.index])
         if sums is None:  # the other groups get the number of classes from the first
             num_classes = max_over_ranks(0 if logits is None else logits.shape[1], mesh.world)
@@ -243,46 +381,10 @@ def _walk_by_blocks(sweep: _Sweep, tell: ReportProgress) -> Iterator[FinishedRow
     tell(1.0)
 
 
-def _find_blocks(view: _View, batch: int, mesh: Mesh) -> list[WindowBlock]:
-    """Returns which logits each rank of a group holds: lets the network's mode move the numbers of the tokens."""
-    layout, group = view.layout, mesh.seq
-    tokens = Layout(layout.grid, (1,) * len(layout.grid), layout.num_ranks, layout.split)
-    sides = (batch, *layout.grid)
-    numbers = torch.arange(math.prod(sides), device=mesh.device).reshape(sides)
-    own_numbers = view.net.arrange(tokens.cut(numbers, group.index), tokens).flatten()
-    first_and_last = all_gather(own_numbers[[0, -1]][None], group, 0, [1] * group.size, "plan").cpu()
-    blocks = []
-    for first, last in torch.stack(torch.unravel_index(first_and_last, sides), 2).tolist():
-        windows, *intervals = ((low, high + 1) for low, high in zip(first, last))
-        box = tuple((low * p, high * p) for (low, high), p in zip(intervals, layout.patch))
-        blocks.append(WindowBlock(windows, flipped(box, layout.tile, view.flips)))
-    (low, high), box = blocks[group.index]
-    assert len(own_numbers) * math.prod(layout.patch) == (high - low) * math.prod(b - a for a, b in box), "no box"
-    return blocks
-
-
 def _predict(sweep: _Sweep, view: _View, windows: Sequence[int]) -> Tensor | None:
-    """Returns this rank's logits ``b k W/s D/s H/s`` of its group's windows, flipped back; None without windows."""
-    if not windows:
-        return None
-    parts = [_cut(sweep.image, sweep.window_grid.corners[window], view, sweep.mesh.seq.index) for window in windows]
-    parts += parts[-1:] * (sweep.batch - len(parts))  # always the same shape, so that kernels round alike
-    device, dtype = sweep.mesh.device, next(view.net.parameters()).dtype
-    with torch.no_grad():
-        part = torch.stack(parts).to(device, dtype)
-        with autocast(sweep.precision, device):
-            logits = view.net(part, view.layout).to(dtype)
-    return logits.flip([2 + direction for direction in view.flips]) if view.flips else logits  # type: ignore[no-any-return]
-
-
-def _cut(image: Image, corner: Sequence[int], view: _View, rank: int) -> Tensor:
-    """Returns the rank's part ``n/s c p p p`` of the flipped window at ``corner``, zeros outside the volume."""
-    layout, flip_dims = view.layout, [1 + direction for direction in view.flips]
-    if not layout.is_box:
-        return layout.cut(_read(image, corner, whole_box(layout.tile)).flip(flip_dims)[None], rank)[0]
-    box = tuple((low * p, high * p) for (low, high), p in zip(layout.box(rank), layout.patch))
-    window = _read(image, corner, flipped(box, layout.tile, view.flips)).flip(flip_dims)
-    return rearrange(to_patches(window, layout.patch), "c n ... -> n c ...")
+    """Returns this rank's logits of its group's windows, as the volume lies; None without windows."""
+    corners = [sweep.window_grid.corners[window] for window in windows]
+    return view.logits(sweep.image, corners, sweep) if corners else None
 
 
 def _read(image: Image, corner: Sequence[int], box: Region) -> Tensor:

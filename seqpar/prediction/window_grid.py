@@ -71,11 +71,11 @@ class Sliding:
 
     def __post_init__(self) -> None:
         if not 0 <= self.overlap < 1:
-            raise ValueError(f"--overlap {self.overlap}: give a share of the window, 0 or more and below 1")
+            raise ValueError(f"overlap={self.overlap}: give a share of the window, 0 or more and below 1")
         if self.weights not in WEIGHTS:
-            raise ValueError(f"--weights {self.weights}: choose {' or '.join(WEIGHTS)}")
+            raise ValueError(f"weights={self.weights!r}: choose {' or '.join(WEIGHTS)}")
         if self.batch < 1:
-            raise ValueError(f"--window-batch {self.batch}: give 1 or more windows")
+            raise ValueError(f"batch={self.batch}: give 1 or more windows")
         mirrors(self.mirror, len(self.tile))
 
 

@@ -1,13 +1,16 @@
-"""Data parallelism over all ranks: DDP, or weights in shards."""
+"""Data parallelism over all ranks: DDP, or weights in shards; and one object for a training loop of one's own."""
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from seqpar.losses.tile_network import LossFunction, TileNetwork
 from seqpar.models.network import Network
 from seqpar.parallel.mesh import Mesh
+from seqpar.text import quantity
 
 
 def data_parallel(net: Network, mesh: Mesh, shard_weights: bool) -> nn.Module:
@@ -23,11 +26,14 @@ def data_parallel(net: Network, mesh: Mesh, shard_weights: bool) -> nn.Module:
     return wrap_data_parallel(net, mesh)
 
 
-def wrap_data_parallel(net: nn.Module, mesh: Mesh) -> nn.Module:
-    """Returns the module to call, whose backward averages gradients over all ranks meanwhile; one rank: ``net``."""
+def wrap_data_parallel(net: nn.Module, mesh: Mesh, **options: Any) -> nn.Module:
+    """Returns the module to call, whose backward averages gradients over all ranks meanwhile; one rank: ``net``.
+
+    - ``options``: further ones of ``DistributedDataParallel``
+    """
     if mesh.world.size == 1:
         return net
-    return DistributedDataParallel(net, process_group=mesh.world.handle, gradient_as_bucket_view=True)
+    return DistributedDataParallel(net, process_group=mesh.world.handle, gradient_as_bucket_view=True, **options)
 
 
 def no_sync(module: nn.Module) -> AbstractContextManager[None]:
@@ -51,3 +57,73 @@ def gathered(net: Network, mesh: Mesh, shard_weights: bool) -> AbstractContextMa
     from seqpar.training import sharded_weights
 
     return sharded_weights.gathered(net, mesh)
+
+
+class ParallelModel(nn.Module):
+    """A network and the ranks that train it, as one object for a training loop.
+
+    ``loss`` takes whole tiles or this rank's share, and its backward averages gradients over all ranks by DDP. Called,
+    the model takes whole tiles and returns whole outputs on every rank, as MONAI's ``sliding_window_inference`` needs.
+    ``net`` is the network: its ``state_dict()`` has the names of one process. A copy, such as ``AveragedModel`` makes,
+    predicts but does not train.
+
+    Args:
+        ``net``: a network of ``seqpar``, such as ``UNETR``, or what ``convert`` returned. It is moved to the mesh's
+            device, and all ranks get the first one's weights.
+        ``mesh``: the ranks, from ``seqpar.init_mesh``; None: this process alone.
+        ``options``: of ``DistributedDataParallel``, such as ``find_unused_parameters=True``.
+    """
+
+    def __init__(self, net: TileNetwork, mesh: Mesh | None = None, **options: Any) -> None:
+        super().__init__()
+        if not isinstance(net, TileNetwork):
+            raise ValueError(
+                f"net is a {type(net).__name__}: give a network of seqpar, or seqpar.convert(net, mesh.seq)"
+            )
+        size, shared = (1, 1) if mesh is None else (mesh.world.size, mesh.seq.size)
+        group, _ = net.group_and_dims()
+        if group.size != shared:
+            raise ValueError(
+                f"the network shares tiles among {quantity(group.size, 'rank')}, but the mesh among {shared}: build it "
+                "with group=mesh.seq and give that mesh"
+            )
+        self.net = net if mesh is None else net.to(mesh.device)
+        self.data = None if mesh is None else mesh.data
+        self._averages = size > 1  # then DDP is kept aside from the submodules, which keep their names
+        self.__dict__["_trained"] = _LossOf(net) if mesh is None else wrap_data_parallel(_LossOf(net), mesh, **options)
+
+    def forward(self, image: Tensor) -> Any:
+        """Returns the whole outputs of whole tiles ``b c W D H``, the same on all ranks of a group."""
+        return self.net.on_whole(image)
+
+    def loss(self, loss_fn: LossFunction, image: Tensor, label: Tensor) -> Tensor:
+        """Returns the loss of tiles: that of one process, on any number of ranks. See ``TileNetwork.loss``.
+
+        - ``loss_fn``: called with logits and label: a loss of ``seqpar.losses``, of MONAI, or any function
+        - ``image``, ``label``: whole tiles, the same on all ranks of a group, or this rank's share
+        """
+        if self._averages and "_trained" not in self.__dict__:
+            raise ValueError(
+                "this is a copy of a ParallelModel, which averages no gradients: train the original, or "
+                "ParallelModel(copy.net, mesh)"
+            )
+        trained = self.__dict__.get("_trained") or _LossOf(self.net)
+        return trained(loss_fn, image, label, self.data)  # type: ignore[no-any-return]
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Returns a context in which gradients add up on this rank; the first backward after it averages them."""
+        return no_sync(self.__dict__["_trained"])
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name != "_trained"}
+
+
+class _LossOf(nn.Module):
+    """A network's loss as a forward, which DDP needs."""
+
+    def __init__(self, net: TileNetwork) -> None:
+        super().__init__()
+        self.net = net
+
+    def forward(self, *args: Any) -> Tensor:
+        return self.net.loss(*args)

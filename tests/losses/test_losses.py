@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from seqpar.losses import DiceCE, Loss, LossGroups, LossOptions, make_loss, voxels
+from seqpar.losses import DiceCE, Loss, LossGroups, LossOptions, make_loss, terms
 from seqpar.parallel.collectives import all_reduce
 from seqpar.parallel.mesh import Mesh
 from seqpar.planner.memory_counter import saved_bytes
@@ -144,7 +144,7 @@ def test_runs_of_rows_give_the_loss_and_the_gradient_of_all_voxels_at_once(
     logits = logits[:, :3] if options["regions"] else logits
     results = []
     for run in (1, 2 * logits[:, :, :1].numel(), 1 << 20):  # rows one by one, by two, all
-        monkeypatch.setattr(voxels, "RUN", run)
+        monkeypatch.setattr(terms, "RUN", run)
         leaf = logits.clone().requires_grad_()
         loss = DiceCE(**options, ignore_label=9)(leaf, label)
         results.append((loss, *torch.autograd.grad(loss, leaf)))
@@ -155,7 +155,7 @@ def test_runs_of_rows_give_the_loss_and_the_gradient_of_all_voxels_at_once(
 def test_beside_the_gradient_no_tensor_is_larger_than_a_run(regions: tuple, monkeypatch: pytest.MonkeyPatch) -> None:
     logits, label = torch.randn(1, 3, 32, 8, 8), torch.randint(0, 4 if regions else 3, (1, 32, 8, 8))
     for rows in (2, 32):
-        monkeypatch.setattr(voxels, "RUN", rows * 3 * 64)
+        monkeypatch.setattr(terms, "RUN", rows * 3 * 64)
         leaf = logits.clone().requires_grad_()
         with NewTensors() as made:
             DiceCE(regions, ignore_label=9)(leaf, label).backward()

@@ -9,7 +9,7 @@ from monai.losses.dice import DiceLoss
 from monai.losses.focal_loss import FocalLoss
 from torch import Tensor
 
-from seqpar.losses import Loss, LossGroups, LossOptions, make_loss, voxels
+from seqpar.losses import Loss, LossGroups, LossOptions, make_loss, terms
 from seqpar.parallel.collectives import all_reduce
 from seqpar.parallel.mesh import Mesh
 from tests.support.ranks import relative
@@ -164,7 +164,7 @@ def test_runs_of_rows_and_pieces_of_a_volume_add_up(monkeypatch: pytest.MonkeyPa
         inputs = logits if exclusive else logits[:, :3]
         whole = loss(inputs, label, annotated=shown)
         with monkeypatch.context() as patched:
-            patched.setattr(voxels, "RUN", 1)
+            patched.setattr(terms, "RUN", 1)
             assert relative(loss(inputs, label, annotated=shown), whole) < 1e-13
         one, truth, own = inputs[1:2], label[1:2], shown[1:2]
         pieces = zip(one.split([2, 3, 1], 2), truth.split([2, 3, 1], 1))

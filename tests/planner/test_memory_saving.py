@@ -8,7 +8,7 @@ import pytest
 
 from seqpar.cli import plan
 from seqpar.cluster.devices import DEVICES
-from seqpar.losses import voxels
+from seqpar.losses import terms
 from seqpar.planner import memory_saving, needs, printer, step_counter
 from seqpar.planner.fit import plans
 from seqpar.planner.needs import Plan, RunToPlan
@@ -130,9 +130,9 @@ def test_a_loss_in_many_runs_is_counted_by_three_of_them(monkeypatch: pytest.Mon
     setup = StepSetup(config, clock=lambda operation: operation.size + 0.5)
     count = count_whole_step.__wrapped__
     at_once = count(setup)
-    monkeypatch.setattr(voxels, "GPU_RUN", 3000)
+    monkeypatch.setattr(terms, "GPU_RUN", 3000)
     few = count(setup)
-    monkeypatch.setattr(voxels, "representative_pieces", lambda pieces, x: iter(pieces))
+    monkeypatch.setattr(terms, "representative_pieces", lambda pieces, x: iter(pieces))
     every = count(setup)
     assert few == every and few != at_once
 

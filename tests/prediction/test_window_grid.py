@@ -55,10 +55,10 @@ def test_labels_are_the_largest_or_the_regions_in_their_order() -> None:
 @pytest.mark.parametrize(
     "change, message",
     [
-        ({"overlap": 1.0}, "--overlap 1.0"),
-        ({"overlap": -0.1}, "--overlap"),
+        ({"overlap": 1.0}, "overlap=1.0: "),
+        ({"overlap": -0.1}, "^overlap=-0.1: "),
         ({"weights": "flat"}, "gaussian or constant"),
-        ({"batch": 0}, "--window-batch 0"),
+        ({"batch": 0}, "^batch=0: "),
         ({"mirror": (0, 0)}, "mirror .0, 0"),
         ({"mirror": (3,)}, "mirror .3"),
     ],

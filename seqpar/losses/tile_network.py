@@ -1,0 +1,212 @@
+"""The interface of a network whose tiles several ranks share: its loss and its output, whole tiles in.
+
+Legend: b batch, c channels, k classes, W D H voxels.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
+from torch.utils.weak import WeakIdKeyDictionary
+
+from seqpar.losses.deep_supervision import DeepSupervision
+from seqpar.losses.loss import Loss, LossGroups
+from seqpar.parallel.consensus import refuse_different_tiles
+from seqpar.parallel.layout import fingerprint_of, plain_tensor
+from seqpar.parallel.mesh import AnyGroup, Group, as_group
+from seqpar.spatial.box_grid import BoxGrid
+from seqpar.spatial.halos import fetch_rows
+
+LossFunction = Callable[..., Tensor]  # of logits and label
+
+
+class TileNetwork(nn.Module, ABC):
+    """A network on this rank's share of a tile.
+
+    ``shard`` cuts the share of an image or label, the network computes on it, and ``unshard`` joins what it returns.
+    ``loss`` and ``on_whole`` do all three. With a group of one, whole tiles pass as they are.
+    """
+
+    @abstractmethod
+    def shard(self, whole: Tensor) -> Tensor:
+        """Returns this rank's share of a whole image ``b c W D H``, or of a label ``b W D H`` as the logits are."""
+
+    @abstractmethod
+    def unshard(self, y: Tensor) -> Tensor:
+        """Returns the whole logits ``b k W D H`` or label ``b W D H`` on every rank, given this rank's share.
+
+        *forward:* all-gather.
+        *backward:* the gradients at all ranks' copies are summed.
+        """
+
+    @abstractmethod
+    def group_and_dims(self) -> tuple[Group, int]:
+        """Returns the ranks that share a tile, and the number of its spatial dimensions."""
+
+    @abstractmethod
+    def _shares(self, image: Tensor, label: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns this rank's shares of an image and its label, each of which is whole or a share already."""
+
+    @abstractmethod
+    def _loss_groups(self, data: Group, batch: int) -> LossGroups:
+        """Returns over which ranks the loss sums; ``data``: the group whose ranks have other tiles."""
+
+    def loss(self, loss_fn: LossFunction, image: Tensor, label: Tensor, data: AnyGroup | None = None) -> Tensor:
+        """Returns the loss of tiles: that of one process, on any number of ranks.
+
+        Nothing here averages gradients over ranks: ``seqpar.ParallelModel``, DDP or FSDP does. A loss of
+        ``seqpar.losses`` sums over ranks. Any other function, such as MONAI's losses, is called with whole tiles of all
+        samples. If logits are spread over ranks (halo, swap, a converted network), each rank then holds the whole
+        logits and labels and their gradient: the memory of the loss is that of one process.
+
+        - ``loss_fn``: called with logits and label; of tiles on other ranks, the mean of its results counts
+        - ``image``: whole tiles ``b c W D H``, the same on all ranks of the group, or this rank's share
+        - ``label``: whole tiles ``b W D H`` or ``b c W D H``, or this rank's share. Channels reach foreign losses;
+          those of ``seqpar.losses`` take one at most
+        - ``data``: the group whose ranks have other tiles
+        """
+        group, dims = self.group_and_dims()
+        image, label = plain_tensor(image), plain_tensor(label)
+        is_ours = isinstance(loss_fn, Loss | DeepSupervision)
+        if is_ours and label.ndim == dims + 2 and label.shape[1] == 1 and label.shape[2:] == image.shape[2:]:
+            label = label[:, 0]
+        samples = len(image)
+        part, label = self._shares(image, label)
+        output = self(part)
+        loss_groups = self._loss_groups(as_group(data, "data"), samples)
+        if is_ours:
+            if isinstance(output, list | tuple) and not isinstance(loss_fn, DeepSupervision):
+                raise ValueError(
+                    f"the network returns {len(output)} outputs, and {type(loss_fn).__name__} takes one: give "
+                    "DeepSupervision, as net.training_loss(DiceCE()) is, or a function of all outputs"
+                )
+            return loss_fn(output, label, loss_groups)
+        if group.size > 1 and (loss_groups.voxels is not None or group in loss_groups.samples):
+            output, label = self._whole(output), self._whole(label)
+        return loss_fn(output, label)
+
+    def on_whole(self, image: Tensor) -> Any:
+        """Returns the outputs for whole tiles ``b c W D H``, whole on every rank of the group.
+
+        Each rank holds the whole output. All ranks of the group must call it with the same tiles.
+        """
+        group, _ = self.group_and_dims()
+        image = plain_tensor(image)
+        if group.size == 1:
+            return self(image)
+        whole = self._whole(self(self.shard(image)))
+        # MONAI weighs windows in place, which autograd forbids for outputs of its functions.
+        return tree_map(lambda y: y.clone() if isinstance(y, Tensor) and y.requires_grad else y, whole)
+
+    def _whole(self, outputs: Any) -> Any:
+        """Returns outputs or a label with every volume joined; the rest is the same on all ranks."""
+        dims = self.group_and_dims()[1]
+        return tree_map(lambda y: self.unshard(y) if isinstance(y, Tensor) and y.ndim > dims else y, outputs)
+
+
+class BoxNetwork(TileNetwork):
+    """A network of which each rank computes one box of every volume."""
+
+    @abstractmethod
+    def _cut(self, extents: tuple[int, ...]) -> BoxGrid:
+        """Returns the boxes of a volume; raises ValueError if it cannot be cut."""
+
+    def _find_grid(self, box: Tensor, what: str) -> BoxGrid:
+        """Returns the boxes to which a tensor belongs that neither ``shard`` nor the network returned."""
+        raise ValueError(
+            f"{what}: a tensor of shape {tuple(box.shape)} came that this network does not know: give what "
+            "net.shard(whole) or the network itself returned, not what was computed from it"
+        )
+
+    @property
+    def _seen(self) -> "SeenBoxes":
+        return self.__dict__.setdefault("_seen_boxes", SeenBoxes())  # type: ignore[no-any-return]
+
+    def shard(self, whole: Tensor) -> Tensor:
+        """Returns this rank's box of an image ``b c W D H`` or a label ``b W D H``."""
+        group, dims = self.group_and_dims()
+        if group.size == 1:
+            return whole
+        self._has_channels(whole, "shard")
+        grid = self._cut(tuple(whole.shape[-dims:]))
+        inside = (..., *(slice(*interval) for interval in grid.box))
+        return self._seen.remember(whole.as_subclass(Tensor)[inside].contiguous(), grid)
+
+    def unshard(self, y: Tensor) -> Tensor:
+        """Returns the whole of an output or label on every rank, given this rank's box.
+
+        *forward:* all-gather of the boxes.
+        *backward:* the gradients at all ranks' copies are summed.
+        """
+        group, dims = self.group_and_dims()
+        if group.size == 1:
+            return y
+        has_channels = self._has_channels(y, "unshard")
+        if tuple(y.shape[-dims:]) in self._seen.kept_whole:
+            return y
+        grid = self._seen.grids.get(y) or self._find_grid(y.as_subclass(Tensor), "unshard")
+        rows = [[(0, extent)] * parts for extent, parts in zip(grid.extents, grid.parts)]
+        whole = fetch_rows(y if has_channels else y[:, None], grid, rows)
+        return whole if has_channels else whole[:, 0]
+
+    def _has_channels(self, x: Tensor, what: str) -> bool:
+        """Returns whether ``x`` is an image and not a label; raises ValueError if it is neither."""
+        dims = self.group_and_dims()[1]
+        if x.ndim not in (dims + 1, dims + 2):
+            raise ValueError(
+                f"{what}: expected an image {order_of(dims)} or a label without the channels, got {tuple(x.shape)}"
+            )
+        return x.ndim == dims + 2
+
+    def _shares(self, image: Tensor, label: Tensor) -> tuple[Tensor, Tensor]:
+        group, dims = self.group_and_dims()
+        if group.size == 1:
+            return image, label
+        if image not in self._seen.grids:
+            if self._seen.compares:
+                self._seen.compares = False
+                refuse_different_tiles(fingerprint_of(image), group, image.device)
+            image = self.shard(image)
+        grid, sides = self._seen.grids[image], tuple(label.shape[-dims:])
+        if label.ndim > dims and sides == grid.extents:
+            label = self.shard(label)
+        elif label.ndim > dims and sides != grid.sides:
+            raise ValueError(
+                f"a label of shape {tuple(label.shape)} came with an image of extents {grid.extents}, of which this "
+                f"rank has {grid.sides}: give the whole label, or this rank's box of it"
+            )
+        return image, label
+
+    def _loss_groups(self, data: Group, batch: int) -> LossGroups:
+        group, _ = self.group_and_dims()
+        return LossGroups(group if group.size > 1 else None, (data,) if data.size > 1 else ())
+
+
+class SeenBoxes:
+    """What a network on boxes remembers of its calls, which no copy inherits.
+
+    - ``grids``: those of the boxes that it returned
+    - ``kept_whole``: the extents of outputs that were too small to be cut
+    - ``compares``: whether the ranks have yet to compare their tiles, which they do once
+    """
+
+    def __init__(self) -> None:
+        self.grids, self.kept_whole, self.compares = WeakIdKeyDictionary(), set[tuple[int, ...]](), True
+
+    def remember(self, box: Tensor, grid: BoxGrid) -> Tensor:
+        """Returns the box, whose grid is known from now on."""
+        self.grids[box] = grid
+        return box
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "SeenBoxes":
+        return SeenBoxes()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return SeenBoxes, ()
+
+
+def order_of(dims: int) -> str:
+    """Returns the order of an image's axes."""
+    return f"(batch, channels, {', '.join('WDH'[:dims])})"

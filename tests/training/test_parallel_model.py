@@ -1,0 +1,239 @@
+"""One object trains and predicts on several ranks as on one, whatever the network and the loss."""
+
+import copy
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from monai.inferers import sliding_window_inference
+from monai.losses import DiceFocalLoss
+from monai.networks.nets import SegResNet
+from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel
+
+import seqpar
+from seqpar import DiceCE, ParallelModel, predict
+from seqpar.decoders.unets import Architecture, Style, UNet, distmis, hou, lamp
+from seqpar.losses import Loss
+from seqpar.losses.terms import Dice
+from seqpar.losses.tile_network import TileNetwork
+from seqpar.parallel.mesh import Mesh
+from tests.support.ranks import alone_mesh, relative, run_ranks
+
+TILE = (16, 16, 24)
+LOSSES: dict[str, Any] = {
+    "ours": DiceCE(),
+    "Dice over the batch": Loss([Dice(True, True)]),
+    "MONAI's": DiceFocalLoss(to_onehot_y=True, softmax=True),
+    "a function": lambda x, y: (x.softmax(1)[:, 1:2].mean() - (y == 1).double().mean()) ** 2,
+}
+ONE_LOSS = {"swap": "MONAI's", "U-Net": "MONAI's"}  # what they add is how they gather
+
+
+def networks(mesh: Mesh) -> Iterator[tuple[str, TileNetwork]]:
+    def of_seed(net: nn.Module) -> Any:
+        torch.manual_seed(0)
+        for parameter in net.parameters():
+            parameter.data.copy_(0.2 * torch.randn_like(parameter))
+        return net.double()
+
+    for mode in ("halo", "swap"):
+        yield mode, of_seed(seqpar.UNETR(1, 3, TILE, 2, 12, 24, 2, patch=8, depth=2, mode=mode, group=mesh.seq))
+    yield "U-Net", of_seed(UNet(Architecture.of(1, 3, (4, 8), style=Style(bias=False)), group=mesh.seq))
+    plain = SegResNet(3, 8, 1, 3, blocks_down=(1, 1), blocks_up=(1,))
+    yield "converted", of_seed(seqpar.convert(plain, mesh.seq))
+
+
+def batch(number: int) -> tuple[Tensor, Tensor]:
+    toss = torch.Generator().manual_seed(number)
+    image = torch.randn(2, 1, *TILE, generator=toss, dtype=torch.float64)
+    return image, torch.randint(3, (2, 1, *TILE), generator=toss)
+
+
+def run(mesh: Mesh) -> tuple[dict[str, list[Tensor]], dict[str, list[Tensor]], dict[str, str]]:
+    """Returns loss and gradients, logits of volumes, and what is said of misuse."""
+    trained, predicted, texts = dict[str, list[Tensor]](), dict[str, list[Tensor]](), dict[str, str]()
+    for name, net in networks(mesh):
+        model = ParallelModel(net, mesh)
+        for (kind, loss_fn), share in itertools.product(LOSSES.items(), (False, True)):
+            if kind != ONE_LOSS.get(name, kind):
+                continue
+            model.zero_grad()
+            image, label = batch(mesh.data.index)
+            if share:
+                label = label if name == "swap" else net.shard(label[:, 0])
+                image = net.shard(image)
+                if kind == "MONAI's" and label.ndim == 4:
+                    continue  # it needs the channel
+            loss = model.loss(loss_fn, image, label)
+            loss.backward()
+            losses = loss.detach()[None].clone()
+            if mesh.world.size > 1:
+                torch.distributed.all_reduce(losses)
+            gradients = [p.grad.clone() for p in net.parameters() if p.grad is not None]
+            trained[f"{name}, {kind}{', shares' * share}"] = [losses / mesh.world.size, *gradients]
+        predicted[name] = predictions(model, mesh)
+    if mesh.seq.size > 1:
+        texts = misuse(model, mesh)
+    return trained, predicted, texts
+
+
+def predictions(model: ParallelModel, mesh: Mesh) -> list[Tensor]:
+    """Returns the logits of a volume by MONAI's windows and by ours."""
+    toss = torch.Generator().manual_seed(5)
+    volume = torch.randn(1, 1, 20, 18, 30, generator=toss, dtype=torch.float64)
+    averaged = AveragedModel(model)
+    averaged.update_parameters(model)
+    model.eval(), averaged.eval()
+    monai = sliding_window_inference(volume, TILE, 1, model, overlap=0.25)
+    own = [
+        predict(model, volume, TILE),
+        predict(model, volume[0], TILE, mesh=mesh)[None],
+        torch.from_numpy(predict(model.net, volume.numpy(), TILE, batch=2)),
+    ]
+    with torch.no_grad():
+        ema = sliding_window_inference(volume, TILE, 3, averaged, overlap=0.25, mode="gaussian")
+    gaussian = predict(averaged, volume, TILE, weights="gaussian")
+    model.train()
+    return [monai.detach(), *own, ema, gaussian]
+
+
+def misuse(model: ParallelModel, mesh: Mesh) -> dict[str, str]:
+    net, (image, label) = model.net, batch(0)
+    fresh = ParallelModel(seqpar.convert(SegResNet(3, 8, 1, 3, blocks_down=(1, 1), blocks_up=(1,)), mesh.seq), mesh)
+    one = seqpar.UNETR(1, 3, TILE, 2, 12, 24, 2, patch=8, depth=2)
+    tries = {
+        "different tiles": lambda: fresh.loss(DiceCE(), image.float() + mesh.seq.index, label),
+        "another label": lambda: model.loss(DiceCE(), image, label[..., :8]),
+        "a copy": lambda: copy.deepcopy(model).loss(DiceCE(), image, label),
+        "another group": lambda: ParallelModel(one, mesh),
+        "not ours": lambda: ParallelModel(nn.Conv3d(1, 1, 1), mesh),
+        "training": lambda: predict(net, image, TILE),
+        "an unknown box": lambda: UNet(Architecture.of(1, 3, (4, 8)), group=mesh.seq).unshard(image),
+    }
+    texts = {}
+    for name, act in tries.items():
+        with pytest.raises(ValueError) as caught:
+            act()
+        texts[name] = str(caught.value)
+    return texts
+
+
+@pytest.fixture(scope="module")
+def alone() -> Any:
+    """One process, with the batches of both data ranks."""
+    return run(alone_mesh())
+
+
+@pytest.fixture(scope="module")
+def two() -> list:
+    return run_ranks(2, run, timeout=240)
+
+
+def test_any_loss_and_its_gradients_are_those_of_one_process(alone: Any, two: list) -> None:
+    expected = alone[0]
+    for trained, *_ in two:
+        assert trained.keys() == expected.keys() and len(trained) >= 16
+        for name, found in trained.items():
+            assert len(found) == len(expected[name]) > 8
+            assert relative(found[0], expected[name][0]) < 1e-12, name
+            scale = max(float(gradient.abs().max()) for gradient in expected[name][1:])
+            for ours, theirs in zip(found[1:], expected[name][1:]):
+                assert float((ours - theirs).abs().max()) < 1e-11 * scale, name
+
+
+def test_windows_of_monai_and_ours_agree_on_any_number_of_ranks(alone: Any, two: list) -> None:
+    for _, predicted, _ in (alone, *two):
+        for name, (monai, *own, ema, gaussian) in predicted.items():
+            assert max(relative(each, monai) for each in own) < 1e-12, name
+            assert relative(gaussian, ema) < 1e-6  # float32 weights
+            assert relative(monai, alone[1][name][0]) < 1e-11, name
+
+
+def test_misuse_is_refused_in_words_on_all_ranks(two: list) -> None:
+    (*_, first), (*_, second) = two
+    assert "rank 1 cut another than rank 0" in first["different tiles"] == second["different tiles"]
+    assert "came with an image of extents (16, 16, 24), of which this rank has (8, 16, 24)" in first["another label"]
+    assert "this is a copy" in first["a copy"] and "ParallelModel(copy.net, mesh)" in first["a copy"]
+    assert "shares tiles among 1 rank, but the mesh among 2" in first["another group"]
+    assert "net is a Conv3d: give a network of seqpar" in first["not ours"]
+    assert "call model.eval() first" in first["training"]
+    assert "that this network does not know" in first["an unknown box"]
+
+
+def of_groups(mesh: Mesh) -> dict[str, list[Tensor]]:
+    """Returns loss and gradients of two sequence groups, or of one process with the batches of both."""
+    found = {}
+    for kind in ("ours", "Dice over the batch", "MONAI's"):
+        net = UNet(Architecture.of(1, 3, (4, 8), style=Style(bias=False)), group=mesh.seq)
+        torch.manual_seed(0)
+        for parameter in net.parameters():
+            parameter.data.copy_(0.2 * torch.randn_like(parameter))
+        model = ParallelModel(net.double(), mesh)
+        each = [batch(mesh.data.index)] if mesh.world.size > 1 else [batch(0), batch(1)]
+        loss = model.loss(LOSSES[kind], *(torch.cat(tensors) for tensors in zip(*each)))
+        loss.backward()
+        found[kind] = [p.grad.clone() for p in net.parameters() if p.grad is not None]
+    return found
+
+
+def test_two_sequence_groups_are_one_process_with_both_batches() -> None:
+    expected = of_groups(alone_mesh())
+    for found in run_ranks(4, of_groups, seqpar=2, timeout=120):
+        for kind, gradients in expected.items():
+            scale = max(float(gradient.abs().max()) for gradient in gradients)
+            assert len(gradients) > 8
+            for ours, theirs in zip(found[kind], gradients):
+                assert float((ours - theirs).abs().max()) < 1e-11 * scale, kind
+
+
+def of_published(mesh: Mesh) -> dict[str, list[Tensor]]:
+    found = {}
+    for name, make in {
+        "hou": lambda: hou(1, 3, features=2, group=mesh.seq),
+        "distmis": lambda: distmis(1, 3, variant="text", features=2, group=mesh.seq),
+        "lamp": lambda: lamp(1, 3, features=2, group=mesh.seq),
+    }.items():
+        torch.manual_seed(0)
+        model = ParallelModel(make().double(), mesh)
+        toss = torch.Generator().manual_seed(1)
+        image = torch.randn(2, 1, 64, 32, 32, generator=toss, dtype=torch.float64)
+        label = torch.randint(3, (2, 64, 32, 32), generator=toss)
+        loss = model.loss(DiceCE(), image, label)
+        loss.backward()
+        whole = model(image)
+        found[name] = [loss.detach()[None], whole.detach()]
+    return found
+
+
+def test_published_unets_take_a_group() -> None:
+    expected = of_published(alone_mesh())
+    for found in run_ranks(2, of_published, timeout=120):
+        for name, (loss, whole) in expected.items():
+            assert relative(found[name][0], loss) < 1e-12 and relative(found[name][1], whole) < 1e-10, name
+
+
+def test_volumes_are_arrays_or_tensors_with_or_without_a_batch() -> None:
+    model = ParallelModel(seqpar.UNETR(1, 3, TILE, 2, 12, 24, 2, patch=8, depth=2)).eval()
+    array = np.zeros((1, 20, 20, 30), np.float32)
+    assert predict(model, array, TILE).shape == (3, 20, 20, 30)
+    assert predict(nn.Conv3d(1, 2, 1).eval(), torch.zeros(2, 1, 20, 20, 30), 16).shape == (2, 2, 20, 20, 30)
+    with pytest.raises(ValueError, match="c W D H or b c W D H is needed"):
+        predict(model, array[0], TILE)
+    with pytest.raises(ValueError, match=r"returned \(8, 8, 8\) voxels of a window of \(16, 16, 16\)"):
+        predict(nn.Conv3d(1, 1, 2, 2).eval(), array, 16)
+    with pytest.raises(ValueError, match="returned a tuple of a window"):
+        predict(Pair().eval(), array, 16)
+    with pytest.raises(ValueError, match="overlap=1.0: give a share"):
+        predict(model, array, TILE, overlap=1.0)
+
+
+class Pair(nn.Conv3d):
+    def __init__(self) -> None:
+        super().__init__(1, 1, 1)
+
+    def forward(self, x: Tensor) -> Any:
+        return x, x
