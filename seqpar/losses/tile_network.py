@@ -131,7 +131,7 @@ class BoxNetwork(TileNetwork):
             return whole
         self._has_channels(whole, "shard")
         grid = self._cut(tuple(whole.shape[-dims:]))
-        inside = (..., *(slice(*interval) for interval in grid.box))
+        inside: tuple[Any, ...] = (..., *(slice(*interval) for interval in grid.box))
         return self._seen.remember(whole.as_subclass(Tensor)[inside].contiguous(), grid)
 
     def unshard(self, y: Tensor) -> Tensor:

@@ -24,7 +24,7 @@ from seqpar.models.network import Network, autocast
 from seqpar.parallel.collectives import all_gather
 from seqpar.parallel.consensus import max_over_ranks
 from seqpar.parallel.launcher import Launcher
-from seqpar.parallel.layout import Layout, per_axis, plain_tensor, to_patches
+from seqpar.parallel.layout import Layout, per_axis, to_patches
 from seqpar.parallel.mesh import Mesh
 from seqpar.parallel.rendezvous import join
 from seqpar.prediction.window_grid import RULES, Region, Sliding, WindowGrid, flipped, mirrors, rows_at_once, whole_box
@@ -96,7 +96,7 @@ def predict(
     if mesh is None:
         mesh = join(Launcher("this process"), None, 1, next(model.parameters()).device)
     images = list(volume) if volume.ndim == len(sides) + 2 else [volume]
-    results = [_predict_one(model, plain_tensor(image), sliding, mesh) for image in images]
+    results = [_predict_one(model, image, sliding, mesh) for image in images]
     logits = torch.stack(results) if volume.ndim == len(sides) + 2 else results[0]
     return logits.numpy() if isinstance(volume, np.ndarray) else logits.to(volume.device)
 
@@ -211,13 +211,17 @@ class _View(ABC):
     def logits(self, image: Image, corners: Sequence[Sequence[int]], sweep: "_Sweep") -> Tensor:
         """Returns this rank's logits ``b k W/s D/s H/s`` of the windows at ``corners``."""
 
+    def units(self) -> list[nn.Module]:
+        """Returns the modules whose passes are told as progress."""
+        return []
+
     def call(self, *arguments: Any) -> Any:
         """Returns what the network returns."""
         return self.net(*arguments)
 
     def computed(self, windows: Sequence[Tensor], sweep: "_Sweep", *others: Any) -> Tensor:
         """Returns what the network computes of windows: always as many, so that kernels round alike."""
-        filled = [*windows, *windows[-1:] * (sweep.batch - len(windows))]
+        filled = [*windows, *[windows[-1]] * (sweep.batch - len(windows))]
         device, dtype = sweep.mesh.device, next(self.net.parameters()).dtype
         with torch.no_grad():
             part = torch.stack(filled).to(device, dtype)
@@ -235,6 +239,9 @@ class _PartView(_View):
     net: Network
     layout: Layout
     flips: tuple[int, ...]
+
+    def units(self) -> list[nn.Module]:
+        return self.net.units()
 
     def blocks(self, batch: int, mesh: Mesh) -> list[WindowBlock]:
         """Lets the network's mode move the numbers of the tokens, and returns where they arrive."""
@@ -366,12 +373,12 @@ def _walk_whole(sweep: _Sweep) -> Iterator[FinishedRows]:
 
 def _walk_by_blocks(sweep: _Sweep, tell: ReportProgress) -> Iterator[FinishedRows]:
     """Yields what ``_walk_whole`` does, and tells of each block or cell that has run: one window takes long."""
-    total = sum(len(view.net.units()) + 1 for view in sweep.views)  # a decoder is about as much again
+    total = sum(len(view.units()) + 1 for view in sweep.views)  # a decoder is about as much again
     numbers = itertools.count(1)
     hooks = [
         block.register_forward_hook(lambda *_: tell(min(next(numbers) / total, 1.0)))
-        for net in dict.fromkeys(view.net for view in sweep.views)
-        for block in net.units()
+        for units in {view.net: view.units() for view in sweep.views}.values()
+        for block in units
     ]
     try:
         yield from _walk_whole(sweep)

@@ -7,7 +7,14 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 PAGES = [
     ROOT / name
-    for name in ("README.md", "launch/README.md", "seqpar/README.md", "launch/slurm/README.md", "CONTRIBUTING.md")
+    for name in (
+        "README.md",
+        "launch/README.md",
+        "seqpar/README.md",
+        "launch/slurm/README.md",
+        "CONTRIBUTING.md",
+        "docs/how-to/pytorch-tools.md",
+    )
 ]
 CLUSTER = ("sbatch", "launch/slurm/chain.sh")  # these hand in jobs
 MAKE = ("make train", "make test")  # run by .ci/run, in a fresh clone
