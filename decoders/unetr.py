@@ -6,6 +6,7 @@ voxels; a point of level l covers 2^l of them: level L is the token grid's, leve
 
 from collections.abc import Sequence
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -16,9 +17,10 @@ from seqpar.pipeline.cells import Value
 from seqpar.spatial.box_grid import BoxGrid
 from seqpar.spatial.convolution import Conv3d, ConvTranspose3d
 from seqpar.spatial.memory_format import in_fastest_format
-from seqpar.spatial.norm_activation import NormedActivation
+from seqpar.spatial.norm_activation import BatchNormedActivation, NormedActivation
 
 SKIPS = ("monai", "paper")
+NORMS = ("instance", "batch")
 
 
 def skip_blocks(depth: int, patch: int | Sequence[int], skips: str = "monai") -> tuple[int, ...]:
@@ -36,19 +38,31 @@ def skip_blocks(depth: int, patch: int | Sequence[int], skips: str = "monai") ->
     return tuple(end - 1 if skips == "paper" else min(end, depth - 1) for end in ends)
 
 
+class BlockStyle(NamedTuple):
+    """What blocks are made of: instance or batch norm, with a shortcut (``residual``) or without."""
+
+    norm: str = "instance"
+    residual: bool = True
+
+
+USUAL = BlockStyle()
+
+
 class ResBlock(nn.Module):
-    """Two 3x3x3 convolutions with instance norm, and a shortcut, which is a convolution if the widths differ.
+    """Two 3x3x3 convolutions with a norm each, and a shortcut, which is a convolution if the widths differ.
 
     A convolution whose input is kept anyway, by the shortcut or the activation, keeps no copy with halos.
     """
 
-    def __init__(self, channels: int, width: int) -> None:
+    def __init__(self, channels: int, width: int, style: BlockStyle = USUAL) -> None:
         super().__init__()
-        widens = channels != width
+        self.residual = style.residual
+        widens = self.residual and channels != width
         self.conv1 = Conv3d(channels, width, 3, padding=1, bias=False, keep_window=not widens)
         self.conv2 = Conv3d(width, width, 3, padding=1, bias=False, keep_window=False)
         self.conv3 = Conv3d(channels, width, 1, bias=False) if widens else None
-        self.activate1, self.activate2 = NormedActivation(), NormedActivation(norm_other=widens)
+        make = partial(BatchNormedActivation, width) if style.norm == "batch" else NormedActivation
+        self.activate1, self.activate2 = make(), make(norm_other=widens)
 
     def forward(self, x: Tensor, grid: BoxGrid | None = None) -> tuple[Tensor, BoxGrid | None]:
         """Returns the block's output and its unchanged box grid."""
@@ -56,18 +70,18 @@ class ResBlock(nn.Module):
         y, _ = self.conv2(y, grid)
         if self.conv3 is not None:
             x, _ = self.conv3(x, grid)
-        return self.activate2(y, grid, x)  # type: ignore[no-any-return]
+        return self.activate2(y, grid, x if self.residual else None)  # type: ignore[no-any-return]
 
 
 class Branch(nn.Module):
     """A skip: the tokens of a middle block, upsampled by one or more levels."""
 
-    def __init__(self, embed_dim: int, width: int, stages: Sequence[Stride]) -> None:
+    def __init__(self, embed_dim: int, width: int, stages: Sequence[Stride], style: BlockStyle) -> None:
         super().__init__()
         first, *later = stages
         self.first = ConvTranspose3d(embed_dim, width, first, stride=first, bias=False)
         self.ups = nn.ModuleList(ConvTranspose3d(width, width, s, stride=s, bias=False) for s in later)
-        self.blocks = nn.ModuleList(ResBlock(width, width) for _ in later)
+        self.blocks = nn.ModuleList(ResBlock(width, width, style) for _ in later)
 
     def forward(self, x: Tensor, grid: BoxGrid | None = None) -> tuple[Tensor, BoxGrid | None]:
         """Returns the skip of a token grid ``b e w d h``, and its box grid."""
@@ -80,10 +94,12 @@ class Branch(nn.Module):
 class Stage(nn.Module):
     """Upsamples by one level and, if ``joins`` is set, concatenates that level's skip."""
 
-    def __init__(self, channels: int, width: int, stride: Stride, joins: bool = True) -> None:
+    def __init__(
+        self, channels: int, width: int, stride: Stride, joins: bool = True, style: BlockStyle = USUAL
+    ) -> None:
         super().__init__()
         self.up = ConvTranspose3d(channels, width, stride, stride=stride, bias=False)
-        self.block = ResBlock(2 * width if joins else width, width)
+        self.block = ResBlock(2 * width if joins else width, width, style)
 
     def forward(self, x: Tensor, skip: Tensor | None, grid: BoxGrid | None = None) -> tuple[Tensor, BoxGrid | None]:
         """Returns the finer level's volume and its box grid."""
@@ -102,25 +118,38 @@ class UnetrDecoder(nn.Module):
         ``num_classes``: number of channels of the logits.
         ``patch``: voxels of a token, one number or one per axis.
         ``width``: number of channels at full resolution, doubled at each coarser level.
+        ``norm``: of the blocks, ``"instance"`` or ``"batch"``.
+        ``residual``: whether blocks have a shortcut.
     """
 
     uses_image = True
     taps: tuple[int, ...] = ()  # the blocks that it takes; `of` sets them from the encoder's depth
 
     def __init__(
-        self, in_channels: int, embed_dim: int, num_classes: int, patch: int | Sequence[int], width: int = 16
+        self,
+        in_channels: int,
+        embed_dim: int,
+        num_classes: int,
+        patch: int | Sequence[int],
+        width: int = 16,
+        norm: str = "instance",
+        residual: bool = True,
     ) -> None:
         super().__init__()
+        if norm not in NORMS:
+            raise ValueError(f"norm={norm!r}: choose {' or '.join(map(repr, NORMS))}")
+        style = self.style = BlockStyle(norm, residual)
         self.patch, stages = per_axis(patch, "patch"), strides(patch)
         levels = self.num_features = len(stages)
         widths = [width << level for level in range(levels)]
-        self.stem = ResBlock(in_channels, width)
+        self.stem = ResBlock(in_channels, width, style)
         self.branches = nn.ModuleList(
-            Branch(embed_dim, widths[level], stages[: levels - level]) for level in range(1, levels)
+            Branch(embed_dim, widths[level], stages[: levels - level], style) for level in range(1, levels)
         )
         inputs = [*widths[1:], embed_dim]
         self.stages = nn.ModuleList(
-            Stage(inputs[level], widths[level], stride) for level, stride in zip(reversed(range(levels)), stages)
+            Stage(inputs[level], widths[level], stride, style=style)
+            for level, stride in zip(reversed(range(levels)), stages)
         )
         self.classes = Conv3d(width, num_classes, 1)
 

@@ -21,6 +21,7 @@ from seqpar.spatial.box_grid import BoxGrid
 from seqpar.spatial.cache_pieces import Piece, Pieces
 from seqpar.spatial.fused_norm import BeforeActivation, activate, merge_batch_rows, write_gradient
 from seqpar.spatial.moments import MomentGroups
+from seqpar.spatial.norms import BatchNorm3d
 
 SLOPE = 0.01
 
@@ -50,6 +51,31 @@ class NormedActivation(nn.Module):
         count = math.prod(x.shape[2:] if grid is None else grid.extents)
         norm = _Norm(self.eps, self.norm_other, groups, count)
         return _NormedActivation.apply(x, other, norm), grid  # type: ignore[no-untyped-call]
+
+
+class BatchNormedActivation(nn.Module):
+    """Does what ``NormedActivation`` does with batch norm, which has weights and running statistics.
+
+    Args:
+        ``channels``: of the volume.
+        ``norm_other``: norm ``other`` too, by a norm of its own.
+    """
+
+    def __init__(self, channels: int, norm_other: bool = False) -> None:
+        super().__init__()
+        self.norm = BatchNorm3d(channels)
+        self.other_norm = BatchNorm3d(channels) if norm_other else None
+
+    def forward(
+        self, x: Tensor, grid: BoxGrid | None = None, other: Tensor | None = None
+    ) -> tuple[Tensor, BoxGrid | None]:
+        """Returns the activated volume ``b c W/s D/s H/s`` and its unchanged box grid."""
+        if other is None:
+            return self.norm(x, grid, SLOPE)  # type: ignore[no-any-return]
+        y, _ = self.norm(x, grid)
+        if self.other_norm is not None:
+            other, _ = self.other_norm(other, grid)
+        return F.leaky_relu_(y + other, SLOPE), grid
 
 
 @dataclass(frozen=True)

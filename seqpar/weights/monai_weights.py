@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from seqpar.decoders.modes.named_modes import choose_mode
-from seqpar.decoders.unetr import UnetrDecoder, skip_blocks
+from seqpar.decoders.unetr import USUAL, BlockStyle, UnetrDecoder, skip_blocks
 from seqpar.models.segmentation_network import SegmentationNet
 from seqpar.parallel.layout import Layout
 from seqpar.parallel.mesh import AnyGroup
@@ -38,6 +38,7 @@ log = logging.getLogger(__name__)
 POSITIONS = "vit.patch_embedding.position_embeddings"
 EMBED = "vit.patch_embedding.patch_embeddings"
 STEM = "encoder1.layer.conv1.conv.weight"
+_OF_BATCH_NORM = ("weight", "bias", "running_mean", "running_var", "num_batches_tracked")
 # Some versions register these, none uses them: a class token without classes, cross-attention in every block.
 _DEAD = re.compile(r"vit\.patch_embedding\.cls_token$|vit\.blocks\.\d+\.(norm_cross_attn|cross_attn)\.")
 
@@ -65,7 +66,7 @@ def load_monai(
     - ``patch``: needed where the perceptron embedding of a ViT does not show it
     """
     checkpoint = checkpoint_of(state_dict)
-    ours, levels = _translated(unwrap(checkpoint), trained_tile or tile, patch)
+    ours, levels, style = _translated(unwrap(checkpoint), trained_tile or tile, patch)
     depth, has_bias = last_number(ours, r"encoder\.blocks\.") + 1, "encoder.blocks.0.attn.q_bias" in ours
     embed_dim, in_channels, *cube = ours["encoder.patch_embed.proj.weight"].shape
     if patch is not None and tuple(patch) != tuple(cube):
@@ -91,14 +92,24 @@ def load_monai(
             load_strict(encoder, {name.removeprefix("encoder."): tensor for name, tensor in ours.items()})
             return encoder
         num_classes, width = ours["decoder.classes.weight"].shape[:2]
-        decoder = UnetrDecoder(in_channels, embed_dim, num_classes, cube, width)
+        decoder = UnetrDecoder(in_channels, embed_dim, num_classes, cube, width, *style)
     net = SegmentationNet(encoder, decoder, choose_mode(mode, encoder.group), skip_blocks(depth, cube))
     load_strict(net, ours)
     return net
 
 
-def _translated(state: State, tile: int | Sequence[int], patch: Sequence[int] | None) -> tuple[State, int]:
-    """Returns the state under our names, and the number of levels of the decoder (0 for a ViT)."""
+def _translated(state: State, tile: int | Sequence[int], patch: Sequence[int] | None) -> tuple[State, int, BlockStyle]:
+    """Returns the state under our names, the number of levels of the decoder (0 for a ViT), and its blocks' style."""
+    if any(name.startswith("swinViT.") for name in state):
+        raise ValueError(
+            "these are weights of MONAI's SwinUNETR, which neither load_monai nor seqpar.convert supports: use UNETR or a "
+            "convolutional network"
+        )
+    if STEM in state and state[STEM].ndim == 4:
+        raise ValueError(
+            "these are weights of a UNETR in two dimensions, and load_monai's decoder has three: load them into "
+            "MONAI's own UNETR, which seqpar.convert(net, mesh.seq) spreads over ranks"
+        )
     has_decoder = any(re.match(r"(encoder|decoder)\d|out\.", name) for name in state)
     if not has_decoder:
         state = {f"vit.{name.removeprefix('vit.')}": tensor for name, tensor in state.items()}
@@ -108,20 +119,36 @@ def _translated(state: State, tile: int | Sequence[int], patch: Sequence[int] | 
     levels = max(1, last_number(state, "encoder")) if has_decoder else 0
     has_bias = any(name.endswith("attn.qkv.bias") for name in state)
     what = "MONAI's UNETR" if has_decoder else "MONAI's ViT"
-    ours = rename(state, monai_names(depth, has_bias, levels, _widens(state, STEM)), what)
+    style = _style_of(state) if has_decoder else USUAL
+    ours = rename(state, monai_names(depth, has_bias, levels, _widens(state, STEM), style), what)
     if has_bias:
         _split_biases(ours, depth)
-    return ours, levels
+    return ours, levels, style
 
 
-def export_monai(net: nn.Module, version: str = "1.6") -> State:
+def _style_of(state: State) -> BlockStyle:
+    """Returns the style of a UNETR's blocks."""
+    has_norm, has_statistics = (f"encoder1.layer.norm1.{name}" in state for name in ("weight", "running_mean"))
+    if has_norm != has_statistics:
+        raise ValueError(
+            "these are weights of a UNETR whose norm is neither instance norm without weights nor batch norm: load "
+            "them into MONAI's own UNETR, which seqpar.convert(net, mesh.seq) spreads over ranks"
+        )
+    has_shortcuts = any(name.startswith("decoder") and ".conv3." in name for name in state)
+    return BlockStyle("batch" if has_norm else "instance", has_shortcuts)
+
+
+def export_monai(net: nn.Module, version: str = "1.6", proj_type: str = "conv") -> State:
     """Returns the weights as the state dict that MONAI's ``UNETR`` or ``ViT`` loads with ``strict=True``.
 
     From 1.4 on MONAI registers weights that it does not use; they are zero.
 
     - ``net``: a network for ``UNETR``, an encoder for ``ViT``
     - ``version``: of the MONAI that will load them
+    - ``proj_type``: how the one that will load them embeds patches, ``"conv"`` or ``"perceptron"``
     """
+    if proj_type not in ("conv", "perceptron"):
+        raise ValueError(f"proj_type={proj_type!r}: choose 'conv' or 'perceptron'")
     encoder = net.encoder if isinstance(net, SegmentationNet) else net
     if not isinstance(encoder, SeqParViT):
         raise ValueError(
@@ -138,19 +165,24 @@ def export_monai(net: nn.Module, version: str = "1.6") -> State:
     for at in range(depth) if has_bias else ():
         q, v = (state.pop(f"encoder.blocks.{at}.attn.{kind}_bias") for kind in "qv")
         state[f"encoder.blocks.{at}.attn.qkv.bias"] = torch.cat([q, torch.zeros_like(q), v])
-    names = monai_names(depth, has_bias, 4 if has_decoder else 0, "decoder.stem.conv3.weight" in state)
+    style = net.decoder.style if has_decoder else USUAL  # type: ignore[union-attr]
+    names = monai_names(depth, has_bias, 4 if has_decoder else 0, "decoder.stem.conv3.weight" in state, style)
     theirs = rename(state, {ours: their for their, ours in names.items()}, "a network that MONAI has")
     theirs |= _dead_weights(encoder, release, has_bias)
+    if proj_type == "perceptron":  # channels fastest
+        weight, bias = theirs.pop(f"{EMBED}.weight"), theirs.pop(f"{EMBED}.bias")
+        theirs |= {f"{EMBED}.1.weight": weight.movedim(1, -1).flatten(1), f"{EMBED}.1.bias": bias}
     return theirs if has_decoder else {name.removeprefix("vit."): tensor for name, tensor in theirs.items()}
 
 
-def monai_names(depth: int, has_bias: bool, levels: int, wide_stem: bool) -> dict[str, str]:
+def monai_names(depth: int, has_bias: bool, levels: int, wide_stem: bool, style: BlockStyle = USUAL) -> dict[str, str]:
     """Returns a mapping from MONAI's names to ours.
 
     Our ``attn.qkv.bias`` is no parameter here: it stands for the biases of queries, keys and values together.
 
     - ``levels``: of the decoder, 0 for a ViT
     - ``wide_stem``: whether the shortcut of the image's block is a convolution
+    - ``style``: of the decoder's blocks
     """
     names = {POSITIONS: "encoder.pos_embed"}
     names |= weight_and_bias(EMBED, "encoder.patch_embed.proj") | weight_and_bias("vit.norm", "encoder.norm")
@@ -162,15 +194,18 @@ def monai_names(depth: int, has_bias: bool, levels: int, wide_stem: bool) -> dic
             names |= weight_and_bias(theirs + their, ours + our)
         for kind in ("weight", "bias") if has_bias else ("weight",):
             names[f"{theirs}attn.qkv.{kind}"] = f"{ours}attn.qkv.{kind}"
-    return names | _decoder_names(levels, wide_stem) if levels else names
+    return names | _decoder_names(levels, wide_stem, style) if levels else names
 
 
-def _decoder_names(levels: int, wide_stem: bool) -> dict[str, str]:
+def _decoder_names(levels: int, wide_stem: bool, style: BlockStyle) -> dict[str, str]:
     names: dict[str, str] = {}
+    norms = {1: "activate1.norm", 2: "activate2.norm", 3: "activate2.other_norm"}
 
     def block(theirs: str, ours: str, widens: bool) -> None:
-        for conv in ("conv1", "conv2", *(["conv3"] if widens else [])):
-            names[f"{theirs}.{conv}.conv.weight"] = f"{ours}.{conv}.weight"
+        for number in (1, 2, 3) if widens and style.residual else (1, 2):
+            names[f"{theirs}.conv{number}.conv.weight"] = f"{ours}.conv{number}.weight"
+            for name in _OF_BATCH_NORM if style.norm == "batch" else ():
+                names[f"{theirs}.norm{number}.{name}"] = f"{ours}.{norms[number]}.{name}"
 
     block("encoder1.layer", "decoder.stem", wide_stem)
     for level in range(1, levels):

@@ -44,6 +44,64 @@ def test_monai_itself_loads_what_is_exported(bias: bool) -> None:
     assert (out(encoder, x) - vit.eval()(x)[0]).abs().max() < 1e-12
 
 
+KINDS = {
+    "perceptron": {"proj_type": "perceptron"},
+    "batch norm": {"norm_name": "batch"},
+    "no shortcuts": {"res_block": False},
+    "batch norm without shortcuts": {"norm_name": "batch", "res_block": False},
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_each_kind_of_unetr_goes_there_and_back(kind: str) -> None:
+    theirs, x = monai_net(torch.float64, **KINDS[kind]), image(*TILE)
+    for buffer in theirs.buffers():  # running statistics that matter
+        if buffer.is_floating_point():
+            buffer.uniform_(0.5, 1.5)
+    state = {name: tensor.clone() for name, tensor in theirs.state_dict().items()}
+    ours = load_monai(state, TILE, HEADS)
+    assert (out(ours, x) - out(theirs, x)).abs().max() < 1e-12
+    back = export_monai(ours, sys.modules["monai"].__version__, str(KINDS[kind].get("proj_type", "conv")))
+    assert back.keys() == state.keys()
+    assert all(torch.equal(back[name], state[name]) for name in state if "cross_attn" not in name)  # MONAI's idle ones
+    ours.train(), theirs.train()
+    assert (ours(x) - theirs(x)).abs().max() < 1e-12
+
+
+def statistics_spread(mesh: Mesh, state: references.State, x: Tensor) -> tuple[Tensor, Tensor]:
+    net = load_monai(state, TILE, HEADS, mesh.seq, "halo").train()
+    net.on_whole(x).square().sum().backward()
+    return net.decoder.stem.activate1.norm.running_mean, net.decoder.stem.conv1.weight.grad / mesh.seq.size
+
+
+def test_batch_norm_sums_over_all_boxes(ranks) -> None:
+    theirs, x = monai_net(torch.float64, norm_name="batch").train(), image(*TILE)
+    state = {name: tensor.clone() for name, tensor in theirs.state_dict().items()}
+    theirs(x).square().sum().backward()
+    layer = theirs.encoder1.layer
+    found = ranks(2, statistics_spread, state, x)
+    for mean, _ in found:
+        assert (mean - layer.norm1.running_mean).abs().max() < 1e-12
+    total = sum(gradient for _, gradient in found)
+    assert (total - layer.conv1.conv.weight.grad).abs().max() < 1e-9 * total.abs().max()
+
+
+@pytest.mark.parametrize(
+    ("make", "options", "words"),
+    [
+        ("SwinUNETR", {"in_channels": 1, "out_channels": 2, "feature_size": 12}, "weights of MONAI's SwinUNETR, which neither load_monai nor seqpar.convert supports: use UNETR"),
+        ("UNETR", {"in_channels": 1, "out_channels": 2, "img_size": (32, 32), "feature_size": 2, "hidden_size": 24,
+                   "mlp_dim": 24, "num_heads": 2, "spatial_dims": 2}, "a UNETR in two dimensions.*: load them into MONAI's own .*seqpar.convert"),
+        ("UNETR", {"in_channels": 1, "out_channels": 2, "img_size": TILE, "feature_size": 2, "hidden_size": 24,
+                   "mlp_dim": 24, "num_heads": 2, "norm_name": ("group", {"num_groups": 1})}, "whose norm is neither .*: load them into MONAI's own"),
+    ],
+)  # fmt: skip
+def test_other_networks_are_refused_in_a_sentence_that_says_what_works(make: str, options: dict, words: str) -> None:
+    nets = pytest.importorskip("monai.networks.nets")
+    with pytest.raises(ValueError, match=words):
+        load_monai(getattr(nets, make)(**options).state_dict(), TILE, HEADS)
+
+
 def spread_outputs(
     mesh: Mesh, state: references.State, x: Tensor, modes: list[str], split: str
 ) -> list[tuple[Tensor, Tensor]]:
