@@ -165,7 +165,7 @@ def export_monai(net: nn.Module, version: str = "1.6", proj_type: str = "conv") 
     for at in range(depth) if has_bias else ():
         q, v = (state.pop(f"encoder.blocks.{at}.attn.{kind}_bias") for kind in "qv")
         state[f"encoder.blocks.{at}.attn.qkv.bias"] = torch.cat([q, torch.zeros_like(q), v])
-    style = net.decoder.style if has_decoder else USUAL  # type: ignore[union-attr]
+    style: BlockStyle = net.decoder.style if isinstance(net, SegmentationNet) else USUAL  # type: ignore[assignment]
     names = monai_names(depth, has_bias, 4 if has_decoder else 0, "decoder.stem.conv3.weight" in state, style)
     theirs = rename(state, {ours: their for their, ours in names.items()}, "a network that MONAI has")
     theirs |= _dead_weights(encoder, release, has_bias)

@@ -64,17 +64,17 @@ def test_the_act_of_each_command_takes_its_flags_as_written(line: str, monkeypat
 def test_the_loop_on_two_ranks_is_that_of_one_process(tmp_path: Path) -> None:
     (loop,) = blocks(ROOT / "README.md", "python")
     assert len(loop.splitlines()) <= 25
-    assert "start(seqpar=2)" in loop and WRAPPED in loop
-    alone = loop.replace("start(seqpar=2)", "start()").replace(WRAPPED, "net")
+    assert "init_mesh(seq=2)" in loop
+    alone = loop.replace("init_mesh(seq=2)", "init_mesh()")
     one, two = weights_of(1, alone, tmp_path), weights_of(2, loop, tmp_path)
     assert one.keys() == two.keys()
     assert max(relative(two[name], one[name]) for name in one) < 1e-10
 
 
-RECIPES = ["every rank has all features", "a decoder on boxes", "MONAI's UNETR"]
+RECIPES = ["each step by itself", "every rank has all features", "a decoder on boxes", "MONAI's UNETR"]
 
 
-@pytest.mark.parametrize("number", range(3), ids=RECIPES)
+@pytest.mark.parametrize("number", range(4), ids=RECIPES)
 def test_each_recipe_of_a_loop_on_two_ranks_is_that_of_one_process(number: int, tmp_path: Path) -> None:
     code = blocks(ROOT / "seqpar" / "README.md", "python")[number]
     if "monai" in code:
@@ -88,6 +88,13 @@ def test_each_recipe_of_a_loop_on_two_ranks_is_that_of_one_process(number: int, 
         own = weights_of(1, re.sub(r"net\.vit = .*", "pass", alone), tmp_path)
         decoder = [name for name in own if not name.startswith("vit.")]
         assert len(decoder) > 20 and max(relative(one[name], own[name]) for name in decoder) < 1e-10
+
+
+def test_each_loop_of_training_prints_its_loss() -> None:
+    code = [block for page in PAGES for kind in ("python", "diff") for block in blocks(page, kind)]
+    loops = [block for block in code if "optimizer.step()" in block]
+    assert len(loops) >= 10
+    assert not [block for block in loops if not re.search(r"print\(.*loss\.item\(\)", block)]
 
 
 def weights_of(world: int, script: str, folder: Path) -> dict[str, torch.Tensor]:

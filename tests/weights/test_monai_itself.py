@@ -86,20 +86,29 @@ def test_batch_norm_sums_over_all_boxes(ranks) -> None:
     assert (total - layer.conv1.conv.weight.grad).abs().max() < 1e-9 * total.abs().max()
 
 
-@pytest.mark.parametrize(
-    ("make", "options", "words"),
-    [
-        ("SwinUNETR", {"in_channels": 1, "out_channels": 2, "feature_size": 12}, "weights of MONAI's SwinUNETR, which neither load_monai nor seqpar.convert supports: use UNETR"),
-        ("UNETR", {"in_channels": 1, "out_channels": 2, "img_size": (32, 32), "feature_size": 2, "hidden_size": 24,
-                   "mlp_dim": 24, "num_heads": 2, "spatial_dims": 2}, "a UNETR in two dimensions.*: load them into MONAI's own .*seqpar.convert"),
-        ("UNETR", {"in_channels": 1, "out_channels": 2, "img_size": TILE, "feature_size": 2, "hidden_size": 24,
-                   "mlp_dim": 24, "num_heads": 2, "norm_name": ("group", {"num_groups": 1})}, "whose norm is neither .*: load them into MONAI's own"),
-    ],
-)  # fmt: skip
-def test_other_networks_are_refused_in_a_sentence_that_says_what_works(make: str, options: dict, words: str) -> None:
+SMALL = {"in_channels": 1, "out_channels": 2, "feature_size": 2, "hidden_size": 24, "mlp_dim": 24, "num_heads": 2}
+OTHERS = {
+    "SwinUNETR": (
+        {"in_channels": 1, "out_channels": 2, "feature_size": 12},
+        "weights of MONAI's SwinUNETR, which neither load_monai nor seqpar.convert supports: use UNETR",
+    ),
+    "UNETR of two dimensions": (
+        SMALL | {"img_size": (32, 32), "spatial_dims": 2},
+        "a UNETR in two dimensions.*: load them into MONAI's own .*seqpar.convert",
+    ),
+    "UNETR with group norm": (
+        SMALL | {"img_size": TILE, "norm_name": ("group", {"num_groups": 1})},
+        "whose norm is neither .*: load them into MONAI's own",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_networks_are_refused_in_a_sentence_that_says_what_works(name: str) -> None:
     nets = pytest.importorskip("monai.networks.nets")
+    options, words = OTHERS[name]
     with pytest.raises(ValueError, match=words):
-        load_monai(getattr(nets, make)(**options).state_dict(), TILE, HEADS)
+        load_monai(getattr(nets, name.split()[0])(**options).state_dict(), TILE, HEADS)
 
 
 def spread_outputs(
