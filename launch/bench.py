@@ -26,7 +26,7 @@ SUBJECTS = {
     "pretrain": ("memory_by_ranks.masked",),
     "start": ("start",),
     "step": ("step", "step_profile"),
-    "unets": ("unets",),
+    "unets": ("unets", "unets.converted"),
 }
 LARGE = {"memory": ("memory.large_series",), "pretrain": ("memory_by_ranks.large_masked",)}
 RESULTS = Path(__file__).parent / "lab" / "benches" / "results"

@@ -102,8 +102,8 @@ def _translated(state: State, tile: int | Sequence[int], patch: Sequence[int] | 
     """Returns the state under our names, the number of levels of the decoder (0 for a ViT), and its blocks' style."""
     if any(name.startswith("swinViT.") for name in state):
         raise ValueError(
-            "these are weights of MONAI's SwinUNETR, which neither load_monai nor seqpar.convert supports: use UNETR or a "
-            "convolutional network"
+            "these are weights of MONAI's SwinUNETR, which neither load_monai nor seqpar.convert supports: use UNETR "
+            "or a convolutional network"
         )
     if STEM in state and state[STEM].ndim == 4:
         raise ValueError(

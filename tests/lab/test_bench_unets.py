@@ -64,3 +64,11 @@ def test_rows_of_unets_have_ratios_to_the_first_peer(forked) -> None:
     assert [row["net"] for row in rows] == ["torch's own modules", *unets.OURS]
     assert rows[0]["ratio"] == 1 and rows[-2]["logits apart"] < 1e-4
     assert rows[-1]["saved MB a rank"] < rows[-2]["saved MB a rank"] and rows[-1]["ranks x threads"] == "2 x 1"
+
+
+def test_rows_of_converted_networks_compare_the_same_function(forked) -> None:
+    rows = rows_of(unets.of_converted(16, 1, features=2))
+    assert [row["net"] for row in rows] == [unets.ORIGINAL, unets.ALONE, unets.BY_HAND, unets.SPREAD]
+    assert [row["to"] for row in rows] == [unets.ORIGINAL, unets.ORIGINAL, unets.BY_HAND, unets.BY_HAND]
+    assert rows[1]["saved MB more"] == 0 and rows[3]["saved MB a rank"] < rows[0]["saved MB a rank"]
+    assert [row["loss"] for row in rows] == pytest.approx([rows[0]["loss"]] * 4, rel=1e-5)

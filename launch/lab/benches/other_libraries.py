@@ -95,28 +95,31 @@ def _torch_ring(ring: ModuleType, rotation: str, heads: int, head_dim: int, mesh
 
 
 class PlainUNet(nn.Module):
-    """nnU-Net's PlainConvUNet of torch's own modules: convolution, instance norm, leaky ReLU; no box knows of it."""
+    """nnU-Net's PlainConvUNet of torch's own modules: convolution, instance norm, leaky ReLU; no box knows of it.
 
-    def __init__(self, a: Architecture) -> None:
+    - ``modules``: where its convolutions and norms come from
+    """
+
+    def __init__(self, a: Architecture, modules: Any = nn) -> None:
         super().__init__()
         widths = (a.in_channels, *a.features)
         self.down = nn.ModuleList(
-            nn.Sequential(*_blocks(channels, width, count, kernel, stride))
+            nn.Sequential(*_blocks(modules, channels, width, count, kernel, stride))
             for (channels, width), count, kernel, stride in zip(
                 itertools.pairwise(widths), a.encoder, a.kernels, a.strides
             )
         )
         levels = list(reversed(range(len(a.features) - 1)))
         self.ups = nn.ModuleList(
-            nn.ConvTranspose3d(a.features[level + 1], a.features[level], stride, stride)
+            modules.ConvTranspose3d(a.features[level + 1], a.features[level], stride, stride)
             for level in levels
             for stride in [a.strides[level + 1]]
         )
         self.joins = nn.ModuleList(
-            nn.Sequential(*_blocks(2 * a.features[level], a.features[level], count, a.kernels[level], ONE))
+            nn.Sequential(*_blocks(modules, 2 * a.features[level], a.features[level], count, a.kernels[level], ONE))
             for level, count in zip(levels, a.decoder)
         )
-        self.classes = nn.Conv3d(a.features[0], a.num_outputs, 1)
+        self.classes = modules.Conv3d(a.features[0], a.num_outputs, 1)
 
     def forward(self, x: Tensor) -> Tensor:
         skips = []
@@ -129,11 +132,11 @@ class PlainUNet(nn.Module):
         return logits
 
 
-def _blocks(channels: int, width: int, count: int, kernel: Three, stride: Three) -> list[nn.Module]:
+def _blocks(modules: Any, channels: int, width: int, count: int, kernel: Three, stride: Three) -> list[nn.Module]:
     layers, padding = list[nn.Module](), three([side // 2 for side in kernel])
     for number in range(count):
-        conv = nn.Conv3d(width if number else channels, width, kernel, ONE if number else stride, padding)
-        layers += [conv, nn.InstanceNorm3d(width, affine=True), nn.LeakyReLU(inplace=True)]
+        conv = modules.Conv3d(width if number else channels, width, kernel, ONE if number else stride, padding)
+        layers += [conv, modules.InstanceNorm3d(width, affine=True), nn.LeakyReLU(inplace=True)]
     return layers
 
 

@@ -127,6 +127,11 @@ class Step:
         self.net.zero_grad()
         self._forward(self.trained).backward()
 
+    def loss(self) -> float:
+        """Returns the loss of the batch."""
+        with torch.no_grad():
+            return float(self._forward(self.net))
+
     def differentiate(self) -> None:
         """Computes this rank's own gradients, without averaging."""
         self.net.zero_grad()
