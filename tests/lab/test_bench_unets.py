@@ -10,6 +10,7 @@ import torch
 
 from lab.benches import unets
 from lab.benches.other_libraries import UNETS, copy_weights, unets_here
+from lab.benches.plan import planned_as_published
 from lab.benches.series import Progress, run_series
 from seqpar.decoders.unets import UNet
 from seqpar.decoders.unets.nnunet import architecture_of_stages, topology
@@ -72,3 +73,11 @@ def test_rows_of_converted_networks_compare_the_same_function(forked) -> None:
     assert [row["to"] for row in rows] == [unets.ORIGINAL, unets.ORIGINAL, unets.BY_HAND, unets.BY_HAND]
     assert rows[1]["saved MB more"] == 0 and rows[3]["saved MB a rank"] < rows[0]["saved MB a rank"]
     assert [row["loss"] for row in rows] == pytest.approx([rows[0]["loss"]] * 4, rel=1e-5)
+
+
+@pytest.mark.parametrize("network", ["nnU-Net", "ResEnc XL"])
+def test_the_planner_meets_what_nnunet_publishes(network: str) -> None:
+    """Memory to 15 %, hours to 30 %; without a GPU this is the only outside measure of the planner's GPU figures."""
+    row = planned_as_published(network)
+    assert abs(row["planned GB"] / row["published GB"] - 1) < 0.15
+    assert abs(row["planned hours"] / row["published hours"] - 1) < 0.30
