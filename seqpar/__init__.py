@@ -5,6 +5,15 @@ as one object, ``ParallelModel``; ``predict`` slides windows over a volume. The 
 decoders, ``choose_mode``, ``SegmentationNet``. Losses: ``DiceCE``, ``make_loss``. Weights of others: ``load_monai``,
 ``load_nnunet``, ``load_primus``. Finished runs: ``load_run``, ``Predictor``. The building blocks are in
 ``seqpar.attention``, ``seqpar.spatial``, ``seqpar.vit``, ``seqpar.losses`` and ``seqpar.decoders``.
+
+A network of MONAI's on two ranks, started by ``torchrun --nproc-per-node 2``::
+
+    with seqpar.init_mesh(seq=2) as mesh:
+        model = seqpar.ParallelModel(seqpar.convert(SegResNet(), mesh.seq), mesh)
+        ...  # as on one rank, but the ranks of mesh.seq load the same whole tiles, as with the same seed
+        loss = model.loss(DiceFocalLoss(to_onehot_y=True, softmax=True), image, label)
+        ...
+        logits = sliding_window_inference(volume, (96, 96, 96), 1, model.eval())  # or seqpar.predict
 """
 
 import importlib

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -90,10 +91,15 @@ class ParallelModel(nn.Module):
         self.net = net if mesh is None else net.to(mesh.device)
         self.data = None if mesh is None else mesh.data
         self._averages = size > 1  # then DDP is kept aside from the submodules, which keep their names
-        self.__dict__["_trained"] = _LossOf(net) if mesh is None else wrap_data_parallel(_LossOf(net), mesh, **options)
+        self.__dict__["_trained"] = _Calls(net) if mesh is None else wrap_data_parallel(_Calls(net), mesh, **options)
 
     def forward(self, image: Tensor) -> Any:
-        """Returns the whole outputs of whole tiles ``b c W D H``, the same on all ranks of a group."""
+        """Returns the whole outputs of whole tiles ``b c W D H``, the same on all ranks of a group.
+
+        A loss of them trains too, if all ranks of a group compute the same; it needs the memory of whole logits.
+        """
+        if self.training and torch.is_grad_enabled():
+            return self._call("on_whole", image)
         return self.net.on_whole(image)
 
     def loss(self, loss_fn: LossFunction, image: Tensor, label: Tensor) -> Tensor:
@@ -102,13 +108,16 @@ class ParallelModel(nn.Module):
         - ``loss_fn``: called with logits and label: a loss of ``seqpar.losses``, of MONAI, or any function
         - ``image``, ``label``: whole tiles, the same on all ranks of a group, or this rank's share
         """
+        return self._call("loss", loss_fn, image, label, self.data)  # type: ignore[no-any-return]
+
+    def _call(self, name: str, *arguments: Any) -> Any:
+        """Calls a method of the network so that backward averages its gradients."""
         if self._averages and "_trained" not in self.__dict__:
             raise ValueError(
-                "this is a copy of a ParallelModel, which averages no gradients: train the original, or "
-                "ParallelModel(copy.net, mesh)"
+                "this is a copy of a ParallelModel, which averages no gradients: call eval() to predict, train the "
+                "original, or train ParallelModel(copy.net, mesh)"
             )
-        trained = self.__dict__.get("_trained") or _LossOf(self.net)
-        return trained(loss_fn, image, label, self.data)  # type: ignore[no-any-return]
+        return self.__dict__.get("_trained", _Calls(self.net))(name, *arguments)
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Returns a context in which gradients add up on this rank; the first backward after it averages them."""
@@ -118,12 +127,12 @@ class ParallelModel(nn.Module):
         return {name: value for name, value in self.__dict__.items() if name != "_trained"}
 
 
-class _LossOf(nn.Module):
-    """A network's loss as a forward, which DDP needs."""
+class _Calls(nn.Module):
+    """A network whose methods are called by its forward, which is all that DDP wraps."""
 
     def __init__(self, net: TileNetwork) -> None:
         super().__init__()
         self.net = net
 
-    def forward(self, *args: Any) -> Tensor:
-        return self.net.loss(*args)
+    def forward(self, name: str, *arguments: Any) -> Any:
+        return getattr(self.net, name)(*arguments)

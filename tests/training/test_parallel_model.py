@@ -58,7 +58,7 @@ def run(mesh: Mesh) -> tuple[dict[str, list[Tensor]], dict[str, list[Tensor]], d
     trained, predicted, texts = dict[str, list[Tensor]](), dict[str, list[Tensor]](), dict[str, str]()
     for name, net in networks(mesh):
         model = ParallelModel(net, mesh)
-        for (kind, loss_fn), share in itertools.product(LOSSES.items(), (False, True)):
+        for (kind, loss_fn), share in itertools.product(LOSSES.items(), (False, True, None)):
             if kind != ONE_LOSS.get(name, kind):
                 continue
             model.zero_grad()
@@ -68,13 +68,15 @@ def run(mesh: Mesh) -> tuple[dict[str, list[Tensor]], dict[str, list[Tensor]], d
                 image = net.shard(image)
                 if kind == "MONAI's" and label.ndim == 4:
                     continue  # it needs the channel
-            loss = model.loss(loss_fn, image, label)
+            if share is None and kind != "MONAI's":
+                continue
+            loss = model.loss(loss_fn, image, label) if share is not None else loss_fn(model(image), label)
             loss.backward()
             losses = loss.detach()[None].clone()
             if mesh.world.size > 1:
                 torch.distributed.all_reduce(losses)
             gradients = [p.grad.clone() for p in net.parameters() if p.grad is not None]
-            trained[f"{name}, {kind}{', shares' * share}"] = [losses / mesh.world.size, *gradients]
+            trained[f"{name}, {kind}, {share}"] = [losses / mesh.world.size, *gradients]
         predicted[name] = predictions(model, mesh)
     if mesh.seq.size > 1:
         texts = misuse(model, mesh)
@@ -157,7 +159,7 @@ def test_misuse_is_refused_in_words_on_all_ranks(two: list) -> None:
     (*_, first), (*_, second) = two
     assert "rank 1 cut another than rank 0" in first["different tiles"] == second["different tiles"]
     assert "came with an image of extents (16, 16, 24), of which this rank has (8, 16, 24)" in first["another label"]
-    assert "this is a copy" in first["a copy"] and "ParallelModel(copy.net, mesh)" in first["a copy"]
+    assert "this is a copy" in first["a copy"] and "train ParallelModel(copy.net, mesh)" in first["a copy"]
     assert "shares tiles among 1 rank, but the mesh among 2" in first["another group"]
     assert "net is a Conv3d: give a network of seqpar" in first["not ours"]
     assert "call model.eval() first" in first["training"]
