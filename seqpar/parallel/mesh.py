@@ -125,8 +125,8 @@ def as_group(group: AnyGroup | None, name: str = "seq") -> Group:
         raise ValueError(f"the {name} group does not contain this process: give each rank the group that it is in")
     if not isinstance(group, dist.ProcessGroup):
         raise ValueError(
-            f"group={group!r} is not a group of ranks: give mesh.seq of seqpar.start, torch's ProcessGroup, or a "
-            "one-dimensional DeviceMesh"
+            f"a {type(group).__name__} is not a group of ranks: give group=mesh.seq of seqpar.init_mesh, torch's "
+            "ProcessGroup, or a one-dimensional DeviceMesh"
         )
     ranks, watch = tuple(dist.get_process_group_ranks(group)), Watch(dist.get_rank())
     return Group(name, ranks, dist.get_rank(group), group if len(ranks) > 1 else None, watch=watch)

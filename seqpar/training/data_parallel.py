@@ -83,10 +83,14 @@ class ParallelModel(nn.Module):
             )
         size, shared = (1, 1) if mesh is None else (mesh.world.size, mesh.seq.size)
         group, _ = net.group_and_dims()
+        if mesh is None and group.size > 1:
+            raise ValueError(
+                f"the network shares tiles among {group.size} ranks: give mesh=, the one whose seq they are"
+            )
         if group.size != shared:
             raise ValueError(
-                f"the network shares tiles among {quantity(group.size, 'rank')}, but the mesh among {shared}: build it "
-                "with group=mesh.seq and give that mesh"
+                f"the network shares tiles among {quantity(group.size, 'rank')}, but the mesh among {shared}: make it "
+                "with mesh.seq, as in convert(net, mesh.seq) or group=mesh.seq"
             )
         self.net = net if mesh is None else net.to(mesh.device)
         self.data = None if mesh is None else mesh.data

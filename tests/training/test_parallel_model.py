@@ -112,6 +112,7 @@ def misuse(model: ParallelModel, mesh: Mesh) -> dict[str, str]:
         "another label": lambda: model.loss(DiceCE(), image, label[..., :8]),
         "a copy": lambda: copy.deepcopy(model).loss(DiceCE(), image, label),
         "another group": lambda: ParallelModel(one, mesh),
+        "no mesh": lambda: ParallelModel(net),
         "not ours": lambda: ParallelModel(nn.Conv3d(1, 1, 1), mesh),
         "training": lambda: predict(net, image, TILE),
         "an unknown box": lambda: UNet(Architecture.of(1, 3, (4, 8)), group=mesh.seq).unshard(image),
@@ -161,6 +162,7 @@ def test_misuse_is_refused_in_words_on_all_ranks(two: list) -> None:
     assert "came with an image of extents (16, 16, 24), of which this rank has (8, 16, 24)" in first["another label"]
     assert "this is a copy" in first["a copy"] and "train ParallelModel(copy.net, mesh)" in first["a copy"]
     assert "shares tiles among 1 rank, but the mesh among 2" in first["another group"]
+    assert "shares tiles among 2 ranks: give mesh=" in first["no mesh"]
     assert "net is a Conv3d: give a network of seqpar" in first["not ours"]
     assert "call model.eval() first" in first["training"]
     assert "that this network does not know" in first["an unknown box"]

@@ -101,7 +101,9 @@ def test_torchs_process_groups_and_device_meshes_compute_the_same_bits_as_ours(r
 def test_what_is_no_group_of_this_process_is_refused_with_what_is_needed(results: list) -> None:
     for rank, (_, texts, _) in enumerate(results):
         assert "got one of 2 dimensions" in texts[0] and "give mesh['seq']" in texts[0]
-        assert "group='seq' is not a group of ranks: give mesh.seq of seqpar.start, torch's ProcessGroup" in texts[1]
+        assert (
+            "a str is not a group of ranks: give group=mesh.seq of seqpar.init_mesh, torch's ProcessGroup" in texts[1]
+        )
         assert len(texts) == (3 if rank else 2)
         assert all("does not contain this process" in text for text in texts[2:])
 
