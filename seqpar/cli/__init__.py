@@ -1,4 +1,4 @@
-"""The programs. Importing any of them sets how torch's threads wait and how many there are, before torch is imported."""
+"""The programs. Importing any of them sets how threads wait and how many there are, before torch is imported."""
 
 import os
 from collections.abc import MutableMapping
