@@ -12,9 +12,8 @@ from seqpar.data.formats.dataset import Dataset
 from seqpar.data.formats.joined_labels import join_labels
 from seqpar.data.preparation.cache import check_cache
 from seqpar.data.preparation.cache_index import cache_folder, is_current, outdated_cache
-from seqpar.data.preparation.prepare_dataset import Report, prepare
+from seqpar.data.preparation.prepare_dataset import Report, check_sources, prepare
 from seqpar.data.preparation.recipe import BY_NAME, NORMALISATIONS, PrepareSettings
-from seqpar.data.preparation.source_check import check_sources
 from seqpar.settings.data_settings import OWN, DataSettings, prepare_settings
 from seqpar.settings.parser import Parser
 from seqpar.tasks.lookup import TASKS

@@ -36,7 +36,7 @@ def test_what_dataset_json_says_otherwise_than_the_files_is_told(tmp_path, capfd
         "training does not list cases that are there: c_000; correct it, or the files",
     ]
     assert act([str(root), "--out", str(tmp_path / "cache"), "--workers", "0"]) == 0
-    assert [f"warning: {note}" for note in notes] == capfd.readouterr().err.splitlines()[-3:]
+    assert {f"warning: {note}" for note in notes} <= set(capfd.readouterr().err.splitlines())
     assert not read_dataset(nnunet(tmp_path / "E", 3)).notes and not read_dataset(decathlon(tmp_path / "F")).notes
 
 
