@@ -59,8 +59,8 @@ from seqpar.data.workers import (
 
 __all__ = [
     "PrepareSettings", "PreparedCase", "PreparedDataset", "Properties", "Recipe", "Report", "cache_folder",
-    "channel_to_source", "check_cache", "check_sources", "image_to_source", "is_current", "labels_to_source", "open_cache",
-    "prepare", "prepare_case", "prepared",
+    "channel_to_source", "check_cache", "check_sources", "image_to_source", "is_current", "labels_to_source",
+    "open_cache", "prepare", "prepare_case", "prepared",
 ]  # fmt: skip
 
 
