@@ -52,7 +52,7 @@ class EnsembleFiles:
         if is_results(run.path):
             return EnsembleFiles(read_json(run.path / PLANS), read_json(run.path / DATASET), run.outputs)
         order = [0, 1, 2]
-        plans = {
+        plans: dict[str, Any] = {
             "dataset_name": run.path.name, "plans_name": "seqpar", "configurations": {},
             "image_reader_writer": run.recipe.plan.reader if run.recipe.plan else "SimpleITKIO",
             "transpose_forward": order, "transpose_backward": order,
