@@ -64,10 +64,7 @@ class DataSettings:
         fixed=_PREPARED,
     )
     cache: str = _data(
-        "",
-        "folder of prepared data, which may hold several preparations of a data set; none: $SEQPAR_CACHE, else "
-        "seqpar-prepared next to DATA",
-        metavar="FOLDER",
+        "", "folder of prepared data; none: $SEQPAR_CACHE, else seqpar-prepared next to DATA", metavar="FOLDER"
     )
     fold: str = _data(
         "0",
