@@ -131,10 +131,8 @@ def _parser() -> Parser:
     parser = Parser("predict", description="Predicts label maps, or classes of cases, with a trained run.")
     add = parser.add_argument
     add("run", type=Path, nargs="*", metavar="RUN",
-        help="run folder of train, folder of five folds, archive of export, or results folder of nnU-Net's; several "
-        "are averaged")  # fmt: skip
-    add("-d", "--dataset", default="", metavar="ID", help="in place of RUN: nnU-Net's data set, by number or name, "
-        "whose network is under $nnUNet_results")  # fmt: skip
+        help="run folder, archive, or results folder of nnU-Net's; several are averaged")  # fmt: skip
+    add("-d", "--dataset", default="", metavar="ID", help="in place of RUN: nnU-Net's data set in $nnUNet_results")
     add("-c", "--configuration", default="", metavar="NAME", help="its configuration, such as 3d_fullres")
     add("-tr", "--trainer", default="", metavar="NAME", help=f"its trainer (default {TRAINER})")
     add("-p", "--plans", default="", metavar="NAME", help=f"its plans (default {PLANS_NAME})")
@@ -150,7 +148,7 @@ def _parser() -> Parser:
         help="folds of nnU-Net's to average (default: all there are)",
     )
     add("--checkpoint", nargs="+", action="extend", metavar="WHICH",
-        help="best (default), latest or a file of weights; several are an ensemble: mean of logits")  # fmt: skip
+        help="best (default), latest or a file of weights; logits of several are averaged")  # fmt: skip
     add("--window", choices=WINDOWS,
         help="windows of the training tile, or one pass (default: what validation found better)")  # fmt: skip
     add("--force", action="store_true", help="predict whole volumes by networks of nnU-Net's all the same")
@@ -161,12 +159,11 @@ def _parser() -> Parser:
         help="average over flips along these directions, all three if none is named (default: none; networks of "
         "nnU-Net's: all that training flipped)")  # fmt: skip
     add("--probabilities", action="store_true", help="also write a volume of probabilities per network output")
-    add("--npz", action="store_true", help="also write the folder npz, which nnUNetv2_ensemble takes: probabilities of "
-        "each case (nnU-Net's --save_probabilities)")  # fmt: skip
+    add("--npz", action="store_true", help="also write npz/, probabilities that nnUNetv2_ensemble averages")
     add(
         "--statistics",
         action="store_true",
-        help="also write statistics.csv: ml, mean and standard deviation of intensity per case and class",
+        help="also write statistics.csv: ml and intensities per case and class",
     )
     add(
         "--explain",
@@ -177,8 +174,7 @@ def _parser() -> Parser:
         "vit: gradient-x-input)")  # fmt: skip
     add("--min-component", default="0", metavar="SIZE",
         help="remove connected components below this size: 50 (mm3) or 20voxels (default 0: keep all)")  # fmt: skip
-    add("--postprocessing", type=Path, metavar="FILE",
-        help="keep largest components by a postprocessing.json, of evaluate --find-best or nnU-Net")  # fmt: skip
+    add("--postprocessing", type=Path, metavar="FILE", help="apply a postprocessing.json of evaluate or nnU-Net")
     add("--continue", action="store_true", dest="resume", help="skip the cases that are already predicted")
     add("--seqpar", type=int, default=0, metavar="RANKS",
         help="ranks that share a window, started if need be (default: as in training; whole volume: all)")  # fmt: skip
