@@ -117,6 +117,7 @@ RUNS = {  # by function, what a case comes to in a turn
     "step_profile": dict.fromkeys(("clock_s", "processor_s", *KINDS, *step_profile.SETTLED), 1.0),
     "step": {"seconds": 2.0, "saved": 1e6},
     "unets": {"seconds": 2.0, "saved": 1e6, "apart": 1e-6},
+    "nnunet": {"seconds": 2.0},
     "pipe": {"seconds": 1.0, "foretold": 1.0, "bubble": 0.1, "sent": 1.0, "cells": "8", "alone": 1.0},
 }
 
