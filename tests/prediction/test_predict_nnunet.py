@@ -1,6 +1,7 @@
 """A results folder of nnU-Net's predicts as nnU-Net does, on any ranks."""
 
 import json
+import pickle
 import shutil
 from pathlib import Path
 from typing import Any
@@ -209,6 +210,19 @@ def test_probabilities_for_an_ensemble_are_in_the_axes_of_nnunets_reader(place: 
     assert sorted(channel.sum() for channel in probabilities) == pytest.approx(sorted(v.sum() for v in volumes))
     np.testing.assert_array_equal(probabilities.argmax(0).T, voxels(place / "out" / "c0.nii.gz"))
     assert act(place, place / "model", "--npz", "--probabilities", "--continue") == 0
+
+
+def test_probabilities_of_our_own_runs_are_in_the_files_axes(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", name="D")
+    affine = np.diag([-1.0, 0.8, 4.2, 1.0])
+    image = save(tmp_path / "images" / "c0_0000.nii.gz", image_array(0, (9, 11, 10)), affine)
+    assert act(tmp_path, run, "--npz") == 0
+    folder = tmp_path / "out" / "npz"
+    assert json.loads((folder / "dataset.json").read_text())["labels"] == {"background": 0, "label 1": 1}
+    assert np.load(folder / "c0.npz")["probabilities"].shape == (2, 10, 11, 9)
+    stored = pickle.loads((folder / "c0.pkl").read_bytes())["sitk_stuff"]  # as SimpleITK reads the image, in LPS
+    assert stored["spacing"] == pytest.approx((1, 0.8, 4.2)) and stored["origin"] == (0, 0, 0)
+    assert stored["direction"] == pytest.approx((1, 0, 0, 0, -1, 0, 0, 0, 1)) and image.is_file()
 
 
 def test_postprocessing_of_nnunets_is_applied(place: Path) -> None:
