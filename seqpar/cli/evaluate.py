@@ -58,8 +58,8 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
         raise ValueError(f"--nsd-tolerance is {options.nsd_tolerance}: give mm, 0 or more")
     if options.workers < 1:
         raise ValueError(f"--workers is {options.workers}: at least 1 is needed")
-    options.groups = {run: path for path in options.prediction for run in _folds_of(path)}
-    options.prediction = list(options.groups)
+    runs = [(run, path) for path in options.prediction for run in _folds_of(path)]
+    options.prediction, options.groups = [run for run, _ in runs], dict(runs)
     if len(options.prediction) > 1 and (options.json or options.csv):
         raise ValueError(f"--json, --csv: {len(options.prediction)} predictions have files of their own: remove it")
     options.empty = options.empty or ("brats" if options.brats else "skip")
