@@ -4,9 +4,8 @@ BIN = .venv/bin
 
 .PHONY: train test lint bench clean
 
-# Threads that wait sleep: beside a busy neighbour spinning ones take the cores from those that they wait for.
 train: .venv/ready
-	OMP_WAIT_POLICY=passive $(BIN)/python launch/train.py --preset laptop --out runs/phantom --again
+	$(BIN)/python launch/train.py --preset laptop --out runs/phantom --again
 
 test: .venv/ready
 	$(BIN)/python -m pytest -n 3 --dist loadfile -m "not started"

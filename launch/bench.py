@@ -20,6 +20,7 @@ SUBJECTS = {
     "hierarchical": ("memory_by_ranks.stages",),
     "memory": ("memory",),
     "data": ("data", "loader"),
+    "nnunet": ("nnunet",),
     "pipe": ("pipe",),
     "plan": ("plan", "plan.published", "plan.answers"),
     "predict": ("predict", "predict.parts"),

@@ -8,13 +8,15 @@ from pathlib import Path
 from typing import get_args
 
 from seqpar.cluster.exit_codes import run
+from seqpar.data.errors import DataError
 from seqpar.runs.fold_folder import expand_folds
 from seqpar.runs.run_status import warn_if_killed
 from seqpar.scores.label_classes import BRATS
-from seqpar.scores.label_files import refuse_missing
+from seqpar.scores.label_files import list_label_files, refuse_missing
 from seqpar.scores.label_scores import EmptyPolicy
 from seqpar.settings.parser import Parser
 from seqpar.tasks.lookup import task_of_predictions
+from seqpar.weights.nnunet_results import is_results
 
 
 def act(arguments: Sequence[str]) -> int:
@@ -31,7 +33,8 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     add = parser.add_argument
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
     add("truth", type=Path, metavar="TRUTH", help="data set, folder of label maps, or one; for classes labels.csv too")
-    add("prediction", type=Path, nargs="+", metavar="PREDICTION", help="folder, file or run; several are compared")
+    add("prediction", type=Path, nargs="+", metavar="PREDICTION", help="folder, file, run, or nnU-Net's "
+        "results folder; several are compared")  # fmt: skip
     add("--dataset", type=Path, metavar="FILE", help="dataset.json with the labels (default: of TRUTH, in or above it)")
     add("--regions", type=_region, action="append", metavar="NAME=1,2", help="a class and its labels; can be repeated")
     add("--brats", choices=sorted(BRATS), help="score the regions of BraTS, in the label values of that year")
@@ -40,6 +43,11 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     add("--lesion-wise", action="store_true", help="add the lesion-wise scores of BraTS 2023")
     add("--empty", choices=get_args(EmptyPolicy),
         help="score of a class that a case does not have: none, or as in BraTS (skip; brats with --brats)")  # fmt: skip
+    add("--common", action="store_true", help="score the cases that TRUTH and PREDICTION both have, in silence about "
+        "others (nnU-Net's --chill)")  # fmt: skip
+    add("--find-best", nargs="?", type=Path, const=Path(), metavar="FILE", help="of several say which is best, folds "
+        "taken together, and learn its postprocessing, as nnUNetv2_find_best_configuration does, though of no averages "
+        "of two; FILE to write (default: postprocessing.json in the best)")  # fmt: skip
     add("--json", type=Path, metavar="FILE", help="summary to write (default: summary.json in PREDICTION's folder)")
     add("--csv", type=Path, metavar="FILE", help="table to write (default: metrics.csv in PREDICTION's folder)")
     add("--workers", type=int, default=min(8, cores), metavar="PROCESSES", help="that score cases (%(default)s)")
@@ -50,11 +58,23 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
         raise ValueError(f"--nsd-tolerance is {options.nsd_tolerance}: give mm, 0 or more")
     if options.workers < 1:
         raise ValueError(f"--workers is {options.workers}: at least 1 is needed")
-    options.prediction = expand_folds(options.prediction)
+    runs = [(run, path) for path in options.prediction for run in _folds_of(path)]
+    options.prediction, options.groups = [run for run, _ in runs], dict(runs)
     if len(options.prediction) > 1 and (options.json or options.csv):
         raise ValueError(f"--json, --csv: {len(options.prediction)} predictions have files of their own: remove it")
     options.empty = options.empty or ("brats" if options.brats else "skip")
     return options
+
+
+def _folds_of(path: Path) -> list[Path]:
+    """Returns the runs of a folder of five folds, the validations of a results folder of nnU-Net's, or the path."""
+    if not is_results(path):
+        return expand_folds([path])
+    folders = sorted(folder for folder in path.glob("fold_*/validation") if list_label_files(folder))
+    numbered = [folder for folder in folders if folder.parent.name != "fold_all"]
+    if not folders:
+        raise DataError(path, "has no fold_N/validation with label maps: let nnU-Net finish, or give predictions")
+    return numbered or folders
 
 
 def _region(text: str) -> tuple[str, tuple[int, ...]]:

@@ -26,16 +26,18 @@ from seqpar.runs.nnunet_run import open_run
 from seqpar.runs.run_folder import tested_cases
 from seqpar.runs.run_status import warn_if_killed
 from seqpar.runs.trained_run import TrainedRun
+from seqpar.scores.postprocessing import read_postprocessing
 from seqpar.settings.parser import Parser
 from seqpar.settings.run_settings import DEVICE_KINDS
 from seqpar.tasks.lookup import task_of
+from seqpar.weights.nnunet_results import PLANS_NAME, TRAINER, find_results
 
 
 def act(arguments: Sequence[str]) -> int:
     """Returns the exit code: 0, or 3 if a case could not be predicted; raises what the user has to correct."""
     die_with_parent()
     options = _parser().parse_args(list(arguments))
-    options.run = expand_folds(options.run)
+    options.run = expand_folds(_runs(options))
     launcher = read_launcher(os.environ)
     if launcher.rank == 0:
         warn_if_killed(*options.run)
@@ -71,10 +73,28 @@ def _exit_code(error: Exception, mesh: Mesh) -> int:
 
 
 def _request(options: argparse.Namespace) -> Request:
-    same = {name: getattr(options, name) for name in ("output", "mode", "probabilities", "statistics", "resume")}
+    names = ("output", "mode", "probabilities", "npz", "statistics", "resume")
+    same = {name: getattr(options, name) for name in names}
     only = tested_cases(*options.run) if options.test_part else None
     explain_by = options.explain_by if options.explain or options.explain_by else None
     return Request(inputs=tuple(options.input), explain_by=explain_by, only=only, **same)
+
+
+def _runs(options: argparse.Namespace) -> list[Path]:
+    """Returns the runs that the command line names; -d and -c name a results folder under $nnUNet_results."""
+    named = {f"-{letter}": getattr(options, name) for letter, name in (("d", "dataset"), ("c", "configuration"))}
+    given = [flag for flag, value in named.items() if value]
+    if given and options.run:
+        raise ValueError(f"{options.run[0]} and {given[0]}: give a RUN, or nnU-Net's -d and -c, and not both")
+    if len(given) == 1:
+        raise ValueError(f"{given[0]} {named[given[0]]}: -d and -c together name a network of nnU-Net's: give both")
+    if idle := [flag for flag, value in (("-tr", options.trainer), ("-p", options.plans)) if value and not given]:
+        raise ValueError(f"{idle[0]} would do nothing: it is for nnU-Net's -d and -c: remove it")
+    if not given and not options.run:
+        raise ValueError("RUN is missing: name a run folder, or a network of nnU-Net's by -d and -c (--help lists all)")
+    return options.run or [
+        find_results(options.dataset, options.configuration, options.trainer or TRAINER, options.plans or PLANS_NAME)
+    ]
 
 
 def _members(options: argparse.Namespace) -> list[EnsembleMember]:
@@ -101,6 +121,8 @@ def _settings(options: argparse.Namespace, run: TrainedRun) -> PredictionSetting
         raise ValueError(f"{flags}: a whole pass{whose} has no windows; remove it, or use --window sliding")
     mirror = run.mirror if options.mirror is None else mirrored_dims(options.mirror)
     others = {"min_component": options.min_component, "precision": options.precision or run.config.precision}
+    if options.postprocessing:
+        others["postprocessing"] = read_postprocessing(options.postprocessing)
     try:
         settings = PredictionSettings(window=window, mirror=mirror, force=options.force, **others, **sliding)
     except ValueError as error:  # which names the argument: here it came as a flag
@@ -113,14 +135,25 @@ def _settings(options: argparse.Namespace, run: TrainedRun) -> PredictionSetting
 def _parser() -> Parser:
     parser = Parser("predict", description="Predicts label maps, or classes of cases, with a trained run.")
     add = parser.add_argument
-    add("run", type=Path, nargs="+", metavar="RUN",
-        help="run folder of train, folder of five folds, or archive of export; several are averaged")  # fmt: skip
+    add("run", type=Path, nargs="*", metavar="RUN",
+        help="run folder, archive, or results folder of nnU-Net's; several are averaged")  # fmt: skip
+    add("-d", "--dataset", default="", metavar="ID", help="in place of RUN: nnU-Net's data set in $nnUNet_results")
+    add("-c", "--configuration", default="", metavar="NAME", help="its configuration, such as 3d_fullres")
+    add("-tr", "--trainer", default="", metavar="NAME", help=f"its trainer (default {TRAINER})")
+    add("-p", "--plans", default="", metavar="NAME", help=f"its plans (default {PLANS_NAME})")
     add("-i", "--input", nargs="+", required=True, metavar="PATH", help="data set, folder or list of images, or files")
     add("-o", "--output", type=Path, required=True, metavar="FOLDER", help="folder to write to")
     add("--test-part", action="store_true", help="predict only the cases that the run kept for tests")
-    add("--folds", nargs="+", default=[], metavar="FOLD", help="folds of nnU-Net's to average (default: all there are)")
+    add(
+        "-f",
+        "--folds",
+        nargs="+",
+        default=[],
+        metavar="FOLD",
+        help="folds of nnU-Net's to average (default: all there are)",
+    )
     add("--checkpoint", nargs="+", action="extend", metavar="WHICH",
-        help="best (default), latest or a file of weights; several are an ensemble: mean of logits")  # fmt: skip
+        help="best (default), latest or a file of weights; logits of several are averaged")  # fmt: skip
     add("--window", choices=WINDOWS,
         help="windows of the training tile, or one pass (default: what validation found better)")  # fmt: skip
     add("--force", action="store_true", help="predict whole volumes by networks of nnU-Net's all the same")
@@ -131,10 +164,11 @@ def _parser() -> Parser:
         help="average over flips along these directions, all three if none is named (default: none; networks of "
         "nnU-Net's: all that training flipped)")  # fmt: skip
     add("--probabilities", action="store_true", help="also write a volume of probabilities per network output")
+    add("--npz", action="store_true", help="also write npz/, probabilities that nnUNetv2_ensemble averages")
     add(
         "--statistics",
         action="store_true",
-        help="also write statistics.csv: ml, mean and standard deviation of intensity per case and class",
+        help="also write statistics.csv: ml and intensities per case and class",
     )
     add(
         "--explain",
@@ -145,6 +179,7 @@ def _parser() -> Parser:
         "vit: gradient-x-input)")  # fmt: skip
     add("--min-component", default="0", metavar="SIZE",
         help="remove connected components below this size: 50 (mm3) or 20voxels (default 0: keep all)")  # fmt: skip
+    add("--postprocessing", type=Path, metavar="FILE", help="apply a postprocessing.json of evaluate or nnU-Net")
     add("--continue", action="store_true", dest="resume", help="skip the cases that are already predicted")
     add("--seqpar", type=int, default=0, metavar="RANKS",
         help="ranks that share a window, started if need be (default: as in training; whole volume: all)")  # fmt: skip

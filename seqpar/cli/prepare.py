@@ -12,14 +12,14 @@ from seqpar.data.formats.dataset import Dataset
 from seqpar.data.formats.joined_labels import join_labels
 from seqpar.data.preparation.cache import check_cache
 from seqpar.data.preparation.cache_index import cache_folder, is_current, outdated_cache
-from seqpar.data.preparation.prepare_dataset import Report, prepare
+from seqpar.data.preparation.prepare_dataset import Report, check_sources, prepare
 from seqpar.data.preparation.recipe import BY_NAME, NORMALISATIONS, PrepareSettings
-from seqpar.data.preparation.source_check import check_sources
-from seqpar.settings.data_settings import DataSettings, prepare_settings
+from seqpar.settings.data_settings import OWN, DataSettings, prepare_settings
 from seqpar.settings.parser import Parser
 from seqpar.tasks.lookup import TASKS
 from seqpar.terminal import ProgressBar, coloured, next_command
 from seqpar.text import quantity
+from seqpar.weights.nnunet_settings import preparation_by, read_plan
 
 
 def act(arguments: Sequence[str]) -> int:
@@ -27,11 +27,12 @@ def act(arguments: Sequence[str]) -> int:
     options = _parser().parse_args(arguments)
     settings = prepare_settings(
         DataSettings(
-            spacing=options.spacing,
+            spacing=options.spacing or "source",
+            prepare=_planned(options) if options.plans else OWN,
             join_labels=options.join_labels,
             crop_to=tuple(options.crop_to),
             force=options.force,
-            normalise=options.normalise,
+            normalise=options.normalise or BY_NAME,
         )
     )
     task = TASKS[options.task]
@@ -41,6 +42,8 @@ def act(arguments: Sequence[str]) -> int:
     print(f"{dataset.name}: {dataset.layout}, {quantity(len(dataset.cases), 'case')}, {names} -> {out}")
     if line := outdated_cache(dataset.root, out):
         print(line)
+    for note in dataset.notes:
+        print(f"warning: {note}", file=sys.stderr, flush=True)
     if options.check:
         return _check(dataset, out, settings, options.workers)
     try:
@@ -56,12 +59,20 @@ def act(arguments: Sequence[str]) -> int:
     code = _print_faults(report.faults, "data set")
     if code == 0:
         more = ["--cache", options.out] if options.out else []
-        more += ["--spacing", options.spacing] if options.spacing != "source" else []
+        more += ["--plans", options.plans] if options.plans else []
+        more += ["--spacing", options.spacing] if options.spacing not in ("", "source") else []
         more += ["--join-labels", options.join_labels] if options.join_labels else []
         more += ["--crop-to", *options.crop_to, *["--force"] * options.force] if options.crop_to else []
-        more += ["--normalise", options.normalise] if options.normalise != BY_NAME else []
+        more += ["--normalise", options.normalise] if options.normalise not in ("", BY_NAME) else []
         print(coloured(f"next: {next_command(*task.train_command, '--data', options.data, *more)}", sys.stdout))
     return code
+
+
+def _planned(options: argparse.Namespace) -> str:
+    """Returns how nnU-Net's plan prepares, as JSON; refuses flags that would do nothing."""
+    if idle := [name for name in ("crop_to", "normalise") if getattr(options, name)]:
+        raise ValueError(f"--{idle[0].replace('_', '-')} would do nothing: --plans decides it: remove one of both")
+    return preparation_by(read_plan(options.plans), options.spacing)
 
 
 def _check(dataset: Dataset, out: Path, settings: PrepareSettings, workers: int | None) -> int:
@@ -108,14 +119,14 @@ def _parser() -> argparse.ArgumentParser:
         metavar="FOLDER",
         help="folder of the cache (default: in $SEQPAR_CACHE if set, else in seqpar-prepared near DATA)",
     )
-    parser.add_argument(
-        "--spacing", default="source", metavar="MM", help="voxel size: source, median, or R,A,S in mm (default: source)"
-    )
     add = parser.add_argument
+    add("--plans", default="", metavar="FILE", help="prepare as a plans.json of nnU-Net says, or FILE:CONFIGURATION")
+    add("--spacing", default="", metavar="MM", help="voxel size: source, median, or R,A,S in mm (default: source, or "
+        "that of --plans)")  # fmt: skip
     add("--join-labels", default="", metavar="NAME=LABELS", help="labels that become one class, as tumour=1,2,3")
     add("--crop-to", type=int, nargs="+", default=[], metavar="VOXELS", help="three sides to which volumes are cut")
     add("--force", action="store_true", help="let --crop-to cut off labelled voxels")
-    add("--normalise", choices=NORMALISATIONS, default=BY_NAME, help="how intensities are normalised: by the names of "
+    add("--normalise", choices=NORMALISATIONS, default="", help="how intensities are normalised: by the names of "
         "modalities, or each over its whole volume (default: by-name)")  # fmt: skip
     parser.add_argument(
         "--workers",

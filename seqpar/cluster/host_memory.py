@@ -1,4 +1,4 @@
-"""The memory of this host, and how much of it is free, within the limits of the control groups of this process."""
+"""The memory and cores of this host that this process may use, within the limits of its control groups."""
 
 import os
 from collections.abc import Iterator
@@ -36,6 +36,33 @@ def whole_memory(system: Path = _SYSTEM) -> int:
     """Returns the bytes that this process could have on an idle host."""
     host = _host(system)
     return min(memory.whole for memory in [host, *_control_groups(system, host.whole)])
+
+
+def cores_here(system: Path = _SYSTEM) -> int:
+    """Returns how many cores this process may use: those of its affinity, at most its control groups' quota."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, min([cores, *_quotas(system)]))
+
+
+def _quotas(system: Path) -> Iterator[int]:
+    """Yields how many cores each control group of this process may keep busy, if it sets a limit."""
+    try:
+        lines = (system / "proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return
+    for line in lines:
+        _, kinds, inner = line.split(":", 2)
+        if kinds and "cpu" not in kinds.split(","):
+            continue
+        for group in [Path(inner), *Path(inner).parents]:
+            folder = system / ("sys/fs/cgroup/cpu" if kinds else "sys/fs/cgroup") / group.relative_to("/")
+            files = ("cpu.cfs_quota_us", "cpu.cfs_period_us") if kinds else ("cpu.max",)
+            try:
+                quota, period = " ".join((folder / name).read_text().strip() for name in files).split()
+                if quota not in ("max", "-1"):
+                    yield -(-int(quota) // int(period))
+            except (OSError, ValueError):
+                continue
 
 
 def _host(system: Path) -> Memory:

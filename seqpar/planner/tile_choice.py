@@ -30,7 +30,7 @@ def target_spacing(fingerprint: Fingerprint) -> Millimetres | None:
     others = [at for at in range(3) if at != worst]
     if target[worst] > ANISOTROPIC * target[others].max() and ANISOTROPIC * shape[worst] < shape[others].min():
         target[worst] = max(np.percentile(sizes[:, worst], 10), target[others].max())
-    w, d, h = (float(f"{size:.4g}") for size in target)
+    w, d, h = (float(f"{size:.6g}") for size in target)
     return w, d, h
 
 

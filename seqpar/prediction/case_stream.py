@@ -35,7 +35,8 @@ class Request:
 
     - ``inputs``: a data set, a folder or list of images, or files
     - ``mode``: how ranks decode a window that they share; "": as the run decides
-    - ``probabilities``, ``statistics``: also write each output's probabilities, and statistics.csv
+    - ``probabilities``, ``npz``, ``statistics``: also write each output's probabilities, in volumes or for nnU-Net's
+      ensemble, and statistics.csv
     - ``explain_by``: also write where a class is seen, and how to find it, "" for the network's default; None: no
     - ``resume``: skip the cases that are already predicted
     - ``only``: the cases to predict; None for all
@@ -45,6 +46,7 @@ class Request:
     output: Path
     mode: str = ""
     probabilities: bool = False
+    npz: bool = False
     statistics: bool = False
     explain_by: str | None = None
     resume: bool = False

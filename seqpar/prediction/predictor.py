@@ -1,8 +1,6 @@
-"""Predictor: one case through the networks of a run, back in the source's geometry; small components removed."""
+"""Predictor: one case through the networks of a run, back in the source's geometry, postprocessed."""
 
-import math
-import re
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,7 +15,6 @@ from seqpar.data.formats.dataset import Case
 from seqpar.data.geometry import Geometry, geometry_of, make_geometry, to_canonical
 from seqpar.data.preparation.prepared_case import Loaded, Prepared, Properties, TargetGrid
 from seqpar.data.workers import ReportProgress, no_item_progress
-from seqpar.late_import import late
 from seqpar.models.network import Network
 from seqpar.parallel.collectives import all_gather
 from seqpar.parallel.consensus import run_on_rank0
@@ -28,41 +25,7 @@ from seqpar.prediction.sliding_window import Image, sliding_window, whole_volume
 from seqpar.prediction.window_grid import WINDOWS, Sliding
 from seqpar.runs.nnunet_run import open_run
 from seqpar.runs.trained_run import TrainedRun
-
-ndimage = late("scipy.ndimage")
-
-
-def parse_min_component(text: str, voxel_mm3: float) -> int:
-    """Returns the number of voxels from which a component is kept, from "50", "50mm3" or "20voxels"."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(voxels|mm3|)", text)
-    if match is None:
-        raise ValueError(f"min_component={text!r}: give a volume in mm3, such as 50, or a count, such as 20voxels")
-    voxels = float(match[1]) if match[2] == "voxels" else float(match[1]) / voxel_mm3
-    return math.ceil(voxels - 1e-6)
-
-
-def drop_small_components(
-    ids: np.ndarray, min_voxels: int, regions: Collection[Sequence[int]] = (), regions_class_order: Sequence[int] = ()
-) -> np.ndarray:
-    """Returns class ids without the connected components of a region, or else of a class, below ``min_voxels``.
-
-    Voxels that share a corner are connected. A voxel that drops out of a region gets the label of the last region in
-    the order that it stays in, so that no region loses a voxel to another's filter; if there is none, background.
-    """
-    if min_voxels <= 1:
-        return ids
-    if not regions:
-        regions_class_order = [value for value in np.unique(ids).tolist() if value]
-        regions = [(value,) for value in regions_class_order]
-    remaining, dropped = np.zeros_like(ids), np.zeros(ids.shape, bool)
-    for members, label in zip(regions, regions_class_order):
-        mask = np.isin(ids, members)
-        components, _ = ndimage.label(mask, np.ones((3,) * ids.ndim, bool))
-        is_small = np.bincount(components.reshape(-1)) < min_voxels
-        is_small[0] = False  # component 0 is everything outside the mask
-        dropped |= is_small[components]
-        remaining[mask & ~is_small[components]] = label
-    return np.where(dropped, remaining, ids)
+from seqpar.scores.postprocessing import Steps, drop_small_components, keep_largest, parse_min_component
 
 
 @dataclass(frozen=True)
@@ -72,7 +35,8 @@ class PredictionSettings:
     ``window`` is "sliding" or "whole" (one pass over the volume). ``overlap`` (a share of the window), ``weights`` and
     ``window_batch`` (windows at once) are for sliding windows. ``mirror`` names the directions (0 W, 1 D, 2 H) over
     whose flips logits are averaged. ``min_component`` is a volume in mm3 such as "50", or a count such as "20voxels":
-    smaller connected components are removed. ``precision`` is of what the networks compute: with "bf16" they run under
+    smaller connected components are removed. ``postprocessing``: label values of which the largest component is kept,
+    step by step. ``precision`` is of what the networks compute: with "bf16" they run under
     autocast, else in their weights' precision. ``force``: predict whole volumes by networks for which that is another
     function than they were trained for.
     """
@@ -83,6 +47,7 @@ class PredictionSettings:
     window_batch: int = 1
     mirror: tuple[int, ...] = ()
     min_component: str = "0"
+    postprocessing: Steps = ()
     precision: str = "fp32"
     force: bool = False
 
@@ -197,7 +162,7 @@ class Predictor:
         min_voxels = parse_min_component(self.settings.min_component, float(np.prod(properties.geometry.spacing)))
         regions, order = self.run.regions.values(), self.run.regions_class_order
         kept = drop_small_components(ids, min_voxels, regions, order)
-        return self.run.preparation.labels_to_source(kept, properties)
+        return keep_largest(self.run.preparation.labels_to_source(kept, properties), self.settings.postprocessing)
 
     def distribute(self, prepare: Callable[[], Prepared]) -> tuple[Image, TargetGrid]:
         """Prepares a case on the first rank; returns on every rank its image ``c W D H`` and the grid of its crop."""

@@ -56,7 +56,7 @@ def write_results(
         plans = _plans_of(run, description["dataset"]["name"], plans_name, configuration, architecture)
         arguments = {
             "plans": plans, "configuration": configuration, "fold": _fold_of(run),
-            "dataset_json": _dataset_of(run, description["dataset"]),
+            "dataset_json": dataset_of(run, description["dataset"]),
         }  # fmt: skip
         if contents and contents[0]["init_args"]["plans"] != plans:
             raise ValueError(f"{run.path} and {runs[0][0].path} differ in what their plans say: export each by itself")
@@ -211,7 +211,7 @@ def _plans_of(
     }  # fmt: skip
 
 
-def _dataset_of(run: TrainedRun, description: Mapping[str, Any]) -> dict[str, Any]:
+def dataset_of(run: TrainedRun, description: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the content of dataset.json; raises ValueError for outputs that it cannot declare."""
     values, recipe = run.recipe.values, run.recipe
     labels: dict[str, Any] = {"background": 0}

@@ -40,6 +40,12 @@ class NnunetRun(TrainedRun):
         return NnunetPreparation.of(self.results.plan, self.results.declaration)
 
     @property
+    def averaged(self) -> str:
+        """The folds whose networks are averaged, in words."""
+        folds = [file.parent.name.removeprefix("fold_") for file in self.files]
+        return f"folds {', '.join(folds)} of {self.path} are averaged" if len(folds) > 1 else ""
+
+    @property
     def mirror(self) -> tuple[int, ...]:
         """The axes over whose flips predictions are averaged: those that training flipped."""
         assert self.results is not None

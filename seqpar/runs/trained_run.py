@@ -78,6 +78,11 @@ class TrainedRun:
         return preparation_of(self.recipe)
 
     @property
+    def averaged(self) -> str:
+        """What networks of the run are averaged, in words; "" if there is one, or if weights were named."""
+        return ""
+
+    @property
     def mirror(self) -> tuple[int, ...]:
         """The directions over whose flips predictions are averaged where nothing else is asked for."""
         return self.config.mirror

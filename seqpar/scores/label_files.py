@@ -2,11 +2,12 @@
 
 import multiprocessing
 import os
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
+from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,6 +26,7 @@ from seqpar.scores.label_scores import Scores, score
 from seqpar.text import quantity
 
 MAX_NAMED = 6  # names of cases in a line
+Result = TypeVar("Result")
 
 
 class Pair(NamedTuple):
@@ -71,7 +73,12 @@ def list_label_files(folder: Path) -> dict[str, list[Path]]:
 
 
 def validation_of(path: Path) -> Path | None:
-    """Returns the folder with the label maps of a run's last validation, None where the path is no run folder."""
+    """Returns the folder with the label maps of a run's last validation, None where the path is no run folder.
+
+    The folder itself if it is the validation of a fold that nnU-Net trained, whose summary is nnU-Net's.
+    """
+    if path.name == "validation" and (path.parents[1] / "plans.json").is_file():
+        return path
     if not (path / "config.json").is_file():
         return None
     folder = path / "validation"
@@ -92,11 +99,13 @@ def match_cases(
     prediction: Path,
     dataset: Dataset | None = None,
     only: Collection[str] | None = None,
+    common: bool = False,
 ) -> Matched:
     """Pairs predictions with their true label maps.
 
     ``truth`` and ``prediction`` are two files, or two folders whose files are paired by name without suffix. With a
     ``dataset``, its cases and their label files are the truth. ``only``: the cases that are looked at; None for all.
+    ``common``: those that both have, and nothing is said of others.
     """
     refuse_missing((truth, prediction) if dataset is None else (prediction,))
     if dataset is None and truth.is_file() and prediction.is_file():
@@ -117,6 +126,9 @@ def match_cases(
     if only is not None:
         truth_files = {case: files for case, files in truth_files.items() if case in only}
         predicted_files = {case: files for case, files in predicted_files.items() if case in only}
+    if common:
+        predicted_files = {case: files for case, files in predicted_files.items() if case in truth_files}
+        truth_files = {case: files for case, files in truth_files.items() if case in predicted_files} or truth_files
     for case in sorted(truth_files | predicted_files):
         truths, predictions = truth_files.get(case, []), predicted_files.get(case, [])
         duplicates = next((files for files in (truths, predictions) if len(files) > 1), None)
@@ -177,17 +189,24 @@ def score_pairs(
     pairs: Sequence[Pair], labels: Labels, settings: dict[str, Any], workers: int = 1
 ) -> Iterator[tuple[Pair, Scores | DataError]]:
     """Yields, case by case in order, its scores or what is wrong with its files; ``workers`` processes score them."""
+    yield from map_pairs(partial(score_pair, labels=labels, settings=settings), pairs, workers)
+
+
+def map_pairs(
+    work: Callable[[Pair], Result], pairs: Sequence[Pair], workers: int = 1
+) -> Iterator[tuple[Pair, Result | DataError]]:
+    """Yields, case by case in order, what ``work`` returns of it, or what is wrong with its files."""
     if workers < 1:
         raise ValueError(f"workers is {workers}: at least 1 is needed")
     if workers == 1:
         for pair in pairs:
             try:
-                yield pair, score_pair(pair, labels, settings)
+                yield pair, work(pair)
             except DataError as error:
                 yield pair, error
         return
     with ProcessPoolExecutor(workers, multiprocessing.get_context("fork"), become_worker, (os.getpid(),)) as pool:
-        futures: list[Future[Scores]] = [pool.submit(score_pair, pair, labels, settings) for pair in pairs]
+        futures: list[Future[Result]] = [pool.submit(work, pair) for pair in pairs]
         try:
             for pair, future in zip(pairs, futures):
                 try:

@@ -2,11 +2,12 @@
 
 import csv
 import io
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from seqpar.data.errors import unwritable
-from seqpar.data.files import write_text
+from seqpar.data.errors import DataError, unwritable
+from seqpar.data.files import read_json, write_text
 from seqpar.scores.label_classes import Labels
 from seqpar.scores.label_files import Pair
 from seqpar.scores.label_scores import Scores
@@ -59,6 +60,31 @@ def output_files(prediction: Path | None, json: Path | None, csv: Path | None) -
         return named
     folder = prediction if prediction.is_dir() else prediction.parent
     return {"json": folder / "summary.json", "csv": folder / "metrics.csv", **named}
+
+
+def refuse_foreign(files: Mapping[str, Path]) -> None:
+    """Raises DataError if a file is there that evaluate did not write, such as nnU-Net's summary.json; by kind."""
+    for kind, path in files.items():
+        if path.exists() and not _OURS[kind](path):
+            raise DataError(path, f"is there, and evaluate did not write it: name another file by --{kind}")
+
+
+def _is_our_json(path: Path) -> bool:
+    try:
+        content = read_json(path)
+    except DataError:
+        return False
+    return isinstance(content, dict) and bool({"classes", "written_by"} & set(content))
+
+
+def _is_our_csv(path: Path) -> bool:
+    try:
+        return path.read_text()[:20].startswith(("case,class,labels,", "class,"))
+    except (OSError, UnicodeDecodeError):
+        return False
+
+
+_OURS = {"json": _is_our_json, "csv": _is_our_csv, "find-best": _is_our_json}
 
 
 def write_output(path: Path, text: str) -> None:

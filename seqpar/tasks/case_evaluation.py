@@ -76,6 +76,10 @@ class CaseEvaluation(ABC):
     def compare(self, scored: Sequence[ScoredPrediction]) -> str:
         """Returns which of several predictions is best, on the cases that all of them have."""
 
+    def find_best(self, scored: Sequence[ScoredPrediction]) -> str:
+        """Returns which prediction is best, folds taken together, and what postprocessing raises its score."""
+        raise ValueError("--find-best is for label maps: remove it")
+
     def run(self) -> int:
         """Returns the exit code: 0, or that of data if something is wrong with a case."""
         jobs, scored = self.open(), list[ScoredPrediction]()
@@ -99,6 +103,8 @@ class CaseEvaluation(ABC):
             print(line + (f"; faults {len(job.faults)}" if job.faults else ""), flush=True)
         if len(scored) > 1:
             print(f"\n{self.compare(scored)}", flush=True)
+        if self.options.find_best is not None and scored:
+            print(f"\n{self.find_best(scored)}", flush=True)
         return DATA if any(job.faults for job in jobs) else 0
 
 

@@ -99,10 +99,10 @@ def _words(config: Config) -> str:
         groups = (
             "data x pipe x seq: groups that train on other tiles x ranks with other stages x ranks that share a tile"
         )
-    return (
-        f"({groups}; tile: the crop of a case that a group trains on; patch: the block of voxels that becomes one "
-        "token; --help explains the flags)"
-    )
+    piece = "patch: the block of voxels that becomes one token"
+    if not family_of(config).attends:
+        piece = "cube: the smallest block of voxels that a rank can have"
+    return f"({groups}; tile: the crop of a case that a group trains on; {piece}; --help explains the flags)"
 
 
 def open_folder(status: StatusFile, lock: RunLock, config: Config, log: RunLog) -> tuple[int, str]:

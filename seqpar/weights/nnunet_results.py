@@ -1,5 +1,6 @@
 """A results folder of nnU-Net's, ``TRAINER__PLANS__CONFIGURATION``: plans.json, dataset.json, checkpoints of folds."""
 
+import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from seqpar.weights.weight_files import State, checkpoint_of, unwrap
 
 PRETRAINING = "nnssl_adaptation_plan"  # an entry that nnssl's checkpoints have besides
 PLANS, DATASET, CHECKPOINT = "plans.json", "dataset.json", "checkpoint_final.pth"
+RESULTS, TRAINER, PLANS_NAME = "nnUNet_results", "nnUNetTrainer", "nnUNetPlans"
 # What names of nnU-Net's own trainers say, where their network is the plan's: epochs, augmentation, loss, optimizer.
 _WORDS = (
     r"\d+epochs?|NoMirroring|onlyMirror01|\d+ep|NoDA|noDA|DA5|Segord0|ord0|DAOrd0|DASegOrd0|CELoss|DiceLoss|DiceCELoss|"
@@ -52,6 +54,22 @@ def is_results(path: str | Path) -> bool:
     if missing and any(Path(path).glob("fold_*/checkpoint_*.pth")):
         raise DataError(Path(path) / missing[0], "is missing; copy it from nnU-Net's results folder too")
     return not missing
+
+
+def find_results(dataset: str, configuration: str, trainer: str, plans: str) -> Path:
+    """Returns the results folder of a network of nnU-Net's, under $nnUNet_results; ``dataset``: number or name."""
+    place = os.environ.get(RESULTS)
+    if not place:
+        raise ValueError(f"-d {dataset}: {RESULTS} is not set: export it as for nnU-Net, or name the results folder")
+    pattern = f"Dataset{int(dataset):03d}_*" if dataset.isdecimal() else dataset
+    folders = [folder for folder in sorted(Path(place).glob(pattern)) if folder.is_dir()]
+    if len(folders) != 1:
+        raise DataError(place, f"-d {dataset}: {len(folders)} folders match {pattern}, and one must")
+    folder = folders[0] / f"{trainer}__{plans}__{configuration}"
+    if not folder.is_dir():
+        there = ", ".join(sorted(other.name for other in folders[0].glob("*__*__*"))) or "none"
+        raise DataError(folder, f"does not exist; name another by -c, -tr and -p: there are {there}")
+    return folder
 
 
 def fold_files(folder: str | Path, folds: Sequence[str] = (), checkpoint: str = CHECKPOINT) -> list[Path]:

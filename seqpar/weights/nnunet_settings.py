@@ -63,9 +63,14 @@ def _preparation(plan: NnunetPlan, config: Config, flags: Collection[str]) -> st
             raise ValueError(f"--prepare {config.prepare}: choose {OWN} or {PLAN}")
         if config.prepare == OWN:
             return OWN
+    return preparation_by(plan, config.spacing if "spacing" in flags else "")
+
+
+def preparation_by(plan: NnunetPlan, spacing: str) -> str:
+    """Returns ``--prepare`` by a plan, with another ``spacing`` if it is not ""."""
     images = plan.of_images
-    if "spacing" in flags:
-        images = images.spaced(PrepareSettings.spaced(config.spacing).spacing)
+    if spacing:
+        images = images.spaced(PrepareSettings.spaced(spacing).spacing)
     return json.dumps(images.to_json())
 
 

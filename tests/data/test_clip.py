@@ -16,13 +16,13 @@ from tests.support.folders import nnunet
 
 
 def test_a_range_becomes_0_to_1_beside_other_schemes(tmp_path) -> None:
-    """No case is surveyed for it, and CT beside it is still learned from the labels; the recipe survives JSON."""
+    """CT next to it is learned from the labels, and z-scores are over all, as that is nowhere 0; JSON keeps it."""
     root = nnunet(tmp_path / "D", 2, ("Clip -160:240", "CT", "T1"))
     for n in range(2):
         rewrite(root / "imagesTr" / f"c_{n:03d}_0000.nii.gz", lambda a: a.astype("f4") * 2 - 400)
     assert not prepare(read_dataset(root), tmp_path / "c", workers=0).faults
     cache = open_cache(tmp_path / "c")
-    assert cache.recipe.schemes == ("clip", "ct", "zscore") and Recipe.from_json(cache.recipe.to_json()) == cache.recipe
+    assert cache.recipe.schemes == ("clip", "ct", "volume") and Recipe.from_json(cache.recipe.to_json()) == cache.recipe
     assert (
         cache.recipe.intensities[0] != cache.recipe.intensities[1] is not None and cache.recipe.intensities[2] is None
     )

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from seqpar.cli.prepare import act
 from seqpar.data.errors import DataError
 from seqpar.data.formats.recognise import find_inputs, read_dataset
 from seqpar.data.formats.splits import folds, split
@@ -23,6 +24,20 @@ def test_nnunet_raw_is_read_with_channels_in_order(tmp_path):
     assert data.labels == {"background": 0, "tumour": 1} and not data.regions and data.ignore_label is None
     assert [path.name for path in data.cases[1].images] == ["c_001_0000.nii.gz", "c_001_0001.nii.gz"]
     assert data.cases[1].label == tmp_path / "Dataset007_X/labelsTr/c_001.nii.gz"
+
+
+def test_what_dataset_json_says_otherwise_than_the_files_is_told(tmp_path, capfd):
+    images = [{"image": f"./imagesTr/c_00{n}.nii.gz", "label": f"./labelsTr/c_00{n}.nii.gz"} for n in (1, 2, 7)]
+    root = nnunet(tmp_path / "D", 3, numTraining=5, training=images)
+    notes = read_dataset(root).notes
+    assert [note.removeprefix(f"{root / 'dataset.json'}: ") for note in notes] == [
+        "numTraining is 5, and there are 3 cases; correct it, or the files",
+        "training lists cases that are not there: c_007; correct it, or the files",
+        "training does not list cases that are there: c_000; correct it, or the files",
+    ]
+    assert act([str(root), "--out", str(tmp_path / "cache"), "--workers", "0"]) == 0
+    assert {f"warning: {note}" for note in notes} <= set(capfd.readouterr().err.splitlines())
+    assert not read_dataset(nnunet(tmp_path / "E", 3)).notes and not read_dataset(decathlon(tmp_path / "F")).notes
 
 
 def test_nnunet_raw_is_found_by_name_and_number(tmp_path, monkeypatch):

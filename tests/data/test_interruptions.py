@@ -224,7 +224,9 @@ def test_a_cache_stays_finished_until_a_case_has_to_be_made_again(tmp_path):
         finished[done] = (out / "cache.json").exists()
 
     assert len(prepare(read_dataset(root), out, None, 0, look).faults) == 1
-    assert finished == {0: True, 2: False, 3: False}, "headers come first, and the bad case with them"
+    assert finished.pop(0), "headers come first, and the bad case with them"
+    assert {2, 3} <= set(finished) and not any(finished.values())
+    finished.clear()
     prepare(read_dataset(root), out, None, 0, look)
     assert all(finished.values()), "the bad case has gone already"
     assert open_cache(out).ids == ("c_000", "c_002")

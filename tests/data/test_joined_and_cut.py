@@ -11,14 +11,14 @@ from seqpar.data.errors import DataError
 from seqpar.data.formats import splits
 from seqpar.data.formats.joined_labels import join_labels, parse_joins
 from seqpar.data.formats.recognise import read_dataset
-from seqpar.data.preparation.cache_index import cache_folder
+from seqpar.data.preparation.cache_index import cache_folder, refuse_other
 from seqpar.data.preparation.preparation import prepare_case
 from seqpar.data.preparation.prepare_dataset import prepare, prepared
 from seqpar.data.preparation.prepared_case import image_to_source, labels_to_source
 from seqpar.data.preparation.recipe import PrepareSettings, Recipe, draft_recipe
 from seqpar.data.volumes import read_volume
 from seqpar.scores.label_classes import labels_of_run
-from tests.support.folders import decathlon, label_array, nnunet, save
+from tests.support.folders import decathlon, label_array, nnunet, save, tree
 
 TUMOUR = parse_joins("tumour=1,2,3")
 
@@ -107,12 +107,12 @@ def test_a_cache_of_cut_labels_is_not_taken_without_force(tmp_path: Path) -> Non
     settings = PrepareSettings(crop_to=(9, 12, 10))
     forced = replace(settings, cut_labels=True)
     assert len(prepared(root, tmp_path / "cache", forced, is_first=True, workers=0).cases) == 2
-    with pytest.raises(DataError, match="was prepared with other settings: cut_labels True there, unset here"):
+    with pytest.raises(DataError, match="would cut off"):
         prepared(root, tmp_path / "cache", settings, is_first=True, workers=0)
     index = json.loads((tmp_path / "cache" / "cache.json").read_text())
     del index["settings"]["cut_labels"]  # as earlier versions wrote it
     (tmp_path / "cache" / "cache.json").write_text(json.dumps(index))
-    with pytest.raises(DataError, match="cut_labels True there, unset here"):
+    with pytest.raises(DataError, match="would cut off"):
         prepared(root, tmp_path / "cache", settings, is_first=True, workers=0)
     dataset = read_dataset(root)
     assert cache_folder(dataset, None, forced) != cache_folder(dataset, None, settings)
@@ -146,8 +146,16 @@ def test_each_way_of_preparing_has_a_cache_of_its_own_and_old_caches_stay(tmp_pa
     assert PrepareSettings().described() == {"spacing": "source", "locations": 10_000}, "what caches so far have"
     assert cache_folder(dataset, None, PrepareSettings()).name == "Task01_BrainTumour"
     prepared(dataset.root, tmp_path / "cache", PrepareSettings(), is_first=True, workers=0)
-    with pytest.raises(DataError, match="was prepared with other settings: crop_to unset there, 14,12,10 here"):
-        prepared(dataset.root, tmp_path / "cache", PrepareSettings(crop_to=(14, 12, 10)), is_first=True, workers=0)
+    before = tree(tmp_path / "cache")
+    places = [prepared(dataset.root, tmp_path / "cache", way, is_first=True, workers=0).path for way in ways]
+    assert places[0] == tmp_path / "cache" and {place.parent for place in places[1:]} == {tmp_path / "cache"}
+    assert len(set(places)) == len(ways) and before.items() <= tree(tmp_path / "cache").items()
+    again = [prepared(dataset.root, tmp_path / "cache", way, is_first=True, workers=0).path for way in ways[::-1]]
+    assert again == places[::-1]
+    (tmp_path / "cache" / "cache.json").unlink()  # as while a file that changed is prepared again
+    assert [cache_folder(dataset, tmp_path / "cache", way) for way in ways] == places
+    with pytest.raises(DataError, match="was prepared with other settings: crop_to 14,12,10 there, unset here"):
+        refuse_other(dataset, places[2], ways[0])
 
 
 class Cases:

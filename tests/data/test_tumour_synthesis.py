@@ -97,7 +97,7 @@ def test_synthesis_takes_the_lesion_and_the_healthy_tissue_from_the_labels(datas
         (labelled("background hippocampus"), r"--synthesis 0.3: .* \(background, hippocampus\) do not tell lesions"),
         (labelled("background kidney tumor cyst"), "do not tell lesions"),
         (labelled("background kidney tumor", {"kidney": (1, 2), "tumor": (2,)}, (1, 2)), "do not tell lesions"),
-        (labelled("background cancer", scheme="ct"), "labels no organ, and without z-scores"),
+        (labelled("background cancer", scheme="ct"), "labels no organ, and without z-scores of what is not 0"),
     ],
 )
 def test_labels_that_do_not_tell_a_lesion_are_refused(dataset, message):

@@ -118,6 +118,7 @@ RUNS = {  # by function, what a case comes to in a turn
     "step": {"seconds": 2.0, "saved": 1e6},
     "unets": {"seconds": 2.0, "saved": 1e6, "apart": 1e-6},
     "unets.converted": {"seconds": 2.0, "saved": 1e6, "loss": 1.0},
+    "nnunet": {"seconds": 2.0},
     "pipe": {"seconds": 1.0, "foretold": 1.0, "bubble": 0.1, "sent": 1.0, "cells": "8", "alone": 1.0},
 }
 

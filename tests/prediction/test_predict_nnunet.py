@@ -1,6 +1,7 @@
 """A results folder of nnU-Net's predicts as nnU-Net does, on any ranks."""
 
 import json
+import pickle
 import shutil
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from seqpar.cli import predict
 from seqpar.cluster import exit_codes
 from seqpar.prediction.predictor import PredictionSettings, Predictor
 from seqpar.runs.nnunet_run import open_run
+from seqpar.scores.postprocessing import keep_largest
 from tests.support import nnunet_prediction
 from tests.support.folders import image_array, save
 from tests.support.nnunet_networks import DATASET, Reference, configuration, plans_of, reference, write_results
@@ -165,3 +167,76 @@ def test_flags_and_folders_that_do_not_fit_are_refused(place: Path, capfd: pytes
     (place / "images" / "c1_0001.nii.gz").unlink()
     assert act(place, model, "--folds", "0", "--mirror", "none") == exit_codes.DATA
     assert "c1_0001.nii.gz: is missing" in capfd.readouterr().err
+
+
+def test_a_network_is_found_as_nnunet_finds_it(place: Path, monkeypatch, capfd) -> None:
+    results = place / "nnUNet_results" / "Dataset007_X"
+    results.mkdir(parents=True)
+    shutil.copytree(place / "model", results / "nnUNetTrainer__nnUNetPlans__3d_fullres")
+    monkeypatch.delenv("nnUNet_results", raising=False)
+    line = ["-i", str(place / "images"), "-o", str(place / "found"), "--device", "cpu"]
+
+    def refused(*flags: str) -> str:
+        assert exit_codes.run(predict.act, [*flags, *line]) in (2, 3)
+        return capfd.readouterr().err
+
+    named = ("-d", "7", "-c", "3d_fullres")
+    assert "nnUNet_results is not set" in refused(*named)
+    monkeypatch.setenv("nnUNet_results", str(place / "nnUNet_results"))
+    assert "-d 8: 0 folders match Dataset008_*" in refused("-d", "8", *named[2:])
+    assert "there are nnUNetTrainer__nnUNetPlans__3d_fullres" in refused(*named, "-tr", "nnUNetTrainerDA5")
+    assert "give both" in refused("-d", "7") and "RUN is missing" in refused()
+    assert "and not both" in refused(str(place / "model"), *named) and "-p would do nothing" in refused("-p", "x")
+    assert exit_codes.run(predict.act, [*named, "-f", "0", "1", *line]) == 0
+    assert "folds 0, 1 of " in capfd.readouterr().out.splitlines()[1]
+    assert np.count_nonzero(voxels(place / "found" / "c0.nii.gz") != wanted(place, 0)) <= 1
+    assert (
+        exit_codes.run(predict.act, ["-d", "Dataset007_X", *named[2:], "-f", "1", *line[:3], str(place / "one")]) == 0
+    )
+    assert "are averaged" not in capfd.readouterr().out
+
+
+def test_probabilities_for_an_ensemble_are_in_the_axes_of_nnunets_reader(place: Path) -> None:
+    assert act(place, place / "model", "--npz", "--probabilities") == 0
+    folder = place / "out" / "npz"
+    assert {path.name for path in folder.iterdir()} == {
+        "c0.npz", "c0.pkl", "c1.npz", "c1.pkl", "plans.json", "dataset.json"
+    }  # fmt: skip
+    assert (folder / "plans.json").read_text() and json.loads((folder / "dataset.json").read_text()) == json.loads(
+        (place / "model" / "dataset.json").read_text()
+    )
+    probabilities = np.load(folder / "c0.npz")["probabilities"]
+    volumes = [voxels(path) for path in sorted((place / "out" / "probabilities").glob("c0_*"))]
+    assert sorted(channel.sum() for channel in probabilities) == pytest.approx(sorted(v.sum() for v in volumes))
+    np.testing.assert_array_equal(probabilities.argmax(0).T, voxels(place / "out" / "c0.nii.gz"))
+    assert act(place, place / "model", "--npz", "--probabilities", "--continue") == 0
+
+
+def test_probabilities_of_our_own_runs_are_in_the_files_axes(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", name="D")
+    affine = np.diag([-1.0, 0.8, 4.2, 1.0])
+    image = save(tmp_path / "images" / "c0_0000.nii.gz", image_array(0, (9, 11, 10)), affine)
+    assert act(tmp_path, run, "--npz") == 0
+    folder = tmp_path / "out" / "npz"
+    assert json.loads((folder / "dataset.json").read_text())["labels"] == {"background": 0, "label 1": 1}
+    assert np.load(folder / "c0.npz")["probabilities"].shape == (2, 10, 11, 9)
+    stored = pickle.loads((folder / "c0.pkl").read_bytes())["sitk_stuff"]  # as SimpleITK reads the image, in LPS
+    assert stored["spacing"] == pytest.approx((1, 0.8, 4.2)) and stored["origin"] == (0, 0, 0)
+    assert stored["direction"] == pytest.approx((1, 0, 0, 0, -1, 0, 0, 0, 1)) and image.is_file()
+
+
+def test_postprocessing_of_nnunets_is_applied(place: Path) -> None:
+    assert act(place, place / "model") == 0
+    name = "remove_all_but_largest_component_from_segmentation"
+    content = {"postprocessing_fns": [name] * 2, "postprocessing_kwargs": [
+        {"labels_or_regions": [1, 2]}, {"labels_or_regions": 2}]}  # fmt: skip
+    (place / "pp.json").write_text(json.dumps(content))
+    assert act(place, place / "model", "--postprocessing", str(place / "pp.json"), out="kept") == 0
+    before, after = (voxels(place / folder / "c0.nii.gz") for folder in ("out", "kept"))
+    assert (before != after).any()
+    np.testing.assert_array_equal(after, keep_largest(before, ((1, 2), (2,))))
+    record = json.loads((place / "kept" / "prediction.json").read_text())
+    assert record["settings"]["postprocessing"] == [[1, 2], [2]]
+    (place / "pp.json").write_text(json.dumps({**content, "postprocessing_fns": [name, "other"]}))
+    with pytest.raises(ValueError, match="has steps other than nnU-Net's"):
+        act(place, place / "model", "--postprocessing", str(place / "pp.json"), out="no")

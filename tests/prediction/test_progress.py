@@ -54,7 +54,7 @@ def test_prediction_shows_each_case_and_what_comes_next(images, tmp_path, monkey
 def test_preparation_counts_each_file_and_stage_of_a_case(tmp_path, workers: int) -> None:
     in_fifths = {n / 5 for n in range(1, 11)}  # one image, one label, three stages
     after_survey = {0.5, 1.0} | {1 + share / 2 for share in in_fifths}  # which counts half
-    for kind, wanted in (("T1", in_fifths), ("CT", after_survey)):
+    for kind, wanted in (("noNorm", in_fifths), ("T1", after_survey), ("CT", after_survey)):
         data, shares = read_dataset(nnunet(tmp_path / kind, 2, channels=(kind,))), list[float]()
         prepare(data, tmp_path / f"{kind}.cache", workers=workers, progress=lambda done, total: shares.append(done))
         assert shares == sorted(shares) and shares[-1] == 2

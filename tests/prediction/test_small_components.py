@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from seqpar.prediction.predictor import drop_small_components, parse_min_component
+from seqpar.scores.postprocessing import drop_small_components, parse_min_component
 from tests.support.folders import save
 from tests.support.predictions import RECIPE, act, make_run, voxels
 

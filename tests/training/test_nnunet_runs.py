@@ -9,8 +9,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from seqpar.cli import plan
+from seqpar.cli import plan, prepare
 from seqpar.cluster.devices import DEVICES, GB
+from seqpar.data.formats.recognise import read_dataset
+from seqpar.data.preparation.cache_index import cache_folder, is_current
+from seqpar.data.preparation.recipe import PrepareSettings
 from seqpar.models.build import build_loss, build_network
 from seqpar.models.unet_families import format_stages, parse_stages
 from seqpar.optimization.optimizers import make_optimizer
@@ -243,3 +246,17 @@ def test_the_planner_says_how_large_a_cube_some_ranks_train(
         for side in (sides[0], sides[0] + 32)
     ]
     assert fits == [True, False]
+
+
+def test_prepare_takes_plans_as_training_does_next_to_other_preparations(place, tmp_path, capfd) -> None:
+    plans, cache = str(place / "PlainConvUNet" / "plans.json"), tmp_path / "cache"
+    line = [str(place / "Dataset001_Tiny"), "--out", str(cache), "--workers", "0"]
+    assert prepare.act(line) == prepare.act([*line, "--plans", plans]) == 0
+    assert f"--cache {cache} --plans {plans}" in capfd.readouterr().out.splitlines()[-1]
+    config = read_request(flags_of(place, "--plans", plans), read_launcher({})).config
+    dataset, settings = read_dataset(config.data), prepare_settings(config)
+    assert is_current(dataset, cache, PrepareSettings()) and not is_current(dataset, cache, settings)
+    assert is_current(dataset, cache_folder(dataset, cache, settings), settings)
+    assert prepare.act([*line, "--plans", plans, "--spacing", "2,2,2", "--check"]) == 0
+    with pytest.raises(ValueError, match="--crop-to would do nothing: --plans decides it"):
+        prepare.act([*line, "--plans", plans, "--crop-to", "4", "4", "4"])

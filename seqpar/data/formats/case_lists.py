@@ -10,6 +10,7 @@ from seqpar.data.formats.dataset import Case, Dataset, Split
 from seqpar.data.formats.dataset_json import (
     labels_of,
     modalities_of,
+    notes_on_cases,
     numbered_channels,
     order_of,
     read_json_object,
@@ -27,9 +28,10 @@ def read_decathlon(root: Path, labelled: bool = True) -> Dataset:
     content = read_json_object(path)
     cases, _, faults = _listed(content["training"], "training", path, labelled)
     labels, regions, order, ignore = _declared(content, path) if labelled else _NOTHING
+    notes = () if faults else notes_on_cases(content, path, cases)
     return Dataset(
         str(content.get("name") or root.name), root, "Medical Segmentation Decathlon", tuple(cases.values()),
-        modalities_of(content, path), labels, regions, order, ignore, faults=tuple(faults),
+        modalities_of(content, path), labels, regions, order, ignore, faults=tuple(faults), notes=notes,
     )  # fmt: skip
 
 

@@ -91,6 +91,7 @@ class Dataset:
     faults: tuple[DataError, ...] = ()  # what is wrong with the cases that are missing from `cases`
     joined: dict[int, int] = field(default_factory=dict)  # values in the files that are read as another value
     volume_classes: VolumeClasses | None = None  # if each case has one class and voxels have no labels
+    notes: tuple[str, ...] = ()  # what dataset.json says otherwise than the files, though they can be used
 
     def __post_init__(self) -> None:
         if not self.cases and not self.faults:

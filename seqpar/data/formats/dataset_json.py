@@ -1,13 +1,18 @@
 """Modalities, labels, regions and paths declared in a data set's JSON file, each checked when read."""
 
 import os
+import re
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
 from seqpar.data.errors import DataError
-from seqpar.data.files import read_json
+from seqpar.data.files import read_json, strip_suffix
 from seqpar.data.formats.dataset import Case
 from seqpar.data.volumes import read_geometry
+from seqpar.text import quantity
+
+MAX_NAMED = 6  # cases in a line
 
 
 def read_json_object(path: Path) -> dict[str, Any]:
@@ -77,6 +82,32 @@ def require_files(case: Case, path: Path) -> Case:
         if file is not None and not file.exists():
             raise DataError(file, f"is missing; {path.name} lists it for case {case.id}")
     return case
+
+
+def notes_on_cases(content: dict[str, Any], path: Path, ids: Collection[str]) -> tuple[str, ...]:
+    """Returns what a data set's JSON file says otherwise than its files: how many cases there are, and which.
+
+    ids: of the cases that are there, whether they can be used or not.
+    """
+    notes, number = list[str](), content.get("numTraining")
+    if number is not None and number != len(ids):
+        notes.append(f"numTraining is {number}, and there are {quantity(len(ids), 'case')}")
+    entries = [entry.get("image") if isinstance(entry, dict) else entry for entry in content.get("training", ())]
+    listed = {_case_of(image) for image in entries if isinstance(image, str)}
+    if listed and (absent := sorted(listed.difference(ids))):
+        notes.append(f"training lists cases that are not there: {_shortened(absent)}")
+    if listed and (extra := sorted(set(ids) - listed)):
+        notes.append(f"training does not list cases that are there: {_shortened(extra)}")
+    return tuple(f"{path}: {note}; correct it, or the files" for note in notes)
+
+
+def _shortened(ids: Sequence[str]) -> str:
+    return ", ".join(ids[:MAX_NAMED]) + ", …" * (len(ids) > MAX_NAMED)
+
+
+def _case_of(image: str) -> str:
+    """Returns the case of an image's file name, with or without the number of a channel."""
+    return re.sub(r"_\d{4}$", "", strip_suffix(Path(image).name))
 
 
 def resolve_path(root: Path, name: str) -> Path:

@@ -12,6 +12,7 @@ from seqpar.data.formats.dataset import Case, Dataset
 from seqpar.data.formats.dataset_json import (
     labels_of,
     modalities_of,
+    notes_on_cases,
     numbered_channels,
     order_of,
     read_json_object,
@@ -34,9 +35,10 @@ def read_nnunet(root: Path, labelled: bool = True) -> Dataset:
         raise DataError(path, f"file_ending is {ending!r}; {' or '.join(SUFFIXES)} can be read: convert the images")
     read = _explicit if "dataset" in content else _scanned
     cases, faults = read(root, content, modalities, ending, labelled)
+    notes = () if faults else notes_on_cases(content, path, [case.id for case in cases])
     return Dataset(
         root.name, root, "nnU-Net raw", tuple(cases), modalities, labels, regions,
-        order_of(content, path) if regions else (), ignore, faults=tuple(faults),
+        order_of(content, path) if regions else (), ignore, faults=tuple(faults), notes=notes,
     )  # fmt: skip
 
 

@@ -136,16 +136,17 @@ _RAW, _PREPROCESSED = "nnUNet_raw", "nnUNet_preprocessed"
 
 
 def cache_folder(dataset: Dataset, out: str | Path | None = None, settings: PrepareSettings | None = None) -> Path:
-    """Returns the folder of a data set's cache: ``out``, or else the first of these that applies.
+    """Returns the folder of a data set's cache: ``out`` or a folder in it, or else the first of these that applies.
 
     - in $SEQPAR_CACHE, with a digest of the data set's path in the name, since names may repeat
     - for data in nnU-Net's raw folder, in ``seqpar-prepared`` next to $nnUNet_preprocessed, or next to the raw folder
     - in ``seqpar-prepared`` next to the data set
 
-    Each spacing, and each set of other settings, has a folder of its own there, so that none replaces another.
+    Each spacing, and each set of other settings, has a folder of its own there, so that none replaces another. In
+    ``out`` itself is the preparation that came first, and the others of the same data set are in folders in it.
     """
     if out is not None:
-        return Path(out).expanduser().absolute()
+        return _place_in(Path(out).expanduser().absolute(), dataset, settings or PrepareSettings())
     if "SEQPAR_CACHE" in os.environ:
         place = hashlib.blake2b(os.fsencode(dataset.root.resolve()), digest_size=4).hexdigest()
         return (
@@ -153,6 +154,15 @@ def cache_folder(dataset: Dataset, out: str | Path | None = None, settings: Prep
             / f"{dataset.name}-{place}{_kind(dataset)}{_suffix(settings)}"
         )
     return _neighbour(dataset.root) / SIBLING / f"{dataset.root.name}{_kind(dataset)}{_suffix(settings)}"
+
+
+def _place_in(out: Path, dataset: Dataset, settings: PrepareSettings) -> Path:
+    """Returns ``out``, or a folder in it if ``out`` has another preparation of the data set."""
+    index, own = read_index(out), out / (_suffix(settings) or "@source")
+    if index is None:  # empty, or on the way: what has been put into its own folder stays there
+        return own if own.is_dir() else out
+    is_other = index["dataset"]["name"] == dataset.name and index["settings"] != json_round_trip(settings.described())
+    return own if is_other else out
 
 
 def outdated_cache(root: Path, cache: Path) -> str:

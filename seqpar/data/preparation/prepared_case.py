@@ -192,7 +192,7 @@ def prepare_loaded(loaded: Loaded, case: Case, recipe: Recipe, step: Step = igno
     step: called after each of the ``STAGES``.
     """
     image, ids, geometry, digests = loaded
-    box = _find_box(image, ids, case) if recipe.crop_to is None else _fixed_box(image, ids, case, recipe)
+    box = nonzero_box(image, case, ids) if recipe.crop_to is None else _fixed_box(image, ids, case, recipe)
     image, ids = crop(image, box), None if ids is None else crop(ids, box)
     step()
     image, means, stds = _normalise(image, recipe, case)
@@ -273,8 +273,8 @@ def _class_ids(label: np.ndarray, recipe: Recipe, path: Path) -> np.ndarray:
     return transforms.to_ids(label.astype(np.int64), recipe.values, recipe.joined)
 
 
-def _find_box(image: np.ndarray, ids: np.ndarray | None, case: Case) -> Box:
-    """Returns the smallest box around the image's nonzero voxels and all labelled ones."""
+def nonzero_box(image: np.ndarray, case: Case, ids: np.ndarray | None = None) -> Box:
+    """Returns the smallest box around the image's nonzero voxels, and all labelled ones of ``ids``."""
     if not image.any():
         raise DataError(case.images[0], "every voxel is 0; replace it by the image")
     present = (image != 0).any(0)

@@ -9,15 +9,14 @@ from typing import Any
 import numpy as np
 
 from seqpar.data.errors import DataError
-from seqpar.data.formats.dataset import Case, Dataset
+from seqpar.data.formats.dataset import Dataset
 from seqpar.data.formats.joined_labels import Joins
 from seqpar.data.formats.nnunet_plans import ImagePlan
-from seqpar.data.volumes import read_geometry
 
 _CLIP = re.compile(r"clip\b", re.IGNORECASE)
 BY_NAME, BY_VOLUME = "by-name", "volume"
 NORMALISATIONS = (BY_NAME, BY_VOLUME)
-SAMPLES = 10_000  # intensities per case in the statistics of CT
+SURVEYED = {"ct", "zscore"}  # schemes that depend on what is in the images
 
 
 @dataclass(frozen=True)
@@ -122,14 +121,6 @@ class Recipe:
         return Recipe(**{**value, **lists, **whole})
 
 
-@dataclass(frozen=True, eq=False)
-class Finding:
-    """The survey of one case: its spacing (R, A, S), and the CT intensities inside its labels."""
-
-    spacing: tuple[float, float, float]
-    samples: tuple[np.ndarray, ...]  # one array per modality, empty if it is not CT
-
-
 def schemes_of(modalities: Sequence[str]) -> tuple[str, ...]:
     """Returns how to normalise each modality: its name decides, as in nnU-Net; "clip a:b" is our own."""
     known = {"ct": "ct", "nonorm": "none"}
@@ -151,7 +142,7 @@ def _clipped(name: str, dataset: Dataset) -> Intensity | None:
 
 def needs_survey(dataset: Dataset, settings: PrepareSettings) -> bool:
     """Returns whether the recipe depends on the content of the files."""
-    return settings.spacing == "median" or "ct" in _schemes(dataset, settings)
+    return settings.spacing == "median" or not SURVEYED.isdisjoint(_schemes(dataset, settings))
 
 
 def _schemes(dataset: Dataset, settings: PrepareSettings) -> tuple[str, ...]:
@@ -189,50 +180,6 @@ def draft_recipe(dataset: Dataset, settings: PrepareSettings) -> Recipe:
     )
 
 
-def finish_recipe(recipe: Recipe, dataset: Dataset, settings: PrepareSettings, findings: Sequence[Finding]) -> Recipe:
-    """Returns the recipe completed by a survey of the cases: median spacing and CT intensities."""
-    if not findings:
-        raise DataError(dataset.root, "no case could be read, so there is nothing to learn from; repair the files")
-    intensities: list[Intensity | None] = []
-    for n, scheme in enumerate(recipe.schemes):
-        inside = np.concatenate([finding.samples[n] for finding in findings])
-        intensities.append(_intensity(inside, dataset, n) if scheme == "ct" else recipe.intensities[n])
-    spacing = recipe.spacing
-    if settings.spacing == "median":
-        w, d, h = np.median([finding.spacing for finding in findings], axis=0)
-        spacing = (float(w), float(d), float(h))
-    return replace(recipe, intensities=tuple(intensities), spacing=spacing)
-
-
-def survey(case: Case, image: np.ndarray | None, ids: np.ndarray | None, recipe: Recipe) -> Finding:
-    """Returns the survey of a case; image ``(c, W, D, H)`` and class ids are needed for CT only."""
-    spacing = read_geometry(case.images[0])[0].canonical_spacing
-    if image is None or ids is None:
-        return Finding(spacing, tuple(np.zeros(0) for _ in recipe.schemes))
-    places = np.flatnonzero((ids > 0) & (ids != (-1 if recipe.ignore_id is None else recipe.ignore_id)))
-    if len(places) > SAMPLES:
-        places = generator(case.id).choice(places, SAMPLES, replace=False)
-    return Finding(
-        spacing,
-        tuple(
-            channel.reshape(-1)[places].astype(np.float64) if scheme == "ct" else np.zeros(0)
-            for channel, scheme in zip(image, recipe.schemes)
-        ),
-    )
-
-
 def generator(*key: str | int) -> np.random.Generator:
     """Returns a random generator that depends on the key alone, not on order or process."""
     return np.random.default_rng([zlib.crc32(str(part).encode()) for part in key])
-
-
-def _intensity(inside: np.ndarray, dataset: Dataset, n: int) -> Intensity:
-    if not inside.size or inside.std() == 0:
-        raise DataError(
-            dataset.root,
-            f"modality {dataset.modalities[n]} is normalised by its values inside the labels, "
-            f"and {'all are equal' if inside.size else 'no case has a labelled voxel'}; "
-            "label some cases, or rename the modality",
-        )
-    low, high = np.percentile(inside, [0.5, 99.5])
-    return Intensity(float(low), float(high), float(inside.mean()), float(inside.std()))

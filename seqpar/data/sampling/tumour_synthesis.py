@@ -89,7 +89,7 @@ class TumourSynthesis:
             synthesis = cls(tuple(others) or (0,), tuple(lesions), None, probability)
         if synthesis.healthy == (0,) and set(dataset.recipe.schemes) != {"zscore"}:
             raise ValueError(
-                f"--synthesis {probability:g}: {dataset.name} labels no organ, and without z-scores ("
+                f"--synthesis {probability:g}: {dataset.name} labels no organ, and without z-scores of what is not 0 ("
                 f"{', '.join(dataset.recipe.schemes)}) zero does not tell tissue from air; remove the flag"
             )
         return synthesis

@@ -28,7 +28,13 @@ if TYPE_CHECKING:
     from seqpar.tasks.training_data import TrainingData
 
 _OF_WINDOWS = {"window": None, "force": False, "overlap": None, "weights": None, "window_batch": None, "mirror": None}
-_OF_LABEL_MAPS = {"probabilities": False, "statistics": False, "min_component": "0"}
+_OF_LABEL_MAPS = {
+    "probabilities": False,
+    "npz": False,
+    "statistics": False,
+    "min_component": "0",
+    "postprocessing": None,
+}
 _OF_VOXEL_SCORES = {
     "dataset": None,
     "regions": None,
@@ -36,6 +42,8 @@ _OF_VOXEL_SCORES = {
     "lesion_wise": False,
     "nsd_tolerance": 1.0,
     "empty": "skip",
+    "common": False,
+    "find_best": None,
 }
 
 

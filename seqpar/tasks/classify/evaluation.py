@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from seqpar.scores.summary_files import output_files
+from seqpar.scores.summary_files import output_files, refuse_foreign
 from seqpar.tasks.case_evaluation import CaseEvaluation, ScoredPrediction, ScoringJob, refuse_duplicates
 from seqpar.tasks.classify.scores import (
     ClassTable,
@@ -47,6 +47,7 @@ class ClassEvaluation(CaseEvaluation):
             table = table.of([case for case in table.cases if self._is_scored(case)])
             is_run = path.parent.name == "validation" and path.parent.parent == named
             files = output_files(None if is_run else named, options.json, options.csv)
+            refuse_foreign(files)
             missing = [] if is_run else sorted(self.truth.keys() - set(table.cases))
             jobs.append(ScoringJob(str(named), table, files, unknown_cases(table, self.truth, path), missing))
         return jobs

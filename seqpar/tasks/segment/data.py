@@ -1,5 +1,6 @@
 """Opens and describes images with label maps."""
 
+import sys
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -33,6 +34,8 @@ def open_data(config: Config, is_first: bool) -> TrainingData:
     )
     settings, progress = prepare_settings(config), ProgressBar("preparing") if is_first else no_progress
     source = read_dataset(folder)
+    for note in source.notes if is_first else ():
+        print(f"warning: {note}", file=sys.stderr, flush=True)
     _refuse_unprepared(join_labels(source, settings.joins), config)
     dataset = prepared(source, config.cache or None, settings, is_first=is_first, progress=progress)
     if is_first and config.data and (line := outdated_cache(find_dataset(config.data), dataset.path.absolute())):

@@ -2,27 +2,91 @@
 
 FOLDER/CASE.nii.gz            label map; the last file of its case: a case that has it is done
 FOLDER/probabilities/…        CASE_OUTPUT.nii.gz, on request
+FOLDER/npz/…                  CASE.npz, CASE.pkl, plans.json and dataset.json, on request
 FOLDER/statistics.csv         on request
 Images in .nrrd and .mha get files of their own format, DICOM series .nii.gz.
 """
 
+import pickle
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from glob import escape
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from seqpar.data.errors import DataError
+from seqpar.data.files import read_json, write_json
 from seqpar.data.formats.dataset import Case
-from seqpar.data.geometry import to_canonical
+from seqpar.data.geometry import Geometry, to_canonical
 from seqpar.data.preparation.prepared_case import Preparation, Properties
 from seqpar.data.volumes import output_suffix, write_volume
 from seqpar.prediction.class_statistics import ClassStatistics
 from seqpar.prediction.prediction_folder import RECORD, PredictionFolder, ProbabilityFile
+from seqpar.runs.nnunet_export import dataset_of
+from seqpar.runs.run_folder import read_config
+from seqpar.runs.trained_run import TrainedRun
+from seqpar.weights.nnunet_results import DATASET, PLANS, is_results
 
-PROBABILITIES = "probabilities"
+PROBABILITIES, NPZ = "probabilities", "npz"
+
+
+@dataclass(frozen=True)
+class EnsembleFiles:
+    """Probabilities as nnU-Net saves them, and what else ``nnUNetv2_ensemble -i FOLDER/npz …`` reads.
+
+    - ``plans``, ``dataset``: plans.json, by whose reader the arrays' axes go, and dataset.json
+    - ``outputs``: the names of the channels
+    """
+
+    plans: Mapping[str, Any]
+    dataset: Mapping[str, Any]
+    outputs: tuple[str, ...]
+
+    @staticmethod
+    def of(run: TrainedRun) -> "EnsembleFiles":
+        """Returns those of a run; raises ValueError for outputs that dataset.json cannot declare."""
+        if is_results(run.path):
+            return EnsembleFiles(read_json(run.path / PLANS), read_json(run.path / DATASET), run.outputs)
+        order = [0, 1, 2]
+        plans: dict[str, Any] = {
+            "dataset_name": run.path.name, "plans_name": "seqpar", "configurations": {},
+            "image_reader_writer": run.recipe.plan.reader if run.recipe.plan else "SimpleITKIO",
+            "transpose_forward": order, "transpose_backward": order,
+        }  # fmt: skip
+        return EnsembleFiles(plans, dataset_of(run, read_config(run.path)["dataset"]), run.outputs)
+
+    def paths(self, folder: Path, cases: Sequence[Case]) -> list[Path]:
+        """Returns the files of these cases and those that all share."""
+        own = [folder / NPZ / f"{case.id}{suffix}" for case in cases for suffix in (".npz", ".pkl")]
+        return [*own, folder / NPZ / PLANS, folder / NPZ / DATASET]
+
+    def write(self, folder: Path, case: Case, channels: Sequence[np.ndarray], geometry: Geometry) -> None:
+        """Writes a case's probabilities; ``channels``: of each output, in the file's geometry."""
+        array, plain, plans, dataset = self.paths(folder, [case])
+        array.parent.mkdir(exist_ok=True)
+        for path, content in ((plans, self.plans), (dataset, self.dataset)):
+            write_json(path, dict(content))
+        reader = str(self.plans.get("image_reader_writer", "SimpleITKIO"))
+        if reader.endswith("WithReorient"):
+            channels = [to_canonical(channel, geometry.orientation) for channel in channels]
+        affine = geometry.canonical_affine if reader.endswith("WithReorient") else geometry.affine
+        steps = np.linalg.norm(affine[:3, :3], axis=0)
+        to_lps = np.diag([-1.0, -1.0, 1.0])
+        properties = {
+            "spacing": steps[::-1].tolist(),
+            "sitk_stuff": {
+                "spacing": tuple(steps.tolist()),
+                "origin": tuple((to_lps @ affine[:3, 3]).tolist()),
+                "direction": tuple((to_lps @ affine[:3, :3] / steps).reshape(-1).tolist()),
+            },
+            "nibabel_stuff": {"original_affine": geometry.affine, "reoriented_affine": geometry.canonical_affine},
+        }
+        np.savez_compressed(array, probabilities=np.stack([channel.T for channel in channels]).astype(np.float32))
+        plain.write_bytes(pickle.dumps(properties))
 
 
 class LabelMapFolder(PredictionFolder):
@@ -30,14 +94,24 @@ class LabelMapFolder(PredictionFolder):
 
     - ``outputs``: the network outputs whose probabilities are written too, if any
     - ``statistics``: gets every case
+    - ``ensemble``: writes probabilities for nnU-Net
     """
 
-    def __init__(self, folder: Path, outputs: Sequence[str] = (), statistics: ClassStatistics | None = None) -> None:
+    def __init__(
+        self, folder: Path, outputs: Sequence[str] = (), statistics: ClassStatistics | None = None,
+        ensemble: EnsembleFiles | None = None,
+    ) -> None:  # fmt: skip
         super().__init__(folder)
-        self.outputs, self.statistics = tuple(outputs), statistics
+        self.outputs, self.statistics, self.ensemble = tuple(outputs), statistics, ensemble
+
+    @property
+    def num_probabilities(self) -> int:
+        """The number of outputs whose probabilities are needed."""
+        return len(self.outputs or (self.ensemble.outputs if self.ensemble else ()))
 
     def files_of(self, cases: Sequence[Case]) -> list[Path]:
         files = [path for case in cases for path in (self.label_path(case), *self.probability_paths(case))]
+        files += self.ensemble.paths(self.folder, cases) if self.ensemble else []
         return files if self.statistics is None else [*files, self.statistics.path]
 
     def unfinished(self, cases: Sequence[Case], resume: bool, same_settings: bool) -> list[Case]:
@@ -86,9 +160,9 @@ class LabelMapFolder(PredictionFolder):
 
         ``softmax`` says that the outputs are labels, the first of them background, and not regions.
         """
-        if not self.outputs:
+        if not self.num_probabilities:
             return None
-        return ProbabilityFile(self.temporary_file(case), (len(self.outputs), *shape), softmax)
+        return ProbabilityFile(self.temporary_file(case), (self.num_probabilities, *shape), softmax)
 
     def temporary_file(self, case: Case) -> Path:
         """Returns the path of the temporary file of a case's probabilities."""
@@ -106,14 +180,20 @@ class LabelMapFolder(PredictionFolder):
             if self.statistics is not None and image is not None:
                 canonical = to_canonical(labels, properties.geometry.orientation)
                 self.statistics.add(case.id, canonical, image, properties.geometry.spacing)
-            if probabilities is not None and self.outputs:
+            if probabilities is not None and self.num_probabilities:
                 if probabilities.error is not None:
                     raise probabilities.error
-                (self.folder / PROBABILITIES).mkdir(exist_ok=True)
-                for number, path in enumerate(self.probability_paths(case)):
+
+                def channel(number: int) -> np.ndarray:
                     outside = float(probabilities.softmax and number == 0)  # beyond the crop all is background
-                    own = probabilities.read_output(number)
-                    channel = preparation.channel_to_source(own, properties, outside)
-                    write_volume(path, channel, properties.geometry, np.float32)
+                    return preparation.channel_to_source(probabilities.read_output(number), properties, outside)
+
+                if self.outputs:
+                    (self.folder / PROBABILITIES).mkdir(exist_ok=True)
+                for number, path in enumerate(self.probability_paths(case)):
+                    write_volume(path, channel(number), properties.geometry, np.float32)
+                if self.ensemble is not None:
+                    channels = [channel(number) for number in range(self.num_probabilities)]
+                    self.ensemble.write(self.folder, case, channels, properties.geometry)
                 probabilities.remove()
             write_volume(self.label_path(case), labels, properties.geometry, labels.dtype)

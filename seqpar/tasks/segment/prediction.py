@@ -21,7 +21,7 @@ from seqpar.prediction.sliding_window import Image, warn_beyond_training
 from seqpar.prediction.window_grid import WindowGrid
 from seqpar.runs.trained_run import TrainedRun, prediction_mode
 from seqpar.scores.label_classes import labels_of_declaration
-from seqpar.tasks.segment.label_map_folder import LabelMapFolder
+from seqpar.tasks.segment.label_map_folder import EnsembleFiles, LabelMapFolder
 from seqpar.text import quantity
 
 
@@ -35,12 +35,16 @@ class LabelMapPrediction(CasePrediction):
     def __init__(self, request: Request, members: Sequence[EnsembleMember], mesh: Mesh) -> None:
         super().__init__(request, members, mesh)
         statistics = _statistics(request.output, self.run) if request.statistics else None
-        self.folder = LabelMapFolder(request.output, self.run.outputs if request.probabilities else (), statistics)
+        ensemble = EnsembleFiles.of(self.run) if request.npz else None
+        outputs = self.run.outputs if request.probabilities else ()
+        self.folder = LabelMapFolder(request.output, outputs, statistics, ensemble)
 
     def record(self) -> dict[str, Any]:
         runs = [record_of_weights(member) | {"settings": _that_act(member.settings)} for member in self.members]
         record: dict[str, Any] = runs[0] if len(runs) == 1 else {"runs": runs}
         record["probabilities"] = self.request.probabilities
+        if self.request.npz:
+            record["npz"] = True
         if self.request.statistics:
             record["statistics"] = True
         if "nogather" in self._modes():  # what a rank sees then depends on the size of the group
@@ -51,6 +55,8 @@ class LabelMapPrediction(CasePrediction):
         files = ", ".join(str(path) for member in self.members for path in member.weights)
         mean = f", the mean of {len(self.members)} runs" if len(self.members) > 1 else ""
         self.shown.say(f"predicting {cases} by {files}{mean}; {self._ranks_line()}")
+        for line in filter(None, (member.run.averaged for member in self.members)):
+            self.shown.say(line)
         for member in self.members:
             run, window = member.run, member.settings.window
             if len(run.windows) > 1:
@@ -69,7 +75,7 @@ class LabelMapPrediction(CasePrediction):
                 if self.mesh.is_first and not at:
                     probabilities = _probability_file(folder, case, target.shape, run, count)
                 write_rows = None
-                if folder.outputs or count > 1:
+                if folder.num_probabilities or count > 1:
                     write_rows = _ignore_rows if probabilities is None else probabilities.write_rows
                 windows.append(self._say_size(predictor, case, image, target.shape))
                 ids = predictor.class_ids(image, target, write_rows, share_of_progress(tell, at, count))
@@ -119,10 +125,9 @@ class LabelMapPrediction(CasePrediction):
 
 def _that_act(settings: PredictionSettings) -> dict[str, Any]:
     """Returns the settings that predictions depend on; ``force`` only allows them."""
-    return {
-        **{name: value for name, value in asdict(settings).items() if name != "force"},
-        "mirror": [*settings.mirror],
-    }
+    record = {name: value for name, value in asdict(settings).items() if name not in ("force", "postprocessing")}
+    steps = [[*values] for values in settings.postprocessing]
+    return {**record, "mirror": [*settings.mirror], **({"postprocessing": steps} if steps else {})}
 
 
 def _statistics(folder: Path, run: TrainedRun) -> ClassStatistics:

@@ -1,0 +1,62 @@
+"""Programs set how threads wait and how many there are before torch is imported, unless the user has set it."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from seqpar.cli import CHOSEN, set_threads
+from seqpar.cluster.host_memory import cores_here
+
+ROOT = Path(__file__).parents[2]
+
+
+RANK = {"RANK": "1", "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4", "MASTER_ADDR": "a", "MASTER_PORT": "1"}
+MPI = {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_SIZE": "2"}
+
+
+@pytest.mark.parametrize(
+    ("env", "wait", "threads"),
+    [
+        ({}, "passive", "12"),
+        ({"OMP_WAIT_POLICY": "active"}, "active", "12"),
+        ({"OMP_NUM_THREADS": "3"}, "passive", "3"),
+        (RANK, "passive", "3"),
+        ({"RANK": "1"}, "passive", "12"),  # which the program refuses in words
+        ({"OMP_NUM_THREADS": "12", CHOSEN: "12", **MPI}, "passive", "6"),
+        ({"OMP_NUM_THREADS": "4", CHOSEN: "12"}, "passive", "4"),  # set between two programs
+    ],
+)
+def test_what_the_user_set_stays_and_ranks_share_the_cores(env, wait, threads):
+    env = dict(env)
+    set_threads(env, 12)
+    assert (env["OMP_WAIT_POLICY"], env["OMP_NUM_THREADS"]) == (wait, threads)
+
+
+@pytest.mark.parametrize(("quota", "cores"), [("max 100000", None), ("150000 100000", 2), ("50000 100000", 1)])
+@pytest.mark.parametrize("version", [1, 2])
+def test_a_control_group_bounds_the_cores(version, quota, cores, tmp_path):
+    (tmp_path / "proc/self").mkdir(parents=True)
+    (tmp_path / "proc/self/cgroup").write_text("0::/a/b\n" if version == 2 else "4:cpu,cpuacct:/a/b\n")
+    group = tmp_path / "sys/fs/cgroup" / ("a" if version == 2 else "cpu/a")
+    group.mkdir(parents=True)
+    if version == 2:
+        (group / "cpu.max").write_text(f"{quota}\n")
+    else:
+        limit, period = quota.replace("max", "-1").split()
+        (group / "cpu.cfs_quota_us").write_text(f"{limit}\n")
+        (group / "cpu.cfs_period_us").write_text(f"{period}\n")
+    allowed = len(os.sched_getaffinity(0))
+    assert cores_here(tmp_path) == min(allowed, cores or allowed)
+
+
+def test_every_command_sets_them_before_torch_is_imported():
+    commands = re.findall(r'^seqpar-\w+ = "(.*)"$', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
+    assert len(commands) > 9 and all(command.startswith("seqpar.cli.") for command in commands)
+    line = "import os, sys, seqpar.cli; print('torch' in sys.modules, os.environ['OMP_WAIT_POLICY'])"
+    env = {name: value for name, value in os.environ.items() if not name.startswith("OMP_")}
+    done = subprocess.run([sys.executable, "-c", line], env=env, capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["False", "passive"]

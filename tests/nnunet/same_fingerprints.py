@@ -1,0 +1,11 @@
+"""The stored fingerprints, to which seqpar is compared in the other tests, are what the real nnU-Net says."""
+
+import json
+
+from tests.data.test_fingerprint import TOLD, refuse_differing
+from tests.nnunet.there_and_back import started
+
+
+def test_stored_fingerprints_are_nnunets(tmp_path) -> None:
+    started("tests.nnunet.fingerprints", tmp_path / "root", tmp_path / "told.json")
+    refuse_differing(json.loads((tmp_path / "told.json").read_text()), TOLD)

@@ -1,0 +1,117 @@
+"""The best of several predictions, its postprocessing, the cases that both folders have, and files that stay."""
+
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from seqpar.cli import evaluate
+from seqpar.cluster.exit_codes import run
+from seqpar.scores.postprocessing import keep_largest, read_postprocessing
+from tests.support.label_folders import evaluate_folders, random_labels, save
+
+PLAIN = {"background": 0, "organ": 1, "tumour": 2}
+
+
+def with_specks(labels: np.ndarray, values: tuple[int, ...]) -> np.ndarray:
+    """Returns labels with a far voxel of each value, apart from each other."""
+    labels = labels.copy()
+    for n, value in enumerate(values):
+        labels[-1, -1 - 3 * n, -1] = value
+    return labels
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Path:
+    """Truth, and two folders of predictions: one with specks of organ and tumour, one that is shifted."""
+    (tmp_path / "dataset.json").write_text(json.dumps({"labels": PLAIN, "channel_names": {"0": "T1"}}))
+    for n in range(3):
+        truth = random_labels(n)
+        save(tmp_path / "labelsTr" / f"c{n}.nii.gz", truth)
+        save(tmp_path / "specks" / f"c{n}.nii.gz", with_specks(truth, (1, 2)))
+        save(tmp_path / "shifted" / f"c{n}.nii.gz", np.roll(truth, 2, 0))
+    return tmp_path
+
+
+def act(place: Path, *more: str) -> int:
+    return run(evaluate.act, [str(place / "labelsTr"), *more, "--workers", "1"])
+
+
+def test_the_largest_components_are_kept_step_by_step() -> None:
+    labels = np.zeros((9, 9, 9), np.uint8)
+    labels[:3, :3, :3], labels[1, 1, 1], labels[3, 3, 3], labels[7, 7, 7], labels[7, 7, 5] = 1, 2, 1, 2, 2
+    both = keep_largest(labels, ((1, 2),))
+    assert both[7, 7, 7] == both[7, 7, 5] == 0 and both[1, 1, 1] == 2 and both[3, 3, 3] == 1  # a corner connects
+    single = keep_largest(labels, ((2,),))
+    np.testing.assert_array_equal(single, labels)  # three components of one voxel: all are the largest
+    assert (keep_largest(labels, ((1, 2), (2,))) == 2).sum() == 1 and keep_largest(labels, ((5,),)) is not labels
+
+
+def test_find_best_says_which_and_learns_what_raises_dice(place: Path, capfd) -> None:
+    specks, shifted = str(place / "specks"), str(place / "shifted")
+    assert act(place, shifted, specks, "--find-best") == 0
+    said = capfd.readouterr().out
+    assert f"best of 2 by mean Dice over 3 cases: {specks}" in said
+    assert "keeping the largest component of all labels together raises it from 0." in said
+    content = json.loads((place / "specks" / "postprocessing.json").read_text())
+    assert read_postprocessing(place / "specks" / "postprocessing.json") == ((1, 2),)
+    assert content["postprocessed"]["foreground_mean"]["Dice"] == 1 > content["input_folder"]["foreground_mean"]["Dice"]
+    assert not (place / "shifted" / "postprocessing.json").exists()
+    assert act(place, shifted, "--find-best", str(place / "pp.json")) == 0
+    assert read_postprocessing(place / "pp.json") == () and "raises it for no class" in capfd.readouterr().out
+
+
+def test_a_class_that_would_lose_keeps_its_components_and_another_does_not(place: Path) -> None:
+    for n in range(3):  # two tumours in the truth, which organ's largest component may not take away
+        truth = with_specks(random_labels(n), (2,))
+        save(place / "labelsTr" / f"c{n}.nii.gz", truth)
+        save(place / "specks" / f"c{n}.nii.gz", with_specks(truth, (2, 1)))
+    assert act(place, str(place / "specks"), "--find-best") == 0
+    assert read_postprocessing(place / "specks" / "postprocessing.json") == ((1,),)
+
+
+def test_folds_are_taken_together(place: Path, capfd) -> None:
+    results = place / "nnUNetTrainer__nnUNetPlans__3d_fullres"
+    for n in range(3):
+        folder = results / f"fold_{n}" / "validation"
+        folder.mkdir(parents=True)
+        shutil.copy(place / "specks" / f"c{n}.nii.gz", folder)
+        (folder / "summary.json").write_text('{"mean": {}}')
+    for name in ("plans.json", "dataset.json"):
+        (results / name).write_text("{}")
+    assert act(place, str(results), str(place / "shifted"), "--find-best") == 0
+    said = capfd.readouterr().out
+    assert f"best of 2 by mean Dice over 3 cases: {results}" in said
+    assert f"predict.py {results} -i IMAGES -o PREDICTIONS --postprocessing {results / 'postprocessing.json'}" in said
+    assert all(path.read_text() == '{"mean": {}}' for path in results.glob("fold_*/validation/summary.json"))
+
+
+@pytest.mark.parametrize(("name", "text"), [("summary.json", '{"mean": {"1": {"Dice": 1}}}'), ("metrics.csv", "a,b"),
+                                            ("summary.json", "x"), ("postprocessing.json", "{}")])  # fmt: skip
+def test_a_file_that_evaluate_did_not_write_stays(place: Path, capfd, name: str, text: str) -> None:
+    path = place / "specks" / name
+    path.write_text(text)
+    folders = (place / "labelsTr", place / "specks")
+    assert evaluate_folders(folders, "--find-best") == 3 and path.read_text() == text
+    assert f"{path}: is there, and evaluate did not write it: name another file by --" in capfd.readouterr().err
+    more = [f"--{kind}" for kind in ("json", "csv", "find-best")]
+    places = [str(place / f"own.{kind}") for kind in ("json", "csv", "pp.json")]
+    for _ in range(2):  # its own it replaces
+        assert evaluate_folders(folders, *(word for pair in zip(more, places) for word in pair)) == 0
+    assert path.read_text() == text
+
+
+def test_common_scores_what_both_folders_have(place: Path, capfd) -> None:
+    (place / "labelsTr" / "c0.nii.gz").unlink()
+    (place / "specks" / "c1.nii.gz").unlink()
+    folders = (place / "labelsTr", place / "specks")
+    assert evaluate_folders(folders) == 3
+    printed = capfd.readouterr()
+    assert "has no truth of this name" in printed.err and "1 case without a prediction: c1" in printed.out
+    assert evaluate_folders(folders, "--common") == 0
+    printed = capfd.readouterr()
+    assert not printed.err and "without" not in printed.out and "cases 1," in printed.out
+    (place / "specks" / "c2.nii.gz").unlink()
+    assert evaluate_folders(folders, "--common") == 3 and "holds no prediction of a case" in capfd.readouterr().err
