@@ -26,7 +26,7 @@ from seqpar.runs.run_folder import tested_cases
 from seqpar.runs.run_status import warn_if_killed
 from seqpar.runs.trained_run import TrainedRun
 from seqpar.settings.parser import Parser
-from seqpar.settings.run_settings import DEVICE_KINDS
+from seqpar.settings.run_settings import DEVICE_KINDS, UNKNOWN_TRAINERS
 from seqpar.tasks.lookup import task_of
 
 
@@ -79,7 +79,7 @@ def _request(options: argparse.Namespace) -> Request:
 def _members(options: argparse.Namespace) -> list[EnsembleMember]:
     """Returns the runs with their settings and weights; refuses runs that cannot be averaged."""
     checkpoints = options.checkpoint or []
-    runs = [open_run(path, checkpoints, options.folds) for path in options.run]
+    runs = [open_run(path, checkpoints, options.folds, options.trainer_unknown) for path in options.run]
     check_compatible_runs(runs)
     task = task_of(runs[0].config)
     task.refuse_idle_flags("predict", options, f"{runs[0].path} {task.does}")
@@ -114,6 +114,9 @@ def _parser() -> Parser:
     add("-o", "--output", type=Path, required=True, metavar="FOLDER", help="folder to write to")
     add("--test-part", action="store_true", help="predict only the cases that the run kept for tests")
     add("--folds", nargs="+", default=[], metavar="FOLD", help="folds of nnU-Net's to average (default: all there are)")
+    add("--trainer-unknown", choices=UNKNOWN_TRAINERS, default=UNKNOWN_TRAINERS[0],
+        help="nnU-Net's networks by a trainer that is not one of its own: take them if all tensors fit the plan's "
+        "network (default), or refuse them")  # fmt: skip
     add("--checkpoint", nargs="+", action="extend", metavar="WHICH",
         help="best (default), latest or a file of weights; several are an ensemble: mean of logits")  # fmt: skip
     add("--window", choices=WINDOWS,

@@ -14,7 +14,7 @@ import torch
 
 from seqpar.data.errors import DataError, unwritable
 from seqpar.data.files import read_json
-from seqpar.data.formats.nnunet_plans import NONE, ImagePlan, Resampling
+from seqpar.data.formats.nnunet_plans import BY_TORCH, NONE, ImagePlan, Resampling
 from seqpar.data.preparation.recipe import Recipe
 from seqpar.decoders.unets.architecture import Architecture
 from seqpar.models.cell_network import VolumeNet
@@ -195,7 +195,8 @@ def _plans_of(
     }  # fmt: skip
     steps = {"data": images.resampling, "seg": images.label_resampling, "probabilities": images.logit_resampling}
     for what, step in steps.items():
-        options = {"order": step.order, "order_z": step.order_z, "force_separate_z": step.force_separate_z}
+        orders = {} if step.function == BY_TORCH else {"order": step.order, "order_z": step.order_z}
+        options = {**orders, "force_separate_z": step.force_separate_z}
         own[f"resampling_fn_{what}"] = step.function
         own[f"resampling_fn_{what}_kwargs"] = {} if step.function == NONE else {"is_seg": what == "seg", **options}
     own |= {"architecture": dict(architecture), "batch_dice": config.batch_dice}

@@ -59,9 +59,15 @@ def nets_of(
             unet = network(results.architecture, deep_supervision)
         net = VolumeNet(unet, results.plan.patch_size, choose_mode(mode, as_group(group)), split)
         refuse_unusable(fold.weights, fold.path)
-        state = _without_copies(fold.weights)
         names = {theirs: f"unet.{ours}" for ours, theirs in nnunet_names(unet).items()}
-        load_strict(net, rename(state, names, f"the plan's {results.plan.network_class.rpartition('.')[2]}"))
+        what = f"the plan's {results.plan.network_class.rpartition('.')[2]}"
+        try:
+            load_strict(net, rename(_without_copies(fold.weights), names, what))
+        except ValueError as error:
+            if not fold.unknown_trainer:
+                raise
+            own = f"{fold.path} was trained by {fold.unknown_trainer}, which builds another network than {what}"
+            raise ValueError(f"{own}: {error}") from error
         nets.append(net)
     return nets
 

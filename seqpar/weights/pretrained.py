@@ -139,7 +139,11 @@ def _counted(names: Iterable[str]) -> str:
 def _ours(checkpoint: Mapping[str, Any], config: Config) -> tuple[str, dict[str, Tensor], list[str]]:
     """Returns whose weights these are, their tensors under our names, and the names of those that were left."""
     if holds_unet(checkpoint):
-        return "nnU-Net", trained_state(read_checkpoint(config.weights)), []
+        results = read_checkpoint(config.weights)
+        state = trained_state(results)
+        unknown = results.folds[0].unknown_trainer
+        known = "which is not one of its own trainers; all tensors fit the plan's network"
+        return f"nnU-Net, by {unknown}, {known}" if unknown else "nnU-Net", state, []
     state = unwrap(checkpoint)
     if any(name.startswith(("encoder.blocks.", *OF_CELLS)) for name in state):
         return "seqpar", dict(state), []

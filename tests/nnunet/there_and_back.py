@@ -13,12 +13,18 @@ import nibabel
 import numpy as np
 import pytest
 
+from seqpar.data.formats.nnunet_plans import Resampling
+from seqpar.data.preparation.as_nnunet import resampled, resampled_label
 from tests.nnunet.real_nnunet import PLAIN, REGIONS
 
 CASES = 2
 FOLLOW = """
     --preset nnunet --iterations 1 --epochs 1 --workers 0 --augment none --device cpu --precision fp32
 """
+CHANGES = [  # spacings before and after, and the shape: all at once, slices apart before or after, two longest axes
+    ((1, 1, 1), (1.3, 0.8, 1.1), (8, 14, 11)), ((4, 1, 1), (1.1, 1.2, 0.8), (30, 9, 14)),
+    ((1, 1, 1), (1, 1, 4.0), (9, 10, 3)), ((1, 4, 4), (1, 2, 2), (9, 20, 20)),
+]  # fmt: skip
 NETWORKS = {PLAIN: ("nnunet-plain", "16 16 8", "1,1,2"), REGIONS: ("nnunet-resenc", "16 16 16", "source")}
 
 
@@ -78,6 +84,22 @@ def test_unchanged_weights_validate_as_nnunet_did_and_go_back(trained) -> None:
     theirs = [mean["Dice"] for mean in want["mean"].values()]
     assert sorted(mean["Dice"] for mean in got["mean"].values()) == pytest.approx(sorted(theirs), abs=1e-3)
     refuse_other_predictions(root, name, run)
+
+
+@pytest.mark.parametrize("separate", [None, False])
+@pytest.mark.parametrize("change", CHANGES)
+def test_resampling_by_torch_has_the_bits_of_nnunets(change, separate) -> None:
+    from nnunetv2.preprocessing.resampling.resample_torch import resample_torch_fornnunet as theirs
+
+    spacing, target, shape = change
+    dice, step = np.random.default_rng(0), Resampling("resample_torch_fornnunet", force_separate_z=separate)
+    image = dice.normal(size=(2, 10, 11, 12)).astype(np.float32)
+    want = theirs(image, shape, spacing, target, force_separate_z=separate)
+    assert np.array_equal(resampled(image, shape, spacing, target, step), want)
+    label = dice.integers(-1, 4, (10, 11, 12)).astype(np.int16)  # -1: outside the mask
+    want = theirs(label[None], shape, spacing, target, is_seg=True, force_separate_z=separate)[0]
+    got = resampled_label(np.maximum(label, 0), shape, spacing, target, step, range(4), label < 0)
+    assert np.array_equal(got, np.maximum(want, 0))
 
 
 def test_a_run_of_its_own_is_handed_to_nnunet(trained) -> None:

@@ -99,6 +99,21 @@ def test_folds_flips_windows_and_weights_act(place: Path) -> None:
     assert list(record["weights"]) == [str(place / "model" / "fold_1" / "checkpoint_final.pth")]
 
 
+def test_a_trainer_of_another_name_is_named_or_refused(place: Path, capsys) -> None:
+    nets = [reference("ResidualEncoderUNet").float()]
+    plans = json.loads((place / "model" / "plans.json").read_text())
+    trained = {"trainer_name": "nnUNetTrainerOfMine", "inference_allowed_mirroring_axes": MIRROR}
+    own = write_results(place / "own", nets, plans, **trained)
+    assert act(place, own, out="own-out") == 0
+    assert capsys.readouterr().out.count("trained by nnUNetTrainerOfMine") == 1
+    assert act(place, place / "model", "--folds", "0", "--trainer-unknown", "refuse") == 0
+    assert np.array_equal(voxels(place / "own-out" / "c0.nii.gz"), voxels(place / "out" / "c0.nii.gz"))
+    assert "trained by" not in capsys.readouterr().out
+    with pytest.raises(ValueError, match="nnUNetTrainerOfMine.*--trainer-unknown is refuse; take uses it"):
+        act(place, own, "--trainer-unknown", "refuse", out="none")
+    assert not (place / "none").exists()
+
+
 def test_a_whole_pass_needs_force_as_it_is_another_function(place: Path) -> None:
     with pytest.raises(ValueError, match="--window whole .* another function than nnU-Net trained.*--force"):
         act(place, place / "model", "--window", "whole")
