@@ -58,13 +58,11 @@ class NnunetResults:
     def trainer_line(self) -> str:
         """A line on trainers that are unknown, of networks whose weights fit; "" if there are none."""
         names = dict.fromkeys(fold.unknown_trainer for fold in self.folds if fold.unknown_trainer)
+        if not names:
+            return ""
         return (
-            names
-            and (
-                f"{self.path}: trained by {', '.join(names)}, which is not one of nnU-Net's own trainers; all tensors fit "
-                "the plan's network, so it is used (activations have no tensors: they are the plan's)"
-            )
-            or ""
+            f"{self.path}: trained by {', '.join(names)}, which is not one of nnU-Net's own trainers; all tensors fit "
+            "the plan's network, so it is used (activations have no tensors: they are the plan's)"
         )
 
     def refuse_unknown_trainers(self) -> None:
