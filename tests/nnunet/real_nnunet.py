@@ -1,5 +1,6 @@
 """Generated data sets on which the real nnU-Net plans, trains for a few iterations and validates, on a CPU."""
 
+import importlib
 import json
 import os
 import sys
@@ -112,6 +113,49 @@ def plan_and_train(root: Path, name: str) -> Path:
     return Path(trainer.output_folder_base)
 
 
+def ten_losses(name: str, trainer_name: str, out: Path) -> None:
+    """Trains ten iterations on fold 1 with a trainer that nnU-Net finds, and validates; writes the losses."""
+    import torch
+    from nnunetv2.run.run_training import get_trainer_from_args
+
+    let_torchvision_load()
+    set_float_sums()
+    os.environ |= {"nnUNet_n_proc_DA": "0"}
+    torch.set_num_threads(1)
+    trainer = get_trainer_from_args(name, "3d_fullres", 1, trainer_name, PLANS[name], device=torch.device("cpu"))
+    trainer.num_epochs, trainer.num_iterations_per_epoch, trainer.num_val_iterations_per_epoch = 1, 10, 1
+    torch.manual_seed(0)
+    np.random.seed(0)
+    losses, step = list[float](), trainer.train_step
+
+    def recorded(batch: dict[str, Any]) -> dict[str, Any]:
+        result = step(batch)
+        losses.append(float(result["loss"]))
+        return result
+
+    trainer.train_step = recorded
+    trainer.run_training()
+    trainer.perform_actual_validation()
+    if trainer.local_rank == 0:
+        out.write_text(json.dumps({"losses": losses, "folder": trainer.output_folder}))
+
+
+def let_torchvision_load() -> None:
+    """Declares two operators of torchvision's, whose usual wheel does not load with a torch for CPUs alone.
+
+    nnU-Net's search for trainers imports it.
+    """
+    import torch
+
+    try:
+        importlib.import_module("torchvision")
+    except RuntimeError:
+        library = torch.library.Library("torchvision", "DEF")
+        for operator in ("nms", "qnms"):
+            library.define(f"{operator}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+        let_torchvision_load.library = library  # it declares while it lives
+
+
 def predicted(model: Path, images: Path, out: Path) -> Path:
     """Predicts with nnU-Net from a results folder; returns the folder of label maps."""
     import torch
@@ -139,11 +183,13 @@ def set_float_sums() -> None:
     predictions.torch = Torch()
 
 
-if __name__ == "__main__":  # train ROOT NAME ...: makes data sets and trains; predict ROOT MODEL IMAGES OUT
+if __name__ == "__main__":  # train ROOT NAME ...; predict ROOT MODEL IMAGES OUT; losses ROOT NAME TRAINER OUT
     act, root, *words = sys.argv[1:]
     set_paths(Path(root))
     if act == "predict":
         predicted(*map(Path, words))
+    elif act == "losses":
+        ten_losses(words[0], words[1], Path(words[2]))
     else:
         for name in words:
             make_dataset(Path(root) / "nnUNet_raw", name)

@@ -13,8 +13,10 @@ import nibabel
 import numpy as np
 import pytest
 
+from seqpar import nnunet_trainer
 from seqpar.data.formats.nnunet_plans import Resampling
 from seqpar.data.preparation.as_nnunet import resampled, resampled_label
+from seqpar.weights.weight_files import load_torch
 from tests.nnunet.real_nnunet import PLAIN, REGIONS
 
 CASES = 2
@@ -100,6 +102,25 @@ def test_resampling_by_torch_has_the_bits_of_nnunets(change, separate) -> None:
     want = theirs(label[None], shape, spacing, target, is_seg=True, force_separate_z=separate)[0]
     got = resampled_label(np.maximum(label, 0), shape, spacing, target, step, range(4), label < 0)
     assert np.array_equal(got, np.maximum(want, 0))
+
+
+def test_its_trainer_on_boxes_of_two_ranks_has_nnunets_losses_and_checkpoint(trained, monkeypatch) -> None:
+    root, name, _ = trained
+    monkeypatch.setenv("nnUNet_extTrainer", str(Path(nnunet_trainer.__file__).parent))
+    act = ["tests.nnunet.real_nnunet", "losses", root, name]
+    started(*act, "nnUNetTrainer", root / "alone.json")
+    started("torch.distributed.run", "--nproc-per-node", "2", "-m", *act, "nnUNetTrainerSeqPar", root / "boxes.json")
+    alone, boxes = (json.loads((root / f"{file}.json").read_text()) for file in ("alone", "boxes"))
+    assert len(alone["losses"]) == 10 and boxes["losses"] == pytest.approx(alone["losses"], abs=1e-4)
+    assert Path(boxes["folder"]).parent.name.startswith("nnUNetTrainerSeqPar__")
+    want, got = (load_torch(Path(run["folder"]) / "checkpoint_final.pth") for run in (alone, boxes))
+    assert got["trainer_name"] == "nnUNetTrainer" and got["current_epoch"] == 1
+    assert got["network_weights"].keys() == want["network_weights"].keys()
+    for key, tensor in want["network_weights"].items():
+        assert (got["network_weights"][key] - tensor).abs().max() < 1e-3, key
+    scores = [json.loads((Path(run["folder"]) / "validation" / "summary.json").read_text()) for run in (alone, boxes)]
+    want, got = (score["foreground_mean"]["Dice"] for score in scores)
+    assert got == pytest.approx(want, abs=1e-3)
 
 
 def test_a_run_of_its_own_is_handed_to_nnunet(trained) -> None:
