@@ -42,6 +42,9 @@ class nnUNetTrainerSeqPar(nnUNetTrainer):
     The first rank loads and augments; losses, steps, logs, validation and checkpoints are nnU-Net's own.
     """
 
+    network: nn.Module
+    grad_scaler: Any
+
     def __init__(
         self,
         plans: dict[str, Any],

@@ -40,7 +40,8 @@ def write_pretrained(
     if path.exists():
         raise DataError(path, "is there already; name another file, or remove it")
     name = primus_name(net)
-    if isinstance(net.encoder.patch_embed, ConvStem):
+    encoder: Any = net.encoder
+    if isinstance(encoder.patch_embed, ConvStem):
         raise ValueError(
             f"a {name} is not written as a pretraining, whose stem would be one convolution: name a folder, from "
             "which nnU-Net predicts and trains on"
