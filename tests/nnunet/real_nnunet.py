@@ -140,6 +140,30 @@ def ten_losses(name: str, trainer_name: str, out: Path) -> None:
         out.write_text(json.dumps({"losses": losses, "folder": trainer.output_folder}))
 
 
+def primus(version: str, sides: tuple[int, ...]) -> Any:
+    """Returns a small Primus of the package that nnU-Net takes it from, in float64, and its angles too."""
+    import torch
+
+    let_torchvision_load()
+    import timm.layers.pos_embed_sincos as positions
+    from dynamic_network_architectures.architectures import primus as package
+
+    class Torch:
+        float32 = torch.float64
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(torch, name)
+
+    positions.torch = Torch()
+    torch.manual_seed(0)
+    options = {"init_values": 0.1, "scale_attn_inner": True, "drop_path_rate": 0.0, "input_shape": sides}
+    net = getattr(package, version)(2, 72, (8, 8, 8), 3, eva_depth=2, eva_numheads=4, **options).double()
+    with torch.no_grad():
+        for parameter in net.parameters():
+            parameter.add_(0.05 * torch.randn_like(parameter))
+    return net
+
+
 def let_torchvision_load() -> None:
     """Declares two operators of torchvision's, whose usual wheel does not load with a torch for CPUs alone.
 

@@ -12,12 +12,18 @@ from pathlib import Path
 import nibabel
 import numpy as np
 import pytest
+import torch
+from torch import Tensor
 
 from seqpar import nnunet_trainer
 from seqpar.data.formats.nnunet_plans import Resampling
 from seqpar.data.preparation.as_nnunet import resampled, resampled_label
-from seqpar.weights.weight_files import load_torch
-from tests.nnunet.real_nnunet import PLAIN, REGIONS
+from seqpar.parallel.collectives import all_reduce
+from seqpar.parallel.mesh import Mesh
+from seqpar.weights.primus_weights import export_primus, load_primus
+from seqpar.weights.weight_files import State, load_torch
+from tests.nnunet.real_nnunet import PLAIN, REGIONS, primus
+from tests.support.ranks import run_ranks
 
 CASES = 2
 FOLLOW = """
@@ -121,6 +127,33 @@ def test_its_trainer_on_boxes_of_two_ranks_has_nnunets_losses_and_checkpoint(tra
     scores = [json.loads((Path(run["folder"]) / "validation" / "summary.json").read_text()) for run in (alone, boxes)]
     want, got = (score["foreground_mean"]["Dice"] for score in scores)
     assert got == pytest.approx(want, abs=1e-3)
+
+
+def on_ranks(mesh: Mesh, state: State, image: Tensor) -> tuple[Tensor, State]:
+    """Returns the logits of the whole tile, and gradients of the sum of their squares under Primus' names."""
+    net = load_primus(state, image.shape[2:], num_heads=4, group=mesh.seq, mode="gather").train()
+    logits = net(net.layout.cut(image, mesh.seq.index))
+    logits.square().sum().backward()
+    net.load_state_dict({k: all_reduce(p.grad, mesh.seq) / mesh.seq.size for k, p in net.named_parameters()}, False)
+    return logits.detach(), export_primus(net)
+
+
+@pytest.mark.parametrize("version", ["Primus", "PrimusV2", "PrimusV3"])
+def test_primus_computes_here_what_its_package_computes(version) -> None:
+    sides = (16, 8, 24)
+    net = primus(version, sides)
+    image = torch.randn(2, 2, *sides, dtype=torch.float64)
+    want = net(image)
+    want.square().sum().backward()
+    state, gradients = net.state_dict(), {name: p.grad for name, p in net.named_parameters()}
+    for world in (1, 2, 3, 4):
+        for logits, grads in run_ranks(world, on_ranks, state, image):
+            assert (logits - want).abs().max() < 1e-12
+            for name, wanted in gradients.items():
+                assert (grads[name] - wanted).abs().max() <= 1e-12 * max(1, wanted.abs().max()), name
+    back = export_primus(load_primus(state, sides, num_heads=4))
+    net.load_state_dict(back, strict=True)
+    assert all(torch.equal(back[name], tensor) for name, tensor in state.items() if name != "mask_token")
 
 
 def test_a_run_of_its_own_is_handed_to_nnunet(trained) -> None:
