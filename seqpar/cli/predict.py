@@ -19,7 +19,7 @@ from seqpar.parallel.rendezvous import start
 from seqpar.prediction.case_stream import Request
 from seqpar.prediction.predictor import PredictionSettings
 from seqpar.prediction.run_average import EnsembleMember, check_compatible_runs, check_no_duplicates, fitting_seqpar
-from seqpar.prediction.window_grid import DIRECTIONS, WEIGHTS, WINDOWS, mirrored_dims
+from seqpar.prediction.window_grid import DIRECTIONS, SUMS, WEIGHTS, WINDOWS, mirrored_dims
 from seqpar.runs.fold_folder import expand_folds
 from seqpar.runs.nnunet_run import open_run
 from seqpar.runs.run_folder import tested_cases
@@ -92,7 +92,7 @@ def _members(options: argparse.Namespace) -> list[EnsembleMember]:
 
 def _settings(options: argparse.Namespace, run: TrainedRun) -> PredictionSettings:
     window = options.window or run.window
-    values = {name: getattr(options, name) for name in ("overlap", "weights", "window_batch")}
+    values = {name: getattr(options, name) for name in ("overlap", "weights", "sums", "window_batch")}
     sliding = {name: value for name, value in values.items() if value is not None}
     if sliding and window == "whole":
         flags = ", ".join(f"--{name.replace('_', '-')}" for name in sliding)
@@ -124,6 +124,7 @@ def _parser() -> Parser:
     add("--force", action="store_true", help="predict whole volumes by networks of nnU-Net's all the same")
     add("--overlap", type=float, metavar="SHARE", help="share of a window that the next one overlaps (default 0.5)")
     add("--weights", choices=WEIGHTS, help="weights of a window's voxels in the mean over windows (default gaussian)")
+    add("--sums", choices=SUMS, help="precision of the sums over windows (default float: float32; nnU-Net's are half)")
     add("--window-batch", type=int, metavar="WINDOWS", help="windows that a group predicts at once (default 1)")
     add("--mirror", nargs="*", choices=[*DIRECTIONS, "none"],
         help="average over flips along these directions, all three if none is named (default: none; networks of "

@@ -70,7 +70,8 @@ class PredictionSettings:
     """How cases are predicted.
 
     ``window`` is "sliding" or "whole" (one pass over the volume). ``overlap`` (a share of the window), ``weights`` and
-    ``window_batch`` (windows at once) are for sliding windows. ``mirror`` names the directions (0 W, 1 D, 2 H) over
+    ``window_batch`` (windows at once) are for sliding windows; so is ``sums``: "half" adds them up in half precision,
+    which gives nnU-Net's own labels. ``mirror`` names the directions (0 W, 1 D, 2 H) over
     whose flips logits are averaged. ``min_component`` is a volume in mm3 such as "50", or a count such as "20voxels":
     smaller connected components are removed. ``precision`` is of what the networks compute: with "bf16" they run under
     autocast, else in their weights' precision. ``force``: predict whole volumes by networks for which that is another
@@ -85,6 +86,7 @@ class PredictionSettings:
     min_component: str = "0"
     precision: str = "fp32"
     force: bool = False
+    sums: str = "float"
 
     def __post_init__(self) -> None:
         if self.window not in WINDOWS:
@@ -104,7 +106,7 @@ class PredictionSettings:
 
     def sliding(self, tile: Sequence[int], rule: str = "stride") -> Sliding:
         """Returns the settings of sliding windows of ``tile`` voxels, laid by a ``rule`` of ``windows.RULES``."""
-        return Sliding(tuple(tile), self.overlap, self.weights, self.window_batch, self.mirror, rule)
+        return Sliding(tuple(tile), self.overlap, self.weights, self.window_batch, self.mirror, rule, self.sums)
 
 
 class Predictor:
@@ -188,7 +190,8 @@ class Predictor:
             sliding = settings.sliding(tile, self.run.window_rule)
             slabs = sliding_window(self.nets, image, sliding, self.mesh, tell, settings.precision)
         order = self.run.output_order
-        return slabs_to_labels(slabs, image.shape[1:], target, self.mesh, order, write_rows)
+        halves = settings.sums == "half" and self.run.rounds_resampled
+        return slabs_to_labels(slabs, image.shape[1:], target, self.mesh, order, write_rows, halves=halves)
 
     def to_source(self, ids: np.ndarray, properties: Properties) -> np.ndarray:
         """Returns the file's label values in the file's geometry, without small components, from class ids."""

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import torch
 
+from seqpar.data.formats.nnunet_plans import BY_TORCH
 from seqpar.data.preparation.as_nnunet import NnunetPreparation
 from seqpar.data.preparation.prepared_case import Preparation
 from seqpar.decoders.modes.named_modes import choose_mode
@@ -49,6 +50,12 @@ class NnunetRun(TrainedRun):
     def window_rule(self) -> str:
         """Where windows lie and what they weigh."""
         return "nnU-Net"
+
+    @property
+    def rounds_resampled(self) -> bool:
+        """Whether logits in half precision stay so when they are resampled: torch's resampling returns float32."""
+        assert self.results is not None
+        return self.results.plan.logit_resampling.function != BY_TORCH
 
     @property
     def why_not_whole(self) -> str:

@@ -180,12 +180,13 @@ def let_torchvision_load() -> None:
         let_torchvision_load.library = library  # it declares while it lives
 
 
-def predicted(model: Path, images: Path, out: Path) -> Path:
-    """Predicts with nnU-Net from a results folder; returns the folder of label maps."""
+def predicted(model: Path, images: Path, out: Path, sums: str = "float") -> Path:
+    """Predicts with nnU-Net from a results folder, with sums in float32 or as it has them; returns the label maps."""
     import torch
     from nnunetv2.inference.predict_from_raw_data import nnUNetPredictor
 
-    set_float_sums()
+    if sums == "float":
+        set_float_sums()
     predictor = nnUNetPredictor(perform_everything_on_device=False, device=torch.device("cpu"))
     predictor.initialize_from_trained_model_folder(str(model), None, "checkpoint_final.pth")
     out.mkdir()
@@ -207,11 +208,11 @@ def set_float_sums() -> None:
     predictions.torch = Torch()
 
 
-if __name__ == "__main__":  # train ROOT NAME ...; predict ROOT MODEL IMAGES OUT; losses ROOT NAME TRAINER OUT
+if __name__ == "__main__":  # train ROOT NAME ...; predict ROOT MODEL IMAGES OUT SUMS; losses ROOT NAME TRAINER OUT
     act, root, *words = sys.argv[1:]
     set_paths(Path(root))
     if act == "predict":
-        predicted(*map(Path, words))
+        predicted(*map(Path, words[:3]), *words[3:])
     elif act == "losses":
         ten_losses(words[0], words[1], Path(words[2]))
     else:

@@ -69,12 +69,18 @@ def refuse_different(ours: Path, theirs: Path) -> None:
         assert np.count_nonzero(got != want) <= want.size / 10_000, name
 
 
-def refuse_other_predictions(root: Path, name: str, run: Path) -> None:
-    """Fails where nnU-Net predicts otherwise from what is handed back than seqpar from the run."""
+def images_of(root: Path, name: str) -> Path:
+    """Returns a folder with two cases."""
     images = root / "images"
     images.mkdir(exist_ok=True)
     for path in (root / "nnUNet_raw" / name / "imagesTr").glob("case_00[01]_*"):
         shutil.copy(path, images)
+    return images
+
+
+def refuse_other_predictions(root: Path, name: str, run: Path) -> None:
+    """Fails where nnU-Net predicts otherwise from what is handed back than seqpar from the run."""
+    images = images_of(root, name)
     back, ours = root / f"back-{run.name}", root / f"ours-{run.name}"
     theirs = root / f"theirs-{run.name}"
     started("seqpar.cli.export", run, back)
@@ -154,6 +160,14 @@ def test_primus_computes_here_what_its_package_computes(version) -> None:
     back = export_primus(load_primus(state, sides, num_heads=4))
     net.load_state_dict(back, strict=True)
     assert all(torch.equal(back[name], tensor) for name, tensor in state.items() if name != "mask_token")
+
+
+def test_half_sums_give_the_labels_of_its_own_half_sums(trained) -> None:
+    root, name, results = trained
+    images, ours, theirs = images_of(root, name), root / "ours-half", root / "theirs-half"
+    started("seqpar.cli.predict", results, "-i", images, "-o", ours, "--sums", "half", "--device", "cpu")
+    started("tests.nnunet.real_nnunet", "predict", root, results, images, theirs, "half")
+    refuse_different(ours, theirs)
 
 
 def test_a_run_of_its_own_is_handed_to_nnunet(trained) -> None:
