@@ -4,10 +4,9 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from seqpar.decoders.modes.gather import Gather
+from seqpar.decoders.modes.gather import Gather, NoGather
 from seqpar.decoders.modes.halo import Halo
 from seqpar.decoders.modes.mode import Mode
-from seqpar.decoders.modes.nogather import NoGather
 from seqpar.decoders.modes.swap import Swap
 from seqpar.losses import LossGroups
 from seqpar.parallel.layout import Layout

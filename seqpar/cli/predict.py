@@ -20,7 +20,7 @@ from seqpar.parallel.rendezvous import start
 from seqpar.prediction.case_stream import Request
 from seqpar.prediction.predictor import PredictionSettings
 from seqpar.prediction.run_average import EnsembleMember, check_compatible_runs, check_no_duplicates, fitting_seqpar
-from seqpar.prediction.window_grid import DIRECTIONS, WEIGHTS, WINDOWS, mirrored_dims
+from seqpar.prediction.window_grid import DIRECTIONS, SUMS, WEIGHTS, WINDOWS, mirrored_dims
 from seqpar.runs.fold_folder import expand_folds
 from seqpar.runs.nnunet_run import open_run
 from seqpar.runs.run_folder import tested_cases
@@ -28,7 +28,7 @@ from seqpar.runs.run_status import warn_if_killed
 from seqpar.runs.trained_run import TrainedRun
 from seqpar.scores.postprocessing import read_postprocessing
 from seqpar.settings.parser import Parser
-from seqpar.settings.run_settings import DEVICE_KINDS
+from seqpar.settings.run_settings import DEVICE_KINDS, UNKNOWN_TRAINERS
 from seqpar.tasks.lookup import task_of
 from seqpar.weights.nnunet_results import PLANS_NAME, TRAINER, find_results
 
@@ -100,7 +100,7 @@ def _runs(options: argparse.Namespace) -> list[Path]:
 def _members(options: argparse.Namespace) -> list[EnsembleMember]:
     """Returns the runs with their settings and weights; refuses runs that cannot be averaged."""
     checkpoints = options.checkpoint or []
-    runs = [open_run(path, checkpoints, options.folds) for path in options.run]
+    runs = [open_run(path, checkpoints, options.folds, options.trainer_unknown) for path in options.run]
     check_compatible_runs(runs)
     task = task_of(runs[0].config)
     task.refuse_idle_flags("predict", options, f"{runs[0].path} {task.does}")
@@ -113,7 +113,7 @@ def _members(options: argparse.Namespace) -> list[EnsembleMember]:
 
 def _settings(options: argparse.Namespace, run: TrainedRun) -> PredictionSettings:
     window = options.window or run.window
-    values = {name: getattr(options, name) for name in ("overlap", "weights", "window_batch")}
+    values = {name: getattr(options, name) for name in ("overlap", "weights", "sums", "window_batch")}
     sliding = {name: value for name, value in values.items() if value is not None}
     if sliding and window == "whole":
         flags = ", ".join(f"--{name.replace('_', '-')}" for name in sliding)
@@ -152,6 +152,9 @@ def _parser() -> Parser:
         metavar="FOLD",
         help="folds of nnU-Net's to average (default: all there are)",
     )
+    add("--trainer-unknown", choices=UNKNOWN_TRAINERS, default=UNKNOWN_TRAINERS[0],
+        help="nnU-Net's networks by a trainer that is not one of its own: take them if all tensors fit the plan's "
+        "network (default), or refuse them")  # fmt: skip
     add("--checkpoint", nargs="+", action="extend", metavar="WHICH",
         help="best (default), latest or a file of weights; logits of several are averaged")  # fmt: skip
     add("--window", choices=WINDOWS,
@@ -159,6 +162,7 @@ def _parser() -> Parser:
     add("--force", action="store_true", help="predict whole volumes by networks of nnU-Net's all the same")
     add("--overlap", type=float, metavar="SHARE", help="share of a window that the next one overlaps (default 0.5)")
     add("--weights", choices=WEIGHTS, help="weights of a window's voxels in the mean over windows (default gaussian)")
+    add("--sums", choices=SUMS, help="precision of the sums over windows (default float: float32; nnU-Net's are half)")
     add("--window-batch", type=int, metavar="WINDOWS", help="windows that a group predicts at once (default 1)")
     add("--mirror", nargs="*", choices=[*DIRECTIONS, "none"],
         help="average over flips along these directions, all three if none is named (default: none; networks of "

@@ -21,7 +21,7 @@ class TokenNetwork(Network):
         super().__init__(encoder.layout, mode)
         self.encoder = encoder
         self.attention, self.attention_choice = encoder.attention, encoder.attention_choice
-        self.in_channels = encoder.patch_embed.proj.weight.shape[1]
+        self.in_channels = encoder.in_channels
 
     def drawn(self, key: DropoutKey, device: torch.device) -> DropoutKey:
         """Returns the key with what the encoder drops."""

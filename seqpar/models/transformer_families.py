@@ -9,6 +9,7 @@ from seqpar.attention.strategies import AttentionOptions
 from seqpar.decoders.decoder import Sizes
 from seqpar.decoders.modes.named_modes import choose_mode
 from seqpar.decoders.named_decoders import DECODERS
+from seqpar.decoders.primus import STEMS, ConvStem
 from seqpar.decoders.pyramid import PyramidDecoder
 from seqpar.models.network import Network
 from seqpar.models.network_family import Layers, NetworkFamily
@@ -95,6 +96,7 @@ def describe_windows(config: Config) -> str:
 
 def make_encoder(config: Config, in_channels: int, group: Group) -> SeqParViT:
     """Returns the encoder of a config."""
+    kind = STEMS.get(config.stem)
     return SeqParViT(
         in_channels,
         config.tile,
@@ -114,6 +116,7 @@ def make_encoder(config: Config, in_channels: int, group: Group) -> SeqParViT:
         mlp_chunks=config.mlp_chunks,
         window=config.window,
         attention=AttentionOptions(config.attention, config.keep_kv, config.heads_per_chunk or None),
+        patch_embed=None if kind is None else ConvStem(in_channels, config.embed_dim, kind, group),
         group=group,
         split=config.split,
     )

@@ -17,11 +17,14 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from seqpar.parallel.launcher import Launcher
 from seqpar.parallel.watchdog import Watch, format_ranks
+
+_DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16,
+           torch.int8, torch.uint8, torch.bool)  # fmt: skip
 
 
 @dataclass(frozen=True, eq=False)
@@ -240,11 +243,42 @@ class Mesh:
                 group.leave()
 
 
+def group_of_all() -> Group:
+    """Returns the group of all ranks if somebody has initialised torch's process groups, else that of this process."""
+    return as_group(dist.group.WORLD if dist.is_initialized() else None)
+
+
 def seed(number: int) -> None:
     """Seeds Python, NumPy and torch; called with the same number on all ranks, so that they build equal weights."""
     random.seed(number)
     np.random.seed(number % 2**32)
     torch.manual_seed(number)
+
+
+def broadcast_tensors(tensors: Sequence[Tensor], group: Group, device: torch.device) -> list[Tensor]:
+    """Returns the first rank's tensors on every rank of ``group``, on ``device``; those of the others are ignored."""
+    if group.size == 1:
+        return [tensor.to(device) for tensor in tensors]
+    is_first = group.index == 0
+    described = [number for x in tensors for number in (_DTYPES.index(x.dtype), x.ndim, *x.shape)] if is_first else []
+
+    def sent(x: Tensor) -> Tensor:
+        with group.watch.waiting(x.is_cuda):
+            dist.broadcast(x, group.ranks[0], group=group.handle)
+        return x
+
+    count = int(sent(torch.tensor([len(described)], device=device)))
+    numbers = torch.tensor(described or [0] * count, device=device)
+    facts, received = sent(numbers).tolist(), list[Tensor]()
+    while facts:
+        kind, dims, shape = facts[0], facts[1], facts[2 : 2 + facts[1]]
+        x = torch.empty(shape, dtype=_DTYPES[kind], device=device)
+        if is_first:
+            x.copy_(tensors[len(received)])
+        sent(x.view(-1).view(torch.uint8))  # bytes, which every backend sends
+        received.append(x)
+        facts = facts[2 + dims :]
+    return received
 
 
 def equal_weights(module: nn.Module, group: Group) -> None:

@@ -37,11 +37,13 @@ def slabs_to_labels(
     regions_class_order: Sequence[int] = (),
     write_rows: WriteRows | None = None,
     refuse_nan: bool = True,
+    halves: bool = False,
 ) -> Tensor:
     """Returns class ids ``W D H`` on the grid ``target``, of logits on the grid ``shape``; the same on all ranks.
 
     An id takes one byte where none is above 255. ``write_rows`` takes the probabilities; pass it on all ranks or none,
-    it is called on the first one alone. ``refuse_nan``: raise ``NotFinite`` where logits are NaN or infinite.
+    it is called on the first one alone. ``halves``: round resampled logits to half precision.
+    ``refuse_nan``: raise ``NotFinite`` where logits are NaN or infinite.
     """
     resampler, ids, finite = _SlabResampler(shape, target, mesh), torch.empty(0), True
     for slab in slabs:
@@ -53,6 +55,7 @@ def slabs_to_labels(
         own_ids = list[Tensor]()
         for intervals in _steps(bounds, resampler.rows_at_once):
             logits = resampler.rows(*intervals[mesh.world.index])
+            logits = logits.half().float() if halves else logits
             finite = finite and (not refuse_nan or _is_finite(logits))
             own_ids.append(to_labels(logits, regions_class_order).to(ids.dtype))
             if write_rows is not None:

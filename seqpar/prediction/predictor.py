@@ -33,7 +33,8 @@ class PredictionSettings:
     """How cases are predicted.
 
     ``window`` is "sliding" or "whole" (one pass over the volume). ``overlap`` (a share of the window), ``weights`` and
-    ``window_batch`` (windows at once) are for sliding windows. ``mirror`` names the directions (0 W, 1 D, 2 H) over
+    ``window_batch`` (windows at once) are for sliding windows; so is ``sums``: "half" adds them up in half precision,
+    which gives nnU-Net's own labels. ``mirror`` names the directions (0 W, 1 D, 2 H) over
     whose flips logits are averaged. ``min_component`` is a volume in mm3 such as "50", or a count such as "20voxels":
     smaller connected components are removed. ``postprocessing``: label values of which the largest component is kept,
     step by step. ``precision`` is of what the networks compute: with "bf16" they run under
@@ -50,6 +51,7 @@ class PredictionSettings:
     postprocessing: Steps = ()
     precision: str = "fp32"
     force: bool = False
+    sums: str = "float"
 
     def __post_init__(self) -> None:
         if self.window not in WINDOWS:
@@ -71,7 +73,7 @@ class PredictionSettings:
 
     def sliding(self, tile: Sequence[int], rule: str = "stride") -> Sliding:
         """Returns the settings of sliding windows of ``tile`` voxels, laid by a ``rule`` of ``windows.RULES``."""
-        return Sliding(tuple(tile), self.overlap, self.weights, self.window_batch, self.mirror, rule)
+        return Sliding(tuple(tile), self.overlap, self.weights, self.window_batch, self.mirror, rule, self.sums)
 
 
 class Predictor:
@@ -155,7 +157,8 @@ class Predictor:
             sliding = settings.sliding(tile, self.run.window_rule)
             slabs = sliding_window(self.nets, image, sliding, self.mesh, tell, settings.precision)
         order = self.run.output_order
-        return slabs_to_labels(slabs, image.shape[1:], target, self.mesh, order, write_rows)
+        halves = settings.sums == "half" and self.run.rounds_resampled
+        return slabs_to_labels(slabs, image.shape[1:], target, self.mesh, order, write_rows, halves=halves)
 
     def to_source(self, ids: np.ndarray, properties: Properties) -> np.ndarray:
         """Returns the file's label values in the file's geometry, without small components, from class ids."""

@@ -28,7 +28,7 @@ from seqpar.parallel.layout import Layout, per_axis, to_patches
 from seqpar.parallel.mesh import Mesh
 from seqpar.parallel.rendezvous import join
 from seqpar.prediction.window_grid import RULES, Region, Sliding, WindowGrid, flipped, mirrors, rows_at_once, whole_box
-from seqpar.prediction.window_sums import WindowBlock, WindowSums
+from seqpar.prediction.window_sums import HalfSums, WindowBlock, WindowSums
 
 Image = Tensor | np.ndarray
 Volume = TypeVar("Volume", Tensor, np.ndarray)
@@ -53,14 +53,15 @@ def sliding_window(
     """Yields the weighted mean of the networks' logits over all windows, slab by slab along W.
 
     ``image`` is ``c W D H`` on every rank; a memory-mapped array is read window by window. All ranks get the same
-    number of slabs. Sums are taken in float32 or better and in window order, whatever the number of groups. ``tell`` is
-    told which share of the windows is done. With ``precision`` bf16 the networks compute as they were trained in it.
+    number of slabs. Sums are taken in float32 or better, unless ``sliding`` says half, and in window order, whatever
+    the number of groups. ``tell`` is told which share of the windows is done. With ``precision`` bf16 the networks
+    compute as they were trained in it.
     """
     window_grid = WindowGrid.of(image.shape[1:], sliding, mesh.world.size)
     weights = RULES[sliding.rule].weights(sliding.tile, sliding.weights)
     batch = fitting_batch(nets, min(sliding.batch, len(window_grid.corners)))
     views = _views(nets, window_grid, sliding.mirror, batch, mesh)
-    return _walk(_Sweep(views, image, window_grid, weights, batch, mesh, precision), tell)
+    return _walk(_Sweep(views, image, window_grid, weights, batch, mesh, precision, sliding.sums), tell)
 
 
 def predict(
@@ -302,7 +303,7 @@ class _WholeView(_View):
 class _Sweep:
     """A walk over the windows of a grid, ``batch`` of them at once, with every view; ``weights``: of their voxels.
 
-    ``precision``: of what the networks compute; sums are in float32 at least.
+    ``precision``: of what the networks compute; ``sums``: float (float32 at least), or half as in nnU-Net.
     """
 
     views: Sequence[_View]
@@ -312,6 +313,7 @@ class _Sweep:
     batch: int
     mesh: Mesh
     precision: str
+    sums: str = "float"
 
 
 def _walk(sweep: _Sweep, tell: ReportProgress) -> Iterator[FinishedRows]:
@@ -320,7 +322,11 @@ def _walk(sweep: _Sweep, tell: ReportProgress) -> Iterator[FinishedRows]:
     num_windows, groups = len(window_grid.corners), mesh.data.size
     blocks = [view.blocks(batch, mesh) for view in views]
     dtype = _sums_dtype(views)
-    sums: WindowSums | None = None
+    # nnU-Net adds up each network's windows by themselves, and then the networks.
+    nets = list(dict.fromkeys(view.net for view in views)) if sweep.sums == "half" else []
+    owners = [nets.index(view.net) if nets else 0 for view in views]
+    kind = HalfSums if nets else WindowSums
+    every = list[WindowSums]()
     num_complete = 0
     for first in range(0, num_windows, groups * batch):
         end = min(first + groups * batch, num_windows)
@@ -329,19 +335,31 @@ def _walk(sweep: _Sweep, tell: ReportProgress) -> Iterator[FinishedRows]:
         turns = [range(min(start, end), min(start + batch, end)) for start in starts]
         for number, (view, view_blocks) in enumerate(zip(views, blocks)):
             logits = _predict(sweep, view, turns[mesh.data.index])
-            if sums is None:  # a group without a window gets the number of classes from the others
+            if not every:  # a group without a window gets the number of classes from the others
                 num_classes = max_over_ranks(0 if logits is None else logits.shape[1], mesh.world)
-                sums = WindowSums(window_grid, sweep.weights.to(mesh.device, dtype), num_classes, mesh)
-            if number == 0:
-                sums.open(range(first, end))
-            sums.deliver(logits, view_blocks, turns)
+                weights = sweep.weights.to(mesh.device, dtype)
+                for own in dict.fromkeys(owners):
+                    every.append(kind(window_grid, weights, num_classes, mesh, owners.count(own)))
+            if number == owners.index(owners[number]):
+                every[owners[number]].open(range(first, end))
+            every[owners[number]].deliver(logits, view_blocks, turns)
             tell((first + (end - first) * (number + 1) / len(views)) / num_windows)
             del logits
-        assert sums is not None
-        sums.close()
+        for sums in every:
+            sums.close()
         for slab in range(num_complete, window_grid.num_complete(end)):
-            yield FinishedRows(window_grid.bounds[slab], sums.finish(slab, len(views)))
+            yield FinishedRows(window_grid.bounds[slab], _mean([sums.finish(slab) for sums in every]))
         num_complete = window_grid.num_complete(end)
+
+
+def _mean(logits: Sequence[Tensor]) -> Tensor:
+    """Returns the mean over networks, in float32 at least; in the precision of their sums in between."""
+    total, *others = logits
+    for other in others:
+        total += other
+    if others:
+        total /= len(logits)
+    return total.to(torch.promote_types(total.dtype, torch.float32))
 
 
 def _sums_dtype(views: Sequence[_View]) -> torch.dtype:
@@ -361,13 +379,13 @@ def _walk_whole(sweep: _Sweep) -> Iterator[FinishedRows]:
             rows = rows_at_once(num_classes, window_grid.shape[1:], dtype.itemsize) * mesh.world.size
             window_grid = replace(window_grid, slab_rows=rows)
             weight = sweep.weights.new_ones((), device=mesh.device, dtype=dtype)  # for all voxels: no memory
-            sums = WindowSums(window_grid, weight.expand(window_grid.tile), num_classes, mesh)
+            sums = WindowSums(window_grid, weight.expand(window_grid.tile), num_classes, mesh, len(views))
             sums.open([0])
         for slab, bounds in enumerate(window_grid.bounds):
             sums.deliver(logits, blocks, turns, [slab])
             if number == len(views) - 1:
                 sums.close([slab])
-                yield FinishedRows(bounds, sums.finish(slab, len(views)))
+                yield FinishedRows(bounds, sums.finish(slab))
         del logits
 
 

@@ -50,6 +50,7 @@ BYTES_AT_ONCE = 64 << 20  # of all classes' logits, where a step can take as few
 WINDOWS = ("sliding", "whole")
 DIRECTIONS = "WDH"
 WEIGHTS = ("gaussian", "constant")
+SUMS = ("float", "half")  # precision of the sums over windows
 _SIGMA, _MIN_WEIGHT = 0.125, 1e-3  # of the Gaussian: standard deviation as a share of the tile's side
 
 
@@ -59,7 +60,8 @@ class Sliding:
 
     ``tile`` is a window's voxels, ``overlap`` the share of it that the next window covers again, ``weights`` one of
     ``WEIGHTS``, ``batch`` the windows that a sequence group predicts at once. ``mirror`` names the directions (0 W,
-    1 D, 2 H) to flip, in all combinations. ``rule`` is one of ``RULES``.
+    1 D, 2 H) to flip, in all combinations. ``rule`` is one of ``RULES``, ``sums`` one of ``SUMS``: half rounds them to
+    half precision after each window, as nnU-Net does.
     """
 
     tile: tuple[int, ...]
@@ -68,8 +70,11 @@ class Sliding:
     batch: int = 1
     mirror: tuple[int, ...] = ()
     rule: str = "stride"
+    sums: str = "float"
 
     def __post_init__(self) -> None:
+        if self.sums not in SUMS:
+            raise ValueError(f"--sums {self.sums}: choose {' or '.join(SUMS)}")
         if not 0 <= self.overlap < 1:
             raise ValueError(f"overlap={self.overlap}: give a share of the window, 0 or more and below 1")
         if self.weights not in WEIGHTS:

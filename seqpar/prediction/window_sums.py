@@ -6,7 +6,7 @@ Legend: b windows, k classes, W D H voxels, w rows; ``/s`` after the letter that
 import math
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -38,14 +38,20 @@ class WindowSums:
 
     The windows come in rounds: ``open`` names the windows of a round, ``deliver`` takes their logits, once for each
     view (a network with its flips), ``close`` adds them up; both of some slabs, or of all. ``weights`` ``W D H`` are
-    those of a window's voxels.
+    those of a window's voxels; ``num_views`` is how often ``deliver`` is called in a round.
     """
 
-    def __init__(self, window_grid: WindowGrid, weights: Tensor, num_classes: int, mesh: Mesh) -> None:
+    def __init__(self, window_grid: WindowGrid, weights: Tensor, num_classes: int, mesh: Mesh, num_views: int) -> None:
         self.window_grid, self.weights, self.num_classes, self.mesh = window_grid, weights, num_classes, mesh
+        self.num_views, self.keeps_one = num_views, len(window_grid.corners) == 1  # a mean of one needs no weights
         self._slabs: dict[int, tuple[Tensor, Tensor]] = {}  # k w/s D H, w/s D H
         self._regions: dict[tuple[int, int], Region] = {}  # of this round, by window and slab
         self._logits: dict[tuple[int, int], Tensor] = {}  # the sums over views in these regions
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The precision of the sums."""
+        return self.weights.dtype
 
     def open(self, windows: Sequence[int]) -> None:
         """Begins a round over ``windows``."""
@@ -138,25 +144,31 @@ class WindowSums:
         """Ends a round, in some slabs or in all: weights its windows and adds them up, in window order."""
         for window, slab in [key for key in self._regions if not slabs or key[1] in slabs]:
             region, values = self._regions.pop((window, slab)), self._logits.pop((window, slab))
-            if len(self.window_grid.corners) == 1:  # a mean of one needs no weights
+            if self.keeps_one:
                 self._slabs[slab] = values, self.weights.new_ones(())
                 continue
             if slab not in self._slabs:
-                zeros = self._zeros(self._slab_region(slab))
+                zeros = self._zeros(self._slab_region(slab)).to(self.dtype)
                 self._slabs[slab] = zeros, torch.zeros_like(zeros[0])
-            logits, weights = self._slabs[slab]
+            sums = self._slabs[slab]
             weight = self.weights[local_slices(region, self.window_grid.corners[window])]
             place = local_slices(region, [low for low, _ in self._slab_region(slab)])
-            # Product and sum apart: fused, they round otherwise at the end of a vector than within it.
-            logits[(slice(None), *place)] += weight * values
-            weights[place] += weight
+            self._weigh(values, weight, sums[0][(slice(None), *place)], sums[1][place])
 
-    def finish(self, slab: int, num_views: int) -> Tensor:
+    def _weigh(self, values: Tensor, weight: Tensor, logits: Tensor, weights: Tensor) -> None:
+        """Adds a window's logits, summed over views, and weights to the sums in its place."""
+        # Product and sum apart: fused, they round otherwise at the end of a vector than within it.
+        logits += weight * values
+        weights += weight
+
+    def finish(self, slab: int) -> Tensor:
         """Returns the mean logits ``k w/s D H`` of a complete slab, and forgets it."""
         if slab not in self._slabs:  # this rank has no rows of it
             return self._zeros(self._slab_region(slab))
-        logits, weights = self._slabs.pop(slab)
-        return logits.div_(weights.mul_(num_views))
+        return self._mean(*self._slabs.pop(slab))
+
+    def _mean(self, logits: Tensor, weights: Tensor) -> Tensor:
+        return logits.div_(weights.mul_(self.num_views))
 
     def _slab_region(self, slab: int) -> Region:
         """Returns this rank's rows of a slab, as a region of the volume."""
@@ -167,3 +179,27 @@ class WindowSums:
 
     def _zeros(self, region: Region) -> Tensor:
         return self.weights.new_zeros(self._shape(region))
+
+
+class HalfSums(WindowSums):
+    """Sums that are rounded to half precision after each window, bit for bit as nnU-Net takes those of a network.
+
+    ``num_views`` are the flips of that network, over which logits are averaged before they are weighted.
+    """
+
+    dtype = torch.half  # type: ignore[assignment]
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.keeps_one = False
+
+    def _weigh(self, values: Tensor, weight: Tensor, logits: Tensor, weights: Tensor) -> None:
+        logits += values.div_(self.num_views).mul_(weight)
+        weights += weight
+
+    def finish(self, slab: int) -> Tensor:
+        """Returns the mean logits of a complete slab in half precision."""
+        return super().finish(slab).half()
+
+    def _mean(self, logits: Tensor, weights: Tensor) -> Tensor:
+        return logits.div_(weights)

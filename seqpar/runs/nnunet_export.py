@@ -5,6 +5,7 @@ FOLDER/fold_N/checkpoint_final.pth         weights by nnU-Net's names, in its ax
 """
 
 import json
+import re
 import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -14,7 +15,7 @@ import torch
 
 from seqpar.data.errors import DataError, unwritable
 from seqpar.data.files import read_json
-from seqpar.data.formats.nnunet_plans import NONE, ImagePlan, Resampling
+from seqpar.data.formats.nnunet_plans import BY_TORCH, NONE, ImagePlan, Resampling
 from seqpar.data.preparation.recipe import Recipe
 from seqpar.decoders.unets.architecture import Architecture
 from seqpar.models.cell_network import VolumeNet
@@ -140,7 +141,7 @@ def _network_of(run: TrainedRun, net: Network) -> tuple[str, State, dict[str, An
         name = primus_name(net)
         state = export_primus(net, reverse_axes=True)
         # its trainer builds the network by itself; a plan has an architecture in any case
-        trainer, architecture = f"nnUNet_{name[:-1]}_{name[-1]}_Trainer", {
+        trainer, architecture = f"nnUNet_{_trained_name(name)}_Trainer", {
             "network_class_name": f"dynamic_network_architectures.architectures.primus.{name}",
             "arch_kwargs": {}, "_kw_requires_import": [],
         }  # fmt: skip
@@ -150,6 +151,11 @@ def _network_of(run: TrainedRun, net: Network) -> tuple[str, State, dict[str, An
             "and Primus (--decoder primus): hand on an archive (.zip)"
         )
     return trainer, {name: tensor.float() for name, tensor in state.items()}, architecture
+
+
+def _trained_name(name: str) -> str:
+    """Returns the name of a Primus in that of its trainer: PrimusM is Primus_M, PrimusV2M stays."""
+    return re.sub(r"^Primus([SBML])$", r"Primus_\1", name)
 
 
 def _architecture_of(a: Architecture, run: TrainedRun) -> dict[str, Any]:
@@ -195,7 +201,8 @@ def _plans_of(
     }  # fmt: skip
     steps = {"data": images.resampling, "seg": images.label_resampling, "probabilities": images.logit_resampling}
     for what, step in steps.items():
-        options = {"order": step.order, "order_z": step.order_z, "force_separate_z": step.force_separate_z}
+        orders = {} if step.function == BY_TORCH else {"order": step.order, "order_z": step.order_z}
+        options = {**orders, "force_separate_z": step.force_separate_z}
         own[f"resampling_fn_{what}"] = step.function
         own[f"resampling_fn_{what}_kwargs"] = {} if step.function == NONE else {"is_seg": what == "seg", **options}
     own |= {"architecture": dict(architecture), "batch_dice": config.batch_dice}

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import torch
 
+from seqpar.data.formats.nnunet_plans import BY_TORCH
 from seqpar.data.preparation.as_nnunet import NnunetPreparation
 from seqpar.data.preparation.prepared_case import Preparation
 from seqpar.decoders.modes.named_modes import choose_mode
@@ -17,7 +18,7 @@ from seqpar.parallel.mesh import Group, Mesh
 from seqpar.planner.memory_counter import MemoryCounter
 from seqpar.runs.trained_run import TrainedRun, read_run
 from seqpar.settings.config import Config
-from seqpar.weights.nnunet_results import CHECKPOINT, NnunetResults, fold_files, is_results, read_results
+from seqpar.weights.nnunet_results import CHECKPOINT, REFUSE, TAKE, NnunetResults, fold_files, is_results, read_results
 from seqpar.weights.nnunet_weights import nets_of
 
 NAMES = {"best": "checkpoint_best.pth", "latest": "checkpoint_latest.pth", "final": CHECKPOINT}
@@ -55,6 +56,12 @@ class NnunetRun(TrainedRun):
     def window_rule(self) -> str:
         """Where windows lie and what they weigh."""
         return "nnU-Net"
+
+    @property
+    def rounds_resampled(self) -> bool:
+        """Whether logits in half precision stay so when they are resampled: torch's resampling returns float32."""
+        assert self.results is not None
+        return self.results.plan.logit_resampling.function != BY_TORCH
 
     @property
     def why_not_whole(self) -> str:
@@ -99,16 +106,22 @@ class NnunetRun(TrainedRun):
         """Returns the network of each fold."""
         assert self.results is not None and tuple(files) == self.files
         nets = nets_of(self.results, mesh.seq, mode or "auto")
+        if mesh.is_first and self.results.trainer_line:
+            print(self.results.trainer_line, flush=True)
         return [net.to(mesh.device, torch.float32).eval() for net in nets]
 
 
-def read_nnunet_run(path: str | Path, folds: Sequence[str] = (), checkpoints: Sequence[str] = ()) -> NnunetRun:
-    """Reads a results folder; for ``folds`` and ``checkpoints`` see ``open_run``."""
+def read_nnunet_run(
+    path: str | Path, folds: Sequence[str] = (), checkpoints: Sequence[str] = (), trainer_unknown: str = TAKE
+) -> NnunetRun:
+    """Reads a results folder; for the arguments see ``open_run``."""
     if len(checkpoints) > 1:
         raise ValueError(f"--checkpoint {' '.join(checkpoints)}: of {path} one is taken of each fold; give one name")
     name = checkpoints[0] if checkpoints else CHECKPOINT
     files = fold_files(path, folds, NAMES.get(name, name))
     results = read_results(path, files)
+    if trainer_unknown == REFUSE:
+        results.refuse_unknown_trainers()
     plan, declaration = results.plan, results.declaration
     sides = plan.patch_size
     config = Config(
@@ -129,14 +142,17 @@ def read_nnunet_run(path: str | Path, folds: Sequence[str] = (), checkpoints: Se
     )
 
 
-def open_run(path: str | Path, checkpoints: Sequence[str] = (), folds: Sequence[str] = ()) -> TrainedRun:
+def open_run(
+    path: str | Path, checkpoints: Sequence[str] = (), folds: Sequence[str] = (), trainer_unknown: str = TAKE
+) -> TrainedRun:
     """Returns the run in a folder or archive.
 
     - ``checkpoints``: as in ``predict --checkpoint``; which of nnU-Net's files is read depends on it
     - ``folds``: of nnU-Net's networks; none: all that are there
+    - ``trainer_unknown``: "take" nnU-Net's networks by trainers that are not its own if their tensors fit, or "refuse"
     """
     if is_results(path):
-        return read_nnunet_run(path, folds, checkpoints)
+        return read_nnunet_run(path, folds, checkpoints, trainer_unknown)
     if folds:
         raise ValueError(f"--folds {' '.join(folds)}: {path} is no results folder of nnU-Net's; remove it")
     run = read_run(path)

@@ -113,6 +113,11 @@ class TrainedRun:
         """Returns the files of weights that ``--checkpoint`` names, by default the best."""
         return tuple(find_weights(self, name) for name in checkpoints or ["best"])
 
+    @property
+    def rounds_resampled(self) -> bool:
+        """Whether logits in half precision stay so when they are resampled."""
+        return True
+
     def load_nets(self, files: Sequence[Path], mesh: Mesh, mode: str = "") -> list[Network]:
         """Returns the network with the weights of each file, ready to predict; for ``mode`` see ``load_nets``."""
         return load_nets(self, files, mesh, mode)

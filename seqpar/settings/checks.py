@@ -64,6 +64,11 @@ def _check_network(config: Config) -> None:
         divisors = [heads for heads in range(1, config.embed_dim + 1) if config.embed_dim % heads == 0]
         near = min(divisors, key=lambda heads: abs(heads - config.heads))
         raise ValueError(f"--heads {config.heads} does not divide --embed-dim {config.embed_dim}: use --heads {near}")
+    if config.stem != "patch" and (set(config.patch) != {8} or config.split != "spatial"):
+        raise ValueError(
+            f"--stem {config.stem} with --patch {format_sides(config.patch)} --split {config.split}: its convolutions "
+            "embed boxes of patches of 8: use --patch 8 --split spatial"
+        )
     if not 0 <= config.heads_per_chunk <= config.heads:
         raise ValueError(f"--heads-per-chunk {config.heads_per_chunk}: choose 1 to {config.heads}, or 0 for by size")
     if config.attention != "auto":

@@ -6,6 +6,7 @@ from functools import partial
 from typing import Any
 
 from seqpar.decoders.named_decoders import DECODERS
+from seqpar.decoders.primus import STEMS
 from seqpar.settings.field import ABOVE_0, AT_LEAST_1, BELOW_1, NOT_NEGATIVE, VOXELS, Networks, setting
 from seqpar.vit.tokens import POSITIONS
 
@@ -61,6 +62,13 @@ class NetworkSettings:
         bounds=NOT_NEGATIVE,
         metavar="TOKENS",
         tasks=VOXELS,
+    )
+    stem: str = _network(
+        "patch",
+        "how patches become tokens: by one linear layer, or by the residual convolutions of PrimusV2 or V3 (--patch 8)",
+        choices=("patch", *STEMS),
+        tasks=VOXELS,
+        networks=PLAIN,
     )
     depth: int = _network(12, "transformer blocks", bounds=AT_LEAST_1, metavar="BLOCKS", networks=PLAIN)
     embed_dim: int = _encoder(768, "width of a token", bounds=AT_LEAST_1, metavar="CHANNELS")

@@ -9,6 +9,7 @@ from seqpar.settings.network_settings import TOKENS
 from seqpar.vit.blocks import RECOMPUTED
 
 TOKEN_ORDERS = ("auto", "whd", "hwd")
+UNKNOWN_TRAINERS = ("take", "refuse")
 TRACKERS = ("none", "wandb", "trackio")
 DEVICE_KINDS = ("auto", "cpu", "cuda")
 MIRRORS = ("none", "W", "D", "H", "WD", "WH", "DH", "WDH")
@@ -72,6 +73,14 @@ class RunSettings:
         "auto",
         "order of tokens in --weights of Primus; auto: their trainer's in files of pretrainings, else whd",
         choices=TOKEN_ORDERS,
+        acts_when=lambda c: bool(c.weights),
+        why="there are no --weights",
+    )
+    trainer_unknown: str = _running(
+        UNKNOWN_TRAINERS[0],
+        "nnU-Net's --weights by a trainer that is not one of its own: take them if all tensors fit the plan's network, "
+        "or refuse them",
+        choices=UNKNOWN_TRAINERS,
         acts_when=lambda c: bool(c.weights),
         why="there are no --weights",
     )

@@ -65,6 +65,8 @@ class SeqParViT(nn.Module):
         ``window``: side in tokens of the window to which each token attends, shifted by half a window in every second
             block; 0: attend to all tokens. Needs ``split="spatial"``, because parts of a window are fetched from other
             ranks' boxes.
+        ``patch_embed``: a module that makes tokens ``b n/s e`` of ``(part, layout)``, such as ``ConvStem``; None: a
+            linear layer.
         ``group``: the ranks that share a tile: ``start(...).seq``, torch's ``ProcessGroup``, or a one-dimensional
             ``DeviceMesh``; None: this process alone.
         ``split``: how tokens are assigned to ranks: ``"spatial"`` (boxes) or ``"ordered"`` (runs in raster order).
@@ -91,6 +93,7 @@ class SeqParViT(nn.Module):
         recompute: str = "none",
         mlp_chunks: int = 1,
         window: int = 0,
+        patch_embed: nn.Module | None = None,
         group: AnyGroup | None = None,
         split: str = "spatial",
     ) -> None:
@@ -118,7 +121,8 @@ class SeqParViT(nn.Module):
         self.attention, self.window = "windows" if window else strategy, window
         self.embed_dim, self.num_heads, self.positions, self.dropout = embed_dim, num_heads, positions, dropout
         self.draws = dropout > 0 or drop_path > 0
-        self.patch_embed = PatchEmbed(in_channels, first.patch, embed_dim)
+        self.in_channels = in_channels
+        self.patch_embed = patch_embed or PatchEmbed(in_channels, first.patch, embed_dim)
         learned, self.rotates = "learned" in positions, "rope" in positions
         self.pos_embed = nn.Parameter(torch.zeros(1, first.num_tokens, embed_dim)) if learned else None
         crossing, last = (strategy, options.keep_kv, options.heads_per_chunk), self.stages[-1]
@@ -151,8 +155,9 @@ class SeqParViT(nn.Module):
                 nn.init.trunc_normal_(module.weight, std=0.02)
                 if module.bias is not None:
                     nn.init.zeros_(module.bias)
-        fan_in = math.prod(self.patch_embed.proj.weight.shape[1:])
-        nn.init.trunc_normal_(self.patch_embed.proj.weight, std=fan_in**-0.5)
+        if isinstance(self.patch_embed, PatchEmbed):
+            fan_in = math.prod(self.patch_embed.proj.weight.shape[1:])
+            nn.init.trunc_normal_(self.patch_embed.proj.weight, std=fan_in**-0.5)
         if self.pos_embed is not None:
             nn.init.trunc_normal_(self.pos_embed, std=0.02)
 
@@ -261,8 +266,11 @@ class SeqParViT(nn.Module):
 
     def embed(self, part: Tensor, layout: Layout, key: DropoutKey | None) -> Tensor:
         """Returns the tokens ``b n/s e`` of a part, with positions added: the input of the first block."""
-        merges = self.stages[0].merges
-        x = self.patch_embed(split_cubes(part, merges) if merges else part)
+        merges, own = self.stages[0].merges, self.stages[0].layout(layout)
+        return self.add_positions(self.patch_embed(split_cubes(part, merges) if merges else part, own), layout, key)
+
+    def add_positions(self, x: Tensor, layout: Layout, key: DropoutKey | None) -> Tensor:
+        """Returns embedded patches ``b n/s e`` with positions added and dropout."""
         own = self.stages[0].layout(layout)
         positions = self.added_positions(own, x)
         x = x if positions is None else x + positions

@@ -27,7 +27,7 @@ class MaskedDecoder(nn.Module):
 
     def __init__(self, encoder_width: int, in_channels: int, vit: SeqParViT) -> None:
         super().__init__()
-        vit.patch_embed = nn.Identity()  # type: ignore[assignment]
+        del vit.patch_embed
         self.vit, self.project = vit, nn.Linear(encoder_width, vit.embed_dim)
         self.mask_token = nn.Parameter(torch.zeros(vit.embed_dim))
         self.patches = nn.Linear(vit.embed_dim, in_channels * math.prod(vit.layout.patch))
@@ -40,7 +40,7 @@ class MaskedDecoder(nn.Module):
         rows, count = self.project(rows), layout.counts[self.vit.group.index]  # r/s f
         num_rows = len(visible.shown) + len(visible.hidden)
         every = self.mask_token.to(rows.dtype).expand(num_rows, -1).index_copy(0, visible.shown, rows)
-        x = self.vit.embed(every.unflatten(0, (-1, count)), layout, None)  # b n/s f
+        x = self.vit.add_positions(every.unflatten(0, (-1, count)), layout, None)  # b n/s f
         tokens = token_numbers(layout, self.vit.group.index, x)
         x, _ = self.vit.run_blocks(x, layout.counts, tokens, self.vit.rotary(layout, x), None)
         return self.patches(x.flatten(0, 1).index_select(0, visible.hidden))  # type: ignore[no-any-return]

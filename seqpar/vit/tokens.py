@@ -29,8 +29,8 @@ class PatchEmbed(nn.Module):
         self.proj = nn.Linear(in_channels * math.prod(patch), embed_dim)
         self.proj.weight = nn.Parameter(self.proj.weight.detach().view(embed_dim, in_channels, *patch))
 
-    def forward(self, part: Tensor) -> Tensor:
-        """Returns the tokens ``b n/s e`` of a part ``b n/s c p p p``."""
+    def forward(self, part: Tensor, layout: Layout | None = None) -> Tensor:
+        """Returns the tokens ``b n/s e`` of a part ``b n/s c p p p``; each by itself, whatever their layout."""
         if part.shape[2:] != self.proj.weight.shape[1:]:
             needed = tuple(self.proj.weight.shape[1:])
             raise ValueError(f"expected patches of shape {needed} (channels, voxels), got {tuple(part.shape[2:])}")

@@ -13,6 +13,7 @@ from torch import nn
 
 from seqpar.data.errors import DataError
 from seqpar.data.files import whole_file
+from seqpar.decoders.primus import STEMS, ConvStem
 from seqpar.weights.primus_weights import SIZES, export_primus
 
 PATCH = (8, 8, 8)
@@ -38,8 +39,14 @@ def write_pretrained(
     """
     if path.exists():
         raise DataError(path, "is there already; name another file, or remove it")
-    weights = export_primus(net, reverse_axes=True)
     name = primus_name(net)
+    encoder: Any = net.encoder
+    if isinstance(encoder.patch_embed, ConvStem):
+        raise ValueError(
+            f"a {name} is not written as a pretraining, whose stem would be one convolution: name a folder, from "
+            "which nnU-Net predicts and trains on"
+        )
+    weights = export_primus(net, reverse_axes=True)
     content = {
         "network_weights": weights,
         "nnssl_adaptation_plan": _plan(net, name, spacing, schemes),
@@ -66,12 +73,22 @@ def primus_name(net: nn.Module) -> str:
                 raise ValueError(
                     f"nnU-Net's {name} has patches of 8, not of {encoder.layout.patch}: train with --patch 8"
                 )
-            return name
+            return name.replace("Primus", f"Primus{_version(encoder.patch_embed)}")
     every = ", ".join(f"{name} (--embed-dim {e} --depth {d} --heads {h})" for name, (e, d, h) in SIZES.items())
     raise ValueError(
         f"nnU-Net builds only {every}, with --patch 8 --mlp swiglu --mlp-ratio 2.6666666666666665 --attention-norm "
         "--positions learned+rope --layer-scale 0.1, as --preset mae has them: this encoder is another"
     )
+
+
+def _version(patch_embed: nn.Module) -> str:
+    """Returns the version of the network whose tokens are made so: V2, V3 or "" for the first."""
+    if not isinstance(patch_embed, ConvStem):
+        return ""
+    names = [name for name, kind in STEMS.items() if kind == patch_embed.kind]
+    if not names:
+        raise ValueError(f"nnU-Net builds no Primus with a stem of {patch_embed.kind}: train with --stem primus-v2")
+    return names[0].removeprefix("primus-").upper()
 
 
 def other_normalisation(schemes: Sequence[str]) -> str:
@@ -88,7 +105,7 @@ def other_normalisation(schemes: Sequence[str]) -> str:
 def _plan(net: nn.Module, name: str, spacing: Sequence[float] | None, schemes: Sequence[str]) -> dict[str, Any]:
     """Returns what nnU-Net and nnssl read of the plan of a pretraining."""
     encoder: Any = net.encoder
-    tile, in_channels = list(encoder.layout.tile[::-1]), encoder.patch_embed.proj.weight.shape[1]
+    tile, in_channels = list(encoder.layout.tile[::-1]), encoder.in_channels
     millimetres = None if spacing is None else [float(side) for side in spacing[::-1]]
     configuration: dict[str, Any] = {
         "data_identifier": "seqpar",

@@ -12,27 +12,38 @@ from seqpar.data.files import read_json
 from seqpar.data.formats.nnunet_plans import NnunetDeclaration, NnunetPlan, declaration_of, plan_of
 from seqpar.decoders.unets.architecture import Architecture
 from seqpar.decoders.unets.nnunet import of_plan
+from seqpar.settings.run_settings import UNKNOWN_TRAINERS
 from seqpar.weights.weight_files import State, checkpoint_of, unwrap
 
 PRETRAINING = "nnssl_adaptation_plan"  # an entry that nnssl's checkpoints have besides
 PLANS, DATASET, CHECKPOINT = "plans.json", "dataset.json", "checkpoint_final.pth"
 RESULTS, TRAINER, PLANS_NAME = "nnUNet_results", "nnUNetTrainer", "nnUNetPlans"
+TAKE, REFUSE = UNKNOWN_TRAINERS
 # What names of nnU-Net's own trainers say, where their network is the plan's: epochs, augmentation, loss, optimizer.
 _WORDS = (
     r"\d+epochs?|NoMirroring|onlyMirror01|\d+ep|NoDA|noDA|DA5|Segord0|ord0|DAOrd0|DASegOrd0|CELoss|DiceLoss|DiceCELoss|"
     r"noSmooth|Topk10Loss|DiceTopK10Loss|LS01|Vanilla|R?Adam|Adan|CosAnneal|\d+en\d|[nN]oDeepSupervision|Benchmark|"
-    r"noDataLoading|warmup|probabilisticOversampling|\d{3}|lr"
+    r"noDataLoading|warmup|SeqPar|probabilisticOversampling|\d{3}|lr"
 )
 _TRAINER = re.compile(rf"nnUNetTrainer(_?({_WORDS}))*")
 
 
 @dataclass(frozen=True)
 class FoldCheckpoint:
-    """A checkpoint: its weights, and the axes (0 to 2, as transposed) along which it may be flipped in prediction."""
+    """A checkpoint: its weights, and the axes (0 to 2, as transposed) along which it may be flipped in prediction.
+
+    - ``trainer``: the class that trained it
+    """
 
     path: Path
     weights: State
     mirror: tuple[int, ...]
+    trainer: str
+
+    @property
+    def unknown_trainer(self) -> str:
+        """The trainer, if it is none of nnU-Net's own whose network is the plan's: it may have built another one."""
+        return "" if _TRAINER.fullmatch(self.trainer) else self.trainer
 
 
 @dataclass(frozen=True)
@@ -44,6 +55,26 @@ class NnunetResults:
     declaration: NnunetDeclaration
     architecture: Architecture
     folds: tuple[FoldCheckpoint, ...]
+
+    @property
+    def trainer_line(self) -> str:
+        """A line on trainers that are unknown, of networks whose weights fit; "" if there are none."""
+        names = dict.fromkeys(fold.unknown_trainer for fold in self.folds if fold.unknown_trainer)
+        if not names:
+            return ""
+        return (
+            f"{self.path}: trained by {', '.join(names)}, which is not one of nnU-Net's own trainers; all tensors fit "
+            "the plan's network, so it is used (activations have no tensors: they are the plan's)"
+        )
+
+    def refuse_unknown_trainers(self) -> None:
+        """Raises DataError if a fold's trainer is none of nnU-Net's own whose network is the plan's."""
+        for fold in self.folds:
+            if fold.unknown_trainer:
+                raise DataError(
+                    fold.path, f"was trained by {fold.unknown_trainer}, which is not one of nnU-Net's own trainers, "
+                    f"and --trainer-unknown is {REFUSE}; {TAKE} uses it if its tensors fit the plan's network"
+                )  # fmt: skip
 
 
 def is_results(path: str | Path) -> bool:
@@ -144,14 +175,19 @@ def _results(
     except (ValueError, KeyError, TypeError) as error:
         raise DataError(plans_path, f"its network cannot be built: {error}") from error
     folds = tuple(
-        FoldCheckpoint(file, unwrap(checkpoint, file), tuple(checkpoint.get("inference_allowed_mirroring_axes") or ()))
+        FoldCheckpoint(
+            file,
+            unwrap(checkpoint, file),
+            tuple(checkpoint.get("inference_allowed_mirroring_axes") or ()),
+            str(checkpoint["trainer_name"]),
+        )
         for file, checkpoint in checkpoints.items()
     )
     return NnunetResults(path, plan, declaration, architecture, folds)
 
 
 def _checkpoint(path: Path) -> Mapping[str, Any]:
-    """Returns a checkpoint's content; one of another trainer, whose network may differ from the plan's, is refused."""
+    """Returns a checkpoint's content."""
     content = checkpoint_of(path, mapped=True)
     if not is_checkpoint(content) or not isinstance(content.get("init_args"), Mapping):
         raise DataError(path, "is no checkpoint of nnU-Net v2 (network_weights, trainer_name and init_args are needed)")
@@ -160,12 +196,6 @@ def _checkpoint(path: Path) -> Mapping[str, Any]:
     axes = content.get("inference_allowed_mirroring_axes")
     if axes is not None and (not isinstance(axes, (list, tuple)) or not all(axis in (0, 1, 2) for axis in axes)):
         raise DataError(path, f"its inference_allowed_mirroring_axes are {axes!r}; 0, 1 and 2 are the axes of an image")
-    trainer = str(content["trainer_name"])
-    if not _TRAINER.fullmatch(trainer):
-        raise DataError(
-            path, f"was trained by {trainer}, which is none of nnU-Net's own trainers whose network is the plan's: "
-            "another network is not built"
-        )  # fmt: skip
     return content
 
 

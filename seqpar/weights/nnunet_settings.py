@@ -16,7 +16,7 @@ from seqpar.models.unet_families import Stages, format_stages
 from seqpar.settings.config import Config
 from seqpar.settings.data_settings import OWN, planned
 from seqpar.text import flag_name
-from seqpar.weights.nnunet_results import holds_unet, read_checkpoint
+from seqpar.weights.nnunet_results import REFUSE, holds_unet, read_checkpoint
 from seqpar.weights.weight_files import checkpoint_of
 
 USUAL = "3d_fullres"
@@ -36,6 +36,8 @@ def with_plans(config: Config, flags: Collection[str]) -> Config:
         settings = settings_of(plan, config.plans)
     elif config.weights.endswith(".pth") and holds_unet(checkpoint_of(config.weights, mapped=True)):
         results = read_checkpoint(config.weights)
+        if config.trainer_unknown == REFUSE:
+            results.refuse_unknown_trainers()
         plan, source = results.plan, f"--weights {config.weights}"
         settings = settings_of(plan, config.weights)
         flipped = [letter for letter, axis in zip("WDH", plan.file_axes) if axis in results.folds[0].mirror]

@@ -17,6 +17,7 @@ from seqpar.weights.nnunet_results import CHECKPOINT, NnunetResults, fold_files,
 from seqpar.weights.weight_files import State, load_strict, refuse_unusable, rename, shorten_list
 
 _COPY = re.compile(r"^decoder\.encoder\.|\.all_modules\.\d+\.")
+_BLOCK = re.compile(r"(.*)\.(conv|norm)\.([a-z_]+)")  # a tensor of a convolution or its norm
 
 
 def load_nnunet(
@@ -59,9 +60,15 @@ def nets_of(
             unet = network(results.architecture, deep_supervision)
         net = VolumeNet(unet, results.plan.patch_size, choose_mode(mode, as_group(group)), split)
         refuse_unusable(fold.weights, fold.path)
-        state = _without_copies(fold.weights)
         names = {theirs: f"unet.{ours}" for ours, theirs in nnunet_names(unet).items()}
-        load_strict(net, rename(state, names, f"the plan's {results.plan.network_class.rpartition('.')[2]}"))
+        what = f"the plan's {results.plan.network_class.rpartition('.')[2]}"
+        try:
+            load_strict(net, rename(without_copies(fold.weights), names, what))
+        except ValueError as error:
+            if not fold.unknown_trainer:
+                raise
+            own = f"{fold.path} was trained by {fold.unknown_trainer}, which builds another network than {what}"
+            raise ValueError(f"{own}: {error}") from error
         nets.append(net)
     return nets
 
@@ -94,13 +101,17 @@ def export_nnunet(net: nn.Module, transpose_forward: Sequence[int] | None = None
     }
     state: State = {}
     for ours, theirs in nnunet_names(unet).items():
-        block = re.fullmatch(r"(.*)\.(conv|norm)\.([a-z_]+)", theirs)
-        copies = [f"{block[1]}.all_modules.{('conv', 'norm').index(block[2])}.{block[3]}"] if block else []
-        for name in (theirs, *copies):
+        for name in (theirs, *second_names(theirs)):
             state[name] = tensors[ours]
             if name.startswith("encoder."):
                 state[f"decoder.{name}"] = tensors[ours]
     return state
+
+
+def second_names(theirs: str) -> list[str]:
+    """Returns the other name that a tensor of a convolution or its norm also has there."""
+    block = _BLOCK.fullmatch(theirs)
+    return [f"{block[1]}.all_modules.{('conv', 'norm').index(block[2])}.{block[3]}"] if block else []
 
 
 def _to_theirs(net: nn.Module, transpose_forward: Sequence[int] | None) -> tuple[int, ...]:
@@ -141,12 +152,16 @@ def _theirs(ours: str, a: Architecture) -> str:
     if a.block == "plain":
         return f"encoder.stages.{level}.0.convs.{number}.{rest}"
     pools = number == "0" and a.strides[level] != ONE
-    rest = re.sub(r"^convs\.(\d+)\.", lambda m: f"conv{int(m[1]) + 1}.", rest)
-    rest = re.sub(r"^project\.", f"skip.{int(pools)}.", rest)
-    return f"encoder.stages.{level}.blocks.{number}.{rest}"
+    return f"encoder.stages.{level}.blocks.{number}.{name_in_block(rest, pools)}"
 
 
-def _without_copies(theirs: State) -> State:
+def name_in_block(ours: str, pools: bool) -> str:
+    """Returns the name there of a tensor of a residual block; ``pools``: whether its shortcut begins with pooling."""
+    theirs = re.sub(r"^convs\.(\d+)\.", lambda m: f"conv{int(m[1]) + 1}.", ours)
+    return re.sub(r"^project\.", f"skip.{int(pools)}.", theirs)
+
+
+def without_copies(theirs: State) -> State:
     """Returns the state without the second names of tensors; raises where these hold other numbers."""
     state = {name: tensor for name, tensor in theirs.items() if not _COPY.search(name)}
     differing = []

@@ -37,6 +37,7 @@ from seqpar.weights.weight_files import (
 
 OF_CELLS = ("unet.cells.", "resattnet.cells.")  # networks without tokens
 STEM = "encoder.patch_embed.proj.weight"
+FIRST = (STEM, *(f"encoder.patch_embed.stem.{name}.conv.weight" for name in ("convs.0", "project")))  # take the image
 ALONG_LAST_SIDE = ".norm.norm.weight"  # of norms over the last axis: a weight for each position
 
 
@@ -106,11 +107,12 @@ def weights_file(path: str) -> Path:
 
 def _fit_channels(state: dict[str, Tensor], own: Mapping[str, Tensor]) -> list[str]:
     """Repeats an encoder's first weights, of images of one channel, over those of the network; says so."""
-    stem, ours = state.get(STEM), own.get(STEM)
-    if stem is None or ours is None or stem.shape[1] != 1 or ours.shape[1] == 1:
+    fitting = [name for name in FIRST if name in state and name in own and state[name].shape[1] == 1]
+    count = own[fitting[0]].shape[1] if fitting else 1
+    if count == 1:
         return []
-    count = ours.shape[1]
-    state[STEM] = stem.repeat(1, count, *[1] * (stem.ndim - 2)) / count
+    for name in fitting:
+        state[name] = state[name].repeat(1, count, *[1] * (state[name].ndim - 2)) / count
     return [f"the first weights, of 1 channel, repeated over {count} and divided by {count}"]
 
 
@@ -139,7 +141,11 @@ def _counted(names: Iterable[str]) -> str:
 def _ours(checkpoint: Mapping[str, Any], config: Config) -> tuple[str, dict[str, Tensor], list[str]]:
     """Returns whose weights these are, their tensors under our names, and the names of those that were left."""
     if holds_unet(checkpoint):
-        return "nnU-Net", trained_state(read_checkpoint(config.weights)), []
+        results = read_checkpoint(config.weights)
+        state = trained_state(results)
+        unknown = results.folds[0].unknown_trainer
+        known = "which is not one of its own trainers; all tensors fit the plan's network"
+        return f"nnU-Net, by {unknown}, {known}" if unknown else "nnU-Net", state, []
     state = unwrap(checkpoint)
     if any(name.startswith(("encoder.blocks.", *OF_CELLS)) for name in state):
         return "seqpar", dict(state), []
@@ -188,7 +194,12 @@ def _flags(state: Mapping[str, Tensor]) -> str:
     how = f"--depth {len(norms)}"
     if len(depths) > 1:
         how = f"--encoder hierarchical --stage-depths {' '.join(str(depths[width]) for width in sorted(depths))}"
-    embed_dim, _, *patch = state["encoder.patch_embed.proj.weight"].shape
+    if STEM in state:
+        embed_dim, _, *patch = state[STEM].shape
+        stem = ""
+    else:
+        embed_dim, patch = len(state["encoder.norm.weight"]), [8, 8, 8]
+        stem = f"--stem {'primus-v3' if 'encoder.patch_embed.scales.0' in state else 'primus-v2'} "
     hidden = state["encoder.blocks.0.mlp.fc1.weight"].shape[0]
     first = "encoder.blocks.0."
     positions = "learned" if "encoder.pos_embed" in state else "rope"
@@ -196,7 +207,7 @@ def _flags(state: Mapping[str, Tensor]) -> str:
     more += [" --attention-norm"] * (f"{first}attn.norm.weight" in state)
     more += [" --layer-scale 0.1"] * (f"{first}ls1.gamma" in state)
     return (
-        f"--patch {format_sides(patch)} --embed-dim {embed_dim} {how} --mlp-ratio {hidden / embed_dim:.6g} "
+        f"{stem}--patch {format_sides(patch)} --embed-dim {embed_dim} {how} --mlp-ratio {hidden / embed_dim:.6g} "
         f"{'--qkv-bias' if f'{first}attn.q_bias' in state else '--no-qkv-bias'} "
         f"--positions {positions + '+rope' if positions == 'learned' and more else positions}{''.join(more)}"
     )

@@ -13,14 +13,15 @@ from torch import nn
 
 from seqpar.data.formats.nnunet_plans import patch_size_of
 from seqpar.decoders.modes.named_modes import choose_mode
-from seqpar.decoders.primus import PrimusDecoder
+from seqpar.decoders.primus import ConvStem, PrimusDecoder, StemKind
 from seqpar.models.masked_network import MaskedNet
 from seqpar.models.segmentation_network import SegmentationNet
-from seqpar.parallel.mesh import AnyGroup
+from seqpar.parallel.mesh import AnyGroup, as_group
 from seqpar.settings.run_settings import TOKEN_ORDERS
 from seqpar.vit.blocks import GatedMlp
 from seqpar.vit.encoder import SeqParViT
 from seqpar.weights.nnunet_results import PRETRAINING
+from seqpar.weights.nnunet_weights import name_in_block, second_names, without_copies
 from seqpar.weights.weight_files import (
     State,
     checkpoint_of,
@@ -40,6 +41,7 @@ SIZES = {  # embedding, blocks and heads of the published networks, by the names
     "PrimusL": (1056, 24, 16),
 }
 STEM, POSITIONS, MASK = "down_projection.proj.weight", "eva.pos_embed", "mask_token"
+FINAL = "down_projection.final_proj.weight"  # the last convolution of version 2 and 3's stem
 REBUILDER = "decoder."  # begins the names of what rebuilds hidden patches in a pretraining
 # Orders of tokens in pretrainings without one, by how their trainers' names begin: nnssl's, and what is written here.
 _ORDERS = {"ModelGenesisEva": "hwd", "VolumeFusionEva": "hwd", "SimMIMEva": "whd", "seqpar": "whd"}
@@ -56,7 +58,7 @@ def load_primus(
     token_order: str = "auto",
     reverse_axes: bool = False,
 ) -> SegmentationNet:
-    """Returns a network with the weights of a Primus (version 1, whose patch embedding is one convolution).
+    """Returns a network with the weights of a Primus, PrimusV2 or PrimusV3.
 
     All sizes except the number of heads are read off the shapes. Of a pretraining of nnssl's, whose names are those of
     Primus and a second, smaller one's under ``decoder.``, the latter is left.
@@ -119,8 +121,9 @@ def _encoder(
     depth = max(1, last_number(state, r"eva\.blocks\.") + 1)
     stages = last_number(state, r"up_projection\.decode\.") + 1
     has = {piece: any(piece in name for name in state) for piece in _OPTIONS}
-    ours = rename(state, primus_names(depth, stages, has), "Primus")
-    embed_dim, in_channels, *cube = ours["encoder.patch_embed.proj.weight"].shape
+    stem = stem_of(state)
+    ours = rename(without_copies(state), primus_names(depth, stages, has, stem), "Primus")
+    embed_dim, in_channels, *cube = _embedding(state)
     heads = num_heads or next((heads for width, _, heads in SIZES.values() if width == embed_dim), None)
     if heads is None:
         raise ValueError(f"no published Primus has an embedding of {embed_dim}: give num_heads=")
@@ -133,6 +136,8 @@ def _encoder(
     if reverse_axes:
         reverse_images(ours, heads, [side // p for side, p in zip(theirs, cube)])
         cube = cube[::-1]
+    if stem is not None:
+        stem.group = as_group(group)
     for at in range(depth):
         block = f"encoder.blocks.{at}.attn."
         ours[f"{block}qkv.weight"] = torch.cat([ours.pop(f"{block}{kind}.weight") for kind in "qkv"])
@@ -141,7 +146,7 @@ def _encoder(
         encoder = SeqParViT(
             in_channels, sides, cube, embed_dim, depth, heads, hidden_dim / embed_dim, has["q_proj.bias"],
             positions="learned+rope" if has[POSITIONS] else "rope", layer_scale=0.1 if has["gamma_1"] else None,
-            group=group, split=split, mlp="swiglu", attention_norm=has["attn.norm"],
+            patch_embed=stem, group=group, split=split, mlp="swiglu", attention_norm=has["attn.norm"],
         )  # fmt: skip
     return encoder, ours
 
@@ -153,9 +158,9 @@ def planned_tile(checkpoint: Mapping[str, Any]) -> tuple[int, ...] | None:
     """
     plan, state = checkpoint.get(PRETRAINING), unwrap(checkpoint)
     sides = plan.get("pretrain_patch_size") if isinstance(plan, Mapping) else _planned_patch(checkpoint)
-    if not isinstance(sides, (list, tuple)) or STEM not in state:
+    if not isinstance(sides, (list, tuple)) or not {STEM, FINAL} & state.keys():
         return None
-    count = math.prod(side // p for side, p in zip(sides, state[STEM].shape[2:]))
+    count = math.prod(side // p for side, p in zip(sides, _embedding(state)[2:]))
     return tuple(sides) if POSITIONS not in state or count == state[POSITIONS].shape[1] else None
 
 
@@ -221,8 +226,12 @@ def export_primus(net: nn.Module, reverse_axes: bool = False) -> State:
     if reverse_axes:
         reverse_images(state, encoder.num_heads, encoder.layout.grid)
     has = {option: ours in state for option, ours in _OPTIONS.items()}
-    names = primus_names(depth, len(net.decoder.ups) + 1 if decodes else 0, has)  # type: ignore[union-attr, arg-type]
+    stem = encoder.patch_embed if isinstance(encoder.patch_embed, ConvStem) else None
+    stages = len(net.decoder.ups) + 1 if decodes else 0  # type: ignore[union-attr, arg-type]
+    names = primus_names(depth, stages, has, stem)
     theirs = rename(state, {ours: their for their, ours in names.items()}, "a network that Primus has")
+    for name in _stem_names(stem) if stem is not None else ():
+        theirs |= dict.fromkeys(second_names(name), theirs[name])
     return theirs | ({MASK: encoder.norm.weight.new_zeros(1, 1, encoder.embed_dim)} if decodes else {})
 
 
@@ -235,15 +244,57 @@ _OPTIONS = {
 }
 
 
-def primus_names(depth: int, stages: int, has: Mapping[str, bool]) -> dict[str, str]:
+def stem_of(state: State) -> ConvStem | None:
+    """Returns a fresh stem of the sizes of a PrimusV2's or V3's, None for weights of version 1."""
+    if FINAL not in state:
+        return None
+    stages = last_number(state, r"down_projection\.stages\.") + 1
+    places = ["stem", *(f"stages.{level}" for level in range(stages))]
+    widths = tuple(len(state[f"down_projection.{place}.blocks.0.conv1.conv.weight"]) for place in places)
+    has_skips = any("proj_to_tokens" in name for name in state)
+    kind = StemKind(widths, "leaky_relu" if has_skips else "relu", has_skips)  # V3 adds skips, and changes both
+    embed_dim, in_channels, *_ = _embedding(state)
+    with torch.random.fork_rng(devices=[]):  # what the constructors draw is overwritten
+        return ConvStem(in_channels, embed_dim, kind)
+
+
+def _embedding(state: State) -> tuple[int, ...]:
+    """Returns the embedding, the channels of an image, and the voxels of a patch along each axis."""
+    if FINAL not in state:
+        return tuple(state[STEM].shape)
+    side = 2 << last_number(state, r"down_projection\.stages\.")
+    return len(state[FINAL]), state["down_projection.stem.blocks.0.conv1.conv.weight"].shape[1], side, side, side
+
+
+def _stem_names(stem: ConvStem | None) -> dict[str, str]:
+    """Returns a mapping from Primus' names of what embeds patches to ours."""
+    if stem is None:
+        return weight_and_bias("down_projection.proj", "encoder.patch_embed.proj")
+    names = {}
+    for ours in stem.state_dict():
+        place, _, rest = ours.partition(".")
+        level, _, inner = rest.partition(".")
+        theirs = {
+            "stem": f"stem.blocks.0.{name_in_block(rest, False)}",
+            "stages": f"stages.{level}.blocks.0.{name_in_block(inner, True)}",
+            "final": f"final_proj.{rest}",
+            "skips": f"proj_to_tokens.{rest}",
+            "scales": f"scale_proj_to_tokens.{rest}",
+        }[place]
+        names[f"down_projection.{theirs}"] = f"encoder.patch_embed.{ours}"
+    return names
+
+
+def primus_names(depth: int, stages: int, has: Mapping[str, bool], stem: ConvStem | None = None) -> dict[str, str]:
     """Returns a mapping from Primus' names to ours.
 
     Its separate weights of queries, keys and values are rows of our ``attn.qkv.weight``.
 
     - ``stages``: upsampling steps of the decoder; 0: there is none
     - ``has``: which of the optional parameters there are
+    - ``stem``: of version 2 or 3
     """
-    names = weight_and_bias("down_projection.proj", "encoder.patch_embed.proj")
+    names = _stem_names(stem)
     names |= weight_and_bias("eva.norm", "encoder.norm")
     if has[POSITIONS]:
         names[POSITIONS] = "encoder.pos_embed"

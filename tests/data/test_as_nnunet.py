@@ -9,9 +9,9 @@ import pytest
 
 from seqpar.data.errors import DataError
 from seqpar.data.formats.dataset import Case
-from seqpar.data.formats.nnunet_plans import declaration_of, plan_of
+from seqpar.data.formats.nnunet_plans import ImagePlan, Resampling, declaration_of, plan_of
 from seqpar.data.geometry import to_canonical
-from seqpar.data.preparation.as_nnunet import NnunetPreparation
+from seqpar.data.preparation.as_nnunet import NnunetPreparation, resampled, resampled_label
 from seqpar.data.preparation.prepared_case import load_case
 from seqpar.data.preparation.transforms import nearest_rows
 from seqpar.data.volumes import read_volume
@@ -107,6 +107,52 @@ def test_older_names_and_an_ignore_label_are_read() -> None:
     regions = {"background": 0, "whole": [1, 2], "core": [2], "ignore": 3}
     declared = declaration_of({**DATASET, "labels": regions, "regions_class_order": [1, 2]}, DECLARED)
     assert declared.num_outputs == 2 and declared.regions == {"whole": (1, 2), "core": (2,)}
+
+
+BY_TORCH = {  # spacing before and after, shape: what nnU-Net's resample_torch_fornnunet returned
+    "all axes at once": (
+        ((1, 1, 1), (0.75, 1.4, 0.8), (4, 3, 6)), [12.0, 42.75, 76.91666412353516, 69.00000762939453, 44.25, 75.0],
+        7038.793350756168, "032200110020031100 210032003100200031 210032020003200031 002210100001032200",
+    ),
+    "slice by slice": (
+        ((4, 1, 1), (2.5, 1.4, 0.8), (5, 3, 6)), [4.5, 35.25, 69.41666412353516, 61.5000114440918, 36.75, 67.5],
+        8684.472199559212,
+        "032200110020031100 032200110020031100 210032001100200031 002210100001032200 002210100001032200",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BY_TORCH)
+def test_torchs_resampling_gives_the_values_that_nnunets_gave(name: str) -> None:
+    (spacing, target, shape), row, total, digits = BY_TORCH[name]
+    image = (np.arange(2 * 3 * 4 * 5) * 7919 % 101).reshape(2, 3, 4, 5).astype(np.float32)
+    label = ((np.arange(3 * 4 * 5) * 37 % 11) % 5 - 1).reshape(3, 4, 5)
+    by_torch = Resampling("resample_torch_fornnunet")
+    got = resampled(image, shape, spacing, target, by_torch)
+    assert got.dtype == np.float32 and np.allclose(got[0, 1, 1], row, rtol=1e-6)
+    assert got.sum(dtype=np.float64) == pytest.approx(total, rel=1e-6)
+    ids = np.maximum(label, 0)
+    want = np.array([int(digit) for digit in digits.replace(" ", "")]).reshape(shape)
+    assert np.array_equal(resampled_label(ids, shape, spacing, target, by_torch, range(4), label < 0), want)
+    without = resampled_label(ids, shape, spacing, target, by_torch, range(4))
+    assert np.count_nonzero(without != want) in (4, 6)  # voxels outside the mask are a class of their own there
+    renumbered = resampled_label(3 - ids, shape, spacing, target, by_torch, [3, 2, 1, 0], label < 0)
+    assert np.array_equal(renumbered, 3 - want)
+
+
+def test_plans_that_resample_by_torch_prepare_so_and_their_other_modes_are_refused(tmp_path: Path) -> None:
+    case = write_case(tmp_path, STRAIGHT)
+    options = {"is_seg": False, "force_separate_z": False, "memefficient_seg_resampling": False}
+    steps = {f"resampling_fn_{what}": "resample_torch_fornnunet" for what in ("data", "seg", "probabilities")}
+    changed: dict[str, Any] = {**steps, **{f"{name}_kwargs": options for name in steps}}
+    by_torch, by_splines = by_plan(**changed), by_plan()
+    loaded = load_case(case, by_torch.recipe)
+    got, other = (preparation.prepare(loaded, case).image for preparation in (by_torch, by_splines))
+    assert got.shape == other.shape and 0.01 < np.abs(got - other).max() < 3
+    assert ImagePlan.from_json(by_torch.plan.to_json()) == by_torch.plan.of_images
+    changed["resampling_fn_data_kwargs"] = {**options, "mode": "nearest"}
+    with pytest.raises(DataError, match="resampling_fn_data_kwargs has mode 'nearest'; supported: 'linear'"):
+        by_plan(**changed)
 
 
 WRONG: dict[str, tuple[dict[str, Any], str]] = {

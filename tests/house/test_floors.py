@@ -39,6 +39,7 @@ GROUND = """
     tasks.segment tasks.classify tasks.pretrain
     tasks
     training
+    nnunet_trainer
     sweeps
     cluster.acceptance
     cli

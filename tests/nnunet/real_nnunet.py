@@ -1,5 +1,6 @@
 """Generated data sets on which the real nnU-Net plans, trains for a few iterations and validates, on a CPU."""
 
+import importlib
 import json
 import os
 import sys
@@ -112,12 +113,80 @@ def plan_and_train(root: Path, name: str) -> Path:
     return Path(trainer.output_folder_base)
 
 
-def predicted(model: Path, images: Path, out: Path) -> Path:
-    """Predicts with nnU-Net from a results folder; returns the folder of label maps."""
+def ten_losses(name: str, trainer_name: str, out: Path) -> None:
+    """Trains ten iterations on fold 1 with a trainer that nnU-Net finds, and validates; writes the losses."""
+    import torch
+    from nnunetv2.run.run_training import get_trainer_from_args
+
+    let_torchvision_load()
+    set_float_sums()
+    os.environ |= {"nnUNet_n_proc_DA": "0"}
+    torch.set_num_threads(1)
+    trainer = get_trainer_from_args(name, "3d_fullres", 1, trainer_name, PLANS[name], device=torch.device("cpu"))
+    trainer.num_epochs, trainer.num_iterations_per_epoch, trainer.num_val_iterations_per_epoch = 1, 10, 1
+    torch.manual_seed(0)
+    np.random.seed(0)
+    losses, step = list[float](), trainer.train_step
+
+    def recorded(batch: dict[str, Any]) -> dict[str, Any]:
+        result = step(batch)
+        losses.append(float(result["loss"]))
+        return result
+
+    trainer.train_step = recorded
+    trainer.run_training()
+    trainer.perform_actual_validation()
+    if trainer.local_rank == 0:
+        out.write_text(json.dumps({"losses": losses, "folder": trainer.output_folder}))
+
+
+def primus(version: str, sides: tuple[int, ...]) -> Any:
+    """Returns a small Primus of the package that nnU-Net takes it from, in float64, and its angles too."""
+    import torch
+
+    let_torchvision_load()
+    import timm.layers.pos_embed_sincos as positions
+    from dynamic_network_architectures.architectures import primus as package
+
+    class Torch:
+        float32 = torch.float64
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(torch, name)
+
+    positions.torch = Torch()
+    torch.manual_seed(0)
+    options = {"init_values": 0.1, "scale_attn_inner": True, "drop_path_rate": 0.0, "input_shape": sides}
+    net = getattr(package, version)(2, 72, (8, 8, 8), 3, eva_depth=2, eva_numheads=4, **options).double()
+    with torch.no_grad():
+        for parameter in net.parameters():
+            parameter.add_(0.05 * torch.randn_like(parameter))
+    return net
+
+
+def let_torchvision_load() -> None:
+    """Declares two operators of torchvision's, whose usual wheel does not load with a torch for CPUs alone.
+
+    nnU-Net's search for trainers imports it.
+    """
+    import torch
+
+    try:
+        importlib.import_module("torchvision")
+    except RuntimeError:
+        library = torch.library.Library("torchvision", "DEF")
+        for operator in ("nms", "qnms"):
+            library.define(f"{operator}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+        let_torchvision_load.library = library  # it declares while it lives
+
+
+def predicted(model: Path, images: Path, out: Path, sums: str = "float") -> Path:
+    """Predicts with nnU-Net from a results folder, with sums in float32 or as it has them; returns the label maps."""
     import torch
     from nnunetv2.inference.predict_from_raw_data import nnUNetPredictor
 
-    set_float_sums()
+    if sums == "float":
+        set_float_sums()
     predictor = nnUNetPredictor(perform_everything_on_device=False, device=torch.device("cpu"))
     predictor.initialize_from_trained_model_folder(str(model), None, "checkpoint_final.pth")
     out.mkdir()
@@ -139,11 +208,13 @@ def set_float_sums() -> None:
     predictions.torch = Torch()
 
 
-if __name__ == "__main__":  # train ROOT NAME ...: makes data sets and trains; predict ROOT MODEL IMAGES OUT
+if __name__ == "__main__":  # train ROOT NAME ...; predict ROOT MODEL IMAGES OUT SUMS; losses ROOT NAME TRAINER OUT
     act, root, *words = sys.argv[1:]
     set_paths(Path(root))
     if act == "predict":
-        predicted(*map(Path, words))
+        predicted(*map(Path, words[:3]), *words[3:])
+    elif act == "losses":
+        ten_losses(words[0], words[1], Path(words[2]))
     else:
         for name in words:
             make_dataset(Path(root) / "nnUNet_raw", name)

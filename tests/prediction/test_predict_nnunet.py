@@ -13,7 +13,10 @@ import torch
 
 from seqpar.cli import predict
 from seqpar.cluster import exit_codes
+from seqpar.parallel.mesh import Mesh
 from seqpar.prediction.predictor import PredictionSettings, Predictor
+from seqpar.prediction.sliding_window import join_rows, sliding_window
+from seqpar.prediction.window_grid import Sliding
 from seqpar.runs.nnunet_run import open_run
 from seqpar.scores.postprocessing import keep_largest
 from tests.support import nnunet_prediction
@@ -52,12 +55,14 @@ def place(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def wanted(place: Path, number: int, folds: tuple[int, ...] = (0, 1), mirror: tuple[int, ...] = MIRROR) -> np.ndarray:
+def wanted(
+    place: Path, number: int, folds: tuple[int, ...] = (0, 1), mirror: tuple[int, ...] = MIRROR, half: bool = False
+) -> np.ndarray:
     nets = [reference("ResidualEncoderUNet", fold).float() for fold in folds]
     finest = [lambda x, net=net: net(x)[0] for net in nets]
     plans = json.loads((place / "model" / "plans.json").read_text())
     paths = sorted((place / "images").glob(f"c{number}_*"))
-    return nnunet_prediction.labels(finest, paths, plans, own_of("ResidualEncoderUNet"), mirror)
+    return nnunet_prediction.labels(finest, paths, plans, own_of("ResidualEncoderUNet"), mirror, half=half)
 
 
 def test_labels_of_one_rank_and_of_two_are_nnunets(place: Path) -> None:
@@ -99,6 +104,52 @@ def test_folds_flips_windows_and_weights_act(place: Path) -> None:
         assert np.count_nonzero(voxels(place / name / "c0.nii.gz") != want) > 5
     record = json.loads((place / "one" / "prediction.json").read_text())
     assert list(record["weights"]) == [str(place / "model" / "fold_1" / "checkpoint_final.pth")]
+
+
+def test_a_trainer_of_another_name_is_named_or_refused(place: Path, capsys) -> None:
+    nets = [reference("ResidualEncoderUNet").float()]
+    plans = json.loads((place / "model" / "plans.json").read_text())
+    trained = {"trainer_name": "nnUNetTrainerOfMine", "inference_allowed_mirroring_axes": MIRROR}
+    own = write_results(place / "own", nets, plans, **trained)
+    assert act(place, own, out="own-out") == 0
+    assert capsys.readouterr().out.count("trained by nnUNetTrainerOfMine") == 1
+    assert act(place, place / "model", "--folds", "0", "--trainer-unknown", "refuse") == 0
+    assert np.array_equal(voxels(place / "own-out" / "c0.nii.gz"), voxels(place / "out" / "c0.nii.gz"))
+    assert "trained by" not in capsys.readouterr().out
+    with pytest.raises(ValueError, match="nnUNetTrainerOfMine.*--trainer-unknown is refuse; take uses it"):
+        act(place, own, "--trainer-unknown", "refuse", out="none")
+    assert not (place / "none").exists()
+
+
+def test_half_sums_are_nnunets_to_the_bit_on_one_rank_and_two(place: Path) -> None:
+    """Of logits, of which few are near a change of label; and of labels, whose logits are resampled in half too."""
+    run = open_run(place / "model")
+    nets = [reference("ResidualEncoderUNet", fold).float() for fold in range(2)]
+    finest = [lambda x, net=net: net(x)[0] for net in nets]
+    image = torch.from_numpy(np.stack([image_array(seed, (20, 9, 11)) for seed in (5, 6)])).float()
+    tile = run.config.tile
+    half, full = (nnunet_prediction.logits(finest, image.numpy(), tile, MIRROR, half) for half in (True, False))
+    assert half.dtype == np.float16 and np.abs(half - full).max() > 1e-4
+    for world in (1, 2):
+        for got in run_ranks(world, half_logits, str(place / "model"), image, seqpar=1):
+            same = got.numpy() == half.astype(np.float32)
+            assert np.mean(same) > 0.998, "all but what networks round otherwise here and there"
+            assert np.mean(full == got.numpy()) < 0.01
+    assert act(place, place / "model", "--sums", "half") == 0
+    for number in range(2):
+        got = voxels(place / "out" / f"c{number}.nii.gz")
+        assert np.count_nonzero(got != wanted(place, number, half=True)) <= 1
+    with pytest.raises(ValueError, match="--sums: a whole pass has no windows"):
+        act(place, place / "model", "--window", "whole", "--force", "--sums", "half", out="none")
+
+
+def half_logits(mesh: Mesh, model: str, image: torch.Tensor) -> torch.Tensor:
+    """Returns the logits of windows that were added up in half precision, joined."""
+    run = open_run(model)
+    nets = run.load_nets(run.weights_of([]), mesh)
+    sliding = Sliding(run.config.tile, mirror=run.mirror, rule=run.window_rule, sums="half")
+    slabs = sliding_window(nets, image, sliding, mesh)
+    return torch.cat([join_rows(slab.logits.movedim(1, 0), slab.bounds, mesh).movedim(0, 1) for slab in slabs], 1)
 
 
 def test_a_whole_pass_needs_force_as_it_is_another_function(place: Path) -> None:

@@ -202,6 +202,8 @@ ELSEWHERE = {
     "clip": "test_clipping_bounds_what_the_optimizer_sees", "val_every": "test_validation_comes_as_often_as_told",
     "weights": "test_weights_are_taken",
     "token_order": "test_weights_of_either_order_of_tokens_give_the_output_that_they_were_trained_to_give",
+    "stem": "test_training_starts_from_a_primus_with_a_stem_and_names_the_flag",
+    "trainer_unknown": "test_weights_by_a_trainer_of_another_name_are_taken_with_a_line_or_refused",
     "resume": "test_a_run_that_had_to_leave_goes_on_to_the_same_bits",
     "checkpoint_minutes": "test_a_run_that_loses_a_rank_at_every_moment_in_turn_ends_with_the_same_bits",
     "shard_weights": "test_sharded_weights_become_what_replicated_ones_become",

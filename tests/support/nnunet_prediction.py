@@ -1,4 +1,6 @@
-"""nnU-Net's prediction of a case in numpy and scipy, written from a description of its steps alone; sums in float32.
+"""nnU-Net's prediction of a case in numpy and scipy, written from a description of its steps alone.
+
+Sums over windows are in float32, or in half precision, as nnU-Net has them.
 
 Nothing of ours is imported: what is under test cannot agree with itself. Axes x y z: the file's reversed, transposed.
 """
@@ -77,7 +79,9 @@ def _zoom(x: np.ndarray, shape: list[int], order: int) -> np.ndarray:
     return np.clip(ndimage.zoom(x, factors, order=order, mode="nearest", grid_mode=True), x.min(), x.max())
 
 
-def logits(nets: Sequence[Predict], data: np.ndarray, tile: Sequence[int], mirror: Sequence[int]) -> np.ndarray:
+def logits(
+    nets: Sequence[Predict], data: np.ndarray, tile: Sequence[int], mirror: Sequence[int], half: bool = False
+) -> np.ndarray:
     """Returns k x y z: over windows, flips and folds."""
     lacking = [max(t - n, 0) for t, n in zip(tile, data.shape[1:])]
     before = [n // 2 for n in lacking]
@@ -88,18 +92,19 @@ def logits(nets: Sequence[Predict], data: np.ndarray, tile: Sequence[int], mirro
     weight = torch.from_numpy(blurred / (blurred.max() / 10)).half()
     weight[weight == 0] = weight[weight != 0].min()
     flips = [f for n in range(len(mirror) + 1) for f in itertools.combinations([2 + axis for axis in mirror], n)]
-    mean = torch.zeros(())
+    mean, dtype = torch.zeros(()), torch.half if half else torch.float32
     for net in nets:
-        total, count = torch.zeros(()), torch.zeros(padded.shape[1:])
+        total, count = torch.zeros(()), torch.zeros(padded.shape[1:], dtype=dtype)
         for corner in itertools.product(*(_starts(n, t) for n, t in zip(padded.shape[1:], tile))):
             at = tuple(slice(c, c + t) for c, t in zip(corner, tile))
             window = padded[(slice(None), *at)][None]
             with torch.no_grad():
                 y = torch.stack([net(window.flip(f)).flip(f)[0] for f in flips]).mean(0)
-            total = torch.zeros(len(y), *padded.shape[1:]) if total.ndim == 0 else total
+            total = torch.zeros(len(y), *padded.shape[1:], dtype=dtype) if total.ndim == 0 else total
             total[(slice(None), *at)] += y * weight.float()
             count[at] += weight.float()
-        mean = mean + total / count / len(nets)
+        mean = mean + (total / count if half else total / count / len(nets))
+    mean = mean / len(nets) if half else mean
     return mean[(slice(None), *(slice(b, b + n) for b, n in zip(before, data.shape[1:])))].numpy()
 
 
@@ -110,13 +115,13 @@ def _starts(extent: int, tile: int) -> list[int]:
 
 def labels(
     nets: Sequence[Predict], paths: Sequence[Path], plans: dict[str, Any], own: dict[str, Any], mirror: Sequence[int],
-    order: Sequence[int] = (),
+    order: Sequence[int] = (), half: bool = False,
 ) -> np.ndarray:  # fmt: skip
     """Returns a case's label map in the file's axes; ``order``: of regions, each region's label."""
     forward = plans["transpose_forward"]
     whole, spacing = read(paths, forward)
     data, cut, sides = prepared(whole, spacing, plans, own)
-    scores = resampled(logits(nets, data, own["patch_size"], mirror), sides, own["spacing"], spacing, order=1)
+    scores = resampled(logits(nets, data, own["patch_size"], mirror, half), sides, own["spacing"], spacing, order=1)
     ids = scores.argmax(0)
     if order:
         ids = np.zeros(sides, int)

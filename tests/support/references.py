@@ -189,13 +189,75 @@ def primus_shapes(
     return shapes | {f"{final}.weight": (channels[-1], k, *last), f"{final}.bias": (k,)}
 
 
+def primus_stem_shapes(c: int, e: int, widths: tuple[int, ...], skips: bool) -> dict[str, tuple[int, ...]]:
+    """Those of the residual convolutions that embed patches in PrimusV2 and, with ``skips``, V3."""
+    shapes: dict[str, tuple[int, ...]] = {}
+    last = len(widths) - 1
+    for at, (i, o) in enumerate(zip((c, *widths), widths)):
+        block = f"down_projection.{f'stages.{at - 1}' if at else 'stem'}.blocks.0."
+        convs = {"conv1.": (o, i, 3, 3, 3), "conv2.": (o, o, 3, 3, 3)}
+        if i != o:
+            convs[f"skip.{min(at, 1)}."] = (o, i, 1, 1, 1)
+        for name, shape in convs.items():
+            shapes |= {f"{block}{name}conv.weight": shape, f"{block}{name}norm.weight": (o,)}
+            shapes[f"{block}{name}norm.bias"] = (o,)
+            if not at and "skip" not in name:
+                shapes[f"{block}{name}conv.bias"] = (o,)
+    shapes |= {"down_projection.final_proj.weight": (e, widths[-1], 1, 1, 1), "down_projection.final_proj.bias": (e,)}
+    for at in range(last if skips else 0):
+        side = 2 ** (last - at)
+        name = f"down_projection.proj_to_tokens.{at}"
+        shapes |= {f"{name}.weight": (e, widths[at], side, side, side), f"{name}.bias": (e,)}
+        shapes[f"down_projection.scale_proj_to_tokens.{at}"] = ()
+    return shapes
+
+
+def with_second_names(state: State) -> State:
+    """Returns the state in which convolutions and norms of residual blocks also have their second names."""
+    second = {
+        name.replace(f".{kind}.", f".all_modules.{number}."): tensor
+        for name, tensor in state.items()
+        for number, kind in enumerate(("conv", "norm"))
+        if ".blocks.0." in name and f".{kind}." in name and name.startswith("down_projection.")
+    }
+    return state | second
+
+
+def _embedded(state: State, x: Tensor) -> Tensor:
+    """Returns the tokens ``b e w d h``: by one convolution, or by residual blocks, as the names say."""
+    d = "down_projection."
+    if f"{d}proj.weight" in state:
+        weight = state[f"{d}proj.weight"]
+        return F.conv3d(x, weight, state[f"{d}proj.bias"], stride=tuple(weight.shape[2:]))
+    count = sum(name.startswith(f"{d}proj_to_tokens") and name.endswith("weight") for name in state)
+    slope = 0.01 if count else 0.0
+    total = torch.zeros(())
+
+    def normed(name: str, y: Tensor, **options: int) -> Tensor:
+        y = F.conv3d(y, state[f"{name}.conv.weight"], state.get(f"{name}.conv.bias"), **options)
+        return F.instance_norm(y, weight=state[f"{name}.norm.weight"], bias=state[f"{name}.norm.bias"], eps=1e-5)
+
+    for at in range(1 + sum(f"{d}stages.{n}.blocks.0.conv1.conv.weight" in state for n in range(9))):
+        block = f"{d}{f'stages.{at - 1}' if at else 'stem'}.blocks.0."
+        y = F.leaky_relu(normed(f"{block}conv1", x, stride=1 + min(at, 1), padding=1), slope)
+        y = normed(f"{block}conv2", y, padding=1)
+        shortcut = F.avg_pool3d(x, 2) if at else x
+        if f"{block}skip.{min(at, 1)}.conv.weight" in state:
+            shortcut = normed(f"{block}skip.{min(at, 1)}", shortcut)
+        x = F.leaky_relu(y + shortcut, slope)
+        if at < count:
+            weight, bias = (state[f"{d}proj_to_tokens.{at}.{kind}"] for kind in ("weight", "bias"))
+            skip = F.conv3d(x, weight, bias, stride=weight.shape[-1])
+            total = total + state[f"{d}scale_proj_to_tokens.{at}"] * skip
+    return F.conv3d(x, state[f"{d}final_proj.weight"], state[f"{d}final_proj.bias"]) + total
+
+
 def primus(state: State, x: Tensor, heads: int, exchanged: bool = False) -> Tensor:
     """Returns logits of Primus with everything that its training switches on.
 
     ``exchanged``: tokens lie in a row with the second axis slowest, which positions know nothing of.
     """
-    weight = state["down_projection.proj.weight"]
-    x = F.conv3d(x, weight, state["down_projection.proj.bias"], stride=tuple(weight.shape[2:]))
+    x = _embedded(state, x)
     grid, e = x.shape[2:], x.shape[1]
     x = (x.transpose(2, 3) if exchanged else x).flatten(2).transpose(1, 2) + state["eva.pos_embed"]
     angles = _axial_angles(grid, e // heads).to(x)

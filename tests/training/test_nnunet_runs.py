@@ -82,6 +82,17 @@ def test_training_goes_on_from_weights_that_nnunet_trained(place, tmp_path, kind
     assert float((file_axes(got) - want).abs().max() / want.abs().max()) < 1e-5
 
 
+def test_weights_by_a_trainer_of_another_name_are_taken_with_a_line_or_refused(place, tmp_path) -> None:
+    plans = json.loads((place / "PlainConvUNet" / "plans.json").read_text())
+    nets = [reference("PlainConvUNet").float()]
+    folder = write_results(tmp_path / "own", nets, plans, trainer_name="nnUNetTrainerOfMine")
+    weights = ["--weights", str(folder / "fold_0" / "checkpoint_final.pth")]
+    trained(1, flags_of(place, *weights, "--iterations", "1"), tmp_path / "run")
+    assert "by nnUNetTrainerOfMine, which is not one of its own" in (tmp_path / "run" / "train.log").read_text()
+    with pytest.raises(ValueError, match="nnUNetTrainerOfMine.*--trainer-unknown is refuse"):
+        read_request(flags_of(place, *weights, "--trainer-unknown", "refuse"), read_launcher({}))
+
+
 def features(net, image: Tensor) -> Tensor:
     """Returns what the head of the finest level takes."""
     cells = net.unet

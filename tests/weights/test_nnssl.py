@@ -15,6 +15,7 @@ from seqpar.models.build import build_network
 from seqpar.models.masked_network import MaskedNet
 from seqpar.models.segmentation_network import SegmentationNet
 from seqpar.parallel.mesh import Group
+from seqpar.runs.nnunet_export import _trained_name
 from seqpar.settings.config import Config
 from seqpar.weights import checkpoint, nnssl
 from seqpar.weights.pretrained import load_pretrained
@@ -67,6 +68,16 @@ def as_nnunet_loads_it(path: Path, channels: int, tile: list[int]) -> tuple[dict
         name = plan["keys_to_in_proj"][0] + ".weight"
         stem[name] = stem[name].repeat(1, channels, 1, 1, 1) / channels
     return encoder | stem, adaptation
+
+
+def test_a_stem_of_convolutions_names_its_version_and_is_no_pretraining(tmp_path: Path) -> None:
+    for stem, name in {"primus-v2": "PrimusV2XS", "primus-v3": "PrimusV3XS"}.items():
+        net = build_network(replace(TINY, stem=stem), 1, 3, Group("seq"))
+        assert nnssl.primus_name(net) == name
+        with pytest.raises(ValueError, match=f"a {name} is not written as a pretraining.*name a folder"):
+            nnssl.write_pretrained(tmp_path / "mae.pth", net, None, ("zscore",), "CC0")
+    published = {name: _trained_name(name) for name in ("PrimusM", "PrimusV2M", "PrimusV3L")}
+    assert published == {"PrimusM": "Primus_M", "PrimusV2M": "PrimusV2M", "PrimusV3L": "PrimusV3L"}
 
 
 @pytest.mark.parametrize("config", [TINY, PRETRAINING])

@@ -199,14 +199,37 @@ def test_what_is_not_built_is_refused_by_name(tmp_path: Path, name: str) -> None
     assert "plans.json" in str(error.value)
 
 
-def test_trainers_networks_copies_and_folds_that_do_not_fit_are_refused(tmp_path: Path) -> None:
+TRAINERS = """
+    nnUNetTrainer nnUNetTrainer_250epochs_NoMirroring nnUNetTrainerDA5 nnUNetTrainerDA5ord0 nnUNetTrainerDA5Segord0
+    nnUNetTrainerSeqPar
+"""
+OF_TOTALSEGMENTATOR = """
+    nnUNetTrainer nnUNetTrainerNoMirroring nnUNetTrainer_4000epochs_NoMirroring nnUNetTrainer_2000epochs_NoMirroring
+    nnUNetTrainer_DASegOrd0 nnUNetTrainer_DASegOrd0_NoMirroring
+"""
+
+
+def test_a_trainer_is_taken_whatever_its_name_if_all_tensors_fit(tmp_path: Path) -> None:
     net, plans = reference("PlainConvUNet"), plans_of(configuration("PlainConvUNet"))
-    for trainer in ("nnUNetTrainer_250epochs_NoMirroring", "nnUNetTrainerDA5", "nnUNetTrainer_DASegOrd0_NoMirroring",
-                    "nnUNetTrainerDA5ord0", "nnUNetTrainerDA5Segord0"):  # fmt: skip
-        assert load_nnunet(write_results(tmp_path / trainer, [net], plans, trainer_name=trainer)) is not None
-    own = write_results(tmp_path / "own", [net], plans, trainer_name="nnUNetTrainerUMambaBot")
-    with pytest.raises(ValueError, match="was trained by nnUNetTrainerUMambaBot"):
-        load_nnunet(own)
+    folder = write_results(tmp_path / "own", [net], plans, trainer_name="nnUNetTrainerOfMine")
+    results = read_checkpoint(folder / "fold_0" / "checkpoint_final.pth")
+    assert "trained by nnUNetTrainerOfMine, which is not one of nnU-Net's own" in results.trainer_line
+    assert torch.equal(load_nnunet(folder)(image()), net(image())[0])
+    with pytest.raises(ValueError, match="was trained by nnUNetTrainerOfMine.*--trainer-unknown is refuse"):
+        results.refuse_unknown_trainers()
+    other = [reference("ResidualEncoderUNet")]
+    folder = write_results(tmp_path / "other", other, plans, trainer_name="nnUNetTrainerUMambaBot")
+    with pytest.raises(ValueError, match="by nnUNetTrainerUMambaBot, which builds another network than the plan's"):
+        load_nnunet(folder)
+    (fold,) = results.folds
+    for trainer in (*TRAINERS.split(), *OF_TOTALSEGMENTATOR.split()):
+        known = replace(results, folds=(replace(fold, trainer=trainer),))
+        known.refuse_unknown_trainers()
+        assert known.trainer_line == "", trainer
+
+
+def test_networks_copies_and_folds_that_do_not_fit_are_refused(tmp_path: Path) -> None:
+    net, plans = reference("PlainConvUNet"), plans_of(configuration("PlainConvUNet"))
     state = dict(net.state_dict())
     state["decoder.encoder.stages.0.0.convs.0.conv.weight"] = state["encoder.stages.0.0.convs.0.conv.weight"] + 1
     torn = write_results(tmp_path / "torn", [net], plans, network_weights=state)

@@ -6,13 +6,18 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
+from seqpar.decoders.primus import STEMS as PUBLISHED
 from seqpar.models.build import build_network
-from seqpar.parallel.mesh import Group
+from seqpar.parallel.collectives import all_reduce
+from seqpar.parallel.mesh import Group, Mesh
+from seqpar.settings.checks import check
 from seqpar.settings.config import Config
 from seqpar.weights.monai_weights import load_monai
 from seqpar.weights.pretrained import load_pretrained
-from seqpar.weights.primus_weights import export_primus, has_exchanged_axes, load_primus
+from seqpar.weights.primus_weights import FINAL, export_primus, has_exchanged_axes, load_primus
+from seqpar.weights.weight_files import load_torch
 from tests.support import references
 from tests.support.foreign_weights import HEADS, TILE, image, out, tiny_unetr
 
@@ -48,6 +53,100 @@ def test_a_primus_without_an_option_loads_and_comes_back(lacking: str) -> None:
     if lacking in neutral:
         filled = {name: t if lacking not in name else torch.full_like(t, neutral[lacking]) for name, t in whole.items()}
         assert (out(net, image(*PRIMUS_TILE)) - references.primus(filled, image(*PRIMUS_TILE), 4)).abs().max() < 1e-12
+
+
+STEMS = {"V2": ((4, 4, 6, 8), False), "V3": ((4, 6, 8, 10), True)}
+
+
+def stemmed(version: str) -> references.State:
+    """Returns the weights of a small PrimusV2 or V3."""
+    sizes = dict(references.primus_shapes(**PRIMUS))  # type: ignore[arg-type]
+    del sizes["down_projection.proj.weight"], sizes["down_projection.proj.bias"]
+    state = references.draw(sizes | references.primus_stem_shapes(2, 72, *STEMS[version]))
+    return references.with_second_names(state)
+
+
+@pytest.mark.parametrize("version", STEMS)
+def test_a_primus_with_a_stem_of_convolutions_gives_the_reference_output_and_comes_back(version: str) -> None:
+    state, x = stemmed(version), image(*PRIMUS_TILE)
+    net = load_primus(state, PRIMUS_TILE, num_heads=4)
+    want = references.primus(state, x, 4)
+    assert (out(net, x) - want).abs().max() < 1e-12
+    back = export_primus(net)
+    assert back.keys() == state.keys()
+    assert all(torch.equal(back[name], tensor) for name, tensor in state.items() if name != "mask_token")
+    turned = load_primus(state, PRIMUS_TILE[::-1], num_heads=4, reverse_axes=True)
+    assert (out(turned, x.transpose(2, 4)) - want.transpose(2, 4)).abs().max() < 1e-12
+    back = export_primus(turned, reverse_axes=True)
+    assert all(torch.equal(back[name], tensor) for name, tensor in state.items() if name != "mask_token")
+    more = {"down_projection.stages.0.blocks.1.conv1.conv.weight": torch.zeros(4, 4, 3, 3, 3)}
+    with pytest.raises(ValueError, match=r"not weights of Primus; unknown: down_projection.stages.0.blocks.1"):
+        load_primus(state | more, PRIMUS_TILE, num_heads=4)
+    other = next(name for name in state if name.endswith("conv1.all_modules.0.weight"))
+    with pytest.raises(ValueError, match="other numbers under second names"):
+        load_primus(state | {other: state[other] + 1}, PRIMUS_TILE, num_heads=4)
+
+
+def on_ranks(mesh: Mesh, state: references.State) -> list[tuple[float, dict[str, Tensor]]]:
+    """Returns loss and gradients of two modes, under Primus' names, averaged over the ranks as DDP does."""
+    return [loss_and_gradients(mesh, state, mode) for mode in ("gather", "halo")]
+
+
+def loss_and_gradients(mesh: Mesh, state: references.State, mode: str) -> tuple[float, dict[str, Tensor]]:
+    x, weight = image(*PRIMUS_TILE), image(*PRIMUS_TILE)[:, 0]
+    net = load_primus(state, PRIMUS_TILE, num_heads=4, group=mesh.seq, mode=mode).train()
+    part, factor = (net.layout.cut(volume, mesh.seq.index) for volume in (x, weight))
+    logits, factor = net(part), net.arrange(factor)
+    share = 1 if factor.shape == weight.shape else mesh.seq.size
+    loss = (logits.square() * factor[:, None]).sum() * share
+    loss.backward()
+    grads = {name: p.grad for name, p in net.named_parameters()}
+    for name, tensor in grads.items():
+        grads[name] = all_reduce(tensor, mesh.seq) / mesh.seq.size
+    net.load_state_dict(grads, strict=False)
+    return float(all_reduce(loss.detach(), mesh.seq)) / mesh.seq.size, export_primus(net)
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
+@pytest.mark.parametrize("version", STEMS)
+def test_stems_of_convolutions_have_the_gradients_of_one_process_on_several_ranks(ranks, version, world) -> None:
+    state = stemmed(version)
+    first = {name: tensor for name, tensor in state.items() if "all_modules" not in name and name != "mask_token"}
+    leaves = {name: tensor.clone().requires_grad_() for name, tensor in first.items()}
+    x, weight = image(*PRIMUS_TILE), image(*PRIMUS_TILE)[:, 0]
+    want = (references.primus(leaves, x, 4).square() * weight[:, None]).sum()
+    want.backward()
+    want = want.detach()
+    for losses in ranks(world, on_ranks, state):
+        for loss, grads in losses:
+            assert abs(loss / float(want) - 1) < 1e-12
+            for name, leaf in leaves.items():
+                assert (grads[name] - leaf.grad).abs().max() <= 1e-12 * max(1, leaf.grad.abs().max()), name
+
+
+def test_training_starts_from_a_primus_with_a_stem_and_names_the_flag(tmp_path: Path) -> None:
+    torch.save(references.draw({**_widened("primus-v2")}), tmp_path / "v2.pth")
+    config = Config(
+        tile=(24, 8, 16), patch=(8, 8, 8), embed_dim=72, depth=2, heads=4, mlp="swiglu", mlp_ratio=192 / 72,
+        attention_norm=True, positions="learned+rope", layer_scale=0.1, decoder="primus", output_bias=False,
+        stem="primus-v2", weights=str(tmp_path / "v2.pth"), precision="fp64",
+    )  # fmt: skip
+    net = build_network(config, 2, 3, Group("seq")).double()
+    assert "fresh" not in load_pretrained(net, config)
+    assert torch.equal(export_primus(net, True)[FINAL], load_torch(tmp_path / "v2.pth")[FINAL])
+    plain = replace(config, stem="patch")
+    with pytest.raises(ValueError, match="--stem primus-v2 --patch 8"):
+        load_pretrained(build_network(plain, 2, 3, Group("seq")).double(), plain)
+    for wrong in ({"patch": (4, 4, 4)}, {"split": "ordered"}):
+        with pytest.raises(ValueError, match="use --patch 8 --split spatial"):
+            check(replace(config, **wrong), ["vit"])
+
+
+def _widened(stem: str) -> dict[str, tuple[int, ...]]:
+    """Returns the shapes of a Primus with a stem of the published widths."""
+    sizes = dict(references.primus_shapes(**PRIMUS))  # type: ignore[arg-type]
+    del sizes["down_projection.proj.weight"], sizes["down_projection.proj.bias"]
+    return sizes | references.primus_stem_shapes(2, 72, PUBLISHED[stem].widths, PUBLISHED[stem].skips)
 
 
 CUBE = {**PRIMUS, "c": 1, "grid": (3, 3, 3)}

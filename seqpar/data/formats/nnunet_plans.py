@@ -24,7 +24,15 @@ SCHEMES = (
 )
 READERS = ("SimpleITKIO", "NibabelIO", "SimpleITKIOWithReorient", "NibabelIOWithReorient")
 NONE = "no_resampling_hack"
-RESAMPLINGS = ("resample_data_or_seg_to_shape", NONE)
+BY_TORCH = "resample_torch_fornnunet"
+RESAMPLINGS = ("resample_data_or_seg_to_shape", NONE, BY_TORCH)
+# The only values of its arguments that are built here, which are those of nnU-Net's planners.
+_TORCH_OPTIONS = {
+    "memefficient_seg_resampling": False,
+    "mode": "linear",
+    "aniso_axis_mode": "nearest-exact",
+    "separate_z_anisotropy_threshold": 3,
+}
 
 
 @dataclass(frozen=True)
@@ -32,7 +40,8 @@ class Resampling:
     """How volumes are resampled.
 
     - ``function``: one of ``RESAMPLINGS``
-    - ``order``: of the spline; ``order_z``: along an axis of much larger spacing, which is resampled separately
+    - ``order``: of the spline (torch's is linear); ``order_z``: along an axis of much larger spacing, which is
+      resampled separately
     - ``force_separate_z``: whether one axis is resampled separately; None: the spacing decides
     """
 
@@ -248,6 +257,11 @@ def _refuse(own: Mapping[str, Any], name: str, path: Path) -> None:
             path, f"configuration {name} is the second stage of a cascade (previous_stage {own['previous_stage']}), "
             "which also takes the first stage's labels and is not supported; use 3d_fullres or 3d_lowres"
         )  # fmt: skip
+    for key, options in own.items():
+        if own.get(key.removesuffix("_kwargs")) == BY_TORCH and isinstance(options, Mapping):
+            for option, value in _TORCH_OPTIONS.items():
+                if options.get(option, value) != value:
+                    raise DataError(path, f"{key} has {option} {options[option]!r}; supported: {value!r}")
     if isinstance(own.get("patch_size"), list) and len(own["patch_size"]) == 2:
         raise DataError(path, f"configuration {name} is 2d (patch {own['patch_size']}); only 3d networks are supported")
 

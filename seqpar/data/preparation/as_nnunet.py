@@ -9,11 +9,14 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional as F
 
 from seqpar.data.boxes import Box, crop, smallest_box, uncrop
 from seqpar.data.errors import DataError
 from seqpar.data.formats.dataset import Case
-from seqpar.data.formats.nnunet_plans import ImagePlan, NnunetDeclaration, Resampling
+from seqpar.data.formats.nnunet_plans import BY_TORCH, ImagePlan, NnunetDeclaration, Resampling
 from seqpar.data.geometry import Geometry, from_canonical, parse_header, to_canonical
 from seqpar.data.preparation.prepared_case import (
     Loaded,
@@ -76,7 +79,7 @@ class NnunetPreparation(Preparation):
         label = None
         if ids is not None:
             order = np.argsort(self.recipe.values).tolist()
-            label = resampled_label(ids, shape, spacing, plan.spacing, plan.label_resampling, order)
+            label = resampled_label(ids, shape, spacing, plan.spacing, plan.label_resampling, order, ~counted)
         step()
         return self._turned(image, label, ids, box, loaded, case)
 
@@ -228,11 +231,16 @@ def separate_axis(spacing: Sequence[float], target: Sequence[float], resampling:
 def resampled(
     image: np.ndarray, shape: Sequence[int], spacing: Sequence[float], target: Sequence[float], resampling: Resampling
 ) -> np.ndarray:
-    """Returns ``c x y z`` on a grid of ``shape``, by splines in float64; a separate axis takes the nearest slice."""
+    """Returns ``c x y z`` on a grid of ``shape``; a separate axis takes the nearest slice.
+
+    By splines in float64, or linearly by torch in float32.
+    """
     shape = tuple(shape)
     if image.shape[1:] == shape:
         return image
     axis = separate_axis(spacing, target, resampling)
+    if resampling.function == BY_TORCH:
+        return _by_torch(torch.from_numpy(image), shape, axis, _interpolated).numpy()
     out = np.empty((len(image), *shape), image.dtype)
     for number, x in enumerate(image.astype(np.float64)):
         out[number] = _by_slices(x, shape, axis, lambda x, shape: _zoomed(x, shape, resampling.order))
@@ -241,11 +249,14 @@ def resampled(
 
 def resampled_label(
     ids: np.ndarray, shape: Sequence[int], spacing: Sequence[float], target: Sequence[float], resampling: Resampling,
-    order: Sequence[int],
+    order: Sequence[int], outside: np.ndarray | None = None,
 ) -> np.ndarray:  # fmt: skip
     """Returns class ids ``x y z`` on a grid of ``shape``: a class wins where its resampled mask is at least one half.
 
-    - ``order``: of the ids; later ones win ties
+    By torch, the class with the largest mask wins.
+
+    - ``order``: of the ids, by their labels; later ones win ties, by torch earlier ones
+    - ``outside``: voxels outside the mask of what is not 0, which are background of their own to torch
     """
 
     def zoomed(x: np.ndarray, shape: Sequence[int]) -> np.ndarray:
@@ -257,7 +268,42 @@ def resampled_label(
 
     if ids.shape == tuple(shape):
         return ids
+    if resampling.function == BY_TORCH:
+        ranks = np.argsort(order)[ids].astype(np.int16)
+        if outside is not None:
+            ranks[outside] = -1
+        axis = separate_axis(spacing, target, resampling)
+        chosen = _by_torch(torch.from_numpy(ranks)[None], tuple(shape), axis, _likeliest)[0].clamp_(min=0).numpy()
+        return np.asarray(order)[chosen].astype(ids.dtype)
     return _by_slices(ids, tuple(shape), separate_axis(spacing, target, resampling), zoomed)
+
+
+def _by_torch(
+    x: Tensor, shape: tuple[int, ...], axis: int | None, zoom: Callable[[Tensor, Sequence[int], str], Tensor]
+) -> Tensor:
+    """Returns ``c x y z`` zoomed linearly; across ``axis`` slice by slice, of which the nearest are then taken."""
+    if axis is None:
+        return zoom(x, shape, "trilinear")
+    plane = [n for d, n in enumerate(shape) if d != axis]
+    slices = x.movedim(1 + axis, 1)
+    slices = zoom(slices.flatten(0, 1), plane, "bilinear").unflatten(0, slices.shape[:2])
+    return zoom(slices.movedim(1, 1 + axis), shape, "nearest-exact")
+
+
+def _interpolated(x: Tensor, shape: Sequence[int], mode: str) -> Tensor:
+    return x if x.shape[1:] == tuple(shape) else F.interpolate(x[None].float(), tuple(shape), mode=mode)[0]
+
+
+def _likeliest(x: Tensor, shape: Sequence[int], mode: str) -> Tensor:
+    """Returns for each voxel the value with the largest interpolated mask, compared in float16 as nnU-Net does."""
+    if x.shape[1:] == tuple(shape):
+        return x
+    values, most = torch.unique(x), 1000
+    masks = torch.stack([(_interpolated((x == value) * most, shape, mode)).half() for value in values])
+    out = values[masks.argmax(0)]
+    for value, mask in zip(values, masks):
+        out[mask > 0.7 * most] = value
+    return out
 
 
 def _by_slices(
