@@ -63,7 +63,7 @@ def read_all(records: Mapping[str, RunRecord], read: Callable[[RunRecord], T], g
         try:
             scored[name] = read(record)
         except DataError as error:
-            gaps.append(f"{name}: There are no scores of single cases: {error}.")
+            gaps.append(f"{name}: there are no scores of the cases: {error}.")
     return scored
 
 

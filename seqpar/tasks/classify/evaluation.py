@@ -27,8 +27,8 @@ class ClassEvaluation(CaseEvaluation):
     """Scores the tables of predict's folders, and of runs, which stand for their last validation."""
 
     words = (
-        "(in brackets: 95 % bootstrap interval, stratified by class; AUC: mean over classes of each class against the "
-        "others)"
+        "(in brackets: 95 % bootstrap interval, stratified by class; AUC: each class against the others, averaged over "
+        "classes)"
     )
 
     def __init__(self, options: argparse.Namespace) -> None:
