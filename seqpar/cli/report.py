@@ -21,7 +21,7 @@ def act(arguments: Sequence[str]) -> int:
     options = _parse(arguments)
     if holds_sweep(options.runs[0]):
         write_output(options.out, page_of_sweep(options.runs[0]))
-        print(f"{options.out}: a sweep", flush=True)
+        print(f"{options.out}: the sweep in {options.runs[0]}", flush=True)
         return 0
     warn_if_killed(*options.runs)
     if len(options.runs) > 1:

@@ -81,7 +81,7 @@ def page_of_several(records: Sequence[RunRecord], compare: Mapping[str, Compare]
     colours = colours_of(named, RUN_COLOURS)
     text = render(
         "comparison.html",
-        title=f"{len(records)} runs",
+        title=f"Comparison of {len(records)} runs",
         runs={name: verdict(record) for name, record in named.items()},
         gaps=gaps,
         settings=settings_table(named),

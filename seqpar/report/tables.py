@@ -89,8 +89,10 @@ def metrics_table(scored: CaseScores) -> Table:
         rows.append(TableRow(name, [*cells, Score(count, 0, f" of {len(scored.cases)}")]))
     units = {"HD95": ", mm"}
     heads = [TableHead(f"{name}{units.get(name, '')}", kinds) for name, _, kinds in METRICS]
-    note = f"Scores of {quantity(len(scored.cases), 'case')}: {scored.source}. Mean and median are over cases; "
-    note += "global pools the voxels of all cases. A case in which neither map has the class has no Dice and is not counted."
+    note = (
+        f"Scores of {quantity(len(scored.cases), 'case')}: {scored.source}. Mean and median are over cases; global "
+        "pools the voxels of all cases. Cases in which neither map has the class have no Dice and do not count."
+    )
     tolerance = scored.settings.get("nsd_tolerance")
     if isinstance(tolerance, (int, float)):
         note += f" The surface Dice (NSD) has a tolerance of {tolerance:g} mm."

@@ -88,7 +88,7 @@ def test_every_point_is_run_once_two_at_a_time(undisturbed: Path) -> None:
     together = max(sum(begins[other] <= begins[name] < ends[other] for other in NAMES) for name in NAMES)
     assert together == 2, f"{together} at a time: {begins} {ends} {times}"
     said = (undisturbed / "said.txt").read_text()
-    assert "8 points; 1 core a run, 2 at a time on 2" in said and "8 of 8 points are over" in said
+    assert "8 points; 1 core a run, 2 at a time on 2" in said and "8 of 8 points have ended" in said
     assert {path.name for path in undisturbed.glob("sweep.*")} == {"sweep.json", "sweep.csv", "sweep.png"}
     assert status(undisturbed)["state"] == "finished" and status(undisturbed)["step"] == 8
     typed = {read_json(undisturbed / name / "config.json")["command"][0] for name in NAMES}
@@ -169,7 +169,9 @@ def test_a_sweep_whose_trial_driver_and_raylet_are_killed_and_that_is_told_to_le
     for name in NAMES:
         assert losses(out / name) == losses(undisturbed / name), name
         assert weights(out / name) == weights(undisturbed / name), name
-    assert tune_act([*line, "--resume", "--out", str(out)]) == 0 and "8 of 8 points are over" in capsys.readouterr().out
+    assert (
+        tune_act([*line, "--resume", "--out", str(out)]) == 0 and "8 of 8 points have ended" in capsys.readouterr().out
+    )
 
 
 def gone(out: Path) -> None:
