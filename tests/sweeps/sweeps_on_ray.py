@@ -1,7 +1,10 @@
 """Sweeps on Ray: every point once, with the bits of a run alone, whoever is killed in the middle. Run by .ci/tune."""
 
 import os
+import re
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,7 +19,7 @@ from seqpar.sweeps.ray_cluster import Cluster
 from seqpar.sweeps.ray_engine import SideBySide
 from seqpar.sweeps.space import parse_space
 from seqpar.sweeps.sweep_request import SweepRequest
-from tests.support.pages import ROOT
+from tests.support.pages import ROOT, shown_commands
 from tests.support.started_sweeps import Tune, below, parents, processes
 from tests.support.training_runs import farthest, losses, status, tiny_data, trained, weights
 
@@ -63,6 +66,26 @@ def training(out: Path, at_least: int = 3) -> list[str]:
     alive = {line.split()[-1] for line in processes(str(out)).values() if TRAINING in line}
     running = [name for name in NAMES if str(out / name) in alive and state(out, name) == "running"]
     return [name for name in running if at_least <= steps(out / name) < 30]
+
+
+def test_the_command_of_the_page_runs_and_so_do_those_that_it_prints_as_next(tmp_path: Path) -> None:
+    (tmp_path / "launch").symlink_to(ROOT / "launch")
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    env = {**os.environ, "PATH": path, "PYTHONPATH": str(ROOT), "SEQPAR_CACHE": "cache", "OMP_NUM_THREADS": "1"}
+
+    def typed(line: str) -> list[str]:
+        """Types a line into a shell; returns the commands that it prints as next."""
+        done = subprocess.run(["bash", "-c", line], env=env, cwd=tmp_path, capture_output=True, text=True, timeout=900)
+        assert done.returncode == 0, done.stdout + done.stderr
+        return re.findall(r"^next: (.*?)(?:  \(.*)?$", done.stdout, re.M)
+
+    (line,) = shown_commands(ROOT / "launch" / "README.md", "tune.py --space lr=1e-3,2e-3")
+    of_report, of_predict = typed(line)
+    typed(of_report)
+    assert (tmp_path / "sweeps/small/report.html").is_file()
+    (images,) = (tmp_path / "cache/data").glob("phantom-*")
+    (of_evaluate,) = typed(of_predict.replace("IMAGES", str(images)).replace("PREDICTIONS", "found"))
+    typed(of_evaluate.replace("TRUTH", str(images)))
 
 
 def starts(out: Path, name: str) -> int:
