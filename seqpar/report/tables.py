@@ -32,7 +32,7 @@ class Score(NamedTuple):
 
     @property
     def exact(self) -> str:
-        """The number as it is, which scripts and tests read."""
+        """The number with all digits, for scripts and tests."""
         return "" if math.isnan(self.value) else repr(self.value)
 
 

@@ -193,7 +193,7 @@ def prepare_settings(config: DataSettings) -> PrepareSettings:
 
 
 def planned(config: DataSettings) -> ImagePlan:
-    """Returns nnU-Net's plan by which a run prepares its data; it is in ``prepare``, as JSON."""
+    """Returns nnU-Net's plan that a run prepares its data with; it is in ``prepare``, as JSON."""
     try:
         return ImagePlan.from_json(json.loads(config.prepare))
     except (ValueError, TypeError, AttributeError):
