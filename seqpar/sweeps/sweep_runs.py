@@ -142,4 +142,5 @@ def _first_line(count: int, over: int, ranks: int, devices: int, on_gpu: bool) -
     device = "GPU" if on_gpu else "core"
     at_a_time = max(1, min(devices // ranks, count - over))
     there = f", {over} have ended" if over else ""
-    return f"{quantity(count, 'point')}{there}; {quantity(ranks, device)} a run, {at_a_time} at a time on {devices}"
+    here = f"{quantity(ranks, device)} per run, {at_a_time} at a time on {devices}"
+    return f"{quantity(count, 'point')}{there}; {here}"

@@ -93,7 +93,7 @@ def test_training_starts_from_a_pretraining_and_prediction_does_not(images, flag
     tuned = trained(1, [*flags, *more, "--epochs", "1"], tmp_path / "tuned").said()
     (line,) = (line for line in tuned.splitlines() if line.startswith("weights from"))
     assert "positions resized from 64 tokens to 6x6x6" in line and "fresh: decoder." in line
-    assert "left: rebuilder (" in line
+    assert "left out: rebuilder (" in line
     with pytest.raises(ValueError, match="is a pretraining, which predicts no labels: train --weights"):
         predict.act([str(out), "-i", str(tmp_path), "-o", str(tmp_path / "labels")])
 

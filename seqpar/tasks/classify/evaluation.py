@@ -21,6 +21,7 @@ from seqpar.tasks.classify.scores import (
     read_truth,
     unknown_cases,
 )
+from seqpar.text import quantity
 
 
 class ClassEvaluation(CaseEvaluation):
@@ -58,8 +59,8 @@ class ClassEvaluation(CaseEvaluation):
         return ScoredPrediction(
             job.name,
             job.cases,
-            "\n".join([f"{content['cases']} cases", *class_lines(content)]),
-            f"cases {content['cases']}: accuracy {accuracy:.4f}, AUC {auc:.4f}",
+            "\n".join([quantity(content["cases"], "case"), *class_lines(content)]),
+            f"{quantity(content['cases'], 'case')}: accuracy {accuracy:.4f}, AUC {auc:.4f}",
             {"json": as_json(content | left_out), "csv": _csv_text(content)},
         )
 

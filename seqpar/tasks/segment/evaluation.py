@@ -13,6 +13,7 @@ from seqpar.scores.label_files import Pair, dataset_at, match_cases, score_pairs
 from seqpar.scores.label_scores import WORDS, Scores, format_table, summarise
 from seqpar.scores.summary_files import csv_text, output_files, summary_content
 from seqpar.tasks.case_evaluation import CaseEvaluation, ScoredPrediction, ScoringJob, refuse_duplicates
+from seqpar.text import quantity
 
 
 class LabelMapEvaluation(CaseEvaluation):
@@ -64,7 +65,8 @@ class LabelMapEvaluation(CaseEvaluation):
             job.name,
             {pair.case: scores for pair, scores in cases},
             f"\n{format_table(summary, self.labels.classes)}",
-            f"cases {len(cases)}, classes {len(self.labels.classes)}: mean Dice {mean['Dice']:.4f}, "
+            f"{quantity(len(cases), 'case')}, {quantity(len(self.labels.classes), 'class')}: "
+            f"mean Dice {mean['Dice']:.4f}, "
             f"HD95 {mean['HD95']:.2f} mm, NSD {mean['NSD']:.4f} at {settings['nsd_tolerance']:g} mm",
             {"json": json.dumps(content, indent=2) + "\n", "csv": csv_text(cases, self.labels)},
         )
