@@ -125,7 +125,7 @@ def _repeat(reference: weakref.ref[Display], over: threading.Event) -> None:
         del display
 
 
-TYPED = "SEQPAR_TYPED"  # variable of processes that another one started: the script of which a person started that one
+TYPED = "SEQPAR_TYPED"  # variable of started processes: the script that a person started first
 
 
 def typed_script() -> str:
@@ -139,7 +139,7 @@ def typed_command() -> list[str]:
 
 
 def python_module(act: str) -> list[str]:
-    """Returns the arguments by which Python starts an act, wherever its file is."""
+    """Returns Python's arguments that start an act, wherever its file is."""
     return ["-m", f"seqpar.cli.{act}"]
 
 

@@ -15,12 +15,12 @@ def clock(seconds: float) -> str:
 
 
 def quantity(number: int, noun: str, spec: str = "") -> str:
-    """Returns "1 rank", "2 ranks" or "2 batches".
+    """Returns "1 rank", "2 ranks", "2 batches" or "2 classes".
 
     - ``noun``: what is counted, in the singular
     - ``spec``: of the number's format, such as "," for thousands
     """
-    plural = "es" if noun.endswith("tch") else "s"
+    plural = "es" if noun.endswith(("tch", "ss")) else "s"
     return f"{number:{spec}} {noun}{'' if number == 1 else plural}"
 
 

@@ -16,7 +16,7 @@ if [ -z "$out" ]; then
     set -- "$@" --out "$out"
 fi
 jobs=$out/jobs.txt
-export SEQPAR_VERDICT=$out/verdict-$SLURM_JOB_ID.txt  # the code of an error of which status.json does not tell
+export SEQPAR_VERDICT=$out/verdict-$SLURM_JOB_ID.txt  # the code of an error that status.json does not have
 
 told() {  # prints an entry of status.json, if that was written after the last line of jobs.txt
     [ ! "$out/status.json" -nt "$jobs" ] || sed -n "s/^ *\"$1\": \"\{0,1\}\([^\",]*\).*/\1/p" "$out/status.json"

@@ -127,7 +127,7 @@ class Cost:
         )
 
     def memory(self, depth: int) -> int:
-        """Returns the bytes of ``depth`` layers, one of which is running."""
+        """Returns the bytes of ``depth`` layers while one of them runs."""
         return depth * self.saved + self.transient
 
 
@@ -203,7 +203,7 @@ def _memory(strategy: Strategy, layer: Layer, machine: Machine, keep_kv: bool) -
 
 
 def memory_of(costs: Sequence[tuple[Cost, int]], recomputed: bool = False) -> int:
-    """Returns the bytes of the given number of layers of each cost, one of which is running.
+    """Returns the bytes of the given number of layers of each cost while one of them runs.
 
     - ``recomputed``: only one layer at a time keeps anything
     """

@@ -32,17 +32,19 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser = Parser("evaluate", description="Compares predicted label maps, or classes, with the true ones.")
     add = parser.add_argument
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
-    add("truth", type=Path, metavar="TRUTH", help="data set, folder of label maps, or one; for classes labels.csv too")
+    add("truth", type=Path, metavar="TRUTH", help="data set, folder of label maps, or a label map; for classes also "
+        "labels.csv")  # fmt: skip
     add("prediction", type=Path, nargs="+", metavar="PREDICTION", help="folder, file, run, or nnU-Net's "
         "results folder; several are compared")  # fmt: skip
     add("--dataset", type=Path, metavar="FILE", help="dataset.json with the labels (default: of TRUTH, in or above it)")
     add("--regions", type=_region, action="append", metavar="NAME=1,2", help="a class and its labels; can be repeated")
     add("--brats", choices=sorted(BRATS), help="score the regions of BraTS, in the label values of that year")
-    add("--test-of", type=Path, metavar="RUN", help="score the cases that RUN kept for tests, by its labels")
+    add("--test-of", type=Path, metavar="RUN", help="score the cases that RUN kept for tests, with its labels")
     add("--nsd-tolerance", type=float, default=1.0, metavar="MM", help="tolerance of the surface Dice (%(default)s mm)")
     add("--lesion-wise", action="store_true", help="add the lesion-wise scores of BraTS 2023")
     add("--empty", choices=get_args(EmptyPolicy),
-        help="score of a class that a case does not have: none, or as in BraTS (skip; brats with --brats)")  # fmt: skip
+        help="classes that a map lacks: skip those that both maps lack, or score all as BraTS does (skip; brats with "
+        "--brats)")  # fmt: skip
     add("--common", action="store_true", help="score the cases that TRUTH and PREDICTION both have, in silence about "
         "others (nnU-Net's --chill)")  # fmt: skip
     add("--find-best", nargs="?", type=Path, const=Path(), metavar="FILE", help="of several say which is best, folds "
@@ -50,7 +52,7 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
         "of two; FILE to write (default: postprocessing.json in the best)")  # fmt: skip
     add("--json", type=Path, metavar="FILE", help="summary to write (default: summary.json in PREDICTION's folder)")
     add("--csv", type=Path, metavar="FILE", help="table to write (default: metrics.csv in PREDICTION's folder)")
-    add("--workers", type=int, default=min(8, cores), metavar="PROCESSES", help="that score cases (%(default)s)")
+    add("--workers", type=int, default=min(8, cores), metavar="PROCESSES", help="processes that score (%(default)s)")
     options = parser.parse_args(arguments)
     if options.brats and (options.dataset or options.regions):
         raise ValueError("--brats declares the labels: drop --dataset and --regions, or --brats")

@@ -18,13 +18,13 @@ def act(arguments: Sequence[str]) -> int:
     parser.add_argument("--out", required=True, metavar="FOLDER", help="folder to write the data set to")
     parser.add_argument("--cases", type=int, default=24, metavar="CASES", help="number of patients (%(default)s)")
     parser.add_argument("--kind", choices=list(KINDS), default="brain", help="; ".join(_line(k) for k in KINDS))
-    parser.add_argument("--layout", choices=LAYOUTS, help="names of folders and files (as the kind has them)")
+    parser.add_argument("--layout", choices=LAYOUTS, help="names of folders and files (default: the kind's)")
     parser.add_argument(
         "--size",
         type=int,
         nargs=3,
         metavar=("W", "D", "H"),
-        help="voxels per direction; the field of view stays the same (as the kind says)",
+        help="voxels per direction; the field of view stays the same (default: the kind's)",
     )
     parser.add_argument(
         "--seed", type=int, default=0, metavar="NUMBER", help="seed of the random patients (%(default)s)"

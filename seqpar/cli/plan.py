@@ -105,7 +105,7 @@ def _parser() -> argparse.ArgumentParser:
     volume = "sides of a whole volume to take as the tile, in voxels (default: --tile)"
     parser.add_argument("--volume", type=int, nargs=3, metavar=("W", "D", "H"), help=volume)
     kind = parser.add_mutually_exclusive_group()
-    kind.add_argument("--largest-tile", action="store_true", help="say only how large a cube 1, 2, 4, 8 ranks train")
+    kind.add_argument("--largest-tile", action="store_true", help="only print how large a cube 1, 2, 4, 8 ranks train")
     pipe = "ranks over which the network's layers are spread: compares all placements; auto: the fewest that fit"
     parser.add_argument("--pipe", type=ranks_or_auto, metavar="RANKS", help=pipe)
     predict = "plan prediction of --volume instead of training: by windows of --tile, and in a whole pass"
@@ -116,7 +116,7 @@ def _parser() -> argparse.ArgumentParser:
     ranks.add_argument("--groups", type=int, metavar="GROUPS", help=groups)
     node = "ranks on a node (default: 8; cpu: all)"
     parser.add_argument("--node", type=int, metavar="RANKS", help=node)
-    parser.add_argument("--channels", type=int, metavar="CHANNELS", help="of the images (default: 4)")
+    parser.add_argument("--channels", type=int, metavar="CHANNELS", help="channels of the images (default: 4)")
     parser.add_argument("--classes", type=int, metavar="CLASSES", help="classes, background included (default: 4)")
     return parser
 

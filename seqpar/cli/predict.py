@@ -159,7 +159,7 @@ def _parser() -> Parser:
         help="best (default), latest or a file of weights; logits of several are averaged")  # fmt: skip
     add("--window", choices=WINDOWS,
         help="windows of the training tile, or one pass (default: what validation found better)")  # fmt: skip
-    add("--force", action="store_true", help="predict whole volumes by networks of nnU-Net's all the same")
+    add("--force", action="store_true", help="predict whole volumes with nnU-Net's networks anyway")
     add("--overlap", type=float, metavar="SHARE", help="share of a window that the next one overlaps (default 0.5)")
     add("--weights", choices=WEIGHTS, help="weights of a window's voxels in the mean over windows (default gaussian)")
     add("--sums", choices=SUMS, help="precision of the sums over windows (default float: float32; nnU-Net's are half)")
@@ -177,7 +177,7 @@ def _parser() -> Parser:
     add(
         "--explain",
         action="store_true",
-        help="classes: also write a map of the evidence for each case's class, and a picture of it",
+        help="classification: also write a map of the evidence for each case's class, and a picture of it",
     )
     add("--explain-by", choices=WAYS, default="", help="method of that map; implies --explain (default: hirescam; "
         "vit: gradient-x-input)")  # fmt: skip

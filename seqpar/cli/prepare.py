@@ -123,8 +123,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--plans", default="", metavar="FILE", help="prepare as a plans.json of nnU-Net says, or FILE:CONFIGURATION")
     add("--spacing", default="", metavar="MM", help="voxel size: source, median, or R,A,S in mm (default: source, or "
         "that of --plans)")  # fmt: skip
-    add("--join-labels", default="", metavar="NAME=LABELS", help="labels that become one class, as tumour=1,2,3")
-    add("--crop-to", type=int, nargs="+", default=[], metavar="VOXELS", help="three sides to which volumes are cut")
+    add("--join-labels", default="", metavar="NAME=LABELS", help="labels that become one class, as in tumour=1,2,3")
+    add("--crop-to", type=int, nargs="+", default=[], metavar="VOXELS", help="three sides to which volumes are cropped")
     add("--force", action="store_true", help="let --crop-to cut off labelled voxels")
     add("--normalise", choices=NORMALISATIONS, default="", help="how intensities are normalised: by the names of "
         "modalities, or each over its whole volume (default: by-name)")  # fmt: skip
@@ -132,7 +132,7 @@ def _parser() -> argparse.ArgumentParser:
         "--workers",
         type=int,
         metavar="PROCESSES",
-        help="processes; 0: none but this one (default: number of cores, at most 8)",
+        help="worker processes; 0: this process alone (default: number of cores, at most 8)",
     )
     parser.add_argument(
         "--check", action="store_true", help="only read all files, and compare the cache with them; change nothing"

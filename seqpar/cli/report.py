@@ -1,4 +1,4 @@
-"""Writes one HTML page about a run, to open and to send, or about several: ``python launch/report.py RUN …``."""
+"""Writes an HTML page about a run, or one that compares several: ``python launch/report.py RUN …``."""
 
 import argparse
 import sys
@@ -21,7 +21,7 @@ def act(arguments: Sequence[str]) -> int:
     options = _parse(arguments)
     if holds_sweep(options.runs[0]):
         write_output(options.out, page_of_sweep(options.runs[0]))
-        print(f"{options.out}: a sweep", flush=True)
+        print(f"{options.out}: the sweep in {options.runs[0]}", flush=True)
         return 0
     warn_if_killed(*options.runs)
     if len(options.runs) > 1:
@@ -42,17 +42,17 @@ def _compare(options: argparse.Namespace) -> int:
     records = [read_record(folder) for folder in options.runs]
     text, scored = page_of_several(records, {name: task.compare for name, task in TASKS.items()})
     write_output(options.out, text)
-    print(f"{options.out}: {len(records)} runs, of which {scored} have scores of cases", flush=True)
+    print(f"{options.out}: {len(records)} runs compared, {scored} with scores of their cases", flush=True)
     return 0
 
 
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     """Returns the command line, checked."""
-    about = "Writes one HTML page about a run, to open and to send, or one that compares several."
+    about = "Writes an HTML page about a run, or one that compares several; the file holds all it needs."
     parser = Parser("report", description=about)
     add = parser.add_argument
     add("runs", type=Path, nargs="+", metavar="RUN",
-        help="run folder that train wrote, several are compared; or folder of a sweep")  # fmt: skip
+        help="run folder that train wrote, several to compare them, or the folder of a sweep")  # fmt: skip
     add("--truth", type=Path, metavar="PATH", help="data set or folder of true label maps to score and show, with "
         "--prediction (default: the run's own validation)")  # fmt: skip
     add("--prediction", type=Path, metavar="FOLDER", help="predicted label maps, named as the cases of --truth")
@@ -64,8 +64,8 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     add("--positive", metavar="CLASS", help="class whose ROC curve is drawn (default: of two classes the one that is "
         "not called healthy, normal or 0; of more, all)")  # fmt: skip
     add("--cases", type=int, metavar="CASES", help="cases to show, the worst first (6)")
-    add("--out", type=Path, metavar="FILE", help="page to write (default: in RUN report.html, with --prediction "
-        "report-FOLDER.html; comparison.html in the first of several runs)")  # fmt: skip
+    add("--out", type=Path, metavar="FILE", help="page to write (default: RUN/report.html; with --prediction "
+        "RUN/report-FOLDER.html; of several runs comparison.html in the first)")  # fmt: skip
     options = parser.parse_args(arguments)
     sweeps = [str(run) for run in options.runs if holds_sweep(run)]
     if sweeps and len(options.runs) > 1:

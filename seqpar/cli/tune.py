@@ -40,7 +40,7 @@ from seqpar.text import parse_duration
 
 
 def act(arguments: Sequence[str]) -> int:
-    """Returns the exit code: 0 once all points are over, 75 where they were left early, else that of a run."""
+    """Returns the exit code: 0 once all points have ended, 75 if they were left early, else that of a run."""
     options, rest = _parse(arguments)
     order, sweep = _order(options, rest)
     devices = options.devices or num_devices(order.on_gpu)
@@ -123,10 +123,10 @@ def _parser() -> Parser:
     add = parser.add_argument
     add("--space", nargs="+", default=[], metavar="FLAG=VALUES", help="flags of train and their values: lr=1e-4,1e-3 "
         "amsgrad=no,yes betas=0.9:0.99,0.9:0.999 lr=log:1e-4:1e-2, or a JSON file of such lists")  # fmt: skip
-    add("--samples", type=int, default=1, metavar="NUMBER", help="draws from ranges, for each of the other values; "
-        "with --search optuna all points (%(default)s)")  # fmt: skip
-    add("--search", choices=SEARCHES, default=SEARCHES[0], help="who draws: at random, or optuna by the scores so far "
-        "(%(default)s)")  # fmt: skip
+    add("--samples", type=int, default=1, metavar="NUMBER", help="draws from ranges for each combination of the other "
+        "values; with --search optuna the number of points (%(default)s)")  # fmt: skip
+    add("--search", choices=SEARCHES, default=SEARCHES[0], help="how points are drawn: at random, or by optuna from "
+        "the scores so far (%(default)s)")  # fmt: skip
     add("--devices-per-run", default="1", metavar="NUMBER", help="ranks of a run, each on a GPU or a core; all: one "
         "run after the other (%(default)s)")  # fmt: skip
     add("--devices", type=int, metavar="NUMBER", help="devices of this machine to use (default: all)")
@@ -137,10 +137,14 @@ def _parser() -> Parser:
     add("--stop-early", choices=STOPPERS, help=f"end runs that fall behind ({STOPPERS[0]})")
     add("--max-failures", type=int, metavar="NUMBER", help="how often a killed training resumes from its "
         f"checkpoint ({MAX_FAILURES})")  # fmt: skip
-    add("--resume", action="store_true", help="resume the sweep in --out: points that are over stay")
+    add("--resume", action="store_true", help="resume the sweep in --out: points that have ended stay")
     add("--take-over", action="store_true", help="take --out over from a tune that may still run there")
-    add("--time-limit", default="", metavar="TIME", help="of the whole sweep: minutes or H:MM:SS")
-    add("--plan", action="store_true", help="say how long the sweep takes, side by side and one run after the other")
+    add("--time-limit", default="", metavar="TIME", help="limit of the whole sweep: minutes or H:MM:SS")
+    add(
+        "--plan",
+        action="store_true",
+        help="print how long the sweep would take, side by side and one run after the other",
+    )
     return parser
 
 

@@ -36,7 +36,7 @@ WAYS = ("hirescam", "grad-cam", "gradient-x-input")  # to show where a class is 
 class Evidence(NamedTuple):
     """A coarse map ``w d h`` of where something speaks for a class.
 
-    ``stride``: voxels from one point to the next, the first of which lies on the first voxel of the tile; 0: points
+    ``stride``: voxels from one point to the next; the first point is on the first voxel of the tile; 0: points
     are patches, which fill the tile.
     """
 

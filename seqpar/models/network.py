@@ -206,7 +206,9 @@ class Network(TileNetwork):
 
     def describe(self) -> str:
         """Returns the network's size, and how much of a tile a rank holds."""
-        sizes = " + ".join(f"{name} {count / 1e6:.2f} M" for name, count in self.num_parameters().items())
+        counts = self.num_parameters()
+        parts = {name: f"{count / 1e6:.2f} M" for name, count in counts.items()}
+        sizes = " + ".join(f"{name} {size}" if len(parts) > 1 else size for name, size in parts.items())
         return f"{sizes} parameters; {self.describe_tile()} a tile, {self.most_on_a_rank()} per rank"
 
     def refuse_whole(self, sides: Sequence[int]) -> None:  # noqa: B027  most take any volume of whole patches

@@ -30,7 +30,7 @@ class MaskedPretraining(VisionTransformer):
     def build(
         self, config: Config, in_channels: int, num_outputs: int, group: Group, data: Group | None, has_regions: bool
     ) -> "MaskedNet":
-        """Returns the network; learned positions begin as sines and cosines, by which near tokens are alike."""
+        """Returns the network; learned positions begin as sines and cosines, alike for tokens that are near."""
         encoder = make_encoder(config, in_channels, group)
         if encoder.pos_embed is not None:
             whole = replace(encoder.layout, num_ranks=1)

@@ -29,7 +29,7 @@ _DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.in
 
 @dataclass(frozen=True, eq=False)
 class Group:
-    """An ordered group of ranks that work together, one of which is this process.
+    """An ordered group of ranks that work together, including this process.
 
     A copied module shares its group with the original. A pickled group remembers the name of its process group and
     finds it again among those of the process that loads it.

@@ -65,7 +65,7 @@ def environment_of_ranks(keep: Sequence[str] = ()) -> dict[str, str]:
 
 
 def rank_variables(rank: int, world: int, local_rank: int, local_world: int, address: str, port: int) -> dict[str, str]:
-    """Returns the variables by which a rank knows its place, as torchrun sets them."""
+    """Returns the variables that tell a rank its place, as torchrun sets them."""
     numbers = {"RANK": rank, "WORLD_SIZE": world, "LOCAL_RANK": local_rank, "LOCAL_WORLD_SIZE": local_world}
     return {**{name: str(number) for name, number in numbers.items()}, "MASTER_ADDR": address, "MASTER_PORT": str(port)}
 

@@ -76,7 +76,7 @@ def make_remap(sources: Sequence[Tensor], targets: Sequence[Tensor], me: int) ->
 
 
 def count_remap(num_sent: Sequence[int], num_received: Sequence[int]) -> Remap:
-    """Returns a remap of so many rows to and from each rank without their positions, for tensors without data.
+    """Returns a remap of given numbers of rows to and from each rank, without positions, for tensors without data.
 
     Each row goes to one rank. Lists of the tokens of a large tile would take gigabytes.
     """

@@ -13,7 +13,7 @@ from seqpar.planner.step_counter import extrapolate
 from seqpar.text import in_flags
 
 SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
-UNIT, LARGEST = 32, 1024  # voxels by which a cube's side grows, and its longest side
+UNIT, LARGEST = 32, 1024  # voxels: the step in which a cube's side grows, and its longest side
 SHARED_BY = (1, 2, 4, 8)  # group sizes for which the largest cube is searched
 
 

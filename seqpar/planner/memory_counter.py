@@ -43,7 +43,7 @@ class MemoryCounter(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten._local_scalar_dense.default and args[0].is_meta:
-            return 1.0  # a number by which an optimizer scales: any does not change what is counted
+            return 1.0  # an optimizer's scale: its value does not change what is counted
         kwargs = kwargs or {}
         inputs = tensors_of((*args, *kwargs.values()))
         result = elementwise_result(func, args, kwargs, inputs)

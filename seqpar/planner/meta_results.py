@@ -1,4 +1,4 @@
-"""Results of operators on tensors without data, for many of which torch runs through references in Python.
+"""Results of operators on tensors without data; torch runs many of them through references in Python.
 
 Elementwise ones are worked out here; what others return is asked once for each shape of their operands.
 """
@@ -60,7 +60,7 @@ def elementwise_result(
 
 
 def _fits(shape: Sequence[int], whole: Sequence[int]) -> bool:
-    """Returns whether a tensor can be spread over a whole one, which it leaves as large as it is."""
+    """Returns whether a tensor can be spread over a whole one without making it larger."""
     return all(side in (1, extent) for side, extent in zip(reversed(shape), reversed(whole)))
 
 

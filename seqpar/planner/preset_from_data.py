@@ -77,7 +77,7 @@ def _resampled_to(config: Config) -> Millimetres | None:
 
 
 def _voxels(fingerprint: Fingerprint, spacing: Millimetres | None) -> list[float]:
-    """Returns the voxels of each case as it is prepared."""
+    """Returns the voxels of each case after preparation."""
     cases = zip(fingerprint.shapes, fingerprint.spacings)
     return [math.prod(n * size / to for n, size, to in zip(shape, sizes, spacing or sizes)) for shape, sizes in cases]
 
@@ -120,7 +120,7 @@ class _Search:
         """Takes the widest network that fits with a usual tile, or with the one that was typed; returns why."""
         kind, names = family_of(self.config), ("embed_dim", "depth", "heads")
         if not kind.attends:
-            return f"  {kind.describe(self.config)}, as it is published"
+            return f"  {kind.describe(self.config)}, as published"
         typed = [name for name in names if name in self.flags]
         if typed:
             return f"  {kind.describe(self.config)}, {', '.join(typed)} as given"
@@ -148,7 +148,7 @@ class _Search:
         at = bisect_left(tiles, True, hi=len(tiles) - 1, key=self.fits)  # the last is taken whatever it needs
         self.config = self._with_tile(tiles[at])
         lengths = " x ".join(f"{side * size:.0f}" for side, size in zip(self.config.tile, self.size))
-        most = "as large as the cases or the time allow" if at == 0 else "the largest of which two fit"
+        most = "as large as the cases or the time allow" if at == 0 else "the largest such that two fit"
         if at == len(tiles) - 1 and not self.fits(tiles[at]):
             most = "the smallest there is, though two may not fit"
         return f"  --tile {_spaced(self.config.tile)} ({lengths} mm), {described(self.config)}: {most}"

@@ -128,7 +128,7 @@ def row(p: Plan) -> str:
 
 
 def print_rows(rows: Iterable[Plan]) -> list[Plan]:
-    """Prints each plan as soon as it is computed; returns all of them."""
+    """Prints plans one by one, as they are computed; returns all of them."""
     every = list[Plan]()
     for p in rows:
         print(row(p), flush=True)

@@ -246,7 +246,7 @@ def _weights_and_gradients(setup: StepSetup, net: Network) -> tuple[int, int, in
 
 
 def extrapolate(few: StepCost, more: StepCost, times: float) -> StepCost:
-    """Returns ``few`` with further blocks or samples, each of which adds the difference of ``more`` and ``few``."""
+    """Returns ``few`` with further blocks or samples; each adds the difference of ``more`` and ``few``."""
 
     def along(a: float, b: float) -> float:
         return a + times * (b - a)

@@ -82,5 +82,5 @@ def statistics_of(
 
 
 def _cell(value: Any) -> str:
-    """Returns a number as it is written; nothing for NaN."""
+    """Returns a number as text; nothing for NaN."""
     return str(value) if not isinstance(value, float) else "" if np.isnan(value) else f"{value:.6g}"

@@ -115,7 +115,7 @@ def _open_rows(window_grid: WindowGrid) -> int:
 def print_prediction(
     config: Config, shape: Sequence[int], device: Device, sizes: Sequence[int], channels: int, classes: int
 ) -> int:
-    """Prints the plan, each group size as soon as it is counted: the GiB on a rank; returns 0.
+    """Prints the plan, group sizes one by one, as they are counted: the GiB on a rank; returns 0.
 
     - ``shape``: of the volume
     - ``sizes``: numbers of ranks that share a window, or the whole volume

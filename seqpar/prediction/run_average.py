@@ -21,7 +21,7 @@ from seqpar.text import quantity
 
 @dataclass(frozen=True)
 class EnsembleMember:
-    """A run, the settings by which it predicts, and the weights that it does so with."""
+    """A run with the settings and the weights that it predicts with."""
 
     run: TrainedRun
     settings: PredictionSettings

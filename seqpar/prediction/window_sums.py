@@ -70,7 +70,7 @@ class WindowSums:
         """Sends this rank's logits ``b k W/s D/s H/s`` of its group's windows to the ranks that add them up.
 
         ``logits`` is None where the group has no window. ``blocks`` says which logits each rank of a group holds,
-        ``turns`` lists the windows of each group. ``slabs``: of which to send; none: of all.
+        ``turns`` lists the windows of each group. ``slabs``: those to send; none: all.
         """
         rank, group = self.mesh.world.index, self.mesh.data.index
         sends: dict[int, list[Tensor]] = {}

@@ -72,7 +72,7 @@ def load(case: ScoredCase, record: RunRecord, images: Images) -> ShownCase:
             difference = geometry_difference(image.properties.geometry, prediction.geometry)
             if difference is None:
                 return _on_prepared_grid(case, prediction, image, numbers, list(record.dataset["modalities"]))
-            note = f"The image lies elsewhere ({difference}); only the labels are shown."
+            note = f"The image does not match the labels ({difference}); only the labels are shown."
     except DataError as error:
         note = f"The image cannot be used ({error}); only the labels are shown."
     truth = _read_truth(case, prediction)
@@ -376,10 +376,12 @@ def viewer_data(
 def viewer_note(volumes: Sequence[Embedded], is_ct: bool = False) -> str:
     """Returns a note of what was left out to keep the page small."""
     num_bytes = sum(volume.num_bytes for volume in volumes)
-    note = f"Volumes are cropped to the body and kept in {256 if is_ct else GREYS} grey levels, to which values are "
-    note += f"rounded: {num_bytes / 1e6:.1f} MB of at most {BUDGET / 1e6:g} MB in this page."
+    note = (
+        f"Volumes are cropped to the body and stored in {256 if is_ct else GREYS} grey levels, so values are rounded "
+    )
+    note += f"({num_bytes / 1e6:.1f} MB of at most {BUDGET / 1e6:g} MB on this page)."
     factors = {volume.factors for volume in volumes}
     if factors == {(1, 1, 1)}:
-        return note + " Every voxel is there."
+        return note + " Every voxel is kept."
     blocks = "; ".join(sorted(" × ".join(map(str, block)) for block in factors))
     return note + f" Blocks of {blocks} voxels became one (images by their mean, labels by their middle voxel)."

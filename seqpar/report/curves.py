@@ -81,7 +81,8 @@ class LineStyle(NamedTuple):
 
 INK, GRID = "#222222", "#d9dde2"  # on a page: the colours of its text and its lines
 GREY = "#8a929b"
-NEUTRAL = tuple(map(LineStyle, (GREY, INK, "#5b6cb8", "#9b7a5a")))  # neither classes nor runs
+NEUTRAL = tuple(map(LineStyle, (GREY, INK)))  # training and held out
+OF_NUMBERS = tuple(map(LineStyle, ("#5b6cb8", "#9b7a5a", "#5f8f5a", "#a0628f")))  # terms of a loss, kinds of score
 OF_RUNS = tuple(LineStyle(colour, dashes) for dashes in ("-", "--", ":") for colour in RUN_COLOURS)
 # Okabe and Ito's colours from dark to light, each with its own dashes and marker, so that lines differ in grey too. The
 # first line is the widest, so that those that coincide with it do not hide it.
@@ -203,14 +204,14 @@ def training_diagrams(
     ]
     rates = [Line("learning rate", steps, [[number(row.get("lr")) for row in train]])]
     every = (
-        (loss, losses, None),
-        ("Terms of the loss in training", terms, None),
-        (f"{'Mean Dice' if key == 'dice' else title} on held-out cases", scores, 1.0),
-        ("Learning rate", rates, None),
+        (loss, losses, None, NEUTRAL),
+        ("Terms of the training loss", terms, None, OF_NUMBERS),
+        (f"{'Mean Dice' if key == 'dice' else title} on held-out cases", scores, 1.0, OF_NUMBERS),
+        ("Learning rate", rates, None, NEUTRAL),
     )
     return [
-        Diagram(title, "step", lines, low=0.0, high=high, last=max([*steps, *at]), styles=NEUTRAL)
-        for title, lines, high in every
+        Diagram(title, "step", lines, low=0.0, high=high, last=max([*steps, *at]), styles=styles)
+        for title, lines, high, styles in every
         if any(len(line.points()) for line in lines)
     ]
 

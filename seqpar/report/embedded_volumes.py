@@ -85,7 +85,7 @@ def _embed(
 
 
 def levels(image: Bytes, greys: int = GREYS) -> Bytes:
-    """Returns an image in so many levels from 0 to 255."""
+    """Returns an image rounded to a number of levels from 0 to 255."""
     step = 255 / (greys - 1)
     rounded: Bytes = np.rint(np.rint(image / step) * step).astype(np.uint8)
     return rounded

@@ -47,7 +47,10 @@ class Images:
             prepared = prepare_case(self.files[name], self.recipe)
             return self._canonical(prepared.image, None, prepared.properties)
         cached = self.cache.cases.get(name) if self.cache else None
-        return None if cached is None else self._canonical(cached.image, cached.label, cached.properties)
+        if cached is None:
+            return None
+        label = cached.label if (cached.folder / "label.npy").is_file() else None  # classes of volumes need none
+        return self._canonical(cached.image, label, cached.properties)
 
     def _canonical(self, image: np.ndarray, label: np.ndarray | None, properties: Properties) -> FoundImage:
         preparation = preparation_of(self.recipe)

@@ -130,7 +130,7 @@ def draw_scores(path: Path, summary: Mapping[str, Any], step: int = 0) -> None:
 
 HEAT = "inferno"  # colours of a map of evidence, in pictures and in the viewer
 MAPS = {"hirescam": "HiResCAM", "grad-cam": "Grad-CAM", "gradient-x-input": "gradient × input"}
-OUTSIDE = "The maximum of the map is outside the body: do not take it for the reason of the class."
+OUTSIDE = "The maximum of the map is outside the body: do not read it as the reason for the class."
 
 
 def draw_evidence(
@@ -142,21 +142,21 @@ def draw_evidence(
     neurological: bool,
     about: str = "",
 ) -> None:
-    """Draws the three planes of the body that have most of a map, over one modality ``W D H``.
+    """Draws three planes through the strongest point of a map in the body, over one modality ``W D H``.
 
     - ``seen``: the map, from 0 to 1, ``W D H``; half of it has an outline, which shows in grey too
-    - ``about``: its method and class
+    - ``about``: its method and class, as in "HiResCAM map for dementia"
     """
     figure = make_figure(11, 4.8)
     body = body_of(image)
     lines = [escape_mathtext(title), orientation_text(neurological)]
     if seen.any():
-        lines.append(f"{about}; white line: half of its maximum" if about else "white line: half of the maximum")
+        lines.append(f"{about}, in planes through its strongest point in the body; white line: half of its maximum")
         if is_outside(seen, body):
             figure.text(0.5, 0.005, OUTSIDE, ha="center", va="bottom", fontsize=9, color="#b3261e", weight="bold")
             lines.append("")
     elif about:
-        lines.append(f"{about}: nothing speaks for the class")
+        lines.append(f"{about}: no evidence for the class")
     figure.suptitle("\n".join(lines), fontsize=9)
     at = evidence_planes(seen, body)
     inside = image[body]
@@ -206,16 +206,16 @@ def is_outside(seen: NDArray[Any], body: NDArray[np.bool_]) -> bool:
 
 
 def evidence_planes(seen: NDArray[Any], body: NDArray[np.bool_]) -> tuple[int, ...]:
-    """Returns the plane of each direction that has most of a map within the body.
+    """Returns the planes through a map's strongest point within the body.
 
-    Planes with less than half of the body's largest area are left out: they show air, or a fragment. Without a map it
-    is the plane with most of the body.
+    Planes with less than half of the body's largest area are left out: they show air, or a fragment. Without a map
+    each direction shows the plane with most of the body.
     """
+    others = [tuple(d for d in range(seen.ndim) if d != dim) for dim in range(seen.ndim)]
+    areas = [body.sum(axes) for axes in others]
     own = np.where(body, seen, 0.0)
-    at = list[int]()
-    for dim in range(seen.ndim):
-        others = tuple(d for d in range(seen.ndim) if d != dim)
-        areas, amounts = body.sum(others), own.sum(others)
-        amounts = np.where(2 * areas >= areas.max(), amounts if own.any() else areas, -1.0)
-        at.append(int(amounts.argmax()))
-    return tuple(at)
+    for area, axes in zip(areas, others):
+        own = own * np.expand_dims(2 * area >= area.max(), axes)
+    if not own.any():
+        return tuple(int(area.argmax()) for area in areas)
+    return tuple(int(n) for n in np.unravel_index(int(own.argmax()), own.shape))

@@ -22,7 +22,6 @@ from seqpar.scores.summary_files import summary_content
 from seqpar.settings.config import Config
 from seqpar.settings.network_settings import NetworkSettings
 from seqpar.settings.pretraining_settings import PretrainingSettings
-from seqpar.text import quantity
 
 Row = Mapping[str, Any]
 SHOWN = {  # what a report shows of config.json
@@ -129,12 +128,16 @@ def seen_in_training(
     unknown = [name for name, pair in both.items() if not all(path and path.is_file() for path in pair)]
     same = [n for n, (a, b) in both.items() if n not in unknown and a and b and filecmp.cmp(a, b, shallow=False)]
     sentences = list[str]()
-    for found, what in ((same, "were in the run's training data"), (unknown, "have the names of training cases")):
+    for found, one, many in (
+        (same, "was in the run's training data", "were in the run's training data"),
+        (unknown, "has the name of a training case", "have the names of training cases"),
+    ):
         if found:
             shown = ", ".join(found[:MAX_NAMED]) + ", …" * (len(found) > MAX_NAMED)
-            if_so = "if they are the same, " * (found is unknown)
-            of = f"{len(found)} of {quantity(len(scored), 'scored case')}"
-            sentences.append(f"{of} {what} ({shown}): {if_so}their scores say little about new cases.")
+            what, whose = (one, "its scores") if len(found) == 1 else (many, "their scores")
+            if_so = f"if {'it is' if len(found) == 1 else 'they are'} the same, " * (found is unknown)
+            of = f"{len(found)} of {len(scored)} scored cases {what} ({shown})"
+            sentences.append(f"{of}: {if_so}{whose} say little about new cases.")
     return sentences
 
 

@@ -86,7 +86,7 @@ def try_reading(read: Callable[[], T], gaps: list[str]) -> T | None:
     try:
         return read()
     except DataError as error:
-        gaps.append(f"There are no scores of single cases: {error}.")
+        gaps.append(f"There are no scores of the cases: {error}.")
         return None
 
 
@@ -156,7 +156,8 @@ def parameters(layout: Mapping[str, Any]) -> str:
     """Returns the numbers of parameters in words, "" where the run did not record them."""
     counts = layout.get("parameters", {})
     parts = " + ".join(f"{name} {count / 1e6:.2f} M" for name, count in counts.items())
-    return f"{sum(counts.values()) / 1e6:.2f} M: {parts}" if counts else ""
+    total = f"{sum(counts.values()) / 1e6:.2f} M"
+    return f"{total}: {parts}" if len(counts) > 1 else total * bool(counts)
 
 
 def hardware(layout: Mapping[str, Any]) -> str:

@@ -63,7 +63,7 @@ def read_all(records: Mapping[str, RunRecord], read: Callable[[RunRecord], T], g
         try:
             scored[name] = read(record)
         except DataError as error:
-            gaps.append(f"{name}: There are no scores of single cases: {error}.")
+            gaps.append(f"{name}: there are no scores of the cases: {error}.")
     return scored
 
 
@@ -81,7 +81,7 @@ def page_of_several(records: Sequence[RunRecord], compare: Mapping[str, Compare]
     colours = colours_of(named, RUN_COLOURS)
     text = render(
         "comparison.html",
-        title=f"{len(records)} runs",
+        title=f"Comparison of {len(records)} runs",
         runs={name: verdict(record) for name, record in named.items()},
         gaps=gaps,
         settings=settings_table(named),

@@ -33,7 +33,7 @@ def page_of_sweep(out: Path) -> str:
             gaps.append(f"{point.name} has no curves: {error}.")
     gaps += [f"{point.name} is {point.state}. {point.why}" for point in sweep.points if not point.is_over]
     over = sum(point.is_over for point in sweep.points)
-    headline = f"{over} of {len(sweep.points)} points are over."
+    headline = f"{over} of {len(sweep.points)} points have ended."
     headline += f" Best: {best.name}, {sweep.measure(best)} after step {best.at}." if best else ""
     return render(
         "sweep.html",

@@ -32,7 +32,7 @@ class Score(NamedTuple):
 
     @property
     def exact(self) -> str:
-        """The number as it is, which scripts and tests read."""
+        """The number with all digits, for scripts and tests."""
         return "" if math.isnan(self.value) else repr(self.value)
 
 
@@ -89,15 +89,15 @@ def metrics_table(scored: CaseScores) -> Table:
         rows.append(TableRow(name, [*cells, Score(count, 0, f" of {len(scored.cases)}")]))
     units = {"HD95": ", mm"}
     heads = [TableHead(f"{name}{units.get(name, '')}", kinds) for name, _, kinds in METRICS]
-    note = f"Scores of {quantity(len(scored.cases), 'case')}: {scored.source}. Mean and median are over cases; "
-    note += (
-        "global pools the voxels of all cases. A case in which neither map has the class has no Dice and is left out."
+    note = (
+        f"Scores of {quantity(len(scored.cases), 'case')}: {scored.source}. Mean and median are over cases; global "
+        "pools the voxels of all cases. Cases in which neither map has the class have no Dice and do not count."
     )
     tolerance = scored.settings.get("nsd_tolerance")
     if isinstance(tolerance, (int, float)):
-        note += f" The surface Dice (NSD) is at {tolerance:g} mm."
+        note += f" The surface Dice (NSD) has a tolerance of {tolerance:g} mm."
     if scored.settings.get("empty", "skip") == "skip":
-        note += " Where one map alone has a class, HD95 is the image's diagonal."
+        note += " If only one map has a class, HD95 is the image's diagonal."
     return Table("metrics", [TableHead("Class"), TableHead("Labels"), *heads, TableHead("Cases")], rows, "class", note)
 
 
@@ -120,9 +120,9 @@ def sizes_table(scored: CaseScores) -> Table | None:
         TableHead("Lesions", ("found", "false", "sensitivity", "precision")),
     ]
     note = (
-        "Volumes are means over cases; the error is the mean absolute one. A lesion is a connected region of more than "
-        "50 mm³; parts at most 6 voxels apart count as one. It is found if a predicted region touches it or the 3 "
-        "voxels around it. A false one touches none (the rules of BraTS 2023)."
+        "Volumes are means over cases; the error is the mean absolute error. A lesion is a connected region of more "
+        "than 50 mm³; parts at most 6 voxels apart count as one. It is found if a predicted region touches it or the 3 "
+        "voxels around it. A predicted region that touches no lesion is false (the rules of BraTS 2023)."
     )
     return Table("sizes", heads, rows, "class", note) if rows else None
 
@@ -207,7 +207,7 @@ def make_strips(
     if not any(known.values()):
         return None
     shown = [name if len(name) <= MAX_NAME else f"{name[: MAX_NAME - 1]}…" for name in rows]
-    width, line, left = 520, 30, round(12 + 6.4 * max(map(len, shown)), 1)
+    width, line, left = 520, 30, round(16 + 7.2 * max(map(len, shown)), 1)
     scale = (width - left - 14) / max(high - low, 1e-12)
 
     def place(value: float) -> float:

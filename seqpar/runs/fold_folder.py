@@ -2,7 +2,7 @@
 
 OUT/fold0 … OUT/fold4   run folders, as train writes them
 OUT/status.json         how all of them stand: "step" counts the folds that have finished
-OUT/folds.json          the flags by which folds begin, so that --resume needs to name OUT alone
+OUT/folds.json          the flags that folds begin with, so that --resume needs OUT alone
 """
 
 from collections.abc import Mapping, Sequence
@@ -74,7 +74,7 @@ def _has(count: int) -> str:
 
 
 def read_flags(out: str | Path) -> list[str]:
-    """Returns the flags by which folds begin, [] where none are written; raises ``DataError`` for a damaged file."""
+    """Returns the flags that folds begin with, [] where none are written; raises ``DataError`` for a damaged file."""
     path = Path(out) / FOLDS_FILE
     content = read_json(path) if path.exists() else {"flags": []}
     flags = content.get("flags") if isinstance(content, dict) else None
@@ -84,7 +84,7 @@ def read_flags(out: str | Path) -> list[str]:
 
 
 def write_flags(out: str | Path, flags: Sequence[str]) -> None:
-    """Writes the flags by which folds begin; makes the folder."""
+    """Writes the flags that folds begin with; makes the folder."""
     try:
         Path(out).mkdir(parents=True, exist_ok=True)
         write_json(Path(out) / FOLDS_FILE, {"flags": list(flags)})

@@ -128,7 +128,7 @@ def held_out_scores(row: Mapping[str, Any]) -> tuple[str, str]:
     return ("scores", "Scores") if "scores" in row else ("dice", "Dice")
 
 
-EPOCH_WORDS = "tokens/s or voxels/s: of all ranks; waited: for tiles, in this epoch; GB: most memory that rank 0 took"
+EPOCH_WORDS = "tokens/s or voxels/s: all ranks together; waited: for tiles, in this epoch; GB: peak memory of rank 0"
 
 
 def epoch_fields(step: int, epochs: int, iterations: int, rows: list[dict[str, Any]], left_s: float) -> list[str]:

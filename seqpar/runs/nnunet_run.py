@@ -26,7 +26,7 @@ NAMES = {"best": "checkpoint_best.pth", "latest": "checkpoint_latest.pth", "fina
 
 @dataclass(frozen=True)
 class NnunetRun(TrainedRun):
-    """Networks of several folds, and the plan by which they predict; axes are nnU-Net's.
+    """Networks of several folds, and the plan that they predict with; axes are nnU-Net's.
 
     - ``files``: the folds' checkpoints
     """

@@ -24,7 +24,7 @@ class RunLock:
     (file systems of clusters have atomic creation, but often no locks that work across nodes). So an owner that turns
     out to live finds a higher number than its own, or its file gone.
 
-    ``ticket``: number and text of the file by which this training holds the folder; 0 before. All its ranks know it.
+    ``ticket``: number and text of the file with which this training holds the folder; 0 before. All its ranks know it.
     """
 
     def __init__(self, folder: Path) -> None:

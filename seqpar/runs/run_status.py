@@ -9,7 +9,7 @@ from typing import Any
 
 from seqpar.data.files import write_json
 from seqpar.runs.journal import read_metrics
-from seqpar.runs.run_folder import read_status
+from seqpar.runs.run_folder import holds_folds, read_status
 from seqpar.runs.run_lock import RunLock
 from seqpar.settings.config import Config
 from seqpar.terminal import coloured, typed_command
@@ -48,10 +48,10 @@ class StatusFile:
 def describe_kill(run: str | Path) -> str:
     """Returns a sentence on a run folder whose training was killed; "" where none certainly was.
 
-    - ``run``: a run folder; a file, or a folder that holds no run, is none
+    - ``run``: a run folder; a file, or a folder that holds no run, is none, nor is a folder of five folds
     """
     run = Path(run)
-    if not _says_running(run):
+    if holds_folds(run) or not _says_running(run):  # each fold has a lock of its own
         return ""
     process = RunLock(run).abandoned_by()
     if not process or not _says_running(run):  # it may have ended while the lock was looked at

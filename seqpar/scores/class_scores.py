@@ -10,9 +10,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from seqpar.scores.comparison import FEW, TOO_FEW
+
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 DRAWS, LEVEL, SEED = 1000, 0.95, 0
+ALL_ALIKE = "no interval: equal in all draws"  # as an AUC of 1; "1 to 1" would claim that there is no doubt
 NUM_BINS = 10  # of a calibration curve
 NEGATIVE = ("healthy", "normal", "control", "controls", "negative", "benign", "no", "none", "0", "cn", "hc")
 
@@ -113,6 +116,16 @@ def bootstrap(truth: Ints, probabilities: Floats, score: Callable[[Ints, Floats]
         drawn.append(score(truth[at], probabilities[at]))
     tail = (1 - LEVEL) / 2
     return [float(value) for value in np.nanquantile(drawn, [tail, 1 - tail])] if np.isfinite(drawn).any() else []
+
+
+def describe_bootstrap(interval: Sequence[float] | None, count: int) -> str:
+    """Returns an interval of ``bootstrap`` in words, "" if there is none; ``count``: of the cases."""
+    if count < FEW:
+        return TOO_FEW
+    if not interval:
+        return ""
+    low, high = interval
+    return f"{low:.3f} to {high:.3f}" if low < high else ALL_ALIKE
 
 
 def calibration(truth: Ints, probabilities: Floats) -> list[tuple[float, float, int]]:

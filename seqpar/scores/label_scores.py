@@ -32,9 +32,9 @@ METRICS = {
 COLUMNS = ("Dice", "IoU", *METRICS, "VolumeError", "Sensitivity", "Specificity")
 LESION_COLUMNS = ("LesionDice", "LesionHD95")
 WORDS = (  # of a table, for people
-    "(mean, median: over cases; global: of the voxels of all cases together; HD95: the distance of the surfaces in mm "
-    "that 95 % do not exceed, where only one map has the class the image's diagonal (as BraTS: 374); NSD: the share of "
-    "both surfaces that lies within --nsd-tolerance of the other)"
+    "(mean, median: over cases; global: over the voxels of all cases together; HD95: 95th percentile of the distances "
+    "between the surfaces in mm, or the image's diagonal if only one map has the class (as BraTS: 374); NSD: share of "
+    "both surfaces that is within --nsd-tolerance of the other)"
 )
 
 

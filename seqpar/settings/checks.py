@@ -16,7 +16,7 @@ from seqpar.settings.loss_settings import CLASS_LOSSES
 from seqpar.settings.network_settings import check_stages
 from seqpar.text import flag_name, format_sides, parse_duration
 
-NETWORK = ("network", "pretraining")  # sections by which a network is built
+NETWORK = ("network", "pretraining")  # sections that a network is built from
 
 
 def check(config: Config, networks: Sequence[str]) -> None:
@@ -32,7 +32,7 @@ def check(config: Config, networks: Sequence[str]) -> None:
 
 
 def check_network(config: Config, networks: Sequence[str]) -> None:
-    """Raises ``ValueError`` for settings by which no network can be built, such as those of a damaged run.
+    """Raises ``ValueError`` for settings that no network can be built from, such as those of a damaged run.
 
     ``networks``: the names that there are.
     """

@@ -175,5 +175,5 @@ def shortened_warmup(config: Config, names: set[str]) -> tuple[Config, str]:
     if "warmup" in names or config.warmup < max(config.epochs, 1):
         return config, ""
     epochs = max(config.epochs, 1) - 1
-    line = f"--warmup: {epochs} of the preset's {quantity(config.warmup, 'epoch')}, as the run has {config.epochs}"
+    line = f"--warmup {epochs} instead of the preset's {config.warmup}: the run has {quantity(config.epochs, 'epoch')}"
     return replace(config, warmup=epochs), line

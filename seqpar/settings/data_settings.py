@@ -57,8 +57,8 @@ class DataSettings:
     )
     prepare: str = _data(
         OWN,
-        "how data are prepared where there are nnU-Net's --plans or weights: as its plan says (the default then), or "
-        "own: as all other data",
+        "how to prepare data with nnU-Net's --plans or weights: as its plan says (the default then), or own: as all "
+        "other data",
         metavar="HOW",
         tasks=VOXELS,
         fixed=_PREPARED,
@@ -130,7 +130,7 @@ class DataSettings:
     )
     synthesis_per: str = _data(
         "tile",
-        "where a synthetic tumour's contrast and place are found: in the tile, or in the volume, whose lesions must be "
+        "what a synthetic tumour's contrast and place are taken from: the tile, or the volume, whose lesions must be "
         "darker than their organ (Hou et al.)",
         choices=("tile", "volume"),
         tasks=VOXELS,
@@ -148,7 +148,7 @@ class DataSettings:
     )
     foreground_by: str = _data(
         "chance",
-        "which tiles these are: each by chance, or by count the last ones of a step (nnU-Net)",
+        "how these tiles are chosen: each by chance, or by count as the last ones of a step (nnU-Net)",
         choices=FOREGROUND_BY,
         tasks=VOXELS,
         acts_when=lambda c: bool(c.foreground),
@@ -193,7 +193,7 @@ def prepare_settings(config: DataSettings) -> PrepareSettings:
 
 
 def planned(config: DataSettings) -> ImagePlan:
-    """Returns nnU-Net's plan by which a run prepares its data; it is in ``prepare``, as JSON."""
+    """Returns nnU-Net's plan that a run prepares its data with; it is in ``prepare``, as JSON."""
     try:
         return ImagePlan.from_json(json.loads(config.prepare))
     except (ValueError, TypeError, AttributeError):

@@ -31,7 +31,7 @@ class LossSettings:
     )
     focal_gamma: float = _loss(
         2.0,
-        "exponent of the focal loss: the larger, the less voxels count that are already right",
+        "exponent of the focal loss; the larger it is, the less voxels that are already right count",
         bounds=GAMMA,
         metavar="EXPONENT",
         acts_when=lambda c: "focal" in c.loss_terms,

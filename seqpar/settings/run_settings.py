@@ -39,22 +39,25 @@ class RunSettings:
         why=lambda c: "a curriculum trains every lesson to its end" if c.curriculum else "--val-every 0 validates once",
     )
     val_cases: int = _watching(
-        0, "held-out cases per validation, of classes from each in turn; 0: all", bounds=NOT_NEGATIVE, metavar="CASES"
+        0,
+        "held-out cases per validation, with --task classify from each class in turn; 0: all",
+        bounds=NOT_NEGATIVE,
+        metavar="CASES",
     )
     val_overlap: float = _watching(
         0.5, "overlap of sliding windows in validation, as a share", bounds=BELOW_1, metavar="SHARE", tasks=VOXELS
     )
     val_window: str = _watching(
         "sliding",
-        "how validation predicts a volume: in sliding windows, in one pass over the whole of it, or both, to record "
+        "how validation predicts a volume: in sliding windows, in one pass over all of it, or both, to record "
         "which is better for predict",
         choices=("sliding", "whole", "both"),
         tasks=VOXELS,
     )
     val_mirror: str = _watching(
         "none",
-        "directions over whose flips validation, and later predict, average the logits; with nnU-Net's weights those "
-        "that it flipped",
+        "directions in which validation, and later predict, flip a volume, to average the logits; with nnU-Net's "
+        "weights those that it flipped",
         choices=MIRRORS,
         tasks=VOXELS,
     )
@@ -71,7 +74,7 @@ class RunSettings:
     )
     token_order: str = _running(
         "auto",
-        "order of tokens in --weights of Primus; auto: their trainer's in files of pretrainings, else whd",
+        "order of tokens in --weights of Primus; auto: the trainer's order in files of pretrainings, else whd",
         choices=TOKEN_ORDERS,
         acts_when=lambda c: bool(c.weights),
         why="there are no --weights",

@@ -174,7 +174,7 @@ def avg_pool_box(
 def _counts(
     kernel: int, stride: int, padding: int, reach: ReceptiveField, extent: int, place: int, count_include_pad: bool
 ) -> list[int]:
-    """Returns the number of voxels by which torch divides along a dimension, for each of this rank's outputs."""
+    """Returns the divisor that torch uses along a dimension, for each of this rank's outputs."""
     low, high = (0, extent) if not count_include_pad else (-padding, extent + padding)
     begins = [o * stride - padding for o in range(reach.edges[place], reach.edges[place + 1])]
     return [min(begin + kernel, high) - max(begin, low) for begin in begins]

@@ -92,7 +92,10 @@ class LiveTable:
         self._shown = now
         for row in self.rows.values():
             row.refresh()
-        fields = [f"{self.over} of {self.total} points over, {len(self.rows)} train", f"{clock(self._left_s())} left"]
+        fields = [
+            f"{self.over} of {self.total} points have ended, {len(self.rows)} training",
+            f"{clock(self._left_s())} left",
+        ]
         if not self.display.on_terminal:
             self.display.show(fields)
             return

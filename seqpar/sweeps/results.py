@@ -10,12 +10,13 @@ from typing import Any
 
 from seqpar.data.files import write_text
 from seqpar.report.curves import DICE, TRAIN_LOSS, Diagram, Line, LineStyle, read_curve
+from seqpar.report.planes import RUN_COLOURS
 from seqpar.report.plots import draw_diagram, make_figure, save_figure
 from seqpar.runs.sweep_folder import Point, Sweep, format_value
 from seqpar.terminal import next_command
 from seqpar.text import flag_name
 
-BEST, OTHERS, MEANS = "#d55e00", "#7f9fb5", "#222222"
+BEST, OTHERS, MEANS = RUN_COLOURS[0], "#7f9fb5", "#222222"  # a page about the sweep draws the best in the same colour
 STYLES = (LineStyle(OTHERS, width=0.9), LineStyle(BEST, width=2.2))
 NOTE = (
     "below: a dot for each point, a bar for the mean at each value, a line from lowest to highest, a star for the best"
@@ -44,7 +45,7 @@ def draw_sweep(out: Path, sweep: Sweep, path: Path) -> None:
         plot = picture.add_subplot(grid[1 + number // columns, at : at + 2])
         _draw_setting(plot, sweep, name, best)
         plot.set_ylim(0, top)
-    title = f"{len(sweep.points)} points, {sum(point.is_over for point in sweep.points)} over"
+    title = f"{len(sweep.points)} points, {sum(point.is_over for point in sweep.points)} ended"
     picture.suptitle(f"{title}; best: {best.name}, {sweep.measure(best)}" if best else title, fontsize=11)
     if names:
         picture.supxlabel(NOTE, fontsize=8, color=MEANS)
@@ -119,7 +120,7 @@ def write_results(out: Path, sweep: Sweep) -> list[str]:
             how = "failed" if point.state == "failed" else "was killed"
             lines.append(f"{point.name} {how}, code {point.code}: {point.why}")
     count = sum(point.is_over for point in sweep.points)
-    lines.append(f"{count} of {len(sweep.points)} points are over: {out / 'sweep.json'}, sweep.csv, sweep.png")
+    lines.append(f"{count} of {len(sweep.points)} points have ended: {out / 'sweep.json'}, sweep.csv, sweep.png")
     if best := sweep.best:
         lines.append(f"best: {best.name}: {sweep.measure(best)} after step {best.at}")
         lines.append(f"next: {next_command('report', out)}  (all points on one page)")

@@ -141,5 +141,6 @@ def _prepare(configs: list[Config]) -> None:
 def _first_line(count: int, over: int, ranks: int, devices: int, on_gpu: bool) -> str:
     device = "GPU" if on_gpu else "core"
     at_a_time = max(1, min(devices // ranks, count - over))
-    there = f", {over} of them are over" if over else ""
-    return f"{quantity(count, 'point')}{there}; {quantity(ranks, device)} a run, {at_a_time} at a time on {devices}"
+    there = f", {over} have ended" if over else ""
+    here = f"{quantity(ranks, device)} per run, {at_a_time} at a time on {devices}"
+    return f"{quantity(count, 'point')}{there}; {here}"

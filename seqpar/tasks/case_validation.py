@@ -21,7 +21,7 @@ NUM_PICTURED = 3  # cases in validation.png
 
 @dataclass(frozen=True)
 class ValidationResult:
-    """The row of metrics.jsonl, the printed table, and the score by which the best checkpoint is kept.
+    """The row of metrics.jsonl, the printed table, and the score that decides which checkpoint is kept.
 
     ``windows`` is the mean Dice by kind of window, the better first, where windows label voxels; ``whole_grid`` the
     most tokens per direction in whole passes, if there were any.

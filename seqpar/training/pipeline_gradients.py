@@ -96,7 +96,7 @@ class PipeGradients:
         return whole_network(self.net, self.entries, self.mesh.pipe, self.mesh.device)
 
     def whole_tensors(self, tensors: Mapping[str, Tensor], keep: bool) -> dict[str, Tensor]:
-        """Returns the tensors of all places on ranks with ``keep``, of which the first may be one, else nothing."""
+        """Returns the tensors of all places on ranks with ``keep``, to which the first may belong, else nothing."""
         is_of_first = self.mesh.data.index == self.mesh.seq.index == 0
         whole = gather_tensors(tensors, self.mesh.pipe) if is_of_first else {}
         return whole if keep else {}

@@ -1,7 +1,7 @@
 """The sequence-parallel Vision Transformer: each rank holds some of the tokens, and attention sees all of them.
 
 Legend: b batch, c channels, n tokens, e embedding, p voxels of a patch per axis, W D H voxels; ``n/s`` is this rank's
-share of the tokens. With several stages, a part consists of *cubes*, each of which ends as one token.
+share of the tokens. With several stages, a part consists of *cubes*, and each ends as one token.
 """
 
 import math

@@ -1,6 +1,6 @@
 """Writes an encoder as a checkpoint of nnssl's, from which nnU-Net trains on: weights, and what it asks of a plan.
 
-``nnUNetv2_preprocess_like_nnssl -pc FILE`` reads it. All lengths are in nnU-Net's axes, of which the first is the last
+``nnUNetv2_preprocess_like_nnssl -pc FILE`` reads it. All lengths are in nnU-Net's axes: their first is the last
 of a file.
 """
 

@@ -89,7 +89,7 @@ def load_pretrained(net: Network, config: Config) -> str:
         summary += f"; the file does not tell its attention heads, --heads {config.heads} are taken"
     fresh = sorted(name for name in own if name not in fitting)
     left = [*left, *sorted(name for name in state if name not in fitting)]
-    lists = [f"fresh: {shorten_list(fresh, 4)}"] * bool(fresh) + [f"left: {_counted(left)}"] * bool(left)
+    lists = [f"fresh: {shorten_list(fresh, 4)}"] * bool(fresh) + [f"left out: {_counted(left)}"] * bool(left)
     return "; ".join([summary, *changes, *lists])
 
 

@@ -9,6 +9,7 @@ import pytest
 
 from seqpar.cli import export, phantom, predict, prepare, pretrain, train
 from seqpar.cluster.exit_codes import USAGE, run
+from tests.support.pages import ROOT
 
 TINY = ["--iterations", "2", "--epochs", "1", "--workers", "0", "--device", "cpu"]
 
@@ -56,6 +57,16 @@ def test_a_pretraining_names_a_training_that_takes_its_encoder(line_of, tmp_path
     of_train, of_report = line_of(pretrain.act, *own, "--data", "data", *TINY, "--out", "mae")
     assert start(of_train, *TINY, "--out", "run") == 0
     assert start(of_report) == 0 and (tmp_path / "mae/report.html").is_file()
+
+
+@pytest.mark.started
+def test_five_folds_name_a_prediction_by_their_mean(line_of, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    line_of(phantom.act, "--cases", 5, "--size", 24, 24, 24, "--out", "data", "--workers", 1)
+    small = ["--preset", "debug", "--data", "data", "--tile", "16", "16", "16", *TINY]
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))  # each fold is a process of its own
+    (of_folds,) = line_of(train.act, *small, "--fold", "all5", "--out", "five")
+    assert start(of_folds, IMAGES="data", PREDICTIONS="mean") == 0
+    assert len(list((tmp_path / "mean").glob("*.nii.gz"))) == 5
 
 
 def test_a_dry_run_refuses_weights_that_do_not_fit(line_of, capsys: pytest.CaptureFixture) -> None:

@@ -65,8 +65,8 @@ OWNERS = {
         "seqpar.sweeps.trial",
     },
     "torch.nn.parallel": {"seqpar.training.data_parallel"},
-    "torch.distributed.fsdp": {"seqpar.training.sharded_weights"},
-    "torch.distributed.tensor": {"seqpar.training.sharded_weights"},
+    "torch.distributed.fsdp": {"seqpar.training.data_parallel"},
+    "torch.distributed.tensor": {"seqpar.training.data_parallel"},
 }
 
 
@@ -97,9 +97,14 @@ def floor_of(name: str) -> int:
 
 
 @cache
-def import_lines(path: Path) -> tuple[ast.Import | ast.ImportFrom, ...]:
+def import_lines(path: Path) -> tuple[ast.Import | ast.ImportFrom | ast.Call, ...]:
+    """Returns a file's imports, among them the calls of ``late``."""
     nodes = ast.walk(ast.parse(path.read_text()))
-    return tuple(node for node in nodes if isinstance(node, ast.Import | ast.ImportFrom))
+    return tuple(node for node in nodes if isinstance(node, ast.Import | ast.ImportFrom) or is_late(node))
+
+
+def is_late(node: ast.AST) -> bool:
+    return isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "late"
 
 
 def imports(path: Path, known: Collection[str] = ()) -> set[str]:
@@ -108,6 +113,8 @@ def imports(path: Path, known: Collection[str] = ()) -> set[str]:
     for node in import_lines(path):
         if isinstance(node, ast.Import):
             every |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.Call):
+            every |= {ast.literal_eval(node.args[0])}
         else:
             assert node.level == 0, f"{path}: imports are spelled in full"
             spelled = {f"{node.module}.{alias.name}" for alias in node.names}

@@ -53,7 +53,7 @@ def test_a_presets_warm_up_is_shortened_as_train_does(capsys: pytest.CaptureFixt
     line = ["--preset", "modern", "--tile", "32", "--depth", "1", "--device", "h200", "--seqpar", "1"]
     assert plan.act([*line, "--epochs", "5"]) == 0
     said = capsys.readouterr().out
-    assert "--warmup: 4 of the preset's 10 epochs, as the run has 5" in said
+    assert "--warmup 4 instead of the preset's 10: the run has 5 epochs" in said
     _, config, _ = parse(shlex.split(said.strip().splitlines()[-1])[4:], "debug")
     assert (config.warmup, config.epochs) == (4, 5), "the command has it"
     with pytest.raises(ValueError, match="--warmup 5 leaves no epoch of 5"):

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.fsdp  # once here, not in every rank
 
 from lab.benches.memory import local_bytes
 from seqpar.losses import DiceCE
@@ -17,7 +18,7 @@ from seqpar.planner.memory_counter import MemoryCounter, saved_bytes
 from seqpar.planner.step_counter import StepCost, StepSetup, count_step, count_whole_step, trainable_parameters
 from seqpar.settings.config import Config
 from seqpar.spatial import cache_pieces
-from seqpar.training.sharded_weights import shard
+from seqpar.training.data_parallel import shard
 from seqpar.vit.dropout import DropoutKey
 
 SMALL = Config(tile=(16, 16, 16), patch=4, depth=2, embed_dim=24, heads=3, decoder_width=8, batch=1)

@@ -129,7 +129,7 @@ def test_a_plan_fits_and_a_larger_tile_or_batch_would_not(network: tuple[str, ..
 
     assert total() <= device.memory
     assert config.batch == 4 or device.memory < total(batch=config.batch + 1)
-    assert "the largest of which two fit" in why[3]
+    assert "the largest such that two fit" in why[3]
     if kind.attends:
         shape = shape_at(fingerprint(*THIN), (0.8, 0.8, 5.0))
         longer = min(range(3), key=lambda at: config.tile[at] / shape[at])  # what the next larger tile has more of

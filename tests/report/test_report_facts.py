@@ -172,7 +172,7 @@ def test_a_report_on_other_data_has_a_name_of_its_own_and_says_what_was_trained_
     line = [str(copied), "--truth", str(truth), "--prediction", str(found), "--cases", "0"]
     assert run(report.act, line) == 0
     said = capsys.readouterr().out
-    assert "1 of 2 scored cases were in the run's training data (case-a-t1c): their scores say little" in said
+    assert "1 of 2 scored cases was in the run's training data (case-a-t1c): its scores say little" in said
     assert "report-found.html" in said and Page((copied / "report.html").read_text()).text == own
     save(truth / "case-a-t1c.nii.gz", nibabel.load(truth / "case-b-t1c.nii.gz").get_fdata().astype(np.uint8))
     assert run(report.act, line) == 0

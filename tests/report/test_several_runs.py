@@ -67,4 +67,4 @@ def test_what_several_runs_do_not_have_is_refused_or_noted(
     assert "was named twice" in capsys.readouterr().err
     shutil.rmtree(worse / "validation")
     page = compared(finished, worse)
-    assert "worse: There are no scores of single cases" in page.text and "Fewer than two runs" in page.text
+    assert "worse: there are no scores of the cases" in page.text and "Fewer than two runs" in page.text

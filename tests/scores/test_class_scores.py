@@ -11,7 +11,14 @@ from seqpar.cli import evaluate
 from seqpar.cluster.exit_codes import DATA, USAGE, run
 from seqpar.data.errors import DataError
 from seqpar.scores import class_scores
-from seqpar.scores.class_scores import area_under_roc, bootstrap, calibration, roc_points, score_classes
+from seqpar.scores.class_scores import (
+    area_under_roc,
+    bootstrap,
+    calibration,
+    describe_bootstrap,
+    roc_points,
+    score_classes,
+)
 from seqpar.tasks.classify.scores import ClassTable, read_class_table
 
 
@@ -196,3 +203,13 @@ def test_what_is_no_table_is_refused_by_name(tmp_path: Path, capsys: pytest.Capt
     table.write_text("case,class,p(a),p(b)\nc000,a,0.9,0.9\n")
     with pytest.raises(DataError, match="do not sum to 1"):
         read_class_table(table)
+
+
+def test_an_interval_without_width_is_not_called_one() -> None:
+    """Each draw of cases that are all right is all right, however few they are."""
+    perfect = np.repeat(np.eye(2), 4, 0)
+    scores = score_classes(np.repeat([0, 1], 4).tolist(), perfect, ["a", "b"])
+    assert scores["intervals"]["AUC"] == [1.0, 1.0]
+    assert describe_bootstrap(scores["intervals"]["AUC"], 8) == "no interval: equal in all draws"
+    assert describe_bootstrap([0.25, 0.75], 8) == "0.250 to 0.750" and describe_bootstrap([], 8) == ""
+    assert describe_bootstrap([0.25, 0.75], 4) == "too few to tell"

@@ -61,7 +61,7 @@ def test_the_table_ends_with_one_line_that_sums_up(
     assert any(line.split()[:3] == ["whole", "1+2", "mean"] and line.endswith("3/3") for line in lines)
     assert {"median", "global"} <= {word for line in lines for word in line.split()}
     mean = summary_of(folders)["foreground_mean"]
-    assert lines[-1].startswith(f"cases 3, classes 2: mean Dice {mean['Dice']:.4f}, HD95 {mean['HD95']:.2f} ")
+    assert lines[-1].startswith(f"3 cases, 2 classes: mean Dice {mean['Dice']:.4f}, HD95 {mean['HD95']:.2f} ")
 
 
 def test_workers_and_places_to_write_change_no_value(folders: tuple[Path, Path], tmp_path: Path) -> None:
@@ -86,7 +86,7 @@ def test_the_act_runs_as_a_script(folders: tuple[Path, Path], tmp_path: Path) ->
     environment = os.environ | {"PYTHONPATH": str(repository)}
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines()[-1].startswith("cases 3")
+    assert done.stdout.splitlines()[-1].startswith("3 cases")
 
 
 def truncate(path: Path) -> None:

@@ -108,7 +108,7 @@ def test_a_presets_warm_up_is_shortened_where_it_leaves_no_epoch_and_ones_own_is
     short = order("--epochs", "1")
     assert short.config.warmup == 0 and short.config.epochs == 1
     assert first_lines(short, Launcher("alone")).splitlines()[0] == (
-        "--warmup: 0 of the preset's 1 epoch, as the run has 1"
+        "--warmup 0 instead of the preset's 1: the run has 1 epoch"
     )
     assert "warmup" not in order("--epochs", "2").choices
     with pytest.raises(ValueError, match="--warmup 1 leaves no epoch of 1: use --warmup 0"):

@@ -1,7 +1,10 @@
 """Sweeps on Ray: every point once, with the bits of a run alone, whoever is killed in the middle. Run by .ci/tune."""
 
 import os
+import re
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,7 +19,7 @@ from seqpar.sweeps.ray_cluster import Cluster
 from seqpar.sweeps.ray_engine import SideBySide
 from seqpar.sweeps.space import parse_space
 from seqpar.sweeps.sweep_request import SweepRequest
-from tests.support.pages import ROOT
+from tests.support.pages import ROOT, shown_commands
 from tests.support.started_sweeps import Tune, below, parents, processes
 from tests.support.training_runs import farthest, losses, status, tiny_data, trained, weights
 
@@ -65,6 +68,26 @@ def training(out: Path, at_least: int = 3) -> list[str]:
     return [name for name in running if at_least <= steps(out / name) < 30]
 
 
+def test_the_command_of_the_page_runs_and_so_do_those_that_it_prints_as_next(tmp_path: Path) -> None:
+    (tmp_path / "launch").symlink_to(ROOT / "launch")
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    env = {**os.environ, "PATH": path, "PYTHONPATH": str(ROOT), "SEQPAR_CACHE": "cache", "OMP_NUM_THREADS": "1"}
+
+    def typed(line: str) -> list[str]:
+        """Types a line into a shell; returns the commands that it prints as next."""
+        done = subprocess.run(["bash", "-c", line], env=env, cwd=tmp_path, capture_output=True, text=True, timeout=900)
+        assert done.returncode == 0, done.stdout + done.stderr
+        return re.findall(r"^next: (.*?)(?:  \(.*)?$", done.stdout, re.M)
+
+    (line,) = shown_commands(ROOT / "launch" / "README.md", "tune.py --space lr=1e-3,2e-3")
+    of_report, of_predict = typed(line)
+    typed(of_report)
+    assert (tmp_path / "sweeps/small/report.html").is_file()
+    (images,) = (tmp_path / "cache/data").glob("phantom-*")
+    (of_evaluate,) = typed(of_predict.replace("IMAGES", str(images)).replace("PREDICTIONS", "found"))
+    typed(of_evaluate.replace("TRUTH", str(images)))
+
+
 def starts(out: Path, name: str) -> int:
     return len(read_json(out / name / "config.json")["history"])
 
@@ -88,7 +111,7 @@ def test_every_point_is_run_once_two_at_a_time(undisturbed: Path) -> None:
     together = max(sum(begins[other] <= begins[name] < ends[other] for other in NAMES) for name in NAMES)
     assert together == 2, f"{together} at a time: {begins} {ends} {times}"
     said = (undisturbed / "said.txt").read_text()
-    assert "8 points; 1 core a run, 2 at a time on 2" in said and "8 of 8 points are over" in said
+    assert "8 points; 1 core per run, 2 at a time on 2" in said and "8 of 8 points have ended" in said
     assert {path.name for path in undisturbed.glob("sweep.*")} == {"sweep.json", "sweep.csv", "sweep.png"}
     assert status(undisturbed)["state"] == "finished" and status(undisturbed)["step"] == 8
     typed = {read_json(undisturbed / name / "config.json")["command"][0] for name in NAMES}
@@ -169,7 +192,9 @@ def test_a_sweep_whose_trial_driver_and_raylet_are_killed_and_that_is_told_to_le
     for name in NAMES:
         assert losses(out / name) == losses(undisturbed / name), name
         assert weights(out / name) == weights(undisturbed / name), name
-    assert tune_act([*line, "--resume", "--out", str(out)]) == 0 and "8 of 8 points are over" in capsys.readouterr().out
+    assert (
+        tune_act([*line, "--resume", "--out", str(out)]) == 0 and "8 of 8 points have ended" in capsys.readouterr().out
+    )
 
 
 def gone(out: Path) -> None:
@@ -195,7 +220,7 @@ def test_a_run_of_two_ranks_goes_on_when_one_is_killed_and_one_that_cannot_work_
     layouts = [read_json(out / name / "config.json")["layout"] for name in ("lr-0.01", "lr-1e+30")]
     assert [(layout["ranks"], layout["seqpar"]) for layout in layouts] == [(2, 2)] * 2
     said = tune.log.read_text()
-    assert "2 points; 2 cores a run, 1 at a time on 2" in said and "lr-0.01 resumes: its training was killed" in said
+    assert "2 points; 2 cores per run, 1 at a time on 2" in said and "lr-0.01 resumes: its training was killed" in said
     assert state(out, "lr-0.01") == "finished" and starts(out, "lr-0.01") == 2
     assert farthest(losses(out / "lr-0.01"), losses(undisturbed / "lr-0.01_batch-2")) < 1e-3
     assert status(out / "lr-1e+30")["code"] == 5 and starts(out, "lr-1e+30") == 1

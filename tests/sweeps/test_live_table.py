@@ -48,7 +48,7 @@ def test_a_terminal_shows_step_loss_dice_time_left_and_place_of_each_point(
     capsys.readouterr()
     table.refresh()
     first = capsys.readouterr().out
-    assert "0 of 2 points over, 1 train" in first and live_table.HEADS in first
+    assert "0 of 2 points have ended, 1 training" in first and live_table.HEADS in first
     assert "        10/40   0.1000  0.250     1:00  node7            a" in first
     table.refresh()
     assert capsys.readouterr().out.startswith("\r\x1b[3A\x1b[J"), "three lines are written over"

@@ -124,7 +124,7 @@ def test_the_record_says_how_each_point_stands_and_which_is_best(made: Path) -> 
 def test_a_table_and_a_picture_are_written_and_the_best_is_said(made: Path) -> None:
     sweep = read_sweep(made)
     text = "\n".join(write_results(made, sweep))
-    assert f"best: {sweep.points[1].name}: mean Dice 0.6000 after step 2" in text and "2 of 4 points are over" in text
+    assert f"best: {sweep.points[1].name}: mean Dice 0.6000 after step 2" in text and "2 of 4 points have ended" in text
     rows = list(csv.DictReader((made / "sweep.csv").open()))
     assert [row["score"] for row in rows] == ["0.5", "0.6", "", ""] and rows[0]["lr"] == "0.001"
     assert (made / "sweep.png").read_bytes()[:4] == b"\x89PNG"

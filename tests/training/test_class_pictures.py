@@ -58,8 +58,11 @@ def test_a_map_says_its_method_and_class_and_half_of_it_has_an_outline(figures: 
     something = picture_of(figures, image, seen)
     assert [len(panel.collections) for panel in nothing.axes] == [0] * 3, "no colour bar either"
     assert [len(panel.collections) for panel in something.axes[:3]] == [2] * 3, "black below white"
-    assert "HiResCAM map for ill; white line: half of its maximum" in something.get_suptitle()
-    assert "nothing speaks for the class" in nothing.get_suptitle()
+    assert (
+        "HiResCAM map for ill, in planes through its strongest point in the body; white line: half"
+        in something.get_suptitle()
+    )
+    assert "HiResCAM map for ill: no evidence for the class" in nothing.get_suptitle()
     assert something.axes[3].get_ylabel() == "share of the map's maximum"
     assert [float(tick) for tick in something.axes[3].get_yticks()] == [0, 0.5, 1]
 
@@ -70,13 +73,16 @@ def test_maps_are_shown_on_planes_through_the_body_with_a_warning_if_their_maxim
     image[10, 10, 17] = 1  # a fragment
     seen[10, 10, 17] = 0.9
     seen[8, 9, 10] = 0.5
-    assert pictures.evidence_planes(seen, image != 0) == (10, 10, 10), "most of the map is in 10, 10, but not in 17"
+    assert pictures.evidence_planes(seen, image != 0) == (8, 9, 10), (
+        "the strongest point in the body, not in the fragment"
+    )
     inside = picture_of(figures, image, seen)
     assert pictures.OUTSIDE not in [text.get_text() for text in inside.texts]
     seen[1, 1, 1] = 1
     outside = picture_of(figures, image, seen)
     assert pictures.OUTSIDE in [text.get_text() for text in outside.texts]
-    assert pictures.evidence_planes(seen, image != 0) == (10, 10, 10), "planes of air are left out"
+    assert pictures.evidence_planes(seen, image != 0) == (8, 9, 10), "planes of air are left out"
+    assert pictures.evidence_planes(np.zeros_like(seen), image != 0) == (10, 10, 4), "without a map most of the body"
     noise = np.random.default_rng(0).normal(-1, 0.001, image.shape)  # CT: air is not 0
     assert np.array_equal(pictures.body_of(np.where(image != 0, 1.0, noise)), image != 0)
 

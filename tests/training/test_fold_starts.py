@@ -16,6 +16,7 @@ from seqpar.cluster.exit_codes import FINAL
 from seqpar.parallel.launcher import Launcher
 from seqpar.parallel.mesh import Group, Mesh
 from seqpar.runs.run_folder import read_config
+from seqpar.runs.run_status import describe_kill
 from seqpar.training import folds
 from seqpar.training.run_request import read_request
 from tests.support.folders import write_json
@@ -167,4 +168,4 @@ def test_a_fold_that_was_killed_is_no_running_one(lines_of, tmp_path) -> None:
     assert (status(out)["state"], status(out)["code"]) == ("failed", 1)
     assert status(out)["why"] == "fold 1: ended with exit code 1"
     assert lines_of("--out", str(out), "--resume", codes=(6,))[0] == 6
-    assert status(out)["state"] == "running"
+    assert status(out)["state"] == "running" and describe_kill(out) == "", "the lock is in the fold's own folder"

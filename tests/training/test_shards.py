@@ -16,7 +16,7 @@ from seqpar.planner.feasibility import require_peers
 from seqpar.runs.journal import read_metrics
 from seqpar.settings.command_line import parse
 from seqpar.settings.config import Config
-from seqpar.training import after_step, sharded_weights
+from seqpar.training import after_step, data_parallel
 from seqpar.weights.states import copy_into, optimizer_tensors, whole_tensors
 from tests.support.configs import NoStop, config_of, trainer_of
 from tests.support.ranks import relative
@@ -139,7 +139,7 @@ def count_states(mesh: Mesh, sharded: bool, flags: str) -> tuple[dict[str, int],
     net = build_network(config, 2, 3, mesh.seq)
     before = {name: tensor.clone() for name, tensor in net.state_dict().items()}
     if sharded:
-        sharded_weights.shard(net, mesh)
+        data_parallel.shard(net, mesh)
     joined = whole_tensors(net.state_dict(), keep=True)
     same = all(torch.equal(joined[name], before[name]) for name in before)
     for name, tensor in net.state_dict().items():

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.fsdp  # once here, not in every rank
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -15,7 +16,7 @@ from seqpar.models.build import build_network
 from seqpar.optimization import optimizers
 from seqpar.parallel.mesh import Mesh
 from seqpar.settings.command_line import parse
-from seqpar.training import gradients, sharded_weights  # noqa: F401  the second once here, not in every rank
+from seqpar.training import gradients
 from seqpar.training.data_parallel import data_parallel
 from seqpar.weights import checkpoint
 from seqpar.weights.checkpoint import Progress

@@ -183,7 +183,7 @@ def test_a_pretraining_has_exchanged_tokens_and_a_second_network_that_is_left(tm
     for words in (
         "(Primus, pretrained, tokens in the order h w d)",
         "of 1 channel, repeated over 4",
-        "left: decoder (",
+        "left out: decoder (",
     ):
         assert words in line, line
     assert "fresh: decoder.classes" in line and "up_projection (" in line

@@ -34,7 +34,7 @@ from seqpar.planner.attention_choice import choose_fastest
 from seqpar.planner.memory_counter import Saved
 from seqpar.settings.config import Config
 from seqpar.text import format_sides
-from seqpar.training.sharded_weights import shard
+from seqpar.training.data_parallel import shard
 from seqpar.vit.dropout import DropoutKey
 
 SMALL = Config(

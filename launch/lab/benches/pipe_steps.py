@@ -112,7 +112,7 @@ class Bench:
         return self.loss_of(values[0][0], self.label)
 
     def _clock(self, step: Step, repeats: int) -> float:
-        """Returns the least seconds of some steps, each of which the ranks begin together, after a first one."""
+        """Returns the least seconds of some steps after a first one; ranks begin each step together."""
         seconds = list[float]()
         for _ in range(repeats + 1):
             max_over_ranks(0, self.mesh.world)

@@ -27,7 +27,7 @@ Runs = dict[str, list[Any]]  # by case, the result of each turn
 
 
 def lab_on_path() -> dict[str, str]:
-    """Returns the environment variable by which a new process finds the laboratory, which is not installed."""
+    """Returns the environment variable that lets a new process find the laboratory, which is not installed."""
     return {"PYTHONPATH": os.pathsep.join(filter(None, [str(LAUNCH), os.environ.get("PYTHONPATH", "")]))}
 
 

@@ -1,4 +1,4 @@
-"""Networks of equal size: the setting by which one has as many parameters as another."""
+"""Networks of equal size: the setting that gives one as many parameters as another."""
 
 from dataclasses import replace
 from functools import cache
@@ -13,7 +13,7 @@ _MOST = 1024  # channels that are tried
 
 
 def match_parameters(config: Config, name: str, other: Config) -> int:
-    """Returns the value of a setting by which a config's network has the number of parameters of another's, nearly.
+    """Returns the value of a setting that gives a config's network about as many parameters as another's.
 
     - ``name``: a number of channels, with which parameters grow
     """

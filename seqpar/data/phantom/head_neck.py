@@ -1,4 +1,4 @@
-"""Phantom heads and necks in CT numbers: nine organs, some of which are missing in some cases.
+"""Phantom heads and necks in CT numbers: nine organs; some cases lack some of them.
 
 Like the brains, a case is defined in physical space and is a function of (seed, case index) alone. Left and right
 organs differ only by their side, so that tiles must not be mirrored. Small organs are larger and have more contrast

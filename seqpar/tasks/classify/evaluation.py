@@ -21,14 +21,15 @@ from seqpar.tasks.classify.scores import (
     read_truth,
     unknown_cases,
 )
+from seqpar.text import quantity
 
 
 class ClassEvaluation(CaseEvaluation):
     """Scores the tables of predict's folders, and of runs, which stand for their last validation."""
 
     words = (
-        "(in brackets: 95 % bootstrap interval, stratified by class; AUC: mean over classes of each class against the "
-        "others)"
+        "(in brackets: 95 % bootstrap interval, stratified by class; AUC: each class against the others, averaged over "
+        "classes)"
     )
 
     def __init__(self, options: argparse.Namespace) -> None:
@@ -59,8 +60,8 @@ class ClassEvaluation(CaseEvaluation):
         return ScoredPrediction(
             job.name,
             job.cases,
-            "\n".join([f"{content['cases']} cases", *class_lines(content)]),
-            f"cases {content['cases']}: accuracy {accuracy:.4f}, AUC {auc:.4f}",
+            "\n".join([quantity(content["cases"], "case"), *class_lines(content)]),
+            f"{quantity(content['cases'], 'case')}: accuracy {accuracy:.4f}, AUC {auc:.4f}",
             {"json": as_json(content | left_out), "csv": _csv_text(content)},
         )
 

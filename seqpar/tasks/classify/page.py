@@ -28,8 +28,7 @@ from seqpar.report.record import RunRecord, best_step, seen_in_training
 from seqpar.report.run_page import FinishedPage, is_neurological, render_run, try_reading
 from seqpar.report.several_runs import Comparison, read_all
 from seqpar.report.tables import HeadlineTile, Score, Table, TableHead, TableRow
-from seqpar.scores.class_scores import calibration, positive_class, roc_points
-from seqpar.scores.comparison import FEW, TOO_FEW
+from seqpar.scores.class_scores import calibration, describe_bootstrap, positive_class, roc_points
 from seqpar.scores.label_files import missing_line
 from seqpar.tasks.classify.scores import EXPLANATIONS, TABLE, class_summary, read_class_table, read_truth, unknown_cases
 from seqpar.text import quantity
@@ -149,11 +148,8 @@ def headline(summary: Summary) -> list[HeadlineTile]:
     """Returns the main scores, with their intervals and the number of cases."""
     tiles = []
     for name, value in summary["scores"].items():
-        low_high = summary["intervals"].get(name) or ()
-        range_text = f"{low_high[0]:.3f} – {low_high[1]:.3f}, " if low_high else ""
-        if summary["cases"] < FEW:
-            range_text = f"{TOO_FEW}, "
-        tiles.append(HeadlineTile(name, Score(number(value), 3), f"{range_text}n = {summary['cases']}"))
+        sure = describe_bootstrap(summary["intervals"].get(name), summary["cases"])
+        tiles.append(HeadlineTile(name, Score(number(value), 3), f"{sure}{', ' * bool(sure)}n = {summary['cases']}"))
     return tiles
 
 
@@ -236,8 +232,8 @@ def pictured_cases(
         except DataError as error:
             gaps.append(f"Case {case['case']} cannot be shown: {error}.")
             continue
-        wrong = "" if case["class"] == case["truth"] else f", predicted as {case['class']}"
-        verdict = f"truth: {case['truth']}, with probability {_of_truth(case, summary):.3f}{wrong}"
+        right = "correct" if case["class"] == case["truth"] else f"predicted as {case['class']}"
+        verdict = f"True class: {case['truth']}, predicted with probability {_of_truth(case, summary):.3f} ({right})"
         cases.append(WorstCase(case["case"], verdict, picture))
     return cases
 

@@ -15,8 +15,7 @@ from numpy.typing import NDArray
 from seqpar.data.errors import DataError
 from seqpar.data.formats import dataset
 from seqpar.data.formats.class_lists import read_class_dataset, read_rows
-from seqpar.scores.class_scores import score_classes
-from seqpar.scores.comparison import FEW, TOO_FEW
+from seqpar.scores.class_scores import describe_bootstrap, score_classes
 
 TABLE, EXPLANATIONS = "predictions.csv", "explanations"  # in predict's folder
 
@@ -127,10 +126,8 @@ def class_lines(content: Mapping[str, Any]) -> list[str]:
 
     lines = list[str]()
     for name, value in content["scores"].items():
-        low_high = content["intervals"][name]
-        sure = f"  ({number(low_high[0])} to {number(low_high[1])})" if low_high else ""
-        sure = f"  ({TOO_FEW})" if content["cases"] < FEW else sure
-        lines.append(f"  {name:17} {number(value)}{sure}")
+        sure = describe_bootstrap(content["intervals"][name], content["cases"])
+        lines.append(f"  {name:17} {number(value)}" + f"  ({sure})" * bool(sure))
     width = max(len(name) for name in (*content["names"], "class"))
     lines.append(
         f"  {'class':{width}}  cases  sensitivity  specificity  AUC    predicted as: {', '.join(content['names'])}"

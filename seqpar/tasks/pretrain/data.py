@@ -77,9 +77,9 @@ def read_image_headers(config: Config) -> Fingerprint:
 
 def summary_of_images(data: TrainingData, fold: str) -> str:
     """Returns the lines that say what a run trains on; reads a small file of each case."""
-    return "\n".join([*case_lines(data, fold), "  labels are not looked at"])
+    return "\n".join([*case_lines(data, fold), "  labels are ignored"])
 
 
 def describe_image_data(fingerprint: Fingerprint, config: Config) -> str:
     """Returns a line on a data set; raises ``ValueError`` where it does not allow the config's split."""
-    return describe_images(fingerprint, split_of(fingerprint, config), "labels are not looked at")
+    return describe_images(fingerprint, split_of(fingerprint, config), "labels are ignored")

@@ -41,7 +41,7 @@ def _learned(record: RunRecord) -> tuple[str, list[str]]:
     error, of_mean = min(known)
     guess = "each patch's own mean" if record.config.get("normalised_targets") else "the mean intensity"
     sentence = f"The best error is {error:.4f}. Filling the hidden voxels with {guess} would give {of_mean:.4f}."
-    little = f"Little was learned: the best error is {error:.4f}, and that of {guess} is {of_mean:.4f}. Train longer."
+    little = f"Little was learned: the best error is {error:.4f}, and {guess} alone gives {of_mean:.4f}. Train longer."
     return sentence, [little] if error > LITTLE * of_mean else []
 
 

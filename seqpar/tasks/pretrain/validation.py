@@ -58,7 +58,7 @@ def draw_tiles(path: Path, tiles: Sequence[RebuiltTile], neurological: bool) -> 
 def figure_of_tiles(tiles: Sequence[RebuiltTile], neurological: bool) -> Any:
     """Returns the figure of ``draw_tiles``: the axial plane through the middle of each tile."""
     figure = make_figure(11, 2.9 * len(tiles) + 0.6)
-    figure.suptitle(f"Hidden patches rebuilt from the others. {orientation_text(neurological)}", fontsize=9)
+    figure.suptitle(f"Hidden patches, rebuilt from the visible ones. {orientation_text(neurological)}", fontsize=9)
     for row, tile in zip(figure.subplots(len(tiles), len(COLUMNS), squeeze=False), tiles):
         low, high = np.percentile(tile.image, (0.5, 99.5))
         masked = np.where(tile.hidden, low, tile.image)
@@ -78,7 +78,7 @@ def figure_of_tiles(tiles: Sequence[RebuiltTile], neurological: bool) -> Any:
             panel.set_yticks([])
             title = f"{escape_mathtext(tile.name)}: {name}" if name == COLUMNS[0] else name
             if name == COLUMNS[2] and not math.isnan(tile.error):
-                title += f": error {tile.error:.3f}\nof the mean intensity {tile.error_of_mean:.3f}"
+                title += f": error {tile.error:.3f}\n(mean intensity: {tile.error_of_mean:.3f})"
             panel.set_title(title, fontsize=9)
     return figure
 
@@ -118,7 +118,7 @@ class MaskedValidation(CaseValidation):
             journal.attempt(lambda: draw_tiles(picture, tiles, self.config.neurological))
         text = (
             f"validation on {quantity(len(self.ids), 'held-out case')}: mean squared error of hidden voxels {mean:.4f} "
-            f"(of the mean intensity in their place {of_mean:.4f})"
+            f"(mean intensity in their place: {of_mean:.4f})"
         )
         row = {"loss": mean, "error_of_mean": of_mean, "cases": len(self.ids)}
         return ValidationResult(row, text, score_of_error(mean), {})

@@ -78,7 +78,8 @@ class LabelMapEvaluation(CaseEvaluation):
             job.name,
             {pair.case: scores for pair, scores in cases},
             f"\n{format_table(summary, self.labels.classes)}",
-            f"cases {len(cases)}, classes {len(self.labels.classes)}: mean Dice {mean['Dice']:.4f}, "
+            f"{quantity(len(cases), 'case')}, {quantity(len(self.labels.classes), 'class')}: "
+            f"mean Dice {mean['Dice']:.4f}, "
             f"HD95 {mean['HD95']:.2f} mm, NSD {mean['NSD']:.4f} at {settings['nsd_tolerance']:g} mm",
             {"json": json.dumps(content, indent=2) + "\n", "csv": csv_text(cases, self.labels)},
         )

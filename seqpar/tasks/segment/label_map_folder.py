@@ -1,6 +1,6 @@
 """The folder that predicted label maps are written to.
 
-FOLDER/CASE.nii.gz            label map; the last file of its case: a case that has it is done
+FOLDER/CASE.nii.gz            label map, written last: a case that has it is done
 FOLDER/probabilities/…        CASE_OUTPUT.nii.gz, on request
 FOLDER/npz/…                  CASE.npz, CASE.pkl, plans.json and dataset.json, on request
 FOLDER/statistics.csv         on request

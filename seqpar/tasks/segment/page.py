@@ -137,7 +137,9 @@ def _differences(scored: Mapping[str, CaseScores]) -> tuple[Table | str, Sequenc
         for n, case in enumerate(common)
     ]
     heads = ["Case", f"{first}: Dice", *(f"{name}: difference" for name in gaps)]
-    reach = max((abs(gap) for pairs in gaps.values() for gap, _ in pairs if math.isfinite(gap)), default=0.0) or 1.0
+    reach = (
+        1.05 * max((abs(gap) for pairs in gaps.values() for gap, _ in pairs if math.isfinite(gap)), default=0.0) or 1.0
+    )
     dots = Dots(f"Dice of each case, minus that of {first}", gaps, -reach, reach)
     sentences = [_sentence(name, first, pairs) for name, pairs in gaps.items()]
     return (

@@ -54,7 +54,7 @@ class LabelMapPrediction(CasePrediction):
     def announce(self, cases: str) -> None:
         files = ", ".join(str(path) for member in self.members for path in member.weights)
         mean = f", the mean of {len(self.members)} runs" if len(self.members) > 1 else ""
-        self.shown.say(f"predicting {cases} by {files}{mean}; {self._ranks_line()}")
+        self.shown.say(f"predicting {cases} with {files}{mean}; {self._ranks_line()}")
         for line in filter(None, (member.run.averaged for member in self.members)):
             self.shown.say(line)
         for member in self.members:

@@ -173,7 +173,7 @@ class SegmentationValidation(CaseValidation):
         result = _better([self._summary(kind) for kind in kinds])
         lines = [result.text, *(line for kind in kinds if kind.folder for line in kind.folder.close())]
         if not self._is_explained:
-            lines.insert(1, "  (Dice: mean over cases; global: of the voxels of all cases together)")
+            lines.insert(1, "  (Dice: mean over cases; global: over the voxels of all cases together)")
             self._is_explained = True
         return replace(result, text="\n".join(lines), whole_grid=self._whole_grid(net))
 
