@@ -2,11 +2,13 @@
 
 import csv
 import io
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
-from seqpar.data.errors import unwritable
+from seqpar.data.errors import DataError, unwritable
 from seqpar.data.files import write_text
+from seqpar.data.formats.recognise import is_folder_of_dataset
 from seqpar.scores.label_classes import Labels
 from seqpar.scores.label_files import Pair
 from seqpar.scores.label_scores import Scores
@@ -46,10 +48,15 @@ def csv_text(cases: list[tuple[Pair, Scores]], labels: Labels) -> str:
     return text.getvalue()
 
 
-def output_files(prediction: Path | None, json: Path | None, csv: Path | None) -> dict[str, Path]:
+def output_files(
+    prediction: Path | None, json: Path | None, csv: Path | None, data: Collection[Path] = ()
+) -> dict[str, Path]:
     """Returns the files to write, by kind: next to a prediction, unless named.
 
+    Raises DataError if one of them would be in a folder of a data set.
+
     - ``prediction``: a folder or a file; None for a run, whose own summary stays unchanged
+    - ``data``: folders of the data set that is the truth, as far as they are known
     """
     named = {kind: path for kind, path in (("json", json), ("csv", csv)) if path}
     for kind, path in named.items():
@@ -58,7 +65,14 @@ def output_files(prediction: Path | None, json: Path | None, csv: Path | None) -
     if prediction is None:
         return named
     folder = prediction if prediction.is_dir() else prediction.parent
-    return {"json": folder / "summary.json", "csv": folder / "metrics.csv", **named}
+    files = {"json": folder / "summary.json", "csv": folder / "metrics.csv", **named}
+    kept = {place.resolve() for place in data}
+    for place in (path.parent for path in files.values()):
+        if place.resolve() in kept or is_folder_of_dataset(place):
+            raise DataError(
+                place, "belongs to a data set, which evaluate never writes into; name other places by --json and --csv"
+            )
+    return files
 
 
 def write_output(path: Path, text: str) -> None:

@@ -1,6 +1,7 @@
 """Attacks on what a disk holds: folders that are not ours to write, full disks, runs that cannot be read."""
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -18,6 +19,11 @@ def _data_and_run(here: Path, *files: str) -> None:
     save(here / "images" / "new_0000.nii.gz", image_array(0))
     for name in files:
         write_json(here / name, {"run": "run", "weights": {}})
+
+
+def _copied_truth(here: Path) -> None:
+    _data_and_run(here)
+    shutil.copytree(here / "D" / "labelsTr", here / "truth")
 
 
 ATTACKS = [
@@ -67,6 +73,24 @@ ATTACKS = [
     ),
 ]
 
+ATTACKS += [
+    Attack(
+        f"evaluate {line}",
+        types=f"evaluate {line}",
+        make=make,
+        code=3,
+        says=f"{folder}: belongs to a data set, which evaluate never writes into; name other places by --json and",
+        keeps=folder.split("/")[0],
+    )
+    for line, folder, make in (
+        ("D/labelsTr D/labelsTr", "D/labelsTr", _data_and_run),
+        ("D D/labelsTr", "D/labelsTr", _data_and_run),
+        ("D/labelsTr link", "link", lambda here: (_data_and_run(here), (here / "link").symlink_to("D/labelsTr"))),
+        ("D/labelsTr D/labelsTr --json x.json", "D/labelsTr", _data_and_run),
+        ("D/labelsTr truth --csv D/imagesTr/x.csv --json x.json", "D/imagesTr", _copied_truth),
+        ("truth truth --regions T=1", "truth", _copied_truth),
+    )
+]
 _RUN_READERS = {
     "train": "train --data D --cache cache --device cpu --workers 0 --resume --out run",
     "train --fold all5": "train --data D --cache cache --resume --fold all5 --out run",
@@ -156,7 +180,7 @@ ATTACKS += [
         f"pretrain {TINY} --data D --cache cache --out ro/x",
         "predict run -i D -o ro",
         "predict run -i D -o ro/x",
-        "evaluate D/labelsTr D/labelsTr --json ro/x.json",
+        "evaluate D/labelsTr D/labelsTr --csv x.csv --json ro/x.json",
         "export run ro/x.zip",
         "prepare D --out ro/x",
         "figures 5 --out ro/x",

@@ -9,7 +9,7 @@ from seqpar.data.errors import DataError
 from seqpar.runs.run_folder import read_config
 from seqpar.scores.comparison import Scored, compare
 from seqpar.scores.label_classes import choose_labels, labels_of_run
-from seqpar.scores.label_files import Pair, dataset_at, match_cases, score_pairs, validation_of
+from seqpar.scores.label_files import Pair, dataset_at, folders_of_truth, match_cases, score_pairs, validation_of
 from seqpar.scores.label_scores import WORDS, Scores, format_table, summarise
 from seqpar.scores.summary_files import csv_text, output_files, summary_content
 from seqpar.tasks.case_evaluation import CaseEvaluation, ScoredPrediction, ScoringJob, refuse_duplicates
@@ -31,11 +31,12 @@ class LabelMapEvaluation(CaseEvaluation):
 
     def open(self) -> list[ScoringJob]:
         options, jobs = self.options, list[ScoringJob]()
+        data = folders_of_truth(options.truth, self.dataset)
         validations = [(path, validation_of(path)) for path in options.prediction]
         refuse_duplicates((path, validation or path) for path, validation in validations)
         for path, validation in validations:
             pairs, missing, faults = match_cases(options.truth, validation or path, self.dataset, self.only)
-            files = output_files(path if validation is None else None, options.json, options.csv)
+            files = output_files(path if validation is None else None, options.json, options.csv, data)
             for folder in (file.parent for file in files.values()):
                 if folder.exists() and not os.access(folder, os.W_OK):
                     raise DataError(folder, "cannot be written to: choose other places by --json and --csv")
