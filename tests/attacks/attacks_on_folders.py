@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.attacks.attack import TINY, Attack
 from tests.support.folders import image_array, nnunet, save, write_json
@@ -162,6 +163,16 @@ def _read_only(here: Path) -> None:
     (here / "ro").chmod(0o555)
 
 
+def _prepared_nothing(here: Path, said: str) -> None:
+    assert not (here / "cache").exists() and not (here / "out").exists()
+
+
+def _without_gpu(here: Path) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    _data_and_run(here)
+
+
 ATTACKS += [
     Attack(
         f"{line.split()[0]} {' '.join(line.split()[-4:])}, which is read-only",
@@ -171,6 +182,7 @@ ATTACKS += [
         code=3,
         says=(line.split()[-1], "cannot be written (Permission denied)"),
         keeps="ro run",
+        after=_prepared_nothing,
     )
     for line in (
         f"train {TINY} --data D --cache cache --out ro",
@@ -187,14 +199,40 @@ ATTACKS += [
     )
 ]
 
-ATTACKS.append(
+ATTACKS += [
     Attack(
-        "a sweep in a file",
-        types=f"tune --space lr=1e-3 {TINY} --data D --cache cache --out D/dataset.json/x",
-        make=lambda here: (pytest.importorskip("ray"), _data_and_run(here)),
+        f"{program} with --out {out}",
+        types=f"{program} {line} --data D --cache cache --out {out}",
+        make=lambda here: (_data_and_run(here), (here / "gone").symlink_to("nowhere"), (here / "l").symlink_to("l")),
         code=3,
-        says="--out D/dataset.json/x: cannot be written (Not a directory)",
+        says=f"--out {out}: cannot be written ({why})",
         keeps="D",
-        started=True,  # Ray takes seconds to import
+        after=_prepared_nothing,
     )
-)
+    for program, line in (
+        ("train", TINY.replace(" --batch 2", "")),
+        ("pretrain", TINY),
+        ("tune", f"--space lr=1e-3 {TINY}"),
+    )
+    for out, why in (
+        ("D/dataset.json", "Not a directory"),
+        ("D/dataset.json/x", "Not a directory"),
+        ("gone", "No such file or directory"),
+        ("l/x", "Too many levels of symbolic links"),
+    )
+]
+ATTACKS += [
+    Attack(
+        f"{line.split()[0]} on a GPU that is not there",
+        types=f"{line} {TINY.replace('cpu', 'cuda')} --data D --cache cache --out out",
+        make=_without_gpu,
+        code=2,
+        says=f"--device cuda: {words}",
+        after=_prepared_nothing,
+    )
+    for line, words in (
+        ("train", "no GPU is visible"),
+        ("pretrain", "no GPU is visible"),
+        ("tune --space lr=1e-3", "this machine has no GPU"),
+    )
+]
