@@ -143,7 +143,7 @@ def _call(act: Callable[[Sequence[str]], int], arguments: Sequence[str] | None) 
     try:
         return act(sys.argv[1:] if arguments is None else arguments)
     except Exception as error:
-        error = _of_a_file(error) or error
+        error = of_a_file(error) or error
         code = code_of(error)
         if code is None:
             leave_last_words(traceback.format_exc())
@@ -152,7 +152,7 @@ def _call(act: Callable[[Sequence[str]], int], arguments: Sequence[str] | None) 
         return code
 
 
-def _of_a_file(error: Exception) -> DataError | None:
+def of_a_file(error: BaseException) -> DataError | None:
     """Returns what to say of a file or folder that the system keeps from us; None for any other error."""
     if not isinstance(error, OSError) or error.filename is None or error.errno not in _NO_WAY_IN:
         return None

@@ -98,8 +98,12 @@ class RunLock:
             handle = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666)
         except FileExistsError:
             return False
-        with os.fdopen(handle, "w") as file:
-            file.write(text)
+        try:
+            with os.fdopen(handle, "w") as file:
+                file.write(text)
+        except OSError:  # an empty lock would keep every later start out
+            path.unlink(missing_ok=True)
+            raise
         if self._numbers() != ({*held, number}, returned):
             self._return(number)
             return False

@@ -69,6 +69,8 @@ def _judge(error: BaseException, config: Config, rank: int, finding: str = "") -
     """
     if isinstance(error, KeyboardInterrupt):
         return INTERRUPTED, "interrupted twice: left without saving", False
+    if of_a_file := exit_codes.of_a_file(error):
+        return exit_codes.DATA, f"rank {rank}: {of_a_file}", True
     lines = str(error).strip().splitlines() or [type(error).__name__]
     code = exit_codes.code_of(error)
     if code == exit_codes.MEMORY and not isinstance(error, exit_codes.TooLittleMemory):
