@@ -101,6 +101,8 @@ class RunLock:
         try:
             with os.fdopen(handle, "w") as file:
                 file.write(text)
+                file.flush()
+                os.fsync(handle)  # a lock that a power cut left empty would keep every later start out, too
         except OSError:  # an empty lock would keep every later start out
             path.unlink(missing_ok=True)
             raise
