@@ -208,6 +208,27 @@ def test_a_full_disk_costs_a_checkpoint_but_not_the_run(flags, undisturbed, tmp_
     assert weights(out) == weights(undisturbed(2, "--seqpar", "2"))
 
 
+def test_a_disk_that_becomes_read_only_costs_what_came_after_the_last_checkpoint(flags, undisturbed, tmp_path):
+    def refuse(*of, **more):
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    def become_read_only() -> None:
+        for owner, name in ((os, "replace"), (os, "rename"), (os, "mkdir"), (Path, "mkdir"), (Path, "touch")):
+            setattr(owner, name, refuse)
+
+    out = tmp_path / "run"
+    hook = at(gradients.Gradients, "_backward", 0, become_read_only, call=3)
+    with Launch(2, [*flags, "--seqpar", "2", *EVERY_STEP], out, hook) as launch:
+        assert launch.wait() == [1, 1]
+    said = [line for line in (launch.said(0) + launch.said(1)).splitlines() if line.startswith("error: ")]
+    assert (
+        len(said) == 1 and "Read-only file system; the checkpoint of step 2 is kept: make room and continue" in said[0]
+    )
+    assert "checkpoint of step 2 is kept, 0:" in launch.said(0) and "Traceback" not in launch.said()
+    trained(2, ["--resume"], out)
+    assert weights(out) == weights(undisturbed(2, "--seqpar", "2")) and len(losses(out)) == 6
+
+
 def test_a_full_disk_ends_a_run_of_which_nothing_is_kept(flags, tmp_path):
     def full() -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
