@@ -21,7 +21,7 @@ SUBJECTS = {
     "memory": ("memory",),
     "data": ("data", "loader"),
     "pipe": ("pipe",),
-    "plan": ("plan", "plan.answers"),
+    "plan": ("plan", "plan.published", "plan.answers"),
     "predict": ("predict", "predict.parts"),
     "pretrain": ("memory_by_ranks.masked",),
     "start": ("start",),

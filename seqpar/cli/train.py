@@ -89,7 +89,7 @@ def _run(request: RunRequest, launcher: Launcher, meeting: Meeting, log: RunLog)
                 status.write_unless_over("preempted", why, exit_codes.PREEMPTED, durable=False)
                 lock.release()
 
-        stopper.begin(mesh, write_preempted)
+        stopper.begin(mesh, write_preempted, out)
         try:
             number, text = run_on_rank0(lambda: open_folder(status, lock, config, log), mesh.world)
             lock.ticket = (number, text)

@@ -1,4 +1,4 @@
-"""When a run has to leave: a signal, the time limit, or the end of a Slurm job; all ranks leave together."""
+"""When a run has to leave: a signal, a file, the time limit, or the end of a Slurm job; all ranks leave together."""
 
 import os
 import signal
@@ -6,6 +6,7 @@ import subprocess
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from pathlib import Path
 from types import FrameType
 
 from seqpar.cluster.exit_codes import PREEMPTED
@@ -13,6 +14,7 @@ from seqpar.cluster.stop_agreement import StopAgreement
 from seqpar.parallel.mesh import Mesh
 from seqpar.parallel.processes import LEAVE_SIGNALS, PARENT_OF_FOLD
 
+STOP_FILE = "stop"  # in a run folder: ends the run after its next step, resumable
 APART_S = 1.0  # one Ctrl-C may come twice to a fold: from srun to all processes, and passed on
 
 
@@ -29,6 +31,7 @@ class StopRequest:
         self._reason = ""  # why this rank needs to leave
         self._interrupted: float | None = None  # when Ctrl-C came first
         self._pipe: int | None = None
+        self._file: Path | None = None
         self._agreement: StopAgreement | None = None
         self._deadline = time.monotonic() + time_limit_s - min(margin_s, 0.1 * time_limit_s)
         left_s = slurm_seconds_left()
@@ -48,11 +51,13 @@ class StopRequest:
             self._interrupted = self._interrupted or now
         self._reason = self._reason or signal.Signals(number).name
 
-    def begin(self, mesh: Mesh, on_lost: Callable[[str], None]) -> None:
+    def begin(self, mesh: Mesh, on_lost: Callable[[str], None], out: Path) -> None:
         """From now on a signal is kept, and all ranks leave at the next place where the run can be left.
 
-        ``on_lost`` is called with the reason when this rank has to leave alone.
+        - ``on_lost``: called with the reason when this rank has to leave alone
+        - ``out``: the run folder, in which the first rank looks for a file named ``stop``
         """
+        self._file = out / STOP_FILE if mesh.is_first else None
         if mesh.store is not None:
             self._pipe, writes = os.pipe()
             os.set_blocking(self._pipe, False)
@@ -93,6 +98,8 @@ class StopRequest:
                 )
         if not self._reason and time.monotonic() > self._deadline:
             self._reason = "time limit"
+        if not self._reason and self._file is not None and self._file.exists():
+            self._reason = f"file {self._file}"
         return self._reason
 
     def _begun(self) -> StopAgreement:

@@ -29,6 +29,14 @@ class RunSettings:
         metavar="EPOCHS",
         common=True,
     )
+    patience: int = _watching(
+        0,
+        "validations in a row without a better score after which the run ends as finished; 0: never",
+        bounds=NOT_NEGATIVE,
+        metavar="VALIDATIONS",
+        acts_when=lambda c: c.val_every > 0 and not c.curriculum,
+        why=lambda c: "a curriculum trains every lesson to its end" if c.curriculum else "--val-every 0 validates once",
+    )
     val_cases: int = _watching(
         0, "held-out cases per validation, of classes from each in turn; 0: all", bounds=NOT_NEGATIVE, metavar="CASES"
     )

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from seqpar.cluster.exit_codes import PREEMPTED
-from seqpar.cluster.stop_request import StopRequest
+from seqpar.cluster.stop_request import STOP_FILE, StopRequest
 from seqpar.data.errors import DataError
 from seqpar.data.files import write_json
 from seqpar.data.sampling.loader import Loader
@@ -146,7 +146,7 @@ class Trainer:
         began, first = time.monotonic(), self.progress.step
         if first and first % config.iterations == 0 and not self._end_epoch(stopper):  # was left in validation
             return self._leave(stopper)
-        while self.progress.step < self.steps.stop:
+        while self.progress.step < self.steps.stop and not self._is_out_of_patience():
             result = self._step(loader, stopper)
             if result is None:
                 self.late_rows.write()
@@ -165,10 +165,11 @@ class Trainer:
                 rows = []
                 if decision == Decision.LEAVE or not self._end_epoch(stopper):
                     decision = Decision.LEAVE
-            if step == self.steps.stop:
+            is_over = step == self.steps.stop or self._is_out_of_patience()
+            if is_over:
                 decision = max(decision, Decision.SAVE)
             if decision != Decision.GO_ON:
-                self._save(must=decision == Decision.LEAVE or step == self.steps.stop)
+                self._save(must=decision == Decision.LEAVE or is_over)
             if decision == Decision.LEAVE and not step == self.progress.validated == config.steps:
                 return self._leave(stopper)
         if self.steps.stop < config.steps:  # the next steps begin from what is saved, a validation made up included
@@ -245,7 +246,8 @@ class Trainer:
             return True
         began = time.monotonic()
         with self.gradients.gathered():
-            result = self.validation.run(self.net, self.journal, stopper, keep=is_last)
+            keep = is_last or self._is_flat(step)  # whether this one is better is not known yet
+            result = self.validation.run(self.net, self.journal, stopper, keep)
         if result is None:
             return False
         seconds = time.monotonic() - began
@@ -261,9 +263,20 @@ class Trainer:
                 self.journal.attempt(lambda: write_window(self.out, result.windows, step, result.whole_grid))
         return True
 
+    def _is_flat(self, step: int) -> bool:
+        """Returns whether the best validation lies ``--patience`` validations before ``step``."""
+        steps = self.config.patience * self.config.val_every * self.config.iterations
+        return steps > 0 and self.progress.best_step >= 0 and step - self.progress.best_step >= steps
+
+    def _is_out_of_patience(self) -> bool:
+        """Returns whether the run ends here because validations, this step's included, did not become better."""
+        return self.progress.validated == self.progress.step and self._is_flat(self.progress.step)
+
     def _leave(self, stopper: StopRequest) -> bool:
         """Returns False, for a run that did not finish, after saying why and how to resume it."""
         stopper.ignore_signals()
+        if self.mesh.is_first:
+            self.journal.attempt(lambda: (self.out / STOP_FILE).unlink(missing_ok=True))
         self._write_status("preempted", stopper.reason, PREEMPTED)
         step, total = self.progress.step, self.config.steps
         self.journal.say(f"left at step {step} of {total} ({stopper.reason}); continue with --resume --out {self.out}")
@@ -275,9 +288,13 @@ class Trainer:
         self.after_step.refuse_taken_over()
         self.journal.attempt(lambda: draw_progress(self.out))
         run_on_rank0(lambda: self._write_weights(weights), self.mesh.world)
-        self._write_status("finished")
+        early = f"no better {self.task.score} in {self.config.patience} validations"
+        early = early if self.progress.step < self.config.steps else ""
+        self._write_status("finished", early)
         measure = measure_of(self.config.task, self.progress.best)
         best = f"finished: best {self.task.score} {measure:.3f} at step {self.progress.best_step}"
+        if early:
+            best += f"; ended at step {self.progress.step} of {self.config.steps}: {early} (--patience)"
         self.journal.say(
             "\n".join([best, *(f"  {path}" for path in result_files(self.out)), *self.task.next_lines(self.out)])
         )

@@ -26,9 +26,10 @@ def test_rows_compare_a_whole_pass_with_sliding_windows() -> None:
 def test_the_parts_of_a_pass_are_all_of_it_and_none_is_counted_twice() -> None:
     config = replace(predict.NETWORK, tile=(16, 16, 16), patch=4, embed_dim=12, heads=2, depth=1, decoder_width=4)
     rows: list[dict] = []
+    # what is left between operators is a difference of two clocks, and may be negative on a busy machine
     assert run_series(predict.parts_of([config], (28, 20, 16), 16, 1), 1, rows.append, Progress())
     whole, windows = rows
     assert (whole["prediction"], windows["prediction"]) == ("vit, whole", "vit, windows of 16")
     for row in rows:
         parts = [row[f"{name}, ns"] for name in predict.PARTS]
-        assert min(parts) > 0 and sum(parts) == pytest.approx(row["all, ns"]), row
+        assert min(parts[:-1]) > 0 and sum(parts) == pytest.approx(row["all, ns"]), row

@@ -10,6 +10,7 @@ import torch
 
 from lab.benches import unets
 from lab.benches.other_libraries import UNETS, copy_weights, unets_here
+from lab.benches.plan import planned_as_published
 from lab.benches.series import Progress, run_series
 from seqpar.decoders.unets import UNet
 from seqpar.decoders.unets.nnunet import architecture_of_stages, topology
@@ -64,3 +65,11 @@ def test_rows_of_unets_have_ratios_to_the_first_peer(forked) -> None:
     assert [row["net"] for row in rows] == ["torch's own modules", *unets.OURS]
     assert rows[0]["ratio"] == 1 and rows[-2]["logits apart"] < 1e-4
     assert rows[-1]["saved MB a rank"] < rows[-2]["saved MB a rank"] and rows[-1]["ranks x threads"] == "2 x 1"
+
+
+@pytest.mark.parametrize("network", ["nnU-Net", "ResEnc XL"])
+def test_the_planner_meets_what_nnunet_publishes(network: str) -> None:
+    """Memory to 15 %, hours to 30 %; without a GPU this is the only outside measure of the planner's GPU figures."""
+    row = planned_as_published(network)
+    assert abs(row["planned GB"] / row["published GB"] - 1) < 0.15
+    assert abs(row["planned hours"] / row["published hours"] - 1) < 0.30

@@ -109,6 +109,7 @@ RUNS = {  # by function, what a case comes to in a turn
     "data": 0.5,
     "loader": loader._Rate(1.0, 0.5, 0.25),
     "plan": {"planned_s": 1.0, "planned_bytes": 1e6, "processor": 1.0, "clock": 1.0, "alive": 1e6},
+    "plan.published": {"planned GB": 1.0, "published GB": 1.0},
     "plan.answers": {"first row s": 1.0, "whole answer s": 2.0},
     "predict": {"cpu_s": 1.0, "peak_mb": 1.0, "voxels": 8, "seam": 1.0},
     "predict.parts": dict.fromkeys(("all", *predict.PARTS), 1.0),

@@ -112,13 +112,13 @@ def test_rows_are_there_as_soon_as_they_are_counted(
 
 
 def test_what_fits_only_in_boxes_is_planned_so(capsys: pytest.CaptureFixture) -> None:
-    """With real counts: 2.4 GiB where every rank decodes the whole tile, 1.9 where it decodes its box."""
-    device = ["--channels", "1", "--device", "a100", "--memory", "2.3", "--seqpar", "8", "--attention", "gather-x"]
+    """With real counts: 3.4 GiB where every rank decodes the whole tile, 3 where it decodes its box."""
+    device = ["--channels", "1", "--device", "a100", "--memory", "3.4", "--seqpar", "8", "--attention", "gather-x"]
     assert plan.act([*LARGE, *device]) == 0
     text = capsys.readouterr().out
-    assert "A100: 2.1 GiB, 19.5 TFLOP/s (the maker's figures; --memory 2.3)" in text and "80 GB" not in text
+    assert "A100: 3.2 GiB, 19.5 TFLOP/s (the maker's figures; --memory 3.4)" in text and "80 GB" not in text
     assert (
-        "as asked, --seqpar 8 needs 2.4 GiB" in text and "taken: --mode auto, which does not change the result" in text
+        "as asked, --seqpar 8 needs 3.4 GiB" in text and "taken: --mode auto, which does not change the result" in text
     )
     _, config, _ = parse(text.strip().splitlines()[-1].split()[4:], "debug")
     assert (config.mode, config.mlp_chunks, config.seqpar) == ("auto", 1, 8)

@@ -81,7 +81,7 @@ def test_the_smallest_group_that_fits_is_chosen_and_less_memory_takes_more_ranks
 
 def test_the_most_tiles_fill_the_memory() -> None:
     config = replace(PRESETS["paper"](), depth=2, batch=1)
-    run = RunToPlan(config, replace(GCD, memory=4 * 2**30), timed=False)
+    run = RunToPlan(config, replace(GCD, memory=5 * 2**30), timed=False)
     (one,) = plans(run, (1,))
     tiles = most_tiles(run, one)
     fits, over = (next(plans(replace(run, config=replace(config, batch=n)), (1,))) for n in (tiles, tiles + 1))
@@ -134,7 +134,7 @@ def test_the_line_starts_as_many_ranks_as_were_planned(capsys: pytest.CaptureFix
 
 
 def test_what_is_said_of_sizes_holds_for_those_that_were_looked_at(capsys: pytest.CaptureFixture) -> None:
-    sizes = ["--tile", "64", "--depth", "2", "--patch", "4", "--device", "a100", "--memory", "3.5"]
+    sizes = ["--tile", "64", "--depth", "2", "--patch", "4", "--device", "a100", "--memory", "4.6"]
 
     def said(*flags: str) -> str:
         assert plan.act([*sizes, *flags]) == 0

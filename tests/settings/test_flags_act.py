@@ -198,6 +198,7 @@ ELSEWHERE = {
     "plans": "test_flags_win_over_plans_and_contradictions_are_refused",
     "workers": "test_workers_die_with_a_killed_trainer",
     "again": "test_make_train_again_continues_what_was_interrupted_and_else_takes_the_next_folder",
+    "patience": "test_a_run_that_becomes_no_better_ends_as_finished",
     "clip": "test_clipping_bounds_what_the_optimizer_sees", "val_every": "test_validation_comes_as_often_as_told",
     "weights": "test_weights_are_taken",
     "token_order": "test_weights_of_either_order_of_tokens_give_the_output_that_they_were_trained_to_give",

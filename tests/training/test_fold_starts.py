@@ -132,7 +132,7 @@ def test_a_single_run_does_not_go_among_five_folds(flags, lines_of, tmp_path) ->
     assert status(tmp_path / "five")["state"] == "finished"
 
 
-def test_one_ctrl_c_that_comes_twice_to_a_fold_is_one(monkeypatch) -> None:
+def test_one_ctrl_c_that_comes_twice_to_a_fold_is_one(monkeypatch, tmp_path) -> None:
     """From srun to all processes, and passed on by the one that trains fold after fold."""
     numbers, clock = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT), [100.0]
     before = [signal.getsignal(number) for number in numbers]
@@ -143,7 +143,9 @@ def test_one_ctrl_c_that_comes_twice_to_a_fold_is_one(monkeypatch) -> None:
             for name, value in parents.items():
                 monkeypatch.setenv(name, value)
             stopper = stop_request.StopRequest(3600.0)
-            stopper.begin(Mesh(Launcher("alone"), torch.device("cpu"), *[Group("world")] * 7, ("here",)), print)
+            stopper.begin(
+                Mesh(Launcher("alone"), torch.device("cpu"), *[Group("world")] * 7, ("here",)), print, tmp_path
+            )
             for moment in (100.0, 100.3):
                 clock[0] = moment
                 with nullcontext() if passes or moment == 100.0 else pytest.raises(KeyboardInterrupt):

@@ -113,7 +113,7 @@ def trained(
         if case.sums_alone:
             run.gradients.loss_groups = LossGroups()
         stopper = StopRequest(math.inf)
-        stopper.begin(mesh, print)
+        stopper.begin(mesh, print, out)
         assert run.run(stopper)
         stopper.close()
         weights.append({name: tensor.clone() for name, tensor in run.net.state_dict().items()})

@@ -8,6 +8,7 @@ import time
 
 import pytest
 
+from seqpar.cli import train
 from seqpar.parallel.processes import LEAVE_SIGNALS
 from seqpar.runs.journal import read_metrics
 from seqpar.tasks.segment import validation
@@ -159,3 +160,44 @@ def test_ctrl_c_leaves_in_order_and_twice_at_once(flags, tmp_path):
 
     trained(1, flags, tmp_path / "b", expect=130, hook=at(gradients.Gradients, "_backward", 0, twice))
     assert status(tmp_path / "b")["state"] == "failed"
+
+
+FLAT = "--lr 1e-30 --epochs 8 --patience 2 --seqpar 2"
+
+
+def test_a_run_that_becomes_no_better_ends_as_finished(flags, tmp_path):
+    """The first of equal validations is the best, and the second after it the last, whether the run was left or not."""
+    whole, left = tmp_path / "whole", tmp_path / "left"
+    said = trained(2, [*flags, *FLAT.split()], whole).said(0)
+    leave = at(after_step.AfterStep, "decide", 1, signalled(signal.SIGTERM), call=5)
+    trained(2, [*flags, *FLAT.split()], left, expect=75, hook=leave)
+    trained(2, ["--resume"], left)
+    for out in (whole, left):
+        ended = {name: status(out)[name] for name in ("state", "step", "steps", "why", "code")}
+        why = "no better mean Dice in 2 validations"
+        assert ended == {"state": "finished", "step": 6, "steps": 16, "why": why, "code": 0}
+        assert len(scores(out)) == 3 and len(list((out / "validation").glob("*.nii.gz"))) == 1
+        assert (out / "model.safetensors").exists()
+    assert "at step 2; ended at step 6 of 16: no better mean Dice in 2 validations (--patience)" in said
+    assert weights(whole) == weights(left)
+    trained(2, ["--resume"], left)
+    assert len(losses(left)) == 6, "it has ended, and does not begin again"
+    trained(2, ["--resume", "--patience", "3"], left)
+    assert status(left)["step"] == 8, "more patience goes on"
+
+
+@pytest.mark.parametrize("more, why", [("--val-every 0", "--val-every 0 valid"), ("--curriculum 16:2", "every lesson")])
+def test_patience_without_validations_is_refused(more, why):
+    with pytest.raises(ValueError, match=f"--patience.*{why}"):
+        train.act(["--preset", "debug", "--dry-run", "--patience", "2", *more.split()])
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_file_named_stop_ends_a_run_after_its_step(flags, undisturbed, tmp_path, world):
+    out, more = tmp_path / "run", ["--seqpar", str(world)]
+    put = at(after_step.AfterStep, "decide", world - 1, lambda: (out / "stop").touch(), call=3)
+    left = trained(world, [*flags, *more], out, expect=75, hook=put)
+    assert status(out)["state"] == "preempted" and status(out)["step"] < 6
+    assert f"(file {out}/stop" in left.said(0) and not (out / "stop").exists()
+    trained(world, ["--resume"], out)
+    assert weights(out) == weights(undisturbed(world, *more))

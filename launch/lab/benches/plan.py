@@ -3,7 +3,8 @@
 One thread a rank. Steps are timed by the clock and by the processor time of the busiest rank; the fastest step counts.
 The planner uses its own measurement of cores and the doctor's of links, and was calibrated on ``CASES``, not on
 ``OTHERS``. The planned seconds include waiting for messages: compare them with the clock on an idle machine, with the
-processor time on a busy one. ``answers`` times the planner itself.
+processor time on a busy one. ``published`` plans what nnU-Net has published of its own networks on an A100; ``answers``
+times the planner itself.
 """
 
 import json
@@ -24,7 +25,7 @@ from torch import nn
 from lab.benches.memory import average_gradients
 from lab.benches.series import LAUNCH, Row, Runs, Series, alternate, measure_apart
 from seqpar.cluster.cpu_speed import measure_cpu
-from seqpar.cluster.devices import Device, measured, usable_cores
+from seqpar.cluster.devices import DEVICES, Device, measured, usable_cores
 from seqpar.cluster.link_speed import measure_groups
 from seqpar.cluster.torch_setup import keep_memory
 from seqpar.losses import DiceCE
@@ -36,6 +37,7 @@ from seqpar.parallel.rendezvous import start
 from seqpar.planner.memory_counter import MemoryCounter
 from seqpar.planner.needs import RunToPlan, plan
 from seqpar.settings.config import Config
+from seqpar.settings.presets import PRESETS
 from seqpar.text import format_sides
 
 CHANNELS, CLASSES, STEPS = 2, 3, 4
@@ -70,6 +72,16 @@ COMMANDS = (
     "--tile 128 --patch 4 --preset paper --device h100",
 )
 ERRORS = "error", "error to the clock"
+
+# nnU-Net's documentation/resenc_presets.md: GB by nvidia-smi, hours of 1,000 epochs on an A100 of 40 GB. The tiles are
+# what its planners choose for LiTS (432 x 512 x 512 voxels of 1 x 0.77 x 0.77 mm), two in a batch.
+PUBLISHED = {
+    "nnU-Net": ("nnunet-plain", (128, 128, 128), 7.70, 9),
+    "ResEnc M": ("nnunet-resenc", (128, 128, 128), 9.10, 12),
+    "ResEnc L": ("nnunet-resenc", (160, 224, 192), 22.70, 35),
+    "ResEnc XL": ("nnunet-resenc", (192, 256, 256), 36.60, 66),
+}
+EPOCHS, TRAINED, VALIDATED = 1000, 250, 50  # steps of an epoch; one of validation is a forward, a third of a step
 
 
 def series(quick: bool = False) -> list[Series]:
@@ -216,6 +228,35 @@ def _fastest_step(config: Config, net: nn.Module, backward: Callable[[], None], 
         times.append((time.process_time() - processor, time.perf_counter() - clock))
     least_processor, least_clock = map(min, zip(*times[1:]))
     return least_processor, least_clock
+
+
+def published(quick: bool = False) -> list[Series]:
+    """Returns one series: nnU-Net's four networks, or two if quick. Nothing is timed: any machine gives the same."""
+    cases = tuple(PUBLISHED)[: 2 if quick else None]
+
+    def measure(turns: int) -> Generator[tuple[str, Row], None, None]:
+        return alternate(cases, planned_as_published, turns)
+
+    what = "what nnU-Net has published of its networks on an A100, and what the planner says of ours in 16 bits"
+    return [Series(what, cases, 1, 4.0 * len(cases), measure, lambda case, runs: {"network": case, **runs[case][0]})]
+
+
+def planned_as_published(case: str) -> Row:
+    """Returns memory and hours of a network, as planned and as published."""
+    network, tile, published_gb, published_hours = PUBLISHED[case]
+    config = replace(PRESETS["nnunet"](), network=network, tile=tile, precision="bf16")
+    need = plan(RunToPlan(config, DEVICES["a100"], 1, 3), 1)
+    steps = EPOCHS * (TRAINED + VALIDATED / 3)
+    planned_gb, planned_hours = need.total / 2**30, need.step_seconds * steps / 3600
+    return {
+        "tile": format_sides(tile, "x"),
+        "planned GB": planned_gb,
+        "published GB": published_gb,
+        "error": f"{planned_gb / published_gb - 1:+.0%}",
+        "planned hours": planned_hours,
+        "published hours": published_hours,
+        "error of hours": f"{planned_hours / published_hours - 1:+.0%}",
+    }
 
 
 def answers(quick: bool = False) -> list[Series]:
