@@ -1,12 +1,11 @@
 """Prepares a data set for training: ``python launch/prepare.py DATA [--out CACHE]``."""
 
 import argparse
-import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from seqpar.cluster.exit_codes import DATA, run
+from seqpar.cluster.exit_codes import DATA, INTERRUPTED, run
 from seqpar.data.errors import DataError
 from seqpar.data.formats.dataset import Dataset
 from seqpar.data.formats.joined_labels import join_labels
@@ -54,7 +53,7 @@ def act(arguments: Sequence[str]) -> int:
             file=sys.stderr,
             flush=True,
         )
-        return 128 + signal.SIGINT
+        return INTERRUPTED
     _print_report(report)
     code = _print_faults(report.faults, "data set")
     if code == 0:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from seqpar.cluster import exit_codes
 from seqpar.cluster.devices import num_devices
+from seqpar.data.files import refuse_unwritable
 from seqpar.runs.run_folder import holds_folds, holds_run
 from seqpar.runs.sweep_folder import Sweep, holds_sweep, read_sweep
 from seqpar.settings.command_line import default_preset, wants_gpu
@@ -47,9 +48,10 @@ def act(arguments: Sequence[str]) -> int:
     if options.plan:
         print_plan(order, sweep, options.out, devices)
         return 0
-    check_devices(devices, order.on_gpu)
     if not options.ray:
+        check_devices(devices, order.device, order.on_gpu)
         order.runs(order.known(sweep), devices)  # refuses ranks for which there are no devices
+    refuse_unwritable(options.out, f"--out {options.out}")
     require_ray()
     from seqpar.sweeps.sweep_runs import make_sweep  # Ray takes seconds to import
 

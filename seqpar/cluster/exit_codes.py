@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import signal
 import socket
 import sys
 import time
@@ -64,6 +65,7 @@ LAST_WORDS = "TORCHELASTIC_ERROR_FILE"  # torchrun's variable with the file for 
 _NO_WAY_IN = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG}
 _NO_WAY_IN |= {errno.ENOSPC, errno.EDQUOT}
 FAULT, USAGE, DATA, MEMORY, NONFINITE, IN_USE, PREEMPTED = 1, 2, 3, 4, 5, 6, 75
+INTERRUPTED = 128 + signal.SIGINT
 FINAL = (USAGE, DATA, MEMORY, NONFINITE)  # of errors that would come again if the run went on
 
 
@@ -142,8 +144,11 @@ def write_verdict(code: int) -> None:
 def _call(act: Callable[[Sequence[str]], int], arguments: Sequence[str] | None) -> int:
     try:
         return act(sys.argv[1:] if arguments is None else arguments)
+    except KeyboardInterrupt:
+        report("interrupted")
+        return INTERRUPTED
     except Exception as error:
-        error = _of_a_file(error) or error
+        error = of_a_file(error) or error
         code = code_of(error)
         if code is None:
             leave_last_words(traceback.format_exc())
@@ -152,7 +157,7 @@ def _call(act: Callable[[Sequence[str]], int], arguments: Sequence[str] | None) 
         return code
 
 
-def _of_a_file(error: Exception) -> DataError | None:
+def of_a_file(error: BaseException) -> DataError | None:
     """Returns what to say of a file or folder that the system keeps from us; None for any other error."""
     if not isinstance(error, OSError) or error.filename is None or error.errno not in _NO_WAY_IN:
         return None

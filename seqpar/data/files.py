@@ -3,13 +3,14 @@
 import json
 import os
 import socket
+import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from seqpar.data.errors import DataError, unreadable
+from seqpar.data.errors import DataError, unreadable, unwritable
 
 SUFFIXES = (".nii.gz", ".nii", ".nrrd", ".mha")  # of volumes
 
@@ -40,6 +41,31 @@ def whole_file(path: Path, durable: bool = True) -> Iterator[Path]:
         if isinstance(error, OSError) and error.errno is not None:
             raise OSError(error.errno, error.strerror, str(path)) from error
         raise
+
+
+def refuse_unwritable(folder: Path, name: str = "") -> None:
+    """Raises DataError if no file can be made in a folder or, where it is missing, in the one that it will be made in.
+
+    Leaves nothing there.
+
+    - ``name``: what the message calls the folder
+    """
+    place = folder.absolute()
+    try:
+        while not _is_there(place):
+            place = place.parent
+        with tempfile.TemporaryFile(dir=place):
+            pass
+    except OSError as error:
+        raise unwritable(name or folder, error) from None
+
+
+def _is_there(path: Path) -> bool:
+    try:
+        path.lstat()
+    except FileNotFoundError:
+        return False
+    return True
 
 
 @contextmanager

@@ -88,21 +88,30 @@ def pick_device(launcher: Launcher, kind: str = "auto") -> torch.device:
 
     - ``kind``: auto, cpu or cuda
     """
+    visible = count_gpus(launcher, kind)
+    if visible == 0:
+        return torch.device("cpu")
+    device = torch.device("cuda", 0 if visible == 1 else launcher.local_rank)
+    torch.cuda.set_device(device)
+    return device
+
+
+def count_gpus(launcher: Launcher, kind: str = "auto") -> int:
+    """Returns the number of GPUs for ranks of this node, 0 if they compute on CPUs; makes none current.
+
+    Raises ``ValueError`` if this rank has no device of the kind.
+    """
     if kind not in ("auto", "cpu", "cuda"):
         raise ValueError(f"device={kind!r}: choose auto, cpu or cuda (torch also calls AMD's GPUs cuda)")
     visible = torch.cuda.device_count() if kind != "cpu" else 0
     if kind == "cuda" and visible == 0:
         raise ValueError("device='cuda': no GPU is visible; ask the scheduler for one or use device='cpu'")
-    if visible == 0:
-        return torch.device("cpu")
     if visible > 1 and launcher.local_rank >= visible:
         raise ValueError(
             f"local rank {launcher.local_rank} has no GPU of its own: {visible} are visible and "
             f"{launcher.local_world} ranks run on this node; start at most {visible} ranks per node"
         )
-    device = torch.device("cuda", 0 if visible == 1 else launcher.local_rank)
-    torch.cuda.set_device(device)
-    return device
+    return visible
 
 
 def join(

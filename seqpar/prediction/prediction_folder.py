@@ -4,7 +4,6 @@ FOLDER/prediction.json        how everything in it was predicted, and the names 
 FOLDER/…                      what a task writes: label maps, or a table of classes
 """
 
-import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -19,6 +18,7 @@ from torch import Tensor
 from seqpar.data.errors import DataError
 from seqpar.data.files import read_json, suffix_of, write_json
 from seqpar.data.formats.dataset import Case
+from seqpar.data.formats.recognise import is_folder_of_dataset
 
 RECORD = "prediction.json"
 _FILES = "files"  # key of the record: every file that predict wrote there, or is writing
@@ -112,8 +112,7 @@ class PredictionFolder(ABC):
     def _refuse_data(self, cases: Sequence[Case], is_ours: bool) -> None:
         """Raises DataError if the folder is part of a data set, or holds volumes and was never predicted to."""
         folder = self.folder.resolve()
-        is_part = re.fullmatch("(images|labels)(Tr|Ts|Val)", folder.name) and (folder.parent / "dataset.json").is_file()
-        if is_part or (folder / "dataset.json").is_file():
+        if is_folder_of_dataset(folder) or (folder / "dataset.json").is_file():
             raise DataError(
                 self.folder, "belongs to a data set, which predict never writes into; choose another --output"
             )

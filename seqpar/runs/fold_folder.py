@@ -18,8 +18,13 @@ from seqpar.terminal import next_command
 
 
 def has_ended(out: str | Path) -> bool:
-    """Returns whether a run, or a whole of five, has finished, or failed of what would come again if it went on."""
+    """Returns whether a run, or a whole of five, has finished, or failed of what would come again if it went on.
+
+    A run that has taken all its steps and lacks a file, as on a full disk, has not.
+    """
     status = read_status(out)
+    if status.get("state") == "failed" and status.get("code") == exit_codes.DATA and status.get("step"):
+        return status["step"] != status.get("steps")
     return has_finished(status) or status.get("state") == "failed" and status.get("code") in exit_codes.FINAL
 
 

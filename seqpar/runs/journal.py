@@ -13,14 +13,15 @@ from seqpar.cluster.devices import MIB
 from seqpar.data.files import write_text
 from seqpar.runs.boards import Board
 from seqpar.terminal import Display, bar
-from seqpar.text import clock
+from seqpar.text import clock, quantity
 
 
 class Journal:
     """Records metrics and prints on the first rank (``active``); on the others it does nothing.
 
     ``first_step``: where the run resumes; ``validated``: the step whose validation is complete, -1 for none;
-    ``boards``: where numbers and pictures go too. What cannot be written is one warning and ends no run.
+    ``boards``: where numbers and pictures go too. What cannot be written is one warning and ends no run; rows of
+    metrics.jsonl then wait until they can.
     """
 
     def __init__(
@@ -31,7 +32,8 @@ class Journal:
         self._boards, self.steps_done = list(boards), first_step
         if active:
             self._drop_from(first_step, validated)
-            self._file = open(self.path, "a", buffering=1)  # noqa: SIM115  open for the run's whole life
+            self._file = open(self.path, "ab", buffering=0)  # noqa: SIM115  open for the run's whole life
+        self._waiting = bytearray()  # rows that are not in the file yet
 
     def attempt(self, act: Callable[[], object]) -> None:
         """Calls ``act`` on the first rank; an ``OSError`` is a warning, once."""
@@ -56,9 +58,14 @@ class Journal:
         """Adds a row to metrics.jsonl, and its numbers to the boards; ``kind``: train, val or slow."""
         if kind == "train":
             self.steps_done = step + 1
-        row = json.dumps({"kind": kind, "step": step, **values}) + "\n"
-        self.attempt(lambda: self._file.write(row))
+        if self.active:
+            self._waiting += json.dumps({"kind": kind, "step": step, **values}).encode() + b"\n"
+        self.attempt(self._write_rows)
         self._tell_boards(lambda board: board.record(kind, step, values))
+
+    def _write_rows(self) -> None:
+        while self._waiting:
+            del self._waiting[: self._file.write(self._waiting)]
 
     def picture(self, name: str, step: int, path: Path) -> None:
         """Adds a picture of the run folder to the boards, if it could be drawn."""
@@ -97,6 +104,9 @@ class Journal:
 
     def close(self) -> None:
         self._display.close()
+        self.attempt(self._write_rows)
+        if lost := self._waiting.count(b"\n"):
+            self.say(f"warning: {self.path} lacks the last {quantity(lost, 'row')}: there was no room for them")
         self.attempt(lambda: self._file.close())
         self._tell_boards(lambda board: board.close())
 

@@ -98,8 +98,14 @@ class RunLock:
             handle = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666)
         except FileExistsError:
             return False
-        with os.fdopen(handle, "w") as file:
-            file.write(text)
+        try:
+            with os.fdopen(handle, "w") as file:
+                file.write(text)
+                file.flush()
+                os.fsync(handle)  # a lock that a power cut left empty would keep every later start out, too
+        except OSError:  # an empty lock would keep every later start out
+            path.unlink(missing_ok=True)
+            raise
         if self._numbers() != ({*held, number}, returned):
             self._return(number)
             return False

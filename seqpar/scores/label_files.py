@@ -63,6 +63,14 @@ def dataset_at(truth: Path) -> Dataset | None:
     return with_annotations(dataset, find_dataset(truth)) if dataset.labels else dataset
 
 
+def folders_of_truth(truth: Path, dataset: Dataset | None) -> set[Path]:
+    """Returns the folders that hold the true label maps and their images; none for a single label map."""
+    if dataset is None:
+        return {truth} if truth.is_dir() else set()
+    files = (path for case in dataset.cases for path in (*case.images, case.label) if path is not None)
+    return {path.parent for path in files}
+
+
 def list_label_files(folder: Path) -> dict[str, list[Path]]:
     """Returns the label maps of a folder by name without suffix, hidden files left out."""
     cases: dict[str, list[Path]] = {}

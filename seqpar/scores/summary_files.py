@@ -2,12 +2,13 @@
 
 import csv
 import io
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
 from seqpar.data.errors import DataError, unwritable
 from seqpar.data.files import read_json, write_text
+from seqpar.data.formats.recognise import is_folder_of_dataset
 from seqpar.scores.label_classes import Labels
 from seqpar.scores.label_files import Pair
 from seqpar.scores.label_scores import Scores
@@ -62,9 +63,20 @@ def output_files(prediction: Path | None, json: Path | None, csv: Path | None) -
     return {"json": folder / "summary.json", "csv": folder / "metrics.csv", **named}
 
 
-def refuse_foreign(files: Mapping[str, Path]) -> None:
-    """Raises DataError if a file is there that evaluate did not write, such as nnU-Net's summary.json; by kind."""
+def refuse_foreign(files: Mapping[str, Path], data: Collection[Path] = ()) -> None:
+    """Raises DataError if a file is there that evaluate did not write, such as nnU-Net's summary.json.
+
+    It does too if a file would be in a folder of a data set.
+
+    - ``files``: what is to be written, by kind
+    - ``data``: folders of the data set that is the truth, as far as they are known
+    """
+    kept = {place.resolve() for place in data}
     for kind, path in files.items():
+        if path.parent.resolve() in kept or is_folder_of_dataset(path.parent):
+            raise DataError(
+                path.parent, f"belongs to a data set, which evaluate never writes into: name another place by --{kind}"
+            )
         if path.exists() and not _OURS[kind](path):
             raise DataError(path, f"is there, and evaluate did not write it: name another file by --{kind}")
 

@@ -11,7 +11,7 @@ from seqpar.data.sampling.augmentation import recipe_of
 from seqpar.data.sampling.augmentation_presets import ORDERS, RECIPES
 from seqpar.data.sampling.extra_steps import EXTRA_STEPS
 from seqpar.settings.curriculum import ends_with_whole_volumes
-from seqpar.settings.field import NOT_NEGATIVE, TASKS, VOXELS, setting, share_bounds
+from seqpar.settings.field import NOT_NEGATIVE, PROCESSES, TASKS, VOXELS, setting, share_bounds
 
 ALL_FOLDS = "all5"  # value of --fold: five trainings, one after the other
 TARGETS = ("regions", "labels", "sigmoids")
@@ -106,7 +106,7 @@ class DataSettings:
         acts_when=lambda c: c.prepare == OWN,
         why=_PLANNED,
     )
-    workers: int = _data(2, "processes per rank that prepare tiles; 0: none", bounds=NOT_NEGATIVE, metavar="PROCESSES")
+    workers: int = _data(2, "processes per rank that prepare tiles; 0: none", bounds=PROCESSES, metavar="PROCESSES")
     augment: str = _data(
         "light",
         f"augmentation: {', '.join(RECIPES)}; add steps as in light+{next(iter(EXTRA_STEPS))}: "

@@ -20,6 +20,7 @@ class Bounds:
 
 AT_LEAST_1 = Bounds(lambda value: value >= 1, "it must be at least 1")
 NOT_NEGATIVE = Bounds(lambda value: 0 <= value < math.inf, "it must not be negative")
+PROCESSES = Bounds(lambda value: 0 <= value <= 256, "it must be in [0, 256]")  # more would only fill the machine
 ABOVE_0 = Bounds(lambda value: 0 < value < math.inf, "it must be above 0")
 ABOVE_0_TO_1 = Bounds(lambda value: 0 < value <= 1, "it must be above 0 and at most 1")
 BELOW_1 = Bounds(lambda value: 0 <= value < 1, "it must be in [0, 1)")

@@ -161,8 +161,13 @@ def check_search(space: Space, samples: int, search: str) -> None:
         raise ValueError("--search optuna: it is not installed: pip install 'seqpar[tune]' optuna, or remove it")
 
 
-def check_devices(devices: int, on_gpu: bool) -> None:
-    """Raises ValueError for more GPUs than this machine has; cores can be shared."""
+def check_devices(devices: int, device: str, on_gpu: bool) -> None:
+    """Raises ValueError for GPUs that this machine lacks; cores can be shared.
+
+    - ``device``: as --device has it
+    """
+    if device == "cuda" and not on_gpu:
+        raise ValueError("--device cuda: this machine has no GPU: name a running cluster with --ray, or remove it")
     if on_gpu and devices > (count := num_devices(True)):
         raise ValueError(f"--devices {devices}: this machine has {quantity(count, 'GPU')}: give at most {count}")
 

@@ -18,8 +18,6 @@ from seqpar.settings.rules import setting_applies
 from seqpar.text import in_flags
 from seqpar.weights.checkpoint import NotSaved
 
-INTERRUPTED = 130
-
 
 def end_failed_run(error: BaseException, config: Config, mesh: Mesh, status: StatusFile) -> NoReturn:
     """Writes the cause and ends this process at once.
@@ -68,7 +66,9 @@ def _judge(error: BaseException, config: Config, rank: int, finding: str = "") -
     ``finding``: what the watchdog says about a rank that holds up the others.
     """
     if isinstance(error, KeyboardInterrupt):
-        return INTERRUPTED, "interrupted twice: left without saving", False
+        return exit_codes.INTERRUPTED, "interrupted twice: left without saving", False
+    if of_a_file := exit_codes.of_a_file(error):
+        return exit_codes.DATA, f"rank {rank}: {of_a_file}", True
     lines = str(error).strip().splitlines() or [type(error).__name__]
     code = exit_codes.code_of(error)
     if code == exit_codes.MEMORY and not isinstance(error, exit_codes.TooLittleMemory):

@@ -5,14 +5,17 @@ import os
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 from seqpar.data.errors import DataError
+from seqpar.data.files import refuse_unwritable
 from seqpar.data.preparation.fingerprint import Fingerprint
 from seqpar.models.build import NETWORK_NAMES, family_of
 from seqpar.parallel.consensus import run_on_rank0_before_mesh
 from seqpar.parallel.launcher import Launcher
 from seqpar.parallel.meeting import Meeting
+from seqpar.parallel.rendezvous import count_gpus
 from seqpar.planner.batch_size import describe_global_batch, hold_global_batch, keep_global_batch
 from seqpar.planner.chooser import device_of, fill_pipeline
 from seqpar.planner.feasibility import check_lessons
@@ -103,6 +106,8 @@ def _resolve(line: _CommandLine, launcher: Launcher, meeting: Meeting | None, on
         preset, reason = saved.get("preset", preset), f"as the run in {config.out} began"
     family_of(config)  # refuses a network of another task
     refuse_settings_without_effect(config, line.flags)
+    if not config.dry_run:
+        _refuse_start(config, launcher)
     config, warmup = shortened_warmup(config, line.flags)
     config, dealt = fill_pipeline(config, line.flags)
     plans = preset in FROM_DATA and not config.resume and not line.has_plan
@@ -254,6 +259,12 @@ def _read_saved(line: _CommandLine) -> dict[str, Any]:
     if line.names_preset and line.preset != preset:
         raise ValueError(f"--preset {line.preset}: the run in {out} continues as it began, {preset}: remove it")
     return content
+
+
+def _refuse_start(config: Config, launcher: Launcher) -> None:
+    """Refuses, before anything is prepared, a run without a device, or a run folder that it may not write."""
+    count_gpus(launcher, config.device)
+    refuse_unwritable(Path(config.out or "runs"), f"--out {config.out}" if config.out else "runs")
 
 
 def refuse_other_run(config: Config) -> None:

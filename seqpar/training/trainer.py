@@ -12,12 +12,14 @@ from torch import Tensor
 
 from seqpar.cluster.exit_codes import PREEMPTED
 from seqpar.cluster.stop_request import STOP_FILE, StopRequest
+from seqpar.data.errors import DataError
 from seqpar.data.files import write_json
 from seqpar.data.sampling.loader import Loader
 from seqpar.models.build import build_loss
 from seqpar.models.network import NO_RESIZING, Network, Resizing
 from seqpar.optimization.optimizers import make_optimizer
 from seqpar.optimization.schedules import learning_rate, set_learning_rate
+from seqpar.parallel.consensus import run_on_rank0
 from seqpar.parallel.mesh import Mesh, equal_weights
 from seqpar.pipeline.stages import StageMap
 from seqpar.report.plots import draw_progress
@@ -284,9 +286,8 @@ class Trainer:
         """Writes model.safetensors and the status, and prints where everything lies."""
         weights = self.gradients.whole_tensors(self.net.state_dict(), self.mesh.is_first)
         self.after_step.refuse_taken_over()
-        if self.mesh.is_first:
-            self.journal.attempt(lambda: draw_progress(self.out))
-            write_weights(self.out / "model.safetensors", weights, self.net.settings)
+        self.journal.attempt(lambda: draw_progress(self.out))
+        run_on_rank0(lambda: self._write_weights(weights), self.mesh.world)
         early = f"no better {self.task.score} in {self.config.patience} validations"
         early = early if self.progress.step < self.config.steps else ""
         self._write_status("finished", early)
@@ -297,6 +298,17 @@ class Trainer:
         self.journal.say(
             "\n".join([best, *(f"  {path}" for path in result_files(self.out)), *self.task.next_lines(self.out)])
         )
+
+    def _write_weights(self, weights: dict[str, Tensor]) -> None:
+        path = self.out / "model.safetensors"
+        try:
+            write_weights(path, weights, self.net.settings)
+        except OSError as error:
+            raise DataError(
+                path,
+                f"cannot be written ({error.strerror or error}); the checkpoint of step {self.progress.step} is kept: "
+                f"make room and continue with --resume --out {self.out}",
+            ) from error
 
     def _save(self, is_best: bool = False, must: bool = False) -> None:
         self.after_step.save(self.net, self.optimizer, self.progress, self.journal, is_best, must)

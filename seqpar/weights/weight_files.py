@@ -14,7 +14,7 @@ from types import MappingProxyType
 from typing import IO, Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load, load_file, save_file
 from torch import Tensor, nn
 
@@ -159,7 +159,7 @@ def _first_line(error: Exception) -> str:
 
 
 def write_weights(path: str | Path, net: nn.Module | State, settings: Mapping[str, Any] = MappingProxyType({})) -> None:
-    """Writes weights as safetensors; if anything fails, an older file stays as it was.
+    """Writes weights as safetensors; if anything fails, an older file stays as it was; raises ``OSError`` if it cannot.
 
     - ``net``: a network or a state dict
     - ``settings``: with which the network was built; one of a run knows them. The file tells of them what shapes do not
@@ -168,7 +168,10 @@ def write_weights(path: str | Path, net: nn.Module | State, settings: Mapping[st
     state = net.state_dict() if isinstance(net, nn.Module) else net
     tensors = {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in state.items()}
     with whole_file(path) as temporary:
-        save_file(tensors, temporary, metadata=as_metadata(settings or getattr(net, "settings", {})))
+        try:
+            save_file(tensors, temporary, metadata=as_metadata(settings or getattr(net, "settings", {})))
+        except SafetensorError as error:  # of a full disk, too
+            raise OSError(str(error)) from error
 
 
 def refuse_unusable(state: State, path: str | Path) -> None:

@@ -230,6 +230,7 @@ ATTACKS = [
             ("train", TINY, "--time-limit", "0", "it must be above 0"),
             ("train", f"{TINY} --dry-run", "--time-limit", "0:00:00", "it must be above 0"),
             ("pretrain", "--preset debug --device cpu", "--time-limit", "0.0", "it must be above 0"),
+            ("train", TINY, "--workers", "100000", "it must be in [0, 256]"),
             ("tune", "--space lr=1,2", "--time-limit", "0", "it must be above 0"),
             ("tune", "--space lr=1,2", "--devices", "0", "it must be at least 1"),
             ("tune", "--space lr=1,2 --ray x:1", "--ray-nodes", "0", "it must be at least 1"),

@@ -1,10 +1,12 @@
 """Attacks on what a disk holds: folders that are not ours to write, full disks, runs that cannot be read."""
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.attacks.attack import TINY, Attack
 from tests.support.folders import image_array, nnunet, save, write_json
@@ -18,6 +20,11 @@ def _data_and_run(here: Path, *files: str) -> None:
     save(here / "images" / "new_0000.nii.gz", image_array(0))
     for name in files:
         write_json(here / name, {"run": "run", "weights": {}})
+
+
+def _copied_truth(here: Path) -> None:
+    _data_and_run(here)
+    shutil.copytree(here / "D" / "labelsTr", here / "truth")
 
 
 ATTACKS = [
@@ -67,6 +74,24 @@ ATTACKS = [
     ),
 ]
 
+ATTACKS += [
+    Attack(
+        f"evaluate {line}",
+        types=f"evaluate {line}",
+        make=make,
+        code=3,
+        says=f"{folder}: belongs to a data set, which evaluate never writes into; name other places by --json and",
+        keeps=folder.split("/")[0],
+    )
+    for line, folder, make in (
+        ("D/labelsTr D/labelsTr", "D/labelsTr", _data_and_run),
+        ("D D/labelsTr", "D/labelsTr", _data_and_run),
+        ("D/labelsTr link", "link", lambda here: (_data_and_run(here), (here / "link").symlink_to("D/labelsTr"))),
+        ("D/labelsTr D/labelsTr --json x.json", "D/labelsTr", _data_and_run),
+        ("D/labelsTr truth --csv D/imagesTr/x.csv --json x.json", "D/imagesTr", _copied_truth),
+        ("truth truth --regions T=1", "truth", _copied_truth),
+    )
+]
 _RUN_READERS = {
     "train": "train --data D --cache cache --device cpu --workers 0 --resume --out run",
     "train --fold all5": "train --data D --cache cache --resume --fold all5 --out run",
@@ -138,6 +163,16 @@ def _read_only(here: Path) -> None:
     (here / "ro").chmod(0o555)
 
 
+def _prepared_nothing(here: Path, said: str) -> None:
+    assert not (here / "cache").exists() and not (here / "out").exists()
+
+
+def _without_gpu(here: Path) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    _data_and_run(here)
+
+
 ATTACKS += [
     Attack(
         f"{line.split()[0]} {' '.join(line.split()[-4:])}, which is read-only",
@@ -147,6 +182,7 @@ ATTACKS += [
         code=3,
         says=(line.split()[-1], "cannot be written (Permission denied)"),
         keeps="ro run",
+        after=_prepared_nothing,
     )
     for line in (
         f"train {TINY} --data D --cache cache --out ro",
@@ -156,21 +192,47 @@ ATTACKS += [
         f"pretrain {TINY} --data D --cache cache --out ro/x",
         "predict run -i D -o ro",
         "predict run -i D -o ro/x",
-        "evaluate D/labelsTr D/labelsTr --json ro/x.json",
+        "evaluate D/labelsTr D/labelsTr --csv x.csv --json ro/x.json",
         "export run ro/x.zip",
         "prepare D --out ro/x",
         "figures 5 --out ro/x",
     )
 ]
 
-ATTACKS.append(
+ATTACKS += [
     Attack(
-        "a sweep in a file",
-        types=f"tune --space lr=1e-3 {TINY} --data D --cache cache --out D/dataset.json/x",
-        make=lambda here: (pytest.importorskip("ray"), _data_and_run(here)),
+        f"{program} with --out {out}",
+        types=f"{program} {line} --data D --cache cache --out {out}",
+        make=lambda here: (_data_and_run(here), (here / "gone").symlink_to("nowhere"), (here / "l").symlink_to("l")),
         code=3,
-        says="--out D/dataset.json/x: cannot be written (Not a directory)",
+        says=f"--out {out}: cannot be written ({why})",
         keeps="D",
-        started=True,  # Ray takes seconds to import
+        after=_prepared_nothing,
     )
-)
+    for program, line in (
+        ("train", TINY.replace(" --batch 2", "")),
+        ("pretrain", TINY),
+        ("tune", f"--space lr=1e-3 {TINY}"),
+    )
+    for out, why in (
+        ("D/dataset.json", "Not a directory"),
+        ("D/dataset.json/x", "Not a directory"),
+        ("gone", "No such file or directory"),
+        ("l/x", "Too many levels of symbolic links"),
+    )
+]
+ATTACKS += [
+    Attack(
+        f"{line.split()[0]} on a GPU that is not there",
+        types=f"{line} {TINY.replace('cpu', 'cuda')} --data D --cache cache --out out",
+        make=_without_gpu,
+        code=2,
+        says=f"--device cuda: {words}",
+        after=_prepared_nothing,
+    )
+    for line, words in (
+        ("train", "no GPU is visible"),
+        ("pretrain", "no GPU is visible"),
+        ("tune --space lr=1e-3", "this machine has no GPU"),
+    )
+]

@@ -10,6 +10,7 @@ import pytest
 
 from tests.attacks.attack import TINY, Attack
 from tests.support.folders import nnunet
+from tests.support.predictions import make_run
 
 TWO_RANKS = f"train {TINY} --data D --cache cache --seqpar 2 --iterations 1000 --epochs 1 --out run"
 
@@ -38,6 +39,16 @@ def _kill(rank: int, once: str = "") -> Callable[[int, Path], None]:
     return kill
 
 
+def _interrupt(once: str) -> Callable[[int, Path], None]:
+    """Returns what presses Ctrl-C, once a folder is there."""
+
+    def interrupt(pid: int, here: Path) -> None:
+        _wait_for((here / once).exists)
+        os.killpg(pid, signal.SIGINT)
+
+    return interrupt
+
+
 ATTACKS = [
     Attack(
         f"rank {rank} is killed {when}",
@@ -50,6 +61,22 @@ ATTACKS = [
     )
     for rank in (0, 1)
     for when, file in (("at start", ""), ("in training", "run/metrics.jsonl"))
+]
+ATTACKS += [
+    Attack(
+        f"Ctrl-C in {line.split()[0]}",
+        types=line,
+        make=lambda here: (nnunet(here / "D", 60), make_run(here / "run")),
+        meanwhile=_interrupt(file),
+        code=130,
+        says=words,
+        keeps="D run",
+    )
+    for line, file, words in (
+        ("phantom --out P --cases 999 --workers 2", "P", "error: interrupted"),
+        ("predict run -i D -o out", "out", "error: interrupted"),
+        ("prepare D --out cache --workers 0", "cache", "interrupted; what is finished is kept"),
+    )
 ]
 ATTACKS += [
     Attack(

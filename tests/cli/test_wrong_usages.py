@@ -75,7 +75,7 @@ USAGES = """
 """
 SHUT = """
 3 train --data D --cache cache --out shut/run | shut/run
-3 train --data shut --out out | shut: cannot be read
+3 train --data shut --out nobodys | shut: cannot be read
 3 predict shut -i D -o out | shut/
 3 predict run -i D -o shut/out | shut/
 3 evaluate D/labelsTr shut | shut

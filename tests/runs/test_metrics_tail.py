@@ -1,8 +1,13 @@
-"""A journal is followed while it is written, and read anew where a training that goes on has rewritten it."""
+"""A journal is written whole, followed meanwhile, and read anew where a training that goes on has rewritten it."""
 
+import resource
 from pathlib import Path
 
+import pytest
+
+from seqpar.runs.journal import Journal, read_metrics
 from seqpar.runs.metrics_tail import MetricsTail
+from tests.support.folders import child, exit_code
 
 
 def test_new_rows_come_once_whole_and_anew_after_the_file_was_replaced(tmp_path: Path) -> None:
@@ -18,3 +23,28 @@ def test_new_rows_come_once_whole_and_anew_after_the_file_was_replaced(tmp_path:
     other.write_text('{"step": 0}\n{"step": 5}\n{"step": 6}\n{"step": 7}\n{"step": 8}\n')
     other.replace(path)
     assert [row["step"] for row in tail.read()] == [0, 5, 6, 7, 8]
+
+
+def _record_beyond(out: Path, room: int, comes: bool) -> None:
+    """Records 100 rows where there is room for some of them, until more ``comes``."""
+    journal = Journal(out, True, 0)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (room, resource.RLIM_INFINITY))
+    for step in range(100):
+        journal.record("train", step, loss=0.5)
+    if comes:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    journal.close()
+
+
+def test_rows_for_which_there_is_no_room_wait_until_there_is(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert exit_code(child(lambda: _record_beyond(tmp_path, 1000, True))) == 0
+    assert [row["step"] for row in read_metrics(tmp_path / "metrics.jsonl")] == list(range(100))
+    said = capfd.readouterr().out
+    assert said.count("warning: ") == 1 and f"{tmp_path} cannot be written (File too large); training continues" in said
+
+
+def test_rows_for_which_there_never_was_room_are_counted(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert exit_code(child(lambda: _record_beyond(tmp_path, 1000, False))) == 0
+    there = len(read_metrics(tmp_path / "metrics.jsonl"))
+    assert 0 < there < 50
+    assert f"metrics.jsonl lacks the last {100 - there} rows: there was no room for them" in capfd.readouterr().out

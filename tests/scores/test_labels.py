@@ -88,8 +88,9 @@ def test_what_a_list_declares_is_scored_as_it_is_trained(tmp_path: Path) -> None
     assert labels.classes == labels_of_dataset(read_dataset(root)).classes == {
         "WT": (1, 2, 3), "TC": (2, 3), "ET": (3,), "edema": (1,), "non-enhancing tumor": (2,),
     }  # fmt: skip
-    assert evaluate_folders((root / "labelsTr", root / "labelsTr")) == 0
-    assert set(summary_of((root, root / "labelsTr"))["classes"]) == set(labels.classes)
+    predicted = shutil.copytree(root / "labelsTr", tmp_path / "predicted")
+    assert evaluate_folders((root / "labelsTr", predicted)) == 0
+    assert set(summary_of((root, predicted))["classes"]) == set(labels.classes)
     raw = nnunet(tmp_path / "raw", labels={"background": 0, "edema": 1, "core": 2})
     assert read_declared_labels(raw / "dataset.json").classes == {"edema": (1,), "core": (2,)}
 
@@ -114,8 +115,9 @@ def test_the_truth_may_be_any_data_set_with_labels(tmp_path: Path, monkeypatch: 
     raw = nnunet(tmp_path / "Dataset007_X")
     write_json(raw / "splits_final.json", [{"train": ["c_000"], "val": ["gone"]}])
     monkeypatch.setenv("nnUNet_raw", str(tmp_path))
+    predicted = shutil.copytree(raw / "labelsTr", tmp_path / "predicted")
     for truth in (raw, Path("7"), raw / "dataset.json"):
-        assert evaluate_folders((truth, raw / "labelsTr")) == 0
+        assert evaluate_folders((truth, predicted)) == 0
     entries = [{"image": f"imagesTr/c_{n:03d}_0000.nii.gz", "label": f"labelsTr/c_{n:03d}.nii.gz"} for n in range(3)]
     content = {"labels": {"0": "background", "1": "x"}, "training": entries}
     out = tmp_path / "out"

@@ -211,7 +211,7 @@ def test_more_gpus_than_there_are_are_refused_and_cores_are_shared(
     line = [*SPACE, *TINY[:-2], "--devices", "3", "--out", str(tmp_path / "s")]
     assert run(tune.act, line) == USAGE and not (tmp_path / "s").exists()
     assert "--devices 3: this machine has 2 GPUs: give at most 2" in capsys.readouterr().err
-    check_devices(300, on_gpu=False)
+    check_devices(300, "auto", on_gpu=False)
 
 
 def test_a_sweep_goes_on_with_the_device_of_its_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 import json
 import re
 import shutil
+import signal
 from pathlib import Path
 
 import nibabel
@@ -14,12 +15,14 @@ from seqpar.cluster.exit_codes import DATA, USAGE
 from seqpar.parallel.launcher import Launcher
 from seqpar.runs.journal import read_metrics
 from seqpar.tasks.classify.scores import read_class_table
-from seqpar.training import trainer
+from seqpar.tasks.classify.validation import ClassValidation
+from seqpar.training import gradients, trainer
 from seqpar.training.run_request import read_request
+from seqpar.weights import checkpoint
 from seqpar.weights.weight_files import read_weights
 from tests.support.class_folders import class_folder
 from tests.support.messages import refused_with
-from tests.support.training_runs import Launch, at, farthest, losses, trained
+from tests.support.training_runs import Launch, at, die, farthest, losses, trained
 
 TINY = """
     --task classify --preset debug --batch 2 --iterations 3 --epochs 2 --val-every 1 --augment none --device cpu
@@ -63,6 +66,23 @@ def same(a: Path, b: Path) -> float:
     ours, theirs = states(a), states(b)
     apart = max(float((ours[name].double() - theirs[name].double()).abs().max()) for name in theirs)
     return max(farthest(losses(a), losses(b)), apart)
+
+
+@pytest.mark.parametrize("workers", ["0", "1"])
+def test_a_killed_classification_goes_on_to_the_same_numbers(
+    flags: list[str], vit: tuple, tmp_path: Path, workers: str
+):
+    """In a step, in validation, and while its checkpoint is written; with a worker that loads tiles, too."""
+    out, line = tmp_path / "run", [*flags, *VIT.split(), "--checkpoint-minutes", "1e-9", "--workers", "1"]
+    for owner, name, call in (
+        (gradients.Gradients, "_backward", 3),
+        (ClassValidation, "run", 1),
+        (checkpoint, "_commit", 2),
+    ):
+        trained(1, line, out, expect=-signal.SIGKILL, hook=at(owner, name, 0, die, call))
+        line = ["--resume"]
+    trained(1, line, out)
+    assert same(out, vit[0]) == 0.0
 
 
 def test_a_run_ends_with_a_table_of_held_out_classes(one: tuple) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors import SafetensorError
 
 from seqpar.cluster import exit_codes, stop_agreement
 from seqpar.data.errors import DataError
@@ -19,7 +20,7 @@ from seqpar.runs.run_status import StatusFile
 from seqpar.settings.config import Config
 from seqpar.tasks.segment import validation
 from seqpar.training import after_step, gradients, run_request, setup, trainer
-from seqpar.weights import checkpoint
+from seqpar.weights import checkpoint, weight_files
 from tests.support.training_runs import Launch, at, die, losses, moments, signalled, status, trained, weights
 
 EVERY_STEP = ["--checkpoint-minutes", "1e-9"]
@@ -207,6 +208,27 @@ def test_a_full_disk_costs_a_checkpoint_but_not_the_run(flags, undisturbed, tmp_
     assert weights(out) == weights(undisturbed(2, "--seqpar", "2"))
 
 
+def test_a_disk_that_becomes_read_only_costs_what_came_after_the_last_checkpoint(flags, undisturbed, tmp_path):
+    def refuse(*of, **more):
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    def become_read_only() -> None:
+        for owner, name in ((os, "replace"), (os, "rename"), (os, "mkdir"), (Path, "mkdir"), (Path, "touch")):
+            setattr(owner, name, refuse)
+
+    out = tmp_path / "run"
+    hook = at(gradients.Gradients, "_backward", 0, become_read_only, call=3)
+    with Launch(2, [*flags, "--seqpar", "2", *EVERY_STEP], out, hook) as launch:
+        assert launch.wait() == [1, 1]
+    said = [line for line in (launch.said(0) + launch.said(1)).splitlines() if line.startswith("error: ")]
+    assert (
+        len(said) == 1 and "Read-only file system; the checkpoint of step 2 is kept: make room and continue" in said[0]
+    )
+    assert "checkpoint of step 2 is kept, 0:" in launch.said(0) and "Traceback" not in launch.said()
+    trained(2, ["--resume"], out)
+    assert weights(out) == weights(undisturbed(2, "--seqpar", "2")) and len(losses(out)) == 6
+
+
 def test_a_full_disk_ends_a_run_of_which_nothing_is_kept(flags, tmp_path):
     def full() -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
@@ -218,6 +240,24 @@ def test_a_full_disk_ends_a_run_of_which_nothing_is_kept(flags, tmp_path):
     assert len(said) == 1 and "checkpoints: holds no checkpoint, and " in said[0]
     assert "step-00000001 could not be saved: rank 1: [Errno 28] No space left on device; make room" in said[0]
     assert (status(out)["state"], status(out)["code"], status(out)["step"]) == ("failed", 3, 1)
+
+
+def test_final_weights_that_cannot_be_written_are_named_and_come_with_the_next_start(flags, undisturbed, tmp_path):
+    def full(*of, **more) -> None:
+        raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+
+    def hook(rank: int) -> None:
+        weight_files.save_file = full
+
+    out = tmp_path / "run"
+    with Launch(2, [*flags, "--seqpar", "2"], out, hook) as launch:
+        assert launch.wait() == [3, 3]
+    said = [line for line in (launch.said(0) + launch.said(1)).splitlines() if line.startswith("error: ")]
+    assert len(said) == 1 and f"error: {out}/model.safetensors: cannot be written (Error while serializing" in said[0]
+    assert f"the checkpoint of step 6 is kept: make room and continue with --resume --out {out}" in said[0]
+    assert (status(out)["state"], status(out)["code"], status(out)["step"]) == ("failed", 3, 6)
+    trained(2, [*flags, "--seqpar", "2", "--again"], out)  # not a new folder
+    assert weights(out) == weights(undisturbed(2, "--seqpar", "2"))
 
 
 def test_a_picture_that_cannot_be_written_costs_a_warning_but_not_the_run(flags, undisturbed, tmp_path):

@@ -1,6 +1,7 @@
 """One training at a time in a run folder: two starts at once, killed owners, other machines on the same disk."""
 
 import os
+import resource
 import signal
 import socket
 import time
@@ -194,6 +195,16 @@ def test_a_lock_that_cannot_be_read_is_nobodys_to_take_without_a_word(tmp_path, 
     lock = RunLock(tmp_path)
     assert lock.take(take_over=True).startswith("a process that is not named") and lock.ticket[0] == 4
     assert [path.name for path in locks(tmp_path)] == ["lock-4.json"]
+
+
+def test_a_lock_for_which_there_is_no_room_keeps_no_later_start_out(tmp_path):
+    def start() -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (0, resource.RLIM_INFINITY))
+        with pytest.raises(OSError, match="File too large"):
+            RunLock(tmp_path).take()
+
+    assert exit_code(child(start)) == 0 and not locks(tmp_path)
+    RunLock(tmp_path).take()
 
 
 HIDDEN = 1 << 22  # the number of a process that another user's is, and /proc does not show; no process has it

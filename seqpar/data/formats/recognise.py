@@ -1,6 +1,7 @@
 """Recognises the format of a data set (folder, JSON list or nnU-Net name) and reads it; finds cases to predict."""
 
 import os
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -23,6 +24,7 @@ __all__ = [
     "read_declaration",
     "describe",
     "find_dataset",
+    "is_folder_of_dataset",
     "folds",
     "read_dataset",
     "refuse_twice",
@@ -67,6 +69,12 @@ def refuse_twice(root: Path, cases: Sequence[Case]) -> None:
         if (other := first.setdefault(case.id, case)) is not case:
             files = f"{other.images[0]} and {case.images[0]}"
             raise DataError(root, f"holds case {case.id} twice, as {files}; keep one of them")
+
+
+def is_folder_of_dataset(folder: Path) -> bool:
+    """Returns whether a folder holds the images or labels of a data set, by its name and the dataset.json above it."""
+    folder = folder.resolve()
+    return bool(re.fullmatch("(images|labels)(Tr|Ts|Val)", folder.name)) and (folder.parent / "dataset.json").is_file()
 
 
 def read_declaration(path: Path) -> tuple[dict[str, int], dict[str, tuple[int, ...]], int | None]:

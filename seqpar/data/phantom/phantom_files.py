@@ -148,7 +148,7 @@ def _claim(root: Path, settings: PhantomSettings) -> None:
 
 def _write_cases(out: Path, settings: PhantomSettings, indices: list[int], workers: int) -> Iterator[int]:
     """Writes cases and yields the index of each when it is done; several workers are processes."""
-    write = partial(_write_case, out, settings)
+    write, workers = partial(_write_case, out, settings), min(workers, len(indices))
     if workers < 2:
         yield from map(write, indices)
         return

@@ -41,6 +41,7 @@ class ClassEvaluation(CaseEvaluation):
 
     def open(self) -> list[ScoringJob]:
         options, jobs = self.options, list[ScoringJob]()
+        data = [options.truth] if options.truth.is_dir() else []
         tables = [(named, path) for named in options.prediction if (path := find_table(named))]
         refuse_duplicates(tables)
         for named, path in tables:
@@ -48,7 +49,7 @@ class ClassEvaluation(CaseEvaluation):
             table = table.of([case for case in table.cases if self._is_scored(case)])
             is_run = path.parent.name == "validation" and path.parent.parent == named
             files = output_files(None if is_run else named, options.json, options.csv)
-            refuse_foreign(files)
+            refuse_foreign(files, data)
             missing = [] if is_run else sorted(self.truth.keys() - set(table.cases))
             jobs.append(ScoringJob(str(named), table, files, unknown_cases(table, self.truth, path), missing))
         return jobs

@@ -13,7 +13,7 @@ from seqpar.data.errors import DataError
 from seqpar.runs.run_folder import read_config
 from seqpar.scores.comparison import Scored, compare
 from seqpar.scores.label_classes import choose_labels, labels_of_run
-from seqpar.scores.label_files import Pair, dataset_at, match_cases, score_pairs, validation_of
+from seqpar.scores.label_files import Pair, dataset_at, folders_of_truth, match_cases, score_pairs, validation_of
 from seqpar.scores.label_scores import WORDS, Scores, format_table, summarise
 from seqpar.scores.postprocessing import POSTPROCESSING, learn_postprocessing, mean_of
 from seqpar.scores.summary_files import csv_text, output_files, refuse_foreign, summary_content, write_output
@@ -38,6 +38,7 @@ class LabelMapEvaluation(CaseEvaluation):
 
     def open(self) -> list[ScoringJob]:
         options, jobs = self.options, list[ScoringJob]()
+        data = folders_of_truth(options.truth, self.dataset)
         validations = [(path, validation_of(path)) for path in options.prediction]
         refuse_duplicates((path, validation or path) for path, validation in validations)
         for path, validation in validations:
@@ -45,9 +46,9 @@ class LabelMapEvaluation(CaseEvaluation):
                 options.truth, validation or path, self.dataset, self.only, options.common
             )
             files = output_files(path if validation is None else None, options.json, options.csv)
-            refuse_foreign(files)
+            refuse_foreign(files, data)
             if options.find_best is not None:
-                refuse_foreign({"find-best": self._place(options.groups[path])})
+                refuse_foreign({"find-best": self._place(options.groups[path])}, data)
             for folder in (file.parent for file in files.values()):
                 if folder.exists() and not os.access(folder, os.W_OK):
                     raise DataError(folder, "cannot be written to: choose other places by --json and --csv")
