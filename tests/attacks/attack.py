@@ -119,6 +119,7 @@ class Attack:
         """Types the line, in a process of its own; does not return."""
         program, *arguments = shlex.split(self.types)
         os.chdir(here)
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # as in a terminal, whatever this process had
         output = os.open(said, os.O_WRONLY)
         for stream in (1, 2):
             os.dup2(output, stream)
