@@ -40,13 +40,18 @@ class VisionTransformer(NetworkFamily):
         self, config: Config, in_channels: int, num_outputs: int, group: Group, data: Group | None, has_regions: bool
     ) -> Network:
         """Returns the network; with ``--output-bias`` a fresh one takes most of an image for background."""
-        encoder = make_encoder(config, in_channels, group)
+        encoder = make_encoder(config, in_channels, group, self.patch_embed(config, in_channels, group))
         decoder = self.decoder(config, in_channels, num_outputs, encoder)
         if config.output_bias:
             assert decoder.classes.bias is not None
             with torch.no_grad():
                 decoder.classes.bias[0 if has_regions else 1 :] = math.log(FOREGROUND / (1 - FOREGROUND))
         return SegmentationNet(encoder, decoder, choose_mode(config.mode, group), decoder.taps)
+
+    def patch_embed(self, config: Config, in_channels: int, group: Group) -> ConvStem | None:
+        """Returns what makes tokens in place of a linear layer, as ``--stem`` says."""
+        kind = STEMS.get(config.stem)
+        return None if kind is None else ConvStem(in_channels, config.embed_dim, kind, group)
 
     def decoder(self, config: Config, in_channels: int, num_outputs: int, encoder: SeqParViT) -> Any:
         """Returns the decoder that ``--decoder`` names, for this encoder's tokens."""
@@ -94,9 +99,8 @@ def describe_windows(config: Config) -> str:
     return f" in windows of {config.window} tokens a side" if config.window else ""
 
 
-def make_encoder(config: Config, in_channels: int, group: Group) -> SeqParViT:
+def make_encoder(config: Config, in_channels: int, group: Group, patch_embed: ConvStem | None = None) -> SeqParViT:
     """Returns the encoder of a config."""
-    kind = STEMS.get(config.stem)
     return SeqParViT(
         in_channels,
         config.tile,
@@ -116,7 +120,7 @@ def make_encoder(config: Config, in_channels: int, group: Group) -> SeqParViT:
         mlp_chunks=config.mlp_chunks,
         window=config.window,
         attention=AttentionOptions(config.attention, config.keep_kv, config.heads_per_chunk or None),
-        patch_embed=None if kind is None else ConvStem(in_channels, config.embed_dim, kind, group),
+        patch_embed=patch_embed,
         group=group,
         split=config.split,
     )
@@ -129,6 +133,9 @@ class HierarchicalTransformer(VisionTransformer):
         **VisionTransformer.smaller,
         "optimizer": "a smaller --embed-dim, or fewer --stage-depths",
     }
+
+    def patch_embed(self, config: Config, in_channels: int, group: Group) -> None:
+        """Returns None: the patches of an encoder of stages have a linear layer."""
 
     def decoder(self, config: Config, in_channels: int, num_outputs: int, encoder: SeqParViT) -> Any:
         """Returns the decoder: ``unetr`` takes the tokens of all stages, others those of the last one."""

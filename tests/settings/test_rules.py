@@ -26,7 +26,7 @@ attention keep_kv heads_per_chunk mlp_chunks compile
 NNUNET = "features norm stages deep_supervision plans"
 # which of the settings that single networks have each network has
 OF_NETWORKS = {
-    ("segment", "vit", "plain"): f"{TOKENS} depth window decoder skips decoder_width",
+    ("segment", "vit", "plain"): f"{TOKENS} stem depth window decoder skips decoder_width",
     ("segment", "vit", "hierarchical"): f"{TOKENS} stage_depths window decoder decoder_width",
     ("segment", "nnunet-plain", "plain"): NNUNET,
     ("segment", "nnunet-resenc", "plain"): NNUNET,
