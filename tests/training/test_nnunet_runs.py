@@ -243,7 +243,7 @@ def test_the_planner_says_how_large_a_cube_some_ranks_train(
     capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(fit, "LARGEST", 256)  # fewer to look at
-    line = ["--preset", "nnunet", "--features", "4", "--device", "a100", "--memory", "3.5", "--batch", "1"]
+    line = ["--preset", "nnunet", "--features", "4", "--device", "a100", "--memory", "4.7", "--batch", "1"]
     sides = []
     for size in ("1", "2"):
         assert plan.act([*line, "--largest-tile", "--seqpar", size]) == 0
@@ -251,7 +251,7 @@ def test_the_planner_says_how_large_a_cube_some_ranks_train(
         sides.append(int(row.split("--tile ")[1].split(",")[0]))
     assert 32 < sides[0] < sides[1] < 256
     config = replace(PRESETS["nnunet"](), features=4, batch=1)
-    device = replace(DEVICES["a100"], memory=3.5 * GB)
+    device = replace(DEVICES["a100"], memory=4.7 * GB)
     fits = [
         plan_complete_config(RunToPlan(replace(config, tile=(side,) * 3), device, timed=False), 1).fits
         for side in (sides[0], sides[0] + 32)
