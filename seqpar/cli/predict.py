@@ -158,11 +158,11 @@ def _parser() -> Parser:
     add("--checkpoint", nargs="+", action="extend", metavar="WHICH",
         help="best (default), latest or a file of weights; logits of several are averaged")  # fmt: skip
     add("--window", choices=WINDOWS,
-        help="windows of the training tile, or one pass (default: what validation found better)")  # fmt: skip
+        help="windows of the training tile, or one pass (default: the better in validation)")  # fmt: skip
     add("--force", action="store_true", help="predict whole volumes with nnU-Net's networks anyway")
     add("--overlap", type=float, metavar="SHARE", help="share of a window that the next one overlaps (default 0.5)")
     add("--weights", choices=WEIGHTS, help="weights of a window's voxels in the mean over windows (default gaussian)")
-    add("--sums", choices=SUMS, help="precision of the sums over windows (default float: float32; nnU-Net's are half)")
+    add("--sums", choices=SUMS, help="precision of the sums over windows (default float: float32; nnU-Net: half)")
     add("--window-batch", type=int, metavar="WINDOWS", help="windows that a group predicts at once (default 1)")
     add("--mirror", nargs="*", choices=[*DIRECTIONS, "none"],
         help="average over flips along these directions, all three if none is named (default: none; networks of "
@@ -188,7 +188,7 @@ def _parser() -> Parser:
     add("--seqpar", type=int, default=0, metavar="RANKS",
         help="ranks that share a window, started if need be (default: as in training; whole volume: all)")  # fmt: skip
     add("--mode", choices=MODES, default="",
-        help="how ranks decode a window that they share (default: the mode that needs the least memory)")  # fmt: skip
+        help="how ranks share the decoding of a window (default: with the least memory)")  # fmt: skip
     add("--precision", choices=("fp32", "tf32", "bf16"), help="arithmetic of the networks (default: as in training)")
     add("--device", choices=DEVICE_KINDS, default="auto", help="device to predict on (default auto)")
     return parser

@@ -80,7 +80,7 @@ ATTACKS += [
         types=f"evaluate {line}",
         make=make,
         code=3,
-        says=f"{folder}: belongs to a data set, which evaluate never writes into; name other places by --json and",
+        says=f"{folder}: belongs to a data set, which evaluate never writes into: name another place by --",
         keeps=folder.split("/")[0],
     )
     for line, folder, make in (

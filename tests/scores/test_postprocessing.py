@@ -112,6 +112,6 @@ def test_common_scores_what_both_folders_have(place: Path, capfd) -> None:
     assert "has no truth of this name" in printed.err and "1 case without a prediction: c1" in printed.out
     assert evaluate_folders(folders, "--common") == 0
     printed = capfd.readouterr()
-    assert not printed.err and "without" not in printed.out and "cases 1," in printed.out
+    assert not printed.err and "without" not in printed.out and "1 case, " in printed.out
     (place / "specks" / "c2.nii.gz").unlink()
     assert evaluate_folders(folders, "--common") == 3 and "holds no prediction of a case" in capfd.readouterr().err
