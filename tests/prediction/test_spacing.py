@@ -1,6 +1,5 @@
 """Training at another spacing than the files': prepared so, kept apart from other caches, and taken back in the end."""
 
-import shutil
 from pathlib import Path
 
 import nibabel
@@ -8,7 +7,6 @@ import numpy as np
 import pytest
 
 from seqpar.cli import predict
-from seqpar.data.errors import DataError
 from seqpar.data.formats.recognise import read_dataset
 from seqpar.data.preparation.cache import open_cache
 from seqpar.data.preparation.prepare_dataset import prepare, prepared
@@ -42,17 +40,13 @@ def test_a_run_at_another_spacing_answers_in_the_files_geometry(flags, tmp_path)
     assert len(_labels(tmp_path / "out")) == len(sources)
 
 
-def test_a_cache_of_another_spacing_is_refused_and_left_as_it_is(flags, tmp_path):
+def test_a_cache_of_another_spacing_is_left_as_it_is_and_the_new_one_stands_in_it(flags, tmp_path):
     data = flags[flags.index("--data") + 1]
     prepare(read_dataset(data), tmp_path / "c", PrepareSettings.spaced("2,2,3"), workers=0)
     before = tree(tmp_path / "c")
-    said = trained(1, [*flags, "--cache", str(tmp_path / "c")], tmp_path / "run", expect=3).said()
-    assert "spacing 2,2,3 there, source here" in said and "--cache" in said
-    for is_first in (True, False):
-        with pytest.raises(DataError, match="spacing 2,2,3 there, median here"):
-            prepared(data, tmp_path / "c", PrepareSettings.spaced("median"), is_first=is_first, workers=0)
-    assert tree(tmp_path / "c") == before
-    shutil.rmtree(tmp_path / "c")
-    prepare(read_dataset(data), tmp_path / "c", workers=0)
-    prepare(read_dataset(data), tmp_path / "c", PrepareSettings.spaced("2,2,3"), workers=0)
-    assert tree(tmp_path / "c") == before, "prepare itself does what it is told"
+    said = trained(1, [*flags, "--cache", str(tmp_path / "c")], tmp_path / "run").said()
+    assert f"prepared in {tmp_path}/c/@source: 10 x 8 x 6 voxels" in said
+    after = tree(tmp_path / "c")
+    assert before.items() < after.items()
+    again = prepared(data, tmp_path / "c", PrepareSettings.spaced("2,2,3"), is_first=True, workers=0)
+    assert again.path == tmp_path / "c" and tree(tmp_path / "c") == after, "each is found again"

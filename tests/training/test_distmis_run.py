@@ -50,7 +50,7 @@ def test_the_part_for_tests_is_predicted_and_scored_alone(made: Path, capsys: py
     capsys.readouterr()
     assert run(evaluate.act, [str(data), str(out), "--test-of", str(made / "run"), "--workers", "1"]) == 0
     said = capsys.readouterr().out
-    assert "cases 2, classes 1" in said and "Dice tumour" in said
+    assert "2 cases, 1 class: mean Dice" in said and "Dice tumour" in said
 
 
 def replicas(made: Path, ranks: int, out: Path, hook: Hook | None = None) -> Path:

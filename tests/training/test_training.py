@@ -111,7 +111,7 @@ def test_what_people_watch(flags, tmp_path):
     assert re.fullmatch(r"  label tumour  in 5 of 5 cases, [\d.]+% of the voxels", said[data + 3])
     assert (
         sum("soft Dice on the tiles" in line for line in said)
-        == sum("global: of the voxels" in line for line in said)
+        == sum("global: over the voxels" in line for line in said)
         == 1
     )
     assert any(str(out / "model.safetensors") in line for line in said)
