@@ -46,23 +46,31 @@ def cores_here(system: Path = _SYSTEM) -> int:
 
 def _quotas(system: Path) -> Iterator[int]:
     """Yields how many cores each control group of this process may keep busy, if it sets a limit."""
+    for version, group in _groups_of(system, "cpu"):
+        folder = system / ("", "sys/fs/cgroup/cpu", "sys/fs/cgroup")[version] / group.relative_to("/")
+        files = ("cpu.cfs_quota_us", "cpu.cfs_period_us") if version == 1 else ("cpu.max",)
+        try:
+            quota, period = " ".join((folder / name).read_text().strip() for name in files).split()
+            if quota not in ("max", "-1"):
+                yield -(-int(quota) // int(period))
+        except (OSError, ValueError):
+            continue
+
+
+def _groups_of(system: Path, kind: str) -> Iterator[tuple[int, Path]]:
+    """Yields the control groups of this process that limit ``kind``, and those around them, each with its version.
+
+    A container may see its own group as the root, though the kernel names it by its path outside.
+    """
     try:
         lines = (system / "proc/self/cgroup").read_text().splitlines()
     except OSError:
         return
     for line in lines:
         _, kinds, inner = line.split(":", 2)
-        if kinds and "cpu" not in kinds.split(","):
-            continue
-        for group in [Path(inner), *Path(inner).parents]:
-            folder = system / ("sys/fs/cgroup/cpu" if kinds else "sys/fs/cgroup") / group.relative_to("/")
-            files = ("cpu.cfs_quota_us", "cpu.cfs_period_us") if kinds else ("cpu.max",)
-            try:
-                quota, period = " ".join((folder / name).read_text().strip() for name in files).split()
-                if quota not in ("max", "-1"):
-                    yield -(-int(quota) // int(period))
-            except (OSError, ValueError):
-                continue
+        if not kinds or kind in kinds.split(","):
+            for group in [Path(inner), *Path(inner).parents]:
+                yield (1 if kinds else 2), group
 
 
 def _host(system: Path) -> Memory:
@@ -79,20 +87,11 @@ def _host(system: Path) -> Memory:
 
 def _control_groups(system: Path, whole: int) -> Iterator[Memory]:
     """Yields those of this process's control groups, and of the ones around them, that have less than ``whole``."""
-    try:
-        lines = (system / "proc/self/cgroup").read_text().splitlines()
-    except OSError:
-        return
-    for line in lines:
-        _, kinds, inner = line.split(":", 2)
-        version = 2 if not kinds else 1 if "memory" in kinds.split(",") else 0
-        if version:
-            mount, limit, use, prefix = _VERSIONS[version]
-            # a container may see its own group as the root, though the kernel names it by its path outside
-            for group in [Path(inner), *Path(inner).parents]:
-                folder = system / mount / group.relative_to("/")
-                if memory := _control_group(folder, group, limit, use, prefix, whole):
-                    yield memory
+    for version, group in _groups_of(system, "memory"):
+        mount, limit, use, prefix = _VERSIONS[version]
+        folder = system / mount / group.relative_to("/")
+        if memory := _control_group(folder, group, limit, use, prefix, whole):
+            yield memory
 
 
 def _control_group(folder: Path, group: Path, limit: str, use: str, prefix: str, whole: int) -> Memory | None:

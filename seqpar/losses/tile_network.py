@@ -47,7 +47,7 @@ class TileNetwork(nn.Module, ABC):
 
     @abstractmethod
     def _shares(self, image: Tensor, label: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns this rank's shares of an image and its label, each of which is whole or a share already."""
+        """Returns this rank's shares of an image and its label; each may be whole, or a share already."""
 
     @abstractmethod
     def _loss_groups(self, data: Group, batch: int) -> LossGroups:
@@ -107,7 +107,7 @@ class TileNetwork(nn.Module, ABC):
 
 
 class BoxNetwork(TileNetwork):
-    """A network of which each rank computes one box of every volume."""
+    """A network that computes one box of every volume on each rank."""
 
     @abstractmethod
     def _cut(self, extents: tuple[int, ...]) -> BoxGrid:

@@ -126,7 +126,7 @@ class Network(TileNetwork):
 
     @property
     def samples_at_once(self) -> int:
-        """The number of samples of which a batch must be a multiple."""
+        """A batch must be a multiple of this many samples."""
         return self.group.size if self.mode.name == "swap" else 1
 
     def on_whole(self, image: Tensor) -> Any:

@@ -111,7 +111,7 @@ class nnUNetTrainerSeqPar(nnUNetTrainer):
 
     @contextmanager
     def _sharing(self) -> Iterator[None]:
-        """Puts the network on boxes in the place of the whole one, whose weights it has."""
+        """Replaces the whole network by one on boxes, which has its weights."""
         alone = self.network
         if self._group.size > 1:
             self.network = self._on_boxes

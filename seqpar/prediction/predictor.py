@@ -36,7 +36,7 @@ class PredictionSettings:
     ``window_batch`` (windows at once) are for sliding windows; so is ``sums``: "half" adds them up in half precision,
     which gives nnU-Net's own labels. ``mirror`` names the directions (0 W, 1 D, 2 H) over
     whose flips logits are averaged. ``min_component`` is a volume in mm3 such as "50", or a count such as "20voxels":
-    smaller connected components are removed. ``postprocessing``: label values of which the largest component is kept,
+    smaller connected components are removed. ``postprocessing``: label values whose largest component is kept,
     step by step. ``precision`` is of what the networks compute: with "bf16" they run under
     autocast, else in their weights' precision. ``force``: predict whole volumes by networks for which that is another
     function than they were trained for.

@@ -10,7 +10,7 @@ import numpy as np
 
 from tests.nnunet.real_nnunet import oblique, set_paths
 
-DRAWN = 1_000_000  # voxels in the statistics, of which nnU-Net draws a hundred times as many
+DRAWN = 1_000_000  # voxels in the statistics; nnU-Net draws a hundred times as many
 LABELS = {"background": 0, "organ": 1, "tumour": 2}
 DATASETS: dict[str, dict[str, Any]] = {
     "Dataset201_CT": {"channels": ["CT"]},

@@ -122,7 +122,7 @@ def test_a_trainer_of_another_name_is_named_or_refused(place: Path, capsys) -> N
 
 
 def test_half_sums_are_nnunets_to_the_bit_on_one_rank_and_two(place: Path) -> None:
-    """Of logits, of which few are near a change of label; and of labels, whose logits are resampled in half too."""
+    """Few logits are near a change of label; for labels, logits are resampled in half too."""
     run = open_run(place / "model")
     nets = [reference("ResidualEncoderUNet", fold).float() for fold in range(2)]
     finest = [lambda x, net=net: net(x)[0] for net in nets]

@@ -1,4 +1,4 @@
-"""A journal is written whole, followed meanwhile, and read anew where a training that goes on has rewritten it."""
+"""A journal is written whole, followed meanwhile, and read anew where a resumed training has rewritten it."""
 
 import resource
 from pathlib import Path
@@ -26,7 +26,7 @@ def test_new_rows_come_once_whole_and_anew_after_the_file_was_replaced(tmp_path:
 
 
 def _record_beyond(out: Path, room: int, comes: bool) -> None:
-    """Records 100 rows where there is room for some of them, until more ``comes``."""
+    """Records 100 rows while there is room for some of them, until more ``comes``."""
     journal = Journal(out, True, 0)
     resource.setrlimit(resource.RLIMIT_FSIZE, (room, resource.RLIM_INFINITY))
     for step in range(100):

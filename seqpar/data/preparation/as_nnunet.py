@@ -281,7 +281,7 @@ def resampled_label(
 def _by_torch(
     x: Tensor, shape: tuple[int, ...], axis: int | None, zoom: Callable[[Tensor, Sequence[int], str], Tensor]
 ) -> Tensor:
-    """Returns ``c x y z`` zoomed linearly; across ``axis`` slice by slice, of which the nearest are then taken."""
+    """Returns ``c x y z`` zoomed linearly; across ``axis`` slice by slice, taking the nearest slices."""
     if axis is None:
         return zoom(x, shape, "trilinear")
     plane = [n for d, n in enumerate(shape) if d != axis]
