@@ -99,7 +99,7 @@ def test_the_recipe_of_prediction_runs(place: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.chdir(place)
     first = sorted((place / "Dataset001_BrainTumour" / "imagesTs").iterdir())[0]
     shutil.copy(first, "scan.nii.gz")
-    (recipe,) = (code for code in blocks(ROOT / "seqpar" / "README.md", "python") if "import Predictor" in code)
+    (recipe,) = (code for code in blocks(ROOT / "docs/how-to/your-own-loop.md", "python") if "import Predictor" in code)
     exec(recipe, {})
     image, labels = nibabel.load("scan.nii.gz"), nibabel.load("labels.nii.gz")
     assert labels.shape == image.shape and (labels.affine == image.affine).all()

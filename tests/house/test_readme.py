@@ -71,12 +71,17 @@ def test_the_loop_on_two_ranks_is_that_of_one_process(tmp_path: Path) -> None:
     assert max(relative(two[name], one[name]) for name in one) < 1e-10
 
 
-RECIPES = ["each step by itself", "every rank has all features", "a decoder on boxes", "MONAI's UNETR"]
+RECIPES = {
+    "each step by itself": ("your-own-loop", 0),
+    "every rank has all features": ("your-own-loop", 1),
+    "a decoder on boxes": ("your-own-decoder", 0),
+    "MONAI's UNETR": ("your-own-decoder", 1),
+}
 
 
-@pytest.mark.parametrize("number", range(4), ids=RECIPES)
-def test_each_recipe_of_a_loop_on_two_ranks_is_that_of_one_process(number: int, tmp_path: Path) -> None:
-    code = blocks(ROOT / "seqpar" / "README.md", "python")[number]
+@pytest.mark.parametrize(("page", "number"), RECIPES.values(), ids=[*RECIPES])
+def test_each_recipe_of_a_loop_on_two_ranks_is_that_of_one_process(page: str, number: int, tmp_path: Path) -> None:
+    code = blocks(ROOT / "docs" / "how-to" / f"{page}.md", "python")[number]
     if "monai" in code:
         pytest.importorskip("monai.networks.nets")  # here, not in every rank
     alone = code.replace("seqpar=2", "seqpar=1").replace(WRAPPED, "net")
@@ -124,7 +129,7 @@ def test_files_and_functions_that_are_named_exist(page: Path) -> None:
 
 
 def test_the_trip_of_a_tile_names_each_hop() -> None:
-    assert len(named(ROOT / "seqpar" / "README.md")) >= 30
+    assert len(named(ROOT / "docs" / "explanation" / "how-a-tile-flows.md")) >= 30
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))

@@ -89,7 +89,7 @@ def test_a_unetr_has_the_weights_of_monais_table() -> None:
     assert planned(config).memory["weights"] == 4 * sum(map(math.prod, shapes.values()))
 
 
-ROWS = {  # of launch/README.md: what a rank sends in a layer, in u; with --keep-kv
+ROWS = {  # of docs/explanation/attention.md: what a rank sends in a layer, in u; with --keep-kv
     "gather-kv": (lambda p: 6 * (p - 1), lambda p: 4 * (p - 1)),
     "gather-x": (lambda p: 3 * (p - 1), lambda p: 2 * (p - 1)),
     "ulysses": (lambda p: 8 * (p - 1) / p, None),
@@ -99,7 +99,7 @@ ROWS = {  # of launch/README.md: what a rank sends in a layer, in u; with --keep
 
 @pytest.mark.parametrize("name", ROWS)
 @pytest.mark.parametrize("keep", [False, True])
-def test_attention_sends_what_the_readme_says(name: str, keep: bool) -> None:
+def test_attention_sends_what_the_manual_says(name: str, keep: bool) -> None:
     """Mode gather sends the tokens once more, and the label's bytes: without these a layer's bytes are left."""
     of_layer = ROWS[name][keep]
     if of_layer is None:

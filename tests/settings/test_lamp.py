@@ -78,7 +78,7 @@ def test_its_networks_run_on_two_to_eight_ranks(features: int, millions: float) 
 
 
 def test_its_livers_are_a_command_with_the_papers_figures() -> None:
-    (line,) = shown_commands(ROOT / "launch" / "README.md", "--augment lamp-liver")
+    (line,) = shown_commands(ROOT / "docs" / "explanation" / "presets-lamp.md", "--augment lamp-liver")
     config = parse(line.split()[2:], "lamp")[1]
     assert (config.spacing, config.iterations, config.fold, config.augment) == ("1,1,1", 104, "0", "lamp-liver")
     lessons = lessons_of(config)
