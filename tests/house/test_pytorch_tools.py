@@ -1,4 +1,4 @@
-"""The page on PyTorch's and MONAI's tools: its scripts train on two ranks what one process trains."""
+"""The pages on tools of PyTorch, MONAI and others: their scripts train on two ranks what one process trains."""
 
 import importlib.util
 import re
@@ -11,9 +11,10 @@ from tests.support.pages import ROOT, blocks
 from tests.support.ranks import relative
 from tests.support.scripts import run_script
 
-PAGE = ROOT / "docs" / "how-to" / "pytorch-tools.md"
+PAGE, TOOLS = (ROOT / "docs" / "how-to" / f"{name}.md" for name in ("pytorch-tools", "lightning-fabric-accelerate"))
 EXACT = "import torch\ntorch.set_default_dtype(torch.float64)\n"
-ONE, LIGHTNING, FABRIC, ACCELERATE, FSDP = blocks(PAGE, "python")
+ONE, FSDP = blocks(PAGE, "python")
+LIGHTNING, FABRIC, ACCELERATE = blocks(TOOLS, "python")
 
 
 def trained(world: int, code: str, folder: Path) -> tuple[list[float], dict[str, torch.Tensor]]:

@@ -132,7 +132,7 @@ def test_gradients_are_summed_over_all_ranks_and_shards_move_three_times() -> No
     assert shared.memory["gradients"] == size // 8 + block + rest
 
 
-BLOCKS = {  # of launch/README.md: what a block holds for backward, in widths of a token
+BLOCKS = {  # of docs/how-to/short-of-memory.md: what a block holds for backward, in widths of a token
     16: {},
     11: {"grad_checkpoint": "attention"},
     7: {"mlp_chunks": 4},
@@ -142,7 +142,7 @@ BLOCKS = {  # of launch/README.md: what a block holds for backward, in widths of
 
 
 @pytest.mark.parametrize("widths", BLOCKS)
-def test_a_block_holds_what_the_readme_says(widths: int) -> None:
+def test_a_block_holds_what_the_manual_says(widths: int) -> None:
     config = replace(SMALL, embed_dim=96, **BLOCKS[widths])
     saved = [planned(replace(config, depth=depth)).memory["tokens"] for depth in (2, 3)]
     assert (saved[1] - saved[0]) / ByHand(replace(config, seqpar=2)).spread == pytest.approx(widths, rel=0.04)
