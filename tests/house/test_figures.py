@@ -135,7 +135,9 @@ FIGURES: dict[str, Callable[[], Any] | None] = {
     ),
 }
 README, MEASURED_PAGE = (ROOT / "README.md").read_text(), (ROOT / "docs/explanation/measured.md").read_text()
-MEASURED = [row for page in (README, MEASURED_PAGE) for row in table_rows(page.split("\n## Measured")[1].split("\n## ")[0])]
+MEASURED = [
+    row for page in (README, MEASURED_PAGE) for row in table_rows(page.split("\n## Measured")[1].split("\n## ")[0])
+]
 
 
 def test_each_row_of_the_tables_has_a_source() -> None:

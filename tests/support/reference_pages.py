@@ -27,8 +27,7 @@ from tests.support.programs import COMMANDS, LABORATORY, PROGRAMS
 PAGES = ROOT / "docs" / "reference"
 COMMAND = "python -m tests.support.reference_pages"
 WIDTH = 100
-LIKE_TRAIN = {"plan": "also takes train's flags", "tune": "also takes train's flags", "figures": "also takes train's flags"}
-LIKE_TRAIN["pretrain"] = "takes all of train's flags; these are the ones that it is about"
+LIKE_TRAIN = ("figures", "plan", "pretrain", "tune")
 
 # ---- flags.md ----
 
@@ -39,9 +38,10 @@ def flags_page() -> str:
 
 Look here for the flags of a program, what they do and their defaults.
 
-The tables are generated from the declarations that `--help` prints; `{COMMAND}` writes this page. `seqpar-train` is
-`launch/train.py` in a checkout, and so are the others; `bench` and `figures` exist in a checkout only.
-[Words](../glossary.md) such as tile, rank and group are explained in the glossary.
+The tables hold what `--help` prints; `{COMMAND}` writes this page.
+An installed package has the programs as `seqpar-train` and so on, a checkout as `launch/train.py` and so on.
+`bench` and `figures` are in a checkout only.
+The [glossary](../glossary.md) explains words such as tile, rank and group.
 """
     programs = ["train", *sorted(COMMANDS.keys() - {"train"}), *sorted(LABORATORY)]
     contents = "Programs: " + " · ".join(f"[{name}](#{name})" for name in programs)
@@ -52,9 +52,10 @@ The tables are generated from the declarations that `--help` prints; `{COMMAND}`
 def _train() -> Iterator[str]:
     yield "## train\n"
     yield (
-        "The defaults are those without a preset; `--preset NAME` changes many of them ([presets](#presets)). A switch "
-        "such as `--amsgrad` is turned off by `--no-amsgrad`. *For* names the tasks and networks that have the flag; "
-        "others refuse it. Flags marked *fixed* cannot change when a run resumes.\n"
+        "Defaults are those without a preset; `--preset NAME` changes many of them ([presets](#presets)). "
+        "`--no-amsgrad` turns a switch such as `--amsgrad` off.\n\n"
+        "*For* names the tasks and networks that have the flag; others refuse it. A flag that is *fixed* cannot change "
+        "when a run resumes.\n"
     )
     for section in dict.fromkeys(own.section for own in SETTINGS.values()):
         yield f"### {section}\n"
@@ -69,7 +70,7 @@ def _setting(name: str, own: Declaration) -> tuple[str, ...]:
     names = ["--accumulate", "--micro-batches"] if name == "accumulate" else [f"--{flag_name(name)}"]
     flag = " or ".join(f"`{one}`" for one in names) + (f" `{own.metavar}`" if own.metavar else "")
     choices = NETWORK_NAMES if name == "network" else own.choices
-    what = own.help + (f": {', '.join(f'`{choice}`' for choice in choices)}" if choices else "")
+    what = own.help + _one_of(choices)
     shown = ("yes" if default else "no") if is_switch else as_typed(name, default).partition(" ")[2]
     where = [] if own.tasks == TASKS else [", ".join(own.tasks)]
     where += [own.networks.text] if own.networks else []
@@ -80,14 +81,16 @@ def _presets() -> Iterator[str]:
     yield "## presets\n"
     decided = " and ".join(f"`{name}`" for name in FROM_DATA)
     yield (
-        f"`train --preset NAME` starts from these settings; flags on the command line come on top. With {decided}, data "
-        "and memory decide spacing, tile and batch; `auto` starts from `modern` with a GPU, else from `laptop`.\n"
+        f"`train --preset NAME` starts from these settings; flags on the command line override them. With {decided}, "
+        "data and memory decide spacing, tile and batch; `auto` starts from `modern` with a GPU, else from `laptop`.\n"
     )
     usual, rows = Config(), list[tuple[str, ...]]()
     for preset, make in PRESETS.items():
         if preset != "auto":
             own = make()
-            flags = [as_typed(name, getattr(own, name)) for name in SETTINGS if getattr(own, name) != getattr(usual, name)]
+            flags = [
+                as_typed(name, getattr(own, name)) for name in SETTINGS if getattr(own, name) != getattr(usual, name)
+            ]
             rows.append((f"`{preset}`", " ".join(f"`{flag.strip()}`" for flag in flags if flag.strip() != "--tile")))
     yield _table(("preset", "flags"), rows)
 
@@ -103,19 +106,23 @@ def _program(name: str) -> str:
         flags = [flag for flag in action.option_strings if not flag.startswith("--no-")]
         value = _value(action)
         shown = " or ".join(f"`{flag}`" for flag in flags) + f" `{value}`" * bool(value and flags)
-        what = formatter._expand_help(action)
-        what += f" ({', '.join(f'`{choice}`' for choice in action.choices)})" if action.choices else ""
+        what = formatter._expand_help(action) + _one_of(action.choices or ())
         rows.append((shown or f"`{value}`", what))
     about = " ".join((parser.description or "").split())
-    also = f" It {LIKE_TRAIN[name]}: [train](#train)." if name in LIKE_TRAIN else ""
+    also = " It takes the flags of [train](#train) too." if name in LIKE_TRAIN else ""
     return f"## {name}\n\n{about}{also}\n\n{_table(('flag', 'what it does'), rows)}"
+
+
+def _one_of(choices: Iterable[Any]) -> str:
+    """Returns a sentence with the values that a flag takes; "" if they are not few."""
+    listed = ", ".join(f"`{choice}`" for choice in choices)
+    return f". One of {listed}" if listed else ""
 
 
 def _value(action: argparse.Action) -> str:
     """Returns what stands for the value of an argument; "" for a switch."""
-    if action.nargs == 0 or isinstance(action, argparse.BooleanOptionalAction):
+    if action.nargs == 0 or isinstance(action, argparse.BooleanOptionalAction) or not (words := action.metavar):
         return ""
-    words = action.metavar or ("NAME" if action.choices else action.dest.upper())
     value = " ".join(words) if isinstance(words, tuple) else words
     return f"{value} …" if action.nargs in ("+", "*") else f"[{value}]" if action.nargs == "?" else value
 
@@ -131,7 +138,9 @@ def parser_of(program: str) -> argparse.ArgumentParser:
 
 def _table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     lines = [heads, ["---"] * len(heads), *rows]
-    return "".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |\n" for line in lines)
+    return "".join(
+        "| " + " | ".join(cell.replace("|", "\\|").replace("<", "\\<") for cell in line) + " |\n" for line in lines
+    )
 
 
 # ---- api.md ----
@@ -154,8 +163,9 @@ def api_page() -> str:
 
 Look here for the classes and functions that `import seqpar` offers, with their arguments.
 
-The text is that of the docstrings, which `help(seqpar.NAME)` prints; `{COMMAND}` writes this page. Loops that use them:
-[in a loop of your own](../how-to/your-own-loop.md), [with the tools of PyTorch and MONAI](../how-to/pytorch-tools.md).
+The text is that of the docstrings, which `help(seqpar.NAME)` prints; `{COMMAND}` writes this
+page. Loops that use them: [a loop of your own](../how-to/your-own-loop.md),
+[with the tools of PyTorch and MONAI](../how-to/pytorch-tools.md).
 In shapes, `b` is batch, `c` channels, `W D H` voxels, `n` tokens, `e` embedding, `k` classes; `/s` marks what is spread
 over the ranks that share a tile.
 """
@@ -210,7 +220,8 @@ def _arguments(args: ast.arguments) -> list[str]:
             pieces.append("")
         else:
             pieces[-1] += letter
-    return [piece.strip() for piece in pieces if piece.strip() not in ("self", "cls", "")]
+    own = [piece.strip() for piece in pieces if piece.strip() not in ("self", "cls", "")]
+    return [re.sub(r"^(\w+: [^=]+)=", r"\1 = ", piece) for piece in own]
 
 
 def as_markdown(docstring: str) -> str:
@@ -224,7 +235,7 @@ def as_markdown(docstring: str) -> str:
             lines += ["```", ""]
             code = False
         if code:
-            lines.append(line[4:])
+            lines += [line[4:]] if bare or lines[-1] != "```py" else []
             continue
         if bare in ("Args:", "Attributes:"):
             inside = True
