@@ -13,8 +13,10 @@ RESULTS = ROOT / "launch" / "lab" / "benches" / "results"  # written by programs
 
 
 def all_pages() -> list[Path]:
-    done = subprocess.run(["git", "ls-files", "--cached", "--others", "--exclude-standard", "*.md"], cwd=ROOT, capture_output=True, text=True)
-    return sorted(ROOT / name for name in done.stdout.splitlines() if (ROOT / name).is_file()) or PAGES
+    """Returns every page of the checkout; without git, those that people read."""
+    command = ["git", "ls-files", "--cached", "--others", "--exclude-standard", "*.md"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    return sorted(path for name in done.stdout.splitlines() if (path := ROOT / name).is_file()) or PAGES
 
 
 def anchors(page: Path) -> set[str]:

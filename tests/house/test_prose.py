@@ -46,10 +46,10 @@ def reading_ease(text: str) -> float:
     return 206.835 - 1.015 * len(found) / len(every) - 84.6 * sum(map(syllables, found)) / len(found)
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if page not in GENERATED], ids=lambda p: str(p.relative_to(ROOT)))
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_a_page_is_short_and_begins_with_whom_it_is_for(page: Path) -> None:
     text = page.read_text()
-    assert len(text.splitlines()) <= MOST_LINES.get(page, 200)
+    assert page in GENERATED or len(text.splitlines()) <= MOST_LINES.get(page, 200)
     if page.parent != ROOT and page not in MOST_LINES:
         title, first = re.split(r"\n\s*\n", text)[:2]
         assert title.startswith("# ") and "\n" not in title

@@ -1,7 +1,7 @@
 """The pages that people read, and the commands in them.
 
-Commands in a block marked ``bash`` run in CI as they stand, in the order of the pages. Those marked ``sh`` need data or machines
-that CI lacks, or too much time: their flags are parsed.
+Commands in a block marked ``bash`` run in CI, in the order of the pages. Those marked ``sh`` need data, machines or
+time that CI lacks: only their flags are parsed.
 """
 
 import re
