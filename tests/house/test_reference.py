@@ -2,18 +2,18 @@
 
 import argparse
 
-import pytest
-
 import seqpar
 from seqpar.settings.config import SETTINGS
 from seqpar.text import flag_name
 from tests.support.programs import PROGRAMS
-from tests.support.reference_pages import COMMAND, FOLDERS, PAGES, api_page, as_markdown, flags_page, parser_of
+from tests.support.reference_pages import COMMAND, FOLDERS, PAGES, PICTURES, as_markdown, parser_of, written
 
 
-@pytest.mark.parametrize(("name", "make"), [("flags", flags_page), ("api", api_page)])
-def test_a_generated_page_is_that_of_the_code(name: str, make) -> None:
-    assert (PAGES / f"{name}.md").read_text() == make(), f"the code has changed: run {COMMAND}, and commit the page"
+def test_generated_pages_and_pictures_are_those_of_the_code() -> None:
+    files = written()
+    assert {PAGES / "flags.md", PAGES / "api.md", *PICTURES.iterdir()} == files.keys()
+    outdated = [path.name for path, text in files.items() if path.read_text() != text]
+    assert not outdated, f"the code has changed: run {COMMAND}, and commit these files"
 
 
 def test_each_flag_of_each_program_has_a_row() -> None:

@@ -1,4 +1,4 @@
-"""Writes docs/reference/flags.md and api.md from the code: ``python -m tests.support.reference_pages``."""
+"""Writes the generated pages and pictures of docs from the code: ``python -m tests.support.reference_pages``."""
 
 import argparse
 import ast
@@ -21,10 +21,11 @@ from seqpar.settings.field import TASKS, Declaration
 from seqpar.settings.presets import FROM_DATA, PRESETS
 from seqpar.settings.rules import as_typed
 from seqpar.text import flag_name
+from tests.support.manual_pictures import pictures
 from tests.support.pages import ROOT
 from tests.support.programs import COMMANDS, LABORATORY, PROGRAMS
 
-PAGES = ROOT / "docs" / "reference"
+PAGES, PICTURES = ROOT / "docs" / "reference", ROOT / "docs" / "explanation" / "pictures"
 COMMAND = "python -m tests.support.reference_pages"
 WIDTH = 100
 LIKE_TRAIN = ("figures", "plan", "pretrain", "tune")
@@ -259,12 +260,14 @@ def as_markdown(docstring: str) -> str:
 
 
 def written() -> dict[Path, str]:
-    """Returns the text of each generated page."""
-    return {PAGES / "flags.md": flags_page(), PAGES / "api.md": api_page()}
+    """Returns the text of each generated page and picture."""
+    drawn = {PICTURES / name: text for name, text in pictures().items()}
+    return {PAGES / "flags.md": flags_page(), PAGES / "api.md": api_page(), **drawn}
 
 
 if __name__ == "__main__":
     sys.path.insert(0, str(ROOT / "launch"))  # where tests find the laboratory's programs
     for page, text in written().items():
+        page.parent.mkdir(exist_ok=True)
         page.write_text(text)
         print(page.relative_to(ROOT))
