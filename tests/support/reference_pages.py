@@ -25,7 +25,7 @@ from tests.support.manual_pictures import pictures
 from tests.support.pages import ROOT
 from tests.support.programs import COMMANDS, LABORATORY, PROGRAMS
 
-PAGES, PICTURES = ROOT / "docs" / "reference", ROOT / "docs" / "explanation" / "pictures"
+PAGES, PICTURES = ROOT / "docs" / "reference", ROOT / "docs" / "pictures"
 COMMAND = "python -m tests.support.reference_pages"
 WIDTH = 100
 LIKE_TRAIN = ("figures", "plan", "pretrain", "tune")
