@@ -1,4 +1,4 @@
-"""Writes the generated pages and pictures of docs from the code: ``python -m tests.support.reference_pages``."""
+"""Writes the generated pages of docs/reference from the code: ``python -m tests.support.reference_pages``."""
 
 import argparse
 import ast
@@ -21,11 +21,10 @@ from seqpar.settings.field import TASKS, Declaration
 from seqpar.settings.presets import FROM_DATA, PRESETS
 from seqpar.settings.rules import as_typed
 from seqpar.text import flag_name
-from tests.support.manual_pictures import pictures
 from tests.support.pages import ROOT
 from tests.support.programs import COMMANDS, LABORATORY, PROGRAMS
 
-PAGES, PICTURES = ROOT / "docs" / "reference", ROOT / "docs" / "explanation" / "pictures"
+PAGES = ROOT / "docs" / "reference"
 COMMAND = "python -m tests.support.reference_pages"
 WIDTH = 100
 LIKE_TRAIN = ("figures", "plan", "pretrain", "tune")
@@ -260,14 +259,12 @@ def as_markdown(docstring: str) -> str:
 
 
 def written() -> dict[Path, str]:
-    """Returns the text of each generated page and picture."""
-    drawn = {PICTURES / name: text for name, text in pictures().items()}
-    return {PAGES / "flags.md": flags_page(), PAGES / "api.md": api_page(), **drawn}
+    """Returns the text of each generated page."""
+    return {PAGES / "flags.md": flags_page(), PAGES / "api.md": api_page()}
 
 
 if __name__ == "__main__":
     sys.path.insert(0, str(ROOT / "launch"))  # where tests find the laboratory's programs
     for page, text in written().items():
-        page.parent.mkdir(exist_ok=True)
         page.write_text(text)
         print(page.relative_to(ROOT))
