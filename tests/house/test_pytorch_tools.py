@@ -58,7 +58,9 @@ def test_each_tool_trains_on_two_ranks_what_one_process_trains(
 def test_a_converted_network_trains_on_two_ranks_what_one_process_trains(name: str, tmp_path: Path) -> None:
     pytest.importorskip("monai.networks.nets")  # here, not in every rank
     code = blocks(page(f"how-to/{name}"), "python")[0].replace("32, 32, 48", "16, 16, 16")
-    alone = code.replace("seq=2", "seq=1").replace("DistributedDataParallel(net, process_group=mesh.world.handle)", "net")
+    alone = code.replace("seq=2", "seq=1").replace(
+        "DistributedDataParallel(net, process_group=mesh.world.handle)", "net"
+    )
     assert "seq=2" in code
     _, one = trained(1, alone, tmp_path)
     losses, two = trained(2, code, tmp_path)
