@@ -69,6 +69,7 @@ def test_a_converted_network_trains_on_two_ranks_what_one_process_trains(name: s
     assert max(relative(two[key], weight) for key, weight in one.items() if weight.ndim > 1) < 1e-9
 
 
+@pytest.mark.started
 def test_a_monai_script_becomes_one_of_two_ranks_by_few_lines(tmp_path: Path) -> None:
     """The plain script is what the diff starts from; both print the same, and save what MONAI loads."""
     nets = pytest.importorskip("monai.networks.nets")  # here, not in every rank
