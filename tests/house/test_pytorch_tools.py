@@ -54,6 +54,7 @@ def test_each_tool_trains_on_two_ranks_what_one_process_trains(
     assert max(relative(state[name], weight) for name, weight in alone[1].items()) < 1e-9
 
 
+@pytest.mark.started
 @pytest.mark.parametrize("name", ["convert-your-network", "two-dimensions"])
 def test_a_converted_network_trains_on_two_ranks_what_one_process_trains(name: str, tmp_path: Path) -> None:
     pytest.importorskip("monai.networks.nets")  # here, not in every rank
