@@ -4,6 +4,7 @@ import csv
 import io
 import json
 import os
+import re
 import signal
 from collections.abc import Iterator, Sequence
 from contextlib import redirect_stdout
@@ -61,6 +62,8 @@ def test_a_run_of_both_figures_is_made_once_and_all_are_run_folders(drawn: tuple
     for name in runs:
         assert json.loads((out / "runs" / name / "status.json").read_text())["state"] == "finished"
     assert sum("begins" in line for line in said) == 5 and sum("has finished" in line for line in said) == 1
+    starts = [line for line in said if line.startswith("figure 5: ")]
+    assert len(starts) == 1 and re.search(r"; about \d+:\d\d of steps by the planner$", starts[0])
 
 
 def test_points_and_pictures_are_those_of_the_journals(drawn: tuple[Path, list[str]]) -> None:
@@ -79,12 +82,13 @@ def test_points_and_pictures_are_those_of_the_journals(drawn: tuple[Path, list[s
 
 
 def test_the_same_command_repeats_nothing_and_another_is_refused(
-    drawn: tuple[Path, list[str]], monkeypatch: pytest.MonkeyPatch
+    drawn: tuple[Path, list[str]], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out, _ = drawn
     line = json.loads((out.parent / "line.json").read_text())
     monkeypatch.setattr(one_by_one, "start_ranks", lambda *of: pytest.fail("a run was repeated"))
     assert figures.act(line) == 0
+    assert capsys.readouterr().out.count("; its runs have finished") == 2
     with pytest.raises(ValueError, match=r"was made with --lr 0\.01, and now --lr 0\.02: name another --out"):
         figures.act([*line, "--lr", "0.02"])
 

@@ -79,7 +79,7 @@ def judge_patches(results: Results) -> list[str]:
     dice = results.curves(DICE)
     coarse, *finer = dice
     lines = [highest("Patches", DICE, dice), *(differ("Patches", DICE, coarse, other) for other in finer)]
-    return [*lines, first_to_reach("Patches", DICE, dice, plateau(coarse))]
+    return [*lines, first_to_reach("Patches", DICE, dice, plateau(dice))]
 
 
 def dice_over_time_too(results: Results) -> list[Diagram]:
