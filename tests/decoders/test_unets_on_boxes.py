@@ -105,5 +105,5 @@ def test_a_cut_last_axis_is_refused_by_all_before_any_message(rank: int) -> None
     """The group has no process group: a message would fail otherwise."""
     net = distmis(1, 1, 16, features=2)
     grid = BoxGrid(((0, 8), (0, 8), (0, 8, 16)), Group("seq", (0, 1), rank))
-    with pytest.raises(ValueError, match="needs it whole"):
+    with pytest.raises(ValueError, match="need it whole"):
         net.on_boxes(torch.zeros(1, 1, *grid.sides), grid)
