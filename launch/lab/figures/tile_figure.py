@@ -36,11 +36,10 @@ HOU = {
     "augment": "flips",
     "foreground": 0.0,
     "output_bias": False,
-    "mode": "auto",
 }
 BY_RESOLUTION: dict[str, dict[str, Any]] = {
     "debug": HOU,
-    "laptop": {**HOU, "lr": 5e-3, "epochs": 6, "iterations": 20, "val_every": 1},
+    "laptop": {**HOU, "lr": 5e-3, "epochs": 6, "iterations": 20},
     "paper": {**HOU, "dropout": 0.5, "optimizer": "adafactor", "lr": 3e-3, "precision": "bf16"},
 }
 
