@@ -57,6 +57,8 @@ class UNet(CellNet, BoxNetwork):
                 f"an image of shape {tuple(image.shape)} came without its grid, but this network was built for boxes "
                 f"on the {self.group}: give net.shard(whole), or grid=, or build it without group= for whole images"
             )
+        if self.group.size > 1:
+            self._compare_tiles(image.device)
         logits = [x if at is None else self._seen.remember(x, at) for x, at in self.on_boxes(plain_tensor(image), grid)]
         return logits if self.training and len(logits) > 1 else logits[0]
 
