@@ -83,7 +83,7 @@ class Own(nn.Module):
 
 
 OTHERS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
-    "somebody's own": (Own, (1, 1, 32, 32, 48)),
+    "somebody's own": (Own, (1, 1, 16, 24, 16)),
     "r3d_18": (r3d_18, (2, 3, 16, 36, 40)),
     "PlainConvUNet": (lambda: reference("PlainConvUNet"), (1, 2, 32, 16, 16)),
     "ResidualEncoderUNet": (lambda: reference("ResidualEncoderUNet"), (1, 2, 32, 16, 16)),

@@ -193,3 +193,11 @@ def test_the_list_says_what_each_shows(capsys: pytest.CaptureFixture[str]) -> No
     assert figures.act(["--list"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [int(line.split()[0]) for line in lines] == list(figures.FIGURES)
+
+
+def test_a_laptop_learns_whole_tumours_unless_it_has_data_of_its_own() -> None:
+    """The parts of the built-in tumours would take more steps than there is time for."""
+    for typed, joined in (({}, {"tumour=1,2,3"}), ({"data": "/DATA"}, {""})):
+        every = [runs_of(figures.FIGURES[number], FigureRequest("laptop", typed), SCALES) for number in (5, 6, 7, 8)]
+        configs = [config_of(one) for runs in every for of_arm in runs.values() for one in of_arm]
+        assert {config.join_labels for config in configs} == joined and len(configs) == 14

@@ -14,6 +14,7 @@ from dataclasses import replace
 from typing import Any
 
 from lab.figures.figure import EPOCHS, Figure, FigureCurve, Results
+from lab.figures.paper_figures import WHOLE_TUMOUR
 from lab.figures.verdicts import differ, first_to_reach, highest, plateau
 from seqpar.decoders.unets.published import HOU_SLAB
 from seqpar.report.curves import DICE, QUANTITIES, Curve, Diagram, over_steps
@@ -22,7 +23,7 @@ SIDES = {"debug": (32, 48), "laptop": (64, 96), "paper": (64, 96)}
 BATCHES = {"debug": (12, 4), "laptop": (7, 2), "paper": (27, 8)}  # of about as many voxels as one whole volume has
 WHOLE_BRAINS = (112, 128, 128)  # voxels of a whole case at laptop
 LAPTOP = {"features": 4, "augment": "none", "lr": 5e-3, "epochs": 6, "iterations": 10, "val_every": 1}  # 10 minutes
-BRAINS = {"phantoms": 12, "spacing": "1.3,1.45,1.27", "join_labels": "tumour=1,2,3"}  # learned in few steps
+BRAINS = {"phantoms": 12, "spacing": "1.3,1.45,1.27", **WHOLE_TUMOUR}
 NETWORK = {"network": "nnunet-plain", "deep_supervision": True, "output_bias": False}
 SMALL, LARGE, WHOLE = "small tiles", "larger tiles", "whole volumes"
 SLABS, RESOLUTIONS = "slabs", ("coarse", "middle", "fine")
@@ -143,5 +144,5 @@ RESOLUTION_FIGURE = Figure(
     judge_resolutions,
     BY_RESOLUTION,
     draw,
-    of_phantoms={"debug": {"join_labels": "tumour=1,2,3"}, "laptop": {"phantoms": 12, "join_labels": "tumour=1,2,3"}},
+    of_phantoms={"debug": WHOLE_TUMOUR, "laptop": {"phantoms": 12, **WHOLE_TUMOUR}},
 )
