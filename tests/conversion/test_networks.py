@@ -35,6 +35,8 @@ MONAI: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     ),
 }
 
+SLOW = ("AttentionUnet", "UNETR", "VNet")
+
 
 def residual_stage(i: int, o: int, stride: int) -> nn.Module:
     """Returns two residual blocks of torchvision's r3d_18."""
@@ -108,7 +110,7 @@ def check(mesh: Mesh, want: Answers) -> dict[str, float]:
     return gaps(mesh, want)
 
 
-@pytest.mark.parametrize("name", MONAI)
+@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.started) if n in SLOW else n for n in MONAI])
 def test_monais_networks_equal_one_process(name: str, ranks: Callable[..., list]) -> None:
     want = answers(*MONAI[name])
     for world in (1, 2, 3, 4, 8):

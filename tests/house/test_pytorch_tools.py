@@ -53,6 +53,7 @@ def test_each_tool_trains_on_two_ranks_what_one_process_trains(
     assert max(relative(state[name], weight) for name, weight in alone[1].items()) < 1e-9
 
 
+@pytest.mark.started
 def test_a_monai_script_becomes_one_of_two_ranks_by_few_lines(tmp_path: Path) -> None:
     """The plain script is what the diff starts from; both print the same, and save what MONAI loads."""
     nets = pytest.importorskip("monai.networks.nets")  # here, not in every rank

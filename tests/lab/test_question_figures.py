@@ -176,6 +176,7 @@ def test_figure_16_at_laptop_has_tiles_within_whole_cases_of_as_many_voxels() ->
     assert "--data" in flags and not {"--spacing", "--phantoms", "--join-labels"} & set(flags)
 
 
+@pytest.mark.started
 def test_a_whole_volume_is_planned_by_the_size_of_the_cases() -> None:
     (whole,) = runs_of(figures.FIGURES[16], DEBUG, SCALES)["whole volumes"]
     (small,) = runs_of(figures.FIGURES[16], DEBUG, SCALES)["small tiles"]
