@@ -5,6 +5,7 @@ import itertools
 import json
 import multiprocessing
 import os
+import socket
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
@@ -17,7 +18,7 @@ import numpy as np
 STAGES, FEATURES, ITERATIONS = 3, (6, 8, 10), 8
 PLAIN, REGIONS = "Dataset101_Plain", "Dataset102_Regions"
 PLANS = {PLAIN: "nnUNetPlans", REGIONS: "nnUNetResEncUNetMPlans"}
-PATCHES = {PLAIN: (8, 24, 24), REGIONS: (16, 16, 16)}  # in nnU-Net's axes; smaller than the cases
+PATCHES = {PLAIN: (12, 32, 32), REGIONS: (24, 24, 24)}  # in nnU-Net's axes; smaller than the cases
 
 
 def oblique(spacing: Sequence[float], flips: Sequence[int]) -> np.ndarray:
@@ -172,7 +173,9 @@ def use_small_trainers(out: Path, ends: bool) -> Any:
 
 
 def train_by_command(name: str, trainer: str, out: Path, part: str) -> None:
-    """Trains on fold 1 as nnUNetv2_train does: "begin" ends after an epoch, "continue" is --c, to the validation."""
+    """Trains on fold 1 as nnUNetv2_train does, with its validation: "whole", or "continue", which is --c, or "begin",
+    which ends after an epoch.
+    """
     command = use_small_trainers(out, part == "begin")
     with suppress(Killed):
         command.run_training(name, "3d_fullres", 1, trainer, PLANS[name], continue_training=part == "continue")
@@ -194,12 +197,12 @@ def begin_by_num_gpus(rank: int, name: str, trainer: str, out: Path) -> None:
 
 
 def start_num_gpus(*arguments: Any) -> None:
+    """Starts two ranks as nnU-Net does."""
     import torch
 
-    os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
-    from nnunetv2.run.run_training import find_free_network_port
-
-    os.environ["MASTER_PORT"] = str(find_free_network_port())
+    with socket.socket() as free:
+        free.bind(("", 0))
+        os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(free.getsockname()[1])}
     torch.multiprocessing.spawn(begin_by_num_gpus, arguments, nprocs=2)
 
 
@@ -251,7 +254,7 @@ def predicted(model: Path, images: Path, out: Path, sums: str = "float") -> Path
 
     set_float_sums(sums == "float")
     predictor = nnUNetPredictor(perform_everything_on_device=False, device=torch.device("cpu"))
-    predictor.initialize_from_trained_model_folder(str(model), None, "checkpoint_final.pth")
+    predictor.initialize_from_trained_model_folder(str(model), (0,), "checkpoint_final.pth")
     out.mkdir()
     predictor.predict_from_files_sequential(str(images), str(out), save_probabilities=False)
     return out
@@ -299,6 +302,9 @@ def act(root: Path, what: str, *words: str) -> None:
     elif what == "num_gpus":
         start_num_gpus(words[0], words[1], Path(words[2]))
     elif what == "ours":
+        from seqpar.data.preparation import recipe_survey
+
+        recipe_survey.SAMPLED_VOXELS = 60_000  # as above
         assert importlib.import_module(f"seqpar.cli.{words[0]}").act(words[1:]) == 0, words
     elif what == "ensemble":
         from nnunetv2.ensembling.ensemble import ensemble_folders
