@@ -94,8 +94,30 @@ def answers(trained) -> dict[str, tuple[Path, Path]]:
     for path in (root / "nnUNet_raw" / name / "imagesTr").glob("case_00[01]_*"):
         shutil.copy(path, images)
     network, tile, spacing = NETWORKS[name]
-    own = ["--network", network, "--tile", *tile.split(), "--spacing", spacing, "--features", "6", "--lr", "0.03"]
-    follow = ["--weights", results / "fold_0" / "checkpoint_final.pth", "--lr", "1e-30", "--iterations", "1"]
+    own = [
+        "--preset",
+        "nnunet",
+        "--network",
+        network,
+        "--tile",
+        *tile.split(),
+        "--spacing",
+        spacing,
+        "--features",
+        "6",
+        "--lr",
+        "0.03",
+    ]
+    follow = [
+        "--preset",
+        "nnunet",
+        "--weights",
+        results / "fold_0" / "checkpoint_final.pth",
+        "--lr",
+        "1e-30",
+        "--iterations",
+        "1",
+    ]
     runs: dict[str, list[object]] = {"follow": follow, "own": [*own, "--iterations", "12"]}
     if name == PLAIN:
         runs["stem"] = PRIMUS.split()
