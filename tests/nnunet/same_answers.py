@@ -19,7 +19,8 @@ from tests.nnunet.there_and_back import acts
 GOLDEN = Path(__file__).parents[1] / "golden" / "nnunet"
 PLANS: dict[str, Any] = {
     "image_reader_writer": "SimpleITKIO", "dataset_name": "Dataset103_Boxes", "plans_name": "nnUNetPlans",
-    "configurations": {"3d_fullres": {"architecture": {"arch_kwargs": {}}}}, "transpose_forward": [0, 1, 2], "transpose_backward": [0, 1, 2],
+    "configurations": {"3d_fullres": {"architecture": {"arch_kwargs": {}}}},
+    "transpose_forward": [0, 1, 2], "transpose_backward": [0, 1, 2],
 }  # fmt: skip
 
 

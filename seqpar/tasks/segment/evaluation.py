@@ -123,12 +123,13 @@ class LabelMapEvaluation(CaseEvaluation):
 
     def _add_means(self, tried: dict[Members, Cases], folder: Path) -> list[str]:
         """Adds the mean of each two predictions whose probabilities are there; returns a line on the others."""
-        saved = {
-            path: {case: SavedProbabilities.of(pair.prediction) for case, (pair, _) in cases.items()}
-            for (path,), cases in tried.items()
-        }
-        lacking = [path for path, files in saved.items() if None in files.values()]
-        for number, (first, second) in enumerate(combinations([path for path in saved if path not in lacking], 2)):
+        saved = dict[Path, dict[str, SavedProbabilities]]()
+        for (path,), cases in tried.items():
+            found = {case: SavedProbabilities.of(pair.prediction) for case, (pair, _) in cases.items()}
+            if None not in found.values():
+                saved[path] = {case: one for case, one in found.items() if one}
+        lacking = [path for (path,) in tried if path not in saved]
+        for number, (first, second) in enumerate(combinations(saved, 2)):
             place = folder / str(number)
             place.mkdir()
             pairs = [pair._replace(prediction=place / pair.prediction.name) for pair, _ in tried[first,].values()]
