@@ -21,7 +21,7 @@ from seqpar.data.formats.dataset_json import (
 )
 from seqpar.data.volumes import is_volume
 
-_CHANNEL = re.compile(r"^(.+)_(\d{4})(\.nii|\.nii\.gz|\.nrrd|\.mha)?$")  # a DICOM series has no suffix
+_CHANNEL = re.compile(r"^(.+)_(\d{4})(\.nii|\.nii\.gz|\.nrrd|\.mha)?$", re.DOTALL)  # a DICOM series has no suffix
 
 
 def read_nnunet(root: Path, labelled: bool = True) -> Dataset:
