@@ -21,6 +21,7 @@ from seqpar.planner.pipeline_printer import print_pipe
 from seqpar.planner.preset_from_data import plan_from_data
 from seqpar.planner.printer import print_largest, print_plan
 from seqpar.prediction.prediction_memory import print_prediction
+from seqpar.settings.checks import LARGEST_TILE
 from seqpar.settings.command_line import naming_preset, parse, ranks_or_auto, shortened_warmup
 from seqpar.settings.config import Config
 from seqpar.settings.parallel_settings import AUTO
@@ -127,6 +128,8 @@ def _device(own: argparse.Namespace, config: Config) -> Device:
         values = value if isinstance(value, list) else [value]
         if value is not None and not 1 <= min(values) < math.inf:
             raise ValueError(f"--{name} {' '.join(map(str, values))}: it must be at least 1")
+        if value is not None and max(values) > (most := LARGEST_TILE if name == "volume" else 1_000_000):
+            raise ValueError(f"--{name} {' '.join(map(str, values))}: it must be at most {most}")
     name = own.device or ("" if torch.cuda.is_available() else "mi250x")
     if name == "cpu":
         device = measure_cpu(config.precision)

@@ -10,6 +10,7 @@ from typing import Any
 
 from seqpar.data.errors import DataError
 from seqpar.data.files import refuse_unwritable
+from seqpar.data.formats.recognise import is_folder_of_dataset
 from seqpar.data.preparation.fingerprint import Fingerprint
 from seqpar.models.build import NETWORK_NAMES, family_of
 from seqpar.parallel.consensus import run_on_rank0_before_mesh
@@ -263,7 +264,14 @@ def _read_saved(line: _CommandLine) -> dict[str, Any]:
 def _refuse_start(config: Config, launcher: Launcher) -> None:
     """Refuses, before anything is prepared, a run without a device, or a run folder that it may not write."""
     count_gpus(launcher, config.device)
+    if config.out and not config.resume and _is_of_data(Path(config.out), config.data):
+        raise DataError(f"--out {config.out}", "belongs to a data set, which no run writes into: name another folder")
     refuse_unwritable(Path(config.out or "runs"), f"--out {config.out}" if config.out else "runs")
+
+
+def _is_of_data(folder: Path, data: str) -> bool:
+    is_same = bool(data) and os.path.realpath(folder) == os.path.realpath(data)
+    return is_same or (folder / "dataset.json").is_file() or is_folder_of_dataset(folder)
 
 
 def refuse_other_run(config: Config) -> None:
