@@ -50,13 +50,13 @@ def act(arguments: Sequence[str]) -> int:
 def _plan(own: argparse.Namespace, preset: str, config: Config, flags: set[str], on_gpu: bool) -> int:
     """Plans what the command line asks for, without a preset's lessons."""
     config = replace(config, curriculum="", pipe=1 if own.pipe is None else own.pipe or 2)
-    config = with_plans(config, flags)
+    config, planned = with_plans(config, flags)
     family_of(config)  # refuses a network of another task
     refuse_settings_without_effect(config, flags - {"measured"})  # seconds are planned with it in any case
     config, warmup = shortened_warmup(config, flags)
     device = _device(own, config)
     if preset == "auto":
-        preset, config = start_of_auto(on_gpu), _planned_from_data(own, config, flags, device)
+        preset, config = start_of_auto(on_gpu), _planned_from_data(own, config, flags | planned, device)
     config, own.channels, own.classes = config_to_plan(config, tuple(own.volume or ()), own.channels, own.classes)
     sizes = [config.seqpar] if config.seqpar != AUTO and "seqpar" in flags else usual_sizes(device.node)
     sizes = [size for size in sizes if size <= (own.ranks or size)]

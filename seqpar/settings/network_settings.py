@@ -49,7 +49,7 @@ HIERARCHICAL = Networks(is_hierarchical, "vit with --encoder hierarchical")
 CONVOLUTIONS = Networks(lambda c: c.network != "vit", "U-Nets and resattnet")
 UNETS = Networks(lambda c: c.network != "vit" and not c.network.startswith("resattnet"), "U-Nets")
 NNUNET = Networks(is_nnunet, "nnunet-plain and nnunet-resenc")
-WITH_DROPOUT = Networks(lambda c: c.network in ("vit", "unet-hou"), "vit and unet-hou")
+WITH_DROPOUT = Networks(lambda c: c.network in ("vit", "unet-hou", "unet-hou-2d"), "vit and unet-hou")
 _encoder = partial(_network, networks=TOKENS)
 
 
@@ -136,7 +136,13 @@ class NetworkSettings:
         why="--stages names the features of each stage",
         gives_way=lambda preset, c: is_nnunet(c) and stages_name_features(c.stages),
     )
-    norm: str = _network("own", "U-Nets: norm of all layers", choices=NORMS, tasks=VOXELS, networks=UNETS)
+    norm: str = _network(
+        "own",
+        "U-Nets: norm of all layers; group: 8 groups of channels, in unet-distmis the groups of its release",
+        choices=NORMS,
+        tasks=VOXELS,
+        networks=UNETS,
+    )
     stages: str = _network(
         "",
         "nnunet-…: kernel and stride of each stage, as in '133:111 333:122 333:222', optionally with features and "
