@@ -1,10 +1,16 @@
-"""The programs. Importing any of them sets how threads wait and how many there are, before torch is imported."""
+"""The programs. Importing any of them sets what must be set before torch is imported.
 
+How threads wait and how many there are, how a GPU's memory is allotted, and which volumes AMD's library takes.
+"""
+
+import importlib.util
 import os
+import runpy
 from collections.abc import MutableMapping
+from pathlib import Path
 
 from seqpar.cluster.host_memory import cores_here
-from seqpar.parallel.launcher import read_launcher
+from seqpar.parallel.launcher import gpu_settings, read_launcher
 
 WAIT, THREADS = "OMP_WAIT_POLICY", "OMP_NUM_THREADS"
 CHOSEN = "SEQPAR_CHOSEN_THREADS"  # what was written into THREADS here: a program started by this one chooses again
@@ -26,4 +32,13 @@ def set_threads(env: MutableMapping[str, str], cores: int) -> None:
     env[THREADS] = env[CHOSEN] = str(max(1, cores // max(1, ranks)))
 
 
+def set_gpu(env: MutableMapping[str, str]) -> None:
+    """Sets the variables that torch reads once, but for those that the user has set; does not import torch."""
+    torch = importlib.util.find_spec("torch")
+    if torch is not None and torch.origin:
+        build = runpy.run_path(str(Path(torch.origin).with_name("version.py")))
+        env.update(gpu_settings(env, build["__version__"], build.get("hip") is not None))
+
+
 set_threads(os.environ, cores_here())
+set_gpu(os.environ)
