@@ -52,7 +52,8 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
         "of two; FILE to write (default: postprocessing.json in the best)")  # fmt: skip
     add("--json", type=Path, metavar="FILE", help="summary to write (default: summary.json in PREDICTION's folder)")
     add("--csv", type=Path, metavar="FILE", help="table to write (default: metrics.csv in PREDICTION's folder)")
-    add("--workers", type=int, default=min(8, cores), metavar="PROCESSES", help="processes that score (%(default)s)")
+    add("--workers", type=int, default=min(8, cores), metavar="PROCESSES", help="processes that score "
+        "(default: number of cores, at most 8)")  # fmt: skip
     options = parser.parse_args(arguments)
     if options.brats and (options.dataset or options.regions):
         raise ValueError("--brats declares the labels: drop --dataset and --regions, or --brats")

@@ -11,7 +11,7 @@ from seqpar.settings.config import SETTINGS, Config
 def paper() -> Config:
     """Returns the settings of the paper: ViT-B, tile 96, Adam, soft Dice + cross-entropy, fp32.
 
-    What it leaves open, and what is taken here, stands in seqpar/README.md.
+    What it leaves open, and what is taken here, is in docs/explanation/presets-paper.md.
     """
     return Config(
         augment="paper",

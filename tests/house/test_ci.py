@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+from tests.support.pages import ROOT, page, shown_commands
+
 NO_STEPS = ("run", "need.sh", "beside.sh", "phantoms")  # phantoms: minutes of training, started by hand
 STEPS = {
     "browser": (["chromium"], "Chromium is not installed (Debian: chromium)", "tests/browser/report_in_chromium.py"),
@@ -87,12 +88,11 @@ def test_phantoms_that_are_learned_too_little_fail(worse: dict[str, float], tmp_
     if worse:
         return
     assert "liver 0.900 lesion 0.600 mean 0.750" in done.stdout and "mean 0.700" in done.stdout
-    page = (ROOT / "launch" / "README.md").read_text()
-    lines = re.findall(r"^python (launch/train.py .*phantoms/(?:\S+Liver|\S+Organs) .*(?:\n    .*)*)", page, re.M)
+    lines = shown_commands(page("how-to/phantoms"), "launch/train.py")
     tried = [call.split() for call in (tmp_path / "calls").read_text().splitlines() if "train.py" in call]
     assert len(lines) == len(tried) == 2
     for line, words in zip(lines, tried):
-        assert {word for word in line.split() if not word.startswith("phantoms/")} <= set(words), line
+        assert {word for word in line.split()[1:] if not word.startswith("phantoms/")} <= set(words), line
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ from seqpar.settings.data_settings import prepare_settings
 from seqpar.settings.presets import distmis
 from seqpar.training import run_request
 from tests.support.folders import nnunet
-from tests.support.pages import ROOT, shown_commands
+from tests.support.pages import page, shown_commands
 
 
 def test_the_figures_that_it_states() -> None:
@@ -64,7 +64,7 @@ def test_its_loss_is_dice_alone_of_sums_over_the_batch_with_a_hundredth_added() 
 
 
 def test_one_point_of_its_grid_trains_the_network_as_run() -> None:
-    grid, small = shown_commands(ROOT / "launch" / "README.md", "tune.py --space lr=1e-4,5e-4")
+    grid, small = shown_commands(page("explanation/presets-distmis"), "tune.py --space lr=1e-4,5e-4")
     assert grid.split("--preset")[0] == small.split("--preset")[0]
     flags = grid.split("--space ")[1].split("--")[0].split()
     lists = dict(flag.split("=") for flag in flags)
