@@ -1,14 +1,17 @@
-"""The programs. Importing any of them sets what must be set before torch is imported.
+"""The programs. Importing any of them prepares its process, before torch is imported.
 
-How threads wait and how many there are, how a GPU's memory is allotted, and which volumes AMD's library takes.
+It sets how threads wait and how many there are, how a GPU's memory is allotted and which volumes AMD's library takes. It
+opens standard streams that are closed, and makes Ctrl-C one line in a process that was started for a program.
 """
 
 import importlib.util
 import os
 import runpy
+import sys
 from collections.abc import MutableMapping
 from pathlib import Path
 
+from seqpar.cluster.exit_codes import interrupt_quietly, open_streams
 from seqpar.cluster.host_memory import cores_here
 from seqpar.parallel.launcher import gpu_settings, read_launcher
 
@@ -40,5 +43,14 @@ def set_gpu(env: MutableMapping[str, str]) -> None:
         env.update(gpu_settings(env, build["__version__"], build.get("hip") is not None))
 
 
+def is_program(started: str) -> bool:
+    """Returns whether a process whose first argument is ``started`` was started for a program of this folder."""
+    name = Path(started).name
+    return name == "-m" or name.startswith("seqpar-") or (Path(__file__).parent / name).is_file()
+
+
 set_threads(os.environ, cores_here())
 set_gpu(os.environ)
+open_streams()
+if is_program(sys.argv[0]):
+    interrupt_quietly()
