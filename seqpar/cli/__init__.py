@@ -1,7 +1,7 @@
 """The programs. Importing any of them prepares its process, before torch is imported.
 
-It sets how threads wait and how many there are, how a GPU's memory is allotted and which volumes AMD's library takes. It
-opens standard streams that are closed, and makes Ctrl-C one line in a process that was started for a program.
+It sets how threads wait and how many there are, how a GPU's memory is allotted and which volumes AMD's library takes.
+It opens standard streams that are closed, and makes Ctrl-C one line in a process that was started for a program.
 """
 
 import importlib.util
