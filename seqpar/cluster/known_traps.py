@@ -55,12 +55,12 @@ def half_convolutions(env: Env, facts: Facts) -> Trap | None:
     if facts.torch < (2, 9, 0) and 90800 <= facts.cudnn < 91100:
         return Trap(
             f"{pair} returns wrong numbers for bf16 convolutions of very large volumes: pip install "
-            "'nvidia-cudnn-cu12>=9.15', or torch 2.10 or newer",
+            "'nvidia-cudnn-cu12>=9.15', or torch 2.11 or newer",
             error=True,
         )
     if facts.torch == (2, 9, 0):
         return Trap(f"{pair} runs bf16 convolutions of volumes without cuDNN, slowly and in up to 17 times the memory: "
-                    "use torch 2.8 with --precision fp32, or 2.10 or newer")  # fmt: skip
+                    "use torch 2.8 with --precision fp32, or 2.11 or newer")  # fmt: skip
     if facts.torch > (2, 9, 0) and facts.cudnn < 91500:
         return Trap(f"{pair} runs bf16 convolutions of volumes without cuDNN, slowly and in up to 17 times the memory: "
                     "pip install 'nvidia-cudnn-cu12>=9.15' (cu13 with CUDA 13)")  # fmt: skip

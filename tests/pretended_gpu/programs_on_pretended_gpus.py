@@ -141,21 +141,19 @@ def losses(rows: list[dict]) -> list[float]:
 
 
 def test_a_run_is_trained_resumed_and_predicts(run: Run, data: Path, tmp_path: Path) -> None:
-    whole = train(run, tmp_path / "whole", *SMALL, "--data", data, "--epochs", "2")
-    train(run, tmp_path / "resumed", *SMALL, "--data", data, "--epochs", "1", "--schedule-epochs", "2")
-    resumed = train(run, tmp_path / "resumed", "--resume", "--epochs", "2")
-    assert len(losses(whole)) > 0 and losses(whole) == losses(resumed)
-    line = ["-m", "seqpar.cli.predict", tmp_path / "whole", "-i", data / "imagesTr", "-o", tmp_path / "labels"]
+    first = train(run, tmp_path / "run", *SMALL, "--data", data, "--epochs", "1")
+    resumed = train(run, tmp_path / "run", "--resume", "--epochs", "2")
+    assert losses(first) and losses(resumed)[: len(losses(first))] == losses(first)
+    assert len(losses(resumed)) == 2 * len(losses(first))
+    line = ["-m", "seqpar.cli.predict", tmp_path / "run", "-i", data / "imagesTr", "-o", tmp_path / "labels"]
     run([*line, "--device", "cuda"])
     assert len(list((tmp_path / "labels").glob("*.nii.gz"))) == 5
 
 
-@pytest.mark.parametrize("flags", [(), ("--precision", "bf16", "--mode", "halo")], ids=str)
-def test_two_ranks_learn_as_one_does(flags: tuple[str, ...], run: Run, data: Path, tmp_path: Path) -> None:
-    one = train(run, tmp_path / "one", *SMALL, "--data", data, *flags)
-    two = train(run, tmp_path / "two", *SMALL, "--data", data, "--seqpar", "2", *flags, gpus=2)
-    tolerance = 2e-2 if flags else 1e-4
-    assert losses(two) == pytest.approx(losses(one), rel=tolerance)
+def test_two_ranks_learn_as_one_does(run: Run, data: Path, tmp_path: Path) -> None:
+    one = train(run, tmp_path / "one", *SMALL, "--data", data)
+    two = train(run, tmp_path / "two", *SMALL, "--data", data, "--seqpar", "2", gpus=2)
+    assert losses(one) and losses(two) == pytest.approx(losses(one), rel=1e-4)
 
 
 def test_the_doctor_finds_nothing_wrong(run: Run) -> None:
