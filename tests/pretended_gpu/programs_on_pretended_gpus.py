@@ -56,7 +56,7 @@ dist.all_gather_into_tensor(out, x{order})
 assert out.sum().item() == 6
 dist.destroy_process_group()
 """
-UNKNOWN = "import torch; torch.ones(3, device='cuda'){to}.to_sparse().coalesce()"
+UNKNOWN = "import torch; torch.sparse_coo_tensor([[0, 0]], [1.0, 1.0]).cuda(){to}.coalesce()"
 
 
 @pytest.mark.parametrize(
