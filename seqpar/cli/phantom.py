@@ -30,7 +30,8 @@ def act(arguments: Sequence[str]) -> int:
         "--seed", type=int, default=0, metavar="NUMBER", help="seed of the random patients (%(default)s)"
     )
     workers = min(4, os.cpu_count() or 1)
-    parser.add_argument("--workers", type=int, default=workers, metavar="PROCESSES", help="processes (%(default)s)")
+    processes = "processes (default: number of cores, at most 4)"
+    parser.add_argument("--workers", type=int, default=workers, metavar="PROCESSES", help=processes)
     options = parser.parse_args(arguments)
     settings = PhantomSettings.of(options.kind, options.layout, options.size and tuple(options.size), options.seed)
     root = write_phantom(options.out, options.cases, settings, options.workers, ProgressBar("phantom"))

@@ -12,7 +12,7 @@ from seqpar.runs.journal import read_metrics
 from tests.support.pages import ROOT, blocks
 from tests.support.training_runs import tiny_data
 
-PAGE = ROOT / "seqpar" / "README.md"
+PAGE = ROOT / "docs" / "how-to" / "add-your-own.md"
 NAMES = {  # the list next to which each addition goes, and the name that the page gives it there
     "decoders/named_decoders.py": "linear",
     "seqpar/scores/label_scores.py": "Precision",

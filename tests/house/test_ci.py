@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+from tests.support.pages import ROOT, page, shown_commands
+
 NO_STEPS = ("run", "need.sh", "beside.sh", "phantoms")  # phantoms: minutes of training, started by hand
 STEPS = {
     "browser": (["chromium"], "Chromium is not installed (Debian: chromium)", "tests/browser/report_in_chromium.py"),
@@ -40,9 +41,6 @@ def test_what_make_test_leaves_out_is_a_step() -> None:
     assert "-m started\n" in (ROOT / ".ci" / "commands").read_text()
 
 
-BY_HAND = {"nnunet"}  # .ci/run says why
-
-
 def test_every_step_is_run_and_its_tests_are_not_those_of_make_test() -> None:
     steps = {path.name: path.read_text() for path in (ROOT / ".ci").iterdir() if path.name not in NO_STEPS}
     assert {"accept", "commands", "figures", "nnunet", "tune", *STEPS} == set(steps)
@@ -50,7 +48,7 @@ def test_every_step_is_run_and_its_tests_are_not_those_of_make_test() -> None:
     run = [step for line in lines for step in line]
     text = (ROOT / ".ci" / "run").read_text()
     assert text.index(".ci/tune") < text.index(".ci/slurm"), "sweeps on Slurm need Ray"
-    assert all((f".ci/{name}" in run) != (name in BY_HAND) for name in steps)
+    assert all(f".ci/{name}" in run for name in steps)
     assert all((ROOT / ".ci" / name).stat().st_mode & 0o111 for name in steps)
     assert "launch/figures.py" in steps.pop("figures")  # an act, whose words it reads
     assert "launch/doctor.py --accept --device cpu" in steps.pop("accept")  # an act, whose exit code says all
@@ -87,12 +85,11 @@ def test_phantoms_that_are_learned_too_little_fail(worse: dict[str, float], tmp_
     if worse:
         return
     assert "liver 0.900 lesion 0.600 mean 0.750" in done.stdout and "mean 0.700" in done.stdout
-    page = (ROOT / "launch" / "README.md").read_text()
-    lines = re.findall(r"^python (launch/train.py .*phantoms/(?:\S+Liver|\S+Organs) .*(?:\n    .*)*)", page, re.M)
+    lines = shown_commands(page("how-to/phantoms"), "launch/train.py")
     tried = [call.split() for call in (tmp_path / "calls").read_text().splitlines() if "train.py" in call]
     assert len(lines) == len(tried) == 2
     for line, words in zip(lines, tried):
-        assert {word for word in line.split() if not word.startswith("phantoms/")} <= set(words), line
+        assert {word for word in line.split()[1:] if not word.startswith("phantoms/")} <= set(words), line
 
 
 @pytest.fixture

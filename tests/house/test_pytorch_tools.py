@@ -1,4 +1,4 @@
-"""The page on PyTorch's and MONAI's tools: its scripts train on two ranks what one process trains."""
+"""The pages on tools of PyTorch, MONAI and others: their scripts train on two ranks what one process trains."""
 
 import importlib.util
 import re
@@ -7,13 +7,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.support.pages import ROOT, blocks
+from tests.support.pages import blocks, page
 from tests.support.ranks import relative
 from tests.support.scripts import run_script
 
-PAGE = ROOT / "docs" / "how-to" / "pytorch-tools.md"
+PAGE, TOOLS = page("how-to/pytorch-tools"), page("how-to/lightning-fabric-accelerate")
 EXACT = "import torch\ntorch.set_default_dtype(torch.float64)\n"
-ONE, LIGHTNING, FABRIC, ACCELERATE, FSDP = blocks(PAGE, "python")
+ONE, FSDP = blocks(PAGE, "python")
+LIGHTNING, FABRIC, ACCELERATE = blocks(TOOLS, "python")
 
 
 def trained(world: int, code: str, folder: Path) -> tuple[list[float], dict[str, torch.Tensor]]:
@@ -51,6 +52,22 @@ def test_each_tool_trains_on_two_ranks_what_one_process_trains(
     assert losses == pytest.approx(alone[0], rel=1e-5) and len(set(losses)) == 3
     assert state.keys() == alone[1].keys() and len(state) > 40
     assert max(relative(state[name], weight) for name, weight in alone[1].items()) < 1e-9
+
+
+@pytest.mark.started
+@pytest.mark.parametrize("name", ["convert-your-network", "two-dimensions"])
+def test_a_converted_network_trains_on_two_ranks_what_one_process_trains(name: str, tmp_path: Path) -> None:
+    pytest.importorskip("monai.networks.nets")  # here, not in every rank
+    code = blocks(page(f"how-to/{name}"), "python")[0].replace("32, 32, 48", "16, 16, 16")
+    alone = code.replace("seq=2", "seq=1").replace(
+        "DistributedDataParallel(net, process_group=mesh.world.handle)", "net"
+    )
+    assert "seq=2" in code
+    _, one = trained(1, alone, tmp_path)
+    losses, two = trained(2, code, tmp_path)
+    assert len(losses) == len(set(losses)) == 3 and len(one) > 10
+    # norms cancel the biases before them, whose gradients are noise
+    assert max(relative(two[key], weight) for key, weight in one.items() if weight.ndim > 1) < 1e-9
 
 
 @pytest.mark.started

@@ -1,4 +1,4 @@
-"""The figures' kept results: their verdicts follow from their points, and launch/README quotes them."""
+"""The figures' kept results: their verdicts follow from their points, and the manual quotes them."""
 
 import csv
 import re
@@ -70,8 +70,8 @@ def test_figures_are_kept_with_commit_command_and_machine() -> None:
     assert all(path.stat().st_size < 250_000 for path in KEPT.iterdir())
 
 
-def test_the_verdicts_of_the_front_page_are_those_that_are_kept() -> None:
-    quoted = re.findall(r"^- Figure (\d+): (.+)$", (ROOT / "launch" / "README.md").read_text(), re.M)
+def test_the_verdicts_of_the_manual_are_those_that_are_kept() -> None:
+    quoted = re.findall(r"^- Figure (\d+): (.+)$", (ROOT / "docs/explanation/figures.md").read_text(), re.M)
     assert len(quoted) == 3
     for number, words in quoted:
         assert any(words in verdict for verdict in verdicts(int(number)))

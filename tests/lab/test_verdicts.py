@@ -5,8 +5,25 @@ import re
 
 import pytest
 
+from lab.figures.figure import Results
+from lab.figures.paper_figures import judge_gather, judge_patches
 from lab.figures.verdicts import coincide, differ, difference, first_to_reach, highest, listed, plateau, reached
 from seqpar.report.curves import Curve
+
+
+class Seen(Results):
+    """Results with the same curves for every quantity."""
+
+    tolerance = 1e-9  # type: ignore[assignment]
+
+    def __init__(self, every: dict[str, Curve]) -> None:
+        super().__init__({})
+        self.__dict__["every"] = every
+
+    def curves(self, quantity: str, *labels: str) -> list[Curve]:
+        every: dict[str, Curve] = self.__dict__["every"]
+        return [every[label] for label in labels or every]
+
 
 STEPS = (10, 20, 30, 40)
 FALLING = (1.0, 0.8, 0.6, 0.4)
@@ -97,11 +114,46 @@ def test_the_first_to_reach_a_value_is_the_quickest_in_seconds() -> None:
     words = first_to_reach("Networks", "Dice", [quick, slow, curve("primus", FALLING)], 0.8)
     assert "unetr 1 s (step 20), plain 4 s (step 20), primus 1 s (step 10)" in words
     assert reached(slow, 0.99).seconds is None
-    assert plateau(Curve("plain", (10, 20), ((0.61, 0.12396),))) == 0.61
-    own = Curve("plain", (10, 20), ((0.1, 0.1239),), (2.0, 4.0))
-    assert plateau(own) == 0.123 and reached(own, plateau(own)).step == 20
+    assert plateau([Curve("plain", (10, 20), ((0.61, 0.12396),))]) == 0.61
+    own = Curve("plain", (10, 20), ((0.3, 0.4239),), (2.0, 4.0))
+    assert plateau([own]) == 0.423 and reached(own, plateau([own])).step == 20
     assert "plain never; none reaches it" in first_to_reach("Networks", "Dice", [slow], 0.99)
 
 
 def test_labels_are_listed_in_short_where_they_differ_by_a_number() -> None:
     assert listed(["SeqPar 1", "SeqPar 2"]) == "SeqPar 1, 2" and listed(["Gather 2", "halo 2"]) == "Gather 2, halo 2"
+
+
+def test_nothing_is_said_of_a_network_that_has_not_learned() -> None:
+    """A Dice below 0.3 at every step, in the mean over the seeds, has no rank, no difference and no time."""
+    idle, able = curve("patch 16", (0.0, 0.01, 0.013, 0.0)), curve("patch 8", (0.0, 0.1, 0.4, 0.35))
+    words = highest("Patches", "Dice", [idle, able])
+    assert words.endswith("patch 16 0.000, patch 8 0.350; patch 16 has not learned")
+    none = "Patches: patch 16 has not learned: Dice is at most 0.013, and 0.3 is needed to compare"
+    assert differ("Patches", "Dice", idle, able) == differ("Patches", "Dice", able, idle) == none
+    assert coincide("Patches", "Dice", [idle, idle], 1e-9) == none.replace("16 has", "16, 16 have")
+    assert "differs from patch 16" in differ("Patches", "training loss", idle, able), "a loss is compared all the same"
+    assert plateau([idle, able]) == 0.4 and plateau([idle]) == 0.0
+    assert "says nothing below 0.3" in first_to_reach("Patches", "Dice", [idle, able], plateau([idle]))
+    assert "patch 16 never" in first_to_reach("Patches", "Dice", [idle, able], plateau([idle, able]))
+    of_seeds = curve("patch 8", (0.0, 0.0, 0.0, 0.2), (0.0, 0.0, 0.0, 0.38))
+    assert "patch 8 has not learned" in highest("Patches", "Dice", [of_seeds])
+
+
+def test_a_figure_is_set_beside_what_the_paper_says() -> None:
+    """Reproduced, not, or open: where an arm has not learned, or one seed shows no spread."""
+    low, high = curve("patch 16", (0.1, 0.3, 0.4, 0.4), (0.1, 0.3, 0.42, 0.41)), (0.3, 0.5, 0.6, 0.6)
+    every = {"patch 16": low, "patch 8": low, "patch 4": curve("patch 4", high, shifted(0.01, high))}
+    says, sees, answer = judge_patches(Seen(every))[-3:]
+    assert says.startswith("The paper says: patch 4 converges faster") and answer == "Reproduced: yes"
+    assert sees == "We see: patch 4 beside patch 16, Dice above by 0.198 (beyond the seeds' spread)"
+    turned = Seen({"patch 16": every["patch 4"], "patch 8": low, "patch 4": low})
+    assert judge_patches(turned)[-1] == "Reproduced: no"
+    for coarse in (
+        curve("patch 16", (0.1, 0.3, 0.4, 0.4)),
+        curve("patch 16", (0.0, 0.0, 0.1, 0.1), (0.0, 0.0, 0.1, 0.1)),
+    ):
+        assert judge_patches(Seen({**every, "patch 16": coarse}))[-1] == "Reproduced: cannot tell at this scale"
+    alike = Seen({"SeqPar 1": low, "SeqPar 2": low})
+    assert judge_gather(alike)[-1] == "Reproduced: yes"
+    assert judge_gather(Seen({"SeqPar 1": low, "SeqPar 2": every["patch 4"]}))[-1] == "Reproduced: no"

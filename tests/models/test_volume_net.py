@@ -288,5 +288,5 @@ def test_stages_are_spelled_as_they_are_read() -> None:
 
 
 def test_every_network_is_described() -> None:
-    page = (Path(__file__).parents[2] / "launch" / "README.md").read_text()
+    page = (Path(__file__).parents[2] / "docs" / "how-to" / "u-nets.md").read_text()
     assert all(f"| `{name}` |" in page for name in NETWORKS if name != "vit")

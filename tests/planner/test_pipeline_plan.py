@@ -173,17 +173,16 @@ def test_the_answer_has_cells_ways_others_and_a_command_for_train(capsys: pytest
 
 
 def test_the_page_has_the_planners_figures(capsys: pytest.CaptureFixture) -> None:
-    page = (ROOT / "launch" / "README.md").read_text()
-    section = page[page.index("## Boxes, shards or stages") :].split("\n## ")[0]
-    (flags,) = re.findall(r"`(--network unet-lamp [^`]*)`", section)
+    page = (ROOT / "docs" / "explanation" / "boxes-shards-stages.md").read_text()
+    (flags,) = re.findall(r"`(--network unet-lamp [^`]*)`", page)
     assert plan.act(shlex.split(flags)) == 0
     said = capsys.readouterr().out
-    rows = re.findall(r"^\| `(.*?)` \| (\S+) \| (\S+) \|$", section, re.M)
+    rows = re.findall(r"^\| `(.*?)` \| (\S+) \| (\S+) \|$", page, re.M)
     assert len(rows) == 4
     for row in rows:
         assert any(line.split() == " ".join(row).split() for line in said.splitlines()), row
     times = [sum(map(float, line.split()[2:4])) for line in said.splitlines() if re.match(r" +\d+ \S+ ", line)]
-    (share,) = re.findall(r"one takes (\d+) % of all", section)
+    (share,) = re.findall(r"one takes (\d+) % of all", page)
     assert len(times) == 27 and round(100 * max(times) / sum(times)) == int(share)
 
 

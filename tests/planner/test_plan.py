@@ -189,7 +189,7 @@ def test_the_script_plans_from_any_folder_without_torchs_compiler(
 
 
 def test_the_page_shows_a_row_as_it_is_planned_now(capsys):
-    page = (ROOT / "launch" / "README.md").read_text()
+    page = (ROOT / "docs" / "how-to" / "read-a-plan.md").read_text()
     line = "--tile 240 240 155 --patch 4 --preset modern --device mi250x"
     assert plan.act([*line.split(), "--seqpar", "16"]) == 0
     row = next(text for text in capsys.readouterr().out.splitlines() if text.startswith("    16 "))

@@ -89,7 +89,7 @@ def test_a_unetr_has_the_weights_of_monais_table() -> None:
     assert planned(config).memory["weights"] == 4 * sum(map(math.prod, shapes.values()))
 
 
-ROWS = {  # of launch/README.md: what a rank sends in a layer, in u; with --keep-kv
+ROWS = {  # of docs/explanation/attention.md: what a rank sends in a layer, in u; with --keep-kv
     "gather-kv": (lambda p: 6 * (p - 1), lambda p: 4 * (p - 1)),
     "gather-x": (lambda p: 3 * (p - 1), lambda p: 2 * (p - 1)),
     "ulysses": (lambda p: 8 * (p - 1) / p, None),
@@ -99,7 +99,7 @@ ROWS = {  # of launch/README.md: what a rank sends in a layer, in u; with --keep
 
 @pytest.mark.parametrize("name", ROWS)
 @pytest.mark.parametrize("keep", [False, True])
-def test_attention_sends_what_the_readme_says(name: str, keep: bool) -> None:
+def test_attention_sends_what_the_manual_says(name: str, keep: bool) -> None:
     """Mode gather sends the tokens once more, and the label's bytes: without these a layer's bytes are left."""
     of_layer = ROWS[name][keep]
     if of_layer is None:
@@ -132,7 +132,7 @@ def test_gradients_are_summed_over_all_ranks_and_shards_move_three_times() -> No
     assert shared.memory["gradients"] == size // 8 + block + rest
 
 
-BLOCKS = {  # of launch/README.md: what a block holds for backward, in widths of a token
+BLOCKS = {  # of docs/how-to/short-of-memory.md: what a block holds for backward, in widths of a token
     16: {},
     11: {"grad_checkpoint": "attention"},
     7: {"mlp_chunks": 4},
@@ -142,7 +142,7 @@ BLOCKS = {  # of launch/README.md: what a block holds for backward, in widths of
 
 
 @pytest.mark.parametrize("widths", BLOCKS)
-def test_a_block_holds_what_the_readme_says(widths: int) -> None:
+def test_a_block_holds_what_the_manual_says(widths: int) -> None:
     config = replace(SMALL, embed_dim=96, **BLOCKS[widths])
     saved = [planned(replace(config, depth=depth)).memory["tokens"] for depth in (2, 3)]
     assert (saved[1] - saved[0]) / ByHand(replace(config, seqpar=2)).spread == pytest.approx(widths, rel=0.04)

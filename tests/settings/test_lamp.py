@@ -20,7 +20,7 @@ from seqpar.settings.lessons import lessons_of
 from seqpar.settings.presets import lamp
 from seqpar.settings.rules import refuse_settings_without_effect
 from seqpar.training.run_request import read_request
-from tests.support.pages import ROOT, shown_commands
+from tests.support.pages import page, shown_commands
 
 PASSES = {64: (4800, 16), 128: (1200, 4), "whole": (300, 1)}  # epochs and batch in the paper
 CASES = 261
@@ -78,7 +78,7 @@ def test_its_networks_run_on_two_to_eight_ranks(features: int, millions: float) 
 
 
 def test_its_livers_are_a_command_with_the_papers_figures() -> None:
-    (line,) = shown_commands(ROOT / "launch" / "README.md", "--augment lamp-liver")
+    (line,) = shown_commands(page("explanation/presets-lamp"), "--augment lamp-liver")
     config = parse(line.split()[2:], "lamp")[1]
     assert (config.spacing, config.iterations, config.fold, config.augment) == ("1,1,1", 104, "0", "lamp-liver")
     lessons = lessons_of(config)

@@ -19,7 +19,7 @@ from seqpar.sweeps.ray_cluster import Cluster
 from seqpar.sweeps.ray_engine import SideBySide
 from seqpar.sweeps.space import parse_space
 from seqpar.sweeps.sweep_request import SweepRequest
-from tests.support.pages import ROOT, shown_commands
+from tests.support.pages import ROOT, page, shown_commands
 from tests.support.started_sweeps import Tune, below, parents, processes
 from tests.support.training_runs import farthest, losses, status, tiny_data, trained, weights
 
@@ -79,7 +79,7 @@ def test_the_command_of_the_page_runs_and_so_do_those_that_it_prints_as_next(tmp
         assert done.returncode == 0, done.stdout + done.stderr
         return re.findall(r"^next: (.*?)(?:  \(.*)?$", done.stdout, re.M)
 
-    (line,) = shown_commands(ROOT / "launch" / "README.md", "tune.py --space lr=1e-3,2e-3")
+    (line,) = shown_commands(page("how-to/sweeps"), "--preset debug --out sweeps/small")
     of_report, of_predict = typed(line)
     typed(of_report)
     assert (tmp_path / "sweeps/small/report.html").is_file()

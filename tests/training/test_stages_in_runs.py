@@ -7,7 +7,7 @@ import pytest
 
 from seqpar.cli import plan, predict, train
 from seqpar.data.volumes import read_volume
-from tests.support.pages import ROOT
+from tests.support.pages import PAGES
 from tests.support.training_runs import farthest, losses, trained
 
 STAGES = "--encoder hierarchical --stage-depths 1 1 --patch 4 --decoder unetr --mode auto --precision fp64 --lr 1e-3"
@@ -57,15 +57,15 @@ def test_the_plan_counts_stages_pads_to_cubes_and_prints_what_runs_it(capsys) ->
 
 
 @pytest.mark.started  # 30 s of counting
-def test_the_page_shows_rows_as_they_are_planned_now(capsys, monkeypatch) -> None:
+def test_the_manual_shows_rows_as_they_are_planned_now(capsys, monkeypatch) -> None:
     monkeypatch.setattr("seqpar.planner.printer.most_tiles", lambda *of: 1)  # counts as much again
-    page = (ROOT / "launch" / "README.md").read_text()
-    (line,) = re.findall(r"python launch/plan.py (--preset modern --encoder hierarchical .*)", page)
-    (more,) = re.findall(r"`(--window 8 .*? --seqpar 64)`", page)
-    (fewer,) = re.findall(r"`(--volume 512 .*? --seqpar 8)`", page)
-    (pretraining,) = re.findall(r"`plan.py (--preset mae .*? mi250x)` says", page)
+    manual = "\n".join(page.read_text() for page in PAGES)
+    (line,) = re.findall(r"python launch/plan.py (--preset modern --encoder hierarchical .*)", manual)
+    (more,) = re.findall(r"`(--window 8 .*? --seqpar 64)`", manual)
+    (fewer,) = re.findall(r"`(--volume 512 .*? --seqpar 8)`", manual)
+    (pretraining,) = re.findall(r"`plan.py (--preset mae .*? mi250x)` says", manual)
     for flags in (f"{line} --seqpar 8", f"{line} {more}", f"{line} {more} {fewer}", pretraining):
         assert plan.act(flags.split()) == 0
         said = capsys.readouterr().out
         (row,) = (text for text in said.splitlines() if re.match(" +(8|64) [a-z]", text))
-        assert f"\n{row.rstrip()}\n" in page
+        assert f"\n{row.rstrip()}\n" in manual
