@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN = .venv/bin
 
-.PHONY: train test lint bench clean
+.PHONY: train test lint bench docs clean
 
 train: .venv/ready
 	$(BIN)/python launch/train.py --preset laptop --out runs/phantom --again
@@ -15,6 +15,11 @@ lint: .venv/ready
 
 bench: .venv/ready
 	$(BIN)/python launch/bench.py
+
+# the manual as a site, in build/site
+docs: .venv/ready
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[docs]'
+	$(BIN)/python -m mkdocs build --quiet
 
 # torch first and pinned: the others accept what is there, and so pull no second build.
 .venv/ready: pyproject.toml constraints.txt

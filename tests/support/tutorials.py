@@ -106,11 +106,11 @@ def aligned(kept: list[str], printed: list[str], equal: Callable[[str, str], boo
 
 
 def near(kept: str, printed: str) -> bool:
-    """Tells whether a line says the same: its words and whole numbers equal, fractions within 0.05 or 5 %, times any."""
+    """Tells whether a line says the same: its words and whole numbers equal, fractions within 0.1 or 10 %, times any."""
     kept, printed = TIMES.sub(GAP, kept), TIMES.sub(GAP, printed)
     pairs = list(zip(NUMBER.findall(kept), NUMBER.findall(printed)))
     return NUMBER.sub("0", kept) == NUMBER.sub("0", printed) and all(
-        one == other or ("." in one and abs(float(one) - float(other)) <= max(0.05, 0.05 * abs(float(one))))
+        one == other or ("." in one and abs(float(one) - float(other)) <= max(0.1, 0.1 * abs(float(one))))
         for one, other in pairs
     )
 
