@@ -30,3 +30,7 @@ __all__ = [
     "choose_mode",
     "nnunet",
 ]
+
+
+def __dir__() -> list[str]:
+    return __all__

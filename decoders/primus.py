@@ -81,7 +81,7 @@ class ConvStem(nn.Module):
         if layout.boxed() is not layout or layout.patch != self.patch:
             raise ValueError(
                 f"convolutions embed boxes of patches of {self.patch} voxels, not split={layout.split!r} and patches "
-                f"of {layout.patch}: take split='spatial' (--split) and that patch (--patch)"
+                f"of {layout.patch}: take split='spatial' and that `patch`"
             )
         halo = Halo(self.group)
         grid = halo.box_grid(layout, 0).scaled(self.patch) if self.group.size > 1 else None

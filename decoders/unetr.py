@@ -1,7 +1,8 @@
 """UNETR's decoder: skips from the image and from middle blocks of the encoder, each upsampled to its level.
 
 Legend: b batch, c channels, e embedding, k classes, w d h tokens, W D H voxels. The longest side of a patch is 2^L
-voxels; a point of level l covers 2^l of them: level L is the token grid's, level 0 the image's.
+voxels; a point of level l covers 2^l of them: level L is the token grid's, level 0 the image's. An image of two
+dimensions is decoded as a volume of one slice, with kernels of 3x3x1.
 """
 
 from collections.abc import Sequence
@@ -31,25 +32,32 @@ def skip_blocks(depth: int, patch: int | Sequence[int], skips: str = "monai") ->
     """
     if skips not in SKIPS:
         raise ValueError(f"skips={skips!r}: choose {' or '.join(SKIPS)}")
-    levels = len(strides(patch))
+    levels = len(_stages(patch))
     ends = [
         -(-depth * level // levels) for level in range(1, levels)
     ]  # number of blocks before each skip, at least one
     return tuple(end - 1 if skips == "paper" else min(end, depth - 1) for end in ends)
 
 
+def _stages(patch: int | Sequence[int]) -> tuple[Stride, ...]:
+    """Returns the stages of a patch of two or three dimensions; the only slice of a plane is never doubled."""
+    sides = per_axis(patch, "patch")
+    return strides((*sides, 1) if len(sides) == 2 else sides)
+
+
 class BlockStyle(NamedTuple):
-    """What blocks are made of: instance or batch norm, with a shortcut (``residual``) or without."""
+    """What blocks are made of: instance or batch norm, with a shortcut (``residual``) or without, and the kernels."""
 
     norm: str = "instance"
     residual: bool = True
+    kernel: tuple[int, int, int] = (3, 3, 3)
 
 
 USUAL = BlockStyle()
 
 
 class ResBlock(nn.Module):
-    """Two 3x3x3 convolutions with a norm each, and a shortcut, which is a convolution if the widths differ.
+    """Two convolutions with a norm each, and a shortcut, which is a convolution if the widths differ.
 
     A convolution whose input is kept anyway, by the shortcut or the activation, keeps no copy with halos.
     """
@@ -58,8 +66,9 @@ class ResBlock(nn.Module):
         super().__init__()
         self.residual = style.residual
         widens = self.residual and channels != width
-        self.conv1 = Conv3d(channels, width, 3, padding=1, bias=False, keep_window=not widens)
-        self.conv2 = Conv3d(width, width, 3, padding=1, bias=False, keep_window=False)
+        kernel, padding = style.kernel, tuple(side // 2 for side in style.kernel)
+        self.conv1 = Conv3d(channels, width, kernel, padding=padding, bias=False, keep_window=not widens)
+        self.conv2 = Conv3d(width, width, kernel, padding=padding, bias=False, keep_window=False)
         self.conv3 = Conv3d(channels, width, 1, bias=False) if widens else None
         make = partial(BatchNormedActivation, width) if style.norm == "batch" else NormedActivation
         self.activate1, self.activate2 = make(), make(norm_other=widens)
@@ -116,7 +125,7 @@ class UnetrDecoder(nn.Module):
         ``in_channels``: number of image channels.
         ``embed_dim``: embedding dimension of the tokens.
         ``num_classes``: number of channels of the logits.
-        ``patch``: voxels of a token, one number or one per axis.
+        ``patch``: voxels of a token, one number or one per axis; two numbers decode images of two dimensions.
         ``width``: number of channels at full resolution, doubled at each coarser level.
         ``norm``: of the blocks, ``"instance"`` or ``"batch"``.
         ``residual``: whether blocks have a shortcut.
@@ -138,8 +147,9 @@ class UnetrDecoder(nn.Module):
         super().__init__()
         if norm not in NORMS:
             raise ValueError(f"norm={norm!r}: choose {' or '.join(map(repr, NORMS))}")
-        style = self.style = BlockStyle(norm, residual)
-        self.patch, stages = per_axis(patch, "patch"), strides(patch)
+        self.patch, stages = per_axis(patch, "patch"), _stages(patch)
+        kernel = (3, 3, 1) if len(self.patch) == 2 else (3, 3, 3)
+        style = self.style = BlockStyle(norm, residual, kernel)
         levels = self.num_features = len(stages)
         widths = [width << level for level in range(levels)]
         self.stem = ResBlock(in_channels, width, style)
@@ -163,7 +173,7 @@ class UnetrDecoder(nn.Module):
     def forward(
         self, features: Sequence[Tensor], image: Tensor | None, grid: BoxGrid | None = None
     ) -> tuple[Tensor, BoxGrid | None]:
-        """Returns logits ``b k W D H`` and their box grid.
+        """Returns logits ``b k W D H`` and their box grid; of a plane, ``b k W D``.
 
         - ``features``: token grids ``b e w d h``: the skips, the finest first, then the last tokens
         - ``image``: ``b c W D H``
@@ -177,11 +187,24 @@ class UnetrDecoder(nn.Module):
             owns = (f"stages.{name}.", f"branches.{level - 1}." if level else "stem.")
             features = (self.num_features - 1,) * (not cells) + (level - 1,) * (level > 0)
             cells.append(DecoderCell(owns, features, level == 0, partial(self._join, level)))
-        cells.append(DecoderCell(("classes.",), (), False, lambda value: self.classes(*value)))
+        cells.append(DecoderCell(("classes.",), (), False, self._classify))
         return cells
 
     def _join(self, level: int, value: Value, skip: Value) -> Value:
         """Returns a level's volume, given the coarser one and the input of the level's skip."""
-        x, other = in_fastest_format(value[0]), in_fastest_format(skip[0])
+        (x, grid), (other, other_grid) = _as_volume(value), _as_volume(skip)
         branch = self.branches[level - 1] if level else self.stem
-        return self.stages[self.num_features - 1 - level](x, branch(other, skip[1])[0], value[1])  # type: ignore
+        other, _ = branch(in_fastest_format(other), other_grid)
+        return self.stages[self.num_features - 1 - level](in_fastest_format(x), other, grid)  # type: ignore
+
+    def _classify(self, value: Value) -> Value:
+        logits, grid = self.classes(*value)
+        if len(self.patch) == 3:
+            return logits, grid
+        return logits[..., 0], grid and BoxGrid(grid.edges[:-1], grid.group)
+
+
+def _as_volume(value: Value) -> Value:
+    """Returns a plane ``b c W D`` and its boxes as a volume of one slice; a volume unchanged."""
+    x, grid = value
+    return value if x.ndim == 5 else (x[..., None], grid and BoxGrid((*grid.edges, (0, 1)), grid.group))

@@ -14,12 +14,12 @@ from typing import Any
 from lab.figures.encoder_figure import ENCODER_FIGURE
 from lab.figures.figure import Figure, FigureRequest, Results, every_run, runs_of
 from lab.figures.figure_files import write_figure
-from lab.figures.figure_plan import print_plan
+from lab.figures.figure_plan import print_plan, time_left
 from lab.figures.length_figure import LENGTH_FIGURE
 from lab.figures.paper_figures import PAPER_FIGURES, SCALES
 from lab.figures.pretraining_figure import PRETRAINING_FIGURE
 from lab.figures.question_figures import QUESTION_FIGURES
-from lab.figures.tile_figure import TILE_FIGURE
+from lab.figures.tile_figure import RESOLUTION_FIGURE, TILE_FIGURE
 from lab.figures.window_figure import WINDOW_FIGURE
 from seqpar.cluster import exit_codes
 from seqpar.models.build import NETWORK_NAMES
@@ -32,7 +32,7 @@ from seqpar.sweeps.one_by_one import OneByOne
 from seqpar.sweeps.planned_run import PlannedRun, config_of
 from seqpar.text import flag_name, parse_duration
 
-LATER = (LENGTH_FIGURE, WINDOW_FIGURE, PRETRAINING_FIGURE, TILE_FIGURE, ENCODER_FIGURE)
+LATER = (LENGTH_FIGURE, WINDOW_FIGURE, PRETRAINING_FIGURE, TILE_FIGURE, ENCODER_FIGURE, RESOLUTION_FIGURE)
 EVERY = (*PAPER_FIGURES, *QUESTION_FIGURES, *LATER)
 FIGURES = {figure.number: figure for figure in sorted(EVERY, key=lambda one: one.number)}
 REACH, REACH_FIGURE = 0.8, 14  # a Dice, and the figure that asks for the time to it
@@ -56,8 +56,10 @@ def act(arguments: Sequence[str]) -> int:
     engine, codes = OneByOne(until=time.monotonic() + parse_duration(options.time_limit)), list[int]()
     for figure in figures:
         runs = planned[figure.number]
-        print(f"figure {figure.number}: {figure.shows}", flush=True)
-        code = engine.make(every_run(runs), options.out / "runs")
+        every = every_run(runs)
+        takes = time_left(every, options.out / "runs")
+        print(f"figure {figure.number}: {figure.shows}; {takes}", flush=True)
+        code = engine.make(every, options.out / "runs")
         if code == exit_codes.PREEMPTED:
             print("left early: the same command continues", flush=True)
             return code

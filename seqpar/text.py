@@ -31,8 +31,8 @@ def flag_name(name: str) -> str:
 
 # The library's arguments that a command line sets, by name, with their flags.
 _SETTINGS = """
-    attention batch device drop_path dropout embed_dim heads_per_chunk keep_kv mask_ratio mlp mlp_chunks mode objective
-    patch pipe placement positions seqpar skips split tile window
+    attention batch checkpoint device drop_path dropout embed_dim force heads_per_chunk keep_kv mask_ratio mlp
+    mlp_chunks mode objective patch pipe placement positions seqpar skips split sums tile token_order window
 """
 _FLAGS = {name: flag_name(name) for name in _SETTINGS.split()} | {
     "check": "debug-collectives",

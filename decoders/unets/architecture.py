@@ -11,7 +11,7 @@ Three = tuple[int, int, int]
 Ints = tuple[int, ...]
 ONE: Three = (1, 1, 1)
 BLOCKS = ("plain", "residual", "bottleneck")
-NORMS = ("instance", "batch", "group", "last axis", "none")
+NORMS = ("instance", "batch", "group", "none")
 ACTIVATIONS = ("leaky_relu", "relu", "gelu")
 DOWNS = ("stride", "max")
 UPS = ("transposed", "nearest", "trilinear")
@@ -28,9 +28,9 @@ def three(value: int | Sequence[int]) -> Three:
 class Style:
     """The style of a network's layers.
 
-    - ``norm``: "instance", "batch", "group", "none", or "last axis": batch norm with the last axis as channels
+    - ``norm``: "instance", "batch", "group" or "none"
     - ``eps``, ``momentum``, ``num_groups``: of the norm
-    - ``length``: of the image's last axis, for the norm over it
+    - ``length``: of the image's last axis, if norms take its positions as channels; 0: they norm the channels
     - ``activation``: "leaky_relu" with its ``slope``, "relu" or "gelu"
     - ``bias``: whether convolutions before a norm have a bias
     - ``up_bias``: whether transposed convolutions have a bias
@@ -60,8 +60,8 @@ class Style:
         _refuse_unknown("init", self.init, INITS)
         if not 0 <= self.dropout < 1:
             raise ValueError(f"dropout={self.dropout:g}: give a share of at least 0 and below 1")
-        if self.norm == "last axis" and self.length < 1:
-            raise ValueError("norm='last axis' needs the length of that axis")
+        if self.length and self.norm not in ("batch", "group"):
+            raise ValueError(f"length={self.length}: only batch and group norm take the last axis, not {self.norm!r}")
 
     @property
     def leak(self) -> float | None:
@@ -74,6 +74,7 @@ class Architecture:
     """A U-Net: stages from the finest to the coarsest, each with a skip to the same level of the way up.
 
     - ``features``, ``kernels``, ``strides``: of each stage; a stage starts with its stride, or with pooling
+    - ``first_kernel``: of the convolution that takes the image; None: its stage's
     - ``encoder``: number of convolutions, or of residual blocks, of each stage
     - ``decoder``: number of convolutions of each level on the way up, the coarsest first
     - ``block``: "plain", "residual" (two convolutions and a shortcut) or "bottleneck" (1x1x1, kernel, 1x1x1)
@@ -111,6 +112,7 @@ class Architecture:
     bare_last: bool = False
     merge: bool = False
     tail: int = 0
+    first_kernel: Three | None = None
 
     def __post_init__(self) -> None:
         _refuse_unknown("block", self.block, BLOCKS)
@@ -120,7 +122,8 @@ class Architecture:
         if stages < 2:
             raise ValueError(f"a U-Net needs at least 2 stages, got {stages}")
         self._refuse_lengths(stages)
-        even = [kernel for kernel in self.kernels if any(side % 2 == 0 for side in kernel)]
+        kernels = (*self.kernels, self.first_kernel or ONE)
+        even = [kernel for kernel in kernels if any(side % 2 == 0 for side in kernel)]
         if even:
             raise ValueError(f"kernel {even[0]}: even kernels would shift the volume; use odd ones")
         if (max(self.strides[0]) > 1) != (self.tail > 0):
@@ -154,7 +157,7 @@ class Architecture:
     def unit(self) -> Three:
         """What an image's sides must be multiples of: the total stride, or the whole last axis for a norm over it."""
         w, d, h = self.scales[-1]
-        return (w, d, self.style.length) if self.style.norm == "last axis" else (w, d, h)
+        return w, d, self.style.length or h
 
     @classmethod
     def of(
@@ -187,11 +190,11 @@ class Architecture:
         """Raises ValueError for an image whose sides do not fit the network's strides."""
         if any(side % unit for side, unit in zip(extents, self.unit)) or self._has_other_length(extents):
             nearest = [max(unit, round(side / unit) * unit) for side, unit in zip(extents, self.unit)]
-            if self.style.norm == "last axis":
+            if self.style.length:
                 nearest[-1] = self.style.length
             raise ValueError(
                 f"an image of {_by(extents)} voxels does not fit a network of total stride {_by(self.scales[-1])}"
-                + (f" and last axis {self.style.length}" if self.style.norm == "last axis" else "")
+                + (f" and last axis {self.style.length}" if self.style.length else "")
                 + f": the nearest that fits is tile={tuple(nearest)}"
             )
         if (
@@ -205,11 +208,11 @@ class Architecture:
 
     def refuse_cut(self, edges: Sequence[Sequence[int]]) -> None:
         """Raises ValueError for boxes that cut the last axis, if the norm needs it whole."""
-        if self.style.norm == "last axis" and len(edges[-1]) > 2:
-            raise ValueError(f"the last axis is cut at {tuple(edges[-1])}, but norm='last axis' needs it whole")
+        if self.style.length and len(edges[-1]) > 2:
+            raise ValueError(f"the last axis is cut at {tuple(edges[-1])}, but the norms over it need it whole")
 
     def _has_other_length(self, extents: Sequence[int]) -> bool:
-        return self.style.norm == "last axis" and extents[-1] != self.style.length
+        return bool(self.style.length) and extents[-1] != self.style.length
 
 
 def _by(sides: Sequence[int]) -> str:

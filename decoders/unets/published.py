@@ -1,10 +1,11 @@
 """The U-Nets of three papers: Hou's, DistMIS's and LAMP's, each according to its text or its released code."""
 
-from seqpar.decoders.unets.architecture import Architecture, Style
+from seqpar.decoders.unets.architecture import ONE, Architecture, Style
 from seqpar.decoders.unets.unet import UNet
 from seqpar.parallel.mesh import AnyGroup, Group
 
 HOU_LEVELS = {64: 3, 128: 4, 256: 5, 512: 6}
+HOU_SLAB = 5  # slices that their two-dimensional network sees
 LAMP_MOST_FEATURES = 1024
 SQUEEZE = 16  # reduction factor of squeeze-excite, as in its paper
 
@@ -18,6 +19,7 @@ def hou(
     peers: Group | None = None,
     norm: str = "batch",
     dropout: float = 0.0,
+    dims: int = 3,
     group: AnyGroup | None = None,
 ) -> UNet:
     """Returns the U-Net of Hou et al. for images of 64, 128, 256 or 512 voxels per side.
@@ -26,6 +28,8 @@ def hou(
     further one; larger images have levels of 128, 64 and 32 before it. Batch norm over all ranks and leaky ReLU with
     slope 0.1 follow the released code.
 
+    - ``dims``: 2 gives their two-dimensional network, which computes each slice of the last axis from five: they are
+      the channels of its first convolution, here one of 3x3x5; all others are 3x3x1. Slices beyond the image are zeros
     - ``dropout``: as in ``Style``; 0.5 in the released code
     - ``features``: of the first level; 0: as published
     - ``data``, ``peers``, ``norm``: see ``Style``
@@ -35,10 +39,17 @@ def hou(
         raise ValueError(f"resolution {resolution}: choose one of {', '.join(map(str, HOU_LEVELS))}")
     levels = HOU_LEVELS[resolution]
     first = features or 256 >> (levels - 3)
+    if dims not in (2, 3):
+        raise ValueError(f"dims={dims}: choose 2 or 3")
     style = Style(norm, eps=1e-6, slope=0.1, bias=False, up_bias=False, dropout=dropout, data=data, peers=peers)
     widths = [first << level for level in range(levels)]
+    sizes: dict[str, object] = {}
+    if dims == 2:
+        sizes = {"kernels": [(3, 3, 1)] * levels, "strides": [ONE, *[(2, 2, 1)] * (levels - 1)]}
+        sizes["first_kernel"] = (3, 3, HOU_SLAB)
     return UNet(
-        Architecture.of(in_channels, num_outputs, widths, encoder=4, decoder=4, style=style, down="max"), group=group
+        Architecture.of(in_channels, num_outputs, widths, encoder=4, decoder=4, style=style, down="max", **sizes),  # type: ignore[arg-type]
+        group=group,
     )
 
 
@@ -56,13 +67,14 @@ def distmis(
     """Returns DistMIS's U-Net: four levels of two convolutions, batch norm and ReLU; 8 features, doubled at each level.
 
     ``variant`` "text" is the paper's; "code" is the one that was run: transposed convolutions and the last convolution
-    have kernels of 3, and batch norm takes the last axis as channels, so that this axis cannot be cut and images of
-    another length need another network. A transposed convolution of kernel 3 pads on the other side than theirs: mirror
-    kernels and image to get their function.
+    have kernels of 3, and norms take the last axis as channels, so that this axis cannot be cut and images of another
+    length need another network. A transposed convolution of kernel 3 pads on the other side than theirs: mirror kernels
+    and image to get their function.
 
     - ``length``: of the image's last axis; only used by the "code" variant
     - ``data``, ``peers``: see ``Style``
-    - ``norm``: as in ``Style``, instead of the variant's own
+    - ``norm``: as in ``Style``, instead of the variant's own. "group" is also that of the code: as many groups of
+      positions along the last axis as the coarsest level has positions, 19 of 152; in "text", 8 groups of channels
     - ``group``: as in ``UNet``
     """
     if variant not in ("code", "text"):
@@ -70,11 +82,13 @@ def distmis(
     if variant == "code" and (length < 8 or length % 8):
         raise ValueError(f"length {length} of the last axis: it is halved three times, so use a multiple of 8")
     is_code = variant == "code"
+    of_last_axis = is_code and norm in ("", "group")
     style = Style(
-        norm or ("last axis" if is_code else "batch"),
+        norm or "batch",
         eps=1e-3,
         momentum=0.1,  # Keras's 0.9
-        length=length if is_code else 0,
+        num_groups=length // 8 if of_last_axis else 8,
+        length=length if of_last_axis else 0,
         activation="relu",
         init="truncated",
         data=data,

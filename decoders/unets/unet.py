@@ -57,6 +57,8 @@ class UNet(CellNet, BoxNetwork):
                 f"an image of shape {tuple(image.shape)} came without its grid, but this network was built for boxes "
                 f"on the {self.group}: give net.shard(whole), or grid=, or build it without group= for whole images"
             )
+        if self.group.size > 1:
+            self._compare_tiles(image.device)
         logits = [x if at is None else self._seen.remember(x, at) for x, at in self.on_boxes(plain_tensor(image), grid)]
         return logits if self.training and len(logits) > 1 else logits[0]
 
@@ -88,7 +90,7 @@ def _add_encoder(cells: CellList, a: Architecture) -> list[int]:
     """Adds the way down; returns the number of each stage's last cell."""
     channels, ends = a.in_channels, list[int]()
     if a.stem:
-        cells.add("stem", ConvBlock(a.style, channels, a.stem, a.kernels[0]))
+        cells.add("stem", ConvBlock(a.style, channels, a.stem, a.first_kernel or a.kernels[0]))
         channels = a.stem
     stages = zip(a.features, a.kernels, a.strides, a.encoder, a.scales)
     for stage, (width, kernel, stride, count, scale) in enumerate(stages):
@@ -100,13 +102,10 @@ def _add_encoder(cells: CellList, a: Architecture) -> list[int]:
             first = (channels, stride) if number == 0 else (width, ONE)
             name = f"encoder{stage}_{number}"
             if a.block == "plain":
-                bare = a.bare_last and number == count - 1 > 0
-                cells.add(
-                    name,
-                    _conv(
-                        a, *first, width, kernel, scale, bare, pools and number == 0 or None, bool(ends) or number > 0
-                    ),
-                )
+                bare, takes_image = a.bare_last and number == count - 1 > 0, not (ends or number or a.stem)
+                own = a.first_kernel or kernel if takes_image else kernel
+                keeps = pools and number == 0 or None
+                cells.add(name, _conv(a, *first, width, own, scale, bare, keeps, not takes_image))
             else:
                 narrow = a.narrow[stage] if a.block == "bottleneck" else 0
                 channels_in, step = first

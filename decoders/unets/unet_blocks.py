@@ -6,7 +6,6 @@ Legend: b batch, c channels, W D H voxels of a box, /r a reduced number of chann
 import itertools
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -14,7 +13,6 @@ from einops import rearrange
 from torch import Tensor, nn
 
 from seqpar.decoders.unets.architecture import ONE, Style, Three
-from seqpar.parallel.mesh import Group
 from seqpar.pipeline.cells import Value
 from seqpar.spatial.box_grid import BoxGrid
 from seqpar.spatial.convolution import Conv3d, ConvTranspose3d
@@ -27,24 +25,24 @@ from seqpar.vit.dropout import DropoutKey, keyed_voxel_dropout
 
 
 class LastAxisNorm(nn.Module):
-    """Batch norm with positions along the last axis as channels, as in DistMIS's code.
+    """Applies a norm with positions along the last axis as channels, as DistMIS's code does.
 
-    Each position has its own statistics and weights.
+    Each position has its own weights; volumes of another length are refused, because their positions differ.
 
-    - ``length``: of the last axis; volumes of another length are refused, because their positions differ
-    - ``options``: of ``BatchNorm3d``
+    - ``norm``: of as many channels as the last axis has positions
     """
 
-    def __init__(self, length: int, data: Group | None = None, peers: Group | None = None, **options: Any) -> None:
+    def __init__(self, norm: BatchNorm3d | GroupNorm) -> None:
         super().__init__()
-        self.norm = BatchNorm3d(length, data=data, peers=peers, **options)
+        self.norm = norm
+        self.length = norm.num_features if isinstance(norm, BatchNorm3d) else norm.num_channels
 
     def forward(self, x: Tensor, grid: BoxGrid | None = None, slope: float | None = None) -> Value:
         """Returns the normed volume and its unchanged box grid; the last axis must not be cut.
 
         - ``slope``: of a leaky ReLU that follows
         """
-        assert x.shape[-1] == self.norm.num_features, (x.shape, self.norm.num_features)
+        assert x.shape[-1] == self.length, (x.shape, self.length)
         turned_grid = None
         if grid is not None:
             assert grid.parts[-1] == 1, grid.edges
@@ -57,12 +55,13 @@ def norm_of(style: Style, channels: int, scale: Three) -> nn.Module:
     """Returns the style's norm for a volume whose points cover ``scale`` voxels."""
     if style.norm == "instance":
         return InstanceNorm3d(channels, eps=style.eps, affine=True)
+    count = style.length // scale[-1] or channels
     if style.norm == "group":
-        return GroupNorm(math.gcd(style.num_groups, channels), channels, eps=style.eps)
-    groups = {"data": style.data, "peers": style.peers}
-    if style.norm == "batch":
-        return BatchNorm3d(channels, eps=style.eps, momentum=style.momentum, **groups)
-    return LastAxisNorm(style.length // scale[-1], eps=style.eps, momentum=style.momentum, **groups)
+        norm: BatchNorm3d | GroupNorm = GroupNorm(math.gcd(style.num_groups, count), count, eps=style.eps)
+    else:
+        groups = {"data": style.data, "peers": style.peers}
+        norm = BatchNorm3d(count, eps=style.eps, momentum=style.momentum, **groups)
+    return LastAxisNorm(norm) if style.length else norm
 
 
 def activate(x: Tensor, style: Style) -> Tensor:

@@ -11,3 +11,7 @@ from seqpar.attention.strategies import AttentionOptions, Strategy
 from seqpar.attention.window_attention import Windows
 
 __all__ = ["AttentionOptions", "ParallelAttention", "Strategy", "Windows"]
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -1,8 +1,15 @@
-"""The programs. Importing any of them sets how threads wait and how many there are, before torch is imported."""
+"""The programs. Importing any of them prepares its process, before torch is imported.
+
+It sets how threads wait and how many there are, opens standard streams that are closed, and makes Ctrl-C one line in a
+process that was started for a program.
+"""
 
 import os
+import sys
 from collections.abc import MutableMapping
+from pathlib import Path
 
+from seqpar.cluster.exit_codes import interrupt_quietly, open_streams
 from seqpar.cluster.host_memory import cores_here
 from seqpar.parallel.launcher import read_launcher
 
@@ -26,4 +33,13 @@ def set_threads(env: MutableMapping[str, str], cores: int) -> None:
     env[THREADS] = env[CHOSEN] = str(max(1, cores // max(1, ranks)))
 
 
+def is_program(started: str) -> bool:
+    """Returns whether a process whose first argument is ``started`` was started for a program of this folder."""
+    name = Path(started).name
+    return name == "-m" or name.startswith("seqpar-") or (Path(__file__).parent / name).is_file()
+
+
 set_threads(os.environ, cores_here())
+open_streams()
+if is_program(sys.argv[0]):
+    interrupt_quietly()

@@ -29,6 +29,7 @@ ABOUT = (
     "a rank hangs, which is then named, and 2 on wrong usage."
 )
 INSIDE = Path(__file__).parents[1] / "cluster" / "slurm"  # only a wheel has it
+MOST_S = 86_400.0
 JOB_SCRIPTS = INSIDE if INSIDE.is_dir() else Path(__file__).parents[2] / "launch" / "slurm"
 
 
@@ -41,8 +42,8 @@ def act(arguments: Sequence[str]) -> int:
         return _write_job_scripts(options)
     if options.accept or options.part:
         return _accept(options)
-    if min(options.seqpar, options.pipe) < 1 or not options.time_limit >= 5:
-        raise ValueError("--seqpar and --pipe must be at least 1, and --time-limit at least 5 seconds")
+    if min(options.seqpar, options.pipe) < 1 or not 5 <= options.time_limit <= MOST_S:
+        raise ValueError("--seqpar and --pipe must be at least 1, and --time-limit at least 5 seconds, at most a day")
     _refuse_missing_folder(options)
     launcher = read_launcher(os.environ)
     if launcher.world == 1 < options.seqpar * options.pipe:

@@ -47,9 +47,10 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
         "--brats)")  # fmt: skip
     add("--common", action="store_true", help="score the cases that TRUTH and PREDICTION both have, in silence about "
         "others (nnU-Net's --chill)")  # fmt: skip
-    add("--find-best", nargs="?", type=Path, const=Path(), metavar="FILE", help="of several say which is best, folds "
-        "taken together, and learn its postprocessing, as nnUNetv2_find_best_configuration does, though of no averages "
-        "of two; FILE to write (default: postprocessing.json in the best)")  # fmt: skip
+    add("--find-best", nargs="?", type=Path, const=Path(), metavar="FILE", help="of several, and of the "
+        "averages of two whose probabilities are there (--npz), say which is best, folds taken together, and learn its "
+        "postprocessing, as nnUNetv2_find_best_configuration does; FILE to write (default: postprocessing.json in the "
+        "best)")  # fmt: skip
     add("--json", type=Path, metavar="FILE", help="summary to write (default: summary.json in PREDICTION's folder)")
     add("--csv", type=Path, metavar="FILE", help="table to write (default: metrics.csv in PREDICTION's folder)")
     add("--workers", type=int, default=min(8, cores), metavar="PROCESSES", help="processes that score "

@@ -21,6 +21,7 @@ from seqpar.planner.pipeline_printer import print_pipe
 from seqpar.planner.preset_from_data import plan_from_data
 from seqpar.planner.printer import print_largest, print_plan
 from seqpar.prediction.prediction_memory import print_prediction
+from seqpar.settings.checks import LARGEST_TILE
 from seqpar.settings.command_line import naming_preset, parse, ranks_or_auto, shortened_warmup
 from seqpar.settings.config import Config
 from seqpar.settings.parallel_settings import AUTO
@@ -49,13 +50,13 @@ def act(arguments: Sequence[str]) -> int:
 def _plan(own: argparse.Namespace, preset: str, config: Config, flags: set[str], on_gpu: bool) -> int:
     """Plans what the command line asks for, without a preset's lessons."""
     config = replace(config, curriculum="", pipe=1 if own.pipe is None else own.pipe or 2)
-    config = with_plans(config, flags)
+    config, planned = with_plans(config, flags)
     family_of(config)  # refuses a network of another task
     refuse_settings_without_effect(config, flags - {"measured"})  # seconds are planned with it in any case
     config, warmup = shortened_warmup(config, flags)
     device = _device(own, config)
     if preset == "auto":
-        preset, config = start_of_auto(on_gpu), _planned_from_data(own, config, flags, device)
+        preset, config = start_of_auto(on_gpu), _planned_from_data(own, config, flags | planned, device)
     config, own.channels, own.classes = config_to_plan(config, tuple(own.volume or ()), own.channels, own.classes)
     sizes = [config.seqpar] if config.seqpar != AUTO and "seqpar" in flags else usual_sizes(device.node)
     sizes = [size for size in sizes if size <= (own.ranks or size)]
@@ -127,6 +128,8 @@ def _device(own: argparse.Namespace, config: Config) -> Device:
         values = value if isinstance(value, list) else [value]
         if value is not None and not 1 <= min(values) < math.inf:
             raise ValueError(f"--{name} {' '.join(map(str, values))}: it must be at least 1")
+        if value is not None and max(values) > (most := LARGEST_TILE if name == "volume" else 1_000_000):
+            raise ValueError(f"--{name} {' '.join(map(str, values))}: it must be at most {most}")
     name = own.device or ("" if torch.cuda.is_available() else "mi250x")
     if name == "cpu":
         device = measure_cpu(config.precision)

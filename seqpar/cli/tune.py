@@ -15,7 +15,7 @@ from seqpar.cluster.devices import num_devices
 from seqpar.data.files import refuse_unwritable
 from seqpar.runs.run_folder import holds_folds, holds_run
 from seqpar.runs.sweep_folder import Sweep, holds_sweep, read_sweep
-from seqpar.settings.command_line import default_preset, wants_gpu
+from seqpar.settings.command_line import MOST_RANKS, default_preset, wants_gpu
 from seqpar.settings.parser import Parser
 from seqpar.sweeps.ray_cluster import split_address
 from seqpar.sweeps.results import write_results
@@ -98,13 +98,15 @@ def _parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     """Returns the options of this act, checked, and the flags of train."""
     options, rest = _parser().parse_known_args(arguments)
     per_run = options.devices_per_run
-    if per_run != ALL and not (per_run.isdigit() and int(per_run)):
-        raise ValueError(f"--devices-per-run {per_run}: give a number of devices, 1 or more, or {ALL}")
+    if per_run != ALL and not (per_run.isdigit() and 1 <= int(per_run) <= MOST_RANKS):
+        raise ValueError(f"--devices-per-run {per_run}: give a number of devices, 1 to {MOST_RANKS}, or {ALL}")
     parse_duration(options.time_limit)
-    for name, least in (("max-failures", 0), ("devices", 1), ("ray-nodes", 1)):
+    for name, least in (("max-failures", 0), ("devices", 1), ("ray-nodes", 1), ("samples", 1)):
         number = getattr(options, name.replace("-", "_"))
         if number is not None and number < least:
             raise ValueError(f"--{name} {number}: it must be at least {least}")
+        if number is not None and number > MOST_RANKS:
+            raise ValueError(f"--{name} {number}: it must be at most {MOST_RANKS}")
     if options.ray_nodes != 1 and not options.ray:
         raise ValueError(f"--ray-nodes {options.ray_nodes} would do nothing: there is no --ray: remove it")
     if options.devices is not None and options.ray:

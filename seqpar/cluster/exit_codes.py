@@ -6,11 +6,13 @@ import os
 import signal
 import socket
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 from seqpar.data.errors import DataError
@@ -18,6 +20,32 @@ from seqpar.parallel.launcher import Launcher
 from seqpar.parallel.processes import shell_code
 from seqpar.terminal import coloured
 from seqpar.text import in_flags
+
+
+def open_streams() -> None:
+    """Opens /dev/null in place of each standard stream that is closed.
+
+    Otherwise the next file that this process opens would be what C code prints to.
+    """
+    while (handle := os.open(os.devnull, os.O_RDWR)) <= 2:  # the lowest number that is free
+        os.set_inheritable(handle, True)
+    os.close(handle)
+    for name, number in (("stdout", 1), ("stderr", 2)):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(number, "w", closefd=False))  # noqa: SIM115  for as long as the process runs
+
+
+def interrupt_quietly() -> None:
+    """Lets Ctrl-C end this process in one line until ``run`` is called: imports take seconds."""
+    is_main = threading.current_thread() is threading.main_thread()
+    if is_main and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, _interrupted_early)
+
+
+def _interrupted_early(number: int, frame: FrameType | None) -> None:
+    if os.environ.get("RANK", "0") == "0":
+        os.write(2, b"error: interrupted\n")
+    os._exit(INTERRUPTED)
 
 
 class SafeStream:
@@ -120,6 +148,8 @@ def run(act: Callable[[Sequence[str]], int], arguments: Sequence[str] | None = N
 
     A reader of its output may close the pipe early (``| head``); the act continues, and its code stays the same.
     """
+    if signal.getsignal(signal.SIGINT) is _interrupted_early:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     with safe_output():
         code = _call(act, arguments)
     if code:

@@ -38,6 +38,7 @@ def start_missing_ranks(seqpar: int, act: str, arguments: Sequence[str], launche
         )
     if launcher.world > 1:
         raise ValueError(f"{lacking}; use: {line}")
+    _refuse_too_many(count)
     started = f"{flags} needs {count} ranks and 1 was started: starting {count} here"
     print(f"{started} ({_devices()}); the same as: {line}", flush=True)
     return run_local(count, [*python_module(act), *arguments])
@@ -57,6 +58,7 @@ def run_local(count: int, command: Sequence[str], signals: list[int] | None = No
 
     signals: those that came to this process so far; those that come meanwhile are added.
     """
+    _refuse_too_many(count)
     signals = [] if signals is None else signals
 
     def tell_loss(rank: int, killed_by: int) -> None:
@@ -74,6 +76,14 @@ def run_local(count: int, command: Sequence[str], signals: list[int] | None = No
     ranks = [start_python(command, {**env, **place}) for place in places]
     with words, forward_signals(ranks, signals):
         return code_of_processes(wait_for_all(ranks, tell_loss=tell_loss), signals)
+
+
+def _refuse_too_many(count: int) -> None:
+    """Raises ValueError for more processes than any machine of ours has devices."""
+    if count > (most := max(64, os.cpu_count() or 1)):
+        raise ValueError(
+            f"{count} ranks are needed, and at most {most} are started here: start them with torchrun or srun"
+        )
 
 
 def _devices() -> str:

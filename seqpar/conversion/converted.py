@@ -101,6 +101,9 @@ class Converted(BoxNetwork):
         return grid
 
     def _on_boxes(self, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        tensors = [x for x in args if isinstance(x, Tensor)]
+        if tensors:
+            self._compare_tiles(tensors[0].device)
         mode = BoxMode(self._box_group, self._box_dims, _HANDLERS, WHOLE_FUNCTIONS)
         self._seen.kept_whole.clear()
         images = 0

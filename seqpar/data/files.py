@@ -132,6 +132,12 @@ def fsync_folder(path: Path) -> None:
         os.close(handle)
 
 
+def refuse_special(path: str | Path) -> None:
+    """Raises DataError for what is there and is neither a file nor a folder: to open a pipe may never end."""
+    if os.path.exists(path) and not os.path.isfile(path) and not os.path.isdir(path):
+        raise DataError(path, "is no file (but a pipe, socket or device); put a file in its place")
+
+
 def read_json(path: Path) -> Any:
     """Returns a JSON file's content; raises DataError if it cannot be read or repeats a key."""
 
@@ -143,6 +149,7 @@ def read_json(path: Path) -> Any:
             raise DataError(path, f"has the key {duplicate!r} twice; keep one of them")
         return content
 
+    refuse_special(path)
     try:
         return json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=refuse_duplicates)
     except json.JSONDecodeError as error:

@@ -19,7 +19,7 @@ from nibabel.nifti2 import Nifti2Header
 
 from seqpar.data import dicom_series, itk_files
 from seqpar.data.errors import DataError, unreadable, unwritable
-from seqpar.data.files import SUFFIXES, suffix_of, write_bytes
+from seqpar.data.files import SUFFIXES, refuse_special, suffix_of, write_bytes
 from seqpar.data.geometry import Geometry, from_canonical, geometry_of, make_geometry, parse_header, to_canonical
 
 __all__ = [
@@ -70,6 +70,7 @@ def size_and_mtime(path: Path) -> tuple[int, int]:
 
 def read_geometry(path: str | Path) -> tuple[Geometry, int]:
     """Returns a file's geometry and number of channels from its header alone."""
+    refuse_special(path)
     if Path(path).is_dir():
         return dicom_series.read_series_header(Path(path))
     if str(path).endswith(itk_files.SUFFIXES):
@@ -82,6 +83,7 @@ def read_geometry(path: str | Path) -> tuple[Geometry, int]:
 
 def read_volume(path: str | Path) -> Volume:
     """Returns a file's voxels ``(c, W, D, H)`` and geometry; raises DataError for an unusable file."""
+    refuse_special(path)
     if Path(path).is_dir():
         array, geometry = dicom_series.read_series(Path(path))
         return Volume(_finite(array, path), geometry, digest_file(path))

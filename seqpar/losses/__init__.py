@@ -32,3 +32,7 @@ __all__ = [
     "has_class_terms",
     "make_loss",
 ]
+
+
+def __dir__() -> list[str]:
+    return __all__

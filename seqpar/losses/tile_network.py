@@ -7,6 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 from torch.utils.weak import WeakIdKeyDictionary
@@ -129,7 +130,8 @@ class BoxNetwork(TileNetwork):
         group, dims = self.group_and_dims()
         if group.size == 1:
             return whole
-        self._has_channels(whole, "shard")
+        if self._has_channels(whole, "shard") and self._seen.compares and self._seen.fingerprint is None:
+            self._seen.fingerprint = fingerprint_of(whole.as_subclass(Tensor))
         grid = self._cut(tuple(whole.shape[-dims:]))
         inside: tuple[Any, ...] = (..., *(slice(*interval) for interval in grid.box))
         return self._seen.remember(whole.as_subclass(Tensor)[inside].contiguous(), grid)
@@ -151,6 +153,12 @@ class BoxNetwork(TileNetwork):
         whole = fetch_rows(y if has_channels else y[:, None], grid, rows)
         return whole if has_channels else whole[:, 0]
 
+    def _compare_tiles(self, device: torch.device) -> None:
+        """Raises ValueError on all ranks if they cut their boxes from different tiles; they compare once."""
+        if self._seen.compares:
+            self._seen.compares = False
+            refuse_different_tiles(self._seen.fingerprint, self.group_and_dims()[0], device)
+
     def _has_channels(self, x: Tensor, what: str) -> bool:
         """Returns whether ``x`` is an image and not a label; raises ValueError if it is neither."""
         dims = self.group_and_dims()[1]
@@ -165,9 +173,6 @@ class BoxNetwork(TileNetwork):
         if group.size == 1:
             return image, label
         if image not in self._seen.grids:
-            if self._seen.compares:
-                self._seen.compares = False
-                refuse_different_tiles(fingerprint_of(image), group, image.device)
             image = self.shard(image)
         grid, sides = self._seen.grids[image], tuple(label.shape[-dims:])
         if label.ndim > dims and sides == grid.extents:
@@ -189,11 +194,13 @@ class SeenBoxes:
 
     - ``grids``: those of the boxes that it returned
     - ``kept_whole``: the extents of outputs that were too small to be cut
-    - ``compares``: whether the ranks have yet to compare their tiles, which they do once
+    - ``compares``: whether the ranks have yet to compare their tiles, which they do in the first forward pass
+    - ``fingerprint``: of the first image that was cut
     """
 
     def __init__(self) -> None:
         self.grids, self.kept_whole, self.compares = WeakIdKeyDictionary(), set[tuple[int, ...]](), True
+        self.fingerprint: Tensor | None = None
 
     def remember(self, box: Tensor, grid: BoxGrid) -> Tensor:
         """Returns the box, whose grid is known from now on."""

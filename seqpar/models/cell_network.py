@@ -130,7 +130,7 @@ class VolumeNet(CellNetwork):
     def refuse_whole(self, sides: Sequence[int]) -> None:
         """Raises ValueError for a volume whose last side is not the one that the network was made for."""
         style = self.unet.architecture.style
-        if style.norm == "last axis" and sides[-1] != style.length:
+        if style.length and sides[-1] != style.length:
             raise ValueError(
                 f"a volume of {'x'.join(map(str, sides))} voxels cannot pass whole: the last side of this network's "
                 f"images is always {style.length}: use sliding windows"

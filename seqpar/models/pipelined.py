@@ -166,7 +166,7 @@ def refuse_other_grid(grid: BoxGrid | None, needed: BoxGrid | None, decoder: tor
         raise ValueError(f"{name} returned {type(grid).__name__} next to its logits, but None is needed")
     beside = "no box grid" if grid is None else "another box grid than that of the voxels"
     raise ValueError(
-        f"--mode {mode.name}: each of {mode.group.size} ranks decodes a box, and {name} returned {beside} "
-        "with its logits: modules of torch itself do not look beyond a box. It works with --mode gather or swap; "
-        "for halo build it of seqpar.spatial, whose modules take and return a volume and its box grid"
+        f"mode={mode.name!r}: each of {mode.group.size} ranks decodes a box, and {name} returned {beside} "
+        "with its logits: modules of torch itself do not look beyond a box. It works with mode='gather' or "
+        "mode='swap'; for halo build it of seqpar.spatial, whose modules take and return a volume and its box grid"
     )

@@ -72,7 +72,7 @@ class UNETR(SegmentationNet):
 
     Args:
         ``in_channels``, ``out_channels``: of the image and of the logits.
-        ``img_size``: voxels of a tile, one number for a cube or one per direction.
+        ``img_size``: voxels of a tile, one number for a cube or one per direction, of which there are two or three.
         ``feature_size``: number of channels at full resolution.
         ``hidden_size``, ``mlp_dim``, ``num_heads``: of the encoder's blocks.
         ``patch``, ``depth``: voxels of a token; number of blocks.
@@ -100,5 +100,6 @@ class UNETR(SegmentationNet):
         encoder = SeqParViT(
             in_channels, img_size, patch, hidden_size, depth, num_heads, mlp_dim / hidden_size, qkv_bias, group=group
         )
-        decoder = UnetrDecoder(in_channels, hidden_size, out_channels, patch, feature_size)
-        super().__init__(encoder, decoder, choose_mode(mode, encoder.group), skip_blocks(depth, patch))
+        sides = encoder.layout.patch
+        decoder = UnetrDecoder(in_channels, hidden_size, out_channels, sides, feature_size)
+        super().__init__(encoder, decoder, choose_mode(mode, encoder.group), skip_blocks(depth, sides))

@@ -70,13 +70,14 @@ class VolumeNetwork(NetworkFamily):
         self._architecture(config).refuse_extents(config.tile)
 
     def has_batch_norm(self, config: Config) -> bool:
-        return self._architecture(config).style.norm in ("batch", "last axis")
+        return self._architecture(config).style.norm == "batch"
 
     def refuse_batch(self, config: Config, num_groups: int) -> None:
         """Raises ValueError where batch norm would get a single value of each channel in the coarsest stage."""
         architecture = self._architecture(config)
         points = math.prod(side // scale for side, scale in zip(config.tile, architecture.scales[-1]))
-        if architecture.style.norm == "batch" and points * config.batch * num_groups == 1:
+        style = architecture.style
+        if style.norm == "batch" and not style.length and points * config.batch * num_groups == 1:
             tile = format_sides(config.tile)
             raise ValueError(
                 f"--tile {tile} with --batch 1 leaves one value of each channel in the coarsest stage of "
@@ -186,10 +187,14 @@ def norm_named(config: Config, own: str) -> str:
     return own if config.norm == "own" else config.norm
 
 
-def _hou(config: Config, in_channels: int, num_outputs: int, data: Group | None, peers: Group | None) -> UNet:
-    resolution = min((side for side in HOU_LEVELS if side >= max(config.tile)), default=max(HOU_LEVELS))
-    norm = norm_named(config, "batch")
-    return hou(in_channels, num_outputs, resolution, config.features, data, peers, norm, config.dropout)
+def _hou(dims: int) -> Make:
+    def make(config: Config, in_channels: int, num_outputs: int, data: Group | None, peers: Group | None) -> UNet:
+        longest = max(config.tile[:dims])
+        resolution = min((side for side in HOU_LEVELS if side >= longest), default=max(HOU_LEVELS))
+        norm = norm_named(config, "batch")
+        return hou(in_channels, num_outputs, resolution, config.features, data, peers, norm, config.dropout, dims)
+
+    return make
 
 
 def _distmis(variant: str) -> Make:
@@ -211,7 +216,8 @@ def _lamp(squeeze: int) -> Make:
 UNETS = {
     "nnunet-plain": VolumeNetwork(_nnunet(False)),
     "nnunet-resenc": VolumeNetwork(_nnunet(True)),
-    "unet-hou": VolumeNetwork(_hou),
+    "unet-hou": VolumeNetwork(_hou(3)),
+    "unet-hou-2d": VolumeNetwork(_hou(2)),
     "unet-distmis": VolumeNetwork(_distmis("code")),
     "unet-distmis-text": VolumeNetwork(_distmis("text")),
     "unet-lamp": VolumeNetwork(_lamp(0)),

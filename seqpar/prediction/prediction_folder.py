@@ -4,6 +4,7 @@ FOLDER/prediction.json        how everything in it was predicted, and the names 
 FOLDER/…                      what a task writes: label maps, or a table of classes
 """
 
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -116,7 +117,7 @@ class PredictionFolder(ABC):
             raise DataError(
                 self.folder, "belongs to a data set, which predict never writes into; choose another --output"
             )
-        inputs = (path for case in cases for path in case.images if path.resolve().parent == folder)
+        inputs = (path for case in cases for path in case.images if Path(os.path.realpath(path)).parent == folder)
         others = () if is_ours else (path for path in sorted(folder.glob("[!.]*")) if suffix_of(path.name))
         if found := next(chain(inputs, others), None):
             raise DataError(

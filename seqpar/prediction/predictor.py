@@ -65,11 +65,11 @@ class PredictionSettings:
         """Raises ValueError where the run's networks are not to predict so, or ``force`` would do nothing."""
         discouraged = self.window == "whole" and bool(run.why_not_whole)
         if discouraged and not self.force:
-            raise ValueError(
-                f"--window whole with {run.path}: {run.why_not_whole}; remove it, or add --force (in Python force=True)"
-            )
+            raise ValueError(f"window='whole' with {run.path}: {run.why_not_whole}; remove it, or add force=True")
         if self.force and not discouraged:
-            raise ValueError("--force would do nothing: it is for --window whole with networks of nnU-Net's: remove it")
+            raise ValueError(
+                "force=True would do nothing: it is for window='whole' with networks of nnU-Net's: remove it"
+            )
 
     def sliding(self, tile: Sequence[int], rule: str = "stride") -> Sliding:
         """Returns the settings of sliding windows of ``tile`` voxels, laid by a ``rule`` of ``windows.RULES``."""

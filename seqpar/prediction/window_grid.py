@@ -74,7 +74,7 @@ class Sliding:
 
     def __post_init__(self) -> None:
         if self.sums not in SUMS:
-            raise ValueError(f"--sums {self.sums}: choose {' or '.join(SUMS)}")
+            raise ValueError(f"sums={self.sums!r}: choose {' or '.join(SUMS)}")
         if not 0 <= self.overlap < 1:
             raise ValueError(f"overlap={self.overlap}: give a share of the window, 0 or more and below 1")
         if self.weights not in WEIGHTS:

@@ -212,7 +212,7 @@ def find_weights(run: TrainedRun, which: str = "best") -> Path:
         return path / LAST if path.is_dir() else path
     if is_archive(run.path):
         if which != "best":
-            raise ValueError(f"--checkpoint {which}: {run.path} holds one set of weights; remove it")
+            raise ValueError(f"checkpoint={which!r}: {run.path} holds one set of weights; remove it")
         return run.path
     for name in (which, "latest"):
         if (folder / name).is_file():

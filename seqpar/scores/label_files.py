@@ -75,7 +75,7 @@ def list_label_files(folder: Path) -> dict[str, list[Path]]:
     """Returns the label maps of a folder by name without suffix, hidden files left out."""
     cases: dict[str, list[Path]] = {}
     for path in sorted(folder.iterdir()):
-        if path.name.endswith(SUFFIXES) and path.is_file() and not path.name.startswith("."):
+        if path.name.endswith(SUFFIXES) and not path.name.startswith("."):  # what is no file is refused when it is read
             cases.setdefault(strip_suffix(path.name), []).append(path)
     return cases
 

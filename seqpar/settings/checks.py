@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 from seqpar.attention.strategies import check_strategy
 from seqpar.data.formats.splits import FOLDS, parse_percentages
@@ -16,6 +16,7 @@ from seqpar.settings.loss_settings import CLASS_LOSSES
 from seqpar.settings.network_settings import check_stages
 from seqpar.text import flag_name, format_sides, parse_duration
 
+LARGEST_TILE = 65536
 NETWORK = ("network", "pretraining")  # sections that a network is built from
 
 
@@ -24,7 +25,7 @@ def check(config: Config, networks: Sequence[str]) -> None:
 
     ``networks``: the names that there are.
     """
-    _check_values(config, networks, SETTINGS)
+    check_values(config, networks, SETTINGS)
     _check_network(config)
     _check_run(config)
     if config.task == "classify":
@@ -37,11 +38,12 @@ def check_network(config: Config, networks: Sequence[str]) -> None:
     ``networks``: the names that there are.
     """
     names = [name for name, own in SETTINGS.items() if own.section in NETWORK or name in ("mode", "split")]
-    _check_values(config, networks, names)
+    check_values(config, networks, names)
     _check_network(config)
 
 
-def _check_values(config: Config, networks: Sequence[str], names: Iterable[str]) -> None:
+def check_values(config: Config, networks: Collection[str], names: Iterable[str]) -> None:
+    """Raises ``ValueError`` for a setting among ``names`` that is not one of its choices, or out of its bounds."""
     for name in names:
         value, bounds = getattr(config, name), SETTINGS[name].bounds
         choices = networks if name == "network" else SETTINGS[name].choices
@@ -56,8 +58,8 @@ def _check_network(config: Config) -> None:
         raise ValueError("--tile is left to the data of --task classify, which are not looked at here: give it")
     if len(config.tile) != 3:
         raise ValueError(f"--tile {' '.join(map(str, config.tile))}: give one number, or three")
-    if min(config.tile) < 1:
-        raise ValueError(f"--tile {format_sides(config.tile)}: it must be at least 1")
+    if not 1 <= min(config.tile) <= max(config.tile) <= LARGEST_TILE:
+        raise ValueError(f"--tile {format_sides(config.tile)}: it must be in [1, {LARGEST_TILE}]")
     _check_patch(config.patch)
     check_stages(config.stage_depths)
     if config.embed_dim % config.heads:

@@ -10,6 +10,7 @@ from typing import Any, get_type_hints
 
 import torch
 
+from seqpar.settings.checks import check_values
 from seqpar.settings.config import SETTINGS, Config
 from seqpar.settings.curriculum import parse_curriculum
 from seqpar.settings.field import Declaration
@@ -21,6 +22,9 @@ from seqpar.settings.rules import as_typed
 from seqpar.text import flag_name, in_flags, quantity
 
 _ACCUMULATE = ("--accumulate", "--micro-batches")
+
+
+MOST_RANKS = 100_000
 
 
 def parse(
@@ -55,7 +59,9 @@ def parse(
             values[name] *= 3
     if values.get("weights"):
         values["weights"] = os.path.abspath(values["weights"])  # the run may be resumed from another folder
-    return preset, _drop_contradicted(start, values), set(parsed)
+    config = _drop_contradicted(start, values)
+    check_values(config, networks, values.keys() - {"seqpar"})  # before anything counts with them
+    return preset, config, set(parsed)
 
 
 def _drop_contradicted(start: Config, values: dict[str, Any]) -> Config:
@@ -162,8 +168,9 @@ def ranks_or_auto(text: str) -> int:
 def _ranks(text: str, or_else: str = "") -> int:
     """Returns a number of ranks: others are divided by it before a config is checked."""
     number = int(text) if re.fullmatch(r"[+-]?\d+", text) else 0
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"{text} must be a number of ranks, at least 1{or_else}")
+    if not 1 <= number <= MOST_RANKS:
+        bound = f"at most {MOST_RANKS}" if number > 1 else "at least 1"
+        raise argparse.ArgumentTypeError(f"{text} must be a number of ranks, {bound}{or_else}")
     return number
 
 

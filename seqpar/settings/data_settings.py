@@ -11,7 +11,7 @@ from seqpar.data.sampling.augmentation import recipe_of
 from seqpar.data.sampling.augmentation_presets import ORDERS, RECIPES
 from seqpar.data.sampling.extra_steps import EXTRA_STEPS
 from seqpar.settings.curriculum import ends_with_whole_volumes
-from seqpar.settings.field import NOT_NEGATIVE, PROCESSES, TASKS, VOXELS, setting, share_bounds
+from seqpar.settings.field import NOT_NEGATIVE, PROCESSES, TASKS, VOXELS, setting, share_bounds, whole_bounds
 
 ALL_FOLDS = "all5"  # value of --fold: five trainings, one after the other
 TARGETS = ("regions", "labels", "sigmoids")
@@ -166,6 +166,7 @@ class DataSettings:
     phantoms: int = _data(
         24,
         "number of phantom cases, if there is no --data",
+        bounds=whole_bounds(1, 100_000),
         metavar="CASES",
         tasks=("segment", "pretrain"),
         acts_when=lambda c: not c.data,

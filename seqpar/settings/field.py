@@ -20,13 +20,23 @@ class Bounds:
 
 AT_LEAST_1 = Bounds(lambda value: value >= 1, "it must be at least 1")
 NOT_NEGATIVE = Bounds(lambda value: 0 <= value < math.inf, "it must not be negative")
-PROCESSES = Bounds(lambda value: 0 <= value <= 256, "it must be in [0, 256]")  # more would only fill the machine
 ABOVE_0 = Bounds(lambda value: 0 < value < math.inf, "it must be above 0")
 ABOVE_0_TO_1 = Bounds(lambda value: 0 < value <= 1, "it must be above 0 and at most 1")
 BELOW_1 = Bounds(lambda value: 0 <= value < 1, "it must be in [0, 1)")
 SEED = Bounds(lambda value: 0 <= value < 2**63, "it must be in [0, 2^63)")  # what torch takes
 INSIDE_0_1 = Bounds(lambda value: 0 < value < 1, "it must be between 0 and 1")
 GAMMA = Bounds(lambda value: value == 0 or 1 <= value < math.inf, "it must be 0, or at least 1; 2 is usual")
+
+
+def whole_bounds(least: int, most: int) -> Bounds:
+    """Returns the bounds of a number beyond which counting alone would not end, or overflow."""
+    return Bounds(lambda value: least <= value <= most, f"it must be in [{least}, {most}]")
+
+
+CHANNELS = whole_bounds(1, 65536)
+CHANNELS_OR_0 = whole_bounds(0, 65536)
+PROCESSES = whole_bounds(0, 256)  # more would only fill the machine
+TILES = whole_bounds(0, 1_000_000)
 
 
 def share_bounds(usual: float) -> Bounds:

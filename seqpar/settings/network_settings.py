@@ -7,7 +7,18 @@ from typing import Any
 
 from seqpar.decoders.named_decoders import DECODERS
 from seqpar.decoders.primus import STEMS
-from seqpar.settings.field import ABOVE_0, AT_LEAST_1, BELOW_1, NOT_NEGATIVE, VOXELS, Networks, setting
+from seqpar.settings.field import (
+    AT_LEAST_1,
+    BELOW_1,
+    CHANNELS,
+    CHANNELS_OR_0,
+    NOT_NEGATIVE,
+    VOXELS,
+    Bounds,
+    Networks,
+    setting,
+    whole_bounds,
+)
 from seqpar.vit.tokens import POSITIONS
 
 NORMS = ("own", "batch", "group", "instance")
@@ -38,7 +49,7 @@ HIERARCHICAL = Networks(is_hierarchical, "vit with --encoder hierarchical")
 CONVOLUTIONS = Networks(lambda c: c.network != "vit", "U-Nets and resattnet")
 UNETS = Networks(lambda c: c.network != "vit" and not c.network.startswith("resattnet"), "U-Nets")
 NNUNET = Networks(is_nnunet, "nnunet-plain and nnunet-resenc")
-WITH_DROPOUT = Networks(lambda c: c.network in ("vit", "unet-hou"), "vit and unet-hou")
+WITH_DROPOUT = Networks(lambda c: c.network in ("vit", "unet-hou", "unet-hou-2d"), "vit and unet-hou")
 _encoder = partial(_network, networks=TOKENS)
 
 
@@ -70,10 +81,15 @@ class NetworkSettings:
         tasks=VOXELS,
         networks=PLAIN,
     )
-    depth: int = _network(12, "transformer blocks", bounds=AT_LEAST_1, metavar="BLOCKS", networks=PLAIN)
-    embed_dim: int = _encoder(768, "width of a token", bounds=AT_LEAST_1, metavar="CHANNELS")
+    depth: int = _network(12, "transformer blocks", bounds=whole_bounds(1, 1000), metavar="BLOCKS", networks=PLAIN)
+    embed_dim: int = _encoder(768, "width of a token", bounds=CHANNELS, metavar="CHANNELS")
     heads: int = _encoder(12, "attention heads", bounds=AT_LEAST_1, metavar="HEADS")
-    mlp_ratio: float = _encoder(4.0, "hidden width of the MLP over --embed-dim", bounds=ABOVE_0, metavar="RATIO")
+    mlp_ratio: float = _encoder(
+        4.0,
+        "hidden width of the MLP over --embed-dim",
+        bounds=Bounds(lambda value: 0 < value <= 1000, "it must be above 0 and at most 1000"),
+        metavar="RATIO",
+    )
     mlp: str = _encoder("gelu", "MLP of the blocks", choices=("gelu", "swiglu"))
     qkv_bias: bool = _encoder(True, "biases on queries and values")
     attention_norm: bool = _encoder(False, "norm over the joined heads (EVA-02, Primus)")
@@ -104,7 +120,7 @@ class NetworkSettings:
     decoder_width: int = _encoder(
         128,
         "channels of the decoder (unetr: of its finest level)",
-        bounds=AT_LEAST_1,
+        bounds=CHANNELS,
         metavar="CHANNELS",
         tasks=VOXELS,
         acts_when=lambda c: c.decoder != "primus",
@@ -113,14 +129,20 @@ class NetworkSettings:
     features: int = _network(
         0,
         "U-Nets, resattnet: channels of the first stage; 0: as published",
-        bounds=NOT_NEGATIVE,
+        bounds=CHANNELS_OR_0,
         metavar="CHANNELS",
         networks=CONVOLUTIONS,
         acts_when=lambda c: not c.features or not (is_nnunet(c) and stages_name_features(c.stages)),
         why="--stages names the features of each stage",
         gives_way=lambda preset, c: is_nnunet(c) and stages_name_features(c.stages),
     )
-    norm: str = _network("own", "U-Nets: norm of all layers", choices=NORMS, tasks=VOXELS, networks=UNETS)
+    norm: str = _network(
+        "own",
+        "U-Nets: norm of all layers; group: 8 groups of channels, in unet-distmis the groups of its release",
+        choices=NORMS,
+        tasks=VOXELS,
+        networks=UNETS,
+    )
     stages: str = _network(
         "",
         "nnunet-…: kernel and stride of each stage, as in '133:111 333:122 333:222', optionally with features and "

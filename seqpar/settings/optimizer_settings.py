@@ -7,7 +7,7 @@ from typing import Any
 from seqpar.optimization.optimizers import OPTIMIZERS
 from seqpar.optimization.schedules import SCHEDULES
 from seqpar.settings.curriculum import parse_curriculum
-from seqpar.settings.field import ABOVE_0, ABOVE_0_TO_1, AT_LEAST_1, NOT_NEGATIVE, SEED, Circumstances, setting
+from seqpar.settings.field import ABOVE_0, ABOVE_0_TO_1, AT_LEAST_1, NOT_NEGATIVE, SEED, TILES, Circumstances, setting
 from seqpar.settings.network_settings import TOKENS
 
 PRECISIONS = ("fp32", "tf32", "bf16", "fp64")
@@ -44,7 +44,7 @@ class OptimizerSettings:
     batch: int = _optimizer(
         0,
         "tiles per sequence group and micro-batch; 0: chosen by memory",
-        bounds=NOT_NEGATIVE,
+        bounds=TILES,
         metavar="TILES",
         common=True,
         acts_when=lambda c: not c.curriculum,
@@ -61,7 +61,7 @@ class OptimizerSettings:
     global_batch: int = _optimizer(
         0,
         "tiles of a step over all ranks, kept by --accumulate (or --batch) on any number of them; 0: not kept",
-        bounds=NOT_NEGATIVE,
+        bounds=TILES,
         metavar="TILES",
     )
     epochs: int = _optimizer(

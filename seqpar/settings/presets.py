@@ -183,8 +183,9 @@ def distmis() -> Config:
 def hou() -> Config:
     """Returns the training of Hou et al.: its U-Net, Adafactor, Dice of lesions, and fake ones in half of the volumes.
 
-    Tiles have 64 voxels along each side, its smallest resolution; the network grows with ``--tile``. How often its rate
-    falls and how long it trains are its release's.
+    Tiles have 64 voxels along each side, its smallest resolution; the network grows with ``--tile``. Its baseline of
+    slices is ``--network unet-hou-2d --tile 512 512 5``. How often its rate falls and how long it trains are its
+    release's.
     """
     return Config(
         augment="flips",

@@ -32,3 +32,7 @@ __all__ = [
     "NormedActivation",
     "Upsample",
 ]
+
+
+def __dir__() -> list[str]:
+    return __all__

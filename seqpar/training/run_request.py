@@ -10,6 +10,7 @@ from typing import Any
 
 from seqpar.data.errors import DataError
 from seqpar.data.files import refuse_unwritable
+from seqpar.data.formats.recognise import is_folder_of_dataset
 from seqpar.data.preparation.fingerprint import Fingerprint
 from seqpar.models.build import NETWORK_NAMES, family_of
 from seqpar.parallel.consensus import run_on_rank0_before_mesh
@@ -77,7 +78,7 @@ class _CommandLine:
     preset_reason: str
     names_preset: bool
     asked_out: str  # the folder on the command line; another one may be taken
-    has_plan: bool  # nnU-Net's plans or weights say what the data would otherwise decide
+    planned: frozenset[str]  # settings that files of nnU-Net decide: "prepare" among them, all that the data would
 
     def numbers(self, *names: str) -> dict[str, int]:
         """Returns those of the settings that the command line has, and leaves them not open (0)."""
@@ -110,13 +111,13 @@ def _resolve(line: _CommandLine, launcher: Launcher, meeting: Meeting | None, on
         _refuse_start(config, launcher)
     config, warmup = shortened_warmup(config, line.flags)
     config, dealt = fill_pipeline(config, line.flags)
-    plans = preset in FROM_DATA and not config.resume and not line.has_plan
+    plans = preset in FROM_DATA and not config.resume and "prepare" not in line.planned
     fingerprint = task_of(config).read_headers(config) if config.dry_run else None
     auto: dict[str, tuple[str, ...]] = {}
     if plans and fingerprint:
-        config, auto = _plan(config, line.flags, fingerprint, launcher)
+        config, auto = _plan(config, line.flags | line.planned, fingerprint, launcher)
     elif plans:
-        config, auto = _plan_by_first(config, line.flags, launcher, meeting or Meeting(launcher))
+        config, auto = _plan_by_first(config, line.flags | line.planned, launcher, meeting or Meeting(launcher))
     config, choices, data = choose_open_settings(config, launcher, fingerprint if config.dry_run else None)
     choices = {**auto, **choices, **dealt}
     if config.prepare != OWN:
@@ -195,19 +196,18 @@ def _read_line(arguments: Sequence[str], launcher: Launcher) -> _CommandLine:
     """Returns the command line; where a scheduler starts a run's line again, it resumes that run."""
     on_gpu = wants_gpu(arguments)
     preset, config, flags = parse(arguments, default_preset(arguments, on_gpu), NETWORK_NAMES)
-    asked_out, parsed = config.out, config
+    asked_out, planned = config.out, frozenset[str]()
     if config.plans or config.weights or "prepare" in flags:
         from seqpar.weights.nnunet_settings import with_plans  # nnU-Net's files have settings too
 
-        config = with_plans(config, flags)
-    has_plan = config is not parsed
+        config, planned = with_plans(config, flags)
     names_preset = any(text.startswith("--preset") for text in arguments)
     reason = "from the command line" if names_preset else f"the default {'with' if on_gpu else 'without'} a GPU"
     if not config.resume and is_requeued(launcher) and holds_run(config.out):
         config = replace(config, resume=True)
     elif config.again:
         config = _again(config)
-    return _CommandLine(config, flags, preset, reason, names_preset, asked_out, has_plan)
+    return _CommandLine(config, flags, preset, reason, names_preset, asked_out, planned)
 
 
 def _again(config: Config) -> Config:
@@ -264,7 +264,14 @@ def _read_saved(line: _CommandLine) -> dict[str, Any]:
 def _refuse_start(config: Config, launcher: Launcher) -> None:
     """Refuses, before anything is prepared, a run without a device, or a run folder that it may not write."""
     count_gpus(launcher, config.device)
+    if config.out and not config.resume and _is_of_data(Path(config.out), config.data):
+        raise DataError(f"--out {config.out}", "belongs to a data set, which no run writes into: name another folder")
     refuse_unwritable(Path(config.out or "runs"), f"--out {config.out}" if config.out else "runs")
+
+
+def _is_of_data(folder: Path, data: str) -> bool:
+    is_same = bool(data) and os.path.realpath(folder) == os.path.realpath(data)
+    return is_same or (folder / "dataset.json").is_file() or is_folder_of_dataset(folder)
 
 
 def refuse_other_run(config: Config) -> None:

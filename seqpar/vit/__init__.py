@@ -16,3 +16,7 @@ from seqpar.vit.token_merging import PatchMerging
 from seqpar.vit.tokens import PatchEmbed, RotaryPositions
 
 __all__ = ["Block", "DropoutKey", "PatchEmbed", "PatchMerging", "RotaryPositions", "SeqParViT", "compile_blocks"]
+
+
+def __dir__() -> list[str]:
+    return __all__

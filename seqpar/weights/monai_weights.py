@@ -55,9 +55,10 @@ def load_monai(
 ) -> SeqParViT | SegmentationNet:
     """Returns a network with the weights of MONAI's ``UNETR``, or an encoder with those of its ``ViT``.
 
-    All sizes except the number of heads are read off the shapes.
+    All sizes except the number of heads are read off the shapes. Images have two dimensions or three.
 
     - ``state_dict``: also a checkpoint that holds one, or the path of its file
+    - ``tile``: voxels of a tile, one number or one per dimension
     - ``num_heads``: needed unless the checkpoint's ``hyper_parameters`` tell it; another number loads as well, and
       computes something else
     - ``group``: the ranks that share a tile: ours or torch's; None: this process alone
@@ -71,9 +72,9 @@ def load_monai(
     embed_dim, in_channels, *cube = ours["encoder.patch_embed.proj.weight"].shape
     if patch is not None and tuple(patch) != tuple(cube):
         raise ValueError(f"patch={tuple(patch)}, but the weights have patch {tuple(cube)}; leave patch= out")
-    if levels and tuple(cube) != (1 << levels,) * 3:
-        expected = (1 << levels,) * 3
-        raise ValueError(f"a 3D UNETR of {levels} levels has patch {expected}, but the weights have {tuple(cube)}")
+    expected = (1 << levels,) * len(cube)
+    if levels and tuple(cube) != expected:
+        raise ValueError(f"a UNETR of {levels} levels has patch {expected}, but the weights have {tuple(cube)}")
     num_heads = num_heads or recorded_heads(checkpoint)
     if num_heads is None:
         raise ValueError(
@@ -81,6 +82,10 @@ def load_monai(
             "one that they were trained with (MONAI's own default is 12)"
         )
     sides = (tile,) * len(cube) if isinstance(tile, int) else tuple(tile)
+    if len(sides) != len(cube):
+        raise ValueError(
+            f"tile={sides}: the weights are for images of {len(cube)} dimensions: give {len(cube)} numbers"
+        )
     hidden_dim = ours["encoder.blocks.0.mlp.fc1.weight"].shape[0]
     with torch.random.fork_rng(devices=[]):  # what the constructors draw is overwritten
         encoder = SeqParViT(
@@ -92,7 +97,7 @@ def load_monai(
             load_strict(encoder, {name.removeprefix("encoder."): tensor for name, tensor in ours.items()})
             return encoder
         num_classes, width = ours["decoder.classes.weight"].shape[:2]
-        decoder = UnetrDecoder(in_channels, embed_dim, num_classes, cube, width, *style)
+        decoder = UnetrDecoder(in_channels, embed_dim, num_classes, cube, width, style.norm, style.residual)
     net = SegmentationNet(encoder, decoder, choose_mode(mode, encoder.group), skip_blocks(depth, cube))
     load_strict(net, ours)
     return net
@@ -104,11 +109,6 @@ def _translated(state: State, tile: int | Sequence[int], patch: Sequence[int] | 
         raise ValueError(
             "these are weights of MONAI's SwinUNETR, which neither load_monai nor seqpar.convert supports: use UNETR "
             "or a convolutional network"
-        )
-    if STEM in state and state[STEM].ndim == 4:
-        raise ValueError(
-            "these are weights of a UNETR in two dimensions, and load_monai's decoder has three: load them into "
-            "MONAI's own UNETR, which seqpar.convert(net, mesh.seq) spreads over ranks"
         )
     has_decoder = any(re.match(r"(encoder|decoder)\d|out\.", name) for name in state)
     if not has_decoder:
@@ -123,7 +123,14 @@ def _translated(state: State, tile: int | Sequence[int], patch: Sequence[int] | 
     ours = rename(state, monai_names(depth, has_bias, levels, _widens(state, STEM), style), what)
     if has_bias:
         _split_biases(ours, depth)
+    for name in _plane_kernels(ours):
+        ours[name] = ours[name][..., None]
     return ours, levels, style
+
+
+def _plane_kernels(ours: State, ndim: int = 4) -> list[str]:
+    """Returns the names of a decoder's kernels that have two dimensions in MONAI, and a third of extent 1 here."""
+    return [name for name, tensor in ours.items() if name.startswith("decoder.") and tensor.ndim == ndim]
 
 
 def _style_of(state: State) -> BlockStyle:
@@ -165,6 +172,8 @@ def export_monai(net: nn.Module, version: str = "1.6", proj_type: str = "conv") 
     for at in range(depth) if has_bias else ():
         q, v = (state.pop(f"encoder.blocks.{at}.attn.{kind}_bias") for kind in "qv")
         state[f"encoder.blocks.{at}.attn.qkv.bias"] = torch.cat([q, torch.zeros_like(q), v])
+    if len(encoder.layout.patch) == 2:
+        state |= {name: state[name][..., 0] for name in _plane_kernels(state, 5)}
     style: BlockStyle = net.decoder.style if isinstance(net, SegmentationNet) else USUAL  # type: ignore[assignment]
     names = monai_names(depth, has_bias, 4 if has_decoder else 0, "decoder.stem.conv3.weight" in state, style)
     theirs = rename(state, {ours: their for their, ours in names.items()}, "a network that MONAI has")
@@ -287,7 +296,7 @@ def _refuse_foreign(net: nn.Module, encoder: SeqParViT) -> None:
         if not isinstance(net.decoder, UnetrDecoder):
             faults.append(f"a {type(net.decoder).__name__}")
         shape = (encoder.layout.patch, len(encoder.blocks), net.taps)
-        if shape != ((16,) * 3, 12, (3, 6, 9)):
+        if shape != ((16,) * len(encoder.layout.patch), 12, (3, 6, 9)):
             faults.append(f"patch {shape[0]} with {shape[1]} blocks and taps {shape[2]} (only 16, 12, (3, 6, 9))")
     if faults:
         raise ValueError(f"MONAI has no {', no '.join(faults)}; save such a network with write_weights")

@@ -1,10 +1,13 @@
-"""Writes an encoder as a checkpoint of nnssl's, from which nnU-Net trains on: weights, and what it asks of a plan.
+"""Checkpoints of nnssl's, from which nnU-Net trains on: weights, and what they ask of a plan.
 
-``nnUNetv2_preprocess_like_nnssl -pc FILE`` reads it. All lengths are in nnU-Net's axes: their first is the last
-of a file.
+The encoder of a U-Net is read from one (``primus_weights`` reads those of Primus), and an encoder of Primus is written
+as one, which ``nnUNetv2_preprocess_like_nnssl -pc FILE`` takes. All lengths are in nnU-Net's axes: their first is the
+last of a file.
 """
 
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +17,23 @@ from torch import nn
 from seqpar.data.errors import DataError
 from seqpar.data.files import whole_file
 from seqpar.decoders.primus import STEMS, ConvStem
+from seqpar.decoders.unets.architecture import Architecture
+from seqpar.decoders.unets.nnunet import of_plan
+from seqpar.decoders.unets.unet import UNet
+from seqpar.weights.nnunet_results import PRETRAINING
+from seqpar.weights.nnunet_weights import nnunet_names
 from seqpar.weights.primus_weights import SIZES, export_primus
+from seqpar.weights.weight_files import State, rename, unwrap
 
 PATCH = (8, 8, 8)
+_RES_ENC_L = {  # the network that nnssl knows by this name
+    "n_stages": 6, "features_per_stage": [32, 64, 128, 256, 320, 320], "conv_op": "torch.nn.modules.conv.Conv3d",
+    "kernel_sizes": 3, "strides": [1, 2, 2, 2, 2, 2], "n_blocks_per_stage": [1, 3, 4, 6, 6, 6],
+    "n_conv_per_stage_decoder": 1, "conv_bias": True, "norm_op": "torch.nn.modules.instancenorm.InstanceNorm3d",
+    "norm_op_kwargs": {"eps": 1e-5, "affine": True}, "nonlin": "torch.nn.LeakyReLU",
+    "nonlin_kwargs": {"inplace": True},
+}  # fmt: skip
+_SECOND = re.compile(r"\.all_modules\.([01])\.")
 _SCHEMES = {  # of a recipe -> the same in nnU-Net's plans, or the nearest
     "zscore": "ZScoreNormalization",
     "volume": "ZScoreNormalization",
@@ -26,6 +43,79 @@ _SCHEMES = {  # of a recipe -> the same in nnU-Net's plans, or the nearest
 }
 _NEAR = ("ct", "clip")  # by its data set's intensities; by an image's smallest and largest
 _RESAMPLING = {"is_seg": False, "order": 3, "order_z": 0, "force_separate_z": None}
+
+
+@dataclass(frozen=True)
+class PretrainedUnet:
+    """A pretraining whose encoder is that of a U-Net.
+
+    - ``architecture``: of the U-Net that nnU-Net trains on from it, for two classes
+    - ``file_axes``: the axis of its images for each axis W D H of a file
+    - ``patch_size``: on which nnU-Net is told to train, in its axes
+    - ``weights``: of stem and stages, under nnU-Net's names
+    """
+
+    path: Path
+    architecture: Architecture
+    file_axes: tuple[int, ...]
+    patch_size: tuple[int, ...]
+    weights: State
+
+    def encoder_state(self) -> State:
+        """Returns the weights of stem and stages under our names, for images in the axes of a file.
+
+        nnU-Net takes nothing else from a pretraining. A tensor of two names has the numbers of the second one, which
+        torch loads last and with which the network computed: in pretrainings of sparse convolutions they differ.
+        """
+        theirs = {name: tensor for name, tensor in self.weights.items() if not _SECOND.search(name)}
+        for name in self.weights.keys() - theirs.keys():
+            theirs[_SECOND.sub(lambda m: (".conv.", ".norm.")[int(m[1])], name)] = self.weights[name]
+        with torch.random.fork_rng(devices=[]), torch.device("meta"):
+            names = nnunet_names(UNet(self.architecture))
+        names = {there: f"unet.{ours}" for ours, there in names.items() if there.startswith("encoder.")}
+        try:
+            state = rename(theirs, names, f"the encoder that its {PRETRAINING} names")
+        except ValueError as error:
+            raise DataError(self.path, str(error)) from error
+        order = [2 + axis for axis in self.file_axes]
+        return {name: tensor.permute(0, 1, *order) if tensor.ndim == 5 else tensor for name, tensor in state.items()}
+
+
+def holds_pretrained_unet(content: Mapping[str, Any]) -> bool:
+    """Returns whether a file's content is a pretraining of nnssl's of another network than Primus."""
+    return not _class_of(content).startswith(("Primus", "None"))
+
+
+def _class_of(content: Mapping[str, Any]) -> str:
+    """Returns the class of the network for which a pretraining is, "None" for other files."""
+    try:
+        return str(content[PRETRAINING]["architecture_plans"]["arch_class_name"]).rsplit(".", 1)[-1]
+    except (KeyError, TypeError):
+        return "None"
+
+
+def read_pretrained_unet(content: Mapping[str, Any], path: str | Path) -> PretrainedUnet:
+    """Returns what a pretraining holds; raises DataError where its network is not built here; ``path``: of its file."""
+    path, plan, name, weights = Path(path), content[PRETRAINING], _class_of(content), unwrap(content, path)
+    try:
+        channels = int(plan["pretrain_num_input_channels"])
+        arguments = _RES_ENC_L if name == "ResEncL" else dict(plan["architecture_plans"].get("arch_kwargs") or {})
+        architecture = of_plan("ResidualEncoderUNet" if name == "ResEncL" else name, arguments, channels, 2)
+        forward = [*map(int, plan["pretrain_plan"].get("transpose_forward", range(3)))]
+        file_axes = tuple(forward.index(2 - axis) for axis in range(3))
+        patch_size = tuple(int(plan["recommended_downstream_patchsize"][axis]) for axis in range(3))
+        prefixes = {f"{plan['key_to_encoder']}.": "encoder.stages.", f"{plan['key_to_stem']}.": "encoder.stem."}
+    except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+        reason = f"its {PRETRAINING} lacks {error}" if isinstance(error, KeyError) else str(error)
+        raise DataError(path, f"{reason}; of nnssl's pretrainings Primus, ResEncL and what nnU-Net's plans can name "
+                        f"are read, and this is {name}") from error  # fmt: skip
+    own = {
+        place + key.removeprefix(prefix): tensor
+        for prefix, place in prefixes.items()
+        for key, tensor in weights.items()
+        if key.startswith(prefix)
+    }
+    return PretrainedUnet(path, architecture, file_axes, patch_size, own)
 
 
 def write_pretrained(

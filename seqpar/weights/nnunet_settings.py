@@ -1,7 +1,7 @@
-"""What nnU-Net's plans say as settings of a run: in W D H, the axes of a file."""
+"""What nnU-Net's plans, and pretrainings of nnssl's, say as settings of a run: in W D H, the axes of a file."""
 
 import json
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,12 +10,13 @@ from seqpar.data.errors import DataError
 from seqpar.data.files import read_json
 from seqpar.data.formats.nnunet_plans import NnunetPlan, plan_of
 from seqpar.data.preparation.recipe import PrepareSettings
-from seqpar.decoders.unets.architecture import Style, three
+from seqpar.decoders.unets.architecture import Architecture, Style, three
 from seqpar.decoders.unets.nnunet import of_plan
 from seqpar.models.unet_families import Stages, format_stages
 from seqpar.settings.config import Config
 from seqpar.settings.data_settings import OWN, planned
 from seqpar.text import flag_name
+from seqpar.weights.nnssl import holds_pretrained_unet, read_pretrained_unet
 from seqpar.weights.nnunet_results import REFUSE, holds_unet, read_checkpoint
 from seqpar.weights.weight_files import checkpoint_of
 
@@ -23,29 +24,37 @@ USUAL = "3d_fullres"
 PLAN = "plan"  # value of --prepare
 
 
-def with_plans(config: Config, flags: Collection[str]) -> Config:
+def with_plans(config: Config, flags: Collection[str]) -> tuple[Config, frozenset[str]]:
     """Returns the config with the settings of ``--plans`` or of nnU-Net's ``--weights``, where no flag says otherwise.
 
-    Nothing of the plans is needed afterwards: they are spelled out in the settings.
+    Then the names of these settings. Nothing of the plans is needed afterwards: they are spelled out in the settings.
+    A pretraining of nnssl's says the network and the tile; data are prepared as without it.
 
     - ``flags``: the settings on the command line
     """
-    mirror = dict[str, Any]()
+    plan, source = None, f"--weights {config.weights}"
+    is_file = config.weights.endswith(".pth") and not config.plans
+    checkpoint = checkpoint_of(config.weights, mapped=True) if is_file else {}
     if config.plans:
         plan, source = read_plan(config.plans), f"--plans {config.plans}"
         settings = settings_of(plan, config.plans)
-    elif config.weights.endswith(".pth") and holds_unet(checkpoint_of(config.weights, mapped=True)):
+    elif holds_unet(checkpoint):
         results = read_checkpoint(config.weights)
         if config.trainer_unknown == REFUSE:
             results.refuse_unknown_trainers()
-        plan, source = results.plan, f"--weights {config.weights}"
-        settings = settings_of(plan, config.weights)
+        plan = results.plan
         flipped = [letter for letter, axis in zip("WDH", plan.file_axes) if axis in results.folds[0].mirror]
-        mirror = {"val_mirror": "".join(flipped) or "none"}
-    elif "prepare" in flags and config.prepare != OWN:
-        raise ValueError(f"--prepare {config.prepare}: that needs --plans, or nnU-Net's --weights; remove it")
+        settings = settings_of(plan, config.weights) | {"val_mirror": "".join(flipped) or "none"}
+    elif holds_pretrained_unet(checkpoint):
+        pretrained = read_pretrained_unet(checkpoint, config.weights)
+        tile = tuple(pretrained.patch_size[axis] for axis in pretrained.file_axes)
+        settings = network_of(pretrained.architecture, pretrained.file_axes, config.weights) | {"tile": tile}
     else:
-        return config
+        settings = {}
+    if plan is None and "prepare" in flags and config.prepare != OWN:
+        raise ValueError(f"--prepare {config.prepare}: that needs --plans, or nnU-Net's --weights; remove it")
+    if not settings:
+        return config, frozenset()
     if "network" in flags and config.network != settings["network"]:
         raise ValueError(
             f"--network {config.network}: {source} has the network {settings['network']}; leave one of both out"
@@ -53,9 +62,10 @@ def with_plans(config: Config, flags: Collection[str]) -> Config:
     if {"features", "stages"} & set(flags) and config.plans:
         named = next(name for name in ("features", "stages") if name in flags)
         raise ValueError(f"--{flag_name(named)}: {source} names the stages; leave one of both out")
-    settings |= {"prepare": _preparation(plan, config, flags), **mirror}
-    flags = set(flags) - {"prepare"}
-    return replace(config, plans="", **{name: value for name, value in settings.items() if name not in flags})
+    if plan is not None:
+        settings["prepare"] = _preparation(plan, config, flags)
+    taken = {name: value for name, value in settings.items() if name not in flags or name == "prepare"}
+    return replace(config, plans="", **taken), frozenset(taken)
 
 
 def _preparation(plan: NnunetPlan, config: Config, flags: Collection[str]) -> str:
@@ -109,23 +119,27 @@ def settings_of(plan: NnunetPlan, source: str | Path) -> dict[str, Any]:
         a = of_plan(plan.network_class, plan.network_arguments, 1, 2)
     except (ValueError, KeyError, TypeError) as error:
         raise DataError(source, f"its network cannot be built: {error}") from error
+    return network_of(a, plan.file_axes, source) | {
+        "tile": tuple(plan.patch_size[axis] for axis in plan.file_axes),
+        "batch": plan.batch_size,
+        "batch_dice": plan.batch_dice,
+        "spacing": ",".join(f"{plan.spacing[axis]:.10g}" for axis in plan.file_axes),
+    }
+
+
+def network_of(a: Architecture, file_axes: Sequence[int], source: str | Path) -> dict[str, Any]:
+    """Returns the settings of an architecture in nnU-Net's axes; ``file_axes``: of these for each axis of a file."""
     stem = a.features[0] if a.block == "residual" else 0
     if a.block == "bottleneck" or a.stem != stem or a.style != Style():
         raise DataError(
             source, "its network has bottlenecks, a stem of its own width, or other norms, slopes or biases than "
             "nnU-Net's default: load_nnunet loads it, but it is not trained here"
         )  # fmt: skip
-
-    def turned(sides: tuple[Any, ...]) -> tuple[Any, ...]:
-        return tuple(sides[axis] for axis in plan.file_axes)
-
-    kernels, strides = (tuple(three(turned(sides)) for sides in every) for every in (a.kernels, a.strides))
+    kernels, strides = (
+        tuple(three([sides[axis] for axis in file_axes]) for sides in every) for every in (a.kernels, a.strides)
+    )
     return {
         "network": "nnunet-plain" if a.block == "plain" else "nnunet-resenc",
         "stages": format_stages(Stages(kernels, strides, a.features, a.encoder, a.decoder[::-1])),
         "features": 0,
-        "tile": turned(plan.patch_size),
-        "batch": plan.batch_size,
-        "batch_dice": plan.batch_dice,
-        "spacing": ",".join(f"{size:.10g}" for size in turned(plan.spacing)),
     }

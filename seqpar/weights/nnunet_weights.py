@@ -183,6 +183,8 @@ def _refuse_foreign(a: Architecture) -> None:
     heads = len(a.features) - 1
     kinds: Sequence[tuple[bool, str]] = (
         (a.style.norm not in ("instance", "batch"), f"{a.style.norm} norm"),
+        (a.style.length > 0, "norms of the last axis"),
+        (a.first_kernel is not None, "a first convolution of another kernel"),
         (a.style.activation != "leaky_relu", a.style.activation),
         (a.style.bias != a.style.up_bias, "biases in some convolutions alone"),
         (a.down != "stride", f"{a.down}-pooling"),

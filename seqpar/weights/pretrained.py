@@ -1,10 +1,10 @@
-"""Starts a run from pretrained weights: ours, MONAI's, those of Primus or nnU-Net's."""
+"""Starts a run from pretrained weights: ours, MONAI's, those of Primus, nnU-Net's or nnssl's."""
 
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +17,9 @@ from seqpar.text import format_sides
 from seqpar.weights import checkpoint as checkpoints
 from seqpar.weights.facts import WEIGHTS, differing_flags, read_facts
 from seqpar.weights.monai_weights import load_monai
+from seqpar.weights.nnssl import holds_pretrained_unet, read_pretrained_unet
 from seqpar.weights.nnunet_results import PRETRAINING, holds_unet, is_primus, read_checkpoint
+from seqpar.weights.nnunet_settings import network_of
 from seqpar.weights.nnunet_weights import trained_state
 from seqpar.weights.primus_weights import (
     REBUILDER,
@@ -27,6 +29,7 @@ from seqpar.weights.primus_weights import (
     pretraining_tensor_names,
 )
 from seqpar.weights.weight_files import (
+    State,
     checkpoint_of,
     fit_positions,
     recorded_heads,
@@ -37,8 +40,29 @@ from seqpar.weights.weight_files import (
 
 OF_CELLS = ("unet.cells.", "resattnet.cells.")  # networks without tokens
 STEM = "encoder.patch_embed.proj.weight"
-FIRST = (STEM, *(f"encoder.patch_embed.stem.{name}.conv.weight" for name in ("convs.0", "project")))  # take the image
+FIRST = (  # take the image
+    STEM,
+    *(f"encoder.patch_embed.stem.{name}.conv.weight" for name in ("convs.0", "project")),
+    *(f"unet.cells.{name}.conv.weight" for name in ("stem", "encoder0_0")),
+)
+ENCODER = ("unet.cells.stem.", "unet.cells.encoder")  # begin the names of a U-Net's way down
 ALONG_LAST_SIDE = ".norm.norm.weight"  # of norms over the last axis: a weight for each position
+
+
+class Source(NamedTuple):
+    """Weights of a file under our names.
+
+    - ``origin``: whose they are
+    - ``left``: names of tensors that are not taken
+    - ``parts``: how names of the body begin, where the file has not all of it
+    - ``needs``: flags of a network that they fit, if the file tells them
+    """
+
+    origin: str
+    state: State
+    left: list[str]
+    parts: tuple[str, ...] = ("",)
+    needs: str = ""
 
 
 def load_pretrained(net: Network, config: Config) -> str:
@@ -54,7 +78,7 @@ def load_pretrained(net: Network, config: Config) -> str:
     heads = recorded_heads(checkpoint)
     if heads not in (None, config.heads):
         raise ValueError(f"--weights {config.weights} were trained with {heads} heads: use --heads {heads}")
-    origin, state, left = _ours(checkpoint, config)
+    origin, state, left, parts, needs = _ours(checkpoint, config)
     if config.token_order != "auto" and not origin.startswith("Primus"):
         raise ValueError(
             f"--token-order {config.token_order} would do nothing: --weights {config.weights} are {origin}'s, and "
@@ -74,12 +98,13 @@ def load_pretrained(net: Network, config: Config) -> str:
     own = net.state_dict()
     changes = [*gained, *_fit_channels(state, own), *_fit_grid(state, own, net, facts, config)]
     fitting = {name for name, tensor in state.items() if name in own and own[name].shape == tensor.shape}
-    unfit = sorted(name for name in own if net.in_body(name) and name not in fitting)
+    body = {name for name in own if net.in_body(name) and name.startswith(parts)}
+    unfit = sorted(body - fitting)
     left_over = sorted(name for name in state if net.in_body(name) and name not in own)
     if unfit or left_over:
         raise ValueError(
             f"--weights {config.weights} ({origin}) do not fit the {net.body}: {shorten_list(unfit + left_over, 4)}; "
-            f"they need {_flags(state)}"
+            f"they need {needs or _flags(state)}"
         )
     with torch.no_grad():
         for name in fitting:
@@ -138,17 +163,22 @@ def _counted(names: Iterable[str]) -> str:
     return ", ".join(f"{part} ({count})" for part, count in parts.items())
 
 
-def _ours(checkpoint: Mapping[str, Any], config: Config) -> tuple[str, dict[str, Tensor], list[str]]:
-    """Returns whose weights these are, their tensors under our names, and the names of those that were left."""
+def _ours(checkpoint: Mapping[str, Any], config: Config) -> Source:
+    """Returns the weights of a checkpoint under our names."""
     if holds_unet(checkpoint):
         results = read_checkpoint(config.weights)
         state = trained_state(results)
         unknown = results.folds[0].unknown_trainer
         known = "which is not one of its own trainers; all tensors fit the plan's network"
-        return f"nnU-Net, by {unknown}, {known}" if unknown else "nnU-Net", state, []
+        return Source(f"nnU-Net, by {unknown}, {known}" if unknown else "nnU-Net", state, [])
+    if holds_pretrained_unet(checkpoint):
+        pretrained = read_pretrained_unet(checkpoint, config.weights)
+        settings = network_of(pretrained.architecture, pretrained.file_axes, config.weights)
+        needs = f'--network {settings["network"]} --stages "{settings["stages"]}"'
+        return Source("nnssl, the encoder", pretrained.encoder_state(), [], ENCODER, needs)
     state = unwrap(checkpoint)
     if any(name.startswith(("encoder.blocks.", *OF_CELLS)) for name in state):
-        return "seqpar", dict(state), []
+        return Source("seqpar", dict(state), [])
     loaded: nn.Module
     left, origin = list[str](), "MONAI"
     if any("patch_embedding.position_embeddings" in name for name in state):
@@ -175,7 +205,7 @@ def _ours(checkpoint: Mapping[str, Any], config: Config) -> tuple[str, dict[str,
             f"({shorten_list(sorted(state), 3)})"
         )
     prefix = "" if isinstance(loaded, SegmentationNet) else "encoder."
-    return origin, {prefix + name: tensor for name, tensor in loaded.state_dict().items()}, left
+    return Source(origin, {prefix + name: tensor for name, tensor in loaded.state_dict().items()}, left)
 
 
 def _facts_of_primus(state: Mapping[str, Tensor]) -> dict[str, str]:

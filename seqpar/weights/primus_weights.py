@@ -78,7 +78,7 @@ def load_primus(
     if "decoder.classes.bias" not in ours:
         raise ValueError(
             "these weights hold only the encoder of a Primus, which segments nothing: use load_primus_encoder, or "
-            "start a training from them (train --weights)"
+            "start a training from them"
         )
     with torch.random.fork_rng(devices=[]):  # what the constructors draw is overwritten
         decoder = PrimusDecoder(encoder.embed_dim, ours["decoder.classes.bias"].shape[0], encoder.layout.patch)
@@ -193,7 +193,7 @@ def has_exchanged_axes(checkpoint: Mapping[str, Any], token_order: str) -> bool:
     if not orders:
         raise ValueError(
             f"the file of a pretraining by {trainer} does not tell the order of its tokens, unlike those with "
-            f"{REBUILDER}* and those by {', '.join(_ORDERS)}: give token_order (--token-order) whd or hwd"
+            f"{REBUILDER}* and those by {', '.join(_ORDERS)}: give `token_order`, whd or hwd"
         )
     return orders[0] == "hwd"
 

@@ -284,8 +284,8 @@ def fit_positions(
     if len(trained_grid) != len(grid) or torch.Size(trained_grid).numel() != count:
         raise ValueError(
             f"the weights have {count} positions: neither those of tile {tuple(tile)} at patch {tuple(patch)} nor of "
-            f"{'a cube' if trained_tile is None else f'trained_tile {tuple(trained_tile)}'}; take the tile that they "
-            "were trained on (--tile), or name it to load_monai or load_primus as trained_tile="
+            f"{'a cube' if trained_tile is None else f'trained_tile {tuple(trained_tile)}'}; take the `tile` that they "
+            "were trained on, or name it to load_monai or load_primus as trained_tile="
         )
     if trained_grid != grid:
         log.info("positions resized from a grid of %s to %s", tuple(trained_grid), tuple(grid))

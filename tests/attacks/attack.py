@@ -5,8 +5,8 @@ To add one, add a row to the list ``ATTACKS`` of a file ``attacks_*.py`` in this
     Attack("predict over true labels", code=3, says="holds labels", make=lambda here: nnunet(here / "D"),
            types="predict run -i D -o D/labelsTr", keeps="D")
 
-Cheap rows are forked from the test's process and belong to ``make test``. Rows that start processes or need more than
-2 s are ``started=True``: ``.ci/commands`` runs them.
+Cheap rows are forked from the test's process and belong to ``make test``. Rows that start processes are
+``started=True``, and forked ones that need more than a second of a processor ``slow=True``: ``.ci/commands`` runs both.
 """
 
 import importlib
@@ -27,7 +27,7 @@ from tests.support.pages import ROOT
 from tests.support.programs import PROGRAMS
 
 NOBODY = 65534
-# where Python itself is, nobody may not read
+# imported when first used, in seconds, and from where nobody may not read
 _IMPORTED_LATE = (
     "concurrent.futures.process",
     "encodings.idna",
@@ -58,6 +58,7 @@ class Attack:
     - ``keeps``: files and folders, separated by spaces, that must stay as they are, byte for byte
     - ``as_nobody``: whether a user without rights types it; root is kept out of nothing
     - ``started``: whether a new Python runs it, as from a shell
+    - ``slow``: whether a forked one takes more than a second of a processor
     - ``within_s``: seconds until it must have ended; ``within_mb``: memory that it may take, for rows that are forked
     """
 
@@ -71,6 +72,7 @@ class Attack:
     keeps: str = ""
     as_nobody: bool = False
     started: bool = False
+    slow: bool = False
     within_s: float = 60
     within_mb: float = math.inf
 
@@ -87,6 +89,8 @@ class Attack:
             here.chmod(0o777)
             said.touch()
             self.make(here)
+            if not self.started:
+                self._import()
             before = self._kept(here)
             pid = child(lambda: self._type(here, said, first))
             try:
@@ -102,6 +106,11 @@ class Attack:
                 taken = most_mb - float(first.read_text())
                 assert taken <= self.within_mb, f"took {taken:.0f} MB"
             self.after(here, said.read_text())
+
+    def _import(self) -> None:
+        """Imports what the row needs, once for all rows: a fork inherits it."""
+        for name in (*_IMPORTED_LATE, PROGRAMS[self.types.split()[0]]):
+            importlib.import_module(name)
 
     def _judge(self, code: int, said: str) -> None:
         words = [self.says] if isinstance(self.says, str) else self.says
@@ -129,10 +138,7 @@ class Attack:
             env = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
             os.execve(sys.executable, [sys.executable, "-m", PROGRAMS[program], *arguments], env)
         sys.stdout, sys.stderr = (open(stream, "w", buffering=1, closefd=False) for stream in (1, 2))
-        if nobody == NOBODY:
-            for name in _IMPORTED_LATE:
-                importlib.import_module(name)
-        act = importlib.import_module(PROGRAMS[program]).act
+        act = sys.modules[PROGRAMS[program]].act
         first.write_text(str(_memory_mb("VmRSS")))
         Path("/proc/self/clear_refs").write_text("5")  # the peak begins from here
         os.seteuid(nobody)

@@ -192,6 +192,7 @@ DATA = [
             says="D/imagesTr/e_0000_0000.nii.gz: is empty (0 bytes); copy it again",
             make=_empty,
             after=_prepared_none,
+            slow=True,
         )
         for program, line in (
             ("train", f"train {TINY.replace('--workers 0', '')} --data D --cache cache"),
@@ -246,6 +247,7 @@ ATTACKS = [
             code=4,
             says="too little memory for the first step: a rank needs",
             within_mb=200,
+            slow=True,
         )
         for side in (2048, 4096)
     ),

@@ -15,7 +15,7 @@ ROWS = [attack for table in TABLES for attack in importlib.import_module(f"tests
 
 @pytest.mark.parametrize(
     "attack",
-    [pytest.param(row, id=row.name, marks=[pytest.mark.started] * row.started) for row in ROWS],
+    [pytest.param(row, id=row.name, marks=[pytest.mark.started] * (row.started or row.slow)) for row in ROWS],
 )
 def test_attack(attack: Attack) -> None:
     attack.carry_out()

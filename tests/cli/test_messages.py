@@ -3,7 +3,7 @@
 import pytest
 
 from seqpar import Layout, SeqParViT, choose_mode
-from seqpar.cli import train
+from seqpar.cli import predict, train
 from seqpar.cluster.exit_codes import run
 from seqpar.settings.config import Config
 from seqpar.text import _FLAGS, in_flags
@@ -30,6 +30,9 @@ def test_arguments_and_names_in_backticks_become_flags() -> None:
     assert in_flags("depth=(2, 2, 6): a smaller `num_ranks`, or keep_kv=True") == (
         "--stage-depths 2 2 6: a smaller --seqpar, or --keep-kv"
     )
+    assert in_flags("window='whole' with RUN: remove it, or add force=True") == (
+        "--window whole with RUN: remove it, or add --force"
+    )
     assert in_flags("rank 1: dropout=0.5 and drop_path=1.5") == "rank 1: --dropout 0.5 and --drop-path 1.5"
 
 
@@ -45,4 +48,6 @@ def test_what_is_no_argument_stays() -> None:
 
 
 def test_every_flag_of_a_message_is_there() -> None:
-    assert {flag.replace("-", "_") for flag in _FLAGS.values()} <= set(Config.__dataclass_fields__)
+    predicts = set(predict._parser()._option_string_actions)
+    trains = {f"--{name.replace('_', '-')}" for name in Config.__dataclass_fields__}
+    assert {f"--{flag}" for flag in _FLAGS.values()} <= trains | predicts

@@ -81,7 +81,7 @@ def test_unshard_joins_what_shard_cuts(world: int, ranks: Callable[..., list]) -
 
 
 def misuse(mesh: Mesh) -> dict[str, str]:
-    net = convert(small(), mesh.seq)
+    net, fresh = convert(small(), mesh.seq), convert(small(), mesh.seq)
     whole = torch.randn(1, 1, 8, 6, 4)
     box = net.shard(whole)
     tries: dict[str, Callable[[], object]] = {
@@ -91,6 +91,7 @@ def misuse(mesh: Mesh) -> dict[str, str]:
         "too small": lambda: net.shard(torch.randn(1, 1, 1, 6, 4)),
         "no image": lambda: net.shard(torch.randn(4, 4)),
         "no output": lambda: net.unshard(torch.randn(4, 4)),
+        "different tiles": lambda: fresh(fresh.shard(whole + mesh.seq.index)),
     }
     words = {}
     for name, act in tries.items():
@@ -109,6 +110,7 @@ def test_misuse_is_refused_in_words_on_all_ranks(ranks: Callable[..., list]) -> 
     assert "(1, 6, 4) cannot be cut into 2 boxes" in first["too small"]
     assert "shard: expected an image (batch, channels, W, D, H)" in first["no image"]
     assert "unshard: expected an image" in first["no output"]
+    assert "ranks 0, 1 shares one tile, but rank 1 cut another than rank 0" in first["different tiles"]
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 import itertools
 from collections.abc import Callable
+from functools import partial
 from math import prod
 from typing import Any
 
@@ -27,13 +28,13 @@ def with_statistics(net: nn.Module) -> int:
     return count(net) + sum(b.numel() for b in net.buffers() if b.is_floating_point())
 
 
-def hou_count(widths: list[int], channels: int, outputs: int) -> int:
+def hou_count(widths: list[int], channels: int, outputs: int, dims: int = 3) -> int:
     """Returns the parameters of four convolutions a level, transposed ones, batch norms and a last convolution."""
     total = outputs * (widths[0] + 1)
     for before, width in itertools.pairwise([channels, *widths]):
-        total += 27 * width * (before + 3 * width) + 8 * width
+        total += 3**dims * width * (before + 3 * width) + 8 * width
     for width, below in itertools.pairwise(widths):
-        total += 8 * below * width + 27 * width * (2 * width + 3 * width) + 8 * width
+        total += 2**dims * below * width + 3**dims * width * (2 * width + 3 * width) + 8 * width
     return total
 
 
@@ -53,6 +54,10 @@ COUNTS: dict[str, tuple[Callable[[], nn.Module], int]] = {
             (512, [32, 64, 128, 256, 512, 1024]),
         )
     },
+    "hou 512 x 512 x 5": (  # whose five slices are channels
+        lambda: hou(1, 3, 512, dims=2),
+        hou_count([32, 64, 128, 256, 512, 1024], 5, 3, dims=2),
+    ),
 }
 
 
@@ -68,6 +73,8 @@ def test_distmis_has_its_parameters_with_the_moving_statistics_of_its_last_axis(
     assert with_statistics(distmis(4, 1, 160)) != 406_793
     lengths = [m.num_features for m in distmis(4, 1).modules() if isinstance(m, nn.BatchNorm3d)]
     assert sorted(set(lengths)) == [19, 38, 76, 152]
+    groups = [m.num_groups for m in distmis(4, 1, norm="group").modules() if isinstance(m, nn.GroupNorm)]
+    assert groups == [19] * 14
 
 
 def test_squeeze_excite_is_what_the_second_lamp_has_more() -> None:
@@ -77,13 +84,22 @@ def test_squeeze_excite_is_what_the_second_lamp_has_more() -> None:
     assert count(squeezed) - count(plain) == sum(2 * w * (w // 16) + w + w // 16 for w in widths)
 
 
-def distmis_reference(state: dict[str, Tensor], x: Tensor) -> Tensor:
-    """Returns DistMIS's function in training, written with torch's functions alone."""
+def distmis_reference(state: dict[str, Tensor], x: Tensor, in_groups: bool = False) -> Tensor:
+    """Returns DistMIS's function in training, written with torch's functions alone.
+
+    - ``in_groups``: with the group norm of its release, whose groups are runs of positions along the last axis
+    """
+    groups = x.shape[-1] // 8  # 19 of 152
 
     def conv(x: Tensor, name: str) -> Tensor:
         y = F.conv3d(x, state[f"{name}.conv.weight"], state[f"{name}.conv.bias"], padding=1)
-        mean, var = y.mean((0, 1, 2, 3)), y.var((0, 1, 2, 3), correction=0)
-        y = (y - mean) / (var + 1e-3).sqrt()
+        if in_groups:
+            runs = y.unflatten(-1, (groups, -1))
+            mean, var = runs.mean((1, 2, 3, 5), True), runs.var((1, 2, 3, 5), correction=0, keepdim=True)
+            y = ((runs - mean) / (var + 1e-3).sqrt()).flatten(-2)
+        else:
+            mean, var = y.mean((0, 1, 2, 3)), y.var((0, 1, 2, 3), correction=0)
+            y = (y - mean) / (var + 1e-3).sqrt()
         return F.relu(y * state[f"{name}.norm.norm.weight"] + state[f"{name}.norm.norm.bias"])
 
     skips = []
@@ -122,9 +138,52 @@ def lamp_reference(state: dict[str, Tensor], x: Tensor) -> Tensor:
     return F.conv3d(x, state["cells.classes0.weight"], state["cells.classes0.bias"], padding=1)
 
 
+def hou_of_slices(state: dict[str, Tensor], slices: Tensor, levels: int) -> Tensor:
+    """Returns the function of Hou's two-dimensional network: logits of the slice between four others, its channels."""
+
+    def conv(x: Tensor, name: str) -> Tensor:
+        weight = state[f"{name}.conv.weight"]
+        weight = weight.movedim(-1, 2).flatten(1, 2) if weight.shape[-1] == 5 else weight[..., 0]
+        y = F.conv2d(x, weight, padding=1)
+        norm = [state[f"{name}.norm.{kind}"] for kind in ("running_mean", "running_var", "weight", "bias")]
+        return F.leaky_relu(F.batch_norm(y, *norm, eps=1e-6), 0.1)
+
+    x, skips = slices, []
+    for level in range(levels):
+        x = F.max_pool2d(x, 2) if level else x
+        for number in range(4):
+            x = conv(x, f"cells.encoder{level}_{number}")
+        skips.append(x)
+    for level in reversed(range(levels - 1)):
+        x = torch.cat([F.conv_transpose2d(x, state[f"cells.up{level}.conv.weight"][..., 0], stride=2), skips[level]], 1)
+        for number in range(4):
+            x = conv(x, f"cells.decoder{level}_{number}")
+    return F.conv2d(x, state["cells.classes0.weight"][..., 0], state["cells.classes0.bias"])
+
+
+def test_hous_baseline_sees_five_slices_as_channels_and_each_slice_by_itself() -> None:
+    net = make("hou 2d").eval()
+    for buffer in net.buffers():
+        if buffer.is_floating_point():
+            buffer += numbers(7, *buffer.shape).abs()
+    state = {key: value.detach() for key, value in net.state_dict().items()}
+    image = numbers(3, 2, 2, 16, 8, 7)
+    with torch.no_grad():
+        logits, slab = net(image), net(image[..., 1:6])
+        for at in (2, 3, 4):
+            channels = image[..., at - 2 : at + 3].movedim(-1, 2).flatten(1, 2)
+            assert relative(logits[..., at], hou_of_slices(state, channels, 3)) < 1e-12
+        assert relative(slab[..., 2], logits[..., 3]) < 1e-12, "the middle slice of five knows all that it needs"
+        assert relative(slab[..., 0], logits[..., 1]) > 1e-3
+
+
 @pytest.mark.parametrize(
     ("name", "reference", "extents"),
-    [("distmis", distmis_reference, (16, 8, 16)), ("lamp", lamp_reference, (64, 32, 32))],
+    [
+        ("distmis", distmis_reference, (16, 8, 16)),
+        ("distmis groups", partial(distmis_reference, in_groups=True), (16, 8, 16)),
+        ("lamp", lamp_reference, (64, 32, 32)),
+    ],
 )
 def test_published_networks_are_the_function_that_was_published(
     name: str, reference: Callable[..., Tensor], extents: tuple[int, ...]
@@ -263,7 +322,7 @@ BAD: dict[str, tuple[Callable[[], object], str]] = {
     "heads": (lambda: Architecture.of(1, 2, (4, 8), heads=2), "2 stages can have 1 to 1"),
     "supervised": (lambda: UNet(Architecture.of(1, 2, (4, 8, 8)), 2), "supervise 1 to 1 levels"),
     "norm": (lambda: Style("layer"), "instance, batch"),
-    "length": (lambda: Style("last axis"), "length of that axis"),
+    "length": (lambda: Style("instance", length=8), "only batch and group norm take the last axis, not 'instance'"),
     "resolution": (lambda: hou(1, 2, 100), "64, 128, 256, 512"),
     "variant": (lambda: distmis(1, 2, variant="paper"), "'code' or 'text'"),
     "distmis's length": (lambda: distmis(1, 1, 155), "multiple of 8"),

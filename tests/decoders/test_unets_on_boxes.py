@@ -27,7 +27,8 @@ OFF_THE_STRIDE = {
 }
 WIDE = {2: ((0, 32, 96), (0, 32), (0, 32)), 4: ((0, 32, 64), (0, 32, 64), (0, 32))}
 WITHOUT_LAST = {2: ((0, 8, 24), (0, 8), (0, 16)), 4: ((0, 8, 24), (0, 8, 16), (0, 16))}
-OF_THREE_STAGES = [name for name in unets.MAKERS if name not in ("distmis", "distmis text", "lamp", "se-lamp")]
+OTHERS = ("distmis", "distmis groups", "distmis text", "lamp", "se-lamp")
+OF_THREE_STAGES = [name for name in unets.MAKERS if name not in OTHERS]
 CASES = {  # of each number of ranks
     2: [
         *(Case(name, UNEVEN[2]) for name in OF_THREE_STAGES),
@@ -35,7 +36,10 @@ CASES = {  # of each number of ranks
         Case("se-lamp", WIDE[2], 2),
     ],
     3: [Case(name, OFF_THE_STRIDE[3]) for name in ("anisotropic", "bottleneck", "batch norm")],
-    4: [*(Case(name, OFF_THE_STRIDE[4]) for name in OF_THREE_STAGES), Case("distmis", WITHOUT_LAST[4])],
+    4: [
+        *(Case(name, OFF_THE_STRIDE[4]) for name in OF_THREE_STAGES),
+        *(Case(name, WITHOUT_LAST[4]) for name in ("distmis", "distmis groups")),
+    ],
     8: [Case("deep supervision", UNEVEN[8]), Case("residual", OFF_THE_STRIDE[8]), Case("batch norm", UNEVEN[8])],
 }
 
@@ -101,5 +105,5 @@ def test_a_cut_last_axis_is_refused_by_all_before_any_message(rank: int) -> None
     """The group has no process group: a message would fail otherwise."""
     net = distmis(1, 1, 16, features=2)
     grid = BoxGrid(((0, 8), (0, 8), (0, 8, 16)), Group("seq", (0, 1), rank))
-    with pytest.raises(ValueError, match="needs it whole"):
+    with pytest.raises(ValueError, match="need it whole"):
         net.on_boxes(torch.zeros(1, 1, *grid.sides), grid)

@@ -57,7 +57,7 @@ def program_of(line: str) -> str:
 
 def short(line: str) -> str:
     """Returns a command with fewer ranks and steps and smaller sizes, but the same flags and files."""
-    line = re.sub("--seqpar [48]", "--seqpar 2", line.replace("srun -n 16", "srun -n 2"))
+    line = re.sub("(--seqpar|--nproc-per-node) [48]", r"\1 2", line.replace("srun -n 16", "srun -n 2"))
     program = program_of(line)
     cache = "cache" if "--data" in line else "phantoms-cache"  # a cache holds one data set
     if program == "plan":

@@ -36,7 +36,7 @@ def test_of_two_steps_beside_each_other_none_fails_unseen(codes: tuple[int, int]
 
 
 def test_what_make_test_leaves_out_is_a_step() -> None:
-    """By a mark: what starts new processes, or a compiler."""
+    """By a mark: what starts processes or a compiler, or computes for long."""
     assert '-m "not started"\n' in (ROOT / "Makefile").read_text()
     assert "-m started\n" in (ROOT / ".ci" / "commands").read_text()
 

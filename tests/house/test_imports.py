@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 COUNT = """
 import atexit, json, runpy, sys
@@ -41,6 +43,7 @@ def test_phantoms_are_made_without_torch_and_most_of_the_package(tmp_path: Path)
     assert {"seqpar.data.phantom.brain", "numpy"} <= modules  # the control
 
 
+@pytest.mark.started
 def test_a_training_imports_what_its_task_needs(tmp_path: Path) -> None:
     run = ("--preset", "debug", "--device", "cpu", "--iterations", "1", "--epochs", "1", "--val-every", "1")
     modules = imported("train", *run, "--out", str(tmp_path / "run"))

@@ -96,6 +96,35 @@ def test_type_checkers_see_the_names_that_are_imported_when_first_used() -> None
 
 
 @pytest.mark.parametrize("name", FOLDERS)
+def test_dir_of_a_folder_shows_its_names_and_nothing_else(name: str) -> None:
+    folder: ModuleType = getattr(seqpar, name)
+    assert sorted(folder.__all__) == dir(folder)
+
+
+def flags_in_errors(code: str) -> list[str]:
+    """Returns the words of each ``raise`` that name a flag."""
+    raised = [node for node in ast.walk(ast.parse(code)) if isinstance(node, ast.Raise)]
+    texts = [
+        n.value for one in raised for n in ast.walk(one) if isinstance(n, ast.Constant) and isinstance(n.value, str)
+    ]
+    return [text for text in texts if re.search(r"--[a-z]", text)]
+
+
+def test_errors_of_the_library_name_arguments_and_no_flags() -> None:
+    """The command line puts flags in the place of arguments; a person who called a function has none."""
+    folders = ("attention", "conversion", "losses", "parallel", "pipeline", "spatial", "vit", "decoders")
+    root = Path(seqpar.__file__).parent
+    files = {path for folder in folders for path in (root / folder).rglob("*.py")}
+    files |= {Path(inspect.getfile(offered)) for offered in OFFERED.values() if callable(offered)}
+    files |= {root / "models" / f"{name}.py" for name in ("cell_network", "network", "pipelined", "token_network")}
+    files |= {root / "weights" / "weight_files.py"}
+    ours = [path for path in files if "torch" not in path.parts]
+    assert len(ours) > 90
+    assert {path.name: found for path in ours if (found := flags_in_errors(path.read_text()))} == {}
+    assert flags_in_errors('raise ValueError(f"tile={tile}: use a larger --tile")') == [": use a larger --tile"]
+
+
+@pytest.mark.parametrize("name", FOLDERS)
 def test_each_folder_says_in_a_line_what_each_of_its_names_is(name: str) -> None:
     folder: ModuleType = getattr(seqpar, name)
     lines = [line for line in (folder.__doc__ or "").splitlines() if line.startswith("- ")]

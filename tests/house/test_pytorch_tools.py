@@ -54,6 +54,7 @@ def test_each_tool_trains_on_two_ranks_what_one_process_trains(
     assert max(relative(state[name], weight) for name, weight in alone[1].items()) < 1e-9
 
 
+@pytest.mark.started
 @pytest.mark.parametrize("name", ["convert-your-network", "two-dimensions"])
 def test_a_converted_network_trains_on_two_ranks_what_one_process_trains(name: str, tmp_path: Path) -> None:
     pytest.importorskip("monai.networks.nets")  # here, not in every rank
@@ -69,6 +70,7 @@ def test_a_converted_network_trains_on_two_ranks_what_one_process_trains(name: s
     assert max(relative(two[key], weight) for key, weight in one.items() if weight.ndim > 1) < 1e-9
 
 
+@pytest.mark.started
 def test_a_monai_script_becomes_one_of_two_ranks_by_few_lines(tmp_path: Path) -> None:
     """The plain script is what the diff starts from; both print the same, and save what MONAI loads."""
     nets = pytest.importorskip("monai.networks.nets")  # here, not in every rank

@@ -34,12 +34,12 @@ def test_encoders_have_equal_parameters_tiles_and_steps(scale: str) -> None:
 
 
 def test_verdicts_rank_encoders_by_steps_time_and_memory(tmp_path: Path) -> None:
-    """Of arms whose n-th has Dice 0.1 n, memory 100 n and steps of n seconds."""
+    """Of arms whose n-th has Dice 0.3 + 0.1 n, memory 100 n and steps of n seconds."""
     results = made_up(17, tmp_path)
     lines = figures.FIGURES[17].judge(results)
     assert lines[0] == "Encoders: parameters: plain 1, hierarchical 2, hierarchical, windows 3"
-    assert "hierarchical, windows 0.300; hierarchical, windows is highest, by 0.1" in lines[1]
-    assert "to Dice 0.1: plain 4 s (step 4), hierarchical 4 s (step 2), hierarchical, windows 6 s (step 2)" in lines[4]
+    assert "hierarchical, windows 0.600; hierarchical, windows is highest, by 0.1" in lines[1]
+    assert "to Dice 0.4: plain 4 s (step 4), hierarchical 8 s (step 4), hierarchical, windows 12 s (step 4)" in lines[4]
     assert lines[5].startswith("Encoders: hierarchical, windows differs from hierarchical: largest difference of the D")
     assert lines[6] == "Encoders: hierarchical is the same as plain: largest difference of the training loss 0"
     assert lines[8:] == [

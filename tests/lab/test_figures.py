@@ -4,6 +4,7 @@ import csv
 import io
 import json
 import os
+import re
 import signal
 from collections.abc import Iterator, Sequence
 from contextlib import redirect_stdout
@@ -61,6 +62,8 @@ def test_a_run_of_both_figures_is_made_once_and_all_are_run_folders(drawn: tuple
     for name in runs:
         assert json.loads((out / "runs" / name / "status.json").read_text())["state"] == "finished"
     assert sum("begins" in line for line in said) == 5 and sum("has finished" in line for line in said) == 1
+    starts = [line for line in said if line.startswith("figure 5: ")]
+    assert len(starts) == 1 and re.search(r"; about \d+:\d\d of steps by the planner$", starts[0])
 
 
 def test_points_and_pictures_are_those_of_the_journals(drawn: tuple[Path, list[str]]) -> None:
@@ -79,12 +82,13 @@ def test_points_and_pictures_are_those_of_the_journals(drawn: tuple[Path, list[s
 
 
 def test_the_same_command_repeats_nothing_and_another_is_refused(
-    drawn: tuple[Path, list[str]], monkeypatch: pytest.MonkeyPatch
+    drawn: tuple[Path, list[str]], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out, _ = drawn
     line = json.loads((out.parent / "line.json").read_text())
     monkeypatch.setattr(one_by_one, "start_ranks", lambda *of: pytest.fail("a run was repeated"))
     assert figures.act(line) == 0
+    assert capsys.readouterr().out.count("; its runs have finished") == 2
     with pytest.raises(ValueError, match=r"was made with --lr 0\.01, and now --lr 0\.02: name another --out"):
         figures.act([*line, "--lr", "0.02"])
 
@@ -189,3 +193,11 @@ def test_the_list_says_what_each_shows(capsys: pytest.CaptureFixture[str]) -> No
     assert figures.act(["--list"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [int(line.split()[0]) for line in lines] == list(figures.FIGURES)
+
+
+def test_a_laptop_learns_whole_tumours_unless_it_has_data_of_its_own() -> None:
+    """The parts of the built-in tumours would take more steps than there is time for."""
+    for typed, joined in (({}, {"tumour=1,2,3"}), ({"data": "/DATA"}, {""})):
+        every = [runs_of(figures.FIGURES[number], FigureRequest("laptop", typed), SCALES) for number in (5, 6, 7, 8)]
+        configs = [config_of(one) for runs in every for of_arm in runs.values() for one in of_arm]
+        assert {config.join_labels for config in configs} == joined and len(configs) == 14

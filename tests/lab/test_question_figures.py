@@ -16,6 +16,8 @@ from lab.figures.figure_files import write_figure
 from lab.figures.paper_figures import SCALES
 from seqpar.data.phantom.anatomy import FIELD_OF_VIEW
 from seqpar.data.phantom.brain import DEFAULT_SIZE, make_case
+from seqpar.models.build import build_on_meta
+from seqpar.parallel.mesh import Group
 from seqpar.report.curves import Bars, Diagram, points_of
 from seqpar.sweeps.costs import RunCost, plan_of
 from seqpar.sweeps.planned_run import config_of
@@ -25,7 +27,7 @@ DEBUG = FigureRequest("debug")
 
 
 def made_up(number: int, root: Path, reach: float = 0.8) -> Results:
-    """Returns the results of a figure whose n-th arm (from 1) has Dice 0.1 n, memory 100 n and steps of n seconds."""
+    """Returns results of a figure whose n-th arm (from 1) has Dice 0.3 + 0.1 n, memory 100 n and steps of n seconds."""
     runs = dict[str, list[Path]]()
     for n, (label, (planned,)) in enumerate(runs_of(figures.FIGURES[number], DEBUG, SCALES).items(), 1):
         out = root / planned.name
@@ -34,8 +36,8 @@ def made_up(number: int, root: Path, reach: float = 0.8) -> Results:
             out / "config.json", {"config": config, "layout": {"parameters": {"net": n}, "ranks": planned.ranks}}
         )
         rows = [{"kind": "train", "step": s, "loss": 1.0, "seconds": n, "peak_mem_mb": 100.0 * n} for s in range(4)]
-        dice = {"kind": "val", "loss": 1.0, "windows": {"sliding": 0.1, "whole": 0.3}}
-        rows += [{**dice, "step": step, "dice": {"a": 0.1 * n * step / 4}} for step in (2, 4)]
+        dice = {"kind": "val", "loss": 1.0, "windows": {"sliding": 0.4, "whole": 0.6}}
+        rows += [{**dice, "step": step, "dice": {"a": (0.3 + 0.1 * n) * step / 4}} for step in (2, 4)]
         (out / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
         runs[label] = [out]
     return Results(runs, reach)
@@ -73,15 +75,15 @@ def test_figures_10_and_13_rank_networks(tmp_path: Path) -> None:
     lines = figures.FIGURES[13].judge(made_up(13, tmp_path))
     assert lines[0].startswith("Networks: parameters: no skips (plain) 1, skips (UNETR) 2")
     assert "U-Net (nnU-Net's plain) is highest, by 0.1" in lines[1]
-    assert lines[-1].startswith("Networks: to Dice 0.1: no skips (plain) 4 s (step 4), skips (UNETR) 4 s (step 2)")
+    assert lines[-1].startswith("Networks: to Dice 0.4: no skips (plain) 4 s (step 4), skips (UNETR) 8 s (step 4)")
 
 
 def test_figure_14_tells_who_reaches_a_dice(tmp_path: Path) -> None:
-    results = made_up(14, tmp_path, reach=0.5)
+    results = made_up(14, tmp_path, reach=0.8)
     (line,) = question_figures.judge_reach(results)
     assert "skips (UNETR), patch 8 never" in line and "no skips (Primus), patch 16 20 s (step 4)" in line
     curves, bars = question_figures.draw_reach(results)
-    assert isinstance(curves, Diagram) and isinstance(bars, Bars) and bars.quantity == "seconds to Dice 0.5"
+    assert isinstance(curves, Diagram) and isinstance(bars, Bars) and bars.quantity == "seconds to Dice 0.8"
     assert bars.values["no skips (Primus), patch 16"] == {"seconds to Dice": 20.0}
     assert bars.values["skips (UNETR), patch 8"] == {}
     write_figure(figures.FIGURES[14], results, "debug", tmp_path)
@@ -105,7 +107,7 @@ def test_figure_12_compares_windows_of_one_network(tmp_path: Path, monkeypatch: 
     of_case = {"sliding": window_figure.Prediction(4.0, 3.0), "whole": window_figure.Prediction(1.0, 1.1)}
     monkeypatch.setattr(window_figure, "predictions", lambda run: of_case)
     lines = window_figure.judge(made_up(12, tmp_path))
-    assert "sliding windows 0.100, whole pass 0.300; whole pass is highest, by 0.2" in lines[0]
+    assert "sliding windows 0.400, whole pass 0.600; whole pass is highest, by 0.2" in lines[0]
     assert "takes 0.25 of the time of sliding windows" in lines[2]
     assert "3 times as much as elsewhere (sliding windows), 1.1 times" in lines[3]
     bars = window_figure.draw(made_up(12, tmp_path))[-1]
@@ -140,6 +142,23 @@ def test_figure_16_compares_tiles_at_equal_voxels_a_step(tmp_path: Path) -> None
     )
 
 
+def test_figure_18_has_the_published_network_at_each_resolution_and_on_slabs(tmp_path: Path) -> None:
+    for scale, sides in tile_figure.CUBES.items():
+        runs = runs_of(figures.FIGURES[18], FigureRequest(scale), SCALES)
+        *cubes, slab = configs = [config_of(one) for (one,) in runs.values()]
+        assert [config.tile for config in cubes] == [(side,) * 3 for side in sides]
+        assert slab.tile == (sides[-1], sides[-1], 5) and slab.spacing == cubes[-1].spacing
+        assert [config.network for config in configs] == ["unet-hou"] * 3 + ["unet-hou-2d"]
+        widths = [build_on_meta(config, Group("seq"), 4, 2).unet.architecture.features for config in configs]
+        assert {own[-1] for own in widths} == {1024 if scale == "paper" else 32}, "the coarsest level is that of all"
+        assert {(config.loss, config.loss_weights) for config in configs} == {("lesion-dice-ce", (0.45, 0.45, 0.1))}
+    spacings = [config_of(one).spacing for (one,) in runs_of(figures.FIGURES[18], DEBUG, SCALES).values()]
+    coarse, middle = (np.array(spacing.split(","), float) for spacing in spacings[:2])
+    assert np.allclose(coarse, 2 * middle, rtol=1e-3)
+    lines = figures.FIGURES[18].judge(made_up(18, tmp_path))
+    assert "tile 16x16x16 0.400" in lines[0] and "2D 48x48x5 is highest" in lines[0] and len(lines) == 4
+
+
 def test_figure_16_at_laptop_has_tiles_within_whole_cases_of_as_many_voxels() -> None:
     """A built-in brain, cropped and resampled, is larger than a tile of 96 in every direction."""
     runs = runs_of(figures.FIGURES[16], FigureRequest("laptop"), SCALES)
@@ -157,6 +176,7 @@ def test_figure_16_at_laptop_has_tiles_within_whole_cases_of_as_many_voxels() ->
     assert "--data" in flags and not {"--spacing", "--phantoms", "--join-labels"} & set(flags)
 
 
+@pytest.mark.started
 def test_a_whole_volume_is_planned_by_the_size_of_the_cases() -> None:
     (whole,) = runs_of(figures.FIGURES[16], DEBUG, SCALES)["whole volumes"]
     (small,) = runs_of(figures.FIGURES[16], DEBUG, SCALES)["small tiles"]

@@ -97,11 +97,27 @@ def test_the_first_to_reach_a_value_is_the_quickest_in_seconds() -> None:
     words = first_to_reach("Networks", "Dice", [quick, slow, curve("primus", FALLING)], 0.8)
     assert "unetr 1 s (step 20), plain 4 s (step 20), primus 1 s (step 10)" in words
     assert reached(slow, 0.99).seconds is None
-    assert plateau(Curve("plain", (10, 20), ((0.61, 0.12396),))) == 0.61
-    own = Curve("plain", (10, 20), ((0.1, 0.1239),), (2.0, 4.0))
-    assert plateau(own) == 0.123 and reached(own, plateau(own)).step == 20
+    assert plateau([Curve("plain", (10, 20), ((0.61, 0.12396),))]) == 0.61
+    own = Curve("plain", (10, 20), ((0.3, 0.4239),), (2.0, 4.0))
+    assert plateau([own]) == 0.423 and reached(own, plateau([own])).step == 20
     assert "plain never; none reaches it" in first_to_reach("Networks", "Dice", [slow], 0.99)
 
 
 def test_labels_are_listed_in_short_where_they_differ_by_a_number() -> None:
     assert listed(["SeqPar 1", "SeqPar 2"]) == "SeqPar 1, 2" and listed(["Gather 2", "halo 2"]) == "Gather 2, halo 2"
+
+
+def test_nothing_is_said_of_a_network_that_has_not_learned() -> None:
+    """A Dice below 0.3 at every step, in the mean over the seeds, has no rank, no difference and no time."""
+    idle, able = curve("patch 16", (0.0, 0.01, 0.013, 0.0)), curve("patch 8", (0.0, 0.1, 0.4, 0.35))
+    words = highest("Patches", "Dice", [idle, able])
+    assert words.endswith("patch 16 0.000, patch 8 0.350; patch 16 has not learned")
+    none = "Patches: patch 16 has not learned: Dice is at most 0.013, and 0.3 is needed to compare"
+    assert differ("Patches", "Dice", idle, able) == differ("Patches", "Dice", able, idle) == none
+    assert coincide("Patches", "Dice", [idle, idle], 1e-9) == none.replace("16 has", "16, 16 have")
+    assert "differs from patch 16" in differ("Patches", "training loss", idle, able), "a loss is compared all the same"
+    assert plateau([idle, able]) == 0.4 and plateau([idle]) == 0.0
+    assert "says nothing below 0.3" in first_to_reach("Patches", "Dice", [idle, able], plateau([idle]))
+    assert "patch 16 never" in first_to_reach("Patches", "Dice", [idle, able], plateau([idle, able]))
+    of_seeds = curve("patch 8", (0.0, 0.0, 0.0, 0.2), (0.0, 0.0, 0.0, 0.38))
+    assert "patch 8 has not learned" in highest("Patches", "Dice", [of_seeds])

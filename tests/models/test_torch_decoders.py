@@ -81,7 +81,7 @@ def cells_on_ranks(mesh: Mesh) -> dict[str, bool | str]:
 def test_as_cells_of_a_pipe_they_are_refused_in_halo_too() -> None:
     for results in run_ranks(2, cells_on_ranks):
         assert results["gather"] is results["swap"] is True
-        assert "--mode halo: each of 2 ranks decodes a box, and TorchDecoder returned no box grid" in str(
+        assert "mode='halo': each of 2 ranks decodes a box, and TorchDecoder returned no box grid" in str(
             results["halo"]
         )
 
@@ -111,8 +111,8 @@ def test_on_several_ranks_they_are_exact_in_gather_and_swap_and_refused_in_halo(
             assert "TorchDecoder returned int next to its logits, but None is needed" in result
         else:
             beside = "no box grid" if ends in ("alone", "with nothing") else "another box grid"
-            assert f"--mode halo: each of 2 ranks decodes a box, and TorchDecoder returned {beside}" in result
-            assert "It works with --mode gather or swap; for halo build it of seqpar.spatial" in result
+            assert f"mode='halo': each of 2 ranks decodes a box, and TorchDecoder returned {beside}" in result
+            assert "It works with mode='gather' or mode='swap'; for halo build it of seqpar.spatial" in result
 
 
 @pytest.mark.parametrize("mode", ["gather", "halo"])

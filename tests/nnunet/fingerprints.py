@@ -8,7 +8,7 @@ from typing import Any
 import nibabel
 import numpy as np
 
-from tests.nnunet.real_nnunet import oblique, set_paths
+from tests.nnunet.real_nnunet import fork_pools, oblique, set_paths
 
 DRAWN = 1_000_000  # voxels in the statistics; nnU-Net draws a hundred times as many
 LABELS = {"background": 0, "organ": 1, "tumour": 2}
@@ -119,6 +119,7 @@ def told(root: Path, name: str) -> dict[str, Any]:
 if __name__ == "__main__":  # ROOT OUT: makes the data sets, writes what nnU-Net says of them
     root, out = map(Path, sys.argv[1:])
     set_paths(root)
+    fork_pools()
     said = {}
     for name in DATASETS:
         make_dataset(root / "nnUNet_raw", name)

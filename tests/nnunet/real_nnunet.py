@@ -1,10 +1,14 @@
 """Generated data sets on which the real nnU-Net plans, trains for a few iterations and validates, on a CPU."""
 
 import importlib
+import itertools
 import json
+import multiprocessing
 import os
+import socket
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +18,7 @@ import numpy as np
 STAGES, FEATURES, ITERATIONS = 3, (6, 8, 10), 8
 PLAIN, REGIONS = "Dataset101_Plain", "Dataset102_Regions"
 PLANS = {PLAIN: "nnUNetPlans", REGIONS: "nnUNetResEncUNetMPlans"}
-PATCHES = {PLAIN: (8, 24, 24), REGIONS: (16, 16, 16)}  # in nnU-Net's axes; smaller than the cases
+PATCHES = {PLAIN: (12, 32, 32), REGIONS: (24, 24, 24)}  # in nnU-Net's axes; smaller than the cases
 
 
 def oblique(spacing: Sequence[float], flips: Sequence[int]) -> np.ndarray:
@@ -70,7 +74,13 @@ def set_paths(root: Path) -> None:
     for name in ("raw", "preprocessed", "results"):
         os.environ[f"nnUNet_{name}"] = str(root / f"nnUNet_{name}")
         (root / f"nnUNet_{name}").mkdir(parents=True, exist_ok=True)
-    os.environ |= {"nnUNet_def_n_proc": "2", "nnUNet_compile": "f"}
+    os.environ |= {"nnUNet_def_n_proc": "1", "nnUNet_compile": "f"}
+
+
+def fork_pools() -> None:
+    """Lets nnU-Net's pools of processes be forked: most of the time of short work is else spent on imports."""
+    context = multiprocessing.get_context
+    multiprocessing.get_context = lambda method=None: context("fork" if method == "spawn" else method)  # type: ignore
 
 
 def plan_and_train(root: Path, name: str) -> Path:
@@ -113,31 +123,87 @@ def plan_and_train(root: Path, name: str) -> Path:
     return Path(trainer.output_folder_base)
 
 
-def ten_losses(name: str, trainer_name: str, out: Path) -> None:
-    """Trains ten iterations on fold 1 with a trainer that nnU-Net finds, and validates; writes the losses."""
-    import torch
-    from nnunetv2.run.run_training import get_trainer_from_args
+class Killed(BaseException):
+    """Ends a training after its first epoch."""
 
+
+def use_small_trainers(out: Path, ends: bool) -> Any:
+    """Lets nnU-Net's command make trainers of two epochs of five iterations, for CPUs; returns its module.
+
+    - ``out``: file to which the first rank adds the losses
+    - ``ends``: end the training after the first epoch, as if it had been killed
+    """
     let_torchvision_load()
+    import torch
+    from nnunetv2.run import run_training as command
+
     set_float_sums()
     os.environ |= {"nnUNet_n_proc_DA": "0"}
     torch.set_num_threads(1)
-    trainer = get_trainer_from_args(name, "3d_fullres", 1, trainer_name, PLANS[name], device=torch.device("cpu"))
-    trainer.num_epochs, trainer.num_iterations_per_epoch, trainer.num_val_iterations_per_epoch = 1, 10, 1
-    torch.manual_seed(0)
-    np.random.seed(0)
-    losses, step = list[float](), trainer.train_step
+    make = command.__dict__.setdefault("theirs", command.get_trainer_from_args)
+    cpu = torch.device("cpu")
 
-    def recorded(batch: dict[str, Any]) -> dict[str, Any]:
-        result = step(batch)
-        losses.append(float(result["loss"]))
-        return result
+    def small(*arguments: Any, **named: Any) -> Any:
+        trainer = make(*arguments, **(named | {"device": cpu}))
+        trainer.device, trainer.grad_scaler, trainer.save_every = cpu, None, 1
+        trainer.num_epochs, trainer.num_iterations_per_epoch, trainer.num_val_iterations_per_epoch = 2, 5, 1
+        losses, step, end = list[float](), trainer.train_step, trainer.on_epoch_end
 
-    trainer.train_step = recorded
-    trainer.run_training()
-    trainer.perform_actual_validation()
-    if trainer.local_rank == 0:
-        out.write_text(json.dumps({"losses": losses, "folder": trainer.output_folder}))
+        def recorded(batch: dict[str, Any]) -> dict[str, Any]:
+            result = step(batch)
+            losses.append(float(result["loss"]))
+            return result  # type: ignore[no-any-return]
+
+        def ended() -> None:
+            end()
+            if trainer.local_rank == 0:
+                said = json.loads(out.read_text())["losses"] if out.exists() else []
+                out.write_text(json.dumps({"losses": said + losses, "folder": trainer.output_folder}))
+                losses.clear()
+            if ends:
+                raise Killed
+
+        trainer.train_step, trainer.on_epoch_end = recorded, ended
+        torch.manual_seed(0)
+        np.random.seed(0)
+        return trainer
+
+    command.get_trainer_from_args = small
+    return command
+
+
+def train_by_command(name: str, trainer: str, out: Path, part: str) -> None:
+    """Trains on fold 1 as nnUNetv2_train does, with its validation: "whole", or "continue", which is --c, or "begin",
+    which ends after an epoch.
+    """
+    command = use_small_trainers(out, part == "begin")
+    with suppress(Killed):
+        command.run_training(name, "3d_fullres", 1, trainer, PLANS[name], continue_training=part == "continue")
+
+
+def begin_by_num_gpus(rank: int, name: str, trainer: str, out: Path) -> None:
+    """What -num_gpus 2 starts on each rank, with gloo in the place of NCCL, up to the end of an epoch."""
+    command = use_small_trainers(out, True)
+    import torch
+
+    command.setup_ddp = lambda rank, world_size: torch.distributed.init_process_group(
+        "gloo", None, None, world_size, rank
+    )
+    torch.cuda.set_device = lambda device: None
+    try:
+        command.run_ddp(rank, name, "3d_fullres", 1, trainer, PLANS[name], False, False, False, None, False, False, 2)
+    except Killed:
+        torch.distributed.barrier()
+
+
+def start_num_gpus(*arguments: Any) -> None:
+    """Starts two ranks as nnU-Net does."""
+    import torch
+
+    with socket.socket() as free:
+        free.bind(("", 0))
+        os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(free.getsockname()[1])}
+    torch.multiprocessing.spawn(begin_by_num_gpus, arguments, nprocs=2)
 
 
 def primus(version: str, sides: tuple[int, ...]) -> Any:
@@ -182,25 +248,25 @@ def let_torchvision_load() -> None:
 
 def predicted(model: Path, images: Path, out: Path, sums: str = "float") -> Path:
     """Predicts with nnU-Net from a results folder, with sums in float32 or as it has them; returns the label maps."""
+    let_torchvision_load()
     import torch
     from nnunetv2.inference.predict_from_raw_data import nnUNetPredictor
 
-    if sums == "float":
-        set_float_sums()
+    set_float_sums(sums == "float")
     predictor = nnUNetPredictor(perform_everything_on_device=False, device=torch.device("cpu"))
-    predictor.initialize_from_trained_model_folder(str(model), None, "checkpoint_final.pth")
+    predictor.initialize_from_trained_model_folder(str(model), (0,), "checkpoint_final.pth")
     out.mkdir()
     predictor.predict_from_files_sequential(str(images), str(out), save_probabilities=False)
     return out
 
 
-def set_float_sums() -> None:
+def set_float_sums(on: bool = True) -> None:
     """Lets nnU-Net add up windows in float32, as is done here, in place of half precision."""
     import nnunetv2.inference.predict_from_raw_data as predictions
     import torch
 
     class Torch:
-        half = torch.float32
+        half = torch.float32 if on else torch.half
 
         def __getattr__(self, name: str) -> Any:
             return getattr(torch, name)
@@ -208,14 +274,57 @@ def set_float_sums() -> None:
     predictions.torch = Torch()
 
 
-if __name__ == "__main__":  # train ROOT NAME ...; predict ROOT MODEL IMAGES OUT SUMS; losses ROOT NAME TRAINER OUT
-    act, root, *words = sys.argv[1:]
-    set_paths(Path(root))
-    if act == "predict":
-        predicted(*map(Path, words[:3]), *words[3:])
-    elif act == "losses":
-        ten_losses(words[0], words[1], Path(words[2]))
+def find_best(root: Path, name: str, trainers: Sequence[str], out: Path) -> None:
+    """Lets nnU-Net compare trainers over three folds, and each two together; writes their Dice and which is best."""
+    from nnunetv2.evaluation.find_best_configuration import find_best_configuration
+
+    models = [{"plans": "nnUNetPlans", "configuration": "3d_fullres", "trainer": trainer} for trainer in trainers]
+    told = find_best_configuration(name, models, folds=(0, 1, 2), num_processes=1)
+    best = told["best_model_or_ensemble"]
+    chosen = [model["trainer"] for model in best["selected_model_or_models"]]
+    content = {
+        "dice": list(told["all_results"].values()), "best": chosen,
+        "after": best["result_on_crossval_post_pp"],
+    }  # fmt: skip
+    out.write_text(json.dumps(content))
+
+
+def act(root: Path, what: str, *words: str) -> None:
+    """Does one of: ours PROGRAM ARGUMENTS; train NAME; losses NAME TRAINER OUT PART; num_gpus NAME TRAINER OUT;
+    predict MODEL IMAGES OUT SUMS; ensemble A B OUT; postprocessing PREDICTIONS TRUTH PLANS DATASET;
+    best NAME TRAINERS OUT.
+    """
+    if what == "train":
+        make_dataset(root / "nnUNet_raw", words[0])
+        plan_and_train(root, words[0])
+    elif what == "losses":
+        train_by_command(words[0], words[1], Path(words[2]), words[3])
+    elif what == "num_gpus":
+        start_num_gpus(words[0], words[1], Path(words[2]))
+    elif what == "ours":
+        from seqpar.data.preparation import recipe_survey
+
+        recipe_survey.SAMPLED_VOXELS = 60_000  # as above
+        assert importlib.import_module(f"seqpar.cli.{words[0]}").act(words[1:]) == 0, words
+    elif what == "ensemble":
+        from nnunetv2.ensembling.ensemble import ensemble_folders
+
+        ensemble_folders([*words[:2]], words[2], num_processes=1)
+    elif what == "postprocessing":
+        from nnunetv2.postprocessing.remove_connected_components import determine_postprocessing
+
+        determine_postprocessing(*words, num_processes=1)
+    elif what == "best":
+        find_best(root, words[0], words[1].split(), Path(words[2]))
     else:
-        for name in words:
-            make_dataset(Path(root) / "nnUNet_raw", name)
-            plan_and_train(Path(root), name)
+        predicted(*map(Path, words[:3]), *words[3:])
+
+
+if __name__ == "__main__":  # ROOT ACT WORDS + ACT WORDS + ...
+    root, line = Path(sys.argv[1]), sys.argv[2:]
+    set_paths(root)
+    if "num_gpus" not in line:
+        fork_pools()
+    for between, words in itertools.groupby(line, "+".__eq__):
+        if not between:
+            act(root, *words)

@@ -153,7 +153,7 @@ def half_logits(mesh: Mesh, model: str, image: torch.Tensor) -> torch.Tensor:
 
 
 def test_a_whole_pass_needs_force_as_it_is_another_function(place: Path) -> None:
-    with pytest.raises(ValueError, match="--window whole .* another function than nnU-Net trained.*--force"):
+    with pytest.raises(ValueError, match="window='whole' .* another function than nnU-Net trained.*force=True"):
         act(place, place / "model", "--window", "whole")
     assert not (place / "out").exists()
     flags = ["--folds", "0", "--mirror", "none"]
@@ -166,7 +166,7 @@ def test_a_predictor_needs_force_for_a_whole_pass_as_the_command_line_does(place
     image = np.ones((2, 12, 14, 17), np.float32)
     with pytest.raises(ValueError, match="another function than nnU-Net trained.*force=True"):
         Predictor.from_run(place / "model", settings=PredictionSettings("whole"))
-    with pytest.raises(ValueError, match="--force would do nothing"):
+    with pytest.raises(ValueError, match="force=True would do nothing"):
         Predictor.from_run(place / "model", settings=PredictionSettings("sliding", force=True))
     whole = Predictor.from_run(place / "model", settings=PredictionSettings("whole", force=True))
     with pytest.raises(ValueError, match="another function"):
@@ -211,7 +211,7 @@ def test_flags_and_folders_that_do_not_fit_are_refused(place: Path, capfd: pytes
     run = make_run(place / "run")
     with pytest.raises(ValueError, match="--folds 0: .* is no results folder"):
         act(place, run, "--folds", "0")
-    with pytest.raises(ValueError, match="--force would do nothing"):
+    with pytest.raises(ValueError, match="force=True would do nothing"):
         act(place, run, "--force")
     with pytest.raises(ValueError, match=r"their axes are nnU-Net's \(SimpleITKIO, transposed 1 0 2\) and canonical"):
         predict.act([str(model), str(run), "-i", str(place / "images"), "-o", str(place / "out")])

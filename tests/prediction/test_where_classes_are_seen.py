@@ -106,6 +106,7 @@ def test_one_bright_voxel_is_seen_where_it_is(tile: tuple[int, int, int]) -> Non
             assert np.argwhere(seen == seen.max()).tolist() == [[32 + margin] * 3], way
 
 
+@pytest.mark.started
 def test_demented_brains_are_told_by_the_region_that_shrinks() -> None:
     """By the map that --explain draws, three times as much of it as by chance, and more than of a map of the brain.
 

@@ -111,7 +111,7 @@ def test_what_is_no_exported_run_is_named_with_what_to_do(run, tmp_path) -> None
     with pytest.raises(ValueError, match=r"name it a\.tar\.zip"):
         export([str(run), str(tmp_path / "a.tar")])
     assert export([str(run), str(archive)]) == 0
-    with pytest.raises(ValueError, match="--checkpoint latest: .* one set of weights"):
+    with pytest.raises(ValueError, match="checkpoint='latest': .* one set of weights"):
         act(tmp_path, archive, "--checkpoint", "latest")
     whole = archive.read_bytes()
     archive.write_bytes(whole[: len(whole) // 2])

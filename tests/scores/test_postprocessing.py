@@ -4,13 +4,15 @@ import json
 import shutil
 from pathlib import Path
 
+import nibabel
 import numpy as np
 import pytest
 
 from seqpar.cli import evaluate
 from seqpar.cluster.exit_codes import run
+from seqpar.data.geometry import to_canonical
 from seqpar.scores.postprocessing import keep_largest, read_postprocessing
-from tests.support.label_folders import evaluate_folders, random_labels, save
+from tests.support.label_folders import OBLIQUE, evaluate_folders, random_labels, save
 
 PLAIN = {"background": 0, "organ": 1, "tumour": 2}
 
@@ -86,6 +88,51 @@ def test_folds_are_taken_together(place: Path, capfd) -> None:
     assert f"best of 2 by mean Dice over 3 cases: {results}" in said
     assert f"predict.py {results} -i IMAGES -o PREDICTIONS --postprocessing {results / 'postprocessing.json'}" in said
     assert all(path.read_text() == '{"mean": {}}' for path in results.glob("fold_*/validation/summary.json"))
+
+
+def save_probabilities(place: Path, labels: np.ndarray, wrong: int, reader: str, declared: dict) -> None:
+    """Writes a label map with a slab of a wrong class, and probabilities that are 0.6 sure of it, as nnU-Net does."""
+    shown = labels.copy()
+    shown[wrong] = (labels[wrong] + 1) % 3
+    save(place, shown)
+    sure = np.where(np.arange(len(labels)) == wrong, 0.6, 1.0)[:, None, None]
+    shares = np.stack([(shown == n) * sure + (labels == n) * (1 - sure) for n in range(3)])
+    if declared.get("regions_class_order"):
+        shares = np.stack([shares[1] + shares[2], shares[2]])
+    if reader.endswith("WithReorient"):
+        shares = to_canonical(shares, "".join(nibabel.aff2axcodes(OBLIQUE)))
+    folder = place.parent / "npz" if "fold_" not in str(place) else place.parent
+    folder.mkdir(exist_ok=True)
+    np.savez_compressed(folder / f"{place.name[:2]}.npz", probabilities=shares.transpose(0, 3, 2, 1).astype(np.float32))
+    for name, content in (("plans", {"image_reader_writer": reader}), ("dataset", declared)):
+        top = place.parents[2] if "fold_" in str(place) else folder
+        (top / f"{name}.json").write_text(json.dumps(content))
+
+
+@pytest.mark.parametrize("regions", [False, True])
+def test_averages_of_two_take_part_where_their_probabilities_are_there(place: Path, capfd, regions: bool) -> None:
+    """One has nnU-Net's, and validated three folds; the other has ours, and another reader."""
+    declared = {"labels": PLAIN | {"organ": [1, 2]} if regions else PLAIN, "channel_names": {"0": "T1"}}
+    declared |= {"regions_class_order": [1, 2]} if regions else {}
+    (place / "dataset.json").write_text(json.dumps(declared))
+    results, own = place / "nnUNetTrainer__nnUNetPlans__3d_fullres", place / "own"
+    for n in range(3):
+        validated = results / f"fold_{n}" / "validation" / f"c{n}.nii.gz"
+        save_probabilities(validated, random_labels(n), 4, "SimpleITKIO", declared)
+        save_probabilities(own / f"c{n}.nii.gz", random_labels(n), 6, "NibabelIOWithReorient", declared)
+    assert act(place, str(results), str(own), str(place / "specks"), "--find-best") == 0
+    said = capfd.readouterr().out
+    assert f"best of 4 by mean Dice over 3 cases: the mean of {results} and {own}\n" in said
+    said = said[said.index("best of 4") :]
+    assert f"  1.0000  the mean of {results} and {own}\n" in said and said.count("  1.0000  ") == 1
+    assert f"{place / 'specks'} has none" in said and "predict as for" in said and "names both runs" in said
+    folder = place / "ensembles" / "ensemble___nnUNetTrainer__nnUNetPlans__3d_fullres___own"
+    assert read_postprocessing(folder / "postprocessing.json") == ()
+    with np.load(own / "npz" / "c1.npz") as content:
+        short = content["probabilities"][:, :-1]
+    np.savez_compressed(own / "npz" / "c1.npz", probabilities=short)
+    assert act(place, str(results), str(own), "--find-best") == 3
+    assert "c1.npz: holds (" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize(("name", "text"), [("summary.json", '{"mean": {"1": {"Dice": 1}}}'), ("metrics.csv", "a,b"),

@@ -45,6 +45,17 @@ def test_its_networks_have_the_widths_of_their_resolution_and_run_on_many_ranks(
         check_feasible(replace(config, seqpar=ranks))
 
 
+def test_its_baseline_has_the_same_levels_in_two_dimensions() -> None:
+    config = replace(hou(), network="unet-hou-2d", tile=(512, 512, 5))
+    net = build_network(config, 1, 3, Group("seq"), device="meta")
+    design = net.unet.architecture
+    assert design.features == (32, 64, 128, 256, 512, 1024) and set(design.encoder) == set(design.decoder) == {4}
+    assert (set(design.kernels), design.first_kernel, set(design.strides[1:])) == ({(3, 3, 1)}, (3, 3, 5), {(2, 2, 1)})
+    assert sum(isinstance(module, VoxelDropout) for module in net.modules()) == 4 * 11 - 1 + 5, "all but the first"
+    for ranks in (2, 8, 16):
+        check_feasible(replace(config, seqpar=ranks))
+
+
 def by_hand(logits: Tensor, label: Tensor) -> Tensor:
     """Returns the release's loss, plus the 0.9 that make Dice losses positive."""
     probability = logits.softmax(1)[:, 2]

@@ -34,7 +34,7 @@ def label_array(values: tuple[int, ...] = (1,), shape: tuple[int, int, int] = (1
 def save(path: Path, array: np.ndarray, affine: np.ndarray = OBLIQUE) -> Path:
     """Writes a NIfTI file and the folders above it."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    nibabel.save(nibabel.Nifti1Image(array, affine), path)
+    nibabel.save(nibabel.Nifti1Image(array, affine, dtype=array.dtype), path)
     return path
 
 

@@ -268,6 +268,5 @@ def written() -> dict[Path, str]:
 if __name__ == "__main__":
     sys.path.insert(0, str(ROOT / "launch"))  # where tests find the laboratory's programs
     for page, text in written().items():
-        page.parent.mkdir(exist_ok=True)
         page.write_text(text)
         print(page.relative_to(ROOT))

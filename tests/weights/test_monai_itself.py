@@ -6,16 +6,21 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import seqpar
 from seqpar.parallel.mesh import Mesh
-from seqpar.weights.monai_weights import export_monai, load_monai
+from seqpar.weights.monai_weights import export_monai, load_monai, monai_names
 from tests.support import references
 from tests.support.foreign_weights import HEADS, TILE, image, out, tiny_unetr
+from tests.support.ranks import alone_mesh, relative, summed
+
+SIZES = {"feature_size": 3, "hidden_size": 24, "mlp_dim": 40, "num_heads": HEADS}
+PLANE = (48, 32)
 
 
 def monai_net(dtype: torch.dtype, **options: object) -> nn.Module:
     nets = pytest.importorskip("monai.networks.nets")
     torch.manual_seed(0)
-    net = nets.UNETR(2, 3, TILE, feature_size=3, hidden_size=24, mlp_dim=40, num_heads=HEADS, **options)
+    net = nets.UNETR(2, 3, options.pop("img_size", TILE), **SIZES, **options)
     net = net.to(dtype).eval()
     with torch.no_grad():
         for parameter in net.parameters():
@@ -49,17 +54,22 @@ KINDS = {
     "batch norm": {"norm_name": "batch"},
     "no shortcuts": {"res_block": False},
     "batch norm without shortcuts": {"norm_name": "batch", "res_block": False},
-}
+    "two dimensions": {"img_size": PLANE, "spatial_dims": 2},
+    "two dimensions, all else": {
+        "img_size": PLANE, "spatial_dims": 2, "norm_name": "batch", "res_block": False, "proj_type": "perceptron",
+    },
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_each_kind_of_unetr_goes_there_and_back(kind: str) -> None:
-    theirs, x = monai_net(torch.float64, **KINDS[kind]), image(*TILE)
+    tile: tuple[int, ...] = KINDS[kind].get("img_size", TILE)  # type: ignore[assignment]
+    theirs, x = monai_net(torch.float64, **KINDS[kind]), image(*tile)
     for buffer in theirs.buffers():  # running statistics that matter
         if buffer.is_floating_point():
             buffer.uniform_(0.5, 1.5)
     state = {name: tensor.clone() for name, tensor in theirs.state_dict().items()}
-    ours = load_monai(state, TILE, HEADS)
+    ours = load_monai(state, tile, HEADS)
     assert (out(ours, x) - out(theirs, x)).abs().max() < 1e-12
     back = export_monai(ours, sys.modules["monai"].__version__, str(KINDS[kind].get("proj_type", "conv")))
     assert back.keys() == state.keys()
@@ -92,9 +102,9 @@ OTHERS = {
         {"in_channels": 1, "out_channels": 2, "feature_size": 12},
         "weights of MONAI's SwinUNETR, which neither load_monai nor seqpar.convert supports: use UNETR",
     ),
-    "UNETR of two dimensions": (
+    "UNETR of two dimensions for a tile of three": (
         SMALL | {"img_size": (32, 32), "spatial_dims": 2},
-        "a UNETR in two dimensions.*: load them into MONAI's own .*seqpar.convert",
+        r"tile=\(32, 32, 16\): the weights are for images of 2 dimensions: give 2 numbers",
     ),
     "UNETR with group norm": (
         SMALL | {"img_size": TILE, "norm_name": ("group", {"num_groups": 1})},
@@ -109,6 +119,52 @@ def test_other_networks_are_refused_in_a_sentence_that_says_what_works(name: str
     options, words = OTHERS[name]
     with pytest.raises(ValueError, match=words):
         load_monai(getattr(nets, name.split()[0])(**options).state_dict(), TILE, HEADS)
+
+
+def plane_gradients(mesh: Mesh, state: references.State, x: Tensor, label: Tensor, mode: str) -> list[Tensor]:
+    """Returns logits, loss and gradients of a UNETR in two dimensions, whole on every rank."""
+    net = load_monai(state, PLANE, HEADS, mesh.seq, mode)
+    loss = net.loss(seqpar.DiceCE(), x, label)
+    loss.backward()
+    found = [loss.detach()[None], *(p.grad for p in net.parameters() if p.grad is not None)]
+    if mesh.seq.size > 1:
+        found = summed(found, mesh.seq)
+    return [net.on_whole(x).detach(), *(tensor / mesh.seq.size for tensor in found)]
+
+
+@pytest.mark.parametrize(
+    "world, modes", [(1, ["gather"]), (2, ["gather", "halo", "swap"]), (3, ["halo"]), (4, ["halo"])]
+)
+def test_a_plane_trains_on_any_number_of_ranks(ranks, world: int, modes: list[str]) -> None:
+    theirs, x = monai_net(torch.float64, img_size=PLANE, spatial_dims=2), image(*PLANE)
+    label = torch.randint(3, (2, *PLANE), generator=torch.Generator().manual_seed(1))
+    state = {name: tensor.clone() for name, tensor in theirs.state_dict().items()}
+    logits = theirs(x)
+    loss = seqpar.DiceCE()(logits, label)
+    loss.backward()
+    learned, names = dict(theirs.named_parameters()), monai_names(12, False, 4, True)
+    ours = {our: learned[their].grad for their, our in names.items()}
+    for mode in modes:
+        for found in ranks(world, plane_gradients, state, x, label, mode):
+            expected = [
+                logits,
+                loss[None],
+                *(ours[name] for name, _ in load_monai(state, PLANE, HEADS).named_parameters()),
+            ]
+            assert len(found) == len(expected) > 100
+            assert relative(found[0], logits) < 1e-12 and relative(found[1], loss[None]) < 1e-12
+            for one, other in zip(found[2:], expected[2:]):
+                assert relative(one, other.view_as(one)) < 1e-10
+
+
+def test_our_unetr_of_a_plane_is_monais() -> None:
+    net = seqpar.UNETR(2, 3, PLANE, *SIZES.values()).double()  # type: ignore[arg-type]
+    theirs = monai_net(torch.float64, img_size=PLANE, spatial_dims=2)
+    theirs.load_state_dict(export_monai(net, sys.modules["monai"].__version__))
+    assert (out(net, image(*PLANE)) - out(theirs, image(*PLANE))).abs().max() < 1e-12
+    picture, model = torch.randn(1, 2, 60, 40, dtype=torch.float64), seqpar.ParallelModel(net, alone_mesh()).eval()
+    whole = sys.modules["monai"].inferers.sliding_window_inference(picture, PLANE, 2, theirs, overlap=0.25)
+    assert relative(seqpar.predict(model, picture, PLANE), whole) < 1e-12
 
 
 def spread_outputs(

@@ -1,4 +1,4 @@
-"""An encoder that is written for nnU-Net is what its loader of pretrainings takes, and is the same function there."""
+"""Pretrainings of nnssl's: an encoder that is written as one is the same function in nnU-Net; a U-Net's is read."""
 
 import json
 from dataclasses import asdict, replace
@@ -14,14 +14,21 @@ from seqpar.data.errors import DataError
 from seqpar.models.build import build_network
 from seqpar.models.masked_network import MaskedNet
 from seqpar.models.segmentation_network import SegmentationNet
-from seqpar.parallel.mesh import Group
+from seqpar.parallel.launcher import read_launcher
+from seqpar.parallel.mesh import Group, Mesh
 from seqpar.runs.nnunet_export import _trained_name
 from seqpar.settings.config import Config
+from seqpar.training.run_request import read_request
 from seqpar.weights import checkpoint, nnssl
-from seqpar.weights.pretrained import load_pretrained
+from seqpar.weights.nnunet_settings import network_of
+from seqpar.weights.nnunet_weights import export_nnunet
+from seqpar.weights.pretrained import ENCODER, load_pretrained
 from tests.support import references
+from tests.support.nnunet_networks import KINDS, Reference
 from tests.support.predictions import RECIPE, make_run
+from tests.support.ranks import run_ranks
 
+RES_ENC_L = "333:111:32:1:1 333:222:64:3:1 333:222:128:4:1 333:222:256:6:1 333:222:320:6:1 333:222:320:6"
 TINY = Config(
     tile=(24, 16, 8), patch=(8, 8, 8), embed_dim=72, depth=2, heads=4, mlp="swiglu", mlp_ratio=192 / 72,
     positions="learned+rope", attention_norm=True, layer_scale=0.1, decoder="primus", output_bias=False,
@@ -184,3 +191,108 @@ def test_the_plan_states_how_the_run_normalised_and_what_nnunet_does_otherwise_i
     assert configuration["use_mask_for_norm"] == list(masked)
     err = capsys.readouterr().err
     assert err.startswith(says) and bool(err) == bool(says)
+
+
+KIND = "ResidualEncoderUNet"
+PLAN: dict[str, Any] = {
+    "architecture_plans": {"arch_class_name": KIND, "arch_kwargs": KINDS[KIND],
+                           "arch_kwargs_requiring_import": ["conv_op", "norm_op", "nonlin"]},
+    "pretrain_plan": {"transpose_forward": [0, 1, 2], "configurations": {"onemmiso": {"spacing": [1, 1, 1]}}},
+    "pretrain_num_input_channels": 1, "recommended_downstream_patchsize": [4, 8, 16],
+    "key_to_encoder": "encoder.stages", "key_to_stem": "encoder.stem", "key_to_lpe": None,
+    "keys_to_in_proj": ["encoder.stem.convs.0.conv", "encoder.stem.convs.0.all_modules.0"],
+}  # fmt: skip
+UNET = ["--preset", "debug", "--precision", "fp64", "--batch", "1", "--spacing", "1,1,1", "--device", "cpu"]
+
+
+def write_unet(path: Path, state: dict[str, Tensor], **changed: Any) -> Path:
+    """Writes weights as nnssl does when training ends, or as its published files are: without most entries."""
+    torch.save({"network_weights": state, "citations": [], "nnssl_adaptation_plan": {**PLAN, **changed}}, path)
+    return path
+
+
+def pretrained_unet(seed: int = 0) -> Reference:
+    torch.manual_seed(seed)
+    net = Reference(1, 1, KINDS[KIND]).double()
+    with torch.no_grad():
+        for p in net.parameters():
+            p += 0.2 * torch.randn_like(p)
+    return net
+
+
+def started_unet(mesh: Mesh, config: Config, image: Tensor) -> tuple[str, Tensor, dict[str, Tensor]]:
+    """Returns the line on what was loaded, the logits of this rank's box, and nnU-Net's names of all weights."""
+    net = build_network(config, 2, 3, mesh.seq).double().eval()
+    line = load_pretrained(net, config)
+    with torch.no_grad():
+        return line, net(net.layout.cut(image, mesh.seq.index)), export_nnunet(net)
+
+
+def test_a_residual_unets_encoder_is_exact_and_its_decoder_is_fresh(tmp_path: Path) -> None:
+    """Two channels see the mean: the first weights are repeated, as nnU-Net does."""
+    theirs = pretrained_unet()
+    file = write_unet(tmp_path / "checkpoint_final.pth", theirs.state_dict())
+    line = [*UNET, "--weights", str(file), "--mode", "gather"]
+    image = torch.randn(1, 2, 16, 8, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    for world in (1, 2):
+        config = read_request([*line, "--seqpar", str(world)], read_launcher({})).config
+        assert (config.network, config.tile, config.prepare) == ("nnunet-resenc", (16, 8, 4), "own")
+        for said, logits, state in run_ranks(world, started_unet, config, image):
+            assert "(nnssl, the encoder)" in said and "fresh: unet.cells.classes" in said and "left out" not in said
+            assert "the first weights, of 1 channel, repeated over 2 and divided by 2" in said
+            whole = Reference(1, 3, KINDS[KIND]).double()
+            pretrained = {
+                k: v for k, v in theirs.state_dict().items() if k.startswith(("encoder.", "decoder.encoder."))
+            }
+            whole.load_state_dict(state | pretrained, strict=True)
+            want = whole(image.mean(1, keepdim=True).transpose(2, 4))[0].transpose(2, 4)
+            assert (logits - want).abs().max() < 1e-12 * want.abs().max()
+
+
+def test_resenc_l_has_the_published_names_and_sizes(tmp_path: Path) -> None:
+    arguments = {**nnssl._RES_ENC_L, "kernel_sizes": [[3] * 3] * 6, "strides": [[1] * 3, *[[2] * 3] * 5],
+                 "n_conv_per_stage_decoder": [1] * 5}  # fmt: skip
+    with torch.device("meta"):
+        theirs = Reference(1, 1, arguments).state_dict()
+        ours = build_network(Config(network="nnunet-resenc", tile=(64, 64, 64), stages=RES_ENC_L), 1, 3, Group("seq"))
+    content = {"network_weights": theirs, "nnssl_adaptation_plan": {
+        **PLAN, "architecture_plans": {"arch_class_name": "ResEncL", "arch_kwargs": None}}}  # fmt: skip
+    assert len(theirs) == 956 and len([name for name in theirs if name.startswith("encoder.")]) == 448
+    pretrained = nnssl.read_pretrained_unet(content, tmp_path / "file")
+    own, state = ours.state_dict(), pretrained.encoder_state()
+    assert {name for name in own if name.startswith(ENCODER)} == state.keys()
+    assert all(own[name].shape == tensor.shape for name, tensor in state.items())
+    settings = network_of(pretrained.architecture, pretrained.file_axes, "file")
+    assert settings == {"network": "nnunet-resenc", "stages": RES_ENC_L, "features": 0}
+
+
+def test_the_numbers_with_which_a_pretraining_computed_are_taken(tmp_path: Path) -> None:
+    """Sparse convolutions train what has the second of two names, and leave the first as it began."""
+    state = pretrained_unet().state_dict()
+    stale = {name: torch.zeros_like(t) if ".conv." in name else t for name, t in state.items()}
+    config = read_request(
+        [*UNET, "--weights", str(write_unet(tmp_path / "sparse.pth", stale))], read_launcher({})
+    ).config
+    net = build_network(config, 1, 2, Group("seq"))
+    load_pretrained(net, config)
+    got = net.state_dict()["unet.cells.encoder1_0.convs.0.conv.weight"]
+    want = state["encoder.stages.1.blocks.0.conv1.all_modules.0.weight"].permute(0, 1, 4, 3, 2)
+    assert torch.equal(got.double(), want.float().double())
+
+
+def test_pretrained_unets_that_do_not_fit_are_refused_with_what_they_need(tmp_path: Path) -> None:
+    state, launcher = pretrained_unet().state_dict(), read_launcher({})
+    skips = write_unet(tmp_path / "noskip.pth", state, architecture_plans={"arch_class_name": "NoSkipResEncL"})
+    with pytest.raises(DataError, match="noskip.pth: the plan's network NoSkipResEncL is not supported.*ResEncL"):
+        read_request([*UNET, "--weights", str(skips)], launcher)
+    elsewhere = write_unet(tmp_path / "elsewhere.pth", state, key_to_stem="stem")
+    config = read_request([*UNET, "--weights", str(elsewhere)], launcher).config
+    with pytest.raises(DataError, match="not weights of the encoder that its nnssl_adaptation_plan names; missing"):
+        load_pretrained(build_network(config, 1, 2, Group("seq")), config)
+    file = write_unet(tmp_path / "file.pth", state)
+    with pytest.raises(ValueError, match="--network nnunet-plain: --weights .* has the network nnunet-resenc"):
+        read_request([*UNET, "--weights", str(file), "--network", "nnunet-plain"], launcher)
+    other = [*UNET, "--weights", str(file), "--stages", "333:111:4:1:1 333:221:6:2:1 333:222:6:1:1 333:221:8:2"]
+    config = read_request([*other, "--tile", "16", "8", "4"], launcher).config
+    with pytest.raises(ValueError, match='do not fit the U-Net: .*; they need --network nnunet-resenc --stages "331:'):
+        load_pretrained(build_network(config, 1, 2, Group("seq")), config)

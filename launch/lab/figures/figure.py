@@ -21,11 +21,15 @@ TOLERANCES = {"fp64": 1e-9, "fp32": 1e-2, "bf16": 1e-1}  # within which curves c
 
 @dataclass(frozen=True)
 class Scale:
-    """How large the runs of all figures are: a preset, the settings that differ from it, and sequence groups."""
+    """How large the runs of all figures are: a preset, the settings that differ from it, and sequence groups.
+
+    - ``of_phantoms``: settings where no data are named
+    """
 
     preset: str
     settings: Mapping[str, Any]
     groups: int = 1
+    of_phantoms: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -129,14 +133,14 @@ def runs_of(figure: Figure, order: FigureRequest, scales: Mapping[str, Scale]) -
         raise ValueError(f"--{flag_name(name)} is what figure {figure.number} compares: remove it")
     scale = scales[order.scale]
     start = replace(PRESETS[scale.preset](), **scale.settings)
-    every = {arm.label: _settings(figure, arm, order, start) for arm in figure.arms}
+    every = {arm.label: _settings(figure, arm, order, scale, start) for arm in figure.arms}
     for arm in figure.arms:
         if arm.matched:
             config, other = (replace(start, **every[label]) for label in (arm.label, figure.size_of))
             every[arm.label] |= {arm.matched: match_parameters(config, arm.matched, other)}
     result = dict[str, list[PlannedRun]]()
     for arm in figure.arms:
-        before = _of_seeds(_settings(figure, arm.after, order, start), order, scale, start) if arm.after else ()
+        before = _of_seeds(_settings(figure, arm.after, order, scale, start), order, scale, start) if arm.after else ()
         result[arm.label] = _of_seeds(every[arm.label], order, scale, start, before)
     return result
 
@@ -165,9 +169,9 @@ def _of_seeds(
     return runs
 
 
-def _settings(figure: Figure, arm: FigureCurve, order: FigureRequest, start: Config) -> dict[str, Any]:
+def _settings(figure: Figure, arm: FigureCurve, order: FigureRequest, scale: Scale, start: Config) -> dict[str, Any]:
     """Returns the settings of an arm besides those that all figures share: those that act on its network."""
-    built_in = {} if order.typed.get("data") else figure.of_phantoms.get(order.scale, {})
+    built_in = {} if order.typed.get("data") else {**scale.of_phantoms, **figure.of_phantoms.get(order.scale, {})}
     common = {**figure.settings.get(order.scale, {}), **built_in}
     settings = {**common, **order.typed, **arm.settings, **arm.at.get(order.scale, {})}
     if curriculum := settings.get("curriculum"):

@@ -36,7 +36,7 @@ def judge(results: Results) -> list[str]:
         highest(SUBJECT, DICE, [fresh, pretrained]),
         differ(SUBJECT, DICE, fresh, pretrained),
         differ(SUBJECT, TRAIN_LOSS, *results.curves(TRAIN_LOSS, FRESH, PRETRAINED)),
-        first_to_reach(SUBJECT, DICE, every, plateau(fresh)),
+        first_to_reach(SUBJECT, DICE, every, plateau(every)),
         _cost(results),
     ]
 

@@ -63,7 +63,7 @@ def judge_networks(subject: str) -> Callable[[Results], list[str]]:
         lines = [f"{subject}: parameters: {sizes}", highest(subject, DICE, dice)]
         first, *others = dice
         lines += [differ(subject, DICE, first, other) for other in others]
-        return [*lines, first_to_reach(subject, DICE, dice, plateau(first))]
+        return [*lines, first_to_reach(subject, DICE, dice, plateau(dice))]
 
     return judge
 

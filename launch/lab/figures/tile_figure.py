@@ -1,23 +1,48 @@
-"""Figure 16: tiles of 64 and 96 against whole volumes, one kind of network on about as many voxels in each step.
+"""Figures 16 and 18: what a network sees of a volume, by the size of its tiles, and by the resolution of whole volumes.
 
-Each has the stages that nnU-Net plans for it, and is validated as it was trained: in sliding windows, or whole. A tile
-should be smaller than the cases: at ``laptop`` the built-in brains are resampled to 112 x 128 x 128 voxels, as many as
-seven tiles of 64 have, and two of 96 but for 4 %.
+Figure 16: tiles of 64 and 96 against whole volumes, one kind of network on about as many voxels in each step. Each has
+the stages that nnU-Net plans for it, and is validated as it was trained: in sliding windows, or whole. A tile should be
+smaller than the cases: at ``laptop`` the built-in brains are resampled to 112 x 128 x 128 voxels, as many as seven
+tiles of 64 have, and two of 96 but for 4 %.
+
+Figure 18: the study of Hou et al., their network on whole volumes of 64 voxels along each side and more, and their
+two-dimensional one on slabs of five slices. Dice is that of each resolution, as in their Table 1.
 """
 
+from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 from lab.figures.figure import EPOCHS, Figure, FigureCurve, Results
+from lab.figures.paper_figures import WHOLE_TUMOUR
 from lab.figures.verdicts import differ, first_to_reach, highest, plateau
+from seqpar.decoders.unets.published import HOU_SLAB
 from seqpar.report.curves import DICE, QUANTITIES, Curve, Diagram, over_steps
 
 SIDES = {"debug": (32, 48), "laptop": (64, 96), "paper": (64, 96)}
 BATCHES = {"debug": (12, 4), "laptop": (7, 2), "paper": (27, 8)}  # of about as many voxels as one whole volume has
 WHOLE_BRAINS = (112, 128, 128)  # voxels of a whole case at laptop
 LAPTOP = {"features": 4, "augment": "none", "lr": 5e-3, "epochs": 6, "iterations": 10, "val_every": 1}  # 10 minutes
-BRAINS = {"phantoms": 12, "spacing": "1.3,1.45,1.27", "join_labels": "tumour=1,2,3"}  # learned in few steps
+BRAINS = {"phantoms": 12, "spacing": "1.3,1.45,1.27", **WHOLE_TUMOUR}
 NETWORK = {"network": "nnunet-plain", "deep_supervision": True, "output_bias": False}
 SMALL, LARGE, WHOLE = "small tiles", "larger tiles", "whole volumes"
+SLABS, RESOLUTIONS = "slabs", ("coarse", "middle", "fine")
+CUBES = {"debug": (16, 32, 48), "laptop": (64, 96, 128), "paper": (64, 128, 256)}  # voxels along each side
+WIDTH = {"debug": 32, "laptop": 32, "paper": 1}  # what the published numbers of features are divided by
+FINEST = 128, (1.3, 1.45, 1.27)  # along a side of a built-in brain, with these mm between them
+FIELD_MM = 350  # of scans of livers
+HOU = {
+    "loss": "lesion-dice-ce",
+    "loss_weights": (0.45, 0.45, 0.1),
+    "augment": "flips",
+    "foreground": 0.0,
+    "output_bias": False,
+}
+BY_RESOLUTION: dict[str, dict[str, Any]] = {
+    "debug": HOU,
+    "laptop": {**HOU, "lr": 5e-3, "epochs": 6, "iterations": 20},
+    "paper": {**HOU, "dropout": 0.5, "optimizer": "adafactor", "lr": 3e-3, "precision": "bf16"},
+}
 
 
 def _tiles(label: str, place: int) -> FigureCurve:
@@ -27,7 +52,8 @@ def _tiles(label: str, place: int) -> FigureCurve:
 def sizes(results: Results) -> dict[str, str]:
     """Returns the size of each arm's tiles in words, by its label."""
     sides = {label: "x".join(map(str, results.config(label).tile)) for label in results.runs}
-    return {label: f"whole ({size})" if label == WHOLE else f"tile {size}" for label, size in sides.items()}
+    words = {WHOLE: "whole ({})", SLABS: "2D {}"}
+    return {label: words.get(label, "tile {}").format(size) for label, size in sides.items()}
 
 
 def curves(results: Results, quantity: str) -> list[Curve]:
@@ -50,7 +76,7 @@ def judge(results: Results) -> list[str]:
     small, *others = dice
     lines = [f"Tiles: voxels a step: {voxels}", highest("Tiles", DICE, dice)]
     lines += [differ("Tiles", DICE, small, other) for other in others]
-    lines.append(first_to_reach("Tiles", DICE, dice, plateau(small)))
+    lines.append(first_to_reach("Tiles", DICE, dice, plateau(dice)))
     whole = results.config(WHOLE).tile
     for label in (SMALL, LARGE):
         if all(side >= most for side, most in zip(results.config(label).tile, whole)):
@@ -77,4 +103,46 @@ TILE_FIGURE = Figure(
     {"debug": NETWORK, "laptop": {**NETWORK, **LAPTOP}, "paper": NETWORK},
     draw,
     of_phantoms={"laptop": BRAINS},
+)
+
+
+def _spacing(scale: str, side: int) -> str:
+    """Returns the spacing that gives a whole volume about ``side`` voxels along each side."""
+    count, fine = FINEST
+    each = (FIELD_MM / side,) * 3 if scale == "paper" else tuple(mm * count / side for mm in fine)
+    return ",".join(f"{mm:.4g}" for mm in each)
+
+
+def _of_resolution(label: str, place: int) -> FigureCurve:
+    """Returns the arm of a resolution, or of slabs of five slices at it."""
+    at = dict[str, Mapping[str, Any]]()
+    for scale, sides in CUBES.items():
+        side, is_slab = sides[place], label == SLABS
+        levels = 3 + sum(side > most for most in (64, 128, 256))
+        at[scale] = {
+            "network": "unet-hou-2d" if is_slab else "unet-hou",
+            "tile": (side, side, HOU_SLAB) if is_slab else (side,) * 3,
+            "spacing": _spacing(scale, side),
+            "features": (256 >> (levels - 3)) // WIDTH[scale],
+            "batch": 16 if scale == "paper" else 2 * (4 if is_slab else 1),
+        }
+    return FigureCurve(label, {}, at)
+
+
+def judge_resolutions(results: Results) -> list[str]:
+    """Returns which resolution is ahead at equal steps, and how each differs from the coarsest."""
+    dice = curves(results, DICE)
+    coarse, *others = dice
+    return [highest("Resolutions", DICE, dice), *(differ("Resolutions", DICE, coarse, other) for other in others)]
+
+
+RESOLUTION_FIGURE = Figure(
+    18,
+    "Whole volumes at higher and higher resolution, and slabs of slices",
+    "Hou et al.'s network on whole volumes of 64, 96 and 128 voxels along a side (debug: 16, 32, 48), and on slabs",
+    (*(_of_resolution(label, place) for place, label in enumerate(RESOLUTIONS)), _of_resolution(SLABS, 2)),
+    judge_resolutions,
+    BY_RESOLUTION,
+    draw,
+    of_phantoms={"debug": WHOLE_TUMOUR, "laptop": {"phantoms": 12, **WHOLE_TUMOUR}},
 )

@@ -1,6 +1,7 @@
 """Verdicts on curves, in words with their figure: whether they coincide, differ beyond the seeds' spread, or cross.
 
-All of them are computed from the points of the curves alone.
+All of them are computed from the points of the curves alone. Of a Dice that stays below ``LEARNED`` nothing is said but
+that the network has not learned.
 """
 
 import math
@@ -11,9 +12,10 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from seqpar.report.curves import Curve
+from seqpar.report.curves import DICE, Curve
 
 EXACT = 1e-9  # within which curves simply coincide; a coarser bound is told
+LEARNED = 0.3  # Dice, the mean over seeds
 
 
 @dataclass(frozen=True)
@@ -81,8 +83,26 @@ def _crossings(differences: NDArray[np.float64], steps: Sequence[int]) -> tuple[
     return tuple(step for (before, _), (side, step) in zip(sides, sides[1:]) if side != before)
 
 
+def has_learned(quantity: str, curve: Curve) -> bool:
+    """Returns False for a Dice whose mean over the seeds is below ``LEARNED`` at every step."""
+    return quantity != DICE or bool(np.nanmax(curve.mean, initial=0.0) >= LEARNED)
+
+
+def _not_learned(subject: str, quantity: str, curves: Sequence[Curve]) -> str:
+    """Returns which curves have not learned, "" if all have."""
+    idle = [curve for curve in curves if not has_learned(quantity, curve)]
+    if not idle:
+        return ""
+    best = max(float(np.nanmax(curve.mean, initial=0.0)) for curve in idle)
+    verb = "has" if len(idle) == 1 else "have"
+    labels = listed([curve.label for curve in idle])
+    return f"{subject}: {labels} {verb} not learned: Dice is at most {best:.3f}, and {LEARNED} is needed to compare"
+
+
 def coincide(subject: str, quantity: str, curves: Sequence[Curve], tolerance: float) -> str:
     """Returns whether all curves are those of the first one, up to ``tolerance`` at every step of every seed."""
+    if text := _not_learned(subject, quantity, curves):
+        return text
     pairs = [(difference(curves[0], curve), curve) for curve in curves[1:]]
     worst, other = max(pairs, key=lambda pair: pair[0].largest)
     labels = listed([curve.label for curve in curves])
@@ -97,6 +117,8 @@ def coincide(subject: str, quantity: str, curves: Sequence[Curve], tolerance: fl
 
 def differ(subject: str, quantity: str, reference: Curve, other: Curve) -> str:
     """Returns how a curve differs from a reference: by how much at most, where it lies, whether beyond the seeds."""
+    if text := _not_learned(subject, quantity, [reference, other]):
+        return text
     d = difference(reference, other)
     start, of = f"{subject}: {other.label}", f"largest difference of the {quantity}"
     if not d.largest:
@@ -127,12 +149,20 @@ def _crossed(d: Difference) -> str:
 
 
 def highest(subject: str, quantity: str, curves: Sequence[Curve]) -> str:
-    """Returns the values of all curves after the same number of steps, which is highest, and whether beyond seeds."""
+    """Returns the values of all curves after the same number of steps, which is highest, and whether beyond seeds.
+
+    Curves that have not learned have no rank.
+    """
     step = max(set(curves[0].steps).intersection(*(curve.steps for curve in curves)))
     ends = {curve.label: curve.values[:, curve.steps.index(step)] for curve in curves}
-    ranked = sorted(curves, key=lambda curve: -np.nan_to_num(ends[curve.label].mean(), nan=-math.inf))
+    ranked = sorted(
+        (curve for curve in curves if has_learned(quantity, curve)),
+        key=lambda curve: -np.nan_to_num(ends[curve.label].mean(), nan=-math.inf),
+    )
     values = ", ".join(f"{curve.label} {ends[curve.label].mean():.3f}" for curve in curves)
     text = f"{subject}: {quantity} after {step} steps: {values}"
+    if idle := [curve.label for curve in curves if curve not in ranked]:
+        text += f"; {listed(idle)} {'has' if len(idle) == 1 else 'have'} not learned"
     if len(ranked) < 2:
         return text
     first, second = ranked[:2]
@@ -164,13 +194,16 @@ def reached(curve: Curve, value: float) -> Reached:
     return Reached(curve.label)
 
 
-def plateau(curve: Curve) -> float:
-    """Returns the highest value that a curve's mean has, in thousandths that it is not below."""
-    return math.floor(float(np.nanmax(curve.mean)) * 1000) / 1000
+def plateau(curves: Sequence[Curve]) -> float:
+    """Returns the highest mean Dice of the first curve that has learned, in thousandths that it is not below; or 0."""
+    highest_of = (float(np.nanmax(curve.mean)) for curve in curves if has_learned(DICE, curve))
+    return math.floor(next(highest_of, 0.0) * 1000) / 1000
 
 
 def first_to_reach(subject: str, quantity: str, curves: Sequence[Curve], value: float) -> str:
     """Returns the seconds of training that each curve takes to a value, and which is the quickest."""
+    if quantity == DICE and value < LEARNED:
+        return f"{subject}: the time to a {quantity} says nothing below {LEARNED}, where no network has learned"
     every = [reached(curve, value) for curve in curves]
     cells = (f"{r.label} {'never' if r.seconds is None else f'{r.seconds:.3g} s (step {r.step})'}" for r in every)
     text = f"{subject}: to {quantity} {value:g}: {', '.join(cells)}"

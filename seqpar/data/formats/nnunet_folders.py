@@ -21,7 +21,7 @@ from seqpar.data.formats.dataset_json import (
 )
 from seqpar.data.volumes import is_volume
 
-_CHANNEL = re.compile(r"^(.+)_(\d{4})(\.nii|\.nii\.gz|\.nrrd|\.mha)?$")  # a DICOM series has no suffix
+_CHANNEL = re.compile(r"^(.+)_(\d{4})(\.nii|\.nii\.gz|\.nrrd|\.mha)?$", re.DOTALL)  # a DICOM series has no suffix
 
 
 def read_nnunet(root: Path, labelled: bool = True) -> Dataset:
@@ -44,7 +44,7 @@ def read_nnunet(root: Path, labelled: bool = True) -> Dataset:
 
 def read_images(root: Path) -> Dataset | None:
     """Returns a data set without labels from a folder of images, or of one DICOM series; None if it has none."""
-    files = [root] if is_volume(root) else [file for file in sorted(root.iterdir()) if is_volume(file)]
+    files = [root] if is_volume(root) else [file for file in sorted(root.iterdir()) if _is_image(file, SUFFIXES)]
     if not files:
         return None
     described = root.parent / "dataset.json"
@@ -105,8 +105,11 @@ def _scanned(
     return cases, faults
 
 
-def _is_image(file: Path, ending: str) -> bool:
-    """Returns whether a file is named like the data set's images; a DICOM series may take the place of any of them."""
+def _is_image(file: Path, ending: str | tuple[str, ...]) -> bool:
+    """Returns whether a file is named like the data set's images; a DICOM series may take the place of any of them.
+
+    What has such a name without being a file is refused when it is read.
+    """
     return file.name[0] != "." and (file.name.endswith(ending) or is_series(file))
 
 

@@ -97,6 +97,9 @@ class PhantomSettings:
         return record if self.kind == "brain" else {**record, "kind": self.kind}  # as before there were kinds
 
 
+MOST_CASES = 100_000
+
+
 def write_phantom(
     out: str | Path,
     cases: int,
@@ -107,6 +110,8 @@ def write_phantom(
     """Writes those of the cases 0 to ``cases - 1`` that are missing; returns the data set's folder."""
     if cases < 1 or workers < 1:
         raise ValueError(f"cases and workers must be at least 1, got --cases {cases} and --workers {workers}")
+    if cases > MOST_CASES:
+        raise ValueError(f"--cases {cases}: give at most {MOST_CASES}")
     out = Path(out)
     root = settings.root(out)
     try:

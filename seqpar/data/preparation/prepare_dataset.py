@@ -36,8 +36,8 @@ from seqpar.data.preparation.cache_writer import (
 from seqpar.data.preparation.fingerprint import read_geometries
 from seqpar.data.preparation.preparation import prepare_case
 from seqpar.data.preparation.prepared_case import (
-    CutOffError,
     Properties,
+    SettingsError,
     channel_to_source,
     image_to_source,
     labels_to_source,
@@ -129,7 +129,7 @@ def prepare(
             made, faults = _run(_Work(out, recipe), dataset, workers, second_half if was_surveyed else counted)
         finally:
             remove_partial_files(out, set(dataset.ids))
-        if any(isinstance(fault, CutOffError) for fault in faults) and not was_finished:
+        if any(isinstance(fault, SettingsError) for fault in faults) and not was_finished:
             # so that the sides asked for next are not refused because of these
             withdraw_index(out)
         else:

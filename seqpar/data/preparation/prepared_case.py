@@ -5,6 +5,8 @@
 Legend: ``c`` channels, ``W D H`` voxels, ``k`` classes. "Prepared" arrays are canonical, cropped, resampled.
 """
 
+import math
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -22,8 +24,8 @@ from seqpar.data.preparation.recipe import BY_VOLUME, Recipe, generator
 from seqpar.data.volumes import read_volume
 
 
-class CutOffError(DataError):
-    """A case would lose labelled voxels: the settings have to change, not its files."""
+class SettingsError(DataError):
+    """A case cannot be prepared as told: the settings have to change, not its files."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -199,7 +201,7 @@ def prepare_loaded(loaded: Loaded, case: Case, recipe: Recipe, step: Step = igno
     step()
     spacing, shape = geometry.canonical_spacing, image.shape[1:]
     if recipe.spacing is not None:
-        shape = transforms.new_shape(shape, spacing, recipe.spacing)
+        shape = _resampled_shape(image, spacing, recipe.spacing, case)
         image, spacing = transforms.resample(image, shape), recipe.spacing
         ids = None if ids is None else transforms.resample_label(ids, shape)
     step()
@@ -211,6 +213,25 @@ def prepare_loaded(loaded: Loaded, case: Case, recipe: Recipe, step: Step = igno
         Properties(geometry, box, shape, spacing, recipe.schemes, means, stds, recipe.values, counts),
         digests,
     )
+
+
+def _resampled_shape(
+    image: np.ndarray, spacing: Sequence[float], target: Sequence[float], case: Case
+) -> tuple[int, int, int]:
+    """Returns a case's shape at another spacing; raises ``SettingsError`` if no memory holds it, or nothing is left."""
+    sides = image.shape[1:]
+    shape = transforms.new_shape(sides, spacing, target)
+    size, memory = 4 * len(image) * math.prod(shape), os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    is_lost = all(n * old < new / 2 for n, old, new in zip(sides, spacing, target))
+    if size > memory or is_lost:
+        was, becomes = ("x".join(map(str, shown)) for shown in (sides, shape))
+        raise SettingsError(
+            case.images[0],
+            f"--spacing {','.join(f'{side:g}' for side in target)} would make "
+            + ("less than one voxel" if is_lost else f"{becomes} voxels ({size / 1e9:,.0f} GB)")
+            + f" of its {was}; give {'smaller' if is_lost else 'larger'} sizes in mm",
+        )
+    return shape
 
 
 def refuse_unannotated(case: Case, counts: Sequence[int], recipe: Recipe) -> None:
@@ -293,7 +314,7 @@ def _fixed_box(image: np.ndarray, ids: np.ndarray | None, case: Case, recipe: Re
     box = tuple((start, start + side) for start, side in zip(starts, sides))
     if ids is not None and not recipe.cut_labels and (lost := int((ids != 0).sum() - (crop(ids, box) != 0).sum())):
         shown = " ".join(map(str, recipe.crop_to or ()))
-        raise CutOffError(
+        raise SettingsError(
             case.label or case.images[0],
             f"--crop-to {shown} would cut off {lost} labelled voxels; give larger sides, or add --force",
         )

@@ -4,8 +4,12 @@ import argparse
 import json
 import os
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from itertools import combinations
 from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
 
 import numpy as np
 
@@ -13,13 +17,25 @@ from seqpar.data.errors import DataError
 from seqpar.runs.run_folder import read_config
 from seqpar.scores.comparison import Scored, compare
 from seqpar.scores.label_classes import choose_labels, labels_of_run
-from seqpar.scores.label_files import Pair, dataset_at, folders_of_truth, match_cases, score_pairs, validation_of
+from seqpar.scores.label_files import (
+    Pair,
+    dataset_at,
+    folders_of_truth,
+    map_pairs,
+    match_cases,
+    score_pairs,
+    validation_of,
+)
 from seqpar.scores.label_scores import WORDS, Scores, format_table, summarise
 from seqpar.scores.postprocessing import POSTPROCESSING, learn_postprocessing, mean_of
 from seqpar.scores.summary_files import csv_text, output_files, refuse_foreign, summary_content, write_output
 from seqpar.tasks.case_evaluation import CaseEvaluation, ScoredPrediction, ScoringJob, refuse_duplicates
+from seqpar.tasks.segment.label_map_folder import SavedProbabilities
 from seqpar.terminal import next_command
 from seqpar.text import quantity
+
+Members = tuple[Path, ...]  # one prediction, or two that are averaged
+Cases = dict[str, tuple[Pair, Scores]]
 
 
 class LabelMapEvaluation(CaseEvaluation):
@@ -48,7 +64,9 @@ class LabelMapEvaluation(CaseEvaluation):
             files = output_files(path if validation is None else None, options.json, options.csv)
             refuse_foreign(files, data)
             if options.find_best is not None:
-                refuse_foreign({"find-best": self._place(options.groups[path])}, data)
+                for other in {*options.groups.values()}:
+                    own = options.groups[path]
+                    refuse_foreign({"find-best": self._place(*dict.fromkeys((own, other)))}, data)
             for folder in (file.parent for file in files.values()):
                 if folder.exists() and not os.access(folder, os.W_OK):
                     raise DataError(folder, "cannot be written to: choose other places by --json and --csv")
@@ -59,10 +77,8 @@ class LabelMapEvaluation(CaseEvaluation):
 
     def score(self, job: ScoringJob) -> ScoredPrediction | None:
         """Prints a line per case as soon as it has scores."""
-        settings = {name: getattr(self.options, name) for name in ("nsd_tolerance", "lesion_wise", "empty")}
-        cases: list[tuple[Pair, Scores]] = []
-        workers = min(self.options.workers, max(len(job.cases), 1))
-        for pair, result in score_pairs(job.cases, self.labels, settings, workers):
+        settings, cases = self._settings, list[tuple[Pair, Scores]]()
+        for pair, result in self._scores_of(job.cases):
             if isinstance(result, DataError):
                 job.faults.append(result)
                 continue
@@ -89,7 +105,7 @@ class LabelMapEvaluation(CaseEvaluation):
         return compare([Scored(one.name, one.cases) for one in scored])
 
     def find_best(self, scored: Sequence[ScoredPrediction]) -> str:
-        groups = defaultdict[Path, dict[str, tuple[Pair, Scores]]](dict)
+        groups = defaultdict[Path, Cases](dict)
         for one in scored:
             pairs = {pair.case: pair for pair in self.pairs[one.name]}
             own = {case: (pairs[case], scores) for case, scores in one.cases.items()}
@@ -99,17 +115,44 @@ class LabelMapEvaluation(CaseEvaluation):
             raise ValueError(
                 "--find-best: no case is in all predictions, so that none is best: give predictions of one"
             )
+        with TemporaryDirectory(prefix="seqpar-") as folder:
+            tried: dict[Members, Cases] = {(path,): {case: cases[case] for case in common}
+                                           for path, cases in groups.items()}  # fmt: skip
+            lines = self._add_means(tried, Path(folder)) if len(groups) > 1 else []
+            return "\n".join([*self._say_best(tried, len(common)), *lines])
+
+    def _add_means(self, tried: dict[Members, Cases], folder: Path) -> list[str]:
+        """Adds the mean of each two predictions whose probabilities are there; returns a line on the others."""
+        saved = dict[Path, dict[str, SavedProbabilities]]()
+        for (path,), cases in tried.items():
+            found = {case: SavedProbabilities.of(pair.prediction) for case, (pair, _) in cases.items()}
+            if None not in found.values():
+                saved[path] = {case: one for case, one in found.items() if one}
+        lacking = [path for (path,) in tried if path not in saved]
+        for number, (first, second) in enumerate(combinations(saved, 2)):
+            place = folder / str(number)
+            place.mkdir()
+            pairs = [pair._replace(prediction=place / pair.prediction.name) for pair, _ in tried[first,].values()]
+            files = {pair.case: (saved[first][pair.case], saved[second][pair.case]) for pair in pairs}
+            for _, fault in map_pairs(partial(_write_mean, files=files), pairs, self._workers(pairs)):
+                if isinstance(fault, DataError):
+                    raise fault
+            tried[first, second] = {pair.case: (pair, _known(scores)) for pair, scores in self._scores_of(pairs)}
+        if not lacking:
+            return []
+        return [f"averages of two are tried where --npz wrote probabilities; {', '.join(map(str, lacking))} has none"]
+
+    def _say_best(self, tried: Mapping[Members, Cases], count: int) -> list[str]:
+        """Returns lines on which is best, and learns and writes its postprocessing; ``count``: of the cases."""
         dice = {
-            path: float(summarise([cases[case][1] for case in common])["foreground_mean"]["Dice"])
-            for path, cases in groups.items()
+            members: float(summarise([scores for _, scores in cases.values()])["foreground_mean"]["Dice"])
+            for members, cases in tried.items()
         }
-        best = max(dice, key=lambda path: np.nan_to_num(dice[path], nan=-1.0))
-        lines = [f"best of {len(dice)} by mean Dice over {quantity(len(common), 'case')}: {best}"]
-        lines += [f"  {value:.4f}  {path}" for path, value in dice.items()]
-        learned = learn_postprocessing(
-            [groups[best][case][0] for case in common], self.labels, min(self.options.workers, len(common))
-        )
-        place = self._place(best)
+        best = max(dice, key=lambda members: np.nan_to_num(dice[members], nan=-1.0))
+        lines = [f"best of {len(dice)} by mean Dice over {quantity(count, 'case')}: {_named(best)}"]
+        lines += [f"  {value:.4f}  {_named(members)}" for members, value in dice.items()]
+        pairs = [pair for pair, _ in tried[best].values()]
+        learned, place = learn_postprocessing(pairs, self.labels, self._workers(pairs)), self._place(*best)
         write_output(place, json.dumps(learned.content(self.labels.classes), indent=2) + "\n")
         names = {values: name for name, values in self.labels.classes.items()}
         kept = [names.get(values, "all labels together") for values in learned.steps]
@@ -119,15 +162,46 @@ class LabelMapEvaluation(CaseEvaluation):
         else:
             lines.append(f"keeping largest components raises it for no class: {place}")
         more = ["--postprocessing", place] if kept else []
-        is_run = any((best / name).exists() for name in ("config.json", "folds.json", "plans.json"))
-        if is_run:
-            lines.append(f"next: {next_command('predict', best, '-i', 'IMAGES', '-o', 'PREDICTIONS', *more)}")
-        elif kept:
-            lines.append(f"next: predict as for {best}, with --postprocessing {place}")
-        return "\n".join(lines)
+        if all(any((path / name).exists() for name in ("config.json", "folds.json", "plans.json")) for path in best):
+            lines.append(f"next: {next_command('predict', *best, '-i', 'IMAGES', '-o', 'PREDICTIONS', *more)}")
+        elif kept or len(best) > 1:
+            together = ", by one command that names both runs" if len(best) > 1 else ""
+            with_it = f", with --postprocessing {place}" if kept else ""
+            lines.append(f"next: predict as for {' and '.join(map(str, best))}{together}{with_it}")
+        return lines
 
-    def _place(self, prediction: Path) -> Path:
-        """Returns where the postprocessing of a prediction is written."""
+    def _scores_of(self, pairs: Sequence[Pair]) -> Iterator[tuple[Pair, Scores | DataError]]:
+        return score_pairs(pairs, self.labels, self._settings, self._workers(pairs))
+
+    @property
+    def _settings(self) -> dict[str, Any]:
+        return {name: getattr(self.options, name) for name in ("nsd_tolerance", "lesion_wise", "empty")}
+
+    def _workers(self, pairs: Sequence[Pair]) -> int:
+        return min(self.options.workers, max(len(pairs), 1))
+
+    def _place(self, *predictions: Path) -> Path:
+        """Returns where the postprocessing of a prediction, or of the mean of two, is written."""
         if self.options.find_best != Path():
             return Path(self.options.find_best)
-        return (prediction if prediction.is_dir() else prediction.parent) / POSTPROCESSING
+        first = predictions[0]
+        if len(predictions) > 1:
+            name = "___".join(("ensemble", *(path.name for path in predictions)))
+            return first.parent / "ensembles" / name / POSTPROCESSING
+        return (first if first.is_dir() else first.parent) / POSTPROCESSING
+
+
+def _named(members: Members) -> str:
+    return f"the mean of {members[0]} and {members[1]}" if len(members) > 1 else str(members[0])
+
+
+def _write_mean(pair: Pair, files: Mapping[str, tuple[SavedProbabilities, SavedProbabilities]]) -> None:
+    first, second = files[pair.case]
+    first.write_mean(second, pair.prediction)
+
+
+def _known(scores: Scores | DataError) -> Scores:
+    """Returns scores; raises what kept a case from having some."""
+    if isinstance(scores, DataError):
+        raise scores
+    return scores

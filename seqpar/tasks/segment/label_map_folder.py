@@ -9,6 +9,7 @@ Images in .nrrd and .mha get files of their own format, DICOM series .nii.gz.
 
 import pickle
 import re
+import zipfile
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -19,11 +20,12 @@ from typing import Any
 import numpy as np
 
 from seqpar.data.errors import DataError
-from seqpar.data.files import read_json, write_json
+from seqpar.data.files import read_json, strip_suffix, write_json
 from seqpar.data.formats.dataset import Case
-from seqpar.data.geometry import Geometry, to_canonical
+from seqpar.data.formats.nnunet_plans import declaration_of
+from seqpar.data.geometry import Geometry, from_canonical, to_canonical
 from seqpar.data.preparation.prepared_case import Preparation, Properties
-from seqpar.data.volumes import output_suffix, write_volume
+from seqpar.data.volumes import output_suffix, read_volume, write_volume
 from seqpar.prediction.class_statistics import ClassStatistics
 from seqpar.prediction.prediction_folder import RECORD, PredictionFolder, ProbabilityFile
 from seqpar.runs.nnunet_export import dataset_of
@@ -87,6 +89,56 @@ class EnsembleFiles:
         }
         np.savez_compressed(array, probabilities=np.stack([channel.T for channel in channels]).astype(np.float32))
         plain.write_bytes(pickle.dumps(properties))
+
+
+@dataclass(frozen=True)
+class SavedProbabilities:
+    """Probabilities of a case in a file: those that ``--npz`` wrote, or nnU-Net's.
+
+    - ``label_map``: of the same case, in whose geometry they are
+    - ``folder``: with plans.json and dataset.json
+    """
+
+    path: Path
+    label_map: Path
+    folder: Path
+
+    @staticmethod
+    def of(label_map: Path) -> "SavedProbabilities | None":
+        """Returns those of a label map, in its folder or in npz/ under it; None if there are none."""
+        own = label_map.parent
+        for path in (own / NPZ / f"{strip_suffix(label_map.name)}.npz", own / f"{strip_suffix(label_map.name)}.npz"):
+            for folder in (path.parent, *own.parents[1:2]):  # nnU-Net's validations lie in its results folder
+                if path.is_file() and all((folder / name).is_file() for name in (PLANS, DATASET)):
+                    return SavedProbabilities(path, label_map, folder)
+        return None
+
+    def read(self) -> tuple[np.ndarray, Geometry]:
+        """Returns the probabilities ``k W D H`` in the axes of the label map's file, and its geometry."""
+        _, geometry, _ = read_volume(self.label_map)
+        try:
+            with np.load(self.path) as content:
+                array = content["probabilities"].astype(np.float32).transpose(0, 3, 2, 1)
+        except (OSError, ValueError, KeyError, zipfile.BadZipFile) as error:
+            raise DataError(self.path, f"cannot be read as probabilities ({error}): predict the case again") from error
+        if str(read_json(self.folder / PLANS).get("image_reader_writer")).endswith("WithReorient"):
+            array = from_canonical(array, geometry.orientation)
+        return array, geometry
+
+    def write_mean(self, other: "SavedProbabilities", path: Path) -> None:
+        """Writes the label map of the mean of both, as ``nnUNetv2_ensemble`` does."""
+        (mean, geometry), (more, _) = self.read(), other.read()
+        if mean.shape != more.shape:
+            raise DataError(
+                other.path, f"holds {more.shape} probabilities, and {self.path} {mean.shape}: average predictions of "
+                "the same outputs for the same images"
+            )  # fmt: skip
+        mean = (mean + more) / 2
+        order = declaration_of(read_json(self.folder / DATASET), self.folder / DATASET).regions_class_order
+        labels = np.zeros(mean.shape[1:], np.uint16)
+        for region, value in zip(mean, order):
+            labels[region > 0.5] = value
+        write_volume(path, labels if order else mean.argmax(0).astype(np.uint16), geometry, np.uint16)
 
 
 class LabelMapFolder(PredictionFolder):
