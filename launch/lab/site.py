@@ -1,7 +1,7 @@
 """Hooks of MkDocs: the site's navigation is the manual's index, and links that leave docs lead to pages of the site.
 
-On the site a page of docs keeps its path, and a file elsewhere in the repository has ``repository/`` before it. A folder
-that is linked becomes a page that lists its files.
+On the site a page of docs keeps its path, and a file elsewhere in the repository has ``repository/`` before it. A
+linked folder becomes a page that lists its files.
 """
 
 import os

@@ -98,7 +98,9 @@ def test_search_finds_halo_and_nothing_comes_from_elsewhere(address: str, browse
     browser.requests.clear()
     browser.open(f"{address}/index.html")
     browser.wait("document.querySelector('.md-search__input') !== null")
-    browser.value("document.querySelector('[for=__search]').click(); document.querySelector('.md-search__input').focus()")
+    browser.value(
+        "document.querySelector('[for=__search]').click(); document.querySelector('.md-search__input').focus()"
+    )
     browser.ask("Input.insertText", text="halo")
     browser.wait(f"{RESULTS}.length > 3")
     assert any("/glossary.html" in link for link in browser.value(RESULTS)), browser.value(RESULTS)

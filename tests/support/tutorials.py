@@ -1,9 +1,9 @@
 """Runs the tutorials of the manual and keeps what they print: ``python -m tests.support.tutorials [NAME ...]``.
 
-A tutorial is a page of docs/tutorials. It is followed from top to bottom in an empty folder: a ``python`` block is saved
-under the name that the line before it ends with, the commands of a ``console`` block are typed. What a command prints
-stands below it. A line ``…`` there stands for any number of lines. A picture in the folder NAME is the file of that path
-in the folder in which the tutorial ran.
+A tutorial is a page of docs/tutorials, followed from top to bottom in an empty folder: a ``python`` block is saved under
+the name with which the line before it ends, and the commands of a ``console`` block are typed. Below each command is
+what it prints, where a line ``…`` stands for any number of lines. A picture in the folder NAME is the file of that
+path in the folder in which the tutorial ran.
 """
 
 import os
@@ -24,7 +24,7 @@ BLOCK = re.compile(r"`([\w.]+)`:\n\n```python\n(.*?)^```$|^```console\n(.*?)^```
 PICTURE = re.compile(r"!\[[^\]]*\]\(([^)\s]+)\)")
 NUMBER = re.compile(r"\d+(?:\.\d+)?(?:e[-+]?\d+)?")
 TIMES = re.compile(r"\d+:\d\d left|[\d,.]+ (?:tokens/s|voxels/s|s|GB)\b|-[0-9a-f]{8}\b")  # and hashes of paths
-UNDERWAY = re.compile(r"·+ +\d+% ")  # progress that a terminal overwrites
+UNDERWAY = re.compile(r" █*·+ ")  # progress that a terminal overwrites
 GAP = "…"
 
 
@@ -106,7 +106,7 @@ def aligned(kept: list[str], printed: list[str], equal: Callable[[str, str], boo
 
 
 def near(kept: str, printed: str) -> bool:
-    """Tells whether a line says the same: its words and whole numbers equal, fractions within 0.1 or 10 %, times any."""
+    """Tells whether words and whole numbers are equal, and fractions within 0.1 or 10 %; times may be any."""
     kept, printed = TIMES.sub(GAP, kept), TIMES.sub(GAP, printed)
     pairs = list(zip(NUMBER.findall(kept), NUMBER.findall(printed)))
     return NUMBER.sub("0", kept) == NUMBER.sub("0", printed) and all(
