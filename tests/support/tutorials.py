@@ -1,9 +1,9 @@
 """Runs the tutorials of the manual and keeps what they print: ``python -m tests.support.tutorials [NAME ...]``.
 
-A tutorial is a page of docs/tutorials, followed from top to bottom in an empty folder: a ``python`` block is saved under
-the name with which the line before it ends, and the commands of a ``console`` block are typed. Below each command is
-what it prints, where a line ``…`` stands for any number of lines. A picture in the folder NAME is the file of that
-path in the folder in which the tutorial ran.
+A tutorial is a page of docs/tutorials. It is followed from top to bottom in an empty folder: a ``python`` block is
+saved under the name with which the line before it ends, and the commands of a ``console`` block are typed. Below each
+command is what it prints, where a line ``…`` stands for any number of lines. A picture in the folder NAME is the file
+of that path in the folder in which the tutorial ran.
 """
 
 import os
