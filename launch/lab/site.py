@@ -14,7 +14,7 @@ from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
-LINK = re.compile(r"(!?\[[^\]]*\]\()([^)\s#]+)((?:#[^)\s]*)?\))")
+LINK = re.compile(r"""(\]\(|\bsrc=")([^)"\s#]+)((?:#[^)\s]*)?[)"])""")
 FENCE = re.compile(r"(^ *```.*?^ *```+ *$)", re.S | re.M)
 API = re.compile(r"^### ([A-Za-z]\w*)\n.*?(?=^##|\Z)", re.S | re.M)
 
