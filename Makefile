@@ -4,7 +4,7 @@ BIN = .venv/bin
 # A CUDA build for Linux, with which the pretended GPU was tried; it needs no GPU and no driver.
 CUDA_TORCH ?= torch==2.14.1
 
-.PHONY: train test test-gpu lint bench clean
+.PHONY: train test test-gpu lint bench docs clean
 
 train: .venv/ready
 	$(BIN)/python launch/train.py --preset laptop --out runs/phantom --again
@@ -21,6 +21,11 @@ lint: .venv/ready
 
 bench: .venv/ready
 	$(BIN)/python launch/bench.py
+
+# the manual as a site, in build/site
+docs: .venv/ready
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[docs]'
+	$(BIN)/python -m mkdocs build --quiet
 
 # torch first and pinned: the others accept what is there, and so pull no second build.
 .venv/ready: pyproject.toml constraints.txt

@@ -109,7 +109,7 @@ class Chromium:
         self.ask("Page.navigate", url="about:blank")
         self.wait("location.href === 'about:blank'")
         self.ask("Page.navigate", url=url)
-        self.wait("location.protocol === 'file:' && document.readyState === 'complete'")
+        self.wait("location.protocol !== 'about:' && document.readyState === 'complete'")
         self.wait("!document.getElementById('viewer') || viewer.getAttribute('aria-busy') === 'false'")
 
     def close(self) -> None:

@@ -102,9 +102,9 @@ ENCODER, ATTENTION = "time of the encoder to that of MONAI's ViT", "time of atte
 TILES = "tiles a second with augmentation `full`, times those of batchgenerators with"
 WHOLE_PASS = "speed of a whole pass over 240 x 240 x 155, times that of sliding windows"
 ULYSSES = ("DeepSpeed Ulysses",)
-STEP = "time of a UNETR step to that of MONAI's"
+STEP = "time of a UNETR step, relative to MONAI's"
 KEPT = f"{STEP} with freed memory kept"
-PLAIN = "time of a step of nnU-Net's plain network to that of its own package"
+PLAIN = "time of a step of nnU-Net's plain network, relative to its own package"
 SPLITS = {"1 rank": (1, "gather"), "2 ranks in `halo`": (1, "halo"), "2 ranks in `swap`": (2, "swap")}
 RING = ("torch ring, all-gather", "torch ring, all-to-all")
 # how a row of the tables begins → its figures, from where they were measured; None: LOG or a test has them
@@ -114,7 +114,7 @@ FIGURES: dict[str, Callable[[], Any] | None] = {
     "loss of each of 50 steps": None,
     **{f"{STEP}: {name}": (lambda split=split: two(step("ratio", *split))) for name, split in SPLITS.items()},
     **{f"{KEPT}: {name}": (lambda split=split: two(to_kept(*split))) for name, split in SPLITS.items()},
-    "what a UNETR holds for backward": lambda: two(
+    "memory that a UNETR holds for backward": lambda: two(
         step("saved MB a rank", 1, "halo") / of("step", "saved MB a rank", net="UNETR, monai", batch=1)
     ),
     f"{PLAIN}: 1 rank": lambda: two(of("unets", "ratio", net="nnunet-plain, 1 rank")),
@@ -162,7 +162,7 @@ def test_each_figure_of_the_tables_is_the_benchs(start: str) -> None:
 def test_the_figures_elsewhere_are_the_benchs_or_logs() -> None:
     text = " ".join(README.split())
     (minutes,) = re.findall(r"about (\d+) minutes on 2 cores", text)
-    (dice,) = re.findall(r"whole tumour has a Dice of ([\d.]+) in the end", text)
+    (dice,) = re.findall(r"Whole-tumour Dice reaches ([\d.]+\d)", text)
     assert in_log("`make train`", f"{minutes} min", f"whole-tumour Dice {dice}", "2 cores")
     (drift,) = re.findall(r"50 steps on 4 ranks against 1, float32 \| ([\d.e-]+) \|", README)
     assert in_log("float32, 50 steps", f"{drift} on 4")
