@@ -1,14 +1,20 @@
 # Two commands do everything on a fresh machine: `make train` and `make test`.
 PYTHON ?= python3
 BIN = .venv/bin
+# A CUDA build for Linux, with which the pretended GPU was tried; it needs no GPU and no driver.
+CUDA_TORCH ?= torch==2.14.1
 
-.PHONY: train test lint bench docs clean
+.PHONY: train test test-gpu lint bench docs clean
 
 train: .venv/ready
 	$(BIN)/python launch/train.py --preset laptop --out runs/phantom --again
 
 test: .venv/ready
 	$(BIN)/python -m pytest -n 3 --dist loadfile -m "not started"
+
+# Needs 5.5 GB and g++: programs on a GPU that is pretended, see tests/pretended_gpu/README.md.
+test-gpu: .venv-gpu/ready
+	.ci/gpu
 
 lint: .venv/ready
 	$(BIN)/ruff check . && $(BIN)/mypy
@@ -28,5 +34,12 @@ docs: .venv/ready
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[test]'
 	touch $@
 
+.venv-gpu/ready: pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv-gpu
+	grep -v '^torch==' constraints.txt > .venv-gpu/constraints.txt
+	.venv-gpu/bin/python -m pip install --quiet --disable-pip-version-check -c .venv-gpu/constraints.txt $(CUDA_TORCH)
+	.venv-gpu/bin/python -m pip install --quiet --disable-pip-version-check -c .venv-gpu/constraints.txt -e '.[test]'
+	touch $@
+
 clean:
-	rm -rf .venv build dist *.egg-info
+	rm -rf .venv .venv-gpu build dist *.egg-info

@@ -1,17 +1,19 @@
 """The programs. Importing any of them prepares its process, before torch is imported.
 
-It sets how threads wait and how many there are, opens standard streams that are closed, and makes Ctrl-C one line in a
-process that was started for a program.
+It sets how threads wait and how many there are, how a GPU's memory is allotted and which volumes AMD's library takes.
+It opens standard streams that are closed, and makes Ctrl-C one line in a process that was started for a program.
 """
 
+import importlib.util
 import os
+import runpy
 import sys
 from collections.abc import MutableMapping
 from pathlib import Path
 
 from seqpar.cluster.exit_codes import interrupt_quietly, open_streams
 from seqpar.cluster.host_memory import cores_here
-from seqpar.parallel.launcher import read_launcher
+from seqpar.parallel.launcher import gpu_settings, read_launcher
 
 WAIT, THREADS = "OMP_WAIT_POLICY", "OMP_NUM_THREADS"
 CHOSEN = "SEQPAR_CHOSEN_THREADS"  # what was written into THREADS here: a program started by this one chooses again
@@ -33,6 +35,14 @@ def set_threads(env: MutableMapping[str, str], cores: int) -> None:
     env[THREADS] = env[CHOSEN] = str(max(1, cores // max(1, ranks)))
 
 
+def set_gpu(env: MutableMapping[str, str]) -> None:
+    """Sets the variables that torch reads once, but for those that the user has set; does not import torch."""
+    torch = importlib.util.find_spec("torch")
+    if torch is not None and torch.origin:
+        build = runpy.run_path(str(Path(torch.origin).with_name("version.py")))
+        env.update(gpu_settings(env, build["__version__"], build.get("hip") is not None))
+
+
 def is_program(started: str) -> bool:
     """Returns whether a process whose first argument is ``started`` was started for a program of this folder."""
     name = Path(started).name
@@ -40,6 +50,7 @@ def is_program(started: str) -> bool:
 
 
 set_threads(os.environ, cores_here())
+set_gpu(os.environ)
 open_streams()
 if is_program(sys.argv[0]):
     interrupt_quietly()

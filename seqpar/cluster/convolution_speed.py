@@ -8,6 +8,8 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
+from seqpar.parallel.launcher import MIOPEN_NHWC
+
 NAIVE_SHARE = 0.01  # of the rate of matrix products: below it a convolution has no kernel of its own
 WORTH = 1.15  # a layout is recommended where it is so much quicker
 
@@ -80,19 +82,23 @@ def _wait(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def advise(timed: Sequence[Timed], rocm: bool, matmul_rate: float, env: Mapping[str, str]) -> list[str]:
+def advise(
+    timed: Sequence[Timed], rocm: bool, matmul_rate: float, env: Mapping[str, str], takes_last: bool
+) -> list[str]:
     """Returns which settings of MIOpen to take, and why; none elsewhere.
 
-    ``matmul_rate``: operations a second of matrix products in the same precision.
+    - ``matmul_rate``: operations a second of matrix products in the same precision
+    - ``takes_last``: whether MIOpen now takes channels last without a copy
     """
     if not rocm:
         return []
     advice = []
     first, last = sum(each.first_s for each in timed), sum(each.last_s for each in timed)
-    flag, wanted = "PYTORCH_MIOPEN_SUGGEST_NHWC", "1" if last <= first else "0"
-    if max(first, last) > WORTH * min(first, last) and env.get(flag, "0") != wanted:
+    wants_last = last <= first
+    if max(first, last) > WORTH * min(first, last) and takes_last != wants_last:
         quicker, slower = sorted((first, last))
-        advice.append(f"export {flag}={wanted}: {quicker * 1e3:.3g} ms instead of {slower * 1e3:.3g} ms")
+        change = f"export {MIOPEN_NHWC}={int(wants_last)}"
+        advice.append(f"{change}: {quicker * 1e3:.3g} ms instead of {slower * 1e3:.3g} ms")
     naive = [each.shape for each in timed if _rate(each) < NAIVE_SHARE * matmul_rate]
     if naive and env.get("MIOPEN_FIND_MODE") != "2":
         advice.append(

@@ -21,12 +21,13 @@ from seqpar.cluster.start_ranks import describe_launcher
 from seqpar.data.files import write_json
 from seqpar.parallel.consensus import broadcast_text, gather_texts
 from seqpar.parallel.mesh import Mesh
+from seqpar.spatial.memory_format import library_takes_channels_last
 from seqpar.text import quantity
 
 
 def print_ranks(mesh: Mesh, ranks: Sequence[RankFacts]) -> None:
-    """Prints versions and a row for each rank."""
-    print(", ".join(f"{name} {version}" for name, version in ranks[0].versions.items()))
+    """Prints versions, the settings in force, and a row for each rank."""
+    print(", ".join(f"{name} {value}" for name, value in (ranks[0].versions | ranks[0].in_force).items()))
     size, world, pipe = mesh.seq.size, mesh.world.size, mesh.pipe.size
     nodes = len(set(mesh.hosts))
     groups = f"data {mesh.data.size} x {f'pipe {pipe} x ' if pipe > 1 else ''}seq {size}"
@@ -122,5 +123,5 @@ def _output_folder(mesh: Mesh, out: str) -> dict[str, Any]:
 def _print_convolutions(timed: list[Timed], flops: dict[str, float]) -> None:
     print("\n".join(map(str, timed)))
     rate = flops.get("bfloat16", flops["float32"])
-    for line in advise(timed, torch.version.hip is not None, rate, os.environ):
+    for line in advise(timed, torch.version.hip is not None, rate, os.environ, library_takes_channels_last()):
         print(line)

@@ -24,6 +24,7 @@ class Facts:
     launch_warning: str = ""  # of the way ranks were started
     torch: tuple[int, int, int] = (2, 13, 0)
     has_run_folder: bool = False  # which keeps what was searched for
+    expandable: bool | None = None  # the allocator's segments grow; None: not known
     cudnn: int = 0  # as torch numbers it, 91002 for 9.10.2; 0: none
 
 
@@ -54,12 +55,12 @@ def half_convolutions(env: Env, facts: Facts) -> Trap | None:
     if facts.torch < (2, 9, 0) and 90800 <= facts.cudnn < 91100:
         return Trap(
             f"{pair} returns wrong numbers for bf16 convolutions of very large volumes: pip install "
-            "'nvidia-cudnn-cu12>=9.15', or torch 2.10 or newer",
+            "'nvidia-cudnn-cu12>=9.15', or torch 2.11 or newer",
             error=True,
         )
     if facts.torch == (2, 9, 0):
         return Trap(f"{pair} runs bf16 convolutions of volumes without cuDNN, slowly and in up to 17 times the memory: "
-                    "use torch 2.8 with --precision fp32, or 2.10 or newer")  # fmt: skip
+                    "use torch 2.8 with --precision fp32, or 2.11 or newer")  # fmt: skip
     if facts.torch > (2, 9, 0) and facts.cudnn < 91500:
         return Trap(f"{pair} runs bf16 convolutions of volumes without cuDNN, slowly and in up to 17 times the memory: "
                     "pip install 'nvidia-cudnn-cu12>=9.15' (cu13 with CUDA 13)")  # fmt: skip
@@ -85,15 +86,6 @@ def _hardware_queues(env: Env, facts: Facts) -> Trap | None:
     )
 
 
-def _layout_flag(env: Env, facts: Facts) -> Trap | None:
-    if not (facts.rocm and facts.on_gpu) or env.get("PYTORCH_MIOPEN_SUGGEST_NHWC"):
-        return None
-    return Trap(
-        "PYTORCH_MIOPEN_SUGGEST_NHWC is not set, so that MIOpen copies volumes with channels last to channels first "
-        "and back: export PYTORCH_MIOPEN_SUGGEST_NHWC=1, or 0 where the convolutions above are quicker so"
-    )
-
-
 def _lost_database(env: Env, facts: Facts) -> Trap | None:
     folder = env.get("MIOPEN_USER_DB_PATH", "")
     if not (facts.rocm and facts.on_gpu) or not folder.startswith(("/tmp", "/dev/shm")):
@@ -110,7 +102,6 @@ LIBRARY_TRAPS: Sequence[Callable[[Env, Facts], Trap | None]] = (
     half_convolutions,
     _detail,
     _hardware_queues,
-    _layout_flag,
     _lost_database,
 )
 
@@ -166,9 +157,14 @@ def _memhooks(env: Env, facts: Facts) -> Trap | None:
 def _expandable(env: Env, facts: Facts) -> Trap | None:
     names = ("PYTORCH_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
     variables = [name for name in names if "expandable_segments:true" in env.get(name, "").lower()]
-    if not variables or not facts.rocm:
-        return None
-    return Trap(f"{variables[0]} asks for expandable_segments, which has hung ROCm: take it out")
+    if variables and facts.rocm:
+        return Trap(f"{variables[0]} asks for expandable_segments, which has hung ROCm: take it out")
+    if variables and facts.expandable is False:
+        return Trap(
+            f"{variables[0]} asks for expandable_segments, but the allocator does not use them, and memory may "
+            "fragment: set the variable before anything uses the GPU"
+        )
+    return None
 
 
 def _threads(env: Env, facts: Facts) -> Trap | None:

@@ -5,7 +5,7 @@ import platform
 import re
 import shutil
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ import seqpar
 from seqpar.cluster.devices import MIB, usable_cores
 from seqpar.cluster.known_traps import Facts, find_traps
 from seqpar.parallel.mesh import Mesh
+from seqpar.spatial.memory_format import library_takes_channels_last
 
 WRITTEN_BYTES = 64 * MIB
 
@@ -24,6 +25,7 @@ class RankFacts:
     """What a rank reports: speeds by type of number, versions by library, traps as (is an error, text).
 
     ``seen``: the file that the first rank wrote into the output folder is there for this rank too.
+    ``in_force``: how torch uses the GPU, read back from it.
     """
 
     host: str
@@ -34,6 +36,7 @@ class RankFacts:
     versions: dict[str, str]
     traps: list[tuple[bool, str]]
     seen: bool
+    in_force: dict[str, str] = field(default_factory=dict)
 
 
 def facts_of_this_rank(
@@ -49,6 +52,7 @@ def facts_of_this_rank(
         versions=versions(),
         traps=[(trap.error, trap.text) for trap in find_traps(os.environ, facts_of(mesh, on_cpu, bool(folder["out"])))],
         seen=not folder["file"] or os.path.exists(folder["file"]),
+        in_force=settings_in_force(mesh.device),
     )
 
 
@@ -73,6 +77,24 @@ def versions() -> dict[str, str]:
     return by_name
 
 
+def settings_in_force(device: torch.device) -> dict[str, str]:
+    """Returns how torch uses a GPU, read back from it; nothing on a CPU."""
+    if device.type != "cuda":
+        return {}
+    words = {None: "unknown", False: "off", True: "on"}
+    settings = {"expandable segments": words[_expandable_segments(device)]}
+    if torch.version.hip is not None:
+        settings["MIOpen with channels last"] = words[library_takes_channels_last()]
+    return settings
+
+
+def _expandable_segments(device: torch.device) -> bool | None:
+    """Returns whether segments of the GPU's memory grow, None if torch does not say."""
+    if device.type != "cuda":
+        return None
+    return torch.cuda.memory._snapshot(device).get("allocator_settings", {}).get("expandable_segments")
+
+
 def facts_of(mesh: Mesh, on_cpu: bool = False, has_run_folder: bool = False) -> Facts:
     """Returns what traps depend on; ``on_cpu``: no GPU is wanted, ``has_run_folder``: one was named."""
     release = platform.release().split(".")
@@ -91,6 +113,7 @@ def facts_of(mesh: Mesh, on_cpu: bool = False, has_run_folder: bool = False) -> 
         launch_warning=mesh.launcher.warning,
         torch=_numbers(torch.__version__),
         has_run_folder=has_run_folder,
+        expandable=_expandable_segments(mesh.device),
         cudnn=0 if torch.version.hip else torch.backends.cudnn.version() or 0,
     )
 

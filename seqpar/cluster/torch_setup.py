@@ -18,7 +18,6 @@ from typing import Any
 import torch
 
 from seqpar.cluster.known_traps import Facts, half_convolutions
-from seqpar.parallel.launcher import allocator_settings
 from seqpar.settings.config import Config
 
 # Products in cuBLAS use this workspace in one order; without it they refuse to be deterministic.
@@ -36,7 +35,6 @@ def set_arithmetic(precision: str, deterministic: bool = False, env: MutableMapp
     takes_tf32 = precision == "tf32"
     torch.backends.cuda.matmul.allow_tf32 = takes_tf32
     torch.backends.cudnn.allow_tf32 = takes_tf32
-    env.update(allocator_settings(env, torch.__version__, torch.version.hip is not None))
     if deterministic:
         env.setdefault(_CUBLAS, ":4096:8")
     if deterministic or torch.are_deterministic_algorithms_enabled():

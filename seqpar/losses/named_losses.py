@@ -11,6 +11,9 @@ from seqpar.losses.terms import ClassFocal, ClassTerm, CrossEntropy, Dice, Focal
 EPSILON = 0.1  # of LesionDice: added to the denominator alone
 ORGAN, LESION = 8.0, 16.0  # weights of their voxels in WeightedCrossEntropy; the background's is 1
 
+FALSE_ALARMS, MISSES = 0.3, 0.7  # their weights in Tversky
+TVERSKY_SMOOTH = 1e-5  # added to numerator and denominator, so that a class that is absent and not predicted scores 1
+
 
 class LesionDice(ClassTerm):
     """Soft Dice of the last output; ``batch``: of sums over the batch ("global"), else the mean over cases."""
@@ -34,6 +37,25 @@ class LesionDice(ClassTerm):
         lost = 1 - self.score(sums)
         is_last = torch.arange(lost.shape[1], device=lost.device) == lost.shape[1] - 1
         return lost * (is_last * lost.shape[1])
+
+
+class Tversky(ClassTerm):
+    """Tversky's index with the weights of Salehi et al.: Dice in which misses weigh more than false alarms."""
+
+    name, num_sums = "tversky", 3
+
+    def __init__(self, background: bool, batch: bool) -> None:
+        self.background, self.batch = background, batch
+
+    def each(self, voxels: Voxels) -> Sequence[Tensor]:
+        """Returns hits, false alarms and misses."""
+        p, t = voxels.probability, voxels.target
+        return p * t, p * (1 - t), (1 - p) * t
+
+    def score(self, sums: Tensor) -> Tensor:
+        """Returns Tversky's index of each class."""
+        hits, false_alarms, misses = sums
+        return (hits + TVERSKY_SMOOTH) / (hits + FALSE_ALARMS * false_alarms + MISSES * misses + TVERSKY_SMOOTH)
 
 
 class WeightedCrossEntropy(VoxelTerm):
@@ -87,6 +109,11 @@ def lesion(options: LossOptions) -> Terms:
     return lesion_dice_ce()
 
 
+def tversky(options: LossOptions) -> Terms:
+    """Tversky's index alone, for small structures: misses weigh 0.7, false alarms 0.3."""
+    return [Tversky(options.background, options.batch)]
+
+
 LOSSES: dict[str, Callable[[LossOptions], Terms]] = {
     "ce": ce,
     "dice": dice,
@@ -94,6 +121,7 @@ LOSSES: dict[str, Callable[[LossOptions], Terms]] = {
     "dice-focal": dice_focal,
     "focal": focal,
     "lesion-dice-ce": lesion,
+    "tversky": tversky,
 }
 
 

@@ -148,5 +148,9 @@ class nnUNetTrainerSeqPar(nnUNetTrainer):
 
 def _mesh_of_launcher(device: torch.device) -> Mesh | None:
     """Returns the mesh of the ranks that torchrun or Slurm started, which share each tile; None if there is one."""
-    world = read_launcher(os.environ).world
-    return start(world, device=device.type, timeout_s=START_S) if world > 1 else None
+    launcher = read_launcher(os.environ)
+    if launcher.world == 1:
+        return None
+    if device.type == "cpu":  # nnU-Net's command gives each rank as many threads as there are cores
+        torch.set_num_threads(max(1, (os.cpu_count() or 1) // launcher.local_world))
+    return start(launcher.world, device=device.type, timeout_s=START_S)

@@ -107,7 +107,7 @@ def start_halo_exchange(
     after the other.
 
     - ``while_waiting``: called with the window while messages are in transit, if the window contains all of the part;
-      the halos are uninitialized at that point
+      each halo is zero then, or has arrived
     """
     if not _keep_parts(plans, group):
         for plan in plans:
@@ -123,6 +123,8 @@ def start_halo_exchange(
         own = own.narrow(plan.dim, low, high - low)
     result, inner = _with_margins(x, shape, plans[-1].margins, fill)
     _own_rows(inner, plans, group).copy_(own)
+    if while_waiting is not None:  # kernels that mix all voxels, as by FFT, would spread what the memory held before
+        _zero_halos(inner, plans, group)
     exchanges = []
     for at, plan in enumerate(plans):
         wide = _own_rows(inner, plans[at + 1 :], group)  # widened along the dimensions before
@@ -203,6 +205,15 @@ def _own_rows(window: Tensor, plans: Sequence[HaloPlan], group: Group) -> Tensor
         low, high = plan.receive.get(group.index, NOTHING)
         window = window.narrow(plan.dim, low, high - low)
     return window
+
+
+def _zero_halos(window: Tensor, plans: Sequence[HaloPlan], group: Group) -> None:
+    """Writes zeros to all rows of a window, without margins, that this rank does not own."""
+    for plan in plans:
+        low, high = plan.receive.get(group.index, NOTHING)
+        window.narrow(plan.dim, 0, low).zero_()
+        window.narrow(plan.dim, high, plan.window_extent - high).zero_()
+        window = window.narrow(plan.dim, low, high - low)
 
 
 def _in_window(plan: HaloPlan, group: Group) -> Rows:

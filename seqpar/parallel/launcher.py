@@ -14,6 +14,8 @@ FIRST_SPECIAL_STEP = 0xFFFFFFF0  # batch, interactive and extern steps are numbe
 MEETING = "SEQPAR_MEETING"  # names a meeting of these ranks at the store of the process that started them
 SHARE_GPU = "SEQPAR_SHARE_GPU"  # 1: several ranks may share a GPU, to test what they compute
 OWN_SHARING = "NCCL_MULTI_RANK_GPU_ENABLE"  # 1: NCCL 2.30 or later supports shared GPUs itself
+ALLOCATOR = "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"  # the second until torch 2.8
+MIOPEN_NHWC = "PYTORCH_MIOPEN_SUGGEST_NHWC"  # 1: MIOpen takes tensors with channels last as they are, 0: it copies them
 LAZY_GROUPS = "SEQPAR_LAZY_GROUPS"  # 1: a group connects at its first message, so that groups connect concurrently
 
 
@@ -191,15 +193,18 @@ def shared_gpu_settings(env: Mapping[str, str], rank: int) -> dict[str, str]:
     return {name: value for name, value in settings.items() if name not in env}
 
 
-def allocator_settings(env: Mapping[str, str], torch_version: str, rocm: bool) -> dict[str, str]:
-    """Returns the variable that keeps memory of an NVIDIA GPU from fragmenting, unless ``env`` sets one.
+def gpu_settings(env: Mapping[str, str], torch_version: str, rocm: bool) -> dict[str, str]:
+    """Returns the variables, except those set in ``env``, that torch reads once, before the first work on a GPU.
 
-    Expandable segments have caused hangs on ROCm. The variable was renamed.
+    On NVIDIA, segments that grow keep memory from fragmenting; they have caused hangs on ROCm. Their variable was
+    renamed. On AMD, MIOpen takes volumes with channels last without a copy: some versions of torch do so by default and
+    others do not. It also takes those with channels first, so the doctor can time both.
     """
-    names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
-    if rocm or any(name in env for name in names):
+    if rocm:
+        return {} if env.get(MIOPEN_NHWC) in ("0", "1") else {MIOPEN_NHWC: "1"}  # torch ignores other values
+    if any(name in env for name in ALLOCATOR):
         return {}
-    return {names[0 if _release(torch_version) >= (2, 9) else 1]: "expandable_segments:True"}
+    return {ALLOCATOR[0 if _release(torch_version) >= (2, 9) else 1]: "expandable_segments:True"}
 
 
 def _release(torch_version: str) -> tuple[int, int]:

@@ -248,20 +248,33 @@ def _places_of(device: torch.device) -> tuple[torch.device, ...]:
     return tuple(dict.fromkeys((torch.device("cpu"), device)))
 
 
+HANG_SHARE = 0.9  # of the time limit: an error that comes earlier is not its expiry
+
+
 def first_collective(group: Group, store: dist.Store, device: torch.device, timeout_s: float) -> None:
-    """Sums over ``group`` for the first time; if that hangs, raises TimeoutError with the missing ranks."""
-    limit = timedelta(seconds=timeout_s)
+    """Sums over ``group`` for the first time.
+
+    Raises TimeoutError with the missing ranks if that hangs, and ConnectionError with the reason if it fails.
+    """
+    limit, began = timedelta(seconds=timeout_s), time.monotonic()
     keys = [f"warm/{group}/{rank}" for rank in group.ranks]
     store.set(keys[group.index], "here")
     try:
         store.wait(keys, limit)
         for place in _places_of(device):
+            began = time.monotonic()
             work = dist.all_reduce(torch.ones(1, device=place), group=group.handle, async_op=True)
             assert work is not None
             work.wait(limit)
         if device.type == "cuda":
             torch.cuda.synchronize(device)
+    except torch.OutOfMemoryError:
+        raise
     except (dist.DistError, RuntimeError) as error:
+        taken_s, lines = time.monotonic() - began, [line for line in str(error).splitlines() if line.strip()]
+        if taken_s < HANG_SHARE * timeout_s:  # NCCL gives its reason in the lines after the first
+            why = "; ".join(lines[:4])
+            raise ConnectionError(f"the first sum over the {group} failed after {taken_s:.1f} s: {why}") from error
         missing = [rank for rank, key in zip(group.ranks, keys) if not store.check([key])]
-        why = f"{format_ranks(missing)} never came" if missing else str(error).splitlines()[0]
+        why = f"{format_ranks(missing)} never came" if missing else lines[0]
         raise TimeoutError(f"the first sum over the {group} did not finish within {timeout_s:.0f} s: {why}") from None

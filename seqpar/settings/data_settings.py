@@ -154,6 +154,13 @@ class DataSettings:
         acts_when=lambda c: bool(c.foreground),
         why="--foreground 0 centres no tile",
     )
+    foreground_shift: bool = _data(
+        False,
+        "shift these tiles by chance, so that the labelled voxel is anywhere in its tile instead of in the middle",
+        tasks=VOXELS,
+        acts_when=lambda c: bool(c.foreground),
+        why="--foreground 0 centres no tile",
+    )
     targets: str = _data(
         "regions",
         "what to learn: regions, by sigmoids, if the data declare them; labels, by a softmax; or sigmoids, one per "

@@ -49,7 +49,7 @@ HIERARCHICAL = Networks(is_hierarchical, "vit with --encoder hierarchical")
 CONVOLUTIONS = Networks(lambda c: c.network != "vit", "U-Nets and resattnet")
 UNETS = Networks(lambda c: c.network != "vit" and not c.network.startswith("resattnet"), "U-Nets")
 NNUNET = Networks(is_nnunet, "nnunet-plain and nnunet-resenc")
-WITH_DROPOUT = Networks(lambda c: c.network in ("vit", "unet-hou", "unet-hou-2d"), "vit and unet-hou")
+WITH_DROPOUT = Networks(lambda c: c.network in ("vit", "unet-hou", "unet-hou-2d"), "vit and Hou et al.'s U-Nets")
 _encoder = partial(_network, networks=TOKENS)
 
 

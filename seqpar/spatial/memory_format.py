@@ -1,10 +1,12 @@
 """Chooses channels last on devices that convolve faster with it."""
 
 import os
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
 
+from seqpar.parallel.launcher import MIOPEN_NHWC
 from seqpar.parallel.meta_tensors import autocast_dtype, device_type
 
 
@@ -21,8 +23,7 @@ def in_fastest_format(x: Tensor) -> Tensor:
     kind, dtype = device_type(x), autocast_dtype(x) or x.dtype
     if x.ndim != 5 or (kind == "cpu" and dtype == torch.float64):
         return x
-    amd_takes_it = torch.version.hip is None or os.environ.get("PYTORCH_MIOPEN_SUGGEST_NHWC") == "1"
-    last = prefers_channels_last(kind, dtype, amd_takes_it)
+    last = prefers_channels_last(kind, dtype, kind == "cpu" or library_takes_channels_last())
     return x.contiguous(memory_format=torch.channels_last_3d if last else torch.contiguous_format)
 
 
@@ -39,6 +40,25 @@ def prefers_channels_last(kind: str, dtype: torch.dtype, library_takes_it: bool)
     if kind == "cpu":
         return dtype != torch.float64
     return library_takes_it and dtype.itemsize == 2
+
+
+def library_takes_channels_last() -> bool:
+    """Returns whether torch passes volumes with channels last to the GPU's library without a copy."""
+    if torch.version.hip is None:
+        return True
+    return miopen_takes_channels_last(os.environ, torch.__version__, torch.backends.cudnn.version() or 0)
+
+
+def miopen_takes_channels_last(env: Mapping[str, str], torch_version: str, miopen: int) -> bool:
+    """Returns whether AMD's library does: as ``env`` says, else by torch's default, which has changed twice.
+
+    - ``miopen``: the version as torch numbers it, 3005000 for 3.5.0
+    """
+    told = env.get(MIOPEN_NHWC)
+    if told in ("0", "1"):
+        return told == "1"
+    major, minor = (int(number) for number in torch_version.split(".")[:2])
+    return (2, 10) <= (major, minor) < (2, 13) and miopen >= 3_005_000
 
 
 def match_memory_format(y: Tensor, x: Tensor) -> Tensor:

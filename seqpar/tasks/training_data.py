@@ -135,6 +135,7 @@ def split_of(dataset: HasCases, config: Config) -> tuple[tuple[str, ...], tuple[
 
 def step_tiles(tiles: TileSource, config: Config, count: int) -> TileSource:
     """Returns the source of the ``count`` tiles of a step; with --foreground-by count the last are centred."""
+    tiles = replace(tiles, shifted=config.foreground_shift)
     return replace(tiles, step_tiles=count) if config.foreground_by == "count" else tiles
 
 

@@ -11,7 +11,8 @@ import re
 import shutil
 import socket
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -38,6 +39,7 @@ from seqpar.weights.weight_files import digest, shapes_in, tensors_in
 
 MODEL, OPTIMIZER, PROGRESS = "model.safetensors", "optimizer.safetensors", "progress.json"
 MANIFEST = "manifest.json"
+_REMOVE = "remove this checkpoint, so that an earlier one is taken"
 State = dict[str, Tensor]
 Collect = Callable[[State, bool], State]  # tensors of all ranks, whole, or on ranks that keep none an empty dict
 
@@ -271,12 +273,17 @@ def load(
     """
     state = net.state_dict()
     own = whole_shapes or {name: tuple(tensor.shape) for name, tensor in state.items()}
-    saved = shapes_in(path / MODEL)
+    with _as_damaged(path / MODEL):
+        saved = shapes_in(path / MODEL)
+    with _as_damaged(path / OPTIMIZER):
+        kept = {key.rpartition("/")[0] for key in shapes_in(path / OPTIMIZER)}
     differing = [name for name in {**own, **saved} if own.get(name) != saved.get(name) and name not in resizing]
     if differing:
         raise ValueError(
             f"{path} holds another network: {', '.join(differing[:4])} differ; resume with the run's settings"
         )
+    if foreign := sorted(kept - saved.keys()):
+        raise DamagedCheckpoint(path / OPTIMIZER, f"holds states of {foreign[0]}, which the network lacks; {_REMOVE}")
     for name, tensor in resize_tensors(tensors_in(path / MODEL), resizing):
         if name in state:
             copy_into(state[name], tensor)
@@ -285,10 +292,21 @@ def load(
     fill_optimizer(net, optimizer, resize_tensors(states, resizing))
     drawn = path / f"random-{rank:05d}.json"
     if drawn.exists():  # a new rank has none: it starts from its seed, and all draws of a run are keyed by step
-        set_random_states(json.loads(drawn.read_text()))
+        with _as_damaged(drawn):
+            set_random_states(json.loads(drawn.read_text()))
     return read_progress(path)
 
 
 def read_progress(path: Path) -> Progress:
     """Returns the progress that a checkpoint records."""
-    return Progress(**json.loads((path / PROGRESS).read_text()))
+    with _as_damaged(path / PROGRESS):
+        return Progress(**json.loads((path / PROGRESS).read_text()))
+
+
+@contextmanager
+def _as_damaged(file: Path) -> Iterator[None]:
+    """Raises what reading a file inside meets as ``DamagedCheckpoint``, with the file's name."""
+    try:
+        yield
+    except (SafetensorError, ValueError, TypeError, KeyError) as error:
+        raise DamagedCheckpoint(file, f"is damaged ({error}); {_REMOVE}") from None

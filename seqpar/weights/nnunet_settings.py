@@ -93,8 +93,10 @@ def describe_preparation(config: Config) -> str:
     plan = planned(config)
     axes = "turned to canonical axes" if plan.reader.endswith("WithReorient") else "in the file's axes"
     mirror = "" if config.val_mirror == "none" else f"; validation averages over flips ({config.val_mirror})"
+    sizes = " x ".join(f"{plan.spacing[axis]:.4g}" for axis in plan.file_axes)
+    spacing = f"{sizes} mm" if plan.resamples else "each with its own spacing"
     return (
-        f"data are prepared as nnU-Net's plan says: {axes}, {', '.join(plan.schemes)}, {config.spacing} mm{mirror} "
+        f"data are prepared as nnU-Net's plan says: {axes}, {', '.join(plan.schemes)}, {spacing}{mirror} "
         f"(--prepare {OWN} takes seqpar's own way)"
     )
 

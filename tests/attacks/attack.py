@@ -58,6 +58,7 @@ class Attack:
     - ``keeps``: files and folders, separated by spaces, that must stay as they are, byte for byte
     - ``as_nobody``: whether a user without rights types it; root is kept out of nothing
     - ``started``: whether a new Python runs it, as from a shell
+    - ``closed``: the standard streams that are closed as it starts, of a new Python
     - ``slow``: whether a forked one takes more than a second of a processor
     - ``within_s``: seconds until it must have ended; ``within_mb``: memory that it may take, for rows that are forked
     """
@@ -72,6 +73,7 @@ class Attack:
     keeps: str = ""
     as_nobody: bool = False
     started: bool = False
+    closed: tuple[int, ...] = ()
     slow: bool = False
     within_s: float = 60
     within_mb: float = math.inf
@@ -135,6 +137,8 @@ class Attack:
         nobody = NOBODY if self.as_nobody and os.geteuid() == 0 else os.geteuid()
         if self.started:
             os.seteuid(nobody)
+            for stream in self.closed:
+                os.close(stream)
             env = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
             os.execve(sys.executable, [sys.executable, "-m", PROGRAMS[program], *arguments], env)
         sys.stdout, sys.stderr = (open(stream, "w", buffering=1, closefd=False) for stream in (1, 2))

@@ -215,8 +215,38 @@ DATA = [
     ),
 ]
 
+HUGE = "1000000000000"
+SPACING = f"train {TINY} --data D --cache cache --spacing"
+
 ATTACKS = [
     *DATA,
+    *(
+        Attack(
+            f"{program} with a trillion ranks",
+            types=f"{program} {line} --seqpar {HUGE}",
+            make=lambda here: (nnunet(here / "D", 5), make_run(here / "run")),
+            code=2,
+            says=words,
+        )
+        for program, line, words in (
+            ("train", TINY, f"--seqpar: {HUGE} must be a number of ranks, at most 100000"),
+            ("predict", "run -i D -o out", f"{HUGE} ranks are needed, and at most "),
+            ("doctor", "--device cpu", f"{HUGE} ranks are needed, and at most "),
+        )
+    ),
+    *(
+        Attack(
+            f"--spacing {size}",
+            types=f"{SPACING} {size},{size},{size}",
+            make=lambda here: nnunet(here / "D", 5),
+            code=3,
+            says=("D/imagesTr/c_000_0000.nii.gz: --spacing", words),
+        )
+        for size, words in (
+            ("1e-9", "would make 11000000258x8000000151x7799999714 voxels"),
+            ("1e9", "would make less than one voxel of its 10x8x6; give smaller sizes in mm"),
+        )
+    ),
     *WEIGHTS,
     *CLASSES,
     Attack("a seed beyond 64 bits", types="train --seed 99999999999999999999", code=2, says="--seed 9999"),
@@ -235,6 +265,21 @@ ATTACKS = [
             ("tune", "--space lr=1,2", "--time-limit", "0", "it must be above 0"),
             ("tune", "--space lr=1,2", "--devices", "0", "it must be at least 1"),
             ("tune", "--space lr=1,2 --ray x:1", "--ray-nodes", "0", "it must be at least 1"),
+            ("train", TINY, "--phantoms", HUGE, "it must be in [1, 100000]"),
+            ("train", TINY, "--tile", HUGE, "it must be in [1, 65536]"),
+            ("train", TINY, "--depth", HUGE, "it must be in [1, 1000]"),
+            ("train", TINY, "--embed-dim", HUGE, "it must be in [1, 65536]"),
+            ("train", TINY, "--mlp-ratio", "1e+30", "it must be above 0 and at most 1000"),
+            ("train", TINY, "--decoder-width", HUGE, "it must be in [1, 65536]"),
+            ("train", TINY, "--global-batch", HUGE, "it must be in [0, 1000000]"),
+            ("pretrain", "--preset mae-debug --device cpu", "--rebuild-width", HUGE, "it must be in [0, 65536]"),
+            ("plan", "", "--ranks", HUGE, "it must be at most 1000000"),
+            ("plan", "", "--memory", "1e+30", "it must be at most 1000000"),
+            ("plan", "--predict", "--volume", f"{HUGE} 1 1", "it must be at most 65536"),
+            ("phantom", "--out P", "--cases", HUGE, "give at most 100000"),
+            ("tune", "--space lr=log:1:2", "--samples", HUGE, "it must be at most 100000"),
+            ("tune", "--space lr=1,2", "--devices", HUGE, "it must be at most 100000"),
+            ("tune", "--space lr=1,2", "--devices-per-run", HUGE, "give a number of devices, 1 to 100000, or all"),
             ("tune", "--space lr=1,2", "--ray", "nonsense", "give the HOST:PORT"),
             ("tune", "--space lr=1,2", "--ray", "ray://x:1", "give the HOST:PORT"),
         )

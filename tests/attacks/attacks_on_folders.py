@@ -1,6 +1,7 @@
 """Attacks on what a disk holds: folders that are not ours to write, full disks, runs that cannot be read."""
 
 import json
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -235,4 +236,86 @@ ATTACKS += [
         ("pretrain", "no GPU is visible"),
         ("tune --space lr=1e-3", "this machine has no GPU"),
     )
+]
+
+
+def _odd(name: str, put: Callable[[Path], object]) -> Callable[[Path], None]:
+    """Returns what makes a run and images, and puts something among them that has an image's name."""
+
+    def make(here: Path) -> None:
+        make_run(here / "run")
+        save(here / "images" / "a_0000.nii.gz", image_array(0))
+        put(here / "images" / name)
+
+    return make
+
+
+def _predicted_a(here: Path, said: str) -> None:
+    assert [path.name for path in (here / "out").glob("*.nii.gz")] == ["a.nii.gz"]
+
+
+ATTACKS += [
+    Attack(
+        f"predict where an image is {what}",
+        types="predict run -i images -o out",
+        make=_odd("x_0000.nii.gz", put),
+        code=3,
+        says=f"images/x_0000.nii.gz: {words}",
+        after=_predicted_a,
+    )
+    for what, put, words in (
+        ("a folder", Path.mkdir, "is a folder without DICOM files"),
+        ("a link to nothing", lambda path: path.symlink_to("nowhere"), "cannot be read (No such file or directory)"),
+        ("a link to itself", lambda path: path.symlink_to(path.name), "cannot be read (Too many levels of symbolic"),
+        ("a named pipe", os.mkfifo, "is no file (but a pipe, socket or device)"),
+    )
+]
+ATTACKS += [
+    Attack(
+        "predict an image with a line break in its name",
+        types="predict run -i images -o out",
+        make=_odd("b\nc_0000.nii.gz", lambda path: save(path, image_array(1))),
+        code=0,
+        says="label maps of 2 cases",
+        after=lambda here, said: (here / "out" / "b\nc.nii.gz").stat(),
+    ),
+    Attack(
+        "evaluate where a prediction is a link to nothing",
+        types="evaluate D/labelsTr truth",
+        make=lambda here: (
+            _copied_truth(here),
+            (here / "truth" / "c_001.nii.gz").unlink(),
+            (here / "truth" / "c_001.nii.gz").symlink_to("nowhere"),
+        ),
+        code=3,
+        says="truth/c_001.nii.gz: cannot be read (No such file or directory)",
+        keeps="D",
+    ),
+    Attack(
+        "train where dataset.json is a named pipe",
+        types=f"train {TINY} --data D --cache cache",
+        make=lambda here: (
+            nnunet(here / "D", 5),
+            (here / "D/dataset.json").unlink(),
+            os.mkfifo(here / "D/dataset.json"),
+        ),
+        code=3,
+        says="D/dataset.json: is no file (but a pipe, socket or device)",
+    ),
+    *(
+        Attack(
+            f"{program} into {folder} of its data",
+            types=f"{program} {TINY} --data {data} --cache cache --out {folder}",
+            make=lambda here: nnunet(here / "D", 5),
+            code=3,
+            says=f"--out {folder}: belongs to a data set, which no run writes into: name another folder",
+            keeps="D",
+            after=_prepared_nothing,
+        )
+        for program, data, folder in (
+            ("train", "D", "D"),
+            ("train", "D", "D/labelsTr"),
+            ("pretrain", "D/imagesTr", "D/imagesTr"),
+        )
+    ),
 ]

@@ -4,6 +4,7 @@ import os
 import signal
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -87,5 +88,73 @@ ATTACKS += [
         says=("error: --ray 127.0.0.1:9: no cluster answers there within 20 s", "Connection refused"),
         started=True,
         within_s=90,  # 30 where nobody else computes
+    ),
+]
+
+
+def _imports_torch(pid: int, here: Path) -> None:
+    """Presses Ctrl-C while the program's imports last."""
+    _wait_for(lambda: "libtorch" in Path(f"/proc/{pid}/maps").read_text())
+    os.kill(pid, signal.SIGINT)
+
+
+def _kill_launcher(number: int) -> Callable[[int, Path], None]:
+    """Returns what sends a signal to the process that started the ranks, once they train."""
+
+    def kill(pid: int, here: Path) -> None:
+        _wait_for(lambda: (here / "run/metrics.jsonl").is_file() and (here / "run/metrics.jsonl").stat().st_size)
+        os.kill(pid, number)
+
+    return kill
+
+
+def _nobody_works(here: Path, said: str) -> None:
+    """Waits until no process has its working folder there."""
+
+    def is_left() -> bool:
+        for path in Path("/proc").glob("[0-9]*/cwd"):
+            with suppress(OSError):  # of another user, or gone
+                if os.readlink(path) == str(here):
+                    return True
+        return False
+
+    _wait_for(lambda: not is_left(), 20)
+
+
+def _predicted(here: Path, said: str) -> None:
+    assert len(list((here / "out").glob("*.nii.gz"))) == 5
+
+
+ATTACKS += [
+    Attack(
+        "Ctrl-C while a program is imported",
+        types="predict run -i D -o out",
+        meanwhile=_imports_torch,
+        code=130,
+        says="error: interrupted",
+        started=True,
+    ),
+    *(
+        Attack(
+            f"the launcher ends by {signal.Signals(number).name}",
+            types=TWO_RANKS,
+            make=lambda here: nnunet(here / "D", 5),
+            meanwhile=_kill_launcher(number),
+            after=_nobody_works,
+            code=code,
+            says="step",
+            started=True,
+        )
+        for number, code in ((signal.SIGKILL, -signal.SIGKILL), (signal.SIGHUP, -signal.SIGHUP), (signal.SIGTERM, 75))
+    ),
+    Attack(
+        "all standard streams are closed",
+        types="predict run -i D -o out",
+        make=lambda here: (nnunet(here / "D", 5), make_run(here / "run")),
+        after=_predicted,
+        code=0,
+        says="",
+        closed=(0, 1, 2),
+        started=True,
     ),
 ]

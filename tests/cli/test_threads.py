@@ -1,4 +1,4 @@
-"""Programs set how threads wait and how many there are before torch is imported, unless the user has set it."""
+"""Programs set what torch reads once before it is imported, unless the user has: its threads and a GPU's memory."""
 
 import os
 import re
@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from seqpar.cli import CHOSEN, set_threads
 from seqpar.cluster.host_memory import cores_here
@@ -56,7 +57,12 @@ def test_a_control_group_bounds_the_cores(version, quota, cores, tmp_path):
 def test_every_command_sets_them_before_torch_is_imported():
     commands = re.findall(r'^seqpar-\w+ = "(.*)"$', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
     assert len(commands) > 9 and all(command.startswith("seqpar.cli.") for command in commands)
-    line = "import os, sys, seqpar.cli; print('torch' in sys.modules, os.environ['OMP_WAIT_POLICY'])"
-    env = {name: value for name, value in os.environ.items() if not name.startswith("OMP_")}
+    line = (
+        "import os, sys, seqpar.cli; from seqpar.parallel.launcher import ALLOCATOR;"
+        "print('torch' in sys.modules, os.environ['OMP_WAIT_POLICY'], *(os.environ.get(name) for name in ALLOCATOR))"
+    )
+    env = {name: value for name, value in os.environ.items() if not name.startswith(("OMP_", "PYTORCH_"))}
     done = subprocess.run([sys.executable, "-c", line], env=env, capture_output=True, text=True, check=True)
-    assert done.stdout.split() == ["False", "passive"]
+    imported, policy, *allocator = done.stdout.split()
+    assert (imported, policy) == ("False", "passive")
+    assert torch.version.hip or sorted(allocator) == ["None", "expandable_segments:True"]

@@ -9,21 +9,23 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+import torch
 
 from seqpar.cli import doctor
 from seqpar.cluster import link_speed
 from seqpar.cluster.convolution_speed import Shape, Timed, advise
+from seqpar.cluster.examination import print_ranks
 from seqpar.cluster.exit_codes import run
 from seqpar.cluster.findings import find_problems
 from seqpar.cluster.known_traps import TRAPS, Facts, find_traps, half_convolutions
 from seqpar.cluster.link_speed import fit
-from seqpar.cluster.rank_facts import RankFacts, _numbers
+from seqpar.cluster.rank_facts import RankFacts, _numbers, settings_in_force
 from tests.support.training_runs import Launch, at
 
 ROCM = Facts(on_gpu=True, rocm=True, num_gpus=1)
 NODES = replace(ROCM, num_nodes=2, local_world=8, cores=7, host_cores=56, threads=7)
 FINE = {"LOADEDMODULES": "rocm/7.1.1:rccl-net-plugin", "MIOPEN_USER_DB_PATH": "/tmp/x", "OMP_NUM_THREADS": "7"}
-FINE |= {"GPU_MAX_HW_QUEUES": "8", "PYTORCH_MIOPEN_SUGGEST_NHWC": "1"}
+FINE |= {"GPU_MAX_HW_QUEUES": "8"}
 NVIDIA = Facts(on_gpu=True, num_gpus=1, torch=(2, 10, 0), cudnn=91501)
 SLINGSHOT = replace(NODES, slingshot=True)
 NAMES = {"NCCL_SOCKET_IFNAME": "hsn0", "GLOO_SOCKET_IFNAME": "hsn0"}
@@ -86,13 +88,6 @@ SIGNS = {
         {**FINE, "GPU_MAX_HW_QUEUES": "2"},
         replace(NODES, local_world=1),
     ),
-    "_layout_flag": (
-        {k: v for k, v in FINE.items() if k[:7] != "PYTORCH"},
-        NODES,
-        "export PYTORCH_MIOPEN_SUGGEST_NHWC=1",
-        {**FINE, "PYTORCH_MIOPEN_SUGGEST_NHWC": "0"},
-        NODES,
-    ),
     "_lost_database": (
         {**FINE, "SLURM_JOB_ID": "1"},
         NODES,
@@ -147,13 +142,36 @@ def test_layout_and_search_of_miopen_are_advised_by_what_was_timed():
     shape = Shape(16, 16, 96)
     even, last, first = Timed(shape, 1.0, 1.1), Timed(shape, 2.0, 1.0), Timed(shape, 1.0, 2.0)
     flag, rate = "PYTORCH_MIOPEN_SUGGEST_NHWC", shape.operations / 1.0
-    assert advise([even], True, rate, {}) == [] and advise([last], False, 1e3 * rate, {}) == []
-    assert advise([last], True, rate, {}) == [f"export {flag}=1: 1e+03 ms instead of 2e+03 ms"]
-    assert advise([last], True, rate, {flag: "1"}) == [] and advise([first], True, rate, {}) == []
-    assert advise([first], True, rate, {flag: "1"}) == [f"export {flag}=0: 1e+03 ms instead of 2e+03 ms"]
-    (naive,) = advise([even], True, 101 * rate, {})
+    assert advise([even], True, rate, {}, False) == [] and advise([last], False, 1e3 * rate, {}, False) == []
+    assert advise([last], True, rate, {}, False) == [f"export {flag}=1: 1e+03 ms instead of 2e+03 ms"]
+    assert advise([last], True, rate, {}, True) == [] and advise([first], True, rate, {}, False) == []
+    assert advise([first], True, rate, {}, True) == [f"export {flag}=0: 1e+03 ms instead of 2e+03 ms"]
+    (naive,) = advise([even], True, 101 * rate, {}, True)
     assert naive.startswith("export MIOPEN_FIND_MODE=2: the convolution of 16 to 16 channels at 96")
-    assert advise([even], True, 101 * rate, {"MIOPEN_FIND_MODE": "2"}) == []
+    assert advise([even], True, 101 * rate, {"MIOPEN_FIND_MODE": "2"}, True) == []
+
+
+def test_growing_segments_that_came_too_late_are_reported():
+    env, on = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}, replace(NVIDIA, expandable=True)
+    assert find_traps(env, on) == [] and find_traps(env, NVIDIA) == []  # in force, and not known
+    (trap,) = find_traps(env, replace(NVIDIA, expandable=False))
+    assert "does not use them" in str(trap) and not trap.error
+    assert find_traps({}, replace(NVIDIA, expandable=False)) == []
+
+
+def test_the_doctor_reads_back_how_torch_uses_a_gpu(alone, monkeypatch, capsys):
+    gpu = torch.device("cuda", 0)
+    monkeypatch.setattr(torch.cuda.memory, "_snapshot", lambda device: {"allocator_settings": settings})
+    settings = {"expandable_segments": False}
+    assert settings_in_force(gpu) == {"expandable segments": "off"}
+    monkeypatch.setattr(torch.version, "hip", "7.1")
+    monkeypatch.setenv("PYTORCH_MIOPEN_SUGGEST_NHWC", "1")
+    settings = {"expandable_segments": True}
+    in_force = settings_in_force(gpu)
+    assert in_force == {"expandable segments": "on", "MIOpen with channels last": "on"}
+    assert settings_in_force(torch.device("cpu")) == {}
+    print_ranks(alone, [replace(some_ranks()[0], in_force=in_force)])
+    assert "torch 2.13, expandable segments on, MIOpen with channels last on" in capsys.readouterr().out
 
 
 def some_ranks(**more) -> list[RankFacts]:

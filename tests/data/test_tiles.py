@@ -27,16 +27,36 @@ def same(a: Tile, b: Tile) -> bool:
     return np.array_equal(a.image, b.image) and np.array_equal(a.label, b.label)
 
 
-def places(foreground: float, *classes: tuple[int, tuple[tuple[int, ...], ...]], draws: int = 1500, tile: int = 4):
+def places(
+    foreground: float,
+    *classes: tuple[int, tuple[tuple[int, ...], ...]],
+    draws: int = 1500,
+    tile: int = 4,
+    shifted: bool = False,
+):
     """Returns where tiles of one case start."""
     case = PlaceCase("a", (EDGE,) * 3, classes)
-    source = TileSource((case,), augment("none", (tile,) * 3), 3, 4, foreground)
+    source = TileSource((case,), augment("none", (tile,) * 3), 3, 4, foreground, shifted=shifted)
     starts = []
     for sample in range(draws):
         image = source.draw(TileKey(1, 0, sample)).image
         voxel = np.argwhere(image[0] > 0)[0]
         starts.append(tuple(int(image[d][tuple(voxel)]) - 1 - int(voxel[d]) for d in range(3)))
     return starts
+
+
+def test_a_shifted_tile_has_its_voxel_anywhere_and_stays_inside_the_case() -> None:
+    starts = set(places(1.0, (1, ((5, 5, 5),)), draws=800, shifted=True))
+    assert starts == {(x, y, z) for x in range(2, 6) for y in range(2, 6) for z in range(2, 6)}
+    assert set(places(1.0, (1, (CORNER,)), draws=100, shifted=True)) == {(6, 6, 6)}
+    assert set(places(1.0, (1, ((5, 5, 5),)), draws=100)) == {(3, 3, 3)}  # the control
+
+
+def test_a_shift_follows_from_the_sample_alone() -> None:
+    source = replace(noise_source(augment("none", (4, 4, 4))), foreground=1.0, shifted=True)
+    keys = [TileKey(2, 0, sample) for sample in range(12)]
+    first = {key: source.draw(key) for key in keys}
+    assert all(same(first[key], source.draw(key)) for key in reversed(keys))
 
 
 @pytest.mark.parametrize("name", ["none", "paper", "full"])

@@ -17,7 +17,7 @@ NAMES = {  # the list next to which each addition goes, and the name that the pa
     "decoders/named_decoders.py": "linear",
     "seqpar/scores/label_scores.py": "Precision",
     "seqpar/data/sampling/extra_steps.py": "salt",
-    "seqpar/losses/named_losses.py": "tversky",
+    "seqpar/losses/named_losses.py": "jaccard",
     "seqpar/optimization/optimizers.py": "nadam",
 }
 FLOORS = (
@@ -87,15 +87,15 @@ def test_each_takes_one_new_file_at_most_and_one_entry() -> None:
 @pytest.mark.started
 def test_all_of_them_train_three_steps(copy, tmp_path) -> None:
     flags = [*tiny_data(tmp_path), "--iterations", "3", "--epochs", "1", "--out", str(tmp_path / "run"), "--batch-dice"]
-    added = ["--decoder", "linear", "--augment", "light+salt", "--loss", "tversky", "--optimizer", "nadam"]
+    added = ["--decoder", "linear", "--augment", "light+salt", "--loss", "jaccard", "--optimizer", "nadam"]
     done = run(copy, "launch/train.py", *flags, *added)
     assert done.returncode == 0, done.stdout + done.stderr
     rows = read_metrics(tmp_path / "run" / "metrics.jsonl")
-    losses = [(row["loss"], row["tversky_loss"]) for row in rows if row["kind"] == "train"]
+    losses = [(row["loss"], row["jaccard_loss"]) for row in rows if row["kind"] == "train"]
     assert len(losses) == 3 and all(total == term for total, term in losses) and len(set(losses)) == 3
     config = json.loads((tmp_path / "run" / "config.json").read_text())["config"]
     chosen = [config[name] for name in ("decoder", "augment", "loss", "optimizer")]
-    assert chosen == ["linear", "light+salt", "tversky", "nadam"]
+    assert chosen == ["linear", "light+salt", "jaccard", "nadam"]
     summary = json.loads((tmp_path / "run" / "validation" / "summary.json").read_text())
     assert "Precision" in summary["mean"]["1"]
 

@@ -78,3 +78,17 @@ def silent_group(mesh: Mesh, folder: str) -> str:
 def test_a_group_that_hangs_is_named_with_the_absent_rank(ranks: Callable[..., list], tmp_path: object) -> None:
     message, _ = ranks(2, silent_group, str(tmp_path))
     assert "over the seq group of ranks 4, 5 did not finish" in message and "rank 5 never came" in message
+
+
+class FailingWork:
+    def wait(self, limit: object) -> None:
+        raise RuntimeError("NCCL error: unhandled system error\nLast error:\nno route to node 7")
+
+
+def test_a_first_sum_that_fails_is_not_taken_for_one_that_hangs(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: object
+) -> None:
+    monkeypatch.setattr(dist, "all_reduce", lambda *of, **how: FailingWork())
+    store = dist.FileStore(f"{tmp_path}/store", 1)
+    with pytest.raises(ConnectionError, match=r"over the seq group of rank 0 failed after 0.0 s: NCCL.*no route"):
+        first_collective(Group("seq", (0,), 0), store, torch.device("cpu"), 500.0)

@@ -5,8 +5,25 @@ import re
 
 import pytest
 
+from lab.figures.figure import Results
+from lab.figures.paper_figures import judge_gather, judge_patches
 from lab.figures.verdicts import coincide, differ, difference, first_to_reach, highest, listed, plateau, reached
 from seqpar.report.curves import Curve
+
+
+class Seen(Results):
+    """Results with the same curves for every quantity."""
+
+    tolerance = 1e-9  # type: ignore[assignment]
+
+    def __init__(self, every: dict[str, Curve]) -> None:
+        super().__init__({})
+        self.__dict__["every"] = every
+
+    def curves(self, quantity: str, *labels: str) -> list[Curve]:
+        every: dict[str, Curve] = self.__dict__["every"]
+        return [every[label] for label in labels or every]
+
 
 STEPS = (10, 20, 30, 40)
 FALLING = (1.0, 0.8, 0.6, 0.4)
@@ -121,3 +138,22 @@ def test_nothing_is_said_of_a_network_that_has_not_learned() -> None:
     assert "patch 16 never" in first_to_reach("Patches", "Dice", [idle, able], plateau([idle, able]))
     of_seeds = curve("patch 8", (0.0, 0.0, 0.0, 0.2), (0.0, 0.0, 0.0, 0.38))
     assert "patch 8 has not learned" in highest("Patches", "Dice", [of_seeds])
+
+
+def test_a_figure_is_set_beside_what_the_paper_says() -> None:
+    """Reproduced, not, or open: where an arm has not learned, or one seed shows no spread."""
+    low, high = curve("patch 16", (0.1, 0.3, 0.4, 0.4), (0.1, 0.3, 0.42, 0.41)), (0.3, 0.5, 0.6, 0.6)
+    every = {"patch 16": low, "patch 8": low, "patch 4": curve("patch 4", high, shifted(0.01, high))}
+    says, sees, answer = judge_patches(Seen(every))[-3:]
+    assert says.startswith("The paper says: patch 4 converges faster") and answer == "Reproduced: yes"
+    assert sees == "We see: patch 4 beside patch 16, Dice above by 0.198 (beyond the seeds' spread)"
+    turned = Seen({"patch 16": every["patch 4"], "patch 8": low, "patch 4": low})
+    assert judge_patches(turned)[-1] == "Reproduced: no"
+    for coarse in (
+        curve("patch 16", (0.1, 0.3, 0.4, 0.4)),
+        curve("patch 16", (0.0, 0.0, 0.1, 0.1), (0.0, 0.0, 0.1, 0.1)),
+    ):
+        assert judge_patches(Seen({**every, "patch 16": coarse}))[-1] == "Reproduced: cannot tell at this scale"
+    alike = Seen({"SeqPar 1": low, "SeqPar 2": low})
+    assert judge_gather(alike)[-1] == "Reproduced: yes"
+    assert judge_gather(Seen({"SeqPar 1": low, "SeqPar 2": every["patch 4"]}))[-1] == "Reproduced: no"

@@ -256,3 +256,36 @@ def test_labels_that_are_no_classes_are_refused_and_a_channel_is_named() -> None
             DiceCE(ignore_label=9)(logits, wrong)
     with pytest.raises(ValueError, match="name='dice-cee': choose one of ce, dice, dice-ce"):
         make_loss("dice-cee")
+
+
+def gaps_of_tversky(mesh: Mesh) -> list[tuple[float, float]]:
+    losses = [make_loss("tversky", LossOptions(batch=batch), ignore_label=9) for batch in (False, True)]
+    return [
+        *(check_samples(mesh, CASES[0], True, loss) for loss in losses),
+        check_samples(mesh, CASES[0], False, losses[1]),
+    ]
+
+
+def test_tversky_of_parts_is_that_of_the_batch(ranks: Callable[..., list]) -> None:
+    """The control is last: sums over the batch that are not shared give another loss."""
+    for *of_rank, unshared in ranks(4, gaps_of_tversky, seqpar=2):
+        assert all(max(gaps) < 1e-13 for gaps in of_rank) and unshared[0] > 1e-6
+
+
+def test_tversky_is_the_formula_and_misses_weigh_more() -> None:
+    logits, label = example()
+    seen, shares = (label != 9), logits.softmax(1)
+    scores = []
+    for b in range(len(logits)):
+        for k in (1, 2, 3):
+            p, t = shares[b, k][seen[b]], (label[b] == k)[seen[b]].double()
+            hit, alarm, miss = (p * t).sum(), (p * (1 - t)).sum(), ((1 - p) * t).sum()
+            scores.append((hit + 1e-5) / (hit + 0.3 * alarm + 0.7 * miss + 1e-5))
+    got = make_loss("tversky", ignore_label=9)(logits, label)
+    assert relative(got, 1 - torch.stack(scores).mean()) < 1e-13
+    truth = torch.zeros(1, 4, 4, 4, dtype=torch.long)
+    truth[0, :2] = 1
+    more, less = truth.clone(), truth.clone()
+    more[0, 2], less[0, 1] = 1, 0
+    alarm, miss = (make_loss("tversky")(50.0 * F.one_hot(x, 2).movedim(-1, 1).double(), truth) for x in (more, less))
+    assert miss > alarm

@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from seqpar.parallel.launcher import Launcher
 from seqpar.parallel.mesh import Mesh, broadcast_tensors
 from tests.support.ranks import run_ranks
 
@@ -136,6 +137,18 @@ def test_ranks_that_share_each_tile_train_as_one_process(trainer_class: Any, wor
 
 def test_a_trainer_that_derives_from_it_saves_its_own_name(trainer_class: Any) -> None:
     assert trained(None, type("Mine", (trainer_class,), {}))["trainer_name"] == "Mine"
+
+
+def test_ranks_of_cpus_share_the_cores(trainer_class: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    module, before = sys.modules[trainer_class.__module__], torch.get_num_threads()
+    monkeypatch.setattr(module, "read_launcher", lambda env: Launcher("torchrun", world=2, local_world=2))
+    monkeypatch.setattr(module, "start", lambda *arguments, **named: None)
+    monkeypatch.setattr(module.os, "cpu_count", lambda: 6)
+    try:
+        module._mesh_of_launcher(torch.device("cpu"))
+        assert torch.get_num_threads() == 3
+    finally:
+        torch.set_num_threads(before)
 
 
 def on_ranks(mesh: Mesh) -> list[Tensor]:

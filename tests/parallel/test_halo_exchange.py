@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from seqpar.parallel import remaps
-from seqpar.parallel.halo_exchange import HaloPlan, exchange_halos
+from seqpar.parallel.halo_exchange import HaloPlan, exchange_halos, start_halo_exchange
 from seqpar.parallel.mesh import Mesh
 from tests.support.adjoint import adjoint_gap, rows
 from tests.support.ranks import once_per_world
@@ -123,3 +123,23 @@ def test_window_along_one_direction_of_a_grid_of_boxes(ranks: Callable[..., list
 def test_remap_refuses_what_nobody_owns() -> None:
     with pytest.raises(ValueError, match="no rank owns"):
         remaps.make_remap([torch.tensor([0, 1])], [torch.tensor([0, 2])], 0)
+
+
+def halos_seen_in_transit(mesh: Mesh) -> list[torch.Tensor]:
+    """Returns windows of 2 x 2 boxes as work sees them that overlaps with their exchange, in memory that held NaN."""
+    group, seen = mesh.seq, list[torch.Tensor]()
+    plans = []
+    for dim, stride in enumerate((2, 1)):  # rank 2 i + j holds box (i, j)
+        first = group.index - group.index // stride % 2 * stride
+        line = (first, first + stride)
+        owned, needed = dict(zip(line, ((0, 2), (2, 4)))), dict(zip(line, ((0, 3), (1, 4))))
+        plans.append(HaloPlan.of(group, dim, owned, needed, ((0, 1, 0),) if dim else ()))
+    torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = True  # type: ignore[attr-defined]
+    start_halo_exchange(rows(5, 2, 2), group, plans, while_waiting=lambda window: seen.append(window.clone()))
+    return seen
+
+
+def test_halos_in_transit_are_never_what_the_memory_held_before(ranks: Callable[..., list]) -> None:
+    for (window,) in ranks(4, halos_seen_in_transit):
+        assert window.shape == (4, 3) and window.isfinite().all(), window

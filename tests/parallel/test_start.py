@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from seqpar.decoders.modes.named_modes import choose_mode
 from seqpar.parallel import collectives, messages
-from seqpar.parallel.launcher import Launcher, allocator_settings, shared_gpu_settings
+from seqpar.parallel.launcher import Launcher, gpu_settings, shared_gpu_settings
 from seqpar.parallel.layout import Layout
 from seqpar.parallel.mesh import Mesh
 from seqpar.parallel.rendezvous import _eager_device, _places_of
@@ -54,11 +54,13 @@ def test_ranks_that_share_a_gpu_look_to_nccl_like_hosts_of_their_own() -> None:
     assert shared_gpu_settings({"NCCL_MULTI_RANK_GPU_ENABLE": "1"}, 0) == {}
 
 
-def test_memory_of_nvidias_gpus_is_asked_for_in_segments_that_grow() -> None:
-    assert allocator_settings({}, "2.8.0+cu128", rocm=False) == {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
-    assert allocator_settings({}, "2.13.0", rocm=False) == {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
-    assert allocator_settings({}, "2.13.0", rocm=True) == {}
-    assert allocator_settings({"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64"}, "2.13.0", rocm=False) == {}
+def test_what_torch_reads_once_is_set_unless_the_user_has() -> None:
+    assert gpu_settings({}, "2.8.0+cu128", rocm=False) == {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
+    assert gpu_settings({}, "2.13.0", rocm=False) == {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
+    assert gpu_settings({"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64"}, "2.13.0", rocm=False) == {}
+    assert gpu_settings({}, "2.13.0", rocm=True) == {"PYTORCH_MIOPEN_SUGGEST_NHWC": "1"}
+    assert gpu_settings({"PYTORCH_MIOPEN_SUGGEST_NHWC": "0"}, "2.13.0", rocm=True) == {}
+    assert gpu_settings({"PYTORCH_MIOPEN_SUGGEST_NHWC": "yes"}, "2.13.0", rocm=True)  # torch does not know the word
 
 
 def test_groups_of_gpus_connect_as_they_are_made_or_at_their_first_message() -> None:

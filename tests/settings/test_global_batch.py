@@ -69,7 +69,7 @@ def test_what_does_not_make_it_is_refused_with_what_does() -> None:
         ValueError, match="--batch 3: --global-batch 32 is 8 tiles a step for each of 4 groups: use --b"
     ):
         request("--global-batch 32 --batch 3", 4)
-    with pytest.raises(ValueError, match="must not be negative"):
+    with pytest.raises(ValueError, match=r"--global-batch -1: it must be in \[0"):
         request("--global-batch -1")
 
 

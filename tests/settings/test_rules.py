@@ -37,11 +37,13 @@ OF_NETWORKS = {
     ("pretrain", "vit", "plain"): f"{TOKENS} depth mask_ratio rebuild_blocks rebuild_width normalised_targets",
 }
 NOT_OF_CLASSES = """
-targets foreground foreground_by synthesis synthesis_per phantoms curriculum dice dice_background batch_dice output_bias
+targets foreground foreground_by
+foreground_shift synthesis synthesis_per phantoms curriculum dice dice_background batch_dice output_bias
 val_overlap val_window val_mirror prepare plans join_labels force dice_smooth
 """
 NOT_OF_PRETRAINING = """
-mode targets foreground foreground_by synthesis synthesis_per output_bias plans loss loss_weights class_weights
+mode targets foreground foreground_by
+foreground_shift synthesis synthesis_per output_bias plans loss loss_weights class_weights
 focal_gamma dice dice_smooth dice_background batch_dice val_overlap val_window val_mirror prepare join_labels force
 """
 NOT_OF = {"segment": "", "classify": NOT_OF_CLASSES, "pretrain": NOT_OF_PRETRAINING}

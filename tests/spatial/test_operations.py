@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from seqpar.parallel.mesh import Mesh
 from seqpar.spatial import convolution, norms, pooling
 from seqpar.spatial.box_grid import BoxGrid
+from seqpar.spatial.memory_format import miopen_takes_channels_last
 from tests.support.boxes import Case, Maker, check_cases, draw_cases
 from tests.support.ranks import RanksFailed
 
@@ -133,3 +134,15 @@ def alone(kind: type[Any], *sizes: Any, **options: Any) -> Maker:
 def test_the_comparison_sees_boxes_that_know_nothing_of_each_other(maker: Maker, ranks: Callable[..., list]) -> None:
     with pytest.raises(RanksFailed, match=r"AssertionError: \([0-9.]+, Alone"):
         ranks(2, check_cases, draw_cases(maker, 2, 1))
+
+
+def test_amds_library_takes_channels_last_as_it_is_told_or_as_torchs_version_does() -> None:
+    new, old = 3_005_000, 3_004_000
+    for told, takes in (("1", True), ("0", False)):
+        env = {"PYTORCH_MIOPEN_SUGGEST_NHWC": told}
+        assert all(
+            miopen_takes_channels_last(env, torch_version, new) is takes for torch_version in ("2.10.0", "2.13.0")
+        )
+    defaults = [miopen_takes_channels_last({}, f"2.{minor}.0+rocm7.1", new) for minor in (8, 9, 10, 12, 13)]
+    assert defaults == [False, False, True, True, False]
+    assert not miopen_takes_channels_last({}, "2.10.0", old)

@@ -28,7 +28,7 @@ from seqpar.training.run_request import read_request
 from seqpar.weights.nnunet_weights import load_nnunet
 from seqpar.weights.weight_files import read_weights
 from tests.support.folders import nnunet
-from tests.support.nnunet_networks import configuration, plans_of, reference, write_results
+from tests.support.nnunet_networks import KINDS, configuration, plans_of, reference, write_results
 from tests.support.training_runs import farthest, losses, scores, status, trained
 
 SHORT = """
@@ -172,6 +172,22 @@ def test_prepare_chooses_between_the_plans_way_and_our_own(place) -> None:
     }.items():
         with pytest.raises(ValueError, match=message):
             read_request(flags_of(place, *more), launcher)
+
+
+def test_a_pretraining_says_network_and_tile_and_the_data_all_else(place, tmp_path) -> None:
+    kind = "ResidualEncoderUNet"
+    plan = {
+        "architecture_plans": {"arch_class_name": kind, "arch_kwargs": KINDS[kind]}, "pretrain_plan": {},
+        "pretrain_num_input_channels": 1, "recommended_downstream_patchsize": [8, 8, 16],
+        "key_to_encoder": "encoder.stages", "key_to_stem": "encoder.stem",
+    }  # fmt: skip
+    file = tmp_path / "checkpoint_final.pth"
+    torch.save({"network_weights": reference(kind).state_dict(), "nnssl_adaptation_plan": plan}, file)
+    request = read_request(flags_of(place, "--dry-run", "--weights", str(file)), read_launcher({}))
+    config = request.config
+    assert (config.network, config.tile, config.prepare) == ("nnunet-resenc", (16, 8, 8), "own")
+    assert config.stages.startswith("331:111:4:1:2 ") and config.batch == 2
+    assert "--tile 16 8 8, as given" in request.choices["auto_tile"][0]
 
 
 def nnunet_loss(logits: Tensor, label: Tensor, batch_dice: bool) -> Tensor:

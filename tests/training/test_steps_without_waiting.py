@@ -1,6 +1,9 @@
 """What keeps a GPU's steps close together: the next tiles beside the step, rows a step late, few events."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -42,6 +45,34 @@ def test_what_fails_beside_a_step_is_raised_by_the_next_one(alone: Mesh, monkeyp
         loader.begin_next()
         with pytest.raises(ValueError, match="damaged"):
             next(loader)
+
+
+def test_all_micro_batches_of_a_loader_come_on_its_one_stream(alone: Mesh, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The allocator keeps freed memory for the stream that asked for it: each new stream would take new memory."""
+    made, used = list[object](), list[object]()
+
+    class Stream:
+        def __init__(self, device: torch.device) -> None:
+            self.device = device
+            made.append(self)
+
+    @contextmanager
+    def on(stream: object) -> Iterator[None]:
+        used.append(stream)
+        yield
+
+    current = SimpleNamespace(wait_stream=lambda other: None)
+    tensor = SimpleNamespace(record_stream=lambda stream: None)
+    monkeypatch.setattr(torch.cuda, "Stream", Stream)
+    monkeypatch.setattr(torch.cuda, "stream", on)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: current)
+    on_gpu = replace(alone, device=torch.device("cuda", 0))
+    with load(on_gpu, noise_source(), steps=range(4), accumulate=2, workers=0) as loader:
+        monkeypatch.setattr(loader, "_load", lambda: SimpleNamespace(image=tensor, label=tensor))
+        for _ in range(8):
+            loader.begin_next()
+            next(loader)
+    assert len(made) == 1 and used == made * 8
 
 
 def test_rows_come_a_step_late_and_the_last_one_comes() -> None:

@@ -11,6 +11,7 @@ from torch import nn
 
 from seqpar.weights import checkpoint
 from seqpar.weights.checkpoint import DamagedCheckpoint, NotSaved, Progress
+from seqpar.weights.weight_files import write_weights
 from tests.support.checkpoints import ALONE, names, save, stepped
 
 
@@ -34,6 +35,30 @@ def test_damage_is_seen_and_the_one_before_is_taken(tmp_path, capfd, name, spoil
     assert checkpoint.find(tmp_path).name == "step-00000001"
     said = capfd.readouterr().err
     assert said.startswith("warning: step-00000002") and "going back to step-00000001" in said
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("model.safetensors", b"PK"),
+        ("optimizer.safetensors", bytes(64)),
+        ("progress.json", b"[]"),
+        ("random-00000.json", b"[]"),
+        ("random-00000.json", b""),
+    ],
+)
+def test_a_file_that_cannot_be_read_is_named_whatever_the_manifest_says(tmp_path, name, content):
+    path = save(tmp_path, 1)
+    (path / name).write_bytes(content)
+    with pytest.raises(DamagedCheckpoint, match=f"{name}: is damaged .* remove this checkpoint"):
+        checkpoint.load(path, *stepped(1), 0)
+
+
+def test_an_optimizer_of_another_network_is_refused(tmp_path):
+    path = save(tmp_path, 1)
+    write_weights(path / "optimizer.safetensors", {"other.weight/exp_avg": torch.zeros(3)})
+    with pytest.raises(DamagedCheckpoint, match="holds states of other.weight, which the network lacks"):
+        checkpoint.load(path, *stepped(1), 0)
 
 
 @pytest.mark.parametrize("content", [b"", b"\xff\xfe", b"step-00000009", b"../.."])

@@ -1,10 +1,20 @@
 """The paper's figures, 5 to 8: which runs each takes, and what is said of them."""
 
-from collections.abc import Callable
 from typing import Any
 
 from lab.figures.figure import Figure, FigureCurve, Results, Scale, losses_and_dice
-from lab.figures.verdicts import coincide, differ, first_to_reach, highest, plateau
+from lab.figures.verdicts import (
+    Difference,
+    beside_paper,
+    coincide,
+    differ,
+    difference,
+    first_to_reach,
+    has_learned,
+    highest,
+    plateau,
+    side,
+)
 from seqpar.report.curves import DICE, QUANTITIES, TRAIN_LOSS, Diagram, over_steps
 
 DEBUG = dict(
@@ -46,13 +56,23 @@ def sizes(*numbers: int, **settings: Any) -> tuple[FigureCurve, ...]:
     return tuple(FigureCurve(f"SeqPar {n}", {"seqpar": n, **(settings if n > 1 else {})}) for n in numbers)
 
 
-def all_coincide(subject: str) -> Callable[[Results], list[str]]:
-    """Returns the judge of arms that all compute the same."""
+def judge_gather(results: Results) -> list[str]:
+    """Returns whether all sizes of the group compute the same."""
+    every = {name: results.curves(name) for name in QUANTITIES}
+    lines = [coincide("Gather", name, curves, results.tolerance) for name, curves in every.items()]
+    largest = max(difference(first, other).largest for first, *others in every.values() for other in others)
+    says = "with Gather, losses converge to the same whatever the number of ranks that share a tile"
+    return lines + beside_paper(
+        says,
+        f"no value of any curve differs by more than {largest:.1e}",
+        largest <= results.tolerance if _is_settled(results) else None,
+    )
 
-    def judge(results: Results) -> list[str]:
-        return [coincide(subject, name, results.curves(name), results.tolerance) for name in QUANTITIES]
 
-    return judge
+def _is_settled(results: Results, *differences: Difference) -> bool:
+    """Returns whether all arms have learned, and these differences can be told from those of seeds."""
+    learned = all(has_learned(DICE, curve) for curve in results.curves(DICE))
+    return learned and all(one.spread is not None for one in differences)
 
 
 def judge_no_gather(results: Results) -> list[str]:
@@ -61,7 +81,11 @@ def judge_no_gather(results: Results) -> list[str]:
     for name in QUANTITIES:
         reference, *others = results.curves(name)
         lines += [differ("No-Gather", name, reference, other) for other in others]
-    return lines
+    loss, dice = (difference(first, last) for first, *_, last in map(results.curves, (TRAIN_LOSS, DICE)))
+    says = "with No-Gather, the training loss converges to other values, and validation loss and Dice follow alike"
+    sees = f"on the most ranks, {side(TRAIN_LOSS, loss)}, {side(DICE, dice)}"
+    holds = loss.is_beyond_seeds and not dice.is_beyond_seeds if _is_settled(results, loss, dice) else None
+    return lines + beside_paper(says, sees, holds)
 
 
 def judge_splits(results: Results) -> list[str]:
@@ -72,7 +96,13 @@ def judge_splits(results: Results) -> list[str]:
     ]
     for name in QUANTITIES:
         lines.append(differ("Splits", name, *results.curves(name, *no_gather)))
-    return [*lines, differ("Splits", TRAIN_LOSS, *results.curves(TRAIN_LOSS, "SeqPar 1", no_gather[0]))]
+    lines.append(differ("Splits", TRAIN_LOSS, *results.curves(TRAIN_LOSS, "SeqPar 1", no_gather[0])))
+    loss = difference(*results.curves(TRAIN_LOSS, "SeqPar 1", no_gather[0]))
+    splits = difference(*results.curves(DICE, *no_gather))
+    says = "with No-Gather, the training loss is not that of one rank, and the splits differ little"
+    sees = f"without a gather, {side(TRAIN_LOSS, loss)}; of ordered splits beside spatial ones, {side(DICE, splits)}"
+    holds = loss.is_beyond_seeds and not splits.is_beyond_seeds if _is_settled(results, loss, splits) else None
+    return lines + beside_paper(says, sees, holds)
 
 
 def judge_patches(results: Results) -> list[str]:
@@ -80,7 +110,11 @@ def judge_patches(results: Results) -> list[str]:
     dice = results.curves(DICE)
     coarse, *finer = dice
     lines = [highest("Patches", DICE, dice), *(differ("Patches", DICE, coarse, other) for other in finer)]
-    return [*lines, first_to_reach("Patches", DICE, dice, plateau(dice))]
+    lines.append(first_to_reach("Patches", DICE, dice, plateau(dice)))
+    d = difference(coarse, finer[-1])
+    says = "patch 4 converges faster than patch 16 to a higher Dice; after convergence both are similar"
+    holds = d.level > 0 if _is_settled(results, d) and d.is_beyond_seeds else None
+    return lines + beside_paper(says, f"patch 4 beside patch 16, {side(DICE, d)}", holds)
 
 
 def dice_over_time_too(results: Results) -> list[Diagram]:
@@ -94,7 +128,7 @@ PAPER_FIGURES = (
         "Gather: training on 1, 2 and 4 ranks a tile",
         "losses and Dice of SeqPar 1, 2, 4 in mode gather, which coincide",
         sizes(1, 2, 4, mode="gather"),
-        all_coincide("Gather"),
+        judge_gather,
         EXACT,
     ),
     Figure(

@@ -141,6 +141,20 @@ def _level(d: Difference) -> str:
     )
 
 
+def beside_paper(says: str, sees: str, holds: bool | None) -> list[str]:
+    """Returns what the paper says, what is seen here, and whether that is the same; ``holds``: None if it is open."""
+    answer = {True: "yes", False: "no", None: "cannot tell at this scale"}[holds]
+    return [f"The paper says: {says}", f"We see: {sees}", f"Reproduced: {answer}"]
+
+
+def side(quantity: str, d: Difference) -> str:
+    """Returns on which side a curve lies over the last half of the steps, in short."""
+    place = f"{quantity} {'above' if d.level > 0 else 'below'} by {rounded(abs(d.level))}"
+    if d.spread is None:
+        return f"{place} (one seed)"
+    return f"{place} ({'beyond' if d.is_beyond_seeds else 'within'} the seeds' spread)"
+
+
 def _crossed(d: Difference) -> str:
     if not d.crossings:
         return "; they do not cross"

@@ -83,6 +83,8 @@ class Loader:
         self.packing = Packing(replace(layout), source.channels, source.label_dtype)  # without layout's cached values
         self._at = 0
         self._coming: Callable[[], MicroBatch] | None = None  # takes the micro-batch that was begun
+        # one for all micro-batches: the allocator keeps freed memory for the stream that asked for it
+        self._stream = torch.cuda.Stream(mesh.device) if mesh.device.type == "cuda" else None
         if workers:
             importlib.import_module("scipy.ndimage")  # once here, not in every forked worker
         self._pool = Pool(
@@ -125,13 +127,12 @@ class Loader:
         """
         if self._coming is not None or not len(self):
             return
-        device = self.mesh.device
         try:
-            if device.type == "cuda":
-                self._coming = _beside(self._load, device)
-            else:
+            if self._stream is None:
                 micro = self._load()
                 self._coming = lambda: micro
+            else:
+                self._coming = _load_on(self._stream, self._load)
         except Exception as error:
             self._coming = partial(_raise, error)
 
@@ -234,14 +235,13 @@ class Loader:
                 self.packing.unpack(rows, image[p], label[p])
 
 
-def _beside(load: Callable[[], MicroBatch], device: torch.device) -> Callable[[], MicroBatch]:
-    """Loads on a separate stream; returns a function that hands the micro-batch to the current stream."""
-    stream = torch.cuda.Stream(device)
+def _load_on(stream: torch.cuda.Stream, load: Callable[[], MicroBatch]) -> Callable[[], MicroBatch]:
+    """Loads on ``stream``; returns a function that hands the micro-batch to the current stream."""
     with torch.cuda.stream(stream):
         micro = load()
 
     def take() -> MicroBatch:
-        current = torch.cuda.current_stream(device)
+        current = torch.cuda.current_stream(stream.device)
         current.wait_stream(stream)
         for tensor in (micro.image, micro.label):
             tensor.record_stream(current)

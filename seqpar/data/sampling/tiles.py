@@ -71,6 +71,7 @@ class TileSource:
     foreground: float = FOREGROUND
     synthesis: VolumeSynthesis | None = None  # per volume; synthesis per tile belongs to the augmentation
     step_tiles: int = 0
+    shifted: bool = False  # a labelled voxel is anywhere in its tile, not in the middle
     from_middle: bool = False  # cut each tile from the middle of its case
 
     def __post_init__(self) -> None:
@@ -170,6 +171,9 @@ class TileSource:
             if locations:
                 rows = list(locations.values())[int(rng.integers(len(locations)))]
                 centre = rows[int(rng.integers(len(rows)))]
+                if self.shifted:  # kept inside the case, which keeps the voxel inside the tile
+                    starts = [int(c) - int(rng.integers(t)) for c, t in zip(centre, self.tile_size)]
+                    return [min(max(low, start), high) for (low, high), start in zip(bounds, starts)]
                 return [max(low, int(c) - t // 2) for (low, _), c, t in zip(bounds, centre, self.tile_size)]
         return [int(rng.integers(low, high + 1)) for low, high in bounds]
 
