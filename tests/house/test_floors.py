@@ -45,7 +45,7 @@ GROUND = """
     cli
 """
 FLOORS = [[f"seqpar.{room}" for room in line.split()] for line in GROUND.strip().splitlines()]
-FLOORS.append(["lab.benches", "lab.figures", "lab.site"])
+FLOORS.append(["lab.benches", "lab.figures"])
 FREE = {"seqpar", "seqpar.data", "seqpar.decoders", "lab"}  # hand names on, or hold nothing
 OWNERS = {
     "torch.distributed": {
