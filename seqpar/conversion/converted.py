@@ -121,7 +121,9 @@ class Converted(BoxNetwork):
         args, kwargs = tree_map(take, (args, kwargs))
         if not images:
             shapes = [tuple(x.shape) for x in args if isinstance(x, Tensor)]
-            raise ValueError(f"expected a box of {order_of(self._box_dims)}, got {shapes}: give net.shard(whole)")
+            raise ValueError(
+                f"expected a box of {order_of(self._box_dims)}, got {shapes}: give net.shard(whole) of these axes"
+            )
         try:
             with mode:
                 outputs = forward(*args, **kwargs)

@@ -130,8 +130,15 @@ class BoxNetwork(TileNetwork):
         group, dims = self.group_and_dims()
         if group.size == 1:
             return whole
-        if self._has_channels(whole, "shard") and self._seen.compares and self._seen.fingerprint is None:
-            self._seen.fingerprint = fingerprint_of(whole.as_subclass(Tensor))
+        if whole.ndim not in (dims + 1, dims + 2):
+            raise ValueError(
+                f"shard: expected an image {order_of(dims)} or a label without the channels, got {tuple(whole.shape)}"
+            )
+        if whole in self._seen.grids:
+            raise ValueError(f"shard: {tuple(whole.shape)} is this rank's box already: give the whole tile")
+        if self._seen.compares:
+            own = fingerprint_of(whole.as_subclass(Tensor))
+            self._seen.fingerprint = own if self._seen.fingerprint is None else self._seen.fingerprint + own
         grid = self._cut(tuple(whole.shape[-dims:]))
         inside: tuple[Any, ...] = (..., *(slice(*interval) for interval in grid.box))
         return self._seen.remember(whole.as_subclass(Tensor)[inside].contiguous(), grid)
@@ -145,28 +152,21 @@ class BoxNetwork(TileNetwork):
         group, dims = self.group_and_dims()
         if group.size == 1:
             return y
-        has_channels = self._has_channels(y, "unshard")
+        if y.ndim < dims + 1:
+            raise ValueError(f"unshard: expected an output {order_of(dims)} or a label, got {tuple(y.shape)}")
         if tuple(y.shape[-dims:]) in self._seen.kept_whole:
             return y
         grid = self._seen.grids.get(y) or self._find_grid(y.as_subclass(Tensor), "unshard")
         rows = [[(0, extent)] * parts for extent, parts in zip(grid.extents, grid.parts)]
-        whole = fetch_rows(y if has_channels else y[:, None], grid, rows)
-        return whole if has_channels else whole[:, 0]
+        channels = y.shape[1:-dims]  # none of a label; two axes of outputs that the network has stacked
+        whole = fetch_rows(y.reshape(len(y), -1, *y.shape[-dims:]), grid, rows)
+        return whole.reshape(len(y), *channels, *whole.shape[2:])
 
     def _compare_tiles(self, device: torch.device) -> None:
         """Raises ValueError on all ranks if they cut their boxes from different tiles; they compare once."""
         if self._seen.compares:
             self._seen.compares = False
             refuse_different_tiles(self._seen.fingerprint, self.group_and_dims()[0], device)
-
-    def _has_channels(self, x: Tensor, what: str) -> bool:
-        """Returns whether ``x`` is an image and not a label; raises ValueError if it is neither."""
-        dims = self.group_and_dims()[1]
-        if x.ndim not in (dims + 1, dims + 2):
-            raise ValueError(
-                f"{what}: expected an image {order_of(dims)} or a label without the channels, got {tuple(x.shape)}"
-            )
-        return x.ndim == dims + 2
 
     def _shares(self, image: Tensor, label: Tensor) -> tuple[Tensor, Tensor]:
         group, dims = self.group_and_dims()
@@ -195,7 +195,7 @@ class SeenBoxes:
     - ``grids``: those of the boxes that it returned
     - ``kept_whole``: the extents of outputs that were too small to be cut
     - ``compares``: whether the ranks have yet to compare their tiles, which they do in the first forward pass
-    - ``fingerprint``: of the first image that was cut
+    - ``fingerprint``: of all that was cut before
     """
 
     def __init__(self) -> None:

@@ -37,23 +37,25 @@ def max_of_each_over_ranks(flags: Sequence[int], group: Group) -> tuple[int, ...
 def refuse_different_tiles(fingerprint: Tensor | None, group: Group, device: torch.device) -> None:
     """Raises ValueError on all ranks of ``group`` if they have cut their parts from different tiles.
 
-    - ``fingerprint``: of this rank's tile, or None if it did not cut one itself; see ``Layout.fingerprint``
+    - ``fingerprint``: of this rank's image and label, or None if it did not cut any itself; see ``fingerprint_of``
     - ``device``: of the group's messages
     """
     if group.handle is None or group.places is not None:
         return
     own = torch.zeros(2, dtype=torch.float64) if fingerprint is None else fingerprint
-    row = torch.cat([own.to(device), torch.full((1,), fingerprint is not None, dtype=torch.float64, device=device)])
+    row = own.to(device)
     rows = [torch.empty_like(row) for _ in group.ranks]
     check_collective("tiles", group, shape_and_dtype(row))
     with group.watch.waiting(row.is_cuda):
         dist.all_gather(rows, row, group=group.handle)
-    cut = [(rank, *values) for rank, (*values, is_cut) in zip(group.ranks, torch.stack(rows).tolist()) if is_cut]
-    others = [rank for rank, total, scale in cut if abs(total - cut[0][1]) > 1e-4 * max(scale, cut[0][2])]
+    firsts, others = dict[float, tuple[int, float]](), list[int]()  # of the ranks that have cut as many tensors
+    for rank, (total, count) in zip(group.ranks, torch.stack(rows).tolist()):
+        if count and abs(total - firsts.setdefault(count, (rank, total))[1]) > 1e-4:
+            others.append(rank)
     if others:
         raise ValueError(
-            f"the {group} shares one tile, but {format_ranks(others)} cut another than rank {cut[0][0]}: load and "
-            "augment the same tile on all of them, as with the same random seed"
+            f"the {group} shares one tile, but {format_ranks(others)} cut another than rank {min(firsts.values())[0]}: "
+            "load and augment the same image and label on all of them, as with the same random seed"
         )
 
 

@@ -244,7 +244,7 @@ class Layout:
             raise ValueError(f"rank={rank}: this layout has {quantity(self.num_ranks, 'rank')}, counted from 0")
         whole = plain_tensor(whole)
         if self.num_ranks > 1 and not (torch.compiler.is_compiling() or whole.is_meta):
-            self.once("fingerprint", lambda: fingerprint_of(whole))
+            self.once(("fingerprint", is_image), lambda: fingerprint_of(whole))
         cells = to_patches(whole, self.patch)
         if self.num_ranks > 1 or self.is_nested:
             cells = cells.index_select(2 if is_image else 1, self.token_ids(rank, whole.device))
@@ -252,8 +252,9 @@ class Layout:
 
     @property
     def fingerprint(self) -> Tensor | None:
-        """Numbers that identify the first tile that was cut here; ranks compare them, as they must share the tile."""
-        return self._made.get("fingerprint")
+        """Numbers of the first image and the first label that were cut here, which ranks of a group compare."""
+        found = [self._made[key] for is_image in (True, False) if (key := ("fingerprint", is_image)) in self._made]
+        return torch.stack(found).sum(0) if found else None
 
     def join(self, parts: Sequence[Tensor]) -> Tensor:
         """Joins all ranks' parts to the whole image or label; the inverse of ``cut``."""
@@ -302,16 +303,22 @@ def per_axis(value: int | Iterable[int], name: str, axes: int = 3) -> tuple[int,
 
 def plain_tensor(x: Tensor) -> Tensor:
     """Returns a tensor without what a library attached to it, such as MONAI's ``MetaTensor``; shares its memory."""
+    if not isinstance(x, Tensor):
+        raise ValueError(f"{type(x).__name__}: give a tensor, as torch.as_tensor makes one")
     as_tensor: Callable[[], Tensor] | None = getattr(x, "as_tensor", None)
     return x if as_tensor is None else as_tensor()
 
 
 def fingerprint_of(whole: Tensor) -> Tensor:
-    """Returns two float64 numbers that hardly depend on rounding: a weighted sum of some voxels, and its scale."""
+    """Returns two float64 numbers, of which neither depends much on rounding: a weighted sum of some voxels, and 1.
+
+    Fingerprints add up: the second number counts the tensors.
+    """
     voxels = whole.detach().reshape(-1)
     voxels = voxels[:: max(1, len(voxels) >> 14)].double()
     weights = torch.arange(1, len(voxels) + 1, device=voxels.device, dtype=torch.float64).square().sin()
-    return torch.stack([voxels @ weights, voxels.norm()])
+    total = voxels @ weights / voxels.norm().clamp(min=1e-30)
+    return torch.stack([total, torch.ones_like(total)])
 
 
 def to_patches(whole: Tensor, patch: Sequence[int]) -> Tensor:

@@ -90,7 +90,8 @@ def predict(
     """
     if model.training:
         raise ValueError("the model is in training mode: call model.eval() first")
-    sides = per_axis(tile, "tile")
+    shared = next((net for net in model.modules() if isinstance(net, TileNetwork)), None)
+    sides = per_axis(tile, "tile", shared.group_and_dims()[1] if shared else 3)
     if volume.ndim not in (len(sides) + 1, len(sides) + 2):
         raise ValueError(f"a volume of shape {tuple(volume.shape)} came: c W D H or b c W D H is needed for {tile=}")
     sliding = Sliding(sides, overlap, weights, batch)

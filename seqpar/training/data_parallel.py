@@ -102,7 +102,8 @@ class ParallelModel(nn.Module):
         ``net``: a network of ``seqpar``, such as ``UNETR``, or what ``convert`` returned. It is moved to the mesh's
             device, and all ranks get the first one's weights.
         ``mesh``: the ranks, from ``seqpar.init_mesh``; None: this process alone.
-        ``options``: of ``DistributedDataParallel``, such as ``find_unused_parameters=True``.
+        ``options``: of ``DistributedDataParallel``, such as ``find_unused_parameters=True``, which layers need that
+            some steps do not use, or that are frozen later.
     """
 
     def __init__(self, net: TileNetwork, mesh: Mesh | None = None, **options: Any) -> None:
@@ -137,7 +138,10 @@ class ParallelModel(nn.Module):
         return self.net.on_whole(image)
 
     def loss(self, loss_fn: LossFunction, image: Tensor, label: Tensor) -> Tensor:
-        """Returns the loss of tiles: that of one process, on any number of ranks. See ``TileNetwork.loss``.
+        """Returns the loss of tiles: that of one process, on any number of ranks.
+
+        A loss of ``seqpar.losses`` sums over ranks. Any other function gets whole logits and labels, which each rank
+        then holds: the memory of the loss is that of one process.
 
         - ``loss_fn``: called with logits and label: a loss of ``seqpar.losses``, of MONAI, or any function
         - ``image``, ``label``: whole tiles, the same on all ranks of a group, or this rank's share

@@ -9,10 +9,13 @@ import pytest
 import torch
 from monai.data import MetaTensor
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 import seqpar
+from seqpar import ParallelModel, predict
 from seqpar.conversion.converted import Converted, convert
 from seqpar.parallel.mesh import Mesh
+from tests.support.ranks import alone_mesh, relative
 
 
 def small() -> nn.Sequential:
@@ -109,7 +112,7 @@ def test_misuse_is_refused_in_words_on_all_ranks(ranks: Callable[..., list]) -> 
     assert "expected a box of (batch, channels, W, D, H), got [(1, 4)]" in first["channels only"]
     assert "(1, 6, 4) cannot be cut into 2 boxes" in first["too small"]
     assert "shard: expected an image (batch, channels, W, D, H)" in first["no image"]
-    assert "unshard: expected an image" in first["no output"]
+    assert "unshard: expected an output" in first["no output"]
     assert "ranks 0, 1 shares one tile, but rank 1 cut another than rank 0" in first["different tiles"]
 
 
@@ -125,3 +128,31 @@ def test_misuse_is_refused_in_words_on_all_ranks(ranks: Callable[..., list]) -> 
 def test_what_cannot_be_converted_is_refused_when_converting(module: nn.Module, words: str) -> None:
     with pytest.raises(ValueError, match=words):
         convert(module)
+
+
+def stacked(mesh: Mesh) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns outputs that a network stacks, joined; a loss of them; and windows of an image, for one number."""
+    torch.manual_seed(0)
+    net = convert(Stacking().double(), mesh.seq)
+    model = ParallelModel(net, mesh)
+    image, label = torch.randn(1, 1, 12, 10, dtype=torch.float64), torch.randint(3, (1, 12, 10))
+    loss = model.loss(lambda x, y: sum(F.cross_entropy(each, y) for each in x.unbind(1)), image, label)
+    return net.on_whole(image).detach(), loss.detach(), predict(model.eval(), torch.ones(1, 14, 9).double(), 8).detach()
+
+
+class Stacking(nn.Module):
+    """A network of two dimensions that stacks two outputs in training, as MONAI's DynUNet does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Conv2d(1, 3, 3, padding=1), nn.Conv2d(1, 3, 5, padding=2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.stack([self.first(x), self.second(x)], 1) if self.training else self.first(x)
+
+
+def test_outputs_that_a_network_stacks_are_joined_and_a_plane_has_square_windows(ranks: Callable[..., list]) -> None:
+    outputs, loss, windows = stacked(alone_mesh())
+    assert outputs.shape == (1, 2, 3, 12, 10) and windows.shape == (3, 14, 9)
+    for found in ranks(2, stacked):
+        assert all(relative(*pair) < 1e-12 for pair in zip(found, (outputs, loss, windows)))

@@ -107,10 +107,13 @@ def misuse(model: ParallelModel, mesh: Mesh) -> dict[str, str]:
     net, (image, label) = model.net, batch(0)
     fresh = ParallelModel(seqpar.convert(SegResNet(3, 8, 1, 3, blocks_down=(1, 1), blocks_up=(1,)), mesh.seq), mesh)
     one = seqpar.UNETR(1, 3, TILE, 2, 12, 24, 2, patch=8, depth=2)
-    unet = ParallelModel(UNet(Architecture.of(1, 3, (4, 8)), group=mesh.seq), mesh)
+    unet, other = (ParallelModel(UNet(Architecture.of(1, 3, (4, 8)), group=mesh.seq), mesh) for _ in range(2))
     tries = {
         "different tiles": lambda: fresh.loss(DiceCE(), image.float() + mesh.seq.index, label),
         "different tiles, another's loss": lambda: unet(image.float() + mesh.seq.index),
+        "different labels": lambda: other.loss(DiceCE(), image.float(), label.roll(mesh.seq.index, -1)),
+        "a box for a tile": lambda: unet.net.shard(unet.net.shard(image.float())),
+        "an array": lambda: model.loss(DiceCE(), image.numpy(), label),
         "another label": lambda: model.loss(DiceCE(), image, label[..., :8]),
         "a copy": lambda: copy.deepcopy(model).loss(DiceCE(), image, label),
         "another group": lambda: ParallelModel(one, mesh),
@@ -161,7 +164,9 @@ def test_windows_of_monai_and_ours_agree_on_any_number_of_ranks(alone: Any, two:
 def test_misuse_is_refused_in_words_on_all_ranks(two: list) -> None:
     (*_, first), (*_, second) = two
     assert "rank 1 cut another than rank 0" in first["different tiles"] == second["different tiles"]
-    assert first["different tiles, another's loss"] == first["different tiles"]
+    assert first["different tiles, another's loss"] == first["different labels"] == first["different tiles"]
+    assert "is this rank's box already: give the whole tile" in first["a box for a tile"]
+    assert first["an array"] == "ndarray: give a tensor, as torch.as_tensor makes one"
     assert "came with an image of extents (16, 16, 24), of which this rank has (8, 16, 24)" in first["another label"]
     assert "this is a copy" in first["a copy"] and "train ParallelModel(copy.net, mesh)" in first["a copy"]
     assert "shares tiles among 1 rank, but the mesh among 2" in first["another group"]
