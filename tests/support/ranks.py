@@ -25,6 +25,7 @@ from seqpar.parallel.rendezvous import join
 
 torch.set_num_threads(1)
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background starts with Ctrl-C ignored
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # and one started by nohup with that ignored, which programs inherit
 FORK = multiprocessing.get_context("fork")
 
 
