@@ -72,7 +72,7 @@ class UNETR(SegmentationNet):
 
     Args:
         ``in_channels``, ``out_channels``: of the image and of the logits.
-        ``img_size``: voxels of a tile, one number for a cube or one per direction, of which there are two or three.
+        ``img_size``: voxels of a tile: one number for a cube, or one for each of two or three directions.
         ``feature_size``: number of channels at full resolution.
         ``hidden_size``, ``mlp_dim``, ``num_heads``: of the encoder's blocks.
         ``patch``, ``depth``: voxels of a token; number of blocks.

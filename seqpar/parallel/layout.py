@@ -310,7 +310,7 @@ def plain_tensor(x: Tensor) -> Tensor:
 
 
 def fingerprint_of(whole: Tensor) -> Tensor:
-    """Returns two float64 numbers, of which neither depends much on rounding: a weighted sum of some voxels, and 1.
+    """Returns two float64 numbers that hardly depend on rounding: a weighted sum of some voxels, and 1.
 
     Fingerprints add up: the second number counts the tensors.
     """

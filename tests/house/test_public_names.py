@@ -111,7 +111,7 @@ def flags_in_errors(code: str) -> list[str]:
 
 
 def test_errors_of_the_library_name_arguments_and_no_flags() -> None:
-    """The command line puts flags in the place of arguments; a person who called a function has none."""
+    """The command line replaces arguments by flags; a person who called a function has none."""
     folders = ("attention", "conversion", "losses", "parallel", "pipeline", "spatial", "vit", "decoders")
     root = Path(seqpar.__file__).parent
     files = {path for folder in folders for path in (root / folder).rglob("*.py")}

@@ -146,7 +146,7 @@ def test_a_figure_is_set_beside_what_the_paper_says() -> None:
     every = {"patch 16": low, "patch 8": low, "patch 4": curve("patch 4", high, shifted(0.01, high))}
     says, sees, answer = judge_patches(Seen(every))[-3:]
     assert says.startswith("The paper says: patch 4 converges faster") and answer == "Reproduced: yes"
-    assert sees == "We see: patch 4 beside patch 16, Dice above by 0.198 (beyond the seeds' spread)"
+    assert sees == "We see: patch 4 against patch 16, Dice above by 0.198 (beyond the seeds' spread)"
     turned = Seen({"patch 16": every["patch 4"], "patch 8": low, "patch 4": low})
     assert judge_patches(turned)[-1] == "Reproduced: no"
     for coarse in (

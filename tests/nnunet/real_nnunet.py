@@ -182,7 +182,7 @@ def train_by_command(name: str, trainer: str, out: Path, part: str) -> None:
 
 
 def begin_by_num_gpus(rank: int, name: str, trainer: str, out: Path) -> None:
-    """What -num_gpus 2 starts on each rank, with gloo in the place of NCCL, up to the end of an epoch."""
+    """What -num_gpus 2 starts on each rank, with gloo instead of NCCL, up to the end of an epoch."""
     command = use_small_trainers(out, True)
     import torch
 

@@ -168,7 +168,7 @@ def test_resampling_by_torch_has_the_bits_of_nnunets(change, separate) -> None:
 
 
 def test_its_trainer_on_boxes_of_two_ranks_has_nnunets_losses_and_checkpoint(trained, monkeypatch) -> None:
-    """On one data set -num_gpus begins, with gloo in the place of NCCL, and torchrun continues with --c."""
+    """On one data set -num_gpus begins, with gloo instead of NCCL, and torchrun continues with --c."""
     root, name, _ = trained
     monkeypatch.setenv("nnUNet_extTrainer", str(Path(nnunet_trainer.__file__).parent))
     line: list[object] = [name, "nnUNetTrainerSeqPar", root / "boxes.json"]

@@ -349,7 +349,7 @@ int nvmlDeviceGetNvLinkRemotePciInfo_v2(void*, unsigned, void*) { return 3; }
 int nvmlDeviceGetComputeRunningProcesses(void*, unsigned* count, void*) { *count = 0; return 0; }
 int nvmlSystemGetCudaDriverVersion_v2(int* version) { *version = CUDART_VERSION; return 0; }
 
-// torch asks the runtime for the driver's functions by name, of which it needs a few.
+// torch asks the runtime for a few of the driver's functions by name.
 static cudaError_t entry_point(const char* name, void** function, cudaDriverEntryPointQueryResult* result) {
   void* found = dlsym(RTLD_DEFAULT, name);
   *function = found ? found : reinterpret_cast<void*>(not_supported);

@@ -100,7 +100,7 @@ def judge_splits(results: Results) -> list[str]:
     loss = difference(*results.curves(TRAIN_LOSS, "SeqPar 1", no_gather[0]))
     splits = difference(*results.curves(DICE, *no_gather))
     says = "with No-Gather, the training loss is not that of one rank, and the splits differ little"
-    sees = f"without a gather, {side(TRAIN_LOSS, loss)}; of ordered splits beside spatial ones, {side(DICE, splits)}"
+    sees = f"without a gather, {side(TRAIN_LOSS, loss)}; of ordered splits against spatial ones, {side(DICE, splits)}"
     holds = loss.is_beyond_seeds and not splits.is_beyond_seeds if _is_settled(results, loss, splits) else None
     return lines + beside_paper(says, sees, holds)
 
@@ -114,7 +114,7 @@ def judge_patches(results: Results) -> list[str]:
     d = difference(coarse, finer[-1])
     says = "patch 4 converges faster than patch 16 to a higher Dice; after convergence both are similar"
     holds = d.level > 0 if _is_settled(results, d) and d.is_beyond_seeds else None
-    return lines + beside_paper(says, f"patch 4 beside patch 16, {side(DICE, d)}", holds)
+    return lines + beside_paper(says, f"patch 4 against patch 16, {side(DICE, d)}", holds)
 
 
 def dice_over_time_too(results: Results) -> list[Diagram]:
