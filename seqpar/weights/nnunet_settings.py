@@ -125,7 +125,7 @@ def settings_of(plan: NnunetPlan, source: str | Path) -> dict[str, Any]:
         "tile": tuple(plan.patch_size[axis] for axis in plan.file_axes),
         "batch": plan.batch_size,
         "batch_dice": plan.batch_dice,
-        "spacing": ",".join(f"{plan.spacing[axis]:.10g}" for axis in plan.file_axes),
+        "spacing": ",".join(f"{plan.spacing[axis]:.10g}" for axis in plan.file_axes) if plan.resamples else "source",
     }
 
 

@@ -13,6 +13,7 @@ from seqpar.cli.export import act as export
 from seqpar.data.preparation.recipe import Intensity, Recipe
 from seqpar.runs.fold_folder import write_flags
 from seqpar.settings.config import Config
+from seqpar.weights.nnunet_settings import read_plan, settings_of
 from tests.support.predictions import act, make_run, voxels, write_images
 
 NET = Config(network="nnunet-plain", tile=(16, 8, 8), features=4, decoder="plain", fold="2", batch=3, val_mirror="W")
@@ -31,6 +32,8 @@ def test_the_folder_predicts_what_the_run_predicts(kind: str, tmp_path: Path) ->
     run = make_run(tmp_path / "run", recipe, config, **keys)
     write_images(tmp_path / "images")
     assert export([str(run), str(tmp_path / "back")]) == 0
+    plan = read_plan(str(tmp_path / "back" / "plans.json"))
+    assert settings_of(plan, "")["spacing"] == ("1.1,0.9,1.3" if recipe.spacing else "source")
     assert act(tmp_path, run, out="ours") == act(tmp_path, tmp_path / "back", out="theirs") == 0
     names = sorted(path.name for path in (tmp_path / "ours").glob("*.nii.gz"))
     assert names
