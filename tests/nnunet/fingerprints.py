@@ -1,14 +1,13 @@
 """Five generated data sets, what seqpar finds in them, and what nnU-Net's fingerprint and plans say of them."""
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
 import nibabel
 import numpy as np
 
-from tests.nnunet.real_nnunet import fork_pools, oblique, set_paths
+from tests.nnunet.real_nnunet import oblique
 
 DRAWN = 1_000_000  # voxels in the statistics; nnU-Net draws a hundred times as many
 LABELS = {"background": 0, "organ": 1, "tumour": 2}
@@ -116,10 +115,8 @@ def told(root: Path, name: str) -> dict[str, Any]:
     }
 
 
-if __name__ == "__main__":  # ROOT OUT: makes the data sets, writes what nnU-Net says of them
-    root, out = map(Path, sys.argv[1:])
-    set_paths(root)
-    fork_pools()
+def write_told(root: Path, out: Path) -> None:
+    """Makes the data sets in ``root``, and writes what nnU-Net says of them."""
     said = {}
     for name in DATASETS:
         make_dataset(root / "nnUNet_raw", name)

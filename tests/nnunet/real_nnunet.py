@@ -292,7 +292,7 @@ def find_best(root: Path, name: str, trainers: Sequence[str], out: Path) -> None
 def act(root: Path, what: str, *words: str) -> None:
     """Does one of: ours PROGRAM ARGUMENTS; train NAME; losses NAME TRAINER OUT PART; num_gpus NAME TRAINER OUT;
     predict MODEL IMAGES OUT SUMS; ensemble A B OUT; postprocessing PREDICTIONS TRUTH PLANS DATASET;
-    best NAME TRAINERS OUT.
+    best NAME TRAINERS OUT; fingerprints OUT.
     """
     if what == "train":
         make_dataset(root / "nnUNet_raw", words[0])
@@ -316,15 +316,34 @@ def act(root: Path, what: str, *words: str) -> None:
         determine_postprocessing(*words, num_processes=1)
     elif what == "best":
         find_best(root, words[0], words[1].split(), Path(words[2]))
+    elif what == "fingerprints":
+        from tests.nnunet.fingerprints import write_told
+
+        write_told(root, Path(words[0]))
     else:
         predicted(*map(Path, words[:3]), *words[3:])
 
 
-if __name__ == "__main__":  # ROOT ACT WORDS + ACT WORDS + ...
-    root, line = Path(sys.argv[1]), sys.argv[2:]
+def act_all(root: Path, line: Sequence[str]) -> None:
+    """Does all of ACT WORDS + ACT WORDS + ... in this process, with nnU-Net's folders in ``root``."""
+    for name in [name for name in sys.modules if name.partition(".")[0] == "nnunetv2"]:
+        del sys.modules[name]  # it reads the variables when it is imported
     set_paths(root)
-    if "num_gpus" not in line:
-        fork_pools()
+    fork_pools()
     for between, words in itertools.groupby(line, "+".__eq__):
         if not between:
             act(root, *words)
+
+
+def import_libraries() -> None:
+    """Imports what nnU-Net imports, and nnU-Net, so that forked processes need not: that takes several seconds each."""
+    let_torchvision_load()
+    for name in (
+        "nnunetv2.experiment_planning.plan_and_preprocess_api", "nnunetv2.run.run_training", "seqpar.cli.train",
+        "nnunetv2.evaluation.find_best_configuration", "dynamic_network_architectures.architectures.primus",
+    ):  # fmt: skip
+        importlib.import_module(name)
+
+
+if __name__ == "__main__":  # ROOT ACT WORDS + ACT WORDS + ...
+    act_all(Path(sys.argv[1]), sys.argv[2:])

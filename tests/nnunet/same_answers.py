@@ -133,7 +133,8 @@ def test_nnunet_averages_our_probabilities(tmp_path) -> None:
     own, theirs, lines = make_run(tmp_path / "own", RECIPE, name="own"), GOLDEN / "model", list[list[object]]()
     for name, line in (("fold0", [theirs, "-f", 0]), ("fold1", [theirs, "-f", 1]), ("run", [own])):
         images = tmp_path / "images" if name == "run" else GOLDEN / "imagesTs"
-        lines.append(["ours", "predict", *line, "-i", images, "--npz", "--device", "cpu", "-o", tmp_path / name])
+        flags = ["--npz", "--mirror", "none", "--device", "cpu"]
+        lines.append(["ours", "predict", *line, "-i", images, *flags, "-o", tmp_path / name])
     acts(tmp_path, *lines)
     means = {names: tmp_path / f"mean-{names[0]}" for names in (("fold0", "fold1"), ("run", "run"))}
     acts(tmp_path, *(["ensemble", *(tmp_path / name / "npz" for name in names), out] for names, out in means.items()))

@@ -3,9 +3,9 @@
 import json
 
 from tests.data.test_fingerprint import TOLD, refuse_differing
-from tests.nnunet.there_and_back import started
+from tests.nnunet.there_and_back import acts
 
 
 def test_stored_fingerprints_are_nnunets(tmp_path) -> None:
-    started("tests.nnunet.fingerprints", tmp_path / "root", tmp_path / "told.json")
+    acts(tmp_path / "root", ["fingerprints", tmp_path / "told.json"])
     refuse_differing(json.loads((tmp_path / "told.json").read_text()), TOLD)

@@ -1,13 +1,10 @@
 """From the real nnU-Net to seqpar and back: the same label maps, on networks that it planned and trained itself.
 
-Each program is a process of its own, as for people: nnU-Net's threads would stop processes that seqpar forks.
+Each program is a process of its own, forked from this one: nnU-Net's threads would stop processes that seqpar forks.
 """
 
 import json
-import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import nibabel
@@ -23,8 +20,9 @@ from seqpar.parallel.collectives import all_reduce
 from seqpar.parallel.mesh import Mesh
 from seqpar.weights.primus_weights import export_primus, load_primus
 from seqpar.weights.weight_files import State, load_torch
-from tests.nnunet.real_nnunet import PLAIN, REGIONS, primus
+from tests.nnunet.real_nnunet import PLAIN, REGIONS, import_libraries, primus
 from tests.support.ranks import run_ranks
+from tests.support.scripts import run_script
 
 CASES = 2
 TRAIN = """
@@ -56,19 +54,13 @@ def trained(request, tmp_path_factory) -> tuple[Path, str, Path]:
     return root, name, results
 
 
-def started(module: str, *arguments: object) -> None:
-    """Runs a module as a program; fails with its last words where it does."""
-    line = [sys.executable, "-m", module, *map(str, arguments)]
-    one = {f"{library}_NUM_THREADS": "1" for library in ("OMP", "MKL", "OPENBLAS")}
-    done = subprocess.run(line, capture_output=True, text=True, timeout=1800, env=os.environ | one)
-    assert done.returncode == 0, f"{done.stdout[-2000:]}\n{done.stderr[-2000:]}"
-
-
 def acts(root: Path, *lines: list[object], ranks: int = 1) -> None:
-    """Does several things in one program, as starts take longest: what nnU-Net does, or seqpar, but never both."""
-    words = [word for line in lines for word in ("+", *line)]
-    launcher = ["torch.distributed.run", "--nproc-per-node", ranks, "-m"] if ranks > 1 else []
-    started(*launcher, "tests.nnunet.real_nnunet", root, *words[1:])
+    """Does several things in a forked process, or on ranks as of torchrun: what nnU-Net does, or seqpar, not both."""
+    import_libraries()
+    root.mkdir(exist_ok=True)
+    words = [str(word) for line in lines for word in ("+", *line)]
+    code = f"from tests.nnunet.real_nnunet import act_all, Path\nact_all(Path({str(root)!r}), {words[1:]!r})"
+    run_script(ranks, code, root, timeout=1800)
 
 
 def refuse_different(ours: Path, theirs: Path) -> None:
