@@ -1,7 +1,7 @@
 """What nnU-Net's plans, and pretrainings of nnssl's, say as settings of a run: in W D H, the axes of a file."""
 
 import json
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -45,6 +45,7 @@ def with_plans(config: Config, flags: Collection[str]) -> tuple[Config, frozense
         plan = results.plan
         flipped = [letter for letter, axis in zip("WDH", plan.file_axes) if axis in results.folds[0].mirror]
         settings = settings_of(plan, config.weights) | {"val_mirror": "".join(flipped) or "none"}
+        settings |= _fold_of(checkpoint["init_args"], config.data)
     elif holds_pretrained_unet(checkpoint):
         pretrained = read_pretrained_unet(checkpoint, config.weights)
         tile = tuple(pretrained.patch_size[axis] for axis in pretrained.file_axes)
@@ -66,6 +67,16 @@ def with_plans(config: Config, flags: Collection[str]) -> tuple[Config, frozense
         settings["prepare"] = _preparation(plan, config, flags)
     taken = {name: value for name, value in settings.items() if name not in flags or name == "prepare"}
     return replace(config, plans="", **taken), frozenset(taken)
+
+
+def _fold_of(arguments: Mapping[str, Any], data: str) -> dict[str, str]:
+    """Returns ``--fold`` of a checkpoint that learned from the same data set, so that no case that it saw is held out.
+
+    - ``arguments``: init_args of the checkpoint
+    """
+    name, learned = Path(data).name, str(arguments["plans"].get("dataset_name"))
+    is_same = learned.startswith(f"Dataset{int(name):03d}_") if name.isdecimal() else learned == name
+    return {"fold": str(arguments["fold"])} if is_same and "fold" in arguments else {}
 
 
 def _preparation(plan: NnunetPlan, config: Config, flags: Collection[str]) -> str:

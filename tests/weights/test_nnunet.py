@@ -16,7 +16,7 @@ from seqpar.parallel.mesh import Group
 from seqpar.settings.presets import PRESETS
 from seqpar.weights.monai_weights import load_monai
 from seqpar.weights.nnunet_results import fold_files, read_checkpoint
-from seqpar.weights.nnunet_settings import settings_of
+from seqpar.weights.nnunet_settings import settings_of, with_plans
 from seqpar.weights.nnunet_weights import export_nnunet, load_nnunet, nnunet_names, trained_state
 from seqpar.weights.weight_files import load_torch, read_weights
 from tests.support.foreign_weights import HEADS, TILE, tiny_unetr
@@ -104,6 +104,15 @@ def test_kernels_of_a_run_are_turned_back_to_nnunets_axes(
     assert all(tensor.is_contiguous() for tensor in state.values())
     alone = export_nnunet(net.unet, forward or (0, 1, 2))
     assert all(torch.equal(tensor, state[name]) for name, tensor in alone.items())
+
+
+def test_the_fold_of_a_checkpoint_is_held_out_of_its_own_data_set(tmp_path: Path) -> None:
+    nets = [reference("PlainConvUNet")] * 3
+    weights = write_results(tmp_path / "model", nets, plans_of(configuration("PlainConvUNet"))) / "fold_2"
+    config = replace(PRESETS["nnunet"](), weights=str(weights / "checkpoint_final.pth"))
+    for data, fold in (("raw/Dataset001_Small/", "2"), ("1", "2"), ("raw/Dataset002_Small", "0"), ("11", "0")):
+        assert with_plans(replace(config, data=data), set())[0].fold == fold, data
+    assert with_plans(replace(config, data="1", fold="1"), {"fold"})[0].fold == "1"
 
 
 def test_axes_that_cannot_be_meant_are_refused(tmp_path: Path) -> None:
