@@ -31,7 +31,7 @@ TRAIN = """
 PRIMUS = """
     --network vit --decoder primus --stem primus-v2 --patch 8 --embed-dim 396 --depth 12 --heads 6 --mlp swiglu
     --mlp-ratio 2.6666666666666665 --attention-norm --positions learned+rope --layer-scale 0.1 --tile 24 24 16
-    --spacing 1,1,2 --iterations 1 --lr 0.001 --seqpar 2
+    --spacing 1,1,2 --iterations 1 --lr 0.001 --val-overlap 0 --seqpar 2
 """
 CHANGES = [  # spacings before and after, and the shape: all at once, slices apart before or after, two longest axes
     ((1, 1, 1), (1.3, 0.8, 1.1), (8, 14, 11)), ((4, 1, 1), (1.1, 1.2, 0.8), (30, 9, 14)),
@@ -86,38 +86,16 @@ def answers(trained) -> dict[str, tuple[Path, Path]]:
     for path in (root / "nnUNet_raw" / name / "imagesTr").glob("case_00[01]_*"):
         shutil.copy(path, images)
     network, tile, spacing = NETWORKS[name]
-    own = [
-        "--preset",
-        "nnunet",
-        "--network",
-        network,
-        "--tile",
-        *tile.split(),
-        "--spacing",
-        spacing,
-        "--features",
-        "6",
-        "--lr",
-        "0.03",
-    ]
-    follow = [
-        "--preset",
-        "nnunet",
-        "--weights",
-        results / "fold_0" / "checkpoint_final.pth",
-        "--lr",
-        "1e-30",
-        "--iterations",
-        "1",
-    ]
-    runs: dict[str, list[object]] = {"follow": follow, "own": [*own, "--iterations", "12"]}
-    if name == PLAIN:
-        runs["stem"] = PRIMUS.split()
+    learns = f"--network {network} --tile {tile} --spacing {spacing} --features 6 --lr 0.03 --iterations 12"
+    follows = f"--weights {results}/fold_0/checkpoint_final.pth --lr 1e-30 --iterations 1"
+    runs = {"follow": follows, "own": learns} | ({"stem": PRIMUS} if name == PLAIN else {})
     lines, theirs = list[list[object]](), list[list[object]]()
     for run, flags in runs.items():
         data = ["--data", root / "nnUNet_raw" / name, "--cache", root / "cache", "--out", root / run]
-        lines.append([*TRAIN.split(), *data, *flags])
-        lines.append(["ours", "export", root / run, root / f"back-{run}"])
+        lines.append([*TRAIN.split(), *data, *flags.split()])
+    if name == PLAIN:
+        acts(root, lines.pop(), ranks=2)
+    lines += [["ours", "export", root / run, root / f"back-{run}"] for run in runs]
     for run in (*runs, "half"):
         model, sums = (results, ["-f", 0, "--sums", "half"]) if run == "half" else (root / run, [])
         lines.append(["ours", "predict", model, "-i", images, "-o", root / f"ours-{run}", "--device", "cpu", *sums])
