@@ -53,6 +53,8 @@ def test_the_largest_components_are_kept_step_by_step() -> None:
 
 def test_find_best_says_which_and_learns_what_raises_dice(place: Path, capfd) -> None:
     specks, shifted = str(place / "specks"), str(place / "shifted")
+    for name in ("plans.json", "dataset.json"):
+        (place / "shifted" / name).write_text("{}")  # as nnU-Net leaves them next to its predictions
     assert act(place, shifted, specks, "--find-best") == 0
     said = capfd.readouterr().out
     assert f"best of 2 by mean Dice over 3 cases: {specks}" in said
