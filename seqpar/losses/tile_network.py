@@ -14,6 +14,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from seqpar.losses.deep_supervision import DeepSupervision
 from seqpar.losses.loss import Loss, LossGroups
+from seqpar.parallel.collectives import with_mean_gradient
 from seqpar.parallel.consensus import refuse_different_tiles
 from seqpar.parallel.layout import fingerprint_of, plain_tensor
 from seqpar.parallel.mesh import AnyGroup, Group, as_group
@@ -97,7 +98,7 @@ class TileNetwork(nn.Module, ABC):
         image = plain_tensor(image)
         if group.size == 1:
             return self(image)
-        whole = self._whole(self(self.shard(image)))
+        whole = self._whole(self(self.shard(with_mean_gradient(image, group))))
         # MONAI weighs windows in place, which autograd forbids for outputs of its functions.
         return tree_map(lambda y: y.clone() if isinstance(y, Tensor) and y.requires_grad else y, whole)
 
@@ -173,7 +174,7 @@ class BoxNetwork(TileNetwork):
         if group.size == 1:
             return image, label
         if image not in self._seen.grids:
-            image = self.shard(image)
+            image = self.shard(with_mean_gradient(image, group))
         grid, sides = self._seen.grids[image], tuple(label.shape[-dims:])
         if label.ndim > dims and sides == grid.extents:
             label = self.shard(label)

@@ -171,6 +171,29 @@ class _AllSum(Function):
         return all_reduce(grad, *ctx.how), None, None
 
 
+def with_mean_gradient(x: Tensor, group: Group, kind: str = "input gradient") -> Tensor:
+    """Returns ``x``, which all ranks hold alike, so that its gradient is that of one process on each of them.
+
+    *forward:* nothing.
+    *backward:* the mean over ranks, as DDP takes it for parameters.
+    """
+    needed = group.size > 1 and x.requires_grad and torch.is_grad_enabled()
+    return _MeanGradient.apply(x, group, kind) if needed else x  # type: ignore[no-any-return]
+
+
+class _MeanGradient(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group, kind: str) -> Tensor:
+        ctx.how = group, kind
+        return x.view_as(x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        group, kind = ctx.how
+        return all_reduce(grad, group, kind) / group.size, None, None
+
+
 def all_reduce(x: Tensor, group: Group, kind: str = "sum") -> Tensor:
     """Returns the sum of all ranks' ``x`` as a new tensor; not differentiable."""
     result = x.detach().clone(memory_format=torch.contiguous_format)
