@@ -58,7 +58,7 @@ class UNet(CellNet, BoxNetwork):
                 f"on the {self.group}: give net.shard(whole), or grid=, or build it without group= for whole images"
             )
         if self.group.size > 1:
-            self._compare_tiles(image.device)
+            self._meet_peers(image)
         logits = [x if at is None else self._seen.remember(x, at) for x, at in self.on_boxes(plain_tensor(image), grid)]
         return logits if self.training and len(logits) > 1 else logits[0]
 

@@ -103,7 +103,7 @@ class Converted(BoxNetwork):
     def _on_boxes(self, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         tensors = [x for x in args if isinstance(x, Tensor)]
         if tensors:
-            self._compare_tiles(tensors[0].device)
+            self._meet_peers(tensors[0])
         mode = BoxMode(self._box_group, self._box_dims, _HANDLERS, WHOLE_FUNCTIONS)
         self._seen.kept_whole.clear()
         images = 0

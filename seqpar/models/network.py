@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_map
 
 from seqpar.decoders.modes.mode import Mode
 from seqpar.losses import DeepSupervision, Loss, LossGroups
-from seqpar.losses.tile_network import TileNetwork
+from seqpar.losses.tile_network import TileNetwork, require_peers_of
 from seqpar.parallel.collectives import with_mean_gradient
 from seqpar.parallel.layout import Layout
 from seqpar.parallel.mesh import Group
@@ -85,6 +85,7 @@ class Network(TileNetwork):
 
         In training, under deep supervision, a list: those of each level that is trained, the finest first.
         """
+        require_peers_of(self, part)
         sides = None  # of a whole tile, before it is padded to the patch
         if part.ndim == len(self.layout.tile) + 2:
             sides = part.shape[2:]

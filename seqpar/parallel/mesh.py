@@ -104,7 +104,7 @@ def _find_group(name: str, ranks: tuple[int, ...], handle_name: str, places: tup
             "same ranks once their groups are made, or save state_dict() and load that into a network built for this "
             "group"
         ) from None
-    return Group(name, ranks, ranks.index(dist.get_rank()), handle, places=places, watch=Watch(dist.get_rank()))
+    return Group(name, ranks, ranks.index(dist.get_rank()), handle, places=places, watch=_watch_of(handle))
 
 
 AnyGroup = Group | dist.ProcessGroup | DeviceMesh  # what a user may pass; ``as_group`` converts it
@@ -131,8 +131,16 @@ def as_group(group: AnyGroup | None, name: str = "seq") -> Group:
             f"a {type(group).__name__} is not a group of ranks: give group=mesh.seq of seqpar.init_mesh, torch's "
             "ProcessGroup, or a one-dimensional DeviceMesh"
         )
-    ranks, watch = tuple(dist.get_process_group_ranks(group)), Watch(dist.get_rank())
-    return Group(name, ranks, dist.get_rank(group), group if len(ranks) > 1 else None, watch=watch)
+    ranks = tuple(dist.get_process_group_ranks(group))
+    return Group(name, ranks, dist.get_rank(group), group if len(ranks) > 1 else None, watch=_watch_of(group))
+
+
+def _watch_of(handle: dist.ProcessGroup) -> Watch:
+    """Returns the watch of a process group that somebody else has made, over torch's own store."""
+    if dist.get_backend(handle) == "fake":
+        return Watch(dist.get_rank())
+    store = dist.distributed_c10d._get_default_store()
+    return Watch(dist.get_rank(), store=dist.PrefixStore(f"seqpar/{handle.group_name}", store))
 
 
 def _line_of(mesh: DeviceMesh) -> dist.ProcessGroup:
@@ -234,6 +242,7 @@ class Mesh:
     def stop(self) -> None:
         """Waits for all ranks and destroys the process groups; without the barrier gloo aborts occasionally."""
         if dist.is_initialized():
+            self.world.watch.enter("the end", self.world)
             with self.world.watch.waiting(False):
                 dist.all_reduce(torch.zeros(1), group=self.world.handle)  # on the CPU, so gloo even if NCCL is used
                 dist.barrier(group=self.world.handle)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from seqpar.late_import import late
-from seqpar.losses.tile_network import LossFunction, TileNetwork
+from seqpar.losses.tile_network import LossFunction, TileNetwork, require_peers_of
 from seqpar.models.network import Network
 from seqpar.parallel.mesh import Mesh
 from seqpar.text import quantity
@@ -155,6 +155,7 @@ class ParallelModel(nn.Module):
                 "this is a copy of a ParallelModel, which averages no gradients: call eval() to predict, train the "
                 "original, or train ParallelModel(copy.net, mesh)"
             )
+        require_peers_of(self.net, next(x for x in arguments if isinstance(x, Tensor)))  # before DDP's messages
         return self.__dict__.get("_trained", _Calls(self.net))(name, *arguments)
 
     def no_sync(self) -> AbstractContextManager[None]:

@@ -178,6 +178,22 @@ JUDGEMENTS = {
 }
 
 
+def test_a_lost_message_is_explained_by_what_another_rank_has_raised() -> None:
+    watch, words = Watch(1, store=torch.distributed.HashStore()), "Connection closed by peer [127.0.0.1]:1"
+
+    def notes(text: str) -> str:
+        with pytest.raises(RuntimeError, match=re.escape(text)) as caught, watch.waiting(False), watch.waiting(False):
+            raise RuntimeError(text)
+        return "; ".join(getattr(caught.value, "__notes__", []))
+
+    watch.enter("halo", "seq group of ranks 0, 1")
+    assert notes(words).startswith("rank 1 was in halo of the seq group of ranks 0, 1, and another rank has failed, ")
+    assert notes(words).count("every rank must call the network") == 1
+    assert notes("another error") == ""
+    watch.store.set("why/seq group of ranks 0, 1", "rank 0 called the network in eval()")
+    assert notes(words) == "rank 1 was in halo of the seq group of ranks 0, 1: rank 0 called the network in eval()"
+
+
 @pytest.mark.parametrize("case", JUDGEMENTS)
 def test_who_holds_up_whom(case: str) -> None:
     known, text = JUDGEMENTS[case]

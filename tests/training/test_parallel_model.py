@@ -2,6 +2,7 @@
 
 import copy
 import itertools
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -21,7 +22,7 @@ from seqpar.losses import Loss
 from seqpar.losses.terms import Dice
 from seqpar.losses.tile_network import TileNetwork
 from seqpar.parallel.mesh import Mesh
-from tests.support.ranks import alone_mesh, relative, run_ranks
+from tests.support.ranks import RanksFailed, alone_mesh, relative, run_ranks
 
 TILE = (16, 16, 24)
 LOSSES: dict[str, Any] = {
@@ -185,6 +186,41 @@ def test_misuse_is_refused_in_words_on_all_ranks(two: list) -> None:
     assert "net is a Conv3d: give a network of seqpar" in first["not ours"]
     assert "call model.eval() first" in first["training"]
     assert "that this network does not know" in first["an unknown box"]
+
+
+def call_alone(mesh: Mesh, other: str) -> None:
+    """Calls the network on the first rank as in a validation, while the other rank does something else."""
+    mesh.seq.watch.notice_s = 0.3
+    model = ParallelModel(seqpar.convert(nn.Conv3d(1, 3, 3, padding=1), mesh.seq), mesh)
+    image, label = torch.ones(1, 1, *TILE), torch.ones(1, *TILE, dtype=torch.int64)
+    if other != "trains at once":
+        model.loss(DiceCE(), image, label).backward()
+    if not mesh.is_first and other == "is late":
+        time.sleep(0.9)
+    if mesh.is_first or other == "is late":
+        with torch.no_grad():
+            model.eval()(image)
+    elif other.startswith("trains"):
+        model.loss(DiceCE(), image, label)
+
+
+ALONE = {
+    "trains": r"rank 0 called the network in eval\(\) without gradients, but rank 1 waits in .*\w+ of the seq group of ",
+    "trains at once": r"differently \(rank 0: eval\(\) without gradients; rank 1: train\(\) with gradients\): call it ",
+    "ends": r"but rank 1 waits in the end of the world group of ranks 0, 1: every rank of a sequence group must ",
+}
+
+
+@pytest.mark.parametrize("other", ALONE)
+def test_a_rank_that_validates_alone_hears_so_soon(other: str) -> None:
+    with pytest.raises(RanksFailed, match=ALONE[other]):
+        run_ranks(2, call_alone, other, timeout=30)
+
+
+def test_a_rank_that_comes_late_to_validate_is_waited_for(capfd: pytest.CaptureFixture) -> None:
+    run_ranks(2, call_alone, "is late", timeout=30)
+    said = capfd.readouterr().err
+    assert said.count("warning: rank 0 called the network in eval() without gradients, and waits for rank 1: ") == 1
 
 
 def of_groups(mesh: Mesh) -> dict[str, list[Tensor]]:
