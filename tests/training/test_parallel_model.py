@@ -205,7 +205,7 @@ def call_alone(mesh: Mesh, other: str) -> None:
 
 
 ALONE = {
-    "trains": r"rank 0 called the network in eval\(\) without gradients, but rank 1 waits in .*\w+ of the seq group of ",
+    "trains": r"rank 0 called the network in eval\(\) without gradients, but rank 1 waits in .* of the seq group of ",
     "trains at once": r"differently \(rank 0: eval\(\) without gradients; rank 1: train\(\) with gradients\): call it ",
     "ends": r"but rank 1 waits in the end of the world group of ranks 0, 1: every rank of a sequence group must ",
 }
