@@ -64,7 +64,8 @@ class TileNetwork(nn.Module, ABC):
         logits and labels and their gradient: the memory of the loss is that of one process.
 
         - ``loss_fn``: called with logits and label; of tiles on other ranks, the mean of its results counts
-        - ``image``: whole tiles ``b c W D H``, the same on all ranks of the group, or this rank's share
+        - ``image``: whole tiles ``b c W D H``, the same on all ranks of the group, or this rank's share. The gradient
+          of whole tiles is that of one process, on every rank
         - ``label``: whole tiles ``b W D H`` or ``b c W D H``, or this rank's share. Channels reach foreign losses;
           those of ``seqpar.losses`` take one at most
         - ``data``: the group whose ranks have other tiles

@@ -55,7 +55,10 @@ def start(
 
 
 def init_mesh(seq: int = 1, pipe: int = 1, device: str = "auto", timeout_s: float = START_S) -> Mesh:
-    """Sets up the mesh ``data`` x ``pipe`` x ``seq`` of the started processes, by the names of its groups.
+    """Sets up the mesh ``data`` x ``pipe`` x ``seq`` of the processes that torchrun, Slurm or MPI started.
+
+    Alone, a process is a mesh of one rank. Use the mesh as a context manager, or call ``mesh.stop()`` at the end. The
+    ranks of ``mesh.seq`` share a tile; those of ``mesh.data`` work on different tiles.
 
     Args:
         ``seq``: number of ranks that share a tile.

@@ -95,15 +95,15 @@ class ParallelModel(nn.Module):
 
     ``loss`` takes whole tiles or this rank's share, and its backward averages gradients over all ranks by DDP. Called,
     the model takes whole tiles and returns whole outputs on every rank, as MONAI's ``sliding_window_inference`` needs.
-    ``net`` is the network: its ``state_dict()`` has the names of one process. A copy, such as ``AveragedModel`` makes,
-    predicts but does not train.
+    All ranks of a group must call it together, also to validate. ``net`` is the network: its ``state_dict()`` has the
+    names of one process. A copy, such as ``AveragedModel`` makes, predicts but does not train.
 
     Args:
         ``net``: a network of ``seqpar``, such as ``UNETR``, or what ``convert`` returned. It is moved to the mesh's
             device, and all ranks get the first one's weights.
         ``mesh``: the ranks, from ``seqpar.init_mesh``; None: this process alone.
-        ``options``: of ``DistributedDataParallel``, such as ``find_unused_parameters=True``, which layers need that
-            some steps do not use, or that are frozen later.
+        ``options``: of ``DistributedDataParallel``, such as ``find_unused_parameters=True``, for layers that some steps
+            do not use, or that are frozen later.
     """
 
     def __init__(self, net: TileNetwork, mesh: Mesh | None = None, **options: Any) -> None:
@@ -144,7 +144,8 @@ class ParallelModel(nn.Module):
         then holds: the memory of the loss is that of one process.
 
         - ``loss_fn``: called with logits and label: a loss of ``seqpar.losses``, of MONAI, or any function
-        - ``image``, ``label``: whole tiles, the same on all ranks of a group, or this rank's share
+        - ``image``, ``label``: whole tiles, the same on all ranks of a group, or this rank's share. The gradient of
+          whole tiles is that of one process, on every rank
         """
         return self._call("loss", loss_fn, image, label, self.data)  # type: ignore[no-any-return]
 
