@@ -13,7 +13,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
 from types import FrameType
@@ -91,12 +91,19 @@ class Watch:
 
     def _explain_loss(self) -> str:
         """Returns why messages may not have arrived: what another rank raised, or the usual mistake."""
-        key = f"why/{self._last[1]}"
-        try:
-            if self.store is not None and self.store.check([key]):
-                return f"rank {self.rank} was in {self.where}: {self.store.get(key).decode()}"
-        except RuntimeError:  # the store has gone with the rank that keeps it
-            pass
+        heard = list[str]()
+
+        def ask() -> None:
+            with suppress(RuntimeError):  # the store has gone with the rank that keeps it
+                key = f"why/{self._last[1]}"
+                if self.store is not None and self.store.check([key]):
+                    heard.append(self.store.get(key).decode())
+
+        reader = threading.Thread(target=ask, daemon=True)  # a store that a frozen rank keeps does not answer
+        reader.start()
+        reader.join(2.0)
+        if heard:
+            return f"rank {self.rank} was in {self.where}: {heard[0]}"
         return (
             f"rank {self.rank} was in {self.where}, and another rank has failed, has left or does something else: see "
             "its log. All ranks of a group must make the same calls; every rank must call the network, also to validate"
