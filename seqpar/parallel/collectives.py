@@ -192,15 +192,15 @@ def all_reduce(x: Tensor, group: Group, kind: str = "sum") -> Tensor:
         if result.is_meta:
             return result
         check_collective(kind, group, shape_and_dtype(result))
-        with group.watch.waiting(result.is_cuda):
-            sum_in_place(result, group)
+        sum_in_place(result, group)
     return result
 
 
 def sum_in_place(x: Tensor, group: Group) -> None:
     """Replaces a contiguous tensor by the sum over the ranks; neither counted nor announced."""
     if group.link is None:
-        dist.all_reduce(x, group=group.handle)
+        with group.watch.waiting(x.is_cuda):
+            dist.all_reduce(x, group=group.handle)
         return
     flat, own = x.view(-1), group.index
     if x.nbytes <= _FEW_BYTES:
@@ -208,24 +208,34 @@ def sum_in_place(x: Tensor, group: Group) -> None:
         return
     pieces = flat.tensor_split(group.size)
     received = [(q, torch.empty_like(pieces[own])) for q in group.peers]
-    _wait(start_messages([(q, pieces[q]) for q in group.peers], received, group), group)
+    _exchange([(q, pieces[q]) for q in group.peers], received, group)
     pieces[own].copy_(_sum_in_rank_order({**dict(received), own: pieces[own]}))
-    _wait(start_messages([(q, pieces[own]) for q in group.peers], [(q, pieces[q]) for q in group.peers], group), group)
+    _exchange([(q, pieces[own]) for q in group.peers], [(q, pieces[q]) for q in group.peers], group)
+
+
+def average_bucket(group: Group, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+    """Averages a bucket of gradients over the ranks; a communication hook of ``DistributedDataParallel``."""
+    mean = bucket.buffer().div_(group.size)
+    with group.watch.clock.paused():  # what is waited for in a backward is counted at its end
+        sum_in_place(mean, group)
+    done = torch.futures.Future[Tensor]()
+    done.set_result(mean)
+    return done
 
 
 def gather_rows(row: Tensor, group: Group) -> list[Tensor]:
     """Returns every rank's ``row``, all of one shape, in rank order; neither counted nor announced."""
     rows = [row if q == group.index else torch.empty_like(row) for q in range(group.size)]
     if group.link is None:
-        dist.all_gather(rows, row, group=group.handle)
+        with group.watch.waiting(row.is_cuda):
+            dist.all_gather(rows, row, group=group.handle)
     else:
-        _wait(start_messages([(q, row) for q in group.peers], [(q, rows[q]) for q in group.peers], group), group)
+        _exchange([(q, row) for q in group.peers], [(q, rows[q]) for q in group.peers], group)
     return rows
 
 
-def _wait(works: Sequence[Any], group: Group) -> None:
-    for work in works:
-        work.wait() if group.watch.patience is None else work.wait(group.watch.patience)
+def _exchange(outgoing: Sequence[tuple[int, Tensor]], incoming: Sequence[tuple[int, Tensor]], group: Group) -> None:
+    Pending(start_messages(outgoing, incoming, group), [x for _, x in (*outgoing, *incoming)], group.watch).wait()
 
 
 def all_to_all(
@@ -339,12 +349,12 @@ def equal_weights(module: nn.Module, group: Group) -> None:
 
 def _broadcast(x: Tensor, group: Group) -> None:
     """Replaces ``x`` by the first rank's."""
-    with group.watch.waiting(x.is_cuda):
-        if group.link is None:
+    if group.link is None:
+        with group.watch.waiting(x.is_cuda):
             dist.broadcast(x, group.ranks[0], group=group.handle)
-            return
-        is_first, line = group.index == 0, x.contiguous()
-        outgoing = [(q, line) for q in group.peers] if is_first else []
-        _wait(start_messages(outgoing, [] if is_first else [(0, line)], group), group)
-        if line is not x:
-            x.copy_(line)
+        return
+    line = x.contiguous()
+    to_all, from_first = [(q, line) for q in group.peers], [(0, line)]
+    _exchange(*((to_all, []) if group.index == 0 else ([], from_first)), group)
+    if line is not x:
+        x.copy_(line)

@@ -29,8 +29,7 @@ def max_of_each_over_ranks(flags: Sequence[int], group: Group) -> tuple[int, ...
         return tuple(flags)
     numbers = torch.tensor(flags, dtype=torch.int64)
     check_collective("agreement", group, shape_and_dtype(numbers))
-    with group.watch.waiting(False):
-        return tuple(torch.stack(gather_rows(numbers, group)).amax(0).tolist())
+    return tuple(torch.stack(gather_rows(numbers, group)).amax(0).tolist())
 
 
 def refuse_different_tiles(fingerprint: Tensor | None, group: Group, device: torch.device) -> None:
@@ -44,8 +43,7 @@ def refuse_different_tiles(fingerprint: Tensor | None, group: Group, device: tor
     own = torch.zeros(2, dtype=torch.float64) if fingerprint is None else fingerprint
     row = own.to(device)
     check_collective("tiles", group, shape_and_dtype(row))
-    with group.watch.waiting(row.is_cuda):
-        rows = gather_rows(row, group)
+    rows = gather_rows(row, group)
     firsts, others = dict[float, tuple[int, float]](), list[int]()  # of the ranks that have cut as many tensors
     for rank, (total, count) in zip(group.ranks, torch.stack(rows).tolist()):
         if count and abs(total - firsts.setdefault(count, (rank, total))[1]) > 1e-4:
@@ -70,11 +68,10 @@ def gather_texts(text: str, group: Group) -> list[str]:
         return [text]
     letters = _letters(text)
     check_collective("texts", group, "from all")
-    with group.watch.waiting(False):
-        lengths = gather_rows(torch.tensor([len(letters)]), group)
-        page = torch.zeros(max(1, *(int(length) for length in lengths)), dtype=torch.uint8)
-        page[: len(letters)] = letters
-        pages = gather_rows(page, group)
+    lengths = gather_rows(torch.tensor([len(letters)]), group)
+    page = torch.zeros(max(1, *(int(length) for length in lengths)), dtype=torch.uint8)
+    page[: len(letters)] = letters
+    pages = gather_rows(page, group)
     return [bytes(page[: int(length)].tolist()).decode() for page, length in zip(pages, lengths)]
 
 

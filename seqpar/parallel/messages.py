@@ -83,7 +83,8 @@ def start_messages(
     if link is not None:
         sends = {group.ranks[q]: t for q, t in outgoing if t.nbytes <= LARGEST}
         receives = {group.ranks[q]: t for q, t in incoming if t.nbytes <= LARGEST}
-        works.append(link.memory.start(sends, receives, link.channel))
+        if sends or receives:
+            works.append(link.memory.start(sends, receives, link.channel))
         outgoing = [(q, t) for q, t in outgoing if t.nbytes > LARGEST]
         incoming = [(q, t) for q, t in incoming if t.nbytes > LARGEST]
     place = group.places or range(group.size)
