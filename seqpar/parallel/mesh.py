@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from seqpar.parallel.launcher import Launcher
-from seqpar.parallel.shared_memory import Link, links
+from seqpar.parallel.shared_memory import Linked, links
 from seqpar.parallel.watchdog import Watch, format_ranks
 
 
@@ -47,7 +47,7 @@ class Group:
         return len(self.ranks)
 
     @property
-    def link(self) -> Link | None:
+    def link(self) -> Linked | None:
         """How the ranks reach each other through shared memory; None if they use the process group's backend."""
         return None if self.handle is None else links.get(self.handle.group_name)
 

@@ -304,14 +304,14 @@ def _own_address() -> Address | None:
     return Address(place, f"seqpar-{secrets.token_hex(8)}", secrets.token_hex(16))
 
 
-class Link(NamedTuple):
+class Linked(NamedTuple):
     """How the ranks of a process group reach each other: by messages of one channel."""
 
     memory: SharedMemory
     channel: int
 
 
-links: dict[str, Link] = {}  # by the names of process groups, the same on all ranks
+links: dict[str, Linked] = {}  # by the names of process groups, the same on all ranks
 
 
 def link_groups(memory: SharedMemory, groups: Mapping[str, Sequence[int]]) -> None:
@@ -319,7 +319,7 @@ def link_groups(memory: SharedMemory, groups: Mapping[str, Sequence[int]]) -> No
     links.clear()
     for name, ranks in groups.items():
         if memory.reaches(ranks):
-            links[name] = Link(memory, zlib.crc32(name.encode()))
+            links[name] = Linked(memory, zlib.crc32(name.encode()))
 
 
 _OPEN = weakref.WeakSet[SharedMemory]()
