@@ -193,7 +193,7 @@ class SharedMemory:
     def _send(self, data: Tensor, ranks: Sequence[int], channel: int) -> None:
         count = data.numel()
         if count <= _INLINE:
-            letter = [_HEADER.pack(channel, -1, count, 0), memoryview(data.numpy())]
+            letter = [_HEADER.pack(channel, -1, count, 0), data.numpy().data]
         else:
             block, offset = self._memory.write(data, [self._readers[rank] for rank in ranks])
             letter = [_HEADER.pack(channel, block, count, offset)]
