@@ -124,7 +124,7 @@ def blocking_calls(node: ast.AST, inside: bool = False) -> Iterator[tuple[ast.Ca
         inside |= any(".waiting(" in ast.unparse(item) for item in node.items)
     if isinstance(node, ast.Call):
         name = ast.unparse(node.func)
-        ours = name.startswith(("dist.", "_gather", "_scatter", "work.", "self._store."))
+        ours = name.startswith(("dist.", "_gather", "_scatter", "work.", "self.store."))
         at_once = any(keyword.arg == "async_op" for keyword in node.keywords)
         if ours and name.rpartition(".")[2] in BLOCKING and not at_once:
             yield node, inside
