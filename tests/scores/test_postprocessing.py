@@ -64,7 +64,9 @@ def test_find_best_says_which_and_learns_what_raises_dice(place: Path, capfd) ->
     assert content["postprocessed"]["foreground_mean"]["Dice"] == 1 > content["input_folder"]["foreground_mean"]["Dice"]
     assert not (place / "shifted" / "postprocessing.json").exists()
     assert act(place, shifted, "--find-best", str(place / "pp.json")) == 0
-    assert read_postprocessing(place / "pp.json") == () and "raises it for no class" in capfd.readouterr().out
+    said = capfd.readouterr().out
+    assert read_postprocessing(place / "pp.json") == () and "raises it for no class" in said
+    assert "predict.py" not in said, "these are predictions, with plans next to them"
 
 
 def test_a_class_that_would_lose_keeps_its_components_and_another_does_not(place: Path) -> None:

@@ -162,7 +162,7 @@ class LabelMapEvaluation(CaseEvaluation):
         else:
             lines.append(f"keeping largest components raises it for no class: {place}")
         more = ["--postprocessing", place] if kept else []
-        if all(any((path / name).exists() for name in ("config.json", "folds.json", "plans.json")) for path in best):
+        if all(any(any(path.glob(name)) for name in ("config.json", "folds.json", "fold_*")) for path in best):
             lines.append(f"next: {next_command('predict', *best, '-i', 'IMAGES', '-o', 'PREDICTIONS', *more)}")
         elif kept or len(best) > 1:
             together = ", by one command that names both runs" if len(best) > 1 else ""
