@@ -65,9 +65,9 @@ def verdicts(number: int) -> list[str]:
 @pytest.mark.parametrize("number", [5, 6, 7, 8, 10, 13, 14])
 def test_verdicts_follow_from_the_points(number: int) -> None:
     figure: Figure = FIGURES[number]
-    labels = dict.fromkeys(curve for quantity, curve, *_ in points(number) if quantity == DICE)
+    labels = (curve for quantity, curve, *_ in points(number) if quantity == DICE)
     within = 1e-2 if number == 7 else 1e-9  # the arithmetic of its runs
-    results = KeptResults({label: () for label in labels}, reach=0.25, number=number, within=within)
+    results = KeptResults(dict.fromkeys(labels, ()), reach=0.25, number=number, within=within)
     assert figure.judge(results) == verdicts(number)
 
 
