@@ -1,5 +1,6 @@
 """Pictures of classifiers: which curves there are, and that names are shown as they are."""
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +40,12 @@ def test_two_classes_have_one_curve_and_more_have_one_each_under_their_names(fig
     for figure, names in zip(figures, (NAMES[1:2], NAMES)):
         curves, counts = figure.axes
         lines = curves.get_lines()[1:]  # behind that of chance
-        assert [line.get_label().replace("\\$", "$") for line in lines] == names
+        labels = [line.get_label().replace("\\$", "$") for line in lines]
+        assert [label.partition(": AUC 0.")[0] for label in labels] == names
+        assert all(re.search(r"\([46] of 12 cases(, too few to tell)?\)$", label) for label in labels), labels
+        assert all(("too few" in label) == ("4 of" in label) for label in labels)
+        assert (curves.get_xlabel(), curves.get_ylabel()) == ("1 − specificity", "sensitivity")
+        assert counts.get_title().startswith("Confusion matrix: number of held-out cases")
         assert len({(line.get_color(), line.get_linestyle()) for line in lines}) == len(names)
         shades = [text.get_color() for text in counts.texts]
         assert len(shades) == len(counts.get_xticklabels()) ** 2 and {"black", "white"} == set(shades)
@@ -77,10 +83,13 @@ def test_maps_are_shown_on_planes_through_the_body_with_a_warning_if_their_maxim
         "the strongest point in the body, not in the fragment"
     )
     inside = picture_of(figures, image, seen)
-    assert pictures.OUTSIDE not in [text.get_text() for text in inside.texts]
+    assert inside.get_supxlabel() == ""
     seen[1, 1, 1] = 1
     outside = picture_of(figures, image, seen)
-    assert pictures.OUTSIDE in [text.get_text() for text in outside.texts]
+    assert outside.get_supxlabel() == pictures.OUTSIDE
+    (warning,) = [text for text in outside.texts if text.get_text() == pictures.OUTSIDE]
+    lowest = min(panel.get_tightbbox().y0 for panel in outside.axes)
+    assert warning.get_window_extent().y1 <= lowest, "it lies over no panel"
     assert pictures.evidence_planes(seen, image != 0) == (8, 9, 10), "planes of air are left out"
     assert pictures.evidence_planes(np.zeros_like(seen), image != 0) == (10, 10, 4), "without a map most of the body"
     noise = np.random.default_rng(0).normal(-1, 0.001, image.shape)  # CT: air is not 0

@@ -86,7 +86,7 @@ def test_training_starts_from_a_pretraining_and_prediction_does_not(images, flag
     said = launch.said()
     assert "75% of the tokens hidden, and rebuilt by 2 blocks x 12" in said and "16 visible" in said
     assert f"next: python launch/train.py --preset debug --weights {out} --data " in said
-    assert "finished: best error of hidden voxels " in said and "(mean intensity in their place: " in said
+    assert "finished: best error of hidden voxels " in said and "(error of the tile's mean in their place: " in said
     for name in ("progress.png", "validation.png", "model.safetensors"):
         assert (out / name).stat().st_size > 1000
     more = ["--tile", "24", "--patch", "4", "--weights", str(out), "--layer-decay", "0.8"]
@@ -178,7 +178,7 @@ def test_pictures_show_image_masked_rebuilt_and_difference(images, tmp_path, alo
     *panels, bar = figure_of_tiles([tile], False).axes
     titles = [panel.get_title() for panel in panels]
     assert all(name in title for title, name in zip(titles, validation.COLUMNS)) and len(titles) == 4
-    assert f"error {error:.3f}\n(mean intensity: {of_mean:.3f})" in titles[2]
+    assert f"error {error:.3f}\n(error of the tile's mean: {of_mean:.3f})" in titles[2]
     assert bar.yaxis.get_major_formatter()(0.5) == "+0.5", "the difference has a bar with signs"
     masked = np.asarray(figure_of_tiles([tile], False).axes[1].images[0].get_array())
     shown = pictures.plane_of(np.where(tile.hidden, np.nan, tile.image), 2, 8, False)

@@ -69,6 +69,7 @@ def segment_page(options: argparse.Namespace, record: RunRecord) -> FinishedPage
     faults: Sequence[str] = scored.faults if scored else ()
     cautions = _cautions(record, scored) if scored and options.truth is not None else []
     parts: dict[str, Any] = {"tiles": tiles, "note": note, "is_scored": scored is not None, "cases": cases, **tables}
+    parts |= {"truth": options.truth, "prediction": options.prediction}
     text = render_run(FOLDER, record, gaps, faults, cautions, classes=list(colours), **parts)
     own = faults if options.truth is not None else ()
     return FinishedPage(text, f"{quantity(len(shown), 'case')} shown, ", own, cautions)
