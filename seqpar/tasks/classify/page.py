@@ -39,7 +39,7 @@ from seqpar.scores.class_scores import (
     roc_label,
     roc_points,
 )
-from seqpar.scores.comparison import FEW
+from seqpar.scores.comparison import FEW, TOO_FEW
 from seqpar.scores.label_files import missing_line
 from seqpar.tasks.classify.scores import EXPLANATIONS, TABLE, class_summary, read_class_table, read_truth, unknown_cases
 from seqpar.text import quantity
@@ -361,6 +361,8 @@ def _scores_table(summaries: Mapping[str, Summary]) -> Table | str:
         TableRow(kind, [Score(number(summary["scores"].get(kind)), 3) for summary in summaries.values()])
         for kind in kinds
     ]
+    if rows:
+        rows.append(TableRow("cases", [Score(summary["cases"], 0) for summary in summaries.values()]))
     note = "Each run's scores are over its own cases; the table below compares the cases that all runs share."
     table = Table("class-scores", list(map(TableHead, ("Score", *summaries))), rows, "class", note)
     return table if rows else "No run has scores of cases."
@@ -378,7 +380,9 @@ def _probabilities_table(summaries: Mapping[str, Summary]) -> Table | str:
             lines.append((name, case["truth"], [_of_truth(own[name], s) for own, s in zip(every, summaries.values())]))
     lines.sort(key=lambda line: min(line[2]) - max(line[2]))
     rows = [TableRow(name, [truth, *(Score(value, 3) for value in values)]) for name, truth, values in lines]
-    table = Table("probabilities", list(map(TableHead, ("Case", "Truth", *summaries))), rows, "case")
+    few = f" ({TOO_FEW} which run is better)" if len(rows) < FEW else ""
+    note = f"The probability of the true class, in the {quantity(len(rows), 'case')} that all runs have scored{few}."
+    table = Table("probabilities", list(map(TableHead, ("Case", "Truth", *summaries))), rows, "case", note)
     return table if rows else "No case was scored in all of these runs."
 
 

@@ -119,6 +119,7 @@ def _scores_table(scored: Mapping[str, CaseScores]) -> Table | str:
         TableRow(kind, [Score(one.summary["mean"].get(kind, {}).get("Dice", math.nan), 3) for one in scored.values()])
         for kind in classes
     ]
+    rows.append(TableRow("cases", [Score(len(one.cases), 0) for one in scored.values()]))
     note = "Mean Dice over the cases that each run has scored; the table below compares the cases that all runs share."
     return Table("scores", list(map(TableHead, ("Class", *scored))), rows, "class", note)
 
