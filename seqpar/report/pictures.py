@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from seqpar.report.planes import COLOURS, PLANES, fullest_planes, orientation_text, plane_of, sides
 from seqpar.report.plots import escape_mathtext, make_figure, save_figure
 from seqpar.scores.class_scores import positive_class, roc_label, roc_points
+from seqpar.text import quantity
 
 
 @dataclass(frozen=True)
@@ -115,15 +116,15 @@ def draw_scores(path: Path, summary: Mapping[str, Any], step: int = 0) -> None:
             label = roc_label(shown[number], truth == number, probabilities[:, number])
             curves.plot(*points, style, label=label, color=colour, clip_on=False)  # 0 and 1 too
             curves.legend(fontsize=8, loc="lower right")
-    curves.set(title=f"ROC curve on held-out cases{after}", xlabel="1 − specificity", ylabel="sensitivity")
+    figure.suptitle(f"{quantity(len(cases), 'held-out case')}{after}", fontsize=11)
+    curves.set(title="ROC curve", xlabel="1 − specificity", ylabel="sensitivity")
     confusion = np.array(summary["confusion"])
     counts.imshow(confusion, cmap="Blues", vmin=0)
     for row, column in np.ndindex(*confusion.shape):
         count = confusion[row, column]
         colour = "white" if 2 * count > confusion.max() else "black"
         counts.text(column, row, count, ha="center", va="center", color=colour, fontsize=12 if len(names) < 9 else 7)
-    title = f"Confusion matrix: number of held-out cases{after}"
-    counts.set(title=title, xlabel="predicted class", ylabel="true class")
+    counts.set(title="Confusion matrix: number of cases", xlabel="predicted class", ylabel="true class")
     slope = {"rotation": 30, "ha": "right"} if sum(map(len, names)) > WIDEST else {}
     counts.set_xticks(range(len(names)), shown, **slope)
     counts.set_yticks(range(len(names)), shown)

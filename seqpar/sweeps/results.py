@@ -47,8 +47,8 @@ def draw_sweep(out: Path, sweep: Sweep, path: Path) -> None:
         _draw_setting(plot, sweep, name, best)
         plot.set_ylim(0, top)
     title = f"{len(sweep.points)} points, {sum(point.is_over for point in sweep.points)} ended"
-    title += f"\n{sweep.describe_best(best)}" if best else ""
-    picture.suptitle("\n".join(textwrap.wrap(title, 24 * columns, replace_whitespace=False)), fontsize=11)
+    lines = [title, *(textwrap.wrap(sweep.describe_best(best), 40 * columns) if best else ())]
+    picture.suptitle("\n".join(lines), fontsize=11)
     if names:
         picture.supxlabel(NOTE, fontsize=8, color=MEANS)
     save_figure(picture, path, durable=True)

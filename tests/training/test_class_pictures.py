@@ -48,7 +48,7 @@ def summary(names: list[str]) -> dict:
 
 def test_two_classes_have_one_curve_and_more_have_one_each_under_their_names(figures: list[Any]) -> None:
     for names in (NAMES[:2], NAMES):
-        draw_scores(Path("scores.png"), summary(names))
+        draw_scores(Path("scores.png"), summary(names), 1600)
     for figure, names in zip(figures, (NAMES[1:2], NAMES)):
         curves, counts = figure.axes
         lines = curves.get_lines()[1:]  # behind that of chance
@@ -57,7 +57,13 @@ def test_two_classes_have_one_curve_and_more_have_one_each_under_their_names(fig
         assert all(re.search(r"\([46] of 12 cases(, too few to tell)?\)$", label) for label in labels), labels
         assert all(("too few" in label) == ("4 of" in label) for label in labels)
         assert (curves.get_xlabel(), curves.get_ylabel()) == ("1 − specificity", "sensitivity")
-        assert counts.get_title().startswith("Confusion matrix: number of held-out cases")
+        assert counts.get_title() == "Confusion matrix: number of cases"
+        assert figure.get_suptitle() == "12 held-out cases, after step 1,600"
+        width = figure.bbox.width
+        assert all(
+            plot.title.get_window_extent().x0 >= 0 and plot.title.get_window_extent().x1 <= width
+            for plot in figure.axes
+        )
         assert len({(line.get_color(), line.get_linestyle()) for line in lines}) == len(names)
         shades = [text.get_color() for text in counts.texts]
         assert len(shades) == len(counts.get_xticklabels()) ** 2 and {"black", "white"} == set(shades)

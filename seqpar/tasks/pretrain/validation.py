@@ -205,8 +205,9 @@ class MaskedValidation(CaseValidation):
         together = all_gather(rows, group, 1, counts, "pictures").cpu()  # 1 n 2 p p p
         image, mask = net.layout.join(together.split(counts, 1))[0].float().numpy()
         spacing = case.properties.spacing
-        about = {"guess": guess_of(self.error.normalised), "modality": self.data.dataset.modalities[self.shown]}
-        return RebuiltTile(case.id, whole[0, self.shown].numpy(), image, mask > 0, spacing, **about)
+        guess, modality = guess_of(self.error.normalised), self.data.dataset.modalities[self.shown]
+        shown = whole[0, self.shown].numpy()
+        return RebuiltTile(case.id, shown, image, mask > 0, spacing, guess=guess, modality=modality)
 
 
 def middle_of(case: PreparedCase, tile: tuple[int, ...]) -> np.ndarray:
