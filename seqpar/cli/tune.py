@@ -37,6 +37,7 @@ from seqpar.sweeps.sweep_request import (
     tupled_points,
     typed_settings,
 )
+from seqpar.terminal import resume_command
 from seqpar.text import parse_duration
 
 
@@ -58,7 +59,7 @@ def act(arguments: Sequence[str]) -> int:
     code, sweep = make_sweep(order, sweep, options, time.monotonic() + parse_duration(options.time_limit))
     print("\n".join(write_results(options.out, sweep)), flush=True)
     if code == exit_codes.PREEMPTED:
-        print(f"left early: continue with --resume --out {options.out}", flush=True)
+        print(f"left early; to continue: {resume_command('tune', options.out)}", flush=True)
     return code
 
 

@@ -15,7 +15,7 @@ import numpy as np
 
 from seqpar.data.errors import DataError
 from seqpar.runs.run_folder import read_config
-from seqpar.scores.comparison import Scored, compare
+from seqpar.scores.comparison import FEW, TOO_FEW, Scored, compare
 from seqpar.scores.label_classes import choose_labels, labels_of_run
 from seqpar.scores.label_files import (
     Pair,
@@ -149,7 +149,8 @@ class LabelMapEvaluation(CaseEvaluation):
             for members, cases in tried.items()
         }
         best = max(dice, key=lambda members: np.nan_to_num(dice[members], nan=-1.0))
-        lines = [f"best of {len(dice)} by mean Dice over {quantity(count, 'case')}: {_named(best)}"]
+        few = f" ({TOO_FEW})" if count < FEW and len(dice) > 1 else ""
+        lines = [f"highest mean Dice of {len(dice)} over {quantity(count, 'case')}{few}: {_named(best)}"]
         lines += [f"  {value:.4f}  {_named(members)}" for members, value in dice.items()]
         pairs = [pair for pair, _ in tried[best].values()]
         learned, place = learn_postprocessing(pairs, self.labels, self._workers(pairs)), self._place(*best)
