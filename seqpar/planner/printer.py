@@ -240,7 +240,7 @@ def describe_dry_run(
     per_rank = f"; per rank {' '.join(map(str, layout.counts))}" if several else ""
     model = memory["weights"] + memory["gradients"] + memory["optimizer"]
     decoding = describe_decoding(net, config)  # which refuses a batch that the mode cannot share
-    verdict = "fits" if p.fits else "does not fit; plan.py finds what does, also for other devices"
+    verdict = "fits" if p.fits else "does not fit; plan finds what does, also for other devices"
     return "\n".join(
         [
             f"would run on {quantity(p.ranks, 'rank')} = data {groups} x {pipe}seq {config.seqpar}; "

@@ -166,7 +166,7 @@ def test_a_dry_run_looks_at_the_data_and_at_the_memory(flags, tmp_path, monkeypa
         chooser, "device_here", lambda flag: replace(here, memory=0.2 * GIB, reserved_bytes=0.0, group_bytes=0.0)
     )
     text = rehearsed("--batch", "999")
-    assert "does not fit; plan.py finds what does" in text and "MiB are missing" in text and "at most -" not in text
+    assert "does not fit; plan finds what does" in text and "MiB are missing" in text and "at most -" not in text
     (data / "imagesTr" / "c_002_0001.nii.gz").unlink()
     with pytest.raises(DataError, match="c_002"):
         rehearsed()
