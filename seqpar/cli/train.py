@@ -103,7 +103,7 @@ def _run(request: RunRequest, launcher: Launcher, meeting: Meeting, log: RunLog)
     if launcher.rank == 0:
         lock.release()
     if not finished:
-        exit_codes.leave_last_words(f"left early ({stopper.reason}): continue with train --resume --out {out}")
+        exit_codes.leave_last_words(f"left early ({stopper.reason}): continue with --resume --out {out}")
     return 0 if finished else exit_codes.PREEMPTED
 
 

@@ -182,7 +182,7 @@ class Folds:
         if left or killed or state.get("state") != "running":  # else another training may hold it and go on
             why = f"fold {fold}: {state.get('why') or ('it had not begun' if left else how)}"
             _write(out, launcher, fold, "preempted" if left else "failed", why, code)
-        line = f"fold {fold} {how}: continue with train --resume --fold {ALL_FOLDS} --out {out}"
+        line = f"fold {fold} {how}: continue with --resume --fold {ALL_FOLDS} --out {out}"
         print(line, flush=True)
         exit_codes.leave_last_words(line)
         return code

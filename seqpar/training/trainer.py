@@ -279,7 +279,7 @@ class Trainer:
             self.journal.attempt(lambda: (self.out / STOP_FILE).unlink(missing_ok=True))
         self._write_status("preempted", stopper.reason, PREEMPTED)
         step, total = self.progress.step, self.config.steps
-        self.journal.say(f"left at step {step} of {total} ({stopper.reason}); continue with train --resume --out {self.out}")
+        self.journal.say(f"left at step {step} of {total} ({stopper.reason}); continue with --resume --out {self.out}")
         return False
 
     def _finish(self) -> None:
@@ -305,7 +305,7 @@ class Trainer:
             raise DataError(
                 path,
                 f"cannot be written ({error.strerror or error}); the checkpoint of step {self.progress.step} is kept: "
-                f"make room and continue with train --resume --out {self.out}",
+                f"make room and continue with --resume --out {self.out}",
             ) from error
 
     def _save(self, is_best: bool = False, must: bool = False) -> None:

@@ -87,7 +87,7 @@ def test_five_folds_left_in_the_middle_go_on_and_each_is_a_run_of_its_own(flags,
     assert (state["state"], state["code"], state["step"], state["steps"]) == ("preempted", 75, 1, 5)
     assert "fold 1: SIGTERM" in state["why"]
     assert (
-        f"continue with train --resume --fold all5 --out {out}" in left.said(0)
+        f"continue with --resume --fold all5 --out {out}" in left.said(0)
         and "go on" not in left.said(1).split("fold 1 ")[-1]
     )
     said_by_first = (out / "fold0" / "train.log").read_text()
