@@ -9,9 +9,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
+from seqpar.parallel.collectives import gather_rows
 from seqpar.parallel.meeting import START_S, Meeting
 from seqpar.parallel.mesh import Group
 from seqpar.parallel.messages import check_collective, shape_and_dtype
@@ -29,9 +29,7 @@ def max_of_each_over_ranks(flags: Sequence[int], group: Group) -> tuple[int, ...
         return tuple(flags)
     numbers = torch.tensor(flags, dtype=torch.int64)
     check_collective("agreement", group, shape_and_dtype(numbers))
-    with group.watch.waiting(False):
-        dist.all_reduce(numbers, op=dist.ReduceOp.MAX, group=group.handle)
-    return tuple(numbers.tolist())
+    return tuple(torch.stack(gather_rows(numbers, group)).amax(0).tolist())
 
 
 def refuse_different_tiles(fingerprint: Tensor | None, group: Group, device: torch.device) -> None:
@@ -44,10 +42,8 @@ def refuse_different_tiles(fingerprint: Tensor | None, group: Group, device: tor
         return
     own = torch.zeros(2, dtype=torch.float64) if fingerprint is None else fingerprint
     row = own.to(device)
-    rows = [torch.empty_like(row) for _ in group.ranks]
     check_collective("tiles", group, shape_and_dtype(row))
-    with group.watch.waiting(row.is_cuda):
-        dist.all_gather(rows, row, group=group.handle)
+    rows = gather_rows(row, group)
     firsts, others = dict[float, tuple[int, float]](), list[int]()  # of the ranks that have cut as many tensors
     for rank, (total, count) in zip(group.ranks, torch.stack(rows).tolist()):
         if count and abs(total - firsts.setdefault(count, (rank, total))[1]) > 1e-4:
@@ -63,15 +59,7 @@ def broadcast_text(text: str, source: int, group: Group) -> str:
     """Broadcasts the text of the rank at index ``source``; the other ranks' texts are ignored."""
     if group.size == 1:
         return text
-    letters = _letters(text)
-    length = torch.tensor([len(letters)])
-    check_collective("text", group, f"from rank {group.ranks[source]}")
-    with group.watch.waiting(False):
-        dist.broadcast(length, group.ranks[source], group=group.handle)
-        if group.index != source:
-            letters = letters.new_empty(int(length))
-        dist.broadcast(letters, group.ranks[source], group=group.handle)
-    return bytes(letters.tolist()).decode()
+    return gather_texts(text if group.index == source else "", group)[source]
 
 
 def gather_texts(text: str, group: Group) -> list[str]:
@@ -79,14 +67,11 @@ def gather_texts(text: str, group: Group) -> list[str]:
     if group.size == 1:
         return [text]
     letters = _letters(text)
-    lengths = [torch.zeros(1, dtype=torch.int64) for _ in group.ranks]
     check_collective("texts", group, "from all")
-    with group.watch.waiting(False):
-        dist.all_gather(lengths, torch.tensor([len(letters)]), group=group.handle)
-        page = torch.zeros(max(1, *(int(length) for length in lengths)), dtype=torch.uint8)
-        page[: len(letters)] = letters
-        pages = [torch.empty_like(page) for _ in group.ranks]
-        dist.all_gather(pages, page, group=group.handle)
+    lengths = gather_rows(torch.tensor([len(letters)]), group)
+    page = torch.zeros(max(1, *(int(length) for length in lengths)), dtype=torch.uint8)
+    page[: len(letters)] = letters
+    pages = gather_rows(page, group)
     return [bytes(page[: int(length)].tolist()).decode() for page, length in zip(pages, lengths)]
 
 

@@ -12,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from seqpar.late_import import late
 from seqpar.losses.tile_network import LossFunction, TileNetwork
 from seqpar.models.network import Network
+from seqpar.parallel.collectives import average_bucket
 from seqpar.parallel.mesh import Mesh
 from seqpar.text import quantity
 
@@ -37,7 +38,10 @@ def wrap_data_parallel(net: nn.Module, mesh: Mesh, **options: Any) -> nn.Module:
     """
     if mesh.world.size == 1:
         return net
-    return DistributedDataParallel(net, process_group=mesh.world.handle, gradient_as_bucket_view=True, **options)
+    module = DistributedDataParallel(net, process_group=mesh.world.handle, gradient_as_bucket_view=True, **options)
+    if mesh.world.link is not None:
+        module.register_comm_hook(mesh.world, average_bucket)  # through shared memory, without gloo's threads
+    return module
 
 
 def shard(net: Network, mesh: Mesh) -> None:
