@@ -137,7 +137,7 @@ def test_a_dry_run_writes_nothing(flags, tmp_path, monkeypatch, capsys):
     assert train.act(["--preset", "paper", "--depth", "2", "--seqpar", "4", "--patch", "4", "--dry-run"]) == 0
     said = capsys.readouterr().out
     assert "per rank 3456 3456 3456 3456" in said and "4 ranks = data 1 x seq 4, to be started here" in said
-    assert "  settings  --preset paper --patch 4 --seqpar 4 --depth 2\n" in said
+    assert "  settings  --preset paper --patch 4 --seqpar 4 --depth 2" in said
     assert (
         "phantom-24 (built-in phantom brains): 24 cases, 22 to train on, 2 held out; 4 channels (T1, T1c, T2, FLAIR)"
         in said
