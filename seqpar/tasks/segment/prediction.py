@@ -117,9 +117,7 @@ class LabelMapPrediction(CasePrediction):
         seq = self.mesh.seq.size
         line = quantity(self.mesh.world.size, "rank")
         if self.mesh.world.size > 1:
-            line += (
-                f" = data {self.mesh.data.size} (groups with windows of their own) x seq {seq} (ranks that share each)"
-            )
+            line += f" = data {self.mesh.data.size} x seq {seq} (groups with other windows x ranks that share one)"
         for mode, member in zip(self._modes(), self.members):
             config = member.run.config
             if config.mode == "nogather" and (mode, seq) != ("nogather", config.seqpar):
