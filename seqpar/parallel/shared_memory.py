@@ -116,9 +116,17 @@ class SharedMemory:
 
     def connect(self, addresses: Sequence[Address | None], timeout_s: float) -> None:
         """Connects this process with all that share its host; ``addresses`` are those of all ranks."""
-        own = self.address
-        if own is None:
+        if self.address is None:
             return
+        try:
+            self._connect(self.address, addresses, timeout_s)
+        except OSError as error:
+            raise ConnectionError(
+                f"rank {self._rank} did not reach the other ranks of its host through Unix sockets within "
+                f"{timeout_s:.0f} s ({error}): set {SWITCH}=0 on all ranks"
+            ) from error
+
+    def _connect(self, own: Address, addresses: Sequence[Address | None], timeout_s: float) -> None:
         near = [rank for rank, other in enumerate(addresses) if other is not None and other.place == own.place]
         self._readers = {rank: place for place, rank in enumerate(near)}
         self._memory = _Memory(len(near))
@@ -168,6 +176,7 @@ class SharedMemory:
         """Ends all connections; in a process forked from this one, its copies of them."""
         for peer in self._peers.values():
             peer.line.close()
+            os.close(peer.memory_file)
         self._peers.clear()
         _OPEN.discard(self)
 
@@ -299,8 +308,11 @@ def _own_address() -> Address | None:
     """Returns this process's address, or None where the order of writes to memory or Linux's sockets are missing."""
     if sys.platform != "linux" or platform.machine() != "x86_64":
         return None
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    place = f"{boot} {os.readlink('/proc/self/ns/net')} {os.getuid()}"
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        place = f"{boot} {os.readlink('/proc/self/ns/net')} {os.getuid()}"
+    except OSError:  # a container that hides them
+        return None
     return Address(place, f"seqpar-{secrets.token_hex(8)}", secrets.token_hex(16))
 
 

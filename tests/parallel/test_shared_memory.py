@@ -5,17 +5,20 @@ import socket
 import time
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 from seqpar.parallel import messages, shared_memory
-from seqpar.parallel.collectives import all_reduce, gather_rows
+from seqpar.parallel.collectives import all_reduce, broadcast_tensors, equal_weights, gather_rows
+from seqpar.parallel.consensus import gather_texts, max_of_each_over_ranks
 from seqpar.parallel.mesh import Group, Mesh
 from seqpar.parallel.messages import post
 from tests.support.ranks import run_ranks, started_ranks
 
+CPU = torch.device("cpu")
 SMALL, LARGE = 3, 40_000  # numbers; a large message does not fit into the socket's own
 
 
@@ -144,6 +147,25 @@ def test_a_rank_that_dies_is_noticed_at_once_though_its_child_lives(tmp_path: Pa
         while not (tmp_path / "said").exists() and time.monotonic() < until:
             time.sleep(0.02)
     assert (tmp_path / "said").read_text() == "Connection closed by peer: rank 1"
+
+
+def hears_all(mesh: Mesh) -> list[Any]:
+    firsts = broadcast_tensors([numbered(mesh.seq.index, SMALL), torch.ones(2, 2).T * mesh.seq.index], mesh.seq, CPU)
+    net = torch.nn.Linear(3, 2, bias=False)
+    with torch.no_grad():
+        net.weight.fill_(mesh.seq.index + 4)
+    equal_weights(net, mesh.seq)
+    texts = gather_texts("x" * mesh.seq.index, mesh.seq)
+    most = max_of_each_over_ranks((mesh.seq.index, -mesh.seq.index), mesh.seq)
+    summed = all_reduce(torch.arange(5_000.0) * mesh.seq.index, mesh.seq)
+    return [[float(x.sum()) for x in firsts], float(net.weight.mean()), texts, most, summed.tolist()]
+
+
+@pytest.mark.parametrize("memory", ["0", "1"])
+def test_what_all_ranks_agree_on_is_the_same_through_memory_and_gloo(memory: str, monkeypatch: Any) -> None:
+    monkeypatch.setenv(shared_memory.SWITCH, memory)
+    expected = [[0.0, 0.0], 4.0, ["", "x", "xx"], (2, 0), [3.0 * n for n in range(5_000)]]
+    assert run_ranks(3, hears_all) == [expected] * 3
 
 
 def test_a_stranger_is_not_let_in() -> None:
