@@ -113,7 +113,7 @@ def _parser() -> argparse.ArgumentParser:
     kind.add_argument("--predict", action="store_true", help=predict)
     ranks = parser.add_mutually_exclusive_group()
     ranks.add_argument("--ranks", type=int, metavar="RANKS", help="ranks of the run (default: those of its groups)")
-    groups = "sequence groups of the run, as many at every size, so that more ranks share a tile (default: 1)"
+    groups = "groups of ranks that share a tile, the same number at every size (default: 1)"
     ranks.add_argument("--groups", type=int, metavar="GROUPS", help=groups)
     node = "ranks on a node (default: 8; cpu: all)"
     parser.add_argument("--node", type=int, metavar="RANKS", help=node)

@@ -117,11 +117,10 @@ def _commit() -> str:
     return git.stdout.strip()
 
 
-def result_files(run: Path) -> list[Path]:
-    """Returns the files that a finished run leaves for people, those that are there."""
-    names = ["progress.png", "validation.png", "validation/summary.json", "metrics.jsonl"]
-    names += ["model.safetensors", "config.json", "train.log"]
-    return [run / name for name in names if (run / name).exists()]
+def describe_results(run: Path) -> list[str]:
+    """Returns a line on each file that people look for after a run, if it is there."""
+    files = {"validation.png": "held-out cases", "progress.png": "curves", "model.safetensors": "weights"}
+    return [f"  {run / name}: {what}" for name, what in files.items() if (run / name).exists()]
 
 
 def next_lines(run: Path) -> list[str]:

@@ -27,7 +27,7 @@ from seqpar.report.plots import draw_progress
 from seqpar.runs.boards import Board, open_on_first
 from seqpar.runs.journal import Journal, epoch_fields, peak_memory_mb
 from seqpar.runs.metrics_tail import measure_of
-from seqpar.runs.run_folder import result_files, write_window
+from seqpar.runs.run_folder import describe_results, write_window
 from seqpar.runs.run_status import StatusFile
 from seqpar.settings.config import Config
 from seqpar.tasks.lookup import task_of
@@ -297,9 +297,7 @@ class Trainer:
         best = f"finished: best {self.task.score} {measure:.3f} at step {self.progress.best_step}"
         if early:
             best += f"; ended at step {self.progress.step} of {self.config.steps}: {early} (--patience)"
-        self.journal.say(
-            "\n".join([best, *(f"  {path}" for path in result_files(self.out)), *self.task.next_lines(self.out)])
-        )
+        self.journal.say("\n".join([best, *describe_results(self.out), *self.task.next_lines(self.out)]))
 
     def _write_weights(self, weights: dict[str, Tensor]) -> None:
         path = self.out / "model.safetensors"

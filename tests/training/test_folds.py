@@ -94,7 +94,7 @@ def test_five_folds_left_in_the_middle_go_on_and_each_is_a_run_of_its_own(flags,
     first, parts = weights(out / "fold0"), [read_config(out / "fold0")["dataset"]["held_out"]]
     ended = trained(2, [*line, "--resume"], out, hook=forking)
     said = ended.said(0).splitlines()
-    for words in ("(data x seq: ", "  modalities: ", "  label tumour", "(dice: soft Dice"):
+    for words in ("  (rank: a process", "  modalities: ", "  label tumour", "(dice: soft Dice"):
         assert sum(line.startswith(words) for line in said) == 1, "said once, not by each fold"
         assert words in (out / "fold4" / "train.log").read_text() and words in said_by_first
     assert [line[-8:] for line in said if line.startswith("data: ")] == [f"(fold {fold})" for fold in range(1, 5)]

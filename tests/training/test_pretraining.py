@@ -112,7 +112,7 @@ def test_training_starts_from_a_pretraining_and_prediction_does_not(images, flag
         ("--dice squared", "--dice would do nothing"),
         ("--dice-smooth 0.1", "--dice-smooth would do nothing"),
         ("--pipe 2", "a masked autoencoder is not cut into stages"),
-        ("--task segment", "this act pretrains; start launch/train.py"),
+        ("--task segment", "this program pretrains: start train"),
     ],
 )
 def test_what_a_pretraining_cannot_do_is_refused_before_it_begins(images, more, says) -> None:
@@ -124,7 +124,7 @@ def test_settings_of_pretraining_are_refused_elsewhere(flags, tmp_path) -> None:
     with pytest.raises(ValueError, match="--mask-ratio would do nothing"):
         train.act([*flags, "--mask-ratio", "0.5"])
     write_json(tmp_path / "config.json", {"config": {"task": "segment"}})
-    with pytest.raises(ValueError, match="that run has --task segment: resume it with launch/train.py"):
+    with pytest.raises(ValueError, match="that run has --task segment: resume it with train"):
         pretrain.act(["--resume", "--out", str(tmp_path)])
 
 

@@ -65,7 +65,8 @@ def describe_data(fingerprint: Fingerprint, config: Config) -> str:
     """Returns a line on a data set; raises ``ValueError`` where it does not allow the config's split."""
     train_ids, held_out_ids = split_of(fingerprint, config)
     refuse_weights(config, fingerprint.outputs(config.targets))
-    channels, outputs = (_listed(names) for names in (fingerprint.modalities, fingerprint.outputs(config.targets)))
+    channels = _listed(fingerprint.modalities, "channel")
+    outputs = _listed(fingerprint.outputs(config.targets), "output")
     voxels = "x".join(map(str, fingerprint.shape))
     millimetres = "x".join(f"{size:.3g}" for size in fingerprint.spacing)
     return (
@@ -75,8 +76,8 @@ def describe_data(fingerprint: Fingerprint, config: Config) -> str:
     )
 
 
-def _listed(names: Sequence[str]) -> str:
-    return f"{len(names)} ({', '.join(names)})"
+def _listed(names: Sequence[str], what: str) -> str:
+    return f"{quantity(len(names), what)} ({', '.join(names)})"
 
 
 def summary_of_data(data: TrainingData, fold: str) -> str:
