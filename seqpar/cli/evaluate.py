@@ -14,7 +14,8 @@ from seqpar.runs.run_status import warn_if_killed
 from seqpar.scores.label_classes import BRATS
 from seqpar.scores.label_files import list_label_files, refuse_missing
 from seqpar.scores.label_scores import EmptyPolicy
-from seqpar.settings.parser import Parser
+from seqpar.settings.field import AT_LEAST_A_PROCESS
+from seqpar.settings.parser import Parser, check_numbers
 from seqpar.tasks.lookup import task_of_predictions
 from seqpar.weights.nnunet_results import is_results
 
@@ -60,8 +61,7 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
         raise ValueError("--brats declares the labels: drop --dataset and --regions, or --brats")
     if not 0 <= options.nsd_tolerance < float("inf"):
         raise ValueError(f"--nsd-tolerance is {options.nsd_tolerance}: give mm, 0 or more")
-    if options.workers < 1:
-        raise ValueError(f"--workers is {options.workers}: at least 1 is needed")
+    check_numbers(options, workers=AT_LEAST_A_PROCESS)
     runs = [(run, path) for path in options.prediction for run in _folds_of(path)]
     options.prediction, options.groups = [run for run, _ in runs], dict(runs)
     if len(options.prediction) > 1 and (options.json or options.csv):
