@@ -37,7 +37,8 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
         "labels.csv")  # fmt: skip
     add("prediction", type=Path, nargs="+", metavar="PREDICTION", help="folder, file, run, or nnU-Net's "
         "results folder; several are compared")  # fmt: skip
-    add("--dataset", type=Path, metavar="FILE", help="dataset.json with the labels (default: of TRUTH, in or above it)")
+    add("--dataset", type=Path, metavar="FILE", help="dataset.json with the labels, or its folder (default: of TRUTH, "
+        "in or above it)")  # fmt: skip
     add("--regions", type=_region, action="append", metavar="NAME=1,2", help="a class and its labels; can be repeated")
     add("--brats", choices=sorted(BRATS), help="score the regions of BraTS, in the label values of that year")
     add("--test-of", type=Path, metavar="RUN", help="score the cases that RUN kept for tests, with its labels")
