@@ -116,6 +116,9 @@ _RUN_READERS = {
     "predict": "predict run -i D -o out",
     "report": "report run",
     "export": "export run run.zip",
+    "pretrain": "pretrain --resume --out run",
+    "predict --test-part": "predict run -i D -o out --test-part",
+    "evaluate --test-of": "evaluate D/labelsTr images --test-of run --json x.json --csv x.csv",
 }
 
 
@@ -156,6 +159,8 @@ ATTACKS += [
         ("config.json", b"", _READERS),
         ("config.json", b"\xff\xfe", _READERS),
         ("config.json", b"[]", _READERS),
+        ("config.json", b'{"dataset": {"test": ["c_000"]}}', ("evaluate --test-of",)),
+        ("config.json", b'{"config": 3}', ("pretrain", "predict --test-part", "evaluate --test-of")),
         ("config.json", b'{"config": 3, "dataset": {}, "layout": {}}', _READERS),
         ("config.json", b'{...,"dataset": 3}', _READERS),
         ("config.json", b'{...,"config": {"depth": "x"}}', ("train", "predict")),
