@@ -17,6 +17,7 @@ from seqpar.text import clock
 # subject → functions of lab.benches that return its series; without a name: the module's ``series``
 SUBJECTS = {
     "attention": ("attention",),
+    "convert": ("unets.converted",),
     "encoder": ("encoder", "rank"),
     "hierarchical": ("memory_by_ranks.stages",),
     "memory": ("memory",),
@@ -28,7 +29,7 @@ SUBJECTS = {
     "pretrain": ("memory_by_ranks.masked",),
     "start": ("start",),
     "step": ("step", "step_profile"),
-    "unets": ("unets", "unets.converted"),
+    "unets": ("unets",),
 }
 LARGE = {"memory": ("memory.large_series",), "pretrain": ("memory_by_ranks.large_masked",)}
 RESULTS = Path(__file__).parent / "lab" / "benches" / "results"

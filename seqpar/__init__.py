@@ -2,15 +2,15 @@
 
 Start the ranks with ``init_mesh``, make a network (``UNETR``, ``UNet``, or ``convert`` of any of torch's), and train it
 as one object, ``ParallelModel``; ``predict`` slides windows over a volume. The parts of a network: ``SeqParViT``, the
-decoders, ``choose_mode``, ``SegmentationNet``. Losses: ``DiceCE``, ``make_loss``. Weights of others: ``load_monai``,
-``load_nnunet``, ``load_primus``. Finished runs: ``load_run``, ``Predictor``. The building blocks are in
+decoders, ``choose_mode``, ``SegmentationNet``. Losses: ``DiceCE``, ``make_loss``. Weights from elsewhere:
+``load_monai``, ``load_nnunet``, ``load_primus``. Finished runs: ``load_run``, ``Predictor``. The building blocks are in
 ``seqpar.attention``, ``seqpar.spatial``, ``seqpar.vit``, ``seqpar.losses`` and ``seqpar.decoders``.
 
 A network of MONAI's on two ranks, started by ``torchrun --nproc-per-node 2``::
 
     with seqpar.init_mesh(seq=2) as mesh:
         model = seqpar.ParallelModel(seqpar.convert(SegResNet(), mesh.seq), mesh)
-        ...  # as on one rank, but the ranks of mesh.seq load the same whole tiles, as with the same seed
+        ...  # as on one rank; all ranks of mesh.seq load the same whole tiles, for example by the same seed
         loss = model.loss(DiceFocalLoss(to_onehot_y=True, softmax=True), image, label)
         ...
         logits = sliding_window_inference(volume, (96, 96, 96), 1, model.eval())  # or seqpar.predict

@@ -21,12 +21,13 @@ from seqpar.vit.dropout import DropoutKey
 class UNet(CellNet, BoxNetwork):
     """The U-Net of an architecture.
 
-    ``nnunet``, ``hou``, ``distmis`` and ``lamp`` of ``seqpar.decoders`` make it with a published architecture.
+    ``nnunet``, ``hou``, ``distmis`` and ``lamp`` of ``seqpar.decoders`` make it with a published architecture. Train it
+    as a ``ParallelModel``, or call ``loss``, ``on_whole``, ``shard`` and ``unshard``, which all networks have.
 
     - ``architecture``: its stages and the style of its layers
     - ``supervised``: number of levels whose logits are trained, starting with the finest. Heads of other levels exist,
       so that the weights have all their names, but are frozen and do not run
-    - ``group``: the ranks that hold the boxes of an image: ours, torch's ``ProcessGroup``, or a one-dimensional
+    - ``group``: the ranks that share an image: ``mesh.seq``, torch's ``ProcessGroup``, or a one-dimensional
       ``DeviceMesh``; None: images are whole, or come with their grid
     """
 
@@ -58,7 +59,7 @@ class UNet(CellNet, BoxNetwork):
                 f"on the {self.group}: give net.shard(whole), or grid=, or build it without group= for whole images"
             )
         if self.group.size > 1:
-            self._compare_tiles(image.device)
+            self._meet_peers(image)
         logits = [x if at is None else self._seen.remember(x, at) for x, at in self.on_boxes(plain_tensor(image), grid)]
         return logits if self.training and len(logits) > 1 else logits[0]
 

@@ -41,8 +41,8 @@ def convert(module: nn.Module, group: AnyGroup | None = None, spatial_dims: int 
 
     It takes this rank's box ``b c W/s D/s H/s`` of each image, which ``net.shard(whole)`` cuts, and returns this rank's
     box of each output, which ``net.unshard(y)`` joins. Weights, buffers and submodules are shared with ``module``,
-    under the same names. Each rank computes the loss of its box; gradients of the weights are those of the sum of all
-    ranks' losses once they are summed over the ranks, or of the mean with ``DistributedDataParallel``.
+    under the same names. Train it as a ``ParallelModel``, or call ``net.loss`` and ``net.on_whole`` with whole tiles.
+    In a loop on boxes, each rank takes the loss of its own; ``DistributedDataParallel`` gives gradients of the mean.
 
     A call in ``forward`` that is not known to be exact on boxes raises an error that names it. Volumes that are too
     small to be cut, and tokens (space flattened to one dimension, as by a ViT), are gathered and computed by all ranks.
@@ -50,7 +50,7 @@ def convert(module: nn.Module, group: AnyGroup | None = None, spatial_dims: int 
     Args:
         ``module``: the network; its ``forward`` may call torch's functions too.
         ``group``: the ranks that share a volume: ``mesh.seq``, torch's ``ProcessGroup``, or a one-dimensional
-            ``DeviceMesh``. Alone, the network computes as before.
+            ``DeviceMesh``. None, or a group of one: the network computes as before.
         ``spatial_dims``: 2 or 3; None: as in the convolutions, norms or pooling layers of ``module``.
     """
     if isinstance(module, Converted):
@@ -103,7 +103,7 @@ class Converted(BoxNetwork):
     def _on_boxes(self, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         tensors = [x for x in args if isinstance(x, Tensor)]
         if tensors:
-            self._compare_tiles(tensors[0].device)
+            self._meet_peers(tensors[0])
         mode = BoxMode(self._box_group, self._box_dims, _HANDLERS, WHOLE_FUNCTIONS)
         self._seen.kept_whole.clear()
         images = 0

@@ -14,7 +14,8 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from seqpar.losses.deep_supervision import DeepSupervision
 from seqpar.losses.loss import Loss, LossGroups
-from seqpar.parallel.consensus import refuse_different_tiles
+from seqpar.parallel.collectives import with_mean_gradient
+from seqpar.parallel.consensus import refuse_different_tiles, require_peers
 from seqpar.parallel.layout import fingerprint_of, plain_tensor
 from seqpar.parallel.mesh import AnyGroup, Group, as_group
 from seqpar.spatial.box_grid import BoxGrid
@@ -63,13 +64,15 @@ class TileNetwork(nn.Module, ABC):
         logits and labels and their gradient: the memory of the loss is that of one process.
 
         - ``loss_fn``: called with logits and label; of tiles on other ranks, the mean of its results counts
-        - ``image``: whole tiles ``b c W D H``, the same on all ranks of the group, or this rank's share
+        - ``image``: whole tiles ``b c W D H``, the same on all ranks of the group, or this rank's share. The gradient
+          of whole tiles is that of one process, on every rank
         - ``label``: whole tiles ``b W D H`` or ``b c W D H``, or this rank's share. Channels reach foreign losses;
           those of ``seqpar.losses`` take one at most
         - ``data``: the group whose ranks have other tiles
         """
         group, dims = self.group_and_dims()
         image, label = plain_tensor(image), plain_tensor(label)
+        require_peers_of(self, image)
         is_ours = isinstance(loss_fn, Loss | DeepSupervision)
         if is_ours and label.ndim == dims + 2 and label.shape[1] == 1 and label.shape[2:] == image.shape[2:]:
             label = label[:, 0]
@@ -97,7 +100,8 @@ class TileNetwork(nn.Module, ABC):
         image = plain_tensor(image)
         if group.size == 1:
             return self(image)
-        whole = self._whole(self(self.shard(image)))
+        require_peers_of(self, image)
+        whole = self._whole(self(self.shard(with_mean_gradient(image, group))))
         # MONAI weighs windows in place, which autograd forbids for outputs of its functions.
         return tree_map(lambda y: y.clone() if isinstance(y, Tensor) and y.requires_grad else y, whole)
 
@@ -105,6 +109,14 @@ class TileNetwork(nn.Module, ABC):
         """Returns outputs or a label with every volume joined; the rest is the same on all ranks."""
         dims = self.group_and_dims()[1]
         return tree_map(lambda y: self.unshard(y) if isinstance(y, Tensor) and y.ndim > dims else y, outputs)
+
+
+def require_peers_of(net: TileNetwork, x: Tensor) -> None:
+    """Raises on all ranks if some of a group call a network and others do not; asked once in each of its modes."""
+    group, _ = net.group_and_dims()
+    if group.size > 1 and not (x.is_meta or torch.compiler.is_compiling()):
+        with_or_without = "with" if torch.is_grad_enabled() else "without"
+        require_peers(f"{'train' if net.training else 'eval'}() {with_or_without} gradients", group)
 
 
 class BoxNetwork(TileNetwork):
@@ -162,18 +174,19 @@ class BoxNetwork(TileNetwork):
         whole = fetch_rows(y.reshape(len(y), -1, *y.shape[-dims:]), grid, rows)
         return whole.reshape(len(y), *channels, *whole.shape[2:])
 
-    def _compare_tiles(self, device: torch.device) -> None:
-        """Raises ValueError on all ranks if they cut their boxes from different tiles; they compare once."""
+    def _meet_peers(self, box: Tensor) -> None:
+        """Raises on all ranks if only some call the network, or if they cut boxes of different tiles; asked once."""
+        require_peers_of(self, box)
         if self._seen.compares:
             self._seen.compares = False
-            refuse_different_tiles(self._seen.fingerprint, self.group_and_dims()[0], device)
+            refuse_different_tiles(self._seen.fingerprint, self.group_and_dims()[0], box.device)
 
     def _shares(self, image: Tensor, label: Tensor) -> tuple[Tensor, Tensor]:
         group, dims = self.group_and_dims()
         if group.size == 1:
             return image, label
         if image not in self._seen.grids:
-            image = self.shard(image)
+            image = self.shard(with_mean_gradient(image, group))
         grid, sides = self._seen.grids[image], tuple(label.shape[-dims:])
         if label.ndim > dims and sides == grid.extents:
             label = self.shard(label)

@@ -18,7 +18,8 @@ from torch.utils._pytree import tree_map
 
 from seqpar.decoders.modes.mode import Mode
 from seqpar.losses import DeepSupervision, Loss, LossGroups
-from seqpar.losses.tile_network import TileNetwork
+from seqpar.losses.tile_network import TileNetwork, require_peers_of
+from seqpar.parallel.collectives import with_mean_gradient
 from seqpar.parallel.layout import Layout
 from seqpar.parallel.mesh import Group
 from seqpar.pipeline.engine import StagedNet
@@ -84,6 +85,7 @@ class Network(TileNetwork):
 
         In training, under deep supervision, a list: those of each level that is trained, the finest first.
         """
+        require_peers_of(self, part)
         sides = None  # of a whole tile, before it is padded to the patch
         if part.ndim == len(self.layout.tile) + 2:
             sides = part.shape[2:]
@@ -144,7 +146,7 @@ class Network(TileNetwork):
         is_whole = image.ndim == axes + 2
         if self.group.size == 1 and is_whole and label.shape[-axes:] == image.shape[-axes:]:
             return image, label
-        image = self.shard(image) if is_whole else image
+        image = self.shard(with_mean_gradient(image, self.group)) if is_whole else image
         if tuple(label.shape[-axes:]) == self.layout.tile and len(label) == samples:
             return image, self.arrange(self.layout.cut(label, self.group.index))
         return image, self.arrange(label) if label.ndim == axes + 2 else label

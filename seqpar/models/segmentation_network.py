@@ -25,8 +25,8 @@ class SegmentationNet(TokenNetwork):
 
     - ``encoder``: gives each rank the tokens of its part
     - ``decoder``: ``(features, image, grid) -> (logits, grid)``, as ``PlainDecoder``; ``num_features`` says how many
-      token grids it takes, ``uses_image`` whether it takes the image, else None comes. One of torch's own modules may
-      return the logits alone: it works in modes in which every rank decodes whole volumes
+      token grids it takes, ``uses_image`` whether it takes the image; if not, it gets None. A module that returns
+      logits alone works in modes in which every rank decodes whole volumes
     - ``mode``: brings the tokens to where they are decoded (``choose_mode``)
     - ``taps``: the encoder's blocks whose tokens the decoder takes before the normed last ones
     """
@@ -52,7 +52,7 @@ class SegmentationNet(TokenNetwork):
         return [logits]
 
     def staged(self) -> TokenCells:
-        """Returns the embedding, a cell a block, and the decoder's cells."""
+        """Returns the embedding, one cell per block, and the decoder's cells."""
         return TokenCells(self.encoder, self.decoder, self.mode, self.taps)
 
     def on_phases(self, act: Callable[[str], None]) -> None:
@@ -68,7 +68,8 @@ class SegmentationNet(TokenNetwork):
 class UNETR(SegmentationNet):
     """UNETR, with its arguments in MONAI's order: a ``SeqParViT``, a ``UnetrDecoder`` and a mode.
 
-    With MONAI's ``patch`` and ``depth``, ``export_monai`` gives its weights back; ``load_monai`` loads them.
+    ``load_monai`` loads MONAI's weights; with the default ``patch`` and ``depth``, ``export_monai`` gives them back.
+    Train it as a ``ParallelModel``, or call ``loss``, ``on_whole``, ``shard`` and ``unshard``, which all networks have.
 
     Args:
         ``in_channels``, ``out_channels``: of the image and of the logits.

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from seqpar.conversion.converted import Converted, convert
-from seqpar.parallel.collectives import all_reduce
+from seqpar.parallel.collectives import all_reduce, broadcast_tensors, equal_weights
 from seqpar.parallel.launcher import read_launcher
-from seqpar.parallel.mesh import Mesh, broadcast_tensors, equal_weights, group_of_all
+from seqpar.parallel.mesh import Mesh, group_of_all
 from seqpar.parallel.rendezvous import start
 
 START_S = 1800.0  # seconds that a rank may wait for another one: also for one that validates more cases

@@ -17,16 +17,27 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from seqpar.parallel.mesh import Group
-from seqpar.parallel.messages import AwaitedTensor, Pending, check_collective, post, sendable, shape_and_dtype
+from seqpar.parallel.messages import (
+    AwaitedTensor,
+    Pending,
+    check_collective,
+    post,
+    sendable,
+    shape_and_dtype,
+    start_messages,
+)
 
 # torch 2.13 renamed both; older ones know only the second name.
 _gather_single: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _scatter_single: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+_FEW_BYTES = 1 << 13  # up to which each rank sends the others all that it adds
+_DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16,
+           torch.int8, torch.uint8, torch.bool)  # fmt: skip
 
 
 def all_gather(x: Tensor, group: Group, dim: int, sizes: Sequence[int], kind: str = "gather") -> Tensor:
@@ -101,7 +112,7 @@ def start_reduce_scatter(rows: Tensor, group: Group, sizes: Sequence[int], kind:
 def _sum_in_rank_order(pieces: Mapping[int, Tensor]) -> Tensor:
     """Returns the sum, accumulated in at least float32 in rank order, whichever message arrived first."""
     first, *rest = [pieces[q] for q in sorted(pieces)]
-    wide = torch.promote_types(first.dtype, torch.float32)
+    wide = torch.promote_types(first.dtype, torch.float32) if first.is_floating_point() else first.dtype
     result = first.to(wide, copy=True)
     for piece in rest:
         result += piece
@@ -171,6 +182,29 @@ class _AllSum(Function):
         return all_reduce(grad, *ctx.how), None, None
 
 
+def with_mean_gradient(x: Tensor, group: Group, kind: str = "input gradient") -> Tensor:
+    """Returns ``x``, which all ranks hold alike, so that its gradient is that of one process on each of them.
+
+    *forward:* nothing.
+    *backward:* the mean over ranks, as DDP takes it for parameters.
+    """
+    needed = group.size > 1 and x.requires_grad and torch.is_grad_enabled()
+    return _MeanGradient.apply(x, group, kind) if needed else x  # type: ignore[no-any-return]
+
+
+class _MeanGradient(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group, kind: str) -> Tensor:
+        ctx.how = group, kind
+        return x.view_as(x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        group, kind = ctx.how
+        return all_reduce(grad, group, kind) / group.size, None, None
+
+
 def all_reduce(x: Tensor, group: Group, kind: str = "sum") -> Tensor:
     """Returns the sum of all ranks' ``x`` as a new tensor; not differentiable."""
     result = x.detach().clone(memory_format=torch.contiguous_format)
@@ -181,9 +215,50 @@ def all_reduce(x: Tensor, group: Group, kind: str = "sum") -> Tensor:
         if result.is_meta:
             return result
         check_collective(kind, group, shape_and_dtype(result))
-        with group.watch.waiting(result.is_cuda):
-            dist.all_reduce(result, group=group.handle)
+        sum_in_place(result, group)
     return result
+
+
+def sum_in_place(x: Tensor, group: Group) -> None:
+    """Replaces a contiguous tensor by the sum over the ranks; neither counted nor announced."""
+    if group.link is None:
+        with group.watch.waiting(x.is_cuda):
+            dist.all_reduce(x, group=group.handle)
+        return
+    flat, own = x.view(-1), group.index
+    if x.nbytes <= _FEW_BYTES:
+        flat.copy_(_sum_in_rank_order(dict(enumerate(gather_rows(flat, group)))))
+        return
+    pieces = flat.tensor_split(group.size)
+    received = [(q, torch.empty_like(pieces[own])) for q in group.peers]
+    _exchange([(q, pieces[q]) for q in group.peers], received, group)
+    pieces[own].copy_(_sum_in_rank_order({**dict(received), own: pieces[own]}))
+    _exchange([(q, pieces[own]) for q in group.peers], [(q, pieces[q]) for q in group.peers], group)
+
+
+def average_bucket(group: Group, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+    """Averages a bucket of gradients over the ranks; a communication hook of ``DistributedDataParallel``."""
+    mean = bucket.buffer().div_(group.size)
+    with group.watch.clock.paused():  # what is waited for in a backward is counted at its end
+        sum_in_place(mean, group)
+    done = torch.futures.Future[Tensor]()
+    done.set_result(mean)
+    return done
+
+
+def gather_rows(row: Tensor, group: Group) -> list[Tensor]:
+    """Returns every rank's ``row``, all of one shape, in rank order; neither counted nor announced."""
+    rows = [row if q == group.index else torch.empty_like(row) for q in range(group.size)]
+    if group.link is None:
+        with group.watch.waiting(row.is_cuda):
+            dist.all_gather(rows, row, group=group.handle)
+    else:
+        _exchange([(q, row) for q in group.peers], [(q, rows[q]) for q in group.peers], group)
+    return rows
+
+
+def _exchange(outgoing: Sequence[tuple[int, Tensor]], incoming: Sequence[tuple[int, Tensor]], group: Group) -> None:
+    Pending(start_messages(outgoing, incoming, group), [x for _, x in (*outgoing, *incoming)], group.watch).wait()
 
 
 def all_to_all(
@@ -259,3 +334,50 @@ def full_tensor(x: Tensor) -> Tensor:
     """Returns the full tensor of a DTensor, or ``x`` itself, detached."""
     full: Callable[[], Tensor] | None = getattr(x, "full_tensor", None)
     return x.detach() if full is None else full().detach()
+
+
+def broadcast_tensors(tensors: Sequence[Tensor], group: Group, device: torch.device) -> list[Tensor]:
+    """Returns the first rank's tensors on every rank of ``group``, on ``device``; those of the others are ignored."""
+    if group.size == 1:
+        return [tensor.to(device) for tensor in tensors]
+    is_first = group.index == 0
+    described = [number for x in tensors for number in (_DTYPES.index(x.dtype), x.ndim, *x.shape)] if is_first else []
+
+    def sent(x: Tensor) -> Tensor:
+        _broadcast(x, group)
+        return x
+
+    count = int(sent(torch.tensor([len(described)], device=device)))
+    numbers = torch.tensor(described or [0] * count, device=device)
+    facts, received = sent(numbers).tolist(), list[Tensor]()
+    while facts:
+        kind, dims, shape = facts[0], facts[1], facts[2 : 2 + facts[1]]
+        x = torch.empty(shape, dtype=_DTYPES[kind], device=device)
+        if is_first:
+            x.copy_(tensors[len(received)])
+        sent(x.view(-1).view(torch.uint8))  # bytes, which every backend sends
+        received.append(x)
+        facts = facts[2 + dims :]
+    return received
+
+
+def equal_weights(module: nn.Module, group: Group) -> None:
+    """Copies the first rank's parameters and buffers to every rank of ``group``."""
+    if group.size == 1:
+        return
+    group.watch.enter("first weights", group)
+    for tensor in [*module.parameters(), *module.buffers()]:
+        _broadcast(tensor.data, group)
+
+
+def _broadcast(x: Tensor, group: Group) -> None:
+    """Replaces ``x`` by the first rank's."""
+    if group.link is None:
+        with group.watch.waiting(x.is_cuda):
+            dist.broadcast(x, group.ranks[0], group=group.handle)
+        return
+    line = x.contiguous()
+    to_all, from_first = [(q, line) for q in group.peers], [(0, line)]
+    _exchange(*((to_all, []) if group.index == 0 else ([], from_first)), group)
+    if line is not x:
+        x.copy_(line)

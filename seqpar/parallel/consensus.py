@@ -5,17 +5,19 @@ Everything here travels on the CPU, independently of the device's work, and is n
 
 import json
 import pickle
+import sys
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
+from seqpar.parallel.collectives import gather_rows
 from seqpar.parallel.meeting import START_S, Meeting
 from seqpar.parallel.mesh import Group
 from seqpar.parallel.messages import check_collective, shape_and_dtype
-from seqpar.parallel.watchdog import format_ranks
+from seqpar.parallel.watchdog import CollectiveMismatch, format_ranks
 
 
 def max_over_ranks(flag: int, group: Group) -> int:
@@ -29,9 +31,74 @@ def max_of_each_over_ranks(flags: Sequence[int], group: Group) -> tuple[int, ...
         return tuple(flags)
     numbers = torch.tensor(flags, dtype=torch.int64)
     check_collective("agreement", group, shape_and_dtype(numbers))
-    with group.watch.waiting(False):
-        dist.all_reduce(numbers, op=dist.ReduceOp.MAX, group=group.handle)
-    return tuple(numbers.tolist())
+    return tuple(torch.stack(gather_rows(numbers, group)).amax(0).tolist())
+
+
+def require_peers(call: str, group: Group) -> None:
+    """Raises CollectiveMismatch unless every rank of ``group`` makes this call too, such as "eval() with gradients".
+
+    The ranks ask each other once for each kind of call. Without it, a rank that calls the network alone, as to validate
+    on the first rank only, would wait for the time limit, or take the messages of a training step for its own.
+    """
+    watch, name = group.watch, f"{group} {call}"
+    if watch.store is None or name in watch.calls:
+        return
+    watch.calls.add(name)
+    watch.enter(f"the first call of the network in {call}", group)
+    watch.look()
+    ranks, own = group.ranks, group.ranks[group.index]
+    number = watch.store.add(f"calls/{group}/{own}", 1)
+    keys = [f"calls/{group}/{number}/{rank}" for rank in ranks]
+    watch.store.set(keys[group.index], call)
+    with watch.waiting(False):
+        problem = _await_peers(call, keys, group)
+    if not problem:
+        made = [watch.store.get(key).decode() for key in keys]
+        kinds = [
+            (format_ranks([r for r, one in zip(ranks, made) if one == kind]), kind) for kind in dict.fromkeys(made)
+        ]
+        if len(kinds) == 1:
+            return
+        listed = "; ".join(f"{who}: {kind}" for who, kind in kinds)
+        problem = f"the ranks of the {group} call the network differently ({listed}): call it alike on all of them"
+    watch.store.set(f"why/{group}", problem)
+    raise CollectiveMismatch(problem)
+
+
+def _await_peers(call: str, keys: Sequence[str], group: Group) -> str:
+    """Returns "" once all ranks have announced their calls, or why some never will."""
+    watch, began, pause_s, elsewhere = group.watch, time.monotonic(), 0.001, list[str]()
+    limit_s, warned = watch.limit_s or watch.start_limit_s or START_S, False
+    while not watch.store.check(list(keys)):
+        time.sleep(pause_s)
+        pause_s, waited_s = min(0.1, 2 * pause_s), time.monotonic() - began
+        if waited_s < watch.notice_s:
+            continue
+        missing = [rank for rank, key in zip(group.ranks, keys) if not watch.store.check([key])]
+        must = "every rank of a sequence group must call it, also to validate"
+        before, elsewhere = elsewhere, _waiting_elsewhere(missing, group)
+        if elsewhere and elsewhere == before:  # twice, since a rank may just have moved on
+            return f"rank {watch.rank} called the network in {call}, but {'; '.join(elsewhere)}: {must}"
+        if waited_s > limit_s:
+            who = format_ranks(missing)
+            return f"rank {watch.rank} called the network in {call}, but {who} did not within {limit_s:.0f} s: {must}"
+        if missing and not warned:
+            warned = True
+            waits = f"rank {watch.rank} called the network in {call}, and waits for {format_ranks(missing)}"
+            print(f"warning: {waits}: {must}", file=sys.stderr, flush=True)
+        pause_s = max(pause_s, 0.5 * watch.notice_s)
+    return ""
+
+
+def _waiting_elsewhere(ranks: Sequence[int], group: Group) -> list[str]:
+    """Returns which of the ranks wait in another collective of the group, or at the end, and where."""
+    store, found = group.watch.store, []
+    for rank in ranks:
+        if store.check([f"waits/{rank}"]):
+            place = store.get(f"waits/{rank}").decode()
+            if place.endswith(f" of the {group}") or place.startswith("the end"):
+                found.append(f"rank {rank} waits in {place}")
+    return found
 
 
 def refuse_different_tiles(fingerprint: Tensor | None, group: Group, device: torch.device) -> None:
@@ -44,10 +111,8 @@ def refuse_different_tiles(fingerprint: Tensor | None, group: Group, device: tor
         return
     own = torch.zeros(2, dtype=torch.float64) if fingerprint is None else fingerprint
     row = own.to(device)
-    rows = [torch.empty_like(row) for _ in group.ranks]
     check_collective("tiles", group, shape_and_dtype(row))
-    with group.watch.waiting(row.is_cuda):
-        dist.all_gather(rows, row, group=group.handle)
+    rows = gather_rows(row, group)
     firsts, others = dict[float, tuple[int, float]](), list[int]()  # of the ranks that have cut as many tensors
     for rank, (total, count) in zip(group.ranks, torch.stack(rows).tolist()):
         if count and abs(total - firsts.setdefault(count, (rank, total))[1]) > 1e-4:
@@ -63,15 +128,7 @@ def broadcast_text(text: str, source: int, group: Group) -> str:
     """Broadcasts the text of the rank at index ``source``; the other ranks' texts are ignored."""
     if group.size == 1:
         return text
-    letters = _letters(text)
-    length = torch.tensor([len(letters)])
-    check_collective("text", group, f"from rank {group.ranks[source]}")
-    with group.watch.waiting(False):
-        dist.broadcast(length, group.ranks[source], group=group.handle)
-        if group.index != source:
-            letters = letters.new_empty(int(length))
-        dist.broadcast(letters, group.ranks[source], group=group.handle)
-    return bytes(letters.tolist()).decode()
+    return gather_texts(text if group.index == source else "", group)[source]
 
 
 def gather_texts(text: str, group: Group) -> list[str]:
@@ -79,14 +136,11 @@ def gather_texts(text: str, group: Group) -> list[str]:
     if group.size == 1:
         return [text]
     letters = _letters(text)
-    lengths = [torch.zeros(1, dtype=torch.int64) for _ in group.ranks]
     check_collective("texts", group, "from all")
-    with group.watch.waiting(False):
-        dist.all_gather(lengths, torch.tensor([len(letters)]), group=group.handle)
-        page = torch.zeros(max(1, *(int(length) for length in lengths)), dtype=torch.uint8)
-        page[: len(letters)] = letters
-        pages = [torch.empty_like(page) for _ in group.ranks]
-        dist.all_gather(pages, page, group=group.handle)
+    lengths = gather_rows(torch.tensor([len(letters)]), group)
+    page = torch.zeros(max(1, *(int(length) for length in lengths)), dtype=torch.uint8)
+    page[: len(letters)] = letters
+    pages = gather_rows(page, group)
     return [bytes(page[: int(length)].tolist()).decode() for page, length in zip(pages, lengths)]
 
 

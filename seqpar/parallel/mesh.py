@@ -17,14 +17,11 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from seqpar.parallel.launcher import Launcher
+from seqpar.parallel.shared_memory import Linked, links
 from seqpar.parallel.watchdog import Watch, format_ranks
-
-_DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16,
-           torch.int8, torch.uint8, torch.bool)  # fmt: skip
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,6 +45,11 @@ class Group:
     @property
     def size(self) -> int:
         return len(self.ranks)
+
+    @property
+    def link(self) -> Linked | None:
+        """How the ranks reach each other through shared memory; None if they use the process group's backend."""
+        return None if self.handle is None else links.get(self.handle.group_name)
 
     @property
     def peers(self) -> list[int]:
@@ -104,7 +106,7 @@ def _find_group(name: str, ranks: tuple[int, ...], handle_name: str, places: tup
             "same ranks once their groups are made, or save state_dict() and load that into a network built for this "
             "group"
         ) from None
-    return Group(name, ranks, ranks.index(dist.get_rank()), handle, places=places, watch=Watch(dist.get_rank()))
+    return Group(name, ranks, ranks.index(dist.get_rank()), handle, places=places, watch=_watch_of(handle))
 
 
 AnyGroup = Group | dist.ProcessGroup | DeviceMesh  # what a user may pass; ``as_group`` converts it
@@ -131,8 +133,16 @@ def as_group(group: AnyGroup | None, name: str = "seq") -> Group:
             f"a {type(group).__name__} is not a group of ranks: give group=mesh.seq of seqpar.init_mesh, torch's "
             "ProcessGroup, or a one-dimensional DeviceMesh"
         )
-    ranks, watch = tuple(dist.get_process_group_ranks(group)), Watch(dist.get_rank())
-    return Group(name, ranks, dist.get_rank(group), group if len(ranks) > 1 else None, watch=watch)
+    ranks = tuple(dist.get_process_group_ranks(group))
+    return Group(name, ranks, dist.get_rank(group), group if len(ranks) > 1 else None, watch=_watch_of(group))
+
+
+def _watch_of(handle: dist.ProcessGroup) -> Watch:
+    """Returns the watch of a process group that somebody else has made, over torch's own store."""
+    if dist.get_backend(handle) == "fake":
+        return Watch(dist.get_rank())
+    store = dist.distributed_c10d._get_default_store()
+    return Watch(dist.get_rank(), store=dist.PrefixStore(f"seqpar/{handle.group_name}", store))
 
 
 def _line_of(mesh: DeviceMesh) -> dist.ProcessGroup:
@@ -234,11 +244,15 @@ class Mesh:
     def stop(self) -> None:
         """Waits for all ranks and destroys the process groups; without the barrier gloo aborts occasionally."""
         if dist.is_initialized():
+            self.world.watch.enter("the end", self.world)
             with self.world.watch.waiting(False):
                 dist.all_reduce(torch.zeros(1), group=self.world.handle)  # on the CPU, so gloo even if NCCL is used
                 dist.barrier(group=self.world.handle)
             self.world.watch.end()
             dist.destroy_process_group()
+            for link in list(links.values()):
+                link.memory.close()
+            links.clear()
             for group in self.groups:
                 group.leave()
 
@@ -253,39 +267,3 @@ def seed(number: int) -> None:
     random.seed(number)
     np.random.seed(number % 2**32)
     torch.manual_seed(number)
-
-
-def broadcast_tensors(tensors: Sequence[Tensor], group: Group, device: torch.device) -> list[Tensor]:
-    """Returns the first rank's tensors on every rank of ``group``, on ``device``; those of the others are ignored."""
-    if group.size == 1:
-        return [tensor.to(device) for tensor in tensors]
-    is_first = group.index == 0
-    described = [number for x in tensors for number in (_DTYPES.index(x.dtype), x.ndim, *x.shape)] if is_first else []
-
-    def sent(x: Tensor) -> Tensor:
-        with group.watch.waiting(x.is_cuda):
-            dist.broadcast(x, group.ranks[0], group=group.handle)
-        return x
-
-    count = int(sent(torch.tensor([len(described)], device=device)))
-    numbers = torch.tensor(described or [0] * count, device=device)
-    facts, received = sent(numbers).tolist(), list[Tensor]()
-    while facts:
-        kind, dims, shape = facts[0], facts[1], facts[2 : 2 + facts[1]]
-        x = torch.empty(shape, dtype=_DTYPES[kind], device=device)
-        if is_first:
-            x.copy_(tensors[len(received)])
-        sent(x.view(-1).view(torch.uint8))  # bytes, which every backend sends
-        received.append(x)
-        facts = facts[2 + dims :]
-    return received
-
-
-def equal_weights(module: nn.Module, group: Group) -> None:
-    """Copies the first rank's parameters and buffers to every rank of ``group``."""
-    if group.size == 1:
-        return
-    group.watch.enter("first weights", group)
-    for tensor in [*module.parameters(), *module.buffers()]:
-        with group.watch.waiting(tensor.is_cuda):
-            dist.broadcast(tensor.data, group.ranks[0], group=group.handle)

@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from seqpar.parallel.mesh import Group
+from seqpar.parallel.shared_memory import LARGEST
 from seqpar.parallel.watchdog import Watch
 
 Result = TypeVar("Result")
@@ -65,16 +66,31 @@ def post(sends: Mapping[int, Tensor], receives: Mapping[int, Tensor], group: Gro
     group.count(kind, sum(t.numel() * t.element_size() for _, t in outgoing), len(outgoing))
     if any(t.is_meta for _, t in outgoing + incoming):
         return Pending((), ())
-    place = group.places or range(group.size)
-    ops = [dist.P2POp(dist.isend, sendable(t), group=group.handle, group_peer=place[q]) for q, t in outgoing]
-    ops += [dist.P2POp(dist.irecv, sendable(t), group=group.handle, group_peer=place[q]) for q, t in incoming]
     group.watch.enter(kind, group)
     if group.watch.check:
         described_sides = (
             {group.ranks[q]: f"{kind} of {t.numel()} {t.dtype}" for q, t in side} for side in (outgoing, incoming)
         )
         group.watch.announce(group.name, *described_sides)
-    return Pending(dist.batch_isend_irecv(ops) if ops else (), [t for _, t in outgoing + incoming], group.watch)
+    return Pending(start_messages(outgoing, incoming, group), [t for _, t in outgoing + incoming], group.watch)
+
+
+def start_messages(
+    outgoing: Sequence[tuple[int, Tensor]], incoming: Sequence[tuple[int, Tensor]], group: Group
+) -> list[Any]:
+    """Starts messages without counting or announcing them, and returns what to wait for."""
+    link, works = group.link, list[Any]()
+    if link is not None:
+        sends = {group.ranks[q]: t for q, t in outgoing if t.nbytes <= LARGEST}
+        receives = {group.ranks[q]: t for q, t in incoming if t.nbytes <= LARGEST}
+        if sends or receives:
+            works.append(link.memory.start(sends, receives, link.channel))
+        outgoing = [(q, t) for q, t in outgoing if t.nbytes > LARGEST]
+        incoming = [(q, t) for q, t in incoming if t.nbytes > LARGEST]
+    place = group.places or range(group.size)
+    ops = [dist.P2POp(dist.isend, sendable(t), group=group.handle, group_peer=place[q]) for q, t in outgoing]
+    ops += [dist.P2POp(dist.irecv, sendable(t), group=group.handle, group_peer=place[q]) for q, t in incoming]
+    return works + (dist.batch_isend_irecv(ops) if ops else [])
 
 
 def sendable(x: Tensor) -> Tensor:

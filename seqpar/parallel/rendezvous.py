@@ -15,6 +15,7 @@ from seqpar.parallel.launcher import LAZY_GROUPS, SHARE_GPU, Launcher, read_laun
 from seqpar.parallel.meeting import START_S, Meeting
 from seqpar.parallel.mesh import Group, Mesh
 from seqpar.parallel.roll_call import StartLimit, locate_rank, roll_call
+from seqpar.parallel.shared_memory import SharedMemory, link_groups
 from seqpar.parallel.watchdog import Watch, format_ranks
 from seqpar.text import quantity
 
@@ -55,7 +56,10 @@ def start(
 
 
 def init_mesh(seq: int = 1, pipe: int = 1, device: str = "auto", timeout_s: float = START_S) -> Mesh:
-    """Sets up the mesh ``data`` x ``pipe`` x ``seq`` of the started processes, by the names of its groups.
+    """Sets up the mesh ``data`` x ``pipe`` x ``seq`` of the processes that torchrun, Slurm or MPI started.
+
+    Alone, a process is a mesh of one rank. Use the mesh as a context manager, or call ``mesh.stop()`` at the end. The
+    ranks of ``mesh.seq`` share a tile; those of ``mesh.data`` work on different tiles.
 
     Args:
         ``seq``: number of ranks that share a tile.
@@ -134,8 +138,11 @@ def join(
     if store is None:
         alone = _groups(np.zeros((1, 1, 1), int), Group("world"), None)
         return Mesh(launcher, device, *alone, (launcher.host or socket.gethostname(),))
-    hosts = roll_call(launcher, store, locate_rank(launcher, device), _left_s(until, timeout_s))
     on_gpu = device.type == "cuda"
+    memory = SharedMemory(launcher.rank, is_offered=not on_gpu)
+    own = locate_rank(launcher, device, address=memory.address)
+    places = roll_call(launcher, store, own, _left_s(until, timeout_s))
+    hosts = tuple(place.host for place in places)
     if on_gpu and os.environ.get(SHARE_GPU) == "1":
         os.environ.update(shared_gpu_settings(os.environ, launcher.rank))
     limit = StartLimit(store, launcher.rank, launcher.world, lambda: _left_s(until, timeout_s))
@@ -158,8 +165,11 @@ def join(
     for group in {id(group.handle): group for group in groups}.values():
         if group.handle is not None:
             first_collective(group, store, device, _left_s(until, timeout_s))
-    own = store.clone() if hasattr(store, "clone") else store  # not blocked while the main thread waits
-    return Mesh(launcher, device, *groups, hosts, dist.PrefixStore("beside", own))
+    memory.connect([place.address for place in places], _left_s(until, timeout_s))
+    memory.timeout_s = timeout_s
+    link_groups(memory, {group.handle.group_name: group.ranks for group in groups if group.handle is not None})
+    own_store = store.clone() if hasattr(store, "clone") else store  # not blocked while the main thread waits
+    return Mesh(launcher, device, *groups, hosts, dist.PrefixStore("beside", own_store))
 
 
 def _eager_device(device: torch.device, env: Mapping[str, str]) -> torch.device | None:

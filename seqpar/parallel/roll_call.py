@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 
 from seqpar.parallel.launcher import SHARE_GPU, Launcher
+from seqpar.parallel.shared_memory import Address
 from seqpar.parallel.watchdog import format_ranks
 from seqpar.text import quantity
 
@@ -22,12 +23,15 @@ class RankLocation(NamedTuple):
 
     host: str
     gpu: str = ""
+    address: Address | None = None  # for messages through shared memory
 
 
-def locate_rank(launcher: Launcher, device: torch.device, env: Mapping[str, str] = os.environ) -> RankLocation:
+def locate_rank(
+    launcher: Launcher, device: torch.device, env: Mapping[str, str] = os.environ, address: Address | None = None
+) -> RankLocation:
     """Returns where this rank runs, without its GPU if ``env`` lets ranks share one."""
     host = launcher.host or socket.gethostname()
-    return RankLocation(host, "" if env.get(SHARE_GPU) == "1" else _identity(device))
+    return RankLocation(host, "" if env.get(SHARE_GPU) == "1" else _identity(device), address)
 
 
 def _identity(device: torch.device) -> str:
@@ -39,8 +43,8 @@ def _identity(device: torch.device) -> str:
     return " ".join(str(getattr(facts, name)) for name in names if hasattr(facts, name))
 
 
-def roll_call(launcher: Launcher, store: Any, own: RankLocation, timeout_s: float) -> tuple[str, ...]:
-    """Returns every rank's host; raises if ranks are missing or share a GPU, and names them."""
+def roll_call(launcher: Launcher, store: Any, own: RankLocation, timeout_s: float) -> list[RankLocation]:
+    """Returns where every rank runs; raises if ranks are missing or share a GPU, and names them."""
     keys = [f"host/{rank}" for rank in range(launcher.world)]
     store.set(keys[launcher.rank], json.dumps(own))
     try:
@@ -54,22 +58,23 @@ def roll_call(launcher: Launcher, store: Any, own: RankLocation, timeout_s: floa
             f"of {launcher.world} ranks, {missing} did not start within {timeout_s:.0f} s; "
             "look at their logs, or start fewer"
         ) from None
-    places = [RankLocation(*json.loads(store.get(key))) for key in keys]
+    told = [json.loads(store.get(key)) for key in keys]
+    places = [RankLocation(host, gpu, None if address is None else Address(*address)) for host, gpu, address in told]
     refuse_shared_gpus(places)
-    return tuple(place.host for place in places)
+    return places
 
 
 def refuse_shared_gpus(places: Sequence[RankLocation]) -> None:
     """Raises ValueError on all ranks if some share a GPU, where NCCL would end the processes."""
-    ranks_of: dict[RankLocation, list[int]] = {}
+    ranks_of: dict[tuple[str, str], list[int]] = {}
     for rank, place in enumerate(places):
         if place.gpu:
-            ranks_of.setdefault(place, []).append(rank)
-    for place, ranks in ranks_of.items():
+            ranks_of.setdefault((place.host, place.gpu), []).append(rank)
+    for (host, gpu), ranks in ranks_of.items():
         if len(ranks) > 1:
-            count = sum(other.host == place.host for other in ranks_of)
+            count = sum(other == host for other, _ in ranks_of)
             raise ValueError(
-                f"{format_ranks(ranks)} have one GPU of {place.host} together ({place.gpu.split()[0]}), "
+                f"{format_ranks(ranks)} have one GPU of {host} together ({gpu.split()[0]}), "
                 "and each rank needs "
                 f"its own: start at most {quantity(count, 'rank')} there, make another GPU visible to each, or "
                 "use device='cpu'"

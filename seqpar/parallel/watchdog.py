@@ -13,7 +13,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
 from types import FrameType
@@ -23,6 +23,7 @@ from seqpar.parallel.wait_clock import WaitClock
 
 # Modules in which DDP, sharded weights and the device wait without ``Watch.waiting``.
 _WAITING_IN_TORCH = ("torch.distributed", "torch.autograd.graph", "torch.cuda")
+_LOST = ("Connection closed", "Connection reset", "Timed out", "timeout", "Broken pipe", "NCCL")
 _GROUND = str(Path(__file__).parent)  # the folder of everything that communicates
 
 
@@ -50,15 +51,18 @@ class Watch:
         self.rank, self.hosts, self.check = rank, hosts, check
         self.limit_s = 0.0  # how long a collective may take; 0: the backend's own limit
         self.start_limit_s = 0.0
+        self.notice_s = 5.0  # how long a rank waits before it tells the others, or the user
         self.clock = WaitClock()
+        self.calls = set[str]()  # of a network, that all ranks of a group have made
         self.finding = ""
         self.roles: Sequence[str] = ()  # of every rank, such as its stage, if ranks do different work
         self.speaks = True  # whether this is the rank that prints the finding
-        self._store = store
+        self.store = store
         self._counts: Counter[str] = Counter()
         self._last: tuple[str, object] = ("nothing yet", "")
         self._beat = time.monotonic()
         self._waits = 0  # how many ``waiting`` blocks are open
+        self._act: Callable[[str], None] = self._say
         self._thread: threading.Thread | None = None
         self._over = threading.Event()
 
@@ -77,9 +81,33 @@ class Watch:
         try:
             with self.clock.waiting(on_gpu):
                 yield
+        except RuntimeError as error:
+            if any(mark in str(error) for mark in _LOST) and not hasattr(error, "__notes__"):
+                error.add_note(self._explain_loss())
+            raise
         finally:
             self._waits -= 1
         self._beat = time.monotonic()
+
+    def _explain_loss(self) -> str:
+        """Returns why messages may not have arrived: what another rank raised, or the usual mistake."""
+        heard = list[str]()
+
+        def ask() -> None:
+            with suppress(RuntimeError):  # the store has gone with the rank that keeps it
+                key = f"why/{self._last[1]}"
+                if self.store is not None and self.store.check([key]):
+                    heard.append(self.store.get(key).decode())
+
+        reader = threading.Thread(target=ask, daemon=True)  # a store that a frozen rank keeps does not answer
+        reader.start()
+        reader.join(2.0)
+        if heard:
+            return f"rank {self.rank} was in {self.where}: {heard[0]}"
+        return (
+            f"rank {self.rank} was in {self.where}, and another rank has failed, has left or does something else: see "
+            "its log. All ranks of a group must make the same calls; every rank must call the network, also to validate"
+        )
 
     @property
     def patience(self) -> timedelta | None:
@@ -94,12 +122,12 @@ class Watch:
         self._counts[name] += 1
         number = self._counts[name]
         keys = {rank: f"check/{name}/{number}/{rank}" for rank in ranks}
-        self._store.set(keys[self.rank], what)
+        self.store.set(keys[self.rank], what)
         entered = {
             rank: self._read(key, f"rank {rank} did not enter {what} in the {group} group")
             for rank, key in keys.items()
         }
-        self._store.delete_key(f"check/{name}/{number - 2}/{self.rank}")  # all have read it, since all entered the next
+        self.store.delete_key(f"check/{name}/{number - 2}/{self.rank}")  # all have read it, since all entered the next
         if len(set(entered.values())) > 1:
             differing = [
                 f"{format_ranks([r for r in ranks if entered[r] == one])}: {one}" for one in _unique(entered.values())
@@ -109,11 +137,11 @@ class Watch:
     def announce(self, group: str, sends: Mapping[int, str], receives: Mapping[int, str]) -> None:
         """Announces what this rank sends, and raises unless the others announce what this rank expects."""
         for rank, what in sends.items():
-            self._store.set(self._channel(group, self.rank, rank), what)
+            self.store.set(self._channel(group, self.rank, rank), what)
         for rank, what in receives.items():
             key = self._channel(group, rank, self.rank)
             coming = self._read(key, f"rank {rank} did not send {what} in the {group} group")
-            self._store.delete_key(key)
+            self.store.delete_key(key)
             if coming != what:
                 raise CollectiveMismatch(
                     f"rank {self.rank} expects {what} in the {group} group; rank {rank} sends {coming}"
@@ -129,8 +157,8 @@ class Watch:
         limit_s = 0.5 * (self.limit_s or self.start_limit_s)
         try:
             with self.waiting(False):
-                self._store.wait([key], timedelta(seconds=limit_s))
-            return self._store.get(key).decode()  # type: ignore[no-any-return]
+                self.store.wait([key], timedelta(seconds=limit_s))
+            return self.store.get(key).decode()  # type: ignore[no-any-return]
         except RuntimeError:  # DistError is one
             raise CollectiveMismatch(f"{problem} within {limit_s:.0f} s, or had left it") from None
 
@@ -141,15 +169,16 @@ class Watch:
 
         - ``act``: called with that text on every rank if any rank waits; None: one rank prints it
         """
-        self.limit_s = limit_s
-        if self._store is None or self._thread is not None:
+        self.limit_s, self._act, self._beat = limit_s, act or self._say, time.monotonic()
+        self.look()
+
+    def look(self) -> None:
+        """Starts the thread, which until ``begin`` only tells the others when this rank waits for long."""
+        if self.store is None or self._thread is not None or len(self.hosts) < 2:
             return
-        store = self._store.clone() if hasattr(self._store, "clone") else self._store  # one that is never busy
+        store = self.store.clone() if hasattr(self.store, "clone") else self.store  # one that is never busy
         main = threading.get_ident()
-        self._beat = time.monotonic()
-        self._thread = threading.Thread(
-            target=self._look, args=(store, main, act or self._say), daemon=True, name="seqpar-watch"
-        )
+        self._thread = threading.Thread(target=self._look, args=(store, main), daemon=True, name="seqpar-watch")
         self._thread.start()
 
     def _say(self, finding: str) -> None:
@@ -162,18 +191,28 @@ class Watch:
         if self._thread is not None:
             self._thread.join(5)
 
-    def _look(self, store: Any, main: int, act: Callable[[str], None]) -> None:
-        reported = 0.0  # the beat after which nothing had moved
-        while not self._over.wait(min(1.0, self.limit_s / 20)):
+    def _look(self, store: Any, main: int) -> None:
+        reported = told = 0.0  # the beats after which nothing had moved
+        while not self._over.wait(min(1.0, self.notice_s / 5, self.limit_s / 20 or 1.0)):
             beat = self._beat
+            still_s = time.monotonic() - beat
             try:
+                if told and told != beat:
+                    store.delete_key(f"waits/{self.rank}")
+                    told = 0.0
+                if not told and still_s > self.notice_s:
+                    frame = sys._current_frames().get(main)
+                    in_ddp = frame is not None and _module(frame).startswith("torch.nn.parallel")
+                    if self._waits or in_ddp:
+                        store.set(f"waits/{self.rank}", f"DDP after {self.where}" if in_ddp else self.where)
+                        told = beat
                 if reported and reported != beat:
                     store.delete_key(f"held/{self.rank}")
                     self.finding, reported = "", 0.0
-                if not reported and time.monotonic() - beat > 0.75 * self.limit_s:
+                if self.limit_s and not reported and still_s > 0.75 * self.limit_s:
                     self.finding, reported = self._ask(store, main), beat
                     if self.finding:
-                        act(self.finding)
+                        self._act(self.finding)
             except RuntimeError:  # the store is gone, and with it the rank that keeps it
                 return
 
@@ -194,9 +233,12 @@ class Watch:
     def whereabouts(self, frame: FrameType | None) -> RankPosition:
         """Returns the position of the main thread, whose innermost frame is ``frame``."""
         in_torch = frame is not None and _module(frame).startswith(_WAITING_IN_TORCH)
-        return RankPosition(
-            self._waits > 0 or in_torch, line_outside_parallel(frame), " of the ".join(map(str, self._last))
-        )
+        return RankPosition(self._waits > 0 or in_torch, line_outside_parallel(frame), self.where)
+
+    @property
+    def where(self) -> str:
+        """The collective that this rank entered last, in words."""
+        return " of the ".join(map(str, self._last))
 
 
 def line_outside_parallel(frame: FrameType | None) -> str:

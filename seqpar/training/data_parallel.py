@@ -10,8 +10,9 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from seqpar.late_import import late
-from seqpar.losses.tile_network import LossFunction, TileNetwork
+from seqpar.losses.tile_network import LossFunction, TileNetwork, require_peers_of
 from seqpar.models.network import Network
+from seqpar.parallel.collectives import average_bucket
 from seqpar.parallel.mesh import Mesh
 from seqpar.text import quantity
 
@@ -37,7 +38,10 @@ def wrap_data_parallel(net: nn.Module, mesh: Mesh, **options: Any) -> nn.Module:
     """
     if mesh.world.size == 1:
         return net
-    return DistributedDataParallel(net, process_group=mesh.world.handle, gradient_as_bucket_view=True, **options)
+    module = DistributedDataParallel(net, process_group=mesh.world.handle, gradient_as_bucket_view=True, **options)
+    if mesh.world.link is not None:
+        module.register_comm_hook(mesh.world, average_bucket)  # through shared memory, without gloo's threads
+    return module
 
 
 def shard(net: Network, mesh: Mesh) -> None:
@@ -95,15 +99,15 @@ class ParallelModel(nn.Module):
 
     ``loss`` takes whole tiles or this rank's share, and its backward averages gradients over all ranks by DDP. Called,
     the model takes whole tiles and returns whole outputs on every rank, as MONAI's ``sliding_window_inference`` needs.
-    ``net`` is the network: its ``state_dict()`` has the names of one process. A copy, such as ``AveragedModel`` makes,
-    predicts but does not train.
+    All ranks of a group must call it together, also to validate. ``net`` is the network: its ``state_dict()`` has the
+    names of one process. A copy, such as ``AveragedModel`` makes, predicts but does not train.
 
     Args:
         ``net``: a network of ``seqpar``, such as ``UNETR``, or what ``convert`` returned. It is moved to the mesh's
             device, and all ranks get the first one's weights.
         ``mesh``: the ranks, from ``seqpar.init_mesh``; None: this process alone.
-        ``options``: of ``DistributedDataParallel``, such as ``find_unused_parameters=True``, which layers need that
-            some steps do not use, or that are frozen later.
+        ``options``: of ``DistributedDataParallel``, such as ``find_unused_parameters=True``, for layers that some steps
+            do not use, or that are frozen later.
     """
 
     def __init__(self, net: TileNetwork, mesh: Mesh | None = None, **options: Any) -> None:
@@ -144,7 +148,8 @@ class ParallelModel(nn.Module):
         then holds: the memory of the loss is that of one process.
 
         - ``loss_fn``: called with logits and label: a loss of ``seqpar.losses``, of MONAI, or any function
-        - ``image``, ``label``: whole tiles, the same on all ranks of a group, or this rank's share
+        - ``image``, ``label``: whole tiles, the same on all ranks of a group, or this rank's share. The gradient of
+          whole tiles is that of one process, on every rank
         """
         return self._call("loss", loss_fn, image, label, self.data)  # type: ignore[no-any-return]
 
@@ -155,6 +160,7 @@ class ParallelModel(nn.Module):
                 "this is a copy of a ParallelModel, which averages no gradients: call eval() to predict, train the "
                 "original, or train ParallelModel(copy.net, mesh)"
             )
+        require_peers_of(self.net, next(x for x in arguments if isinstance(x, Tensor)))  # before DDP's messages
         return self.__dict__.get("_trained", _Calls(self.net))(name, *arguments)
 
     def no_sync(self) -> AbstractContextManager[None]:

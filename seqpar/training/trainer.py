@@ -19,8 +19,9 @@ from seqpar.models.build import build_loss
 from seqpar.models.network import NO_RESIZING, Network, Resizing
 from seqpar.optimization.optimizers import make_optimizer
 from seqpar.optimization.schedules import learning_rate, set_learning_rate
+from seqpar.parallel.collectives import equal_weights
 from seqpar.parallel.consensus import run_on_rank0
-from seqpar.parallel.mesh import Mesh, equal_weights
+from seqpar.parallel.mesh import Mesh
 from seqpar.pipeline.stages import StageMap
 from seqpar.report.plots import draw_progress
 from seqpar.runs.boards import Board, open_on_first

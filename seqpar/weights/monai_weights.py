@@ -59,12 +59,12 @@ def load_monai(
 
     - ``state_dict``: also a checkpoint that holds one, or the path of its file
     - ``tile``: voxels of a tile, one number or one per dimension
-    - ``num_heads``: needed unless the checkpoint's ``hyper_parameters`` tell it; another number loads as well, and
-      computes something else
+    - ``num_heads``: needed unless the checkpoint's ``hyper_parameters`` contain it. Shapes do not show it: with a
+      wrong number the weights load, but the outputs are wrong
     - ``group``: the ranks that share a tile: ours or torch's; None: this process alone
     - ``mode``: of the decoder
-    - ``trained_tile``: needed where the weights were trained on a tile that is neither ``tile`` nor a cube
-    - ``patch``: needed where the perceptron embedding of a ViT does not show it
+    - ``trained_tile``: needed if the weights were trained on a tile that is neither ``tile`` nor a cube
+    - ``patch``: needed if the perceptron embedding of a ViT does not show it
     """
     checkpoint = checkpoint_of(state_dict)
     ours, levels, style = _translated(unwrap(checkpoint), trained_tile or tile, patch)
@@ -152,7 +152,7 @@ def export_monai(net: nn.Module, version: str = "1.6", proj_type: str = "conv") 
 
     - ``net``: a network for ``UNETR``, an encoder for ``ViT``
     - ``version``: of the MONAI that will load them
-    - ``proj_type``: how the one that will load them embeds patches, ``"conv"`` or ``"perceptron"``
+    - ``proj_type``: how MONAI's network embeds patches, ``"conv"`` or ``"perceptron"``
     """
     if proj_type not in ("conv", "perceptron"):
         raise ValueError(f"proj_type={proj_type!r}: choose 'conv' or 'perceptron'")

@@ -81,12 +81,12 @@ def trained_state(results: NnunetResults) -> State:
 
 
 def export_nnunet(net: nn.Module, transpose_forward: Sequence[int] | None = None) -> State:
-    """Returns the network's weights as the state dict that nnU-Net loads with ``strict=True``: copies included.
+    """Returns the network's weights as the state dict that nnU-Net loads with ``strict=True``, including copies.
 
     - ``net``: a network such as ``load_nnunet`` returns, the network of a run of ours, or a U-Net alone
-    - ``transpose_forward``: of the plans that the weights go to. The kernels of a run, for images W D H, are turned to
-      the axes of these plans (None: 0 1 2, so z y x); those of ``load_nnunet`` have them already, and a U-Net alone is
-      turned only where this is given
+    - ``transpose_forward``: of the plans that will use the weights. The kernels of a run, for images W D H, are turned
+      to the axis order of these plans (None: 0 1 2, which is z y x). Those of ``load_nnunet`` already have it; a
+      U-Net alone is turned only if this is given
     """
     unet = net.unet if isinstance(net, VolumeNet) else net
     if not isinstance(unet, UNet):

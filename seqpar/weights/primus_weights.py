@@ -61,18 +61,18 @@ def load_primus(
     """Returns a network with the weights of a Primus, PrimusV2 or PrimusV3.
 
     All sizes except the number of heads are read off the shapes. Of a pretraining of nnssl's, whose names are those of
-    Primus and a second, smaller one's under ``decoder.``, the latter is left.
+    Primus and a second, smaller one's under ``decoder.``, the latter is ignored.
 
     - ``state_dict``: also a checkpoint that holds one, or the path of its file
     - ``num_heads``: needed only for sizes that were not published
     - ``group``: the ranks that share a tile: ours or torch's; None: this process alone
     - ``mode``: of the decoder
-    - ``trained_tile``: needed where the weights were trained on a tile that is neither ``tile`` nor a cube
-    - ``token_order``: in which order the network had its tokens: "whd", "hwd" (with its first two axes exchanged, as
-      most pretrainings and Primus before July 2025 have it), or "auto": in files of a pretraining as their trainer
-      had it, hwd where they rebuild hidden patches by a second network, else whd
-    - ``reverse_axes``: for images in the axes of their files, as ``tile`` then is; nnU-Net, and with it Primus, reads
-      the last axis first, as ``trained_tile`` is in any case
+    - ``trained_tile``: needed if the weights were trained on a tile that is neither ``tile`` nor a cube
+    - ``token_order``: the order of the network's tokens: "whd", "hwd" (the first two axes exchanged, as in most
+      pretrainings and in Primus before July 2025), or "auto": for a pretraining, what its trainer used (hwd if a
+      second network rebuilds hidden patches), else whd
+    - ``reverse_axes``: for images whose axes are in the order of their files, and ``tile`` too. nnU-Net, and so
+      Primus, reads the last axis first; ``trained_tile`` is always in that order
     """
     encoder, ours = _encoder(state_dict, tile, num_heads, group, split, trained_tile, token_order, reverse_axes)
     if "decoder.classes.bias" not in ours:
@@ -201,11 +201,11 @@ def has_exchanged_axes(checkpoint: Mapping[str, Any], token_order: str) -> bool:
 def export_primus(net: nn.Module, reverse_axes: bool = False) -> State:
     """Returns the network's weights as the state dict that Primus loads with ``strict=True``.
 
-    Of a masked autoencoder those of the encoder alone, as nnU-Net takes them from a pretraining.
+    Of a masked autoencoder, only those of the encoder, which are what nnU-Net takes from a pretraining.
 
     - ``net``: a network such as ``load_primus`` returns, or a masked autoencoder
-    - ``reverse_axes``: for images with the last axis first, as nnU-Net has them, of a network that took them in the
-      axes of their files, as all training here does
+    - ``reverse_axes``: for a network that was trained here, on images in the axis order of their files; the exported
+      one takes the last axis first, as nnU-Net does
     """
     decodes = isinstance(net, SegmentationNet) and isinstance(net.decoder, PrimusDecoder)
     if not (decodes or isinstance(net, MaskedNet)):

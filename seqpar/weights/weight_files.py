@@ -159,10 +159,11 @@ def _first_line(error: Exception) -> str:
 
 
 def write_weights(path: str | Path, net: nn.Module | State, settings: Mapping[str, Any] = MappingProxyType({})) -> None:
-    """Writes weights as safetensors; if anything fails, an older file stays as it was; raises ``OSError`` if it cannot.
+    """Writes weights as safetensors, or raises ``OSError`` and leaves an older file as it was.
 
     - ``net``: a network or a state dict
-    - ``settings``: with which the network was built; one of a run knows them. The file tells of them what shapes do not
+    - ``settings``: those that the network was built with, which a network of a run knows; the file keeps those that
+      shapes do not show
     """
     path = Path(path)
     state = net.state_dict() if isinstance(net, nn.Module) else net

@@ -25,6 +25,7 @@ from seqpar.parallel.collectives import all_gather, all_reduce
 from seqpar.parallel.launcher import Launcher
 from seqpar.parallel.mesh import Mesh
 from seqpar.parallel.rendezvous import join
+from seqpar.parallel.shared_memory import SWITCH
 from seqpar.planner.memory_counter import saved_bytes
 from seqpar.vit.dropout import DropoutKey
 from seqpar.vit.encoder import SeqParViT
@@ -247,9 +248,12 @@ def first_losses(mesh: Mesh, count: int) -> list[float]:
     return losses
 
 
-@pytest.mark.parametrize(("world", "count"), [(1, 50), (2, 50), (4, 12)])
-def test_fifty_steps_follow_the_recorded_losses(world: int, count: int, ranks: Callable[..., list]) -> None:
-    """Twelve of them on four ranks."""
+@pytest.mark.parametrize(("world", "count", "memory"), [(1, 50, "1"), (2, 50, "1"), (4, 12, "1"), (2, 12, "0")])
+def test_fifty_steps_follow_the_recorded_losses(
+    world: int, count: int, memory: str, ranks: Callable[..., list], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Twelve of them on four ranks, and where all messages go through gloo."""
+    monkeypatch.setenv(SWITCH, memory)
     recorded = json.loads(RECORDED.read_text())
     assert sum(recorded[-5:]) < 0.8 * sum(recorded[:5]) and len(recorded) == 50
     for losses in ranks(world, first_losses, count, timeout=120):

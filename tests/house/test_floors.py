@@ -54,7 +54,6 @@ OWNERS = {
         "seqpar.parallel.rendezvous",
         "seqpar.parallel.messages",
         "seqpar.parallel.collectives",
-        "seqpar.parallel.consensus",
     },
     "SimpleITK": {"seqpar.data.itk_files"},
     "ray": {

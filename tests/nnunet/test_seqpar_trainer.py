@@ -13,8 +13,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from seqpar.parallel.collectives import broadcast_tensors
 from seqpar.parallel.launcher import Launcher
-from seqpar.parallel.mesh import Mesh, broadcast_tensors
+from seqpar.parallel.mesh import Mesh
 from tests.support.ranks import run_ranks
 
 

@@ -14,9 +14,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from seqpar.parallel.collectives import equal_weights
 from seqpar.parallel.launcher import Launcher
 from seqpar.parallel.meeting import _meet
-from seqpar.parallel.mesh import Mesh, equal_weights, seed
+from seqpar.parallel.mesh import Mesh, seed
 from seqpar.parallel.rendezvous import _warn_of_crossing, start
 
 

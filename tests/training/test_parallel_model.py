@@ -2,6 +2,7 @@
 
 import copy
 import itertools
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -21,7 +22,7 @@ from seqpar.losses import Loss
 from seqpar.losses.terms import Dice
 from seqpar.losses.tile_network import TileNetwork
 from seqpar.parallel.mesh import Mesh
-from tests.support.ranks import alone_mesh, relative, run_ranks
+from tests.support.ranks import RanksFailed, alone_mesh, relative, run_ranks
 
 TILE = (16, 16, 24)
 LOSSES: dict[str, Any] = {
@@ -53,9 +54,10 @@ def batch(number: int) -> tuple[Tensor, Tensor]:
     return image, torch.randint(3, (2, 1, *TILE), generator=toss)
 
 
-def run(mesh: Mesh) -> tuple[dict[str, list[Tensor]], dict[str, list[Tensor]], dict[str, str]]:
-    """Returns loss and gradients, logits of volumes, and what is said of misuse."""
-    trained, predicted, texts = dict[str, list[Tensor]](), dict[str, list[Tensor]](), dict[str, str]()
+def run(mesh: Mesh) -> tuple[dict[str, Any], ...]:
+    """Returns loss and weights' gradients, images' ones, those of ``halves``, logits, and what is said of misuse."""
+    trained, images = dict[str, list[Tensor]](), dict[str, Tensor]()
+    predicted, texts = dict[str, list[Tensor]](), dict[str, str]()
     for name, net in networks(mesh):
         model = ParallelModel(net, mesh)
         for (kind, loss_fn), share in itertools.product(LOSSES.items(), (False, True, None)):
@@ -70,17 +72,35 @@ def run(mesh: Mesh) -> tuple[dict[str, list[Tensor]], dict[str, list[Tensor]], d
                     continue  # it needs the channel
             if share is None and kind != "MONAI's":
                 continue
+            image.requires_grad_(not share)
             loss = model.loss(loss_fn, image, label) if share is not None else loss_fn(model(image), label)
             loss.backward()
             losses = loss.detach()[None].clone()
             if mesh.world.size > 1:
                 torch.distributed.all_reduce(losses)
             gradients = [p.grad.clone() for p in net.parameters() if p.grad is not None]
+            if image.grad is not None:
+                images[f"{name}, {kind}, {share}"] = image.grad
             trained[f"{name}, {kind}, {share}"] = [losses / mesh.world.size, *gradients]
         predicted[name] = predictions(model, mesh)
     if mesh.seq.size > 1:
         texts = misuse(model, mesh)
-    return trained, predicted, texts
+    return trained, images, halves(mesh), predicted, texts
+
+
+def halves(mesh: Mesh) -> dict[str, list[Tensor]]:
+    """Returns all weights' gradients in float32, and under autocast to bf16."""
+    found = {}
+    for name, net in networks(mesh):
+        model, found[name] = ParallelModel(net.float(), mesh), list[Tensor]()
+        image, label = batch(0)
+        for casts in (False, True):
+            model.zero_grad()
+            with torch.autocast("cpu", torch.bfloat16, enabled=casts):
+                loss = model.loss(DiceCE(), image.float(), label)
+            loss.backward()
+            found[name].append(torch.cat([p.grad.flatten() for p in net.parameters() if p.grad is not None]))
+    return found
 
 
 def predictions(model: ParallelModel, mesh: Mesh) -> list[Tensor]:
@@ -153,12 +173,32 @@ def test_any_loss_and_its_gradients_are_those_of_one_process(alone: Any, two: li
                 assert float((ours - theirs).abs().max()) < 1e-11 * scale, name
 
 
+def test_the_gradient_of_a_whole_image_is_that_of_one_process_on_every_rank(alone: Any, two: list) -> None:
+    for _, images, *_ in two:
+        assert images.keys() == alone[1].keys() and len(images) >= 13
+        for name, gradient in images.items():
+            assert relative(gradient, alone[1][name]) < 1e-10, name
+
+
+def test_bf16_is_as_far_from_float32_on_two_ranks_as_on_one(alone: Any, two: list) -> None:
+    """Two ranks round other sums than one, so that single gradients differ, but they do not round more."""
+
+    def error(half: Tensor, single: Tensor) -> float:
+        return float((half - single).norm() / single.norm())
+
+    for _, _, halved, *_ in two:
+        for name, (single, half) in alone[2].items():
+            assert error(halved[name][0], single) < 1e-4, name
+            assert error(half, single) > 0.002, name
+            assert 0.7 < error(halved[name][1], single) / error(half, single) < 1.4, name
+
+
 def test_windows_of_monai_and_ours_agree_on_any_number_of_ranks(alone: Any, two: list) -> None:
-    for _, predicted, _ in (alone, *two):
+    for *_, predicted, _ in (alone, *two):
         for name, (monai, *own, ema, gaussian) in predicted.items():
             assert max(relative(each, monai) for each in own) < 1e-12, name
             assert relative(gaussian, ema) < 1e-6  # float32 weights
-            assert relative(monai, alone[1][name][0]) < 1e-11, name
+            assert relative(monai, alone[3][name][0]) < 1e-11, name
 
 
 def test_misuse_is_refused_in_words_on_all_ranks(two: list) -> None:
@@ -174,6 +214,41 @@ def test_misuse_is_refused_in_words_on_all_ranks(two: list) -> None:
     assert "net is a Conv3d: give a network of seqpar" in first["not ours"]
     assert "call model.eval() first" in first["training"]
     assert "that this network does not know" in first["an unknown box"]
+
+
+def call_alone(mesh: Mesh, other: str) -> None:
+    """Calls the network on the first rank as in a validation, while the other rank does something else."""
+    mesh.seq.watch.notice_s = 0.3
+    model = ParallelModel(seqpar.convert(nn.Conv3d(1, 3, 3, padding=1), mesh.seq), mesh)
+    image, label = torch.ones(1, 1, *TILE), torch.ones(1, *TILE, dtype=torch.int64)
+    if other != "trains at once":
+        model.loss(DiceCE(), image, label).backward()
+    if not mesh.is_first and other == "is late":
+        time.sleep(0.9)
+    if mesh.is_first or other == "is late":
+        with torch.no_grad():
+            model.eval()(image)
+    elif other.startswith("trains"):
+        model.loss(DiceCE(), image, label)
+
+
+ALONE = {
+    "trains": r"rank 0 called the network in eval\(\) without gradients, but rank 1 waits in .* of the seq group of ",
+    "trains at once": r"differently \(rank 0: eval\(\) without gradients; rank 1: train\(\) with gradients\): call it ",
+    "ends": r"but rank 1 waits in the end of the world group of ranks 0, 1: every rank of a sequence group must ",
+}
+
+
+@pytest.mark.parametrize("other", ALONE)
+def test_a_rank_that_validates_alone_hears_so_soon(other: str) -> None:
+    with pytest.raises(RanksFailed, match=ALONE[other]):
+        run_ranks(2, call_alone, other, timeout=30)
+
+
+def test_a_rank_that_comes_late_to_validate_is_waited_for(capfd: pytest.CaptureFixture) -> None:
+    run_ranks(2, call_alone, "is late", timeout=30)
+    said = capfd.readouterr().err
+    assert said.count("warning: rank 0 called the network in eval() without gradients, and waits for rank 1: ") == 1
 
 
 def of_groups(mesh: Mesh) -> dict[str, list[Tensor]]:

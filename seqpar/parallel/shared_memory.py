@@ -1,0 +1,345 @@
+"""Messages between the processes of one host, through memory that they share.
+
+gloo hands each message to threads on both sides, which wake each other: a sum of a few numbers over four ranks takes
+milliseconds of processor time. Here the calling thread itself writes and reads. A small message goes through a Unix
+socket; a larger one is written to memory of the sender, and the socket says where it is. Sending never waits for the
+receiver. If a process ends, its sockets close and the others notice at once; no file is left behind.
+"""
+
+import json
+import mmap
+import os
+import platform
+import secrets
+import select
+import socket
+import struct
+import sys
+import time
+import weakref
+import zlib
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+SWITCH = "SEQPAR_SHARED_MEMORY"  # 0: all messages go through gloo
+LARGEST = 1 << 24  # bytes of a message; gloo sends larger ones in the background, without a copy of them
+_INLINE = 1 << 13  # bytes that go through the socket itself
+_PAGE = 1 << 12
+_NUM_BLOCKS = 1 << 10  # of a process's shared memory
+_HEADER = struct.Struct("<IiQQ")  # channel, block (-1: inline), bytes, offset in the sender's memory
+_BUFFER = 1 << 22  # bytes that a socket may hold; the kernel may allow fewer
+
+
+class Address(NamedTuple):
+    """Where a process can be reached by others of its host, and what they must show."""
+
+    place: str  # equal for processes that can reach each other
+    name: str
+    secret: str
+
+
+class _Peer:
+    """Another process of this host: its socket, its memory and what has come from it."""
+
+    def __init__(self, line: socket.socket, memory: int) -> None:
+        self.line, self.memory_file = line, memory
+        self.memory = mmap.mmap(memory, os.fstat(memory).st_size)
+        self.letters: dict[tuple[int, int], tuple[int, int, int, bytearray]] = {}  # by channel and number
+        self.arrived, self.expected = Counter[int](), Counter[int]()  # letters so far, by channel
+        self.is_gone = False
+
+
+class _Memory:
+    """Shared memory of this process, in blocks; a block is free once all its readers have said so in its marks."""
+
+    def __init__(self, num_readers: int) -> None:
+        self.file = os.memfd_create("seqpar")
+        self._num_readers, self._none = num_readers, bytes(num_readers)
+        self._end = -(-_NUM_BLOCKS * num_readers // _PAGE) * _PAGE
+        self._blocks = defaultdict[int, list[tuple[int, int]]](list)  # number and offset, by size
+        self._count = 0
+        self._grow()
+
+    def _grow(self) -> None:
+        os.ftruncate(self.file, self._end)
+        self._map = mmap.mmap(self.file, self._end)
+
+    def write(self, data: Tensor, readers: Sequence[int]) -> tuple[int, int]:
+        """Copies bytes into a free block and returns the block's number and offset."""
+        block, offset = self._free_block(max(_PAGE, 1 << (data.numel() - 1).bit_length()))
+        torch.frombuffer(self._map, dtype=torch.uint8, count=data.numel(), offset=offset).copy_(data)
+        for reader in readers:
+            self._map[block * self._num_readers + reader] = 1
+        return block, offset
+
+    def _free_block(self, size: int) -> tuple[int, int]:
+        for block, offset in self._blocks[size]:
+            if self._map[block * self._num_readers : (block + 1) * self._num_readers] == self._none:
+                return block, offset
+        if self._count == _NUM_BLOCKS:
+            raise RuntimeError(f"more than {_NUM_BLOCKS} messages have not been received: set {SWITCH}=0")
+        found = self._count, self._end
+        self._blocks[size].append(found)
+        self._count += 1
+        self._end += size
+        self._grow()
+        return found
+
+
+class SharedMemory:
+    """The connections of this process to the others of its host; ``address`` is None if it cannot have any.
+
+    One thread at a time may send and receive.
+
+    - ``rank``: of this process among all
+    - ``is_offered``: whether this process wants any
+    """
+
+    def __init__(self, rank: int, is_offered: bool = True) -> None:
+        self._rank = rank
+        self._peers: dict[int, _Peer] = {}
+        self._readers: dict[int, int] = {}  # each local rank's place in the marks of a block
+        self._names: dict[int, int] = {}  # ranks by the number of their socket
+        self._letter = bytearray(_HEADER.size + _INLINE)
+        self.timeout_s = 1800.0
+        self.address = _own_address() if is_offered and os.environ.get(SWITCH) != "0" else None
+        if self.address is not None:
+            self._door = _socket()
+            self._door.bind(f"\0{self.address.name}")
+            self._door.listen(1024)
+
+    def connect(self, addresses: Sequence[Address | None], timeout_s: float) -> None:
+        """Connects this process with all that share its host; ``addresses`` are those of all ranks."""
+        if self.address is None:
+            return
+        try:
+            self._connect(self.address, addresses, timeout_s)
+        except OSError as error:
+            raise ConnectionError(
+                f"rank {self._rank} did not reach the other ranks of its host through Unix sockets within "
+                f"{timeout_s:.0f} s ({error}): set {SWITCH}=0 on all ranks"
+            ) from error
+
+    def _connect(self, own: Address, addresses: Sequence[Address | None], timeout_s: float) -> None:
+        near = [rank for rank, other in enumerate(addresses) if other is not None and other.place == own.place]
+        self._readers = {rank: place for place, rank in enumerate(near)}
+        self._memory = _Memory(len(near))
+        self._events = select.epoll()
+        self._door.settimeout(timeout_s)
+        for rank in near:
+            other = addresses[rank]
+            if rank < self._rank and other is not None:
+                line = _socket()
+                line.settimeout(timeout_s)
+                line.connect(f"\0{other.name}")
+                self._greet(line, {"rank": self._rank, "secret": other.secret})
+                self._admit(rank, line)
+        waiting = {rank for rank in near if rank > self._rank}
+        while waiting:
+            line, _ = self._door.accept()
+            line.settimeout(timeout_s)
+            shown, files, _, _ = socket.recv_fds(line, _PAGE, 1)
+            greeting = json.loads(shown or "{}")
+            if greeting.get("secret") != own.secret or greeting["rank"] not in waiting:  # a stranger
+                line.close()
+                continue
+            waiting.remove(greeting["rank"])
+            self._greet(line, {})
+            self._add(greeting["rank"], line, files[0])
+        self._door.close()
+        _OPEN.add(self)
+
+    def _greet(self, line: socket.socket, greeting: dict[str, object]) -> None:
+        socket.send_fds(line, [json.dumps(greeting).encode()], [self._memory.file])
+
+    def _admit(self, rank: int, line: socket.socket) -> None:
+        _, files, _, _ = socket.recv_fds(line, _PAGE, 1)
+        self._add(rank, line, files[0])
+
+    def _add(self, rank: int, line: socket.socket, memory: int) -> None:
+        line.setblocking(False)
+        self._peers[rank] = _Peer(line, memory)
+        self._names[line.fileno()] = rank
+        self._events.register(line.fileno(), select.EPOLLIN)
+
+    def reaches(self, ranks: Sequence[int]) -> bool:
+        """Returns whether all of these ranks are here."""
+        return all(rank == self._rank or rank in self._peers for rank in ranks)
+
+    def close(self) -> None:
+        """Ends all connections; in a process forked from this one, its copies of them."""
+        for peer in self._peers.values():
+            peer.line.close()
+            os.close(peer.memory_file)
+        self._peers.clear()
+        _OPEN.discard(self)
+
+    def start(self, sends: Mapping[int, Tensor], receives: Mapping[int, Tensor], channel: int) -> "Receiving":
+        """Sends tensors to other ranks, and returns what waits for those that they send.
+
+        - ``channel``: between two processes, messages of a channel arrive in the order in which they were sent
+        """
+        receivers = defaultdict[int, list[int]](list)
+        for rank, x in sends.items():
+            receivers[id(x)].append(rank)
+        tensors = {id(x): x for x in sends.values()}
+        for key, ranks in receivers.items():
+            self._send(_bytes_of(tensors[key]), ranks, channel)
+        return Receiving(self, {rank: (x, self._expect(rank, channel)) for rank, x in receives.items()})
+
+    def _expect(self, rank: int, channel: int) -> tuple[int, int]:
+        """Returns the channel and the number of the next message of a rank that nobody waits for."""
+        expected = self._peers[rank].expected
+        expected[channel] += 1
+        return channel, expected[channel]
+
+    def _send(self, data: Tensor, ranks: Sequence[int], channel: int) -> None:
+        count = data.numel()
+        if count <= _INLINE:
+            letter = [_HEADER.pack(channel, -1, count, 0), data.numpy().data]
+        else:
+            block, offset = self._memory.write(data, [self._readers[rank] for rank in ranks])
+            letter = [_HEADER.pack(channel, block, count, offset)]
+        for rank in ranks:
+            peer = self._peers[rank]
+            deadline = time.monotonic() + self.timeout_s
+            while not self._fits(letter, peer, rank):  # its socket is full: it may itself wait for room in ours
+                if time.monotonic() > deadline:
+                    raise _late(rank)
+                self._read_any(0.001)
+
+    @staticmethod
+    def _fits(letter: list[Any], peer: _Peer, rank: int) -> bool:
+        try:
+            peer.line.sendmsg(letter)
+        except BlockingIOError:
+            return False
+        except OSError:
+            raise _lost(rank) from None
+        return True
+
+    def receive(self, rank: int, x: Tensor, letter: tuple[int, int], timeout_s: float) -> None:
+        """Waits for a message of a rank, by channel and number, and writes it to ``x``."""
+        peer = self._peers[rank]
+        if letter not in peer.letters:
+            self._read(peer)
+            deadline = time.monotonic() + timeout_s
+            while letter not in peer.letters:
+                if peer.is_gone:
+                    raise _lost(rank)
+                if not self._read_any(max(0.0, deadline - time.monotonic())) and time.monotonic() > deadline:
+                    raise _late(rank)
+        block, count, offset, inline = peer.letters.pop(letter)
+        into = _bytes_of(x)
+        if count != into.numel():
+            raise RuntimeError(
+                f"rank {rank} sent {count} bytes where {into.numel()} were expected: start with check=True"
+            )
+        if block < 0:
+            into.copy_(torch.frombuffer(inline, dtype=torch.uint8))
+            return
+        if offset + count > len(peer.memory):
+            peer.memory = mmap.mmap(peer.memory_file, os.fstat(peer.memory_file).st_size)
+        into.copy_(torch.frombuffer(peer.memory, dtype=torch.uint8, count=count, offset=offset))
+        peer.memory[block * len(self._readers) + self._readers[self._rank]] = 0
+
+    def _read_any(self, patience_s: float) -> bool:
+        """Reads what has come from anybody; returns whether something came in time."""
+        ready = self._events.poll(patience_s)
+        for number, _ in ready:
+            self._read(self._peers[self._names[number]])
+        return bool(ready)
+
+    def _read(self, peer: _Peer) -> None:
+        while not peer.is_gone:
+            try:
+                size = peer.line.recv_into(self._letter)
+            except BlockingIOError:
+                return
+            except OSError:
+                size = 0
+            if size == 0:
+                peer.is_gone = True
+                self._events.unregister(peer.line.fileno())
+                return
+            channel, block, count, offset = _HEADER.unpack_from(self._letter)
+            peer.arrived[channel] += 1
+            peer.letters[channel, peer.arrived[channel]] = block, count, offset, self._letter[_HEADER.size : size]
+
+
+class Receiving:
+    """Messages that are to come; waited for like one of torch's works."""
+
+    def __init__(self, memory: SharedMemory, receives: Mapping[int, tuple[Tensor, tuple[int, int]]]) -> None:
+        self._memory, self._receives = memory, receives
+
+    def wait(self, timeout: timedelta | None = None) -> None:
+        limit_s = self._memory.timeout_s if timeout is None else timeout.total_seconds()
+        for rank, (x, letter) in self._receives.items():
+            self._memory.receive(rank, x, letter, limit_s)
+        self._receives = {}
+
+
+def _socket() -> socket.socket:
+    line = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    line.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _BUFFER)
+    return line
+
+
+def _bytes_of(x: Tensor) -> Tensor:
+    return x.detach().view(-1).view(torch.uint8)
+
+
+def _lost(rank: int) -> RuntimeError:
+    return RuntimeError(f"Connection closed by peer: rank {rank}")
+
+
+def _late(rank: int) -> RuntimeError:
+    return RuntimeError(f"Timed out waiting for rank {rank}")
+
+
+def _own_address() -> Address | None:
+    """Returns this process's address, or None where the order of writes to memory or Linux's sockets are missing."""
+    if sys.platform != "linux" or platform.machine() != "x86_64":
+        return None
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        place = f"{boot} {os.readlink('/proc/self/ns/net')} {os.getuid()}"
+    except OSError:  # a container that hides them
+        return None
+    return Address(place, f"seqpar-{secrets.token_hex(8)}", secrets.token_hex(16))
+
+
+class Linked(NamedTuple):
+    """How the ranks of a process group reach each other: by messages of one channel."""
+
+    memory: SharedMemory
+    channel: int
+
+
+links: dict[str, Linked] = {}  # by the names of process groups, the same on all ranks
+
+
+def link_groups(memory: SharedMemory, groups: Mapping[str, Sequence[int]]) -> None:
+    """Lets messages of these process groups, by name, go through shared memory where all their ranks have it."""
+    links.clear()
+    for name, ranks in groups.items():
+        if memory.reaches(ranks):
+            links[name] = Linked(memory, zlib.crc32(name.encode()))
+
+
+_OPEN = weakref.WeakSet[SharedMemory]()
+
+
+def _close_in_child() -> None:
+    for memory in list(_OPEN):  # a worker that outlives its rank must not keep the rank's sockets open
+        memory.close()
+
+
+os.register_at_fork(after_in_child=_close_in_child)
