@@ -94,7 +94,7 @@ def test_nothing_that_fits_is_refused_with_what_takes_less() -> None:
         plan.act(line.split())
     with pytest.raises(ValueError, match="--ranks 12 do not fill nodes of 8: plan for 8 or 16, or say with --node"):
         plan.act(["--ranks", "12", "--device", "a100"])
-    with pytest.raises(ValueError, match="--classes 0: it must be at least 1"):
+    with pytest.raises(ValueError, match="--classes 0: it must be in"):
         plan.act(["--classes", "0"])
     with pytest.raises(ValueError, match="--measured nowhere is not what launch/doctor.py writes"):
         plan.act(["--measured", "nowhere", "--device", "a100"])

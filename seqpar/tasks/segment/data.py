@@ -55,10 +55,10 @@ def _refuse_unprepared(source: Dataset, config: Config) -> None:
 
 def read_headers(config: Config) -> Fingerprint:
     """Returns what the headers of a run's data say; nothing is prepared or written."""
-    joins = prepare_settings(config).joins
+    settings = prepare_settings(config)
     if not config.data:
-        return phantom_fingerprint(config.phantoms, joins)
-    return read_fingerprint(join_labels(read_dataset(config.data), joins))
+        return phantom_fingerprint(config.phantoms, settings.joins)
+    return read_fingerprint(join_labels(read_dataset(config.data), settings.joins), spacing=settings.own_spacing)
 
 
 def describe_data(fingerprint: Fingerprint, config: Config) -> str:

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from seqpar.data.errors import DataError
-from seqpar.runs.run_folder import read_config
+from seqpar.runs.run_folder import read_description
 from seqpar.scores.comparison import FEW, TOO_FEW, Scored, compare
 from seqpar.scores.label_classes import choose_labels, labels_of_run
 from seqpar.scores.label_files import (
@@ -47,7 +47,7 @@ class LabelMapEvaluation(CaseEvaluation):
         super().__init__(options)
         self.dataset, self.pairs = dataset_at(options.truth), dict[str, list[Pair]]()
         if options.test_of and not (options.regions or options.brats or options.dataset):
-            self.labels = labels_of_run(read_config(options.test_of)["dataset"])
+            self.labels = labels_of_run(read_description(options.test_of))
         else:
             regions = options.regions or ()
             self.labels = choose_labels(options.truth, self.dataset, options.dataset, regions, options.brats)
