@@ -10,7 +10,8 @@ from typing import NamedTuple
 
 from lab.benches.series import Progress, Series, Table, run_series
 from seqpar.cluster.exit_codes import run
-from seqpar.settings.parser import Parser
+from seqpar.settings.field import whole_bounds
+from seqpar.settings.parser import Parser, check_numbers
 from seqpar.text import clock
 
 # subject → functions of lab.benches that return its series; without a name: the module's ``series``
@@ -33,6 +34,7 @@ SUBJECTS = {
 LARGE = {"memory": ("memory.large_series",), "pretrain": ("memory_by_ranks.large_masked",)}
 RESULTS = Path(__file__).parent / "lab" / "benches" / "results"
 CUT_SHORT = 130
+MOST_TURNS = 1000
 
 
 class Planned(NamedTuple):
@@ -51,6 +53,7 @@ class Planned(NamedTuple):
 def act(arguments: Sequence[str]) -> int:
     """Measures the subjects that the command line names; returns 0, or 130 after Ctrl-C."""
     options = _parser().parse_args(arguments)
+    check_numbers(options, turns=whole_bounds(1, MOST_TURNS))
     planned = plan_series(options.subjects, options.quick, options.large, options.turns)
     print(estimate(planned), file=sys.stderr, flush=True)
     for one in planned:
@@ -71,8 +74,6 @@ def plan_series(subjects: Sequence[str], quick: bool, large: bool, turns: int | 
     unknown = [name for name in subjects if name not in SUBJECTS]
     if unknown:
         raise ValueError(f"there is no bench of {unknown[0]}: choose from {', '.join(SUBJECTS)}")
-    if turns is not None and turns < 1:
-        raise ValueError(f"--turns {turns}: it must be at least 1")
     if quick and large:
         raise ValueError("--quick and --large are opposites: remove one of them")
     functions = LARGE if large else SUBJECTS

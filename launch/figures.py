@@ -25,9 +25,10 @@ from seqpar.cluster import exit_codes
 from seqpar.models.build import NETWORK_NAMES
 from seqpar.parallel.launcher import read_launcher
 from seqpar.runs.sweep_folder import make_folder
-from seqpar.settings.command_line import parse
+from seqpar.settings.command_line import MOST_RANKS, parse
 from seqpar.settings.data_settings import ALL_FOLDS
-from seqpar.settings.parser import Parser
+from seqpar.settings.field import whole_bounds
+from seqpar.settings.parser import Parser, check_numbers
 from seqpar.sweeps.one_by_one import OneByOne
 from seqpar.sweeps.planned_run import PlannedRun, config_of
 from seqpar.text import flag_name, parse_duration
@@ -36,6 +37,7 @@ LATER = (LENGTH_FIGURE, WINDOW_FIGURE, PRETRAINING_FIGURE, TILE_FIGURE, ENCODER_
 EVERY = (*PAPER_FIGURES, *QUESTION_FIGURES, *LATER)
 FIGURES = {figure.number: figure for figure in sorted(EVERY, key=lambda one: one.number)}
 REACH, REACH_FIGURE = 0.8, 14  # a Dice, and the figure that asks for the time to it
+MOST_SEEDS = 1000
 OF_ONE_RUN = ("out", "resume", "again", "take_over", "dry_run", "time_limit", "preset")  # figures sets these itself
 
 
@@ -45,7 +47,7 @@ def act(arguments: Sequence[str]) -> int:
     if options.list:
         print("\n".join(f"{figure.number:3}  {figure.shows}" for figure in FIGURES.values()))
         return 0
-    order = FigureRequest(options.scale, _typed(rest), options.seeds, options.groups)
+    order = FigureRequest(options.scale, _typed(rest), options.seeds, options.groups or 0)
     planned = {figure.number: runs_of(figure, order, SCALES) for figure in figures}
     for run in {run.name: run for number in planned for run in every_run(planned[number])}.values():
         config_of(run)
@@ -89,9 +91,7 @@ def _parse(arguments: Sequence[str]) -> tuple[list[Figure], argparse.Namespace, 
     count = next((n for n, word in enumerate(arguments) if word.startswith("-")), len(arguments))
     parser = _parser()
     options, rest = parser.parse_known_args(arguments[count:])
-    for name in ("seeds", "groups"):
-        if (value := getattr(options, name)) < (1 if name == "seeds" else 0):
-            raise ValueError(f"--{name} {value}: it must be at least 1")
+    check_numbers(options, seeds=whole_bounds(1, MOST_SEEDS), groups=whole_bounds(1, MOST_RANKS))
     known = ", ".join(map(str, FIGURES))
     numbers = [int(word) if word.isdigit() else word for word in arguments[:count]]
     for number in numbers:
@@ -131,7 +131,7 @@ def _parser() -> Parser:
     add("--out", type=Path, default=Path("figures"), metavar="FOLDER", help="where pictures, points, verdicts and, in "
         "runs/, run folders go (%(default)s)")  # fmt: skip
     add("--seeds", type=int, default=1, metavar="NUMBER", help="runs of each curve, which become a band (%(default)s)")
-    add("--groups", type=int, default=0, metavar="NUMBER", help="sequence groups of each run, which stay as many as "
+    add("--groups", type=int, metavar="NUMBER", help="sequence groups of each run, which stay as many as "
         "more ranks share a tile (default: 1; at --scale paper 8)")  # fmt: skip
     add("--reach", type=float, metavar="DICE", help=f"Dice to which figure {REACH_FIGURE} takes the time ({REACH})")
     add("--time-limit", default="", metavar="TIME", help="of all runs: minutes or H:MM:SS")

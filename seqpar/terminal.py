@@ -177,6 +177,18 @@ def next_command(act: str, *arguments: object, ranks: int = 1) -> str:
     return shlex.join([*words, *map(str, arguments)])
 
 
+def resume_command(act: str, out: object, *more: str, ranks: int = 1) -> str:
+    """Returns the line that resumes a run or sweep in a folder.
+
+    - ``more``: further flags that it needs
+    - ``ranks``: as ``next_command`` has it; those of several nodes are started as they were before
+    """
+    flags = ["--resume", *more, "--out", str(out)]
+    if int(os.environ.get("LOCAL_WORLD_SIZE") or ranks) < ranks:
+        return f"the command that started it, with {shlex.join(flags)}"
+    return next_command(act, *flags, ranks=ranks)
+
+
 class ProgressBar:
     """Prints to stderr how many cases are done: a bar on a terminal, else a line after every tenth and every minute.
 

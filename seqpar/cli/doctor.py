@@ -18,7 +18,9 @@ from seqpar.parallel.launcher import read_launcher
 from seqpar.parallel.mesh import Mesh
 from seqpar.parallel.processes import die_with_parent
 from seqpar.parallel.rendezvous import start
-from seqpar.settings.parser import Parser
+from seqpar.settings.command_line import MOST_RANKS
+from seqpar.settings.field import Bounds, whole_bounds
+from seqpar.settings.parser import Parser, check_numbers
 from seqpar.settings.run_settings import DEVICE_KINDS
 from seqpar.terminal import python_module
 from seqpar.text import flag_name
@@ -29,7 +31,7 @@ ABOUT = (
     "a rank hangs, which is then named, and 2 on wrong usage."
 )
 INSIDE = Path(__file__).parents[1] / "cluster" / "slurm"  # only a wheel has it
-MOST_S = 86_400.0
+SECONDS = Bounds(lambda value: 5 <= value <= 86_400, "it must be at least 5 seconds, and at most a day")
 JOB_SCRIPTS = INSIDE if INSIDE.is_dir() else Path(__file__).parents[2] / "launch" / "slurm"
 
 
@@ -42,8 +44,8 @@ def act(arguments: Sequence[str]) -> int:
         return _write_job_scripts(options)
     if options.accept or options.part:
         return _accept(options)
-    if min(options.seqpar, options.pipe) < 1 or not 5 <= options.time_limit <= MOST_S:
-        raise ValueError("--seqpar and --pipe must be at least 1, and --time-limit at least 5 seconds, at most a day")
+    some = whole_bounds(1, MOST_RANKS)
+    check_numbers(options, seqpar=some, pipe=some, time_limit=SECONDS)
     _refuse_missing_folder(options)
     launcher = read_launcher(os.environ)
     if launcher.world == 1 < options.seqpar * options.pipe:

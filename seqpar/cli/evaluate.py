@@ -14,7 +14,8 @@ from seqpar.runs.run_status import warn_if_killed
 from seqpar.scores.label_classes import BRATS
 from seqpar.scores.label_files import list_label_files, refuse_missing
 from seqpar.scores.label_scores import EmptyPolicy
-from seqpar.settings.parser import Parser
+from seqpar.settings.field import AT_LEAST_A_PROCESS
+from seqpar.settings.parser import Parser, check_numbers
 from seqpar.tasks.lookup import task_of_predictions
 from seqpar.weights.nnunet_results import is_results
 
@@ -36,7 +37,8 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
         "labels.csv")  # fmt: skip
     add("prediction", type=Path, nargs="+", metavar="PREDICTION", help="folder, file, run, or nnU-Net's "
         "results folder; several are compared")  # fmt: skip
-    add("--dataset", type=Path, metavar="FILE", help="dataset.json with the labels (default: of TRUTH, in or above it)")
+    add("--dataset", type=Path, metavar="FILE", help="dataset.json with the labels, or its folder (default: of TRUTH, "
+        "in or above it)")  # fmt: skip
     add("--regions", type=_region, action="append", metavar="NAME=1,2", help="a class and its labels; can be repeated")
     add("--brats", choices=sorted(BRATS), help="score the regions of BraTS, in the label values of that year")
     add("--test-of", type=Path, metavar="RUN", help="score the cases that RUN kept for tests, with its labels")
@@ -45,12 +47,11 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     add("--empty", choices=get_args(EmptyPolicy),
         help="classes that a map lacks: skip those that both maps lack, or score all as BraTS does (skip; brats with "
         "--brats)")  # fmt: skip
-    add("--common", action="store_true", help="score the cases that TRUTH and PREDICTION both have, in silence about "
-        "others (nnU-Net's --chill)")  # fmt: skip
-    add("--find-best", nargs="?", type=Path, const=Path(), metavar="FILE", help="of several, and of the "
-        "averages of two whose probabilities are there (--npz), say which is best, folds taken together, and learn its "
-        "postprocessing, as nnUNetv2_find_best_configuration does; FILE to write (default: postprocessing.json in the "
-        "best)")  # fmt: skip
+    add("--common", action="store_true", help="score the cases that TRUTH and PREDICTION both have, without a word "
+        "about others (nnU-Net's --chill)")  # fmt: skip
+    add("--find-best", nargs="?", type=Path, const=Path(), metavar="FILE", help="say which "
+        "of several predictions is best, averages of two with --npz included, and learn its postprocessing, as "
+        "nnUNetv2_find_best_configuration does; FILE to write (default: postprocessing.json in the best)")  # fmt: skip
     add("--json", type=Path, metavar="FILE", help="summary to write (default: summary.json in PREDICTION's folder)")
     add("--csv", type=Path, metavar="FILE", help="table to write (default: metrics.csv in PREDICTION's folder)")
     add("--workers", type=int, default=min(8, cores), metavar="PROCESSES", help="processes that score "
@@ -60,8 +61,7 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
         raise ValueError("--brats declares the labels: drop --dataset and --regions, or --brats")
     if not 0 <= options.nsd_tolerance < float("inf"):
         raise ValueError(f"--nsd-tolerance is {options.nsd_tolerance}: give mm, 0 or more")
-    if options.workers < 1:
-        raise ValueError(f"--workers is {options.workers}: at least 1 is needed")
+    check_numbers(options, workers=AT_LEAST_A_PROCESS)
     runs = [(run, path) for path in options.prediction for run in _folds_of(path)]
     options.prediction, options.groups = [run for run, _ in runs], dict(runs)
     if len(options.prediction) > 1 and (options.json or options.csv):

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from seqpar.cluster.exit_codes import run
 from seqpar.data.phantom.kinds import KINDS
 from seqpar.data.phantom.phantom_files import LAYOUTS, PhantomSettings, write_phantom
-from seqpar.settings.parser import Parser
+from seqpar.settings.field import AT_LEAST_A_PROCESS
+from seqpar.settings.parser import Parser, check_numbers
 from seqpar.terminal import ProgressBar, coloured, next_command
 from seqpar.text import quantity
 
@@ -33,6 +34,7 @@ def act(arguments: Sequence[str]) -> int:
     processes = "processes (default: number of cores, at most 4)"
     parser.add_argument("--workers", type=int, default=workers, metavar="PROCESSES", help=processes)
     options = parser.parse_args(arguments)
+    check_numbers(options, workers=AT_LEAST_A_PROCESS)
     settings = PhantomSettings.of(options.kind, options.layout, options.size and tuple(options.size), options.seed)
     root = write_phantom(options.out, options.cases, settings, options.workers, ProgressBar("phantom"))
     print(f"{quantity(options.cases, 'case')} in {root}")

@@ -24,8 +24,9 @@ from seqpar.prediction.prediction_memory import print_prediction
 from seqpar.settings.checks import LARGEST_TILE
 from seqpar.settings.command_line import naming_preset, parse, ranks_or_auto, shortened_warmup
 from seqpar.settings.config import Config
+from seqpar.settings.field import whole_bounds
 from seqpar.settings.parallel_settings import AUTO
-from seqpar.settings.parser import Parser
+from seqpar.settings.parser import Parser, check_numbers
 from seqpar.settings.presets import start_of_auto
 from seqpar.settings.rules import refuse_settings_without_effect
 from seqpar.tasks.lookup import task_of
@@ -113,7 +114,7 @@ def _parser() -> argparse.ArgumentParser:
     kind.add_argument("--predict", action="store_true", help=predict)
     ranks = parser.add_mutually_exclusive_group()
     ranks.add_argument("--ranks", type=int, metavar="RANKS", help="ranks of the run (default: those of its groups)")
-    groups = "sequence groups of the run, as many at every size, so that more ranks share a tile (default: 1)"
+    groups = "groups of ranks that share a tile, the same number at every size (default: 1)"
     ranks.add_argument("--groups", type=int, metavar="GROUPS", help=groups)
     node = "ranks on a node (default: 8; cpu: all)"
     parser.add_argument("--node", type=int, metavar="RANKS", help=node)
@@ -123,13 +124,8 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _device(own: argparse.Namespace, config: Config) -> Device:
-    for name in ("ranks", "groups", "node", "channels", "classes", "memory", "volume"):
-        value = getattr(own, name)
-        values = value if isinstance(value, list) else [value]
-        if value is not None and not 1 <= min(values) < math.inf:
-            raise ValueError(f"--{name} {' '.join(map(str, values))}: it must be at least 1")
-        if value is not None and max(values) > (most := LARGEST_TILE if name == "volume" else 1_000_000):
-            raise ValueError(f"--{name} {' '.join(map(str, values))}: it must be at most {most}")
+    names = ("ranks", "groups", "node", "channels", "classes", "memory")
+    check_numbers(own, volume=whole_bounds(1, LARGEST_TILE), **dict.fromkeys(names, whole_bounds(1, 1_000_000)))
     name = own.device or ("" if torch.cuda.is_available() else "mi250x")
     if name == "cpu":
         device = measure_cpu(config.precision)

@@ -14,7 +14,8 @@ from seqpar.data.preparation.cache_index import cache_folder, is_current, outdat
 from seqpar.data.preparation.prepare_dataset import Report, check_sources, prepare
 from seqpar.data.preparation.recipe import BY_NAME, NORMALISATIONS, PrepareSettings
 from seqpar.settings.data_settings import OWN, DataSettings, prepare_settings
-from seqpar.settings.parser import Parser
+from seqpar.settings.field import PROCESSES
+from seqpar.settings.parser import Parser, check_numbers
 from seqpar.tasks.lookup import TASKS
 from seqpar.terminal import ProgressBar, coloured, next_command
 from seqpar.text import quantity
@@ -24,6 +25,7 @@ from seqpar.weights.nnunet_settings import preparation_by, read_plan
 def act(arguments: Sequence[str]) -> int:
     """Prepares or checks a data set; returns exit code 0, or 3 if something is wrong."""
     options = _parser().parse_args(arguments)
+    check_numbers(options, workers=PROCESSES)
     settings = prepare_settings(
         DataSettings(
             spacing=options.spacing or "source",

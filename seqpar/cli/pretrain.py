@@ -19,11 +19,11 @@ def act(arguments: Sequence[str]) -> int:
     """Returns the exit code: 0 finished, 75 preempted and resumable; a user's errors are raised."""
     own, _ = _parser().parse_known_args(list(arguments))
     if own.task not in (None, TASK):
-        raise ValueError(f"--task {own.task}: this act pretrains; start launch/train.py for other tasks")
+        raise ValueError(f"--task {own.task}: this program pretrains: start train for other tasks")
     if own.resume and own.out and holds_run(own.out):
         task = read_config(own.out).get("config", {}).get("task", TASK)
         if task != TASK:
-            raise ValueError(f"--resume --out {own.out}: that run has --task {task}: resume it with launch/train.py")
+            raise ValueError(f"--resume --out {own.out}: that run has --task {task}: resume it with train")
     return train([*([] if own.task else ["--task", TASK]), *arguments])
 
 

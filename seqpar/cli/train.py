@@ -26,6 +26,7 @@ from seqpar.runs.run_log import RunLog, logging_output
 from seqpar.runs.run_status import StatusFile
 from seqpar.settings.data_settings import ALL_FOLDS
 from seqpar.tasks.lookup import task_of
+from seqpar.terminal import resume_command
 from seqpar.text import parse_duration
 from seqpar.training.failure import end_failed_run
 from seqpar.training.run import dry_run, run_lessons
@@ -103,7 +104,9 @@ def _run(request: RunRequest, launcher: Launcher, meeting: Meeting, log: RunLog)
     if launcher.rank == 0:
         lock.release()
     if not finished:
-        exit_codes.leave_last_words(f"left early ({stopper.reason}): continue with --resume --out {out}")
+        ranks = launcher.world if launcher.world > config.group_ranks else 1
+        again = resume_command(task.train_command[0], out, ranks=ranks)
+        exit_codes.leave_last_words(f"left early ({stopper.reason}); to continue: {again}")
     return 0 if finished else exit_codes.PREEMPTED
 
 

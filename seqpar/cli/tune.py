@@ -16,7 +16,8 @@ from seqpar.data.files import refuse_unwritable
 from seqpar.runs.run_folder import holds_folds, holds_run
 from seqpar.runs.sweep_folder import Sweep, holds_sweep, read_sweep
 from seqpar.settings.command_line import MOST_RANKS, default_preset, wants_gpu
-from seqpar.settings.parser import Parser
+from seqpar.settings.field import whole_bounds
+from seqpar.settings.parser import Parser, check_numbers
 from seqpar.sweeps.ray_cluster import split_address
 from seqpar.sweeps.results import write_results
 from seqpar.sweeps.scaling_plan import print_plan
@@ -37,6 +38,7 @@ from seqpar.sweeps.sweep_request import (
     tupled_points,
     typed_settings,
 )
+from seqpar.terminal import resume_command
 from seqpar.text import parse_duration
 
 
@@ -58,7 +60,7 @@ def act(arguments: Sequence[str]) -> int:
     code, sweep = make_sweep(order, sweep, options, time.monotonic() + parse_duration(options.time_limit))
     print("\n".join(write_results(options.out, sweep)), flush=True)
     if code == exit_codes.PREEMPTED:
-        print(f"left early: continue with --resume --out {options.out}", flush=True)
+        print(f"left early; to continue: {resume_command('tune', options.out)}", flush=True)
     return code
 
 
@@ -101,12 +103,8 @@ def _parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     if per_run != ALL and not (per_run.isdigit() and 1 <= int(per_run) <= MOST_RANKS):
         raise ValueError(f"--devices-per-run {per_run}: give a number of devices, 1 to {MOST_RANKS}, or {ALL}")
     parse_duration(options.time_limit)
-    for name, least in (("max-failures", 0), ("devices", 1), ("ray-nodes", 1), ("samples", 1)):
-        number = getattr(options, name.replace("-", "_"))
-        if number is not None and number < least:
-            raise ValueError(f"--{name} {number}: it must be at least {least}")
-        if number is not None and number > MOST_RANKS:
-            raise ValueError(f"--{name} {number}: it must be at most {MOST_RANKS}")
+    some = whole_bounds(1, MOST_RANKS)
+    check_numbers(options, max_failures=whole_bounds(0, MOST_RANKS), devices=some, ray_nodes=some, samples=some)
     if options.ray_nodes != 1 and not options.ray:
         raise ValueError(f"--ray-nodes {options.ray_nodes} would do nothing: there is no --ray: remove it")
     if options.devices is not None and options.ray:

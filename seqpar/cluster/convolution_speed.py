@@ -28,7 +28,7 @@ class Shape:
         return 3 * 2.0 * 27 * self.channels * self.out * self.side**3
 
     def __str__(self) -> str:
-        return f"{self.channels} to {self.out} channels at {self.side}"
+        return f"{self.channels} to {self.out} channels on {self.side}x{self.side}x{self.side} voxels"
 
 
 # The finest level, one in the middle and the one next to the tokens, of tiles of 96; smaller ones on a CPU.

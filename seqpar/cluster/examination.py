@@ -103,7 +103,12 @@ def examine(mesh: Mesh, options: argparse.Namespace) -> int:
         for trap in findings:
             print(trap)
         wrong = sum(trap.error for trap in findings)
-        print(f"{quantity(wrong, 'error')}, {quantity(len(findings) - wrong, 'warning')}", flush=True)
+        verdict = (
+            f"correct {'the error' if wrong == 1 else 'the errors'} before the job starts"
+            if wrong
+            else "the job can start"
+        )
+        print(f"{quantity(wrong, 'error')}, {quantity(len(findings) - wrong, 'warning')}: {verdict}", flush=True)
         if options.json:
             write_json(Path(options.json), record(mesh, ranks, groups, timed))
     return exit_codes.FAULT if any(trap.error for trap in findings) else 0

@@ -39,8 +39,7 @@ def start_missing_ranks(seqpar: int, act: str, arguments: Sequence[str], launche
     if launcher.world > 1:
         raise ValueError(f"{lacking}; use: {line}")
     _refuse_too_many(count)
-    started = f"{flags} needs {count} ranks and 1 was started: starting {count} here"
-    print(f"{started} ({_devices()}); the same as: {line}", flush=True)
+    print(f"{flags}: starting {count} ranks (processes) here, on {_devices()}; the same as: {line}", flush=True)
     return run_local(count, [*python_module(act), *arguments])
 
 

@@ -211,7 +211,8 @@ class Network(TileNetwork):
         counts = self.num_parameters()
         parts = {name: f"{count / 1e6:.2f} M" for name, count in counts.items()}
         sizes = " + ".join(f"{name} {size}" if len(parts) > 1 else size for name, size in parts.items())
-        return f"{sizes} parameters; {self.describe_tile()} a tile, {self.most_on_a_rank()} per rank"
+        per_rank = f", {self.most_on_a_rank()} per rank" if self.group.size > 1 else ""
+        return f"{sizes} parameters; {self.describe_tile()} a tile{per_rank}"
 
     def refuse_whole(self, sides: Sequence[int]) -> None:  # noqa: B027  most take any volume of whole patches
         """Raises ValueError for a volume of that many voxels per direction that cannot pass whole."""

@@ -33,6 +33,9 @@ from seqpar.settings.presets import PRESETS, preset_for_task
 from seqpar.terminal import program
 from seqpar.text import flag_name, format_sides, quantity
 
+# parts of the memory as the table names them
+MEMORY_WORDS = {"transient": "moment", "apart": "libraries and fragments"}
+
 
 def print_plan(
     run: RunToPlan, sizes: Sequence[int], preset: str, tile: Sequence[int], flags: set[str], note: str = ""
@@ -97,6 +100,8 @@ def header(run: RunToPlan, preset: str, tile: Sequence[int]) -> str:
             f"{run.outputs} classes",
             f"{device.name}: {device.memory / GIB:.1f} GiB, {device.peak[config.precision] / 1e12:.3g} TFLOP/s"
             f"{shared} ({device.source})",
+            "seqpar: ranks that share a tile; model: weights, gradients, optimizer; tokens, decoder: kept for backward",
+            "moment: more at the worst moment; rest: input, libraries, fragments; MFU: used share of the device's peak",
             "",
         ]
     )
@@ -143,14 +148,14 @@ def recommendation(run: RunToPlan, best: Plan, rows: Sequence[Plan], preset: str
 
     - ``rows``: the plans of all sizes that were computed with the settings of ``best``
     """
-    parts = ", ".join(f"{name} {value / MIB:.0f}" for name, value in best.memory.items())
+    parts = ", ".join(f"{MEMORY_WORDS.get(name, name)} {value / MIB:.0f}" for name, value in best.memory.items())
     seconds = ", ".join(f"{name} {value:.3g}" for name, value in best.seconds.items())
     size, tiles = best.config.seqpar, most_tiles(run, best)
     fits = f"--seqpar {size} {'is the smallest of these that fits' if len(rows) > 1 else 'fits'}"
-    fused = f"; unfused attention {_unfused(rows)}" if family_of(best.config).attends else ""
+    unfused = _unfused(rows, size) if family_of(best.config).attends else ""
     sentences = [
         *_global_batches(run, rows),
-        f"{fits}, with up to {quantity(tiles, 'tile')} a group{fused}",
+        f"{fits}, with up to {quantity(tiles, 'tile')} a group{unfused}",
         f"MiB on the fullest rank: {parts}",
         f"seconds a step: {seconds}",
     ]
@@ -182,12 +187,12 @@ def tiles_per_step(config: Config, num_ranks: int) -> str:
     return f"global batch {quantity(tiles, 'tile')} = {factors}"
 
 
-def _unfused(rows: Sequence[Plan]) -> str:
-    """Returns which of the sizes would fit if attention stored its scores."""
+def _unfused(rows: Sequence[Plan], chosen: int) -> str:
+    """Returns which size would fit if attention stored its scores; nothing if it is the chosen one."""
     sizes = [p.config.seqpar for p in rows if p.fits_unfused]
-    if len(rows) == 1:
-        return "would fit too" if sizes else "would not fit"
-    return f"would need --seqpar {min(sizes)}" if sizes else "would fit none of them"
+    if not sizes:
+        return f"; without a fused attention kernel, {'it would not' if len(rows) == 1 else 'none would'} fit"
+    return "" if min(sizes) == chosen else f"; without a fused attention kernel, --seqpar {min(sizes)} would be needed"
 
 
 def command(p: Plan, preset: str) -> str:
@@ -218,10 +223,11 @@ def _flags(config: Config, preset: str) -> list[str]:
 
 
 def describe_dry_run(
-    config: Config, p: Plan, channels: int, outputs: int, data: str, steps: int, stages: Sequence[str] = ()
+    config: Config, preset: str, p: Plan, channels: int, outputs: int, data: str, steps: int, stages: Sequence[str] = ()
 ) -> str:
-    """Describes what would run: data, network, tokens, memory per rank, steps, and how ranks share decoding.
+    """Describes what would run: settings, data, network, tokens, memory per rank, steps, how ranks share decoding.
 
+    - ``preset``: from which the settings are told apart
     - ``p``: the plan of ``config`` on the device here
     - ``data``: the line that describes the data set
     - ``steps``: how many steps this lesson trains
@@ -230,19 +236,21 @@ def describe_dry_run(
     pipe = f"pipe {config.pipe} x " if config.pipe > 1 else ""
     memory, groups = p.memory, p.ranks // config.group_ranks
     net = build_on_meta(config, Group("seq", tuple(range(config.seqpar))), channels, outputs)
-    layout = net.layout
+    layout, several = net.layout, config.seqpar > 1
+    per_rank = f"; per rank {' '.join(map(str, layout.counts))}" if several else ""
     model = memory["weights"] + memory["gradients"] + memory["optimizer"]
-    verdict = "fits" if p.fits else "does not fit; plan.py finds what does, also for other devices"
+    decoding = describe_decoding(net, config)  # which refuses a batch that the mode cannot share
+    verdict = "fits" if p.fits else "does not fit; plan finds what does, also for other devices"
     return "\n".join(
         [
-            config.to_json(),  # first: it is long, and a terminal shows what comes last
             f"would run on {quantity(p.ranks, 'rank')} = data {groups} x {pipe}seq {config.seqpar}; "
             "nothing was written",
+            f"  settings  {shlex.join(_flags(replace(config, dry_run=False), preset))}",
             f"  data      {data}",
             f"  network   {net.describe()}",
-            f"  tile      {family_of(config).describe_tile(config)}; per rank {' '.join(map(str, layout.counts))}",
-            *(f"  attention {why}" for why in p.attention_why[:1]),
-            f"  decoding  {describe_decoding(net, config)}",
+            f"  tile      {family_of(config).describe_tile(config)}{per_rank}",
+            *(f"  attention {why}" for why in p.attention_why[:1] if several),
+            *[f"  decoding  {decoding}"] * several,
             *(f"  {'' if number else 'stages':<9} {line}" for number, line in enumerate(stages)),
             f"  memory    {p.total / GIB:.2f} GiB a rank, of {p.device.memory / GIB:.2f} of {p.device.name}: {verdict}",
             f"            {(memory['tokens'] + memory['decoder']) / GIB:.2f} for backward, "

@@ -40,7 +40,7 @@ class ShownCase:
 
     - ``ranges``: what black and white are in the files' numbers, by modality
     - ``is_ct``: whether these are Hounsfield units
-    - ``heat``: a map from 0 to 255
+    - ``heat``: a map from 0 to 255; ``heat_name``: what it shows, such as its class
     - ``at``: the planes to begin with; None: those with most of a label
     """
 
@@ -54,6 +54,7 @@ class ShownCase:
     is_ct: bool = False
     heat: Bytes | None = None
     at: tuple[int, ...] | None = None
+    heat_name: str = ""
 
     def embedded(self, budget: int) -> Embedded:
         """Returns the volumes as a page holds them, CT in 256 levels for windows of few Hounsfield units."""
@@ -363,6 +364,7 @@ def viewer_data(
             "truth": embedded.truth,
             "prediction": embedded.prediction,
             "heat": embedded.heat,
+            "heat_name": shown.heat_name,
             "ranges": shown.ranges,
             "unit": "HU" if shown.is_ct else "",
             "at": [n // f for n, f in zip(shown.at, embedded.factors)] if shown.at else None,

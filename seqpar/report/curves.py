@@ -136,6 +136,7 @@ class Diagram:
     - ``low``, ``high``: ends of the axis of values; None: as the values are
     - ``last``: end of the axis below; None: the last place
     - ``styles``: of the lines, in turn
+    - ``up``: what the axis of values shows; "": the quantity, which is the title
     """
 
     quantity: str
@@ -146,6 +147,7 @@ class Diagram:
     high: float | None = None
     last: float | None = None
     styles: Sequence[LineStyle] = DISTINCT
+    up: str = ""
 
     @property
     def has_keys(self) -> bool:

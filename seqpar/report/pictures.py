@@ -10,7 +10,8 @@ from numpy.typing import NDArray
 
 from seqpar.report.planes import COLOURS, PLANES, fullest_planes, orientation_text, plane_of, sides
 from seqpar.report.plots import escape_mathtext, make_figure, save_figure
-from seqpar.scores.class_scores import positive_class, roc_points
+from seqpar.scores.class_scores import positive_class, roc_label, roc_points
+from seqpar.text import quantity
 
 
 @dataclass(frozen=True)
@@ -112,16 +113,18 @@ def draw_scores(path: Path, summary: Mapping[str, Any], step: int = 0) -> None:
             points = roc_points(truth == number, probabilities[:, number])
             style = STYLES[(number + number // len(COLOURS)) % len(STYLES)]
             colour = COLOURS[number % len(COLOURS)]
-            curves.plot(*points, style, label=shown[number], color=colour, clip_on=False)  # 0 and 1 too
+            label = roc_label(shown[number], truth == number, probabilities[:, number])
+            curves.plot(*points, style, label=label, color=colour, clip_on=False)  # 0 and 1 too
             curves.legend(fontsize=8, loc="lower right")
-    curves.set(title=f"ROC on held-out cases{after}", xlabel="1 − specificity", ylabel="sensitivity")
+    figure.suptitle(f"{quantity(len(cases), 'held-out case')}{after}", fontsize=11)
+    curves.set(title="ROC curve", xlabel="1 − specificity", ylabel="sensitivity")
     confusion = np.array(summary["confusion"])
     counts.imshow(confusion, cmap="Blues", vmin=0)
     for row, column in np.ndindex(*confusion.shape):
         count = confusion[row, column]
         colour = "white" if 2 * count > confusion.max() else "black"
         counts.text(column, row, count, ha="center", va="center", color=colour, fontsize=12 if len(names) < 9 else 7)
-    counts.set(title=f"Held-out cases{after}", xlabel="predicted class", ylabel="true class")
+    counts.set(title="Confusion matrix: number of cases", xlabel="predicted class", ylabel="true class")
     slope = {"rotation": 30, "ha": "right"} if sum(map(len, names)) > WIDEST else {}
     counts.set_xticks(range(len(names)), shown, **slope)
     counts.set_yticks(range(len(names)), shown)
@@ -153,8 +156,7 @@ def draw_evidence(
     if seen.any():
         lines.append(f"{about}, in planes through its strongest point in the body; white line: half of its maximum")
         if is_outside(seen, body):
-            figure.text(0.5, 0.005, OUTSIDE, ha="center", va="bottom", fontsize=9, color="#b3261e", weight="bold")
-            lines.append("")
+            figure.supxlabel(OUTSIDE, fontsize=9, color="#b3261e", weight="bold")  # below the panels, not over them
     elif about:
         lines.append(f"{about}: no evidence for the class")
     figure.suptitle("\n".join(lines), fontsize=9)

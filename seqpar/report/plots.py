@@ -227,6 +227,7 @@ def draw_chart(diagram: Diagram, width: int = 340) -> Chart | None:
         plot.tick_params(length=0)
         plot.spines[:].set_visible(False)
         plot.set_xlabel(diagram.over, loc="right")
+        plot.set_ylabel(diagram.up)
         for handle in plot.get_legend_handles_labels()[0]:
             handle.set_gid("curve")
         figure.savefig(text, format="svg", transparent=True)

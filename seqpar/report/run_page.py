@@ -49,6 +49,8 @@ def render_run(
     cautions: Sequence[str] = (),
     loss: str = "",
     classes: Sequence[str] = (),
+    truth: Path | None = None,
+    prediction: Path | None = None,
     **parts: Any,
 ) -> str:
     """Returns the page about a run.
@@ -58,14 +60,18 @@ def render_run(
     - ``cautions``: what a reader of the scores should know first
     - ``loss``: its name; "" for the one that ``--loss`` names
     - ``classes``: in the order of their colours
+    - ``truth``, ``prediction``: the folders whose scores are shown; None: the run's own validation
     - ``parts``: what else the task's page.html shows
     """
     name = record.path.resolve().name
     return render(
         "page.html",
         folder,
-        title=f"{name} · {record.dataset['name']}",
+        title=f"{name} · {truth.resolve().name if truth else record.dataset['name']}",
         name=name,
+        scored=f"Scores of the predictions in {prediction} against {truth}, not of the run's own validation."
+        if truth
+        else "",
         run=verdict(record),
         gaps=[*record.gaps, *gaps],
         faults=faults,

@@ -34,7 +34,9 @@ def page_of_sweep(out: Path) -> str:
     gaps += [f"{point.name} is {point.state}. {point.why}" for point in sweep.points if not point.is_over]
     over = sum(point.is_over for point in sweep.points)
     headline = f"{over} of {len(sweep.points)} points have ended."
-    headline += f" Best: {best.name}, {sweep.measure(best)} after step {best.at}." if best else ""
+    if best:
+        described = sweep.describe_best(best)
+        headline += f" {described[0].upper()}{described[1:]}."
     return render(
         "sweep.html",
         title=f"Sweep {out.resolve().name}",

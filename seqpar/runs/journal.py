@@ -91,7 +91,7 @@ class Journal:
 
         - ``terms``: the names of the loss's terms
         """
-        self.say(f"({'dice: soft Dice on the tiles of training; ' if 'dice' in terms else ''}{EPOCH_WORDS})")
+        self.say(f"({'dice: soft Dice on training tiles; ' if 'dice' in terms else ''}{EPOCH_WORDS})")
         self.progress([f"step {step + 1} of {steps}"])
 
     def progress(self, fields: Sequence[str], last: bool = False) -> None:
@@ -138,7 +138,7 @@ def held_out_scores(row: Mapping[str, Any]) -> tuple[str, str]:
     return ("scores", "Scores") if "scores" in row else ("dice", "Dice")
 
 
-EPOCH_WORDS = "tokens/s or voxels/s: all ranks together; waited: for tiles, in this epoch; GB: peak memory of rank 0"
+EPOCH_WORDS = "waited: for data, in this epoch; GB: peak memory of the first rank"
 
 
 def epoch_fields(step: int, epochs: int, iterations: int, rows: list[dict[str, Any]], left_s: float) -> list[str]:

@@ -45,12 +45,23 @@ def read_config(run: str | Path) -> dict[str, Any]:
         raise DataError(path, f"is damaged ({error}): restore it or train again") from None
     if not isinstance(content, dict):
         raise DataError(path, "is damaged (no JSON object): restore it or train again")
+    for name in ("config", "dataset", "layout"):
+        if not isinstance(content.get(name, {}), dict):
+            raise DataError(path, f"is damaged ({name!r} is no JSON object): restore it or train again")
     return content
+
+
+def read_description(run: str | Path) -> dict[str, Any]:
+    """Returns what a run's config.json says of its data; raises DataError if it lacks the labels."""
+    dataset: dict[str, Any] = read_config(run).get("dataset", {})
+    if lacking := [name for name in ("labels", "regions", "values", "ignore_label") if name not in dataset]:
+        raise DataError(Path(run) / CONFIG, f"lacks {lacking[0]!r} of its data: restore it or train again")
+    return dataset
 
 
 def tested_cases(*runs: str | Path) -> frozenset[str]:
     """Returns the cases that runs kept for tests, the same ones; raises ``ValueError`` where they did not."""
-    parts = {frozenset(read_config(run)["dataset"].get("test", ())) for run in runs}
+    parts = {frozenset(read_config(run).get("dataset", {}).get("test", ())) for run in runs}
     names = " and ".join(map(str, runs))
     if not all(parts):
         raise ValueError(
@@ -117,11 +128,10 @@ def _commit() -> str:
     return git.stdout.strip()
 
 
-def result_files(run: Path) -> list[Path]:
-    """Returns the files that a finished run leaves for people, those that are there."""
-    names = ["progress.png", "validation.png", "validation/summary.json", "metrics.jsonl"]
-    names += ["model.safetensors", "config.json", "train.log"]
-    return [run / name for name in names if (run / name).exists()]
+def describe_results(run: Path) -> list[str]:
+    """Returns a line on each file that people look for after a run, if it is there."""
+    files = {"validation.png": "held-out cases", "progress.png": "curves", "model.safetensors": "weights"}
+    return [f"  {run / name}: {what}" for name, what in files.items() if (run / name).exists()]
 
 
 def next_lines(run: Path) -> list[str]:

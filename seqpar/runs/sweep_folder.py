@@ -17,8 +17,10 @@ from seqpar.data.files import read_json, write_json
 from seqpar.runs.journal import read_metrics
 from seqpar.runs.metrics_tail import ERRORS, SCORES, measure_of, score_of
 from seqpar.runs.run_folder import read_status
+from seqpar.scores.comparison import FEW, TOO_FEW
 from seqpar.settings.config import Config
 from seqpar.settings.presets import PRESETS
+from seqpar.text import quantity
 
 SWEEP_FILE = "sweep.json"
 VERSION = 1
@@ -32,6 +34,7 @@ class Point:
     - ``score``, ``at``: the best score of its validations and the step of it; NaN before the first
     - ``loss``: of the last step
     - ``seconds``: of all recorded steps and validations
+    - ``cases``: on which the best score was measured; 0: not known
     """
 
     name: str
@@ -45,6 +48,7 @@ class Point:
     seconds: float = 0.0
     code: int = 0
     why: str = ""
+    cases: int = 0
 
     @property
     def is_over(self) -> bool:
@@ -78,9 +82,14 @@ class Sweep:
         preset = PRESETS[self.began["preset"]]() if "preset" in self.began else Config()
         return str(self.began.get("settings", {}).get("task", preset.task))
 
-    def measure(self, point: Point) -> str:
-        """Returns what a point reached, in words: its score, or the error behind it."""
-        return f"{SCORES[self.task]} {measure_of(self.task, point.score):.4f}"
+    def describe_best(self, best: Point) -> str:
+        """Returns which point reached most, in words: its score or the error behind it, and on how many cases."""
+        most = "lowest" if self.task in ERRORS else "highest"
+        text = f"{most} {SCORES[self.task]}: {best.name}, {measure_of(self.task, best.score):.4f} after step {best.at}"
+        if not best.cases:
+            return text
+        few = f": {TOO_FEW} which setting is best" if best.cases < FEW else ""
+        return f"{text}, on {quantity(best.cases, 'held-out case')}{few}"
 
     def varied(self) -> list[str]:
         """Returns the settings in which points differ, by their names in Config."""
@@ -184,8 +193,10 @@ def _look_up(run: Path, point: Point, stopped: Sequence[str]) -> Point:
     except OSError:
         rows = []
     train, held_out = ([row for row in rows if row["kind"] == kind] for kind in ("train", "val"))
-    scored = [(score_of(row), row["step"]) for row in held_out if not math.isnan(score_of(row))]
-    score, at = max(scored, key=lambda pair: (pair[0], -pair[1]), default=(math.nan, 0))
+    scored = [
+        (score_of(row), row["step"], int(row.get("cases", 0))) for row in held_out if not math.isnan(score_of(row))
+    ]
+    score, at, cases = max(scored, key=lambda one: (one[0], -one[1]), default=(math.nan, 0, 0))
     return replace(
         point,
         state=state,
@@ -197,4 +208,5 @@ def _look_up(run: Path, point: Point, stopped: Sequence[str]) -> Point:
         seconds=sum(row.get("seconds", 0.0) for row in (*train, *held_out)),
         code=int(status.get("code", 0)),
         why="" if state == "stopped" else str(status.get("why", "")),
+        cases=cases,
     )

@@ -4,7 +4,8 @@ Legend: n cases, k classes, d draws of the bootstrap.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from statistics import NormalDist
 from typing import Any
 
 import numpy as np
@@ -88,6 +89,10 @@ def score_classes(truth: Sequence[int], probabilities: Floats, names: Sequence[s
             "cases": int(confusion[number].sum()),
             **{kind: float(values[number]) for kind, values in own.items()},
             "AUC": area_under_roc(labels == number, probabilities[:, number]),
+            "intervals": {
+                kind: list(interval_of_share(float(values[number]), count) or ())
+                for (kind, values), count in zip(own.items(), cases_behind(len(labels), int(confusion[number].sum())))
+            },
         }
         for number, name in enumerate(names)
     }
@@ -99,7 +104,10 @@ def score_classes(truth: Sequence[int], probabilities: Floats, names: Sequence[s
     return {
         "cases": len(labels),
         "scores": {name: score(labels, probabilities) for name, score in main.items()},
-        "intervals": {name: bootstrap(labels, probabilities, score) for name, score in main.items()},
+        "intervals": {
+            "accuracy": list(interval_of_share(main["accuracy"](labels, probabilities), len(labels)) or ()),
+            **{name: bootstrap(labels, probabilities, main[name]) for name in ("balanced accuracy", "AUC")},
+        },
         "classes": classes,
         "confusion": confusion.tolist(),
         "calibration_error": calibration_error(labels, probabilities),
@@ -118,8 +126,40 @@ def bootstrap(truth: Ints, probabilities: Floats, score: Callable[[Ints, Floats]
     return [float(value) for value in np.nanquantile(drawn, [tail, 1 - tail])] if np.isfinite(drawn).any() else []
 
 
+def cases_behind(cases: int, of_class: int) -> tuple[int, int]:
+    """Returns how many cases the sensitivity and the specificity of a class are shares of."""
+    return of_class, cases - of_class
+
+
+def interval_of_share(share: float, count: int) -> tuple[float, float] | None:
+    """Returns Wilson's interval of a share of independent cases; None if they are too few for one.
+
+    It stays between 0 and 1, and has a width even where all cases are right.
+    """
+    if count < FEW:
+        return None
+    z = NormalDist().inv_cdf((1 + LEVEL) / 2)
+    middle = (share + z**2 / (2 * count)) / (1 + z**2 / count)
+    reach = z / (1 + z**2 / count) * math.sqrt(share * (1 - share) / count + z**2 / (4 * count**2))
+    return max(0.0, middle - reach), min(1.0, middle + reach)
+
+
+def describe_share(share: float, count: int) -> str:
+    """Returns the interval of a share in words, "" if no case shows the share."""
+    interval = interval_of_share(share, count)
+    if not count:
+        return ""
+    return TOO_FEW if interval is None else f"{interval[0]:.3f} to {interval[1]:.3f}"
+
+
+def fewest_cases(content: Mapping[str, Any], score: str) -> int:
+    """Returns how many cases a score of ``score_classes`` rests on: accuracy on all, others on the smallest class."""
+    counts = [row["cases"] for row in content["classes"].values() if row["cases"]]
+    return int(content["cases"] if score == "accuracy" else min(counts, default=0))
+
+
 def describe_bootstrap(interval: Sequence[float] | None, count: int) -> str:
-    """Returns an interval of ``bootstrap`` in words, "" if there is none; ``count``: of the cases."""
+    """Returns the interval of a score in words, "" if there is none; ``count``: of the cases that it rests on."""
     if count < FEW:
         return TOO_FEW
     if not interval:
@@ -147,6 +187,14 @@ def roc_points(is_class: NDArray[np.bool_], scores: Floats) -> tuple[list[float]
     last = np.append(np.flatnonzero(np.diff(scores[order])), len(scores) - 1)  # of each run of equal scores
     hits, false = (np.cumsum(part[order])[last] for part in (is_class, ~is_class))
     return [0.0, *(false / max(1, false[-1])).tolist()], [0.0, *(hits / max(1, hits[-1])).tolist()]
+
+
+def roc_label(name: str, is_class: NDArray[np.bool_], scores: Floats) -> str:
+    """Returns the name of a class with the area under its curve and the cases behind it; of few, that they are few."""
+    positives, few = int(is_class.sum()), ""
+    if min(positives, len(is_class) - positives) < FEW:
+        few = f", {TOO_FEW}"
+    return f"{name}: AUC {area_under_roc(is_class, scores):.3f} ({positives} of {len(is_class)} cases{few})"
 
 
 def _shares(part: Ints, whole: Ints) -> Floats:

@@ -93,12 +93,12 @@ def _verdict(ranked: Sequence[Scored], cases: Sequence[str]) -> list[str]:
     best, second = ranked[:2]
     own, other = _case_values(best, cases), _case_values(second, cases)
     if not own or not other:
-        return ["best in mean Dice: not known, as no class of these cases has a Dice in both of the first two"]
+        return ["highest mean Dice: not known, as no class of these cases has a Dice in both of the first two"]
     differences = [a - b for a, b in zip(own, other)]
     difference = fmean(differences)
     if math.isclose(difference, 0.0, abs_tol=1e-9):
-        return [f"best in mean Dice: none, as that of {best.name} and {second.name} is the same"]
-    line = f"best in mean Dice: {best.name}, {difference:.4f} above {second.name}"
+        return [f"highest mean Dice: none, as that of {best.name} and {second.name} is the same"]
+    line = f"highest mean Dice: {best.name}, {difference:.4f} above {second.name}"
     return [line + describe_interval(interval_of_mean(differences, low=-1.0, high=1.0), len(differences))]
 
 

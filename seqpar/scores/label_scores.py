@@ -34,7 +34,8 @@ LESION_COLUMNS = ("LesionDice", "LesionHD95")
 WORDS = (  # of a table, for people
     "(mean, median: over cases; global: over the voxels of all cases together; HD95: 95th percentile of the distances "
     "between the surfaces in mm, or the image's diagonal if only one map has the class (as BraTS: 374); NSD: share of "
-    "both surfaces that is within --nsd-tolerance of the other)"
+    "both surfaces that is within --nsd-tolerance of the other; VolumeError: predicted minus true volume, as share of "
+    "the true one; Sensitivity, Specificity: of voxels, not of cases)"
 )
 
 

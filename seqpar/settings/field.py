@@ -18,9 +18,11 @@ class Bounds:
     text: str
 
 
-AT_LEAST_1 = Bounds(lambda value: value >= 1, "it must be at least 1")
-NOT_NEGATIVE = Bounds(lambda value: 0 <= value < math.inf, "it must not be negative")
-ABOVE_0 = Bounds(lambda value: 0 < value < math.inf, "it must be above 0")
+MOST, MOST_OF_COUNTS, A_YEAR_S = 1e30, 10**9, 365 * 24 * 3600  # float32 holds MOST, and what a step makes of it
+AT_LEAST_1 = Bounds(lambda value: 1 <= value <= MOST_OF_COUNTS, f"it must be at least 1 and at most {MOST_OF_COUNTS}")
+NOT_NEGATIVE = Bounds(lambda value: 0 <= value <= MOST, f"it must be in [0, {MOST:g}]")
+ABOVE_0 = Bounds(lambda value: 0 < value <= MOST, f"it must be above 0 and at most {MOST:g}")
+SECONDS = Bounds(lambda value: 0 < value <= A_YEAR_S, f"it must be above 0 and at most {A_YEAR_S}, a year")
 ABOVE_0_TO_1 = Bounds(lambda value: 0 < value <= 1, "it must be above 0 and at most 1")
 BELOW_1 = Bounds(lambda value: 0 <= value < 1, "it must be in [0, 1)")
 SEED = Bounds(lambda value: 0 <= value < 2**63, "it must be in [0, 2^63)")  # what torch takes
@@ -36,6 +38,7 @@ def whole_bounds(least: int, most: int) -> Bounds:
 CHANNELS = whole_bounds(1, 65536)
 CHANNELS_OR_0 = whole_bounds(0, 65536)
 PROCESSES = whole_bounds(0, 256)  # more would only fill the machine
+AT_LEAST_A_PROCESS = whole_bounds(1, 256)
 TILES = whole_bounds(0, 1_000_000)
 
 

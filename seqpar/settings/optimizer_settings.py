@@ -43,7 +43,7 @@ class OptimizerSettings:
 
     batch: int = _optimizer(
         0,
-        "tiles per sequence group and micro-batch; 0: chosen by memory",
+        "tiles per sequence group (ranks that share a tile) and micro-batch; 0: chosen by memory",
         bounds=TILES,
         metavar="TILES",
         common=True,

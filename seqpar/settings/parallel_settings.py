@@ -32,7 +32,7 @@ class ParallelSettings:
 
     tile: tuple[int, ...] = _parallel(
         (96, 96, 96),
-        "sides of a tile in voxels: one number or three",
+        "sides of a tile, the crop of a training step, in voxels: one number or three",
         metavar="VOXELS",
         common=True,
         acts_when=lambda c: not c.curriculum,
@@ -41,7 +41,7 @@ class ParallelSettings:
     )
     patch: tuple[int, ...] = _parallel(
         (16, 16, 16),
-        "sides of a token in voxels: 2, 4, 8 or 16, or three of them",
+        "sides of a patch, the block of voxels of one token: 2, 4, 8 or 16, or three of them",
         metavar="VOXELS",
         common=True,
         networks=TOKENS,
@@ -49,7 +49,7 @@ class ParallelSettings:
     )
     seqpar: int = _parallel(
         1,
-        "ranks that share a tile; auto: the fewest whose memory suffices",
+        "ranks (processes, usually one per GPU) that share a tile; auto: the fewest whose memory suffices",
         bounds=AT_LEAST_1,
         metavar="RANKS",
         common=True,

@@ -7,6 +7,9 @@ import textwrap
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
+from seqpar.settings.field import Bounds
+from seqpar.text import flag_name
+
 
 class Parser(argparse.ArgumentParser):
     """A parser whose errors are a user's: one line, with the flag nearest to an unknown one.
@@ -34,6 +37,15 @@ class Parser(argparse.ArgumentParser):
         known = [*self._option_string_actions, *self.others]
         pairs = [(word, near) for word in typed for near in difflib.get_close_matches(word, known, 1)]
         return "".join(f"; nearest to {word} is {near}" for word, near in pairs)
+
+
+def check_numbers(options: argparse.Namespace, **bounds: Bounds) -> None:
+    """Raises ValueError for a number, or one of several, that is out of the bounds of its name; None passes."""
+    for name, own in bounds.items():
+        value = getattr(options, name)
+        values = value if isinstance(value, list) else [value]
+        if value is not None and not all(map(own.allows, values)):
+            raise ValueError(f"--{flag_name(name)} {' '.join(map(str, values))}: {own.text}")
 
 
 class _HelpLines(argparse.HelpFormatter):

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from seqpar.parallel.meeting import START_S
-from seqpar.settings.field import ABOVE_0, AT_LEAST_1, BELOW_1, NOT_NEGATIVE, VOXELS, setting
+from seqpar.settings.field import ABOVE_0, AT_LEAST_1, BELOW_1, NOT_NEGATIVE, SECONDS, VOXELS, setting
 from seqpar.settings.network_settings import TOKENS
 from seqpar.vit.blocks import RECOMPUTED
 
@@ -122,10 +122,10 @@ class RunSettings:
         "", "save and leave before this time has passed: minutes or H:MM:SS", metavar="TIME", common=True
     )
     start_timeout: float = _limits(
-        START_S, "seconds that ranks may wait for each other before step 1", bounds=ABOVE_0, metavar="SECONDS"
+        START_S, "seconds that ranks may wait for each other before step 1", bounds=SECONDS, metavar="SECONDS"
     )
     timeout: float = _limits(
-        300.0, "seconds that ranks may wait from step 2 on, saving included", bounds=ABOVE_0, metavar="SECONDS"
+        300.0, "seconds that ranks may wait from step 2 on, saving included", bounds=SECONDS, metavar="SECONDS"
     )
     debug_collectives: bool = _limits(False, "check each collective: slow, names ranks that differ")
     dry_run: bool = _limits(False, "print what would run, check it, and stop", common=True)

@@ -3,6 +3,7 @@
 import csv
 import io
 import math
+import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
@@ -46,7 +47,8 @@ def draw_sweep(out: Path, sweep: Sweep, path: Path) -> None:
         _draw_setting(plot, sweep, name, best)
         plot.set_ylim(0, top)
     title = f"{len(sweep.points)} points, {sum(point.is_over for point in sweep.points)} ended"
-    picture.suptitle(f"{title}; best: {best.name}, {sweep.measure(best)}" if best else title, fontsize=11)
+    lines = [title, *(textwrap.wrap(sweep.describe_best(best), 40 * columns) if best else ())]
+    picture.suptitle("\n".join(lines), fontsize=11)
     if names:
         picture.supxlabel(NOTE, fontsize=8, color=MEANS)
     save_figure(picture, path, durable=True)
@@ -106,7 +108,7 @@ def _draw_range(plot: Any, known: Sequence[Point], name: str, best: Point | None
         plot.set_xscale("log")
 
 
-COLUMNS = ("state", "step", "steps", "score", "at", "loss", "seconds", "code", "why")
+COLUMNS = ("state", "step", "steps", "score", "at", "cases", "loss", "seconds", "code", "why")
 SHOWN = 10  # points of the table that is printed
 
 
@@ -122,7 +124,7 @@ def write_results(out: Path, sweep: Sweep) -> list[str]:
     count = sum(point.is_over for point in sweep.points)
     lines.append(f"{count} of {len(sweep.points)} points have ended: {out / 'sweep.json'}, sweep.csv, sweep.png")
     if best := sweep.best:
-        lines.append(f"best: {best.name}: {sweep.measure(best)} after step {best.at}")
+        lines.append(sweep.describe_best(best))
         lines.append(f"next: {next_command('report', out)}  (all points on one page)")
         lines.append(f"next: {next_command('predict', out / best.name, '-i', 'IMAGES', '-o', 'PREDICTIONS')}")
     return lines

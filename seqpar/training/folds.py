@@ -27,7 +27,7 @@ from seqpar.settings.data_settings import ALL_FOLDS
 from seqpar.settings.parser import Parser
 from seqpar.tasks.lookup import task_of
 from seqpar.tasks.task import Task
-from seqpar.terminal import next_command, python_module, typed_variable
+from seqpar.terminal import next_command, python_module, resume_command, typed_variable
 from seqpar.text import parse_duration
 from seqpar.training.run_request import check_again_flag, is_requeued
 
@@ -182,7 +182,8 @@ class Folds:
         if left or killed or state.get("state") != "running":  # else another training may hold it and go on
             why = f"fold {fold}: {state.get('why') or ('it had not begun' if left else how)}"
             _write(out, launcher, fold, "preempted" if left else "failed", why, code)
-        line = f"fold {fold} {how}: continue with --resume --fold {ALL_FOLDS} --out {out}"
+        again = resume_command("train", out, "--fold", ALL_FOLDS, ranks=launcher.world)
+        line = f"fold {fold} {how}; to continue: {again}"
         print(line, flush=True)
         exit_codes.leave_last_words(line)
         return code

@@ -46,7 +46,7 @@ def dry_run(request: RunRequest, launcher: Launcher) -> int:
                 plan, stages = plan_pipe_here(own, here, *sizes)
             else:
                 plan = plan_here(own, here, *sizes)
-            print(describe_dry_run(own, plan, *sizes, data, len(lesson.steps), stages))
+            print(describe_dry_run(own, request.preset, plan, *sizes, data, len(lesson.steps), stages))
         if weights_line:
             print(weights_line)
         if advice := task.tile_advice(config, request.flags, request.preset, request.fingerprint):

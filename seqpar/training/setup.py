@@ -1,5 +1,6 @@
 """Sets a run up: folder, network, trainer, the lines that say what it will do; what a resumed run must keep."""
 
+import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -80,29 +81,41 @@ def _listed(names: Sequence[str]) -> str:
 def first_lines(request: RunRequest, launcher: Launcher) -> str:
     """Returns what a run prints first: the planner's choices, preset, ranks, main settings, idle flags, changes."""
     config, world, kind = request.config, launcher.world, family_of(request.config)
-    pipe = f"pipe {config.pipe} x " if config.pipe > 1 else ""
-    line = (
-        f"seqpar: preset {request.preset} ({request.preset_reason}); {quantity(world, 'rank')} = "
-        f"data {world // config.group_ranks} x {pipe}seq {config.seqpar}, {describe_launcher(launcher)}; "
-        f"tile {'x'.join(map(str, config.tile))}, {kind.describe_tile(config)}; {kind.describe(config)}; "
-        f"mode {config.mode}, {config.precision}, {quantity(config.batch, 'tile')} per sequence group"
-    )
-    if config.accumulate > 1:
-        line += f", {config.accumulate} times a step"
+    tiles = quantity(config.batch, "tile") + (" a step" if world == config.accumulate == 1 else "")
+    lines = [
+        f"seqpar: preset {request.preset} ({request.preset_reason}); {quantity(world, 'rank')}"
+        f"{_groups(config, world)}, {describe_launcher(launcher)}",
+        f"  tile {'x'.join(map(str, config.tile))}, {kind.describe_tile(config)}; {kind.describe(config)}",
+        f"  {f'mode {config.mode}, ' if config.seqpar > 1 else ''}{config.precision}, {tiles}"
+        f"{' per sequence group' if world > 1 else ''}"
+        f"{f', {config.accumulate} times a step' if config.accumulate > 1 else ''}",
+        textwrap.fill(f"({_words(config, world)})", 110, initial_indent="  ", subsequent_indent="  "),
+    ]
     last = filter(None, [describe_lessons(config), request.idle, changes_line(request.changes)])
-    return "\n".join([*(lines[0] for lines in request.choices.values()), line, _words(config), *last])
+    return "\n".join([*(lines[0] for lines in request.choices.values()), *lines, *last])
 
 
-def _words(config: Config) -> str:
-    groups = "data x seq: groups that train on other tiles x ranks that share a tile"
+def _groups(config: Config, world: int) -> str:
+    """Returns how ranks are arranged; nothing for one."""
+    pipe = f"pipe {config.pipe} x " if config.pipe > 1 else ""
+    return f" = data {world // config.group_ranks} x {pipe}seq {config.seqpar}" if world > 1 else ""
+
+
+def _words(config: Config, world: int) -> str:
+    """Returns what the words of the first lines mean."""
+    words = ["rank: a process with its device"]
+    if world > 1:
+        words.append("data: groups with different tiles")
     if config.pipe > 1:
-        groups = (
-            "data x pipe x seq: groups that train on other tiles x ranks with other stages x ranks that share a tile"
-        )
-    piece = "patch: the block of voxels that becomes one token"
-    if not family_of(config).attends:
-        piece = "cube: the smallest block of voxels that a rank can have"
-    return f"({groups}; tile: the crop of a case that a group trains on; {piece}; --help explains the flags)"
+        words.append("pipe: ranks with different layers")
+    if world > 1:
+        words.append("seq: ranks that share a tile, a sequence group")
+    words.append("tile: the crop that a step trains on")
+    if family_of(config).attends:
+        words.append("patch: the voxels of one token")
+    elif config.seqpar > 1:
+        words.append("cube: the smallest block that a rank can have")
+    return "; ".join(words)
 
 
 def open_folder(status: StatusFile, lock: RunLock, config: Config, log: RunLog) -> tuple[int, str]:
@@ -180,8 +193,12 @@ def make_trainer(
         here = Circumstances(declares_regions=bool(data.dataset.regions), learns_regions=bool(data.regions))
         if is_first and (idle := describe_settings_without_effect(config, request.flags, here)):
             print(idle, flush=True)
-        lines = [f"{_size_line(net, lesson, mesh)}; {mode_line}", *([_outputs_line(data)] if is_first else [])]
-        lines += [f"attention: {reason}" for reason in attention_reasons[:1]] + [weights_line] * bool(weights_line)
+        lines = [
+            _size_line(net, lesson, mesh) + (f"; {mode_line}" if net.group.size > 1 else ""),
+            *([_outputs_line(data)] if is_first else []),
+        ]
+        lines += [f"attention: {reason}" for reason in attention_reasons[:1] if net.group.size > 1]
+        lines += [weights_line] * bool(weights_line)
         lines += stage_lines
         print("\n".join(lines), flush=True)
     trainer = Trainer(config, mesh, data, net, status, description, saved, lesson.steps, resizing, stages)

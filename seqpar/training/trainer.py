@@ -27,11 +27,12 @@ from seqpar.report.plots import draw_progress
 from seqpar.runs.boards import Board, open_on_first
 from seqpar.runs.journal import Journal, epoch_fields, peak_memory_mb
 from seqpar.runs.metrics_tail import measure_of
-from seqpar.runs.run_folder import result_files, write_window
+from seqpar.runs.run_folder import describe_results, write_window
 from seqpar.runs.run_status import StatusFile
 from seqpar.settings.config import Config
 from seqpar.tasks.lookup import task_of
 from seqpar.tasks.training_data import TrainingData, step_tiles
+from seqpar.terminal import resume_command
 from seqpar.training.after_step import AfterStep, Decision, raise_non_finite
 from seqpar.training.gradients import Gradients
 from seqpar.training.pipeline_gradients import PipeGradients, most_by_stage
@@ -280,7 +281,7 @@ class Trainer:
             self.journal.attempt(lambda: (self.out / STOP_FILE).unlink(missing_ok=True))
         self._write_status("preempted", stopper.reason, PREEMPTED)
         step, total = self.progress.step, self.config.steps
-        self.journal.say(f"left at step {step} of {total} ({stopper.reason}); continue with --resume --out {self.out}")
+        self.journal.say(f"left at step {step} of {total} ({stopper.reason}); to continue: {self._resume_command()}")
         return False
 
     def _finish(self) -> None:
@@ -296,9 +297,7 @@ class Trainer:
         best = f"finished: best {self.task.score} {measure:.3f} at step {self.progress.best_step}"
         if early:
             best += f"; ended at step {self.progress.step} of {self.config.steps}: {early} (--patience)"
-        self.journal.say(
-            "\n".join([best, *(f"  {path}" for path in result_files(self.out)), *self.task.next_lines(self.out)])
-        )
+        self.journal.say("\n".join([best, *describe_results(self.out), *self.task.next_lines(self.out)]))
 
     def _write_weights(self, weights: dict[str, Tensor]) -> None:
         path = self.out / "model.safetensors"
@@ -308,8 +307,12 @@ class Trainer:
             raise DataError(
                 path,
                 f"cannot be written ({error.strerror or error}); the checkpoint of step {self.progress.step} is kept: "
-                f"make room and continue with --resume --out {self.out}",
+                f"make room and continue by {self._resume_command()}",
             ) from error
+
+    def _resume_command(self) -> str:
+        ranks = self.mesh.world.size if self.mesh.data.size > 1 else 1  # train starts those of a single group itself
+        return resume_command(self.task.train_command[0], self.out, ranks=ranks)
 
     def _save(self, is_best: bool = False, must: bool = False) -> None:
         self.after_step.save(self.net, self.optimizer, self.progress, self.journal, is_best, must)

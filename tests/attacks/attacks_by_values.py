@@ -215,8 +215,12 @@ DATA = [
     ),
 ]
 
+
+def _made_nothing(here: Path, said: str) -> None:
+    assert not list(here.iterdir())
+
+
 HUGE = "1000000000000"
-SPACING = f"train {TINY} --data D --cache cache --spacing"
 
 ATTACKS = [
     *DATA,
@@ -231,24 +235,32 @@ ATTACKS = [
         for program, line, words in (
             ("train", TINY, f"--seqpar: {HUGE} must be a number of ranks, at most 100000"),
             ("predict", "run -i D -o out", f"{HUGE} ranks are needed, and at most "),
-            ("doctor", "--device cpu", f"{HUGE} ranks are needed, and at most "),
+            ("doctor", "--device cpu", f"--seqpar {HUGE}: it must be in [1, 100000]"),
         )
     ),
     *(
         Attack(
-            f"--spacing {size}",
-            types=f"{SPACING} {size},{size},{size}",
+            f"{program} --spacing {size}{more}",
+            types=f"{program} {TINY} --data D --cache cache --spacing {size},{size},{size}{more}",
             make=lambda here: nnunet(here / "D", 5),
             code=3,
             says=("D/imagesTr/c_000_0000.nii.gz: --spacing", words),
         )
         for size, words in (
-            ("1e-9", "would make 11000000258x8000000151x7799999714 voxels"),
-            ("1e9", "would make less than one voxel of its 10x8x6; give smaller sizes in mm"),
+            ("1e-9", "voxels ("),
+            ("1e9", "would make less than one voxel of its 14x12x10; give smaller sizes in mm"),
         )
+        for program, more in (("train", ""), ("train", " --dry-run"), ("pretrain", " --dry-run"))
     ),
     *WEIGHTS,
     *CLASSES,
+    Attack(
+        "a phantom of a trillion voxels a side",
+        types=f"phantom --out P --size {HUGE} {HUGE} {HUGE}",
+        code=2,
+        says="a phantom's size must be three numbers of voxels, each 16 to 2048",
+        after=_made_nothing,
+    ),
     Attack("a seed beyond 64 bits", types="train --seed 99999999999999999999", code=2, says="--seed 9999"),
     *[
         Attack(
@@ -263,8 +275,8 @@ ATTACKS = [
             ("pretrain", "--preset debug --device cpu", "--time-limit", "0.0", "it must be above 0"),
             ("train", TINY, "--workers", "100000", "it must be in [0, 256]"),
             ("tune", "--space lr=1,2", "--time-limit", "0", "it must be above 0"),
-            ("tune", "--space lr=1,2", "--devices", "0", "it must be at least 1"),
-            ("tune", "--space lr=1,2 --ray x:1", "--ray-nodes", "0", "it must be at least 1"),
+            ("tune", "--space lr=1,2", "--devices", "0", "it must be in [1, 100000]"),
+            ("tune", "--space lr=1,2 --ray x:1", "--ray-nodes", "0", "it must be in [1, 100000]"),
             ("train", TINY, "--phantoms", HUGE, "it must be in [1, 100000]"),
             ("train", TINY, "--tile", HUGE, "it must be in [1, 65536]"),
             ("train", TINY, "--depth", HUGE, "it must be in [1, 1000]"),
@@ -273,12 +285,25 @@ ATTACKS = [
             ("train", TINY, "--decoder-width", HUGE, "it must be in [1, 65536]"),
             ("train", TINY, "--global-batch", HUGE, "it must be in [0, 1000000]"),
             ("pretrain", "--preset mae-debug --device cpu", "--rebuild-width", HUGE, "it must be in [0, 65536]"),
-            ("plan", "", "--ranks", HUGE, "it must be at most 1000000"),
-            ("plan", "", "--memory", "1e+30", "it must be at most 1000000"),
-            ("plan", "--predict", "--volume", f"{HUGE} 1 1", "it must be at most 65536"),
+            ("train", TINY, "--lr", "1e+300", "it must be above 0 and at most 1e+30"),
+            ("train", TINY, "--weight-decay", "inf", "it must be in [0, 1e+30]"),
+            ("train", TINY, "--layer-scale", "1e+300", "it must be in [0, 1e+30]"),
+            ("train", f"{TINY} --seqpar 2", "--start-timeout", "1e+30", "it must be above 0 and at most 31536000"),
+            ("train", TINY, "--epochs", HUGE, "it must be at least 1 and at most 1000000000"),
+            ("train", TINY, "--accumulate", HUGE, "it must be at least 1 and at most 1000000000"),
+            ("plan", "", "--ranks", HUGE, "it must be in [1, 1000000]"),
+            ("plan", "", "--memory", "1e+30", "it must be in [1, 1000000]"),
+            ("plan", "--predict", "--volume", f"{HUGE} 1 1", "it must be in [1, 65536]"),
             ("phantom", "--out P", "--cases", HUGE, "give at most 100000"),
-            ("tune", "--space lr=log:1:2", "--samples", HUGE, "it must be at most 100000"),
-            ("tune", "--space lr=1,2", "--devices", HUGE, "it must be at most 100000"),
+            ("phantom", "--out P", "--workers", HUGE, "it must be in [1, 256]"),
+            ("prepare", "D", "--workers", HUGE, "it must be in [0, 256]"),
+            ("evaluate", "T P", "--workers", HUGE, "it must be in [1, 256]"),
+            ("doctor", "", "--time-limit", "inf", "it must be at least 5 seconds, and at most a day"),
+            ("figures", "5 --plan", "--seeds", HUGE, "it must be in [1, 1000]"),
+            ("figures", "5 --plan", "--groups", HUGE, "it must be in [1, 100000]"),
+            ("bench", "plan", "--turns", HUGE, "it must be in [1, 1000]"),
+            ("tune", "--space lr=log:1:2", "--samples", HUGE, "it must be in [1, 100000]"),
+            ("tune", "--space lr=1,2", "--devices", HUGE, "it must be in [1, 100000]"),
             ("tune", "--space lr=1,2", "--devices-per-run", HUGE, "give a number of devices, 1 to 100000, or all"),
             ("tune", "--space lr=1,2", "--ray", "nonsense", "give the HOST:PORT"),
             ("tune", "--space lr=1,2", "--ray", "ray://x:1", "give the HOST:PORT"),

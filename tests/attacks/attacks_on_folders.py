@@ -93,12 +93,32 @@ ATTACKS += [
         ("truth truth --regions T=1", "truth", _copied_truth),
     )
 ]
+ATTACKS += [
+    Attack(
+        "evaluate by the labels of a data set's folder",
+        types="evaluate truth truth --dataset D --json x.json --csv x.csv",
+        make=_copied_truth,
+        code=0,
+        says="5 cases, 1 class: mean Dice 1.0000",
+        keeps="D truth",
+    ),
+    Attack(
+        "evaluate by a folder without dataset.json",
+        types="evaluate truth truth --dataset images --json x.json --csv x.csv",
+        make=_copied_truth,
+        code=3,
+        says="images/dataset.json: ",
+    ),
+]
 _RUN_READERS = {
     "train": "train --data D --cache cache --device cpu --workers 0 --resume --out run",
     "train --fold all5": "train --data D --cache cache --resume --fold all5 --out run",
     "predict": "predict run -i D -o out",
     "report": "report run",
     "export": "export run run.zip",
+    "pretrain": "pretrain --resume --out run",
+    "predict --test-part": "predict run -i D -o out --test-part",
+    "evaluate --test-of": "evaluate D/labelsTr images --test-of run --json x.json --csv x.csv",
 }
 
 
@@ -139,6 +159,8 @@ ATTACKS += [
         ("config.json", b"", _READERS),
         ("config.json", b"\xff\xfe", _READERS),
         ("config.json", b"[]", _READERS),
+        ("config.json", b'{"dataset": {"test": ["c_000"]}}', ("evaluate --test-of",)),
+        ("config.json", b'{"config": 3}', ("pretrain", "predict --test-part", "evaluate --test-of")),
         ("config.json", b'{"config": 3, "dataset": {}, "layout": {}}', _READERS),
         ("config.json", b'{...,"dataset": 3}', _READERS),
         ("config.json", b'{...,"config": {"depth": "x"}}', ("train", "predict")),
@@ -271,6 +293,16 @@ ATTACKS += [
     )
 ]
 ATTACKS += [
+    Attack(
+        "predict a case that is there with two suffixes",
+        types="predict run -i images -o out",
+        make=_odd(
+            "x_0000.nii", lambda path: (save(path, image_array(1)), save(path.with_suffix(".nii.gz"), image_array(2)))
+        ),
+        code=3,
+        says="images/x_0000.nii.gz: is there as x_0000.nii too: keep one of them",
+        after=_predicted_a,
+    ),
     Attack(
         "predict an image with a line break in its name",
         types="predict run -i images -o out",

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from seqpar.weights.checkpoint import find
 from tests.attacks.attack import TINY, Attack
 from tests.support.folders import nnunet
 from tests.support.predictions import make_run
@@ -94,7 +95,9 @@ ATTACKS += [
 
 def _imports_torch(pid: int, here: Path) -> None:
     """Presses Ctrl-C while the program's imports last."""
-    _wait_for(lambda: "libtorch" in Path(f"/proc/{pid}/maps").read_text())
+    at = Path(f"/proc/{pid}")
+    _wait_for(lambda: "seqpar.cli" in (at / "cmdline").read_text())  # before that it is a fork, which has torch
+    _wait_for(lambda: "libtorch" in (at / "maps").read_text())
     os.kill(pid, signal.SIGINT)
 
 
@@ -106,6 +109,18 @@ def _kill_launcher(number: int) -> Callable[[int, Path], None]:
         os.kill(pid, number)
 
     return kill
+
+
+def _kill_while_saving(pid: int, here: Path) -> None:
+    """Kills the process that started the ranks while they write the files of a second checkpoint or a later one."""
+    saved = here / "run/checkpoints"
+    _wait_for(lambda: (saved / "latest").exists() and any(saved.glob("step-*.tmp")))
+    os.kill(pid, signal.SIGKILL)
+
+
+def _keeps_a_checkpoint(here: Path, said: str) -> None:
+    _nobody_works(here, said)
+    find(here / "run/checkpoints")  # raises an error where no checkpoint is whole
 
 
 def _nobody_works(here: Path, said: str) -> None:
@@ -146,6 +161,16 @@ ATTACKS += [
             started=True,
         )
         for number, code in ((signal.SIGKILL, -signal.SIGKILL), (signal.SIGHUP, -signal.SIGHUP), (signal.SIGTERM, 75))
+    ),
+    Attack(
+        "the launcher is killed while a checkpoint is saved",
+        types=f"{TWO_RANKS} --checkpoint-minutes 1e-9",
+        make=lambda here: nnunet(here / "D", 5),
+        meanwhile=_kill_while_saving,
+        after=_keeps_a_checkpoint,
+        code=-signal.SIGKILL,
+        says="step",
+        started=True,
     ),
     Attack(
         "all standard streams are closed",

@@ -90,6 +90,7 @@ def test_the_api_is_that_of_the_docstrings(site: Path) -> None:
     page = (site / "reference" / "api.html").read_text()
     assert "Sets up the mesh" in page and "number of ranks that share a tile" in page
     assert ":::" not in page, "mkdocstrings did not run"
+    assert "<code>``" not in page, "names of arguments keep their backticks"
 
 
 @pytest.mark.skipif(bool(lacking()), reason=lacking())

@@ -54,10 +54,10 @@ USAGES = """
 3 prepare D --out file | file: cannot be written
 2 plan --memory nan | --memory nan: it must be
 2 plan --volume 512 512 | --volume: expected 3 arguments
-2 plan --volume 0 5 5 | --volume 0 5 5: it must be at least 1
+2 plan --volume 0 5 5 | --volume 0 5 5: it must be in [1, 65536]
 2 plan --predict --largest-tile --volume 8 8 8 | --largest-tile
 2 plan --pipe x | --pipe: x must be a number of ranks
-2 doctor --time-limit 1 | --time-limit at least 5 seconds
+2 doctor --time-limit 1 | --time-limit 1.0: it must be at least 5 seconds
 2 doctor --json D | --json D is a folder
 2 doctor --json nowhere/x.json | --json nowhere/x.json: its folder does not exist
 2 report nowhere | nowhere does not exist

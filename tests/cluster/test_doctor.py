@@ -147,7 +147,7 @@ def test_layout_and_search_of_miopen_are_advised_by_what_was_timed():
     assert advise([last], True, rate, {}, True) == [] and advise([first], True, rate, {}, False) == []
     assert advise([first], True, rate, {}, True) == [f"export {flag}=0: 1e+03 ms instead of 2e+03 ms"]
     (naive,) = advise([even], True, 101 * rate, {}, True)
-    assert naive.startswith("export MIOPEN_FIND_MODE=2: the convolution of 16 to 16 channels at 96")
+    assert naive.startswith("export MIOPEN_FIND_MODE=2: the convolution of 16 to 16 channels on 96x96x96 voxels")
     assert advise([even], True, 101 * rate, {"MIOPEN_FIND_MODE": "2"}, True) == []
 
 
@@ -240,7 +240,10 @@ def test_a_sound_job_ends_with_0_and_the_planners_figures(tmp_path, quick):
     assert links["world"] == 4 and links["seqpar"] == 2 and not links["seq_crosses_nodes"]
     assert links["matmul_flops_per_s"]["float32"] > 1e8 and links["memory_bytes"] > 2**26
     assert list(links["groups"]) == ["seq", "data", "world"]
-    assert "convolution of 8 to 8 channels at 24" in said and min(each["last_s"] for each in links["convolutions"]) > 0
+    assert (
+        "convolution of 8 to 8 channels on 24x24x24 voxels" in said
+        and min(each["last_s"] for each in links["convolutions"]) > 0
+    )
     for name, size in (("seq", 2), ("data", 2), ("world", 4)):
         group = links["groups"][name]
         assert group["size"] == size
@@ -286,7 +289,11 @@ def test_a_rank_that_stops_inside_the_test_is_named_with_its_group(tmp_path, qui
 def test_a_folder_that_cannot_be_written_is_an_error(tmp_path, quick):
     (tmp_path / "file").write_text("")
     codes, said = codes_of(2, "--seqpar 2", tmp_path / "file")
-    assert codes == [1, 1] and "cannot be written (File exists)" in said and "1 error, 0 warnings" in said
+    assert (
+        codes == [1, 1]
+        and "cannot be written (File exists)" in said
+        and "1 error, 0 warnings: correct the error before the job starts" in said
+    )
 
 
 def test_wrong_usage_ends_with_2(monkeypatch, capsys):

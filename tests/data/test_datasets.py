@@ -245,7 +245,7 @@ def test_the_other_splits(tmp_path):
     for wrong in ("5", "x", -1):
         with pytest.raises(ValueError, match=r"90:10"):
             split(data, wrong)
-    with pytest.raises(ValueError, match="5 folds need at least 5 cases and got 2"):
+    with pytest.raises(ValueError, match="5 folds need at least 5 cases, and there are 2"):
         split(read_dataset(nnunet(tmp_path / "E", 2)), 0)
 
 

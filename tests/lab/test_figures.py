@@ -178,7 +178,7 @@ def test_seeds_are_runs_of_their_own_and_form_a_band(tmp_path: Path) -> None:
         ("5 --preset laptop", "--scale says what the figures' runs begin with"),
         ("5 --fold all5", "--fold all5 is five runs"),
         ("5 --sedes 3", "nearest to --sedes is --seeds"),
-        ("5 --seeds 0", "--seeds 0: it must be at least 1"),
+        ("5 --seeds 0", "--seeds 0: it must be in [1, 1000]"),
         ("5 --heads 5", "--heads"),
     ],
 )

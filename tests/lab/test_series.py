@@ -142,7 +142,6 @@ def test_turns_are_those_that_were_asked_for() -> None:
     assert [one.subject for one in bench.plan_series([], False, True, None)] == ["memory", "pretrain"]
     for how, word in (
         ((["speed"], False, False, None), "no bench of speed"),
-        ((["step"], False, False, 0), "--turns 0: it must be at least 1"),
         (([], True, True, None), "--quick and --large are opposites"),
     ):
         with pytest.raises(ValueError, match=word):

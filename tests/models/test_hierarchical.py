@@ -159,7 +159,7 @@ def test_the_decoder_has_nothing_between_tokens_and_image_to_invent() -> None:
     joined = [shapes[name.replace("block.conv1", "up")][1] for name in first]
     assert [channels // up for channels, up in zip(first.values(), joined)] == [2, 2, 1, 1, 2]
     assert net.taps == (0, 1) and not [name for name, _ in net.named_parameters() if "branches" in name]
-    assert net.describe().endswith("128 tokens, merged to 16, then 2 a tile, 128 per rank")
+    assert net.describe().endswith("128 tokens, merged to 16, then 2 a tile")
     assert family_of(STAGES).describe_tile(STAGES) == "patch 2: 384 tokens, merged to 48, then 6"
 
 

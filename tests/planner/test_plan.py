@@ -94,7 +94,7 @@ def test_nothing_that_fits_is_refused_with_what_takes_less() -> None:
         plan.act(line.split())
     with pytest.raises(ValueError, match="--ranks 12 do not fill nodes of 8: plan for 8 or 16, or say with --node"):
         plan.act(["--ranks", "12", "--device", "a100"])
-    with pytest.raises(ValueError, match="--classes 0: it must be at least 1"):
+    with pytest.raises(ValueError, match="--classes 0: it must be in"):
         plan.act(["--classes", "0"])
     with pytest.raises(ValueError, match="--measured nowhere is not what launch/doctor.py writes"):
         plan.act(["--measured", "nowhere", "--device", "a100"])
@@ -141,10 +141,10 @@ def test_what_is_said_of_sizes_holds_for_those_that_were_looked_at(capsys: pytes
         return " ".join(capsys.readouterr().out.split())
 
     alone = said("--seqpar", "1")
-    assert "--seqpar 1 fits, with up to" in alone and "unfused attention would not fit" in alone
+    assert "--seqpar 1 fits, with up to" in alone and "without a fused attention kernel, it would not fit" in alone
     two = said("--ranks", "2")
-    assert "is the smallest of these that fits" in two and "unfused attention would fit none of them" in two
-    assert "unfused attention would need --seqpar 4" in said("--ranks", "4")
+    assert "is the smallest of these that fits" in two and "without a fused attention kernel, none would fit" in two
+    assert "without a fused attention kernel, --seqpar 4 would be needed" in said("--ranks", "4")
 
 
 WITHOUT_COMPILER = """

@@ -1,11 +1,15 @@
 """Scores of classes against scikit-learn, and against counts of pairs; their files; what is refused."""
 
+import csv
 import itertools
 import json
+import math
+import re
 from pathlib import Path
 
 import numpy as np
 import pytest
+from scipy import stats
 
 from seqpar.cli import evaluate
 from seqpar.cluster.exit_codes import DATA, USAGE, run
@@ -16,10 +20,13 @@ from seqpar.scores.class_scores import (
     bootstrap,
     calibration,
     describe_bootstrap,
+    describe_share,
+    fewest_cases,
+    interval_of_share,
     roc_points,
     score_classes,
 )
-from seqpar.tasks.classify.scores import ClassTable, read_class_table
+from seqpar.tasks.classify.scores import ClassTable, class_lines, read_class_table
 
 
 def draw(cases: int, classes: int, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
@@ -114,8 +121,12 @@ def test_evaluate_scores_tables_and_writes_both_files(tmp_path: Path, capsys: py
     wanted = score_classes(truth.tolist(), probabilities, ["healthy", "Ill"])
     assert content["scores"] == pytest.approx(wanted["scores"], abs=1e-8)
     assert content["metric_per_case"][0]["truth"] == ("healthy", "Ill")[truth[0]]
-    assert (tmp_path / "a/metrics.csv").read_text().splitlines()[0] == "class,cases,sensitivity,specificity,AUC"
+    table = {row["class"]: row for row in csv.DictReader((tmp_path / "a/metrics.csv").open())}
+    assert list(table["Ill"])[:5] == ["class", "cases", "sensitivity", "specificity", "AUC"]
+    low, high = wanted["classes"]["Ill"]["intervals"]["specificity"]
+    assert (float(table["Ill"]["specificity low"]), float(table["Ill"]["specificity high"])) == (low, high)
     text = capsys.readouterr().out
+    assert f"{wanted['classes']['Ill']['specificity']:.3f} ({low:.3f} to {high:.3f})" in text
     assert f"accuracy {wanted['scores']['accuracy']:.4f}" in text and "sensitivity" in text
     other = draw(30, 2, seed=1)[1]
     table_at(tmp_path / "b/predictions.csv", truth, other)
@@ -176,7 +187,7 @@ def test_what_is_no_table_is_refused_by_name(tmp_path: Path, capsys: pytest.Capt
     (tmp_path / "labels.csv").write_text("\n".join(["case,class", *lines, "c999,Ill"]))
     assert run(evaluate.act, [str(tmp_path), str(tmp_path / "a")]) == 0
     printed = capsys.readouterr().out
-    assert "1 case without a prediction: c999" in printed and printed.count("(too few to tell)") == 3
+    assert "1 case without a prediction: c999" in printed and printed.count("(too few to tell)") == 3 + 4
     assert run(evaluate.act, [str(tmp_path), str(tmp_path / "a"), "--nsd-tolerance", "2"]) == USAGE
     assert "--nsd-tolerance would do nothing" in capsys.readouterr().err
     assert run(evaluate.act, [str(tmp_path), str(tmp_path / "a"), "--empty", "brats"]) == USAGE
@@ -213,3 +224,34 @@ def test_an_interval_without_width_is_not_called_one() -> None:
     assert describe_bootstrap(scores["intervals"]["AUC"], 8) == "no interval: equal in all draws"
     assert describe_bootstrap([0.25, 0.75], 8) == "0.250 to 0.750" and describe_bootstrap([], 8) == ""
     assert describe_bootstrap([0.25, 0.75], 4) == "too few to tell"
+
+
+@pytest.mark.parametrize(("right", "count"), [(0, 10), (8, 10), (10, 10), (3, 7), (95, 100)])
+def test_the_interval_of_a_share_is_wilsons(right: int, count: int) -> None:
+    wanted = stats.binomtest(right, count).proportion_ci(method="wilson")
+    assert interval_of_share(right / count, count) == pytest.approx((wanted.low, wanted.high), abs=1e-12)
+
+
+def test_a_share_of_few_cases_has_no_interval_and_that_of_no_case_no_words() -> None:
+    assert describe_share(1.0, 5) == "0.566 to 1.000" and describe_share(1.0, 4) == "too few to tell"
+    assert describe_share(math.nan, 0) == ""
+
+
+def test_scores_that_rest_on_a_class_of_few_cases_have_no_interval() -> None:
+    truth, probabilities = [0] * 12 + [1] * 3, np.random.default_rng(0).dirichlet([1, 1], 15)
+    names = ["healthy", "ill"]
+    content = {"names": names, **score_classes(truth, probabilities, names)}
+    assert [fewest_cases(content, score) for score in content["scores"]] == [15, 3, 3]
+    accuracy, balanced, area, _, healthy, ill, *_ = class_lines(content)
+    assert " to " in accuracy and "too few" not in accuracy
+    assert "too few to tell" in balanced and "too few to tell" in area
+    assert re.match(r"  healthy +12  0\.\d+ \(0\.\d+ to \S+\) +0\.\d+ \(too few to tell\)", healthy)
+    assert re.match(r"  ill +3  \S+ \(too few to tell\) +0\.\d+ \(0\.\d+ to \S+\)", ill)
+
+
+def test_printed_counts_stand_under_the_class_that_was_predicted() -> None:
+    probabilities = np.array([[0.9, 0.1], [0.2, 0.8], [0.3, 0.7]])
+    content = {"names": ["healthy", "ill"], **score_classes([0, 0, 1], probabilities, ["healthy", "ill"])}
+    head, healthy, ill = class_lines(content)[-3:]
+    ends = [head.index(f"predicted {name}") + len(f"predicted {name}") for name in ("healthy", "ill")]
+    assert [[row[:end].split()[-1] for end in ends] for row in (healthy, ill)] == [["1", "1"], ["0", "1"]]

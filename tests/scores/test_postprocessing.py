@@ -57,7 +57,7 @@ def test_find_best_says_which_and_learns_what_raises_dice(place: Path, capfd) ->
         (place / "shifted" / name).write_text("{}")  # as nnU-Net leaves them next to its predictions
     assert act(place, shifted, specks, "--find-best") == 0
     said = capfd.readouterr().out
-    assert f"best of 2 by mean Dice over 3 cases: {specks}" in said
+    assert f"highest mean Dice of 2 over 3 cases (too few to tell): {specks}" in said
     assert "keeping the largest component of all labels together raises it from 0." in said
     content = json.loads((place / "specks" / "postprocessing.json").read_text())
     assert read_postprocessing(place / "specks" / "postprocessing.json") == ((1, 2),)
@@ -89,7 +89,7 @@ def test_folds_are_taken_together(place: Path, capfd) -> None:
         (results / name).write_text("{}")
     assert act(place, str(results), str(place / "shifted"), "--find-best") == 0
     said = capfd.readouterr().out
-    assert f"best of 2 by mean Dice over 3 cases: {results}" in said
+    assert f"highest mean Dice of 2 over 3 cases (too few to tell): {results}" in said
     assert f"predict.py {results} -i IMAGES -o PREDICTIONS --postprocessing {results / 'postprocessing.json'}" in said
     assert all(path.read_text() == '{"mean": {}}' for path in results.glob("fold_*/validation/summary.json"))
 
@@ -126,8 +126,8 @@ def test_averages_of_two_take_part_where_their_probabilities_are_there(place: Pa
         save_probabilities(own / f"c{n}.nii.gz", random_labels(n), 6, "NibabelIOWithReorient", declared)
     assert act(place, str(results), str(own), str(place / "specks"), "--find-best") == 0
     said = capfd.readouterr().out
-    assert f"best of 4 by mean Dice over 3 cases: the mean of {results} and {own}\n" in said
-    said = said[said.index("best of 4") :]
+    assert f"highest mean Dice of 4 over 3 cases (too few to tell): the mean of {results} and {own}\n" in said
+    said = said[said.index("highest mean Dice of 4") :]
     assert f"  1.0000  the mean of {results} and {own}\n" in said and said.count("  1.0000  ") == 1
     assert f"{place / 'specks'} has none" in said and "predict as for" in said and "names both runs" in said
     folder = place / "ensembles" / "ensemble___nnUNetTrainer__nnUNetPlans__3d_fullres___own"

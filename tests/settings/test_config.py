@@ -52,7 +52,7 @@ IMPOSSIBLE = {
     "--warmup 3": "use --warmup 2",
     "--lr 0": "above 0",
     "--lr nan": "above 0",
-    "--clip nan": "must not be negative",
+    "--clip nan": r"in \[0, 1e\+30\]",
     "--drop-path 1": r"\[0, 1\)",
     "--betas 0.9": r"two numbers in \[0, 1\), such as 0.9 0.999",
     "--optimizer rmsprop --betas 0.9": "two numbers in .* 0 0.99",

@@ -139,7 +139,7 @@ def test_the_plan_says_it_and_holds_it_either_way(capsys: pytest.CaptureFixture)
     wider = said("--groups", "3", "--batch", "2", "--seqpar", "4")
     assert "seqpar 4: global batch 6 tiles = 3 groups x batch 2 x accumulate 1" in wider
     assert "srun -N 2 -n 12 python" in wider
-    with pytest.raises(ValueError, match="--groups 0: it must be at least 1"):
+    with pytest.raises(ValueError, match="--groups 0: it must be in"):
         said("--groups", "0")
 
 

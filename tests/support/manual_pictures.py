@@ -227,7 +227,30 @@ def pipe() -> Drawing:
     return drawing
 
 
-DRAWINGS: Sequence[Callable[[], Drawing]] = (split, halo, groups, modes, memory, pipe)
+def flow() -> Drawing:
+    """The way of a tile from a file to the loss, on two ranks."""
+    drawing = Drawing(800, 170, "A tile on two ranks: parts, tokens, decoder, one loss")
+    columns = ("its part", "tokens, blocks", "decoder")
+    for words, x in (("files", 20), ("a tile", 130), ("loss of the tile", 680)):
+        drawing.rect(x, 60, 112 if x > 600 else 72, 32)
+        drawing.text(x + (56 if x > 600 else 36), 81, words, anchor="middle")
+    drawing.arrow(92, 76, 128, 76)
+    for rank in range(2):
+        y = 20 + 80 * rank
+        drawing.arrow(204, 76, 248, y + 18)
+        for at, words in enumerate(columns):
+            x = 250 + 140 * at
+            drawing.rect(x, y, 116, 32, COLOURS[rank])
+            drawing.text(x + 58, y + 21, f"rank {rank}: {words}" if at == 0 else words, "on", "middle")
+            drawing.arrow(x + 118, y + 16, *((x + 138, y + 16) if at < 2 else (678, 76)))
+    for x, words in ((448, "keys, values or heads"), (588, "halos and sums")):
+        drawing.arrow(x - 4, 54, x - 4, 98)
+        drawing.arrow(x + 4, 98, x + 4, 54)
+        drawing.text(x, 156, words, "small", "middle")
+    return drawing
+
+
+DRAWINGS: Sequence[Callable[[], Drawing]] = (split, halo, groups, modes, memory, pipe, flow)
 
 
 def pictures() -> dict[str, str]:

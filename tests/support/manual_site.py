@@ -16,7 +16,8 @@ ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 LINK = re.compile(r"""(\]\(|\bsrc=")([^)"\s#]+)((?:#[^)\s]*)?[)"])""")
 FENCE = re.compile(r"(^ *```.*?^ *```+ *$)", re.S | re.M)
-API = re.compile(r"^### ([A-Za-z]\w*)\n.*?(?=^##|\Z)", re.S | re.M)
+API = re.compile(r"^(### ([A-Za-z]\w*)\n\n(?:```py\n.*?^```\n\n)?).*?(?=^##|\Z)", re.S | re.M)
+ARGUMENTS = re.compile(r"<code>``(.*?)``</code>")
 
 
 def prose(text: str) -> str:
@@ -108,5 +109,10 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str
     parts[::2] = [LINK.sub(lead, part) for part in parts[::2]]
     text = "".join(parts)
     if src_uri == "reference/api.md":
-        text = API.sub(r"### \1\n\n::: seqpar.\1\n\n", text)
+        text = API.sub(r"\1::: seqpar.\2\n\n", text)
     return text
+
+
+def on_page_content(html: str, page: Any, config: Any, files: Files) -> str:
+    """Takes the backticks off the names of arguments, which a docstring's section keeps."""
+    return ARGUMENTS.sub(lambda found: f"<code>{found[1].replace('``, ``', '</code>, <code>')}</code>", html)

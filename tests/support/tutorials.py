@@ -26,6 +26,7 @@ NUMBER = re.compile(r"\d+(?:\.\d+)?(?:e[-+]?\d+)?")
 TIMES = re.compile(r"\d+:\d\d left|[\d,.]+ (?:tokens/s|voxels/s|s|GB)\b|-[0-9a-f]{8}\b")  # and hashes of paths
 UNDERWAY = re.compile(r" █*·+ ")  # progress that a terminal overwrites
 GAP = "…"
+ONE_THREAD = {"OMP_NUM_THREADS": "1"}  # two tutorials run side by side on two cores
 
 
 @dataclass
@@ -71,10 +72,10 @@ def follow(page: Path, folder: Path) -> tuple[str, list[Step]]:
 
 def run(command: str, folder: Path) -> list[str]:
     """Returns the lines that a command leaves on a terminal; raises RuntimeError if it fails."""
-    environment = {name: value for name, value in os.environ.items() if name not in ("OMP_NUM_THREADS", "SEQPAR_CACHE")}
+    environment = {name: value for name, value in os.environ.items() if name != "SEQPAR_CACHE"}
     path = os.pathsep.join((str(Path(sys.executable).parent), os.environ["PATH"]))
     done = subprocess.run(
-        ["bash", "-c", command], cwd=folder, env={**environment, "PATH": path, "PYTHONPATH": str(ROOT)},
+        ["bash", "-c", command], cwd=folder, env={**environment, "PATH": path, "PYTHONPATH": str(ROOT), **ONE_THREAD},
         text=True, timeout=900, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
     )  # fmt: skip
     if done.returncode:

@@ -238,7 +238,7 @@ def test_ctrl_c_before_runs_begin_leaves_a_sweep_that_goes_on(
     monkeypatch.setattr(sweep_runs, "_prepare", pressed)
     out = tmp_path / "early"
     assert tune_act([*SPACE, *flags, "--device", "cpu", "--out", str(out)]) == 75
-    assert "left early: continue with --resume" in capsys.readouterr().out
+    assert "left early; to continue: python launch/tune.py --resume --out " in capsys.readouterr().out
     assert status(out)["state"] == "preempted" and {point.state for point in read_sweep(out).points} == {"open"}
 
 

@@ -1,5 +1,7 @@
 """Pictures of classifiers: which curves there are, and that names are shown as they are."""
 
+import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -7,8 +9,19 @@ import numpy as np
 import pytest
 
 from seqpar.report import pictures
+from seqpar.report.cases import ShownCase, viewer_section
 from seqpar.report.pictures import draw_evidence, draw_scores
-from seqpar.scores.class_scores import positive_class, score_classes
+from seqpar.report.plots import draw_chart
+from seqpar.scores.class_scores import describe_share, positive_class, score_classes
+from seqpar.tasks.classify.page import (
+    UNCALIBRATED,
+    _scores,
+    calibration_diagrams,
+    classes_table,
+    confusion_table,
+    names_of_maps,
+    roc_diagrams,
+)
 
 NAMES = ["healthy", "a$b$", "$\\frac$"]
 
@@ -35,14 +48,79 @@ def summary(names: list[str]) -> dict:
 
 def test_two_classes_have_one_curve_and_more_have_one_each_under_their_names(figures: list[Any]) -> None:
     for names in (NAMES[:2], NAMES):
-        draw_scores(Path("scores.png"), summary(names))
+        draw_scores(Path("scores.png"), summary(names), 1600)
     for figure, names in zip(figures, (NAMES[1:2], NAMES)):
         curves, counts = figure.axes
         lines = curves.get_lines()[1:]  # behind that of chance
-        assert [line.get_label().replace("\\$", "$") for line in lines] == names
+        labels = [line.get_label().replace("\\$", "$") for line in lines]
+        assert [label.partition(": AUC 0.")[0] for label in labels] == names
+        assert all(re.search(r"\([46] of 12 cases(, too few to tell)?\)$", label) for label in labels), labels
+        assert all(("too few" in label) == ("4 of" in label) for label in labels)
+        assert (curves.get_xlabel(), curves.get_ylabel()) == ("1 − specificity", "sensitivity")
+        assert counts.get_title() == "Confusion matrix: number of cases"
+        assert figure.get_suptitle() == "12 held-out cases, after step 1,600"
+        width = figure.bbox.width
+        assert all(
+            plot.title.get_window_extent().x0 >= 0 and plot.title.get_window_extent().x1 <= width
+            for plot in figure.axes
+        )
         assert len({(line.get_color(), line.get_linestyle()) for line in lines}) == len(names)
         shades = [text.get_color() for text in counts.texts]
         assert len(shades) == len(counts.get_xticklabels()) ** 2 and {"black", "white"} == set(shades)
+
+
+def test_a_roc_curve_on_a_page_has_its_area_its_cases_and_both_axes() -> None:
+    (diagram,) = roc_diagrams(summary(["healthy", "ill"]))
+    assert (diagram.quantity, diagram.over, diagram.up) == ("ROC curve of ill", "1 − specificity", "sensitivity")
+    assert re.fullmatch(r"ill: AUC 0\.\d{3} \(6 of 12 cases\)", diagram.lines[1].label)
+    chart = draw_chart(diagram)
+    assert chart is not None and "sensitivity" in chart.svg and "1 − specificity" in chart.svg
+    (of_few,) = roc_diagrams(summary(["healthy", "b", "c"]), "c")
+    assert of_few.lines[1].label.endswith("(4 of 12 cases, too few to tell)")
+
+
+def of_tenths(*counts: int) -> dict:
+    """Returns the summary of cases that are all right; as many as ``counts`` have a probability of 0.55, 0.65, …"""
+    given = np.repeat(0.55 + 0.1 * np.arange(len(counts)), counts)
+    table = np.stack([given, 1 - given], 1)
+    cases = [{"truth": "a", "probabilities": row.tolist()} for row in table]
+    return {"names": ["a", "b"], "metric_per_case": cases, **score_classes([0] * len(given), table, ["a", "b"])}
+
+
+def test_calibration_is_drawn_by_tenths_with_enough_cases_and_not_by_a_single_one() -> None:
+    assert calibration_diagrams(of_tenths(4, 4, 4)) == [] and calibration_diagrams(of_tenths(40, 4)) == []
+    (diagram,) = calibration_diagrams(of_tenths(5, 4, 6))
+    line = diagram.lines[1]
+    assert line.places == pytest.approx([0.55, 0.75]) and line.label == "11 of 15 cases"
+    assert (diagram.over, diagram.up) == ("probability of the predicted class", "share of correct predictions")
+    scores = _scores(of_tenths(4, 4) | {"source": "here"}, None, "")
+    assert scores.note == UNCALIBRATED and [chart.title for chart in scores.charts] == []
+    assert _scores(of_tenths(5, 5) | {"source": "here"}, None, "").note == ""
+
+
+def test_the_table_of_classes_has_intervals_and_that_of_counts_says_what_its_rows_and_columns_are() -> None:
+    content = summary(["healthy", "b", "c"]) | {"source": "here"}
+    table = classes_table(content)
+    assert [head.text for head in table.heads] == ["Class", "Cases", "Sensitivity", "Specificity", "AUC"]
+    for row in table.rows:
+        _, _, of_class, specificity, of_others, _ = row.cells
+        assert of_class == "too few to tell" and of_others == describe_share(specificity.value, 8)
+    counts = confusion_table(content)
+    assert [head.text for head in counts.heads] == ["True class", "Predicted class"]
+    assert counts.heads[1].below == ("healthy", "b", "c") and "a row for each true class" in counts.note
+
+
+def test_the_viewer_names_the_method_and_class_of_each_map(tmp_path: Path) -> None:
+    content = {"metric_per_case": [{"case": "a", "class": "ill"}, {"case": "b", "class": "healthy"}]}
+    (tmp_path / "prediction.json").write_text(json.dumps({"explained": "hirescam"}))
+    maps = names_of_maps(content, tmp_path)
+    assert maps == {"a": "HiResCAM map for ill", "b": "HiResCAM map for healthy"}
+    assert names_of_maps(content, tmp_path / "older") == {"a": "map of the evidence for ill",
+                                                          "b": "map of the evidence for healthy"}  # fmt: skip
+    nothing = np.zeros((4, 4, 4), np.uint8)
+    case = ShownCase("a", {"T1": nothing}, nothing, nothing, (1.0, 1.0, 1.0), heat=nothing + 9, heat_name=maps["a"])
+    section = viewer_section([(case, case.embedded(10**6))], (), False)
+    assert section.volumes["cases"][0]["heat_name"] == "HiResCAM map for ill"
 
 
 def picture_of(figures: list[Any], image: np.ndarray, seen: np.ndarray, about: str = "HiResCAM map for ill") -> Any:
@@ -77,10 +155,13 @@ def test_maps_are_shown_on_planes_through_the_body_with_a_warning_if_their_maxim
         "the strongest point in the body, not in the fragment"
     )
     inside = picture_of(figures, image, seen)
-    assert pictures.OUTSIDE not in [text.get_text() for text in inside.texts]
+    assert inside.get_supxlabel() == ""
     seen[1, 1, 1] = 1
     outside = picture_of(figures, image, seen)
-    assert pictures.OUTSIDE in [text.get_text() for text in outside.texts]
+    assert outside.get_supxlabel() == pictures.OUTSIDE
+    (warning,) = [text for text in outside.texts if text.get_text() == pictures.OUTSIDE]
+    lowest = min(panel.get_tightbbox().y0 for panel in outside.axes)
+    assert warning.get_window_extent().y1 <= lowest, "it lies over no panel"
     assert pictures.evidence_planes(seen, image != 0) == (8, 9, 10), "planes of air are left out"
     assert pictures.evidence_planes(np.zeros_like(seen), image != 0) == (10, 10, 4), "without a map most of the body"
     noise = np.random.default_rng(0).normal(-1, 0.001, image.shape)  # CT: air is not 0

@@ -48,7 +48,7 @@ def test_the_literal_command_starts_its_ranks(flags, tmp_path):
     )  # fmt: skip
     assert started.returncode == 0, started.stdout + started.stderr
     first, second, *_ = started.stdout.splitlines()
-    assert first.startswith("--seqpar 2 needs 2 ranks and 1 was started: starting 2 here")
+    assert first.startswith("--seqpar 2: starting 2 ranks (processes) here")
     assert "2 ranks = data 1 x seq 2" in second
     assert status(out)["state"] == "finished" and (out / "validation.png").exists()
 
@@ -136,9 +136,12 @@ def test_a_dry_run_writes_nothing(flags, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(signal, "signal", lambda *of: pytest.fail("a dry run needs no handlers"))
     assert train.act(["--preset", "paper", "--depth", "2", "--seqpar", "4", "--patch", "4", "--dry-run"]) == 0
     said = capsys.readouterr().out
-    assert "per rank 3456 3456 3456 3456" in said and "4 ranks = data 1 x seq 4, to be started here;" in said
-    assert said.index('"seqpar": 4') < said.index("would run on 4 ranks"), "what is short comes last"
-    assert "phantom-24 (built-in phantom brains): 24 cases, 22 to train on, 2 held out; 4 (T1, T1c, T2, FLAIR)" in said
+    assert "per rank 3456 3456 3456 3456" in said and "4 ranks = data 1 x seq 4, to be started here" in said
+    assert "  settings  --preset paper --patch 4 --seqpar 4 --depth 2" in said
+    assert (
+        "phantom-24 (built-in phantom brains): 24 cases, 22 to train on, 2 held out; 4 channels (T1, T1c, T2, FLAIR)"
+        in said
+    )
     assert not list(tmp_path.iterdir())
 
 
@@ -151,9 +154,7 @@ def test_a_dry_run_looks_at_the_data_and_at_the_memory(flags, tmp_path, monkeypa
         return capsys.readouterr().out
 
     text = rehearsed()
-    assert (
-        "D (nnU-Net raw): 5 cases, 4 to train on, 1 held out; 2 (T1, T2); learns 3 (background, tumour, cyst)" in text
-    )
+    assert "D (nnU-Net raw): 5 cases, 4 to train on, 1 held out; 2 channels (T1, T2); learns 3 outputs (" in text
     assert "median 14x12x10 voxels of 1.1x1x1.3 mm" in text and ": fits" in text
     parts = build_network(config_of(run), 2, 3, Group("seq", (0, 1)), device="meta")
     sizes = [sum(p.numel() for p in part.parameters()) / 1e6 for part in (parts.encoder, parts.decoder)]
@@ -165,7 +166,7 @@ def test_a_dry_run_looks_at_the_data_and_at_the_memory(flags, tmp_path, monkeypa
         chooser, "device_here", lambda flag: replace(here, memory=0.2 * GIB, reserved_bytes=0.0, group_bytes=0.0)
     )
     text = rehearsed("--batch", "999")
-    assert "does not fit; plan.py finds what does" in text and "MiB are missing" in text and "at most -" not in text
+    assert "does not fit; plan finds what does" in text and "MiB are missing" in text and "at most -" not in text
     (data / "imagesTr" / "c_002_0001.nii.gz").unlink()
     with pytest.raises(DataError, match="c_002"):
         rehearsed()

@@ -257,7 +257,8 @@ def test_final_weights_that_cannot_be_written_are_named_and_come_with_the_next_s
         assert launch.wait() == [3, 3]
     said = [line for line in (launch.said(0) + launch.said(1)).splitlines() if line.startswith("error: ")]
     assert len(said) == 1 and f"error: {out}/model.safetensors: cannot be written (Error while serializing" in said[0]
-    assert f"the checkpoint of step 6 is kept: make room and continue with --resume --out {out}" in said[0]
+    assert "the checkpoint of step 6 is kept: make room and continue by " in said[0]
+    assert f"launch/train.py --resume --out {out}" in said[0]
     assert (status(out)["state"], status(out)["code"], status(out)["step"]) == ("failed", 3, 6)
     trained(2, [*flags, "--seqpar", "2", "--again"], out)  # not a new folder
     assert weights(out) == weights(undisturbed(2, "--seqpar", "2"))

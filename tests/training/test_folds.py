@@ -87,14 +87,14 @@ def test_five_folds_left_in_the_middle_go_on_and_each_is_a_run_of_its_own(flags,
     assert (state["state"], state["code"], state["step"], state["steps"]) == ("preempted", 75, 1, 5)
     assert "fold 1: SIGTERM" in state["why"]
     assert (
-        f"continue with --resume --fold all5 --out {out}" in left.said(0)
+        f"to continue: torchrun --nproc-per-node 2 launch/train.py --resume --fold all5 --out {out}" in left.said(0)
         and "go on" not in left.said(1).split("fold 1 ")[-1]
     )
     said_by_first = (out / "fold0" / "train.log").read_text()
     first, parts = weights(out / "fold0"), [read_config(out / "fold0")["dataset"]["held_out"]]
     ended = trained(2, [*line, "--resume"], out, hook=forking)
     said = ended.said(0).splitlines()
-    for words in ("(data x seq: ", "  modalities: ", "  label tumour", "(dice: soft Dice"):
+    for words in ("  (rank: a process", "  modalities: ", "  label tumour", "(dice: soft Dice"):
         assert sum(line.startswith(words) for line in said) == 1, "said once, not by each fold"
         assert words in (out / "fold4" / "train.log").read_text() and words in said_by_first
     assert [line[-8:] for line in said if line.startswith("data: ")] == [f"(fold {fold})" for fold in range(1, 5)]

@@ -3,6 +3,7 @@
 import json
 import shutil
 import signal
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +17,7 @@ from seqpar.report import pictures
 from seqpar.runs.journal import Journal, read_metrics
 from seqpar.settings.command_line import default_preset
 from seqpar.settings.presets import PRESETS
+from seqpar.tasks.lookup import TASKS
 from seqpar.tasks.pretrain import validation
 from seqpar.tasks.pretrain.data import open_image_data
 from seqpar.tasks.pretrain.validation import RebuiltTile, figure_of_tiles
@@ -86,7 +88,7 @@ def test_training_starts_from_a_pretraining_and_prediction_does_not(images, flag
     said = launch.said()
     assert "75% of the tokens hidden, and rebuilt by 2 blocks x 12" in said and "16 visible" in said
     assert f"next: python launch/train.py --preset debug --weights {out} --data " in said
-    assert "finished: best error of hidden voxels " in said and "(mean intensity in their place: " in said
+    assert "finished: best error of hidden voxels " in said and "(error of the tile's mean in their place: " in said
     for name in ("progress.png", "validation.png", "model.safetensors"):
         assert (out / name).stat().st_size > 1000
     more = ["--tile", "24", "--patch", "4", "--weights", str(out), "--layer-decay", "0.8"]
@@ -110,7 +112,7 @@ def test_training_starts_from_a_pretraining_and_prediction_does_not(images, flag
         ("--dice squared", "--dice would do nothing"),
         ("--dice-smooth 0.1", "--dice-smooth would do nothing"),
         ("--pipe 2", "a masked autoencoder is not cut into stages"),
-        ("--task segment", "this act pretrains; start launch/train.py"),
+        ("--task segment", "this program pretrains: start train"),
     ],
 )
 def test_what_a_pretraining_cannot_do_is_refused_before_it_begins(images, more, says) -> None:
@@ -122,7 +124,7 @@ def test_settings_of_pretraining_are_refused_elsewhere(flags, tmp_path) -> None:
     with pytest.raises(ValueError, match="--mask-ratio would do nothing"):
         train.act([*flags, "--mask-ratio", "0.5"])
     write_json(tmp_path / "config.json", {"config": {"task": "segment"}})
-    with pytest.raises(ValueError, match="that run has --task segment: resume it with launch/train.py"):
+    with pytest.raises(ValueError, match="that run has --task segment: resume it with train"):
         pretrain.act(["--resume", "--out", str(tmp_path)])
 
 
@@ -178,11 +180,33 @@ def test_pictures_show_image_masked_rebuilt_and_difference(images, tmp_path, alo
     *panels, bar = figure_of_tiles([tile], False).axes
     titles = [panel.get_title() for panel in panels]
     assert all(name in title for title, name in zip(titles, validation.COLUMNS)) and len(titles) == 4
-    assert f"error {error:.3f}\n(mean intensity: {of_mean:.3f})" in titles[2]
+    assert f"error {error:.3f}\n(error of the tile's mean: {of_mean:.3f})" in titles[2]
     assert bar.yaxis.get_major_formatter()(0.5) == "+0.5", "the difference has a bar with signs"
+    assert bar.get_ylabel() == "normalised intensity"
+    title, modality = figure_of_tiles([tile], False).get_suptitle(), trainer.data.dataset.modalities[0]
+    assert f"Hidden patches of {modality}, rebuilt" in title and "axial plane through the tile's middle" in title
     masked = np.asarray(figure_of_tiles([tile], False).axes[1].images[0].get_array())
     shown = pictures.plane_of(np.where(tile.hidden, np.nan, tile.image), 2, 8, False)
     assert np.array_equal(masked[~np.isnan(shown)], shown[~np.isnan(shown)])
+
+
+@pytest.mark.parametrize(
+    ("error", "normalised", "caution"),
+    [
+        (0.5, False, ""),
+        (0.9, False, "Little was learned: the best error is 0.9000, and that of the tile's mean is 1.0000."),
+        (1.1, True, "Nothing was learned: the best error is 1.1000, and that of each patch's own mean is 1.0000."),
+    ],
+)
+def test_a_pretraining_that_learned_little_says_so_when_it_ends(error, normalised, caution, tmp_path) -> None:
+    rows = [{"kind": "val", "step": n, "loss": error + n, "error_of_mean": 1.0} for n in (0, 1)]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    config = json.loads(replace(PRESETS["mae-debug"](), normalised_targets=normalised).to_json())
+    (tmp_path / "config.json").write_text(json.dumps({"config": config, "preset": "mae-debug"}))
+    lines = TASKS["pretrain"].next_lines(tmp_path)
+    warnings = [line for line in lines if not line.startswith("next: ")]
+    assert warnings == ([f"warning: {caution} Train longer."] if caution else [])
+    assert len(lines) == 2 + len(warnings)
 
 
 def test_debug_pretrains_the_encoder_of_debug() -> None:

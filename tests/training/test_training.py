@@ -103,14 +103,14 @@ def test_what_people_watch(flags, tmp_path):
         assert (out / name).read_bytes().startswith(b"\x89PNG")
     said = run.said(0).splitlines()
     assert said[0].startswith("seqpar: preset debug (from the command line); 2 ranks = data 1 x seq 2, ")
-    assert "x seq 2, started with RANK and WORLD_SIZE; tile" in said[0]
+    assert said[0].endswith("x seq 2, started with RANK and WORLD_SIZE") and said[1].startswith("  tile ")
     assert sum(line.startswith("epoch ") for line in said) == 3, "a line per epoch in a log"
     assert [line.split("  ")[1] for line in said if line.startswith("epoch ")][-1] == "0:00 left"
     data = next(number for number, line in enumerate(said) if line.startswith("data: Dataset001_Tiny (nnU-Net raw)"))
     assert "5 cases: 4 to train on, 1 held out (fold 0)" in said[data]
     assert re.fullmatch(r"  label tumour  in 5 of 5 cases, [\d.]+% of the voxels", said[data + 3])
     assert (
-        sum("soft Dice on the tiles" in line for line in said)
+        sum("soft Dice on training tiles" in line for line in said)
         == sum("global: over the voxels" in line for line in said)
         == 1
     )

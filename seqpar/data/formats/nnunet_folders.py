@@ -58,7 +58,7 @@ def of_images(root: Path, files: list[Path], names: tuple[str, ...] = ()) -> Dat
     faults: list[DataError] = []
     if any(match[2] == "0000" for file in files if (match := _CHANNEL.match(file.name))):
         channels_of, faults = _numbered_files(files)
-        modalities = names or tuple(f"channel {n}" for n in range(max(map(len, channels_of.values()))))
+        modalities = names or tuple(f"channel {n}" for n in range(max(map(len, channels_of.values()), default=1)))
         cases: list[Case] = []
         for name, channels in channels_of.items():
             _collect(cases, faults, root, name, channels, modalities)
@@ -114,15 +114,24 @@ def _is_image(file: Path, ending: str | tuple[str, ...]) -> bool:
 
 
 def _numbered_files(files: list[Path]) -> tuple[dict[str, dict[int, Path]], list[DataError]]:
-    """Returns each case's files by channel number, from names such as CASE_0000.nii.gz; other names are faults."""
+    """Returns each case's files by channel number, from names such as CASE_0000.nii.gz; other names are faults.
+
+    A case with two files for one channel is a fault too.
+    """
     channels_of: dict[str, dict[int, Path]] = defaultdict(dict)
     faults: list[DataError] = []
+    twice = set[str]()
     for file in files:
         if match := _CHANNEL.match(file.name):
-            channels_of[match[1]][int(match[2])] = file
+            other = channels_of[match[1]].setdefault(int(match[2]), file)
+            if other is not file:
+                faults.append(DataError(file, f"is there as {other.name} too: keep one of them"))
+                twice.add(match[1])
         else:
             ending = suffix_of(file.name)
             faults.append(DataError(file, f"has no channel number; rename it to CASE_0000{ending}, or remove it"))
+    for name in twice:
+        del channels_of[name]
     return channels_of, faults
 
 

@@ -78,7 +78,11 @@ def is_folder_of_dataset(folder: Path) -> bool:
 
 
 def read_declaration(path: Path) -> tuple[dict[str, int], dict[str, tuple[int, ...]], int | None]:
-    """Returns labels, regions and ignore label declared in a JSON file; other keys may be missing."""
+    """Returns labels, regions and ignore label declared in a JSON file, or in a folder's dataset.json.
+
+    Other keys may be missing.
+    """
+    path = path / "dataset.json" if path.is_dir() else path
     content = read_json_object(path)
     labels, regions, ignore = labels_of(content, path)
     if not regions and content.get("training") and not has_channel_files(path.parent):

@@ -108,7 +108,9 @@ def five_folds(ids: Sequence[str]) -> list[Split]:
     """Returns the same folds of the sorted ids as scikit-learn's KFold(5, shuffle=True, random_state=12345)."""
     ids = sorted(ids)
     if len(ids) < FOLDS:
-        raise ValueError(f"{FOLDS} folds need at least {FOLDS} cases and got {len(ids)}; use fold all or 90:10")
+        raise ValueError(
+            f"{FOLDS} folds need at least {FOLDS} cases, and there are {len(ids)}: use --fold all or --fold 90:10"
+        )
     mixed = np.arange(len(ids))
     np.random.RandomState(SEED).shuffle(mixed)
     splits = []

@@ -48,8 +48,9 @@ class PhantomSettings:
                 f"phantoms of kind {self.kind} are written as {', '.join(self.of_kind.layouts)}; "
                 f"got --layout {self.layout}; remove it"
             )
-        if len(self.size) != 3 or min(self.size) < 16:
-            raise ValueError(f"a phantom's size must be three numbers of voxels, each at least 16, got {self.size}")
+        if len(self.size) != 3 or not 16 <= min(self.size) <= max(self.size) <= LARGEST_SIDE:
+            each = f"three numbers of voxels, each 16 to {LARGEST_SIDE}"
+            raise ValueError(f"a phantom's size must be {each}, got {self.size}")
         if self.seed < 0:
             raise ValueError(f"a phantom's seed must be at least 0, got {self.seed}")
 
@@ -97,7 +98,7 @@ class PhantomSettings:
         return record if self.kind == "brain" else {**record, "kind": self.kind}  # as before there were kinds
 
 
-MOST_CASES = 100_000
+MOST_CASES, LARGEST_SIDE = 100_000, 2048
 
 
 def write_phantom(

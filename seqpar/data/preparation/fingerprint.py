@@ -8,12 +8,13 @@ import numpy as np
 from seqpar.data.errors import DataError
 from seqpar.data.formats.dataset import Case, Dataset, Split, VolumeClasses, no_labels_error
 from seqpar.data.geometry import Geometry
-from seqpar.data.preparation.prepared_case import refuse_mismatch
+from seqpar.data.preparation.prepared_case import refuse_mismatch, resampled_shape
 from seqpar.data.volumes import read_geometry
 from seqpar.data.workers import ReportProgress, default_workers, map_in_processes, no_item_progress
 
 Sides = tuple[int, int, int]
 Millimetres = tuple[float, float, float]
+LEAST_CROP = 1 / 8  # what cropping leaves of a volume: half of each side, and usually more
 CASES_OF_A_WORKER = 64  # whose headers one process reads at least: starting it takes as long
 
 
@@ -68,8 +69,10 @@ def median_spacing(spacings: Sequence[Millimetres]) -> Millimetres:
     return w, d, h
 
 
-def read_fingerprint(dataset: Dataset, labelled: bool = True) -> Fingerprint:
+def read_fingerprint(dataset: Dataset, labelled: bool = True, spacing: str | Millimetres = "source") -> Fingerprint:
     """Returns the fingerprint of a data set, from the headers of each case's files.
+
+    - ``spacing``: that of the prepared cases
 
     Raises DataError for the first unusable case, and, if ``labelled``, for a data set without labels.
     """
@@ -78,7 +81,7 @@ def read_fingerprint(dataset: Dataset, labelled: bool = True) -> Fingerprint:
     outputs = tuple(dataset.labels) if dataset.volume_classes is None else dataset.volume_classes.names
     if labelled and not outputs:
         raise no_labels_error(dataset)
-    shapes, spacings, read = list[Sides](), list[Millimetres](), read_geometries(dataset)
+    shapes, spacings, read = list[Sides](), list[Millimetres](), read_geometries(dataset, spacing=spacing)
     for case in dataset.cases:
         if dataset.labels and case.label is None:
             raise DataError(case.images[0], "has no label; add it, or remove the image")
@@ -102,16 +105,20 @@ def read_fingerprint(dataset: Dataset, labelled: bool = True) -> Fingerprint:
 
 
 def read_geometries(
-    dataset: Dataset, workers: int | None = None, beat: Callable[[], None] = lambda: None
+    dataset: Dataset,
+    workers: int | None = None,
+    beat: Callable[[], None] = lambda: None,
+    spacing: str | Millimetres = "source",
 ) -> dict[str, Geometry | DataError]:
     """Returns the geometry of each case by id, from its files' headers, or why it cannot be used.
 
     - ``workers``: processes; 0: this one (default: the number of cores, at most 8)
     - ``beat``: called about once a second
+    - ``spacing``: that of the prepared cases, which may leave nothing of a case, or more than memory holds
     """
     workers = min(default_workers() if workers is None else workers, len(dataset.cases) // CASES_OF_A_WORKER)
     shares = [dataset.cases[first :: max(workers, 1)] for first in range(max(workers, 1))]
-    read, work = dict[str, Geometry | DataError](), _Headers(dataset.modalities)
+    read, work = dict[str, Geometry | DataError](), _Headers(dataset.modalities, spacing)
     for _, outcome in map_in_processes(work, shares, workers, lambda _: beat()):
         if isinstance(outcome, dict):  # else its process was killed, and preparation will tell of its cases
             read |= outcome
@@ -123,6 +130,7 @@ class _Headers:
     """Reads the headers of some cases."""
 
     modalities: tuple[str, ...]
+    spacing: str | Millimetres
 
     def __call__(
         self, cases: Sequence[Case], tell: ReportProgress = no_item_progress
@@ -142,4 +150,7 @@ class _Headers:
             first = first or geometry
             refuse_mismatch(case, path, geometry, num_channels, first, self.modalities)
         assert first is not None
+        if not isinstance(self.spacing, str):
+            shape, own = first.canonical_shape, first.canonical_spacing
+            resampled_shape(shape, own, self.spacing, len(self.modalities), case, LEAST_CROP)
         return first

@@ -107,7 +107,7 @@ def prepare(
             return _report(dataset, out, [], [])
         was_finished = is_of_settings(out, settings)
         remove_partial_files(out, set(dataset.ids))
-        broken = faults_of_headers(dataset, workers, progress)
+        broken = faults_of_headers(dataset, settings, workers, progress)
         dataset = dataset.without(broken)
         if needs_all and broken:
             return Report(out, (), (), (), _in_order(dataset.faults))
@@ -129,7 +129,7 @@ def prepare(
             made, faults = _run(_Work(out, recipe), dataset, workers, second_half if was_surveyed else counted)
         finally:
             remove_partial_files(out, set(dataset.ids))
-        if any(isinstance(fault, SettingsError) for fault in faults) and not was_finished:
+        if any(isinstance(fault, SettingsError) for fault in (*broken.values(), *faults)) and not was_finished:
             # so that the sides asked for next are not refused because of these
             withdraw_index(out)
         else:
@@ -137,9 +137,11 @@ def prepare(
         return _report(dataset, out, made, faults)
 
 
-def faults_of_headers(dataset: Dataset, workers: int, progress: Progress = no_progress) -> dict[str, DataError]:
+def faults_of_headers(
+    dataset: Dataset, settings: PrepareSettings, workers: int, progress: Progress = no_progress
+) -> dict[str, DataError]:
     """Returns what is wrong with cases whose headers show that they cannot be used, by id."""
-    read = read_geometries(dataset, workers, lambda: progress(0, len(dataset.cases)))
+    read = read_geometries(dataset, workers, lambda: progress(0, len(dataset.cases)), settings.own_spacing)
     return {name: fault for name, fault in read.items() if isinstance(fault, DataError)}
 
 
@@ -276,7 +278,7 @@ def check_sources(
     A case of the cache in ``out`` is not prepared again if its files still have the same bytes.
     """
     workers = default_workers() if workers is None else workers
-    broken = faults_of_headers(dataset, workers, progress)
+    broken = faults_of_headers(dataset, settings, workers, progress)
     faults, total = list(broken.values()), len(dataset.cases) - len(broken)
     if total == 0:
         return sorted(faults, key=lambda fault: fault.path)

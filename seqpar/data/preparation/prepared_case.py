@@ -201,7 +201,7 @@ def prepare_loaded(loaded: Loaded, case: Case, recipe: Recipe, step: Step = igno
     step()
     spacing, shape = geometry.canonical_spacing, image.shape[1:]
     if recipe.spacing is not None:
-        shape = _resampled_shape(image, spacing, recipe.spacing, case)
+        shape = resampled_shape(shape, spacing, recipe.spacing, len(image), case)
         image, spacing = transforms.resample(image, shape), recipe.spacing
         ids = None if ids is None else transforms.resample_label(ids, shape)
     step()
@@ -215,15 +215,22 @@ def prepare_loaded(loaded: Loaded, case: Case, recipe: Recipe, step: Step = igno
     )
 
 
-def _resampled_shape(
-    image: np.ndarray, spacing: Sequence[float], target: Sequence[float], case: Case
+def resampled_shape(
+    sides: Sequence[int],
+    spacing: Sequence[float],
+    target: Sequence[float],
+    num_channels: int,
+    case: Case,
+    share: float = 1.0,
 ) -> tuple[int, int, int]:
-    """Returns a case's shape at another spacing; raises ``SettingsError`` if no memory holds it, or nothing is left."""
-    sides = image.shape[1:]
+    """Returns a case's shape at another spacing; raises ``SettingsError`` if no memory holds it, or nothing is left.
+
+    share: how much of the shape memory has to hold; a crop, which headers do not show, may leave no more.
+    """
     shape = transforms.new_shape(sides, spacing, target)
-    size, memory = 4 * len(image) * math.prod(shape), os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    size, memory = 4 * num_channels * math.prod(shape), os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     is_lost = all(n * old < new / 2 for n, old, new in zip(sides, spacing, target))
-    if size > memory or is_lost:
+    if share * size > memory or is_lost:
         was, becomes = ("x".join(map(str, shown)) for shown in (sides, shape))
         raise SettingsError(
             case.images[0],

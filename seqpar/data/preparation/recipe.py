@@ -61,6 +61,11 @@ class PrepareSettings:
         elif len(self.spacing) != 3 or not all(0 < size < np.inf for size in self.spacing):
             raise ValueError(f"spacing is {self.spacing}; it must be three positive sizes in mm")
 
+    @property
+    def own_spacing(self) -> str | tuple[float, float, float]:
+        """The spacing that was asked for here, and by no plan."""
+        return "source" if self.plan else self.spacing
+
     @staticmethod
     def spaced(text: str) -> "PrepareSettings":
         """Returns the settings for a spacing as typed on the command line: source, median, or sizes such as 1,1,1."""

@@ -241,7 +241,7 @@
     }
     const name = (number) => (number ? told.labels[number - 1].name : "none");
     if (told.labels.length) words.push(`truth: ${name(truth[n])}`, `prediction: ${name(prediction[n])}`);
-    if (heat) words.push(`map ${(heat[n] / 255).toFixed(2)}`);
+    if (heat) words.push(`${current().heat_name}: ${(heat[n] / 255).toFixed(2)} of its maximum`);
     return words.join(" · ");
   }
 
@@ -278,6 +278,7 @@
     get("planes").style.gridTemplateColumns = `${d}fr ${w}fr ${w}fr`; // as many pixels to a mm in each plane
     entry.shape.forEach((side, dim) => (get("slice-" + dim).max = side - 1));
     fillPresets();
+    if (get("heat-name")) get("heat-name").textContent = entry.heat_name || "no map of this case";
     drawAll();
     viewer.setAttribute("aria-busy", "false");
   }

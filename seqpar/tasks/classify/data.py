@@ -79,7 +79,7 @@ def open_class_data(config: Config, is_first: bool) -> ClassData:
 
 def read_class_headers(config: Config) -> Fingerprint:
     """Returns what the headers of a run's data say; nothing is prepared or written."""
-    return read_fingerprint(read_class_dataset(data_of(config)))
+    return read_fingerprint(read_class_dataset(data_of(config)), spacing=prepare_settings(config).own_spacing)
 
 
 def data_of(config: Config) -> Path:

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from seqpar.scores.comparison import FEW, TOO_FEW
 from seqpar.scores.summary_files import output_files, refuse_foreign
 from seqpar.tasks.case_evaluation import CaseEvaluation, ScoredPrediction, ScoringJob, refuse_duplicates
 from seqpar.tasks.classify.scores import (
@@ -28,8 +29,8 @@ class ClassEvaluation(CaseEvaluation):
     """Scores the tables of predict's folders, and of runs, which stand for their last validation."""
 
     words = (
-        "(in brackets: 95 % bootstrap interval, stratified by class; AUC: each class against the others, averaged over "
-        "classes)"
+        "(95 % intervals: Wilson's of accuracy, sensitivity and specificity, the others by bootstrap, stratified by "
+        "class; AUC: each class against the others, averaged over classes)"
     )
 
     def __init__(self, options: argparse.Namespace) -> None:
@@ -91,14 +92,17 @@ class ClassEvaluation(CaseEvaluation):
             scores[name] = content["scores"]["balanced accuracy"]
         ranked = sorted(scores, key=lambda name: -scores[name])
         listed = ", ".join(f"{name} {scores[name]:.4f}" for name in ranked)
-        return f"balanced accuracy over the {len(common)} cases that all tables have: {listed}"
+        few = f" ({TOO_FEW})" if len(common) < FEW else ""
+        return f"balanced accuracy over the {quantity(len(common), 'case')} that all tables have: {listed}{few}"
 
 
 def _csv_text(content: Mapping[str, Any]) -> str:
     """Returns the content of metrics.csv: a line per class."""
     text = io.StringIO(newline="")
     writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(["class", *next(iter(content["classes"].values()))])
+    ends = [f"{kind} {end}" for kind in ("sensitivity", "specificity") for end in ("low", "high")]
+    writer.writerow(["class", "cases", "sensitivity", "specificity", "AUC", *ends])
     for name, row in content["classes"].items():
-        writer.writerow([name, *row.values()])
+        intervals = [number for interval in row["intervals"].values() for number in interval or ("", "")]
+        writer.writerow([name, *(row[kind] for kind in ("cases", "sensitivity", "specificity", "AUC")), *intervals])
     return text.getvalue()

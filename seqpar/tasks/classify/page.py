@@ -18,17 +18,28 @@ from seqpar.data.geometry import to_canonical
 from seqpar.data.preparation.cache import open_cache
 from seqpar.data.preparation.transforms import resample
 from seqpar.data.volumes import read_volume
+from seqpar.prediction.prediction_folder import RECORD
 from seqpar.report.cases import BUDGET, CaseSection, ShownCase, grey_images, viewer_section
 from seqpar.report.curves import GREY, INK, Diagram, Line, LineStyle, number
 from seqpar.report.images import FoundImage, Images, find_images, recipe_of
-from seqpar.report.pictures import body_of, draw_evidence, evidence_planes
+from seqpar.report.pictures import MAPS, body_of, draw_evidence, evidence_planes
 from seqpar.report.planes import colours_of
 from seqpar.report.plots import Chart, draw_charts
 from seqpar.report.record import RunRecord, best_step, seen_in_training
 from seqpar.report.run_page import FinishedPage, is_neurological, render_run, try_reading
 from seqpar.report.several_runs import Comparison, read_all
 from seqpar.report.tables import HeadlineTile, Score, Table, TableHead, TableRow
-from seqpar.scores.class_scores import calibration, describe_bootstrap, positive_class, roc_points
+from seqpar.scores.class_scores import (
+    calibration,
+    cases_behind,
+    describe_bootstrap,
+    describe_share,
+    fewest_cases,
+    positive_class,
+    roc_label,
+    roc_points,
+)
+from seqpar.scores.comparison import FEW, TOO_FEW
 from seqpar.scores.label_files import missing_line
 from seqpar.tasks.classify.scores import EXPLANATIONS, TABLE, class_summary, read_class_table, read_truth, unknown_cases
 from seqpar.text import quantity
@@ -94,9 +105,11 @@ def class_page(options: argparse.Namespace, record: RunRecord) -> FinishedPage:
     scores = _scores(summary, options.positive, "" if is_other else step_sentence(summary, record)) if summary else None
     viewer = None
     if summary and cases:
-        names = [case.name for case in cases]
-        viewer = class_viewer(record, names, explained, options.truth, is_neurological(options.neurological, record))
-    text = render_run(FOLDER, record, gaps, faults, cautions, cases=cases, scores=scores, viewer=viewer)
+        names, maps = [case.name for case in cases], names_of_maps(summary, options.prediction)
+        neurological = is_neurological(options.neurological, record)
+        viewer = class_viewer(record, names, explained, options.truth, neurological, maps)
+    parts = {"truth": options.truth, "prediction": options.prediction, "cases": cases, "scores": scores}
+    text = render_run(FOLDER, record, gaps, faults, cautions, **parts, viewer=viewer)
     return FinishedPage(text, "", faults, cautions)
 
 
@@ -122,11 +135,14 @@ class _Scores:
     confusion: Table
     charts: list[Chart]
     step: str
+    note: str
 
 
 def _scores(summary: Summary, positive: str | None, step: str) -> _Scores:
-    charts = draw_charts([*roc_diagrams(summary, positive), calibration_diagram(summary)], width=500)
-    return _Scores(headline(summary), classes_table(summary), confusion_table(summary), charts, step)
+    calibrated = calibration_diagrams(summary)
+    charts = draw_charts([*roc_diagrams(summary, positive), *calibrated], width=500)
+    note = "" if calibrated else UNCALIBRATED
+    return _Scores(headline(summary), classes_table(summary), confusion_table(summary), charts, step, note)
 
 
 def step_sentence(summary: Summary, record: RunRecord) -> str:
@@ -148,20 +164,27 @@ def headline(summary: Summary) -> list[HeadlineTile]:
     """Returns the main scores, with their intervals and the number of cases."""
     tiles = []
     for name, value in summary["scores"].items():
-        sure = describe_bootstrap(summary["intervals"].get(name), summary["cases"])
+        sure = describe_bootstrap(summary["intervals"].get(name), fewest_cases(summary, name))
         tiles.append(HeadlineTile(name, Score(number(value), 3), f"{sure}{', ' * bool(sure)}n = {summary['cases']}"))
     return tiles
 
 
 def classes_table(summary: Summary) -> Table:
     """Returns the scores of each class."""
-    kinds = ("sensitivity", "specificity", "AUC")
-    rows = [
-        TableRow(name, [Score(row["cases"], 0), *(Score(number(row[kind]), 3) for kind in kinds)])
-        for name, row in summary["classes"].items()
-    ]
-    heads = list(map(TableHead, ("Class", "Cases", "Sensitivity", "Specificity", "AUC")))
-    note = f"Scores of {quantity(summary['cases'], 'case')}: {summary['source']}. Each class against all others."
+    rows = []
+    for name, row in summary["classes"].items():
+        cells: list[Score | str] = [Score(row["cases"], 0)]
+        for kind, count in zip(("sensitivity", "specificity"), cases_behind(summary["cases"], row["cases"])):
+            share = number(row[kind])
+            cells += [Score(share, 3), describe_share(share, count) or "–"]
+        rows.append(TableRow(name, [*cells, Score(number(row["AUC"]), 3)]))
+    of_share = ("share", "95 % interval")
+    heads = [TableHead("Class"), TableHead("Cases"), TableHead("Sensitivity", of_share)]
+    heads += [TableHead("Specificity", of_share), TableHead("AUC")]
+    note = (
+        f"Scores of {quantity(summary['cases'], 'case')}: {summary['source']}. Each class against all others. "
+        f"The intervals are Wilson's; of fewer than {FEW} cases there is none."
+    )
     return Table("metrics", heads, rows, "class", note)
 
 
@@ -169,7 +192,10 @@ def confusion_table(summary: Summary) -> Table:
     """Returns how many cases of each class were predicted as each class."""
     names = summary["names"]
     rows = [TableRow(n, [Score(count, 0) for count in counts]) for n, counts in zip(names, summary["confusion"])]
-    return Table("confusion", [TableHead("True class"), TableHead("Predicted as", tuple(names))], rows)
+    note = (
+        "Number of cases: a row for each true class, a column for each predicted class. Right ones are on the diagonal."
+    )
+    return Table("confusion", [TableHead("True class"), TableHead("Predicted class", tuple(names))], rows, note=note)
 
 
 def _arrays(summary: Summary) -> tuple[np.ndarray, np.ndarray]:
@@ -193,21 +219,34 @@ def roc_diagrams(summary: Summary, positive: str | None = None) -> list[Diagram]
     for at in shown:
         if 0 < int((truth == at).sum()) < len(truth):
             places, values = roc_points(truth == at, probabilities[:, at])
-            label = f"{names[at]}, AUC {summary['classes'][names[at]]['AUC']:.3f}"
+            label = roc_label(names[at], truth == at, probabilities[:, at])
             lines.append(Line(label, places, [values], style=1, colour=colours[names[at]]))
-    title = f"ROC of {names[shown[0]]}: sensitivity" if len(shown) == 1 else "ROC: sensitivity"
-    diagram = Diagram(title, "1 − specificity", lines, low=0.0, high=1.0, styles=(CHANCE, LineStyle(INK)))
+    title = f"ROC curve of {names[shown[0]]}" if len(shown) == 1 else "ROC curves, each class against all others"
+    styles = (CHANCE, LineStyle(INK))
+    diagram = Diagram(title, "1 − specificity", lines, low=0.0, high=1.0, styles=styles, up="sensitivity")
     return [diagram] if len(lines) > 1 else []
 
 
-def calibration_diagram(summary: Summary) -> Diagram:
-    """Returns the share of correct predictions over the probability of the predicted class."""
-    points = calibration(*_arrays(summary))
+def calibration_diagrams(summary: Summary) -> list[Diagram]:
+    """Returns the share of correct predictions over the probability of the predicted class; none of few cases.
+
+    A tenth of the probabilities with fewer than ``FEW`` cases is left out, and a single tenth draws no curve.
+    """
+    points = [point for point in calibration(*_arrays(summary)) if point[2] >= FEW]
+    if len(points) < 2:
+        return []
     even = Line("perfect calibration", (0.0, 1.0), [(0.0, 1.0)], dashed=True)
-    own = Line("cases", [given for given, _, _ in points], [[right for _, right, _ in points]], dots=True)
-    title = f"Calibration: share of correct predictions (mean error {number(summary.get('calibration_error')):.3f})"
-    over = "probability of the predicted class"
-    return Diagram(title, over, [even, own], low=0.0, high=1.0, styles=(CHANCE, LineStyle(INK)))
+    label = f"{sum(count for _, _, count in points)} of {quantity(summary['cases'], 'case')}"
+    own = Line(label, [given for given, _, _ in points], [[right for _, right, _ in points]], dots=True)
+    title = f"Calibration (mean error {number(summary.get('calibration_error')):.3f})"
+    over, up = "probability of the predicted class", "share of correct predictions"
+    return [Diagram(title, over, [even, own], low=0.0, high=1.0, styles=(CHANCE, LineStyle(INK)), up=up)]
+
+
+UNCALIBRATED = (
+    f"Calibration is not drawn: too few cases. A point is drawn for each tenth of the probability that has at least "
+    f"{FEW} cases, and at least two points are needed."
+)
 
 
 def worst_cases(summary: Summary, count: int) -> list[dict[str, Any]]:
@@ -232,8 +271,9 @@ def pictured_cases(
         except DataError as error:
             gaps.append(f"Case {case['case']} cannot be shown: {error}.")
             continue
-        right = "correct" if case["class"] == case["truth"] else f"predicted as {case['class']}"
-        verdict = f"True class: {case['truth']}, predicted with probability {_of_truth(case, summary):.3f} ({right})"
+        right = "right" if case["class"] == case["truth"] else "wrong"
+        verdict = f"True class: {case['truth']}. Predicted: {case['class']} ({right}). "
+        verdict += f"Predicted probability of the true class: {_of_truth(case, summary):.3f}."
         cases.append(WorstCase(case["case"], verdict, picture))
     return cases
 
@@ -252,12 +292,28 @@ def _picture(record: RunRecord, case: str, explained: Path | None, neurological:
         return base64.b64encode(path.read_bytes()).decode()
 
 
+def names_of_maps(summary: Summary, prediction: Path | None) -> dict[str, str]:
+    """Returns what the map of each case shows: its method and the class that was predicted."""
+    try:
+        way = json.loads(((prediction or Path()) / RECORD).read_text())["explained"]
+    except (OSError, ValueError, KeyError, TypeError):
+        way = ""  # written by an older version
+    method = f"{MAPS[way]} map" if way in MAPS else "map of the evidence"
+    return {case["case"]: f"{method} for {case['class']}" for case in summary["metric_per_case"]}
+
+
 def class_viewer(
-    record: RunRecord, names: Sequence[str], explained: Path | None, truth: Path | None, neurological: bool
+    record: RunRecord,
+    names: Sequence[str],
+    explained: Path | None,
+    truth: Path | None,
+    neurological: bool,
+    maps: Mapping[str, str],
 ) -> CaseSection | None:
     """Returns a viewer of cases with their maps; None if no image of theirs is known.
 
     - ``truth``: a data set with the cases' images; None: the run's own
+    - ``maps``: what the map of each case shows, in words
     """
     try:
         if truth is None:
@@ -272,7 +328,8 @@ def class_viewer(
     for name in names:
         try:
             if (image := images.of(name)) is not None:
-                shown.append(_viewed(name, image, record.dataset["modalities"], explained))
+                case = _viewed(name, image, record.dataset["modalities"], explained)
+                shown.append(replace(case, heat_name="" if case.heat is None else maps[name]))
         except DataError:
             continue  # its picture is on the page all the same
     budget = BUDGET // max(1, len(shown))
@@ -304,6 +361,8 @@ def _scores_table(summaries: Mapping[str, Summary]) -> Table | str:
         TableRow(kind, [Score(number(summary["scores"].get(kind)), 3) for summary in summaries.values()])
         for kind in kinds
     ]
+    if rows:
+        rows.append(TableRow("cases", [Score(summary["cases"], 0) for summary in summaries.values()]))
     note = "Each run's scores are over its own cases; the table below compares the cases that all runs share."
     table = Table("class-scores", list(map(TableHead, ("Score", *summaries))), rows, "class", note)
     return table if rows else "No run has scores of cases."
@@ -321,7 +380,9 @@ def _probabilities_table(summaries: Mapping[str, Summary]) -> Table | str:
             lines.append((name, case["truth"], [_of_truth(own[name], s) for own, s in zip(every, summaries.values())]))
     lines.sort(key=lambda line: min(line[2]) - max(line[2]))
     rows = [TableRow(name, [truth, *(Score(value, 3) for value in values)]) for name, truth, values in lines]
-    table = Table("probabilities", list(map(TableHead, ("Case", "Truth", *summaries))), rows, "case")
+    few = f" ({TOO_FEW} which run is better)" if len(rows) < FEW else ""
+    note = f"The probability of the true class, in the {quantity(len(rows), 'case')} that all runs have scored{few}."
+    table = Table("probabilities", list(map(TableHead, ("Case", "Truth", *summaries))), rows, "case", note)
     return table if rows else "No case was scored in all of these runs."
 
 

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from seqpar.data.errors import DataError
 from seqpar.data.formats import dataset
 from seqpar.data.formats.class_lists import read_class_dataset, read_rows
-from seqpar.scores.class_scores import describe_bootstrap, score_classes
+from seqpar.scores.class_scores import cases_behind, describe_bootstrap, describe_share, fewest_cases, score_classes
 
 TABLE, EXPLANATIONS = "predictions.csv", "explanations"  # in predict's folder
 
@@ -121,20 +121,29 @@ def as_json(content: Mapping[str, Any]) -> str:
 def class_lines(content: Mapping[str, Any]) -> list[str]:
     """Returns the scores of a summary as a table in lines."""
 
+    def number_of(value: float | None) -> float:
+        return math.nan if value is None else value
+
     def number(value: float | None) -> str:
-        return "  –  " if value is None or math.isnan(value) else f"{value:.3f}"
+        return "  –  " if math.isnan(number_of(value)) else f"{value:.3f}"
 
     lines = list[str]()
     for name, value in content["scores"].items():
-        sure = describe_bootstrap(content["intervals"][name], content["cases"])
+        sure = describe_bootstrap(content["intervals"][name], fewest_cases(content, name))
         lines.append(f"  {name:17} {number(value)}" + f"  ({sure})" * bool(sure))
-    width = max(len(name) for name in (*content["names"], "class"))
-    lines.append(
-        f"  {'class':{width}}  cases  sensitivity  specificity  AUC    predicted as: {', '.join(content['names'])}"
-    )
-    for name, row, counts in zip(content["names"], content["classes"].values(), content["confusion"]):
-        cells = f"{number(row['sensitivity']):>11}  {number(row['specificity']):>11}  {number(row['AUC'])}"
-        lines.append(f"  {name:{width}}  {row['cases']:5}  {cells}  {'  '.join(map(str, counts))}")
+    names = content["names"]
+    width = max(len(name) for name in (*names, "true class"))
+    lines.append(f"  {'class':{width}}  cases  {'sensitivity':24}  {'specificity':24}  AUC")
+    for name, row in content["classes"].items():
+        cells = ""
+        for kind, count in zip(("sensitivity", "specificity"), cases_behind(content["cases"], row["cases"])):
+            sure = describe_share(number_of(row[kind]), count)
+            cells += f"  {number(row[kind]) + f' ({sure})' * bool(sure):24}"
+        lines.append(f"  {name:{width}}  {row['cases']:5}{cells}  {number(row['AUC'])}")
+    lines.append(f"  {'true class':{width}}  " + "  ".join(f"predicted {name}" for name in names))
+    for name, counts in zip(names, content["confusion"]):
+        numbers = (f"{count:>{len('predicted ' + other)}}" for count, other in zip(counts, names))
+        lines.append(f"  {name:{width}}  {'  '.join(numbers)}")
     return lines
 
 

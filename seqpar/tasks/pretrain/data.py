@@ -72,7 +72,7 @@ def read_image_headers(config: Config) -> Fingerprint:
     """Returns what the headers of a run's data say; nothing is prepared or written."""
     if not config.data:
         return phantom_fingerprint(config.phantoms)
-    return read_fingerprint(read_images(config.data), labelled=False)
+    return read_fingerprint(read_images(config.data), False, prepare_settings(config).own_spacing)
 
 
 def summary_of_images(data: TrainingData, fold: str) -> str:

@@ -2,7 +2,6 @@
 
 import argparse
 import base64
-import math
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +9,7 @@ from seqpar.report.curves import number
 from seqpar.report.record import RunRecord
 from seqpar.report.run_page import FinishedPage, render_run
 from seqpar.report.tables import Score, Table, TableHead, TableRow
+from seqpar.tasks.pretrain.validation import what_was_learned
 from seqpar.text import quantity
 
 FOLDER = Path(__file__).parent
@@ -24,25 +24,10 @@ def pretraining_page(options: argparse.Namespace, record: RunRecord) -> Finished
         png = base64.b64encode(picture.read_bytes()).decode()
     except OSError as error:
         gaps.append(f"There are no pictures of held-out cases: {picture} cannot be read ({error.strerror}).")
-    sentence, cautions = _learned(record)
+    sentence, caution = what_was_learned(record.held_out, bool(record.config.get("normalised_targets")))
     parts: dict[str, Any] = {"errors": _errors(record), "png": png, "sentence": sentence}
+    cautions = [caution] if caution else []
     return FinishedPage(render_run(FOLDER, record, gaps, (), cautions, loss="mean squared error", **parts))
-
-
-LITTLE = 0.8  # of the error of the mean intensity; above it, a pretraining has learned little
-
-
-def _learned(record: RunRecord) -> tuple[str, list[str]]:
-    """Returns a sentence that compares the best error with that of the mean intensity, and a caution if it is close."""
-    known = [(number(row.get("loss")), number(row.get("error_of_mean"))) for row in record.held_out]
-    known = [pair for pair in known if not any(map(math.isnan, pair))]
-    if not known:
-        return "", []
-    error, of_mean = min(known)
-    guess = "each patch's own mean" if record.config.get("normalised_targets") else "the mean intensity"
-    sentence = f"The best error is {error:.4f}. Filling the hidden voxels with {guess} would give {of_mean:.4f}."
-    little = f"Little was learned: the best error is {error:.4f}, and {guess} alone gives {of_mean:.4f}. Train longer."
-    return sentence, [little] if error > LITTLE * of_mean else []
 
 
 def _errors(record: RunRecord) -> Table | None:

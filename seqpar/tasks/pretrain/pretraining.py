@@ -97,10 +97,19 @@ class Pretraining(Task):
         return MaskedValidation(config, mesh, data, loss, refuse_taken_over)
 
     def next_lines(self, out: Path) -> list[str]:
+        """Returns the commands that usually follow, after a warning if little was learned."""
+        from seqpar.runs.journal import read_metrics
+        from seqpar.runs.run_folder import read_config
+        from seqpar.tasks.pretrain.validation import what_was_learned
+
         line, note = next_command("train", *flags_of_training(out)), ""
         if LABELLED in line:
             note = f"  ({LABELLED}: a data set with labels)"
+        held_out = [row for row in read_metrics(out / "metrics.jsonl") if row["kind"] == "val"]
+        normalised = bool(read_config(out)["config"].get("normalised_targets"))
+        caution = what_was_learned(held_out, normalised)[1]
         return [
+            *([f"warning: {caution}"] if caution else []),
             f"next: {line}{note}",
             f"next: {next_command('report', out)}  (curves, errors and pictures on one page)",
         ]

@@ -1,7 +1,7 @@
 """Measures the error of what is hidden in each held-out case and draws pictures of it."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -35,7 +35,8 @@ AXIAL = 2
 class RebuiltTile:
     """A tile ``W D H`` of a case, the same with its hidden patches rebuilt, and which voxels were hidden.
 
-    ``error``, ``error_of_mean``: over all channels, of what was rebuilt and of the mean intensity in its place
+    ``error``, ``error_of_mean``: over all channels, of what was rebuilt and of a mean in its place
+    ``guess``: which mean; ``modality``: the one that is shown
     """
 
     name: str
@@ -45,6 +46,8 @@ class RebuiltTile:
     spacing: tuple[float, ...]
     error: float = math.nan
     error_of_mean: float = math.nan
+    guess: str = "the tile's mean"
+    modality: str = ""
 
 
 def draw_tiles(path: Path, tiles: Sequence[RebuiltTile], neurological: bool) -> None:
@@ -58,7 +61,9 @@ def draw_tiles(path: Path, tiles: Sequence[RebuiltTile], neurological: bool) -> 
 def figure_of_tiles(tiles: Sequence[RebuiltTile], neurological: bool) -> Any:
     """Returns the figure of ``draw_tiles``: the axial plane through the middle of each tile."""
     figure = make_figure(11, 2.9 * len(tiles) + 0.6)
-    figure.suptitle(f"Hidden patches, rebuilt from the visible ones. {orientation_text(neurological)}", fontsize=9)
+    of_modality = f" of {escape_mathtext(tiles[0].modality)}" if tiles[0].modality else ""
+    what = f"Hidden patches{of_modality}, rebuilt from the visible ones, in the axial plane through the tile's middle"
+    figure.suptitle(f"{what}\n{orientation_text(neurological)}", fontsize=9)
     for row, tile in zip(figure.subplots(len(tiles), len(COLUMNS), squeeze=False), tiles):
         low, high = np.percentile(tile.image, (0.5, 99.5))
         masked = np.where(tile.hidden, low, tile.image)
@@ -71,6 +76,7 @@ def figure_of_tiles(tiles: Sequence[RebuiltTile], neurological: bool) -> Any:
                 shown = panel.imshow(plane, cmap="RdBu_r", vmin=-reach / 2, vmax=reach / 2, aspect=aspect)
                 bar = figure.colorbar(shown, ax=panel, fraction=0.046, pad=0.02, format="{x:+.3g}")
                 bar.ax.tick_params(labelsize=7)
+                bar.set_label("normalised intensity", fontsize=7)
             else:
                 panel.imshow(plane, cmap="gray", vmin=low, vmax=low + reach, aspect=aspect)
             mark_sides(panel, sides(neurological)[AXIAL])
@@ -78,9 +84,35 @@ def figure_of_tiles(tiles: Sequence[RebuiltTile], neurological: bool) -> Any:
             panel.set_yticks([])
             title = f"{escape_mathtext(tile.name)}: {name}" if name == COLUMNS[0] else name
             if name == COLUMNS[2] and not math.isnan(tile.error):
-                title += f": error {tile.error:.3f}\n(mean intensity: {tile.error_of_mean:.3f})"
+                title += f": error {tile.error:.3f}\n(error of {tile.guess}: {tile.error_of_mean:.3f})"
             panel.set_title(title, fontsize=9)
     return figure
+
+
+LITTLE = 0.8  # of the error of a mean; above it, a pretraining has learned little
+
+
+def guess_of(normalised: bool) -> str:
+    """Returns with what a pretraining is compared: a mean in place of what is hidden, in words."""
+    return "each patch's own mean" if normalised else "the tile's mean"
+
+
+def what_was_learned(rows: Iterable[Mapping[str, Any]], normalised: bool) -> tuple[str, str]:
+    """Returns a sentence that compares the best error with that of a mean, and a caution if it is no better or close.
+
+    - ``rows``: of the validations
+    - ``normalised``: whether patches are rebuilt without their mean
+    """
+    known = [(row["loss"], row["error_of_mean"]) for row in rows if isinstance(row.get("error_of_mean"), float)]
+    known = [pair for pair in known if all(isinstance(error, float) and math.isfinite(error) for error in pair)]
+    if not known:
+        return "", ""
+    (error, of_mean), guess = min(known), guess_of(normalised)
+    sentence = f"The best error is {error:.4f}. Filling the hidden voxels with {guess} would give {of_mean:.4f}."
+    if error <= LITTLE * of_mean:
+        return sentence, ""
+    learned = "Little was learned" if error < of_mean else "Nothing was learned"
+    return sentence, f"{learned}: the best error is {error:.4f}, and that of {guess} is {of_mean:.4f}. Train longer."
 
 
 STEP = -1  # no step of training hides the same tokens
@@ -118,7 +150,7 @@ class MaskedValidation(CaseValidation):
             journal.attempt(lambda: draw_tiles(picture, tiles, self.config.neurological))
         text = (
             f"validation on {quantity(len(self.ids), 'held-out case')}: mean squared error of hidden voxels {mean:.4f} "
-            f"(mean intensity in their place: {of_mean:.4f})"
+            f"(error of {guess_of(self.error.normalised)} in their place: {of_mean:.4f})"
         )
         row = {"loss": mean, "error_of_mean": of_mean, "cases": len(self.ids)}
         return ValidationResult(row, text, score_of_error(mean), {})
@@ -126,7 +158,7 @@ class MaskedValidation(CaseValidation):
     def _means(
         self, net: Network, journal: Journal, stopper: StopRequest, tiles: list[RebuiltTile]
     ) -> tuple[float, float] | None:
-        """Returns the mean loss and that of the mean intensity, None if all ranks leave.
+        """Returns the mean loss and that of a mean in place of what is hidden, None if all ranks leave.
 
         - ``tiles``: gets what the first rank pictures
         """
@@ -142,7 +174,7 @@ class MaskedValidation(CaseValidation):
 
     @torch.no_grad()
     def _case(self, net: Network, number: int, tiles: list[RebuiltTile] | None) -> Tensor:
-        """Returns the loss of a case's tile, and that of the mean intensity; the picture is added to ``tiles``."""
+        """Returns the loss of a case's tile, and that of a mean; the picture is added to ``tiles``."""
         case = self.data.dataset.cases[self.ids[number]]
         whole = torch.from_numpy(middle_of(case, net.layout.tile))[None]
         part = net.layout.cut(whole, self.mesh.seq.index).to(self.mesh.device)
@@ -173,7 +205,9 @@ class MaskedValidation(CaseValidation):
         together = all_gather(rows, group, 1, counts, "pictures").cpu()  # 1 n 2 p p p
         image, mask = net.layout.join(together.split(counts, 1))[0].float().numpy()
         spacing = case.properties.spacing
-        return RebuiltTile(case.id, whole[0, self.shown].numpy(), image, mask > 0, spacing)
+        guess, modality = guess_of(self.error.normalised), self.data.dataset.modalities[self.shown]
+        shown = whole[0, self.shown].numpy()
+        return RebuiltTile(case.id, shown, image, mask > 0, spacing, guess=guess, modality=modality)
 
 
 def middle_of(case: PreparedCase, tile: tuple[int, ...]) -> np.ndarray:

@@ -55,17 +55,18 @@ def _refuse_unprepared(source: Dataset, config: Config) -> None:
 
 def read_headers(config: Config) -> Fingerprint:
     """Returns what the headers of a run's data say; nothing is prepared or written."""
-    joins = prepare_settings(config).joins
+    settings = prepare_settings(config)
     if not config.data:
-        return phantom_fingerprint(config.phantoms, joins)
-    return read_fingerprint(join_labels(read_dataset(config.data), joins))
+        return phantom_fingerprint(config.phantoms, settings.joins)
+    return read_fingerprint(join_labels(read_dataset(config.data), settings.joins), spacing=settings.own_spacing)
 
 
 def describe_data(fingerprint: Fingerprint, config: Config) -> str:
     """Returns a line on a data set; raises ``ValueError`` where it does not allow the config's split."""
     train_ids, held_out_ids = split_of(fingerprint, config)
     refuse_weights(config, fingerprint.outputs(config.targets))
-    channels, outputs = (_listed(names) for names in (fingerprint.modalities, fingerprint.outputs(config.targets)))
+    channels = _listed(fingerprint.modalities, "channel")
+    outputs = _listed(fingerprint.outputs(config.targets), "output")
     voxels = "x".join(map(str, fingerprint.shape))
     millimetres = "x".join(f"{size:.3g}" for size in fingerprint.spacing)
     return (
@@ -75,8 +76,8 @@ def describe_data(fingerprint: Fingerprint, config: Config) -> str:
     )
 
 
-def _listed(names: Sequence[str]) -> str:
-    return f"{len(names)} ({', '.join(names)})"
+def _listed(names: Sequence[str], what: str) -> str:
+    return f"{quantity(len(names), what)} ({', '.join(names)})"
 
 
 def summary_of_data(data: TrainingData, fold: str) -> str:

@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 
 from seqpar.data.errors import DataError
-from seqpar.runs.run_folder import read_config
-from seqpar.scores.comparison import Scored, compare
+from seqpar.runs.run_folder import read_description
+from seqpar.scores.comparison import FEW, TOO_FEW, Scored, compare
 from seqpar.scores.label_classes import choose_labels, labels_of_run
 from seqpar.scores.label_files import (
     Pair,
@@ -47,7 +47,7 @@ class LabelMapEvaluation(CaseEvaluation):
         super().__init__(options)
         self.dataset, self.pairs = dataset_at(options.truth), dict[str, list[Pair]]()
         if options.test_of and not (options.regions or options.brats or options.dataset):
-            self.labels = labels_of_run(read_config(options.test_of)["dataset"])
+            self.labels = labels_of_run(read_description(options.test_of))
         else:
             regions = options.regions or ()
             self.labels = choose_labels(options.truth, self.dataset, options.dataset, regions, options.brats)
@@ -149,7 +149,8 @@ class LabelMapEvaluation(CaseEvaluation):
             for members, cases in tried.items()
         }
         best = max(dice, key=lambda members: np.nan_to_num(dice[members], nan=-1.0))
-        lines = [f"best of {len(dice)} by mean Dice over {quantity(count, 'case')}: {_named(best)}"]
+        few = f" ({TOO_FEW})" if count < FEW and len(dice) > 1 else ""
+        lines = [f"highest mean Dice of {len(dice)} over {quantity(count, 'case')}{few}: {_named(best)}"]
         lines += [f"  {value:.4f}  {_named(members)}" for members, value in dice.items()]
         pairs = [pair for pair, _ in tried[best].values()]
         learned, place = learn_postprocessing(pairs, self.labels, self._workers(pairs)), self._place(*best)

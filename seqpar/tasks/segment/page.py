@@ -69,6 +69,7 @@ def segment_page(options: argparse.Namespace, record: RunRecord) -> FinishedPage
     faults: Sequence[str] = scored.faults if scored else ()
     cautions = _cautions(record, scored) if scored and options.truth is not None else []
     parts: dict[str, Any] = {"tiles": tiles, "note": note, "is_scored": scored is not None, "cases": cases, **tables}
+    parts |= {"truth": options.truth, "prediction": options.prediction}
     text = render_run(FOLDER, record, gaps, faults, cautions, classes=list(colours), **parts)
     own = faults if options.truth is not None else ()
     return FinishedPage(text, f"{quantity(len(shown), 'case')} shown, ", own, cautions)
@@ -118,6 +119,7 @@ def _scores_table(scored: Mapping[str, CaseScores]) -> Table | str:
         TableRow(kind, [Score(one.summary["mean"].get(kind, {}).get("Dice", math.nan), 3) for one in scored.values()])
         for kind in classes
     ]
+    rows.append(TableRow("cases", [Score(len(one.cases), 0) for one in scored.values()]))
     note = "Mean Dice over the cases that each run has scored; the table below compares the cases that all runs share."
     return Table("scores", list(map(TableHead, ("Class", *scored))), rows, "class", note)
 

@@ -115,7 +115,9 @@ class LabelMapPrediction(CasePrediction):
     def _ranks_line(self) -> str:
         """Returns how the ranks are grouped, with a warning if nogather runs on other parts than in training."""
         seq = self.mesh.seq.size
-        line = f"{quantity(self.mesh.world.size, 'rank')} = data {self.mesh.data.size} x seq {seq}"
+        line = quantity(self.mesh.world.size, "rank")
+        if self.mesh.world.size > 1:
+            line += f" = data {self.mesh.data.size} x seq {seq} (groups with other windows x ranks that share one)"
         for mode, member in zip(self._modes(), self.members):
             config = member.run.config
             if config.mode == "nogather" and (mode, seq) != ("nogather", config.seqpar):

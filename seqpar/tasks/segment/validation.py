@@ -263,7 +263,7 @@ class SegmentationValidation(CaseValidation):
             "cases": len(measured.scores),
         }
         known = [value for value in dice.values() if value is not None]
-        width = max(len(name) for name in dice)
+        width = max(len(name) for name in (*dice, "class"))
         lines = [f"validation on {quantity(len(measured.scores), 'held-out case')}: loss {row['loss']:.4f}"]
         lines.append(f"  {'class':{width}}  Dice  global")
         lines += [f"  {name:{width}}  {_cell(dice[name])}  {_cell(global_dice[name])}" for name in dice]
