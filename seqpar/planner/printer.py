@@ -100,8 +100,8 @@ def header(run: RunToPlan, preset: str, tile: Sequence[int]) -> str:
             f"{run.outputs} classes",
             f"{device.name}: {device.memory / GIB:.1f} GiB, {device.peak[config.precision] / 1e12:.3g} TFLOP/s"
             f"{shared} ({device.source})",
-            "seqpar: ranks that share a tile; model: weights, gradients, optimizer; tokens, decoder: kept for backward",
-            "moment: more at the worst moment; rest: input, libraries, fragments; MFU: used share of the device's peak",
+            "seqpar: ranks of a tile; model: weights, gradients, optimizer; tokens, decoder: kept for backward",
+            "moment: more at the worst moment; rest: input, libraries, fragments; MFU: share of the peak used",
             "",
         ]
     )
