@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Sourced by .ci/run.
-# beside WAITING STEP: runs a step, such as one that waits for Slurm, in parallel with another, and shows its output at the end.
+# beside WAITING STEP: runs a step that mostly waits (for Slurm) in parallel with another, and shows its output at the end.
 # Fails if either of them fails.
 beside() {
     local log waiting failed=0

@@ -31,11 +31,11 @@ from seqpar.parallel.messages import (
     shape_and_dtype,
     start_messages,
 )
+from seqpar.parallel.shared_memory import INLINE
 
 # torch 2.13 renamed both; older ones know only the second name.
 _gather_single: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _scatter_single: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-_FEW_BYTES = 1 << 13  # up to which each rank sends the others all that it adds
 _DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16,
            torch.int8, torch.uint8, torch.bool)  # fmt: skip
 
@@ -226,7 +226,7 @@ def sum_in_place(x: Tensor, group: Group) -> None:
             dist.all_reduce(x, group=group.handle)
         return
     flat, own = x.view(-1), group.index
-    if x.nbytes <= _FEW_BYTES:
+    if x.nbytes <= INLINE:  # one short message to each peer is quicker than two rounds
         flat.copy_(_sum_in_rank_order(dict(enumerate(gather_rows(flat, group)))))
         return
     pieces = flat.tensor_split(group.size)
@@ -258,6 +258,7 @@ def gather_rows(row: Tensor, group: Group) -> list[Tensor]:
 
 
 def _exchange(outgoing: Sequence[tuple[int, Tensor]], incoming: Sequence[tuple[int, Tensor]], group: Group) -> None:
+    """Sends and receives messages, by index in the group; neither counted nor announced."""
     Pending(start_messages(outgoing, incoming, group), [x for _, x in (*outgoing, *incoming)], group.watch).wait()
 
 

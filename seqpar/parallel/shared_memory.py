@@ -29,7 +29,7 @@ from torch import Tensor
 
 SWITCH = "SEQPAR_SHARED_MEMORY"  # 0: all messages go through gloo
 LARGEST = 1 << 24  # bytes of a message; gloo sends larger ones in the background, without a copy of them
-_INLINE = 1 << 13  # bytes that go through the socket itself
+INLINE = 1 << 13  # bytes that go through the socket itself
 _PAGE = 1 << 12
 _NUM_BLOCKS = 1 << 10  # of a process's shared memory
 _HEADER = struct.Struct("<IiQQ")  # channel, block (-1: inline), bytes, offset in the sender's memory
@@ -106,7 +106,7 @@ class SharedMemory:
         self._peers: dict[int, _Peer] = {}
         self._readers: dict[int, int] = {}  # each local rank's place in the marks of a block
         self._names: dict[int, int] = {}  # ranks by the number of their socket
-        self._letter = bytearray(_HEADER.size + _INLINE)
+        self._letter = bytearray(_HEADER.size + INLINE)
         self.timeout_s = 1800.0
         self.address = _own_address() if is_offered and os.environ.get(SWITCH) != "0" else None
         if self.address is not None:
@@ -174,11 +174,15 @@ class SharedMemory:
 
     def close(self) -> None:
         """Ends all connections; in a process forked from this one, its copies of them."""
+        if self not in _OPEN:
+            return
+        _OPEN.discard(self)
         for peer in self._peers.values():
             peer.line.close()
             os.close(peer.memory_file)
         self._peers.clear()
-        _OPEN.discard(self)
+        self._events.close()
+        os.close(self._memory.file)
 
     def start(self, sends: Mapping[int, Tensor], receives: Mapping[int, Tensor], channel: int) -> "Receiving":
         """Sends tensors to other ranks, and returns what waits for those that they send.
@@ -201,7 +205,7 @@ class SharedMemory:
 
     def _send(self, data: Tensor, ranks: Sequence[int], channel: int) -> None:
         count = data.numel()
-        if count <= _INLINE:
+        if count <= INLINE:
             letter = [_HEADER.pack(channel, -1, count, 0), data.numpy().data]
         else:
             block, offset = self._memory.write(data, [self._readers[rank] for rank in ranks])

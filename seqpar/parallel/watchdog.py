@@ -23,12 +23,18 @@ from seqpar.parallel.wait_clock import WaitClock
 
 # Modules in which DDP, sharded weights and the device wait without ``Watch.waiting``.
 _WAITING_IN_TORCH = ("torch.distributed", "torch.autograd.graph", "torch.cuda")
-_LOST = ("Connection closed", "Connection reset", "Timed out", "timeout", "Broken pipe", "NCCL")
+# What errors say if a message did not arrive, whichever library sent it.
+_LOST = ("Connection closed", "Connection reset", "Timed out", "timeout", "peer", "Broken pipe", "NCCL")
 _GROUND = str(Path(__file__).parent)  # the folder of everything that communicates
 
 
 class CollectiveMismatch(RuntimeError):
     """Raised if ranks enter different collectives, or the same one with different sizes."""
+
+
+def is_lost_contact(error: BaseException) -> bool:
+    """Returns whether a collective failed because a peer is gone or late."""
+    return isinstance(error, RuntimeError) and any(mark in str(error) for mark in _LOST)
 
 
 class RankPosition(NamedTuple):
@@ -82,7 +88,7 @@ class Watch:
             with self.clock.waiting(on_gpu):
                 yield
         except RuntimeError as error:
-            if any(mark in str(error) for mark in _LOST) and not hasattr(error, "__notes__"):
+            if is_lost_contact(error) and not hasattr(error, "__notes__"):
                 error.add_note(self._explain_loss())
             raise
         finally:

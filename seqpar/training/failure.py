@@ -10,7 +10,7 @@ from typing import NoReturn
 from seqpar.cluster import exit_codes
 from seqpar.cluster.stop_agreement import ShutdownSteps
 from seqpar.parallel.mesh import Mesh
-from seqpar.parallel.watchdog import CollectiveMismatch
+from seqpar.parallel.watchdog import CollectiveMismatch, is_lost_contact
 from seqpar.planner.batch_size import runs_over_micro_batch
 from seqpar.runs.run_status import StatusFile
 from seqpar.settings.config import Config
@@ -91,12 +91,6 @@ def _judge(error: BaseException, config: Config, rank: int, finding: str = "") -
 
 def _is_expected(error: BaseException) -> bool:
     return isinstance(error, (OSError, CollectiveMismatch)) or is_lost_contact(error)
-
-
-def is_lost_contact(error: BaseException) -> bool:
-    """Returns whether a collective failed because a peer is gone."""
-    marks = ("Connection closed", "Connection reset", "Timed out", "timeout", "peer", "Broken pipe", "NCCL")
-    return isinstance(error, RuntimeError) and any(mark in str(error) for mark in marks)
 
 
 def save_memory(config: Config) -> str:

@@ -40,7 +40,7 @@ EXACT: dict[str, dict[str, Any]] = {
     "laptop": {"precision": "fp64", "lr": 1e-3, "epochs": 6, "iterations": 10, "val_every": 1},
     "paper": {"batch": 32},
 }
-SHORT: dict[str, dict[str, Any]] = {"laptop": {"epochs": 6, "iterations": 20, "val_every": 1}}  # all patches learn
+SHORT: dict[str, dict[str, Any]] = {"laptop": {"epochs": 6, "iterations": 20, "val_every": 1}}
 NO_GATHER: dict[str, dict[str, Any]] = {
     **EXACT,
     "laptop": {"precision": "fp64", "epochs": 5, "iterations": 20, "val_every": 1},
