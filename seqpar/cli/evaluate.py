@@ -47,8 +47,8 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     add("--empty", choices=get_args(EmptyPolicy),
         help="classes that a map lacks: skip those that both maps lack, or score all as BraTS does (skip; brats with "
         "--brats)")  # fmt: skip
-    add("--common", action="store_true", help="score the cases that TRUTH and PREDICTION both have, without a word "
-        "about others (nnU-Net's --chill)")  # fmt: skip
+    add("--common", action="store_true", help="score only the cases that TRUTH and PREDICTION share, and do not "
+        "mention others (nnU-Net's --chill)")  # fmt: skip
     add("--find-best", nargs="?", type=Path, const=Path(), metavar="FILE", help="say which "
         "of several predictions is best, averages of two with --npz included, and learn its postprocessing, as "
         "nnUNetv2_find_best_configuration does; FILE to write (default: postprocessing.json in the best)")  # fmt: skip

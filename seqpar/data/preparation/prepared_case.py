@@ -225,7 +225,7 @@ def resampled_shape(
 ) -> tuple[int, int, int]:
     """Returns a case's shape at another spacing; raises ``SettingsError`` if no memory holds it, or nothing is left.
 
-    share: how much of the shape memory has to hold; a crop, which headers do not show, may leave no more.
+    - ``share``: of the shape that memory has to hold: a crop, which headers do not show, may leave no more
     """
     shape = transforms.new_shape(sides, spacing, target)
     size, memory = 4 * num_channels * math.prod(shape), os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
