@@ -4,6 +4,10 @@ BIN = .venv/bin
 # A CUDA build for Linux, with which the pretended GPU was tried; it needs no GPU and no driver.
 CUDA_TORCH ?= torch==2.14.1
 
+# Compiled modules are kept, also where the environment says otherwise: each start would compile 300 files again, and each of
+# pytest's workers all tests.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: train test test-gpu lint bench docs clean
 
 train: .venv/ready

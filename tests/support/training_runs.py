@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import scipy.ndimage  # noqa: F401  scores import it: once here, not in every run
-import torch._dynamo  # noqa: F401  an optimizer imports it: once here, not in every rank
 
 from seqpar.cli import train
 from seqpar.cluster import exit_codes
