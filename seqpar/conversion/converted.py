@@ -42,7 +42,8 @@ def convert(module: nn.Module, group: AnyGroup | None = None, spatial_dims: int 
     It takes this rank's box ``b c W/s D/s H/s`` of each image, which ``net.shard(whole)`` cuts, and returns this rank's
     box of each output, which ``net.unshard(y)`` joins. Weights, buffers and submodules are shared with ``module``,
     under the same names. Train it as a ``ParallelModel``, or call ``net.loss`` and ``net.on_whole`` with whole tiles.
-    In a loop on boxes, each rank takes the loss of its own; ``DistributedDataParallel`` gives gradients of the mean.
+    A loss of one box alone is right only as a plain mean over voxels, with boxes of one size: Dice, class weights and
+    ``ignore_index`` divide by sums over the whole tile, which ``net.loss`` takes care of.
 
     A call in ``forward`` that is not known to be exact on boxes raises an error that names it. Volumes that are too
     small to be cut, and tokens (space flattened to one dimension, as by a ViT), are gathered and computed by all ranks.

@@ -56,14 +56,16 @@ class TileNetwork(nn.Module, ABC):
         """Returns over which ranks the loss sums; ``data``: the group whose ranks have other tiles."""
 
     def loss(self, loss_fn: LossFunction, image: Tensor, label: Tensor, data: AnyGroup | None = None) -> Tensor:
-        """Returns the loss of tiles: that of one process, on any number of ranks.
+        """Returns the loss of tiles: on any number of ranks that share them, that of one process.
 
         Nothing here averages gradients over ranks: ``seqpar.ParallelModel``, DDP or FSDP does. A loss of
         ``seqpar.losses`` sums over ranks. Any other function, such as MONAI's losses, is called with whole tiles of all
         samples. If logits are spread over ranks (halo, swap, a converted network), each rank then holds the whole
         logits and labels and their gradient: the memory of the loss is that of one process.
 
-        - ``loss_fn``: called with logits and label; of tiles on other ranks, the mean of its results counts
+        - ``loss_fn``: called with logits and label. With several data groups, the mean of their results counts: a
+          foreign loss that divides by sums over the batch (MONAI's ``batch=True``, class weights) divides by those of
+          its group
         - ``image``: whole tiles ``b c W D H``, the same on all ranks of the group, or this rank's share. The gradient
           of whole tiles is that of one process, on every rank
         - ``label``: whole tiles ``b W D H`` or ``b c W D H``, or this rank's share. Channels reach foreign losses;

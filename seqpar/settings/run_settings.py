@@ -122,7 +122,7 @@ class RunSettings:
         "", "save and leave before this time has passed: minutes or H:MM:SS", metavar="TIME", common=True
     )
     start_timeout: float = _limits(
-        START_S, "seconds that ranks may wait for each other before step 1", bounds=SECONDS, metavar="SECONDS"
+        START_S, "seconds that ranks may wait until step 1 is done", bounds=SECONDS, metavar="SECONDS"
     )
     timeout: float = _limits(
         300.0, "seconds that ranks may wait from step 2 on, saving included", bounds=SECONDS, metavar="SECONDS"

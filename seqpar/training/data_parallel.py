@@ -142,12 +142,14 @@ class ParallelModel(nn.Module):
         return self.net.on_whole(image)
 
     def loss(self, loss_fn: LossFunction, image: Tensor, label: Tensor) -> Tensor:
-        """Returns the loss of tiles: that of one process, on any number of ranks.
+        """Returns the loss of tiles: on any number of ranks that share them, that of one process.
 
         A loss of ``seqpar.losses`` sums over ranks. Any other function gets whole logits and labels, which each rank
         then holds: the memory of the loss is that of one process.
 
-        - ``loss_fn``: called with logits and label: a loss of ``seqpar.losses``, of MONAI, or any function
+        - ``loss_fn``: called with logits and label: a loss of ``seqpar.losses``, of MONAI, or any function. With
+          several data groups, the mean of their results counts: a foreign loss that divides by sums over the batch
+          (MONAI's ``batch=True``, class weights) divides by those of its group
         - ``image``, ``label``: whole tiles, the same on all ranks of a group, or this rank's share. The gradient of
           whole tiles is that of one process, on every rank
         """

@@ -1,6 +1,7 @@
 """Functions in somebody's own ``forward`` on boxes equal one process, and what cannot be exact is refused by name."""
 
 import copy
+import re
 from collections.abc import Callable
 
 import pytest
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 from seqpar.conversion.converted import convert
 from seqpar.parallel.mesh import Mesh
 from tests.support.converted import Answers, answers, gaps
+from tests.support.pages import page
 from tests.support.ranks import RanksFailed
 
 
@@ -187,6 +189,15 @@ REFUSED: dict[str, tuple[Callable[[Own, Tensor], Tensor], str]] = {
     "a layer norm over space": (lambda net, x: F.layer_norm(x, x.shape[2:]), "layer_norm"),
     "a softmax over space": (lambda net, x: x.softmax(2), "softmax"),
     "a roll": (lambda net, x: x.roll(1, 2), "roll"),
+    "a flip": (lambda net, x: x.flip(2), "flip"),
+    "an einsum": (lambda net, x: torch.einsum("bcwdh,kc->bkwdh", x, net.squeeze.weight), "einsum"),
+    "samples at points": (lambda net, x: F.grid_sample(x, torch.zeros(1, 4, 4, 4, 3)), "grid_sample"),
+    "sliding views": (lambda net, x: x.unfold(2, 2, 2), "unfold"),
+    "a shuffle of pixels": (lambda net, x: F.pixel_shuffle(x, 2), "pixel_shuffle"),
+    "a maximum over space": (lambda net, x: x - x.amax((2, 3, 4), keepdim=True), "amax"),
+    "a deviation over space": (lambda net, x: x / x.std((2, 3, 4), keepdim=True), "std"),
+    "a pool by powers": (lambda net, x: F.lp_pool3d(x, 2, 2), "lp_pool3d"),
+    "a norm over neighbouring channels": (lambda net, x: F.local_response_norm(x, 3), "local_response_norm"),
     "a sum over a part of space": (lambda net, x: x - x.mean(3, keepdim=True), "mean"),
     "a joint along space": (lambda net, x: torch.cat([x, x], 2), "cat"),
     "one place": (lambda net, x: x - x[:, :, :1].mean() + x[:, :, 0].mean(), "an index"),
@@ -220,6 +231,17 @@ def test_what_cannot_be_exact_is_refused_by_name(ranks: Callable[..., list]) -> 
         for name, (_, function) in REFUSED.items():
             assert words[name].startswith("0"), "the submodule"
             assert function in words[name] and "cannot be converted as it is" in words[name], words[name]
+
+
+def test_the_page_names_what_is_refused() -> None:
+    """Each name is one of REFUSED, or a layer that calls one."""
+    table = page("how-to/convert-your-network").read_text().partition("Refused are")[2].partition("\n## ")[0]
+    first = " ".join(line.split("|")[1] for line in table.splitlines() if line.startswith("|"))
+    named = set(re.findall(r"`(?:F\.|torch\.utils\.)?(\w+)`", first)) - {"forward", "SyncBatchNorm", "SwinUNETR"}
+    layers = {"LPPool": "lp_pool3d", "LocalResponseNorm": "local_response_norm", "MaxPool": "max_pool3d"}
+    refused = " ".join(words for _, words in REFUSED.values())
+    assert {"flip", "einsum", "amax", "LPPool"} <= named
+    assert [name for name in named if layers.get(name, name) not in refused] == []
 
 
 def test_a_failure_on_a_rank_names_it(ranks: Callable[..., list]) -> None:

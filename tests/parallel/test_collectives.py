@@ -11,6 +11,7 @@ from seqpar.parallel import remaps
 from seqpar.parallel.halo_exchange import HaloPlan, exchange_halos
 from seqpar.parallel.mesh import Group, Mesh
 from tests.support.adjoint import adjoint_gap, rows
+from tests.support.pages import blocks, page
 from tests.support.ranks import once_per_world, relative
 
 WORLDS = [1, 2, 3, 4, 8]
@@ -137,6 +138,18 @@ def types_of_results(mesh: Mesh) -> list[list[torch.dtype]]:
 def test_every_precision_stays_itself(ranks: Callable[..., list]) -> None:
     for seen in ranks(3, types_of_results):
         assert seen == [[dtype] * 3 for dtype in DTYPES]
+
+
+def a_collective_of_the_page(mesh: Mesh) -> float:
+    names = {"torch": torch, "dist": torch.distributed}
+    (code,) = blocks(page("explanation/gradient-rule"), "py")
+    exec(code, names)
+    x = rows(mesh.seq.index, 3, 4)
+    return adjoint_gap(mesh, x, lambda x: names["SumOverRanks"].apply(x, mesh.seq.handle))  # type: ignore[attr-defined]
+
+
+def test_the_collective_that_the_page_shows_has_its_true_adjoint(ranks: Callable[..., list]) -> None:
+    assert max(ranks(3, a_collective_of_the_page)) < 1e-12
 
 
 def test_a_gradient_of_another_shape_is_refused() -> None:
