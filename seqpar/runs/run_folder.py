@@ -14,7 +14,7 @@ import torch
 import seqpar
 from seqpar.cluster.torch_setup import arithmetic_now
 from seqpar.data.errors import DataError, unreadable
-from seqpar.data.files import write_json
+from seqpar.data.files import read_whole, write_json
 from seqpar.runs.archive import ABOUT, CONFIG, is_archive, read_archived
 from seqpar.scores.label_classes import labels_of_run
 from seqpar.settings.config import Config
@@ -27,7 +27,7 @@ def read_config(run: str | Path) -> dict[str, Any]:
     """Returns the config.json of a run folder, or of a run that was exported."""
     path = Path(run) / CONFIG
     try:
-        content = read_archived(run, CONFIG) if is_archive(run) else json.loads(path.read_text())
+        content = read_archived(run, CONFIG) if is_archive(run) else json.loads(read_whole(path))
     except DataError:
         raise
     except FileNotFoundError:
@@ -112,7 +112,7 @@ def holds_folds(out: str | Path) -> bool:
 def read_status(out: str | Path) -> dict[str, Any]:
     """Returns the content of a folder's status.json, {} if there is none that can be read."""
     try:
-        return dict(json.loads((Path(out) / "status.json").read_text()))
+        return dict(json.loads(read_whole(Path(out) / "status.json")))
     except (OSError, ValueError, TypeError):
         return {}
 
@@ -180,7 +180,7 @@ def read_windows(run: Path) -> tuple[dict[str, float], tuple[int, ...]]:
     direction in whole passes; both are empty where none is recorded.
     """
     try:
-        windows = read_archived(run, ABOUT) if is_archive(run) else json.loads((run / "window.json").read_text())
+        windows = read_archived(run, ABOUT) if is_archive(run) else json.loads(read_whole(run / "window.json"))
         dice = {str(window): float(mean) for window, mean in windows.get("dice", {}).items()}
         return dice, tuple(int(side) for side in windows.get("whole_grid", ()))
     except FileNotFoundError:
@@ -196,6 +196,6 @@ def read_windows(run: Path) -> tuple[dict[str, float], tuple[int, ...]]:
 def read_best_step(run: str | Path) -> int | None:
     """Returns the step of the best checkpoint of a run folder, None where none is recorded."""
     try:
-        return int(json.loads((Path(run) / "window.json").read_text())["step"])
+        return int(json.loads(read_whole(Path(run) / "window.json"))["step"])
     except (OSError, ValueError, KeyError, TypeError):
         return None
