@@ -282,7 +282,7 @@ ATTACKS += [
         types="predict run -i images -o out",
         make=_odd("x_0000.nii.gz", put),
         code=3,
-        says=f"images/x_0000.nii.gz: {words}",
+        says=("images/x_0000.nii.gz: ", words),
         after=_predicted_a,
     )
     for what, put, words in (
