@@ -21,6 +21,7 @@ from seqpar.settings.config import Config
 from seqpar.terminal import next_command, typed_command
 
 FOLDS_FILE = "folds.json"  # is in a folder of five folds
+SWEEP_FILE = "sweep.json"  # is in the folder of a sweep
 
 
 def read_config(run: str | Path) -> dict[str, Any]:

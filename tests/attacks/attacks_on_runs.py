@@ -8,6 +8,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
+
+from seqpar.runs.run_lock import RunLock
 from tests.attacks.attack import TINY, Attack
 from tests.support.folders import image_array, nnunet, save, write_json
 from tests.support.predictions import make_run
@@ -280,5 +283,36 @@ ATTACKS += [
         ("evaluate D/labelsTr D/labelsTr --csv x.csv --json circle/x.json", "cannot be written"),
         ("evaluate D/labelsTr D/labelsTr --json x.json --csv circle/x.csv", "cannot be written"),
         ("report run --truth D --prediction circle", "run/config.json: lacks what a report needs"),
+    )
+]
+
+
+def _live_sweep(here: Path) -> None:
+    """Makes a data set, and a sweep that has just begun: this process holds its folder."""
+    nnunet(here / "D", 5)
+    (here / "sweep").mkdir()
+    RunLock(here / "sweep").take()
+
+
+ATTACKS += [
+    Attack(
+        f"{program} into the folder of a sweep",
+        types=f"{program} {TINY} --data D --cache cache --out sweep",
+        code=2,
+        says="--out sweep holds a sweep, whose status would be lost: name another folder",
+        make=lambda here: (nnunet(here / "D", 5), write_json(here / "sweep" / "sweep.json", {"version": 1})),
+        keeps="D sweep",
+        after=_prepared_nothing,
+    )
+    for program in ("train", "pretrain")
+]
+ATTACKS += [
+    Attack(
+        "tune on a live folder",
+        types=f"tune --space lr=1e-3,1e-4 {TINY} --data D --cache cache --out sweep",
+        code=6,
+        says="--out sweep is in use by process",
+        make=lambda here: (pytest.importorskip("ray"), _live_sweep(here)),
+        keeps="D sweep",
     )
 ]
