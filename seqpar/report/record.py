@@ -163,7 +163,7 @@ def read_record(run: Path) -> RunRecord:
         status |= {"state": "killed", "why": why, "step": -1}  # where it is, the journal knows
     rows: list[Row] = []
     try:
-        rows = read_metrics(run / "metrics.jsonl")
+        rows = [*read_metrics(run / "metrics.jsonl")]
     except (OSError, ValueError):
         gaps.append("There is no readable metrics.jsonl: no curves.")
     train, held_out = (tuple(row for row in rows if row.get("kind") == kind) for kind in ("train", "val"))
