@@ -79,6 +79,9 @@ class PredictionFolder(ABC):
             os.close(self._handle)
         self._handle = -1
 
+    def __del__(self) -> None:
+        self.close()
+
     def _lock(self) -> None:
         """Keeps other predictions out of the folder, if it is there, until it is closed or this process ends.
 
