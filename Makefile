@@ -13,8 +13,9 @@ unexport PYTHONDONTWRITEBYTECODE
 train: .venv/ready
 	$(BIN)/python launch/train.py --preset laptop --out runs/phantom --again
 
+# huge pages: a forked rank copies the page tables of its test worker
 test: .venv/ready
-	$(BIN)/python -m pytest -n 3 --dist loadfile -m "not started"
+	GLIBC_TUNABLES=glibc.malloc.hugetlb=1 $(BIN)/python -m pytest -n 3 --dist loadfile -m "not started"
 
 # Needs 5.5 GB and g++: programs on a GPU that is pretended, see tests/pretended_gpu/README.md.
 test-gpu: .venv-gpu/ready

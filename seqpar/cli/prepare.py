@@ -48,7 +48,15 @@ def act(arguments: Sequence[str]) -> int:
     if options.check:
         return _check(dataset, out, settings, options.workers)
     try:
-        report = prepare(dataset, out, settings, options.workers, ProgressBar("preparing"), labelled=task.is_labelled)
+        report = prepare(
+            dataset,
+            out,
+            settings,
+            options.workers,
+            ProgressBar("preparing"),
+            replace=not options.out,  # what another process has just prepared there stays
+            labelled=task.is_labelled,
+        )
     except KeyboardInterrupt:
         print(
             "\ninterrupted; what is finished is kept, and the same command continues",

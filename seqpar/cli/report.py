@@ -1,6 +1,7 @@
 """Writes an HTML page about a run, or one that compares several: ``python launch/report.py RUN …``."""
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -95,7 +96,7 @@ def _usual_name(options: argparse.Namespace) -> str:
     """Returns the name of the page; one on other data leaves the run's own page in place."""
     if len(options.runs) > 1:
         return "comparison.html"
-    return f"report-{options.prediction.resolve().name}.html" if options.prediction else "report.html"
+    return f"report-{Path(os.path.realpath(options.prediction)).name}.html" if options.prediction else "report.html"
 
 
 def main() -> None:

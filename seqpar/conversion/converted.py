@@ -54,6 +54,8 @@ def convert(module: nn.Module, group: AnyGroup | None = None, spatial_dims: int 
             ``DeviceMesh``. None, or a group of one: the network computes as before.
         ``spatial_dims``: 2 or 3; None: as in the convolutions, norms or pooling layers of ``module``.
     """
+    if not isinstance(module, nn.Module):
+        raise ValueError(f"module is a {type(module).__name__}: give a network, made of torch.nn's modules")
     if isinstance(module, Converted):
         raise ValueError(f"{type(module).__name__} is converted already: convert the original module")
     for name, part in module.named_modules():

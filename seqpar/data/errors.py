@@ -1,5 +1,7 @@
 """DataError: what is wrong with a user's data, and in which file."""
 
+import os
+from errno import EEXIST, ENOENT
 from pathlib import Path
 
 
@@ -14,11 +16,21 @@ class DataError(ValueError):
         return (type(self), (self.path, self.problem))  # worker processes send it to their parent
 
 
+def reason(error: OSError) -> str:
+    """Returns why the system refused, in words; if a link on the way leads nowhere, which one it is."""
+    path = Path(os.fsdecode(error.filename or "")) if isinstance(error.filename, (str, bytes)) else Path()
+    if error.errno in (EEXIST, ENOENT):  # which is what the system says of it
+        for link in (path, *path.parents):
+            if os.path.islink(link) and not os.path.exists(link):
+                return f"{link} is a link to {os.readlink(link)}, which leads nowhere"
+    return error.strerror or str(error)
+
+
 def unreadable(path: str | Path, error: OSError) -> DataError:
     """Returns the DataError for a file that the system refuses to read."""
-    return DataError(path, f"cannot be read ({error.strerror or error}); check the path and its permissions")
+    return DataError(path, f"cannot be read ({reason(error)}); check the path and its permissions")
 
 
 def unwritable(path: str | Path, error: OSError) -> DataError:
     """Returns the DataError for a file that the system refuses to write."""
-    return DataError(path, f"cannot be written ({error.strerror or error}); free space or choose another folder")
+    return DataError(path, f"cannot be written ({reason(error)}); free space or choose another folder")

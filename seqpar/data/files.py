@@ -138,6 +138,12 @@ def refuse_special(path: str | Path) -> None:
         raise DataError(path, "is no file (but a pipe, socket or device); put a file in its place")
 
 
+def read_whole(path: Path) -> bytes:
+    """Returns the bytes of a file; raises DataError for what is there and is none, and OSError as usual."""
+    refuse_special(path)
+    return path.read_bytes()
+
+
 def read_json(path: Path) -> Any:
     """Returns a JSON file's content; raises DataError if it cannot be read or repeats a key."""
 

@@ -74,6 +74,7 @@ class TileNetwork(nn.Module, ABC):
         """
         group, dims = self.group_and_dims()
         image, label = plain_tensor(image), plain_tensor(label)
+        _refuse_empty(image)
         require_peers_of(self, image)
         is_ours = isinstance(loss_fn, Loss | DeepSupervision)
         if is_ours and label.ndim == dims + 2 and label.shape[1] == 1 and label.shape[2:] == image.shape[2:]:
@@ -98,8 +99,10 @@ class TileNetwork(nn.Module, ABC):
 
         Each rank holds the whole output. All ranks of the group must call it with the same tiles.
         """
-        group, _ = self.group_and_dims()
+        group, dims = self.group_and_dims()
         image = plain_tensor(image)
+        _refuse_empty(image)
+        _refuse_axes(image, dims)
         if group.size == 1:
             return self(image)
         require_peers_of(self, image)
@@ -111,6 +114,18 @@ class TileNetwork(nn.Module, ABC):
         """Returns outputs or a label with every volume joined; the rest is the same on all ranks."""
         dims = self.group_and_dims()[1]
         return tree_map(lambda y: self.unshard(y) if isinstance(y, Tensor) and y.ndim > dims else y, outputs)
+
+
+def _refuse_empty(image: Tensor) -> None:
+    """Refuses an image without voxels, whose loss would be NaN."""
+    if not image.numel():
+        raise ValueError(f"an image of shape {tuple(image.shape)} has no voxels: give at least one sample")
+
+
+def _refuse_axes(image: Tensor, dims: int) -> None:
+    """Refuses what is no image: torch's modules would take a batch without channels as channels without a batch."""
+    if image.ndim != dims + 2:
+        raise ValueError(f"an image of shape {tuple(image.shape)} came: {order_of(dims)} is needed")
 
 
 def require_peers_of(net: TileNetwork, x: Tensor) -> None:
@@ -185,6 +200,7 @@ class BoxNetwork(TileNetwork):
 
     def _shares(self, image: Tensor, label: Tensor) -> tuple[Tensor, Tensor]:
         group, dims = self.group_and_dims()
+        _refuse_axes(image, dims)
         if group.size == 1:
             return image, label
         if image not in self._seen.grids:

@@ -144,8 +144,14 @@ class Network(TileNetwork):
     def _shares(self, image: Tensor, label: Tensor) -> tuple[Tensor, Tensor]:
         axes, samples = len(self.layout.tile), len(image)
         is_whole = image.ndim == axes + 2
-        if self.group.size == 1 and is_whole and label.shape[-axes:] == image.shape[-axes:]:
-            return image, label
+        if self.group.size == 1 and is_whole:
+            if label.ndim > axes and tuple(label.shape[-axes:]) not in (tuple(image.shape[-axes:]), self.layout.patch):
+                raise ValueError(
+                    f"a label of shape {tuple(label.shape)} came with an image of shape {tuple(image.shape)}: give the "
+                    "label of the same voxels"
+                )
+            if label.shape[-axes:] == image.shape[-axes:]:
+                return image, label
         image = self.shard(with_mean_gradient(image, self.group)) if is_whole else image
         if tuple(label.shape[-axes:]) == self.layout.tile and len(label) == samples:
             return image, self.arrange(self.layout.cut(label, self.group.index))

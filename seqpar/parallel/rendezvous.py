@@ -65,11 +65,17 @@ def init_mesh(seq: int = 1, pipe: int = 1, device: str = "auto", timeout_s: floa
         ``seq``: number of ranks that share a tile.
         ``pipe``, ``device``, ``timeout_s``: as in ``start``.
     """
-    return start(seq, device=device, timeout_s=timeout_s, pipe=pipe)
+    try:
+        return start(seq, device=device, timeout_s=timeout_s, pipe=pipe)
+    except ValueError as error:  # which names the argument of ``start``
+        raise ValueError(str(error).replace("seqpar=", "seq=")) from error
 
 
 def check_seqpar(seqpar: int, world: int, pipe: int = 1) -> None:
     """Raises ValueError unless ``seqpar`` times ``pipe`` divides the number of ranks, and names sizes that do."""
+    for name, value in (("seqpar", seqpar), ("pipe", pipe)):
+        if not isinstance(value, int):
+            raise ValueError(f"{name}={value!r}: give a whole number of ranks")
     if pipe != 1:
         if pipe < 1 or seqpar < 1 or world % (pipe * seqpar):
             least = max(1, pipe) * max(1, seqpar)

@@ -11,6 +11,7 @@ from seqpar.pipeline.placement import check_num_cells
 from seqpar.settings.checks import check
 from seqpar.settings.config import Config
 from seqpar.settings.lessons import Lesson
+from seqpar.weights.weight_files import refuse_unreadable
 
 
 def check_feasible(config: Config) -> None:
@@ -21,8 +22,8 @@ def check_feasible(config: Config) -> None:
     for package, flag in packages.items():
         if importlib.util.find_spec(package) is None:
             raise ValueError(f"{flag} needs a package that is not installed: pip install 'seqpar[{package}]'")
-    if config.weights and not config.resume and not os.path.exists(config.weights):  # a resumed run has its own
-        raise ValueError(f"--weights {config.weights}: no such file; give a safetensors or torch file of weights")
+    if config.weights and not config.resume:  # a resumed run has its own
+        _refuse_weights(config.weights)
     group = Group("seq", tuple(range(config.seqpar)))
     layout_of(config)
     net = build_on_meta(config, group)
@@ -30,6 +31,15 @@ def check_feasible(config: Config) -> None:
     _refuse_wide_window(config)
     if config.pipe > 1:
         _refuse_places(config, len(net.staged().takes))
+
+
+def _refuse_weights(path: str) -> None:
+    """Refuses ``--weights`` that are no file of weights, by its first bytes."""
+    from seqpar.weights.pretrained import weights_file  # it knows the names of four libraries
+
+    if not os.path.exists(path):
+        raise ValueError(f"--weights {path}: no such file; give a safetensors or torch file of weights")
+    refuse_unreadable(weights_file(path))
 
 
 def _refuse_wide_window(config: Config) -> None:

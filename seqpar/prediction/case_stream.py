@@ -177,6 +177,10 @@ class CasePrediction(ABC):
 
     def predict(self) -> list[str]:
         """Predicts the cases; returns what went wrong, a line per fault, on all ranks."""
+        with closing(self.folder):
+            return self._predict()
+
+    def _predict(self) -> list[str]:
         # Only the first rank reads the inputs and the folder; the others get the cases from it.
         plan = run_on_rank0(self._plan, self.mesh.world)
         cases = [Case(name, tuple(map(Path, images))) for name, images in plan["cases"]]

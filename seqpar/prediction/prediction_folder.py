@@ -4,6 +4,7 @@ FOLDER/prediction.json        how everything in it was predicted, and the names 
 FOLDER/…                      what a task writes: label maps, or a table of classes
 """
 
+import fcntl
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
@@ -16,7 +17,8 @@ import numpy as np
 from einops import rearrange
 from torch import Tensor
 
-from seqpar.data.errors import DataError
+from seqpar.cluster.exit_codes import FolderInUse
+from seqpar.data.errors import DataError, reason
 from seqpar.data.files import read_json, suffix_of, write_json
 from seqpar.data.formats.dataset import Case
 from seqpar.data.formats.recognise import is_folder_of_dataset
@@ -39,6 +41,7 @@ class PredictionFolder(ABC):
     def __init__(self, folder: Path) -> None:
         self.folder = self.path = folder
         self.listed = frozenset[str]()
+        self._handle = -1  # of the folder, while it is locked
 
     def open(self, cases: Sequence[Case], record: dict[str, Any], resume: bool) -> list[Case]:
         """Returns the cases that are still to be predicted; removes what predictions with other settings left of them.
@@ -46,6 +49,7 @@ class PredictionFolder(ABC):
         - ``record``: the content of prediction.json
         - ``resume``: keep finished cases, which needs an equal record
         """
+        self._lock()
         previous, listed = self._read_record()
         self.refuse_collisions(cases)
         self._refuse_data(cases, is_ours=previous is not None)
@@ -61,10 +65,45 @@ class PredictionFolder(ABC):
         self.listed = listed
         with self.writable():
             self.folder.mkdir(parents=True, exist_ok=True)
+            self._lock()
+            if previous is None and (self.folder / RECORD).exists():  # since it was read
+                raise self._in_use()
             self.clear(left, cases)
             kept = {name for name in listed if (self.folder / name).exists()}
             write_json(self.folder / RECORD, {**record, _FILES: sorted(kept.union(self._names(self.files_of(left))))})
         return left
+
+    def close(self) -> None:
+        """Lets other predictions use the folder."""
+        if self._handle >= 0:
+            os.close(self._handle)
+        self._handle = -1
+
+    def __del__(self) -> None:
+        self.close()
+
+    def _lock(self) -> None:
+        """Keeps other predictions out of the folder, if it is there, until it is closed or this process ends.
+
+        Raises FolderInUse if one is at work. A file system without locks keeps nobody out.
+        """
+        if self._handle >= 0 or not self.folder.is_dir():
+            return
+        with suppress(OSError):
+            handle = os.open(self.folder, os.O_RDONLY)
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError as error:
+                os.close(handle)
+                if isinstance(error, BlockingIOError):
+                    raise self._in_use() from None
+            else:
+                self._handle = handle
+
+    def _in_use(self) -> FolderInUse:
+        return FolderInUse(
+            f"--output {self.folder} is in use by another prediction: wait for its end, or choose another --output"
+        )
 
     @abstractmethod
     def files_of(self, cases: Sequence[Case]) -> list[Path]:
@@ -112,7 +151,7 @@ class PredictionFolder(ABC):
 
     def _refuse_data(self, cases: Sequence[Case], is_ours: bool) -> None:
         """Raises DataError if the folder is part of a data set, or holds volumes and was never predicted to."""
-        folder = self.folder.resolve()
+        folder = Path(os.path.realpath(self.folder))  # resolve() ends in a RuntimeError in a circle of links
         if is_folder_of_dataset(folder) or (folder / "dataset.json").is_file():
             raise DataError(
                 self.folder, "belongs to a data set, which predict never writes into; choose another --output"
@@ -131,7 +170,7 @@ class PredictionFolder(ABC):
         try:
             yield
         except (OSError, DataError) as error:
-            why = error.problem if isinstance(error, DataError) else f"cannot be written ({error.strerror or error})"
+            why = error.problem if isinstance(error, DataError) else f"cannot be written ({reason(error)})"
             raise DataError(self.folder, f"{why}; what is finished is kept: make room or choose another "
                               "--output, and go on with --continue") from error  # fmt: skip
 

@@ -92,6 +92,10 @@ def predict(
         raise ValueError("the model is in training mode: call model.eval() first")
     shared = next((net for net in model.modules() if isinstance(net, TileNetwork)), None)
     sides = per_axis(tile, "tile", shared.group_and_dims()[1] if shared else 3)
+    if not isinstance(volume, Tensor | np.ndarray):
+        raise ValueError(f"volume is a {type(volume).__name__}: give an array or a tensor")
+    if not math.prod(volume.shape):
+        raise ValueError(f"a volume of shape {tuple(volume.shape)} came, which has no voxels: give at least one")
     if volume.ndim not in (len(sides) + 1, len(sides) + 2):
         raise ValueError(f"a volume of shape {tuple(volume.shape)} came: c W D H or b c W D H is needed for {tile=}")
     sliding = Sliding(sides, overlap, weights, batch)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from seqpar.data.errors import DataError
-from seqpar.data.files import strip_suffix
+from seqpar.data.files import read_whole, strip_suffix
 from seqpar.report.planes import colours_of
 from seqpar.runs.journal import read_metrics
 from seqpar.runs.metrics_tail import score_of
@@ -156,15 +156,15 @@ def read_record(run: Path) -> RunRecord:
         raise DataError(run / "config.json", problem) from None
     status: dict[str, Any] = {}
     try:
-        status = dict(json.loads((run / "status.json").read_text()))
+        status = dict(json.loads(read_whole(run / "status.json")))
     except (OSError, ValueError, TypeError):
         gaps.append("There is no readable status.json, so that the run's verdict is not known.")
     if why := describe_kill(run):
         status |= {"state": "killed", "why": why, "step": -1}  # where it is, the journal knows
     rows: list[Row] = []
     try:
-        rows = [row for row in read_metrics(run / "metrics.jsonl") if isinstance(row, dict)]
-    except (OSError, UnicodeDecodeError):
+        rows = [*read_metrics(run / "metrics.jsonl")]
+    except (OSError, ValueError):
         gaps.append("There is no readable metrics.jsonl: no curves.")
     train, held_out = (tuple(row for row in rows if row.get("kind") == kind) for kind in ("train", "val"))
     if rows and not held_out:
@@ -176,7 +176,7 @@ def read_scores(run: Path) -> CaseScores:
     """Returns the scores that the run's last validation left; raises DataError if there are none."""
     path = run / "validation" / "summary.json"
     try:
-        content = json.loads(path.read_text())
+        content = json.loads(read_whole(path))
         after = f", written after step {content['step']:,}" if "step" in content else ""
         return parse_scores(content, f"{path}{after}", path.parent)
     except FileNotFoundError:

@@ -10,8 +10,9 @@ from typing import Any
 import torch
 
 from seqpar.cluster.devices import MIB
-from seqpar.data.files import write_text
+from seqpar.data.files import read_whole, write_text
 from seqpar.runs.boards import Board
+from seqpar.runs.metrics_tail import score_of
 from seqpar.terminal import Display, bar
 from seqpar.text import clock, quantity
 
@@ -114,14 +115,23 @@ class Journal:
 def read_metrics(path: Path) -> list[dict[str, Any]]:
     """Returns the rows of metrics.jsonl, without lines that are none, such as a last one that a kill cut off."""
     rows = []
-    for line in path.read_bytes().splitlines():
+    for line in read_whole(path).splitlines():
         try:
             row = json.loads(line)
         except ValueError:
             continue
-        if isinstance(row, dict) and isinstance(row.get("step"), int) and isinstance(row.get("kind"), str):
+        if isinstance(row, dict) and isinstance(row.get("step"), int) and _has_numbers(row):
             rows.append(row)
     return rows
+
+
+def _has_numbers(row: Mapping[str, Any]) -> bool:
+    """Returns whether a row has the numbers that all readers need: a loss and, of a validation, scores."""
+    try:
+        float(row["loss"])
+        return row["kind"] != "val" or isinstance(score_of(row), float)
+    except (KeyError, TypeError, ValueError, AttributeError):
+        return False
 
 
 def loss_terms(rows: Iterable[Mapping[str, Any]]) -> list[str]:

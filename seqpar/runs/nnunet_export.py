@@ -54,7 +54,7 @@ def write_results(
     contents, folds = list[dict[str, Any]](), list[str]()
     for run, description, net in runs:
         trainer, state, architecture = _network_of(run, net)
-        plans = _plans_of(run, description["dataset"]["name"], plans_name, configuration, architecture)
+        plans = _plans_of(run, _name_of(run, description["dataset"]), plans_name, configuration, architecture)
         arguments = {
             "plans": plans, "configuration": configuration, "fold": _fold_of(run),
             "dataset_json": dataset_of(run, description["dataset"]),
@@ -241,15 +241,22 @@ def dataset_of(run: TrainedRun, description: Mapping[str, Any]) -> dict[str, Any
     content: dict[str, Any] = {
         "channel_names": {str(n): name for n, name in enumerate(recipe.modalities)}, "labels": labels,
         "numTraining": len(description.get("train", ())) + len(description.get("held_out", ())),
-        "file_ending": _file_ending(run), "name": description["name"],
+        "file_ending": _file_ending(run), "name": _name_of(run, description),
     }  # fmt: skip
     if run.learns_regions:
         content["regions_class_order"] = [values[n] for n in run.regions_class_order]
     return content
 
 
+def _name_of(run: TrainedRun, description: Mapping[str, Any]) -> str:
+    """Returns the name of a run's data set, else that of the run."""
+    return str(description.get("name", run.path.name))
+
+
 def _file_ending(run: TrainedRun) -> str:
     """Returns the ending of the names of the run's files, as its data declare it; usually .nii.gz."""
+    if not run.config.data:  # an archive names no folder, and generated brains have none
+        return ".nii.gz"
     try:
         return str(read_json(Path(run.config.data) / DATASET)["file_ending"])
     except (DataError, KeyError, TypeError):

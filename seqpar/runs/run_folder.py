@@ -14,21 +14,23 @@ import torch
 import seqpar
 from seqpar.cluster.torch_setup import arithmetic_now
 from seqpar.data.errors import DataError, unreadable
-from seqpar.data.files import write_json
+from seqpar.data.files import read_whole, write_json
 from seqpar.runs.archive import ABOUT, CONFIG, is_archive, read_archived
+from seqpar.scores.label_classes import labels_of_run
 from seqpar.settings.config import Config
 from seqpar.terminal import next_command, typed_command
 
 FOLDS_FILE = "folds.json"  # is in a folder of five folds
+SWEEP_FILE = "sweep.json"  # is in the folder of a sweep
 
 
 def read_config(run: str | Path) -> dict[str, Any]:
     """Returns the config.json of a run folder, or of a run that was exported."""
-    if is_archive(run):
-        return read_archived(run, CONFIG)
     path = Path(run) / CONFIG
     try:
-        content = json.loads(path.read_text())
+        content = read_archived(run, CONFIG) if is_archive(run) else json.loads(read_whole(path))
+    except DataError:
+        raise
     except FileNotFoundError:
         if not Path(run).exists():
             raise ValueError(
@@ -47,21 +49,32 @@ def read_config(run: str | Path) -> dict[str, Any]:
         raise DataError(path, "is damaged (no JSON object): restore it or train again")
     for name in ("config", "dataset", "layout"):
         if not isinstance(content.get(name, {}), dict):
-            raise DataError(path, f"is damaged ({name!r} is no JSON object): restore it or train again")
+            raise _damaged(run, f"{name!r} is no JSON object")
     return content
 
 
+def _damaged(run: str | Path, why: str) -> DataError:
+    """Returns the error of a config.json that says what no run writes; an archive has it inside."""
+    if is_archive(run):
+        return DataError(run, f"its {CONFIG} is damaged ({why}): copy it again, or export the run again")
+    return DataError(Path(run) / CONFIG, f"is damaged ({why}): restore it or train again")
+
+
 def read_description(run: str | Path) -> dict[str, Any]:
-    """Returns what a run's config.json says of its data; raises DataError if it lacks the labels."""
+    """Returns what a run's config.json says of its data; raises DataError if labels in it are missing or wrong."""
     dataset: dict[str, Any] = read_config(run).get("dataset", {})
-    if lacking := [name for name in ("labels", "regions", "values", "ignore_label") if name not in dataset]:
-        raise DataError(Path(run) / CONFIG, f"lacks {lacking[0]!r} of its data: restore it or train again")
+    try:
+        labels_of_run(dataset)
+    except KeyError as error:
+        raise DataError(Path(run) / CONFIG, f"lacks {error} of its data: restore it or train again") from None
+    except (TypeError, AttributeError, IndexError, ValueError) as error:
+        raise _damaged(run, f"labels of its data: {error}") from None
     return dataset
 
 
 def tested_cases(*runs: str | Path) -> frozenset[str]:
     """Returns the cases that runs kept for tests, the same ones; raises ``ValueError`` where they did not."""
-    parts = {frozenset(read_config(run).get("dataset", {}).get("test", ())) for run in runs}
+    parts = {_test_of(run) for run in runs}
     names = " and ".join(map(str, runs))
     if not all(parts):
         raise ValueError(
@@ -71,6 +84,20 @@ def tested_cases(*runs: str | Path) -> frozenset[str]:
     if len(parts) > 1:
         raise ValueError(f"{names} did not keep the same cases for tests: name one of them")
     return parts.pop()
+
+
+def _test_of(run: str | Path) -> frozenset[str]:
+    """Returns the cases that a run kept for tests, none if it kept none."""
+    if is_archive(run):
+        read_config(run)  # another file is none of ours
+        raise ValueError(f"{run} is an exported run, which names no cases: name the run folder that it was made from")
+    content = read_config(run)
+    if "dataset" not in content:
+        raise _damaged(run, "it lacks 'dataset'")
+    names = content["dataset"].get("test", [])
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise _damaged(run, "'test' of its data is no list of names")
+    return frozenset(names)
 
 
 def holds_run(out: str | Path) -> bool:
@@ -86,7 +113,7 @@ def holds_folds(out: str | Path) -> bool:
 def read_status(out: str | Path) -> dict[str, Any]:
     """Returns the content of a folder's status.json, {} if there is none that can be read."""
     try:
-        return dict(json.loads((Path(out) / "status.json").read_text()))
+        return dict(json.loads(read_whole(Path(out) / "status.json")))
     except (OSError, ValueError, TypeError):
         return {}
 
@@ -154,7 +181,7 @@ def read_windows(run: Path) -> tuple[dict[str, float], tuple[int, ...]]:
     direction in whole passes; both are empty where none is recorded.
     """
     try:
-        windows = read_archived(run, ABOUT) if is_archive(run) else json.loads((run / "window.json").read_text())
+        windows = read_archived(run, ABOUT) if is_archive(run) else json.loads(read_whole(run / "window.json"))
         dice = {str(window): float(mean) for window, mean in windows.get("dice", {}).items()}
         return dice, tuple(int(side) for side in windows.get("whole_grid", ()))
     except FileNotFoundError:
@@ -170,6 +197,6 @@ def read_windows(run: Path) -> tuple[dict[str, float], tuple[int, ...]]:
 def read_best_step(run: str | Path) -> int | None:
     """Returns the step of the best checkpoint of a run folder, None where none is recorded."""
     try:
-        return int(json.loads((Path(run) / "window.json").read_text())["step"])
+        return int(json.loads(read_whole(Path(run) / "window.json"))["step"])
     except (OSError, ValueError, KeyError, TypeError):
         return None

@@ -16,13 +16,12 @@ from seqpar.data.errors import DataError, unwritable
 from seqpar.data.files import read_json, write_json
 from seqpar.runs.journal import read_metrics
 from seqpar.runs.metrics_tail import ERRORS, SCORES, measure_of, score_of
-from seqpar.runs.run_folder import read_status
+from seqpar.runs.run_folder import SWEEP_FILE, read_status
 from seqpar.scores.comparison import FEW, TOO_FEW
 from seqpar.settings.config import Config
 from seqpar.settings.presets import PRESETS
 from seqpar.text import quantity
 
-SWEEP_FILE = "sweep.json"
 VERSION = 1
 
 

@@ -2,6 +2,7 @@
 
 import csv
 import io
+import os
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
@@ -71,9 +72,9 @@ def refuse_foreign(files: Mapping[str, Path], data: Collection[Path] = ()) -> No
     - ``files``: what is to be written, by kind
     - ``data``: folders of the data set that is the truth, as far as they are known
     """
-    kept = {place.resolve() for place in data}
+    kept = set(map(os.path.realpath, data))  # resolve() ends in a RuntimeError in a circle of links
     for kind, path in files.items():
-        if path.parent.resolve() in kept or is_folder_of_dataset(path.parent):
+        if os.path.realpath(path.parent) in kept or is_folder_of_dataset(path.parent):
             raise DataError(
                 path.parent, f"belongs to a data set, which evaluate never writes into: name another place by --{kind}"
             )

@@ -11,7 +11,8 @@ from typing import Any
 
 from seqpar.cluster.devices import num_devices
 from seqpar.models.build import NETWORK_NAMES
-from seqpar.runs.sweep_folder import SWEEP_FILE, Point, Sweep, damaged_sweep_error, read_sweep, refresh_points
+from seqpar.runs.run_folder import SWEEP_FILE
+from seqpar.runs.sweep_folder import Point, Sweep, damaged_sweep_error, read_sweep, refresh_points
 from seqpar.settings.command_line import parse, wants_gpu
 from seqpar.settings.config import Config
 from seqpar.settings.data_settings import ALL_FOLDS

@@ -13,6 +13,7 @@ from seqpar.late_import import late
 from seqpar.losses.tile_network import LossFunction, TileNetwork, require_peers_of
 from seqpar.models.network import Network
 from seqpar.parallel.collectives import average_bucket
+from seqpar.parallel.layout import plain_tensor
 from seqpar.parallel.mesh import Mesh
 from seqpar.text import quantity
 
@@ -116,6 +117,8 @@ class ParallelModel(nn.Module):
             raise ValueError(
                 f"net is a {type(net).__name__}: give a network of seqpar, or seqpar.convert(net, mesh.seq)"
             )
+        if mesh is not None and not isinstance(mesh, Mesh):
+            raise ValueError(f"mesh is a {type(mesh).__name__}: give all that seqpar.init_mesh returned")
         size, shared = (1, 1) if mesh is None else (mesh.world.size, mesh.seq.size)
         group, _ = net.group_and_dims()
         if mesh is None and group.size > 1:
@@ -137,9 +140,11 @@ class ParallelModel(nn.Module):
 
         A loss of them trains too, if all ranks of a group compute the same; it needs the memory of whole logits.
         """
+        image = plain_tensor(image)
         if self.training and torch.is_grad_enabled():
             return self._call("on_whole", image)
-        return self.net.on_whole(image)
+        with _in_terms_of_arguments(self.net, image):
+            return self.net.on_whole(image)
 
     def loss(self, loss_fn: LossFunction, image: Tensor, label: Tensor) -> Tensor:
         """Returns the loss of tiles: on any number of ranks that share them, that of one process.
@@ -153,7 +158,9 @@ class ParallelModel(nn.Module):
         - ``image``, ``label``: whole tiles, the same on all ranks of a group, or this rank's share. The gradient of
           whole tiles is that of one process, on every rank
         """
-        return self._call("loss", loss_fn, image, label, self.data)  # type: ignore[no-any-return]
+        if not callable(loss_fn):
+            raise ValueError(f"loss_fn is a {type(loss_fn).__name__}: give a function of logits and label")
+        return self._call("loss", loss_fn, plain_tensor(image), label, self.data)  # type: ignore[no-any-return]
 
     def _call(self, name: str, *arguments: Any) -> Any:
         """Calls a method of the network so that backward averages its gradients."""
@@ -162,8 +169,10 @@ class ParallelModel(nn.Module):
                 "this is a copy of a ParallelModel, which averages no gradients: call eval() to predict, train the "
                 "original, or train ParallelModel(copy.net, mesh)"
             )
-        require_peers_of(self.net, next(x for x in arguments if isinstance(x, Tensor)))  # before DDP's messages
-        return self.__dict__.get("_trained", _Calls(self.net))(name, *arguments)
+        image = next(x for x in arguments if isinstance(x, Tensor))
+        require_peers_of(self.net, image)  # before DDP's messages
+        with _in_terms_of_arguments(self.net, image):
+            return self.__dict__.get("_trained", _Calls(self.net))(name, *arguments)
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Returns a context in which gradients add up on this rank; the first backward after it averages them."""
@@ -171,6 +180,28 @@ class ParallelModel(nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in self.__dict__.items() if name != "_trained"}
+
+
+@contextmanager
+def _in_terms_of_arguments(net: nn.Module, image: Tensor) -> Iterator[None]:
+    """Raises as ValueError what torch says of an image of another type than the weights, or of a label without output.
+
+    A network may convert images by itself, so that nothing is refused before torch does.
+    """
+    try:
+        yield
+    except IndexError as error:
+        if "Target" not in str(error):
+            raise
+        raise ValueError(f"label: {error} Give numbers of outputs, from 0, or the loss's ignored index") from error
+    except RuntimeError as error:
+        own = next((weight.dtype for weight in net.parameters() if weight.is_floating_point()), image.dtype)
+        if image.dtype == own or image.is_floating_point() and torch.is_autocast_enabled(image.device.type):
+            raise
+        raise ValueError(
+            f"an image of {image.dtype} came, and the weights are of {own}: give image.to({own}), or compute under "
+            f"torch.autocast ({error})"
+        ) from error
 
 
 class _Calls(nn.Module):

@@ -23,7 +23,7 @@ from seqpar.planner.feasibility import check_lessons
 from seqpar.planner.preset_from_data import plan_from_data
 from seqpar.runs.archive import is_archive
 from seqpar.runs.fold_folder import has_ended, runs_of
-from seqpar.runs.run_folder import holds_folds, holds_run, read_config
+from seqpar.runs.run_folder import SWEEP_FILE, holds_folds, holds_run, read_config
 from seqpar.runs.run_status import changed_settings, describe_kill
 from seqpar.settings.checks import check_network
 from seqpar.settings.command_line import default_preset, naming_preset, parse, shortened_warmup, wants_gpu
@@ -277,6 +277,11 @@ def _is_of_data(folder: Path, data: str) -> bool:
 def refuse_other_run(config: Config) -> None:
     """Refuses a run folder that holds a run already, unless that one is resumed, and the folder of five."""
     refuse_folder_of_five(config)
+    if config.out and (Path(config.out) / SWEEP_FILE).is_file():
+        raise ValueError(
+            f"--out {config.out} holds a sweep, whose status would be lost: name another folder (tune --resume "
+            f"--out {config.out} continues the sweep)"
+        )
     if not config.resume and holds_run(config.out):
         was_killed = f" ({sentence})" if (sentence := describe_kill(config.out)) else ""
         raise ValueError(

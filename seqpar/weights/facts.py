@@ -27,6 +27,8 @@ def as_metadata(settings: Mapping[str, Any]) -> dict[str, str]:
 def read_facts(path: str | Path) -> dict[str, Any]:
     """Returns the settings that a file of weights records, else those of the run that it is in; {} for others."""
     path = Path(path)
+    if not path.is_file():  # to open a pipe may never end
+        return {}
     try:
         if zipfile.is_zipfile(path):
             with zipfile.ZipFile(path) as archive:

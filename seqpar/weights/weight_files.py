@@ -85,16 +85,37 @@ def recorded_heads(checkpoint: Mapping[str, Any]) -> int | None:
     return heads if isinstance(heads, int) else None
 
 
-def _read(path: Path, mapped: bool = False) -> Mapping[str, Any]:
-    """Returns what a file of weights holds."""
+def refuse_unreadable(path: Path) -> None:
+    """Raises DataError for what is no file of weights, or a damaged one, as far as its header tells."""
+    try:
+        if _is_safetensors(path) and not shapes_in(path):
+            raise DataError(path, "holds no tensors; give another file of weights")
+    except (OSError, SafetensorError) as error:
+        raise _damaged(path, error) from error
+
+
+def _is_safetensors(path: Path) -> bool:
+    """Returns whether a file of weights is one of safetensors, and not of torch; raises DataError for any other."""
     if not path.is_file():
         raise DataError(path, "no such file; give a safetensors or torch file of weights")
     with path.open("rb") as file:
         head = file.read(9)
-    if head and not (head[8:] == b"{" or head.startswith((b"PK", b"\x80"))):
+    if not head:
+        raise DataError(path, "is empty (0 bytes); copy it again")
+    if not (head[8:] == b"{" or head.startswith((b"PK", b"\x80"))):
         raise DataError(path, "it is no file of weights; give a safetensors or torch file of weights")
+    return head[8:] == b"{" and not head.startswith(b"PK")
+
+
+def _damaged(path: Path, error: Exception) -> DataError:
+    return DataError(path, f"it cannot be read as weights ({_first_line(error)}); it may be cut off")
+
+
+def _read(path: Path, mapped: bool = False) -> Mapping[str, Any]:
+    """Returns what a file of weights holds."""
+    is_safetensors = _is_safetensors(path)
     try:
-        if head[8:] == b"{" and not head.startswith(b"PK"):
+        if is_safetensors:
             return load_file(path)
         if zipfile.is_zipfile(path):  # torch's own files are archives too
             with zipfile.ZipFile(path) as archive:
@@ -110,7 +131,7 @@ def _read(path: Path, mapped: bool = False) -> Mapping[str, Any]:
     except MemoryError as error:
         raise MemoryError(f"{path}: its tensors need more memory than there is: free some") from error
     except Exception as error:  # a damaged file is read as far as it makes sense
-        raise DataError(path, f"it cannot be read as weights ({_first_line(error)}); it may be cut off") from error
+        raise _damaged(path, error) from error
     if not isinstance(content, Mapping):
         raise DataError(path, f"it holds a {type(content).__name__}; a state dict is needed")
     return content

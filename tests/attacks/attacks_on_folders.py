@@ -240,7 +240,7 @@ ATTACKS += [
     for out, why in (
         ("D/dataset.json", "Not a directory"),
         ("D/dataset.json/x", "Not a directory"),
-        ("gone", "No such file or directory"),
+        ("gone", "gone is a link to nowhere, which leads nowhere"),
         ("l/x", "Too many levels of symbolic links"),
     )
 ]
@@ -282,12 +282,16 @@ ATTACKS += [
         types="predict run -i images -o out",
         make=_odd("x_0000.nii.gz", put),
         code=3,
-        says=f"images/x_0000.nii.gz: {words}",
+        says=("images/x_0000.nii.gz: ", words),
         after=_predicted_a,
     )
     for what, put, words in (
         ("a folder", Path.mkdir, "is a folder without DICOM files"),
-        ("a link to nothing", lambda path: path.symlink_to("nowhere"), "cannot be read (No such file or directory)"),
+        (
+            "a link to nothing",
+            lambda path: path.symlink_to("nowhere"),
+            "x_0000.nii.gz is a link to nowhere, which leads nowhere",
+        ),
         ("a link to itself", lambda path: path.symlink_to(path.name), "cannot be read (Too many levels of symbolic"),
         ("a named pipe", os.mkfifo, "is no file (but a pipe, socket or device)"),
     )
@@ -320,7 +324,7 @@ ATTACKS += [
             (here / "truth" / "c_001.nii.gz").symlink_to("nowhere"),
         ),
         code=3,
-        says="truth/c_001.nii.gz: cannot be read (No such file or directory)",
+        says=("truth/c_001.nii.gz: cannot be read (", "is a link to nowhere, which leads nowhere"),
         keeps="D",
     ),
     Attack(

@@ -2,6 +2,8 @@
 
 import os
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -9,9 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from seqpar.weights.checkpoint import find
+from seqpar.weights.checkpoint import find, read_progress
 from tests.attacks.attack import TINY, Attack
 from tests.support.folders import nnunet
+from tests.support.pages import ROOT
 from tests.support.predictions import make_run
 
 TWO_RANKS = f"train {TINY} --data D --cache cache --seqpar 2 --iterations 1000 --epochs 1 --out run"
@@ -119,8 +122,15 @@ def _kill_while_saving(pid: int, here: Path) -> None:
 
 
 def _keeps_a_checkpoint(here: Path, said: str) -> None:
+    """Asserts that the run resumes from the checkpoint that is whole, and that a resumed run ends as asked."""
     _nobody_works(here, said)
-    find(here / "run/checkpoints")  # raises an error where no checkpoint is whole
+    step = read_progress(find(here / "run/checkpoints")).step  # raises an error where no checkpoint is whole
+    again = ["train", "--resume", "--out", "run", "--seqpar", "2", "--time-limit", "0.1"]
+    command = [sys.executable, "-m", f"seqpar.cli.{again[0]}", *again[1:]]
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    resumed = subprocess.run(command, cwd=here, env=env, capture_output=True, text=True, timeout=120)
+    assert (resumed.returncode, f"resumed at step {step} of 1000" in resumed.stdout) == (75, True), resumed
+    assert read_progress(find(here / "run/checkpoints")).step > step
 
 
 def _nobody_works(here: Path, said: str) -> None:

@@ -19,6 +19,7 @@ def test_what_another_run_predicted_is_not_taken_for_ones_own(tmp_path: Path) ->
 
     table = PredictionTable(tmp_path, names, explains=True)
     table.open(cases, {"runs": "first"}, False)
+    table.close()  # as at the end of a prediction: others may come
     table.add("a", np.array([0.5, 0.5]))
     (picture := tmp_path / EXPLANATIONS / "a.png").parent.mkdir()
     picture.touch()

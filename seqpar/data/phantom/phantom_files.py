@@ -15,7 +15,7 @@ from typing import Any
 import nibabel
 from numpy.typing import NDArray
 
-from seqpar.data.errors import DataError
+from seqpar.data.errors import DataError, reason
 from seqpar.data.files import write_bytes, write_json
 from seqpar.data.phantom.brain import MODALITIES
 from seqpar.data.phantom.fields import PhantomCase
@@ -129,7 +129,7 @@ def write_phantom(
     except OSError as error:
         raise DataError(
             error.filename or root,
-            f"cannot write the phantom: {error.strerror or error}; free space or choose another --out",
+            f"cannot write the phantom: {reason(error)}; free space or choose another --out",
         ) from error
     return root
 

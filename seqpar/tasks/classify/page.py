@@ -13,6 +13,7 @@ import numpy as np
 
 from seqpar.data.boxes import crop
 from seqpar.data.errors import DataError
+from seqpar.data.files import read_whole
 from seqpar.data.formats.class_lists import read_class_dataset
 from seqpar.data.geometry import to_canonical
 from seqpar.data.preparation.cache import open_cache
@@ -64,7 +65,7 @@ def read_class_scores(record: RunRecord, truth: Path | None = None, prediction: 
         return class_summary(table, classes, path) | own
     path = record.path / "validation" / "summary.json"
     try:
-        content = dict(json.loads(path.read_text()))
+        content = dict(json.loads(read_whole(path)))
         for part in ("names", "cases", "metric_per_case", "scores", "intervals", "classes", "confusion"):
             content[part]
     except FileNotFoundError:

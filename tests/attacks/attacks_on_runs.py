@@ -1,0 +1,318 @@
+"""Attacks on what runs leave and begin with: weights, folders of runs that are broken or belong elsewhere."""
+
+import fcntl
+import json
+import os
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from seqpar.runs.run_lock import RunLock
+from tests.attacks.attack import TINY, Attack
+from tests.support.folders import image_array, nnunet, save, write_json
+from tests.support.predictions import make_run
+
+
+def _weights(put: Callable[[Path], object]) -> Callable[[Path], None]:
+    """Returns what makes a data set, and puts something where weights are looked for."""
+
+    def make(here: Path) -> None:
+        nnunet(here / "D", 5)
+        put(here / "w")
+
+    return make
+
+
+def _cut(path: Path) -> None:
+    make_run(path.with_name("run"))
+    content = (path.with_name("run") / "model.safetensors").read_bytes()
+    path.write_bytes(content[: len(content) // 2])
+
+
+def _prepared_nothing(here: Path, said: str) -> None:
+    assert not (here / "cache").exists() and not (here / "runs").exists()
+
+
+ATTACKS = [
+    Attack(
+        f"{program} from {what}",
+        types=f"{program} {TINY} --data D --cache cache --weights w",
+        code=code,
+        says=("w", words),
+        make=_weights(put),
+        after=_prepared_nothing,
+    )
+    for program in ("train", "pretrain")
+    for what, put, code, words in (
+        ("a folder without weights", Path.mkdir, 2, "w: the folder holds neither model.safetensors nor a checkpoint"),
+        ("weights that are cut off", _cut, 3, "w: it cannot be read as weights"),
+        ("an empty file of weights", Path.touch, 3, "w: is empty (0 bytes); copy it again"),
+    )
+]
+
+
+def _described(content: Any, archived: bool = False) -> Callable[[Path], None]:
+    """Returns what makes a data set, and a run or an archive ``run`` whose config.json has this content."""
+
+    def make(here: Path) -> None:
+        nnunet(here / "D", 5)
+        if archived:
+            with zipfile.ZipFile(here / "run", "w") as archive:
+                archive.writestr("config.json", json.dumps(content))
+        else:
+            write_json(here / "run" / "config.json", content)
+
+    return make
+
+
+_LABELS = {"test": ["c_000"], "regions": {}, "values": [0, 1], "ignore_label": None}
+
+ATTACKS += [
+    Attack(
+        f"{line.split()[0]} by the test cases of {what}",
+        types=line,
+        code=code,
+        says=words,
+        make=_described(content, archived),
+        keeps="D run",
+    )
+    for line in (
+        "evaluate D/labelsTr D/labelsTr --test-of run --json x.json --csv x.csv",
+        "predict run -i D -o out --test-part",
+    )
+    for what, content, archived, code, words in (
+        ("a run of {}", {}, False, 3, "run/config.json: is damaged (it lacks 'dataset')"),
+        ("a run with a number", {"dataset": {"test": 3}}, False, 3, "'test' of its data is no list of names"),
+        ("a run with lists of lists", {"dataset": {"test": [[]]}}, False, 3, "'test' of its data is no list of names"),
+        ("an archive of {}", {}, True, 2, "run is an exported run, which names no cases"),
+        ("an archive with a number", {"dataset": 3}, True, 3, "run: its config.json is damaged"),
+    )
+]
+ATTACKS += [
+    Attack(
+        f"evaluate by a run whose labels are {labels}",
+        types="evaluate D/labelsTr D/labelsTr --test-of run --json x.json --csv x.csv",
+        code=3,
+        says="run/config.json: is damaged (labels of its data: ",
+        make=_described({"dataset": {**_LABELS, "labels": labels}}),
+        keeps="D run",
+    )
+    for labels in (3, {"background": 0, "a": 7})
+]
+
+
+def _wrote_npz(here: Path, said: str) -> None:
+    content = json.loads((here / "out" / "npz" / "dataset.json").read_text())
+    assert (content["name"], content["file_ending"]) == ("run", ".nii.gz")  # and not what lies in the current folder
+
+
+ATTACKS += [
+    Attack(
+        "probabilities by a run whose data have neither name nor folder",
+        types="predict run -i images -o out --npz",
+        code=0,
+        says="label maps of 1 case",
+        make=lambda here: (
+            make_run(here / "run"),
+            save(here / "images" / "a_0000.nii.gz", image_array(0)),
+            write_json(here / "dataset.json", {"file_ending": ".mha", "name": "another"}),
+        ),
+        after=_wrote_npz,
+    )
+]
+
+
+def _ended(here: Path) -> None:
+    """Makes a run, as it is after its end, whose labels a report can show."""
+    make_run(here / "run", ignore_label=None, **dict.fromkeys(("name", "layout"), ""), modalities=["T1"])
+    path = here / "run" / "config.json"
+    content = json.loads(path.read_text())
+    content["dataset"] |= {"values": [0, 1], "train": [], "held_out": []}
+    write_json(path, {**content, "layout": {"ranks": 1, "data": 1, "seqpar": 1}})
+
+
+def _pipe(name: str) -> Callable[[Path], None]:
+    """Returns what makes a run in which a named pipe is in place of a file: to open it may never end."""
+
+    def make(here: Path) -> None:
+        _ended(here)
+        nnunet(here / "D", 1)
+        (here / "run" / name).parent.mkdir(exist_ok=True)
+        (here / "run" / name).unlink(missing_ok=True)
+        os.mkfifo(here / "run" / name)
+
+    return make
+
+
+ATTACKS += [
+    Attack(
+        f"{line.split()[0]} a run whose {name} is a named pipe",
+        types=line,
+        code=code,
+        says=words,
+        make=_pipe(name),
+        within_s=30,
+    )
+    for line, name, code, words in (
+        ("report run", "config.json", 3, "run/config.json: is no file (but a pipe, socket or device)"),
+        ("report run", "metrics.jsonl", 0, "run/report.html"),
+        ("report run", "status.json", 0, "run/report.html"),
+        ("report run", "validation/summary.json", 0, "run/report.html"),
+        ("predict run -i D/imagesTr -o out", "config.json", 3, "run/config.json: is no file"),
+        ("predict run -i D/imagesTr -o out", "window.json", 3, "run/window.json: is no file"),
+        ("train --resume --out run", "config.json", 3, "run/config.json: is no file"),
+        ("predict run -i D/imagesTr -o out --checkpoint run/w", "w", 3, "run/w: no such file"),
+    )
+]
+
+
+def _rows(text: str) -> Callable[[Path], None]:
+    """Returns what makes a run whose metrics.jsonl has these lines."""
+
+    def make(here: Path) -> None:
+        _ended(here)
+        (here / "run" / "metrics.jsonl").write_text(text)
+
+    return make
+
+
+def _shows_gap(here: Path, said: str) -> None:
+    assert "The run has not been validated yet." in (here / "run" / "report.html").read_text()
+
+
+ATTACKS += [
+    Attack(
+        f"report a run whose last validation is {row}",
+        types="report run",
+        code=0,
+        says="run/report.html",
+        make=_rows(f'{{"kind": "train", "step": 0, "loss": 1.0}}\n{row}\n'),
+        after=_shows_gap,
+    )
+    for row in (
+        '{"kind": "val", "step": 1, "loss": 1.0, "dice": 3}',
+        '{"kind": "val", "step": 1, "loss": 1.0, "dice": {"tumour": "a"}}',
+        '{"kind": "val", "step": 1, "loss": null, "dice": {"tumour": 0.5}}',
+        '{"kind": "val", "step": 1, "loss": 1.0, "di',
+    )
+]
+
+
+def _links(here: Path) -> None:
+    """Makes a data set, a run, a link to nothing, and one that leads to itself."""
+    nnunet(here / "D", 1)
+    make_run(here / "run")
+    (here / "gone").symlink_to("nowhere")
+    (here / "circle").symlink_to("circle")
+
+
+ATTACKS += [
+    Attack(
+        f"{line.split()[0]} through the link {target}{more}",
+        types=line.format(target + more),
+        code=3,
+        says=("cannot ", f"{target} is a link to ", "which leads nowhere"),
+        make=_links,
+        keeps="D run",
+    )
+    for line, more in (
+        ("prepare D --out {}", ""),
+        ("predict run -i D -o {}", ""),
+        ("predict run -i D -o {}", "/x"),
+        ("export run {}", "/x.zip"),
+        ("phantom --cases 1 --out {}", ""),
+    )
+    for target in ("gone", "circle")
+    if target == "gone" or not more  # the system says by itself what is wrong with the other
+]
+
+
+def _kept_names(here: Path, said: str) -> None:
+    assert all((here / name).is_symlink() for name in ("o", "data", "c")), said
+    assert len(list((here / "o").glob("c_*.nii.gz"))) == 1
+
+
+ATTACKS += [
+    Attack(
+        "folders that are links to folders",
+        types="predict r -i data -o o",
+        code=0,
+        says="label maps of 1 case",
+        make=lambda here: (
+            _links(here),
+            *((here / name).mkdir() for name in ("real", "cache")),
+            *((here / a).symlink_to(b) for a, b in (("o", "real"), ("data", "D"), ("c", "cache"), ("r", "run"))),
+        ),
+        after=_kept_names,
+        keeps="D run",
+    )
+]
+
+
+def _held(here: Path) -> None:
+    """Makes a folder of predictions that another process is writing to: this one, until the row is over."""
+    _links(here)
+    (here / "out").mkdir()
+    handle = os.open(here / "out", os.O_RDONLY | os.O_CLOEXEC)
+    fcntl.flock(handle, fcntl.LOCK_EX)
+
+
+ATTACKS += [
+    Attack(
+        "predict into a folder that another prediction is writing to",
+        types="predict run -i D -o out",
+        code=6,
+        says="--output out is in use by another prediction: wait for its end, or choose another --output",
+        make=_held,
+        keeps="D run out",
+    )
+]
+ATTACKS += [
+    Attack(
+        f"{line.split()[0]} {line.split()[-1]}, a link to itself",
+        types=line,
+        code=3,
+        says=words,
+        make=_links,
+        keeps="D run",
+    )
+    for line, words in (
+        ("evaluate D/labelsTr D/labelsTr --csv x.csv --json circle/x.json", "cannot be written"),
+        ("evaluate D/labelsTr D/labelsTr --json x.json --csv circle/x.csv", "cannot be written"),
+        ("report run --truth D --prediction circle", "run/config.json: lacks what a report needs"),
+    )
+]
+
+
+def _live_sweep(here: Path) -> None:
+    """Makes a data set, and a sweep that has just begun: this process holds its folder."""
+    nnunet(here / "D", 5)
+    (here / "sweep").mkdir()
+    RunLock(here / "sweep").take()
+
+
+ATTACKS += [
+    Attack(
+        f"{program} into the folder of a sweep",
+        types=f"{program} {TINY} --data D --cache cache --out sweep",
+        code=2,
+        says="--out sweep holds a sweep, whose status would be lost: name another folder",
+        make=lambda here: (nnunet(here / "D", 5), write_json(here / "sweep" / "sweep.json", {"version": 1})),
+        keeps="D sweep",
+        after=_prepared_nothing,
+    )
+    for program in ("train", "pretrain")
+]
+ATTACKS += [
+    Attack(
+        "tune on a live folder",
+        types=f"tune --space lr=1e-3,1e-4 {TINY} --data D --cache cache --out sweep",
+        code=6,
+        says="--out sweep is in use by process",
+        make=lambda here: (pytest.importorskip("ray"), _live_sweep(here)),
+        keeps="D sweep",
+    )
+]
