@@ -1,4 +1,4 @@
-"""The tests; ``make test`` gives their workers huge pages, which acts from a process's start on and is not for what they start."""
+"""The tests. ``make test`` gives their workers huge pages, from which they fork sooner; what tests start has none."""
 
 import os
 

@@ -39,6 +39,7 @@ def drawn(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, list
         yield root / "out", said.getvalue().splitlines()
 
 
+@pytest.mark.started
 def test_gather_coincides_and_no_gather_does_not(drawn: tuple[Path, list[str]]) -> None:
     out, said = drawn
     (line,) = [line for line in said if line.startswith("Gather: ") and "training loss" in line]

@@ -84,6 +84,7 @@ def test_labels_of_one_rank_and_of_two_are_nnunets(place: Path) -> None:
     assert len(lines) == 5 and lines[1].startswith("c0,edge")
 
 
+@pytest.mark.started
 def test_what_nnunet_predicted_of_its_own_comes_out_on_two_ranks(tmp_path: Path) -> None:
     (tmp_path / "images").mkdir()
     for path in (GOLDEN / "imagesTs").glob("case_0_*"):
@@ -121,6 +122,7 @@ def test_a_trainer_of_another_name_is_named_or_refused(place: Path, capsys) -> N
     assert not (place / "none").exists()
 
 
+@pytest.mark.started
 def test_half_sums_are_nnunets_to_the_bit_on_one_rank_and_two(place: Path) -> None:
     """Few logits are near a change of label; for labels, logits are resampled in half too."""
     run = open_run(place / "model")

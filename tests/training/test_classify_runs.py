@@ -119,6 +119,7 @@ def test_a_vision_transformer_of_two_ranks_or_two_places_is_that_of_one(vit: tup
     assert same(tmp_path / "piped", out) < 1e-9
 
 
+@pytest.mark.started
 def test_weights_in_shards_become_what_whole_ones_become(one: tuple, vit: tuple, tmp_path: Path) -> None:
     for (out, own), more in ((one[:2], "--seqpar 2 --mode halo"), (vit, "--batch 1")):
         trained(2, [*own, *more.split(), "--shard-weights"], tmp_path / out.name)
@@ -169,6 +170,7 @@ def read_maps(folder: Path) -> tuple[np.ndarray, np.ndarray]:
     return table.probabilities, np.stack([image.get_fdata() for image in images])
 
 
+@pytest.mark.started
 def test_predictions_and_where_they_are_seen_do_not_depend_on_the_ranks(one: tuple, tmp_path: Path) -> None:
     out, own, _ = one
     for world, *more in ((1, "--explain"), (2, "--explain-by", "hirescam", "--mode", "halo")):
@@ -195,6 +197,7 @@ def test_ranks_that_would_look_at_their_own_part_alone_predict_nothing(
     assert not (tmp_path / "p").exists()
 
 
+@pytest.mark.started
 def test_predictions_go_on_and_are_scored_and_shown(one: tuple, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     out, own, _ = one
     data, folder = of(own), tmp_path / "classes"

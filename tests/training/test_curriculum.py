@@ -94,6 +94,7 @@ def test_a_run_killed_as_a_lesson_begins_ends_with_the_same_bits(line, undisturb
     assert weights(tmp_path / "run") == weights(undisturbed_lessons[0])
 
 
+@pytest.mark.started
 def test_lessons_that_go_on_with_two_ranks_and_weights_in_shards_become_what_one_process_makes(line, tmp_path):
     double = [*line, "--precision", "fp64", "--val-every", "0"]
     trained(1, double, tmp_path / "one")

@@ -55,10 +55,8 @@ def test_what_one_rank_fails_of_while_it_loads_is_the_runs_verdict(flags, tmp_pa
 WITH_GROUPS = ("in a step", "in validation", "before a write", "amid a write")  # survivors wait for two others and more
 
 
-@pytest.mark.parametrize(
-    ("world", "epochs", "names"),
-    [pytest.param(2, "5", tuple(moments(1)), marks=pytest.mark.started), (4, "3", WITH_GROUPS)],
-)
+@pytest.mark.started
+@pytest.mark.parametrize(("world", "epochs", "names"), [(2, "5", tuple(moments(1))), (4, "3", WITH_GROUPS)])
 def test_a_run_that_loses_a_rank_at_every_moment_in_turn_ends_with_the_same_bits(
     flags, undisturbed, tmp_path, world, epochs, names
 ):

@@ -62,6 +62,7 @@ def undisturbed_images(images, tmp_path_factory) -> Path:
     return whole
 
 
+@pytest.mark.started
 def test_a_pretraining_that_had_to_leave_goes_on_to_the_same_bits(images, undisturbed_images, tmp_path) -> None:
     out = tmp_path / "run"
     leave = at(gradients.Gradients, "_backward", 0, signalled(signal.SIGTERM), call=3)
@@ -82,6 +83,7 @@ def test_a_pretraining_that_is_killed_goes_on_to_the_same_bits(images, undisturb
     assert weights(out) == weights(undisturbed_images) and losses(out) == losses(undisturbed_images)
 
 
+@pytest.mark.started
 def test_training_starts_from_a_pretraining_and_prediction_does_not(images, flags, tmp_path, capsys) -> None:
     out = tmp_path / "mae"
     launch = trained(1, images, out, act=pretrain.act, pictures=True)

@@ -93,6 +93,7 @@ def test_batch_norm_is_the_batchs_whoever_holds_it_and_resumes(flags, tmp_path) 
     assert counted == {4}, "the first forward, which warms up, counts as a batch"
 
 
+@pytest.mark.started
 def test_weights_in_shards_become_what_replicated_ones_become(flags, deep, tmp_path) -> None:
     more = "--seqpar 2 --mode halo --shard-weights --grad-checkpoint full"
     trained(2, [*flags, *DEEP.split(), *more.split()], tmp_path / "run")
