@@ -28,7 +28,7 @@ from seqpar.report.planes import (
     sides,
 )
 from seqpar.report.record import CaseScores, RunRecord, ScoredCase
-from seqpar.report.tables import Score
+from seqpar.report.tables import Score, what_is_missing
 
 BUDGET = 5_000_000  # bytes of the volumes in a page, which can still be mailed
 _MARGIN = 8  # voxels shown around the labels if there is no image
@@ -323,12 +323,13 @@ def planes_note(case: ScoredCase, shown: ShownCase, labels: Sequence[str]) -> st
 def _case_view(case: ScoredCase, shown: ShownCase, labels: Sequence[str], neurological: bool) -> CaseView:
     """Returns one case with its scores and three planes."""
     dice = ", ".join(f"{name} {Score(row.get('Dice', math.nan), 3).text}" for name, row in case.scores.items())
+    missing = "".join(f" · {text}" for name, row in case.scores.items() if (text := what_is_missing(name, row)))
     modality = f" · shown on {best_modality(list(shown.images))}" if shown.images else ""
     spacing = " × ".join(f"{step:.3g}" for step in shown.spacing)
     w, d, _ = (side * step for side, step in zip(shown.truth.shape, shown.spacing))
     return CaseView(
         case.name,
-        f"Dice: {dice}{volumes_of(case)} · {planes_note(case, shown, labels)}{modality} · voxels of {spacing} mm",
+        f"Dice: {dice}{missing}{volumes_of(case)} · {planes_note(case, shown, labels)}{modality} · voxels of {spacing} mm",
         shown.note,
         f"{d:.6g}fr {w:.6g}fr {w:.6g}fr",
         planes_of(shown, neurological),
@@ -377,13 +378,11 @@ def viewer_data(
 
 def viewer_note(volumes: Sequence[Embedded], is_ct: bool = False) -> str:
     """Returns a note of what was left out to keep the page small."""
-    num_bytes = sum(volume.num_bytes for volume in volumes)
     note = (
-        f"Volumes are cropped to the body and stored in {256 if is_ct else GREYS} grey levels, so values are rounded "
+        f"Volumes are cropped to the body and stored in {256 if is_ct else GREYS} grey levels, so values are rounded."
     )
-    note += f"({num_bytes / 1e6:.1f} MB of at most {BUDGET / 1e6:g} MB on this page)."
     factors = {volume.factors for volume in volumes}
     if factors == {(1, 1, 1)}:
-        return note + " Every voxel is kept."
+        return note.replace(" and stored", ", at full resolution, and stored")
     blocks = "; ".join(sorted(" × ".join(map(str, block)) for block in factors))
-    return note + f" Blocks of {blocks} voxels became one (images by their mean, labels by their middle voxel)."
+    return note + f" Blocks of {blocks} voxels became one to keep the page small (images by their mean, labels by their middle voxel)."

@@ -21,9 +21,11 @@ from seqpar.report.tables import (
     Table,
     TableHead,
     TableRow,
+    coarse_voxels,
     dice_table,
     last_validation,
     metrics_table,
+    only_one_map,
     score_strips,
     sizes_table,
     volumes_table,
@@ -63,11 +65,13 @@ def segment_page(options: argparse.Namespace, record: RunRecord) -> FinishedPage
         tables = {"metrics": metrics_table(scored), "sizes": sizes_table(scored), "volumes": volumes_table(scored)}
         tables |= {
             "strips": score_strips(scored, colours),
+            "has_hollow": any(only_one_map(row) for case in scored.cases for row in case.scores.values()),
             "dice": dice_table(scored),
             "is_short": len(scored.cases) <= FEW,
         }
     faults: Sequence[str] = scored.faults if scored else ()
     cautions = _cautions(record, scored) if scored and options.truth is not None else []
+    cautions += filter(None, [coarse_voxels(scored) if scored else ""])
     parts: dict[str, Any] = {"tiles": tiles, "note": note, "is_scored": scored is not None, "cases": cases, **tables}
     parts |= {"truth": options.truth, "prediction": options.prediction}
     text = render_run(FOLDER, record, gaps, faults, cautions, classes=list(colours), **parts)
