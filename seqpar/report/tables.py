@@ -183,6 +183,13 @@ def volumes_table(scored: CaseScores) -> Table:
     return Table("volumes-per-case", heads, rows, "case")
 
 
+def predicted_volumes(scored: CaseScores) -> Table:
+    """Returns the predicted volume of each class in each case."""
+    rows = [TableRow(c.name, [Score(row["VolumeMl"], 2) for row in c.scores.values()]) for c in scored.cases]
+    heads = [TableHead("Case"), TableHead("Predicted volume, ml", tuple(scored.classes))]
+    return Table("predicted-volumes", heads, rows, "case", "There is no truth here: nothing says how good these are.")
+
+
 def dice_table(scored: CaseScores) -> Table:
     """Returns the Dice of every case, the worst first."""
     rows = [
