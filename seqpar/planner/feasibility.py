@@ -11,6 +11,7 @@ from seqpar.pipeline.placement import check_num_cells
 from seqpar.settings.checks import check
 from seqpar.settings.config import Config
 from seqpar.settings.lessons import Lesson
+from seqpar.text import install_hint
 
 
 def check_feasible(config: Config) -> None:
@@ -20,7 +21,7 @@ def check_feasible(config: Config) -> None:
     packages |= {config.tracker: f"--tracker {config.tracker}"} if config.tracker != "none" else {}
     for package, flag in packages.items():
         if importlib.util.find_spec(package) is None:
-            raise ValueError(f"{flag} needs a package that is not installed: pip install 'seqpar[{package}]'")
+            raise ValueError(f"{flag} needs a package that is not installed: {install_hint(package)}")
     if config.weights and not config.resume and not os.path.exists(config.weights):  # a resumed run has its own
         raise ValueError(f"--weights {config.weights}: no such file; give a safetensors or torch file of weights")
     group = Group("seq", tuple(range(config.seqpar)))

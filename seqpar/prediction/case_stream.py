@@ -110,7 +110,9 @@ class CaseProgress:
         def tell(share: float) -> None:
             spent, done, total = time.perf_counter() - self._began, number + share, len(self.cases)
             left = f"{clock(spent / done * (total - done))} left" if done else "? left"
-            self._display.show([f"case {number + 1}/{total} {bar(share)} {share:.0%}", left, self.cases[number].id])
+            self._display.show(
+                [f"case {number + 1}/{total} {bar(share)} {share:.0%} of it", left, self.cases[number].id]
+            )
 
         tell(0.0)
         return tell

@@ -395,4 +395,5 @@ def viewer_note(volumes: Sequence[Embedded], is_ct: bool = False) -> str:
     if factors == {(1, 1, 1)}:
         return note.replace(" and stored", ", at full resolution, and stored")
     blocks = "; ".join(sorted(" × ".join(map(str, block)) for block in factors))
-    return note + f" Blocks of {blocks} voxels became one to keep the page small (images by their mean, labels by their middle voxel)."
+    note += f" To keep the page small, blocks of {blocks} voxels became one"
+    return f"{note} (images by their mean, labels by their middle voxel)."

@@ -136,7 +136,9 @@ def coarse_voxels(scored: CaseScores) -> str:
     if side <= COARSE:
         return ""
     text = f"Voxels are coarse, of up to {max(sizes):.3g} mm³: a single voxel "
-    text += "may count as a region, and regions that touch as one." if max(sizes) > 50 else "changes small regions much."
+    text += (
+        "may count as a region, and regions that touch as one." if max(sizes) > 50 else "changes small regions much."
+    )
     if isinstance(tolerance, (int, float)) and tolerance < side:
         text += f" The surface Dice (NSD) is low because its tolerance of {tolerance:g} mm is less than a voxel."
     return text
@@ -250,7 +252,7 @@ class Strips:
 
 def make_strips(
     title: str,
-    rows: Mapping[str, Sequence[tuple[float, str, *tuple[str, ...]]]],
+    rows: Mapping[str, Sequence[tuple[float, str] | tuple[float, str, str]]],
     low: float,
     high: float,
     colours: Mapping[str, str] = MappingProxyType({}),

@@ -83,7 +83,9 @@ def test_a_second_set_of_images_keeps_the_lines_of_the_first_while_its_label_map
     other = make_run(tmp_path / "other", replace(RECIPE, modalities=("CT",), schemes=("ct",)))
     for path in sorted((tmp_path / "images").iterdir()):
         path.rename(path.with_name(path.name.replace("d_00", "e_00")))
-    with pytest.raises(DataError, match=r"statistics\.csv: has the columns .*mean T1.* mean CT \(HU\), sd CT \(HU\); choose another"):
+    with pytest.raises(
+        DataError, match=r"statistics\.csv: has the columns .*mean T1.* mean CT \(HU\), sd CT \(HU\); choose another"
+    ):
         act(tmp_path, other, "--statistics")
     assert table.read_text().splitlines() == second and (tmp_path / "out" / "d_000.nii.gz").is_file()
 

@@ -151,12 +151,14 @@ def _scores(summary: Summary, positive: str | None, step: str) -> _Scores:
     note, about = "" if calibrated else uncalibrated(summary), ABOUT
     if len(summary["names"]) > 2:
         about += " AUC: each class against the others, averaged over classes."
-    return _Scores(headline(summary), classes_table(summary, positive), confusion_table(summary), charts, step, note, about)
+    return _Scores(
+        headline(summary), classes_table(summary, positive), confusion_table(summary), charts, step, note, about
+    )
 
 
 ABOUT = (
-    "95 % intervals: Wilson's of accuracy; of balanced accuracy and AUC by bootstrap (1,000 draws, stratified by class). "
-    "n: cases."
+    "95 % intervals: Wilson's of accuracy; of balanced accuracy and AUC by bootstrap (1,000 draws, stratified by "
+    "class). n: cases."
 )
 
 
@@ -210,9 +212,7 @@ def confusion_table(summary: Summary) -> Table:
     """Returns how many cases of each class were predicted as each class."""
     names = summary["names"]
     rows = [TableRow(n, [Score(count, 0) for count in counts]) for n, counts in zip(names, summary["confusion"])]
-    note = (
-        "Number of cases: a row for each true class, a column for each predicted class. Correct ones are on the diagonal."
-    )
+    note = "Number of cases: a row for each true class, a column for each predicted one. The diagonal is correct."
     return Table("confusion", [TableHead("True class"), TableHead("Predicted class", tuple(names))], rows, note=note)
 
 

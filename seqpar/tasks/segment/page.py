@@ -81,7 +81,13 @@ def segment_page(options: argparse.Namespace, record: RunRecord) -> FinishedPage
     faults: Sequence[str] = scored.faults if scored else ()
     cautions = _cautions(record, scored) if scored and options.truth is not None else []
     cautions += filter(None, [coarse_voxels(scored) if scored else ""])
-    parts: dict[str, Any] = {"tiles": tiles, "note": note, "is_scored": scored is not None and not alone, "cases": cases, **tables}
+    parts: dict[str, Any] = {
+        "tiles": tiles,
+        "note": note,
+        "is_scored": scored is not None and not alone,
+        "cases": cases,
+        **tables,
+    }
     parts |= {"truth": options.truth, "prediction": options.prediction, "images": options.images}
     text = render_run(FOLDER, record, gaps, faults, cautions, classes=list(colours), **parts)
     own = faults if options.prediction is not None else ()

@@ -137,7 +137,9 @@ def _statistics(folder: Path, run: TrainedRun) -> ClassStatistics:
     values = run.recipe.values
     labels = {name: values[n] for name, n in run.labels.items()}
     regions = {name: tuple(values[n] for n in members) for name, members in run.regions.items()}
-    names = [f"{name} (HU)" if scheme == "ct" else name for name, scheme in zip(run.recipe.modalities, run.recipe.schemes)]
+    names = [
+        f"{name} (HU)" if scheme == "ct" else name for name, scheme in zip(run.recipe.modalities, run.recipe.schemes)
+    ]
     return ClassStatistics(folder, labels_of_declaration(labels, regions, None).classes, names)
 
 

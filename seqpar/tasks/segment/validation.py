@@ -211,7 +211,7 @@ class SegmentationValidation(CaseValidation):
             share = (window + share) / len(self.windows)
             done, total = number + share, len(self.ids)
             left = f"{clock((time.monotonic() - began) / done * (total - done))} left" if done else "? left"
-            journal.progress([f"validating case {number + 1}/{total} {bar(share)} {share:.0%}", left])
+            journal.progress([f"validating case {number + 1}/{total} {bar(share)} {share:.0%} of it", left])
 
         tell(0.0)
         return tell
