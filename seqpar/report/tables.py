@@ -92,8 +92,10 @@ def metrics_table(scored: CaseScores) -> Table:
         cells += [Score(len(substituted), 0), Score(count, 0, f" of {len(scored.cases)}")]
         rows.append(TableRow(name, cells))
         if substituted:
-            measured = [case.scores[name].get("HD95", math.nan) for case in scored.cases if case not in substituted]
-            without.append(f"{name} {Score(mean_of_numbers(measured), 1).text}")
+            measured = mean_of_numbers(
+                case.scores[name].get("HD95", math.nan) for case in scored.cases if case not in substituted
+            )
+            without += [f"{name} {measured:.1f}"] * math.isfinite(measured)
     heads = [TableHead(name, kinds) for name, _, kinds in METRICS[:-1]]
     heads.append(TableHead("HD95, mm", (*METRICS[-1][2], "substituted")))
     note = (
@@ -279,8 +281,8 @@ def make_strips(
         y, dots = 4 + line * (n + 0.5), []
         for at, (value, case, *notes) in enumerate(pairs):
             shift = (at * 7 % 11 - 5) * 1.1  # the same on every page, and hides no dot behind another
-            title = "; ".join([f"{case}: {value:.4g}", *filter(None, notes)]) if len(pairs) <= MAX_TITLES else ""
-            dots.append((place(value), round(y + shift, 1), title, any(notes)))
+            told = "; ".join([f"{case}: {value:.4g}", *filter(None, notes)]) if len(pairs) <= MAX_TITLES else ""
+            dots.append((place(value), round(y + shift, 1), told, any(notes)))
         values = [value for value, *_ in pairs] or [low]
         first, third = (place(float(q)) for q in np.percentile(values, (25, 75)))
         strips.append(

@@ -220,6 +220,7 @@ def test_a_case_that_only_one_map_has_the_class_in_is_told_from_a_measured_one()
     assert table.rows[0].cells[-2].text == "2" and table.heads[4].below[-1] == "substituted"  # type: ignore[union-attr]
     assert "substituted by the image's diagonal. Mean HD95 of the other cases, mm: lesion 2.0." in table.note
     dice, distance = score_strips(scored, {})
+    assert (dice.title, distance.title) == ("Dice of each case", "HD95 of each case, mm")
     dots = {title: hollow for _, _, title, hollow in (*dice.rows[0].dots, *distance.rows[0].dots)}
     assert dots == {
         "case-0: 0.6": False,
@@ -231,6 +232,7 @@ def test_a_case_that_only_one_map_has_the_class_in_is_told_from_a_measured_one()
     }
     rows = {row.name: row.cells[0].text for row in dice_table(scored).rows}  # type: ignore[union-attr]
     assert rows == {"case-0": "0.600", "case-1": "0.000 (none in truth)", "case-2": "0.000"}
+    assert "Mean HD95 of" not in metrics_table(scores_of(1.0, {"lesion": (1,)}, (empty, full))).note
     nothing = scores_of(1.0, {"lesion": (1,)}, (full, full), (empty, empty))
     assert "Mean HD95 of" not in metrics_table(nothing).note and metrics_table(nothing).rows[0].cells[-2].text == "0"  # type: ignore[union-attr]
 
