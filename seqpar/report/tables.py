@@ -79,12 +79,13 @@ class Table:
 
 def metrics_table(scored: CaseScores) -> Table:
     """Returns the summary of each class over all cases."""
-    rows, without = [], list[str]()
+    rows, without, is_one = [], list[str](), len(scored.cases) == 1  # of one case they are all alike
+    shown = [(metric, places, kinds[:1] if is_one else kinds) for metric, places, kinds in METRICS]
     for name, key in scored.classes.items():
         cells: list[Score | str] = [key.strip("()").rstrip(",").replace(", ", " + ")]
         cells += [
             Score(scored.summary.get(kind, {}).get(name, {}).get(metric, math.nan), places)
-            for metric, places, kinds in METRICS
+            for metric, places, kinds in shown
             for kind in kinds
         ]
         substituted = [case for case in scored.cases if only_one_map(case.scores[name])]
@@ -96,8 +97,9 @@ def metrics_table(scored: CaseScores) -> Table:
                 case.scores[name].get("HD95", math.nan) for case in scored.cases if case not in substituted
             )
             without += [f"{name} {measured:.1f}"] * math.isfinite(measured)
-    heads = [TableHead(name, kinds) for name, _, kinds in METRICS[:-1]]
-    heads.append(TableHead("HD95, mm", (*METRICS[-1][2], "substituted")))
+    below = [("value",) if is_one else kinds for _, _, kinds in shown]
+    heads = [TableHead(name, kinds) for (name, *_), kinds in zip(METRICS[:-1], below)]
+    heads.append(TableHead("HD95, mm", (*below[-1], "substituted")))
     note = (
         f"Scores of {quantity(len(scored.cases), 'case')}: {scored.source}. Mean and median are over cases; global "
         "pools the voxels of all cases. Cases in which neither map has the class have no Dice and do not count."
