@@ -113,7 +113,7 @@ class Display:
         with self._lock:
             now = time.monotonic()
             if now - self._printed >= self.every_s and self._fields:
-                self._print(f"{'  '.join(self._fields)}  (for {clock(now - self._shown)})\n")
+                self._print(f"{'  '.join(self._fields)}  (no news for {clock(now - self._shown)})\n")
 
 
 def _repeat(reference: weakref.ref[Display], over: threading.Event) -> None:

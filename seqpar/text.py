@@ -3,6 +3,7 @@
 import math
 import re
 from collections.abc import Sequence
+from importlib.metadata import PackageNotFoundError, version
 
 
 def clock(seconds: float) -> str:
@@ -22,6 +23,15 @@ def quantity(number: int, noun: str, spec: str = "") -> str:
     """
     plural = "es" if noun.endswith(("tch", "ss")) else "s"
     return f"{number:{spec}} {noun}{'' if number == 1 else plural}"
+
+
+def install_hint(extra: str) -> str:
+    """Returns the command that installs an extra; in a checkout, pip would ask its index for the package."""
+    try:
+        version("seqpar")
+    except PackageNotFoundError:
+        return f"pip install -e '.[{extra}]' in the checkout"
+    return f"pip install 'seqpar[{extra}]'"
 
 
 def flag_name(name: str) -> str:

@@ -39,7 +39,7 @@ def act(arguments: Sequence[str]) -> int:
     root = write_phantom(options.out, options.cases, settings, options.workers, ProgressBar("phantom"))
     print(f"{quantity(options.cases, 'case')} in {root}")
     task = ["--task", "classify"] if KINDS[options.kind].class_of else []
-    print(coloured(f"next: {next_command('train', *task, '--data', root)}", sys.stdout))
+    print(coloured(f"next: {next_command('train', *task, '--data', root)}  (to train on them)", sys.stdout))
     return 0
 
 

@@ -56,7 +56,10 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
         help="run folder that train wrote, several to compare them, or the folder of a sweep")  # fmt: skip
     add("--truth", type=Path, metavar="PATH", help="data set or folder of true label maps to score and show, with "
         "--prediction (default: the run's own validation)")  # fmt: skip
-    add("--prediction", type=Path, metavar="FOLDER", help="predicted label maps, named as the cases of --truth")
+    add("--prediction", type=Path, metavar="FOLDER", help="predicted label maps, named as the cases of --truth; "
+        "without --truth the page shows them and their volumes")  # fmt: skip
+    add("--common", action="store_true", help="score only the cases that --truth and --prediction share, and do not "
+        "mention others")  # fmt: skip
     add("--images", type=Path, metavar="FOLDER", help="images of the cases, of all modalities, such as imagesTs "
         "(default: those of the data set that --truth names, else the run's prepared data)")  # fmt: skip
     add("--neurological", action=argparse.BooleanOptionalAction,
@@ -74,12 +77,15 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     if len(options.runs) > 1 or sweeps:
         shown = {"truth": options.truth, "prediction": options.prediction, "images": options.images}
         shown |= {"neurological": options.neurological, "cases": options.cases, "positive": options.positive}
+        shown |= {"common": options.common or None}
         for name in (name for name, value in shown.items() if value is not None):
             named = f"{sweeps[0]} is a sweep" if sweeps else f"{len(options.runs)} were named"
             raise ValueError(f"--{name} shows the cases of one run, and {named}: remove it")
     options.cases = 6 if options.cases is None else options.cases
-    if (options.truth is None) != (options.prediction is None):
-        raise ValueError("--truth and --prediction belong together: give both, or neither")
+    if options.truth is not None and options.prediction is None:
+        raise ValueError(f"--truth {options.truth} needs the predictions to score: add --prediction")
+    if options.common and options.truth is None:
+        raise ValueError("--common would do nothing without --truth and --prediction: remove it")
     if options.cases < 0:
         raise ValueError(f"--cases is {options.cases}: 0 or more are needed")
     if options.images is not None and not options.cases:

@@ -17,6 +17,7 @@ import numpy as np
 from seqpar.data.errors import DataError, unreadable
 from seqpar.data.files import whole_file
 from seqpar.data.geometry import Geometry, place_geometry
+from seqpar.text import install_hint
 
 SUFFIXES = (".nrrd", ".mha")
 _LPS = np.diag([-1.0, -1.0, 1.0, 1.0])
@@ -32,7 +33,7 @@ def load_library(path: str | Path) -> Any:
         import SimpleITK
     except ImportError:
         raise DataError(
-            path, "is read by SimpleITK, which is not installed: pip install 'seqpar[itk]', or convert it to NIfTI"
+            path, f"is read by SimpleITK, which is not installed: {install_hint('itk')}, or convert it to NIfTI"
         ) from None
     return SimpleITK
 

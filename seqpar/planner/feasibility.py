@@ -11,6 +11,7 @@ from seqpar.pipeline.placement import check_num_cells
 from seqpar.settings.checks import check
 from seqpar.settings.config import Config
 from seqpar.settings.lessons import Lesson
+from seqpar.text import install_hint
 from seqpar.weights.weight_files import refuse_unreadable
 
 
@@ -21,7 +22,7 @@ def check_feasible(config: Config) -> None:
     packages |= {config.tracker: f"--tracker {config.tracker}"} if config.tracker != "none" else {}
     for package, flag in packages.items():
         if importlib.util.find_spec(package) is None:
-            raise ValueError(f"{flag} needs a package that is not installed: pip install 'seqpar[{package}]'")
+            raise ValueError(f"{flag} needs a package that is not installed: {install_hint(package)}")
     if config.weights and not config.resume:  # a resumed run has its own
         _refuse_weights(config.weights)
     group = Group("seq", tuple(range(config.seqpar)))

@@ -20,6 +20,7 @@ from seqpar.data.preparation.prepared_case import Preparation, Prepared, TargetG
 from seqpar.data.workers import ReportProgress, no_item_progress
 from seqpar.parallel.consensus import run_on_rank0
 from seqpar.parallel.mesh import Mesh
+from seqpar.prediction.class_statistics import NAME as STATISTICS
 from seqpar.prediction.prediction_folder import PredictionFolder
 from seqpar.prediction.predictor import Predictor
 from seqpar.prediction.run_average import EnsembleMember
@@ -109,7 +110,9 @@ class CaseProgress:
         def tell(share: float) -> None:
             spent, done, total = time.perf_counter() - self._began, number + share, len(self.cases)
             left = f"{clock(spent / done * (total - done))} left" if done else "? left"
-            self._display.show([f"case {number + 1}/{total} {bar(share)} {share:.0%}", left, self.cases[number].id])
+            self._display.show(
+                [f"case {number + 1}/{total} {bar(share)} {share:.0%} of it", left, self.cases[number].id]
+            )
 
         tell(0.0)
         return tell
@@ -175,6 +178,12 @@ class CasePrediction(ABC):
         What fails on one rank is raised on all. ``tell`` takes the share that is done.
         """
 
+    @property
+    def weights_line(self) -> str:
+        """The files of weights, and of how many runs the mean is, in words."""
+        files = ", ".join(str(path) for member in self.members for path in member.weights)
+        return files + (f", the mean of {len(self.members)} runs" if len(self.members) > 1 else "")
+
     def predict(self) -> list[str]:
         """Predicts the cases; returns what went wrong, a line per fault, on all ranks."""
         with closing(self.folder):
@@ -208,6 +217,8 @@ class CasePrediction(ABC):
                 self.shown.say(f"{case.id}: {line}, {time.perf_counter() - began:.1f} s")
         failed = f", {quantity(len(faults), 'fault')}" if faults else ""
         self.shown.say(f"{self.what} of {quantity(predicted, 'case')}{failed}: {self.folder.path}")
+        if self.request.statistics and predicted:
+            self.shown.say(f"statistics: {self.request.output / STATISTICS}")
         if predicted:
             self.shown.say(f"next: {next_command('evaluate', 'TRUTH', self.request.output)}  (TRUTH: {self.truth})")
         return faults

@@ -18,7 +18,7 @@ class ClassStatistics:
     """Keeps statistics.csv, a line per case and class, whole after every case; used by the first rank.
 
     - ``classes``: the label values that make up each class
-    - ``modalities``: whose means and standard deviations are given, in the files' own numbers
+    - ``modalities``: whose means and standard deviations are given, in the files' own numbers; with their units
     """
 
     def __init__(self, folder: Path, classes: Mapping[str, Sequence[int]], modalities: Sequence[str]) -> None:
@@ -53,6 +53,10 @@ class ClassStatistics:
         text = io.StringIO(newline="")
         csv.writer(text, lineterminator="\n").writerows([self.columns, *self._rows])
         write_text(self.path, text.getvalue())
+
+    def volumes(self, case: str) -> str:
+        """Returns the volume of each class of a case in words."""
+        return ", ".join(f"{row[1]} {float(row[3]):.3g} ml" for row in self._rows if row[0] == case)
 
 
 def statistics_of(

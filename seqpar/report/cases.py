@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -28,7 +28,7 @@ from seqpar.report.planes import (
     sides,
 )
 from seqpar.report.record import CaseScores, RunRecord, ScoredCase
-from seqpar.report.tables import Score
+from seqpar.report.tables import Score, what_is_missing
 
 BUDGET = 5_000_000  # bytes of the volumes in a page, which can still be mailed
 _MARGIN = 8  # voxels shown around the labels if there is no image
@@ -85,6 +85,8 @@ def load(case: ScoredCase, record: RunRecord, images: Images) -> ShownCase:
 
 
 def _read_truth(case: ScoredCase, prediction: Volume) -> Volume:
+    if case.truth is None:
+        return prediction._replace(array=np.zeros_like(prediction.array))
     truth = read_volume(case.truth)
     difference = geometry_difference(truth.geometry, prediction.geometry)
     if difference is not None:
@@ -102,7 +104,7 @@ def _on_prepared_grid(
         whole = to_canonical(volume.array[0], volume.geometry.orientation)
         return _numbered(transforms.resample_label(crop(whole, properties.box), properties.shape), numbers)
 
-    if case.truth.exists() or image.label is None:
+    if case.truth is None or case.truth.exists() or image.label is None:
         truth = to_grid(_read_truth(case, prediction))
     else:
         truth = _numbered(transforms.to_values(np.asarray(image.label), properties.values), numbers)
@@ -262,6 +264,7 @@ class CaseSection:
     volumes: Mapping[str, Any]
     is_ct: bool = False
     heat: str = ""
+    has_truth: bool = True
 
 
 def case_section(
@@ -273,7 +276,8 @@ def case_section(
     """
     by_name, labels = {case.name: case for case in scored.cases}, list(record.label_names.values())
     views = [_case_view(by_name[case.name], case, labels, neurological) for case, _ in shown]
-    return viewer_section(shown, labels, neurological, views)
+    section = viewer_section(shown, labels, neurological, views)
+    return replace(section, has_truth=any(case.truth is not None for case in scored.cases))
 
 
 def viewer_section(
@@ -310,6 +314,8 @@ def planes_note(case: ScoredCase, shown: ShownCase, labels: Sequence[str]) -> st
     """Returns which planes of a case are shown, and what was predicted where the truth has none of the labels."""
     if shown.truth.any():
         return "planes with most of the truth"
+    if case.truth is None:
+        return f"planes {'with most of the prediction' if shown.prediction.any() else 'through the middle'}"
     predicted = [f"{name} {ml:.2g} ml" for name in labels if (ml := case.scores.get(name, {}).get("VolumeMl", 0.0)) > 0]
     if not predicted:
         voxel_ml = math.prod(shown.spacing) / 1000
@@ -323,12 +329,17 @@ def planes_note(case: ScoredCase, shown: ShownCase, labels: Sequence[str]) -> st
 def _case_view(case: ScoredCase, shown: ShownCase, labels: Sequence[str], neurological: bool) -> CaseView:
     """Returns one case with its scores and three planes."""
     dice = ", ".join(f"{name} {Score(row.get('Dice', math.nan), 3).text}" for name, row in case.scores.items())
+    missing = "".join(f" · {text}" for name, row in case.scores.items() if (text := what_is_missing(name, row)))
     modality = f" · shown on {best_modality(list(shown.images))}" if shown.images else ""
     spacing = " × ".join(f"{step:.3g}" for step in shown.spacing)
     w, d, _ = (side * step for side, step in zip(shown.truth.shape, shown.spacing))
+    scores = f"Dice: {dice}{missing}{volumes_of(case)}"
+    if case.truth is None:
+        volumes = (f"{name} {row['VolumeMl']:.3g} ml" for name, row in case.scores.items())
+        scores = f"predicted: {', '.join(volumes)}"
     return CaseView(
         case.name,
-        f"Dice: {dice}{volumes_of(case)} · {planes_note(case, shown, labels)}{modality} · voxels of {spacing} mm",
+        f"{scores} · {planes_note(case, shown, labels)}{modality} · voxels of {spacing} mm",
         shown.note,
         f"{d:.6g}fr {w:.6g}fr {w:.6g}fr",
         planes_of(shown, neurological),
@@ -377,13 +388,12 @@ def viewer_data(
 
 def viewer_note(volumes: Sequence[Embedded], is_ct: bool = False) -> str:
     """Returns a note of what was left out to keep the page small."""
-    num_bytes = sum(volume.num_bytes for volume in volumes)
     note = (
-        f"Volumes are cropped to the body and stored in {256 if is_ct else GREYS} grey levels, so values are rounded "
+        f"Volumes are cropped to the body and stored in {256 if is_ct else GREYS} grey levels, so values are rounded."
     )
-    note += f"({num_bytes / 1e6:.1f} MB of at most {BUDGET / 1e6:g} MB on this page)."
     factors = {volume.factors for volume in volumes}
     if factors == {(1, 1, 1)}:
-        return note + " Every voxel is kept."
+        return note.replace(" and stored", ", at full resolution, and stored")
     blocks = "; ".join(sorted(" × ".join(map(str, block)) for block in factors))
-    return note + f" Blocks of {blocks} voxels became one (images by their mean, labels by their middle voxel)."
+    note += f" To keep the page small, blocks of {blocks} voxels became one"
+    return f"{note} (images by their mean, labels by their middle voxel)."

@@ -82,7 +82,12 @@ class LineStyle(NamedTuple):
 INK, GRID = "#222222", "#d9dde2"  # on a page: the colours of its text and its lines
 GREY = "#8a929b"
 NEUTRAL = tuple(map(LineStyle, (GREY, INK)))  # training and held out
-OF_NUMBERS = tuple(map(LineStyle, ("#5b6cb8", "#9b7a5a", "#5f8f5a", "#a0628f")))  # terms of a loss, kinds of score
+OF_NUMBERS = (  # terms of a loss, kinds of score; those that coincide are all seen
+    LineStyle("#5b6cb8", "-", "o", 3.2, True),
+    LineStyle("#9b7a5a", "-", "s", 2.2, True),
+    LineStyle("#5f8f5a", "-", "^", 1.6, True),
+    LineStyle("#a0628f", "-", "D", 1.2, True),
+)
 OF_RUNS = tuple(LineStyle(colour, dashes) for dashes in ("-", "--", ":") for colour in RUN_COLOURS)
 # Okabe and Ito's colours from dark to light, each with its own dashes and marker, so that lines differ in grey too. The
 # first line is the widest, so that those that coincide with it do not hide it.
@@ -136,6 +141,7 @@ class Diagram:
     - ``low``, ``high``: ends of the axis of values; None: as the values are
     - ``last``: end of the axis below; None: the last place
     - ``styles``: of the lines, in turn
+    - ``square``: both axes are equally long, for shares over shares
     - ``up``: what the axis of values shows; "": the quantity, which is the title
     """
 
@@ -148,6 +154,7 @@ class Diagram:
     last: float | None = None
     styles: Sequence[LineStyle] = DISTINCT
     up: str = ""
+    square: bool = False
 
     @property
     def has_keys(self) -> bool:

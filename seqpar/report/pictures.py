@@ -90,7 +90,7 @@ def mark_sides(panel: Any, letters: str) -> None:
         )
 
 
-STYLES = ("--", "-", "-.", ":")  # of curves, which are told apart in grey too
+STYLES = ("-", "--", "-.", ":")  # of curves, which are told apart in grey too
 WIDEST = 30  # letters of classes that stand side by side
 
 
@@ -111,12 +111,13 @@ def draw_scores(path: Path, summary: Mapping[str, Any], step: int = 0) -> None:
     for number in range(len(names)) if len(names) > 2 else [positive_class(names)]:
         if 0 < int((truth == number).sum()) < len(truth):
             points = roc_points(truth == number, probabilities[:, number])
-            style = STYLES[(number + number // len(COLOURS)) % len(STYLES)]
+            style = STYLES[(number + number // len(COLOURS)) % len(STYLES) if len(names) > 2 else 0]
             colour = COLOURS[number % len(COLOURS)]
             label = roc_label(shown[number], truth == number, probabilities[:, number])
             curves.plot(*points, style, label=label, color=colour, clip_on=False)  # 0 and 1 too
             curves.legend(fontsize=8, loc="lower right")
     figure.suptitle(f"{quantity(len(cases), 'held-out case')}{after}", fontsize=11)
+    curves.set_box_aspect(1)
     curves.set(title="ROC curve", xlabel="1 − specificity", ylabel="sensitivity")
     confusion = np.array(summary["confusion"])
     counts.imshow(confusion, cmap="Blues", vmin=0)
@@ -133,6 +134,7 @@ def draw_scores(path: Path, summary: Mapping[str, Any], step: int = 0) -> None:
 
 HEAT = "inferno"  # colours of a map of evidence, in pictures and in the viewer
 MAPS = {"hirescam": "HiResCAM", "grad-cam": "Grad-CAM", "gradient-x-input": "gradient × input"}
+ALONE = "The map shows what the network used. It does not show a lesion; never read a finding from it alone."
 OUTSIDE = "The maximum of the map is outside the body: do not read it as the reason for the class."
 
 
@@ -155,6 +157,7 @@ def draw_evidence(
     lines = [escape_mathtext(title), orientation_text(neurological)]
     if seen.any():
         lines.append(f"{about}, in planes through its strongest point in the body; white line: half of its maximum")
+        lines.append(ALONE)
         if is_outside(seen, body):
             figure.supxlabel(OUTSIDE, fontsize=9, color="#b3261e", weight="bold")  # below the panels, not over them
     elif about:

@@ -216,8 +216,8 @@ def draw_chart(diagram: Diagram, width: int = 340) -> Chart | None:
         rc_context({"svg.fonttype": "none", "svg.hashsalt": diagram.quantity, "font.size": 10}),
         io.StringIO() as text,
     ):
-        figure = make_figure(width / 72, 2.9)
-        plot = figure.add_subplot()
+        figure = make_figure(width / 72, width / 72 if diagram.square else 2.9)
+        plot = figure.add_subplot(box_aspect=1 if diagram.square else None)
         draw_diagram(plot, diagram)
         plot.locator_params(nbins=5)
         plot.xaxis.set_major_formatter("{x:,g}")

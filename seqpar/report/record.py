@@ -16,9 +16,17 @@ from seqpar.runs.metrics_tail import score_of
 from seqpar.runs.run_folder import read_config
 from seqpar.runs.run_status import describe_kill
 from seqpar.scores.label_classes import Labels, labels_of_run
-from seqpar.scores.label_files import MAX_NAMED, dataset_at, match_cases, score_pairs
-from seqpar.scores.label_scores import DEFAULT_SETTINGS, summarise
-from seqpar.scores.summary_files import summary_content
+from seqpar.scores.label_files import (
+    MAX_NAMED,
+    check_values,
+    dataset_at,
+    list_label_files,
+    match_cases,
+    read_label_map,
+    score_pairs,
+)
+from seqpar.scores.label_scores import DEFAULT_SETTINGS, class_mask, summarise
+from seqpar.scores.summary_files import class_key, summary_content
 from seqpar.settings.config import Config
 from seqpar.settings.network_settings import NetworkSettings
 from seqpar.settings.pretraining_settings import PretrainingSettings
@@ -71,10 +79,10 @@ class RunRecord:
 
 @dataclass(frozen=True)
 class ScoredCase:
-    """One case: its files, and its score per class and metric (NaN where it has none)."""
+    """One case: its files, and its score per class and metric (NaN where it has none); without a truth, volumes."""
 
     name: str
-    truth: Path
+    truth: Path | None
     prediction: Path
     scores: dict[str, dict[str, float]]
 
@@ -185,9 +193,43 @@ def read_scores(run: Path) -> CaseScores:
         raise DataError(path, f"cannot be used ({type(error).__name__}: {error})") from None
 
 
-def score_folders(truth: Path, prediction: Path, labels: Labels, workers: int) -> CaseScores:
-    """Returns the scores of two folders of label maps; what is wrong with single files is in ``faults``."""
-    pairs, missing, faults = match_cases(truth, prediction, dataset_at(truth))
+def weights_behind(prediction: Path) -> str:
+    """Returns the files of weights that a folder was predicted with, in words; "" if it does not say."""
+    try:
+        content = json.loads((prediction / "prediction.json").read_text())
+        return ", ".join(str(path) for run in content.get("runs", [content]) for path in run["weights"])
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return ""
+
+
+def measure_folder(prediction: Path, labels: Labels) -> CaseScores:
+    """Returns the volumes of label maps without a truth, by name of the case."""
+    if not prediction.is_dir():
+        raise ValueError(f"--prediction {prediction}: give a folder of label maps")
+    cases, faults = list[ScoredCase](), list[str]()
+    for name, (path, *_) in list_label_files(prediction).items():
+        try:
+            values, geometry = read_label_map(path)
+            check_values(path, values, labels.declared)
+        except DataError as error:
+            faults.append(str(error))
+            continue
+        ml = math.prod(geometry.canonical_spacing) / 1000
+        rows = {n: {"VolumeMl": int(class_mask(values, own).sum()) * ml} for n, own in labels.classes.items()}
+        cases.append(ScoredCase(name, None, path, rows))
+    if not cases:
+        raise DataError(prediction, faults[0] if faults else "holds no label map")
+    classes = {name: class_key(own) for name, own in labels.classes.items()}
+    return CaseScores(str(prediction), classes, tuple(cases), {}, {}, tuple(faults))
+
+
+def score_folders(truth: Path, prediction: Path, labels: Labels, workers: int, common: bool = False) -> CaseScores:
+    """Returns the scores of two folders of label maps; what is wrong with single files is in ``faults``.
+
+    - ``common``: of the cases that both have; nothing is said of others
+    """
+    pairs, missing, faults = match_cases(truth, prediction, dataset_at(truth), None, common)
+    missing = [] if common else missing
     cases = []
     for pair, result in score_pairs(pairs, labels, DEFAULT_SETTINGS, max(1, min(workers, len(pairs)))):
         if isinstance(result, DataError):

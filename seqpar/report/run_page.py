@@ -9,10 +9,11 @@ from statistics import median
 from typing import Any, TypeVar
 
 from seqpar.data.errors import DataError
+from seqpar.data.phantom.phantom_files import is_generated
 from seqpar.models.build import family_of
 from seqpar.report.curves import training_diagrams
 from seqpar.report.plots import draw_charts
-from seqpar.report.record import RunRecord
+from seqpar.report.record import RunRecord, weights_behind
 from seqpar.report.rendering import render
 from seqpar.text import clock, quantity
 
@@ -51,6 +52,7 @@ def render_run(
     classes: Sequence[str] = (),
     truth: Path | None = None,
     prediction: Path | None = None,
+    images: Path | None = None,
     **parts: Any,
 ) -> str:
     """Returns the page about a run.
@@ -61,17 +63,18 @@ def render_run(
     - ``loss``: its name; "" for the one that ``--loss`` names
     - ``classes``: in the order of their colours
     - ``truth``, ``prediction``: the folders whose scores are shown; None: the run's own validation
+    - ``images``: the folder of the images of their cases, if it was named
     - ``parts``: what else the task's page.html shows
     """
-    name = record.path.resolve().name
+    name, other = record.path.resolve().name, truth or prediction
+    data = images or truth or ("unknown" if prediction else record.config.get("data", "unknown"))
     return render(
         "page.html",
         folder,
-        title=f"{name} · {truth.resolve().name if truth else record.dataset['name']}",
+        title=f"{name} · {other.resolve().name if other else record.dataset['name']}",
         name=name,
-        scored=f"Scores of the predictions in {prediction} against {truth}, not of the run's own validation."
-        if truth
-        else "",
+        scored=_scored(truth, prediction) if prediction else "",
+        generated=is_generated(data),
         run=verdict(record),
         gaps=[*record.gaps, *gaps],
         faults=faults,
@@ -85,6 +88,14 @@ def render_run(
         ),
         **parts,
     )
+
+
+def _scored(truth: Path | None, prediction: Path) -> str:
+    text = f"Predictions in {prediction}, without a truth to score them against."
+    if truth:
+        text = f"Scores of the predictions in {prediction} against {truth}, not of the run's own validation."
+    weights = weights_behind(prediction)
+    return f"{text} Predicted with {weights}." if weights else text
 
 
 def try_reading(read: Callable[[], T], gaps: list[str]) -> T | None:
@@ -130,11 +141,12 @@ def main_settings(record: RunRecord) -> dict[str, str]:
     settings = record.network_settings
     kind = family_of(settings)
     tile = " × ".join(map(str, config["tile"]))
+    names = list(map(str, data["modalities"]))
     cases = f"{quantity(len(data['train']), 'case')} to train on, {len(data['held_out'])} held out"
     pipe = f"pipe {layout['pipe']} × " if layout.get("pipe") else ""
     main = {
         "data": f"{data['name']} ({data['layout']}): {cases}",
-        "modalities": ", ".join(map(str, data["modalities"])),
+        "modalities": "one, unnamed" if names == ["channel 0"] else ", ".join(names),
         "tile": f"{tile} voxels, {kind.describe_tile(settings)}",
         "network": kind.describe(settings),
         "parameters": parameters(layout),

@@ -10,10 +10,12 @@ from typing import NamedTuple
 import numpy as np
 
 from seqpar.report.curves import GREY, number
-from seqpar.report.record import CaseScores, RunRecord
+from seqpar.report.record import CaseScores, RunRecord, ScoredCase, mean_of_numbers
+from seqpar.scores.comparison import FEW, TOO_FEW
 from seqpar.text import quantity
 
 METRICS = (("Dice", 3, ("mean", "median", "global")), ("NSD", 3, ("mean", "median")), ("HD95", 1, ("mean", "median")))
+COARSE = 2.0  # mm, the side of a voxel above which rules made for voxels of 1 mm mislead
 SIZES = ("TrueVolumeMl", "VolumeMl", "LesionTP", "LesionFN", "LesionFP")
 MAX_NAME = 40  # letters of a class's name next to its strip
 MAX_TITLES = 200  # a strip of more dots does not name their cases
@@ -77,18 +79,27 @@ class Table:
 
 def metrics_table(scored: CaseScores) -> Table:
     """Returns the summary of each class over all cases."""
-    rows = []
+    rows, without, is_one = [], list[str](), len(scored.cases) == 1  # of one case they are all alike
+    shown = [(metric, places, kinds[:1] if is_one else kinds) for metric, places, kinds in METRICS]
     for name, key in scored.classes.items():
         cells: list[Score | str] = [key.strip("()").rstrip(",").replace(", ", " + ")]
         cells += [
             Score(scored.summary.get(kind, {}).get(name, {}).get(metric, math.nan), places)
-            for metric, places, kinds in METRICS
+            for metric, places, kinds in shown
             for kind in kinds
         ]
+        substituted = [case for case in scored.cases if only_one_map(case.scores[name])]
         count = scored.summary.get("num_values", {}).get(name, {}).get("Dice", math.nan)
-        rows.append(TableRow(name, [*cells, Score(count, 0, f" of {len(scored.cases)}")]))
-    units = {"HD95": ", mm"}
-    heads = [TableHead(f"{name}{units.get(name, '')}", kinds) for name, _, kinds in METRICS]
+        cells += [Score(len(substituted), 0), Score(count, 0, f" of {len(scored.cases)}")]
+        rows.append(TableRow(name, cells))
+        if substituted:
+            measured = mean_of_numbers(
+                case.scores[name].get("HD95", math.nan) for case in scored.cases if case not in substituted
+            )
+            without += [f"{name} {measured:.1f}"] * math.isfinite(measured)
+    below = [("value",) if is_one else kinds for _, _, kinds in shown]
+    heads = [TableHead(name, kinds) for (name, *_), kinds in zip(METRICS[:-1], below)]
+    heads.append(TableHead("HD95, mm", (*below[-1], "substituted")))
     note = (
         f"Scores of {quantity(len(scored.cases), 'case')}: {scored.source}. Mean and median are over cases; global "
         "pools the voxels of all cases. Cases in which neither map has the class have no Dice and do not count."
@@ -96,13 +107,49 @@ def metrics_table(scored: CaseScores) -> Table:
     tolerance = scored.settings.get("nsd_tolerance")
     if isinstance(tolerance, (int, float)):
         note += f" The surface Dice (NSD) has a tolerance of {tolerance:g} mm."
-    if scored.settings.get("empty", "skip") == "skip":
-        note += " If only one map has a class, HD95 is the image's diagonal."
+    instead = "374 mm, as BraTS has it" if scored.settings.get("empty") == "brats" else "the image's diagonal"
+    note += f" A case in which only one map has the class has no distance: its HD95 is substituted by {instead}."
+    if without:
+        note += f" Mean HD95 of the other cases, mm: {', '.join(without)}."
     return Table("metrics", [TableHead("Class"), TableHead("Labels"), *heads, TableHead("Cases")], rows, "class", note)
 
 
+def only_one_map(row: Mapping[str, float]) -> bool:
+    """Returns whether only one of truth and prediction has a class."""
+    return bool(row.get("n_ref", 1)) != bool(row.get("n_pred", 1))
+
+
+def what_is_missing(name: str, row: Mapping[str, float]) -> str:
+    """Returns which of truth and prediction lacks a class, and how much the other one has; "" if none or both do."""
+    if not only_one_map(row):
+        return ""
+    if row["n_ref"]:
+        return f"no {name} predicted; {row.get('TrueVolumeMl', math.nan):.3g} ml in truth"
+    return f"no {name} in truth; {row.get('VolumeMl', math.nan):.3g} ml predicted"
+
+
+def coarse_voxels(scored: CaseScores) -> str:
+    """Returns a sentence if voxels are too coarse for some scores, else ""."""
+    sizes = [
+        1000 * row["VolumeMl"] / row["n_pred"]
+        for case in scored.cases
+        for row in case.scores.values()
+        if row.get("n_pred") and row.get("VolumeMl")
+    ]
+    side, tolerance = max(sizes, default=0.0) ** (1 / 3), scored.settings.get("nsd_tolerance")
+    if side <= COARSE:
+        return ""
+    text = f"Voxels are coarse, of up to {max(sizes):.3g} mm³: a single voxel "
+    text += (
+        "may count as a region, and regions that touch as one." if max(sizes) > 50 else "changes small regions much."
+    )
+    if isinstance(tolerance, (int, float)) and tolerance < side:
+        text += f" The surface Dice (NSD) is low because its tolerance of {tolerance:g} mm is less than a voxel."
+    return text
+
+
 def sizes_table(scored: CaseScores) -> Table | None:
-    """Returns volumes and found lesions of each class; None where they were not recorded."""
+    """Returns volumes and found regions of each class; None where they were not recorded."""
     rows = []
     for name in scored.classes:
         cases = [case.scores[name] for case in scored.cases if set(SIZES) <= case.scores[name].keys()]
@@ -110,19 +157,21 @@ def sizes_table(scored: CaseScores) -> Table | None:
             continue
         true_ml, ml, found, missed, false = (sum(row[key] for row in cases) for key in SIZES)
         error = sum(abs(row["VolumeErrorMl"]) for row in cases) / len(cases)
-        cells = [Score(value / len(cases), 2) for value in (true_ml, ml)] + [Score(error, 2)]
+        cells: list[Score | str] = [Score(value / len(cases), 2) for value in (true_ml, ml, error * len(cases))]
         cells += [Score(found, 0, f" of {found + missed:.0f}"), Score(false, 0)]
-        cells += [Score(found / whole if whole else math.nan, 3) for whole in (found + missed, found + false)]
+        shares = [Score(found / whole if whole else math.nan, 3) for whole in (found + missed, found + false)]
+        cells += shares if len(cases) >= FEW else [TOO_FEW] * len(shares)
         rows.append(TableRow(name, cells))
     heads = [
         TableHead("Class"),
         TableHead("Volume of a case, ml", ("truth", "prediction", "mean error")),
-        TableHead("Lesions", ("found", "false", "sensitivity", "precision")),
+        TableHead("Connected regions", ("found", "false", "sensitivity", "precision")),
     ]
     note = (
-        "Volumes are means over cases; the error is the mean absolute error. A lesion is a connected region of more "
-        "than 50 mm³; parts at most 6 voxels apart count as one. It is found if a predicted region touches it or the 3 "
-        "voxels around it. A predicted region that touches no lesion is false (the rules of BraTS 2023)."
+        "Volumes are means over cases; the error is the mean absolute error. A region, such as a lesion, is a "
+        "connected part of the class of more than 50 mm³; parts at most 6 mm apart count as one. It is found if a "
+        "predicted region touches it or the 3 mm around it, in whole voxels. A predicted region that touches none is "
+        "false. These are the rules of BraTS 2023 at voxels of 1 mm."
     )
     return Table("sizes", heads, rows, "class", note) if rows else None
 
@@ -140,16 +189,28 @@ def volumes_table(scored: CaseScores) -> Table:
     return Table("volumes-per-case", heads, rows, "case")
 
 
+def predicted_volumes(scored: CaseScores) -> Table:
+    """Returns the predicted volume of each class in each case."""
+    rows = [TableRow(c.name, [Score(row["VolumeMl"], 2) for row in c.scores.values()]) for c in scored.cases]
+    heads = [TableHead("Case"), TableHead("Predicted volume, ml", tuple(scored.classes))]
+    return Table("predicted-volumes", heads, rows, "case", "There is no truth here: nothing says how good these are.")
+
+
 def dice_table(scored: CaseScores) -> Table:
     """Returns the Dice of every case, the worst first."""
     rows = [
         TableRow(
             case.name,
-            [*(Score(case.scores[name].get("Dice", math.nan), 3) for name in scored.classes), Score(case.dice, 3)],
+            [*(_dice(case.scores[name]) for name in scored.classes), Score(case.dice, 3)],
         )
         for case in scored.cases
     ]
     return Table("per-case", list(map(TableHead, ("Case", *scored.classes, "mean"))), rows, "case")
+
+
+def _dice(row: Mapping[str, float]) -> Score:
+    none = " (none in truth)" if only_one_map(row) and not row["n_ref"] else ""
+    return Score(row.get("Dice", math.nan), 3, none)
 
 
 def last_validation(record: RunRecord) -> Table | None:
@@ -168,12 +229,15 @@ def last_validation(record: RunRecord) -> Table | None:
 
 
 class Strip(NamedTuple):
-    """A row of dots: place and title of each, left end and width of the box of the quartiles, place of the median."""
+    """A row of dots, with left end and width of the box of the quartiles, and place of the median.
+
+    - ``dots``: place, title, and whether the dot is hollow, as there is something to know of its value
+    """
 
     name: str
     colour: str
     y: float
-    dots: Sequence[tuple[float, float, str]]
+    dots: Sequence[tuple[float, float, str, bool]]
     box: tuple[float, float] = (0.0, 0.0)
     median: float = 0.0
 
@@ -192,13 +256,14 @@ class Strips:
 
 def make_strips(
     title: str,
-    rows: Mapping[str, Sequence[tuple[float, str]]],
+    rows: Mapping[str, Sequence[tuple[float, str] | tuple[float, str, str]]],
     low: float,
     high: float,
     colours: Mapping[str, str] = MappingProxyType({}),
 ) -> Strips | None:
-    """Returns a strip per name: a dot per (value, case name), quartiles and median; None without values.
+    """Returns a strip per name: a dot per value, quartiles and median; None without values.
 
+    - ``rows``: value, case name and, where there is something to know of the value, that
     - ``colours``: of the names; others are grey
     """
     from matplotlib.ticker import MaxNLocator
@@ -216,10 +281,11 @@ def make_strips(
     strips = []
     for n, (name, own, pairs) in enumerate(zip(shown, known, known.values())):
         y, dots = 4 + line * (n + 0.5), []
-        for at, (value, case) in enumerate(pairs):
+        for at, (value, case, *notes) in enumerate(pairs):
             shift = (at * 7 % 11 - 5) * 1.1  # the same on every page, and hides no dot behind another
-            dots.append((place(value), round(y + shift, 1), f"{case}: {value:.4g}" if len(pairs) <= MAX_TITLES else ""))
-        values = [value for value, _ in pairs] or [low]
+            told = "; ".join([f"{case}: {value:.4g}", *filter(None, notes)]) if len(pairs) <= MAX_TITLES else ""
+            dots.append((place(value), round(y + shift, 1), told, any(notes)))
+        values = [value for value, *_ in pairs] or [low]
         first, third = (place(float(q)) for q in np.percentile(values, (25, 75)))
         strips.append(
             Strip(name, colours.get(own, GREY), y, dots, (first, round(third - first, 1)), place(median(values)))
@@ -234,8 +300,14 @@ def score_strips(scored: CaseScores, colours: Mapping[str, str]) -> list[Strips]
     return list(filter(None, _strips_of(scored, colours)))
 
 
+def _dot(case: ScoredCase, name: str, metric: str, instead: str) -> tuple[float, str, str]:
+    missing = what_is_missing(name, case.scores[name])
+    return case.scores[name].get(metric, math.nan), case.name, f"{instead}{missing}" if missing else ""
+
+
 def _strips_of(scored: CaseScores, colours: Mapping[str, str]) -> Iterable[Strips | None]:
     for metric, title, high in (("Dice", "Dice of each case", 1.0), ("HD95", "HD95 of each case, mm", None)):
-        rows = {n: [(c.scores[n].get(metric, math.nan), c.name) for c in scored.cases] for n in scored.classes}
-        values = [value for row in rows.values() for value, _ in row if math.isfinite(value)]
+        instead = "substituted, " if metric == "HD95" else ""
+        rows = {name: [_dot(case, name, metric, instead) for case in scored.cases] for name in scored.classes}
+        values = [value for row in rows.values() for value, *_ in row if math.isfinite(value)]
         yield make_strips(title, rows, 0.0, high or max(values, default=1.0) * 1.02 or 1.0, colours)

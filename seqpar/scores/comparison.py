@@ -98,7 +98,8 @@ def _verdict(ranked: Sequence[Scored], cases: Sequence[str]) -> list[str]:
     difference = fmean(differences)
     if math.isclose(difference, 0.0, abs_tol=1e-9):
         return [f"highest mean Dice: none, as that of {best.name} and {second.name} is the same"]
-    line = f"highest mean Dice: {best.name}, {difference:.4f} above {second.name}"
+    over = f"over {quantity(len(cases), 'case')} (other seeds may differ)"
+    line = f"highest mean Dice {over}: {best.name}, {difference:.4f} above {second.name}"
     return [line + describe_interval(interval_of_mean(differences, low=-1.0, high=1.0), len(differences))]
 
 

@@ -33,9 +33,10 @@ COLUMNS = ("Dice", "IoU", *METRICS, "VolumeError", "Sensitivity", "Specificity")
 LESION_COLUMNS = ("LesionDice", "LesionHD95")
 WORDS = (  # of a table, for people
     "(mean, median: over cases; global: over the voxels of all cases together; HD95: 95th percentile of the distances "
-    "between the surfaces in mm, or the image's diagonal if only one map has the class (as BraTS: 374); NSD: share of "
-    "both surfaces that is within --nsd-tolerance of the other; VolumeError: predicted minus true volume, as share of "
-    "the true one; Sensitivity, Specificity: of voxels, not of cases)"
+    "between the surfaces in mm, or the image's diagonal if only one map has the class (with --empty brats: 374); NSD: "
+    "share of both surfaces that is within --nsd-tolerance of the other; VolumeError: predicted minus true volume, as "
+    "share of the true one, so that errors of both signs cancel in the mean; Sensitivity, Specificity: of voxels, not "
+    "of cases)"
 )
 
 
@@ -183,7 +184,9 @@ def format_table(summary: dict[str, Any], classes: Classes) -> str:
     columns = [c for c in (*COLUMNS, *LESION_COLUMNS) if c in first]
     lines = [["class", "labels", "", *columns, "cases"]]
     for name, labels in classes.items():
-        for number, kind in enumerate(("mean", "median", "global")):
+        for number, kind in enumerate(
+            ("mean", "median", "global")[: 3 if summary["num_cases"] > 1 else 1]
+        ):  # else alike
             cells = [name, "+".join(map(str, labels))] if number == 0 else ["", ""]
             scores = summary[kind][name]
             places = {column: 2 if column.endswith("HD95") else 4 for column in columns}

@@ -1,5 +1,6 @@
 """Lesion-wise scores of a predicted mask, as in the BraTS 2023 challenge."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -52,7 +53,7 @@ def lesion_wise(
     The challenge takes dilation 1 for meningioma and metastases, and volume 2 for metastases. Its HD95 weighs surface
     voxels by area, ours counts them.
     """
-    matching = _match(truth, prediction, spacing, dilation, min_volume)
+    matching = _match(truth, prediction, spacing, [dilation] * truth.ndim, min_volume)
     dices, distances = [], []
     for lesion in matching.counted:
         lesion_mask, match_mask = matching.masks(lesion)
@@ -67,10 +68,15 @@ def lesion_wise(
 
 
 def detect(
-    truth: Mask, prediction: Mask, spacing: Sequence[float], dilation: int = 3, min_volume: float = 50.0
+    truth: Mask, prediction: Mask, spacing: Sequence[float], margin: float = 3.0, min_volume: float = 50.0
 ) -> Detection:
-    """Returns how many lesions are found, missed and falsely predicted, by the rules of ``lesion_wise``."""
-    return _match(truth, prediction, spacing, dilation, min_volume).detection
+    """Returns how many lesions are found, missed and falsely predicted.
+
+    The rules are those of ``lesion_wise``, with dilations by ``margin`` mm, rounded down to whole voxels in each
+    direction. At 1 mm they are the same; coarse voxels join no lesions that are far apart.
+    """
+    steps = [math.floor(margin / step + 1e-3) for step in spacing]
+    return _match(truth, prediction, spacing, steps, min_volume).detection
 
 
 @dataclass(frozen=True, eq=False)
@@ -109,10 +115,13 @@ class _Matching:
         return list(ndimage.find_objects(self.components))
 
 
-def _match(truth: Mask, prediction: Mask, spacing: Sequence[float], dilation: int, min_volume: float) -> _Matching:
+def _match(
+    truth: Mask, prediction: Mask, spacing: Sequence[float], dilations: Sequence[int], min_volume: float
+) -> _Matching:
+    """Returns the matches; ``dilations``: in voxels, by direction."""
     check_comparable(truth, prediction, spacing)
-    if dilation < 0 or min_volume < 0:
-        raise ValueError(f"dilation is {dilation}, min_volume {min_volume}: neither can be negative")
+    if min(dilations) < 0 or min_volume < 0:
+        raise ValueError(f"dilation is {min(dilations)}, min_volume {min_volume}: neither can be negative")
     if truth.any() or prediction.any():
         # No margin for the dilation: what touches outside the box around two voxels touches inside it too.
         box = smallest_box(truth | prediction)
@@ -121,9 +130,10 @@ def _match(truth: Mask, prediction: Mask, spacing: Sequence[float], dilation: in
     components, _ = ndimage.label(prediction, neighbours)
     if not truth.any():  # nothing to dilate
         return _Matching(truth, np.zeros(truth.shape, np.int32), components, np.zeros((2, 0), np.int32), [])
-    step = ndimage.generate_binary_structure(truth.ndim, 2)
-    # An iteration count of 0 would mean "until nothing changes" to scipy.
-    dilated = ndimage.binary_dilation(truth, step, iterations=dilation) if dilation else truth
+    step, dilated = ndimage.generate_binary_structure(truth.ndim, 2), truth
+    for number in range(max(dilations)):  # each step only in the directions that still have some to go
+        own = tuple(slice(None) if number < count else slice(1, 2) for count in dilations)
+        dilated = ndimage.binary_dilation(dilated, step[own])
     lesions, num_lesions = ndimage.label(dilated, neighbours)
     touching = (lesions > 0) & (components > 0)
     matches = np.unique(np.stack([lesions[touching], components[touching]]), axis=1)

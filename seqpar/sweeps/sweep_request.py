@@ -20,7 +20,7 @@ from seqpar.settings.presets import PRESETS
 from seqpar.settings.scaled_rate import settings_at_start
 from seqpar.sweeps.planned_run import PlannedRun, config_of, has_begun
 from seqpar.sweeps.space import FILES, OF_ONE_RUN, Range, Space, name_of_point
-from seqpar.text import flag_name, quantity
+from seqpar.text import flag_name, install_hint, quantity
 
 OPTUNA = "optuna"
 ASHA = "asha"
@@ -159,7 +159,7 @@ def check_search(space: Space, samples: int, search: str) -> None:
     if why:
         raise ValueError(f"--samples {samples}: {why}")
     if search == OPTUNA and importlib.util.find_spec("optuna") is None:
-        raise ValueError("--search optuna: it is not installed: pip install 'seqpar[tune]' optuna, or remove it")
+        raise ValueError("--search optuna: it is not installed: pip install optuna, or remove it")
 
 
 def check_devices(devices: int, device: str, on_gpu: bool) -> None:
@@ -176,7 +176,7 @@ def check_devices(devices: int, device: str, on_gpu: bool) -> None:
 def require_ray() -> None:
     """Raises ValueError where Ray Tune is not installed."""
     if importlib.util.find_spec("ray") is None:
-        raise ValueError("tune needs Ray Tune, which is not installed: pip install 'seqpar[tune]'")
+        raise ValueError(f"tune needs Ray Tune, which is not installed: {install_hint('tune')}")
 
 
 def draw(one: Range, source: random.Random) -> float:

@@ -228,7 +228,7 @@ ATTACKS += [
         types=f"{program} {line} --data D --cache cache --out {out}",
         make=lambda here: (_data_and_run(here), (here / "gone").symlink_to("nowhere"), (here / "l").symlink_to("l")),
         code=3,
-        says=f"--out {out}: cannot be written ({why})",
+        says=(f"--out {out}: cannot be written (", why),
         keeps="D",
         after=_prepared_nothing,
     )

@@ -1,11 +1,16 @@
 """An error of the library names the caller's argument, and the same error at the command line the flag."""
 
+import importlib.metadata
+import importlib.util
+
 import pytest
 
 from seqpar import Layout, SeqParViT, choose_mode
+from seqpar import text as words
 from seqpar.cli import predict, train
 from seqpar.cluster.exit_codes import run
 from seqpar.settings.config import Config
+from seqpar.sweeps.sweep_request import require_ray
 from seqpar.text import _FLAGS, in_flags
 
 TINY = ["--preset", "debug", "--tile", "16", "--patch", "8", "--device", "cpu", "--workers", "0", "--batch", "2"]
@@ -51,3 +56,17 @@ def test_every_flag_of_a_message_is_there() -> None:
     predicts = set(predict._parser()._option_string_actions)
     trains = {f"--{name.replace('_', '-')}" for name in Config.__dataclass_fields__}
     assert {f"--{flag}" for flag in _FLAGS.values()} <= trains | predicts
+
+
+def test_a_checkout_that_is_not_installed_gets_the_command_that_asks_no_index(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(words, "version", lambda name: "1.0")
+    with pytest.raises(ValueError, match=r"not installed: pip install 'seqpar\[tune\]'$"):
+        require_ray()
+
+    def lacking(name: str) -> str:
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(words, "version", lacking)
+    with pytest.raises(ValueError, match=r"not installed: pip install -e '\.\[tune\]' in the checkout$"):
+        require_ray()

@@ -62,7 +62,7 @@ def test_a_log_gets_milestones_and_a_line_at_least_as_often_as_said(monkeypatch:
             time.sleep(0.01)
     display.show(["step 50", "? left"])
     display.close()
-    wanted = ["step 49  ? left", "step 49  ? left  (for 0:07)", "step 49  ? left  (for 0:14)"]
+    wanted = ["step 49  ? left", "step 49  ? left  (no news for 0:07)", "step 49  ? left  (no news for 0:14)"]
     assert log.getvalue().splitlines() == wanted, "the thread speaks"
     clock[0] += 7
     time.sleep(0.15)

@@ -18,7 +18,7 @@ from seqpar.data.phantom import builtin
 from seqpar.data.phantom.anatomy import FIELD_OF_VIEW
 from seqpar.data.phantom.brain import MODALITIES, make_case
 from seqpar.data.phantom.fields import PhantomCase
-from seqpar.data.phantom.phantom_files import PhantomSettings, write_phantom
+from seqpar.data.phantom.phantom_files import PhantomSettings, is_generated, write_phantom
 from seqpar.data.preparation.fingerprint import read_fingerprint
 
 SIZE = (40, 48, 40)
@@ -170,3 +170,10 @@ def test_the_act_writes_and_its_faults_have_codes(tmp_path, capsys):
     (tmp_path / "file").write_text("")
     assert run(launch_phantom.act, [*good, str(tmp_path / "file")]) == DATA
     assert "file" in capsys.readouterr().err
+
+
+def test_files_of_phantoms_are_known_as_generated(tmp_path) -> None:
+    root = write_phantom(tmp_path / "a", 1, PhantomSettings.of("brain", None, (16, 16, 16)))
+    files = PhantomSettings.of("brain", None, (16, 16, 16)).files(tmp_path / "a", 0)
+    assert is_generated(root) and is_generated(files[0]) and is_generated("")
+    assert not is_generated(tmp_path) and not is_generated(tmp_path / "scan.nii.gz")

@@ -17,7 +17,7 @@ def rows_of(path) -> list[dict[str, str]]:
     return list(csv.DictReader(path.open()))
 
 
-def test_a_class_has_the_volume_and_the_mean_of_its_voxels(tmp_path, echo) -> None:
+def test_a_class_has_the_volume_and_the_mean_of_its_voxels(tmp_path, echo, capsys) -> None:
     """The network answers with the image, whose numbers are scaled in the file and lie obliquely in space."""
     truth = labelled((9, 14, 10), (0, 1, 2, 4))
     truth[:3] = 0  # the crop leaves something out
@@ -39,6 +39,9 @@ def test_a_class_has_the_volume_and_the_mean_of_its_voxels(tmp_path, echo) -> No
         assert float(row["ml"]) == pytest.approx(inside.sum() * ml, rel=1e-4)
         assert row["mean T1"] == (f"{truth[inside].mean():.6g}" if inside.any() else "")
         assert row["sd T1"] == (f"{truth[inside].std():.6g}" if inside.any() else "")
+    said = capsys.readouterr().out
+    volumes = ", ".join(f"{row['class']} {float(row['ml']):.3g} ml" for row in rows)
+    assert f"; {volumes}, " in said and f"\nstatistics: {tmp_path / 'out' / 'statistics.csv'}\n" in said
     assert rows[0]["mean T1"] == "" and float(rows[2]["mean T1"]) > 1, "both kinds of rows are shown"
 
 
@@ -77,10 +80,12 @@ def test_a_second_set_of_images_keeps_the_lines_of_the_first_while_its_label_map
     assert sorted({row["case"] for row in rows_of(table)}) == ["c_000", "c_002", "d_000", "d_001"]
     assert [line for line in second if line.startswith("c_000")] == [line for line in first if line.startswith("c_000")]
     assert len(second) == len(set(second))
-    other = make_run(tmp_path / "other", replace(RECIPE, modalities=("CT",)))
+    other = make_run(tmp_path / "other", replace(RECIPE, modalities=("CT",), schemes=("ct",)))
     for path in sorted((tmp_path / "images").iterdir()):
         path.rename(path.with_name(path.name.replace("d_00", "e_00")))
-    with pytest.raises(DataError, match=r"statistics\.csv: has the columns .*mean T1.* mean CT, sd CT; choose another"):
+    with pytest.raises(
+        DataError, match=r"statistics\.csv: has the columns .*mean T1.* mean CT \(HU\), sd CT \(HU\); choose another"
+    ):
         act(tmp_path, other, "--statistics")
     assert table.read_text().splitlines() == second and (tmp_path / "out" / "d_000.nii.gz").is_file()
 

@@ -49,7 +49,7 @@ def test_numbers_are_those_of_the_summary(page: Page, finished: Path) -> None:
         kinds = ("mean", "median", "global")
         wanted = [summary[kind][key]["Dice"] for kind in kinds]
         wanted += [summary[kind][key][metric] for metric in ("NSD", "HD95") for kind in kinds[:2]]
-        assert page.cells["metrics", name] == [*wanted, summary["num_values"][key]["Dice"]]
+        assert page.cells["metrics", name] == [*wanted, 0, summary["num_values"][key]["Dice"]]
     for entry in summary["metric_per_case"]:
         case = Path(entry["prediction_file"]).name.removesuffix(".nii.gz")
         wanted = [entry["metrics"][key]["Dice"] for key in summary["classes"].values()]
@@ -178,8 +178,67 @@ def test_two_folders_are_reported_instead(finished: Path, tmp_path: Path, capsys
     printed = capsys.readouterr()
     assert "\n1 case without a prediction: case-a\n" in printed.out and not printed.err
     page = Page(target.read_text())
-    assert page.cases == ["case-b"] and page.cells["metrics", "WT"][:3] == [1.0, 1.0, 1.0]
+    assert page.cases == ["case-b"] and page.cells["metrics", "WT"] == [1.0, 1.0, 0.0, 0, 1], (
+        "mean, median and global are one"
+    )
     assert "Read with care" in page.text and "1 case without a prediction: case-a" in page.text
+
+
+def test_a_prediction_without_truth_is_shown_with_its_volumes_and_no_score(
+    finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    predictions, target = tmp_path / "found", tmp_path / "page.html"
+    predictions.mkdir()
+    case = finished.parent / "data" / "case-b"
+    shutil.copy(case / "case-b-seg.nii.gz", predictions / "case-b.nii.gz")
+    (predictions / "prediction.json").write_text(json.dumps({"run": "r", "weights": {"r/step-7/w.safetensors": "0"}}))
+    line = [str(finished), "--prediction", str(predictions), "--out", str(target)]
+    assert run(report.act, line) == 0
+    page = Page(target.read_text())
+    labels = np.asarray(nibabel.load(predictions / "case-b.nii.gz").dataobj)
+    ml = float(np.prod(nibabel.load(predictions / "case-b.nii.gz").header.get_zooms())) / 1000
+    assert page.cells["predicted-volumes", "case-b"][1] == pytest.approx((labels == 2).sum() * ml)
+    assert page.cases == ["case-b"] and not [table for table, _ in page.cells if table in ("metrics", "per-case")]
+    said = page.text
+    assert f"Predictions in {predictions}, without a truth to score them against. Predicted with r/step-7/w" in said
+    assert "Dice" not in said[said.index("Cases") :] and "lowest Dice" not in said
+    assert "predicted: NCR " in said and "P shows or hides the prediction" in said
+    volumes = json.loads(page.scripts["volumes"])["cases"][0]
+    assert not unroll(volumes["truth"], volumes["shape"], volumes["columns"]).any() and volumes["images"] == []
+    assert "name their folder by --images" in said, "the run's own case of this name may be another"
+    for channel, kind in enumerate(("t1c", "t1n", "t2f", "t2w")):
+        (tmp_path / "images").mkdir(exist_ok=True)
+        shutil.copy(case / f"case-b-{kind}.nii.gz", tmp_path / "images" / f"case-b_{channel:04d}.nii.gz")
+    assert run(report.act, [*line, "--images", str(tmp_path / "images")]) == 0
+    assert json.loads(Page(target.read_text()).scripts["volumes"])["cases"][0]["images"]
+    (predictions / "case-b.nii.gz").unlink()
+    assert run(report.act, line) == DATA and "holds no label map" in capsys.readouterr().err
+
+
+def test_common_leaves_out_what_only_one_folder_has(finished: Path, tmp_path: Path, capsys) -> None:
+    truth, predictions, target = tmp_path / "truth", tmp_path / "found", tmp_path / "page.html"
+    for folder, names in ((truth, NAMES[:2]), (predictions, ["case-b", "more"])):
+        folder.mkdir()
+        for name in names:
+            of = finished.parent / "data" / "case-b" / "case-b-seg.nii.gz"
+            shutil.copy(of, folder / f"{name}.nii.gz")
+    line = [str(finished), "--truth", str(truth), "--prediction", str(predictions), "--out", str(target)]
+    assert run(report.act, line) == DATA and "more.nii.gz: has no truth" in capsys.readouterr().err
+    assert run(report.act, [*line, "--common"]) == 0
+    assert "without a prediction" not in Page(target.read_text()).text
+    assert run(report.act, [str(finished), "--common"]) == USAGE
+    assert "--common would do nothing without --truth and --prediction" in capsys.readouterr().err
+
+
+def test_a_page_of_phantoms_says_that_they_are_generated(finished: Path, page: Page) -> None:
+    assert "generated" not in page.text
+    mark = finished.parent / "data" / "phantom.json"
+    try:
+        mark.write_text("{}")
+        assert "Cases (generated, no patients)" in written(finished).text
+    finally:
+        mark.unlink()
+        written(finished)
 
 
 def test_a_data_set_is_reported_against_instead(finished: Path, tmp_path: Path) -> None:

@@ -16,7 +16,12 @@ from seqpar.cluster.exit_codes import run
 from seqpar.report.cases import ShownCase, bar_length, planes_note
 from seqpar.report.pictures import PicturedCase, figure_of_cases
 from seqpar.report.planes import COLOURS, RUN_COLOURS
-from seqpar.report.record import ScoredCase
+from seqpar.report.record import CaseScores, ScoredCase, parse_scores
+from seqpar.report.tables import coarse_voxels, dice_table, metrics_table, score_strips
+from seqpar.scores.label_classes import Labels
+from seqpar.scores.label_files import Pair
+from seqpar.scores.label_scores import DEFAULT_SETTINGS, score, summarise
+from seqpar.scores.summary_files import summary_content
 from seqpar.settings.presets import debug
 from tests.support.folders import save
 from tests.support.report_page import NAMES, Page, written
@@ -84,7 +89,7 @@ def test_scores_in_large_numbers_have_interval_and_number_of_cases(html: str, pa
     assert "in the validation after step" in journal.text and "n ≤ 2" in journal.text
 
 
-def test_volumes_and_lesions_are_those_of_the_files(page: Page, finished: Path) -> None:
+def test_volumes_and_lesions_are_those_of_the_files(html: str, page: Page, finished: Path) -> None:
     ml: dict[str, list[tuple[float, float]]] = {"ED": [], "WT": []}
     for case in NAMES:
         files = finished.parent / "data" / case / f"{case}-seg.nii.gz", finished / "validation" / f"{case}.nii.gz"
@@ -100,7 +105,8 @@ def test_volumes_and_lesions_are_those_of_the_files(page: Page, finished: Path) 
         errors = [abs(truth - prediction) for truth, prediction in rows]
         cells = page.cells["sizes", name]
         assert cells[:3] == pytest.approx([*np.mean(rows, 0), np.mean(errors)])
-        assert cells[3:] == [3, 0, 1, 1]  # one lesion a case, each of them touched
+        assert cells[3:] == [3, 0]  # one lesion a case, each of them touched; too few to tell more
+    assert html.count("too few to tell</td>") == 2 * 5 and "Connected regions" in html and "Lesions" not in html
     turned = json.loads(page.scripts["volumes"])["cases"][0]["spacing"]
     assert sorted(turned) == pytest.approx(sorted(map(float, spacing)))
     assert f"voxels of {' × '.join(f'{step:.3g}' for step in turned)} mm" in page.text
@@ -195,3 +201,46 @@ def test_a_case_without_the_class_says_so_and_what_was_predicted() -> None:
     assert planes_note(case, ShownCase("a", {}, prediction, truth, (1.0, 1.0, 1.0)), ["tumour"]) == (
         "planes with most of the truth"
     )
+
+
+def scores_of(mm: float, classes: dict[str, tuple[int, ...]], *maps: tuple[np.ndarray, np.ndarray]) -> CaseScores:
+    """Scores of cases with voxels of ``mm``; the first map of each is the truth."""
+    rows = [score(truth, prediction, classes, (mm, mm, mm)) for truth, prediction in maps]
+    pairs = [Pair(f"case-{n}", Path("t.nii.gz"), Path(f"case-{n}.nii.gz")) for n in range(len(maps))]
+    labels = Labels(classes, frozenset(range(9)), None)
+    content = summary_content(list(zip(pairs, rows)), labels, summarise(rows)) | {"settings": DEFAULT_SETTINGS}
+    return parse_scores(content, "here", None)
+
+
+def test_a_case_that_only_one_map_has_the_class_in_is_told_from_a_measured_one() -> None:
+    full, empty = np.zeros((20, 20, 20), np.uint8), np.zeros((20, 20, 20), np.uint8)
+    full[4:9, 4:9, 4:9] = 1
+    scored = scores_of(1.0, {"lesion": (1,)}, (full, np.roll(full, 2, 0)), (empty, full), (full, empty))
+    table = metrics_table(scored)
+    assert table.rows[0].cells[-2].text == "2" and table.heads[4].below[-1] == "substituted"  # type: ignore[union-attr]
+    assert "substituted by the image's diagonal. Mean HD95 of the other cases, mm: lesion 2.0." in table.note
+    dice, distance = score_strips(scored, {})
+    assert (dice.title, distance.title) == ("Dice of each case", "HD95 of each case, mm")
+    dots = {title: hollow for _, _, title, hollow in (*dice.rows[0].dots, *distance.rows[0].dots)}
+    assert dots == {
+        "case-0: 0.6": False,
+        "case-1: 0; no lesion in truth; 0.125 ml predicted": True,
+        "case-2: 0; no lesion predicted; 0.125 ml in truth": True,
+        "case-0: 2": False,
+        "case-1: 34.64; substituted, no lesion in truth; 0.125 ml predicted": True,
+        "case-2: 34.64; substituted, no lesion predicted; 0.125 ml in truth": True,
+    }
+    rows = {row.name: row.cells[0].text for row in dice_table(scored).rows}  # type: ignore[union-attr]
+    assert rows == {"case-0": "0.600", "case-1": "0.000 (none in truth)", "case-2": "0.000"}
+    assert "Mean HD95 of" not in metrics_table(scores_of(1.0, {"lesion": (1,)}, (empty, full))).note
+    nothing = scores_of(1.0, {"lesion": (1,)}, (full, full), (empty, empty))
+    assert "Mean HD95 of" not in metrics_table(nothing).note and metrics_table(nothing).rows[0].cells[-2].text == "0"  # type: ignore[union-attr]
+
+
+def test_coarse_voxels_are_warned_of() -> None:
+    full = np.zeros((20, 20, 20), np.uint8)
+    full[4:9, 4:9, 4:9] = 1
+    said = coarse_voxels(scores_of(6.0, {"liver": (1,)}, (full, full)))
+    assert "coarse, of up to 216 mm³: a single voxel may count as a region" in said and "tolerance of 1 mm" in said
+    assert "changes small regions much" in coarse_voxels(scores_of(3.0, {"liver": (1,)}, (full, full)))
+    assert not coarse_voxels(scores_of(1.5, {"liver": (1,)}, (full, full)))

@@ -38,7 +38,8 @@ def test_the_best_has_the_highest_mean_over_the_cases_that_all_have() -> None:
     reach = stats.t.ppf(0.975, 4) * stdev(gains) / 5**0.5
     low, high = fmean(gains) - reach, fmean(gains) + reach
     assert lines[-1] == (
-        f"highest mean Dice: b, {fmean(gains):.4f} above a (95 % confidence interval: {low:+.4f} to {high:+.4f})"
+        "highest mean Dice over 5 cases (other seeds may differ): "
+        f"b, {fmean(gains):.4f} above a (95 % confidence interval: {low:+.4f} to {high:+.4f})"
     )
     assert compare([scored("a", **a), scored("c", **{**a, "x": 0.8, "y": 0.4})]).endswith("), which may be chance")
     few = {name: dict(list(dice.items())[:4]) for name, dice in (("a", a), ("b", b))}
@@ -62,12 +63,15 @@ def test_the_difference_is_that_of_the_means_by_which_folders_are_ranked() -> No
         "by cases a would be better"
     )
     verdict = compare([a, b]).splitlines()[-1]
-    assert verdict == "highest mean Dice: b, 0.0905 above a (95 % confidence interval: +0.0896 to +0.0914)"
+    assert verdict == (
+        "highest mean Dice over 8 cases (other seeds may differ): b, 0.0905 above a "
+        "(95 % confidence interval: +0.0896 to +0.0914)"
+    )
 
 
 def test_one_case_and_equal_means_decide_nothing() -> None:
     one = compare([scored("a", x=0.5), scored("b", x=0.6)]).splitlines()[-1]
-    assert one == "highest mean Dice: b, 0.1000 above a (1 case: too few to tell)"
+    assert one == "highest mean Dice over 1 case (other seeds may differ): b, 0.1000 above a (1 case: too few to tell)"
     same = compare([scored("a", x=0.5, y=0.6), scored("b", x=0.6, y=0.5)]).splitlines()[-1]
     assert same == "highest mean Dice: none, as that of a and b is the same"
     nan = float("nan")
@@ -97,7 +101,9 @@ def test_several_folders_are_scored_each_and_compared(folders: tuple[Path, Path]
     assert before.count(WORDS) == 1, "they are explained once"
     assert header.split() == ["cases", "Dice", "HD95", "NSD"]
     assert [Path(row.split()[0]).name for row in (first, second, third)] == ["run", "better", "predicted"]
-    assert first.split()[1:3] == ["2", "1.0000"] and re.match(rf"highest mean Dice: {run_folder},", verdict)
+    assert first.split()[1:3] == ["2", "1.0000"] and re.match(
+        rf"highest mean Dice over 2 cases \(other seeds may differ\): {run_folder},", verdict
+    )
     for folder in (worse, better):
         summary = json.loads((folder / "summary.json").read_text())
         assert len(summary["metric_per_case"]) == 3 and (folder / "metrics.csv").exists()

@@ -166,3 +166,20 @@ def test_lesions_are_counted_as_they_are_scored() -> None:
     assert counts == [lesion_wise(truth, prediction, MM)[2:] for truth, prediction in cases]
     assert counts[:3] == [(0, 0, 0), (0, 0, 1), (0, 1, 0)]
     assert all(len(set(kind)) > 2 for kind in zip(*counts)), "found, missed and false ones all differ from case to case"
+
+
+@pytest.mark.parametrize(
+    ("spacing", "gap", "found"),
+    [
+        ((1.0, 1.0, 1.0), 6, 1),
+        ((1.0, 1.0, 1.0), 7, 2),
+        ((6.0, 6.0, 6.0), 1, 2),  # 6 mm of healthy tissue between them, which a rule in voxels skips
+        ((2.0, 6.0, 6.0), 2, 1),
+        ((2.0, 6.0, 6.0), 3, 2),
+        ((6.0, 1.0, 1.0), 1, 2),  # fine in the other directions only
+    ],
+)
+def test_counted_lesions_are_apart_in_mm(spacing: tuple[float, float, float], gap: int, found: int) -> None:
+    both = boxes(CUBE, (9 + gap, 14 + gap, 4, 9, 4, 9))
+    assert detect(both, both, spacing) == (found, 0, 0)
+    assert lesion_wise(both, both, spacing).found == (1 if gap <= 6 else 2), "BraTS counts voxels"

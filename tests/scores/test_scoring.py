@@ -83,6 +83,9 @@ def test_a_summary_weighs_cases_alike_and_global_scores_weigh_voxels() -> None:
     assert summary["global"]["a"]["Sensitivity"] == pytest.approx(106 / 120)
     assert math.isnan(summary["mean"]["b"]["Dice"]) and summary["num_values"]["b"]["Dice"] == 0
     assert summary["foreground_mean"]["Dice"] == summary["mean"]["a"]["Dice"]
-    assert "3/4" in format_table(summary, {"a": (1,), "b": (2,)})
+    text = format_table(summary, {"a": (1,), "b": (2,)})
+    assert "3/4" in text and [text.count(kind) for kind in ("mean", "median", "global")] == [2, 2, 2]
+    text = format_table(summarise([case(1, 9)]), {"a": (1,), "b": (2,)})
+    assert [text.count(kind) for kind in ("mean", "median", "global")] == [2, 0, 0], "of one case they are alike"
     with pytest.raises(ValueError, match="no case"):
         summarise([])

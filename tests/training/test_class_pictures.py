@@ -14,13 +14,13 @@ from seqpar.report.pictures import draw_evidence, draw_scores
 from seqpar.report.plots import draw_chart
 from seqpar.scores.class_scores import describe_share, positive_class, score_classes
 from seqpar.tasks.classify.page import (
-    UNCALIBRATED,
     _scores,
     calibration_diagrams,
     classes_table,
     confusion_table,
     names_of_maps,
     roc_diagrams,
+    uncalibrated,
 )
 
 NAMES = ["healthy", "a$b$", "$\\frac$"]
@@ -56,6 +56,7 @@ def test_two_classes_have_one_curve_and_more_have_one_each_under_their_names(fig
         assert [label.partition(": AUC 0.")[0] for label in labels] == names
         assert all(re.search(r"\([46] of 12 cases(, too few to tell)?\)$", label) for label in labels), labels
         assert all(("too few" in label) == ("4 of" in label) for label in labels)
+        assert curves.get_box_aspect() == 1 and (len(names) > 1 or lines[0].get_linestyle() == "-")
         assert (curves.get_xlabel(), curves.get_ylabel()) == ("1 − specificity", "sensitivity")
         assert counts.get_title() == "Confusion matrix: number of cases"
         assert figure.get_suptitle() == "12 held-out cases, after step 1,600"
@@ -74,6 +75,7 @@ def test_a_roc_curve_on_a_page_has_its_area_its_cases_and_both_axes() -> None:
     assert (diagram.quantity, diagram.over, diagram.up) == ("ROC curve of ill", "1 − specificity", "sensitivity")
     assert re.fullmatch(r"ill: AUC 0\.\d{3} \(6 of 12 cases\)", diagram.lines[1].label)
     chart = draw_chart(diagram)
+    assert chart is not None and len(set(re.search(r'viewBox="0 0 (\S+) (\S+)"', chart.svg).groups())) == 1, "square"  # type: ignore[union-attr]
     assert chart is not None and "sensitivity" in chart.svg and "1 − specificity" in chart.svg
     (of_few,) = roc_diagrams(summary(["healthy", "b", "c"]), "c")
     assert of_few.lines[1].label.endswith("(4 of 12 cases, too few to tell)")
@@ -94,7 +96,9 @@ def test_calibration_is_drawn_by_tenths_with_enough_cases_and_not_by_a_single_on
     assert line.places == pytest.approx([0.55, 0.75]) and line.label == "11 of 15 cases"
     assert (diagram.over, diagram.up) == ("probability of the predicted class", "share of correct predictions")
     scores = _scores(of_tenths(4, 4) | {"source": "here"}, None, "")
-    assert scores.note == UNCALIBRATED and [chart.title for chart in scores.charts] == []
+    assert scores.note == uncalibrated(of_tenths(4, 4)) and [chart.title for chart in scores.charts] == []
+    assert "no tenth of the probability" in scores.note and "4 of 4 at 0.55, 4 of 4 at 0.65." in scores.note
+    assert "only one tenth" in uncalibrated(of_tenths(40, 4))
     assert _scores(of_tenths(5, 5) | {"source": "here"}, None, "").note == ""
 
 
@@ -105,6 +109,10 @@ def test_the_table_of_classes_has_intervals_and_that_of_counts_says_what_its_row
     for row in table.rows:
         _, _, of_class, specificity, of_others, _ = row.cells
         assert of_class == "too few to tell" and of_others == describe_share(specificity.value, 8)
+    two = classes_table(summary(["healthy", "ill"]) | {"source": "here"})
+    assert [row.name for row in two.rows] == ["ill"] and "AUC" not in [head.text for head in two.heads], "no mirror"
+    about = [_scores(summary(names) | {"source": "here"}, None, "").about for names in (NAMES[:2], NAMES)]
+    assert ["averaged over classes" in text for text in about] == [False, True]
     counts = confusion_table(content)
     assert [head.text for head in counts.heads] == ["True class", "Predicted class"]
     assert counts.heads[1].below == ("healthy", "b", "c") and "a row for each true class" in counts.note
@@ -141,6 +149,7 @@ def test_a_map_says_its_method_and_class_and_half_of_it_has_an_outline(figures: 
         in something.get_suptitle()
     )
     assert "HiResCAM map for ill: no evidence for the class" in nothing.get_suptitle()
+    assert pictures.ALONE in something.get_suptitle() and pictures.ALONE not in nothing.get_suptitle()
     assert something.axes[3].get_ylabel() == "share of the map's maximum"
     assert [float(tick) for tick in something.axes[3].get_yticks()] == [0, 0.5, 1]
 

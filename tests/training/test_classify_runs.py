@@ -206,7 +206,8 @@ def test_predictions_go_on_and_are_scored_and_shown(one: tuple, tmp_path: Path, 
     whole = (folder / "predictions.csv").read_text()
     (folder / "predictions.csv").write_text("\n".join(whole.splitlines()[:4]) + "\n")
     assert predict.act([*line, "--continue"]) == 0 and (folder / "predictions.csv").read_text() == whole
-    assert "predicting the classes of 5 cases" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "predicting the classes of 5 cases (" in said and "model.safetensors; 1 rank" in said
     assert evaluate.act([data, str(folder)]) == 0 and evaluate.act([data, str(out)]) == 0
     assert "2 cases" in capsys.readouterr().out
     assert report.act([str(out)]) == 0

@@ -179,11 +179,21 @@ def test_pictures_show_image_masked_rebuilt_and_difference(images, tmp_path, alo
     of_mean = float(((tile.image.mean() - tile.image)[tile.hidden] ** 2).mean())
     assert tile.error_of_mean == pytest.approx(of_mean, rel=1e-5)
     assert result.row["error_of_mean"] == pytest.approx(np.mean([one.error_of_mean for one in drawn]))
-    *panels, bar = figure_of_tiles([tile], False).axes
+    figure = figure_of_tiles([tile], False)
+    *panels, bar = figure.axes
     titles = [panel.get_title() for panel in panels]
     assert all(name in title for title, name in zip(titles, validation.COLUMNS)) and len(titles) == 4
     assert f"error {error:.3f}\n(error of the tile's mean: {of_mean:.3f})" in titles[2]
-    assert bar.yaxis.get_major_formatter()(0.5) == "+0.5", "the difference has a bar with signs"
+    form = bar.yaxis.get_major_formatter()
+    assert (form(0.5), form(0.0)) == ("+0.5", "0"), "the difference has a bar with signs"
+    flat = [one.images[0].get_cmap().get_bad().tolist() for one in (panels[1], panels[3])]
+    assert all(len(set(colour[:3])) > 1 for colour in flat[:1]) and flat[0] != flat[1], "no grey stands for hidden"
+    gone = [np.ma.getmaskarray(one.images[0].get_array()) for one in panels]
+    assert np.array_equal(gone[1], ~gone[3]) and 0.5 < gone[1].mean() < 1 and not gone[0].any() and not gone[2].any()
+    assert [text.get_text() for text in figure.legends[0].texts] == ["hidden patch", "visible patch, not compared"]
+    assert tile.name.split() == [trainer.validation.ids[0]], "it may be a patient's"
+    twice = figure_of_tiles([tile, replace(tile, image=3 * tile.image)], False)
+    assert len({panel.images[0].get_clim() for panel in (twice.axes[3], twice.axes[7])}) == 1, "one scale in all rows"
     assert bar.get_ylabel() == "normalised intensity"
     title, modality = figure_of_tiles([tile], False).get_suptitle(), trainer.data.dataset.modalities[0]
     assert f"Hidden patches of {modality}, rebuilt" in title and "axial plane through the tile's middle" in title

@@ -46,7 +46,13 @@ def read_class_dataset(path_or_name: str | Path | int) -> Dataset:
     read = read_table if table.suffix == ".csv" else _read_list
     classes = check_classes(read(table, dataset.cases), table)
     cases = tuple(replace(case, label=None) for case in dataset.cases if case.id in classes.numbers)
-    return replace(dataset, cases=cases, labels={}, layout=f"{dataset.layout}, classes", volume_classes=classes)
+    return replace(
+        dataset,
+        cases=cases,
+        labels={},
+        layout=f"{dataset.layout.removesuffix(' alone')} with one class each",
+        volume_classes=classes,
+    )
 
 
 def read_table(path: Path, cases: Sequence[Case]) -> VolumeClasses:

@@ -98,6 +98,15 @@ class PhantomSettings:
         return record if self.kind == "brain" else {**record, "kind": self.kind}  # as before there were kinds
 
 
+GENERATED = "(generated, not a patient)"  # after a name in a picture: names may have the form of a patient's
+
+
+def is_generated(path: str | Path | None) -> bool:
+    """Returns whether a data set, or a file of one, holds phantoms; no path stands for the built-in ones."""
+    places = (Path(path), *Path(path).parents[:2]) if path else ()
+    return not path or any((place / SETTINGS_FILE).is_file() for place in places)
+
+
 MOST_CASES, LARGEST_SIDE = 100_000, 2048
 
 

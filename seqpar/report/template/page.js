@@ -240,7 +240,7 @@
       words.push(`${state.modality} ${ends}${format(inFile(image[n]))}${unit ? ` ${unit}` : ""}`);
     }
     const name = (number) => (number ? told.labels[number - 1].name : "none");
-    if (told.labels.length) words.push(`truth: ${name(truth[n])}`, `prediction: ${name(prediction[n])}`);
+    if (told.labels.length) words.push(...(get("truth").parentElement.hidden ? [] : [`truth: ${name(truth[n])}`]), `prediction: ${name(prediction[n])}`);
     if (heat) words.push(`${current().heat_name}: ${(heat[n] / 255).toFixed(2)} of its maximum`);
     return words.join(" · ");
   }

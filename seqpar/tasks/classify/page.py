@@ -50,10 +50,13 @@ FOLDER = Path(__file__).parent
 Summary = Mapping[str, Any]
 
 
-def read_class_scores(record: RunRecord, truth: Path | None = None, prediction: Path | None = None) -> Summary:
+def read_class_scores(
+    record: RunRecord, truth: Path | None = None, prediction: Path | None = None, common: bool = False
+) -> Summary:
     """Returns the scores of a folder that predict wrote, else those of the run's last validation.
 
-    The folder's have ``faults``, of cases that lack a true class, and ``missing``, the cases without a prediction.
+    The folder's have ``faults``, of cases that lack a true class, and ``missing``, the cases without a prediction;
+    with ``common`` nothing is said of them.
     Raises DataError if there are no scores.
     """
     if truth is not None and prediction is not None:
@@ -61,7 +64,8 @@ def read_class_scores(record: RunRecord, truth: Path | None = None, prediction: 
         table, classes = read_class_table(path), read_truth(truth)
         faults = [str(fault) for fault in unknown_cases(table, classes, path)]
         missing = sorted(classes.keys() - set(table.cases))
-        own = {"source": f"{prediction} against {truth}", "faults": faults, "missing": missing}
+        left_out: dict[str, Any] = {"faults": [], "missing": []} if common else {"faults": faults, "missing": missing}
+        own = {"source": f"{prediction} against {truth}", **left_out}
         return class_summary(table, classes, path) | own
     path = record.path / "validation" / "summary.json"
     try:
@@ -88,6 +92,8 @@ def class_page(options: argparse.Namespace, record: RunRecord) -> FinishedPage:
     """Returns the page about a run that gives each case a class; ``options``: of report."""
     if options.images is not None:
         raise ValueError("--images: cases are shown as predict --explain drew them, or as prepared: remove it")
+    if options.prediction is not None and options.truth is None:
+        raise ValueError(f"--prediction {options.prediction}: classes are scored against --truth: give both")
     summary, cases, gaps = None, list[WorstCase](), list[str]()
     explained = options.prediction and options.prediction / EXPLANATIONS
     if options.neurological is not None and explained and explained.is_dir():
@@ -95,7 +101,7 @@ def class_page(options: argparse.Namespace, record: RunRecord) -> FinishedPage:
         raise ValueError(f"{flag} would do nothing: {explained} has pictures as predict drew them: remove it")
     is_other = options.truth is not None
     if is_other:
-        summary = read_class_scores(record, options.truth, options.prediction)
+        summary = read_class_scores(record, options.truth, options.prediction, options.common)
     else:
         summary = try_reading(lambda: read_class_scores(record), gaps)
     if summary and options.cases:
@@ -137,13 +143,24 @@ class _Scores:
     charts: list[Chart]
     step: str
     note: str
+    about: str
 
 
 def _scores(summary: Summary, positive: str | None, step: str) -> _Scores:
     calibrated = calibration_diagrams(summary)
-    charts = draw_charts([*roc_diagrams(summary, positive), *calibrated], width=500)
-    note = "" if calibrated else UNCALIBRATED
-    return _Scores(headline(summary), classes_table(summary), confusion_table(summary), charts, step, note)
+    charts = draw_charts([*roc_diagrams(summary, positive), *calibrated], width=360)
+    note, about = "" if calibrated else uncalibrated(summary), ABOUT
+    if len(summary["names"]) > 2:
+        about += " AUC: each class against the others, averaged over classes."
+    return _Scores(
+        headline(summary), classes_table(summary, positive), confusion_table(summary), charts, step, note, about
+    )
+
+
+ABOUT = (
+    "95 % intervals: Wilson's of accuracy; of balanced accuracy and AUC by bootstrap (1,000 draws, stratified by "
+    "class). n: cases."
+)
 
 
 def step_sentence(summary: Summary, record: RunRecord) -> str:
@@ -170,21 +187,24 @@ def headline(summary: Summary) -> list[HeadlineTile]:
     return tiles
 
 
-def classes_table(summary: Summary) -> Table:
-    """Returns the scores of each class."""
-    rows = []
-    for name, row in summary["classes"].items():
+def classes_table(summary: Summary, positive: str | None = None) -> Table:
+    """Returns the scores of each class; of two classes those of the positive one, as the other's mirror them."""
+    rows, names = [], list(summary["names"])
+    has_areas = len(names) > 2  # of two classes the areas are the same, which is above
+    shown = names if has_areas else [names[positive_class(names, positive)]]
+    for name, row in ((name, summary["classes"][name]) for name in shown):
         cells: list[Score | str] = [Score(row["cases"], 0)]
         for kind, count in zip(("sensitivity", "specificity"), cases_behind(summary["cases"], row["cases"])):
             share = number(row[kind])
             cells += [Score(share, 3), describe_share(share, count) or "–"]
-        rows.append(TableRow(name, [*cells, Score(number(row["AUC"]), 3)]))
+        rows.append(TableRow(name, [*cells, *[Score(number(row["AUC"]), 3)] * has_areas]))
     of_share = ("share", "95 % interval")
     heads = [TableHead("Class"), TableHead("Cases"), TableHead("Sensitivity", of_share)]
-    heads += [TableHead("Specificity", of_share), TableHead("AUC")]
+    heads += [TableHead("Specificity", of_share), *[TableHead("AUC")] * has_areas]
+    against = "Each class against all others. " if has_areas else ""
     note = (
-        f"Scores of {quantity(summary['cases'], 'case')}: {summary['source']}. Each class against all others. "
-        f"The intervals are Wilson's; of fewer than {FEW} cases there is none."
+        f"Scores of {quantity(summary['cases'], 'case')}: {summary['source']}. {against}"
+        f"The intervals are Wilson's; none is given for fewer than {FEW} cases."
     )
     return Table("metrics", heads, rows, "class", note)
 
@@ -193,9 +213,7 @@ def confusion_table(summary: Summary) -> Table:
     """Returns how many cases of each class were predicted as each class."""
     names = summary["names"]
     rows = [TableRow(n, [Score(count, 0) for count in counts]) for n, counts in zip(names, summary["confusion"])]
-    note = (
-        "Number of cases: a row for each true class, a column for each predicted class. Right ones are on the diagonal."
-    )
+    note = "Number of cases: a row for each true class, a column for each predicted one. The diagonal is correct."
     return Table("confusion", [TableHead("True class"), TableHead("Predicted class", tuple(names))], rows, note=note)
 
 
@@ -224,7 +242,7 @@ def roc_diagrams(summary: Summary, positive: str | None = None) -> list[Diagram]
             lines.append(Line(label, places, [values], style=1, colour=colours[names[at]]))
     title = f"ROC curve of {names[shown[0]]}" if len(shown) == 1 else "ROC curves, each class against all others"
     styles = (CHANCE, LineStyle(INK))
-    diagram = Diagram(title, "1 − specificity", lines, low=0.0, high=1.0, styles=styles, up="sensitivity")
+    diagram = Diagram(title, "1 − specificity", lines, low=0.0, high=1.0, styles=styles, up="sensitivity", square=True)
     return [diagram] if len(lines) > 1 else []
 
 
@@ -241,13 +259,19 @@ def calibration_diagrams(summary: Summary) -> list[Diagram]:
     own = Line(label, [given for given, _, _ in points], [[right for _, right, _ in points]], dots=True)
     title = f"Calibration (mean error {number(summary.get('calibration_error')):.3f})"
     over, up = "probability of the predicted class", "share of correct predictions"
-    return [Diagram(title, over, [even, own], low=0.0, high=1.0, styles=(CHANCE, LineStyle(INK)), up=up)]
+    return [Diagram(title, over, [even, own], low=0.0, high=1.0, styles=(CHANCE, LineStyle(INK)), up=up, square=True)]
 
 
-UNCALIBRATED = (
-    f"Calibration is not drawn: too few cases. A point is drawn for each tenth of the probability that has at least "
-    f"{FEW} cases, and at least two points are needed."
-)
+def uncalibrated(summary: Summary) -> str:
+    """Returns why calibration is not drawn, and how often each tenth of the probability is correct."""
+    points = calibration(*_arrays(summary))
+    enough = sum(count >= FEW for _, _, count in points)
+    which = {0: "no tenth", 1: "only one tenth"}[min(enough, 1)]
+    tenths = ", ".join(f"{round(right * count)} of {count} at {given:.2f}" for given, right, count in points)
+    return (
+        f"Calibration is not drawn: {which} of the probability of the predicted class has at least {FEW} cases. "
+        f"Correct predictions at each tenth's mean probability: {tenths}."
+    )
 
 
 def worst_cases(summary: Summary, count: int) -> list[dict[str, Any]]:
@@ -272,7 +296,7 @@ def pictured_cases(
         except DataError as error:
             gaps.append(f"Case {case['case']} cannot be shown: {error}.")
             continue
-        right = "right" if case["class"] == case["truth"] else "wrong"
+        right = "correct" if case["class"] == case["truth"] else "wrong"
         verdict = f"True class: {case['truth']}. Predicted: {case['class']} ({right}). "
         verdict += f"Predicted probability of the true class: {_of_truth(case, summary):.3f}."
         cases.append(WorstCase(case["case"], verdict, picture))

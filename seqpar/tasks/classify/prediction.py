@@ -14,6 +14,7 @@ from torch import Tensor
 
 from seqpar.data.files import write_text
 from seqpar.data.formats.dataset import Case
+from seqpar.data.phantom.phantom_files import GENERATED, is_generated
 from seqpar.data.volumes import write_volume
 from seqpar.data.workers import ReportProgress
 from seqpar.models.classifier import Classifier
@@ -96,8 +97,8 @@ class ClassPrediction(CasePrediction):
         return {"task": "classify", "runs": runs, "explained": self.way}
 
     def announce(self, cases: str) -> None:
-        ranks = quantity(self.mesh.world.size, "rank")
-        self.shown.say(f"predicting the classes of {cases}: {', '.join(self.run.outputs)}; {ranks}")
+        ranks, names = quantity(self.mesh.world.size, "rank"), ", ".join(self.run.outputs)
+        self.shown.say(f"predicting the classes of {cases} ({names}) with {self.weights_line}; {ranks}")
 
     def predict_case(self, number: int, case: Case, tell: ReportProgress) -> str:
         every, images = list[Tensor](), list[Image]()
@@ -123,7 +124,8 @@ class ClassPrediction(CasePrediction):
         """Writes where a class is seen, in the source's geometry, and a picture of it over the first modality."""
         prepared, number = self.prepared_cases.taken[0], int(probabilities.argmax())
         properties, (map_path, picture_path) = prepared.properties, self.folder.explanation_paths(case)
-        title = f"{case.id}: {self.run.outputs[number]} {probabilities[number]:.2f}"
+        title = f"{case.id}: predicted {self.run.outputs[number]} (probability {probabilities[number]:.2f})"
+        title += f" {GENERATED}" if is_generated(case.images[0]) else ""
         neurological = self.run.config.neurological
         with self.folder.writable():
             map_path.parent.mkdir(exist_ok=True)

@@ -17,7 +17,7 @@ FOLDER = Path(__file__).parent
 
 def pretraining_page(options: argparse.Namespace, record: RunRecord) -> FinishedPage:
     """Returns the page about a run without labels; ``options``: of report."""
-    if flags := [f"--{name}" for name in ("truth", "images", "positive") if getattr(options, name) is not None]:
+    if flags := [f"--{name}" for name in ("truth", "prediction", "images", "positive") if getattr(options, name)]:
         raise ValueError(f"{flags[0]}: {record.path} is a pretraining, which predicts no labels: remove it")
     picture, png, gaps = record.path / "validation.png", "", list[str]()
     try:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from seqpar.cluster.stop_request import StopRequest
 from seqpar.data.boxes import read_box
+from seqpar.data.phantom.phantom_files import GENERATED, is_generated
 from seqpar.data.preparation.cache import PreparedCase
 from seqpar.data.sampling.tiles import position_bounds
 from seqpar.losses import MaskedError
@@ -29,6 +30,7 @@ from seqpar.vit.dropout import DropoutKey
 
 COLUMNS = ("image", "what the encoder saw", "rebuilt", "rebuilt − image")
 AXIAL = 2
+HIDDEN, SEEN = "#5b7fb5", "#8f8f8f"  # of patches; no grey level of an image, and no error
 
 
 @dataclass(frozen=True)
@@ -60,25 +62,34 @@ def draw_tiles(path: Path, tiles: Sequence[RebuiltTile], neurological: bool) -> 
 
 def figure_of_tiles(tiles: Sequence[RebuiltTile], neurological: bool) -> Any:
     """Returns the figure of ``draw_tiles``: the axial plane through the middle of each tile."""
-    figure = make_figure(11, 2.9 * len(tiles) + 0.6)
+    from matplotlib import colormaps
+    from matplotlib.patches import Patch
+    from matplotlib.ticker import FuncFormatter
+
+    figure = make_figure(11, 2.9 * len(tiles) + 0.9)
     of_modality = f" of {escape_mathtext(tiles[0].modality)}" if tiles[0].modality else ""
     what = f"Hidden patches{of_modality}, rebuilt from the visible ones, in the axial plane through the tile's middle"
     figure.suptitle(f"{what}\n{orientation_text(neurological)}", fontsize=9)
+    greys, differences = (colormaps[name].with_extremes(bad=bad) for name, bad in (("gray", HIDDEN), ("RdBu_r", SEEN)))
+    ranges = [np.percentile(tile.image, (0.5, 99.5)) for tile in tiles]
+    most = max(1e-6, *(float(high - low) / 2 for low, high in ranges))  # the same in all rows
     for row, tile in zip(figure.subplots(len(tiles), len(COLUMNS), squeeze=False), tiles):
         low, high = np.percentile(tile.image, (0.5, 99.5))
-        masked = np.where(tile.hidden, low, tile.image)
+        seen = np.where(tile.hidden, np.nan, tile.image)
+        wrong = np.where(tile.hidden, tile.rebuilt - tile.image, np.nan)
         at = tile.image.shape[AXIAL] // 2
         aspect = tile.spacing[1] / tile.spacing[0]
-        volumes = (tile.image, masked, tile.rebuilt, tile.rebuilt - tile.image)
+        volumes = (tile.image, seen, tile.rebuilt, wrong)
         for name, volume, panel in zip(COLUMNS, volumes, row):
             plane, reach = plane_of(volume, AXIAL, at, neurological), max(high - low, 1e-6)
             if name == COLUMNS[-1]:
-                shown = panel.imshow(plane, cmap="RdBu_r", vmin=-reach / 2, vmax=reach / 2, aspect=aspect)
-                bar = figure.colorbar(shown, ax=panel, fraction=0.046, pad=0.02, format="{x:+.3g}")
+                shown = panel.imshow(plane, cmap=differences, vmin=-most, vmax=most, aspect=aspect)
+                form = FuncFormatter(lambda x, _: f"{x:+.3g}" if x else "0")
+                bar = figure.colorbar(shown, ax=panel, fraction=0.046, pad=0.02, format=form, extend="both")
                 bar.ax.tick_params(labelsize=7)
                 bar.set_label("normalised intensity", fontsize=7)
             else:
-                panel.imshow(plane, cmap="gray", vmin=low, vmax=low + reach, aspect=aspect)
+                panel.imshow(plane, cmap=greys, vmin=low, vmax=low + reach, aspect=aspect)
             mark_sides(panel, sides(neurological)[AXIAL])
             panel.set_xticks([])
             panel.set_yticks([])
@@ -86,6 +97,8 @@ def figure_of_tiles(tiles: Sequence[RebuiltTile], neurological: bool) -> Any:
             if name == COLUMNS[2] and not math.isnan(tile.error):
                 title += f": error {tile.error:.3f}\n(error of {tile.guess}: {tile.error_of_mean:.3f})"
             panel.set_title(title, fontsize=9)
+    keys = [Patch(color=HIDDEN, label="hidden patch"), Patch(color=SEEN, label="visible patch, not compared")]
+    figure.legend(handles=keys, loc="outside lower center", ncols=2, fontsize=8)
     return figure
 
 
@@ -207,7 +220,8 @@ class MaskedValidation(CaseValidation):
         spacing = case.properties.spacing
         guess, modality = guess_of(self.error.normalised), self.data.dataset.modalities[self.shown]
         shown = whole[0, self.shown].numpy()
-        return RebuiltTile(case.id, shown, image, mask > 0, spacing, guess=guess, modality=modality)
+        name = f"{case.id}\n{GENERATED}" if is_generated(self.config.data) else case.id
+        return RebuiltTile(name, shown, image, mask > 0, spacing, guess=guess, modality=modality)
 
 
 def middle_of(case: PreparedCase, tile: tuple[int, ...]) -> np.ndarray:

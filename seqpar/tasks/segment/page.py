@@ -12,7 +12,7 @@ from typing import Any
 from seqpar.report.cases import case_section, load_worst
 from seqpar.report.curves import number
 from seqpar.report.images import find_images
-from seqpar.report.record import CaseScores, RunRecord, read_scores, score_folders, seen_in_training
+from seqpar.report.record import CaseScores, RunRecord, measure_folder, read_scores, score_folders, seen_in_training
 from seqpar.report.run_page import FinishedPage, is_neurological, render_run, try_reading
 from seqpar.report.several_runs import Comparison, Dots, read_all
 from seqpar.report.tables import (
@@ -21,9 +21,12 @@ from seqpar.report.tables import (
     Table,
     TableHead,
     TableRow,
+    coarse_voxels,
     dice_table,
     last_validation,
     metrics_table,
+    only_one_map,
+    predicted_volumes,
     score_strips,
     sizes_table,
     volumes_table,
@@ -44,34 +47,50 @@ def segment_page(options: argparse.Namespace, record: RunRecord) -> FinishedPage
     if options.positive is not None:
         raise ValueError(f"--positive: {record.path} labels voxels, and draws no ROC curve: remove it")
     scored, gaps = None, list[str]()
+    assert record.labels is not None
+    alone = options.prediction is not None and options.truth is None
     if options.truth is not None:
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
-        assert record.labels is not None
-        scored = score_folders(options.truth, options.prediction, record.labels, min(8, cores))
+        workers = min(8, cores)
+        scored = score_folders(options.truth, options.prediction, record.labels, workers, options.common)
+    elif options.prediction is not None:
+        scored = measure_folder(options.prediction, record.labels)
     else:
         scored = try_reading(lambda: read_scores(record.path), gaps)
     cases, shown = None, []
     if scored and options.cases:
         images = find_images(record, options.images, options.truth, gaps)
+        if alone and options.images is None:
+            images = replace(images, cache=None)  # the run's own cases may have the names of these
         shown = load_worst(record, scored, options.cases, images, gaps)
     if scored and shown:
         cases = case_section(record, scored, shown, is_neurological(options.neurological, record))
-    tiles, note = headline(record, scored)
+    tiles, note = headline(record, scored) if not alone else ([], "")
     colours = record.class_colours(scored.classes if scored else ())
     tables: dict[str, object] = {"metrics": last_validation(record), "sizes": None}
-    if scored:
+    if scored and alone:
+        tables = {"metrics": predicted_volumes(scored), "sizes": None}
+    elif scored:
         tables = {"metrics": metrics_table(scored), "sizes": sizes_table(scored), "volumes": volumes_table(scored)}
         tables |= {
             "strips": score_strips(scored, colours),
+            "has_hollow": any(only_one_map(row) for case in scored.cases for row in case.scores.values()),
             "dice": dice_table(scored),
             "is_short": len(scored.cases) <= FEW,
         }
     faults: Sequence[str] = scored.faults if scored else ()
     cautions = _cautions(record, scored) if scored and options.truth is not None else []
-    parts: dict[str, Any] = {"tiles": tiles, "note": note, "is_scored": scored is not None, "cases": cases, **tables}
-    parts |= {"truth": options.truth, "prediction": options.prediction}
+    cautions += filter(None, [coarse_voxels(scored) if scored else ""])
+    parts: dict[str, Any] = {
+        "tiles": tiles,
+        "note": note,
+        "is_scored": scored is not None and not alone,
+        "cases": cases,
+        **tables,
+    }
+    parts |= {"truth": options.truth, "prediction": options.prediction, "images": options.images}
     text = render_run(FOLDER, record, gaps, faults, cautions, classes=list(colours), **parts)
-    own = faults if options.truth is not None else ()
+    own = faults if options.prediction is not None else ()
     return FinishedPage(text, f"{quantity(len(shown), 'case')} shown, ", own, cautions)
 
 

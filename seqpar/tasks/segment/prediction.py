@@ -52,9 +52,7 @@ class LabelMapPrediction(CasePrediction):
         return record
 
     def announce(self, cases: str) -> None:
-        files = ", ".join(str(path) for member in self.members for path in member.weights)
-        mean = f", the mean of {len(self.members)} runs" if len(self.members) > 1 else ""
-        self.shown.say(f"predicting {cases} with {files}{mean}; {self._ranks_line()}")
+        self.shown.say(f"predicting {cases} with {self.weights_line}; {self._ranks_line()}")
         for line in filter(None, (member.run.averaged for member in self.members)):
             self.shown.say(line)
         for member in self.members:
@@ -92,7 +90,9 @@ class LabelMapPrediction(CasePrediction):
         finally:
             if probabilities is not None:
                 probabilities.remove()
-        return ", ".join(dict.fromkeys(windows))
+        line = ", ".join(dict.fromkeys(windows))
+        statistics = folder.statistics
+        return f"{line}; {statistics.volumes(case.id)}" if statistics and self.mesh.is_first else line
 
     def _say_size(self, predictor: Predictor, case: Case, image: Image, to_shape: Sequence[int]) -> str:
         """Returns how many voxels and windows a case has for a run; says before what a whole pass takes."""
@@ -137,7 +137,10 @@ def _statistics(folder: Path, run: TrainedRun) -> ClassStatistics:
     values = run.recipe.values
     labels = {name: values[n] for name, n in run.labels.items()}
     regions = {name: tuple(values[n] for n in members) for name, members in run.regions.items()}
-    return ClassStatistics(folder, labels_of_declaration(labels, regions, None).classes, run.recipe.modalities)
+    names = [
+        f"{name} (HU)" if scheme == "ct" else name for name, scheme in zip(run.recipe.modalities, run.recipe.schemes)
+    ]
+    return ClassStatistics(folder, labels_of_declaration(labels, regions, None).classes, names)
 
 
 def _probability_file(

@@ -15,6 +15,7 @@ from seqpar.cluster.stop_request import StopRequest
 from seqpar.data.errors import DataError
 from seqpar.data.formats.recognise import read_dataset
 from seqpar.data.phantom.builtin import phantom
+from seqpar.data.phantom.phantom_files import GENERATED, is_generated
 from seqpar.data.preparation.cache import PreparedCase
 from seqpar.data.preparation.prepared_case import Preparation
 from seqpar.data.preparation.transforms import resample_label
@@ -196,7 +197,8 @@ class SegmentationValidation(CaseValidation):
         truth = np.asarray(case.label)
         volumes = np.asarray(case.image[shown]), truth, resample_label(ids, truth.shape)
         image, truth, ids = (preparation.canonical(volume, properties) for volume in volumes)
-        return PicturedCase(case.id, image, truth, ids, preparation.canonical_properties(properties).spacing)
+        name = f"{case.id} {GENERATED}" if is_generated(self.config.data) else case.id
+        return PicturedCase(name, image, truth, ids, preparation.canonical_properties(properties).spacing)
 
     def _progress(self, journal: Journal, number: int, window: int, began: float) -> ReportProgress:
         """Returns a function that shows which share of a case is done with one of the kinds of window.
@@ -209,7 +211,7 @@ class SegmentationValidation(CaseValidation):
             share = (window + share) / len(self.windows)
             done, total = number + share, len(self.ids)
             left = f"{clock((time.monotonic() - began) / done * (total - done))} left" if done else "? left"
-            journal.progress([f"validating case {number + 1}/{total} {bar(share)} {share:.0%}", left])
+            journal.progress([f"validating case {number + 1}/{total} {bar(share)} {share:.0%} of it", left])
 
         tell(0.0)
         return tell
