@@ -125,8 +125,13 @@ class TileNetwork(nn.Module, ABC):
 
 
 def require_peers_of(net: TileNetwork, x: Tensor) -> None:
-    """Raises on all ranks if some of a group call a network and others do not; asked once in each of its modes."""
+    """Raises on all ranks if some of a group call a network and others do not, once in each of its modes; or traced."""
     group, _ = net.group_and_dims()
+    if group.size > 1 and (torch.jit.is_tracing() or torch.compiler.is_exporting()):
+        raise ValueError(
+            f"this network sends messages on the {group}, which cannot be exported or traced: export the network of "
+            "one process, built without a group, with the same state_dict()"
+        )
     if group.size > 1 and not (x.is_meta or torch.compiler.is_compiling()):
         with_or_without = "with" if torch.is_grad_enabled() else "without"
         require_peers(f"{'train' if net.training else 'eval'}() {with_or_without} gradients", group)
@@ -215,10 +220,12 @@ class SeenTiles:
 
     - ``grids``: those of the boxes that it returned
     - ``kept_whole``: the extents of outputs that were too small to be cut
+    - ``watched``: the modes, of training and gradients, in which all of its operations have been checked
     """
 
     def __init__(self) -> None:
         self.grids, self.kept_whole = WeakIdKeyDictionary(), set[tuple[int, ...]]()
+        self.watched = set[tuple[bool, bool]]()
         self._fingerprint: Tensor | None = None  # of the whole tiles that the ranks have not compared yet
         self._calls = 0
 

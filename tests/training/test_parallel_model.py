@@ -296,6 +296,20 @@ def test_a_rank_that_comes_late_to_validate_is_waited_for(capfd: pytest.CaptureF
     assert said.count("warning: rank 0 called the network in eval() without gradients, and waits for rank 1: ") == 1
 
 
+def one_step_more(mesh: Mesh) -> None:
+    mesh.seq.watch.notice_s = 0.3
+    model = ParallelModel(seqpar.convert(nn.Conv3d(1, 3, 3, padding=1), mesh.seq), mesh)
+    for _ in range(1 + mesh.seq.index):
+        model.loss(DiceCE(), torch.ones(1, 1, *TILE), torch.ones(1, *TILE, dtype=torch.int64)).backward()
+
+
+def test_a_rank_that_makes_one_step_more_says_which_has_ended(capfd: pytest.CaptureFixture) -> None:
+    with pytest.raises(RanksFailed, match="did not end in time"):
+        run_ranks(2, one_step_more, timeout=8)
+    said = capfd.readouterr().err
+    assert said.count("of ranks 0, 1, but the script has ended on rank 0: all ranks must make ") == 1
+
+
 def of_groups(mesh: Mesh) -> dict[str, list[Tensor]]:
     """Returns loss and gradients of two sequence groups, or of one process with the batches of both."""
     found = {}
