@@ -199,6 +199,7 @@ class Watch:
 
     def _look(self, store: Any, main: int) -> None:
         reported = told = warned = 0.0  # the beats after which nothing had moved
+        place = ""
         while not self._over.wait(min(1.0, self.notice_s / 5, self.limit_s / 20 or 1.0)):
             beat = self._beat
             still_s = time.monotonic() - beat
@@ -210,9 +211,10 @@ class Watch:
                     frame = sys._current_frames().get(main)
                     in_ddp = frame is not None and _module(frame).startswith("torch.nn.parallel")
                     if self._waits or in_ddp:
-                        store.set(f"waits/{self.rank}", f"DDP after {self.where}" if in_ddp else self.where)
+                        place = f"DDP after {self.where}" if in_ddp else self.where
+                        store.set(f"waits/{self.rank}", place)
                         told = beat
-                if told == beat != warned and self._waits and self._warn_of_ended(store):
+                if told == beat != warned and self._warn_of_ended(store, place):
                     warned = beat
                 if reported and reported != beat:
                     store.delete_key(f"held/{self.rank}")
@@ -224,8 +226,8 @@ class Watch:
             except RuntimeError:  # the store is gone, and with it the rank that keeps it
                 return
 
-    def _warn_of_ended(self, store: Any) -> bool:
-        """Says which ranks are at their end, if this one waits in a collective of theirs; returns whether any is."""
+    def _warn_of_ended(self, store: Any, own: str) -> bool:
+        """Says which ranks are at their end, if this one waits in ``own``, of theirs too; returns whether any is."""
         kind, group = self._last
         others = [rank for rank in getattr(group, "ranks", ()) if rank != self.rank and kind != "the end"]
         keys = {rank: f"waits/{rank}" for rank in others}
@@ -233,7 +235,7 @@ class Watch:
         ended = [rank for rank, place in waiting.items() if place.startswith("the end")]
         if ended:
             print(
-                f"warning: rank {self.rank} waits in {self.where}, but the script has ended on {format_ranks(ended)}: "
+                f"warning: rank {self.rank} waits in {own}, but the script has ended on {format_ranks(ended)}: "
                 "all ranks must make the same calls, so give them equally many batches",
                 file=sys.stderr,
                 flush=True,

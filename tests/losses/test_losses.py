@@ -248,7 +248,7 @@ def test_wrong_settings_are_refused() -> None:
 
 def test_labels_have_one_channel_or_none_and_are_classes() -> None:
     logits, label = example()
-    for loss in (DiceCE(), DiceCE(ignore_label=9)):
+    for loss in (DiceCE(ignore_label=9), DiceCE(ignore_label=9, batch_dice=True)):
         assert torch.equal(loss(logits, label[:, None]), loss(logits, label))
     with pytest.raises(ValueError, match=r"give label.long\(\)"):
         DiceCE(ignore_label=9)(logits, label.double())

@@ -224,6 +224,11 @@ def compiled(mesh: Mesh) -> tuple[int, float, list[float]]:
     return counters["stats"]["unique_graphs"], relative(outs[1], outs[0]), apart
 
 
+def test_a_network_without_blocks_is_not_compiled() -> None:
+    with pytest.raises(ValueError, match="VolumeNet has no blocks of a transformer"):
+        compile_blocks(unet())
+
+
 def test_compiled_blocks_are_whole_graphs_that_compute_the_same() -> None:
     for graphs, out, apart in (*run_ranks(2, compiled, timeout=240), compiled(alone_mesh())):
         assert graphs > 0 and out < 1e-12 and len(apart) > 20 and max(apart) < 1e-10
