@@ -46,7 +46,9 @@ def convert(module: nn.Module, group: AnyGroup | None = None, spatial_dims: int 
     A loss of one box alone is right only as a plain mean over voxels, with boxes of one size: Dice, class weights and
     ``ignore_index`` divide by sums over the whole tile, which ``net.loss`` takes care of.
 
-    A call in ``forward`` that is not known to be exact on boxes raises an error that names it. Volumes that are too
+    A call in ``forward`` that is not known to be exact on boxes raises an error that names it. What bypasses torch's
+    functions, as ``torch.jit.script`` and ``torch.vmap`` do, is found in the first forward pass in each of ``train()``
+    and ``eval()``, with and without gradients. Volumes that are too
     small to be cut, and tokens (space flattened to one dimension, as by a ViT), are gathered and computed by all ranks.
 
     Args:

@@ -78,7 +78,12 @@ class TileNetwork(nn.Module, ABC):
           of whole tiles is that of one process, on every rank
         - ``label``: whole tiles ``b W D H`` or ``b c W D H``, or this rank's share. Channels reach foreign losses;
           those of ``seqpar.losses`` take one at most
-        - ``data``: the group whose ranks have other tiles
+        - ``data``: ``mesh.data``, the group whose ranks have other tiles, over which sums over the batch then run too:
+          those of ``batch_dice``, class weights and ``ignore_label`` in ``seqpar.losses``. It changes no other loss,
+          and nothing if there is one sequence group; ``ParallelModel.loss`` gives it itself
+
+        The ranks compare their whole tiles in every call; on a GPU, which then waits, in calls 1, 2, 4, 8, 16 and every
+        16th, for all calls in between. Different tiles raise ValueError on all ranks.
         """
         group, dims = self.group_and_dims()
         image, label = plain_tensor(image), plain_tensor(label)

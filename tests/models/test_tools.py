@@ -99,7 +99,7 @@ def as_meta(mesh: Mesh) -> list[str]:
 
 
 def losses_of(mesh: Mesh) -> dict[str, tuple[float, list[Tensor]]]:
-    """Returns this rank's loss, and the ranks' mean gradients, for losses of ours, of MONAI, and a function, in each mode."""
+    """Returns this rank's loss and the mean gradients, for losses of ours, of MONAI and a function, in each mode."""
     monai = DiceFocalLoss(to_onehot_y=True, softmax=True, include_background=False)
     every = {
         "ours": DiceCE(),
