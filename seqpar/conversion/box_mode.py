@@ -63,7 +63,7 @@ class BoxMode(TorchFunctionMode):
         self.handlers, self.whole_handlers = handlers, whole_handlers
         self._spread = WeakIdKeyDictionary()
         self._draws_alike, self._with_grad = False, torch.is_grad_enabled()
-        self._handling = 0  # calls of functions of spread tensors that are under way
+        self._handling = 0  # how many handlers are under way
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
@@ -77,13 +77,18 @@ class BoxMode(TorchFunctionMode):
                 raise self.refusal(name, "is not known to be exact on boxes")
             if kwargs.get("out") is not None:
                 raise self.refusal(name, "with out= writes into a tensor whose boxes are unknown")
-            self._handling += 1
-            try:
-                return handler(self, func, *args, **kwargs)
-            finally:
-                self._handling -= 1
+            return self._handled(handler, func, args, kwargs)
         whole = self.whole_handlers.get(name)
-        return func(*args, **kwargs) if whole is None else whole(self, func, *args, **kwargs)
+        if whole is None or any(map(torch._C._functorch.is_batchedtensor, tensors)):  # vmap may hide a box in them
+            return func(*args, **kwargs)
+        return self._handled(whole, func, args, kwargs)
+
+    def _handled(self, handler: Handler, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        self._handling += 1
+        try:
+            return handler(self, func, *args, **kwargs)
+        finally:
+            self._handling -= 1
 
     def refusal(self, name: str, why: str) -> ValueError:
         """Returns the error for a function that cannot be computed on boxes."""

@@ -210,6 +210,7 @@ REFUSED: dict[str, tuple[Callable[[Own, Tensor], Tensor], str]] = {
     "indices of a pool": (lambda net, x: F.max_pool3d(x, 2, return_indices=True)[0], "max_pool3d"),
     "a scripted function": (lambda net, x: x * gate(x * x), "torch.jit.script"),
     "a map over samples": (lambda net, x: torch.vmap(lambda each: each / each.mean())(x), "torch.vmap"),
+    "a map of a convolution": (lambda net, x: torch.vmap(net.down)(x), "torch.vmap"),
     "a checkpoint": (
         lambda net, x: torch.utils.checkpoint.checkpoint(net.down, x, use_reentrant=False),
         "conv3d inside torch.utils.checkpoint",
