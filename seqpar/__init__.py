@@ -1,11 +1,5 @@
 """Trains Vision Transformers and U-Nets on 3D images that are too large for one GPU: several ranks share a tile.
 
-Start the ranks with ``init_mesh``, make a network (``UNETR``, ``UNet``, or ``convert`` of any of torch's), and train it
-as one object, ``ParallelModel``; ``predict`` slides windows over a volume. The parts of a network: ``SeqParViT``, the
-decoders, ``choose_mode``, ``SegmentationNet``. Losses: ``DiceCE``, ``make_loss``. Weights from elsewhere:
-``load_monai``, ``load_nnunet``, ``load_primus``. Finished runs: ``load_run``, ``Predictor``. The building blocks are in
-``seqpar.attention``, ``seqpar.spatial``, ``seqpar.vit``, ``seqpar.losses`` and ``seqpar.decoders``.
-
 A network of MONAI's on two ranks, started by ``torchrun --nproc-per-node 2``::
 
     with seqpar.init_mesh(seq=2) as mesh:
@@ -14,6 +8,39 @@ A network of MONAI's on two ranks, started by ``torchrun --nproc-per-node 2``::
         loss = model.loss(DiceFocalLoss(to_onehot_y=True, softmax=True), image, label)
         ...
         logits = sliding_window_inference(volume, (96, 96, 96), 1, model.eval())  # or seqpar.predict
+
+``help(seqpar.NAME)`` explains each name:
+
+Start ranks
+    - ``init_mesh``: the mesh of the ranks that torchrun, Slurm or MPI started; ``start`` has more options
+    - ``as_group``: a group of ours from torch's ``ProcessGroup`` or ``DeviceMesh``
+    - ``Layout``, ``BoxGrid``: which tokens, and which box, of a tile each rank has
+
+Networks
+    - ``UNETR``, ``UNet``: networks that share a tile among the ranks of ``group``
+    - ``convert``: makes a convolutional network of torch's modules, such as MONAI's, compute on boxes
+    - ``SegmentationNet``: a network of an encoder and a decoder
+    - ``compile_blocks``: compiles the MLPs of a transformer's blocks
+
+Parts of a network
+    - ``SeqParViT``, ``ParallelAttention``, ``AttentionOptions``, ``DropoutKey``: the encoder
+    - ``choose_mode``: what each rank decodes
+    - ``PlainDecoder``, ``UnetrDecoder``, ``PrimusDecoder``: decoders
+
+Train
+    - ``ParallelModel``: a network and the ranks that train it, as one object
+    - ``DiceCE``, ``make_loss``: losses that sum over ranks; ``LossGroups``: over which
+
+Predict
+    - ``predict``: slides windows over a volume
+    - ``Predictor``, ``load_run``: predict with a finished run, or return its network
+
+Weights
+    - ``load_monai``, ``load_nnunet``, ``load_primus``: networks with the weights of others
+    - ``export_monai``, ``export_nnunet``, ``export_primus``: weights for others to load
+    - ``read_weights``, ``write_weights``: files of weights
+
+Building blocks: ``attention``, ``decoders``, ``losses``, ``spatial``, ``vit``, each with a list in its ``help``.
 """
 
 import importlib

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakIdKeyDictionary
 
 from seqpar.parallel.collectives import all_gather
@@ -62,6 +63,7 @@ class BoxMode(TorchFunctionMode):
         self.handlers, self.whole_handlers = handlers, whole_handlers
         self._spread = WeakIdKeyDictionary()
         self._draws_alike, self._with_grad = False, torch.is_grad_enabled()
+        self._handling = 0  # how many handlers are under way
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
@@ -75,9 +77,18 @@ class BoxMode(TorchFunctionMode):
                 raise self.refusal(name, "is not known to be exact on boxes")
             if kwargs.get("out") is not None:
                 raise self.refusal(name, "with out= writes into a tensor whose boxes are unknown")
-            return handler(self, func, *args, **kwargs)
+            return self._handled(handler, func, args, kwargs)
         whole = self.whole_handlers.get(name)
-        return func(*args, **kwargs) if whole is None else whole(self, func, *args, **kwargs)
+        if whole is None or any(map(torch._C._functorch.is_batchedtensor, tensors)):  # vmap may hide a box in them
+            return func(*args, **kwargs)
+        return self._handled(whole, func, args, kwargs)
+
+    def _handled(self, handler: Handler, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        self._handling += 1
+        try:
+            return handler(self, func, *args, **kwargs)
+        finally:
+            self._handling -= 1
 
     def refusal(self, name: str, why: str) -> ValueError:
         """Returns the error for a function that cannot be computed on boxes."""
@@ -158,6 +169,32 @@ class BoxMode(TorchFunctionMode):
             every = all_gather(state.to(device)[None], self.group, 0, [1] * self.group.size, "random state")
             torch.cuda.set_rng_state(every[0].cpu(), device) if on_gpu else torch.set_rng_state(every[0])
             self._draws_alike = True
+
+
+class BareBoxes(TorchDispatchMode):
+    """Refuses operations on boxes that bypass a ``BoxMode``, as those of a scripted function or of ``torch.vmap`` do.
+
+    It sees every operation, which takes time, so that a network computes under it only once in each of its modes.
+
+    - ``refused``: the error, which a scripted function replaces by one of its own
+    """
+
+    def __init__(self, boxes: BoxMode) -> None:
+        super().__init__()
+        self._boxes = boxes
+        self.refused: ValueError | None = None
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if not self._boxes._handling and any(x in self._boxes._spread for x in tensors_in((*args, *kwargs.values()))):
+            name = str(func.overloadpacket).removeprefix("aten.")
+            self.refused = self._boxes.refusal(
+                name,
+                "took a bare box, of which it does not see the rest (in a torch.jit.script function, torch.vmap, "
+                "as_subclass, or an extension in C++)",
+            )
+            raise self.refused
+        return func(*args, **kwargs)
 
 
 def tensors_in(values: Sequence[Any]) -> Iterator[Tensor]:
@@ -250,6 +287,11 @@ def _align(boxes: BoxMode, name: str, x: Tensor, like: Spread) -> Tensor:
     spread = boxes.spread_of(x)
     if spread is not None:
         same = tuple(dim - x.ndim for dim in spread.dims) == like.dims
+        if same and any(a != b and 1 not in (a, b) for a, b in zip(spread.grid.extents, like.grid.extents)):
+            raise ValueError(
+                f"{name} of volumes with extents {like.grid.extents} and {spread.grid.extents}: the sizes differ, as "
+                "they would in one process: give a tile whose sides are multiples of the network's strides"
+            )
         if not same or spread.grid.extents != like.grid.extents:
             raise boxes.refusal(
                 name,

@@ -8,7 +8,8 @@ import copy
 import itertools
 import math
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from functools import cache
 from types import TracebackType
 from typing import Any
@@ -17,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from seqpar.conversion.box_mode import BoxMode
+from seqpar.conversion.box_mode import BareBoxes, BoxMode
 from seqpar.conversion.shape_functions import SHAPE_FUNCTIONS
 from seqpar.conversion.volume_functions import VOLUME_FUNCTIONS, WHOLE_FUNCTIONS
 from seqpar.losses.tile_network import BoxNetwork, order_of
@@ -45,7 +46,9 @@ def convert(module: nn.Module, group: AnyGroup | None = None, spatial_dims: int 
     A loss of one box alone is right only as a plain mean over voxels, with boxes of one size: Dice, class weights and
     ``ignore_index`` divide by sums over the whole tile, which ``net.loss`` takes care of.
 
-    A call in ``forward`` that is not known to be exact on boxes raises an error that names it. Volumes that are too
+    A call in ``forward`` that is not known to be exact on boxes raises an error that names it. What bypasses torch's
+    functions, as ``torch.jit.script`` and ``torch.vmap`` do, is found in the first forward pass in each of ``train()``
+    and ``eval()``, with and without gradients. Volumes that are too
     small to be cut, and tokens (space flattened to one dimension, as by a ViT), are gathered and computed by all ranks.
 
     Args:
@@ -109,35 +112,38 @@ class Converted(BoxNetwork):
             self._meet_peers(tensors[0])
         mode = BoxMode(self._box_group, self._box_dims, _HANDLERS, WHOLE_FUNCTIONS)
         self._seen.kept_whole.clear()
-        images = 0
+        grids = list[BoxGrid]()
 
         def take(value: Any) -> Any:
-            nonlocal images
             if not isinstance(value, Tensor):
                 return value
             grid, value = self._seen.grids.get(value), value.as_subclass(Tensor)
             if value.ndim != self._box_dims + 2:
                 return value
-            images += 1
-            return mode.mark_volume(value, grid or self._find_grid(value, "forward"))
+            grids.append(grid or self._find_grid(value, "forward"))
+            return mode.mark_volume(value, grids[-1])
 
         args, kwargs = tree_map(take, (args, kwargs))
-        if not images:
+        if not grids:
             shapes = [tuple(x.shape) for x in args if isinstance(x, Tensor)]
             raise ValueError(
                 f"expected a box of {order_of(self._box_dims)}, got {shapes}: give net.shard(whole) of these axes"
             )
+        kind = self.training, torch.is_grad_enabled()
+        bare = None if kind in self._seen.watched else BareBoxes(mode)
         try:
-            with mode:
+            with mode, bare or nullcontext():
                 outputs = forward(*args, **kwargs)
-        except ValueError as error:
+        except Exception as error:
+            refused = error if bare is None or bare.refused is None else bare.refused
+            if not isinstance(refused, ValueError):
+                raise
             where = self._where(error.__traceback__)
-            if where:
-                raise ValueError(f"{where}: {error}") from error
-            raise
-        return tree_map(lambda y: self._give(mode, y), outputs)
+            raise (ValueError(f"{where}: {refused}") if where else refused) from error
+        self._seen.watched.add(kind)
+        return tree_map(lambda y: self._give(mode, y, grids), outputs)
 
-    def _give(self, mode: BoxMode, y: Any) -> Any:
+    def _give(self, mode: BoxMode, y: Any, inputs: Sequence[BoxGrid]) -> Any:
         """Returns an output over the boxes into which ``shard`` cuts a label of its extents."""
         spread = mode.spread_of(y)
         if spread is not None:
@@ -146,6 +152,14 @@ class Converted(BoxNetwork):
             return self._seen.remember(mode.recut(y, grid), grid)
         if not isinstance(y, Tensor) or y.ndim != self._box_dims + 2:
             return y
+        for grid in inputs:
+            sides = [{high - low for low, high in itertools.pairwise(edges)} for edges in grid.edges]
+            if tuple(y.shape[2:]) != grid.extents and all(side in each for side, each in zip(y.shape[2:], sides)):
+                raise mode.refusal(
+                    "forward",
+                    f"returned a bare tensor {tuple(y.shape)} of the size of one box: something in it, such as a "
+                    "torch.jit.script function, torch.vmap or as_subclass, computed on this rank's box alone",
+                )
         box, even = mode.cut_volume(y), BoxGrid.even(y.shape[2:], self._box_group)
         if box is None or even is None:
             self._seen.kept_whole.add(tuple(y.shape[2:]))

@@ -112,7 +112,7 @@ class Loss(nn.Module):
     def forward(
         self, logits: Tensor, label: Tensor, loss_groups: LossGroups | None = None, annotated: Tensor | None = None
     ) -> Tensor:
-        """Returns the scalar loss of logits ``b k W D H`` and integer labels ``b W D H``."""
+        """Returns the scalar loss of logits ``b k W D H`` and integer labels ``b W D H`` or ``b 1 W D H``."""
         return self.parts(logits, label, loss_groups, annotated).total
 
     def parts(
@@ -175,11 +175,12 @@ class Loss(nn.Module):
 
     def _over_voxels(self, logits: Tensor, label: Tensor, weights: Tensor | None, annotated: Tensor | None) -> Tensor:
         """Returns each sample's sums ``b s`` over its voxels, one term after the other."""
+        if label.ndim == logits.ndim and label.shape[1] == 1:
+            label = label[:, 0]
         if label.shape != (logits.shape[0], *logits.shape[2:]):
-            channel = "; remove its channel: label[:, 0]" if label.ndim == logits.ndim and label.shape[1] == 1 else ""
             raise ValueError(
                 f"labels of shape {tuple(label.shape)} do not match logits of shape {tuple(logits.shape)}: a label has "
-                f"the logits' shape without their channels{channel}"
+                "the logits' shape, without their channels or with a single one"
             )
         if label.is_floating_point() or label.is_complex():
             raise ValueError(f"labels of {label.dtype}: a label is the whole number of a class; give label.long()")

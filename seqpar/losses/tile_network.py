@@ -14,7 +14,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from seqpar.losses.deep_supervision import DeepSupervision
 from seqpar.losses.loss import Loss, LossGroups
-from seqpar.parallel.collectives import with_mean_gradient
+from seqpar.parallel.collectives import all_sum, with_mean_gradient
 from seqpar.parallel.consensus import refuse_different_tiles, require_peers
 from seqpar.parallel.layout import fingerprint_of, plain_tensor
 from seqpar.parallel.mesh import AnyGroup, Group, as_group
@@ -52,6 +52,14 @@ class TileNetwork(nn.Module, ABC):
         """Returns this rank's shares of an image and its label; each may be whole, or a share already."""
 
     @abstractmethod
+    def _compare_wholes(self, *tensors: Tensor) -> None:
+        """Raises on all ranks if whole tiles among these tensors differ, unless ``forward`` compares them."""
+
+    @property
+    def _seen(self) -> "SeenTiles":
+        return self.__dict__.setdefault("_seen_tiles", SeenTiles())  # type: ignore[no-any-return]
+
+    @abstractmethod
     def _loss_groups(self, data: Group, batch: int) -> LossGroups:
         """Returns over which ranks the loss sums; ``data``: the group whose ranks have other tiles."""
 
@@ -70,12 +78,18 @@ class TileNetwork(nn.Module, ABC):
           of whole tiles is that of one process, on every rank
         - ``label``: whole tiles ``b W D H`` or ``b c W D H``, or this rank's share. Channels reach foreign losses;
           those of ``seqpar.losses`` take one at most
-        - ``data``: the group whose ranks have other tiles
+        - ``data``: ``mesh.data``, the group whose ranks have other tiles, over which sums over the batch then run too:
+          those of ``batch_dice``, class weights and ``ignore_label`` in ``seqpar.losses``. It changes no other loss,
+          and nothing if there is one sequence group; ``ParallelModel.loss`` gives it itself
+
+        The ranks compare their whole tiles in every call; on a GPU, which then waits, in calls 1, 2, 4, 8, 16 and every
+        16th, for all calls in between. Different tiles raise ValueError on all ranks.
         """
         group, dims = self.group_and_dims()
         image, label = plain_tensor(image), plain_tensor(label)
         _refuse_empty(image)
         require_peers_of(self, image)
+        self._compare_wholes(image, label)
         is_ours = isinstance(loss_fn, Loss | DeepSupervision)
         if is_ours and label.ndim == dims + 2 and label.shape[1] == 1 and label.shape[2:] == image.shape[2:]:
             label = label[:, 0]
@@ -89,7 +103,8 @@ class TileNetwork(nn.Module, ABC):
                     f"the network returns {len(output)} outputs, and {type(loss_fn).__name__} takes one: give "
                     "DeepSupervision, as net.training_loss(DiceCE()) is, or a function of all outputs"
                 )
-            return loss_fn(output, label, loss_groups)
+            loss = loss_fn(output, label, loss_groups)
+            return all_sum(loss, group, "loss") / group.size if group in loss_groups.samples else loss
         if group.size > 1 and (loss_groups.voxels is not None or group in loss_groups.samples):
             output, label = self._whole(output), self._whole(label)
         return loss_fn(output, label)
@@ -106,6 +121,7 @@ class TileNetwork(nn.Module, ABC):
         if group.size == 1:
             return self(image)
         require_peers_of(self, image)
+        self._compare_wholes(image)
         whole = self._whole(self(self.shard(with_mean_gradient(image, group))))
         # MONAI weighs windows in place, which autograd forbids for outputs of its functions.
         return tree_map(lambda y: y.clone() if isinstance(y, Tensor) and y.requires_grad else y, whole)
@@ -129,8 +145,13 @@ def _refuse_axes(image: Tensor, dims: int) -> None:
 
 
 def require_peers_of(net: TileNetwork, x: Tensor) -> None:
-    """Raises on all ranks if some of a group call a network and others do not; asked once in each of its modes."""
+    """Raises on all ranks if some of a group call a network and others do not, once in each of its modes; or traced."""
     group, _ = net.group_and_dims()
+    if group.size > 1 and (torch.jit.is_tracing() or torch.compiler.is_exporting()):
+        raise ValueError(
+            f"this network sends messages on the {group}, which cannot be exported or traced: export the network of "
+            "one process, built without a group, with the same state_dict()"
+        )
     if group.size > 1 and not (x.is_meta or torch.compiler.is_compiling()):
         with_or_without = "with" if torch.is_grad_enabled() else "without"
         require_peers(f"{'train' if net.training else 'eval'}() {with_or_without} gradients", group)
@@ -150,10 +171,6 @@ class BoxNetwork(TileNetwork):
             "net.shard(whole) or the network itself returned, not what was computed from it"
         )
 
-    @property
-    def _seen(self) -> "SeenBoxes":
-        return self.__dict__.setdefault("_seen_boxes", SeenBoxes())  # type: ignore[no-any-return]
-
     def shard(self, whole: Tensor) -> Tensor:
         """Returns this rank's box of an image ``b c W D H`` or a label ``b W D H``."""
         group, dims = self.group_and_dims()
@@ -165,9 +182,7 @@ class BoxNetwork(TileNetwork):
             )
         if whole in self._seen.grids:
             raise ValueError(f"shard: {tuple(whole.shape)} is this rank's box already: give the whole tile")
-        if self._seen.compares:
-            own = fingerprint_of(whole.as_subclass(Tensor))
-            self._seen.fingerprint = own if self._seen.fingerprint is None else self._seen.fingerprint + own
+        self._seen.note(whole.as_subclass(Tensor))
         grid = self._cut(tuple(whole.shape[-dims:]))
         inside: tuple[Any, ...] = (..., *(slice(*interval) for interval in grid.box))
         return self._seen.remember(whole.as_subclass(Tensor)[inside].contiguous(), grid)
@@ -192,11 +207,12 @@ class BoxNetwork(TileNetwork):
         return whole.reshape(len(y), *channels, *whole.shape[2:])
 
     def _meet_peers(self, box: Tensor) -> None:
-        """Raises on all ranks if only some call the network, or if they cut boxes of different tiles; asked once."""
+        """Raises on all ranks if only some call the network, or if they cut boxes of different tiles."""
         require_peers_of(self, box)
-        if self._seen.compares:
-            self._seen.compares = False
-            refuse_different_tiles(self._seen.fingerprint, self.group_and_dims()[0], box.device)
+        self._seen.compare(self.group_and_dims()[0], box.device)
+
+    def _compare_wholes(self, *tensors: Tensor) -> None:
+        pass  # ``forward`` does, after ``shard``
 
     def _shares(self, image: Tensor, label: Tensor) -> tuple[Tensor, Tensor]:
         group, dims = self.group_and_dims()
@@ -220,29 +236,50 @@ class BoxNetwork(TileNetwork):
         return LossGroups(group if group.size > 1 else None, (data,) if data.size > 1 else ())
 
 
-class SeenBoxes:
-    """What a network on boxes remembers of its calls, which no copy inherits.
+class SeenTiles:
+    """What a network remembers of its calls, which no copy inherits.
 
     - ``grids``: those of the boxes that it returned
     - ``kept_whole``: the extents of outputs that were too small to be cut
-    - ``compares``: whether the ranks have yet to compare their tiles, which they do in the first forward pass
-    - ``fingerprint``: of all that was cut before
+    - ``watched``: the modes, of training and gradients, in which all of its operations have been checked
     """
 
     def __init__(self) -> None:
-        self.grids, self.kept_whole, self.compares = WeakIdKeyDictionary(), set[tuple[int, ...]](), True
-        self.fingerprint: Tensor | None = None
+        self.grids, self.kept_whole = WeakIdKeyDictionary(), set[tuple[int, ...]]()
+        self.watched = set[tuple[bool, bool]]()
+        self._fingerprint: Tensor | None = None  # of the whole tiles that the ranks have not compared yet
+        self._calls = 0
 
     def remember(self, box: Tensor, grid: BoxGrid) -> Tensor:
         """Returns the box, whose grid is known from now on."""
         self.grids[box] = grid
         return box
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> "SeenBoxes":
-        return SeenBoxes()
+    def note(self, whole: Tensor) -> None:
+        """Remembers a whole image or label, for the next comparison."""
+        if not (whole.is_meta or torch.compiler.is_compiling()):
+            own = fingerprint_of(whole)
+            self._fingerprint = own if self._fingerprint is None else self._fingerprint + own
+
+    def compare(self, group: Group, device: torch.device) -> None:
+        """Raises ValueError on all ranks if they noted different tiles; all call it in every forward pass.
+
+        On a GPU, where the result would be waited for, it compares in calls 1, 2, 4, 8, 16, and then in every 16th,
+        always the tiles of all calls in between.
+        """
+        if device.type == "meta" or torch.compiler.is_compiling():
+            return
+        self._calls += 1
+        if device.type == "cuda" and self._calls % 16 and self._calls & (self._calls - 1):
+            return
+        noted, self._fingerprint = self._fingerprint, None
+        refuse_different_tiles(noted, group, device)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "SeenTiles":
+        return SeenTiles()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return SeenBoxes, ()
+        return SeenTiles, ()
 
 
 def order_of(dims: int) -> str:

@@ -157,6 +157,15 @@ class Network(TileNetwork):
             return image, self.arrange(self.layout.cut(label, self.group.index))
         return image, self.arrange(label) if label.ndim == axes + 2 else label
 
+    def _compare_wholes(self, *tensors: Tensor) -> None:
+        if self.group.size > 1:
+            axes, image = len(self.layout.tile), tensors[0]
+            sides = tuple(image.shape[-axes:]) if image.ndim == axes + 2 else self.layout.tile
+            for x in tensors:
+                if x.ndim <= axes + 2 and tuple(x.shape[-axes:]) == sides:
+                    self._seen.note(x)
+            self._seen.compare(self.group, image.device)
+
     def _loss_groups(self, data: Group, batch: int) -> LossGroups:
         return self.loss_groups(data, batch)
 

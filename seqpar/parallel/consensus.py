@@ -109,18 +109,21 @@ def refuse_different_tiles(fingerprint: Tensor | None, group: Group, device: tor
     """
     if group.handle is None or group.places is not None:
         return
-    own = torch.zeros(2, dtype=torch.float64) if fingerprint is None else fingerprint
+    own = torch.zeros(3, dtype=torch.float64) if fingerprint is None else fingerprint
     row = own.to(device)
     check_collective("tiles", group, shape_and_dtype(row))
     rows = gather_rows(row, group)
-    firsts, others = dict[float, tuple[int, float]](), list[int]()  # of the ranks that have cut as many tensors
-    for rank, (total, count) in zip(group.ranks, torch.stack(rows).tolist()):
-        if count and abs(total - firsts.setdefault(count, (rank, total))[1]) > 1e-4:
+    firsts, others, sizes = dict[float, tuple[int, float, float]](), list[int](), False
+    for rank, (total, count, size) in zip(group.ranks, torch.stack(rows).tolist()):
+        _, same, as_large = firsts.setdefault(count, (rank, total, size))  # of the ranks that cut as many tensors
+        if count and max(abs(total - same), abs(size - as_large)) > 1e-4:
             others.append(rank)
+            sizes = sizes or abs(size - as_large) > 1e-4
     if others:
         raise ValueError(
-            f"the {group} shares one tile, but {format_ranks(others)} cut another than rank {min(firsts.values())[0]}: "
-            "load and augment the same image and label on all of them, as with the same random seed"
+            f"the {group} shares one tile, but {format_ranks(others)} cut another than rank {min(firsts.values())[0]}"
+            f"{', of another size' if sizes else ''}: load and augment the same image and label on all of them in "
+            "every step, as with a random generator that only this uses, seeded alike"
         )
 
 

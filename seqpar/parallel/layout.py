@@ -310,15 +310,16 @@ def plain_tensor(x: Tensor) -> Tensor:
 
 
 def fingerprint_of(whole: Tensor) -> Tensor:
-    """Returns two float64 numbers that hardly depend on rounding: a weighted sum of some voxels, and 1.
+    """Returns three float64 numbers that hardly depend on rounding: a weighted sum of some voxels, 1, and the size.
 
     Fingerprints add up: the second number counts the tensors.
     """
     voxels = whole.detach().reshape(-1)
-    voxels = voxels[:: max(1, len(voxels) >> 14)].double()
+    voxels = voxels[:: len(voxels) >> 14 | 1].double()  # an odd step, which does not stay in one plane of the tile
     weights = torch.arange(1, len(voxels) + 1, device=voxels.device, dtype=torch.float64).square().sin()
     total = voxels @ weights / voxels.norm().clamp(min=1e-30)
-    return torch.stack([total, torch.ones_like(total)])
+    size = sum(side * math.sqrt(axis) for axis, side in enumerate(reversed(whole.shape), 2))
+    return torch.stack([total, torch.ones_like(total), torch.full_like(total, size)])
 
 
 def to_patches(whole: Tensor, patch: Sequence[int]) -> Tensor:

@@ -55,7 +55,9 @@ def start(
     return join(launcher, store, seqpar, own_device, timeout_s, check, until, pipe)
 
 
-def init_mesh(seq: int = 1, pipe: int = 1, device: str = "auto", timeout_s: float = START_S) -> Mesh:
+def init_mesh(
+    seq: int = 1, pipe: int = 1, device: str = "auto", timeout_s: float = START_S, check: bool = False
+) -> Mesh:
     """Sets up the mesh ``data`` x ``pipe`` x ``seq`` of the processes that torchrun, Slurm or MPI started.
 
     Alone, a process is a mesh of one rank. Use the mesh as a context manager, or call ``mesh.stop()`` at the end. The
@@ -63,10 +65,10 @@ def init_mesh(seq: int = 1, pipe: int = 1, device: str = "auto", timeout_s: floa
 
     Args:
         ``seq``: number of ranks that share a tile.
-        ``pipe``, ``device``, ``timeout_s``: as in ``start``.
+        ``pipe``, ``device``, ``timeout_s``, ``check``: as in ``start``.
     """
     try:
-        return start(seq, device=device, timeout_s=timeout_s, pipe=pipe)
+        return start(seq, device=device, timeout_s=timeout_s, check=check, pipe=pipe)
     except ValueError as error:  # which names the argument of ``start``
         raise ValueError(str(error).replace("seqpar=", "seq=")) from error
 

@@ -243,7 +243,9 @@ class SharedMemory:
         into = _bytes_of(x)
         if count != into.numel():
             raise RuntimeError(
-                f"rank {rank} sent {count} bytes where {into.numel()} were expected: start with check=True"
+                f"rank {rank} sent {count} bytes where {into.numel()} were expected, so the ranks differ in what they "
+                "compute: give all ranks of a group tiles of one size, and let forward take the same branches on all "
+                "of them, also where it draws random numbers; seqpar.init_mesh(check=True) names the call that differs"
             )
         if block < 0:
             into.copy_(torch.frombuffer(inline, dtype=torch.uint8))

@@ -198,7 +198,8 @@ class Watch:
             self._thread.join(5)
 
     def _look(self, store: Any, main: int) -> None:
-        reported = told = 0.0  # the beats after which nothing had moved
+        reported = told = warned = 0.0  # the beats after which nothing had moved
+        place = ""
         while not self._over.wait(min(1.0, self.notice_s / 5, self.limit_s / 20 or 1.0)):
             beat = self._beat
             still_s = time.monotonic() - beat
@@ -210,8 +211,11 @@ class Watch:
                     frame = sys._current_frames().get(main)
                     in_ddp = frame is not None and _module(frame).startswith("torch.nn.parallel")
                     if self._waits or in_ddp:
-                        store.set(f"waits/{self.rank}", f"DDP after {self.where}" if in_ddp else self.where)
+                        place = f"DDP after {self.where}" if in_ddp else self.where
+                        store.set(f"waits/{self.rank}", place)
                         told = beat
+                if told == beat != warned and self._warn_of_ended(store, place):
+                    warned = beat
                 if reported and reported != beat:
                     store.delete_key(f"held/{self.rank}")
                     self.finding, reported = "", 0.0
@@ -221,6 +225,22 @@ class Watch:
                         self._act(self.finding)
             except RuntimeError:  # the store is gone, and with it the rank that keeps it
                 return
+
+    def _warn_of_ended(self, store: Any, own: str) -> bool:
+        """Says which ranks are at their end, if this one waits in ``own``, of theirs too; returns whether any is."""
+        kind, group = self._last
+        others = [rank for rank in getattr(group, "ranks", ()) if rank != self.rank and kind != "the end"]
+        keys = {rank: f"waits/{rank}" for rank in others}
+        waiting = {rank: store.get(key).decode() for rank, key in keys.items() if store.check([key])}
+        ended = [rank for rank, place in waiting.items() if place.startswith("the end")]
+        if ended:
+            print(
+                f"warning: rank {self.rank} waits in {own}, but the script has ended on {format_ranks(ended)}: "
+                "all ranks must make the same calls, so give them equally many batches",
+                file=sys.stderr,
+                flush=True,
+            )
+        return bool(ended)
 
     def _ask(self, store: Any, main: int) -> str:
         """Exchanges positions with the other ranks and returns who holds up whom."""
@@ -282,7 +302,10 @@ def blame_waiting_ranks(answers: Mapping[int, RankPosition], hosts: Sequence[str
         f"{format_ranks([r for r in waiting if answers[r].last == last])} in {last}" for last in collectives
     )
     if not causes:
-        return f"all ranks have been waiting for each other for {seconds:.0f} s ({waits}): start with check=True"
+        return (
+            f"all ranks have been waiting for each other for {seconds:.0f} s ({waits}): make the same calls on all "
+            "ranks; seqpar.init_mesh(check=True) names the call that differs"
+        )
     return f"{' and '.join(causes)}, and others have been waiting for {seconds:.0f} s: {waits}"
 
 

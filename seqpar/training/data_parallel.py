@@ -100,8 +100,10 @@ class ParallelModel(nn.Module):
 
     ``loss`` takes whole tiles or this rank's share, and its backward averages gradients over all ranks by DDP. Called,
     the model takes whole tiles and returns whole outputs on every rank, as MONAI's ``sliding_window_inference`` needs.
-    All ranks of a group must call it together, also to validate. ``net`` is the network: its ``state_dict()`` has the
-    names of one process. A copy, such as ``AveragedModel`` makes, predicts but does not train.
+    All ranks of a group must call it together, also to validate. Save ``model.net.state_dict()``, which has the names
+    of one process. A copy, such as ``AveragedModel`` (EMA) makes, predicts but does not train: save
+    ``average.module.net.state_dict()``. Train a network of several inputs under ``DistributedDataParallel`` instead:
+    any loss of ``net.unshard(ddp(net.shard(image), time))`` is right.
 
     Args:
         ``net``: a network of ``seqpar``, such as ``UNETR``, or what ``convert`` returned. It is moved to the mesh's
@@ -156,7 +158,8 @@ class ParallelModel(nn.Module):
           several data groups, the mean of their results counts: a foreign loss that divides by sums over the batch
           (MONAI's ``batch=True``, class weights) divides by those of its group
         - ``image``, ``label``: whole tiles, the same on all ranks of a group, or this rank's share. The gradient of
-          whole tiles is that of one process, on every rank
+          whole tiles is that of one process, on every rank. Ranks with different tiles raise ValueError: on a CPU at
+          once, on a GPU within 16 calls
         """
         if not callable(loss_fn):
             raise ValueError(f"loss_fn is a {type(loss_fn).__name__}: give a function of logits and label")

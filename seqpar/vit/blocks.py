@@ -135,15 +135,20 @@ def compile_blocks(module: nn.Module, **options: Any) -> nn.Module:
 
     They are about two thirds of a block's matrix products, and each becomes one graph. Attention and decoders call
     collectives and torch's own kernels, which a compiler cannot fuse. Weights keep their names; works on any number of
-    ranks, before or after ``DistributedDataParallel``.
+    ranks, before or after ``ParallelModel``, ``DistributedDataParallel`` or ``fully_shard``.
 
     Args:
-        ``module``: is changed in place and returned.
+        ``module``: is changed in place and returned. A network without such blocks is refused.
         ``options``: as in ``torch.compile``.
     """
-    for part in module.modules():
-        if isinstance(part, Mlp | GatedMlp):
-            part.compile(**options)
+    parts = [part for part in module.modules() if isinstance(part, Mlp | GatedMlp)]
+    if not parts:
+        raise ValueError(
+            f"{type(module).__name__} has no blocks of a transformer, of which compile_blocks compiles the MLPs: use "
+            "the network as it is"
+        )
+    for part in parts:
+        part.compile(**options)
     return module
 
 

@@ -83,8 +83,27 @@ def test_unshard_joins_what_shard_cuts(world: int, ranks: Callable[..., list]) -
     ranks(world, labels)
 
 
+class Bare(nn.Conv3d):
+    def __init__(self) -> None:
+        super().__init__(1, 2, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).as_subclass(Tensor)
+
+
+class Halving(nn.Module):
+    """Takes multiples of two only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.down, self.up = nn.Conv3d(1, 2, 3, 2, 1), nn.ConvTranspose3d(2, 2, 2, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.up(self.down(x))
+
+
 def misuse(mesh: Mesh) -> dict[str, str]:
-    net, fresh = convert(small(), mesh.seq), convert(small(), mesh.seq)
+    net, fresh, bare, odd = (convert(make(), mesh.seq) for make in (small, small, Bare, Halving))
     whole = torch.randn(1, 1, 8, 6, 4)
     box = net.shard(whole)
     tries: dict[str, Callable[[], object]] = {
@@ -94,6 +113,9 @@ def misuse(mesh: Mesh) -> dict[str, str]:
         "too small": lambda: net.shard(torch.randn(1, 1, 1, 6, 4)),
         "no image": lambda: net.shard(torch.randn(4, 4)),
         "no output": lambda: net.unshard(torch.randn(4, 4)),
+        "traced": lambda: torch.jit.trace(net, box),
+        "sizes": lambda: odd(odd.shard(torch.randn(1, 1, 7, 6, 4))),
+        "a bare output": lambda: bare(box),
         "different tiles": lambda: fresh(fresh.shard(whole + mesh.seq.index)),
     }
     words = {}
@@ -113,6 +135,9 @@ def test_misuse_is_refused_in_words_on_all_ranks(ranks: Callable[..., list]) -> 
     assert "(1, 6, 4) cannot be cut into 2 boxes" in first["too small"]
     assert "shard: expected an image (batch, channels, W, D, H)" in first["no image"]
     assert "unshard: expected an output" in first["no output"]
+    assert "cannot be exported or traced: export the network of one process" in first["traced"]
+    assert "extents (7, 6, 4) and (8, 6, 4): the sizes differ, as they would in one process" in first["sizes"]
+    assert "returned a bare tensor (1, 2, 4, 6, 4) of the size of one box" in first["a bare output"]
     assert "ranks 0, 1 shares one tile, but rank 1 cut another than rank 0" in first["different tiles"]
 
 

@@ -184,6 +184,11 @@ def each_voxel(net: Own, x: Tensor) -> Tensor:
     return x.flatten(1)[:, :3]
 
 
+@torch.jit.script
+def gate(x: Tensor) -> Tensor:
+    return x.mean((2, 3, 4), keepdim=True).sigmoid()
+
+
 REFUSED: dict[str, tuple[Callable[[Own, Tensor], Tensor], str]] = {
     "a flatten of channels and space": (each_voxel, "flatten"),
     "a layer norm over space": (lambda net, x: F.layer_norm(x, x.shape[2:]), "layer_norm"),
@@ -203,6 +208,9 @@ REFUSED: dict[str, tuple[Callable[[Own, Tensor], Tensor], str]] = {
     "one place": (lambda net, x: x - x[:, :, :1].mean() + x[:, :, 0].mean(), "an index"),
     "a cubic resize in two dimensions": (lambda net, x: F.interpolate(x, scale_factor=2, mode="area"), "interpolate"),
     "indices of a pool": (lambda net, x: F.max_pool3d(x, 2, return_indices=True)[0], "max_pool3d"),
+    "a scripted function": (lambda net, x: x * gate(x * x), "torch.jit.script"),
+    "a map over samples": (lambda net, x: torch.vmap(lambda each: each / each.mean())(x), "torch.vmap"),
+    "a map of a convolution": (lambda net, x: torch.vmap(net.down)(x), "torch.vmap"),
     "a checkpoint": (
         lambda net, x: torch.utils.checkpoint.checkpoint(net.down, x, use_reentrant=False),
         "conv3d inside torch.utils.checkpoint",

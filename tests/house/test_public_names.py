@@ -14,6 +14,7 @@ import pytest
 
 import seqpar
 import seqpar.spatial
+from tests.support.reference_pages import TOPICS
 
 # The vocabulary of timm and the glossary: these mean the same everywhere.
 PLAIN = {
@@ -122,6 +123,14 @@ def test_errors_of_the_library_name_arguments_and_no_flags() -> None:
     assert len(ours) > 90
     assert {path.name: found for path in ours if (found := flags_in_errors(path.read_text()))} == {}
     assert flags_in_errors('raise ValueError(f"tile={tile}: use a larger --tile")') == [": use a larger --tile"]
+
+
+def test_the_package_lists_its_names_by_topic_as_the_page_does() -> None:
+    listed = (seqpar.__doc__ or "").partition("explains each name:\n\n")[2].split("\n\n")
+    named = {section.partition("\n")[0]: set(re.findall(r"``(\w+)``", section)) for section in listed[:-1]}
+    assert list(named) == list(TOPICS)
+    for topic, names in TOPICS.items():
+        assert set(names.split()) <= named[topic], topic
 
 
 @pytest.mark.parametrize("name", FOLDERS)

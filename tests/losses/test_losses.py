@@ -246,14 +246,14 @@ def test_wrong_settings_are_refused() -> None:
         DiceCE()(torch.zeros(1, 2, 4, 4, 4), torch.zeros(1, 4, 4, 5, dtype=torch.long))
 
 
-def test_labels_that_are_no_classes_are_refused_and_a_channel_is_named() -> None:
+def test_labels_have_one_channel_or_none_and_are_classes() -> None:
     logits, label = example()
-    for wrong, advice in (
-        (label.double(), "give label.long()"),
-        (label[:, None], r"remove its channel: label\[:, 0\]"),
-    ):
-        with pytest.raises(ValueError, match=advice):
-            DiceCE(ignore_label=9)(logits, wrong)
+    for loss in (DiceCE(ignore_label=9), DiceCE(ignore_label=9, batch_dice=True)):
+        assert torch.equal(loss(logits, label[:, None]), loss(logits, label))
+    with pytest.raises(ValueError, match=r"give label.long\(\)"):
+        DiceCE(ignore_label=9)(logits, label.double())
+    with pytest.raises(ValueError, match="without their channels or with a single one"):
+        DiceCE()(logits, torch.stack([label, label], 1))
     with pytest.raises(ValueError, match="name='dice-cee': choose one of ce, dice, dice-ce"):
         make_loss("dice-cee")
 

@@ -99,7 +99,7 @@ def as_meta(mesh: Mesh) -> list[str]:
 
 
 def losses_of(mesh: Mesh) -> dict[str, tuple[float, list[Tensor]]]:
-    """Returns mean loss and gradients over the ranks, for losses of ours, of MONAI, and a function, in each mode."""
+    """Returns this rank's loss and the mean gradients, for losses of ours, of MONAI and a function, in each mode."""
     monai = DiceFocalLoss(to_onehot_y=True, softmax=True, include_background=False)
     every = {
         "ours": DiceCE(),
@@ -120,10 +120,8 @@ def losses_of(mesh: Mesh) -> dict[str, tuple[float, list[Tensor]]]:
                 loss = net.loss(loss_fn, *shares)
                 loss.backward()
                 grads = [p.grad for p in net.parameters() if p.grad is not None]
-                total, *sums = (
-                    summed([loss.detach(), *grads], mesh.seq) if mesh.seq.size > 1 else [loss.detach(), *grads]
-                )
-                found[f"{mode} {name} {given}"] = float(total) / mesh.seq.size, [g / mesh.seq.size for g in sums]
+                sums = summed(grads, mesh.seq) if mesh.seq.size > 1 else grads
+                found[f"{mode} {name} {given}"] = float(loss.detach()), [g / mesh.seq.size for g in sums]
     return found
 
 
@@ -224,6 +222,11 @@ def compiled(mesh: Mesh) -> tuple[int, float, list[float]]:
         relative(b.grad, a.grad) for (m, a), (n, b) in pairs if a.grad is not None and b.grad is not None and m == n
     ]
     return counters["stats"]["unique_graphs"], relative(outs[1], outs[0]), apart
+
+
+def test_a_network_without_blocks_is_not_compiled() -> None:
+    with pytest.raises(ValueError, match="VolumeNet has no blocks of a transformer"):
+        compile_blocks(unet())
 
 
 def test_compiled_blocks_are_whole_graphs_that_compute_the_same() -> None:

@@ -18,7 +18,7 @@ from seqpar.parallel.collectives import equal_weights
 from seqpar.parallel.launcher import Launcher
 from seqpar.parallel.meeting import _meet
 from seqpar.parallel.mesh import Mesh, seed
-from seqpar.parallel.rendezvous import _warn_of_crossing, start
+from seqpar.parallel.rendezvous import _warn_of_crossing, init_mesh, start
 
 
 def describe(mesh: Mesh) -> tuple[tuple[int, ...], int, tuple[int, ...], int]:
@@ -56,6 +56,11 @@ def test_all_ranks_get_the_first_ones_weights(ranks: Callable[..., list]) -> Non
     assert torch.equal(weights[0][0], nn.Linear(3, 2).weight)
     for other in weights[1:]:
         assert all(torch.equal(a, b) for a, b in zip(weights[0], other))
+
+
+def test_a_mesh_checks_collectives_if_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("seqpar.parallel.rendezvous.start", lambda *_, **options: options["check"])
+    assert [init_mesh(), init_mesh(check=True)] == [False, True]
 
 
 def test_a_meeting_that_cannot_be_is_told_at_once() -> None:

@@ -3,7 +3,7 @@
 import copy
 import itertools
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -20,7 +20,7 @@ from seqpar import DiceCE, ParallelModel, predict
 from seqpar.decoders.unets import Architecture, Style, UNet, distmis, hou, lamp
 from seqpar.losses import Loss
 from seqpar.losses.terms import Dice
-from seqpar.losses.tile_network import TileNetwork
+from seqpar.losses.tile_network import SeenTiles, TileNetwork
 from seqpar.parallel.mesh import Mesh
 from tests.support.ranks import RanksFailed, alone_mesh, relative, run_ranks
 
@@ -127,11 +127,13 @@ def misuse(model: ParallelModel, mesh: Mesh) -> dict[str, str]:
     net, (image, label) = model.net, batch(0)
     fresh = ParallelModel(seqpar.convert(SegResNet(3, 8, 1, 3, blocks_down=(1, 1), blocks_up=(1,)), mesh.seq), mesh)
     one = seqpar.UNETR(1, 3, TILE, 2, 12, 24, 2, patch=8, depth=2)
+    shared = ParallelModel(seqpar.UNETR(1, 3, TILE, 2, 12, 24, 2, patch=8, depth=2, group=mesh.seq), mesh)
     unet, other = (ParallelModel(UNet(Architecture.of(1, 3, (4, 8)), group=mesh.seq), mesh) for _ in range(2))
     tries = {
         "different tiles": lambda: fresh.loss(DiceCE(), image.float() + mesh.seq.index, label),
         "different tiles, another's loss": lambda: unet(image.float() + mesh.seq.index),
         "different labels": lambda: other.loss(DiceCE(), image.float(), label.roll(mesh.seq.index, -1)),
+        **dict(later(mesh, {"converted": fresh, "U-Net": unet, "UNETR": shared})),
         "a box for a tile": lambda: unet.net.shard(unet.net.shard(image.float())),
         "an array": lambda: model.loss(DiceCE(), image.numpy(), label),
         "another label": lambda: model.loss(DiceCE(), image, label[..., :8]),
@@ -148,6 +150,31 @@ def misuse(model: ParallelModel, mesh: Mesh) -> dict[str, str]:
             act()
         texts[name] = str(caught.value)
     return texts
+
+
+def later(mesh: Mesh, models: dict[str, ParallelModel]) -> Iterator[tuple[str, Callable[[], Any]]]:
+    """Yields calls with different tiles, each of which follows one with the same tile."""
+    image, label = (x.float() if x.is_floating_point() else x for x in batch(0))
+    zeros = torch.zeros(2, 1, *TILE[:2], TILE[2] + 8 * mesh.seq.index)
+    for name, model in models.items():
+        for what, given in {
+            "tile": (image.roll(mesh.seq.index, -1), label),
+            "label": (image, label.roll(mesh.seq.index, 2)),
+            "size": (zeros, zeros.long()),
+        }.items():
+
+            def act(model: ParallelModel = model, given: tuple[Tensor, Tensor] = given) -> Any:
+                model.train().loss(LOSSES["MONAI's"], image, label).backward()
+                return model.loss(LOSSES["MONAI's"], *given)
+
+            yield f"later {what}, {name}", act
+
+        def predicts(model: ParallelModel = model) -> Any:
+            with torch.no_grad():
+                model.eval()(image)
+                return model(image.roll(mesh.seq.index, -1))
+
+        yield f"later volume, {name}", predicts
 
 
 @pytest.fixture(scope="module")
@@ -205,6 +232,11 @@ def test_misuse_is_refused_in_words_on_all_ranks(two: list) -> None:
     (*_, first), (*_, second) = two
     assert "rank 1 cut another than rank 0" in first["different tiles"] == second["different tiles"]
     assert first["different tiles, another's loss"] == first["different labels"] == first["different tiles"]
+    others = {name: text for name, text in first.items() if name.startswith("later")}
+    assert len(others) == 12 and all(second[name] == text for name, text in others.items())
+    for name, text in others.items():
+        assert "the seq group of ranks 0, 1 shares one tile, but rank 1 cut another than rank 0" in text, name
+        assert ("of another size" in text) == ("size" in name)
     assert "is this rank's box already: give the whole tile" in first["a box for a tile"]
     assert first["an array"] == "ndarray: give a tensor, as torch.as_tensor makes one"
     assert "came with an image of extents (16, 16, 24), of which this rank has (8, 16, 24)" in first["another label"]
@@ -214,6 +246,19 @@ def test_misuse_is_refused_in_words_on_all_ranks(two: list) -> None:
     assert "net is a Conv3d: give a network of seqpar" in first["not ours"]
     assert "call model.eval() first" in first["training"]
     assert "that this network does not know" in first["an unknown box"]
+
+
+def test_a_gpu_is_asked_rarely_for_the_tiles_of_all_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    compared, seen = dict[int, int](), SeenTiles()
+    for call in range(1, 50):
+
+        def compare(fingerprint: Tensor, *_: Any, call: int = call) -> None:
+            compared[call] = int(fingerprint[1])
+
+        monkeypatch.setattr("seqpar.losses.tile_network.refuse_different_tiles", compare)
+        seen.note(torch.ones(3))
+        seen.compare(alone_mesh().seq, torch.device("cuda"))
+    assert compared == {1: 1, 2: 1, 4: 2, 8: 4, 16: 8, 32: 16, 48: 16}
 
 
 def call_alone(mesh: Mesh, other: str) -> None:
@@ -249,6 +294,21 @@ def test_a_rank_that_comes_late_to_validate_is_waited_for(capfd: pytest.CaptureF
     run_ranks(2, call_alone, "is late", timeout=30)
     said = capfd.readouterr().err
     assert said.count("warning: rank 0 called the network in eval() without gradients, and waits for rank 1: ") == 1
+
+
+def one_step_more(mesh: Mesh) -> None:
+    mesh.seq.watch.notice_s = 0.3
+    model = ParallelModel(seqpar.convert(nn.Conv3d(1, 3, 3, padding=1), mesh.seq), mesh)
+    for _ in range(1 + mesh.seq.index):
+        model.loss(DiceCE(), torch.ones(1, 1, *TILE), torch.ones(1, *TILE, dtype=torch.int64)).backward()
+
+
+def test_a_rank_that_makes_one_step_more_says_which_has_ended(capfd: pytest.CaptureFixture) -> None:
+    with pytest.raises(RanksFailed, match="did not end in time"):
+        run_ranks(2, one_step_more, timeout=8)
+    said = capfd.readouterr().err
+    assert said.count("warning: rank 1 waits in ") == 1
+    assert said.count("of ranks 0, 1, but the script has ended on rank 0: all ranks must make ") == 1
 
 
 def of_groups(mesh: Mesh) -> dict[str, list[Tensor]]:
