@@ -119,7 +119,7 @@ class LabelMapEvaluation(CaseEvaluation):
             tried: dict[Members, Cases] = {(path,): {case: cases[case] for case in common}
                                            for path, cases in groups.items()}  # fmt: skip
             lines = self._add_means(tried, Path(folder)) if len(groups) > 1 else []
-            return "\n".join([*self._say_best(tried, len(common)), *lines])
+            return "\n".join([*lines, *self._say_best(tried, len(common))])
 
     def _add_means(self, tried: dict[Members, Cases], folder: Path) -> list[str]:
         """Adds the mean of each two predictions whose probabilities are there; returns a line on the others."""
@@ -140,7 +140,7 @@ class LabelMapEvaluation(CaseEvaluation):
             tried[first, second] = {pair.case: (pair, _known(scores)) for pair, scores in self._scores_of(pairs)}
         if not lacking:
             return []
-        return [f"averages of two are tried where --npz wrote probabilities; {', '.join(map(str, lacking))} has none"]
+        return [f"no averages with {', '.join(map(str, lacking))}: they need the probabilities that --npz writes"]
 
     def _say_best(self, tried: Mapping[Members, Cases], count: int) -> list[str]:
         """Returns lines on which is best, and learns and writes its postprocessing; ``count``: of the cases."""
