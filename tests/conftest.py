@@ -1,5 +1,7 @@
 """The fixtures of all tests."""
 
+import gc
+import os
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -7,6 +9,14 @@ import pytest
 from seqpar.data.preparation import recipe_survey
 from seqpar.parallel.mesh import Mesh
 from tests.support.ranks import alone_mesh, run_ranks  # its package caps threads before torch is imported
+
+os.register_at_fork(after_in_child=gc.freeze)  # a collection would touch, and so copy, all that comes from its parent
+
+
+def pytest_collection_finish() -> None:
+    """Spares what has been imported from each later collection, which would walk over a million objects."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture
