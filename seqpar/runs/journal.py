@@ -126,9 +126,10 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
 
 def _has_numbers(row: Mapping[str, Any]) -> bool:
-    """Returns whether a row has the numbers that all readers need: a loss and, of a validation, scores."""
+    """Returns whether a row has the numbers that all readers need: of training a loss, of validation scores too."""
     try:
-        float(row["loss"])
+        if row["kind"] in ("train", "val"):
+            float(row["loss"])
         return row["kind"] != "val" or isinstance(score_of(row), float)
     except (KeyError, TypeError, ValueError, AttributeError):
         return False

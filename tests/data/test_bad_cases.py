@@ -158,7 +158,7 @@ ONE_CASE: dict[str, tuple[Callable[[Path], object], str, str]] = {
         IMAGE,
         "header cannot be used",
     ),
-    "unreadable file": (lambda r: dangling(r / IMAGE), IMAGE, "cannot be read (No such file"),
+    "unreadable file": (lambda r: dangling(r / IMAGE), IMAGE, "is a link to nowhere.nii.gz, which leads nowhere"),
     "a folder for a file": (lambda r: into_folder(r / IMAGE), IMAGE, "is a folder without DICOM files"),
     "missing label": (lambda r: (r / LABEL).unlink(), LABEL, "is missing; add the label of case c_001"),
     "label without images": (

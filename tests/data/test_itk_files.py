@@ -143,7 +143,7 @@ def several_and_time(path: Path) -> None:
         (complex_numbers, "numbers of type"), (detached, "does not contain its own voxels"),
         (detached_in_one_word, "does not contain its own voxels"),
         (lambda path: path.mkdir(), "folder without DICOM"),
-        (lambda path: path.symlink_to("nowhere"), "No such file"),
+        (lambda path: path.symlink_to("nowhere"), "is a link to nowhere, which leads nowhere"),
     ],
 )  # fmt: skip
 def test_what_is_no_volume_is_refused_by_name(harm, words, tmp_path) -> None:

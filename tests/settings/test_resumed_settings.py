@@ -4,6 +4,8 @@ import re
 from dataclasses import replace
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from seqpar.parallel.launcher import Launcher
 from seqpar.planner.batch_size import keep_global_batch
@@ -35,7 +37,7 @@ def test_a_run_that_goes_on_keeps_its_network_and_takes_new_wishes(flags):
 
 def test_a_fine_tuned_run_goes_on_with_the_line_that_began_it_and_without_the_file(flags, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "w.safetensors").touch()
+    save_file({"weight": torch.zeros(1)}, tmp_path / "w.safetensors")
     line = [*flags, "--weights", "w.safetensors"]
     saved = config_of(line)
     check_feasible(saved)

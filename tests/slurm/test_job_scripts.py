@@ -12,6 +12,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from seqpar.cluster import exit_codes
 from seqpar.data.files import write_json
@@ -143,7 +145,7 @@ def test_a_chain_ends_after_three_jobs_without_a_new_checkpoint(jobs: Jobs) -> N
 
 def test_a_chain_of_fine_tuning_jobs_goes_on_with_the_line_that_began_it(jobs: Jobs, tmp_path: Path) -> None:
     weights = tmp_path / "weights.safetensors"
-    weights.touch()
+    save_file({"weight": torch.zeros(1)}, weights)
     flags = f"--preset debug --weights {weights}"
     for _ in range(2):
         jobs.job(code=75, state="preempted", said=75, flags=flags)

@@ -157,6 +157,8 @@ def test_validation_shows_how_far_each_case_is(flags, tmp_path, alone, monkeypat
     monkeypatch.setattr(trainer.journal, "progress", lambda fields, last=False: shown.append(fields))
     trainer.validation.run(trainer.net, trainer.journal, NoStop())
     bars = "·" * 12, "█" * 12  # one window holds a case here
-    wanted = [f"validating case {number}/2 {bar} {share}%" for number in (1, 2) for bar, share in zip(bars, (0, 100))]
+    wanted = [
+        f"validating case {number}/2 {bar} {share}% of it" for number in (1, 2) for bar, share in zip(bars, (0, 100))
+    ]
     assert [fields[0] for fields in shown] == wanted
     assert [fields[1] for fields in shown][::3] == ["? left", "0:00 left"]
