@@ -190,7 +190,7 @@ class BareBoxes(TorchDispatchMode):
             name = str(func.overloadpacket).removeprefix("aten.")
             self.refused = self._boxes.refusal(
                 name,
-                "took a bare box, of which it does not see the rest (in a torch.jit.script function, torch.vmap, "
+                "took a bare box, without the rest of the volume (in a torch.jit.script function, torch.vmap, "
                 "as_subclass, or an extension in C++)",
             )
             raise self.refused

@@ -38,10 +38,11 @@ class PredictionFolder(ABC):
 
     path: Path
 
+    _handle = -1  # of the folder, while it is locked
+
     def __init__(self, folder: Path) -> None:
         self.folder = self.path = folder
         self.listed = frozenset[str]()
-        self._handle = -1  # of the folder, while it is locked
 
     def open(self, cases: Sequence[Case], record: dict[str, Any], resume: bool) -> list[Case]:
         """Returns the cases that are still to be predicted; removes what predictions with other settings left of them.

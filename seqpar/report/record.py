@@ -196,7 +196,7 @@ def read_scores(run: Path) -> CaseScores:
 def weights_behind(prediction: Path) -> str:
     """Returns the files of weights that a folder was predicted with, in words; "" if it does not say."""
     try:
-        content = json.loads((prediction / "prediction.json").read_text())
+        content = json.loads(read_whole(prediction / "prediction.json"))
         return ", ".join(str(path) for run in content.get("runs", [content]) for path in run["weights"])
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return ""

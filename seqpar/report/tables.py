@@ -231,7 +231,7 @@ def last_validation(record: RunRecord) -> Table | None:
 class Strip(NamedTuple):
     """A row of dots, with left end and width of the box of the quartiles, and place of the median.
 
-    - ``dots``: place, title, and whether the dot is hollow, as there is something to know of its value
+    - ``dots``: place, title, and whether the dot is hollow, which marks a note
     """
 
     name: str
@@ -263,7 +263,7 @@ def make_strips(
 ) -> Strips | None:
     """Returns a strip per name: a dot per value, quartiles and median; None without values.
 
-    - ``rows``: value, case name and, where there is something to know of the value, that
+    - ``rows``: value, case name and, optionally, a note on the value
     - ``colours``: of the names; others are grey
     """
     from matplotlib.ticker import MaxNLocator

@@ -144,8 +144,8 @@ def compile_blocks(module: nn.Module, **options: Any) -> nn.Module:
     parts = [part for part in module.modules() if isinstance(part, Mlp | GatedMlp)]
     if not parts:
         raise ValueError(
-            f"{type(module).__name__} has no blocks of a transformer, of which compile_blocks compiles the MLPs: use "
-            "the network as it is"
+            f"{type(module).__name__} has no transformer blocks, whose MLPs compile_blocks compiles: use the network "
+            "without it"
         )
     for part in parts:
         part.compile(**options)

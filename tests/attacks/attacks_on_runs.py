@@ -106,7 +106,7 @@ ATTACKS += [
 
 def _wrote_npz(here: Path, said: str) -> None:
     content = json.loads((here / "out" / "npz" / "dataset.json").read_text())
-    assert (content["name"], content["file_ending"]) == ("run", ".nii.gz")  # and not what lies in the current folder
+    assert (content["name"], content["file_ending"]) == ("run", ".nii.gz")  # not those of the current folder
 
 
 ATTACKS += [
@@ -126,7 +126,7 @@ ATTACKS += [
 
 
 def _ended(here: Path) -> None:
-    """Makes a run, as it is after its end, whose labels a report can show."""
+    """Makes a finished run whose labels a report can show."""
     make_run(here / "run", ignore_label=None, **dict.fromkeys(("name", "layout"), ""), modalities=["T1"])
     path = here / "run" / "config.json"
     content = json.loads(path.read_text())

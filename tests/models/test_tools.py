@@ -225,7 +225,7 @@ def compiled(mesh: Mesh) -> tuple[int, float, list[float]]:
 
 
 def test_a_network_without_blocks_is_not_compiled() -> None:
-    with pytest.raises(ValueError, match="VolumeNet has no blocks of a transformer"):
+    with pytest.raises(ValueError, match="VolumeNet has no transformer blocks"):
         compile_blocks(unet())
 
 

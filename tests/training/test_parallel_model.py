@@ -153,7 +153,7 @@ def misuse(model: ParallelModel, mesh: Mesh) -> dict[str, str]:
 
 
 def later(mesh: Mesh, models: dict[str, ParallelModel]) -> Iterator[tuple[str, Callable[[], Any]]]:
-    """Yields calls with different tiles, each of which follows one with the same tile."""
+    """Yields calls with different tiles, each after one with the same tile."""
     image, label = (x.float() if x.is_floating_point() else x for x in batch(0))
     zeros = torch.zeros(2, 1, *TILE[:2], TILE[2] + 8 * mesh.seq.index)
     for name, model in models.items():
