@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from seqpar.decoders.decoder import DecoderCell, Sizes, Stride, run_cells, strides
-from seqpar.parallel.layout import per_axis
+from seqpar.parallel.layout import per_axis, refuse_no_count
 from seqpar.pipeline.cells import Value
 from seqpar.spatial.box_grid import BoxGrid
 from seqpar.spatial.convolution import Conv3d, ConvTranspose3d
@@ -145,6 +145,7 @@ class UnetrDecoder(nn.Module):
         residual: bool = True,
     ) -> None:
         super().__init__()
+        refuse_no_count(in_channels=in_channels, embed_dim=embed_dim, num_classes=num_classes, width=width)
         if norm not in NORMS:
             raise ValueError(f"norm={norm!r}: choose {' or '.join(map(repr, NORMS))}")
         self.patch, stages = per_axis(patch, "patch"), _stages(patch)

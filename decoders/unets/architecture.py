@@ -5,6 +5,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from seqpar.parallel.layout import refuse_no_count
 from seqpar.parallel.mesh import Group
 
 Three = tuple[int, int, int]
@@ -115,6 +116,9 @@ class Architecture:
     first_kernel: Three | None = None
 
     def __post_init__(self) -> None:
+        refuse_no_count(in_channels=self.in_channels, num_outputs=self.num_outputs)
+        for width in self.features:
+            refuse_no_count(features=width)
         _refuse_unknown("block", self.block, BLOCKS)
         _refuse_unknown("down", self.down, DOWNS)
         _refuse_unknown("up", self.up, UPS)

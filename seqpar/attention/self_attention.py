@@ -20,6 +20,7 @@ from seqpar.attention.strategies import Strategy, check_strategy
 from seqpar.attention.token_gather import attend_to_gathered_tokens
 from seqpar.attention.window_attention import Windows, attend_in_windows
 from seqpar.parallel.device_constants import cached
+from seqpar.parallel.layout import refuse_no_count
 from seqpar.parallel.mesh import AnyGroup, as_group
 from seqpar.parallel.meta_tensors import autocast_dtype
 
@@ -55,8 +56,7 @@ class ParallelAttention(nn.Module):
         heads_per_chunk: int | None = None,
     ) -> None:
         super().__init__()
-        if embed_dim < 1 or num_heads < 1:
-            raise ValueError(f"embed_dim={embed_dim} and num_heads={num_heads} must be positive")
+        refuse_no_count(embed_dim=embed_dim, num_heads=num_heads)
         if embed_dim % num_heads:
             fits = [h for h in range(1, embed_dim + 1) if embed_dim % h == 0 and h <= 2 * num_heads]
             raise ValueError(

@@ -14,7 +14,7 @@ from seqpar.decoders.unetr import UnetrDecoder, skip_blocks
 from seqpar.models.network import num_parameters
 from seqpar.models.pipelined import TokenCells, refuse_other_grid
 from seqpar.models.token_network import TokenNetwork
-from seqpar.parallel.layout import Layout
+from seqpar.parallel.layout import Layout, refuse_no_count
 from seqpar.parallel.mesh import AnyGroup
 from seqpar.vit.dropout import DropoutKey
 from seqpar.vit.encoder import SeqParViT
@@ -98,6 +98,8 @@ class UNETR(SegmentationNet):
         mode: str = "auto",
         group: AnyGroup | None = None,
     ) -> None:
+        refuse_no_count(in_channels=in_channels, out_channels=out_channels, feature_size=feature_size)
+        refuse_no_count(hidden_size=hidden_size, mlp_dim=mlp_dim, num_heads=num_heads)
         encoder = SeqParViT(
             in_channels, img_size, patch, hidden_size, depth, num_heads, mlp_dim / hidden_size, qkv_bias, group=group
         )

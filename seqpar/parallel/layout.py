@@ -10,7 +10,7 @@ import operator
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
-from typing import Any, TypeVar
+from typing import Any, SupportsIndex, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -299,6 +299,13 @@ def per_axis(value: int | Iterable[int], name: str, axes: int = 3) -> tuple[int,
         return tuple(map(operator.index, numbers))
     except TypeError:
         raise ValueError(f"{name}={value!r}: give a whole number, or several in a tuple") from None
+
+
+def refuse_no_count(**values: int) -> None:
+    """Raises ValueError for values, by the names of their arguments, that are not whole numbers above 0."""
+    for name, value in values.items():
+        if not isinstance(value, SupportsIndex) or operator.index(value) < 1:
+            raise ValueError(f"{name}={value!r}: give a whole number above 0")
 
 
 def plain_tensor(x: Tensor) -> Tensor:

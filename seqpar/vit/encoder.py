@@ -16,7 +16,7 @@ from seqpar.attention.self_attention import ParallelAttention
 from seqpar.attention.strategies import AttentionOptions, Strategy
 from seqpar.attention.window_attention import Windows, refuse_window
 from seqpar.parallel.consensus import refuse_different_tiles
-from seqpar.parallel.layout import Layout, per_axis, plain_tensor
+from seqpar.parallel.layout import Layout, per_axis, plain_tensor, refuse_no_count
 from seqpar.parallel.mesh import AnyGroup, as_group, warn_without_group
 from seqpar.vit.blocks import ATTENTION_SITE, HIDDEN_SITE, MLP_SITE, MLPS, RECOMPUTED, Block, GatedMlp, Mlp, Spread
 from seqpar.vit.dropout import DropoutKey, keyed_dropout, token_numbers
@@ -99,8 +99,9 @@ class SeqParViT(nn.Module):
     ) -> None:
         super().__init__()
         refuse_unknown(positions, mlp, recompute, dropout, drop_path)
-        if min(in_channels, embed_dim, num_heads) < 1 or mlp_ratio <= 0:
-            raise ValueError(f"{in_channels=}, {embed_dim=}, {num_heads=} and {mlp_ratio=} must be positive")
+        refuse_no_count(in_channels=in_channels, embed_dim=embed_dim, num_heads=num_heads)
+        if mlp_ratio <= 0:
+            raise ValueError(f"{mlp_ratio=}: it must be above 0")
         refuse_window(window, split)
         self.group = as_group(group)
         self._notices = group is None  # warn once in training, as ranks may have been meant to share a tile

@@ -164,7 +164,7 @@ def test_an_unknown_strategy_and_sizes_that_cannot_be_are_refused_by_their_argum
         ({"strategy": "ring"}, "strategy='ring': choose gather-kv, gather-x, ulysses, hybrid or hybrid:U"),
         ({"strategy": "hybrid", "group": pair}, "strategy='hybrid': 2 ranks allow no hybrid: use gather-x"),
         ({"strategy": "ulysses", "group": pair, "keep_kv": True}, "no effect with strategy='ulysses'"),
-        ({"num_heads": 0}, "embed_dim=12 and num_heads=0 must be positive"),
+        ({"num_heads": 0}, "num_heads=0: give a whole number above 0"),
     ):
         with pytest.raises(ValueError, match=advice):
             ParallelAttention(**{"embed_dim": 12, "num_heads": 3, **options})  # type: ignore[arg-type]

@@ -106,6 +106,21 @@ def test_wrong_settings_are_refused_when_built(wrong: dict, says: str) -> None:
         vit(**wrong)
 
 
+@pytest.mark.parametrize(
+    "wrong, says",
+    [
+        (dict(feature_size=-1), "feature_size=-1: give a whole number above 0"),
+        (dict(hidden_size=24.0), "hidden_size=24.0: give a whole number above 0"),
+        (dict(out_channels=0), "out_channels=0: give a whole number above 0"),
+        (dict(num_heads="2"), "num_heads='2': give a whole number above 0"),
+    ],
+)
+def test_a_unetr_takes_whole_numbers(wrong: dict, says: str) -> None:
+    usual = dict(in_channels=1, out_channels=2, img_size=16, feature_size=4, hidden_size=24, mlp_dim=48, num_heads=2)
+    with pytest.raises(ValueError, match=says):
+        seqpar.UNETR(**{**usual, **wrong}, patch=8, depth=2)
+
+
 def test_wrong_inputs_are_refused_with_what_is_needed() -> None:
     pair = Group("seq", (0, 1), 1)  # never communicates: it raises before
     net = vit(group=pair)
