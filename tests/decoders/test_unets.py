@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from seqpar.decoders.resattnet import ResAttNet
 from seqpar.decoders.unets import Architecture, Style, UNet, distmis, hou, lamp, nnunet
 from seqpar.decoders.unets.nnunet import network, of_plan, topology
 from seqpar.decoders.unets.published import SQUEEZE
@@ -193,6 +194,27 @@ def test_published_networks_are_the_function_that_was_published(
     image = numbers(3, 2, 2, *extents)
     with torch.no_grad():
         assert relative(net(image), reference(state, image)) < 1e-12
+
+
+@pytest.mark.parametrize(
+    ("build", "slope"),
+    [
+        (lambda: hou(1, 3, features=8), 0.1),
+        (lambda: lamp(1, 10, features=8), 0.01),
+        (lambda: ResAttNet(1, 2, features=8), 0.0),
+    ],
+    ids=["hou", "lamp", "resattnet"],
+)
+def test_kernels_begin_as_hes_for_their_activation_and_biases_at_0(
+    build: Callable[[], nn.Module], slope: float
+) -> None:
+    torch.manual_seed(0)
+    for module in build().modules():
+        if isinstance(module, (nn.Conv3d, nn.ConvTranspose3d)):
+            wanted = (2 / (1 + slope**2) / module.weight[0].numel()) ** 0.5
+            spread = 5 * wanted / (2 * module.weight.numel()) ** 0.5
+            assert abs(float(module.weight.detach().std()) - wanted) < spread
+            assert module.bias is None or not module.bias.any()
 
 
 @pytest.mark.parametrize(

@@ -97,6 +97,36 @@ def test_children_are_made_by_these_operators() -> None:
     assert len(inverted) == 2 * 16 and {tuple(sorted(child)) for child in inverted} == parents
 
 
+@pytest.mark.parametrize("objective", OBJECTIVES)
+def test_a_new_feasible_child_takes_the_place_of_the_worst_and_any_other_is_dropped(
+    objective: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loads, capacities = instance(random.Random(2), 9, 3, equal=False)
+    turns, make = list[tuple[list, list, np.ndarray]](), gabra_module._child
+
+    def watched(individuals: list, values: list, *more: object) -> np.ndarray:
+        child = make(individuals, values, *more)
+        turns.append((list(individuals), list(values), child))
+        return child
+
+    monkeypatch.setattr(gabra_module, "_child", watched)
+    gabra(loads, capacities, objective, Search(turns=200))
+    kinds = set[str]()
+    for (individuals, values, child), (after, values_after, _) in itertools.pairwise(turns):
+        is_known = any((child == other).all() for other in individuals)
+        kind = "known" if is_known else "new" if is_feasible(child, loads, capacities) else "too full"
+        kinds.add(kind)
+        if kind == "new":
+            worst = int(np.argmin(values))
+            individuals[worst], values[worst] = child, OBJECTIVES[objective](child, loads, capacities)
+        assert values == values_after and all((a == b).all() for a, b in zip(individuals, after))
+    assert kinds == {"known", "new", "too full"} and len(turns) == 200
+
+
+def test_its_search_is_the_papers_where_that_says_it() -> None:
+    assert Search() == Search(population=20, turns=500, crossover=0.8, mutation=0.2, seed=0)
+
+
 def test_thirty_seven_partitions_on_eight_devices_take_less_than_a_second() -> None:
     loads = np.random.default_rng(0).random(37)
     began = time.thread_time()  # of this thread alone: others on the machine do not count

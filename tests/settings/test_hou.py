@@ -26,6 +26,7 @@ def test_the_figures_that_it_states() -> None:
     assert (config.loss, config.loss_weights) == ("lesion-dice-ce", (0.45, 0.45, 0.1)), "0.9 Dice, half and half"
     assert (config.synthesis, config.synthesis_per, config.augment) == (0.5, "volume", "flips")
     assert RECIPES["flips"]().mirror == Chance(0.5) and config.precision == "bf16"
+    assert (config.tile, config.foreground) == ((64, 64, 64), 0), "tiles are drawn anywhere"
     refuse_settings_without_effect(config, {"synthesis_per", "dropout", "loss_weights", "decay_epochs", "precision"})
     net = build_network(replace(config, features=2), 1, 3, Group("seq"), device="cpu")
     assert {m.rate for m in net.modules() if isinstance(m, VoxelDropout)} == {0.5}

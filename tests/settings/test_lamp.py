@@ -36,7 +36,7 @@ def test_the_figures_that_it_states() -> None:
         "unet-lamp", "rmsprop", 1e-3, "constant",
     )  # fmt: skip
     assert (config.loss, config.loss_weights, config.dice_background) == ("dice-focal", (1.0, 0.5), True)
-    assert (config.grad_checkpoint, config.augment) == ("full", "lamp")
+    assert (config.grad_checkpoint, config.augment, config.val_every) == ("full", "lamp", 10)
     assert config.optimizer_options.betas in ((), (0.0, 0.99)), "RMSProp as torch's, without momentum"
     refuse_settings_without_effect(config, {"features", "grad_checkpoint"})
     small = replace(config, features=2)
@@ -52,6 +52,10 @@ def test_its_lessons_are_the_papers_passes_over_its_cases() -> None:
         assert len(lesson.steps) * batch == epochs * CASES
     assert [lesson.foreground for lesson in lessons] == [1, 1, 0], "small tiles show an organ"
     assert lamp().steps == sum(len(lesson.steps) for lesson in lessons)
+    released = ",".join(f"{tile}:{epochs}:{batch}" for tile, (epochs, batch) in PASSES.items())
+    assert f"`--curriculum {released}` makes the release's steps" in page("explanation/presets-lamp").read_text()
+    steps = [len(lesson.steps) for lesson in lessons_of(replace(lamp(), curriculum=released))]
+    assert steps == [epochs * CASES for epochs, _ in PASSES.values()] and steps[0] == 1_252_800
 
 
 def test_over_a_pipe_its_lessons_have_micro_batches_for_every_place() -> None:

@@ -59,6 +59,9 @@ def test_the_figures_that_it_states() -> None:
     assert (config.loss, config.dice, config.loss_weights, config.batch_dice) == ("dice-ce", "squared", (), False)
     assert (config.targets, config.foreground, config.output_bias) == ("labels", 0.0, False)
     assert config.loss_terms == ("dice", "ce")
+    (first, *_) = make_optimizer(net_of(small()), small().optimizer_options).param_groups
+    taken = (config.epochs, config.dropout, config.mlp, config.mlp_ratio, config.qkv_bias, config.val_overlap)
+    assert taken == (400, 0, "gelu", 4, True, 0.5) and first["betas"] == (0.9, 0.999), "what it leaves open"
     assert type(make_optimizer(net_of(small()), small().optimizer_options)) is torch.optim.Adam
 
 
@@ -172,6 +175,19 @@ def test_biases_of_the_outputs_are_torchs_own() -> None:
 def test_its_decoders_convolutions_have_no_bias_where_a_norm_follows() -> None:
     decoder = net_of(small()).decoder
     assert [conv.bias for conv in decoder.convs] == [None, None] and decoder.classes.bias is not None
+
+
+def test_its_weights_begin_as_said() -> None:
+    torch.manual_seed(0)
+    net = build_network(replace(small(), embed_dim=120), 4, 4, Group("seq"))
+    matrices = {name: p.detach() for name, p in net.named_parameters() if p.ndim > 1}
+    for name, p in matrices.items():
+        if name.startswith("encoder"):
+            wanted = (4 * 4**3) ** -0.5 if "patch_embed" in name else 0.02
+            assert float(p.std()) == pytest.approx(wanted, rel=0.1), name
+        else:
+            bound = p[0].numel() ** -0.5  # torch draws from -bound to bound
+            assert 0.9 * bound < float(p.abs().max()) <= bound, name
 
 
 def test_queries_stay_and_keys_and_values_are_collected_by_name() -> None:

@@ -228,6 +228,11 @@ def test_debug_pretrains_the_encoder_of_debug() -> None:
     recipe = PRESETS["mae"]()
     assert (recipe.embed_dim, recipe.depth, recipe.heads, recipe.patch[0], recipe.tile[0]) == (864, 16, 12, 8, 160)
     assert (recipe.mask_ratio, recipe.rebuild_blocks, recipe.lr, recipe.weight_decay) == (0.75, 2, 3e-4, 0.05)
+    assert (recipe.optimizer, recipe.betas, recipe.decay_all, recipe.clip) == ("adamw", (0.9, 0.98), True, 1)
+    assert (recipe.schedule, recipe.warmup, recipe.epochs, recipe.iterations) == ("poly", 50, 1000, 250)
+    assert (recipe.global_batch, recipe.drop_path, recipe.layer_scale, recipe.attention_norm) == (8, 0.2, 0.1, True)
+    assert (recipe.positions, recipe.mlp, recipe.spacing) == ("learned+rope", "swiglu", "1,1,1")
+    assert (recipe.augment, recipe.precision) == ("light", "bf16"), "other than nnssl's"
 
 
 def test_the_loss_of_debugs_fifty_steps_falls(tmp_path) -> None:
