@@ -1,7 +1,7 @@
 # Two commands do everything on a fresh machine: `make train` and `make test`.
 PYTHON ?= python3
 BIN = .venv/bin
-# A CUDA build for Linux, with which the pretended GPU was tried; it needs no GPU and no driver.
+# A CUDA build for Linux, with which the simulated GPU was tried; it needs no GPU and no driver.
 CUDA_TORCH ?= torch==2.14.1
 
 # Compiled modules are kept, also where the environment says otherwise: each start would compile 300 files again, and each of
@@ -17,7 +17,7 @@ train: .venv/ready
 test: .venv/ready
 	GLIBC_TUNABLES=glibc.malloc.hugetlb=1 $(BIN)/python -m pytest -n 3 --dist loadfile -m "not started"
 
-# Needs 5.5 GB and g++: programs on a GPU that is pretended, see tests/pretended_gpu/README.md.
+# Needs 5.5 GB and g++: programs on a simulated GPU, see tests/pretended_gpu/README.md.
 test-gpu: .venv-gpu/ready
 	.ci/gpu
 
