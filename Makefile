@@ -17,7 +17,7 @@ train: .venv/ready
 test: .venv/ready
 	GLIBC_TUNABLES=glibc.malloc.hugetlb=1 $(BIN)/python -m pytest -n 3 --dist loadfile -m "not started"
 
-# Needs 5.5 GB and g++: programs on a GPU that is pretended, see tests/pretended_gpu/README.md.
+# Needs 5.5 GB and g++: programs on a pretended GPU, see tests/pretended_gpu/README.md.
 test-gpu: .venv-gpu/ready
 	.ci/gpu
 

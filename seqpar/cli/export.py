@@ -1,7 +1,7 @@
 """Packs a trained run to hand on: ``python launch/export.py RUN OUT.zip``.
 
-``OUT.pth`` has the encoder of a Primus, pretrained or trained, for nnU-Net to train on. A folder ``OUT`` becomes a
-results folder of nnU-Net's.
+``OUT.pth`` has the encoder of a Primus, pretrained or trained, for nnU-Net to train on. A folder ``OUT`` becomes an
+nnU-Net results folder.
 """
 
 import argparse
@@ -25,11 +25,11 @@ _FILES = (".zip", ".pth", ".pt", ".safetensors", ".tar", ".gz", ".tgz")  # a tar
 
 def act(arguments: Sequence[str]) -> int:
     """Writes the file and prints what is in it; returns exit code 0."""
-    parser = Parser("export", description="Packs a trained run into one file, or into a results folder of nnU-Net's.")
+    parser = Parser("export", description="Packs a trained run into one file, or into an nnU-Net results folder.")
     add = parser.add_argument
     add("run", type=Path, metavar="RUN", help="run folder that train wrote, or folder of five folds for a folder OUT")
     add("out", type=Path, metavar="OUT", help="what to write: OUT.zip, which predict takes instead of a run "
-        "folder; OUT.pth, the encoder of a Primus, which nnU-Net trains on as a pretraining of nnssl's; or a folder, "
+        "folder; OUT.pth, the encoder of a Primus in nnssl's format, which nnU-Net can train further; or a folder, "
         "from which nnU-Net predicts")  # fmt: skip
     add("--checkpoint", default="best", metavar="WHICH", help="best (default), latest or a file of the run's weights")
     add("--licence", default="not stated", metavar="TEXT", help="licence of the weights, such as CC-BY-4.0")

@@ -136,7 +136,7 @@ def _parser() -> Parser:
     parser = Parser("predict", description="Predicts label maps, or classes of cases, with a trained run.")
     add = parser.add_argument
     add("run", type=Path, nargs="*", metavar="RUN",
-        help="run folder, archive, or results folder of nnU-Net's; several are averaged")  # fmt: skip
+        help="run folder, archive, or nnU-Net results folder; several are averaged")  # fmt: skip
     add("-d", "--dataset", default="", metavar="ID", help="in place of RUN: nnU-Net's data set in $nnUNet_results")
     add("-c", "--configuration", default="", metavar="NAME", help="its configuration, such as 3d_fullres")
     add("-tr", "--trainer", default="", metavar="NAME", help=f"its trainer (default {TRAINER})")
@@ -150,7 +150,7 @@ def _parser() -> Parser:
         nargs="+",
         default=[],
         metavar="FOLD",
-        help="folds of nnU-Net's to average (default: all there are)",
+        help="nnU-Net's folds to average (default: all)",
     )
     add("--trainer-unknown", choices=UNKNOWN_TRAINERS, default=UNKNOWN_TRAINERS[0],
         help="nnU-Net's networks by a trainer that is not one of its own: take them if all tensors fit the plan's "
@@ -165,8 +165,8 @@ def _parser() -> Parser:
     add("--sums", choices=SUMS, help="precision of the sums over windows (default float: float32; nnU-Net: half)")
     add("--window-batch", type=int, metavar="WINDOWS", help="windows that a group predicts at once (default 1)")
     add("--mirror", nargs="*", choices=[*DIRECTIONS, "none"],
-        help="average over flips along these directions, all three if none is named (default: none; networks of "
-        "nnU-Net's: all that training flipped)")  # fmt: skip
+        help="average over flips along these directions, all three if none is named (default: none; nnU-Net's "
+        "networks: all that training flipped)")  # fmt: skip
     add("--probabilities", action="store_true", help="also write a volume of probabilities per network output")
     add("--npz", action="store_true", help="also write npz/, probabilities that nnUNetv2_ensemble averages")
     add(

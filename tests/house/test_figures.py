@@ -98,9 +98,9 @@ def span(errors: list[float]) -> str:
     return f"{errors[0]:+.0f} to {errors[-1]:+.0f} %"
 
 
-ENCODER, ATTENTION = "time of the encoder to that of MONAI's ViT", "time of attention to that of"
-TILES = "tiles a second with augmentation `full`, times those of batchgenerators with"
-WHOLE_PASS = "speed of a whole pass over 240 x 240 x 155, times that of sliding windows"
+ENCODER, ATTENTION = "time of the encoder, relative to MONAI's ViT", "time of attention, relative to"
+TILES = "tiles a second with augmentation `full`, relative to batchgenerators with"
+WHOLE_PASS = "speed of a whole pass over 240 x 240 x 155, relative to sliding windows"
 ULYSSES = ("DeepSpeed Ulysses",)
 STEP = "time of a UNETR step, relative to MONAI's"
 KEPT = f"{STEP} with freed memory kept"
@@ -132,10 +132,10 @@ FIGURES: dict[str, Callable[[], Any] | None] = {
     f"{TILES} linear interpolation": lambda: tiles("1/0"),
     f"{WHOLE_PASS} of 96": lambda: f"{of('predict', 'times_whole', name='sliding 96, overlap 0.5'):.1f}",
     f"{WHOLE_PASS} of 64": lambda: f"{of('predict', 'times_whole', name='sliding 64, overlap 0.5'):.1f}",
-    "the planner's bytes": lambda: span(planned_bytes()),
-    "the planner's seconds, off the clock by: 1": lambda: span(plan_errors(1)),
-    "the planner's seconds, off the clock by: 2": lambda: span(plan_errors(2)),
-    "the planner's seconds, off the clock by: 4": lambda: span(plan_errors(4)),
+    "error of the planned bytes": lambda: span(planned_bytes()),
+    "error of the planned seconds: 1": lambda: span(plan_errors(1)),
+    "error of the planned seconds: 2": lambda: span(plan_errors(2)),
+    "error of the planned seconds: 4": lambda: span(plan_errors(4)),
     "a training step on a whole volume": lambda: (
         f"{of('memory', 'peak MiB, all ranks', case='a whole volume of 240 x 240 x 155') / 1024:.1f} GiB"
     ),
