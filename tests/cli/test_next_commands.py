@@ -35,6 +35,7 @@ def start(words: list[str], *more: str, **places: object) -> int:
     return run(importlib.import_module(f"seqpar.cli.{act}").act, [*words[1 + (words[0] == "python") :], *more])
 
 
+@pytest.mark.started
 def test_each_printed_command_works_as_it_stands(line_of, tmp_path: Path) -> None:
     (of_phantom,) = line_of(phantom.act, "--cases", 5, "--size", 24, 24, 24, "--out", "data", "--workers", 1)
     assert start(of_phantom, "--dry-run") == 0
@@ -50,6 +51,7 @@ def test_each_printed_command_works_as_it_stands(line_of, tmp_path: Path) -> Non
     assert start(of_predict, TRUTH="data") == 0
 
 
+@pytest.mark.started
 def test_a_pretraining_names_a_training_that_takes_its_encoder(line_of, tmp_path: Path) -> None:
     """With its tile and widths where they are not the preset's, on its data where these have labels."""
     line_of(phantom.act, "--cases", 5, "--size", 24, 24, 24, "--out", "data", "--workers", 1)

@@ -62,6 +62,7 @@ def test_the_act_of_each_command_takes_its_flags_as_written(line: str, monkeypat
         begin(f"{line} --no-such-flag", monkeypatch)
 
 
+@pytest.mark.started
 def test_the_loop_on_two_ranks_is_that_of_one_process(tmp_path: Path) -> None:
     (loop,) = blocks(ROOT / "README.md", "python")
     assert len(loop.splitlines()) <= 25

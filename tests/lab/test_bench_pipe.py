@@ -23,6 +23,7 @@ def measured(mesh: Mesh) -> dict:
     return {"ways": ways, "memories": memories}
 
 
+@pytest.mark.started
 def test_rows_compare_placements_with_one_process_and_with_equal_cuts(ranks: Callable[..., list]) -> None:
     (alone,) = ranks(1, measured)
     first, second = ranks(2, measured, pipe=2, timeout=90)

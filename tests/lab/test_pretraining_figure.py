@@ -70,6 +70,7 @@ def test_a_seed_alone_is_the_run_that_it_is_among_others() -> None:
     assert last is not None and one is not None and last.flags == one.flags
 
 
+@pytest.mark.started
 def test_the_figure_is_made_of_a_pretraining_and_two_trainings_on_the_same_cases(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

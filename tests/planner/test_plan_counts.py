@@ -190,7 +190,7 @@ ATTENTION = [
 ]
 
 
-@pytest.mark.parametrize("world", [1, 2, pytest.param(4, marks=pytest.mark.started)])
+@pytest.mark.parametrize("world", [2, *(pytest.param(world, marks=pytest.mark.started) for world in (1, 4))])
 def test_what_is_counted_without_data_is_what_a_step_takes(world: int, ranks: Callable[..., list]) -> None:
     """Bytes held within 1 %, alive at the worst moment within 5 %, all else exactly: sent, messages, optimizer states.
 

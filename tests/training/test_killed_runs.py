@@ -19,7 +19,7 @@ from seqpar.runs.run_owner import RunOwner
 from seqpar.runs.run_status import describe_kill
 from seqpar.settings.config import Config
 from seqpar.settings.presets import debug
-from seqpar.training import gradients
+from seqpar.training import gradients, setup
 from tests.support.ranks import alone_mesh
 from tests.support.training_runs import Launch, at, die, status, trained
 
@@ -29,6 +29,7 @@ FREE = (6 * 2**20, 3 * 2**20)  # bytes, as two ranks of one host see it, at slig
 
 def test_a_run_beyond_the_free_memory_is_refused_on_all_ranks_before_step_1(flags, tmp_path) -> None:
     def hook(rank: int) -> None:
+        setup.refuse_beyond_free = memory_check.refuse_beyond_free
         memory_check.memory_here = lambda: Memory(FREE[rank], GIB, "the limit of control group /job")
 
     out = tmp_path / "run"

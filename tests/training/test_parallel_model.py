@@ -106,7 +106,7 @@ def halves(mesh: Mesh) -> dict[str, list[Tensor]]:
 def predictions(model: ParallelModel, mesh: Mesh) -> list[Tensor]:
     """Returns the logits of a volume by MONAI's windows and by ours."""
     toss = torch.Generator().manual_seed(5)
-    volume = torch.randn(1, 1, 20, 18, 30, generator=toss, dtype=torch.float64)
+    volume = torch.randn(1, 1, 16, 15, 30, generator=toss, dtype=torch.float64)
     averaged = AveragedModel(model)
     averaged.update_parameters(model)
     model.eval(), averaged.eval()
