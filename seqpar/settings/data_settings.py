@@ -68,7 +68,7 @@ class DataSettings:
     )
     fold: str = _data(
         "0",
-        "held-out fold: its number in nnU-Net's split or the data set's, 90:10, 70:15:15 (the last for tests), or all; "
+        "held-out fold: a number in nnU-Net's or the data set's split, 90:10, 70:15:15 (the last for tests), or all; "
         "all5: five runs",
         metavar="FOLD",
         common=True,

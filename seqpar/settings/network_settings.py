@@ -163,7 +163,7 @@ class NetworkSettings:
         False, "nnunet-…: train the logits of all levels but the coarsest", tasks=VOXELS, networks=NNUNET
     )
     output_bias: bool = _network(
-        True, "vit: start with output biases that make foreground rare; else torch's own (U-Nets: 0)", tasks=VOXELS
+        True, "let transformers start with output biases that make foreground rare", tasks=VOXELS
     )
 
     @property
