@@ -1,6 +1,6 @@
 """Trains Vision Transformers and U-Nets on 3D images that are too large for one GPU: several ranks share a tile.
 
-A network of MONAI's on two ranks, started by ``torchrun --nproc-per-node 2``::
+A MONAI network on two ranks, started by ``torchrun --nproc-per-node 2``::
 
     with seqpar.init_mesh(seq=2) as mesh:
         model = seqpar.ParallelModel(seqpar.convert(SegResNet(), mesh.seq), mesh)

@@ -71,7 +71,7 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 def _folds_of(path: Path) -> list[Path]:
-    """Returns the runs of a folder of five folds, the validations of a results folder of nnU-Net's, or the path."""
+    """Returns the runs of a folder of five folds, the validations of an nnU-Net results folder, or the path."""
     if not is_results(path) or list_label_files(path):  # nnU-Net puts its plans next to predictions, too
         return expand_folds([path])
     folders = sorted(folder for folder in path.glob("fold_*/validation") if list_label_files(folder))

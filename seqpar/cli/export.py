@@ -61,7 +61,7 @@ def act(arguments: Sequence[str]) -> int:
 
 
 def _hand_back(options: argparse.Namespace) -> int:
-    """Writes a run, or five folds, as a results folder of nnU-Net's; returns exit code 0."""
+    """Writes a run, or five folds, as an nnU-Net results folder; returns exit code 0."""
     runs = []
     for path in expand_folds([options.run]):
         warn_if_killed(path)

@@ -87,11 +87,11 @@ def _runs(options: argparse.Namespace) -> list[Path]:
     if given and options.run:
         raise ValueError(f"{options.run[0]} and {given[0]}: give a RUN, or nnU-Net's -d and -c, and not both")
     if len(given) == 1:
-        raise ValueError(f"{given[0]} {named[given[0]]}: -d and -c together name a network of nnU-Net's: give both")
+        raise ValueError(f"{given[0]} {named[given[0]]}: -d and -c together name an nnU-Net network: give both")
     if idle := [flag for flag, value in (("-tr", options.trainer), ("-p", options.plans)) if value and not given]:
         raise ValueError(f"{idle[0]} would do nothing: it is for nnU-Net's -d and -c: remove it")
     if not given and not options.run:
-        raise ValueError("RUN is missing: name a run folder, or a network of nnU-Net's by -d and -c (--help lists all)")
+        raise ValueError("RUN is missing: name a run folder, or an nnU-Net network by -d and -c (--help lists all)")
     return options.run or [
         find_results(options.dataset, options.configuration, options.trainer or TRAINER, options.plans or PLANS_NAME)
     ]

@@ -68,7 +68,7 @@ class PredictionSettings:
             raise ValueError(f"window='whole' with {run.path}: {run.why_not_whole}; remove it, or add force=True")
         if self.force and not discouraged:
             raise ValueError(
-                "force=True would do nothing: it is for window='whole' with networks of nnU-Net's: remove it"
+                "force=True would do nothing: it is for window='whole' with nnU-Net networks: remove it"
             )
 
     def sliding(self, tile: Sequence[int], rule: str = "stride") -> Sliding:
@@ -102,7 +102,7 @@ class Predictor:
     ) -> "Predictor":
         """Returns the predictor of a run folder.
 
-        - ``run``: the folder that train wrote, or a results folder of nnU-Net's
+        - ``run``: the folder that train wrote, or an nnU-Net results folder
         - ``checkpoints``: "best" (the default), "latest" or files of weights
         - ``settings``: windows, flips, small components; None: windows as the run's validation found better, and the
           precision of its training

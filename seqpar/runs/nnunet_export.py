@@ -1,4 +1,4 @@
-"""Writes runs as a results folder of nnU-Net's, which its nnUNetv2_predict takes unchanged.
+"""Writes runs as an nnU-Net results folder, which its nnUNetv2_predict takes unchanged.
 
 FOLDER/plans.json, FOLDER/dataset.json     how images are prepared, and the network; channels and labels
 FOLDER/fold_N/checkpoint_final.pth         weights by nnU-Net's names, in its axes; a folder for each run
@@ -130,7 +130,7 @@ def _network_of(run: TrainedRun, net: Network) -> tuple[str, State, dict[str, An
     if run.config.mode == "nogather" and run.config.seqpar > 1:
         raise ValueError(
             f"{run.path} was trained by --mode nogather on {run.config.seqpar} ranks; each sees its own part "
-            "alone, as no network of nnU-Net's does: hand on an archive (.zip)"
+            "alone, as no nnU-Net network does: hand on an archive (.zip)"
         )
     if isinstance(net, VolumeNet):
         state = export_nnunet(net, images_of(run.recipe, run.path).transpose_forward)

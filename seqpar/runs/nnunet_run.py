@@ -1,4 +1,4 @@
-"""A results folder of nnU-Net's in place of a run; opens either."""
+"""An nnU-Net results folder in place of a run; opens either."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -154,7 +154,7 @@ def open_run(
     if is_results(path):
         return read_nnunet_run(path, folds, checkpoints, trainer_unknown)
     if folds:
-        raise ValueError(f"--folds {' '.join(folds)}: {path} is no results folder of nnU-Net's; remove it")
+        raise ValueError(f"--folds {' '.join(folds)}: {path} is no nnU-Net results folder; remove it")
     run = read_run(path)
     if run.config.task == "pretrain":
         raise ValueError(f"{path} is a pretraining, which predicts no labels: train --weights {path} starts from it")

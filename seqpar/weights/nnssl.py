@@ -82,7 +82,7 @@ class PretrainedUnet:
 
 
 def holds_pretrained_unet(content: Mapping[str, Any]) -> bool:
-    """Returns whether a file's content is a pretraining of nnssl's of another network than Primus."""
+    """Returns whether a file's content is an nnssl pretraining of another network than Primus."""
     return not _class_of(content).startswith(("Primus", "None"))
 
 

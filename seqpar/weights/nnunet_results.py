@@ -1,4 +1,4 @@
-"""A results folder of nnU-Net's, ``TRAINER__PLANS__CONFIGURATION``: plans.json, dataset.json, checkpoints of folds."""
+"""An nnU-Net results folder, ``TRAINER__PLANS__CONFIGURATION``: plans.json, dataset.json, checkpoints of folds."""
 
 import os
 import re
@@ -88,7 +88,7 @@ def is_results(path: str | Path) -> bool:
 
 
 def find_results(dataset: str, configuration: str, trainer: str, plans: str) -> Path:
-    """Returns the results folder of a network of nnU-Net's, under $nnUNet_results; ``dataset``: number or name."""
+    """Returns the results folder of an nnU-Net network, under $nnUNet_results; ``dataset``: number or name."""
     place = os.environ.get(RESULTS)
     if not place:
         raise ValueError(f"-d {dataset}: {RESULTS} is not set: export it as for nnU-Net, or name the results folder")
@@ -144,7 +144,7 @@ def is_checkpoint(content: Mapping[str, Any]) -> bool:
 
 
 def holds_unet(content: Mapping[str, Any]) -> bool:
-    """Returns whether a file's content is a checkpoint of nnU-Net's with the U-Net of its plans.
+    """Returns whether a file's content is an nnU-Net checkpoint with the U-Net of its plans.
 
     Pretrainings of nnssl's, what is written as one here, and a Primus that nnU-Net trained have the same entries.
     """

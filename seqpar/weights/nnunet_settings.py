@@ -1,4 +1,4 @@
-"""What nnU-Net's plans, and pretrainings of nnssl's, say as settings of a run: in W D H, the axes of a file."""
+"""What nnU-Net's plans, and nnssl pretrainings, say as settings of a run: in W D H, the axes of a file."""
 
 import json
 from collections.abc import Collection, Mapping, Sequence
@@ -28,7 +28,7 @@ def with_plans(config: Config, flags: Collection[str]) -> tuple[Config, frozense
     """Returns the config with the settings of ``--plans`` or of nnU-Net's ``--weights``, where no flag says otherwise.
 
     Then the names of these settings. Nothing of the plans is needed afterwards: they are spelled out in the settings.
-    A pretraining of nnssl's says the network and the tile; data are prepared as without it.
+    An nnssl pretraining says the network and the tile; data are prepared as without it.
 
     - ``flags``: the settings on the command line
     """

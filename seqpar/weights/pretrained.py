@@ -201,7 +201,7 @@ def _ours(checkpoint: Mapping[str, Any], config: Config) -> Source:
             origin += f", positions resized from {table.shape[1]} tokens to {'x'.join(map(str, layout.grid))}"
     else:
         raise ValueError(
-            f"--weights {config.weights}: names of neither seqpar, MONAI nor Primus, and no checkpoint of nnU-Net's "
+            f"--weights {config.weights}: names of neither seqpar, MONAI nor Primus, and no nnU-Net checkpoint "
             f"({shorten_list(sorted(state), 3)})"
         )
     prefix = "" if isinstance(loaded, SegmentationNet) else "encoder."

@@ -60,7 +60,7 @@ def load_primus(
 ) -> SegmentationNet:
     """Returns a network with the weights of a Primus, PrimusV2 or PrimusV3.
 
-    All sizes except the number of heads are read off the shapes. Of a pretraining of nnssl's, whose names are those of
+    All sizes except the number of heads are read off the shapes. Of an nnssl pretraining, whose names are those of
     Primus and a second, smaller one's under ``decoder.``, the latter is ignored.
 
     - ``state_dict``: also a checkpoint that holds one, or the path of its file
@@ -165,7 +165,7 @@ def planned_tile(checkpoint: Mapping[str, Any]) -> tuple[int, ...] | None:
 
 
 def _planned_patch(checkpoint: Mapping[str, Any]) -> tuple[int, ...] | None:
-    """Returns the patch size of the plans in a checkpoint of nnU-Net's, None where it has none."""
+    """Returns the patch size of the plans in an nnU-Net checkpoint, None where it has none."""
     settings = checkpoint.get("init_args")
     try:
         return patch_size_of(settings["plans"], settings["configuration"])  # type: ignore[index]

@@ -19,7 +19,7 @@ RESULTS = ROOT / "tests" / "golden" / "nnunet" / "model"
 
 
 def _results(change: Callable[[Path], object]) -> Callable[[Path], None]:
-    """Returns what makes a results folder of nnU-Net's, changed, and an image."""
+    """Returns what makes an nnU-Net results folder, changed, and an image."""
 
     def make(here: Path) -> None:
         shutil.copytree(RESULTS, here / "model")

@@ -1,4 +1,4 @@
-"""A run as a results folder of nnU-Net's: what is in it, that it predicts the same, and what is refused."""
+"""A run as an nnU-Net results folder: what is in it, that it predicts the same, and what is refused."""
 
 import json
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""Command lines that start from a file which looks like a checkpoint of nnU-Net's, and holds no U-Net of its plans."""
+"""Command lines that start from a file which looks like an nnU-Net checkpoint, and holds no U-Net of its plans."""
 
 from pathlib import Path
 from typing import Any

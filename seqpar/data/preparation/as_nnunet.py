@@ -39,7 +39,7 @@ _LEAST = 1e-8  # smallest divisor
 
 @dataclass(frozen=True)
 class NnunetPreparation(Preparation):
-    """Follows a plan of nnU-Net's: crops, normalises in float32, then resamples.
+    """Follows an nnU-Net plan: crops, normalises in float32, then resamples.
 
     Arrays and ``Properties``, the box too, are in nnU-Net's axes, or else ``in_file_axes``: W D H of the file, which
     are canonical where the plan's reader turns images.
