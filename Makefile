@@ -29,21 +29,21 @@ bench: .venv/ready
 
 # the manual as a site, in build/site
 docs: .venv/ready
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[docs]'
+	$(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check -c constraints.txt -e '.[docs]'
 	$(BIN)/python -m mkdocs build --quiet
 
-# torch first and pinned: the others accept what is there, and so pull no second build.
+# torch first and pinned: the others accept what is there, and so pull no second build. Not compiled: most modules are never imported.
 .venv/ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[test]'
+	$(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check -c constraints.txt torch
+	$(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check -c constraints.txt -e '.[test]'
 	touch $@
 
 .venv-gpu/ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv-gpu
 	grep -v '^torch==' constraints.txt > .venv-gpu/constraints.txt
-	.venv-gpu/bin/python -m pip install --quiet --disable-pip-version-check -c .venv-gpu/constraints.txt $(CUDA_TORCH)
-	.venv-gpu/bin/python -m pip install --quiet --disable-pip-version-check -c .venv-gpu/constraints.txt -e '.[test]'
+	.venv-gpu/bin/python -m pip install --quiet --no-compile --disable-pip-version-check -c .venv-gpu/constraints.txt $(CUDA_TORCH)
+	.venv-gpu/bin/python -m pip install --quiet --no-compile --disable-pip-version-check -c .venv-gpu/constraints.txt -e '.[test]'
 	touch $@
 
 clean:
