@@ -54,6 +54,13 @@ def test_label_files_are_the_same_on_any_number_of_ranks(ranks, images, tmp_path
                 assert all((one == ids[0])[np.abs(parts[0] - 0.5) > 1e-4].all() for one in ids)
 
 
+def test_a_size_that_is_not_the_files_is_said_to_come_after_resampling(images, tmp_path, capsys) -> None:
+    for folder, recipe, words in (("same", RECIPE, 0), ("finer", replace(RECIPE, spacing=(1.5, 0.8, 1.0)), 3)):
+        assert act(tmp_path, make_run(tmp_path / folder, recipe), out=f"{folder}-out") == 0
+        said = capsys.readouterr().out
+        assert said.count(" voxels after resampling, ") == words and said.count(" windows") == 3, said
+
+
 def test_a_run_predicts_on_groups_that_cannot_have_its_strategy(ranks, images, tmp_path) -> None:
     """hybrid:2 takes 4 ranks or more: a choice of training that changes no number."""
     run = make_run(tmp_path / "run", config=replace(SMALL, seqpar=4, attention="hybrid:2"))

@@ -97,16 +97,17 @@ class LabelMapPrediction(CasePrediction):
     def _say_size(self, predictor: Predictor, case: Case, image: Image, to_shape: Sequence[int]) -> str:
         """Returns how many voxels and windows a case has for a run; says before what a whole pass takes."""
         settings, run = predictor.settings, predictor.run
-        voxels = "x".join(map(str, image.shape[1:]))
+        resampled = " after resampling" if tuple(image.shape[1:]) != tuple(to_shape) else ""
+        voxels = f"{'x'.join(map(str, image.shape[1:]))} voxels{resampled}"
         if settings.window == "whole":
             views, ranks = len(predictor.nets) * 2 ** len(settings.mirror), predictor.mesh.world.size
             memory = footprint(predictor.nets[0], image.shape[1:], len(run.outputs), ranks, to_shape, views)
-            self.shown.say(f"{case.id}: a whole pass over {voxels} voxels takes {memory}")
+            self.shown.say(f"{case.id}: a whole pass over {voxels} takes {memory}")
             if warning := warn_beyond_training(predictor.nets[0], image.shape[1:], run.whole_grid):
                 self.shown.warn(f"{case.id}: {warning}")
-            return f"{voxels} voxels, one pass"
+            return f"{voxels}, one pass"
         count = len(WindowGrid.of(image.shape[1:], settings.sliding(run.config.tile, run.window_rule)).corners)
-        return f"{voxels} voxels, {quantity(count, 'window')}"
+        return f"{voxels}, {quantity(count, 'window')}"
 
     def _modes(self) -> list[str]:
         """Returns how ranks decode a window of each run."""
