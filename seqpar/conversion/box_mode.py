@@ -68,7 +68,7 @@ class BoxMode(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        kwargs = kwargs or {}
+        kwargs = {"dim" if key == "axis" else key: value for key, value in (kwargs or {}).items()}  # torch takes both
         name = name_of(func)
         tensors = list(tensors_in((*args, *kwargs.values())))
         if any(x in self._spread for x in tensors):

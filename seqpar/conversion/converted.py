@@ -59,9 +59,12 @@ def convert(module: nn.Module, group: AnyGroup | None = None, spatial_dims: int 
     """
     if not isinstance(module, nn.Module):
         raise ValueError(f"module is a {type(module).__name__}: give a network, made of torch.nn's modules")
-    if isinstance(module, Converted):
-        raise ValueError(f"{type(module).__name__} is converted already: convert the original module")
     for name, part in module.named_modules():
+        if isinstance(part, Converted):
+            raise ValueError(
+                f"{name or 'the module'}, a {type(part).__name__}, is converted already: convert the original, whole "
+                "network once"
+            )
         for kind in type(part).__mro__:
             if kind.__name__ in _REFUSED:
                 raise ValueError(f"{name or 'the module'}, a {kind.__name__}, {_REFUSED[kind.__name__]}")
@@ -147,6 +150,9 @@ class Converted(BoxNetwork):
         """Returns an output over the boxes into which ``shard`` cuts a label of its extents."""
         spread = mode.spread_of(y)
         if spread is not None:
+            if spread.dims != tuple(range(y.ndim - self._box_dims, y.ndim)):
+                shape = tuple(spread.whole_shape(y))
+                raise mode.refusal("forward", f"returned a tensor {shape} whose last axes are not those of the image")
             grid = BoxGrid.even(spread.grid.extents, self._box_group)
             assert grid is not None
             return self._seen.remember(mode.recut(y, grid), grid)

@@ -7,6 +7,7 @@ leaves a rank without output is computed on the gathered volume, which is then s
 import itertools
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -391,8 +392,27 @@ def drawing(boxes: BoxMode, func: Function, /, *args: Any, **kwargs: Any) -> Any
     return func(*args, **kwargs)
 
 
+def drawing_attention(boxes: BoxMode, func: Function, /, *args: Any, **kwargs: Any) -> Any:
+    """Computes attention of whole tokens: if it drops weights, all ranks drop the same ones."""
+    place = 4 if name_of(func) == "scaled_dot_product_attention" else 10
+    share = args[place] if len(args) > place else kwargs.get("dropout_p", 0.0)
+    compute = partial(drawing, boxes, func) if share and kwargs.get("training", True) else func
+    return compute(*args, **kwargs)
+
+
+def alone(handler: Handler) -> Handler:
+    """Returns a handler of functions of one volume, whose weights and other tensors must be whole."""
+
+    def compute(boxes: BoxMode, func: Function, /, *args: Any, **kwargs: Any) -> Any:
+        if sum(boxes.spread_of(x) is not None for x in (*args, *kwargs.values())) > 1:
+            raise boxes.refusal(name_of(func), "with a spread tensor as its weight is not known to be exact on boxes")
+        return handler(boxes, func, *args, **kwargs)
+
+    return compute
+
+
 _SPACES = ("2d", "3d")
-VOLUME_FUNCTIONS: dict[str, Handler] = {
+_OF_A_VOLUME: dict[str, Handler] = {
     **{f"conv{d}": convolution for d in _SPACES},
     **{f"conv_transpose{d}": transposed_convolution for d in _SPACES},
     **{f"max_pool{d}": max_pool for d in _SPACES},
@@ -405,12 +425,15 @@ VOLUME_FUNCTIONS: dict[str, Handler] = {
     "interpolate": interpolate,
     "pad": pad,
 }
+VOLUME_FUNCTIONS = {name: alone(handler) for name, handler in _OF_A_VOLUME.items()}
 _CHANCE = """
     dropout dropout1d dropout2d dropout3d feature_dropout bernoulli bernoulli_ rand randn rand_like randn_like randint
-    randperm normal normal_ uniform_ multinomial
+    randint_like randperm normal normal_ uniform_ multinomial alpha_dropout feature_alpha_dropout rrelu gumbel_softmax
+    exponential_ random_ geometric_ cauchy_ log_normal_ poisson binomial _standard_gamma _sample_dirichlet
 """
 WHOLE_FUNCTIONS: dict[str, Handler] = {
     **{f"conv{d}": spreading(convolution) for d in _SPACES},
     **{f"conv_transpose{d}": spreading(transposed_convolution) for d in _SPACES},
     **dict.fromkeys(_CHANCE.split(), drawing),
+    **dict.fromkeys(("scaled_dot_product_attention", "multi_head_attention_forward"), drawing_attention),
 }

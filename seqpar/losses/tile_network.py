@@ -198,7 +198,7 @@ class BoxNetwork(TileNetwork):
             return y
         if y.ndim < dims + 1:
             raise ValueError(f"unshard: expected an output {order_of(dims)} or a label, got {tuple(y.shape)}")
-        if tuple(y.shape[-dims:]) in self._seen.kept_whole:
+        if y not in self._seen.grids and tuple(y.shape[-dims:]) in self._seen.kept_whole:
             return y
         grid = self._seen.grids.get(y) or self._find_grid(y.as_subclass(Tensor), "unshard")
         rows = [[(0, extent)] * parts for extent, parts in zip(grid.extents, grid.parts)]

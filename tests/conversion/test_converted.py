@@ -91,6 +91,13 @@ class Bare(nn.Conv3d):
         return super().forward(x).as_subclass(Tensor)
 
 
+class Turned(nn.Conv3d):
+    """Returns axes of space in another order."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).transpose(2, 3)
+
+
 class Halving(nn.Module):
     """Takes multiples of two only."""
 
@@ -103,7 +110,8 @@ class Halving(nn.Module):
 
 
 def misuse(mesh: Mesh) -> dict[str, str]:
-    net, fresh, bare, odd = (convert(make(), mesh.seq) for make in (small, small, Bare, Halving))
+    kinds = small, small, Bare, Halving, lambda: Turned(1, 2, 1)
+    net, fresh, bare, odd, turned = (convert(make(), mesh.seq) for make in kinds)
     whole = torch.randn(1, 1, 8, 6, 4)
     box = net.shard(whole)
     tries: dict[str, Callable[[], object]] = {
@@ -116,6 +124,7 @@ def misuse(mesh: Mesh) -> dict[str, str]:
         "traced": lambda: torch.jit.trace(net, box),
         "sizes": lambda: odd(odd.shard(torch.randn(1, 1, 7, 6, 4))),
         "a bare output": lambda: bare(box),
+        "a turned output": lambda: turned(box),
         "different tiles": lambda: fresh(fresh.shard(whole + mesh.seq.index)),
     }
     words = {}
@@ -138,6 +147,7 @@ def test_misuse_is_refused_in_words_on_all_ranks(ranks: Callable[..., list]) -> 
     assert "cannot be exported or traced: export the network of one process" in first["traced"]
     assert "extents (7, 6, 4) and (8, 6, 4): the sizes differ, as they would in one process" in first["sizes"]
     assert "returned a bare tensor (1, 2, 4, 6, 4) of the size of one box" in first["a bare output"]
+    assert "(1, 2, 6, 8, 4) whose last axes are not those of the image" in first["a turned output"]
     assert "ranks 0, 1 shares one tile, but rank 1 cut another than rank 0" in first["different tiles"]
 
 
@@ -148,11 +158,33 @@ def test_misuse_is_refused_in_words_on_all_ranks(ranks: Callable[..., list]) -> 
         (nn.Linear(2, 2), "has no layer that tells its dimensions: give spatial_dims"),
         (nn.Conv1d(1, 1, 1), "volumes have 2 or 3 dimensions"),
         (convert(small()), "is converted already"),
+        (nn.Sequential(nn.Conv3d(1, 1, 1), convert(small())), "1, a Converted.*, is converted already"),
     ],
 )
 def test_what_cannot_be_converted_is_refused_when_converting(module: nn.Module, words: str) -> None:
     with pytest.raises(ValueError, match=words):
         convert(module)
+
+
+class Pyramid(nn.Conv3d):
+    """Returns scales of which the boxes of one have the sides of the next, which is whole on every rank."""
+
+    def forward(self, x: Tensor) -> list[Tensor]:
+        y = super().forward(x)
+        return [F.avg_pool3d(y, 4), F.avg_pool3d(y, 8)]
+
+
+def scales(mesh: Mesh) -> list[Tensor]:
+    torch.manual_seed(0)
+    net = convert(Pyramid(1, 2, 1).double(), mesh.seq)
+    return [y.detach() for y in net.on_whole(torch.randn(1, 1, 8, 8, 8, dtype=torch.float64))]
+
+
+def test_a_box_is_no_whole_of_the_same_sides(ranks: Callable[..., list]) -> None:
+    wants = scales(alone_mesh())
+    for found in ranks(8, scales):
+        for y, want in zip(found, wants):
+            torch.testing.assert_close(y, want)
 
 
 def stacked(mesh: Mesh) -> tuple[Tensor, Tensor, Tensor]:

@@ -25,6 +25,7 @@ class Own(nn.Module):
         self.first, self.down = conv(2, 8, 3, padding=1), conv(8, 8, 3, stride=2, padding=1)
         self.last, self.inside = conv(last, 3, 3, padding=1), inside
         self.norm, self.slopes = nn.BatchNorm3d(8) if dims == 3 else nn.BatchNorm2d(8), nn.PReLU(8)
+        self.attention = nn.MultiheadAttention(8, 2, dropout=0.5, batch_first=True)
         self.squeeze, self.scale = nn.Linear(8, 8), nn.Parameter(torch.randn(8, *[1] * dims))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -61,7 +62,8 @@ def channels_last(net: Own, x: Tensor) -> Tensor:
 def attended(net: Own, x: Tensor) -> Tensor:
     """Attention over channels and over places, of pooled channels."""
     largest, _ = x.max(1, keepdim=True)
-    gate = torch.sigmoid(torch.cat([x.mean(1, keepdim=True), largest], 1)).mean(1, keepdim=True)
+    gate = torch.sigmoid(torch.cat([x.mean(axis=1, keepdim=True), largest], axis=1)).mean(1, keepdim=True)
+    gate = gate + x.sum(axis=1).mean()
     first, second = x.chunk(2, 1)
     return torch.stack([first * gate, second.softmax(1)], 1).flatten(1, 2)
 
@@ -113,6 +115,15 @@ def dropped(net: Own, x: Tensor) -> Tensor:
     return y * keep
 
 
+def drawn(net: Own, x: Tensor) -> Tensor:
+    """What chance decides of whole tensors: gates, and weights of attention."""
+    gates = F.gumbel_softmax(x.mean((2, 3, 4)), dim=1) + torch.empty(8).exponential_().to(x.dtype)
+    tokens = net.down(net.down(x)).flatten(2).transpose(1, 2)
+    tokens = F.scaled_dot_product_attention(tokens, tokens, tokens, dropout_p=0.5)
+    tokens = F.rrelu(net.attention(tokens, tokens, tokens)[0], training=True)
+    return x * (gates + tokens.mean(1))[..., None, None, None]
+
+
 class OtherLayers(nn.Module):
     """Layers of torch that the networks of others lack."""
 
@@ -150,6 +161,7 @@ CASES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "pooled": (lambda: Own(pooled), (1, 2, 15, 7, 7)),
     "shuffled": (lambda: Own(shuffled), (1, 2, 20, 12, 8)),
     "tokens": (lambda: Own(as_tokens), (1, 2, 20, 12, 8)),
+    "drawn": (lambda: Own(drawn), (2, 2, 9, 8, 6)),
     "dropped": (lambda: Own(dropped), (2, 2, 9, 8, 6)),
     "other layers": (OtherLayers, (1, 2, 17, 12, 10)),
 }
@@ -207,6 +219,7 @@ REFUSED: dict[str, tuple[Callable[[Own, Tensor], Tensor], str]] = {
     "a joint along space": (lambda net, x: torch.cat([x, x], 2), "cat"),
     "one place": (lambda net, x: x - x[:, :, :1].mean() + x[:, :, 0].mean(), "an index"),
     "a cubic resize in two dimensions": (lambda net, x: F.interpolate(x, scale_factor=2, mode="area"), "interpolate"),
+    "a kernel from a volume": (lambda net, x: F.conv3d(x, F.interpolate(x[:, :, :4], size=(4, 4, 4))), "conv3d with"),
     "indices of a pool": (lambda net, x: F.max_pool3d(x, 2, return_indices=True)[0], "max_pool3d"),
     "a scripted function": (lambda net, x: x * gate(x * x), "torch.jit.script"),
     "a map over samples": (lambda net, x: torch.vmap(lambda each: each / each.mean())(x), "torch.vmap"),
