@@ -1,6 +1,7 @@
 """The programs. Importing any of them prepares its process, before torch is imported.
 
-It sets how threads wait and how many there are, how a GPU's memory is allotted and which volumes AMD's library takes.
+It sets how threads wait and how many there are, how a GPU's memory is allotted, which volumes AMD's library takes and
+how pictures are drawn.
 It opens standard streams that are closed, and makes Ctrl-C one line in a process that was started for a program.
 """
 
@@ -51,6 +52,7 @@ def is_program(started: str) -> bool:
 
 set_threads(os.environ, cores_here())
 set_gpu(os.environ)
+os.environ["MPLBACKEND"] = "agg"  # pictures are files here, and a notebook's choice, which is inherited, may be missing
 open_streams()
 if is_program(sys.argv[0]):
     interrupt_quietly()

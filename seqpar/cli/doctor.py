@@ -14,6 +14,7 @@ from typing import NoReturn
 from seqpar.cluster import exit_codes
 from seqpar.cluster.examination import examine
 from seqpar.cluster.start_ranks import run_local
+from seqpar.data.errors import DataError
 from seqpar.parallel.launcher import read_launcher
 from seqpar.parallel.mesh import Mesh
 from seqpar.parallel.processes import die_with_parent
@@ -32,6 +33,7 @@ ABOUT = (
 )
 INSIDE = Path(__file__).parents[1] / "cluster" / "slurm"  # only a wheel has it
 SECONDS = Bounds(lambda value: 5 <= value <= 86_400, "it must be at least 5 seconds, and at most a day")
+_BEGINNING = b'{\n  "device":'  # of what --json writes
 JOB_SCRIPTS = INSIDE if INSIDE.is_dir() else Path(__file__).parents[2] / "launch" / "slurm"
 
 
@@ -110,6 +112,8 @@ def _refuse_missing_folder(options: argparse.Namespace) -> None:
         raise ValueError(f"--json {options.json}: its folder does not exist")
     if options.json and Path(options.json).is_dir():
         raise ValueError(f"--json {options.json} is a folder: name a file")
+    if options.json and Path(options.json).is_file() and Path(options.json).read_bytes()[:13] not in (b"", _BEGINNING):
+        raise DataError(options.json, "is there, and doctor did not write it: name another file by --json")
 
 
 def _parser() -> argparse.ArgumentParser:

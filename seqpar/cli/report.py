@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from seqpar.cluster.exit_codes import DATA, run
+from seqpar.data.errors import DataError
 from seqpar.report.record import read_record
 from seqpar.report.several_runs import page_of_several
 from seqpar.report.sweep_page import page_of_sweep
@@ -15,6 +16,8 @@ from seqpar.runs.sweep_folder import holds_sweep
 from seqpar.scores.summary_files import write_output
 from seqpar.settings.parser import Parser
 from seqpar.tasks.lookup import TASKS
+
+_MARK = b"""content="default-src 'none'; style-src 'unsafe-inline'"""  # in each page that report has ever written
 
 
 def act(arguments: Sequence[str]) -> int:
@@ -95,6 +98,8 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
         raise ValueError(f"--out {options.out} is a folder: name a file")
     if options.out.suffix not in (".html", ".htm"):  # it would replace what else has that name
         raise ValueError(f"--out {options.out}: a report is an HTML page; name it {options.out.name}.html")
+    if options.out.is_file() and (start := options.out.read_bytes()[:1000]) and _MARK not in start:
+        raise DataError(options.out, "is there, and report did not write it: name another file by --out")
     return options
 
 

@@ -87,7 +87,8 @@ def _is_our_json(path: Path) -> bool:
         content = read_json(path)
     except DataError:
         return False
-    return isinstance(content, dict) and bool({"classes", "written_by"} & set(content))
+    ours = isinstance(content, dict) and bool({"classes", "written_by"} & set(content))
+    return ours and "step" not in content  # which only a training's own summary has
 
 
 def _is_our_csv(path: Path) -> bool:

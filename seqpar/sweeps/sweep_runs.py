@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from seqpar.cluster.exit_codes import PREEMPTED, code_of
+from seqpar.data.errors import unwritable
 from seqpar.runs.run_lock import RunLock
 from seqpar.runs.run_status import StatusFile
 from seqpar.runs.sweep_folder import Point, Sweep, make_folder, refresh_points, write_sweep
@@ -32,7 +33,10 @@ def make_sweep(order: SweepRequest, sweep: Sweep, options: argparse.Namespace, u
     out, configs = Path(options.out), order.configs(order.known(sweep))
     make_folder(out)
     lock = RunLock(out)
-    lock.take(options.take_over)
+    try:
+        lock.take(options.take_over)
+    except OSError as error:
+        raise unwritable(f"--out {out}", error) from None
     record = _Record(out, sweep, StatusFile(out, lock), order.total)
     try:
         record.write()

@@ -62,8 +62,8 @@ def cases_that_changed_sides(began: Mapping[str, Any], now: Mapping[str, Any]) -
     if not moved:
         return ""
     return (
-        f"warning: {quantity(len(moved), 'case')} that this run trained on before are held out now, such as "
-        f"{moved[0]}: their scores say nothing of new cases"
+        f"warning: this run trained on {quantity(len(moved), 'case')} that it holds out now, such as {moved[0]}: such "
+        "scores say nothing of new cases"
     )
 
 

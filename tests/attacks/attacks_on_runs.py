@@ -12,7 +12,7 @@ import pytest
 
 from seqpar.runs.run_lock import RunLock
 from tests.attacks.attack import TINY, Attack
-from tests.support.folders import image_array, nnunet, save, write_json
+from tests.support.folders import image_array, label_array, nnunet, save, write_json
 from tests.support.predictions import make_run
 
 
@@ -314,5 +314,36 @@ ATTACKS += [
         says="--out sweep is in use by process",
         make=lambda here: (pytest.importorskip("ray"), _live_sweep(here)),
         keeps="D sweep",
+    )
+]
+
+
+def _outputs(here: Path) -> None:
+    """Makes a run that is validated, files of somebody's, and the labels of another data set."""
+    _ended(here)
+    nnunet(here / "D", 1)
+    save(here / "T" / "c_000.nii.gz", label_array())
+    save(here / "run" / "validation" / "c_000.nii.gz", label_array())
+    write_json(here / "run" / "validation" / "summary.json", {"classes": [], "step": 4})
+    (here / "page.html").write_text("<!doctype html><p>mine</p>")
+
+
+ATTACKS += [
+    Attack(
+        f"{line.split()[0]} over {line.split()[-1]}, which another program wrote",
+        types=line,
+        code=3,
+        says=words,
+        make=_outputs,
+        keeps="D run page.html",
+    )
+    for line, words in (
+        ("doctor --device cpu --json run/config.json", "run/config.json: is there, and doctor did not write it"),
+        ("doctor --device cpu --json D/imagesTr/c_000_0000.nii.gz", "c_000_0000.nii.gz: is there, and doctor did not"),
+        ("report run --out page.html", "page.html: is there, and report did not write it: name another file by --out"),
+        (
+            "evaluate T --regions tumour=1 run/validation",
+            "run/validation/summary.json: is there, and evaluate did not write it: name another file by --json",
+        ),
     )
 ]

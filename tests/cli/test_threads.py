@@ -59,10 +59,12 @@ def test_every_command_sets_them_before_torch_is_imported():
     assert len(commands) > 9 and all(command.startswith("seqpar.cli.") for command in commands)
     line = (
         "import os, sys, seqpar.cli; from seqpar.parallel.launcher import ALLOCATOR;"
-        "print('torch' in sys.modules, os.environ['OMP_WAIT_POLICY'], *(os.environ.get(name) for name in ALLOCATOR))"
+        "names = 'OMP_WAIT_POLICY', 'MPLBACKEND';"
+        "print('torch' in sys.modules, *map(os.environ.get, names), *(os.environ.get(name) for name in ALLOCATOR))"
     )
     env = {name: value for name, value in os.environ.items() if not name.startswith(("OMP_", "PYTORCH_"))}
+    env["MPLBACKEND"] = "module://matplotlib_inline.backend_inline"  # a notebook's, whose package may be missing
     done = subprocess.run([sys.executable, "-c", line], env=env, capture_output=True, text=True, check=True)
-    imported, policy, *allocator = done.stdout.split()
-    assert (imported, policy) == ("False", "passive")
+    imported, policy, drawn, *allocator = done.stdout.split()
+    assert (imported, policy, drawn) == ("False", "passive", "agg")
     assert torch.version.hip or sorted(allocator) == ["None", "expandable_segments:True"]

@@ -172,6 +172,8 @@ def test_the_default_folder_lies_beside_the_data_or_where_the_environment_says(t
     monkeypatch.delenv("SEQPAR_CACHE", raising=False)
     data = read_dataset(nnunet(tmp_path / "D", 1))
     assert cache_folder(data) == tmp_path / "seqpar-prepared" / "D"
+    monkeypatch.setenv("SEQPAR_CACHE", "")
+    assert cache_folder(data) == tmp_path / "seqpar-prepared" / "D"
     monkeypatch.setenv("SEQPAR_CACHE", str(tmp_path / "caches"))
     assert cache_folder(data).parent == tmp_path / "caches" and cache_folder(data).name.startswith("D-")
     assert cache_folder(data, tmp_path / "x") == tmp_path / "x"

@@ -1,9 +1,11 @@
 """A sweep without Ray: what it is asked for, its record, its results, its page."""
 
 import csv
+import errno
 import importlib.util
 import json
 import math
+import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,6 +15,7 @@ import torch
 from seqpar.cli import report, tune
 from seqpar.cluster.exit_codes import DATA, USAGE, run
 from seqpar.report.sweep_page import page_of_sweep
+from seqpar.runs.run_lock import RunLock
 from seqpar.runs.sweep_folder import Point, Sweep, read_sweep, refresh_points, write_sweep
 from seqpar.sweeps.results import write_results
 from seqpar.sweeps.sweep_request import check_devices, order_of, tupled_points
@@ -232,3 +235,16 @@ def test_a_sweep_goes_on_with_the_device_of_its_start(tmp_path: Path, monkeypatc
     options, rest = tune._parse(["--resume", "--out", str(tmp_path)])
     assert not tune._order(options, rest)[0].on_gpu
     assert replace(order, settings={}).on_gpu, "else they are for the GPUs that are there"
+
+
+def test_a_sweep_on_a_full_disk_is_refused_in_a_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("ray")
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(RunLock, "take", full)
+    assert run(tune.act, [*SPACE, *TINY, "--out", str(tmp_path / "s")]) == DATA
+    assert f"error: --out {tmp_path / 's'}: cannot be written (No space left on device)" in capsys.readouterr().err

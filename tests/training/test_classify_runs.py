@@ -260,7 +260,7 @@ def test_a_run_goes_on_with_the_classes_that_it_began_with(one: tuple, tmp_path:
     table.write_text("\n".join(["case,class,split", *map(",".join, zip(lines[1:], parts[1:]))]))
     launch = trained(1, more, run)
     moved = parts[1:].count("val")
-    assert moved and f"warning: {moved} case" in launch.said() and "before are held out now" in launch.said()
+    assert moved and f"warning: this run trained on {moved} case" in launch.said()
     assert val_rows(run)[-1]["cases"] == moved
 
 

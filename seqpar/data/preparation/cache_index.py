@@ -147,7 +147,7 @@ def cache_folder(dataset: Dataset, out: str | Path | None = None, settings: Prep
     """
     if out is not None:
         return _place_in(Path(out).expanduser().absolute(), dataset, settings or PrepareSettings())
-    if "SEQPAR_CACHE" in os.environ:
+    if os.environ.get("SEQPAR_CACHE"):
         place = hashlib.blake2b(os.fsencode(dataset.root.resolve()), digest_size=4).hexdigest()
         return (
             Path(os.environ["SEQPAR_CACHE"]).expanduser().absolute()
