@@ -225,7 +225,7 @@ _ALIASES = {
     "less_equal",
     "not_equal",
 }
-_ALSO_POINTWISE = {"clone", "contiguous", "detach", "to", "type", "float", "double", "half", "bfloat16", "type_as"}
+_ALSO_POINTWISE = {"clone", "contiguous", "detach", "type", "float", "double", "half", "bfloat16"}
 _ALSO_POINTWISE |= {"hardswish", "logsigmoid", "softsign", "tanhshrink", "threshold", "requires_grad", "fill", "zero"}
 _ALSO_POINTWISE |= {"relu6", "zeros_like", "ones_like", "full_like", "empty_like", "masked_fill", "cuda", "cpu", "copy"}
 

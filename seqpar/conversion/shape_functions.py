@@ -118,6 +118,12 @@ def reduction(boxes: BoxMode, func: Function, /, input: Tensor, *args: Any, **kw
     return all_sum(y, spread.grid.group, "statistics")
 
 
+def cast(boxes: BoxMode, func: Function, /, input: Tensor, *args: Any, **kwargs: Any) -> Any:
+    """Computes a change of dtype or device, which may be another tensor's, whatever its shape."""
+    y, spread = func(input, *args, **kwargs), boxes.spread_of(input)
+    return y if spread is None else boxes.mark(y, spread)
+
+
 def extremum(boxes: BoxMode, func: Function, /, input: Tensor, *args: Any, **kwargs: Any) -> Any:
     """Computes the larger of two tensors, or the largest value along a dimension that is not one of space."""
     other = args[0] if args else kwargs.get("other")
@@ -282,6 +288,7 @@ SHAPE_FUNCTIONS: dict[str, Handler] = {
     **dict.fromkeys(("softmax", "log_softmax", "softmin", "cumsum"), along(0)),
     **dict.fromkeys(("sum", "mean"), reduction),
     **dict.fromkeys(("max", "min"), extremum),
+    **dict.fromkeys(("to", "type_as"), cast),
     **dict.fromkeys(("cat", "concat", "concatenate", "stack"), cat),
     **dict.fromkeys(("reshape", "view"), reshape),
     **dict.fromkeys(("reshape_as", "view_as"), reshape_as),

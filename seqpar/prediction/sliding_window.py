@@ -91,7 +91,10 @@ def predict(
     if model.training:
         raise ValueError("the model is in training mode: call model.eval() first")
     shared = next((net for net in model.modules() if isinstance(net, TileNetwork)), None)
-    sides = per_axis(tile, "tile", shared.group_and_dims()[1] if shared else 3)
+    dims = shared.group_and_dims()[1] if shared else 3
+    sides = per_axis(tile, "tile", dims)
+    if min(sides, default=0) < 1 or (shared is not None and len(sides) != dims):
+        raise ValueError(f"{tile=}: give {dims} numbers of voxels above 0, or one for all")
     if not isinstance(volume, Tensor | np.ndarray):
         raise ValueError(f"volume is a {type(volume).__name__}: give an array or a tensor")
     if not math.prod(volume.shape):

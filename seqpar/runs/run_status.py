@@ -1,5 +1,6 @@
 """status.json: written at each turn, corrected where the process was killed; at which step each start began."""
 
+import json
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -37,7 +38,15 @@ class StatusFile:
         if self.lock is not None and self.lock.is_lost():
             return
         content = {"state": state, "step": self.step, "steps": self.steps, "why": why, "code": code}
-        write_json(self.path, {**content, "time": time.time()}, durable)
+        content["time"] = time.time()
+        try:
+            write_json(self.path, content, durable)
+        except OSError:  # of a full disk, which has room in the old file: else a failed run would read as killed
+            if state == "running" or not self.path.is_file():
+                raise
+            with open(self.path, "r+") as file:
+                file.write(json.dumps(content, indent=2) + "\n")
+                file.truncate()
 
     def write_unless_over(self, state: str, why: str = "", code: int = 0, durable: bool = True) -> None:
         """Writes, unless another rank has written how the run ended: the first cause is kept."""

@@ -355,3 +355,20 @@ ATTACKS += [
         )
     ),
 ]
+ATTACKS += [
+    Attack(
+        f"predict {what}",
+        types=f"predict run -i images/a_0000.nii.gz {again} -o out",
+        code=3,
+        says=words,
+        make=lambda here: (
+            make_run(here / "run"),
+            *(save(here / folder / "a_0000.nii.gz", image_array(0)) for folder in ("images", "others")),
+        ),
+        keeps="images others",
+    )
+    for what, again, words in (
+        ("an image that is named twice", "images/a_0000.nii.gz", "images/a_0000.nii.gz: is named twice: name it once"),
+        ("two cases of one name", "others/a_0000.nii.gz", "others/a_0000.nii.gz: names the same case as "),
+    )
+]

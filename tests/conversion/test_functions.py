@@ -117,7 +117,7 @@ def dropped(net: Own, x: Tensor) -> Tensor:
 
 def drawn(net: Own, x: Tensor) -> Tensor:
     """What chance decides of whole tensors: gates, and weights of attention."""
-    gates = F.gumbel_softmax(x.mean((2, 3, 4)), dim=1) + torch.empty(8).exponential_().to(x.dtype)
+    gates = F.gumbel_softmax(x.mean((2, 3, 4)), dim=1) + torch.empty(8).exponential_().to(x)
     tokens = net.down(net.down(x)).flatten(2).transpose(1, 2)
     tokens = F.scaled_dot_product_attention(tokens, tokens, tokens, dropout_p=0.5)
     tokens = F.rrelu(net.attention(tokens, tokens, tokens)[0], training=True)

@@ -14,6 +14,7 @@ from safetensors import SafetensorError
 
 from seqpar.cluster import exit_codes, stop_agreement
 from seqpar.data.errors import DataError
+from seqpar.runs.run_folder import read_status
 from seqpar.runs.run_lock import RunLock
 from seqpar.runs.run_log import RunLog
 from seqpar.runs.run_status import StatusFile
@@ -305,3 +306,18 @@ def _runs(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
     except OSError:
         return False
+
+
+def test_a_failed_run_says_so_on_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    file = StatusFile(tmp_path)
+    file.write("running")
+    monkeypatch.setattr("seqpar.runs.run_status.write_json", full)
+    file.write_unless_over("failed", "no room", 3)
+    assert {**read_status(tmp_path), "time": 0} == {
+        "state": "failed", "step": 0, "steps": 0, "why": "no room", "code": 3, "time": 0
+    }  # fmt: skip
+    with pytest.raises(OSError, match="No space left"):
+        file.write("running")

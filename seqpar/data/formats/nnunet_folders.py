@@ -125,7 +125,10 @@ def _numbered_files(files: list[Path]) -> tuple[dict[str, dict[int, Path]], list
         if match := _CHANNEL.match(file.name):
             other = channels_of[match[1]].setdefault(int(match[2]), file)
             if other is not file:
-                faults.append(DataError(file, f"is there as {other.name} too: keep one of them"))
+                why = f"is there as {other.name} too: keep one of them"
+                if other.name == file.name:
+                    why = f"names the same case as {other}: predict them one at a time, each into its own folder"
+                faults.append(DataError(file, "is named twice: name it once" if other == file else why))
                 twice.add(match[1])
         else:
             ending = suffix_of(file.name)
