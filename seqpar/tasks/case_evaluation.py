@@ -90,12 +90,13 @@ class CaseEvaluation(ABC):
             if result := self.score(job):
                 print(result.text if scored else f"{result.text}\n{self.words}", end="\n\n", flush=True)
                 scored.append(result)
+                line = result.line
                 for kind, path in job.files.items():
                     try:
                         write_output(path, result.contents[kind])
+                        line += f"; {path}"
                     except DataError as error:
                         job.faults.append(error)
-                line = "; ".join([result.line, *map(str, job.files.values())])
             if job.missing:
                 print(missing_line(job.missing), flush=True)
             for fault in job.faults:

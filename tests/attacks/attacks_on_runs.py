@@ -270,6 +270,12 @@ ATTACKS += [
         keeps="D run out",
     )
 ]
+
+
+def _names_what_is_written(here: Path, said: str) -> None:
+    assert "; circle/" not in said
+
+
 ATTACKS += [
     Attack(
         f"{line.split()[0]} {line.split()[-1]}, a link to itself",
@@ -277,6 +283,7 @@ ATTACKS += [
         code=3,
         says=words,
         make=_links,
+        after=_names_what_is_written,
         keeps="D run",
     )
     for line, words in (
