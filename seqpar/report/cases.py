@@ -29,6 +29,7 @@ from seqpar.report.planes import (
 )
 from seqpar.report.record import CaseScores, RunRecord, ScoredCase
 from seqpar.report.tables import Score, what_is_missing
+from seqpar.text import millilitres
 
 BUDGET = 5_000_000  # bytes of the volumes in a page, which can still be mailed
 _MARGIN = 8  # voxels shown around the labels if there is no image
@@ -316,11 +317,12 @@ def planes_note(case: ScoredCase, shown: ShownCase, labels: Sequence[str]) -> st
         return "planes with most of the truth"
     if case.truth is None:
         return f"planes {'with most of the prediction' if shown.prediction.any() else 'through the middle'}"
-    predicted = [f"{name} {ml:.2g} ml" for name in labels if (ml := case.scores.get(name, {}).get("VolumeMl", 0.0)) > 0]
-    if not predicted:
+    volumes = {name: case.scores.get(name, {}).get("VolumeMl", 0.0) for name in labels}
+    if not any(ml > 0 for ml in volumes.values()):
         voxel_ml = math.prod(shown.spacing) / 1000
         counts = np.bincount(shown.prediction.ravel(), minlength=len(labels) + 1)[1:]
-        predicted = [f"{name} {count * voxel_ml:.2g} ml" for name, count in zip(labels, counts.tolist()) if count]
+        volumes = {name: count * voxel_ml for name, count in zip(labels, counts.tolist())}
+    predicted = [f"{name} {millilitres(ml)} ml" for name, ml in volumes.items() if ml > 0]
     what = predicted[0].removeprefix(f"{labels[0]} ") if len(labels) == 1 and predicted else ", ".join(predicted)
     planes = "planes with most of the prediction" if predicted else "middle planes"
     return f"no {' or '.join(labels)}; predicted {what or 'none'} · {planes}"
@@ -335,7 +337,7 @@ def _case_view(case: ScoredCase, shown: ShownCase, labels: Sequence[str], neurol
     w, d, _ = (side * step for side, step in zip(shown.truth.shape, shown.spacing))
     scores = f"Dice: {dice}{missing}{volumes_of(case)}"
     if case.truth is None:
-        volumes = (f"{name} {row['VolumeMl']:.3g} ml" for name, row in case.scores.items())
+        volumes = (f"{name} {millilitres(row['VolumeMl'])} ml" for name, row in case.scores.items())
         scores = f"predicted: {', '.join(volumes)}"
     return CaseView(
         case.name,
@@ -349,7 +351,7 @@ def _case_view(case: ScoredCase, shown: ShownCase, labels: Sequence[str], neurol
 def volumes_of(case: ScoredCase) -> str:
     """Returns the true and predicted volume of each class in words, "" where they were not recorded."""
     parts = [
-        f"{name} {row['TrueVolumeMl']:.3g} → {row['VolumeMl']:.3g}"
+        f"{name} {millilitres(row['TrueVolumeMl'])} → {millilitres(row['VolumeMl'])}"
         for name, row in case.scores.items()
         if {"TrueVolumeMl", "VolumeMl"} <= row.keys()
     ]

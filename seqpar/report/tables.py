@@ -12,7 +12,7 @@ import numpy as np
 from seqpar.report.curves import GREY, number
 from seqpar.report.record import CaseScores, RunRecord, ScoredCase, mean_of_numbers
 from seqpar.scores.comparison import FEW, TOO_FEW
-from seqpar.text import quantity
+from seqpar.text import millilitres, quantity
 
 METRICS = (("Dice", 3, ("mean", "median", "global")), ("NSD", 3, ("mean", "median")), ("HD95", 1, ("mean", "median")))
 COARSE = 2.0  # mm, the side of a voxel above which rules made for voxels of 1 mm mislead
@@ -124,8 +124,8 @@ def what_is_missing(name: str, row: Mapping[str, float]) -> str:
     if not only_one_map(row):
         return ""
     if row["n_ref"]:
-        return f"no {name} predicted; {row.get('TrueVolumeMl', math.nan):.3g} ml in truth"
-    return f"no {name} in truth; {row.get('VolumeMl', math.nan):.3g} ml predicted"
+        return f"no {name} predicted; {millilitres(row.get('TrueVolumeMl', math.nan))} ml in truth"
+    return f"no {name} in truth; {millilitres(row.get('VolumeMl', math.nan))} ml predicted"
 
 
 def coarse_voxels(scored: CaseScores) -> str:

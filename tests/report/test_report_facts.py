@@ -4,6 +4,7 @@ import json
 import math
 import re
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import nibabel
@@ -195,6 +196,8 @@ def test_a_case_without_the_class_says_so_and_what_was_predicted() -> None:
     case = ScoredCase("a", Path("t"), Path("p"), {"tumour": {"Dice": 0.0, "VolumeMl": 1.2}})
     shown = ShownCase("a", {}, truth, prediction, (1.0, 1.0, 1.0))
     assert planes_note(case, shown, ["tumour"]) == "no tumour; predicted 1.2 ml · planes with most of the prediction"
+    litre = replace(case, scores={"tumour": {"Dice": 0.0, "VolumeMl": 1042.42}})
+    assert planes_note(litre, shown, ["tumour"]).startswith("no tumour; predicted 1042 ml")
     nothing = ShownCase("a", {}, truth, truth, (1.0, 1.0, 1.0))
     none = ScoredCase("a", Path("t"), Path("p"), {"tumour": {"Dice": math.nan}})
     assert planes_note(none, nothing, ["tumour"]) == "no tumour; predicted none · middle planes"
