@@ -84,7 +84,7 @@ def test_the_command_of_the_page_runs_and_so_do_those_that_it_prints_as_next(tmp
     typed(of_report)
     assert (tmp_path / "sweeps/small/report.html").is_file()
     (images,) = (tmp_path / "cache/data").glob("phantom-*")
-    (of_evaluate,) = typed(of_predict.replace("IMAGES", str(images)).replace("PREDICTIONS", "found"))
+    of_evaluate, _ = typed(of_predict.replace("IMAGES", str(images)).replace("PREDICTIONS", "found"))
     typed(of_evaluate.replace("TRUTH", str(images)))
 
 
