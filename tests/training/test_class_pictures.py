@@ -54,8 +54,8 @@ def test_two_classes_have_one_curve_and_more_have_one_each_under_their_names(fig
         lines = curves.get_lines()[1:]  # behind that of chance
         labels = [line.get_label().replace("\\$", "$") for line in lines]
         assert [label.partition(": AUC 0.")[0] for label in labels] == names
-        assert all(re.search(r"\([46] of 12 cases(, too few to tell)?\)$", label) for label in labels), labels
-        assert all(("too few" in label) == ("4 of" in label) for label in labels)
+        assert all(re.search(r"\([46] cases, [68] others(, too few to tell)?\)$", label) for label in labels), labels
+        assert all(("too few" in label) == ("(4 cases" in label) for label in labels)
         assert curves.get_box_aspect() == 1 and (len(names) > 1 or lines[0].get_linestyle() == "-")
         assert (curves.get_xlabel(), curves.get_ylabel()) == ("1 − specificity", "sensitivity")
         assert counts.get_title() == "Confusion matrix: number of cases"
@@ -73,12 +73,12 @@ def test_two_classes_have_one_curve_and_more_have_one_each_under_their_names(fig
 def test_a_roc_curve_on_a_page_has_its_area_its_cases_and_both_axes() -> None:
     (diagram,) = roc_diagrams(summary(["healthy", "ill"]))
     assert (diagram.quantity, diagram.over, diagram.up) == ("ROC curve of ill", "1 − specificity", "sensitivity")
-    assert re.fullmatch(r"ill: AUC 0\.\d{3} \(6 of 12 cases\)", diagram.lines[1].label)
+    assert re.fullmatch(r"ill: AUC 0\.\d{3} \(6 cases, 6 others\)", diagram.lines[1].label)
     chart = draw_chart(diagram)
     assert chart is not None and len(set(re.search(r'viewBox="0 0 (\S+) (\S+)"', chart.svg).groups())) == 1, "square"  # type: ignore[union-attr]
     assert chart is not None and "sensitivity" in chart.svg and "1 − specificity" in chart.svg
     (of_few,) = roc_diagrams(summary(["healthy", "b", "c"]), "c")
-    assert of_few.lines[1].label.endswith("(4 of 12 cases, too few to tell)")
+    assert of_few.lines[1].label.endswith("(4 cases, 8 others, too few to tell)")
 
 
 def of_tenths(*counts: int) -> dict:
@@ -111,6 +111,7 @@ def test_the_table_of_classes_has_intervals_and_that_of_counts_says_what_its_row
         assert of_class == "too few to tell" and of_others == describe_share(specificity.value, 8)
     two = classes_table(summary(["healthy", "ill"]) | {"source": "here"})
     assert [row.name for row in two.rows] == ["ill"] and "AUC" not in [head.text for head in two.heads], "no mirror"
+    assert "For healthy, sensitivity and specificity exchange places." in two.note and "exchange" not in table.note
     about = [_scores(summary(names) | {"source": "here"}, None, "").about for names in (NAMES[:2], NAMES)]
     assert ["averaged over classes" in text for text in about] == [False, True]
     counts = confusion_table(content)

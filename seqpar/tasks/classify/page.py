@@ -91,7 +91,10 @@ class WorstCase:
 def class_page(options: argparse.Namespace, record: RunRecord) -> FinishedPage:
     """Returns the page about a run that gives each case a class; ``options``: of report."""
     if options.images is not None:
-        raise ValueError("--images: cases are shown as predict --explain drew them, or as prepared: remove it")
+        raise ValueError(
+            "--images: this run gives each case a class; the page shows cases as predict --explain drew them, or as "
+            "prepared: remove it"
+        )
     if options.prediction is not None and options.truth is None:
         raise ValueError(f"--prediction {options.prediction}: classes are scored against --truth: give both")
     summary, cases, gaps = None, list[WorstCase](), list[str]()
@@ -201,7 +204,10 @@ def classes_table(summary: Summary, positive: str | None = None) -> Table:
     of_share = ("share", "95 % interval")
     heads = [TableHead("Class"), TableHead("Cases"), TableHead("Sensitivity", of_share)]
     heads += [TableHead("Specificity", of_share), *[TableHead("AUC")] * has_areas]
-    against = "Each class against all others. " if has_areas else ""
+    against = "Each class against all others. "
+    if not has_areas:
+        (mirrored,) = (name for name in names if name not in shown)
+        against = f"For {mirrored}, sensitivity and specificity exchange places. "
     note = (
         f"Scores of {quantity(summary['cases'], 'case')}: {summary['source']}. {against}"
         f"The intervals are Wilson's; none is given for fewer than {FEW} cases."
