@@ -231,6 +231,8 @@ def last_validation(record: RunRecord) -> Table | None:
 class Strip(NamedTuple):
     """A row of dots, with left end and width of the box of the quartiles, and place of the median.
 
+    Few dots have no box, which would look like a confidence interval, and a single one has no median.
+
     - ``dots``: place, title, and whether the dot is hollow, which marks a note
     """
 
@@ -238,8 +240,8 @@ class Strip(NamedTuple):
     colour: str
     y: float
     dots: Sequence[tuple[float, float, str, bool]]
-    box: tuple[float, float] = (0.0, 0.0)
-    median: float = 0.0
+    box: tuple[float, float] | None = None
+    median: float | None = None
 
 
 @dataclass(frozen=True)
@@ -285,11 +287,12 @@ def make_strips(
             shift = (at * 7 % 11 - 5) * 1.1  # the same on every page, and hides no dot behind another
             told = "; ".join([f"{case}: {value:.4g}", *filter(None, notes)]) if len(pairs) <= MAX_TITLES else ""
             dots.append((place(value), round(y + shift, 1), told, any(notes)))
-        values = [value for value, *_ in pairs] or [low]
-        first, third = (place(float(q)) for q in np.percentile(values, (25, 75)))
-        strips.append(
-            Strip(name, colours.get(own, GREY), y, dots, (first, round(third - first, 1)), place(median(values)))
-        )
+        values, box = [value for value, *_ in pairs], None
+        if len(values) >= FEW:
+            first, third = (place(float(q)) for q in np.percentile(values, (25, 75)))
+            box = first, round(third - first, 1)
+        middle = place(median(values)) if len(values) > 1 else None
+        strips.append(Strip(name, colours.get(own, GREY), y, dots, box, middle))
     marks = map(float, MaxNLocator(5, steps=[1, 2, 5, 10]).tick_values(low, high))
     ticks = [(place(mark), f"{mark:g}") for mark in marks if low - 1e-9 <= mark <= high + 1e-9]
     return Strips(title, left, width, line * len(strips) + 26, ticks, strips)
