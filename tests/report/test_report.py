@@ -276,7 +276,8 @@ def test_what_cannot_be_reported_on_is_one_clear_line(finished: Path, tmp_path: 
 
 
 def values_of_none(title: str) -> dict[str, object]:
-    return {"title": title, "gaps": [], "runs": {}, "settings": None, "training": [], "comparisons": []}
+    return {"title": title, "gaps": [], "runs": {}, "settings": None, "training": [], "comparisons": [],
+            "cautions": [], "uncompared": ""}  # fmt: skip
 
 
 def test_a_template_gets_just_the_values_that_it_names(
