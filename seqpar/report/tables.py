@@ -77,6 +77,12 @@ class Table:
         return any(head.below for head in self.heads)
 
 
+OVER_CASES = (
+    "Mean and median are over cases; global pools the voxels of all cases. Cases in which neither map has the class "
+    "have no Dice and do not count."
+)
+
+
 def metrics_table(scored: CaseScores) -> Table:
     """Returns the summary of each class over all cases."""
     rows, without, is_one = [], list[str](), len(scored.cases) == 1  # of one case they are all alike
@@ -100,10 +106,7 @@ def metrics_table(scored: CaseScores) -> Table:
     below = [("value",) if is_one else kinds for _, _, kinds in shown]
     heads = [TableHead(name, kinds) for (name, *_), kinds in zip(METRICS[:-1], below)]
     heads.append(TableHead("HD95, mm", (*below[-1], "substituted")))
-    note = (
-        f"Scores of {quantity(len(scored.cases), 'case')}: {scored.source}. Mean and median are over cases; global "
-        "pools the voxels of all cases. Cases in which neither map has the class have no Dice and do not count."
-    )
+    note = f"Scores of {quantity(len(scored.cases), 'case')}: {scored.source}." + f" {OVER_CASES}" * (not is_one)
     tolerance = scored.settings.get("nsd_tolerance")
     if isinstance(tolerance, (int, float)):
         note += f" The surface Dice (NSD) has a tolerance of {tolerance:g} mm."
@@ -171,7 +174,7 @@ def sizes_table(scored: CaseScores) -> Table | None:
         "Volumes are means over cases; the error is the mean absolute error. A region, such as a lesion, is a "
         "connected part of the class of more than 50 mm³; parts at most 6 mm apart count as one. It is found if a "
         "predicted region touches it or the 3 mm around it, in whole voxels. A predicted region that touches none is "
-        "false. These are the rules of BraTS 2023 at voxels of 1 mm."
+        "false. The rules are those of BraTS 2023, made for voxels of 1 mm."
     )
     return Table("sizes", heads, rows, "class", note) if rows else None
 

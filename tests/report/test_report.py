@@ -136,6 +136,8 @@ def test_without_prepared_images_the_labels_are_shown(copied: Path, page: Page) 
     bare = written(copied)
     assert bare.cases == page.cases
     assert "prepared data are not where" in bare.text
+    assert "cropped to the labels and at full resolution." in bare.text and "grey levels" not in bare.text
+    assert "cropped to the body and at full resolution. Images are stored in 64 grey levels" in page.text
     case = json.loads(bare.scripts["volumes"])["cases"][0]
     assert case["images"] == [] and unroll(case["truth"], case["shape"], case["columns"]).max() == 3
 
@@ -180,6 +182,9 @@ def test_two_folders_are_reported_instead(finished: Path, tmp_path: Path, capsys
     page = Page(target.read_text())
     assert page.cases == ["case-b"] and page.cells["metrics", "WT"] == [1.0, 1.0, 0.0, 0, 1], (
         "mean, median and global are one"
+    )
+    assert (
+        "median are over" not in page.text and "lowest Dice" not in page.text and "made for voxels of 1 mm" in page.text
     )
     assert "Read with care" in page.text and "1 case without a prediction: case-a" in page.text
 
