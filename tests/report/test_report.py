@@ -205,11 +205,16 @@ def test_a_prediction_without_truth_is_shown_with_its_volumes_and_no_score(
     assert page.cells["predicted-volumes", "case-b"][1] == pytest.approx((labels == 2).sum() * ml)
     assert page.cases == ["case-b"] and not [table for table, _ in page.cells if table in ("metrics", "per-case")]
     said = page.text
+    assert "case-b, predicted by run" in said and "Finished" not in said and "Scores" not in said
+    assert said.index("Volumes") < said.index("Cases") < said.index("Configuration") < said.index("Training")
     assert f"Predictions in {predictions}, without a truth to score them against. Predicted with r/step-7/w" in said
-    assert "Dice" not in said[said.index("Cases") :] and "lowest Dice" not in said
+    assert "Dice" not in said[said.index("Cases") : said.index("Configuration")] and "lowest Dice" not in said
     assert "predicted: NCR " in said and "P shows or hides the prediction" in said
     volumes = json.loads(page.scripts["volumes"])["cases"][0]
     assert not unroll(volumes["truth"], volumes["shape"], volumes["columns"]).any() and volumes["images"] == []
+    shutil.copy(predictions / "case-b.nii.gz", predictions / "case-c.nii.gz")
+    assert run(report.act, line) == 0 and "found, predicted by run" in Page(target.read_text()).text
+    (predictions / "case-c.nii.gz").unlink()
     assert "name their folder by --images" in said, "the run's own case of this name may be another"
     for channel, kind in enumerate(("t1c", "t1n", "t2f", "t2w")):
         (tmp_path / "images").mkdir(exist_ok=True)

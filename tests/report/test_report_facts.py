@@ -145,7 +145,9 @@ def test_colours_are_those_of_the_runs_picture(page: Page) -> None:
 
 def test_a_long_name_is_seen_whole_above_its_pictures() -> None:
     label = np.ones((8, 8, 8), int)
-    case = PicturedCase("phantom_00000 (generated, not a patient)", np.ones((8, 8, 8)), label, label, (1.0, 1.0, 1.0))
+    case = PicturedCase(
+        "BraTS-GLI-00000-000 (generated, not a patient)", np.ones((8, 8, 8)), label, label, (1.0, 1.0, 1.0)
+    )
     figure = figure_of_cases([case], ["liver"], False)
     figure.draw_without_rendering()
     boxes = [panel.title.get_window_extent() for panel in figure.axes]

@@ -99,8 +99,10 @@ def test_calibration_is_drawn_by_tenths_with_enough_cases_and_not_by_a_single_on
     assert (diagram.over, diagram.up) == ("probability of the predicted class", "share of correct predictions")
     scores = _scores(of_tenths(4, 4) | {"source": "here"}, None, "")
     assert scores.note == uncalibrated(of_tenths(4, 4)) and [chart.title for chart in scores.charts] == []
-    assert "no tenth of the probability" in scores.note and "4 of 4 at 0.55, 4 of 4 at 0.65." in scores.note
-    assert "only one tenth" in uncalibrated(of_tenths(40, 4))
+    assert scores.note.startswith("Too few cases for a calibration curve, which needs 5 in each of two tenths")
+    said = "4 of 4 predictions with a mean probability of 0.55 were right, 4 of 4 with 0.65."
+    assert scores.note.endswith(said)
+    assert ": 40 of 40 predictions with a mean probability of 0.65" in uncalibrated(of_tenths(4, 40)), "most first"
     assert _scores(of_tenths(5, 5) | {"source": "here"}, None, "").note == ""
 
 

@@ -264,13 +264,14 @@ def calibration_diagrams(summary: Summary) -> list[Diagram]:
 
 def uncalibrated(summary: Summary) -> str:
     """Returns why calibration is not drawn, and how often each tenth of the probability is correct."""
-    points = calibration(*_arrays(summary))
-    enough = sum(count >= FEW for _, _, count in points)
-    which = {0: "no tenth", 1: "only one tenth"}[min(enough, 1)]
-    tenths = ", ".join(f"{round(right * count)} of {count} at {given:.2f}" for given, right, count in points)
+    (given, right, count), *others = sorted(calibration(*_arrays(summary)), key=lambda tenth: -tenth[2])
+    tenths = [
+        f"{round(right * count)} of {quantity(count, 'prediction')} with a mean probability of {given:.2f} were right",
+        *(f"{round(right * count)} of {count} with {given:.2f}" for given, right, count in others),
+    ]
     return (
-        f"Calibration is not drawn: {which} of the probability of the predicted class has at least {FEW} cases. "
-        f"Correct predictions at each tenth's mean probability: {tenths}."
+        f"Too few cases for a calibration curve, which needs {FEW} in each of two tenths of the probability of the "
+        f"predicted class: {', '.join(tenths)}."
     )
 
 

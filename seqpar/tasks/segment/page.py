@@ -87,6 +87,8 @@ def segment_page(options: argparse.Namespace, record: RunRecord) -> FinishedPage
         "cases": cases,
         **tables,
     }
+    if scored and alone and len(scored.cases) == 1:
+        parts["subject"] = scored.cases[0].name
     parts |= {"truth": options.truth, "prediction": options.prediction, "images": options.images}
     text = render_run(FOLDER, record, gaps, faults, cautions, classes=list(colours), **parts)
     own = faults if options.prediction is not None else ()
