@@ -186,7 +186,7 @@ def _plane(case: ShownCase, name: str, dim: int, at: int, neurological: bool) ->
         grey = plane_of(case.images[best_modality(list(case.images))], dim, at, neurological)
         picture = encode(png(np.ascontiguousarray(grey)))
     outlines = [
-        (kind, COLOURS[(number - 1) % len(COLOURS)], outline(labels == number))
+        (kind, COLOURS[(number - 1) % len(COLOURS)], outline(labels, number))
         for kind, labels in (("truth", truth), ("prediction", prediction))
         for number in np.unique(labels[labels > 0]).tolist()
     ]

@@ -77,6 +77,17 @@ def test_an_outline_encloses_just_the_mask(density: float) -> None:
     assert edges == np.abs(np.diff(padded, axis=0)).sum() + np.abs(np.diff(padded, axis=1)).sum()
 
 
+def test_two_labels_share_one_line_that_of_the_higher_number() -> None:
+    labels = np.zeros((4, 6), int)
+    labels[:, :3], labels[:, 3:5] = 1, 2
+    edges = {number: re.findall(r"[hv](-?\d+)", outline(labels, number)) for number in (1, 2)}
+    assert sum(map(abs, map(int, edges[1]))) == 3 + 3 + 4 and sum(map(abs, map(int, edges[2]))) == 2 * (2 + 4)
+    assert outline(labels, 1).count("m") == 1 and "z" not in outline(labels, 1) and outline(labels, 2).endswith("z")
+    labels[1:3, 1:2] = 2
+    inside = np.where(labels == 1, 2, np.where(labels == 2, 1, 0))[:, :3]
+    assert outline(inside, 1) == "", "within a higher label no edge is its own"
+
+
 def drawn(strips: Strips | None) -> str:
     """Returns strips as a page draws them."""
     template = _environment(None).from_string(
