@@ -3,6 +3,7 @@
 import json
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -161,6 +162,27 @@ def test_runs_are_compared_on_the_cases_that_all_have_scored(monkeypatch: pytest
     alone = compare_classifiers({"first": None}, [])  # type: ignore[dict-item]
     assert alone.cases == "" and not alone.sentences
     assert not isinstance(alone.scores, str) and "the table below" not in alone.scores.note
+
+
+def test_pictures_of_phantoms_in_a_runs_own_report_say_that_they_are_generated(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    titles = list[str]()
+
+    def note(path: Path, title: str, *_: object) -> None:
+        titles.append(title)
+        path.write_bytes(b"png")
+
+    case = SimpleNamespace(image=np.zeros((1, 4, 4, 4)), properties=SimpleNamespace(spacing=(1.0, 1.0, 1.0)))
+    monkeypatch.setattr(page, "draw_evidence", note)
+    monkeypatch.setattr(page, "open_cache", lambda path: SimpleNamespace(path=path, cases={"a": case}))
+    for folder, content in (("phantoms", "{}"), ("scans", "")):
+        (tmp_path / folder).mkdir()
+        if content:
+            (tmp_path / folder / "phantom.json").write_text(content)
+        record: Any = SimpleNamespace(dataset={"prepared": "here"}, config={"data": str(tmp_path / folder)})
+        page._picture(record, "a", None, False)
+    assert titles == ["a (generated, not a patient)", "a"]
 
 
 def picture_of(figures: list[Any], image: np.ndarray, seen: np.ndarray, about: str = "HiResCAM map for ill") -> Any:

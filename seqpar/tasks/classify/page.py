@@ -16,6 +16,7 @@ from seqpar.data.errors import DataError
 from seqpar.data.files import read_whole
 from seqpar.data.formats.class_lists import read_class_dataset
 from seqpar.data.geometry import to_canonical
+from seqpar.data.phantom.phantom_files import GENERATED, is_generated
 from seqpar.data.preparation.cache import open_cache
 from seqpar.data.preparation.transforms import resample
 from seqpar.data.volumes import read_volume
@@ -314,7 +315,8 @@ def _picture(record: RunRecord, case: str, explained: Path | None, neurological:
     image = cache.cases[case].image
     with tempfile.TemporaryDirectory() as folder:
         path, nothing = Path(folder, "case.png"), np.zeros(image.shape[1:], np.float32)
-        draw_evidence(path, case, np.asarray(image[0]), nothing, cache.cases[case].properties.spacing, neurological)
+        title = f"{case} {GENERATED}" if is_generated(record.config.get("data", "unknown")) else case
+        draw_evidence(path, title, np.asarray(image[0]), nothing, cache.cases[case].properties.spacing, neurological)
         return base64.b64encode(path.read_bytes()).decode()
 
 
