@@ -11,6 +11,7 @@ import numpy as np
 
 from seqpar.report.curves import GREY, number
 from seqpar.report.record import CaseScores, RunRecord, ScoredCase, mean_of_numbers
+from seqpar.scores.class_scores import describe_share
 from seqpar.scores.comparison import FEW, TOO_FEW
 from seqpar.text import quantity
 
@@ -144,7 +145,8 @@ def coarse_voxels(scored: CaseScores) -> str:
         "may count as a region, and regions that touch as one." if max(sizes) > 50 else "changes small regions much."
     )
     if isinstance(tolerance, (int, float)) and tolerance < side:
-        text += f" The surface Dice (NSD) is low because its tolerance of {tolerance:g} mm is less than a voxel."
+        text += f" The tolerance of {tolerance:g} mm is less than a voxel, so a boundary that is one voxel off counts as "
+        text += "wrong for the surface Dice (NSD): compare it only at the same voxel size."
     return text
 
 
@@ -158,22 +160,30 @@ def sizes_table(scored: CaseScores) -> Table | None:
         true_ml, ml, found, missed, false = (sum(row[key] for row in cases) for key in SIZES)
         error = sum(abs(row["VolumeErrorMl"]) for row in cases) / len(cases)
         cells: list[Score | str] = [Score(value / len(cases), 2) for value in (true_ml, ml, error * len(cases))]
-        cells += [Score(found, 0, f" of {found + missed:.0f}"), Score(false, 0)]
-        shares = [Score(found / whole if whole else math.nan, 3) for whole in (found + missed, found + false)]
-        cells += shares if len(cases) >= FEW else [TOO_FEW] * len(shares)
+        cells += [Score(found, 0, f" of {found + missed:.0f}"), Score(false, 0, f" ({false / len(cases):.1f} per case)")]
+        cells.append(_found_share(found, int(found + missed)))
         rows.append(TableRow(name, cells))
     heads = [
         TableHead("Class"),
-        TableHead("Volume of a case, ml", ("truth", "prediction", "mean error")),
-        TableHead("Connected regions", ("found", "false", "sensitivity", "precision")),
+        TableHead("Volume of a case, ml", ("truth", "prediction", "mean absolute error")),
+        TableHead("Connected regions", ("regions found", "false regions", "sensitivity (regions)")),
     ]
     note = (
-        "Volumes are means over cases; the error is the mean absolute error. A region, such as a lesion, is a "
-        "connected part of the class of more than 50 mm³; parts at most 6 mm apart count as one. It is found if a "
-        "predicted region touches it or the 3 mm around it, in whole voxels. A predicted region that touches none is "
-        "false. These are the rules of BraTS 2023 at voxels of 1 mm."
+        "Volumes are means over cases. A region, such as a lesion, is a connected part of the class in the truth. True "
+        "parts whose margins touch are one region; a margin is 3 mm wide, rounded down to whole voxels, so larger "
+        "voxels have none. Regions of up to 50 mm³ do not count. A region is found if a predicted part touches it or "
+        "its margin, by as little as one voxel: found does not mean outlined. Every separate predicted part that "
+        "touches no region is false, however small. Sensitivity is the share of regions found, with Wilson's 95 % "
+        "interval, which takes regions as independent. At voxels of 1 mm these are the rules of BraTS 2023."
     )
     return Table("sizes", heads, rows, "class", note) if rows else None
+
+
+def _found_share(found: float, regions: int) -> Score | str:
+    """Returns the share of regions that are found with its interval; of few regions that they are few."""
+    if regions < FEW:
+        return TOO_FEW if regions else "–"
+    return Score(found / regions, 3, f" ({describe_share(found / regions, regions)})")
 
 
 def volumes_table(scored: CaseScores) -> Table:

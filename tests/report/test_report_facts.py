@@ -9,6 +9,7 @@ from pathlib import Path
 import nibabel
 import numpy as np
 import pytest
+from scipy import stats
 
 import seqpar
 from seqpar.cli import report
@@ -17,7 +18,7 @@ from seqpar.report.cases import ShownCase, bar_length, planes_note
 from seqpar.report.pictures import PicturedCase, figure_of_cases
 from seqpar.report.planes import COLOURS, RUN_COLOURS
 from seqpar.report.record import CaseScores, ScoredCase, parse_scores
-from seqpar.report.tables import coarse_voxels, dice_table, metrics_table, score_strips
+from seqpar.report.tables import coarse_voxels, dice_table, metrics_table, score_strips, sizes_table
 from seqpar.scores.label_classes import Labels
 from seqpar.scores.label_files import Pair
 from seqpar.scores.label_scores import DEFAULT_SETTINGS, score, summarise
@@ -106,7 +107,7 @@ def test_volumes_and_lesions_are_those_of_the_files(html: str, page: Page, finis
         cells = page.cells["sizes", name]
         assert cells[:3] == pytest.approx([*np.mean(rows, 0), np.mean(errors)])
         assert cells[3:] == [3, 0]  # one lesion a case, each of them touched; too few to tell more
-    assert html.count("too few to tell</td>") == 2 * 5 and "Connected regions" in html and "Lesions" not in html
+    assert html.count("too few to tell</td>") == 5 and "mean absolute error" in html and "Connected regions" in html and "Lesions" not in html
     turned = json.loads(page.scripts["volumes"])["cases"][0]["spacing"]
     assert sorted(turned) == pytest.approx(sorted(map(float, spacing)))
     assert f"voxels of {' × '.join(f'{step:.3g}' for step in turned)} mm" in page.text
@@ -237,10 +238,29 @@ def test_a_case_that_only_one_map_has_the_class_in_is_told_from_a_measured_one()
     assert "Mean HD95 of" not in metrics_table(nothing).note and metrics_table(nothing).rows[0].cells[-2].text == "0"  # type: ignore[union-attr]
 
 
+def test_regions_found_have_an_interval_by_their_number_and_false_ones_are_counted_per_case() -> None:
+    truth, prediction = np.zeros((40, 40, 8), np.uint8), np.zeros((40, 40, 8), np.uint8)
+    for n in range(8):
+        truth[5 * n : 5 * n + 3, :3, :3] = 1
+    prediction[:33, :1, :1] = 1  # touches the first seven by a column
+    prediction[0, 20::4, 0] = prediction[0, 20, 0:2] = 1  # five specks that touch none
+    scored = scores_of(3.5, {"lesion": (1,)}, (truth, prediction), (truth, truth))
+    table = sizes_table(scored)
+    assert table is not None
+    low, high = stats.binomtest(15, 16).proportion_ci(method="wilson")
+    texts = [cell if isinstance(cell, str) else cell.text for cell in table.rows[0].cells]
+    assert texts[3:] == ["15 of 16", "5 (2.5 per case)", f"0.938 ({low:.3f} to {high:.3f})"]
+    assert table.heads[2].below == ("regions found", "false regions", "sensitivity (regions)")
+    assert "larger voxels have none" in table.note and "by as little as one voxel" in table.note
+    few = sizes_table(scores_of(3.5, {"lesion": (1,)}, *[(truth[:15], truth[:15])] * 1))
+    assert few is not None and few.rows[0].cells[-1] == "too few to tell"
+
+
 def test_coarse_voxels_are_warned_of() -> None:
     full = np.zeros((20, 20, 20), np.uint8)
     full[4:9, 4:9, 4:9] = 1
     said = coarse_voxels(scores_of(6.0, {"liver": (1,)}, (full, full)))
-    assert "coarse, of up to 216 mm³: a single voxel may count as a region" in said and "tolerance of 1 mm" in said
+    assert "coarse, of up to 216 mm³: a single voxel may count as a region" in said
+    assert "one voxel off counts as wrong for the surface Dice (NSD)" in said and "low because" not in said
     assert "changes small regions much" in coarse_voxels(scores_of(3.0, {"liver": (1,)}, (full, full)))
     assert not coarse_voxels(scores_of(1.5, {"liver": (1,)}, (full, full)))
