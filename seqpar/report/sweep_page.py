@@ -11,7 +11,7 @@ from seqpar.data.errors import DataError
 from seqpar.report.record import RunRecord, read_record
 from seqpar.report.rendering import render
 from seqpar.report.several_runs import curves_over_each_other
-from seqpar.report.tables import Strips, make_strips
+from seqpar.report.tables import Strips, make_strips, mean_over
 from seqpar.runs.run_folder import read_config
 from seqpar.runs.sweep_folder import Point, Sweep, format_value, read_sweep, refresh_points
 from seqpar.terminal import next_command
@@ -38,6 +38,8 @@ def page_of_sweep(out: Path) -> str:
     if best:
         described = sweep.describe_best(best)
         headline += f" {described[0].upper()}{described[1:]}."
+        classes = [list(row.get("dice", ())) for record in records.values() for row in record.held_out[-1:]]
+        headline += " ".join(["", mean_over(classes[0])]).rstrip() if classes else ""
     return render(
         "sweep.html",
         title=name if name.lower().startswith("sweep") else f"Sweep {name}",

@@ -11,6 +11,7 @@ import numpy as np
 
 from seqpar.report.curves import GREY, number
 from seqpar.report.record import CaseScores, RunRecord, ScoredCase, mean_of_numbers
+from seqpar.scores.class_scores import describe_share
 from seqpar.scores.comparison import FEW, TOO_FEW
 from seqpar.text import millilitres, quantity
 
@@ -85,25 +86,24 @@ OVER_CASES = (
 
 def metrics_table(scored: CaseScores) -> Table:
     """Returns the summary of each class over all cases."""
-    rows, without, is_one = [], list[str](), len(scored.cases) == 1  # of one case they are all alike
+    rows, is_one = [], len(scored.cases) == 1  # of one case they are all alike
+    substituted = {name: [c for c in scored.cases if only_one_map(c.scores[name])] for name in scored.classes}
+    has_measured = not is_one and any(substituted.values())
     shown = [(metric, places, kinds[:1] if is_one else kinds) for metric, places, kinds in METRICS]
     for name, key in scored.classes.items():
-        cells: list[Score | str] = [key.strip("()").rstrip(",").replace(", ", " + ")]
-        cells += [
-            Score(scored.summary.get(kind, {}).get(name, {}).get(metric, math.nan), places)
-            for metric, places, kinds in shown
-            for kind in kinds
-        ]
-        substituted = [case for case in scored.cases if only_one_map(case.scores[name])]
+        cells: list[Score | str] = [_labels_of(key)]
+        for metric, places, kinds in shown:
+            if metric == "HD95" and has_measured:
+                measured = [c.scores[name].get(metric, math.nan) for c in scored.cases if c not in substituted[name]]
+                known = [value for value in measured if not math.isnan(value)]
+                cells.append(Score(mean_of_numbers(known), places, f" (n = {len(known)})"))
+            cells += [Score(scored.summary.get(kind, {}).get(name, {}).get(metric, math.nan), places) for kind in kinds]
         count = scored.summary.get("num_values", {}).get(name, {}).get("Dice", math.nan)
-        cells += [Score(len(substituted), 0), Score(count, 0, f" of {len(scored.cases)}")]
+        cells += [Score(len(substituted[name]), 0), Score(count, 0, f" of {len(scored.cases)}")]
         rows.append(TableRow(name, cells))
-        if substituted:
-            measured = mean_of_numbers(
-                case.scores[name].get("HD95", math.nan) for case in scored.cases if case not in substituted
-            )
-            without += [f"{name} {measured:.1f}"] * math.isfinite(measured)
     below = [("value",) if is_one else kinds for _, _, kinds in shown]
+    if has_measured:
+        below[-1] = ("measured mean", *(f"{kind} with substitutes" for kind in below[-1]))
     heads = [TableHead(name, kinds) for (name, *_), kinds in zip(METRICS[:-1], below)]
     heads.append(TableHead("HD95, mm", (*below[-1], "substituted")))
     note = f"Scores of {quantity(len(scored.cases), 'case')}: {scored.source}." + f" {OVER_CASES}" * (not is_one)
@@ -112,9 +112,14 @@ def metrics_table(scored: CaseScores) -> Table:
         note += f" The surface Dice (NSD) has a tolerance of {tolerance:g} mm."
     instead = "374 mm, as BraTS has it" if scored.settings.get("empty") == "brats" else "the image's diagonal"
     note += f" A case in which only one map has the class has no distance: its HD95 is substituted by {instead}."
-    if without:
-        note += f" Mean HD95 of the other cases, mm: {', '.join(without)}."
+    note += " The measured mean leaves such cases out; n is the number of the others." * has_measured
     return Table("metrics", [TableHead("Class"), TableHead("Labels"), *heads, TableHead("Cases")], rows, "class", note)
+
+
+def mean_over(classes: Iterable[str], whose: str = "") -> str:
+    """Returns of which classes a Dice is the mean; "" of a single class."""
+    *others, last = list(classes) or [""]
+    return f"The mean Dice {whose}is over {', '.join(others)} and {last}." if others else ""
 
 
 def only_one_map(row: Mapping[str, float]) -> bool:
@@ -131,60 +136,102 @@ def what_is_missing(name: str, row: Mapping[str, float]) -> str:
     return f"no {name} in truth; {millilitres(row.get('VolumeMl', math.nan))} ml predicted"
 
 
+def voxel_ml(scored: CaseScores) -> float:
+    """Returns the volume of the largest voxel of the cases, 0 if their scores do not tell."""
+    sizes = [0.0]
+    for row in (row for case in scored.cases for row in case.scores.values()):
+        sizes.append(row.get("VoxelMl", 0.0))
+        for volume, count in (("VolumeMl", "n_pred"), ("TrueVolumeMl", "n_ref")):
+            if row.get(volume) and row.get(count):
+                sizes.append(row[volume] / row[count])
+    return max(sizes)
+
+
+def _ml_places(scored: CaseScores) -> int:
+    """Returns the decimals of a volume in ml, at most two and no more than a voxel justifies."""
+    size = voxel_ml(scored)
+    return min(2, max(0, math.ceil(-math.log10(size)))) if size else 2
+
+
+def what_volumes_count(classes: Mapping[str, str]) -> str:
+    """Returns of which labels the volumes are; "" of a single class with one label."""
+    several = [f"{name} = {_labels_of(key)}" for name, key in classes.items() if "," in key.rstrip(",)")]
+    if several:
+        return f" A volume is that of all labels of its class: {'; '.join(several)}."
+    alone = " Each volume counts only the label of its class: an organ's leaves out lesions with a label of their own."
+    return alone * (len(classes) > 1)
+
+
+def _labels_of(key: str) -> str:
+    return key.strip("()").rstrip(",").replace(", ", " + ")
+
+
 def coarse_voxels(scored: CaseScores) -> str:
     """Returns a sentence if voxels are too coarse for some scores, else ""."""
-    sizes = [
-        1000 * row["VolumeMl"] / row["n_pred"]
-        for case in scored.cases
-        for row in case.scores.values()
-        if row.get("n_pred") and row.get("VolumeMl")
-    ]
-    side, tolerance = max(sizes, default=0.0) ** (1 / 3), scored.settings.get("nsd_tolerance")
+    size, tolerance = 1000 * voxel_ml(scored), scored.settings.get("nsd_tolerance")
+    side = size ** (1 / 3)
     if side <= COARSE:
         return ""
-    text = f"Voxels are coarse, of up to {max(sizes):.3g} mm³: a single voxel "
-    text += (
-        "may count as a region, and regions that touch as one." if max(sizes) > 50 else "changes small regions much."
-    )
+    text = f"Voxels are coarse, of up to {size:.3g} mm³: "
+    if not scored.summary:
+        return f"{text}outlines are rough, and so are the volumes of small structures."
+    text += "a single voxel "
+    text += "may count as a region, and regions that touch as one." if size > 50 else "changes small regions much."
     if isinstance(tolerance, (int, float)) and tolerance < side:
-        text += f" The surface Dice (NSD) is low because its tolerance of {tolerance:g} mm is less than a voxel."
+        text += (
+            f" The tolerance of {tolerance:g} mm is less than a voxel, so a boundary that is one voxel off counts as "
+        )
+        text += "wrong for the surface Dice (NSD): compare it only at the same voxel size."
     return text
 
 
 def sizes_table(scored: CaseScores) -> Table | None:
     """Returns volumes and found regions of each class; None where they were not recorded."""
-    rows = []
+    rows, places = [], _ml_places(scored)
     for name in scored.classes:
         cases = [case.scores[name] for case in scored.cases if set(SIZES) <= case.scores[name].keys()]
         if not cases:
             continue
         true_ml, ml, found, missed, false = (sum(row[key] for row in cases) for key in SIZES)
         error = sum(abs(row["VolumeErrorMl"]) for row in cases) / len(cases)
-        cells: list[Score | str] = [Score(value / len(cases), 2) for value in (true_ml, ml, error * len(cases))]
-        cells += [Score(found, 0, f" of {found + missed:.0f}"), Score(false, 0)]
-        shares = [Score(found / whole if whole else math.nan, 3) for whole in (found + missed, found + false)]
-        cells += shares if len(cases) >= FEW else [TOO_FEW] * len(shares)
+        cells: list[Score | str] = [Score(value / len(cases), places) for value in (true_ml, ml, error * len(cases))]
+        cells += [
+            Score(found, 0, f" of {found + missed:.0f}"),
+            Score(false, 0, f" ({false / len(cases):.1f} per case)"),
+        ]
+        cells.append(_found_share(found, int(found + missed)))
         rows.append(TableRow(name, cells))
     heads = [
         TableHead("Class"),
-        TableHead("Volume of a case, ml", ("truth", "prediction", "mean error")),
-        TableHead("Connected regions", ("found", "false", "sensitivity", "precision")),
+        TableHead("Volume of a case, ml", ("truth", "prediction", "mean absolute error")),
+        TableHead("Connected regions", ("regions found", "false regions", "sensitivity (regions)")),
     ]
     note = (
-        "Volumes are means over cases; the error is the mean absolute error. A region, such as a lesion, is a "
-        "connected part of the class of more than 50 mm³; parts at most 6 mm apart count as one. It is found if a "
-        "predicted region touches it or the 3 mm around it, in whole voxels. A predicted region that touches none is "
-        "false. The rules are those of BraTS 2023, made for voxels of 1 mm."
+        f"Volumes are means over cases.{what_volumes_count(scored.classes)} A region, such as a lesion, is a connected "
+        "part of the class in the truth. True parts whose margins touch are one region; a margin is 3 mm wide, rounded "
+        "down to whole voxels, so voxels larger than 3 mm have none. Regions of up to 50 mm³ do not count. A region is "
+        "found if a predicted part touches it or its margin, by as little as one voxel: found does not mean outlined. "
+        "Every separate predicted part that touches no region is false, however small. Sensitivity is the share of "
+        "regions found, with Wilson's 95 % interval, which takes regions as independent. At voxels of 1 mm these are "
+        "the rules of BraTS 2023."
     )
     return Table("sizes", heads, rows, "class", note) if rows else None
 
 
+def _found_share(found: float, regions: int) -> Score | str:
+    """Returns the share of regions that are found with its interval; of few regions that they are few."""
+    if regions < FEW:
+        return TOO_FEW if regions else "–"
+    return Score(found / regions, 3, f" ({describe_share(found / regions, regions)})")
+
+
 def volumes_table(scored: CaseScores) -> Table:
     """Returns the true and predicted volume of each class in each case."""
+    places = _ml_places(scored)
     rows = [
         TableRow(
             case.name,
-            [Score(case.scores[name].get(key, math.nan), 2) for name in scored.classes for key in SIZES[:2]],
+            [Score(case.scores[name].get(key, math.nan), places) for name in scored.classes for key in SIZES[:2]],
         )
         for case in scored.cases
     ]
@@ -194,9 +241,11 @@ def volumes_table(scored: CaseScores) -> Table:
 
 def predicted_volumes(scored: CaseScores) -> Table:
     """Returns the predicted volume of each class in each case."""
-    rows = [TableRow(c.name, [Score(row["VolumeMl"], 2) for row in c.scores.values()]) for c in scored.cases]
+    places = _ml_places(scored)
+    rows = [TableRow(c.name, [Score(row["VolumeMl"], places) for row in c.scores.values()]) for c in scored.cases]
     heads = [TableHead("Case"), TableHead("Predicted volume, ml", tuple(scored.classes))]
-    return Table("predicted-volumes", heads, rows, "case", "There is no truth here: nothing says how good these are.")
+    note = f"There is no truth here: nothing says how good these are.{what_volumes_count(scored.classes)}"
+    return Table("predicted-volumes", heads, rows, "case", note)
 
 
 def dice_table(scored: CaseScores) -> Table:

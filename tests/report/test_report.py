@@ -60,8 +60,10 @@ def test_worst_cases_come_first(page: Page, finished: Path) -> None:
     order = [page.cells["per-case", name][-1] for name in page.cases]
     assert len(order) == len(NAMES)
     assert order == sorted(order) and order[0] < order[-1] == 1.0
-    shown = written(finished, "--cases", 1).cases
-    assert shown == page.cases[:1]
+    assert "All 3 cases, the lowest mean Dice first." in page.text
+    fewer = written(finished, "--cases", 2)
+    assert fewer.cases == page.cases[:2]
+    assert "The 2 of 3 cases with the lowest mean Dice, the lowest first." in fewer.text
     assert written(finished, "--cases", 0).cases == []
     written(finished)
 
@@ -92,10 +94,20 @@ def test_embedded_volumes_are_the_cases_slices(page: Page, finished: Path) -> No
 
 def test_planes_are_counted_as_in_the_viewer(page: Page) -> None:
     entry = json.loads(page.scripts["volumes"])["cases"][0]
-    truth = unroll(entry["truth"], entry["shape"], entry["columns"]) > 0
+    truth = unroll(entry["truth"], entry["shape"], entry["columns"])
+    truth = truth == 1 + np.bincount(truth.ravel(), minlength=4)[1:].argmin()  # the rarest label
     fullest = [int(truth.sum(tuple({0, 1, 2} - {dim})).argmax()) + 1 for dim in range(3)]
     for name, at, side in zip(("sagittal", "coronal", "axial"), fullest, entry["shape"]):
         assert f"{name} {at} / {side}" in page.text
+    assert entry["at"] == [at - 1 for at in fullest]
+
+
+def test_scores_on_cases_that_chose_the_weights_are_said_to_be_too_good(page: Page, copied: Path) -> None:
+    assert "were chosen on these held-out cases" not in page.text, "there was only one validation"
+    path = copied / "metrics.jsonl"
+    (row,) = [line for line in path.read_text().splitlines() if json.loads(line)["kind"] == "val"]
+    path.write_text(f"{path.read_text()}{row}\n")
+    assert "The weights that predict uses were chosen on these held-out cases" in written(copied).text
 
 
 def test_scores_tell_the_step_that_they_are_of(page: Page, copied: Path) -> None:
@@ -209,6 +221,9 @@ def test_a_prediction_without_truth_is_shown_with_its_volumes_and_no_score(
     assert said.index("Volumes") < said.index("Cases") < said.index("Configuration") < said.index("Training")
     assert f"Predictions in {predictions}, without a truth to score them against. Predicted with r/step-7/w" in said
     assert "Dice" not in said[said.index("Cases") : said.index("Configuration")] and "lowest Dice" not in said
+    assert "On its 2 held-out cases this run reached a mean Dice of NCR 0." in said
+    assert said.index("For research; not a medical device.") < said.index("On its 2 held-out")
+    assert "A volume is that of all labels of its class: WT = 1 + 2 + 3; TC = 1 + 3." in said
     assert "predicted: NCR " in said and "P shows or hides the prediction" in said
     volumes = json.loads(page.scripts["volumes"])["cases"][0]
     assert not unroll(volumes["truth"], volumes["shape"], volumes["columns"]).any() and volumes["images"] == []

@@ -24,6 +24,7 @@ from seqpar.tasks.classify.page import (
     names_of_maps,
     roc_diagrams,
     uncalibrated,
+    verdict_on,
 )
 
 NAMES = ["healthy", "a$b$", "$\\frac$"]
@@ -114,14 +115,27 @@ def test_the_table_of_classes_has_intervals_and_that_of_counts_says_what_its_row
     for row in table.rows:
         _, _, of_class, specificity, of_others, _ = row.cells
         assert of_class == "too few to tell" and of_others == describe_share(specificity.value, 8)
+        assert specificity.text == f"{specificity.value:.3f} ({round(8 * specificity.value)} of 8)"
+    assert "The predicted class is the one with the highest probability. " in table.note
     two = classes_table(summary(["healthy", "ill"]) | {"source": "here"})
     assert [row.name for row in two.rows] == ["ill"] and "AUC" not in [head.text for head in two.heads], "no mirror"
     assert "For healthy, sensitivity and specificity exchange places." in two.note and "exchange" not in table.note
+    assert "the highest probability (above 0.5). " in two.note
     about = [_scores(summary(names) | {"source": "here"}, None, "").about for names in (NAMES[:2], NAMES)]
     assert ["averaged over classes" in text for text in about] == [False, True]
     counts = confusion_table(content)
     assert [head.text for head in counts.heads] == ["True class", "Predicted class"]
     assert counts.heads[1].below == ("healthy", "b", "c") and "a row for each true class" in counts.note
+
+
+def test_a_case_is_told_with_its_predicted_class_and_the_probability_of_it() -> None:
+    case = {"truth": "ill", "class": "healthy", "probabilities": [0.975, 0.025, 0.0]}
+    assert verdict_on(case, {"names": ["healthy", "ill"]}) == "True class: ill. Predicted: healthy with 0.975 (wrong)."
+    assert verdict_on(case, {"names": ["healthy", "ill", "c"]}).endswith(
+        "(wrong). Probability of the true class: 0.025."
+    )
+    right = verdict_on(case | {"truth": "healthy"}, {"names": ["healthy", "ill", "c"]})
+    assert right == "True class: healthy. Predicted: healthy with 0.975 (correct)."
 
 
 def test_the_viewer_names_the_method_and_class_of_each_map(tmp_path: Path) -> None:

@@ -248,19 +248,6 @@
     return words.join(" · ");
   }
 
-  function fullest(entry, volume) { // per direction the slice that holds most of a label
-    const counts = entry.shape.map((side) => new Uint32Array(side)), [W, D] = entry.shape;
-    let any = false;
-    volume.forEach((value, n) => {
-      if (!value) return;
-      any = true;
-      counts[0][n % W]++;
-      counts[1][Math.floor(n / W) % D]++;
-      counts[2][Math.floor(n / (W * D))]++;
-    });
-    return any ? counts.map((row) => row.indexOf(Math.max(...row))) : null;
-  }
-
   async function open(index, modality, at) {
     const turn = ++state.turn, entry = told.cases[index];
     viewer.setAttribute("aria-busy", "true");
@@ -270,9 +257,7 @@
     const [image, truth, prediction, heat] = await Promise.all(sheets.map((sheet) => sheet && decode(sheet, entry)));
     if (turn !== state.turn) return; // another case was chosen meanwhile
     Object.assign(state, { case: index, modality: chosen, volumes: { image, truth, prediction, heat } });
-    const middle = entry.shape.map((side) => side >> 1);
-    state.at = at || entry.at || fullest(entry, truth) || fullest(entry, prediction) || middle;
-    state.at = state.at.map((n, dim) => Math.min(Math.max(n, 0), entry.shape[dim] - 1));
+    state.at = (at || entry.at).map((n, dim) => Math.min(Math.max(n, 0), entry.shape[dim] - 1));
     get("modality").replaceChildren(...entry.modalities.map((name) => new Option(name)));
     get("modality").value = chosen;
     get("modality-label").hidden = !entry.modalities.length;

@@ -3,6 +3,7 @@
 import argparse
 import base64
 import json
+import math
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -21,13 +22,13 @@ from seqpar.data.preparation.cache import open_cache
 from seqpar.data.preparation.transforms import resample
 from seqpar.data.volumes import read_volume
 from seqpar.prediction.prediction_folder import RECORD
-from seqpar.report.cases import BUDGET, CaseSection, ShownCase, grey_images, viewer_section
+from seqpar.report.cases import BUDGET, CaseSection, ShownCase, grey_images, order_note, viewer_section
 from seqpar.report.curves import GREY, INK, Diagram, Line, LineStyle, number
 from seqpar.report.images import FoundImage, Images, find_images, recipe_of
 from seqpar.report.pictures import MAPS, body_of, draw_evidence, evidence_planes
 from seqpar.report.planes import colours_of
 from seqpar.report.plots import Chart, draw_charts
-from seqpar.report.record import RunRecord, best_step, seen_in_training
+from seqpar.report.record import RunRecord, best_step, chosen_on_them, seen_in_training
 from seqpar.report.run_page import FinishedPage, is_neurological, render_run, try_reading
 from seqpar.report.several_runs import Comparison, difference_sentence, read_all
 from seqpar.report.tables import HeadlineTile, Score, Table, TableHead, TableRow
@@ -112,7 +113,9 @@ def class_page(options: argparse.Namespace, record: RunRecord) -> FinishedPage:
         neurological = is_neurological(options.neurological, record)
         cases = pictured_cases(record, summary, options.cases, explained, neurological, gaps)
     faults = summary["faults"] if summary and is_other else ()
-    cautions = _cautions(record, summary, options.truth) if summary and is_other else []
+    cautions = list[str]()
+    if summary:
+        cautions = _cautions(record, summary, options.truth) if is_other else chosen_on_them(record)
     scores = _scores(summary, options.positive, "" if is_other else step_sentence(summary, record)) if summary else None
     viewer = None
     if summary and cases:
@@ -120,6 +123,7 @@ def class_page(options: argparse.Namespace, record: RunRecord) -> FinishedPage:
         neurological = is_neurological(options.neurological, record)
         viewer = class_viewer(record, names, explained, options.truth, neurological, maps)
     parts = {"truth": options.truth, "prediction": options.prediction, "cases": cases, "scores": scores}
+    parts["order"] = order_note(len(cases), summary["cases"], "probability of the true class") if summary else ""
     text = render_run(FOLDER, record, gaps, faults, cautions, **parts, viewer=viewer)
     return FinishedPage(text, "", faults, cautions)
 
@@ -200,7 +204,8 @@ def classes_table(summary: Summary, positive: str | None = None) -> Table:
         cells: list[Score | str] = [Score(row["cases"], 0)]
         for kind, count in zip(("sensitivity", "specificity"), cases_behind(summary["cases"], row["cases"])):
             share = number(row[kind])
-            cells += [Score(share, 3), describe_share(share, count) or "–"]
+            right = "" if math.isnan(share) else f" ({round(share * count)} of {count})"
+            cells += [Score(share, 3, right), describe_share(share, count) or "–"]
         rows.append(TableRow(name, [*cells, *[Score(number(row["AUC"]), 3)] * has_areas]))
     of_share = ("share", "95 % interval")
     heads = [TableHead("Class"), TableHead("Cases"), TableHead("Sensitivity", of_share)]
@@ -211,6 +216,7 @@ def classes_table(summary: Summary, positive: str | None = None) -> Table:
         against = f"For {mirrored}, sensitivity and specificity exchange places. "
     note = (
         f"Scores of {quantity(summary['cases'], 'case')}: {summary['source']}. {against}"
+        f"The predicted class is the one with the highest probability{' (above 0.5)' * (not has_areas)}. "
         f"The intervals are Wilson's; none is given for fewer than {FEW} cases."
     )
     return Table("metrics", heads, rows, "class", note)
@@ -304,11 +310,18 @@ def pictured_cases(
         except DataError as error:
             gaps.append(f"Case {case['case']} cannot be shown: {error}.")
             continue
-        right = "correct" if case["class"] == case["truth"] else "wrong"
-        verdict = f"True class: {case['truth']}. Predicted: {case['class']} ({right}). "
-        verdict += f"Predicted probability of the true class: {_of_truth(case, summary):.3f}."
-        cases.append(WorstCase(case["case"], verdict, picture))
+        cases.append(WorstCase(case["case"], verdict_on(case, summary), picture))
     return cases
+
+
+def verdict_on(case: Summary, summary: Summary) -> str:
+    """Returns a case's true and predicted class in words, and the probabilities that the reader cannot add up."""
+    is_right, names = case["class"] == case["truth"], list(summary["names"])
+    probability = case["probabilities"][names.index(case["class"])]
+    text = f"Predicted: {case['class']} with {probability:.3f} ({'correct' if is_right else 'wrong'})."
+    if len(names) > 2 and not is_right:
+        text += f" Probability of the true class: {_of_truth(case, summary):.3f}."
+    return f"True class: {case['truth']}. {text}"
 
 
 def _picture(record: RunRecord, case: str, explained: Path | None, neurological: bool) -> str:

@@ -11,7 +11,16 @@ from typing import Any
 from seqpar.report.cases import case_section, load_worst
 from seqpar.report.curves import number
 from seqpar.report.images import find_images
-from seqpar.report.record import CaseScores, RunRecord, measure_folder, read_scores, score_folders, seen_in_training
+from seqpar.report.record import (
+    CaseScores,
+    RunRecord,
+    chosen_on_them,
+    measure_folder,
+    reached_in_validation,
+    read_scores,
+    score_folders,
+    seen_in_training,
+)
 from seqpar.report.run_page import FinishedPage, is_neurological, render_run, try_reading
 from seqpar.report.several_runs import Comparison, Dots, difference_sentence, read_all
 from seqpar.report.tables import (
@@ -23,6 +32,7 @@ from seqpar.report.tables import (
     coarse_voxels,
     dice_table,
     last_validation,
+    mean_over,
     metrics_table,
     only_one_map,
     predicted_volumes,
@@ -38,6 +48,7 @@ from seqpar.tasks.segment.validation import label_files
 from seqpar.text import quantity
 
 FOLDER = Path(__file__).parent
+RESEARCH = "For research; not a medical device."
 FEW = 12  # cases whose table is open from the start
 
 
@@ -78,7 +89,9 @@ def segment_page(options: argparse.Namespace, record: RunRecord) -> FinishedPage
             "is_short": len(scored.cases) <= FEW,
         }
     faults: Sequence[str] = scored.faults if scored else ()
-    cautions = _cautions(record, scored) if scored and options.truth is not None else []
+    cautions = reached_in_validation(record) if alone else []
+    if scored and not alone:
+        cautions = _cautions(record, scored) if options.truth is not None else chosen_on_them(record)
     cautions += filter(None, [coarse_voxels(scored) if scored else ""])
     parts: dict[str, Any] = {
         "tiles": tiles,
@@ -90,7 +103,8 @@ def segment_page(options: argparse.Namespace, record: RunRecord) -> FinishedPage
     if scored and alone and len(scored.cases) == 1:
         parts["subject"] = scored.cases[0].name
     parts |= {"truth": options.truth, "prediction": options.prediction, "images": options.images}
-    text = render_run(FOLDER, record, gaps, faults, cautions, classes=list(colours), **parts)
+    told = [RESEARCH] * alone + cautions
+    text = render_run(FOLDER, record, gaps, faults, told, classes=list(colours), **parts)
     own = faults if options.prediction is not None else ()
     return FinishedPage(text, f"{quantity(len(shown), 'case')} shown, ", own, cautions)
 
@@ -108,7 +122,8 @@ def headline(record: RunRecord, scored: CaseScores | None) -> tuple[list[Headlin
     """Returns the mean Dice of each class, with its interval and the number of cases, and what these are."""
     tiles, note = list[HeadlineTile](), "Mean Dice over cases"
     if scored:
-        note += ", its 95 % confidence interval (Student's t), and n, the number of cases with a Dice"
+        note += ", its 95 % confidence interval (Student's t), which is for the mean and not for one patient, and n, "
+        note += "the number of cases with a Dice"
         for name in scored.classes:
             values = without_nan(case.scores[name].get("Dice", math.nan) for case in scored.cases)
             interval = interval_of_mean(values, low=0.0, high=1.0)
@@ -166,7 +181,7 @@ def _differences(scored: Mapping[str, CaseScores]) -> tuple[Table | str, Sequenc
     dots = Dots(f"Dice of each case, minus that of {first}", gaps, -reach, reach)
     sentences = [difference_sentence("mean Dice", name, first, pairs) for name, pairs in gaps.items()]
     return (
-        Table("pairs", list(map(TableHead, heads)), rows, "case"),
+        Table("pairs", list(map(TableHead, heads)), rows, "case", mean_over(reference.classes, "of a case ")),
         sentences,
         [dots] * any(any(math.isfinite(gap) for gap, _ in pairs) for pairs in gaps.values()),
     )
