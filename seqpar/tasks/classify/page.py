@@ -398,11 +398,9 @@ def _viewed(name: str, image: FoundImage, modalities: Sequence[str], explained: 
 def compare_classifiers(records: Mapping[str, RunRecord], gaps: list[str]) -> Comparison:
     """Returns the scores of several runs side by side, and how sure each is of each case."""
     summaries = read_all(records, read_class_scores, gaps)
-    if len(summaries) < 2:
-        return Comparison(len(summaries), _scores_table(summaries), "")
-    table, common = _probabilities_table(summaries)
+    table, common = _probabilities_table(summaries) if len(summaries) > 1 else ("", [])
     sentences = _differences(summaries, common) if common else ()
-    return Comparison(len(summaries), _scores_table(summaries), table, sentences)
+    return Comparison(len(summaries), _scores_table(summaries, bool(common)), table, sentences)
 
 
 def _differences(summaries: Mapping[str, Summary], common: Sequence[str]) -> list[str]:
@@ -416,8 +414,8 @@ def _differences(summaries: Mapping[str, Summary], common: Sequence[str]) -> lis
     return [difference_sentence("accuracy", name, first, pairs) for name, pairs in gaps.items()]
 
 
-def _scores_table(summaries: Mapping[str, Summary]) -> Table | str:
-    """Returns the scores of all cases, the runs side by side."""
+def _scores_table(summaries: Mapping[str, Summary], is_compared: bool) -> Table | str:
+    """Returns the scores of all cases, the runs side by side; ``is_compared``: a table of their cases follows."""
     kinds = dict.fromkeys(kind for summary in summaries.values() for kind in summary["scores"])
     rows = [
         TableRow(kind, [Score(number(summary["scores"].get(kind)), 3) for summary in summaries.values()])
@@ -435,7 +433,7 @@ def _scores_table(summaries: Mapping[str, Summary]) -> Table | str:
     if rows:
         rows.append(TableRow("cases", [Score(summary["cases"], 0) for summary in summaries.values()]))
     note = "Each run's scores are over its own cases"
-    note += "; the table below compares the cases that all runs share." if len(summaries) > 1 else "."
+    note += "; the table below compares the cases that all runs share." if is_compared else "."
     table = Table("class-scores", list(map(TableHead, ("Score", *summaries))), rows, "class", note)
     return table if rows else "No run has scores of cases."
 

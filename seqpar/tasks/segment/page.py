@@ -142,11 +142,12 @@ def headline(record: RunRecord, scored: CaseScores | None) -> tuple[list[Headlin
 def compare_segmentations(records: Mapping[str, RunRecord], gaps: list[str]) -> Comparison:
     """Returns the scores of several runs side by side, and how they differ case by case."""
     scored = read_all(records, lambda record: read_scores(record.path), gaps)
-    return Comparison(len(scored), _scores_table(scored), *_differences(scored))
+    differences = _differences(scored)
+    return Comparison(len(scored), _scores_table(scored, isinstance(differences[0], Table)), *differences)
 
 
-def _scores_table(scored: Mapping[str, CaseScores]) -> Table | str:
-    """Returns the mean Dice of each class, the runs side by side."""
+def _scores_table(scored: Mapping[str, CaseScores], is_compared: bool) -> Table | str:
+    """Returns the mean Dice of each class, the runs side by side; ``is_compared``: a table of their cases follows."""
     if not scored:
         return "No run has scores of cases."
     classes = dict.fromkeys(name for one in scored.values() for name in one.classes)
@@ -156,7 +157,7 @@ def _scores_table(scored: Mapping[str, CaseScores]) -> Table | str:
     ]
     rows.append(TableRow("cases", [Score(len(one.cases), 0) for one in scored.values()]))
     note = "Mean Dice over the cases that each run has scored"
-    note += "; the table below compares the cases that all runs share." if len(scored) > 1 else "."
+    note += "; the table below compares the cases that all runs share." if is_compared else "."
     return Table("scores", list(map(TableHead, ("Class", *scored))), rows, "class", note)
 
 
