@@ -24,8 +24,8 @@ from seqpar.tasks.classify.page import (
     names_of_maps,
     roc_diagrams,
     uncalibrated,
-    verdict_on,
 )
+from seqpar.tasks.classify.scores import verdict_on
 
 NAMES = ["healthy", "a$b$", "$\\frac$"]
 

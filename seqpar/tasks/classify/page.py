@@ -44,7 +44,17 @@ from seqpar.scores.class_scores import (
 )
 from seqpar.scores.comparison import FEW
 from seqpar.scores.label_files import missing_line
-from seqpar.tasks.classify.scores import EXPLANATIONS, TABLE, class_summary, read_class_table, read_truth, unknown_cases
+from seqpar.tasks.classify.scores import (
+    EXPLANATIONS,
+    TABLE,
+    class_summary,
+    of_truth,
+    read_class_table,
+    read_truth,
+    unknown_cases,
+    verdict_on,
+    worst_cases,
+)
 from seqpar.text import quantity
 
 FOLDER = Path(__file__).parent
@@ -288,14 +298,6 @@ def uncalibrated(summary: Summary) -> str:
     )
 
 
-def worst_cases(summary: Summary, count: int) -> list[dict[str, Any]]:
-    """Returns the cases whose true class has the least probability, the worst first."""
-    names = list(summary["names"])
-    return sorted(summary["metric_per_case"], key=lambda case: case["probabilities"][names.index(case["truth"])])[
-        :count
-    ]
-
-
 def pictured_cases(
     record: RunRecord, summary: Summary, count: int, explained: Path | None, neurological: bool, gaps: list[str]
 ) -> list[WorstCase]:
@@ -312,16 +314,6 @@ def pictured_cases(
             continue
         cases.append(WorstCase(case["case"], verdict_on(case, summary), picture))
     return cases
-
-
-def verdict_on(case: Summary, summary: Summary) -> str:
-    """Returns a case's true and predicted class in words, and the probabilities that the reader cannot add up."""
-    is_right, names = case["class"] == case["truth"], list(summary["names"])
-    probability = case["probabilities"][names.index(case["class"])]
-    text = f"Predicted: {case['class']} with {probability:.3f} ({'correct' if is_right else 'wrong'})."
-    if len(names) > 2 and not is_right:
-        text += f" Probability of the true class: {_of_truth(case, summary):.3f}."
-    return f"True class: {case['truth']}. {text}"
 
 
 def _picture(record: RunRecord, case: str, explained: Path | None, neurological: bool) -> str:
@@ -447,14 +439,9 @@ def _probabilities_table(summaries: Mapping[str, Summary]) -> tuple[Table | str,
     lines = []
     for name, case in every[0].items():
         if all(name in own for own in every):
-            lines.append((name, case["truth"], [_of_truth(own[name], s) for own, s in zip(every, summaries.values())]))
+            lines.append((name, case["truth"], [of_truth(own[name], s) for own, s in zip(every, summaries.values())]))
     lines.sort(key=lambda line: min(line[2]) - max(line[2]))
     rows = [TableRow(name, [truth, *(Score(value, 3) for value in values)]) for name, truth, values in lines]
     note = f"The probability of the true class, in the {quantity(len(rows), 'case')} that all runs have scored."
     table = Table("probabilities", list(map(TableHead, ("Case", "Truth", *summaries))), rows, "case", note)
     return table if rows else "No case was scored in all of these runs.", [name for name, _, _ in lines]
-
-
-def _of_truth(case: Summary, summary: Summary) -> float:
-    """Returns the probability of a case's true class."""
-    return float(case["probabilities"][list(summary["names"]).index(case["truth"])])
