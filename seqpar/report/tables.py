@@ -212,8 +212,8 @@ def sizes_table(scored: CaseScores) -> Table | None:
         "down to whole voxels, so voxels larger than 3 mm have none. Regions of up to 50 mm³ do not count. A region is "
         "found if a predicted part touches it or its margin, by as little as one voxel: found does not mean outlined. "
         "Every separate predicted part that touches no region is false, however small. Sensitivity is the share of "
-        "regions found, with Wilson's 95 % interval, which takes regions as independent. At voxels of 1 mm these are "
-        "the rules of BraTS 2023."
+        "regions found, with Wilson's 95 % interval, which takes regions as independent. The rules are those of "
+        "BraTS 2023, made for voxels of 1 mm."
     )
     return Table("sizes", heads, rows, "class", note) if rows else None
 
