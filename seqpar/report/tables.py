@@ -101,7 +101,7 @@ def metrics_table(scored: CaseScores) -> Table:
         count = scored.summary.get("num_values", {}).get(name, {}).get("Dice", math.nan)
         cells += [Score(len(substituted[name]), 0), Score(count, 0, f" of {len(scored.cases)}")]
         rows.append(TableRow(name, cells))
-    below = [("value",) if is_one else kinds for _, _, kinds in shown]
+    below: list[tuple[str, ...]] = [("value",) if is_one else kinds for _, _, kinds in shown]
     if has_measured:
         below[-1] = ("measured mean", *(f"{kind} with substitutes" for kind in below[-1]))
     heads = [TableHead(name, kinds) for (name, *_), kinds in zip(METRICS[:-1], below)]
