@@ -18,6 +18,7 @@ from seqpar.report.images import FoundImage, Images
 from seqpar.report.pictures import HEAT
 from seqpar.report.planes import (
     COLOURS,
+    COUNTED,
     LETTERS,
     PLANES,
     best_modality,
@@ -186,7 +187,7 @@ def _plane(case: ShownCase, name: str, dim: int, at: int, neurological: bool) ->
         grey = plane_of(case.images[best_modality(list(case.images))], dim, at, neurological)
         picture = encode(png(np.ascontiguousarray(grey)))
     outlines = [
-        (kind, COLOURS[(number - 1) % len(COLOURS)], outline(labels == number))
+        (kind, COLOURS[(number - 1) % len(COLOURS)], outline(labels, number))
         for kind, labels in (("truth", truth), ("prediction", prediction))
         for number in np.unique(labels[labels > 0]).tolist()
     ]
@@ -293,7 +294,7 @@ def viewer_section(
     - ``views``: cases that are also shown in planes
     """
     return CaseSection(
-        f"{orientation_text(neurological)}. {LETTERS}",
+        f"{orientation_text(neurological)}. {LETTERS}. {COUNTED}",
         [(colour, name) for name, colour in colours_of(labels).items()],
         viewer_note([embedded for _, embedded in shown], any(case.is_ct for case, _ in shown)),
         views,
@@ -390,12 +391,14 @@ def viewer_data(
 
 def viewer_note(volumes: Sequence[Embedded], is_ct: bool = False) -> str:
     """Returns a note of what was left out to keep the page small."""
-    note = (
-        f"Volumes are cropped to the body and stored in {256 if is_ct else GREYS} grey levels, so values are rounded."
-    )
-    factors = {volume.factors for volume in volumes}
-    if factors == {(1, 1, 1)}:
-        return note.replace(" and stored", ", at full resolution, and stored")
+    factors, pictured = {volume.factors for volume in volumes}, [bool(volume.images) for volume in volumes]
+    whole = " and at full resolution" * (factors == {(1, 1, 1)})
+    to = "body" if all(pictured) else "labels or the body" if any(pictured) else "labels"
+    note = f"Volumes are cropped to the {to}{whole}."
+    if any(pictured):
+        note += f" Images are stored in {256 if is_ct else GREYS} grey levels, so values are rounded."
+    if whole:
+        return note
     blocks = "; ".join(sorted(" × ".join(map(str, block)) for block in factors))
     note += f" To keep the page small, blocks of {blocks} voxels became one"
     return f"{note} (images by their mean, labels by their middle voxel)."

@@ -77,6 +77,12 @@ class Table:
         return any(head.below for head in self.heads)
 
 
+OVER_CASES = (
+    "Mean and median are over cases; global pools the voxels of all cases. Cases in which neither map has the class "
+    "have no Dice and do not count."
+)
+
+
 def metrics_table(scored: CaseScores) -> Table:
     """Returns the summary of each class over all cases."""
     rows, without, is_one = [], list[str](), len(scored.cases) == 1  # of one case they are all alike
@@ -100,10 +106,7 @@ def metrics_table(scored: CaseScores) -> Table:
     below = [("value",) if is_one else kinds for _, _, kinds in shown]
     heads = [TableHead(name, kinds) for (name, *_), kinds in zip(METRICS[:-1], below)]
     heads.append(TableHead("HD95, mm", (*below[-1], "substituted")))
-    note = (
-        f"Scores of {quantity(len(scored.cases), 'case')}: {scored.source}. Mean and median are over cases; global "
-        "pools the voxels of all cases. Cases in which neither map has the class have no Dice and do not count."
-    )
+    note = f"Scores of {quantity(len(scored.cases), 'case')}: {scored.source}." + f" {OVER_CASES}" * (not is_one)
     tolerance = scored.settings.get("nsd_tolerance")
     if isinstance(tolerance, (int, float)):
         note += f" The surface Dice (NSD) has a tolerance of {tolerance:g} mm."
@@ -171,7 +174,7 @@ def sizes_table(scored: CaseScores) -> Table | None:
         "Volumes are means over cases; the error is the mean absolute error. A region, such as a lesion, is a "
         "connected part of the class of more than 50 mm³; parts at most 6 mm apart count as one. It is found if a "
         "predicted region touches it or the 3 mm around it, in whole voxels. A predicted region that touches none is "
-        "false. These are the rules of BraTS 2023 at voxels of 1 mm."
+        "false. The rules are those of BraTS 2023, made for voxels of 1 mm."
     )
     return Table("sizes", heads, rows, "class", note) if rows else None
 
@@ -231,6 +234,8 @@ def last_validation(record: RunRecord) -> Table | None:
 class Strip(NamedTuple):
     """A row of dots, with left end and width of the box of the quartiles, and place of the median.
 
+    Few dots have no box, which would look like a confidence interval, and a single one has no median.
+
     - ``dots``: place, title, and whether the dot is hollow, which marks a note
     """
 
@@ -238,8 +243,8 @@ class Strip(NamedTuple):
     colour: str
     y: float
     dots: Sequence[tuple[float, float, str, bool]]
-    box: tuple[float, float] = (0.0, 0.0)
-    median: float = 0.0
+    box: tuple[float, float] | None = None
+    median: float | None = None
 
 
 @dataclass(frozen=True)
@@ -285,11 +290,12 @@ def make_strips(
             shift = (at * 7 % 11 - 5) * 1.1  # the same on every page, and hides no dot behind another
             told = "; ".join([f"{case}: {value:.4g}", *filter(None, notes)]) if len(pairs) <= MAX_TITLES else ""
             dots.append((place(value), round(y + shift, 1), told, any(notes)))
-        values = [value for value, *_ in pairs] or [low]
-        first, third = (place(float(q)) for q in np.percentile(values, (25, 75)))
-        strips.append(
-            Strip(name, colours.get(own, GREY), y, dots, (first, round(third - first, 1)), place(median(values)))
-        )
+        values, box = [value for value, *_ in pairs], None
+        if len(values) >= FEW:
+            first, third = (place(float(q)) for q in np.percentile(values, (25, 75)))
+            box = first, round(third - first, 1)
+        middle = place(median(values)) if len(values) > 1 else None
+        strips.append(Strip(name, colours.get(own, GREY), y, dots, box, middle))
     marks = map(float, MaxNLocator(5, steps=[1, 2, 5, 10]).tick_values(low, high))
     ticks = [(place(mark), f"{mark:g}") for mark in marks if low - 1e-9 <= mark <= high + 1e-9]
     return Strips(title, left, width, line * len(strips) + 26, ticks, strips)

@@ -136,6 +136,8 @@ def test_without_prepared_images_the_labels_are_shown(copied: Path, page: Page) 
     bare = written(copied)
     assert bare.cases == page.cases
     assert "prepared data are not where" in bare.text
+    assert "cropped to the labels and at full resolution." in bare.text and "grey levels" not in bare.text
+    assert "cropped to the body and at full resolution. Images are stored in 64 grey levels" in page.text
     case = json.loads(bare.scripts["volumes"])["cases"][0]
     assert case["images"] == [] and unroll(case["truth"], case["shape"], case["columns"]).max() == 3
 
@@ -181,6 +183,9 @@ def test_two_folders_are_reported_instead(finished: Path, tmp_path: Path, capsys
     assert page.cases == ["case-b"] and page.cells["metrics", "WT"] == [1.0, 1.0, 0.0, 0, 1], (
         "mean, median and global are one"
     )
+    assert (
+        "median are over" not in page.text and "lowest Dice" not in page.text and "made for voxels of 1 mm" in page.text
+    )
     assert "Read with care" in page.text and "1 case without a prediction: case-a" in page.text
 
 
@@ -200,11 +205,16 @@ def test_a_prediction_without_truth_is_shown_with_its_volumes_and_no_score(
     assert page.cells["predicted-volumes", "case-b"][1] == pytest.approx((labels == 2).sum() * ml)
     assert page.cases == ["case-b"] and not [table for table, _ in page.cells if table in ("metrics", "per-case")]
     said = page.text
+    assert "case-b, predicted by run" in said and "Finished" not in said and "Scores" not in said
+    assert said.index("Volumes") < said.index("Cases") < said.index("Configuration") < said.index("Training")
     assert f"Predictions in {predictions}, without a truth to score them against. Predicted with r/step-7/w" in said
-    assert "Dice" not in said[said.index("Cases") :] and "lowest Dice" not in said
+    assert "Dice" not in said[said.index("Cases") : said.index("Configuration")] and "lowest Dice" not in said
     assert "predicted: NCR " in said and "P shows or hides the prediction" in said
     volumes = json.loads(page.scripts["volumes"])["cases"][0]
     assert not unroll(volumes["truth"], volumes["shape"], volumes["columns"]).any() and volumes["images"] == []
+    shutil.copy(predictions / "case-b.nii.gz", predictions / "case-c.nii.gz")
+    assert run(report.act, line) == 0 and "found, predicted by run" in Page(target.read_text()).text
+    (predictions / "case-c.nii.gz").unlink()
     assert "name their folder by --images" in said, "the run's own case of this name may be another"
     for channel, kind in enumerate(("t1c", "t1n", "t2f", "t2w")):
         (tmp_path / "images").mkdir(exist_ok=True)
@@ -276,7 +286,8 @@ def test_what_cannot_be_reported_on_is_one_clear_line(finished: Path, tmp_path: 
 
 
 def values_of_none(title: str) -> dict[str, object]:
-    return {"title": title, "gaps": [], "runs": {}, "settings": None, "training": [], "comparisons": []}
+    return {"title": title, "gaps": [], "runs": {}, "settings": None, "training": [], "comparisons": [],
+            "cautions": [], "uncompared": ""}  # fmt: skip
 
 
 def test_a_template_gets_just_the_values_that_it_names(

@@ -144,6 +144,17 @@ def test_colours_are_those_of_the_runs_picture(page: Page) -> None:
     assert [lines[entry["name"]] for entry in labels] == [entry["colour"] for entry in labels]
 
 
+def test_a_long_name_is_seen_whole_above_its_pictures() -> None:
+    label = np.ones((8, 8, 8), int)
+    case = PicturedCase(
+        "BraTS-GLI-00000-000 (generated, not a patient)", np.ones((8, 8, 8)), label, label, (1.0, 1.0, 1.0)
+    )
+    figure = figure_of_cases([case], ["liver"], False)
+    figure.draw_without_rendering()
+    boxes = [panel.title.get_window_extent() for panel in figure.axes]
+    assert boxes[0].x0 >= 0 and boxes[0].x1 < boxes[1].x0
+
+
 def test_a_class_has_one_colour_everywhere_and_runs_have_others(html: str, page: Page) -> None:
     chart = html[html.index("Mean Dice on held-out") :]
     keys = dict(re.findall(r'<i style="background:(#\w+)"></i>(\w+)', chart[: chart.index("</figure>")]))

@@ -3,6 +3,7 @@
 import json
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -13,10 +14,12 @@ from seqpar.report.cases import ShownCase, viewer_section
 from seqpar.report.pictures import draw_evidence, draw_scores
 from seqpar.report.plots import draw_chart
 from seqpar.scores.class_scores import describe_share, positive_class, score_classes
+from seqpar.tasks.classify import page
 from seqpar.tasks.classify.page import (
     _scores,
     calibration_diagrams,
     classes_table,
+    compare_classifiers,
     confusion_table,
     names_of_maps,
     roc_diagrams,
@@ -97,8 +100,10 @@ def test_calibration_is_drawn_by_tenths_with_enough_cases_and_not_by_a_single_on
     assert (diagram.over, diagram.up) == ("probability of the predicted class", "share of correct predictions")
     scores = _scores(of_tenths(4, 4) | {"source": "here"}, None, "")
     assert scores.note == uncalibrated(of_tenths(4, 4)) and [chart.title for chart in scores.charts] == []
-    assert "no tenth of the probability" in scores.note and "4 of 4 at 0.55, 4 of 4 at 0.65." in scores.note
-    assert "only one tenth" in uncalibrated(of_tenths(40, 4))
+    assert scores.note.startswith("Too few cases for a calibration curve, which needs 5 in each of two tenths")
+    said = "4 of 4 predictions with a mean probability of 0.55 were right, 4 of 4 with 0.65."
+    assert scores.note.endswith(said)
+    assert ": 40 of 40 predictions with a mean probability of 0.65" in uncalibrated(of_tenths(4, 40)), "most first"
     assert _scores(of_tenths(5, 5) | {"source": "here"}, None, "").note == ""
 
 
@@ -130,6 +135,55 @@ def test_the_viewer_names_the_method_and_class_of_each_map(tmp_path: Path) -> No
     case = ShownCase("a", {"T1": nothing}, nothing, nothing, (1.0, 1.0, 1.0), heat=nothing + 9, heat_name=maps["a"])
     section = viewer_section([(case, case.embedded(10**6))], (), False)
     assert section.volumes["cases"][0]["heat_name"] == "HiResCAM map for ill"
+
+
+def test_runs_are_compared_on_the_cases_that_all_have_scored(monkeypatch: pytest.MonkeyPatch) -> None:
+    names, count = ["healthy", "ill"], 12
+    truth = np.arange(count) % 2
+    every = dict[str, dict]()
+    for run, wrong in (("first", 0), ("second", 3)):
+        table = np.full((count, 2), 0.1)
+        table[np.arange(count), np.where(np.arange(count) < wrong, 1 - truth, truth)] = 0.9
+        cases = [
+            {"case": f"c{n}", "truth": names[t], "class": names[row.argmax()], "probabilities": row.tolist()}
+            for n, (t, row) in enumerate(zip(truth, table))
+        ]
+        scores = score_classes(truth.tolist(), table, names)
+        every[run] = {"names": names, "metric_per_case": cases, "source": run, **scores}
+    monkeypatch.setattr(page, "read_all", lambda records, read, gaps: {name: every[name] for name in records})
+    both = compare_classifiers({"first": None, "second": None}, [])  # type: ignore[dict-item]
+    (sentence,) = both.sentences
+    assert sentence.startswith(
+        "second's accuracy is 0.250 lower than first's, over 12 cases (95 % confidence interval:"
+    )
+    assert not isinstance(both.scores, str) and not isinstance(both.cases, str)
+    rows = {row.name: [getattr(cell, "text", cell) for cell in row.cells] for row in both.scores.rows}
+    assert rows["sensitivity (ill)"] == ["1.000", "0.833"] and rows["specificity (ill)"] == ["1.000", "0.667"]
+    assert len(both.cases.rows) == 12 and "the table below" in both.scores.note
+    alone = compare_classifiers({"first": None}, [])  # type: ignore[dict-item]
+    assert alone.cases == "" and not alone.sentences
+    assert not isinstance(alone.scores, str) and "the table below" not in alone.scores.note
+
+
+def test_pictures_of_phantoms_in_a_runs_own_report_say_that_they_are_generated(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    titles = list[str]()
+
+    def note(path: Path, title: str, *_: object) -> None:
+        titles.append(title)
+        path.write_bytes(b"png")
+
+    case = SimpleNamespace(image=np.zeros((1, 4, 4, 4)), properties=SimpleNamespace(spacing=(1.0, 1.0, 1.0)))
+    monkeypatch.setattr(page, "draw_evidence", note)
+    monkeypatch.setattr(page, "open_cache", lambda path: SimpleNamespace(path=path, cases={"a": case}))
+    for folder, content in (("phantoms", "{}"), ("scans", "")):
+        (tmp_path / folder).mkdir()
+        if content:
+            (tmp_path / folder / "phantom.json").write_text(content)
+        record: Any = SimpleNamespace(dataset={"prepared": "here"}, config={"data": str(tmp_path / folder)})
+        page._picture(record, "a", None, False)
+    assert titles == ["a (generated, not a patient)", "a"]
 
 
 def picture_of(figures: list[Any], image: np.ndarray, seen: np.ndarray, about: str = "HiResCAM map for ill") -> Any:

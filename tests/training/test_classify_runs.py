@@ -216,7 +216,7 @@ def test_predictions_go_on_and_are_scored_and_shown(one: tuple, tmp_path: Path, 
         report.act([str(out), "--images", data])
     assert report.act([str(out)]) == 0
     page = (out / "report.html").read_text()
-    assert 'id="confusion"' in page and "ROC" in page and "Calibration" in page and page.count("<img") == 2
+    assert 'id="confusion"' in page and "ROC" in page and "calibration curve" in page and page.count("<img") == 2
     assert 'id="viewer"' in page, "of the run's own cases too, which have no labels of voxels"
     other = Path(shutil.copytree(out, tmp_path / "copy"))
     assert report.act([str(out), str(other)]) == 0

@@ -16,6 +16,7 @@ from seqpar.data.errors import DataError
 from seqpar.data.files import read_whole
 from seqpar.data.formats.class_lists import read_class_dataset
 from seqpar.data.geometry import to_canonical
+from seqpar.data.phantom.phantom_files import GENERATED, is_generated
 from seqpar.data.preparation.cache import open_cache
 from seqpar.data.preparation.transforms import resample
 from seqpar.data.volumes import read_volume
@@ -28,7 +29,7 @@ from seqpar.report.planes import colours_of
 from seqpar.report.plots import Chart, draw_charts
 from seqpar.report.record import RunRecord, best_step, seen_in_training
 from seqpar.report.run_page import FinishedPage, is_neurological, render_run, try_reading
-from seqpar.report.several_runs import Comparison, read_all
+from seqpar.report.several_runs import Comparison, difference_sentence, read_all
 from seqpar.report.tables import HeadlineTile, Score, Table, TableHead, TableRow
 from seqpar.scores.class_scores import (
     calibration,
@@ -40,7 +41,7 @@ from seqpar.scores.class_scores import (
     roc_label,
     roc_points,
 )
-from seqpar.scores.comparison import FEW, TOO_FEW
+from seqpar.scores.comparison import FEW
 from seqpar.scores.label_files import missing_line
 from seqpar.tasks.classify.scores import EXPLANATIONS, TABLE, class_summary, read_class_table, read_truth, unknown_cases
 from seqpar.text import quantity
@@ -270,13 +271,14 @@ def calibration_diagrams(summary: Summary) -> list[Diagram]:
 
 def uncalibrated(summary: Summary) -> str:
     """Returns why calibration is not drawn, and how often each tenth of the probability is correct."""
-    points = calibration(*_arrays(summary))
-    enough = sum(count >= FEW for _, _, count in points)
-    which = {0: "no tenth", 1: "only one tenth"}[min(enough, 1)]
-    tenths = ", ".join(f"{round(right * count)} of {count} at {given:.2f}" for given, right, count in points)
+    (given, right, count), *others = sorted(calibration(*_arrays(summary)), key=lambda tenth: -tenth[2])
+    tenths = [
+        f"{round(right * count)} of {quantity(count, 'prediction')} with a mean probability of {given:.2f} were right",
+        *(f"{round(right * count)} of {count} with {given:.2f}" for given, right, count in others),
+    ]
     return (
-        f"Calibration is not drawn: {which} of the probability of the predicted class has at least {FEW} cases. "
-        f"Correct predictions at each tenth's mean probability: {tenths}."
+        f"Too few cases for a calibration curve, which needs {FEW} in each of two tenths of the probability of the "
+        f"predicted class: {', '.join(tenths)}."
     )
 
 
@@ -319,7 +321,8 @@ def _picture(record: RunRecord, case: str, explained: Path | None, neurological:
     image = cache.cases[case].image
     with tempfile.TemporaryDirectory() as folder:
         path, nothing = Path(folder, "case.png"), np.zeros(image.shape[1:], np.float32)
-        draw_evidence(path, case, np.asarray(image[0]), nothing, cache.cases[case].properties.spacing, neurological)
+        title = f"{case} {GENERATED}" if is_generated(record.config.get("data", "unknown")) else case
+        draw_evidence(path, title, np.asarray(image[0]), nothing, cache.cases[case].properties.spacing, neurological)
         return base64.b64encode(path.read_bytes()).decode()
 
 
@@ -382,39 +385,61 @@ def _viewed(name: str, image: FoundImage, modalities: Sequence[str], explained: 
 def compare_classifiers(records: Mapping[str, RunRecord], gaps: list[str]) -> Comparison:
     """Returns the scores of several runs side by side, and how sure each is of each case."""
     summaries = read_all(records, read_class_scores, gaps)
-    return Comparison(len(summaries), _scores_table(summaries), _probabilities_table(summaries))
+    table, common = _probabilities_table(summaries) if len(summaries) > 1 else ("", [])
+    sentences = _differences(summaries, common) if common else ()
+    return Comparison(len(summaries), _scores_table(summaries, bool(common)), table, sentences)
 
 
-def _scores_table(summaries: Mapping[str, Summary]) -> Table | str:
-    """Returns the scores of all cases, the runs side by side."""
+def _differences(summaries: Mapping[str, Summary], common: Sequence[str]) -> list[str]:
+    """Returns how far the accuracy of each run is above that of the first, over the cases that all of them have."""
+    right = {
+        name: {case["case"]: float(case["class"] == case["truth"]) for case in summary["metric_per_case"]}
+        for name, summary in summaries.items()
+    }
+    first, *others = right
+    gaps = {name: [(right[name][case] - right[first][case], case) for case in common] for name in others}
+    return [difference_sentence("accuracy", name, first, pairs) for name, pairs in gaps.items()]
+
+
+def _scores_table(summaries: Mapping[str, Summary], is_compared: bool) -> Table | str:
+    """Returns the scores of all cases, the runs side by side; ``is_compared``: a table of their cases follows."""
     kinds = dict.fromkeys(kind for summary in summaries.values() for kind in summary["scores"])
     rows = [
         TableRow(kind, [Score(number(summary["scores"].get(kind)), 3) for summary in summaries.values()])
         for kind in kinds
     ]
+    classes = dict.fromkeys(name for summary in summaries.values() for name in summary["names"])
+    names = list(classes) if len(classes) != 2 else [list(classes)[positive_class(list(classes))]]
+    rows += [
+        TableRow(
+            f"{kind} ({name})", [Score(number(s["classes"].get(name, {}).get(kind)), 3) for s in summaries.values()]
+        )
+        for name in names
+        for kind in ("sensitivity", "specificity")
+    ]
     if rows:
         rows.append(TableRow("cases", [Score(summary["cases"], 0) for summary in summaries.values()]))
-    note = "Each run's scores are over its own cases; the table below compares the cases that all runs share."
+    note = "Each run's scores are over its own cases"
+    note += "; the table below compares the cases that all runs share." if is_compared else "."
     table = Table("class-scores", list(map(TableHead, ("Score", *summaries))), rows, "class", note)
     return table if rows else "No run has scores of cases."
 
 
-def _probabilities_table(summaries: Mapping[str, Summary]) -> Table | str:
-    """Returns the probability that each run gives the true class of each case that all of them have.
+def _probabilities_table(summaries: Mapping[str, Summary]) -> tuple[Table | str, list[str]]:
+    """Returns the probability that each run gives the true class of each case that all of them have, and these cases.
 
     The cases on which the runs differ most come first.
     """
     every = [{case["case"]: case for case in summary["metric_per_case"]} for summary in summaries.values()]
     lines = []
-    for name, case in every[0].items() if every else ():
+    for name, case in every[0].items():
         if all(name in own for own in every):
             lines.append((name, case["truth"], [_of_truth(own[name], s) for own, s in zip(every, summaries.values())]))
     lines.sort(key=lambda line: min(line[2]) - max(line[2]))
     rows = [TableRow(name, [truth, *(Score(value, 3) for value in values)]) for name, truth, values in lines]
-    few = f" ({TOO_FEW} which run is better)" if len(rows) < FEW else ""
-    note = f"The probability of the true class, in the {quantity(len(rows), 'case')} that all runs have scored{few}."
+    note = f"The probability of the true class, in the {quantity(len(rows), 'case')} that all runs have scored."
     table = Table("probabilities", list(map(TableHead, ("Case", "Truth", *summaries))), rows, "case", note)
-    return table if rows else "No case was scored in all of these runs."
+    return table if rows else "No case was scored in all of these runs.", [name for name, _, _ in lines]
 
 
 def _of_truth(case: Summary, summary: Summary) -> float:
