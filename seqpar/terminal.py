@@ -113,7 +113,8 @@ class Display:
         with self._lock:
             now = time.monotonic()
             if now - self._printed >= self.every_s and self._fields:
-                self._print(f"{'  '.join(self._fields)}  (no news for {clock(now - self._shown)})\n")
+                news = f"  (no news for {clock(now - self._shown)})" if now - self._shown >= 1 else ""
+                self._print(f"{'  '.join(self._fields)}{news}\n")
 
 
 def _repeat(reference: weakref.ref[Display], over: threading.Event) -> None:

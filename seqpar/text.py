@@ -25,6 +25,11 @@ def quantity(number: int, noun: str, spec: str = "") -> str:
     return f"{number:{spec}} {noun}{'' if number == 1 else plural}"
 
 
+def millilitres(volume: float) -> str:
+    """Returns a volume in ml with three digits, from 100 ml on in whole ml."""
+    return f"{volume:.0f}" if abs(volume) >= 100 else f"{volume:.3g}"
+
+
 def install_hint(extra: str) -> str:
     """Returns the command that installs an extra; in a checkout, pip would ask its index for the package."""
     try:

@@ -25,6 +25,7 @@ from seqpar.prediction.prediction_folder import PredictionFolder
 from seqpar.prediction.predictor import Predictor
 from seqpar.prediction.run_average import EnsembleMember
 from seqpar.prediction.sliding_window import Image
+from seqpar.runs.run_folder import holds_run
 from seqpar.terminal import Display, bar, next_command
 from seqpar.text import clock, in_flags, quantity
 from seqpar.weights.weight_files import digest
@@ -146,10 +147,12 @@ class CasePrediction(ABC):
     - ``members``: the runs; tasks average the probabilities of several
     - ``what``: what is written, in words
     - ``truth``: what ``evaluate`` compares it with, in words
+    - ``page``: what ``report`` shows of it, in words
     """
 
     what: str
     truth: str
+    page: str
     folder: PredictionFolder
     shown: CaseProgress
     prepared_cases: PreparedCases
@@ -198,7 +201,8 @@ class CasePrediction(ABC):
         preparations = [member.run.preparation for member in self.members]
         self.prepared_cases = PreparedCases(cases, preparations, self.request.statistics)
         done = f" ({plan['num_done']} are done)" if plan["num_done"] else ""
-        self.announce(f"{quantity(len(cases), 'case')}{done}")
+        if cases or not faults:  # else the faults say it all
+            self.announce(f"{quantity(len(cases), 'case')}{done}")
         for fault in faults:
             self.shown.complain(fault)
         predicted = 0
@@ -217,11 +221,25 @@ class CasePrediction(ABC):
                 self.shown.say(f"{case.id}: {line}, {time.perf_counter() - began:.1f} s")
         failed = f", {quantity(len(faults), 'fault')}" if faults else ""
         self.shown.say(f"{self.what} of {quantity(predicted, 'case')}{failed}: {self.folder.path}")
-        if self.request.statistics and predicted:
-            self.shown.say(f"statistics: {self.request.output / STATISTICS}")
-        if predicted:
-            self.shown.say(f"next: {next_command('evaluate', 'TRUTH', self.request.output)}  (TRUTH: {self.truth})")
+        for line in (*self.other_files(), *self._next_lines()) if predicted else ():
+            self.shown.say(line)
         return faults
+
+    def other_files(self) -> list[str]:
+        """Returns a line on each other kind of file that is written, and where."""
+        return [f"statistics: {self.request.output / STATISTICS}"] if self.request.statistics else []
+
+    def _next_lines(self) -> list[str]:
+        """Returns the commands that usually follow; only a single run folder has a page."""
+        lines = [f"next: {next_command('evaluate', 'TRUTH', self.request.output)}  (TRUTH: {self.truth})"]
+        if len(self.members) == 1 and holds_run(self.run.path):
+            report = next_command("report", self.run.path, "--prediction", self.request.output, *self.report_flags())
+            lines.append(f"next: {report}  ({self.page})")
+        return lines
+
+    @abstractmethod
+    def report_flags(self) -> list[str]:
+        """Returns what ``report`` needs to show the predictions, but for their folder."""
 
     def _plan(self) -> dict[str, Any]:
         """Opens the folder; returns the cases to predict, how many are done, and what is wrong with others, as JSON."""

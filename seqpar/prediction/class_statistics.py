@@ -10,6 +10,7 @@ import numpy as np
 
 from seqpar.data.errors import DataError, unreadable
 from seqpar.data.files import SUFFIXES, write_text
+from seqpar.text import millilitres
 
 NAME = "statistics.csv"
 
@@ -56,7 +57,7 @@ class ClassStatistics:
 
     def volumes(self, case: str) -> str:
         """Returns the volume of each class of a case in words."""
-        return ", ".join(f"{row[1]} {float(row[3]):.3g} ml" for row in self._rows if row[0] == case)
+        return ", ".join(f"{row[1]} {millilitres(float(row[3]))} ml" for row in self._rows if row[0] == case)
 
 
 def statistics_of(

@@ -67,9 +67,7 @@ class PredictionSettings:
         if discouraged and not self.force:
             raise ValueError(f"window='whole' with {run.path}: {run.why_not_whole}; remove it, or add force=True")
         if self.force and not discouraged:
-            raise ValueError(
-                "force=True would do nothing: it is for window='whole' with nnU-Net networks: remove it"
-            )
+            raise ValueError("force=True would do nothing: it is for window='whole' with nnU-Net networks: remove it")
 
     def sliding(self, tile: Sequence[int], rule: str = "stride") -> Sliding:
         """Returns the settings of sliding windows of ``tile`` voxels, laid by a ``rule`` of ``windows.RULES``."""

@@ -18,6 +18,7 @@ from seqpar.report.images import FoundImage, Images
 from seqpar.report.pictures import HEAT
 from seqpar.report.planes import (
     COLOURS,
+    COUNTED,
     LETTERS,
     PLANES,
     best_modality,
@@ -29,6 +30,7 @@ from seqpar.report.planes import (
 )
 from seqpar.report.record import CaseScores, RunRecord, ScoredCase
 from seqpar.report.tables import Score, what_is_missing
+from seqpar.text import millilitres
 
 BUDGET = 5_000_000  # bytes of the volumes in a page, which can still be mailed
 _MARGIN = 8  # voxels shown around the labels if there is no image
@@ -41,7 +43,7 @@ class ShownCase:
     - ``ranges``: what black and white are in the files' numbers, by modality
     - ``is_ct``: whether these are Hounsfield units
     - ``heat``: a map from 0 to 255; ``heat_name``: what it shows, such as its class
-    - ``at``: the planes to begin with; None: those with most of a label
+    - ``at``: the planes to begin with; None: those that are also drawn
     """
 
     name: str
@@ -171,9 +173,23 @@ class ShownPlane:
 
 
 def planes_of(case: ShownCase, neurological: bool) -> list[ShownPlane]:
-    """Returns a case's three planes: through most of the truth, else of the prediction."""
-    at = fullest_planes(case.truth if case.truth.any() else case.prediction)
+    """Returns a case's three planes: through most of the rarest label of the truth, else of the prediction."""
+    at = fullest_planes(_shown_best(case)[0])
     return [_plane(case, name, dim, at[dim], neurological) for name, dim in PLANES]
+
+
+def _shown_best(case: ShownCase) -> tuple[NDArray[np.bool_], int]:
+    """Returns the voxels through which planes are chosen, and their label: the rarest, for large ones are seen anyway.
+
+    The label is 0 if the case has only one, or none.
+    """
+    labels = case.truth if case.truth.any() else case.prediction
+    counts = np.bincount(labels.ravel())
+    present = [number for number in np.flatnonzero(counts).tolist() if number]
+    if len(present) < 2:
+        return labels > 0, 0
+    rarest = min(present, key=lambda number: int(counts[number]))
+    return labels == rarest, rarest
 
 
 def _plane(case: ShownCase, name: str, dim: int, at: int, neurological: bool) -> ShownPlane:
@@ -185,7 +201,7 @@ def _plane(case: ShownCase, name: str, dim: int, at: int, neurological: bool) ->
         grey = plane_of(case.images[best_modality(list(case.images))], dim, at, neurological)
         picture = encode(png(np.ascontiguousarray(grey)))
     outlines = [
-        (kind, COLOURS[(number - 1) % len(COLOURS)], outline(labels == number))
+        (kind, COLOURS[(number - 1) % len(COLOURS)], outline(labels, number))
         for kind, labels in (("truth", truth), ("prediction", prediction))
         for number in np.unique(labels[labels > 0]).tolist()
     ]
@@ -255,6 +271,7 @@ class CaseSection:
     - ``volumes``: what the viewer reads; ``note``: what was left out of them
     - ``is_ct``: whether there are windows of Hounsfield units
     - ``heat``: colours of a map from 0 to its maximum; "" without one
+    - ``order``: which cases are shown
     """
 
     orientation: str
@@ -265,6 +282,7 @@ class CaseSection:
     is_ct: bool = False
     heat: str = ""
     has_truth: bool = True
+    order: str = ""
 
 
 def case_section(
@@ -277,7 +295,18 @@ def case_section(
     by_name, labels = {case.name: case for case in scored.cases}, list(record.label_names.values())
     views = [_case_view(by_name[case.name], case, labels, neurological) for case, _ in shown]
     section = viewer_section(shown, labels, neurological, views)
-    return replace(section, has_truth=any(case.truth is not None for case in scored.cases))
+    has_truth = any(case.truth is not None for case in scored.cases)
+    order = order_note(len(shown), len(scored.cases), "mean Dice") if has_truth else ""
+    return replace(section, has_truth=has_truth, order=order)
+
+
+def order_note(shown: int, total: int, score: str) -> str:
+    """Returns which cases are shown, those with the lowest of a score; "" of a single case."""
+    if total < 2:
+        return ""
+    if shown == total:
+        return f"All {total} cases, the lowest {score} first."
+    return f"The {shown} of {total} cases with the lowest {score}, the lowest first."
 
 
 def viewer_section(
@@ -292,9 +321,9 @@ def viewer_section(
     - ``views``: cases that are also shown in planes
     """
     return CaseSection(
-        f"{orientation_text(neurological)}. {LETTERS}",
+        f"{orientation_text(neurological)}. {LETTERS}. {COUNTED}",
         [(colour, name) for name, colour in colours_of(labels).items()],
-        viewer_note([embedded for _, embedded in shown], any(case.is_ct for case, _ in shown)),
+        viewer_note([embedded for _, embedded in shown], any(case.is_ct for case, _ in shown)) + _kept_of_ct(shown),
         views,
         viewer_data(labels, shown, neurological),
         any(case.is_ct for case, _ in shown),
@@ -312,17 +341,20 @@ def heat_colours() -> list[str]:
 
 def planes_note(case: ScoredCase, shown: ShownCase, labels: Sequence[str]) -> str:
     """Returns which planes of a case are shown, and what was predicted where the truth has none of the labels."""
+    rarest = _shown_best(shown)[1]
+    of_label = f"{labels[rarest - 1]} in the " if rarest else ""
     if shown.truth.any():
-        return "planes with most of the truth"
+        return f"planes with most of the {of_label}truth"
     if case.truth is None:
-        return f"planes {'with most of the prediction' if shown.prediction.any() else 'through the middle'}"
-    predicted = [f"{name} {ml:.2g} ml" for name in labels if (ml := case.scores.get(name, {}).get("VolumeMl", 0.0)) > 0]
-    if not predicted:
+        return f"planes {f'with most of the {of_label}prediction' if shown.prediction.any() else 'through the middle'}"
+    volumes = {name: case.scores.get(name, {}).get("VolumeMl", 0.0) for name in labels}
+    if not any(ml > 0 for ml in volumes.values()):
         voxel_ml = math.prod(shown.spacing) / 1000
         counts = np.bincount(shown.prediction.ravel(), minlength=len(labels) + 1)[1:]
-        predicted = [f"{name} {count * voxel_ml:.2g} ml" for name, count in zip(labels, counts.tolist()) if count]
+        volumes = {name: count * voxel_ml for name, count in zip(labels, counts.tolist())}
+    predicted = [f"{name} {millilitres(ml)} ml" for name, ml in volumes.items() if ml > 0]
     what = predicted[0].removeprefix(f"{labels[0]} ") if len(labels) == 1 and predicted else ", ".join(predicted)
-    planes = "planes with most of the prediction" if predicted else "middle planes"
+    planes = f"planes with most of the {of_label}prediction" if predicted else "middle planes"
     return f"no {' or '.join(labels)}; predicted {what or 'none'} · {planes}"
 
 
@@ -335,7 +367,7 @@ def _case_view(case: ScoredCase, shown: ShownCase, labels: Sequence[str], neurol
     w, d, _ = (side * step for side, step in zip(shown.truth.shape, shown.spacing))
     scores = f"Dice: {dice}{missing}{volumes_of(case)}"
     if case.truth is None:
-        volumes = (f"{name} {row['VolumeMl']:.3g} ml" for name, row in case.scores.items())
+        volumes = (f"{name} {millilitres(row['VolumeMl'])} ml" for name, row in case.scores.items())
         scores = f"predicted: {', '.join(volumes)}"
     return CaseView(
         case.name,
@@ -349,7 +381,7 @@ def _case_view(case: ScoredCase, shown: ShownCase, labels: Sequence[str], neurol
 def volumes_of(case: ScoredCase) -> str:
     """Returns the true and predicted volume of each class in words, "" where they were not recorded."""
     parts = [
-        f"{name} {row['TrueVolumeMl']:.3g} → {row['VolumeMl']:.3g}"
+        f"{name} {millilitres(row['TrueVolumeMl'])} → {millilitres(row['VolumeMl'])}"
         for name, row in case.scores.items()
         if {"TrueVolumeMl", "VolumeMl"} <= row.keys()
     ]
@@ -378,7 +410,7 @@ def viewer_data(
             "heat_name": shown.heat_name,
             "ranges": shown.ranges,
             "unit": "HU" if shown.is_ct else "",
-            "at": [n // f for n, f in zip(shown.at, embedded.factors)] if shown.at else None,
+            "at": [n // f for n, f in zip(shown.at or fullest_planes(_shown_best(shown)[0]), embedded.factors)],
         }
         for shown, embedded in cases
     ]
@@ -386,14 +418,27 @@ def viewer_data(
     return {"labels": labels, "sides": sides(neurological), "mirrored": not neurological, "cases": entries, **more}
 
 
+def _kept_of_ct(shown: Sequence[tuple[ShownCase, Embedded]]) -> str:
+    """Returns which Hounsfield units a page still tells apart, "" without a CT."""
+    kept = [limits for case, _ in shown if case.is_ct for limits in case.ranges.values()]
+    if not kept:
+        return ""
+    low, high = round(min(low for low, _ in kept)), round(max(high for _, high in kept))
+    dark, bright = " (such as fat and air)" * (low >= -50), " (such as bone)" * (high <= 300)
+    rule = f"everything below{dark} is equally black, everything above{bright} equally white"
+    return f" Of the CT, only {low} to {high} HU are kept: {rule}."
+
+
 def viewer_note(volumes: Sequence[Embedded], is_ct: bool = False) -> str:
     """Returns a note of what was left out to keep the page small."""
-    note = (
-        f"Volumes are cropped to the body and stored in {256 if is_ct else GREYS} grey levels, so values are rounded."
-    )
-    factors = {volume.factors for volume in volumes}
-    if factors == {(1, 1, 1)}:
-        return note.replace(" and stored", ", at full resolution, and stored")
+    factors, pictured = {volume.factors for volume in volumes}, [bool(volume.images) for volume in volumes]
+    whole = " and at full resolution" * (factors == {(1, 1, 1)})
+    to = "body" if all(pictured) else "labels or the body" if any(pictured) else "labels"
+    note = f"Volumes are cropped to the {to}{whole}."
+    if any(pictured):
+        note += f" Images are stored in {256 if is_ct else GREYS} grey levels, so values are rounded."
+    if whole:
+        return note
     blocks = "; ".join(sorted(" × ".join(map(str, block)) for block in factors))
     note += f" To keep the page small, blocks of {blocks} voxels became one"
     return f"{note} (images by their mean, labels by their middle voxel)."

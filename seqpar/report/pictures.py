@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from seqpar.report.planes import COLOURS, PLANES, fullest_planes, orientation_text, plane_of, sides
+from seqpar.report.planes import COLOURS, COUNTED, PLANES, fullest_planes, orientation_text, plane_of, sides
 from seqpar.report.plots import escape_mathtext, make_figure, save_figure
 from seqpar.scores.class_scores import positive_class, roc_label, roc_points
 from seqpar.text import quantity
@@ -36,7 +36,7 @@ def draw_cases(path: Path, cases: Sequence[PicturedCase], classes: Sequence[str]
 def figure_of_cases(cases: Sequence[PicturedCase], classes: Sequence[str], neurological: bool) -> Any:
     """Returns the figure of ``draw_cases``: a row of panels for each case."""
     figure = make_figure(11, 3.6 * len(cases) + 0.8)
-    figure.suptitle(orientation_text(neurological), fontsize=9)
+    figure.suptitle(f"{orientation_text(neurological)}. {COUNTED}.", fontsize=9)
     panels = figure.subplots(len(cases), 3, squeeze=False)
     for row, case in zip(panels, cases):
         at = fullest_planes(case.truth if case.truth.any() else case.prediction)
@@ -47,7 +47,7 @@ def figure_of_cases(cases: Sequence[PicturedCase], classes: Sequence[str], neuro
             _draw_plane(panel, case, greys, dim, at[dim], len(classes), neurological)
             mark_sides(panel, letters)
             name = f"{plane} {at[dim] + 1} / {case.truth.shape[dim]}"  # as reports count
-            panel.set_title(f"{escape_mathtext(case.name)}  {name}" if dim == 0 else name, fontsize=9)
+            panel.set_title(f"{escape_mathtext(case.name)}\n{name}" if dim == 0 else name, fontsize=9)
     marks = [("truth", "-", "#555555"), ("prediction", "--", "#555555")]
     marks += [(escape_mathtext(name), "-", COLOURS[i % len(COLOURS)]) for i, name in enumerate(classes)]
     from matplotlib.lines import Line2D
@@ -154,7 +154,7 @@ def draw_evidence(
     """
     figure = make_figure(11, 4.8)
     body = body_of(image)
-    lines = [escape_mathtext(title), orientation_text(neurological)]
+    lines = [escape_mathtext(title), f"{orientation_text(neurological)}. {COUNTED}."]
     if seen.any():
         lines.append(f"{about}, in planes through its strongest point in the body; white line: half of its maximum")
         lines.append(ALONE)

@@ -49,7 +49,7 @@ def _draw_line(plot: Any, line: Line, style: LineStyle) -> None:
     colour, dashes, marker, width, hollow = style
     if (high > low).any():
         plot.fill_between(places, low, high, color=colour, alpha=0.18, linewidth=0, clip_on=False)
-    if line.noisy and (window := min(WINDOW, len(points) // 10)) > 1:
+    if line.noisy and (window := _window(len(points))) > 1:
         plot.plot(places, means, color=colour, alpha=0.35, linewidth=width / 2, clip_on=False)
         smooth = running_mean(points[:, 1], window)
         means = np.array([piece.mean() for piece in np.array_split(smooth, len(pieces))])
@@ -66,6 +66,11 @@ def _draw_line(plot: Any, line: Line, style: LineStyle) -> None:
         label=escape_mathtext(line.label),
         clip_on=False,  # 0 and 1 too are seen whole
     )
+
+
+def _window(steps: int) -> int:
+    """Returns how many steps a running mean is over; 1 in runs too short for one."""
+    return max(1, min(WINDOW, steps // 10))
 
 
 def running_mean(values: NDArray[np.float64], window: int) -> NDArray[np.float64]:
@@ -197,11 +202,16 @@ def _classes_of(out: Path) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class Chart:
-    """A diagram as a page shows it; ``keys``: colour and name of its lines, where they need names."""
+    """A diagram as a page shows it.
+
+    - ``keys``: colour and name of its lines, where they need names
+    - ``is_smoothed``: whether thin lines show each step and thick ones a running mean
+    """
 
     title: str
     svg: Markup
     keys: Sequence[tuple[str, str]] = ()
+    is_smoothed: bool = False
 
 
 def draw_chart(diagram: Diagram, width: int = 340) -> Chart | None:
@@ -233,7 +243,8 @@ def draw_chart(diagram: Diagram, width: int = 340) -> Chart | None:
         figure.savefig(text, format="svg", transparent=True)
         svg = _inline(text.getvalue(), diagram.quantity)
     colours = [(_on_page(style.colour), line.label) for line, style in diagram.named() if len(line.points())]
-    return Chart(diagram.quantity, svg, colours if diagram.has_keys else ())
+    smoothed = any(line.noisy and _window(len(line.points())) > 1 for line in diagram.lines)
+    return Chart(diagram.quantity, svg, colours if diagram.has_keys else (), smoothed)
 
 
 def draw_charts(diagrams: Sequence[Diagram], width: int = 340) -> list[Chart]:

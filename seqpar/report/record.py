@@ -30,6 +30,7 @@ from seqpar.scores.summary_files import class_key, summary_content
 from seqpar.settings.config import Config
 from seqpar.settings.network_settings import NetworkSettings
 from seqpar.settings.pretraining_settings import PretrainingSettings
+from seqpar.text import quantity
 
 Row = Mapping[str, Any]
 SHOWN = {  # what a report shows of config.json
@@ -116,6 +117,21 @@ def best_step(record: RunRecord) -> int | None:
     scored = [(score_of(row), int(row["step"])) for row in record.held_out if "step" in row]
     known = [pair for pair in scored if not math.isnan(pair[0])]
     return max(known, key=lambda pair: pair[0])[1] if known else None
+
+
+def chosen_on_them(record: RunRecord) -> list[str]:
+    """Returns a sentence if several validations chose weights on the cases that a run held out."""
+    text = "The weights that predict uses were chosen on these held-out cases, so scores on them tend to be too good: "
+    return [f"{text}only a test set tells how good they are."] * (len(record.held_out) > 1)
+
+
+def reached_in_validation(record: RunRecord) -> list[str]:
+    """Returns a sentence about the best validation, for a reader of predictions that no truth can score."""
+    for row in (row for row in record.held_out if row.get("step") == best_step(record) and row.get("dice")):
+        cases = quantity(row["cases"], "held-out case") if "cases" in row else "held-out cases"
+        scores = ", ".join(f"{name} {value:.3f}" for name, value in row["dice"].items() if isinstance(value, float))
+        return [f"On its {cases} this run reached a mean Dice of {scores}. Other patients may come out worse."]
+    return []
 
 
 def seen_in_training(
@@ -215,7 +231,8 @@ def measure_folder(prediction: Path, labels: Labels) -> CaseScores:
             faults.append(str(error))
             continue
         ml = math.prod(geometry.canonical_spacing) / 1000
-        rows = {n: {"VolumeMl": int(class_mask(values, own).sum()) * ml} for n, own in labels.classes.items()}
+        counts = {n: int(class_mask(values, own).sum()) for n, own in labels.classes.items()}
+        rows = {n: {"VolumeMl": count * ml, "VoxelMl": ml} for n, count in counts.items()}
         cases.append(ScoredCase(name, None, path, rows))
     if not cases:
         raise DataError(prediction, faults[0] if faults else "holds no label map")

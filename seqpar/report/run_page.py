@@ -53,6 +53,7 @@ def render_run(
     truth: Path | None = None,
     prediction: Path | None = None,
     images: Path | None = None,
+    subject: str = "",
     **parts: Any,
 ) -> str:
     """Returns the page about a run.
@@ -64,15 +65,17 @@ def render_run(
     - ``classes``: in the order of their colours
     - ``truth``, ``prediction``: the folders whose scores are shown; None: the run's own validation
     - ``images``: the folder of the images of their cases, if it was named
+    - ``subject``: what a prediction without a truth is of; "": the name of its folder
     - ``parts``: what else the task's page.html shows
     """
-    name, other = record.path.resolve().name, truth or prediction
+    name, other, alone = record.path.resolve().name, truth or prediction, prediction is not None and truth is None
     data = images or truth or ("unknown" if prediction else record.config.get("data", "unknown"))
     return render(
         "page.html",
         folder,
         title=f"{name} · {other.resolve().name if other else record.dataset['name']}",
-        name=name,
+        name=f"{subject or (prediction and prediction.resolve().name)}, predicted by {name}" if alone else name,
+        alone=alone,
         scored=_scored(truth, prediction) if prediction else "",
         generated=is_generated(data),
         run=verdict(record),

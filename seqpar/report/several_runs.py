@@ -1,7 +1,11 @@
 """The page about several runs: curves over each other, settings that differ, scores and cases side by side."""
 
+import json
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean
 from typing import NamedTuple, TypeVar
 
 from seqpar.data.errors import DataError
@@ -13,9 +17,12 @@ from seqpar.report.rendering import render
 from seqpar.report.run_page import format_setting, verdict
 from seqpar.report.tables import Table, TableHead, TableRow, make_strips
 from seqpar.runs.metrics_tail import ERRORS, SCORES, score_of, task_of_row
+from seqpar.scores.comparison import FEW, describe_interval, interval_of_mean
+from seqpar.text import quantity
 
 T = TypeVar("T")
 
+SAME_DATA = ("name", "modalities", "labels", "volume_classes")  # of config.json
 NOT_A_SETTING = ("out", "resume", "again", "take_over", "dry_run")  # where and how a run was started
 
 
@@ -43,7 +50,8 @@ class Comparison:
     """What a task says of its runs on a page about several.
 
     - ``count``: the runs that have scores of cases
-    - ``scores``, ``cases``: tables, or a sentence instead; ``sentences`` and ``dots`` are above that of cases
+    - ``scores``: a table, or a sentence instead
+    - ``cases``: the same; "" if fewer than two runs have any; ``sentences`` and ``dots`` are above it
     """
 
     count: int
@@ -78,12 +86,16 @@ def page_of_several(records: Sequence[RunRecord], compare: Mapping[str, Compare]
     for name, record in named.items():
         of_tasks.setdefault(compare[record.network_settings.task], {})[name] = record
     comparisons = [compare_runs(of_task, gaps) for compare_runs, of_task in of_tasks.items()]
-    colours = colours_of(named, RUN_COLOURS)
+    colours, of_one = colours_of(named, RUN_COLOURS), " of the same task" * (len(comparisons) > 1)
     text = render(
         "comparison.html",
         title=f"Comparison of {len(records)} runs",
         runs={name: verdict(record) for name, record in named.items()},
         gaps=gaps,
+        cautions=cautions_about(records),
+        uncompared=""
+        if any(one.cases for one in comparisons)
+        else f"Fewer than two runs{of_one} have scores of cases.",
         settings=settings_table(named),
         training=curves_over_each_other(named),
         comparisons=[(one, [make_strips(*dots, colours) for dots in one.dots]) for one in comparisons],
@@ -91,17 +103,53 @@ def page_of_several(records: Sequence[RunRecord], compare: Mapping[str, Compare]
     return text, sum(comparison.count for comparison in comparisons)
 
 
+def cautions_about(records: Sequence[RunRecord]) -> list[str]:
+    """Returns a sentence if curves of the runs cannot be compared, as they are of different data or tasks."""
+    tasks = {record.network_settings.task for record in records}
+    data = {json.dumps([record.dataset.get(part) for part in SAME_DATA]) for record in records}
+    if len(tasks) > 1 or len(data) > 1:
+        return ["These runs were trained on different data or tasks; their curves cannot be compared."]
+    if len({tuple(sorted(map(str, record.dataset["held_out"]))) for record in records}) > 1:
+        return ["These runs held out different cases; their curves on held-out cases cannot be compared."]
+    return []
+
+
+def difference_sentence(measure: str, name: str, first: str, pairs: Sequence[tuple[float, str]]) -> str:
+    """Returns how far a run's score is above that of the first, over cases, and how sure that is.
+
+    - ``pairs``: the difference in each case, and its name
+    """
+    known = [gap for gap, _ in pairs if math.isfinite(gap)]
+    if not known:
+        return f"{name} and {first} have no case with a {measure} in both."
+    mean, cases = fmean(known), quantity(len(known), "case")
+    if math.isclose(mean, 0, abs_tol=5e-4):
+        return f"{name} and {first} have the same {measure}, over {cases}."
+    text = f"{name}'s {measure} is {abs(mean):.3f} {'higher' if mean > 0 else 'lower'} than {first}'s"
+    text += f", over {cases}" if len(known) >= FEW else ""
+    return f"{text}{describe_interval(interval_of_mean(known, low=-1.0, high=1.0), len(known), '+.3f')}."
+
+
 def settings_table(records: Mapping[str, RunRecord]) -> Table | None:
     """Returns the settings in which the runs differ, with their data and ranks; None if there are none."""
     every: dict[str, dict[str, str]] = {}
     for name, record in records.items():
         facts = {"data set": record.dataset["name"], "ranks": record.layout["ranks"], **record.config}
+        if record.config.get("data"):
+            facts.pop("phantoms", None)  # they are for a run without data
         for setting, value in facts.items():
             if setting not in NOT_A_SETTING:
-                every.setdefault(setting, {})[name] = format_setting(value)
+                every.setdefault(setting, {})[name] = format_setting(_from_here(value))
     rows = [TableRow(setting, [values.get(name, "–") for name in records]) for setting, values in every.items()]
     rows = [row for row in rows if len(set(row.cells)) > 1]
     return Table("settings-that-differ", list(map(TableHead, ("Setting", *records))), rows, "class") if rows else None
+
+
+def _from_here(value: object) -> object:
+    """Returns an absolute path below the current folder as a relative one, as it may be next to relative ones."""
+    path = Path(value) if isinstance(value, str) else Path()
+    inside = path.is_absolute() and path.is_relative_to(Path.cwd())
+    return str(path.relative_to(Path.cwd())) if inside else value
 
 
 def curves_over_each_other(records: Mapping[str, RunRecord]) -> list[Chart]:

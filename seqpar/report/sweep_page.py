@@ -11,7 +11,7 @@ from seqpar.data.errors import DataError
 from seqpar.report.record import RunRecord, read_record
 from seqpar.report.rendering import render
 from seqpar.report.several_runs import curves_over_each_other
-from seqpar.report.tables import Strips, make_strips
+from seqpar.report.tables import Strips, make_strips, mean_over
 from seqpar.runs.run_folder import read_config
 from seqpar.runs.sweep_folder import Point, Sweep, format_value, read_sweep, refresh_points
 from seqpar.terminal import next_command
@@ -19,14 +19,15 @@ from seqpar.text import flag_name
 
 MOST_CURVES = 8  # of the best points, which a reader can tell apart; sweep.png has all
 NUMBERS = {"score": 4, "at": 0, "loss": 4, "step": 0, "seconds": 1}  # columns with their decimals
-HEADS = {"at": "at step", "loss": "loss", "step": "steps done", "seconds": "seconds"}
+HEADS = {"at": "at step", "loss": "training loss", "step": "steps done", "seconds": "seconds"}
 
 
 def page_of_sweep(out: Path) -> str:
     """Returns the whole page of a sweep's folder."""
-    sweep = refresh_points(out, read_sweep(out))
+    sweep, name = refresh_points(out, read_sweep(out)), out.resolve().name
+    ranked = _ranked(sweep)
     best, records, gaps = sweep.best, dict[str, RunRecord](), list[str]()
-    for point in _ranked(sweep)[:MOST_CURVES]:
+    for point in ranked[:MOST_CURVES]:
         try:
             records[point.name] = read_record(out / point.name)
         except (DataError, ValueError) as error:
@@ -37,9 +38,11 @@ def page_of_sweep(out: Path) -> str:
     if best:
         described = sweep.describe_best(best)
         headline += f" {described[0].upper()}{described[1:]}."
+        classes = [list(row.get("dice", ())) for record in records.values() for row in record.held_out[-1:]]
+        headline += " ".join(["", mean_over(classes[0])]).rstrip() if classes else ""
     return render(
         "sweep.html",
-        title=f"Sweep {out.resolve().name}",
+        title=name if name.lower().startswith("sweep") else f"Sweep {name}",
         headline=headline,
         again=_again(out, best),
         gaps=gaps,
@@ -47,6 +50,7 @@ def page_of_sweep(out: Path) -> str:
         points=_points(sweep),
         score_name=sweep.score_name,
         effects=_effects(sweep),
+        curves=f"Curves of the {MOST_CURVES} points with the highest scores" if len(ranked) > MOST_CURVES else "Curves",
         training=curves_over_each_other(records),
         png=_picture(out / "sweep.png"),
     )
@@ -97,7 +101,10 @@ def _number(value: float, places: int) -> SweepCell:
 
 
 class Effect(NamedTuple):
-    """The scores of all points by a setting: its value with mean, lowest, highest and number, the best first."""
+    """The scores of all points by a setting: its value with mean, lowest, highest and number.
+
+    The values come as in the drawing; where they are too many for one, the best first.
+    """
 
     name: str
     strips: Strips | None
@@ -111,7 +118,8 @@ def _effects(sweep: Sweep) -> list[Effect]:
         title = f"{sweep.score_name} by {flag_name(name)}"
         strips = make_strips(title, of_values, 0.0, 1.0) if len(of_values) <= MOST_CURVES else None
         rows = []
-        for value, pairs in sorted(of_values.items(), key=lambda item: -fmean(score for score, _ in item[1])):
+        by_mean = sorted(of_values.items(), key=lambda item: -fmean(score for score, _ in item[1]))
+        for value, pairs in of_values.items() if strips else by_mean:
             scores = [score for score, _ in pairs]
             numbers = fmean(scores), min(scores), max(scores)
             rows.append((value, [*(f"{number:.4f}" for number in numbers), str(len(scores))]))

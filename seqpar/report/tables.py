@@ -11,8 +11,9 @@ import numpy as np
 
 from seqpar.report.curves import GREY, number
 from seqpar.report.record import CaseScores, RunRecord, ScoredCase, mean_of_numbers
+from seqpar.scores.class_scores import describe_share
 from seqpar.scores.comparison import FEW, TOO_FEW
-from seqpar.text import quantity
+from seqpar.text import millilitres, quantity
 
 METRICS = (("Dice", 3, ("mean", "median", "global")), ("NSD", 3, ("mean", "median")), ("HD95", 1, ("mean", "median")))
 COARSE = 2.0  # mm, the side of a voxel above which rules made for voxels of 1 mm mislead
@@ -77,41 +78,48 @@ class Table:
         return any(head.below for head in self.heads)
 
 
+OVER_CASES = (
+    "Mean and median are over cases; global pools the voxels of all cases. Cases in which neither map has the class "
+    "have no Dice and do not count."
+)
+
+
 def metrics_table(scored: CaseScores) -> Table:
     """Returns the summary of each class over all cases."""
-    rows, without, is_one = [], list[str](), len(scored.cases) == 1  # of one case they are all alike
+    rows, is_one = [], len(scored.cases) == 1  # of one case they are all alike
+    substituted = {name: [c for c in scored.cases if only_one_map(c.scores[name])] for name in scored.classes}
+    has_measured = not is_one and any(substituted.values())
     shown = [(metric, places, kinds[:1] if is_one else kinds) for metric, places, kinds in METRICS]
     for name, key in scored.classes.items():
-        cells: list[Score | str] = [key.strip("()").rstrip(",").replace(", ", " + ")]
-        cells += [
-            Score(scored.summary.get(kind, {}).get(name, {}).get(metric, math.nan), places)
-            for metric, places, kinds in shown
-            for kind in kinds
-        ]
-        substituted = [case for case in scored.cases if only_one_map(case.scores[name])]
+        cells: list[Score | str] = [_labels_of(key)]
+        for metric, places, kinds in shown:
+            if metric == "HD95" and has_measured:
+                measured = [c.scores[name].get(metric, math.nan) for c in scored.cases if c not in substituted[name]]
+                known = [value for value in measured if not math.isnan(value)]
+                cells.append(Score(mean_of_numbers(known), places, f" (n = {len(known)})"))
+            cells += [Score(scored.summary.get(kind, {}).get(name, {}).get(metric, math.nan), places) for kind in kinds]
         count = scored.summary.get("num_values", {}).get(name, {}).get("Dice", math.nan)
-        cells += [Score(len(substituted), 0), Score(count, 0, f" of {len(scored.cases)}")]
+        cells += [Score(len(substituted[name]), 0), Score(count, 0, f" of {len(scored.cases)}")]
         rows.append(TableRow(name, cells))
-        if substituted:
-            measured = mean_of_numbers(
-                case.scores[name].get("HD95", math.nan) for case in scored.cases if case not in substituted
-            )
-            without += [f"{name} {measured:.1f}"] * math.isfinite(measured)
-    below = [("value",) if is_one else kinds for _, _, kinds in shown]
+    below: list[tuple[str, ...]] = [("value",) if is_one else kinds for _, _, kinds in shown]
+    if has_measured:
+        below[-1] = ("measured mean", *(f"{kind} with substitutes" for kind in below[-1]))
     heads = [TableHead(name, kinds) for (name, *_), kinds in zip(METRICS[:-1], below)]
     heads.append(TableHead("HD95, mm", (*below[-1], "substituted")))
-    note = (
-        f"Scores of {quantity(len(scored.cases), 'case')}: {scored.source}. Mean and median are over cases; global "
-        "pools the voxels of all cases. Cases in which neither map has the class have no Dice and do not count."
-    )
+    note = f"Scores of {quantity(len(scored.cases), 'case')}: {scored.source}." + f" {OVER_CASES}" * (not is_one)
     tolerance = scored.settings.get("nsd_tolerance")
     if isinstance(tolerance, (int, float)):
         note += f" The surface Dice (NSD) has a tolerance of {tolerance:g} mm."
     instead = "374 mm, as BraTS has it" if scored.settings.get("empty") == "brats" else "the image's diagonal"
     note += f" A case in which only one map has the class has no distance: its HD95 is substituted by {instead}."
-    if without:
-        note += f" Mean HD95 of the other cases, mm: {', '.join(without)}."
+    note += " The measured mean leaves such cases out; n is the number of the others." * has_measured
     return Table("metrics", [TableHead("Class"), TableHead("Labels"), *heads, TableHead("Cases")], rows, "class", note)
+
+
+def mean_over(classes: Iterable[str], whose: str = "") -> str:
+    """Returns of which classes a Dice is the mean; "" of a single class."""
+    *others, last = list(classes) or [""]
+    return f"The mean Dice {whose}is over {', '.join(others)} and {last}." if others else ""
 
 
 def only_one_map(row: Mapping[str, float]) -> bool:
@@ -124,64 +132,106 @@ def what_is_missing(name: str, row: Mapping[str, float]) -> str:
     if not only_one_map(row):
         return ""
     if row["n_ref"]:
-        return f"no {name} predicted; {row.get('TrueVolumeMl', math.nan):.3g} ml in truth"
-    return f"no {name} in truth; {row.get('VolumeMl', math.nan):.3g} ml predicted"
+        return f"no {name} predicted; {millilitres(row.get('TrueVolumeMl', math.nan))} ml in truth"
+    return f"no {name} in truth; {millilitres(row.get('VolumeMl', math.nan))} ml predicted"
+
+
+def voxel_ml(scored: CaseScores) -> float:
+    """Returns the volume of the largest voxel of the cases, 0 if their scores do not tell."""
+    sizes = [0.0]
+    for row in (row for case in scored.cases for row in case.scores.values()):
+        sizes.append(row.get("VoxelMl", 0.0))
+        for volume, count in (("VolumeMl", "n_pred"), ("TrueVolumeMl", "n_ref")):
+            if row.get(volume) and row.get(count):
+                sizes.append(row[volume] / row[count])
+    return max(sizes)
+
+
+def _ml_places(scored: CaseScores) -> int:
+    """Returns the decimals of a volume in ml, at most two and no more than a voxel justifies."""
+    size = voxel_ml(scored)
+    return min(2, max(0, math.ceil(-math.log10(size)))) if size else 2
+
+
+def what_volumes_count(classes: Mapping[str, str]) -> str:
+    """Returns of which labels the volumes are; "" of a single class with one label."""
+    several = [f"{name} = {_labels_of(key)}" for name, key in classes.items() if "," in key.rstrip(",)")]
+    if several:
+        return f" A volume is that of all labels of its class: {'; '.join(several)}."
+    alone = " Each volume counts only the label of its class: an organ's leaves out lesions with a label of their own."
+    return alone * (len(classes) > 1)
+
+
+def _labels_of(key: str) -> str:
+    return key.strip("()").rstrip(",").replace(", ", " + ")
 
 
 def coarse_voxels(scored: CaseScores) -> str:
     """Returns a sentence if voxels are too coarse for some scores, else ""."""
-    sizes = [
-        1000 * row["VolumeMl"] / row["n_pred"]
-        for case in scored.cases
-        for row in case.scores.values()
-        if row.get("n_pred") and row.get("VolumeMl")
-    ]
-    side, tolerance = max(sizes, default=0.0) ** (1 / 3), scored.settings.get("nsd_tolerance")
+    size, tolerance = 1000 * voxel_ml(scored), scored.settings.get("nsd_tolerance")
+    side = size ** (1 / 3)
     if side <= COARSE:
         return ""
-    text = f"Voxels are coarse, of up to {max(sizes):.3g} mm³: a single voxel "
-    text += (
-        "may count as a region, and regions that touch as one." if max(sizes) > 50 else "changes small regions much."
-    )
+    text = f"Voxels are coarse, of up to {size:.3g} mm³: "
+    if not scored.summary:
+        return f"{text}outlines are rough, and so are the volumes of small structures."
+    text += "a single voxel "
+    text += "may count as a region, and regions that touch as one." if size > 50 else "changes small regions much."
     if isinstance(tolerance, (int, float)) and tolerance < side:
-        text += f" The surface Dice (NSD) is low because its tolerance of {tolerance:g} mm is less than a voxel."
+        text += (
+            f" The tolerance of {tolerance:g} mm is less than a voxel, so a boundary that is one voxel off counts as "
+        )
+        text += "wrong for the surface Dice (NSD): compare it only at the same voxel size."
     return text
 
 
 def sizes_table(scored: CaseScores) -> Table | None:
     """Returns volumes and found regions of each class; None where they were not recorded."""
-    rows = []
+    rows, places = [], _ml_places(scored)
     for name in scored.classes:
         cases = [case.scores[name] for case in scored.cases if set(SIZES) <= case.scores[name].keys()]
         if not cases:
             continue
         true_ml, ml, found, missed, false = (sum(row[key] for row in cases) for key in SIZES)
         error = sum(abs(row["VolumeErrorMl"]) for row in cases) / len(cases)
-        cells: list[Score | str] = [Score(value / len(cases), 2) for value in (true_ml, ml, error * len(cases))]
-        cells += [Score(found, 0, f" of {found + missed:.0f}"), Score(false, 0)]
-        shares = [Score(found / whole if whole else math.nan, 3) for whole in (found + missed, found + false)]
-        cells += shares if len(cases) >= FEW else [TOO_FEW] * len(shares)
+        cells: list[Score | str] = [Score(value / len(cases), places) for value in (true_ml, ml, error * len(cases))]
+        cells += [
+            Score(found, 0, f" of {found + missed:.0f}"),
+            Score(false, 0, f" ({false / len(cases):.1f} per case)"),
+        ]
+        cells.append(_found_share(found, int(found + missed)))
         rows.append(TableRow(name, cells))
     heads = [
         TableHead("Class"),
-        TableHead("Volume of a case, ml", ("truth", "prediction", "mean error")),
-        TableHead("Connected regions", ("found", "false", "sensitivity", "precision")),
+        TableHead("Volume of a case, ml", ("truth", "prediction", "mean absolute error")),
+        TableHead("Connected regions", ("regions found", "false regions", "sensitivity (regions)")),
     ]
     note = (
-        "Volumes are means over cases; the error is the mean absolute error. A region, such as a lesion, is a "
-        "connected part of the class of more than 50 mm³; parts at most 6 mm apart count as one. It is found if a "
-        "predicted region touches it or the 3 mm around it, in whole voxels. A predicted region that touches none is "
-        "false. These are the rules of BraTS 2023 at voxels of 1 mm."
+        f"Volumes are means over cases.{what_volumes_count(scored.classes)} A region, such as a lesion, is a connected "
+        "part of the class in the truth. True parts whose margins touch are one region; a margin is 3 mm wide, rounded "
+        "down to whole voxels, so voxels larger than 3 mm have none. Regions of up to 50 mm³ do not count. A region is "
+        "found if a predicted part touches it or its margin, by as little as one voxel: found does not mean outlined. "
+        "Every separate predicted part that touches no region is false, however small. Sensitivity is the share of "
+        "regions found, with Wilson's 95 % interval, which takes regions as independent. The rules are those of "
+        "BraTS 2023, made for voxels of 1 mm."
     )
     return Table("sizes", heads, rows, "class", note) if rows else None
 
 
+def _found_share(found: float, regions: int) -> Score | str:
+    """Returns the share of regions that are found with its interval; of few regions that they are few."""
+    if regions < FEW:
+        return TOO_FEW if regions else "–"
+    return Score(found / regions, 3, f" ({describe_share(found / regions, regions)})")
+
+
 def volumes_table(scored: CaseScores) -> Table:
     """Returns the true and predicted volume of each class in each case."""
+    places = _ml_places(scored)
     rows = [
         TableRow(
             case.name,
-            [Score(case.scores[name].get(key, math.nan), 2) for name in scored.classes for key in SIZES[:2]],
+            [Score(case.scores[name].get(key, math.nan), places) for name in scored.classes for key in SIZES[:2]],
         )
         for case in scored.cases
     ]
@@ -191,9 +241,11 @@ def volumes_table(scored: CaseScores) -> Table:
 
 def predicted_volumes(scored: CaseScores) -> Table:
     """Returns the predicted volume of each class in each case."""
-    rows = [TableRow(c.name, [Score(row["VolumeMl"], 2) for row in c.scores.values()]) for c in scored.cases]
+    places = _ml_places(scored)
+    rows = [TableRow(c.name, [Score(row["VolumeMl"], places) for row in c.scores.values()]) for c in scored.cases]
     heads = [TableHead("Case"), TableHead("Predicted volume, ml", tuple(scored.classes))]
-    return Table("predicted-volumes", heads, rows, "case", "There is no truth here: nothing says how good these are.")
+    note = f"There is no truth here: nothing says how good these are.{what_volumes_count(scored.classes)}"
+    return Table("predicted-volumes", heads, rows, "case", note)
 
 
 def dice_table(scored: CaseScores) -> Table:
@@ -231,6 +283,8 @@ def last_validation(record: RunRecord) -> Table | None:
 class Strip(NamedTuple):
     """A row of dots, with left end and width of the box of the quartiles, and place of the median.
 
+    Few dots have no box, which would look like a confidence interval, and a single one has no median.
+
     - ``dots``: place, title, and whether the dot is hollow, which marks a note
     """
 
@@ -238,8 +292,8 @@ class Strip(NamedTuple):
     colour: str
     y: float
     dots: Sequence[tuple[float, float, str, bool]]
-    box: tuple[float, float] = (0.0, 0.0)
-    median: float = 0.0
+    box: tuple[float, float] | None = None
+    median: float | None = None
 
 
 @dataclass(frozen=True)
@@ -285,11 +339,12 @@ def make_strips(
             shift = (at * 7 % 11 - 5) * 1.1  # the same on every page, and hides no dot behind another
             told = "; ".join([f"{case}: {value:.4g}", *filter(None, notes)]) if len(pairs) <= MAX_TITLES else ""
             dots.append((place(value), round(y + shift, 1), told, any(notes)))
-        values = [value for value, *_ in pairs] or [low]
-        first, third = (place(float(q)) for q in np.percentile(values, (25, 75)))
-        strips.append(
-            Strip(name, colours.get(own, GREY), y, dots, (first, round(third - first, 1)), place(median(values)))
-        )
+        values, box = [value for value, *_ in pairs], None
+        if len(values) >= FEW:
+            first, third = (place(float(q)) for q in np.percentile(values, (25, 75)))
+            box = first, round(third - first, 1)
+        middle = place(median(values)) if len(values) > 1 else None
+        strips.append(Strip(name, colours.get(own, GREY), y, dots, box, middle))
     marks = map(float, MaxNLocator(5, steps=[1, 2, 5, 10]).tick_values(low, high))
     ticks = [(place(mark), f"{mark:g}") for mark in marks if low - 1e-9 <= mark <= high + 1e-9]
     return Strips(title, left, width, line * len(strips) + 26, ticks, strips)

@@ -12,11 +12,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from seqpar.scores.comparison import FEW, TOO_FEW
+from seqpar.text import quantity
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 DRAWS, LEVEL, SEED = 1000, 0.95, 0
-ALL_ALIKE = "no interval: equal in all draws"  # as an AUC of 1; "1 to 1" would claim that there is no doubt
+ALL_ALIKE = "no interval: all bootstrap samples give the same value"  # of an AUC of 1, "1 to 1" would claim certainty
 NUM_BINS = 10  # of a calibration curve
 NEGATIVE = ("healthy", "normal", "control", "controls", "negative", "benign", "no", "none", "0", "cn", "hc")
 
@@ -190,11 +191,12 @@ def roc_points(is_class: NDArray[np.bool_], scores: Floats) -> tuple[list[float]
 
 
 def roc_label(name: str, is_class: NDArray[np.bool_], scores: Floats) -> str:
-    """Returns the name of a class with the area under its curve and the cases behind it; of few, that they are few."""
+    """Returns the name of a class with the area under its curve and both numbers of cases; says if they are few."""
     positives, few = int(is_class.sum()), ""
     if min(positives, len(is_class) - positives) < FEW:
         few = f", {TOO_FEW}"
-    return f"{name}: AUC {area_under_roc(is_class, scores):.3f} ({positives} of {len(is_class)} cases{few})"
+    cases = f"{quantity(positives, 'case')}, {quantity(len(is_class) - positives, 'other')}"
+    return f"{name}: AUC {area_under_roc(is_class, scores):.3f} ({cases}{few})"
 
 
 def _shares(part: Ints, whole: Ints) -> Floats:

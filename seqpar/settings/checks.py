@@ -116,7 +116,10 @@ def _check_run(config: Config) -> None:
         )
     is_named = config.fold in ("90:10", "all", ALL_FOLDS) or re.fullmatch("[0-9]+", config.fold)
     if not is_named and not parse_percentages(config.fold):
-        raise ValueError(f"--fold {config.fold}: choose a fold's number, such as 0, or 90:10, 70:15:15, all or all5")
+        raise ValueError(
+            f"--fold {config.fold}: give a fold's number, such as 0; 90:10 (no other two shares); three percentages, "
+            "such as 70:15:15; all, or all5"
+        )
     if not config.data and config.task == "segment" and config.phantoms < FOLDS:
         raise ValueError(f"--phantoms {config.phantoms}: five folds need at least 5 cases")
     if not config.data and config.fold.isdigit() and int(config.fold) >= FOLDS:

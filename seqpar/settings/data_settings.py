@@ -68,8 +68,8 @@ class DataSettings:
     )
     fold: str = _data(
         "0",
-        "held-out fold: a number in nnU-Net's or the data set's split, 90:10, 70:15:15 (the last for tests), or all; "
-        "all5: five runs",
+        "held-out fold: a number in nnU-Net's or the data's split; 90:10 (no other pair); 70:15:15 or other shares "
+        "(last: tests); all; all5: five runs",
         metavar="FOLD",
         common=True,
     )

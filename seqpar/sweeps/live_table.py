@@ -14,7 +14,7 @@ from seqpar.terminal import Display
 from seqpar.text import clock
 
 REFRESH_S = 1.0
-HEADS = f"{'step':>13} {'loss':>8} {'score':>6} {'left':>8}  {'where':15}  point"
+HEADS = f"{'step':>13} {'train loss':>10} {'score':>6} {'left':>8}  {'where':15}  point"
 
 
 @dataclass
@@ -48,7 +48,7 @@ class RunRow:
     def text(self, name: str) -> str:
         """Returns the line of the run ``name``."""
         steps = f"{self.step}/{self.steps or '?'}"
-        return f"{steps:>13} {self.loss:8.4f} {self.score:6.3f} {clock(self.left_s):>8}  {self.where:15.15}  {name}"
+        return f"{steps:>13} {self.loss:10.4f} {self.score:6.3f} {clock(self.left_s):>8}  {self.where:15.15}  {name}"
 
 
 class LiveTable:
@@ -81,7 +81,7 @@ class LiveTable:
         best = ""
         if row is not None:
             row.refresh()
-            best = f": loss {row.loss:.4f}" + f", {row.score_name} {row.score:.3f}" * bool(row.score_name)
+            best = f": training loss {row.loss:.4f}" + f", {row.score_name} {row.score:.3f}" * bool(row.score_name)
         self._say(f"{self.over} of {self.total}: {name} {how}{best}")
 
     def refresh(self) -> None:
@@ -92,10 +92,9 @@ class LiveTable:
         self._shown = now
         for row in self.rows.values():
             row.refresh()
-        fields = [
-            f"{self.over} of {self.total} points have ended, {len(self.rows)} training",
-            f"{clock(self._left_s())} left",
-        ]
+        fields = [f"{self.over} of {self.total} points have ended, {len(self.rows)} training"]
+        if self._ended:
+            fields.append(f"{clock(self._left_s())} left")
         if not self.display.on_terminal:
             self.display.show(fields)
             return
@@ -110,8 +109,6 @@ class LiveTable:
 
     def _left_s(self) -> float:
         """Returns how long the sweep still takes, by the points that ended so far."""
-        if not self._ended:
-            return float("inf")
         return (time.monotonic() - self._began) / self._ended * (self.total - self.over)
 
     def _say(self, text: str) -> None:

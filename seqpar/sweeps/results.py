@@ -19,9 +19,7 @@ from seqpar.text import flag_name
 
 BEST, OTHERS, MEANS = RUN_COLOURS[0], "#7f9fb5", "#222222"  # a page about the sweep draws the best in the same colour
 STYLES = (LineStyle(OTHERS, width=0.9), LineStyle(BEST, width=2.2))
-NOTE = (
-    "below: a dot for each point, a bar for the mean at each value, a line from lowest to highest, a star for the best"
-)
+STAR = "a star for the highest score"
 MOST_VALUES = 8  # of a setting, shown next to each other; more are drawn over an axis
 
 
@@ -50,8 +48,15 @@ def draw_sweep(out: Path, sweep: Sweep, path: Path) -> None:
     lines = [title, *(textwrap.wrap(sweep.describe_best(best), 40 * columns) if best else ())]
     picture.suptitle("\n".join(lines), fontsize=11)
     if names:
-        picture.supxlabel(NOTE, fontsize=8, color=MEANS)
+        picture.supxlabel(_note(sweep), fontsize=8, color=MEANS)
     save_figure(picture, path, durable=True)
+
+
+def _note(sweep: Sweep) -> str:
+    """Returns what the drawings of settings show; means and spread only if a value was tried more than once."""
+    if all(len(pairs) == 1 for of_values in sweep.main_effects().values() for pairs in of_values.values()):
+        return f"below: a bar for each point, {STAR}"
+    return f"below: a dot for each point, a bar for the mean at each value, a line from lowest to highest, {STAR}"
 
 
 def _top(sweep: Sweep) -> float:
@@ -66,7 +71,7 @@ def _lines(out: Path, sweep: Sweep, quantity: str) -> list[Line]:
     for point in sorted(sweep.points, key=lambda one: one is sweep.best):
         is_best = point is sweep.best
         try:
-            curve = read_curve("best" if is_best else "", [out / point.name], quantity)
+            curve = read_curve("highest score" if is_best else "", [out / point.name], quantity)
         except OSError:
             continue
         lines.append(Line(curve.label, curve.steps, curve.rows, dots=quantity == DICE, style=int(is_best)))
@@ -135,7 +140,7 @@ def csv_text(sweep: Sweep) -> str:
     text = io.StringIO()
     rows = csv.writer(text, lineterminator="\n")
     names = list(dict.fromkeys(name for point in sweep.points for name in point.settings))
-    rows.writerow(["point", *map(flag_name, names), *COLUMNS])
+    rows.writerow(["point", *map(flag_name, names), *("training_loss" if c == "loss" else c for c in COLUMNS)])
     for point in sweep.points:
         settings = [format_value(point.settings[name]) if name in point.settings else "" for name in names]
         rows.writerow([point.name, *settings, *(_field(getattr(point, name)) for name in COLUMNS)])
@@ -154,9 +159,9 @@ def _table(sweep: Sweep) -> list[str]:
     ranked: Sequence[Point] = sorted(known, key=lambda point: (-point.score, point.loss))
     if not ranked:
         return []
-    lines = [f"{'score':>7} {'at step':>8} {'loss':>8} {'seconds':>8}  point"]
+    lines = [f"{'score':>7} {'at step':>8} {'train loss':>10} {'seconds':>8}  point"]
     for point in ranked[:SHOWN]:
-        lines.append(f"{point.score:7.4f} {point.at:8d} {point.loss:8.4f} {point.seconds:8.1f}  {point.name}")
+        lines.append(f"{point.score:7.4f} {point.at:8d} {point.loss:10.4f} {point.seconds:8.1f}  {point.name}")
     if len(ranked) > SHOWN:
         lines.append(f"… and {len(ranked) - SHOWN} more in sweep.csv")
     for name, of_values in sweep.main_effects().items():

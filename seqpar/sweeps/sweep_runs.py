@@ -145,6 +145,6 @@ def _prepare(configs: list[Config]) -> None:
 def _first_line(count: int, over: int, ranks: int, devices: int, on_gpu: bool) -> str:
     device = "GPU" if on_gpu else "core"
     at_a_time = max(1, min(devices // ranks, count - over))
-    there = f", {over} have ended" if over else ""
-    here = f"{quantity(ranks, device)} per run, {at_a_time} at a time on {devices}"
-    return f"{quantity(count, 'point')}{there}; {here}"
+    there = f", of which {over} ended before" if over else ""
+    here = f"each on {quantity(ranks, device)}, {at_a_time} at a time on {quantity(devices, device)}"
+    return f"{quantity(count, 'point')} to train{there}; {here}"

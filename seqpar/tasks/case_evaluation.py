@@ -10,9 +10,12 @@ from typing import Any
 
 from seqpar.cluster.exit_codes import DATA
 from seqpar.data.errors import DataError
-from seqpar.runs.run_folder import tested_cases
+from seqpar.data.files import read_json
+from seqpar.prediction.prediction_folder import RECORD
+from seqpar.runs.run_folder import holds_run, tested_cases
 from seqpar.scores.label_files import missing_line
 from seqpar.scores.summary_files import write_output
+from seqpar.terminal import next_command
 
 
 @dataclass
@@ -106,7 +109,26 @@ class CaseEvaluation(ABC):
             print(f"\n{self.compare(scored)}", flush=True)
         if self.options.find_best is not None and scored:
             print(f"\n{self.find_best(scored)}", flush=True)
+        if len(jobs) == len(scored) == 1:
+            for text in self._next_lines():
+                print(text, flush=True)
         return DATA if any(job.faults for job in jobs) else 0
+
+    def _next_lines(self) -> list[str]:
+        """Returns the command that shows the scored cases, if a single run folder predicted them."""
+        options, (prediction,) = self.options, self.options.prediction
+        try:
+            content = read_json(prediction / RECORD)
+            (made,) = content.get("runs", [content])
+            run = Path(made["run"])
+        except (DataError, ValueError, KeyError, TypeError, AttributeError):
+            return []
+        if not (options.truth.is_dir() and holds_run(run)):
+            return []
+        run = run.relative_to(Path.cwd()) if run.is_relative_to(Path.cwd()) else run
+        more = ["--common"] if options.common or options.test_of else []
+        line = next_command("report", run, "--truth", options.truth, "--prediction", prediction, *more)
+        return [f"next: {line}  (scores and cases on one page)"]
 
 
 def refuse_duplicates(places: Iterable[tuple[Path, Path]]) -> None:

@@ -131,7 +131,7 @@ class Task(ABC):
 
         gaps += [f"{name}: There are no scores of single cases: the run {self.does}." for name in records]
         sentence = f"Runs with --task {self.name} have no scores of cases."
-        return Comparison(0, sentence, sentence)
+        return Comparison(0, sentence, "")
 
     def refuse_idle_flags(self, program: str, options: argparse.Namespace, why: str) -> None:
         """Raises ``ValueError`` for flags of a program that have no effect on this task; ``why``: in words."""

@@ -2,7 +2,7 @@
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -66,7 +66,7 @@ class Source(NamedTuple):
 
 
 def load_pretrained(net: Network, config: Config) -> str:
-    """Loads ``config.weights`` into the network; returns a line that says what was taken, what is fresh, what was left.
+    """Loads ``config.weights`` into the network; returns a line that says what was taken, what is new, what was left.
 
     All tensors of the body (an encoder; a U-Net without its heads) must fit. The others are loaded where they fit;
     those of another decoder, or for other classes, keep their initial values. An encoder of images of one channel
@@ -114,7 +114,7 @@ def load_pretrained(net: Network, config: Config) -> str:
         summary += f"; the file does not tell its attention heads, --heads {config.heads} are taken"
     fresh = sorted(name for name in own if name not in fitting)
     left = [*left, *sorted(name for name in state if name not in fitting)]
-    lists = [f"fresh: {shorten_list(fresh, 4)}"] * bool(fresh) + [f"left out: {_counted(left)}"] * bool(left)
+    lists = [f"new: {_new_parts(fresh)}"] * bool(fresh) + [f"left out: {_counted(left)}"] * bool(left)
     return "; ".join([summary, *changes, *lists])
 
 
@@ -155,6 +155,11 @@ def _fit_grid(
         return []
     grid = (side // voxels for side, voxels in zip(net.layout.tile, config.patch))
     return [f"positions resized from {before.shape[1]} tokens to {'x'.join(map(str, grid))}"]
+
+
+def _new_parts(names: Sequence[str]) -> str:
+    """Returns up to four tensors by name, more by part; of a U-Net, whose parts are one, the first four."""
+    return shorten_list(names, 4) if len(names) <= 4 or names[0].startswith(OF_CELLS) else _counted(names)
 
 
 def _counted(names: Iterable[str]) -> str:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from seqpar.cli import export, phantom, predict, prepare, pretrain, train
+from seqpar.cli import evaluate, export, phantom, predict, prepare, pretrain, train
 from seqpar.cluster.exit_codes import USAGE, run
 from tests.support.pages import ROOT
 
@@ -47,8 +47,10 @@ def test_each_printed_command_works_as_it_stands(line_of, tmp_path: Path) -> Non
     assert start(of_report) == 0 and (tmp_path / "run/report.html").is_file()
     (of_export,) = line_of(export.act, "run", "run.zip")
     assert start(of_export, IMAGES="data", PREDICTIONS="again") == 0
-    (of_predict,) = line_of(predict.act, "run", "-i", "data", "-o", "found")
-    assert start(of_predict, TRUTH="data") == 0
+    of_evaluate, of_page = line_of(predict.act, "run", "-i", "data", "-o", "found")
+    assert start(of_page) == 0 and (tmp_path / "run/report-found.html").is_file()
+    (of_scored,) = line_of(evaluate.act, *["data" if word == "TRUTH" else word for word in of_evaluate[2:]])
+    assert of_scored[2:] == ["run", "--truth", "data", "--prediction", "found"] and start(of_scored) == 0
 
 
 @pytest.mark.started
@@ -58,7 +60,8 @@ def test_a_pretraining_names_a_training_that_takes_its_encoder(line_of, tmp_path
     own = ["--preset", "mae-debug", "--tile", "16", "16", "16", "--embed-dim", "24", "--depth", "1", "--heads", "2"]
     of_train, of_report = line_of(pretrain.act, *own, "--data", "data", *TINY, "--out", "mae")
     assert start(of_train, *TINY, "--out", "run") == 0
-    assert start(of_report) == 0 and (tmp_path / "mae/report.html").is_file()
+    assert start(of_report) == 0
+    assert "Rebuilt patches are invented: never read a finding" in (tmp_path / "mae/report.html").read_text()
 
 
 @pytest.mark.started

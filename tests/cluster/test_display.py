@@ -69,6 +69,19 @@ def test_a_log_gets_milestones_and_a_line_at_least_as_often_as_said(monkeypatch:
     assert log.getvalue().splitlines() == wanted, "a closed one is silent"
 
 
+def test_a_line_that_is_repeated_within_a_second_does_not_complain_of_no_news(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdout", log := io.StringIO())
+    clock = stopped_clock(monkeypatch)
+    display = Display("stdout", every_s=100.0)
+    display.show(["step 1"], milestone=True)
+    clock[0] += 99.5
+    display.show(["step 2"])
+    clock[0] += 0.5
+    display._repeat()
+    display.close()
+    assert log.getvalue().splitlines() == ["step 1", "step 2"]
+
+
 def test_a_message_has_lines_of_its_own_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stdout", terminal := Terminal())
     monkeypatch.setattr(sys, "stderr", errors := Terminal())

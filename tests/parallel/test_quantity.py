@@ -1,9 +1,16 @@
 """Numbers and their nouns, as people read them."""
 
-from seqpar.text import quantity
+import math
+
+from seqpar.text import millilitres, quantity
 
 
 def test_one_has_no_plural() -> None:
     assert [quantity(number, "rank") for number in (0, 1, 2)] == ["0 ranks", "1 rank", "2 ranks"]
     assert quantity(2, "micro-batch") == "2 micro-batches" and quantity(10, "epoch") == "10 epochs"
     assert quantity(78300, "step", ",") == "78,300 steps"
+
+
+def test_volumes_of_a_litre_are_written_without_an_exponent() -> None:
+    written = {0.0: "0", 0.1254: "0.125", 9.876: "9.88", 99.96: "100", 934.2: "934", 1003.1: "1003", 1042.42: "1042"}
+    assert {volume: millilitres(volume) for volume in written} == written and millilitres(math.nan) == "nan"

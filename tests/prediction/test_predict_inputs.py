@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from seqpar.cli import predict
+from seqpar.cluster.exit_codes import DATA
 from seqpar.data.errors import DataError
 from tests.support.folders import NEW, OLD, brats, nnunet, tree, write_json
 from tests.support.predictions import RECIPE, act, make_run
@@ -118,6 +119,14 @@ def test_brats_cases_are_predicted_with_or_without_a_label(tmp_path) -> None:
     recipe = replace(RECIPE, modalities=names4, schemes=("zscore",) * 4, intensities=(None,) * 4)
     assert act(tmp_path, make_run(tmp_path / "run", recipe), images="data") == 0
     assert len(list((tmp_path / "out").glob("BraTS*.nii.gz"))) == 3
+
+
+def test_where_no_case_can_be_predicted_the_error_stands_alone(tmp_path, capfd) -> None:
+    two = replace(RECIPE, modalities=("T1", "FLAIR"), schemes=("none",) * 2, intensities=(None,) * 2)
+    (nnunet(tmp_path / "data", 1, ("T1", "FLAIR")) / "imagesTr" / "c_000_0001.nii.gz").unlink()
+    assert act(tmp_path, make_run(tmp_path / "run", two), images="data") == DATA
+    said, error = capfd.readouterr()
+    assert "c_000_0001.nii.gz: is missing" in error and "predicting" not in said and "next: " not in said
 
 
 def test_modalities_are_taken_by_name(tmp_path, capfd) -> None:

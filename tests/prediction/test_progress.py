@@ -46,8 +46,9 @@ def test_prediction_shows_each_case_and_what_comes_next(images, tmp_path, monkey
         assert shares[0] == 0 and shares[-1] == 100 and len(shares) > 2 and shares == sorted(shares)
         assert all(line.endswith(f"  c_{number:03d}") for line in own)
     assert all(re.search(r"(\d+:\d\d|\?) left", line) for line in shown) and "0:00 left" in shown[-1]
-    last = capsys.readouterr().out.splitlines()[-1]
-    assert last.startswith("next: python ") and f"evaluate.py TRUTH {tmp_path / 'out'}" in last
+    *_, of_evaluate, of_report = capsys.readouterr().out.splitlines()
+    assert of_evaluate.startswith("next: python ") and f"evaluate.py TRUTH {tmp_path / 'out'}" in of_evaluate
+    assert f"report.py {tmp_path / 'run'} --prediction {tmp_path / 'out'} --images {images}" in of_report
 
 
 @pytest.mark.parametrize("workers", [0, 2])

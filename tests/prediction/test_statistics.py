@@ -9,6 +9,7 @@ import pytest
 
 from seqpar.data.errors import DataError
 from seqpar.prediction.class_statistics import statistics_of
+from seqpar.text import millilitres
 from tests.support.folders import OBLIQUE
 from tests.support.predictions import RECIPE, act, labelled, make_run, voxels
 
@@ -40,7 +41,7 @@ def test_a_class_has_the_volume_and_the_mean_of_its_voxels(tmp_path, echo, capsy
         assert row["mean T1"] == (f"{truth[inside].mean():.6g}" if inside.any() else "")
         assert row["sd T1"] == (f"{truth[inside].std():.6g}" if inside.any() else "")
     said = capsys.readouterr().out
-    volumes = ", ".join(f"{row['class']} {float(row['ml']):.3g} ml" for row in rows)
+    volumes = ", ".join(f"{row['class']} {millilitres(float(row['ml']))} ml" for row in rows)
     assert f"; {volumes}, " in said and f"\nstatistics: {tmp_path / 'out' / 'statistics.csv'}\n" in said
     assert rows[0]["mean T1"] == "" and float(rows[2]["mean T1"]) > 1, "both kinds of rows are shown"
 

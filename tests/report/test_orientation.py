@@ -12,7 +12,7 @@ import pytest
 from seqpar.cli import report
 from seqpar.cluster.exit_codes import DATA, USAGE, run
 from seqpar.report.pictures import PicturedCase, figure_of_cases
-from seqpar.report.planes import PLANES, fullest_planes, orientation_text, plane_of, sides
+from seqpar.report.planes import COUNTED, PLANES, fullest_planes, orientation_text, plane_of, sides
 from tests.support.report_page import NAMES, Page, decode, unroll, written
 
 ENDS = {"R": (0, -1), "L": (0, 0), "A": (1, -1), "P": (1, 0), "S": (2, -1), "I": (2, 0)}  # dim, and which end of it
@@ -44,11 +44,11 @@ def test_a_runs_picture_shows_letters_and_convention(neurological: bool) -> None
     image[:3], label[1:3, 4:6, 4:6] = 9, 1  # bright in the patient's left
     case = PicturedCase("a", image, label, np.roll(label, 1, 0), (1.0, 1.0, 3.0))
     figure = figure_of_cases([case], ["tumour"], neurological)
-    assert figure._suptitle.get_text() == orientation_text(neurological)
+    assert figure._suptitle.get_text() == f"{orientation_text(neurological)}. {COUNTED}."
     for panel, letters, (plane, dim) in zip(figure.axes, WANTED[neurological], PLANES):
         assert [text.get_text() for text in panel.texts] == list(letters)
         at = fullest_planes(label)[dim]
-        assert panel.get_title().split("  ")[-1] == f"{plane} {at + 1} / {label.shape[dim]}"
+        assert panel.get_title().split("\n")[-1] == f"{plane} {at + 1} / {label.shape[dim]}"
         shown = np.asarray(panel.images[0].get_array())
         assert panel.yaxis_inverted() and shown.shape == tuple(np.delete(label.shape, dim)[::-1])
         if dim:
@@ -66,10 +66,12 @@ def test_a_report_shows_letters_and_convention(finished: Path, tmp_path: Path, n
     assert [re.sub("<.*?>", "", group) for group in groups] == WANTED[neurological] * 2
     page = Page(text)
     assert orientation_text(neurological) in page.text and "A front (anterior)" in page.text
+    assert "Slices are counted in the cropped volume, not in the file." in page.text
     volumes = json.loads(page.scripts["volumes"])
     assert (volumes["sides"], volumes["mirrored"]) == (WANTED[neurological], not neurological)
     entry = volumes["cases"][0]
-    at = fullest_planes(unroll(entry["truth"], entry["shape"], entry["columns"]))
+    truth = unroll(entry["truth"], entry["shape"], entry["columns"])
+    at = fullest_planes(truth == 1 + np.bincount(truth.ravel())[1:].argmin())
     sheet = entry["images"][entry["modalities"].index(entry["favourite"])]
     volume = unroll(sheet, entry["shape"], entry["columns"])
     pictures = re.findall(r'<image [^>]*href="data:image/png;base64,([^"]+)"', text)[:3]

@@ -77,9 +77,22 @@ def test_an_outline_encloses_just_the_mask(density: float) -> None:
     assert edges == np.abs(np.diff(padded, axis=0)).sum() + np.abs(np.diff(padded, axis=1)).sum()
 
 
+def test_two_labels_share_one_line_that_of_the_higher_number() -> None:
+    labels = np.zeros((4, 6), int)
+    labels[:, :3], labels[:, 3:5] = 1, 2
+    edges = {number: re.findall(r"[hv](-?\d+)", outline(labels, number)) for number in (1, 2)}
+    assert sum(map(abs, map(int, edges[1]))) == 3 + 3 + 4 and sum(map(abs, map(int, edges[2]))) == 2 * (2 + 4)
+    assert outline(labels, 1).count("m") == 1 and "z" not in outline(labels, 1) and outline(labels, 2).endswith("z")
+    labels[1:3, 1:2] = 2
+    inside = np.where(labels == 1, 2, np.where(labels == 2, 1, 0))[:, :3]
+    assert outline(inside, 1) == "", "within a higher label no edge is its own"
+
+
 def drawn(strips: Strips | None) -> str:
     """Returns strips as a page draws them."""
-    template = _environment(None).from_string('{% from "macros.html" import strips %}{{ strips(one) }}')
+    template = _environment(None).from_string(
+        '{% from "macros.html" import strips_of_cases %}{{ strips_of_cases([one]) }}'
+    )
     return template.render(one=strips)
 
 
@@ -89,10 +102,21 @@ def test_strips_show_each_case_that_has_a_value() -> None:
     assert make_strips("Dice", {"c": [(math.nan, "x")]}, 0, 1) is None
 
 
+def test_a_box_is_drawn_of_five_cases_and_explained() -> None:
+    values = [(n / 8, "x") for n in range(6)]
+    text = drawn(make_strips("Dice", {"a": values[:5]}, 0, 1))
+    assert text.count("<rect") == 1
+    assert "Black line: median; grey box: the middle half of the cases (not a confidence interval)." in text
+    few = drawn(make_strips("Dice", {"a": values[:4]}, 0, 1))
+    assert "<rect" not in few and few.count('class="median"') == 1 and "Black line: median.</p>" in few
+    alone = drawn(make_strips("Dice", {"a": values[:1]}, 0, 1))
+    assert "median" not in alone and "<rect" not in alone
+
+
 def test_a_long_name_leaves_room_for_its_dots() -> None:
-    text = drawn(make_strips("Dice", {"n" * 90: [(0.25, "a"), (0.75, "b")], "short": [(1.0, "a")]}, 0, 1))
+    text = drawn(make_strips("Dice", {"n" * 90: [(0.25, "a"), (0.75, "b")], "short": [(1.0, "a")] * 5}, 0, 1))
     places = [float(x) for x in re.findall(r'cx="([-.0-9]+)"', text)]
-    assert len(places) == 3 and 200 < places[0] < places[1] < places[2] < 520
+    assert len(places) == 7 and 200 < places[0] < places[1] < places[2] < 520
     assert min(float(w) for w in re.findall(r'<rect[^>]*width="([-.0-9]+)"', text)) >= 0
 
 
@@ -132,3 +156,7 @@ def test_a_long_line_is_drawn_by_mean_and_range_of_its_pieces() -> None:
     ]
     faint, smooth = heights
     assert np.std(smooth) < 0.6 * np.std(faint), "a running mean over the faint values"
+    template = _environment(None).from_string('{% from "macros.html" import charts %}{{ charts(all) }}')
+    for steps, noisy, said in ((100, True, 1), (10, True, 0), (100, False, 0)):
+        made = draw_chart(Diagram("Loss", "step", [Line("Loss", range(steps), [values[:steps].tolist()], noisy=noisy)]))
+        assert template.render(all=[made]).count("Thin: each step; thick: smoothed.") == said

@@ -60,8 +60,10 @@ def test_worst_cases_come_first(page: Page, finished: Path) -> None:
     order = [page.cells["per-case", name][-1] for name in page.cases]
     assert len(order) == len(NAMES)
     assert order == sorted(order) and order[0] < order[-1] == 1.0
-    shown = written(finished, "--cases", 1).cases
-    assert shown == page.cases[:1]
+    assert "All 3 cases, the lowest mean Dice first." in page.text
+    fewer = written(finished, "--cases", 2)
+    assert fewer.cases == page.cases[:2]
+    assert "The 2 of 3 cases with the lowest mean Dice, the lowest first." in fewer.text
     assert written(finished, "--cases", 0).cases == []
     written(finished)
 
@@ -92,10 +94,20 @@ def test_embedded_volumes_are_the_cases_slices(page: Page, finished: Path) -> No
 
 def test_planes_are_counted_as_in_the_viewer(page: Page) -> None:
     entry = json.loads(page.scripts["volumes"])["cases"][0]
-    truth = unroll(entry["truth"], entry["shape"], entry["columns"]) > 0
+    truth = unroll(entry["truth"], entry["shape"], entry["columns"])
+    truth = truth == 1 + np.bincount(truth.ravel(), minlength=4)[1:].argmin()  # the rarest label
     fullest = [int(truth.sum(tuple({0, 1, 2} - {dim})).argmax()) + 1 for dim in range(3)]
     for name, at, side in zip(("sagittal", "coronal", "axial"), fullest, entry["shape"]):
         assert f"{name} {at} / {side}" in page.text
+    assert entry["at"] == [at - 1 for at in fullest]
+
+
+def test_scores_on_cases_that_chose_the_weights_are_said_to_be_too_good(page: Page, copied: Path) -> None:
+    assert "were chosen on these held-out cases" not in page.text, "there was only one validation"
+    path = copied / "metrics.jsonl"
+    (row,) = [line for line in path.read_text().splitlines() if json.loads(line)["kind"] == "val"]
+    path.write_text(f"{path.read_text()}{row}\n")
+    assert "The weights that predict uses were chosen on these held-out cases" in written(copied).text
 
 
 def test_scores_tell_the_step_that_they_are_of(page: Page, copied: Path) -> None:
@@ -136,6 +148,8 @@ def test_without_prepared_images_the_labels_are_shown(copied: Path, page: Page) 
     bare = written(copied)
     assert bare.cases == page.cases
     assert "prepared data are not where" in bare.text
+    assert "cropped to the labels and at full resolution." in bare.text and "grey levels" not in bare.text
+    assert "cropped to the body and at full resolution. Images are stored in 64 grey levels" in page.text
     case = json.loads(bare.scripts["volumes"])["cases"][0]
     assert case["images"] == [] and unroll(case["truth"], case["shape"], case["columns"]).max() == 3
 
@@ -181,6 +195,9 @@ def test_two_folders_are_reported_instead(finished: Path, tmp_path: Path, capsys
     assert page.cases == ["case-b"] and page.cells["metrics", "WT"] == [1.0, 1.0, 0.0, 0, 1], (
         "mean, median and global are one"
     )
+    assert (
+        "median are over" not in page.text and "lowest Dice" not in page.text and "made for voxels of 1 mm" in page.text
+    )
     assert "Read with care" in page.text and "1 case without a prediction: case-a" in page.text
 
 
@@ -200,11 +217,19 @@ def test_a_prediction_without_truth_is_shown_with_its_volumes_and_no_score(
     assert page.cells["predicted-volumes", "case-b"][1] == pytest.approx((labels == 2).sum() * ml)
     assert page.cases == ["case-b"] and not [table for table, _ in page.cells if table in ("metrics", "per-case")]
     said = page.text
+    assert "case-b, predicted by run" in said and "Finished" not in said and "Scores" not in said
+    assert said.index("Volumes") < said.index("Cases") < said.index("Configuration") < said.index("Training")
     assert f"Predictions in {predictions}, without a truth to score them against. Predicted with r/step-7/w" in said
-    assert "Dice" not in said[said.index("Cases") :] and "lowest Dice" not in said
+    assert "Dice" not in said[said.index("Cases") : said.index("Configuration")] and "lowest Dice" not in said
+    assert "On its 2 held-out cases this run reached a mean Dice of NCR 0." in said
+    assert said.index("For research; not a medical device.") < said.index("On its 2 held-out")
+    assert "A volume is that of all labels of its class: WT = 1 + 2 + 3; TC = 1 + 3." in said
     assert "predicted: NCR " in said and "P shows or hides the prediction" in said
     volumes = json.loads(page.scripts["volumes"])["cases"][0]
     assert not unroll(volumes["truth"], volumes["shape"], volumes["columns"]).any() and volumes["images"] == []
+    shutil.copy(predictions / "case-b.nii.gz", predictions / "case-c.nii.gz")
+    assert run(report.act, line) == 0 and "found, predicted by run" in Page(target.read_text()).text
+    (predictions / "case-c.nii.gz").unlink()
     assert "name their folder by --images" in said, "the run's own case of this name may be another"
     for channel, kind in enumerate(("t1c", "t1n", "t2f", "t2w")):
         (tmp_path / "images").mkdir(exist_ok=True)
@@ -276,7 +301,8 @@ def test_what_cannot_be_reported_on_is_one_clear_line(finished: Path, tmp_path: 
 
 
 def values_of_none(title: str) -> dict[str, object]:
-    return {"title": title, "gaps": [], "runs": {}, "settings": None, "training": [], "comparisons": []}
+    return {"title": title, "gaps": [], "runs": {}, "settings": None, "training": [], "comparisons": [],
+            "cautions": [], "uncompared": ""}  # fmt: skip
 
 
 def test_a_template_gets_just_the_values_that_it_names(

@@ -4,20 +4,31 @@ import json
 import math
 import re
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import nibabel
 import numpy as np
 import pytest
+from scipy import stats
 
 import seqpar
 from seqpar.cli import report
 from seqpar.cluster.exit_codes import run
-from seqpar.report.cases import ShownCase, bar_length, planes_note
+from seqpar.report.cases import ShownCase, bar_length, planes_note, planes_of, viewer_section
 from seqpar.report.pictures import PicturedCase, figure_of_cases
 from seqpar.report.planes import COLOURS, RUN_COLOURS
 from seqpar.report.record import CaseScores, ScoredCase, parse_scores
-from seqpar.report.tables import coarse_voxels, dice_table, metrics_table, score_strips
+from seqpar.report.tables import (
+    coarse_voxels,
+    dice_table,
+    mean_over,
+    metrics_table,
+    score_strips,
+    sizes_table,
+    volumes_table,
+    what_volumes_count,
+)
 from seqpar.scores.label_classes import Labels
 from seqpar.scores.label_files import Pair
 from seqpar.scores.label_scores import DEFAULT_SETTINGS, score, summarise
@@ -106,7 +117,12 @@ def test_volumes_and_lesions_are_those_of_the_files(html: str, page: Page, finis
         cells = page.cells["sizes", name]
         assert cells[:3] == pytest.approx([*np.mean(rows, 0), np.mean(errors)])
         assert cells[3:] == [3, 0]  # one lesion a case, each of them touched; too few to tell more
-    assert html.count("too few to tell</td>") == 2 * 5 and "Connected regions" in html and "Lesions" not in html
+    assert (
+        html.count("too few to tell</td>") == 5
+        and "mean absolute error" in html
+        and "Connected regions" in html
+        and "Lesions" not in html
+    )
     turned = json.loads(page.scripts["volumes"])["cases"][0]["spacing"]
     assert sorted(turned) == pytest.approx(sorted(map(float, spacing)))
     assert f"voxels of {' × '.join(f'{step:.3g}' for step in turned)} mm" in page.text
@@ -141,6 +157,17 @@ def test_colours_are_those_of_the_runs_picture(page: Page) -> None:
         text.get_text(): line.get_color() for line, text in zip(figure.legends[0].get_lines(), figure.legends[0].texts)
     }
     assert [lines[entry["name"]] for entry in labels] == [entry["colour"] for entry in labels]
+
+
+def test_a_long_name_is_seen_whole_above_its_pictures() -> None:
+    label = np.ones((8, 8, 8), int)
+    case = PicturedCase(
+        "BraTS-GLI-00000-000 (generated, not a patient)", np.ones((8, 8, 8)), label, label, (1.0, 1.0, 1.0)
+    )
+    figure = figure_of_cases([case], ["liver"], False)
+    figure.draw_without_rendering()
+    boxes = [panel.title.get_window_extent() for panel in figure.axes]
+    assert boxes[0].x0 >= 0 and boxes[0].x1 < boxes[1].x0
 
 
 def test_a_class_has_one_colour_everywhere_and_runs_have_others(html: str, page: Page) -> None:
@@ -195,12 +222,48 @@ def test_a_case_without_the_class_says_so_and_what_was_predicted() -> None:
     case = ScoredCase("a", Path("t"), Path("p"), {"tumour": {"Dice": 0.0, "VolumeMl": 1.2}})
     shown = ShownCase("a", {}, truth, prediction, (1.0, 1.0, 1.0))
     assert planes_note(case, shown, ["tumour"]) == "no tumour; predicted 1.2 ml · planes with most of the prediction"
+    litre = replace(case, scores={"tumour": {"Dice": 0.0, "VolumeMl": 1042.42}})
+    assert planes_note(litre, shown, ["tumour"]).startswith("no tumour; predicted 1042 ml")
     nothing = ShownCase("a", {}, truth, truth, (1.0, 1.0, 1.0))
     none = ScoredCase("a", Path("t"), Path("p"), {"tumour": {"Dice": math.nan}})
     assert planes_note(none, nothing, ["tumour"]) == "no tumour; predicted none · middle planes"
     assert planes_note(case, ShownCase("a", {}, prediction, truth, (1.0, 1.0, 1.0)), ["tumour"]) == (
         "planes with most of the truth"
     )
+    prediction[2] *= 2
+    prediction[4:6, 2:4, 2:4] = 1
+    both = ShownCase("a", {}, prediction, truth, (1.0, 1.0, 1.0))
+    assert planes_note(case, both, ["liver", "tumour"]) == "planes with most of the tumour in the truth"
+    assert planes_of(both, False)[0].number == 3
+
+
+def test_a_page_of_ct_says_which_values_it_keeps() -> None:
+    nothing = np.zeros((4, 4, 4), np.uint8)
+    for limits, said in (
+        ((6.4, 163.0), "Of the CT, only 6 to 163 HU are kept: everything below (such as fat and air) is equally black, "
+         "everything above (such as bone) equally white."),
+        ((-1000.0, 900.0), "everything below is equally black, everything above equally white."),
+    ):  # fmt: skip
+        case = ShownCase("a", {"CT": nothing}, nothing, nothing, (1.0, 1.0, 1.0), "", {"CT": limits}, is_ct=True)
+        assert viewer_section([(case, case.embedded(10**6))], (), False).note.endswith(said)
+    mr = replace(case, is_ct=False)
+    assert "HU" not in viewer_section([(mr, mr.embedded(10**6))], (), False).note
+
+
+def test_it_is_said_which_labels_a_volume_and_a_mean_dice_are_of() -> None:
+    alone = "Each volume counts only the label of its class: an organ's leaves out lesions with a label of their own."
+    assert what_volumes_count({"liver": "1", "lesion": "2"}).strip() == alone
+    assert what_volumes_count({"liver": "(1, 2)", "lesion": "2"}).endswith("all labels of its class: liver = 1 + 2.")
+    assert what_volumes_count({"liver": "1"}) == "" == mean_over(["liver"])
+    assert mean_over(["liver", "lesion"]) == "The mean Dice is over liver and lesion."
+
+
+def test_volumes_are_no_finer_than_their_voxels() -> None:
+    full = np.zeros((20, 20, 20), np.uint8)
+    full[4:9, 4:9, 4:9] = 1
+    for mm, text in ((1.0, "0.12"), (6.0, "27.0"), (12.0, "216")):
+        table = volumes_table(scores_of(mm, {"liver": (1,)}, (full, full)))
+        assert [cell.text for cell in table.rows[0].cells] == [text] * 2  # type: ignore[union-attr]
 
 
 def scores_of(mm: float, classes: dict[str, tuple[int, ...]], *maps: tuple[np.ndarray, np.ndarray]) -> CaseScores:
@@ -218,7 +281,9 @@ def test_a_case_that_only_one_map_has_the_class_in_is_told_from_a_measured_one()
     scored = scores_of(1.0, {"lesion": (1,)}, (full, np.roll(full, 2, 0)), (empty, full), (full, empty))
     table = metrics_table(scored)
     assert table.rows[0].cells[-2].text == "2" and table.heads[4].below[-1] == "substituted"  # type: ignore[union-attr]
-    assert "substituted by the image's diagonal. Mean HD95 of the other cases, mm: lesion 2.0." in table.note
+    substitutes = ("mean with substitutes", "median with substitutes", "substituted")
+    assert table.heads[4].below == ("measured mean", *substitutes)
+    assert table.rows[0].cells[-5].text == "2.0 (n = 1)" and "The measured mean leaves such cases out" in table.note  # type: ignore[union-attr]
     dice, distance = score_strips(scored, {})
     assert (dice.title, distance.title) == ("Dice of each case", "HD95 of each case, mm")
     dots = {title: hollow for _, _, title, hollow in (*dice.rows[0].dots, *distance.rows[0].dots)}
@@ -232,15 +297,35 @@ def test_a_case_that_only_one_map_has_the_class_in_is_told_from_a_measured_one()
     }
     rows = {row.name: row.cells[0].text for row in dice_table(scored).rows}  # type: ignore[union-attr]
     assert rows == {"case-0": "0.600", "case-1": "0.000 (none in truth)", "case-2": "0.000"}
-    assert "Mean HD95 of" not in metrics_table(scores_of(1.0, {"lesion": (1,)}, (empty, full))).note
+    assert metrics_table(scores_of(1.0, {"lesion": (1,)}, (empty, full))).heads[4].below == ("value", "substituted")
     nothing = scores_of(1.0, {"lesion": (1,)}, (full, full), (empty, empty))
-    assert "Mean HD95 of" not in metrics_table(nothing).note and metrics_table(nothing).rows[0].cells[-2].text == "0"  # type: ignore[union-attr]
+    assert metrics_table(nothing).heads[4].below == ("mean", "median", "substituted")
+    assert metrics_table(nothing).rows[0].cells[-2].text == "0"  # type: ignore[union-attr]
+
+
+def test_regions_found_have_an_interval_by_their_number_and_false_ones_are_counted_per_case() -> None:
+    truth, prediction = np.zeros((40, 40, 8), np.uint8), np.zeros((40, 40, 8), np.uint8)
+    for n in range(8):
+        truth[5 * n : 5 * n + 3, :3, :3] = 1
+    prediction[:33, :1, :1] = 1  # touches the first seven by a column
+    prediction[0, 20::4, 0] = prediction[0, 20, 0:2] = 1  # five specks that touch none
+    scored = scores_of(3.5, {"lesion": (1,)}, (truth, prediction), (truth, truth))
+    table = sizes_table(scored)
+    assert table is not None
+    low, high = stats.binomtest(15, 16).proportion_ci(method="wilson")
+    texts = [cell if isinstance(cell, str) else cell.text for cell in table.rows[0].cells]
+    assert texts[3:] == ["15 of 16", "5 (2.5 per case)", f"0.938 ({low:.3f} to {high:.3f})"]
+    assert table.heads[2].below == ("regions found", "false regions", "sensitivity (regions)")
+    assert "voxels larger than 3 mm have none" in table.note and "by as little as one voxel" in table.note
+    few = sizes_table(scores_of(3.5, {"lesion": (1,)}, *[(truth[:15], truth[:15])] * 1))
+    assert few is not None and few.rows[0].cells[-1] == "too few to tell"
 
 
 def test_coarse_voxels_are_warned_of() -> None:
     full = np.zeros((20, 20, 20), np.uint8)
     full[4:9, 4:9, 4:9] = 1
     said = coarse_voxels(scores_of(6.0, {"liver": (1,)}, (full, full)))
-    assert "coarse, of up to 216 mm³: a single voxel may count as a region" in said and "tolerance of 1 mm" in said
+    assert "coarse, of up to 216 mm³: a single voxel may count as a region" in said
+    assert "one voxel off counts as wrong for the surface Dice (NSD)" in said and "low because" not in said
     assert "changes small regions much" in coarse_voxels(scores_of(3.0, {"liver": (1,)}, (full, full)))
     assert not coarse_voxels(scores_of(1.5, {"liver": (1,)}, (full, full)))

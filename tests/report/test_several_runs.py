@@ -2,7 +2,9 @@
 
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -42,6 +44,31 @@ def test_settings_that_differ_stand_beside_each_other(finished: Path, worse: Pat
     assert "None: the runs have the same settings." in compared(finished, shutil.copytree(finished, worse / "b")).text
 
 
+def changed(run: Path, change: Callable[[dict[str, Any]], object]) -> Path:
+    content = json.loads((run / "config.json").read_text())
+    change(content)
+    (run / "config.json").write_text(json.dumps(content))
+    return run
+
+
+def test_a_setting_without_effect_is_not_shown_and_paths_are_short(
+    finished: Path, worse: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(worse.parent)
+    changed(worse, lambda content: content["config"].update(data="", phantoms=12, cache=str(worse.parent / "prepared")))
+    text = compared(finished, worse).text
+    assert "phantoms–12\n" in text and "cache–prepared\n" in text
+
+
+def test_curves_of_other_data_or_tasks_are_not_to_be_compared(finished: Path, worse: Path) -> None:
+    assert "Read with care" not in compared(finished, worse).text
+    changed(worse, lambda content: content["dataset"]["held_out"].pop())
+    assert "These runs held out different cases; their curves on" in compared(finished, worse).text
+    changed(worse, lambda content: content["dataset"].update(name="other"))
+    text = compared(finished, worse).text
+    assert "These runs were trained on different data or tasks; their curves cannot be compared." in text
+
+
 def test_cases_are_compared_pair_by_pair(finished: Path, worse: Path) -> None:
     page = compared(finished, worse)
     for name in NAMES:
@@ -67,4 +94,5 @@ def test_what_several_runs_do_not_have_is_refused_or_noted(
     assert "was named twice" in capsys.readouterr().err
     shutil.rmtree(worse / "validation")
     page = compared(finished, worse)
-    assert "worse: there are no scores of the cases" in page.text and "Fewer than two runs" in page.text
+    assert "worse: there are no scores of the cases" in page.text
+    assert page.text.count("Fewer than two runs have scores of cases.") == 1 and "table below" not in page.text

@@ -221,7 +221,7 @@ def test_an_interval_without_width_is_not_called_one() -> None:
     perfect = np.repeat(np.eye(2), 4, 0)
     scores = score_classes(np.repeat([0, 1], 4).tolist(), perfect, ["a", "b"])
     assert scores["intervals"]["AUC"] == [1.0, 1.0]
-    assert describe_bootstrap(scores["intervals"]["AUC"], 8) == "no interval: equal in all draws"
+    assert describe_bootstrap(scores["intervals"]["AUC"], 8) == "no interval: all bootstrap samples give the same value"
     assert describe_bootstrap([0.25, 0.75], 8) == "0.250 to 0.750" and describe_bootstrap([], 8) == ""
     assert describe_bootstrap([0.25, 0.75], 4) == "too few to tell"
 

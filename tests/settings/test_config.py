@@ -65,7 +65,7 @@ IMPOSSIBLE = {
     "--schedule step": "needs --decay-epochs",
     "--decay-epochs 2": "--decay-epochs would do nothing: --schedule cosine has no steps",
     "--schedule step --decay-epochs 1 --decay-factor 0": "above 0",
-    "--fold first": "choose a fold.s number",
+    "--fold first": "give a fold.s number, such as 0; 90:10 .no other two shares.",
     "--synthesis 2": r"\[0, 1\]; 0.5",
     "--synthesis-per volume": "--synthesis-per would do nothing: --synthesis is 0",
     "--spacing 1,1": "three sizes above 0",

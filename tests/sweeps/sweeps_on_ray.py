@@ -84,7 +84,7 @@ def test_the_command_of_the_page_runs_and_so_do_those_that_it_prints_as_next(tmp
     typed(of_report)
     assert (tmp_path / "sweeps/small/report.html").is_file()
     (images,) = (tmp_path / "cache/data").glob("phantom-*")
-    (of_evaluate,) = typed(of_predict.replace("IMAGES", str(images)).replace("PREDICTIONS", "found"))
+    of_evaluate, _ = typed(of_predict.replace("IMAGES", str(images)).replace("PREDICTIONS", "found"))
     typed(of_evaluate.replace("TRUTH", str(images)))
 
 
@@ -111,7 +111,7 @@ def test_every_point_is_run_once_two_at_a_time(undisturbed: Path) -> None:
     together = max(sum(begins[other] <= begins[name] < ends[other] for other in NAMES) for name in NAMES)
     assert together == 2, f"{together} at a time: {begins} {ends} {times}"
     said = (undisturbed / "said.txt").read_text()
-    assert "8 points; 1 core per run, 2 at a time on 2" in said and "8 of 8 points have ended" in said
+    assert "8 points to train; each on 1 core, 2 at a time on 2 cores" in said and "8 of 8 points have ended" in said
     assert {path.name for path in undisturbed.glob("sweep.*")} == {"sweep.json", "sweep.csv", "sweep.png"}
     assert status(undisturbed)["state"] == "finished" and status(undisturbed)["step"] == 8
     typed = {read_json(undisturbed / name / "config.json")["command"][0] for name in NAMES}
@@ -220,7 +220,8 @@ def test_a_run_of_two_ranks_goes_on_when_one_is_killed_and_one_that_cannot_work_
     layouts = [read_json(out / name / "config.json")["layout"] for name in ("lr-0.01", "lr-1e+30")]
     assert [(layout["ranks"], layout["seqpar"]) for layout in layouts] == [(2, 2)] * 2
     said = tune.log.read_text()
-    assert "2 points; 2 cores per run, 1 at a time on 2" in said and "lr-0.01 resumes: its training was killed" in said
+    assert "2 points to train; each on 2 cores, 1 at a time on 2 cores" in said
+    assert "lr-0.01 resumes: its training was killed" in said
     assert state(out, "lr-0.01") == "finished" and starts(out, "lr-0.01") == 2
     assert farthest(losses(out / "lr-0.01"), losses(undisturbed / "lr-0.01_batch-2")) < 1e-3
     assert status(out / "lr-1e+30")["code"] == 5 and starts(out, "lr-1e+30") == 1

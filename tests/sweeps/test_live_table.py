@@ -31,7 +31,7 @@ def test_a_log_gets_a_line_when_a_point_begins_goes_on_and_ends(
     assert lines == [
         "a begins",
         "b resumes: its training was killed",
-        "2 of 4: a has finished: loss 0.2500, mean Dice 0.250",
+        "2 of 4: a has finished: training loss 0.2500, mean Dice 0.250",
     ]
 
 
@@ -48,7 +48,7 @@ def test_a_terminal_shows_step_loss_dice_time_left_and_place_of_each_point(
     capsys.readouterr()
     table.refresh()
     first = capsys.readouterr().out
-    assert "0 of 2 points have ended, 1 training" in first and live_table.HEADS in first
-    assert "        10/40   0.1000  0.250     1:00  node7            a" in first
+    assert "0 of 2 points have ended, 1 training\n" in first and live_table.HEADS in first
+    assert "        10/40     0.1000  0.250     1:00  node7            a" in first
     table.refresh()
     assert capsys.readouterr().out.startswith("\r\x1b[3A\x1b[J"), "three lines are written over"

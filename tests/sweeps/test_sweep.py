@@ -6,6 +6,7 @@ import importlib.util
 import json
 import math
 import os
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,7 +18,7 @@ from seqpar.cluster.exit_codes import DATA, USAGE, run
 from seqpar.report.sweep_page import page_of_sweep
 from seqpar.runs.run_lock import RunLock
 from seqpar.runs.sweep_folder import Point, Sweep, read_sweep, refresh_points, write_sweep
-from seqpar.sweeps.results import write_results
+from seqpar.sweeps.results import _note, write_results
 from seqpar.sweeps.sweep_request import check_devices, order_of, tupled_points
 from tests.support.class_folders import class_folder
 from tests.support.report_page import Page
@@ -131,7 +132,18 @@ def test_a_table_and_a_picture_are_written_and_the_best_is_said(made: Path) -> N
     assert "2 of 4 points have ended" in text
     rows = list(csv.DictReader((made / "sweep.csv").open()))
     assert [row["score"] for row in rows] == ["0.5", "0.6", "", ""] and rows[0]["lr"] == "0.001"
+    assert rows[0]["training_loss"] == "0.7" and "train loss" in text
     assert (made / "sweep.png").read_bytes()[:4] == b"\x89PNG"
+
+
+def test_the_picture_explains_means_and_spread_only_if_they_are_drawn(made: Path) -> None:
+    sweep = read_sweep(made)
+    assert _note(sweep) == (
+        "below: a dot for each point, a bar for the mean at each value, a line from lowest to highest, "
+        "a star for the highest score"
+    )
+    one_each = replace(sweep, points=(sweep.points[0], replace(sweep.points[2], score=0.2)))
+    assert _note(one_each) == "below: a bar for each point, a star for the highest score"
 
 
 def test_the_page_of_a_sweep_has_all_points_effects_and_the_command_of_the_best(
@@ -148,6 +160,9 @@ def test_the_page_of_a_sweep_has_all_points_effects_and_the_command_of_the_best(
     assert "torchrun --nproc-per-node 2 launch/train.py --lr" in page.text, "as many groups as it had"
     assert "data:image/png;base64," in text and "aria-sort" in text
     assert "lr-0.002_batch-1 is running" in page.text
+    assert "<h1>sweep</h1>" in text and "<h2>Curves</h2>" in text and "training loss" in page.text
+    rows = re.findall(r"<tr><th>(.*?)</th>", text.partition('data-effect="batch"')[2].partition("</table>")[0])[1:]
+    assert rows == ["1", "2"], "in the order of the drawing, not the best first"
     capsys.readouterr()
     assert run(report.act, [str(made), "--cases", "2"]) == USAGE and "is a sweep" in capsys.readouterr().err
     assert run(report.act, [str(made), str(made)]) == USAGE and "name it alone" in capsys.readouterr().err

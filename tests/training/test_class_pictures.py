@@ -3,6 +3,7 @@
 import json
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -13,15 +14,18 @@ from seqpar.report.cases import ShownCase, viewer_section
 from seqpar.report.pictures import draw_evidence, draw_scores
 from seqpar.report.plots import draw_chart
 from seqpar.scores.class_scores import describe_share, positive_class, score_classes
+from seqpar.tasks.classify import page
 from seqpar.tasks.classify.page import (
     _scores,
     calibration_diagrams,
     classes_table,
+    compare_classifiers,
     confusion_table,
     names_of_maps,
     roc_diagrams,
     uncalibrated,
 )
+from seqpar.tasks.classify.scores import verdict_on
 
 NAMES = ["healthy", "a$b$", "$\\frac$"]
 
@@ -54,8 +58,8 @@ def test_two_classes_have_one_curve_and_more_have_one_each_under_their_names(fig
         lines = curves.get_lines()[1:]  # behind that of chance
         labels = [line.get_label().replace("\\$", "$") for line in lines]
         assert [label.partition(": AUC 0.")[0] for label in labels] == names
-        assert all(re.search(r"\([46] of 12 cases(, too few to tell)?\)$", label) for label in labels), labels
-        assert all(("too few" in label) == ("4 of" in label) for label in labels)
+        assert all(re.search(r"\([46] cases, [68] others(, too few to tell)?\)$", label) for label in labels), labels
+        assert all(("too few" in label) == ("(4 cases" in label) for label in labels)
         assert curves.get_box_aspect() == 1 and (len(names) > 1 or lines[0].get_linestyle() == "-")
         assert (curves.get_xlabel(), curves.get_ylabel()) == ("1 − specificity", "sensitivity")
         assert counts.get_title() == "Confusion matrix: number of cases"
@@ -73,12 +77,12 @@ def test_two_classes_have_one_curve_and_more_have_one_each_under_their_names(fig
 def test_a_roc_curve_on_a_page_has_its_area_its_cases_and_both_axes() -> None:
     (diagram,) = roc_diagrams(summary(["healthy", "ill"]))
     assert (diagram.quantity, diagram.over, diagram.up) == ("ROC curve of ill", "1 − specificity", "sensitivity")
-    assert re.fullmatch(r"ill: AUC 0\.\d{3} \(6 of 12 cases\)", diagram.lines[1].label)
+    assert re.fullmatch(r"ill: AUC 0\.\d{3} \(6 cases, 6 others\)", diagram.lines[1].label)
     chart = draw_chart(diagram)
     assert chart is not None and len(set(re.search(r'viewBox="0 0 (\S+) (\S+)"', chart.svg).groups())) == 1, "square"  # type: ignore[union-attr]
     assert chart is not None and "sensitivity" in chart.svg and "1 − specificity" in chart.svg
     (of_few,) = roc_diagrams(summary(["healthy", "b", "c"]), "c")
-    assert of_few.lines[1].label.endswith("(4 of 12 cases, too few to tell)")
+    assert of_few.lines[1].label.endswith("(4 cases, 8 others, too few to tell)")
 
 
 def of_tenths(*counts: int) -> dict:
@@ -97,8 +101,10 @@ def test_calibration_is_drawn_by_tenths_with_enough_cases_and_not_by_a_single_on
     assert (diagram.over, diagram.up) == ("probability of the predicted class", "share of correct predictions")
     scores = _scores(of_tenths(4, 4) | {"source": "here"}, None, "")
     assert scores.note == uncalibrated(of_tenths(4, 4)) and [chart.title for chart in scores.charts] == []
-    assert "no tenth of the probability" in scores.note and "4 of 4 at 0.55, 4 of 4 at 0.65." in scores.note
-    assert "only one tenth" in uncalibrated(of_tenths(40, 4))
+    assert scores.note.startswith("Too few cases for a calibration curve, which needs 5 in each of two tenths")
+    said = "4 of 4 predictions with a mean probability of 0.55 were right, 4 of 4 with 0.65."
+    assert scores.note.endswith(said)
+    assert ": 40 of 40 predictions with a mean probability of 0.65" in uncalibrated(of_tenths(4, 40)), "most first"
     assert _scores(of_tenths(5, 5) | {"source": "here"}, None, "").note == ""
 
 
@@ -109,13 +115,27 @@ def test_the_table_of_classes_has_intervals_and_that_of_counts_says_what_its_row
     for row in table.rows:
         _, _, of_class, specificity, of_others, _ = row.cells
         assert of_class == "too few to tell" and of_others == describe_share(specificity.value, 8)
+        assert specificity.text == f"{specificity.value:.3f} ({round(8 * specificity.value)} of 8)"
+    assert "The predicted class is the one with the highest probability. " in table.note
     two = classes_table(summary(["healthy", "ill"]) | {"source": "here"})
     assert [row.name for row in two.rows] == ["ill"] and "AUC" not in [head.text for head in two.heads], "no mirror"
+    assert "For healthy, sensitivity and specificity exchange places." in two.note and "exchange" not in table.note
+    assert "the highest probability (above 0.5). " in two.note
     about = [_scores(summary(names) | {"source": "here"}, None, "").about for names in (NAMES[:2], NAMES)]
     assert ["averaged over classes" in text for text in about] == [False, True]
     counts = confusion_table(content)
     assert [head.text for head in counts.heads] == ["True class", "Predicted class"]
     assert counts.heads[1].below == ("healthy", "b", "c") and "a row for each true class" in counts.note
+
+
+def test_a_case_is_told_with_its_predicted_class_and_the_probability_of_it() -> None:
+    case = {"truth": "ill", "class": "healthy", "probabilities": [0.975, 0.025, 0.0]}
+    assert verdict_on(case, {"names": ["healthy", "ill"]}) == "True class: ill. Predicted: healthy with 0.975 (wrong)."
+    assert verdict_on(case, {"names": ["healthy", "ill", "c"]}).endswith(
+        "(wrong). Probability of the true class: 0.025."
+    )
+    right = verdict_on(case | {"truth": "healthy"}, {"names": ["healthy", "ill", "c"]})
+    assert right == "True class: healthy. Predicted: healthy with 0.975 (correct)."
 
 
 def test_the_viewer_names_the_method_and_class_of_each_map(tmp_path: Path) -> None:
@@ -129,6 +149,55 @@ def test_the_viewer_names_the_method_and_class_of_each_map(tmp_path: Path) -> No
     case = ShownCase("a", {"T1": nothing}, nothing, nothing, (1.0, 1.0, 1.0), heat=nothing + 9, heat_name=maps["a"])
     section = viewer_section([(case, case.embedded(10**6))], (), False)
     assert section.volumes["cases"][0]["heat_name"] == "HiResCAM map for ill"
+
+
+def test_runs_are_compared_on_the_cases_that_all_have_scored(monkeypatch: pytest.MonkeyPatch) -> None:
+    names, count = ["healthy", "ill"], 12
+    truth = np.arange(count) % 2
+    every = dict[str, dict]()
+    for run, wrong in (("first", 0), ("second", 3)):
+        table = np.full((count, 2), 0.1)
+        table[np.arange(count), np.where(np.arange(count) < wrong, 1 - truth, truth)] = 0.9
+        cases = [
+            {"case": f"c{n}", "truth": names[t], "class": names[row.argmax()], "probabilities": row.tolist()}
+            for n, (t, row) in enumerate(zip(truth, table))
+        ]
+        scores = score_classes(truth.tolist(), table, names)
+        every[run] = {"names": names, "metric_per_case": cases, "source": run, **scores}
+    monkeypatch.setattr(page, "read_all", lambda records, read, gaps: {name: every[name] for name in records})
+    both = compare_classifiers({"first": None, "second": None}, [])  # type: ignore[dict-item]
+    (sentence,) = both.sentences
+    assert sentence.startswith(
+        "second's accuracy is 0.250 lower than first's, over 12 cases (95 % confidence interval:"
+    )
+    assert not isinstance(both.scores, str) and not isinstance(both.cases, str)
+    rows = {row.name: [getattr(cell, "text", cell) for cell in row.cells] for row in both.scores.rows}
+    assert rows["sensitivity (ill)"] == ["1.000", "0.833"] and rows["specificity (ill)"] == ["1.000", "0.667"]
+    assert len(both.cases.rows) == 12 and "the table below" in both.scores.note
+    alone = compare_classifiers({"first": None}, [])  # type: ignore[dict-item]
+    assert alone.cases == "" and not alone.sentences
+    assert not isinstance(alone.scores, str) and "the table below" not in alone.scores.note
+
+
+def test_pictures_of_phantoms_in_a_runs_own_report_say_that_they_are_generated(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    titles = list[str]()
+
+    def note(path: Path, title: str, *_: object) -> None:
+        titles.append(title)
+        path.write_bytes(b"png")
+
+    case = SimpleNamespace(image=np.zeros((1, 4, 4, 4)), properties=SimpleNamespace(spacing=(1.0, 1.0, 1.0)))
+    monkeypatch.setattr(page, "draw_evidence", note)
+    monkeypatch.setattr(page, "open_cache", lambda path: SimpleNamespace(path=path, cases={"a": case}))
+    for folder, content in (("phantoms", "{}"), ("scans", "")):
+        (tmp_path / folder).mkdir()
+        if content:
+            (tmp_path / folder / "phantom.json").write_text(content)
+        record: Any = SimpleNamespace(dataset={"prepared": "here"}, config={"data": str(tmp_path / folder)})
+        page._picture(record, "a", None, False)
+    assert titles == ["a (generated, not a patient)", "a"]
 
 
 def picture_of(figures: list[Any], image: np.ndarray, seen: np.ndarray, about: str = "HiResCAM map for ill") -> Any:

@@ -176,6 +176,7 @@ def test_predictions_and_where_they_are_seen_do_not_depend_on_the_ranks(one: tup
     for world, *more in ((1, "--explain"), (2, "--explain-by", "hirescam", "--mode", "halo")):
         launch = predicted(world, out, of(own), tmp_path / f"p{world}", *more)
         assert launch.codes == dict.fromkeys(range(world), 0), launch.said()
+    assert f"maps of the evidence, with pictures: {tmp_path / 'p2/explanations'}" in launch.said()
     (probabilities, first), (other, seen) = (read_maps(tmp_path / f"p{world}") for world in (1, 2))
     assert len(probabilities) == 8 and first.min() >= 0 and 0.99 < first.max() <= 1.001
     assert np.abs(other - probabilities).max() < 1e-8
@@ -208,12 +209,16 @@ def test_predictions_go_on_and_are_scored_and_shown(one: tuple, tmp_path: Path, 
     assert predict.act([*line, "--continue"]) == 0 and (folder / "predictions.csv").read_text() == whole
     said = capsys.readouterr().out
     assert "predicting the classes of 5 cases (" in said and "model.safetensors; 1 rank" in said
+    assert f"report.py {out} --prediction {folder} --truth TRUTH  (scores and cases on one page)" in said
     assert evaluate.act([data, str(folder)]) == 0 and evaluate.act([data, str(out)]) == 0
     assert "2 cases" in capsys.readouterr().out
+    with pytest.raises(ValueError, match="--images: this run gives each case a class; .*: remove it"):
+        report.act([str(out), "--images", data])
     assert report.act([str(out)]) == 0
     page = (out / "report.html").read_text()
-    assert 'id="confusion"' in page and "ROC" in page and "Calibration" in page and page.count("<img") == 2
+    assert 'id="confusion"' in page and "ROC" in page and "calibration curve" in page and page.count("<img") == 2
     assert 'id="viewer"' in page, "of the run's own cases too, which have no labels of voxels"
+    assert "All 2 cases, the lowest probability of the true class first." in page
     other = Path(shutil.copytree(out, tmp_path / "copy"))
     assert report.act([str(out), str(other)]) == 0
     page = (out / "comparison.html").read_text()

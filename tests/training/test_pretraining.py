@@ -20,6 +20,7 @@ from seqpar.settings.presets import PRESETS
 from seqpar.tasks.lookup import TASKS
 from seqpar.tasks.pretrain import validation
 from seqpar.tasks.pretrain.data import open_image_data
+from seqpar.tasks.pretrain.pretraining import flags_of_training
 from seqpar.tasks.pretrain.validation import RebuiltTile, figure_of_tiles
 from seqpar.training import gradients
 from tests.support.configs import NoStop, config_of, trainer_of
@@ -96,7 +97,7 @@ def test_training_starts_from_a_pretraining_and_prediction_does_not(images, flag
     more = ["--tile", "24", "--patch", "4", "--weights", str(out), "--layer-decay", "0.8"]
     tuned = trained(1, [*flags, *more, "--epochs", "1"], tmp_path / "tuned").said()
     (line,) = (line for line in tuned.splitlines() if line.startswith("weights from"))
-    assert "positions resized from 64 tokens to 6x6x6" in line and "fresh: decoder." in line
+    assert "positions resized from 64 tokens to 6x6x6" in line and "new: decoder (" in line
     assert "left out: rebuilder (" in line
     with pytest.raises(ValueError, match="is a pretraining, which predicts no labels: train --weights"):
         predict.act([str(out), "-i", str(tmp_path), "-o", str(tmp_path / "labels")])
@@ -219,6 +220,14 @@ def test_a_pretraining_that_learned_little_says_so_when_it_ends(error, normalise
     warnings = [line for line in lines if not line.startswith("next: ")]
     assert warnings == ([f"warning: {caution} Train longer."] if caution else [])
     assert len(lines) == 2 + len(warnings)
+    assert ("  (once it has learned more)" in lines[-2]) == bool(caution)
+
+
+def test_the_training_after_a_pretraining_on_phantoms_has_as_many(tmp_path) -> None:
+    for count, said in ((12, True), (PRESETS["debug"]().phantoms, False)):
+        config = json.loads(replace(PRESETS["mae-debug"](), phantoms=count).to_json())
+        (tmp_path / "config.json").write_text(json.dumps({"config": config, "preset": "mae-debug"}))
+        assert (f"--phantoms {count}" in " ".join(flags_of_training(tmp_path))) == said
 
 
 def test_debug_pretrains_the_encoder_of_debug() -> None:

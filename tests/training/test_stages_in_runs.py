@@ -41,7 +41,7 @@ def test_a_run_is_the_same_on_one_rank_and_on_two_resumes_and_predicts(line, fla
         assert read_volume(out / "c_000.nii.gz").array.shape == (1, 14, 12, 10)
     more = ["--epochs", "1", "--iterations", "1", "--tile", "24", "--weights", str(tmp_path / "one")]
     said = trained(1, [*line, *more], tmp_path / "from").said()
-    assert "positions resized from 64 tokens to 6x6x6" in said and "fresh" not in said
+    assert "positions resized from 64 tokens to 6x6x6" in said and "; new: " not in said
     wrong = trained(1, [*flags, "--weights", str(tmp_path / "one")], tmp_path / "plain", expect=2).said()
     assert "--encoder hierarchical --stage-depths 1 1" in wrong
 

@@ -121,7 +121,7 @@ def test_training_here_takes_it_back(tmp_path: Path) -> None:
     started = drawn(TINY, 1)
     line = load_pretrained(started, Config(**{**vars(TINY), "weights": str(file)}))
     ours, theirs = (each.encoder.state_dict() for each in (started, net))
-    assert all(torch.equal(ours[name], theirs[name]) for name in theirs) and "fresh: decoder." in line
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs) and "new: decoder (" in line
     wide = Config(**{**vars(TINY), "tile": (32, 16, 16), "weights": str(file)})
     assert "positions resized from 6 tokens to 4x2x2" in load_pretrained(drawn(wide, 1), wide)
     with pytest.raises(DataError, match="is there already"):
@@ -238,7 +238,7 @@ def test_a_residual_unets_encoder_is_exact_and_its_decoder_is_fresh(tmp_path: Pa
         config = read_request([*line, "--seqpar", str(world)], read_launcher({})).config
         assert (config.network, config.tile, config.prepare) == ("nnunet-resenc", (16, 8, 4), "own")
         for said, logits, state in run_ranks(world, started_unet, config, image):
-            assert "(nnssl, the encoder)" in said and "fresh: unet.cells.classes" in said and "left out" not in said
+            assert "(nnssl, the encoder)" in said and "new: unet.cells.classes" in said and "left out" not in said
             assert "the first weights, of 1 channel, repeated over 2 and divided by 2" in said
             whole = Reference(1, 3, KINDS[KIND]).double()
             pretrained = {

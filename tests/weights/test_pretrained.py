@@ -77,7 +77,8 @@ def test_the_line_names_what_is_fresh_and_what_was_left(tmp_path) -> None:
     write_weights(tmp_path / "weights", {**made(SMALL).state_dict(), "rebuilder.a": torch.ones(1)})
     config = replace(SMALL, weights=str(tmp_path / "weights"), decoder="primus")
     line = load_pretrained(made(config), config)
-    assert "fresh: decoder." in line and "; left out: decoder (" in line and line.endswith(", rebuilder (1)")
+    assert "; new: decoder (" in line and "decoder." not in line, "more than four are counted"
+    assert "; left out: decoder (" in line and line.endswith(", rebuilder (1)")
 
 
 def test_classifiers_start_from_encoders_of_other_tasks_and_from_others_classes(tmp_path) -> None:
@@ -86,14 +87,14 @@ def test_classifiers_start_from_encoders_of_other_tasks_and_from_others_classes(
     config = replace(SMALL, task="classify", pooling="token", weights=str(file))
     net = made(config)
     line = load_pretrained(net, config)
-    assert "fresh: class_token, classes.bias, classes.weight; left out: decoder (" in line
+    assert "new: class_token, classes.bias, classes.weight; left out: decoder (" in line
     own, theirs = (encoder_of(each).state_dict() for each in (net, source))
     assert all(torch.equal(own[name], theirs[name]) for name in own)
     residual = Config(task="classify", network="resattnet18", features=8, tile=(16, 16, 16), weights=str(file))
     three = build_network(replace(residual, seed=9), 1, 3, Group("seq"))
     write_weights(file, three)
     net = made(residual)
-    assert "fresh: resattnet.cells.classes.linear" in load_pretrained(net, residual)
+    assert "new: resattnet.cells.classes.linear" in load_pretrained(net, residual)
     assert torch.equal(net.state_dict()[STEM], three.state_dict()[STEM])
     write_weights(file, three.state_dict())  # which does not tell of the network
     for other, what in ((replace(residual, features=16), "network"), (config, "encoder")):

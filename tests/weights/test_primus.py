@@ -132,7 +132,7 @@ def test_training_starts_from_a_primus_with_a_stem_and_names_the_flag(tmp_path: 
         stem="primus-v2", weights=str(tmp_path / "v2.pth"), precision="fp64",
     )  # fmt: skip
     net = build_network(config, 2, 3, Group("seq")).double()
-    assert "fresh" not in load_pretrained(net, config)
+    assert "new: " not in load_pretrained(net, config)
     assert torch.equal(export_primus(net, True)[FINAL], load_torch(tmp_path / "v2.pth")[FINAL])
     plain = replace(config, stem="patch")
     with pytest.raises(ValueError, match="--stem primus-v2 --patch 8"):
@@ -186,7 +186,7 @@ def test_a_pretraining_has_exchanged_tokens_and_a_second_network_that_is_left(tm
         "left out: decoder (",
     ):
         assert words in line, line
-    assert "fresh: decoder.classes" in line and "up_projection (" in line
+    assert "new: decoder" in line and "up_projection (" in line
     in_file = x.transpose(2, 4).expand(-1, 4, -1, -1, -1)  # nnU-Net reads the last axis of a file first
     tokens = started.encoder(in_file).unflatten(1, (3, 3, 3)).transpose(1, 3).flatten(1, 3)  # type: ignore[operator]
     assert (tokens - net.encoder(x)).abs().max() < 1e-12

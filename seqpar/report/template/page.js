@@ -50,20 +50,22 @@
   }
 
   function outline(labels, number, width, height) { // closed lines along the edges of pixels, inside on the right
-    const inside = (x, y) => x >= 0 && y >= 0 && x < width && y < height && labels[y * width + x] === number;
+    // a point says whether the edge to it is drawn: edges to higher labels are theirs, or two dashed lines look solid
+    const label = (x, y) => (x >= 0 && y >= 0 && x < width && y < height ? labels[y * width + x] : 0);
     const turns = new Map();
-    const add = (x, y, dx, dy) => {
+    const add = (other, x, y, dx, dy) => {
+      if (other === number) return;
       const key = y * (width + 1) + x;
       if (!turns.has(key)) turns.set(key, []);
-      turns.get(key).push([dx, dy]);
+      turns.get(key).push([dx, dy, other < number]);
     };
     for (let y = 0; y < height; y++)
       for (let x = 0; x < width; x++) {
-        if (!inside(x, y)) continue;
-        if (!inside(x, y - 1)) add(x, y, 1, 0);
-        if (!inside(x + 1, y)) add(x + 1, y, 0, 1);
-        if (!inside(x, y + 1)) add(x + 1, y + 1, -1, 0);
-        if (!inside(x - 1, y)) add(x, y + 1, 0, -1);
+        if (label(x, y) !== number) continue;
+        add(label(x, y - 1), x, y, 1, 0);
+        add(label(x + 1, y), x + 1, y, 0, 1);
+        add(label(x, y + 1), x + 1, y + 1, -1, 0);
+        add(label(x - 1, y), x, y + 1, 0, -1);
       }
     const lines = [];
     while (turns.size) {
@@ -71,12 +73,12 @@
       let x = first % (width + 1), y = (first - x) / (width + 1), key = first;
       const line = [[x, y]];
       do {
-        const left = turns.get(key), [dx, dy] = left.pop();
+        const left = turns.get(key), [dx, dy, drawn] = left.pop();
         if (!left.length) turns.delete(key);
         x += dx;
         y += dy;
         key = y * (width + 1) + x;
-        line.push([x, y]);
+        line.push([x, y, drawn]);
       } while (key !== first);
       lines.push(line);
     }
@@ -165,15 +167,16 @@
       context.lineWidth = 1.6 * density;
       told.labels.forEach((label, n) => {
         context.strokeStyle = context.fillStyle = label.colour;
-        context.beginPath();
-        for (const line of outline(labels, n + 1, shape[x], shape[y])) {
-          line.forEach(([i, j], k) => context[k ? "lineTo" : "moveTo"]((i - left) * sx, (j - top) * sy));
-          context.closePath();
-        }
+        const area = new Path2D(), edges = new Path2D();
+        for (const line of outline(labels, n + 1, shape[x], shape[y]))
+          line.forEach(([i, j, drawn], k) => {
+            area[k ? "lineTo" : "moveTo"]((i - left) * sx, (j - top) * sy);
+            edges[drawn ? "lineTo" : "moveTo"]((i - left) * sx, (j - top) * sy);
+          });
         context.globalAlpha = look("fill") / 100;
-        context.fill();
+        context.fill(area);
         context.globalAlpha = look("lines") / 100;
-        context.stroke();
+        context.stroke(edges);
       });
     }
     context.globalAlpha = 1;
@@ -245,19 +248,6 @@
     return words.join(" · ");
   }
 
-  function fullest(entry, volume) { // per direction the slice that holds most of a label
-    const counts = entry.shape.map((side) => new Uint32Array(side)), [W, D] = entry.shape;
-    let any = false;
-    volume.forEach((value, n) => {
-      if (!value) return;
-      any = true;
-      counts[0][n % W]++;
-      counts[1][Math.floor(n / W) % D]++;
-      counts[2][Math.floor(n / (W * D))]++;
-    });
-    return any ? counts.map((row) => row.indexOf(Math.max(...row))) : null;
-  }
-
   async function open(index, modality, at) {
     const turn = ++state.turn, entry = told.cases[index];
     viewer.setAttribute("aria-busy", "true");
@@ -267,9 +257,7 @@
     const [image, truth, prediction, heat] = await Promise.all(sheets.map((sheet) => sheet && decode(sheet, entry)));
     if (turn !== state.turn) return; // another case was chosen meanwhile
     Object.assign(state, { case: index, modality: chosen, volumes: { image, truth, prediction, heat } });
-    const middle = entry.shape.map((side) => side >> 1);
-    state.at = at || entry.at || fullest(entry, truth) || fullest(entry, prediction) || middle;
-    state.at = state.at.map((n, dim) => Math.min(Math.max(n, 0), entry.shape[dim] - 1));
+    state.at = (at || entry.at).map((n, dim) => Math.min(Math.max(n, 0), entry.shape[dim] - 1));
     get("modality").replaceChildren(...entry.modalities.map((name) => new Option(name)));
     get("modality").value = chosen;
     get("modality-label").hidden = !entry.modalities.length;

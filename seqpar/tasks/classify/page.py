@@ -3,6 +3,7 @@
 import argparse
 import base64
 import json
+import math
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -16,19 +17,20 @@ from seqpar.data.errors import DataError
 from seqpar.data.files import read_whole
 from seqpar.data.formats.class_lists import read_class_dataset
 from seqpar.data.geometry import to_canonical
+from seqpar.data.phantom.phantom_files import GENERATED, is_generated
 from seqpar.data.preparation.cache import open_cache
 from seqpar.data.preparation.transforms import resample
 from seqpar.data.volumes import read_volume
 from seqpar.prediction.prediction_folder import RECORD
-from seqpar.report.cases import BUDGET, CaseSection, ShownCase, grey_images, viewer_section
+from seqpar.report.cases import BUDGET, CaseSection, ShownCase, grey_images, order_note, viewer_section
 from seqpar.report.curves import GREY, INK, Diagram, Line, LineStyle, number
 from seqpar.report.images import FoundImage, Images, find_images, recipe_of
 from seqpar.report.pictures import MAPS, body_of, draw_evidence, evidence_planes
 from seqpar.report.planes import colours_of
 from seqpar.report.plots import Chart, draw_charts
-from seqpar.report.record import RunRecord, best_step, seen_in_training
+from seqpar.report.record import RunRecord, best_step, chosen_on_them, seen_in_training
 from seqpar.report.run_page import FinishedPage, is_neurological, render_run, try_reading
-from seqpar.report.several_runs import Comparison, read_all
+from seqpar.report.several_runs import Comparison, difference_sentence, read_all
 from seqpar.report.tables import HeadlineTile, Score, Table, TableHead, TableRow
 from seqpar.scores.class_scores import (
     calibration,
@@ -40,9 +42,19 @@ from seqpar.scores.class_scores import (
     roc_label,
     roc_points,
 )
-from seqpar.scores.comparison import FEW, TOO_FEW
+from seqpar.scores.comparison import FEW
 from seqpar.scores.label_files import missing_line
-from seqpar.tasks.classify.scores import EXPLANATIONS, TABLE, class_summary, read_class_table, read_truth, unknown_cases
+from seqpar.tasks.classify.scores import (
+    EXPLANATIONS,
+    TABLE,
+    class_summary,
+    of_truth,
+    read_class_table,
+    read_truth,
+    unknown_cases,
+    verdict_on,
+    worst_cases,
+)
 from seqpar.text import quantity
 
 FOLDER = Path(__file__).parent
@@ -91,7 +103,10 @@ class WorstCase:
 def class_page(options: argparse.Namespace, record: RunRecord) -> FinishedPage:
     """Returns the page about a run that gives each case a class; ``options``: of report."""
     if options.images is not None:
-        raise ValueError("--images: cases are shown as predict --explain drew them, or as prepared: remove it")
+        raise ValueError(
+            "--images: this run gives each case a class; the page shows cases as predict --explain drew them, or as "
+            "prepared: remove it"
+        )
     if options.prediction is not None and options.truth is None:
         raise ValueError(f"--prediction {options.prediction}: classes are scored against --truth: give both")
     summary, cases, gaps = None, list[WorstCase](), list[str]()
@@ -108,7 +123,9 @@ def class_page(options: argparse.Namespace, record: RunRecord) -> FinishedPage:
         neurological = is_neurological(options.neurological, record)
         cases = pictured_cases(record, summary, options.cases, explained, neurological, gaps)
     faults = summary["faults"] if summary and is_other else ()
-    cautions = _cautions(record, summary, options.truth) if summary and is_other else []
+    cautions = list[str]()
+    if summary:
+        cautions = _cautions(record, summary, options.truth) if is_other else chosen_on_them(record)
     scores = _scores(summary, options.positive, "" if is_other else step_sentence(summary, record)) if summary else None
     viewer = None
     if summary and cases:
@@ -116,6 +133,7 @@ def class_page(options: argparse.Namespace, record: RunRecord) -> FinishedPage:
         neurological = is_neurological(options.neurological, record)
         viewer = class_viewer(record, names, explained, options.truth, neurological, maps)
     parts = {"truth": options.truth, "prediction": options.prediction, "cases": cases, "scores": scores}
+    parts["order"] = order_note(len(cases), summary["cases"], "probability of the true class") if summary else ""
     text = render_run(FOLDER, record, gaps, faults, cautions, **parts, viewer=viewer)
     return FinishedPage(text, "", faults, cautions)
 
@@ -196,14 +214,19 @@ def classes_table(summary: Summary, positive: str | None = None) -> Table:
         cells: list[Score | str] = [Score(row["cases"], 0)]
         for kind, count in zip(("sensitivity", "specificity"), cases_behind(summary["cases"], row["cases"])):
             share = number(row[kind])
-            cells += [Score(share, 3), describe_share(share, count) or "–"]
+            right = "" if math.isnan(share) else f" ({round(share * count)} of {count})"
+            cells += [Score(share, 3, right), describe_share(share, count) or "–"]
         rows.append(TableRow(name, [*cells, *[Score(number(row["AUC"]), 3)] * has_areas]))
     of_share = ("share", "95 % interval")
     heads = [TableHead("Class"), TableHead("Cases"), TableHead("Sensitivity", of_share)]
     heads += [TableHead("Specificity", of_share), *[TableHead("AUC")] * has_areas]
-    against = "Each class against all others. " if has_areas else ""
+    against = "Each class against all others. "
+    if not has_areas:
+        (mirrored,) = (name for name in names if name not in shown)
+        against = f"For {mirrored}, sensitivity and specificity exchange places. "
     note = (
         f"Scores of {quantity(summary['cases'], 'case')}: {summary['source']}. {against}"
+        f"The predicted class is the one with the highest probability{' (above 0.5)' * (not has_areas)}. "
         f"The intervals are Wilson's; none is given for fewer than {FEW} cases."
     )
     return Table("metrics", heads, rows, "class", note)
@@ -264,22 +287,15 @@ def calibration_diagrams(summary: Summary) -> list[Diagram]:
 
 def uncalibrated(summary: Summary) -> str:
     """Returns why calibration is not drawn, and how often each tenth of the probability is correct."""
-    points = calibration(*_arrays(summary))
-    enough = sum(count >= FEW for _, _, count in points)
-    which = {0: "no tenth", 1: "only one tenth"}[min(enough, 1)]
-    tenths = ", ".join(f"{round(right * count)} of {count} at {given:.2f}" for given, right, count in points)
-    return (
-        f"Calibration is not drawn: {which} of the probability of the predicted class has at least {FEW} cases. "
-        f"Correct predictions at each tenth's mean probability: {tenths}."
-    )
-
-
-def worst_cases(summary: Summary, count: int) -> list[dict[str, Any]]:
-    """Returns the cases whose true class has the least probability, the worst first."""
-    names = list(summary["names"])
-    return sorted(summary["metric_per_case"], key=lambda case: case["probabilities"][names.index(case["truth"])])[
-        :count
+    (given, right, count), *others = sorted(calibration(*_arrays(summary)), key=lambda tenth: -tenth[2])
+    tenths = [
+        f"{round(right * count)} of {quantity(count, 'prediction')} with a mean probability of {given:.2f} were right",
+        *(f"{round(right * count)} of {count} with {given:.2f}" for given, right, count in others),
     ]
+    return (
+        f"Too few cases for a calibration curve, which needs {FEW} in each of two tenths of the probability of the "
+        f"predicted class: {', '.join(tenths)}."
+    )
 
 
 def pictured_cases(
@@ -296,10 +312,7 @@ def pictured_cases(
         except DataError as error:
             gaps.append(f"Case {case['case']} cannot be shown: {error}.")
             continue
-        right = "correct" if case["class"] == case["truth"] else "wrong"
-        verdict = f"True class: {case['truth']}. Predicted: {case['class']} ({right}). "
-        verdict += f"Predicted probability of the true class: {_of_truth(case, summary):.3f}."
-        cases.append(WorstCase(case["case"], verdict, picture))
+        cases.append(WorstCase(case["case"], verdict_on(case, summary), picture))
     return cases
 
 
@@ -313,7 +326,8 @@ def _picture(record: RunRecord, case: str, explained: Path | None, neurological:
     image = cache.cases[case].image
     with tempfile.TemporaryDirectory() as folder:
         path, nothing = Path(folder, "case.png"), np.zeros(image.shape[1:], np.float32)
-        draw_evidence(path, case, np.asarray(image[0]), nothing, cache.cases[case].properties.spacing, neurological)
+        title = f"{case} {GENERATED}" if is_generated(record.config.get("data", "unknown")) else case
+        draw_evidence(path, title, np.asarray(image[0]), nothing, cache.cases[case].properties.spacing, neurological)
         return base64.b64encode(path.read_bytes()).decode()
 
 
@@ -376,41 +390,58 @@ def _viewed(name: str, image: FoundImage, modalities: Sequence[str], explained: 
 def compare_classifiers(records: Mapping[str, RunRecord], gaps: list[str]) -> Comparison:
     """Returns the scores of several runs side by side, and how sure each is of each case."""
     summaries = read_all(records, read_class_scores, gaps)
-    return Comparison(len(summaries), _scores_table(summaries), _probabilities_table(summaries))
+    table, common = _probabilities_table(summaries) if len(summaries) > 1 else ("", [])
+    sentences = _differences(summaries, common) if common else ()
+    return Comparison(len(summaries), _scores_table(summaries, bool(common)), table, sentences)
 
 
-def _scores_table(summaries: Mapping[str, Summary]) -> Table | str:
-    """Returns the scores of all cases, the runs side by side."""
+def _differences(summaries: Mapping[str, Summary], common: Sequence[str]) -> list[str]:
+    """Returns how far the accuracy of each run is above that of the first, over the cases that all of them have."""
+    right = {
+        name: {case["case"]: float(case["class"] == case["truth"]) for case in summary["metric_per_case"]}
+        for name, summary in summaries.items()
+    }
+    first, *others = right
+    gaps = {name: [(right[name][case] - right[first][case], case) for case in common] for name in others}
+    return [difference_sentence("accuracy", name, first, pairs) for name, pairs in gaps.items()]
+
+
+def _scores_table(summaries: Mapping[str, Summary], is_compared: bool) -> Table | str:
+    """Returns the scores of all cases, the runs side by side; ``is_compared``: a table of their cases follows."""
     kinds = dict.fromkeys(kind for summary in summaries.values() for kind in summary["scores"])
     rows = [
         TableRow(kind, [Score(number(summary["scores"].get(kind)), 3) for summary in summaries.values()])
         for kind in kinds
     ]
+    classes = dict.fromkeys(name for summary in summaries.values() for name in summary["names"])
+    names = list(classes) if len(classes) != 2 else [list(classes)[positive_class(list(classes))]]
+    rows += [
+        TableRow(
+            f"{kind} ({name})", [Score(number(s["classes"].get(name, {}).get(kind)), 3) for s in summaries.values()]
+        )
+        for name in names
+        for kind in ("sensitivity", "specificity")
+    ]
     if rows:
         rows.append(TableRow("cases", [Score(summary["cases"], 0) for summary in summaries.values()]))
-    note = "Each run's scores are over its own cases; the table below compares the cases that all runs share."
+    note = "Each run's scores are over its own cases"
+    note += "; the table below compares the cases that all runs share." if is_compared else "."
     table = Table("class-scores", list(map(TableHead, ("Score", *summaries))), rows, "class", note)
     return table if rows else "No run has scores of cases."
 
 
-def _probabilities_table(summaries: Mapping[str, Summary]) -> Table | str:
-    """Returns the probability that each run gives the true class of each case that all of them have.
+def _probabilities_table(summaries: Mapping[str, Summary]) -> tuple[Table | str, list[str]]:
+    """Returns the probability that each run gives the true class of each case that all of them have, and these cases.
 
     The cases on which the runs differ most come first.
     """
     every = [{case["case"]: case for case in summary["metric_per_case"]} for summary in summaries.values()]
     lines = []
-    for name, case in every[0].items() if every else ():
+    for name, case in every[0].items():
         if all(name in own for own in every):
-            lines.append((name, case["truth"], [_of_truth(own[name], s) for own, s in zip(every, summaries.values())]))
+            lines.append((name, case["truth"], [of_truth(own[name], s) for own, s in zip(every, summaries.values())]))
     lines.sort(key=lambda line: min(line[2]) - max(line[2]))
     rows = [TableRow(name, [truth, *(Score(value, 3) for value in values)]) for name, truth, values in lines]
-    few = f" ({TOO_FEW} which run is better)" if len(rows) < FEW else ""
-    note = f"The probability of the true class, in the {quantity(len(rows), 'case')} that all runs have scored{few}."
+    note = f"The probability of the true class, in the {quantity(len(rows), 'case')} that all runs have scored."
     table = Table("probabilities", list(map(TableHead, ("Case", "Truth", *summaries))), rows, "case", note)
-    return table if rows else "No case was scored in all of these runs."
-
-
-def _of_truth(case: Summary, summary: Summary) -> float:
-    """Returns the probability of a case's true class."""
-    return float(case["probabilities"][list(summary["names"]).index(case["truth"])])
+    return table if rows else "No case was scored in all of these runs.", [name for name, _, _ in lines]

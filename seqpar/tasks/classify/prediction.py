@@ -83,6 +83,7 @@ class ClassPrediction(CasePrediction):
 
     what = "classes"
     truth = "the data set with labels.csv"
+    page = "scores and cases on one page"
     folder: PredictionTable
 
     def __init__(self, request: Request, members: Sequence[EnsembleMember], mesh: Mesh) -> None:
@@ -99,6 +100,12 @@ class ClassPrediction(CasePrediction):
     def announce(self, cases: str) -> None:
         ranks, names = quantity(self.mesh.world.size, "rank"), ", ".join(self.run.outputs)
         self.shown.say(f"predicting the classes of {cases} ({names}) with {self.weights_line}; {ranks}")
+
+    def report_flags(self) -> list[str]:
+        return ["--truth", "TRUTH"]
+
+    def other_files(self) -> list[str]:
+        return [f"maps of the evidence, with pictures: {self.folder.folder / EXPLANATIONS}"] if self.way else []
 
     def predict_case(self, number: int, case: Case, tell: ReportProgress) -> str:
         every, images = list[Tensor](), list[Image]()

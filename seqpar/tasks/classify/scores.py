@@ -165,3 +165,23 @@ def unknown_cases(table: ClassTable, classes: Mapping[str, str], path: Path) -> 
     """
     unknown = sorted(set(table.cases) - classes.keys())
     return [DataError(path, f"has case {case}, whose true class is not known; add it") for case in unknown]
+
+
+def of_truth(case: Mapping[str, Any], summary: Mapping[str, Any]) -> float:
+    """Returns the probability of a case's true class."""
+    return float(case["probabilities"][list(summary["names"]).index(case["truth"])])
+
+
+def worst_cases(summary: Mapping[str, Any], count: int) -> list[dict[str, Any]]:
+    """Returns the cases whose true class has the least probability, the worst first."""
+    return sorted(summary["metric_per_case"], key=lambda case: of_truth(case, summary))[:count]
+
+
+def verdict_on(case: Mapping[str, Any], summary: Mapping[str, Any]) -> str:
+    """Returns a case's true and predicted class in words, and the probabilities that the reader cannot add up."""
+    is_right, names = case["class"] == case["truth"], list(summary["names"])
+    probability = case["probabilities"][names.index(case["class"])]
+    text = f"Predicted: {case['class']} with {probability:.3f} ({'correct' if is_right else 'wrong'})."
+    if len(names) > 2 and not is_right:
+        text += f" Probability of the true class: {of_truth(case, summary):.3f}."
+    return f"True class: {case['truth']}. {text}"

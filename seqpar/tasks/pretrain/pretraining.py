@@ -46,7 +46,7 @@ def flags_of_training(out: Path) -> list[str]:
     flags = ["--preset", preset, "--weights", str(out)]
     if own.data:
         flags += ["--data", own.data if any(content["dataset"]["labels"].values()) else LABELLED]
-    for name in (*WITH_ENCODER, *names):
+    for name in (*WITH_ENCODER, "phantoms", *names):
         value = getattr(own, name)
         if value != getattr(other, name) and setting_applies(own, name) and name not in ("dropout", "drop_path"):
             flags += as_typed(name, value).split()
@@ -102,12 +102,13 @@ class Pretraining(Task):
         from seqpar.runs.run_folder import read_config
         from seqpar.tasks.pretrain.validation import what_was_learned
 
-        line, note = next_command("train", *flags_of_training(out)), ""
-        if LABELLED in line:
-            note = f"  ({LABELLED}: a data set with labels)"
+        line = next_command("train", *flags_of_training(out))
         held_out = [row for row in read_metrics(out / "metrics.jsonl") if row["kind"] == "val"]
         normalised = bool(read_config(out)["config"].get("normalised_targets"))
         caution = what_was_learned(held_out, normalised)[1]
+        notes = ["once it has learned more"] * bool(caution)
+        notes += [f"{LABELLED}: a data set with labels"] * (LABELLED in line)
+        note = f"  ({'; '.join(notes)})" if notes else ""
         return [
             *([f"warning: {caution}"] if caution else []),
             f"next: {line}{note}",

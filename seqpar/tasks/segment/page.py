@@ -6,15 +6,23 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from statistics import fmean
 from typing import Any
 
 from seqpar.report.cases import case_section, load_worst
 from seqpar.report.curves import number
 from seqpar.report.images import find_images
-from seqpar.report.record import CaseScores, RunRecord, measure_folder, read_scores, score_folders, seen_in_training
+from seqpar.report.record import (
+    CaseScores,
+    RunRecord,
+    chosen_on_them,
+    measure_folder,
+    reached_in_validation,
+    read_scores,
+    score_folders,
+    seen_in_training,
+)
 from seqpar.report.run_page import FinishedPage, is_neurological, render_run, try_reading
-from seqpar.report.several_runs import Comparison, Dots, read_all
+from seqpar.report.several_runs import Comparison, Dots, difference_sentence, read_all
 from seqpar.report.tables import (
     HeadlineTile,
     Score,
@@ -24,6 +32,7 @@ from seqpar.report.tables import (
     coarse_voxels,
     dice_table,
     last_validation,
+    mean_over,
     metrics_table,
     only_one_map,
     predicted_volumes,
@@ -32,13 +41,14 @@ from seqpar.report.tables import (
     volumes_table,
 )
 from seqpar.scores.comparison import FEW as FEW_CASES
-from seqpar.scores.comparison import TOO_FEW, describe_interval, interval_of_mean
+from seqpar.scores.comparison import TOO_FEW, interval_of_mean
 from seqpar.scores.label_files import missing_line
 from seqpar.scores.label_scores import without_nan
 from seqpar.tasks.segment.validation import label_files
 from seqpar.text import quantity
 
 FOLDER = Path(__file__).parent
+RESEARCH = "For research; not a medical device."
 FEW = 12  # cases whose table is open from the start
 
 
@@ -79,7 +89,9 @@ def segment_page(options: argparse.Namespace, record: RunRecord) -> FinishedPage
             "is_short": len(scored.cases) <= FEW,
         }
     faults: Sequence[str] = scored.faults if scored else ()
-    cautions = _cautions(record, scored) if scored and options.truth is not None else []
+    cautions = reached_in_validation(record) if alone else []
+    if scored and not alone:
+        cautions = _cautions(record, scored) if options.truth is not None else chosen_on_them(record)
     cautions += filter(None, [coarse_voxels(scored) if scored else ""])
     parts: dict[str, Any] = {
         "tiles": tiles,
@@ -88,8 +100,11 @@ def segment_page(options: argparse.Namespace, record: RunRecord) -> FinishedPage
         "cases": cases,
         **tables,
     }
+    if scored and alone and len(scored.cases) == 1:
+        parts["subject"] = scored.cases[0].name
     parts |= {"truth": options.truth, "prediction": options.prediction, "images": options.images}
-    text = render_run(FOLDER, record, gaps, faults, cautions, classes=list(colours), **parts)
+    told = [RESEARCH] * alone + cautions
+    text = render_run(FOLDER, record, gaps, faults, told, classes=list(colours), **parts)
     own = faults if options.prediction is not None else ()
     return FinishedPage(text, f"{quantity(len(shown), 'case')} shown, ", own, cautions)
 
@@ -107,11 +122,12 @@ def headline(record: RunRecord, scored: CaseScores | None) -> tuple[list[Headlin
     """Returns the mean Dice of each class, with its interval and the number of cases, and what these are."""
     tiles, note = list[HeadlineTile](), "Mean Dice over cases"
     if scored:
-        note += ", its 95 % confidence interval (Student's t), and n, the number of cases with a Dice"
+        note += ", its 95 % confidence interval (Student's t), which is for the mean and not for one patient, and n, "
+        note += "the number of cases with a Dice"
         for name in scored.classes:
             values = without_nan(case.scores[name].get("Dice", math.nan) for case in scored.cases)
             interval = interval_of_mean(values, low=0.0, high=1.0)
-            range_text = f"{interval[0]:.3f} – {interval[1]:.3f}, " if interval else ""
+            range_text = f"{interval[0]:.3f} to {interval[1]:.3f}, " if interval else ""
             range_text = f"{TOO_FEW}, " if len(values) < FEW_CASES else range_text
             mean = Score(scored.summary["mean"][name].get("Dice", math.nan), 3)
             tiles.append(HeadlineTile(name, mean, f"{range_text}n = {len(values)}"))
@@ -126,11 +142,12 @@ def headline(record: RunRecord, scored: CaseScores | None) -> tuple[list[Headlin
 def compare_segmentations(records: Mapping[str, RunRecord], gaps: list[str]) -> Comparison:
     """Returns the scores of several runs side by side, and how they differ case by case."""
     scored = read_all(records, lambda record: read_scores(record.path), gaps)
-    return Comparison(len(scored), _scores_table(scored), *_differences(scored))
+    differences = _differences(scored)
+    return Comparison(len(scored), _scores_table(scored, isinstance(differences[0], Table)), *differences)
 
 
-def _scores_table(scored: Mapping[str, CaseScores]) -> Table | str:
-    """Returns the mean Dice of each class, the runs side by side."""
+def _scores_table(scored: Mapping[str, CaseScores], is_compared: bool) -> Table | str:
+    """Returns the mean Dice of each class, the runs side by side; ``is_compared``: a table of their cases follows."""
     if not scored:
         return "No run has scores of cases."
     classes = dict.fromkeys(name for one in scored.values() for name in one.classes)
@@ -139,14 +156,15 @@ def _scores_table(scored: Mapping[str, CaseScores]) -> Table | str:
         for kind in classes
     ]
     rows.append(TableRow("cases", [Score(len(one.cases), 0) for one in scored.values()]))
-    note = "Mean Dice over the cases that each run has scored; the table below compares the cases that all runs share."
+    note = "Mean Dice over the cases that each run has scored"
+    note += "; the table below compares the cases that all runs share." if is_compared else "."
     return Table("scores", list(map(TableHead, ("Class", *scored))), rows, "class", note)
 
 
 def _differences(scored: Mapping[str, CaseScores]) -> tuple[Table | str, Sequence[str], Sequence[Dots]]:
     """Returns how far each case's mean Dice is above that of the first run: a table, sentences, strips."""
     if len(scored) < 2:
-        return "Fewer than two runs have scores of cases.", (), ()
+        return "", (), ()
     (first, reference), *others = scored.items()
     dice = {name: {case.name: case.dice for case in one.cases} for name, one in scored.items()}
     common = [case.name for case in reference.cases if all(case.name in own for own in dice.values())]
@@ -162,22 +180,9 @@ def _differences(scored: Mapping[str, CaseScores]) -> tuple[Table | str, Sequenc
         1.05 * max((abs(gap) for pairs in gaps.values() for gap, _ in pairs if math.isfinite(gap)), default=0.0) or 1.0
     )
     dots = Dots(f"Dice of each case, minus that of {first}", gaps, -reach, reach)
-    sentences = [_sentence(name, first, pairs) for name, pairs in gaps.items()]
+    sentences = [difference_sentence("mean Dice", name, first, pairs) for name, pairs in gaps.items()]
     return (
-        Table("pairs", list(map(TableHead, heads)), rows, "case"),
+        Table("pairs", list(map(TableHead, heads)), rows, "case", mean_over(reference.classes, "of a case ")),
         sentences,
         [dots] * any(any(math.isfinite(gap) for gap, _ in pairs) for pairs in gaps.values()),
     )
-
-
-def _sentence(name: str, first: str, pairs: Sequence[tuple[float, str]]) -> str:
-    """Returns how far a run's Dice is above that of the first, over cases, and how sure that is."""
-    known = [gap for gap, _ in pairs if math.isfinite(gap)]
-    if not known:
-        return f"{name} and {first} have no case with a Dice in both."
-    mean, cases = fmean(known), quantity(len(known), "case")
-    if math.isclose(mean, 0, abs_tol=5e-4):
-        return f"{name}'s mean Dice is {first}'s, over {cases}."
-    text = f"{name}'s mean Dice is {abs(mean):.3f} {'higher' if mean > 0 else 'lower'} than {first}'s"
-    text += f", over {cases}" if len(known) >= FEW_CASES else ""
-    return f"{text}{describe_interval(interval_of_mean(known, low=-1.0, high=1.0), len(known), '+.3f')}."

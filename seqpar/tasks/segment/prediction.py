@@ -30,6 +30,7 @@ class LabelMapPrediction(CasePrediction):
 
     what = "label maps"
     truth = "folder of the true label maps"
+    page = "label maps over their images, and volumes; no truth is needed"
     folder: LabelMapFolder
 
     def __init__(self, request: Request, members: Sequence[EnsembleMember], mesh: Mesh) -> None:
@@ -63,6 +64,10 @@ class LabelMapPrediction(CasePrediction):
                 self.shown.say(f"--window {window}; mean Dice {whose}: {dices}")
                 if (window, run.window) == ("whole", "sliding"):
                     self.shown.warn(f"--window whole is the worse of both by the validation of {run.path}: remove it")
+
+    def report_flags(self) -> list[str]:
+        inputs = self.request.inputs
+        return ["--images", inputs[0] if len(inputs) == 1 else "IMAGES"]
 
     def predict_case(self, number: int, case: Case, tell: ReportProgress) -> str:
         folder, run, count = self.folder, self.run, len(self.predictors)
