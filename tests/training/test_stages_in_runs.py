@@ -63,7 +63,7 @@ def test_the_manual_shows_rows_as_they_are_planned_now(capsys, monkeypatch) -> N
     (line,) = re.findall(r"python launch/plan.py (--preset modern --encoder hierarchical .*)", manual)
     (more,) = re.findall(r"`(--window 8 .*? --seqpar 64)`", manual)
     (fewer,) = re.findall(r"`(--volume 512 .*? --seqpar 8)`", manual)
-    (pretraining,) = re.findall(r"`plan.py (--preset mae .*? mi250x)` says", manual)
+    (pretraining,) = re.findall(r"`plan.py (--preset mae .*? mi250x)`", manual)
     for flags in (f"{line} --seqpar 8", f"{line} {more}", f"{line} {more} {fewer}", pretraining):
         assert plan.act(flags.split()) == 0
         said = capsys.readouterr().out
