@@ -117,7 +117,7 @@ def metrics_table(scored: CaseScores) -> Table:
 
 
 def mean_over(classes: Iterable[str], whose: str = "") -> str:
-    """Returns of which classes a Dice is the mean; "" of a single class."""
+    """Returns a sentence with the classes that a mean Dice covers; "" for a single class."""
     *others, last = list(classes) or [""]
     return f"The mean Dice {whose}is over {', '.join(others)} and {last}." if others else ""
 
@@ -154,7 +154,7 @@ def _ml_places(scored: CaseScores) -> int:
 
 
 def what_volumes_count(classes: Mapping[str, str]) -> str:
-    """Returns of which labels the volumes are; "" of a single class with one label."""
+    """Returns a sentence on which labels a volume counts; "" for a single class with one label."""
     several = [f"{name} = {_labels_of(key)}" for name, key in classes.items() if "," in key.rstrip(",)")]
     if several:
         return f" A volume is that of all labels of its class: {'; '.join(several)}."
