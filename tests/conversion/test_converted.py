@@ -167,7 +167,7 @@ def test_what_cannot_be_converted_is_refused_when_converting(module: nn.Module, 
 
 
 class Pyramid(nn.Conv3d):
-    """Returns two scales: a rank's box of the finer one has the sides of the coarser one, which every rank holds whole."""
+    """Returns two scales: a box of the finer has the sides of the coarser, which every rank holds whole."""
 
     def forward(self, x: Tensor) -> list[Tensor]:
         y = super().forward(x)
