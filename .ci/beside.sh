@@ -1,15 +1,24 @@
 #!/usr/bin/env bash
 # Sourced by .ci/run.
-# beside WAITING STEP: runs a step that mostly waits (for Slurm) in parallel with another, and shows its output at the end.
-# Fails if either of them fails.
+# beside "STEPS" "STEPS": runs two rows of steps in parallel, each step after the one before it, and shows the first row's output
+# at the end. Fails if a step of either fails; the rest of its row is left out.
 beside() {
     local log waiting failed=0
     log=$(mktemp)
-    "$1" > "$log" 2>&1 &
+    in_turn $1 > "$log" 2>&1 &
     waiting=$!
-    "$2" || failed=$?
+    in_turn $2 || failed=$?
     wait "$waiting" || failed=$?
     cat "$log"
     rm "$log"
     return "$failed"
+}
+
+in_turn() {
+    local step began
+    for step in "$@"; do
+        began=$SECONDS
+        "$step" || { echo "$step failed after $((SECONDS - began)) s" && return 1; }
+        echo "$step: $((SECONDS - began)) s"
+    done
 }

@@ -23,7 +23,7 @@ from tests.support.pages import ROOT, page, shown_commands
 from tests.support.started_sweeps import Tune, below, parents, processes
 from tests.support.training_runs import farthest, losses, status, tiny_data, trained, weights
 
-RATES, BATCHES = ("0.01", "0.02", "0.005", "0.03"), ("1", "2")
+RATES, BATCHES = ("0.01", "0.02", "0.005"), ("1", "2")
 SPACE = ["--space", f"lr={','.join(RATES)}", f"batch={','.join(BATCHES)}"]
 TRAINING = "seqpar.cli.train"  # in the command line of every rank
 NAMES = [f"lr-{rate}_batch-{batch}" for rate in RATES for batch in BATCHES]
@@ -111,9 +111,9 @@ def test_every_point_is_run_once_two_at_a_time(undisturbed: Path) -> None:
     together = max(sum(begins[other] <= begins[name] < ends[other] for other in NAMES) for name in NAMES)
     assert together == 2, f"{together} at a time: {begins} {ends} {times}"
     said = (undisturbed / "said.txt").read_text()
-    assert "8 points to train; each on 1 core, 2 at a time on 2 cores" in said and "8 of 8 points have ended" in said
+    assert "6 points to train; each on 1 core, 2 at a time on 2 cores" in said and "6 of 6 points have ended" in said
     assert {path.name for path in undisturbed.glob("sweep.*")} == {"sweep.json", "sweep.csv", "sweep.png"}
-    assert status(undisturbed)["state"] == "finished" and status(undisturbed)["step"] == 8
+    assert status(undisturbed)["state"] == "finished" and status(undisturbed)["step"] == 6
     typed = {read_json(undisturbed / name / "config.json")["command"][0] for name in NAMES}
     assert typed == {str(ROOT / "launch" / "train.py")}, "as a person would start one of them again"
     assert not (undisturbed / ".ray").exists() and not (undisturbed / "leaving").exists()
@@ -126,7 +126,7 @@ def test_points_have_the_bits_of_runs_alone_so_that_the_best_is_the_same(
     sweep, alone = read_sweep(undisturbed), list[Point]()
     assert sweep.best is not None and [point.name for point in sweep.points] == NAMES
     for name, (rate, batch) in zip(NAMES, ((rate, batch) for rate in RATES for batch in BATCHES)):
-        if name in (NAMES[0], NAMES[5], sweep.best.name):
+        if name in (NAMES[0], NAMES[-1], sweep.best.name):
             trained(1, [*flags, "--lr", rate, "--batch", batch], tmp_path / name)
             assert losses(undisturbed / name) == losses(tmp_path / name)
             assert weights(undisturbed / name) == weights(tmp_path / name)
@@ -193,7 +193,7 @@ def test_a_sweep_whose_trial_driver_and_raylet_are_killed_and_that_is_told_to_le
         assert losses(out / name) == losses(undisturbed / name), name
         assert weights(out / name) == weights(undisturbed / name), name
     assert (
-        tune_act([*line, "--resume", "--out", str(out)]) == 0 and "8 of 8 points have ended" in capsys.readouterr().out
+        tune_act([*line, "--resume", "--out", str(out)]) == 0 and "6 of 6 points have ended" in capsys.readouterr().out
     )
 
 
