@@ -185,7 +185,7 @@ def test_classifiers_are_compared_by_their_balanced_accuracy(tmp_path: Path) -> 
         (out / point.name / "status.json").write_text(json.dumps({"state": "finished", "step": 4, "steps": 4}))
     sweep = refresh_points(out, sweep)
     write_sweep(out, sweep)
-    text = "\n".join(write_results(out, read_sweep(out))) + page_of_sweep(out).partition("</style>")[2]
+    text = "\n".join(write_results(out, read_sweep(out))) + page_of_sweep(out, {}).partition("</style>")[2]
     assert "highest balanced accuracy: lr-0.001, 0.7500 after step 4\n" in text
     assert "Highest balanced accuracy: lr-0.001, 0.7500 after step 4." in text and "Dice" not in text
 

@@ -82,7 +82,7 @@ def test_a_run_that_cannot_go_on_with_other_data_keeps_its_folder(flags, undistu
 
 
 def test_a_validation_that_is_repeated_after_a_kill_is_there_once(flags, tmp_path):
-    out, slow = tmp_path / "run", ["--lr", "1e-7"]  # no second validation is the best, which would save
+    out, slow = tmp_path / "run", ["--lr", "1e-30"]  # no second validation is the best, which would save
     trained(
         1, [*flags, *slow], out, expect=75, hook=at(after_step.AfterStep, "decide", 0, signalled(signal.SIGTERM), 4)
     )
