@@ -68,9 +68,7 @@ def _lead(records: Mapping[str, RunRecord], names: Sequence[str], compare: Mappi
         return ""
     sentences = compare[next(iter(first.values())).network_settings.task](first, []).sentences
     if not sentences:
-        return (
-            "Whether the first two points differ by more than chance is not known: they have no scores of single cases."
-        )
+        return "Whether the first two points differ by more than chance is not known: they share no scores of cases."
     return f"After their last steps, {sentences[0]} {LEAD}"
 
 

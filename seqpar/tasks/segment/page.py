@@ -132,32 +132,29 @@ def _intensities(prediction: Path, scored: CaseScores, gaps: list[str]) -> Table
         for name, volumes in case.scores.items():
             if (case.name, name) not in lines:
                 continue
-            ml, *values = lines[case.name, name]
+            ml, *numbers = lines[case.name, name]
             if not math.isclose(ml, volumes["VolumeMl"], rel_tol=1e-4, abs_tol=1e-6):
                 changed.append(f"{name} of {case.name}")
             else:
-                numbers = [Score(value, _places(value)) for value in values]
-                pairs = [number for pair in zip(numbers[: len(kinds)], numbers[len(kinds) :]) for number in pair]
-                rows.append(TableRow(case.name, [name, *pairs]))
+                own = zip(numbers[: len(kinds)], numbers[len(kinds) :])
+                rows.append(TableRow(case.name, [name, *(_mean_and_deviation(mean, sd) for mean, sd in own)]))
     if changed:
         what = f"{prediction / STATISTICS} is of other label maps than these: {', '.join(changed[:MAX_NAMED])}"
         gaps.append(f"{what}{', …' * (len(changed) > MAX_NAMED)} cannot be shown.")
-    heads = [
-        TableHead("Case"),
-        TableHead("Class"),
-        *(TableHead(kind, ("mean", "standard deviation")) for kind in kinds),
-    ]
+    heads = list(map(TableHead, ("Case", "Class", *kinds)))
     note = (
-        f"Over the voxels of each predicted class, in the image file's own numbers (CT: HU), from "
-        f"{prediction / STATISTICS}. MR has no unit: do not compare its numbers between scans. The standard deviation "
-        "is that of the voxels and does not say how sure the mean is."
+        "Mean ± standard deviation over the voxels of each predicted class, in the image file's own numbers (CT: HU), "
+        f"from {prediction / STATISTICS}. MR has no unit: do not compare its numbers between scans. The standard "
+        "deviation is that of the voxels and does not say how sure the mean is."
     )
     return Table("intensities", heads, rows, "case", note) if rows else None
 
 
-def _places(value: float) -> int:
-    """Returns the decimals of a number with four digits."""
-    return max(0, 3 - math.floor(math.log10(abs(value)))) if math.isfinite(value) and value else 0
+def _mean_and_deviation(mean: float, sd: float) -> Score:
+    """Returns both, the larger one with four digits; a class without a voxel has neither."""
+    largest = max(abs(mean), sd)
+    places = max(0, 3 - math.floor(math.log10(largest))) if math.isfinite(largest) and largest else 0
+    return Score(mean, places, "" if math.isnan(sd) else f" ± {sd:.{places}f}")
 
 
 def _cautions(record: RunRecord, scored: CaseScores) -> list[str]:
