@@ -3,6 +3,7 @@
 import base64
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
 from typing import NamedTuple
@@ -35,7 +36,7 @@ def page_of_sweep(out: Path, compare: Mapping[str, Compare]) -> str:
             records[point.name] = read_record(out / point.name)
         except (DataError, ValueError) as error:
             gaps.append(f"{point.name} has no curves: {error}.")
-    gaps += [f"{point.name} is {point.state}. {point.why}" for point in sweep.points if not point.is_over]
+    gaps += [_why_not_over(point) for point in sweep.points if not point.is_over]
     over = sum(point.is_over for point in sweep.points)
     headline = f"{over} of {len(sweep.points)} points have ended."
     if best:
@@ -75,6 +76,10 @@ def _lead(records: Mapping[str, RunRecord], names: Sequence[str], compare: Mappi
 LEAD = "Other seeds may change the order, and the first of several points tends to look better than it is."
 
 
+def _why_not_over(point: Point) -> str:
+    return f"{point.name} {'has not begun' if point.state == 'open' else f'is {point.state}'}. {point.why}".rstrip()
+
+
 def _ranked(sweep: Sweep) -> list[Point]:
     """Returns the points that have a score, the best first."""
     known = [point for point in sweep.points if not math.isnan(point.score)]
@@ -105,7 +110,8 @@ def _points(sweep: Sweep) -> list[PointRow]:
             _cell(point.settings.get(name, ""), format_value(point.settings.get(name, "–"))) for name in sweep.varied()
         ]
         cells.append(_cell(point.state, point.state))
-        cells += [_number(getattr(point, name), places) for name, places in NUMBERS.items()]
+        shown = point if not math.isnan(point.score) else replace(point, at=math.nan)  # type: ignore[arg-type]
+        cells += [_number(getattr(shown, name), places) for name, places in NUMBERS.items()]
         rows.append(PointRow(point.name, point is sweep.best, cells))
     return rows
 
