@@ -399,7 +399,7 @@ def viewer_data(
             "name": shown.name,
             "shape": embedded.shape,
             "slices": [own.coarsened(f) for own, f in zip(shown.slices, embedded.factors)],
-            "counts": [own.count for own in shown.slices],
+            "counts": [own.total for own in shown.slices],
             "factors": embedded.factors,
             "spacing": [s * f for s, f in zip(shown.spacing, embedded.factors)],
             "columns": embedded.columns,

@@ -58,11 +58,11 @@ class FileSlices(NamedTuple):
     """The slices of a case's file along a direction: the number of each plane's, from 1, and how many the file has."""
 
     numbers: Sequence[int]
-    count: int
+    total: int
 
     def text(self, at: int) -> str:
         """Returns which slice a plane is, of how many."""
-        return f"{self.numbers[at]} / {self.count}"
+        return f"{self.numbers[at]} / {self.total}"
 
     def coarsened(self, factor: int) -> list[int]:
         """Returns the number in the middle of each block of ``factor`` planes."""

@@ -380,6 +380,6 @@ def test_slices_have_the_numbers_that_the_file_gives_them(orientation: str) -> N
         file = np.indices(shape)[axis] + 1
         turned = to_canonical(file, orientation)[tuple(slice(*side) for side in box)]
         assert list(slices.numbers) == np.moveaxis(turned, dim, 0)[:, 0, 0].tolist()
-        assert slices.count == shape[axis] and slices.text(0) == f"{slices.numbers[0]} / {shape[axis]}"
+        assert slices.total == shape[axis] and slices.text(0) == f"{slices.numbers[0]} / {shape[axis]}"
     coarse = slices_of(geometry, box, (3, 3, 3))[1], slices_of(geometry, box, (6, 6, 6))[1]
     assert list(coarse[0].numbers) == coarse[1].coarsened(2) and len(coarse[1].coarsened(4)) == 2
