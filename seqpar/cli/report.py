@@ -3,13 +3,13 @@
 import argparse
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from seqpar.cluster.exit_codes import DATA, run
 from seqpar.data.errors import DataError
 from seqpar.report.record import read_record
-from seqpar.report.several_runs import page_of_several
+from seqpar.report.several_runs import Compare, page_of_several
 from seqpar.report.sweep_page import page_of_sweep
 from seqpar.runs.run_status import warn_if_killed
 from seqpar.runs.sweep_folder import holds_sweep
@@ -22,14 +22,14 @@ _MARK = b"""content="default-src 'none'; style-src 'unsafe-inline'"""  # in each
 
 def act(arguments: Sequence[str]) -> int:
     """Returns the exit code; the page names what a run lacks; faults of two given folders are also errors."""
-    options = _parse(arguments)
+    options, compare = _parse(arguments), {name: task.compare for name, task in TASKS.items()}
     if holds_sweep(options.runs[0]):
-        write_output(options.out, page_of_sweep(options.runs[0]))
+        write_output(options.out, page_of_sweep(options.runs[0], compare))
         print(f"{options.out}: the sweep in {options.runs[0]}", flush=True)
         return 0
     warn_if_killed(*options.runs)
     if len(options.runs) > 1:
-        return _compare(options)
+        return _compare(options, compare)
     record = read_record(options.runs[0])
     made = TASKS[record.network_settings.task].page(options, record)
     write_output(options.out, made.text)
@@ -41,10 +41,10 @@ def act(arguments: Sequence[str]) -> int:
     return DATA if made.faults else 0
 
 
-def _compare(options: argparse.Namespace) -> int:
+def _compare(options: argparse.Namespace, compare: Mapping[str, Compare]) -> int:
     """Writes the page about several runs; returns the exit code."""
     records = [read_record(folder) for folder in options.runs]
-    text, scored = page_of_several(records, {name: task.compare for name, task in TASKS.items()})
+    text, scored = page_of_several(records, compare)
     write_output(options.out, text)
     print(f"{options.out}: {len(records)} runs compared, {scored} with scores of their cases", flush=True)
     return 0

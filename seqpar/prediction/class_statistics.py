@@ -86,6 +86,29 @@ def statistics_of(
     return rows
 
 
+def read_statistics(folder: Path) -> tuple[list[str], dict[tuple[str, str], list[float]]]:
+    """Returns the modalities of a folder's statistics.csv and, by case and class, its ml, means, standard deviations.
+
+    Both are empty if there is no such file; raises DataError if it is damaged.
+    """
+    path = folder / NAME
+    try:
+        head, *lines = csv.reader(io.StringIO(path.read_text(encoding="utf-8")))
+        kinds = [name.removeprefix("mean ") for name in head if name.startswith("mean ")]
+        if head != ["case", "class", "voxels", "ml", *(f"{kind} {name}" for kind in ("mean", "sd") for name in kinds)]:
+            raise ValueError(f"its columns are {', '.join(head)}")
+        rows = {(case, name): [float(cell or "nan") for cell in cells] for case, name, _, *cells in lines}
+        if any(len(numbers) != 1 + 2 * len(kinds) for numbers in rows.values()):
+            raise ValueError("a line has another number of columns than the first")
+        return kinds, rows
+    except FileNotFoundError:
+        return [], {}
+    except OSError as error:
+        raise unreadable(path, error) from error
+    except ValueError as error:
+        raise DataError(path, f"is no table that predict --statistics wrote ({error})") from None
+
+
 def _cell(value: Any) -> str:
     """Returns a number as text; nothing for NaN."""
     return str(value) if not isinstance(value, float) else "" if np.isnan(value) else f"{value:.6g}"

@@ -21,12 +21,14 @@ from seqpar.report.planes import (
     COUNTED,
     LETTERS,
     PLANES,
+    FileSlices,
     best_modality,
     colours_of,
     fullest_planes,
     orientation_text,
     plane_of,
     sides,
+    slices_of,
 )
 from seqpar.report.record import CaseScores, RunRecord, ScoredCase
 from seqpar.report.tables import Score, what_is_missing
@@ -42,6 +44,7 @@ class ShownCase:
 
     - ``ranges``: what black and white are in the files' numbers, by modality
     - ``is_ct``: whether these are Hounsfield units
+    - ``slices``: of the case's file, along W, D and H
     - ``heat``: a map from 0 to 255; ``heat_name``: what it shows, such as its class
     - ``at``: the planes to begin with; None: those that are also drawn
     """
@@ -51,6 +54,7 @@ class ShownCase:
     truth: Bytes
     prediction: Bytes
     spacing: tuple[float, float, float]
+    slices: Sequence[FileSlices]
     note: str = ""
     ranges: Mapping[str, tuple[float, float]] = field(default_factory=dict)
     is_ct: bool = False
@@ -83,7 +87,8 @@ def load(case: ScoredCase, record: RunRecord, images: Images) -> ShownCase:
     box = smallest_box((both != 0).any(0))
     w, d, h = ((max(0, low - _MARGIN), min(side, high + _MARGIN)) for (low, high), side in zip(box, both.shape[1:]))
     maps = [_numbered(crop(labels, (w, d, h)), numbers) for labels in both]
-    return ShownCase(case.name, {}, maps[0], maps[1], prediction.geometry.canonical_spacing, note)
+    slices = slices_of(prediction.geometry, (w, d, h), maps[0].shape)
+    return ShownCase(case.name, {}, maps[0], maps[1], prediction.geometry.canonical_spacing, slices, note)
 
 
 def _read_truth(case: ScoredCase, prediction: Volume) -> Volume:
@@ -111,7 +116,8 @@ def _on_prepared_grid(
     else:
         truth = _numbered(transforms.to_values(np.asarray(image.label), properties.values), numbers)
     pictures, ranges, is_ct = grey_images(image, modalities)
-    return ShownCase(case.name, pictures, truth, to_grid(prediction), properties.spacing, "", ranges, is_ct)
+    slices = slices_of(properties.geometry, properties.box, properties.shape)
+    return ShownCase(case.name, pictures, truth, to_grid(prediction), properties.spacing, slices, "", ranges, is_ct)
 
 
 def _numbered(values: NDArray[Any], numbers: dict[int, int]) -> Bytes:
@@ -150,7 +156,7 @@ def to_grey(channel: NDArray[Any], zero_is_outside: bool) -> tuple[Bytes, float,
 class ShownPlane:
     """A plane of a case as its template draws it, in mm.
 
-    - ``number``, ``count``: which plane of how many, as the viewer counts
+    - ``slice``: which slice of the file, of how many
     - ``across``, ``up``: sides of a pixel
     - ``outlines``: kind (truth or prediction), colour and SVG path in pixels
     - ``sides``: place and letter of what is at the left, right, top and bottom
@@ -159,8 +165,7 @@ class ShownPlane:
 
     name: str
     label: str
-    number: int
-    count: int
+    slice: str
     width: float
     height: float
     across: float
@@ -210,9 +215,8 @@ def _plane(case: ShownCase, name: str, dim: int, at: int, neurological: bool) ->
     places = ((far, height / 2), (width - far, height / 2), (width / 2, far), (width / 2, height - far))
     return ShownPlane(
         name,
-        f"{case.name}, {name} plane {at + 1}",
-        at + 1,
-        case.truth.shape[dim],
+        f"{case.name}, {name} slice {case.slices[dim].text(at)}",
+        case.slices[dim].text(at),
         width,
         height,
         across,
@@ -269,7 +273,6 @@ class CaseSection:
 
     - ``labels``: colour and name
     - ``volumes``: what the viewer reads; ``note``: what was left out of them
-    - ``is_ct``: whether there are windows of Hounsfield units
     - ``heat``: colours of a map from 0 to its maximum; "" without one
     - ``order``: which cases are shown
     """
@@ -279,7 +282,6 @@ class CaseSection:
     note: str
     shown: Sequence[CaseView]
     volumes: Mapping[str, Any]
-    is_ct: bool = False
     heat: str = ""
     has_truth: bool = True
     order: str = ""
@@ -321,12 +323,11 @@ def viewer_section(
     - ``views``: cases that are also shown in planes
     """
     return CaseSection(
-        f"{orientation_text(neurological)}. {LETTERS}. {COUNTED}",
+        f"{orientation_text(neurological)}. {LETTERS}. {COUNTED}; if voxels were resampled, of the nearest slice",
         [(colour, name) for name, colour in colours_of(labels).items()],
         viewer_note([embedded for _, embedded in shown], any(case.is_ct for case, _ in shown)) + _kept_of_ct(shown),
         views,
         viewer_data(labels, shown, neurological),
-        any(case.is_ct for case, _ in shown),
         ", ".join(heat_colours()) if any(case.heat is not None for case, _ in shown) else "",
     )
 
@@ -397,7 +398,8 @@ def viewer_data(
         {
             "name": shown.name,
             "shape": embedded.shape,
-            "whole": shown.truth.shape,
+            "slices": [own.coarsened(f) for own, f in zip(shown.slices, embedded.factors)],
+            "counts": [own.total for own in shown.slices],
             "factors": embedded.factors,
             "spacing": [s * f for s, f in zip(shown.spacing, embedded.factors)],
             "columns": embedded.columns,

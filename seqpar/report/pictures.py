@@ -8,7 +8,16 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from seqpar.report.planes import COLOURS, COUNTED, PLANES, fullest_planes, orientation_text, plane_of, sides
+from seqpar.report.planes import (
+    COLOURS,
+    COUNTED,
+    PLANES,
+    FileSlices,
+    fullest_planes,
+    orientation_text,
+    plane_of,
+    sides,
+)
 from seqpar.report.plots import escape_mathtext, make_figure, save_figure
 from seqpar.scores.class_scores import positive_class, roc_label, roc_points
 from seqpar.text import quantity
@@ -16,13 +25,14 @@ from seqpar.text import quantity
 
 @dataclass(frozen=True)
 class PicturedCase:
-    """A case to draw: one modality ``W D H`` and the class ids of truth and prediction."""
+    """A case to draw: one modality ``W D H``, the class ids of truth and prediction, and its file's slices."""
 
     name: str
     image: NDArray[Any]
     truth: NDArray[Any]
     prediction: NDArray[Any]
     spacing: tuple[float, ...]
+    slices: Sequence[FileSlices]
 
 
 def draw_cases(path: Path, cases: Sequence[PicturedCase], classes: Sequence[str], neurological: bool) -> None:
@@ -46,7 +56,7 @@ def figure_of_cases(cases: Sequence[PicturedCase], classes: Sequence[str], neuro
         for (plane, dim), panel, letters in zip(PLANES, row, sides(neurological)):
             _draw_plane(panel, case, greys, dim, at[dim], len(classes), neurological)
             mark_sides(panel, letters)
-            name = f"{plane} {at[dim] + 1} / {case.truth.shape[dim]}"  # as reports count
+            name = f"{plane} {case.slices[dim].text(at[dim])}"
             panel.set_title(f"{escape_mathtext(case.name)}\n{name}" if dim == 0 else name, fontsize=9)
     marks = [("truth", "-", "#555555"), ("prediction", "--", "#555555")]
     marks += [(escape_mathtext(name), "-", COLOURS[i % len(COLOURS)]) for i, name in enumerate(classes)]
@@ -144,12 +154,14 @@ def draw_evidence(
     image: NDArray[Any],
     seen: NDArray[Any],
     spacing: Sequence[float],
+    slices: Sequence[FileSlices],
     neurological: bool,
     about: str = "",
 ) -> None:
     """Draws three planes through the strongest point of a map in the body, over one modality ``W D H``.
 
     - ``seen``: the map, from 0 to 1, ``W D H``; half of it has an outline, which shows in grey too
+    - ``slices``: of the image's file
     - ``about``: its method and class, as in "HiResCAM map for dementia"
     """
     figure = make_figure(11, 4.8)
@@ -177,7 +189,7 @@ def draw_evidence(
             for colour, width in (("black", 2.6), ("white", 1.2)):
                 panel.contour(above, levels=[0.5], colors=[colour], linewidths=width)
         mark_sides(panel, letters)
-        panel.set_title(f"{plane} {at[dim] + 1} / {image.shape[dim]}", fontsize=9)
+        panel.set_title(f"{plane} {slices[dim].text(at[dim])}", fontsize=9)
         panel.set_xticks([])
         panel.set_yticks([])
     if seen.any():

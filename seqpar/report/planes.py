@@ -3,18 +3,24 @@
 Legend: ``W D H`` voxels in canonical orientation: they grow to the patient's right, to the front, upwards.
 """
 
+from __future__ import annotations
+
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
+
+if TYPE_CHECKING:
+    from seqpar.data.boxes import Box
+    from seqpar.data.geometry import Geometry
 
 # The palette of Okabe and Ito without its black, which people with colour blindness can tell apart, and one more.
 COLOURS = ("#e69f00", "#56b4e9", "#cc79a7", "#009e73", "#d55e00", "#f0e442", "#0072b2", "#b2df8a")
 # Runs have other colours than classes. All of these can be read on white and on black.
 RUN_COLOURS = ("#8a63d2", "#a0703c", "#d6336c", "#1f9e9e", "#7f8790", "#8f9a1f", "#c05bd6", "#5a7bd8")
 PLANES = (("sagittal", 0), ("coronal", 1), ("axial", 2))  # a plane's name, and the direction that it is across
-COUNTED = "Slices are counted in the cropped volume, not in the file"
+COUNTED = "Slice numbers are those of the image file, counted from 1"
 LETTERS = "R right, L left, A front (anterior), P back (posterior), S top (superior), I bottom (inferior)"
 
 
@@ -46,6 +52,35 @@ def fullest_planes(mask: NDArray[Any]) -> tuple[int, ...]:
         return tuple(side // 2 for side in mask.shape)
     others = [tuple(d for d in range(mask.ndim) if d != dim) for dim in range(mask.ndim)]
     return tuple(int(np.argmax((mask > 0).sum(axis))) for axis in others)
+
+
+class FileSlices(NamedTuple):
+    """The slices of a case's file along a direction: the number of each plane's, from 1, and how many the file has."""
+
+    numbers: Sequence[int]
+    total: int
+
+    def text(self, at: int) -> str:
+        """Returns which slice a plane is, of how many."""
+        return f"{self.numbers[at]} / {self.total}"
+
+    def coarsened(self, factor: int) -> list[int]:
+        """Returns the number in the middle of each block of ``factor`` planes."""
+        last = len(self.numbers) - 1
+        return [self.numbers[min(first + factor // 2, last)] for first in range(0, last + 1, factor)]
+
+
+def slices_of(geometry: Geometry, box: Box, shape: Sequence[int]) -> tuple[FileSlices, ...]:
+    """Returns the slices of the file that are nearest to the planes of a crop, along W, D and H.
+
+    - ``box``: the crop, in voxels of the file in canonical axes; ``shape``: of the crop after resampling
+    """
+    slices = []
+    for letter, (start, stop), side, whole in zip("RAS", box, shape, geometry.canonical_shape):
+        at = start + np.floor((np.arange(side) + 0.5) * (stop - start) / side).astype(int)
+        numbers = at + 1 if letter in geometry.orientation else whole - at
+        slices.append(FileSlices(numbers.tolist(), whole))
+    return tuple(slices)
 
 
 def best_modality(names: Sequence[str]) -> str:

@@ -10,9 +10,10 @@ from typing import Any
 
 from seqpar.data.errors import DataError
 from seqpar.data.files import read_whole, strip_suffix
+from seqpar.data.phantom.phantom_files import is_generated
 from seqpar.report.planes import colours_of
 from seqpar.runs.journal import read_metrics
-from seqpar.runs.metrics_tail import score_of
+from seqpar.runs.metrics_tail import best_validation
 from seqpar.runs.run_folder import read_config
 from seqpar.runs.run_status import describe_kill
 from seqpar.scores.label_classes import Labels, labels_of_run
@@ -77,6 +78,11 @@ class RunRecord:
     def layout(self) -> dict[str, Any]:
         return dict(self.content["layout"])
 
+    @property
+    def has_phantoms(self) -> bool:
+        """Whether it was trained on generated phantoms."""
+        return bool(self.dataset.get("generated")) or is_generated(self.config.get("data", "unknown"))
+
 
 @dataclass(frozen=True)
 class ScoredCase:
@@ -114,9 +120,11 @@ def mean_of_numbers(values: Iterable[float]) -> float:
 
 def best_step(record: RunRecord) -> int | None:
     """Returns the step whose weights predict takes: that of the best validation; None if there was none."""
-    scored = [(score_of(row), int(row["step"])) for row in record.held_out if "step" in row]
-    known = [pair for pair in scored if not math.isnan(pair[0])]
-    return max(known, key=lambda pair: pair[0])[1] if known else None
+    try:
+        return int((record.path / "checkpoints" / "best").read_text().removeprefix("step-"))
+    except (OSError, ValueError):
+        row = best_validation(record.held_out)
+        return None if row is None else int(row["step"])
 
 
 def chosen_on_them(record: RunRecord) -> list[str]:
@@ -163,6 +171,51 @@ def seen_in_training(
             of = f"{len(found)} of {len(scored)} scored cases {what} ({shown})"
             sentences.append(f"{of}: {if_so}{whose} say little about new cases.")
     return sentences
+
+
+LITTLE = 0.8  # of the error of a mean; above it, a pretraining has learned little
+
+
+def guess_of(normalised: bool) -> str:
+    """Returns with what a pretraining is compared: a mean in place of what is hidden, in words."""
+    return "each patch's own mean" if normalised else "the tile's mean"
+
+
+def what_was_learned(rows: Iterable[Mapping[str, Any]], normalised: bool) -> tuple[str, str]:
+    """Returns a sentence that compares the best error with that of a mean, and a caution if it is no better or close.
+
+    - ``rows``: of the validations
+    - ``normalised``: whether patches are rebuilt without their mean
+    """
+    known = [(row["loss"], row["error_of_mean"]) for row in rows if isinstance(row.get("error_of_mean"), float)]
+    known = [pair for pair in known if all(isinstance(error, float) and math.isfinite(error) for error in pair)]
+    if not known:
+        return "", ""
+    (error, of_mean), guess = min(known), guess_of(normalised)
+    sentence = f"The best error is {error:.4f}. Filling the hidden voxels with {guess} would give {of_mean:.4f}."
+    if error <= LITTLE * of_mean:
+        return sentence, ""
+    learned = "Little was learned" if error < of_mean else "Nothing was learned"
+    return sentence, f"{learned}: the best error is {error:.4f}, and that of {guess} is {of_mean:.4f}. Train longer."
+
+
+def weak_start(record: RunRecord) -> str:
+    """Returns a sentence if a run's weights came from a pretraining that learned little or nothing; else ""."""
+    weights = Path(str(record.config.get("weights") or ""))
+    folder = next((place for place in (weights, *weights.parents[:3]) if (place / "metrics.jsonl").is_file()), None)
+    if not record.config.get("weights") or folder is None:
+        return ""
+    try:
+        start = read_record(folder)
+    except DataError:
+        return ""
+    if start.network_settings.task != "pretrain":
+        return ""
+    caution = what_was_learned(start.held_out, bool(start.config.get("normalised_targets")))[1]
+    if not caution:
+        return ""
+    learned = f"{caution.removesuffix(' Train longer.')} So this run says little about pretraining."
+    return f"The run began with the weights of a pretraining, {folder}. {learned}"
 
 
 def read_record(run: Path) -> RunRecord:

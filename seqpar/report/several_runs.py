@@ -12,9 +12,9 @@ from seqpar.data.errors import DataError
 from seqpar.report.curves import OF_RUNS, Diagram, Line, number
 from seqpar.report.planes import RUN_COLOURS, colours_of
 from seqpar.report.plots import Chart, draw_charts
-from seqpar.report.record import RunRecord
+from seqpar.report.record import RunRecord, weak_start
 from seqpar.report.rendering import render
-from seqpar.report.run_page import format_setting, verdict
+from seqpar.report.run_page import format_setting, phantom_sentence, verdict
 from seqpar.report.tables import Table, TableHead, TableRow, make_strips
 from seqpar.runs.metrics_tail import ERRORS, SCORES, score_of, task_of_row
 from seqpar.scores.comparison import FEW, describe_interval, interval_of_mean
@@ -91,8 +91,9 @@ def page_of_several(records: Sequence[RunRecord], compare: Mapping[str, Compare]
         "comparison.html",
         title=f"Comparison of {len(records)} runs",
         runs={name: verdict(record) for name, record in named.items()},
+        generated=sentence_on_phantoms(named),
         gaps=gaps,
-        cautions=cautions_about(records),
+        cautions=cautions_about(records) + weak_starts(named),
         uncompared=""
         if any(one.cases for one in comparisons)
         else f"Fewer than two runs{of_one} have scores of cases.",
@@ -112,6 +113,23 @@ def cautions_about(records: Sequence[RunRecord]) -> list[str]:
     if len({tuple(sorted(map(str, record.dataset["held_out"]))) for record in records}) > 1:
         return ["These runs held out different cases; their curves on held-out cases cannot be compared."]
     return []
+
+
+def sentence_on_phantoms(records: Mapping[str, RunRecord]) -> str:
+    """Returns what stands above the scores of runs on phantoms; "" if none is."""
+    names = [name for name, record in records.items() if record.has_phantoms]
+    if len(names) < len(records):
+        return f"On generated phantoms, not patients: {', '.join(names)}. {ABOUT_PHANTOMS}" if names else ""
+    return phantom_sentence("scores") if names else ""
+
+
+ABOUT_PHANTOMS = "Scores on phantoms say nothing about real images."
+
+
+def weak_starts(records: Mapping[str, RunRecord]) -> list[str]:
+    """Returns a sentence for each run whose weights came from a pretraining that learned little or nothing."""
+    pairs = ((name, weak_start(record)) for name, record in records.items())
+    return [f"{name}: {sentence[0].lower()}{sentence[1:]}" for name, sentence in pairs if sentence]
 
 
 def difference_sentence(measure: str, name: str, first: str, pairs: Sequence[tuple[float, str]]) -> str:

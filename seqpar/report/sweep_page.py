@@ -2,7 +2,8 @@
 
 import base64
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
 from typing import NamedTuple
@@ -10,7 +11,7 @@ from typing import NamedTuple
 from seqpar.data.errors import DataError
 from seqpar.report.record import RunRecord, read_record
 from seqpar.report.rendering import render
-from seqpar.report.several_runs import curves_over_each_other
+from seqpar.report.several_runs import Compare, curves_over_each_other, sentence_on_phantoms
 from seqpar.report.tables import Strips, make_strips, mean_over
 from seqpar.runs.run_folder import read_config
 from seqpar.runs.sweep_folder import Point, Sweep, format_value, read_sweep, refresh_points
@@ -22,8 +23,11 @@ NUMBERS = {"score": 4, "at": 0, "loss": 4, "step": 0, "seconds": 1}  # columns w
 HEADS = {"at": "at step", "loss": "training loss", "step": "steps done", "seconds": "seconds"}
 
 
-def page_of_sweep(out: Path) -> str:
-    """Returns the whole page of a sweep's folder."""
+def page_of_sweep(out: Path, compare: Mapping[str, Compare]) -> str:
+    """Returns the whole page of a sweep's folder.
+
+    - ``compare``: compares the runs of a task, by the task's name
+    """
     sweep, name = refresh_points(out, read_sweep(out)), out.resolve().name
     ranked = _ranked(sweep)
     best, records, gaps = sweep.best, dict[str, RunRecord](), list[str]()
@@ -32,7 +36,7 @@ def page_of_sweep(out: Path) -> str:
             records[point.name] = read_record(out / point.name)
         except (DataError, ValueError) as error:
             gaps.append(f"{point.name} has no curves: {error}.")
-    gaps += [f"{point.name} is {point.state}. {point.why}" for point in sweep.points if not point.is_over]
+    gaps += [_why_not_over(point) for point in sweep.points if not point.is_over]
     over = sum(point.is_over for point in sweep.points)
     headline = f"{over} of {len(sweep.points)} points have ended."
     if best:
@@ -43,7 +47,9 @@ def page_of_sweep(out: Path) -> str:
     return render(
         "sweep.html",
         title=name if name.lower().startswith("sweep") else f"Sweep {name}",
+        generated=sentence_on_phantoms(records),
         headline=headline,
+        lead=_lead(records, [point.name for point in ranked[:2]], compare),
         again=_again(out, best),
         gaps=gaps,
         heads=["point", *map(flag_name, sweep.varied()), "state", sweep.score_name, *HEADS.values()],
@@ -54,6 +60,24 @@ def page_of_sweep(out: Path) -> str:
         training=curves_over_each_other(records),
         png=_picture(out / "sweep.png"),
     )
+
+
+def _lead(records: Mapping[str, RunRecord], names: Sequence[str], compare: Mapping[str, Compare]) -> str:
+    """Returns how far the first two points are apart in their last validations, case by case, and how sure that is."""
+    first = {name: records[name] for name in names if name in records}
+    if len(first) < 2:
+        return ""
+    sentences = compare[next(iter(first.values())).network_settings.task](first, []).sentences
+    if not sentences:
+        return "Whether the first two points differ by more than chance is not known: they share no scores of cases."
+    return f"After their last steps, {sentences[0]} {LEAD}"
+
+
+LEAD = "Other seeds may change the order, and the first of several points tends to look better than it is."
+
+
+def _why_not_over(point: Point) -> str:
+    return f"{point.name} {'has not begun' if point.state == 'open' else f'is {point.state}'}. {point.why}".rstrip()
 
 
 def _ranked(sweep: Sweep) -> list[Point]:
@@ -86,7 +110,8 @@ def _points(sweep: Sweep) -> list[PointRow]:
             _cell(point.settings.get(name, ""), format_value(point.settings.get(name, "–"))) for name in sweep.varied()
         ]
         cells.append(_cell(point.state, point.state))
-        cells += [_number(getattr(point, name), places) for name, places in NUMBERS.items()]
+        shown = point if not math.isnan(point.score) else replace(point, at=math.nan)  # type: ignore[arg-type]
+        cells += [_number(getattr(shown, name), places) for name, places in NUMBERS.items()]
         rows.append(PointRow(point.name, point is sweep.best, cells))
     return rows
 

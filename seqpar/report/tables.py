@@ -78,10 +78,7 @@ class Table:
         return any(head.below for head in self.heads)
 
 
-OVER_CASES = (
-    "Mean and median are over cases; global pools the voxels of all cases. Cases in which neither map has the class "
-    "have no Dice and do not count."
-)
+OVER_CASES = "Mean and median are over cases; global pools the voxels of all cases."
 
 
 def metrics_table(scored: CaseScores) -> Table:
@@ -107,6 +104,7 @@ def metrics_table(scored: CaseScores) -> Table:
     heads = [TableHead(name, kinds) for (name, *_), kinds in zip(METRICS[:-1], below)]
     heads.append(TableHead("HD95, mm", (*below[-1], "substituted")))
     note = f"Scores of {quantity(len(scored.cases), 'case')}: {scored.source}." + f" {OVER_CASES}" * (not is_one)
+    note += f" {what_is_absent(scored)}"
     tolerance = scored.settings.get("nsd_tolerance")
     if isinstance(tolerance, (int, float)):
         note += f" The surface Dice (NSD) has a tolerance of {tolerance:g} mm."
@@ -120,6 +118,48 @@ def mean_over(classes: Iterable[str], whose: str = "") -> str:
     """Returns a sentence with the classes that a mean Dice covers; "" for a single class."""
     *others, last = list(classes) or [""]
     return f"The mean Dice {whose}is over {', '.join(others)} and {last}." if others else ""
+
+
+class Absent(NamedTuple):
+    """Cases whose truth lacks a class: how many, and in how many of them some of it was predicted.
+
+    - ``unknown``: cases whose truth does not show the class
+    """
+
+    cases: int
+    predicted: int
+    unknown: int
+
+
+ABSENT_RULE = (
+    "Where the truth lacks a class, its Dice counts as 0 if any of it is predicted; if none is, the case is left out."
+)
+
+
+def absent_of(scored: CaseScores, name: str) -> Absent:
+    """Returns how many cases lack a class."""
+    rows = [case.scores[name] for case in scored.cases if name in case.scores]
+    lacking = [row for row in rows if row.get("n_ref", 1) == 0]
+    return Absent(
+        len(lacking), sum(row["n_pred"] > 0 for row in lacking), sum(math.isnan(row.get("n_ref", 1)) for row in rows)
+    )
+
+
+def what_is_absent(scored: CaseScores) -> str:
+    """Returns which classes the truth of how many cases lacks, and how these cases count."""
+    total, parts = len(scored.cases), list[str]()
+    left_out = "the Dice counts as 1" if scored.settings.get("empty") == "brats" else "the case is left out"
+    for name, absent in ((name, absent_of(scored, name)) for name in scored.classes):
+        if absent.cases:
+            counts = (
+                (absent.predicted, "some is", "the Dice counts as 0"),
+                (absent.cases - absent.predicted, "none is", left_out),
+            )
+            ways = "; ".join(f"where {what} predicted ({quantity(n, 'case')}), {how}" for n, what, how in counts if n)
+            parts.append(f"{name} is absent from the truth of {absent.cases} of {quantity(total, 'case')}: {ways}.")
+        if absent.unknown:
+            parts.append(f"{name} is not annotated in {absent.unknown} of {quantity(total, 'case')}, left out.")
+    return " ".join(parts) or f"The truth of {'every' if total > 1 else 'the'} case has every class."
 
 
 def only_one_map(row: Mapping[str, float]) -> bool:
@@ -276,7 +316,7 @@ def last_validation(record: RunRecord) -> Table | None:
         for name, value in row.get("dice", {}).items()
     ]
     cases = quantity(row["cases"], "held-out case") if "cases" in row else "held-out cases"
-    note = f"From the validation after step {row['step']} on {cases}."
+    note = f"From the validation after step {row['step']:,} on {cases}. {ABSENT_RULE}"
     return Table("metrics", list(map(TableHead, ("Class", "Dice, mean", "Dice, global"))), rows, "class", note)
 
 

@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -78,3 +78,16 @@ def score_of(row: Mapping[str, Any]) -> float:
     values = row["dice"].values() if task == "segment" else [row["scores"][SCORES[task]]]
     known = [float(value) for value in values if value is not None]
     return fmean(known) if known else math.nan
+
+
+def best_validation(rows: Iterable[Mapping[str, Any]]) -> Mapping[str, Any] | None:
+    """Returns the row whose weights a training keeps as the best; None if no row has a score.
+
+    It has the highest score; of equal ones the lowest loss, and then it is the first.
+    """
+
+    def order(row: Mapping[str, Any]) -> tuple[float, float]:
+        loss = row.get("loss")
+        return score_of(row), -loss if isinstance(loss, (int, float)) and math.isfinite(loss) else -math.inf
+
+    return max((row for row in rows if "step" in row and not math.isnan(score_of(row))), key=order, default=None)

@@ -15,7 +15,7 @@ from typing import Any
 from seqpar.data.errors import DataError, unwritable
 from seqpar.data.files import read_json, write_json
 from seqpar.runs.journal import read_metrics
-from seqpar.runs.metrics_tail import ERRORS, SCORES, measure_of, score_of
+from seqpar.runs.metrics_tail import ERRORS, SCORES, best_validation, measure_of, score_of
 from seqpar.runs.run_folder import SWEEP_FILE, read_status
 from seqpar.scores.comparison import FEW, TOO_FEW
 from seqpar.settings.config import Config
@@ -192,20 +192,17 @@ def _look_up(run: Path, point: Point, stopped: Sequence[str]) -> Point:
     except OSError:
         rows = []
     train, held_out = ([row for row in rows if row["kind"] == kind] for kind in ("train", "val"))
-    scored = [
-        (score_of(row), row["step"], int(row.get("cases", 0))) for row in held_out if not math.isnan(score_of(row))
-    ]
-    score, at, cases = max(scored, key=lambda one: (one[0], -one[1]), default=(math.nan, 0, 0))
+    best = best_validation(held_out)
     return replace(
         point,
         state=state,
         step=max((row["step"] + 1 for row in train), default=0),
         steps=int(status.get("steps", 0)),
-        score=score,
-        at=at,
+        score=score_of(best) if best else math.nan,
+        at=best["step"] if best else 0,
         loss=float(train[-1]["loss"]) if train else math.nan,
         seconds=sum(row.get("seconds", 0.0) for row in (*train, *held_out)),
         code=int(status.get("code", 0)),
         why="" if state == "stopped" else str(status.get("why", "")),
-        cases=cases,
+        cases=int(best.get("cases", 0)) if best else 0,
     )

@@ -13,6 +13,7 @@ from seqpar.cluster.start_ranks import describe_launcher
 from seqpar.cluster.torch_setup import check_precision
 from seqpar.data.errors import DataError, unwritable
 from seqpar.data.files import remove_leftovers
+from seqpar.data.phantom.phantom_files import is_generated
 from seqpar.models.build import build_network, family_of
 from seqpar.models.network import Network, Resizing
 from seqpar.parallel.consensus import gather_texts, raise_on_all_ranks, run_on_rank0
@@ -167,7 +168,8 @@ def make_trainer(
     _refuse_unequal_choices(request.lessons, mesh)
     check_precision(config.precision, facts_of(mesh))
     before = read_config(out) if config.resume or not is_first else {}
-    data_before, data_now = before.get("dataset", {}), data.describe()
+    data_before = before.get("dataset", {})
+    data_now = data.describe() | ({"generated": True} if is_generated(config.data) else {})
     refuse_other_outputs(data_before, data_now, config.data, out)
     net, attention_reasons = _build_net(config, mesh, data, before["layout"] if saved and is_first else {})
     mode_line = describe_decoding(net, config)

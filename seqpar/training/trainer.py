@@ -257,8 +257,12 @@ class Trainer:
         self.journal.say(result.text)
         self.journal.picture("validation", step, self.out / "validation.png")
         self.progress.validated = step
-        if result.score > self.progress.best:
-            self.progress.best, self.progress.best_step = result.score, step
+        loss = float(result.row["loss"])
+        if self.progress.is_beaten_by(result.score, loss):
+            if result.score == self.progress.best:
+                before = f"as good as after step {self.progress.best_step}, with a lower validation loss"
+                self.journal.say(f"{before}: step {step} is the best now")
+            self.progress.best, self.progress.best_step, self.progress.best_loss = result.score, step, loss
             self._save(is_best=True)
             self.after_step.refuse_taken_over()
             if result.windows:

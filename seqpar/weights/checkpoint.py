@@ -53,6 +53,11 @@ class Progress:
     best_step: int = -1
     validated: int = -1  # the step of the last complete validation
     global_batch: int = 0
+    best_loss: float | None = None  # of the best validation; None in a checkpoint that does not record it
+
+    def is_beaten_by(self, score: float, loss: float) -> bool:
+        """Returns whether a validation is better than the best: by its score or, if that is equal, by its loss."""
+        return score > self.best or (score == self.best and self.best_loss is not None and loss < self.best_loss)
 
 
 class DamagedCheckpoint(DataError):

@@ -13,7 +13,7 @@ from seqpar.cli import report
 from seqpar.cluster.exit_codes import DATA, USAGE, run
 from seqpar.report.pictures import PicturedCase, figure_of_cases
 from seqpar.report.planes import COUNTED, PLANES, fullest_planes, orientation_text, plane_of, sides
-from tests.support.report_page import NAMES, Page, decode, unroll, written
+from tests.support.report_page import NAMES, Page, decode, own_slices, unroll, written
 
 ENDS = {"R": (0, -1), "L": (0, 0), "A": (1, -1), "P": (1, 0), "S": (2, -1), "I": (2, 0)}  # dim, and which end of it
 WANTED = {False: ["APSI", "RLSI", "RLAP"], True: ["PASI", "LRSI", "LRAP"]}
@@ -42,7 +42,7 @@ def test_each_letter_stands_where_the_patients_side_is(neurological: bool) -> No
 def test_a_runs_picture_shows_letters_and_convention(neurological: bool) -> None:
     image, label = np.ones((8, 10, 12)), np.zeros((8, 10, 12), int)
     image[:3], label[1:3, 4:6, 4:6] = 9, 1  # bright in the patient's left
-    case = PicturedCase("a", image, label, np.roll(label, 1, 0), (1.0, 1.0, 3.0))
+    case = PicturedCase("a", image, label, np.roll(label, 1, 0), (1.0, 1.0, 3.0), own_slices(label.shape))
     figure = figure_of_cases([case], ["tumour"], neurological)
     assert figure._suptitle.get_text() == f"{orientation_text(neurological)}. {COUNTED}."
     for panel, letters, (plane, dim) in zip(figure.axes, WANTED[neurological], PLANES):
@@ -66,7 +66,7 @@ def test_a_report_shows_letters_and_convention(finished: Path, tmp_path: Path, n
     assert [re.sub("<.*?>", "", group) for group in groups] == WANTED[neurological] * 2
     page = Page(text)
     assert orientation_text(neurological) in page.text and "A front (anterior)" in page.text
-    assert "Slices are counted in the cropped volume, not in the file." in page.text
+    assert "Slice numbers are those of the image file, counted from 1; if voxels were resampled, of the" in page.text
     volumes = json.loads(page.scripts["volumes"])
     assert (volumes["sides"], volumes["mirrored"]) == (WANTED[neurological], not neurological)
     entry = volumes["cases"][0]

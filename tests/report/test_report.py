@@ -13,7 +13,10 @@ from jinja2 import UndefinedError, meta
 
 from seqpar.cli import evaluate, report
 from seqpar.cluster.exit_codes import DATA, USAGE, run
+from seqpar.prediction.class_statistics import ClassStatistics
 from seqpar.report import rendering, run_page, several_runs
+from seqpar.report.record import RunRecord
+from seqpar.report.run_page import describe_layout
 from seqpar.settings.presets import debug
 from tests.support.report_page import NAMES, Page, unroll, written
 
@@ -92,14 +95,20 @@ def test_embedded_volumes_are_the_cases_slices(page: Page, finished: Path) -> No
         assert len(case["images"]) == len(case["modalities"]) == 4
 
 
-def test_planes_are_counted_as_in_the_viewer(page: Page) -> None:
+def test_slices_are_counted_in_the_file(page: Page, finished: Path) -> None:
     entry = json.loads(page.scripts["volumes"])["cases"][0]
     truth = unroll(entry["truth"], entry["shape"], entry["columns"])
     truth = truth == 1 + np.bincount(truth.ravel(), minlength=4)[1:].argmin()  # the rarest label
     fullest = [int(truth.sum(tuple({0, 1, 2} - {dim})).argmax()) + 1 for dim in range(3)]
-    for name, at, side in zip(("sagittal", "coronal", "axial"), fullest, entry["shape"]):
-        assert f"{name} {at} / {side}" in page.text
-    assert entry["at"] == [at - 1 for at in fullest]
+    cache = json.loads((finished.parent / "cache" / "cases" / entry["name"] / "case.json").read_text())
+    starts, sides = [first for first, _ in cache["properties"]["box"]], [26, 30, 22]
+    assert min(starts) > 0, "it was cropped"
+    path = finished.parent / "data" / entry["name"] / f"{entry['name']}-seg.nii.gz"
+    letters = nibabel.aff2axcodes(nibabel.load(path).affine)
+    for dim, (name, at) in enumerate(zip(("sagittal", "coronal", "axial"), fullest)):
+        in_file = starts[dim] + at if letters[dim] in "RAS" else sides[dim] + 1 - starts[dim] - at
+        assert f"{name} {in_file} / {sides[dim]}" in page.text and entry["slices"][dim][at - 1] == in_file
+    assert entry["at"] == [at - 1 for at in fullest] and entry["counts"] == sides
 
 
 def test_scores_on_cases_that_chose_the_weights_are_said_to_be_too_good(page: Page, copied: Path) -> None:
@@ -255,15 +264,56 @@ def test_common_leaves_out_what_only_one_folder_has(finished: Path, tmp_path: Pa
     assert "--common would do nothing without --truth and --prediction" in capsys.readouterr().err
 
 
-def test_a_page_of_phantoms_says_that_they_are_generated(finished: Path, page: Page) -> None:
+def test_a_page_of_phantoms_says_so_above_its_scores(finished: Path, page: Page, tmp_path: Path) -> None:
     assert "generated" not in page.text
     mark = finished.parent / "data" / "phantom.json"
+    case = finished.parent / "data" / "case-b"
+    (tmp_path / "found").mkdir()
+    shutil.copy(case / "case-b-seg.nii.gz", tmp_path / "found" / "case-b.nii.gz")
     try:
         mark.write_text("{}")
-        assert "Cases (generated, no patients)" in written(finished).text
+        said = written(finished).text
+        alone = written(finished, "--prediction", tmp_path / "found", "--out", finished / "report.html").text
     finally:
         mark.unlink()
         written(finished)
+    assert "Cases (generated, not patients)" in said and "(generated phantoms, in the layout of files): " in said
+    above = said.index("Generated phantoms, not patients: these scores say nothing about real images.")
+    assert above < said.index("n = 3"), "above the first score"
+    told = "The network was trained on generated phantoms, not on patients: do not trust what it finds in real images."
+    assert alone.index(told) < alone.index("reached a mean Dice") and "(generated, not patients)" not in alone
+    content = json.loads((finished / "config.json").read_text())
+    content["dataset"] |= {"generated": True, "layout": "BraTS (2023)"}
+    record = RunRecord(finished, content, None, {})
+    assert describe_layout(record) == "generated phantoms, in the layout of BraTS 2023", "their folder has moved"
+
+
+def test_means_and_deviations_that_predict_wrote_are_on_the_page(finished: Path, tmp_path: Path) -> None:
+    found = tmp_path / "found"
+    found.mkdir()
+    shutil.copy(finished.parent / "data" / "case-b" / "case-b-seg.nii.gz", found / "case-b.nii.gz")
+    labels = np.asarray(nibabel.load(found / "case-b.nii.gz").dataobj).astype(int)
+    image = np.random.default_rng(0).normal(100, 20, (1, *labels.shape))
+    line = (finished, "--prediction", found, "--out", finished / "report.html")
+    statistics = ClassStatistics(found, {"NCR": (1,), "ED": (2,), "ET": (3,)}, ("T1",))
+    statistics.open(())
+    statistics.add("case-b", labels, image, nibabel.load(found / "case-b.nii.gz").header.get_zooms())
+    page = written(*line)
+    rows = page.cells["intensities", "case-b"]
+    assert rows == pytest.approx([image[0][labels == n].mean() for n in (1, 2, 3)], rel=1e-5)
+    assert all(f" ± {image[0][labels == n].std():.1f}" in page.text for n in (1, 2, 3))
+    assert "in the image file's own numbers (CT: HU)" in page.text and "standard deviation" in page.text
+    table = found / "statistics.csv"
+    table.write_text(re.sub(r"(?m)^(case-b,NCR,\d+),[^,]*", r"\1,7", table.read_text()))
+    page = written(*line)
+    assert len(page.cells["intensities", "case-b"]) == 2
+    assert "is of other label maps than these: NCR of case-b cannot be shown." in page.text
+    table.write_text("case,class\n")
+    page = written(*line)
+    assert "intensities" not in dict(page.cells) and "is no table that predict --statistics wrote" in page.text
+    table.unlink()
+    assert "statistics" not in written(*line).text.partition("Configuration")[0]
+    written(finished)
 
 
 def test_a_data_set_is_reported_against_instead(finished: Path, tmp_path: Path) -> None:
@@ -302,7 +352,7 @@ def test_what_cannot_be_reported_on_is_one_clear_line(finished: Path, tmp_path: 
 
 def values_of_none(title: str) -> dict[str, object]:
     return {"title": title, "gaps": [], "runs": {}, "settings": None, "training": [], "comparisons": [],
-            "cautions": [], "uncompared": ""}  # fmt: skip
+            "cautions": [], "uncompared": "", "generated": ""}  # fmt: skip
 
 
 def test_a_template_gets_just_the_values_that_it_names(
@@ -328,7 +378,7 @@ def test_a_template_gets_just_the_values_that_it_names(
     copy = shutil.copytree(finished, tmp_path / "copy")
     assert run(report.act, [str(finished), str(copy), "--out", str(tmp_path / "x.html")]) == 0
     assert given == {"page.html": set(), "comparison.html": set()}, "values that no template names"
-    with pytest.raises(UndefinedError, match="runs"):
+    with pytest.raises(UndefinedError, match="undefined"):
         whole("comparison.html", title="a")
     assert "{{ title }}" in whole("comparison.html", **values_of_none(title="{{ title }}")), "filled only once"
     content = json.loads((finished / "config.json").read_text())

@@ -15,9 +15,10 @@ from scipy import stats
 import seqpar
 from seqpar.cli import report
 from seqpar.cluster.exit_codes import run
+from seqpar.data.geometry import make_geometry, to_canonical
 from seqpar.report.cases import ShownCase, bar_length, planes_note, planes_of, viewer_section
 from seqpar.report.pictures import PicturedCase, figure_of_cases
-from seqpar.report.planes import COLOURS, RUN_COLOURS
+from seqpar.report.planes import COLOURS, RUN_COLOURS, slices_of
 from seqpar.report.record import CaseScores, ScoredCase, parse_scores
 from seqpar.report.tables import (
     coarse_voxels,
@@ -27,6 +28,7 @@ from seqpar.report.tables import (
     score_strips,
     sizes_table,
     volumes_table,
+    what_is_absent,
     what_volumes_count,
 )
 from seqpar.scores.label_classes import Labels
@@ -34,8 +36,11 @@ from seqpar.scores.label_files import Pair
 from seqpar.scores.label_scores import DEFAULT_SETTINGS, score, summarise
 from seqpar.scores.summary_files import summary_content
 from seqpar.settings.presets import debug
+from seqpar.tasks.segment.page import headline
 from tests.support.folders import save
-from tests.support.report_page import NAMES, Page, written
+from tests.support.report_page import NAMES, Page, own_slices, written
+
+TEN = own_slices((10, 10, 10))
 
 
 @pytest.fixture(scope="module")
@@ -151,7 +156,7 @@ def test_colours_are_those_of_the_runs_picture(page: Page) -> None:
     label = np.zeros((8, 8, 8), int)
     for number in range(1, 4):
         label[2 : 8 - number, 2:6, 2:6] = number
-    case = PicturedCase("a", np.ones((8, 8, 8)), label, label, (1.0, 1.0, 1.0))
+    case = PicturedCase("a", np.ones((8, 8, 8)), label, label, (1.0, 1.0, 1.0), own_slices((8, 8, 8)))
     figure = figure_of_cases([case], [entry["name"] for entry in labels], False)
     lines = {
         text.get_text(): line.get_color() for line, text in zip(figure.legends[0].get_lines(), figure.legends[0].texts)
@@ -162,7 +167,12 @@ def test_colours_are_those_of_the_runs_picture(page: Page) -> None:
 def test_a_long_name_is_seen_whole_above_its_pictures() -> None:
     label = np.ones((8, 8, 8), int)
     case = PicturedCase(
-        "BraTS-GLI-00000-000 (generated, not a patient)", np.ones((8, 8, 8)), label, label, (1.0, 1.0, 1.0)
+        "BraTS-GLI-00000-000 (generated, not a patient)",
+        np.ones((8, 8, 8)),
+        label,
+        label,
+        (1.0,) * 3,
+        own_slices(label.shape),
     )
     figure = figure_of_cases([case], ["liver"], False)
     figure.draw_without_rendering()
@@ -220,21 +230,21 @@ def test_a_case_without_the_class_says_so_and_what_was_predicted() -> None:
     truth, prediction = np.zeros((10, 10, 10), np.uint8), np.zeros((10, 10, 10), np.uint8)
     prediction[2:4, 2:4, 2:4] = 1
     case = ScoredCase("a", Path("t"), Path("p"), {"tumour": {"Dice": 0.0, "VolumeMl": 1.2}})
-    shown = ShownCase("a", {}, truth, prediction, (1.0, 1.0, 1.0))
+    shown = ShownCase("a", {}, truth, prediction, (1.0, 1.0, 1.0), TEN)
     assert planes_note(case, shown, ["tumour"]) == "no tumour; predicted 1.2 ml · planes with most of the prediction"
     litre = replace(case, scores={"tumour": {"Dice": 0.0, "VolumeMl": 1042.42}})
     assert planes_note(litre, shown, ["tumour"]).startswith("no tumour; predicted 1042 ml")
-    nothing = ShownCase("a", {}, truth, truth, (1.0, 1.0, 1.0))
+    nothing = ShownCase("a", {}, truth, truth, (1.0, 1.0, 1.0), TEN)
     none = ScoredCase("a", Path("t"), Path("p"), {"tumour": {"Dice": math.nan}})
     assert planes_note(none, nothing, ["tumour"]) == "no tumour; predicted none · middle planes"
-    assert planes_note(case, ShownCase("a", {}, prediction, truth, (1.0, 1.0, 1.0)), ["tumour"]) == (
+    assert planes_note(case, ShownCase("a", {}, prediction, truth, (1.0, 1.0, 1.0), TEN), ["tumour"]) == (
         "planes with most of the truth"
     )
     prediction[2] *= 2
     prediction[4:6, 2:4, 2:4] = 1
-    both = ShownCase("a", {}, prediction, truth, (1.0, 1.0, 1.0))
+    both = ShownCase("a", {}, prediction, truth, (1.0, 1.0, 1.0), TEN)
     assert planes_note(case, both, ["liver", "tumour"]) == "planes with most of the tumour in the truth"
-    assert planes_of(both, False)[0].number == 3
+    assert planes_of(both, False)[0].slice == "3 / 10"
 
 
 def test_a_page_of_ct_says_which_values_it_keeps() -> None:
@@ -244,7 +254,9 @@ def test_a_page_of_ct_says_which_values_it_keeps() -> None:
          "everything above (such as bone) equally white."),
         ((-1000.0, 900.0), "everything below is equally black, everything above equally white."),
     ):  # fmt: skip
-        case = ShownCase("a", {"CT": nothing}, nothing, nothing, (1.0, 1.0, 1.0), "", {"CT": limits}, is_ct=True)
+        case = ShownCase(
+            "a", {"CT": nothing}, nothing, nothing, (1.0,) * 3, own_slices((4, 4, 4)), "", {"CT": limits}, True
+        )
         assert viewer_section([(case, case.embedded(10**6))], (), False).note.endswith(said)
     mr = replace(case, is_ct=False)
     assert "HU" not in viewer_section([(mr, mr.embedded(10**6))], (), False).note
@@ -329,3 +341,45 @@ def test_coarse_voxels_are_warned_of() -> None:
     assert "one voxel off counts as wrong for the surface Dice (NSD)" in said and "low because" not in said
     assert "changes small regions much" in coarse_voxels(scores_of(3.0, {"liver": (1,)}, (full, full)))
     assert not coarse_voxels(scores_of(1.5, {"liver": (1,)}, (full, full)))
+
+
+def test_it_is_said_how_many_cases_lack_a_class_and_how_they_count() -> None:
+    full, empty = np.zeros((20, 20, 20), np.uint8), np.zeros((20, 20, 20), np.uint8)
+    full[4:9, 4:9, 4:9] = 1
+    classes = {"lesion": (1,)}
+    scored = scores_of(1.0, classes, (full, full), (empty, full), (empty, full), (empty, empty))
+    assert what_is_absent(scored) == (
+        "lesion is absent from the truth of 3 of 4 cases: where some is predicted (2 cases), the Dice counts as 0; "
+        "where none is predicted (1 case), the case is left out."
+    )
+    assert what_is_absent(scored) in metrics_table(scored).note
+    (tile,), _ = headline(None, scored)  # type: ignore[arg-type]
+    assert tile.more == "too few to tell, n = 3 (2 as 0: none in the truth)"
+    (alone,), _ = headline(None, scores_of(1.0, classes, *[(full, full)] * 5))  # type: ignore[arg-type]
+    assert alone.more == "all cases alike, n = 5", "an interval from 1 to 1 would look like certainty"
+    as_brats = replace(scored, settings={"empty": "brats"})
+    assert what_is_absent(as_brats).endswith("where none is predicted (1 case), the Dice counts as 1.")
+    one = what_is_absent(scores_of(1.0, classes, (empty, full)))
+    assert one.startswith("lesion is absent from the truth of 1 of 1 case: where some is predicted (1 case), the Dice")
+    assert what_is_absent(scores_of(1.0, classes, (full, full))) == "The truth of the case has every class."
+    hidden = replace(scored, cases=(replace(scored.cases[0], scores={"lesion": {"n_ref": math.nan}}),))
+    assert what_is_absent(hidden) == "lesion is not annotated in 1 of 1 case, left out."
+
+
+@pytest.mark.parametrize("orientation", ["RAS", "LPS", "SAL"])
+def test_slices_have_the_numbers_that_the_file_gives_them(orientation: str) -> None:
+    """Each voxel of the file holds the number of its own slice; crop and turn take it to the page."""
+    ends, shape = {"R": 0, "L": 0, "A": 1, "P": 1, "S": 2, "I": 2}, (8, 10, 12)
+    affine = np.zeros((4, 4))
+    for axis, letter in enumerate(orientation):
+        affine[ends[letter], axis] = 1 if letter in "RAS" else -1
+    affine[3, 3] = 1
+    geometry, box = make_geometry(shape, affine), ((1, 7), (2, 8), (2, 8))
+    for dim, slices in enumerate(slices_of(geometry, box, (6, 6, 6))):
+        axis = next(n for n, letter in enumerate(orientation) if ends[letter] == dim)
+        file = np.indices(shape)[axis] + 1
+        turned = to_canonical(file, orientation)[tuple(slice(*side) for side in box)]
+        assert list(slices.numbers) == np.moveaxis(turned, dim, 0)[:, 0, 0].tolist()
+        assert slices.total == shape[axis] and slices.text(0) == f"{slices.numbers[0]} / {shape[axis]}"
+    coarse = slices_of(geometry, box, (3, 3, 3))[1], slices_of(geometry, box, (6, 6, 6))[1]
+    assert list(coarse[0].numbers) == coarse[1].coarsened(2) and len(coarse[1].coarsened(4)) == 2

@@ -77,6 +77,53 @@ def test_cases_are_compared_pair_by_pair(finished: Path, worse: Path) -> None:
     assert "worse's mean Dice is 0.333 lower than run's (3 cases: too few to tell)." in page.text
 
 
+def test_it_is_said_how_cases_without_a_class_count(finished: Path, worse: Path) -> None:
+    assert "0 of 3 cases" in compared(finished, worse).text
+    for out, predicted in ((finished, 5), (worse, 0)):
+        path = out / "validation" / "summary.json"
+        summary = json.loads(path.read_text())
+        for case in summary["metric_per_case"]:
+            if "case-a" in case["prediction_file"]:
+                dice = 0.0 if predicted else float("nan")
+                case["metrics"]["3"] |= {"n_ref": 0, "n_pred": predicted, "Dice": dice}
+        summary["num_values"]["3"]["Dice"] = 3 if predicted else 2
+        path.rename(path.with_suffix(".kept"))
+        path.write_text(json.dumps(summary))
+    try:
+        text = compared(finished, worse).text
+    finally:
+        (finished / "validation" / "summary.kept").rename(finished / "validation" / "summary.json")
+    assert "1 of 3 cases" in text and "(n = 3, 1 of them 0: none in the truth)" in text and "(n = 2)" in text
+    rule = "Where the truth lacks a class, its Dice counts as 0 if any of it is predicted; if none is, the case is left"
+    assert text.count(rule) == 2, "below the table of means, and below that of cases"
+    assert "case-a" in text and text.count("ET\n") >= 1
+
+
+def test_a_comparison_says_above_its_scores_that_phantoms_are_generated(finished: Path, worse: Path) -> None:
+    assert "phantoms" not in compared(finished, worse).text
+    changed(worse, lambda content: content["config"].update(data=""))
+    text = compared(finished, worse).text
+    some = "On generated phantoms, not patients: worse. Scores on phantoms say nothing about real images."
+    assert text.index(some) < text.index("Finished")
+    both = Path(shutil.copytree(worse, worse.parent / "both"))
+    text = compared(worse, both).text
+    assert text.index("Generated phantoms, not patients: these scores say nothing about real") < text.index("Finished")
+
+
+def test_weights_of_a_pretraining_that_learned_little_are_named(finished: Path, worse: Path) -> None:
+    pretraining = Path(shutil.copytree(finished, worse.parent / "pre"))
+    changed(pretraining, lambda content: content["config"].update(task="pretrain"))
+    row = {"kind": "val", "step": 5, "loss": 0.9, "error_of_mean": 1.0, "cases": 2}
+    (pretraining / "metrics.jsonl").write_text(json.dumps(row) + "\n")
+    changed(worse, lambda content: content["config"].update(weights=str(pretraining / "model.safetensors")))
+    said = f"worse: the run began with the weights of a pretraining, {pretraining}. Little was learned: the best error"
+    assert said in compared(finished, worse).text
+    (pretraining / "metrics.jsonl").write_text(json.dumps(row | {"loss": 0.5}) + "\n")
+    assert "Little was learned" not in compared(finished, worse).text
+    changed(worse, lambda content: content["config"].update(weights=str(finished)))
+    assert "Little was learned" not in compared(finished, worse).text, "it is no pretraining"
+
+
 def test_curves_lie_over_each_other(finished: Path, worse: Path) -> None:
     compared(finished, worse)
     text = (finished / "comparison.html").read_text()

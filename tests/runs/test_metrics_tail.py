@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from seqpar.runs.journal import Journal, read_metrics
-from seqpar.runs.metrics_tail import MetricsTail
+from seqpar.runs.metrics_tail import MetricsTail, best_validation
 from tests.support.folders import child, exit_code
 
 
@@ -48,3 +48,14 @@ def test_rows_for_which_there_never_was_room_are_counted(tmp_path: Path, capfd: 
     there = len(read_metrics(tmp_path / "metrics.jsonl"))
     assert 0 < there < 50
     assert f"metrics.jsonl lacks the last {100 - there} rows: there was no room for them" in capfd.readouterr().out
+
+
+def test_of_equally_good_validations_that_with_the_lowest_loss_is_best() -> None:
+    rows: list[dict] = [
+        {"step": step, "dice": {"a": dice}, "loss": loss}
+        for step, dice, loss in ((1, 0.5, 0.9), (2, 0.4, 0.1), (3, 0.5, 0.7), (4, 0.5, 0.7), (5, None, 0.0))
+    ]
+    assert best_validation(rows) is rows[2]
+    del rows[2]["loss"], rows[3]["loss"]
+    assert best_validation(rows) is rows[0], "a loss that is not known is not the lowest"
+    assert best_validation(rows[4:]) is None and best_validation([]) is None

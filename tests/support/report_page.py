@@ -3,6 +3,7 @@
 import base64
 import math
 import zlib
+from collections.abc import Sequence
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import numpy as np
 
 from seqpar.cli import report
 from seqpar.cluster.exit_codes import run
+from seqpar.report.planes import FileSlices
 
 NAMES = ["case-a", "case-b", 'case-<b>&"c"']
 VOID = {"meta", "input", "link", "br", "img"}
@@ -62,6 +64,11 @@ def written(out: Path, *arguments: object) -> Page:
     target = out / "report.html"
     assert run(report.act, [str(out), *map(str, arguments)]) == 0
     return Page(target.read_text())
+
+
+def own_slices(shape: Sequence[int]) -> list[FileSlices]:
+    """Returns the slices of a volume that is its own file."""
+    return [FileSlices(range(1, side + 1), side) for side in shape]
 
 
 def decode(data: bytes) -> np.ndarray:

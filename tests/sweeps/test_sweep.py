@@ -146,6 +146,36 @@ def test_the_picture_explains_means_and_spread_only_if_they_are_drawn(made: Path
     assert _note(one_each) == "below: a bar for each point, a star for the highest score"
 
 
+def test_the_page_of_a_sweep_says_how_sure_the_order_of_its_first_points_is(made: Path) -> None:
+    first, second, *_ = (made / point.name for point in read_sweep(made).points)
+    summary = json.loads((first / "validation" / "summary.json").read_text())
+    (entry,) = summary["metric_per_case"]
+    for count, said in ((2, "(2 cases: too few to tell)"), (6, "over 6 cases (95 % confidence interval: -")):
+        for folder, dice in ((first, 0.5), (second, 0.7)):
+            rows = [json.loads(json.dumps(entry).replace("case_a", f"case_{n}")) for n in range(count)]
+            for n, row in enumerate(rows):
+                for scores in row["metrics"].values():
+                    scores["Dice"] = dice + 0.01 * n * (folder == first)
+            (folder / "validation" / "summary.json").write_text(json.dumps(summary | {"metric_per_case": rows}))
+        assert run(report.act, [str(made)]) == 0
+        text = Page((made / "report.html").read_text()).text
+        assert (
+            "After their last steps, lr-0.001_batch-1's mean Dice is 0." in text
+            and "lower than lr-0.001_batch-2's" in text
+        )
+        assert said in text and "Other seeds may change the order, and the first of several points tends" in text
+    assert "Generated phantoms" not in text
+    for folder in (first, second):
+        content = json.loads((folder / "config.json").read_text())
+        content["config"]["data"] = ""
+        (folder / "config.json").write_text(json.dumps(content))
+    (first / "validation" / "summary.json").unlink()
+    assert run(report.act, [str(made)]) == 0
+    text = Page((made / "report.html").read_text()).text
+    assert "differ by more than chance is not known: they share no scores of cases." in text
+    assert text.index("Generated phantoms, not patients: these scores say nothing") < text.index("Highest mean Dice")
+
+
 def test_the_page_of_a_sweep_has_all_points_effects_and_the_command_of_the_best(
     made: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -185,7 +215,7 @@ def test_classifiers_are_compared_by_their_balanced_accuracy(tmp_path: Path) -> 
         (out / point.name / "status.json").write_text(json.dumps({"state": "finished", "step": 4, "steps": 4}))
     sweep = refresh_points(out, sweep)
     write_sweep(out, sweep)
-    text = "\n".join(write_results(out, read_sweep(out))) + page_of_sweep(out).partition("</style>")[2]
+    text = "\n".join(write_results(out, read_sweep(out))) + page_of_sweep(out, {}).partition("</style>")[2]
     assert "highest balanced accuracy: lr-0.001, 0.7500 after step 4\n" in text
     assert "Highest balanced accuracy: lr-0.001, 0.7500 after step 4." in text and "Dice" not in text
 

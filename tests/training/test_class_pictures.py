@@ -13,6 +13,7 @@ from seqpar.report import pictures
 from seqpar.report.cases import ShownCase, viewer_section
 from seqpar.report.pictures import draw_evidence, draw_scores
 from seqpar.report.plots import draw_chart
+from seqpar.report.record import RunRecord
 from seqpar.scores.class_scores import describe_share, positive_class, score_classes
 from seqpar.tasks.classify import page
 from seqpar.tasks.classify.page import (
@@ -26,6 +27,7 @@ from seqpar.tasks.classify.page import (
     uncalibrated,
 )
 from seqpar.tasks.classify.scores import verdict_on
+from tests.support.report_page import own_slices
 
 NAMES = ["healthy", "a$b$", "$\\frac$"]
 
@@ -146,7 +148,9 @@ def test_the_viewer_names_the_method_and_class_of_each_map(tmp_path: Path) -> No
     assert names_of_maps(content, tmp_path / "older") == {"a": "map of the evidence for ill",
                                                           "b": "map of the evidence for healthy"}  # fmt: skip
     nothing = np.zeros((4, 4, 4), np.uint8)
-    case = ShownCase("a", {"T1": nothing}, nothing, nothing, (1.0, 1.0, 1.0), heat=nothing + 9, heat_name=maps["a"])
+    case = ShownCase(
+        "a", {"T1": nothing}, nothing, nothing, (1.0,) * 3, own_slices((4, 4, 4)), heat=nothing + 9, heat_name=maps["a"]
+    )
     section = viewer_section([(case, case.embedded(10**6))], (), False)
     assert section.volumes["cases"][0]["heat_name"] == "HiResCAM map for ill"
 
@@ -188,20 +192,25 @@ def test_pictures_of_phantoms_in_a_runs_own_report_say_that_they_are_generated(
         titles.append(title)
         path.write_bytes(b"png")
 
-    case = SimpleNamespace(image=np.zeros((1, 4, 4, 4)), properties=SimpleNamespace(spacing=(1.0, 1.0, 1.0)))
+    properties = SimpleNamespace(spacing=(1.0, 1.0, 1.0), geometry=None, box=None, shape=None)
+    case = SimpleNamespace(image=np.zeros((1, 4, 4, 4)), properties=properties)
     monkeypatch.setattr(page, "draw_evidence", note)
+    monkeypatch.setattr(page, "slices_of", lambda *_: ())
     monkeypatch.setattr(page, "open_cache", lambda path: SimpleNamespace(path=path, cases={"a": case}))
-    for folder, content in (("phantoms", "{}"), ("scans", "")):
+    for folder, mark in (("phantoms", "{}"), ("scans", "")):
         (tmp_path / folder).mkdir()
-        if content:
-            (tmp_path / folder / "phantom.json").write_text(content)
-        record: Any = SimpleNamespace(dataset={"prepared": "here"}, config={"data": str(tmp_path / folder)})
+        if mark:
+            (tmp_path / folder / "phantom.json").write_text(mark)
+        content = {"dataset": {"prepared": "here"}, "config": {"data": str(tmp_path / folder)}}
+        record = RunRecord(tmp_path, content, None, {})
         page._picture(record, "a", None, False)
     assert titles == ["a (generated, not a patient)", "a"]
 
 
 def picture_of(figures: list[Any], image: np.ndarray, seen: np.ndarray, about: str = "HiResCAM map for ill") -> Any:
-    draw_evidence(Path("c.png"), "a$\\case$: ill 0.9", image, seen, (1.0, 1.0, 2.0), False, about)
+    draw_evidence(
+        Path("c.png"), "a$\\case$: ill 0.9", image, seen, (1.0, 1.0, 2.0), own_slices(image.shape), False, about
+    )
     return figures[-1]
 
 

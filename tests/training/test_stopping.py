@@ -5,15 +5,19 @@ import os
 import re
 import signal
 import time
+from contextlib import nullcontext
+from types import SimpleNamespace
 
 import pytest
 
 from seqpar.cli import train
 from seqpar.parallel.processes import LEAVE_SIGNALS
 from seqpar.runs.journal import read_metrics
+from seqpar.tasks.case_validation import ValidationResult
 from seqpar.tasks.segment import validation
 from seqpar.tasks.segment.segmentation import Segmentation
 from seqpar.training import after_step, gradients
+from seqpar.training.trainer import Trainer
 from seqpar.weights import checkpoint
 from tests.support.folders import nnunet
 from tests.support.training_runs import Launch, at, die, losses, scores, signalled, status, trained, weights
@@ -82,7 +86,7 @@ def test_a_run_that_cannot_go_on_with_other_data_keeps_its_folder(flags, undistu
 
 
 def test_a_validation_that_is_repeated_after_a_kill_is_there_once(flags, tmp_path):
-    out, slow = tmp_path / "run", ["--lr", "1e-7"]  # no second validation is the best, which would save
+    out, slow = tmp_path / "run", ["--lr", "1e-30"]  # no second validation is the best, which would save
     trained(
         1, [*flags, *slow], out, expect=75, hook=at(after_step.AfterStep, "decide", 0, signalled(signal.SIGTERM), 4)
     )
@@ -202,3 +206,31 @@ def test_a_file_named_stop_ends_a_run_after_its_step(flags, undisturbed, tmp_pat
     assert f"(file {out}/stop" in left.said(0) and not (out / "stop").exists()
     trained(world, ["--resume"], out)
     assert weights(out) == weights(undisturbed(world, *more))
+
+
+def test_of_equally_good_validations_the_one_with_the_lower_loss_is_kept(tmp_path):
+    """Without a training: only the end of epochs, with given results."""
+    said, saved, losses = [], [], iter((0.9, 0.7, 0.8, float("nan")))
+    nothing = lambda *_, **__: None  # noqa: E731
+    journal = SimpleNamespace(attempt=nothing, record=nothing, say=said.append, picture=nothing)
+    run = SimpleNamespace(
+        progress=checkpoint.Progress(),
+        config=SimpleNamespace(val_every=1, iterations=2, steps=20),
+        journal=journal,
+        gradients=SimpleNamespace(gathered=nullcontext),
+        validation=SimpleNamespace(run=lambda *_: ValidationResult({"loss": next(losses)}, "validated", 0.5, {})),
+        net=None,
+        out=tmp_path,
+        after_step=SimpleNamespace(refuse_taken_over=nothing),
+        _is_flat=lambda step: False,
+        _save=lambda is_best: saved.append(run.progress.step),
+    )
+    for run.progress.step in (2, 4, 6, 8):
+        assert Trainer._end_epoch(run, None)
+    assert saved == [2, 4] and (run.progress.best_step, run.progress.best_loss) == (4, 0.7)
+    assert [line for line in said if line != "validated"] == [
+        "as good as after step 2, with a lower validation loss: step 4 is the best now"
+    ]
+    run.progress.best_loss, losses = None, iter((0.1,))
+    run.progress.step = 10
+    assert Trainer._end_epoch(run, None) and saved == [2, 4], "a checkpoint that records no loss keeps its best"

@@ -19,7 +19,7 @@ from tests.support.training_runs import at, die
 @pytest.mark.parametrize("kind", ["adamw", "sgd"])
 def test_what_is_loaded_is_what_was_saved_to_the_last_bit(tmp_path, kind):
     net, optimizer = stepped(1, kind)
-    progress = Progress(7, 0.5, 6, 6, 4)
+    progress = Progress(7, 0.5, 6, 6, 4, 0.25)
     states = random_states()
     path = checkpoint.save(tmp_path, net, optimizer, progress, ALONE, '{"config": {"heads": 1}}')
     drawn = torch.rand(3), np.random.rand(3)

@@ -182,9 +182,8 @@
     context.globalAlpha = 1;
     mark(context, canvas, told.sides[dim]);
     drawScale(context, canvas, (width * spacing[x]) / canvas.width);
-    const factor = entry.factors[dim], number = Math.min(state.at[dim] * factor + (factor >> 1), entry.whole[dim] - 1) + 1;
     const mm = [x, y].map((axis) => Number(spacing[axis].toPrecision(3))).join(" × ");
-    get("told-" + dim).textContent = `${NAMES[dim]} ${number} / ${entry.whole[dim]} · ${mm} mm`;
+    get("told-" + dim).textContent = `${NAMES[dim]} ${entry.slices[dim][state.at[dim]]} / ${entry.counts[dim]} · ${mm} mm`;
     get("slice-" + dim).value = state.at[dim];
   }
 

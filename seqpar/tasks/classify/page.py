@@ -17,7 +17,7 @@ from seqpar.data.errors import DataError
 from seqpar.data.files import read_whole
 from seqpar.data.formats.class_lists import read_class_dataset
 from seqpar.data.geometry import to_canonical
-from seqpar.data.phantom.phantom_files import GENERATED, is_generated
+from seqpar.data.phantom.phantom_files import GENERATED
 from seqpar.data.preparation.cache import open_cache
 from seqpar.data.preparation.transforms import resample
 from seqpar.data.volumes import read_volume
@@ -26,7 +26,7 @@ from seqpar.report.cases import BUDGET, CaseSection, ShownCase, grey_images, ord
 from seqpar.report.curves import GREY, INK, Diagram, Line, LineStyle, number
 from seqpar.report.images import FoundImage, Images, find_images, recipe_of
 from seqpar.report.pictures import MAPS, body_of, draw_evidence, evidence_planes
-from seqpar.report.planes import colours_of
+from seqpar.report.planes import colours_of, slices_of
 from seqpar.report.plots import Chart, draw_charts
 from seqpar.report.record import RunRecord, best_step, chosen_on_them, seen_in_training
 from seqpar.report.run_page import FinishedPage, is_neurological, render_run, try_reading
@@ -326,8 +326,10 @@ def _picture(record: RunRecord, case: str, explained: Path | None, neurological:
     image = cache.cases[case].image
     with tempfile.TemporaryDirectory() as folder:
         path, nothing = Path(folder, "case.png"), np.zeros(image.shape[1:], np.float32)
-        title = f"{case} {GENERATED}" if is_generated(record.config.get("data", "unknown")) else case
-        draw_evidence(path, title, np.asarray(image[0]), nothing, cache.cases[case].properties.spacing, neurological)
+        title = f"{case} {GENERATED}" if record.has_phantoms else case
+        own = cache.cases[case].properties
+        slices = slices_of(own.geometry, own.box, own.shape)
+        draw_evidence(path, title, np.asarray(image[0]), nothing, own.spacing, slices, neurological)
         return base64.b64encode(path.read_bytes()).decode()
 
 
@@ -384,7 +386,8 @@ def _viewed(name: str, image: FoundImage, modalities: Sequence[str], explained: 
         whole = to_canonical(volume.array[0], volume.geometry.orientation)
         seen = np.clip(resample(crop(whole, properties.box), properties.shape), 0, 1)
         heat, at = np.rint(255 * seen).astype(np.uint8), evidence_planes(seen, body_of(image.image[0]))
-    return ShownCase(name, pictures, nothing, nothing, properties.spacing, "", ranges, is_ct, heat, at)
+    slices = slices_of(properties.geometry, properties.box, properties.shape)
+    return ShownCase(name, pictures, nothing, nothing, properties.spacing, slices, "", ranges, is_ct, heat, at)
 
 
 def compare_classifiers(records: Mapping[str, RunRecord], gaps: list[str]) -> Comparison:

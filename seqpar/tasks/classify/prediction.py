@@ -25,6 +25,7 @@ from seqpar.prediction.prediction_folder import PredictionFolder
 from seqpar.prediction.run_average import EnsembleMember
 from seqpar.prediction.sliding_window import Image
 from seqpar.report.pictures import MAPS, draw_evidence
+from seqpar.report.planes import slices_of
 from seqpar.tasks.classify.explanation import class_logits, explain
 from seqpar.tasks.classify.scores import EXPLANATIONS, TABLE, ClassTable, read_class_table
 from seqpar.text import quantity
@@ -139,4 +140,6 @@ class ClassPrediction(CasePrediction):
             source = self.run.preparation.channel_to_source(seen, properties)
             write_volume(map_path, source, properties.geometry, np.float32)
             about = f"{MAPS[self.way]} map for {self.run.outputs[number]}"
-            draw_evidence(picture_path, title, prepared.image[0], seen, properties.spacing, neurological, about)
+            slices = slices_of(properties.geometry, properties.box, properties.shape)
+            image = prepared.image[0]
+            draw_evidence(picture_path, title, image, seen, properties.spacing, slices, neurological, about)

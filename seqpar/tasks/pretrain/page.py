@@ -6,10 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from seqpar.report.curves import number
-from seqpar.report.record import RunRecord
+from seqpar.report.record import RunRecord, what_was_learned
 from seqpar.report.run_page import FinishedPage, render_run
 from seqpar.report.tables import Score, Table, TableHead, TableRow
-from seqpar.tasks.pretrain.validation import what_was_learned
 from seqpar.text import quantity
 
 FOLDER = Path(__file__).parent

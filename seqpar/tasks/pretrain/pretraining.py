@@ -98,9 +98,9 @@ class Pretraining(Task):
 
     def next_lines(self, out: Path) -> list[str]:
         """Returns the commands that usually follow, after a warning if little was learned."""
+        from seqpar.report.record import what_was_learned
         from seqpar.runs.journal import read_metrics
         from seqpar.runs.run_folder import read_config
-        from seqpar.tasks.pretrain.validation import what_was_learned
 
         line = next_command("train", *flags_of_training(out))
         held_out = [row for row in read_metrics(out / "metrics.jsonl") if row["kind"] == "val"]

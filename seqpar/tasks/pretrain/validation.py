@@ -1,7 +1,7 @@
 """Measures the error of what is hidden in each held-out case and draws pictures of it."""
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from seqpar.parallel.collectives import all_gather, all_reduce
 from seqpar.report.pictures import mark_sides
 from seqpar.report.planes import best_modality, orientation_text, plane_of, sides
 from seqpar.report.plots import escape_mathtext, make_figure, save_figure
+from seqpar.report.record import guess_of
 from seqpar.runs.journal import Journal
 from seqpar.runs.metrics_tail import score_of_error
 from seqpar.tasks.case_validation import NUM_PICTURED, CaseValidation, ValidationResult
@@ -100,32 +101,6 @@ def figure_of_tiles(tiles: Sequence[RebuiltTile], neurological: bool) -> Any:
     keys = [Patch(color=HIDDEN, label="hidden patch"), Patch(color=SEEN, label="visible patch, not compared")]
     figure.legend(handles=keys, loc="outside lower center", ncols=2, fontsize=8)
     return figure
-
-
-LITTLE = 0.8  # of the error of a mean; above it, a pretraining has learned little
-
-
-def guess_of(normalised: bool) -> str:
-    """Returns with what a pretraining is compared: a mean in place of what is hidden, in words."""
-    return "each patch's own mean" if normalised else "the tile's mean"
-
-
-def what_was_learned(rows: Iterable[Mapping[str, Any]], normalised: bool) -> tuple[str, str]:
-    """Returns a sentence that compares the best error with that of a mean, and a caution if it is no better or close.
-
-    - ``rows``: of the validations
-    - ``normalised``: whether patches are rebuilt without their mean
-    """
-    known = [(row["loss"], row["error_of_mean"]) for row in rows if isinstance(row.get("error_of_mean"), float)]
-    known = [pair for pair in known if all(isinstance(error, float) and math.isfinite(error) for error in pair)]
-    if not known:
-        return "", ""
-    (error, of_mean), guess = min(known), guess_of(normalised)
-    sentence = f"The best error is {error:.4f}. Filling the hidden voxels with {guess} would give {of_mean:.4f}."
-    if error <= LITTLE * of_mean:
-        return sentence, ""
-    learned = "Little was learned" if error < of_mean else "Nothing was learned"
-    return sentence, f"{learned}: the best error is {error:.4f}, and that of {guess} is {of_mean:.4f}. Train longer."
 
 
 STEP = -1  # no step of training hides the same tokens

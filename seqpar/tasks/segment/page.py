@@ -8,12 +8,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from seqpar.data.errors import DataError
+from seqpar.prediction.class_statistics import NAME as STATISTICS
+from seqpar.prediction.class_statistics import read_statistics
 from seqpar.report.cases import case_section, load_worst
 from seqpar.report.curves import number
 from seqpar.report.images import find_images
 from seqpar.report.record import (
     CaseScores,
     RunRecord,
+    ScoredCase,
     chosen_on_them,
     measure_folder,
     reached_in_validation,
@@ -24,11 +28,13 @@ from seqpar.report.record import (
 from seqpar.report.run_page import FinishedPage, is_neurological, render_run, try_reading
 from seqpar.report.several_runs import Comparison, Dots, difference_sentence, read_all
 from seqpar.report.tables import (
+    ABSENT_RULE,
     HeadlineTile,
     Score,
     Table,
     TableHead,
     TableRow,
+    absent_of,
     coarse_voxels,
     dice_table,
     last_validation,
@@ -42,13 +48,14 @@ from seqpar.report.tables import (
 )
 from seqpar.scores.comparison import FEW as FEW_CASES
 from seqpar.scores.comparison import TOO_FEW, interval_of_mean
-from seqpar.scores.label_files import missing_line
+from seqpar.scores.label_files import MAX_NAMED, missing_line
 from seqpar.scores.label_scores import without_nan
 from seqpar.tasks.segment.validation import label_files
 from seqpar.text import quantity
 
 FOLDER = Path(__file__).parent
 RESEARCH = "For research; not a medical device."
+NO_SPREAD = 5e-4  # of a Dice: an interval of less would look like certainty
 FEW = 12  # cases whose table is open from the start
 
 
@@ -77,11 +84,12 @@ def segment_page(options: argparse.Namespace, record: RunRecord) -> FinishedPage
         cases = case_section(record, scored, shown, is_neurological(options.neurological, record))
     tiles, note = headline(record, scored) if not alone else ([], "")
     colours = record.class_colours(scored.classes if scored else ())
-    tables: dict[str, object] = {"metrics": last_validation(record), "sizes": None}
+    tables: dict[str, object] = {"metrics": last_validation(record), "sizes": None, "intensities": None}
     if scored and alone:
-        tables = {"metrics": predicted_volumes(scored), "sizes": None}
+        intensities = _intensities(options.prediction, scored, gaps)
+        tables = {"metrics": predicted_volumes(scored), "sizes": None, "intensities": intensities}
     elif scored:
-        tables = {"metrics": metrics_table(scored), "sizes": sizes_table(scored), "volumes": volumes_table(scored)}
+        tables |= {"metrics": metrics_table(scored), "sizes": sizes_table(scored), "volumes": volumes_table(scored)}
         tables |= {
             "strips": score_strips(scored, colours),
             "has_hollow": any(only_one_map(row) for case in scored.cases for row in case.scores.values()),
@@ -89,7 +97,7 @@ def segment_page(options: argparse.Namespace, record: RunRecord) -> FinishedPage
             "is_short": len(scored.cases) <= FEW,
         }
     faults: Sequence[str] = scored.faults if scored else ()
-    cautions = reached_in_validation(record) if alone else []
+    cautions = _reached(record) if alone else []
     if scored and not alone:
         cautions = _cautions(record, scored) if options.truth is not None else chosen_on_them(record)
     cautions += filter(None, [coarse_voxels(scored) if scored else ""])
@@ -109,6 +117,46 @@ def segment_page(options: argparse.Namespace, record: RunRecord) -> FinishedPage
     return FinishedPage(text, f"{quantity(len(shown), 'case')} shown, ", own, cautions)
 
 
+def _intensities(prediction: Path, scored: CaseScores, gaps: list[str]) -> Table | None:
+    """Returns the means and standard deviations that predict wrote of the shown label maps; None without any.
+
+    Lines of label maps that have changed since are left out, and named in ``gaps``.
+    """
+    try:
+        kinds, lines = read_statistics(prediction)
+    except DataError as error:
+        gaps.append(f"{error}.")
+        return None
+    rows, changed = list[TableRow](), list[str]()
+    for case in scored.cases:
+        for name, volumes in case.scores.items():
+            if (case.name, name) not in lines:
+                continue
+            ml, *numbers = lines[case.name, name]
+            if not math.isclose(ml, volumes["VolumeMl"], rel_tol=1e-4, abs_tol=1e-6):
+                changed.append(f"{name} of {case.name}")
+            else:
+                own = zip(numbers[: len(kinds)], numbers[len(kinds) :])
+                rows.append(TableRow(case.name, [name, *(_mean_and_deviation(mean, sd) for mean, sd in own)]))
+    if changed:
+        what = f"{prediction / STATISTICS} is of other label maps than these: {', '.join(changed[:MAX_NAMED])}"
+        gaps.append(f"{what}{', …' * (len(changed) > MAX_NAMED)} cannot be shown.")
+    heads = list(map(TableHead, ("Case", "Class", *kinds)))
+    note = (
+        "Mean ± standard deviation over the voxels of each predicted class, in the image file's own numbers (CT: HU), "
+        f"from {prediction / STATISTICS}. MR has no unit: do not compare its numbers between scans. The standard "
+        "deviation is that of the voxels and does not say how sure the mean is."
+    )
+    return Table("intensities", heads, rows, "case", note) if rows else None
+
+
+def _mean_and_deviation(mean: float, sd: float) -> Score:
+    """Returns both, the larger one with four digits; a class without a voxel has neither."""
+    largest = max(abs(mean), sd)
+    places = max(0, 3 - math.floor(math.log10(largest))) if math.isfinite(largest) and largest else 0
+    return Score(mean, places, "" if math.isnan(sd) else f" ± {sd:.{places}f}")
+
+
 def _cautions(record: RunRecord, scored: CaseScores) -> list[str]:
     """Returns what a reader of the scores of other label maps should know first."""
     own = {name: record.config[name] for name in ("data", "phantoms") if name in record.config}
@@ -118,19 +166,39 @@ def _cautions(record: RunRecord, scored: CaseScores) -> list[str]:
     return [*filter(None, [missing_line(scored.missing)]), *lines]
 
 
+def _reached(record: RunRecord) -> list[str]:
+    """Returns what the run reached in validation, and how cases counted whose truth lacked a class."""
+    sentences = reached_in_validation(record)
+    if not sentences:
+        return []
+    scored = try_reading(lambda: read_scores(record.path), [])
+    found = {name: absent_of(scored, name).cases for name in scored.classes} if scored else {}
+    lacking = [f"{name} in {count} of {len(scored.cases)}" for name, count in found.items() if count] if scored else []
+    told = f"Classes that the truth of held-out cases lacks: {', '.join(lacking)}." if lacking else ""
+    told = told or ("The truth of each held-out case has every class." if scored else "")
+    rule = ABSENT_RULE if lacking or not scored else ""
+    return [*sentences, " ".join(filter(None, [told, rule]))]
+
+
 def headline(record: RunRecord, scored: CaseScores | None) -> tuple[list[HeadlineTile], str]:
     """Returns the mean Dice of each class, with its interval and the number of cases, and what these are."""
     tiles, note = list[HeadlineTile](), "Mean Dice over cases"
     if scored:
-        note += ", its 95 % confidence interval (Student's t), which is for the mean and not for one patient, and n, "
-        note += "the number of cases with a Dice"
+        note += (
+            f", its 95 % confidence interval (Student's t; from {FEW_CASES} cases on), which is for the mean and not "
+        )
+        note += "for one patient, and n, the number of cases with a Dice"
         for name in scored.classes:
             values = without_nan(case.scores[name].get("Dice", math.nan) for case in scored.cases)
             interval = interval_of_mean(values, low=0.0, high=1.0)
             range_text = f"{interval[0]:.3f} to {interval[1]:.3f}, " if interval else ""
+            if interval and interval[1] - interval[0] < NO_SPREAD:
+                range_text = "all cases alike, "
             range_text = f"{TOO_FEW}, " if len(values) < FEW_CASES else range_text
             mean = Score(scored.summary["mean"][name].get("Dice", math.nan), 3)
-            tiles.append(HeadlineTile(name, mean, f"{range_text}n = {len(values)}"))
+            zeros = absent_of(scored, name).predicted
+            without = f" ({zeros} as 0: none in the truth)" * bool(zeros)
+            tiles.append(HeadlineTile(name, mean, f"{range_text}n = {len(values)}{without}"))
     elif record.held_out:
         last = record.held_out[-1]
         note += f" in the validation after step {last['step']:,}"
@@ -152,13 +220,33 @@ def _scores_table(scored: Mapping[str, CaseScores], is_compared: bool) -> Table 
         return "No run has scores of cases."
     classes = dict.fromkeys(name for one in scored.values() for name in one.classes)
     rows = [
-        TableRow(kind, [Score(one.summary["mean"].get(kind, {}).get("Dice", math.nan), 3) for one in scored.values()])
-        for kind in classes
+        TableRow(kind, [_lacking(scored, kind), *(_mean(one, kind) for one in scored.values())]) for kind in classes
     ]
-    rows.append(TableRow("cases", [Score(len(one.cases), 0) for one in scored.values()]))
-    note = "Mean Dice over the cases that each run has scored"
+    rows.append(TableRow("cases", ["", *(Score(len(one.cases), 0) for one in scored.values())]))
+    note = "Mean Dice in each run's last validation, over the cases that it has scored"
     note += "; the table below compares the cases that all runs share." if is_compared else "."
-    return Table("scores", list(map(TableHead, ("Class", *scored))), rows, "class", note)
+    note += f" n: cases with a Dice. {ABSENT_RULE} Means over different cases do not compare."
+    return Table("scores", list(map(TableHead, ("Class", "Truth lacks it in", *scored))), rows, "class", note)
+
+
+def _lacking(scored: Mapping[str, CaseScores], kind: str) -> str:
+    """Returns in how many cases the truth lacks a class, run by run if they differ."""
+    texts = {name: f"{absent_of(one, kind).cases} of {len(one.cases)}" for name, one in scored.items()}
+    shared = set(texts.values())
+    return f"{shared.pop()} cases" if len(shared) == 1 else "; ".join(f"{name}: {text}" for name, text in texts.items())
+
+
+def _mean(one: CaseScores, kind: str) -> Score:
+    """Returns a class's mean Dice, with the cases that it is over."""
+    count, zeros = one.summary.get("num_values", {}).get(kind, {}).get("Dice"), absent_of(one, kind).predicted
+    told = [f"n = {count:.0f}"] * (count is not None) + [f"{zeros} of them 0: none in the truth"] * bool(zeros)
+    mean = one.summary["mean"].get(kind, {}).get("Dice", math.nan)
+    return Score(mean, 3, f" ({', '.join(told)})" if told else "")
+
+
+def _none_in_truth(case: ScoredCase) -> str:
+    """Returns the classes that the truth of a case lacks, in words."""
+    return ", ".join(name for name, row in case.scores.items() if row.get("n_ref", 1) == 0) or "–"
 
 
 def _differences(scored: Mapping[str, CaseScores]) -> tuple[Table | str, Sequence[str], Sequence[Dots]]:
@@ -171,18 +259,27 @@ def _differences(scored: Mapping[str, CaseScores]) -> tuple[Table | str, Sequenc
     if not common:
         return "No case was scored in all of these runs.", (), ()
     gaps = {name: [(dice[name][case] - dice[first][case], case) for case in common] for name, _ in others}
+    of_case = {case.name: case for case in reference.cases}
     rows = [
-        TableRow(case, [Score(dice[first][case], 3), *(Score(pairs[n][0], 3) for pairs in gaps.values())])
+        TableRow(
+            case,
+            [
+                Score(dice[first][case], 3),
+                *(Score(pairs[n][0], 3) for pairs in gaps.values()),
+                _none_in_truth(of_case[case]),
+            ],
+        )
         for n, case in enumerate(common)
     ]
-    heads = ["Case", f"{first}: Dice", *(f"{name}: difference" for name in gaps)]
+    heads = ["Case", f"{first}: Dice", *(f"{name}: difference" for name in gaps), "Truth lacks"]
     reach = (
         1.05 * max((abs(gap) for pairs in gaps.values() for gap, _ in pairs if math.isfinite(gap)), default=0.0) or 1.0
     )
     dots = Dots(f"Dice of each case, minus that of {first}", gaps, -reach, reach)
+    note = " ".join(filter(None, [mean_over(reference.classes, "of a case "), ABSENT_RULE]))
     sentences = [difference_sentence("mean Dice", name, first, pairs) for name, pairs in gaps.items()]
     return (
-        Table("pairs", list(map(TableHead, heads)), rows, "case", mean_over(reference.classes, "of a case ")),
+        Table("pairs", list(map(TableHead, heads)), rows, "case", note),
         sentences,
         [dots] * any(any(math.isfinite(gap) for gap, _ in pairs) for pairs in gaps.values()),
     )

@@ -28,7 +28,7 @@ from seqpar.prediction.logits_to_labels import slabs_to_labels
 from seqpar.prediction.sliding_window import FinishedRows, padded_shape, sliding_window, whole_grid, whole_volume
 from seqpar.prediction.window_grid import WINDOWS, Sliding
 from seqpar.report.pictures import PicturedCase, draw_cases
-from seqpar.report.planes import best_modality
+from seqpar.report.planes import best_modality, slices_of
 from seqpar.runs.journal import Journal
 from seqpar.scores.label_classes import labels_of_run
 from seqpar.scores.label_files import Pair, score_pair
@@ -198,7 +198,9 @@ class SegmentationValidation(CaseValidation):
         volumes = np.asarray(case.image[shown]), truth, resample_label(ids, truth.shape)
         image, truth, ids = (preparation.canonical(volume, properties) for volume in volumes)
         name = f"{case.id} {GENERATED}" if is_generated(self.config.data) else case.id
-        return PicturedCase(name, image, truth, ids, preparation.canonical_properties(properties).spacing)
+        turned = preparation.canonical_properties(properties)
+        slices = slices_of(turned.geometry, turned.box, turned.shape)
+        return PicturedCase(name, image, truth, ids, turned.spacing, slices)
 
     def _progress(self, journal: Journal, number: int, window: int, began: float) -> ReportProgress:
         """Returns a function that shows which share of a case is done with one of the kinds of window.
