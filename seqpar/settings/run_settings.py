@@ -68,7 +68,8 @@ class RunSettings:
     out: str = _running("", "run folder; none: runs/<preset>-<time>", metavar="FOLDER", common=True)
     weights: str = _running(
         "",
-        "pretrained weights to start from: a run folder, or a file (ours, MONAI's, Primus' or nnU-Net's)",
+        "pretrained weights to start from: a run folder, or a file (ours, MONAI's, Primus' or nnU-Net's) or its "
+        "address (https://HOST/FILE#sha256=..., hf://OWNER/NAME/FILE)",
         metavar="RUN",
         common=True,
     )
