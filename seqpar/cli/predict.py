@@ -137,7 +137,7 @@ def _parser() -> Parser:
     parser = Parser("predict", description="Predicts label maps, or classes of cases, with a trained run.")
     add = parser.add_argument
     add("run", type=Path, nargs="*", metavar="RUN",
-        help="run folder, archive or its address, or nnU-Net results folder; several are averaged")  # fmt: skip
+        help="run folder, archive or its address, or nnU-Net results; several are averaged")  # fmt: skip
     add("-d", "--dataset", default="", metavar="ID", help="in place of RUN: nnU-Net's data set in $nnUNet_results")
     add("-c", "--configuration", default="", metavar="NAME", help="its configuration, such as 3d_fullres")
     add("-tr", "--trainer", default="", metavar="NAME", help=f"its trainer (default {TRAINER})")
