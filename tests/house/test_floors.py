@@ -20,7 +20,8 @@ GROUND = """
     spatial
     attention
     vit losses pipeline conversion
-    data.addresses data.boxes data.dicom_series data.errors data.files data.geometry data.itk_files data.volumes data.workers
+    data.boxes data.dicom_series data.errors data.files data.geometry data.itk_files data.volumes data.workers
+    data.addresses
     data.formats
     data.preparation
     data.sampling data.phantom

@@ -72,8 +72,8 @@ def test_training_begins_from_an_address(server: FileServer, tmp_path, capsys) -
     address = server.address(file.name, file.read_bytes())
     assert train.act([*flags, "--weights", address, "--dry-run"]) == 0
     said = capsys.readouterr()
-    assert f"weights: {address} would be downloaded to {tmp_path}/downloads/weights/" in said.out and "downloading" not in said.err
-    assert server.asked == []
+    assert f"weights: {address} would be downloaded to {tmp_path}/downloads/weights/" in said.out
+    assert "downloading" not in said.err and server.asked == []
     launch = trained(2, [*flags, "--seqpar", "2", "--weights", address], run)
     assert f"weights from {address} (seqpar): " in launch.said(0) and server.asked == [file.name]
     assert json.loads((run / "config.json").read_text())["config"]["weights"] == address
