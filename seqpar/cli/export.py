@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from seqpar.cluster.exit_codes import run
+from seqpar.data.addresses import local_file
 from seqpar.runs.archive import write_archive
 from seqpar.runs.fold_folder import expand_folds
 from seqpar.runs.nnunet_export import write_results
@@ -34,6 +35,7 @@ def act(arguments: Sequence[str]) -> int:
     add("--checkpoint", default="best", metavar="WHICH", help="best (default), latest or a file of the run's weights")
     add("--licence", default="not stated", metavar="TEXT", help="licence of the weights, such as CC-BY-4.0")
     options = parser.parse_args(list(arguments))
+    options.run = local_file(options.run)
     if options.out.suffix not in _FILES:
         return _hand_back(options)
     if options.out.suffix not in (".zip", ".pth"):

@@ -14,6 +14,7 @@ import torch
 from seqpar.cluster import exit_codes
 from seqpar.cluster.cpu_speed import measure_cpu
 from seqpar.cluster.devices import DEVICES, GB, Device, device_here, measured
+from seqpar.data.addresses import describe_download, is_missing
 from seqpar.models.build import NETWORK_NAMES, family_of
 from seqpar.planner.fit import usual_sizes
 from seqpar.planner.needs import RunToPlan
@@ -51,6 +52,8 @@ def act(arguments: Sequence[str]) -> int:
 def _plan(own: argparse.Namespace, preset: str, config: Config, flags: set[str], on_gpu: bool) -> int:
     """Plans what the command line asks for, without a preset's lessons."""
     config = replace(config, curriculum="", pipe=1 if own.pipe is None else own.pipe or 2)
+    if is_missing(config.weights):
+        print(describe_download(config.weights), flush=True)
     config, planned = with_plans(config, flags)
     family_of(config)  # refuses a network of another task
     refuse_settings_without_effect(config, flags - {"measured"})  # seconds are planned with it in any case

@@ -11,6 +11,7 @@ from seqpar.cluster import exit_codes
 from seqpar.cluster.devices import device_here
 from seqpar.cluster.start_ranks import start_missing_ranks
 from seqpar.cluster.torch_setup import set_arithmetic
+from seqpar.data.addresses import local_file
 from seqpar.decoders.modes.named_modes import MODES
 from seqpar.models.classifier import WAYS
 from seqpar.parallel.launcher import read_launcher
@@ -37,7 +38,7 @@ def act(arguments: Sequence[str]) -> int:
     """Returns the exit code: 0, or 3 if a case could not be predicted; raises what the user has to correct."""
     die_with_parent()
     options = _parser().parse_args(list(arguments))
-    options.run = expand_folds(_runs(options))
+    options.run = expand_folds([local_file(run) for run in _runs(options)])
     launcher = read_launcher(os.environ)
     if launcher.rank == 0:
         warn_if_killed(*options.run)
@@ -136,7 +137,7 @@ def _parser() -> Parser:
     parser = Parser("predict", description="Predicts label maps, or classes of cases, with a trained run.")
     add = parser.add_argument
     add("run", type=Path, nargs="*", metavar="RUN",
-        help="run folder, archive, or nnU-Net results folder; several are averaged")  # fmt: skip
+        help="run folder, archive or its address, or nnU-Net results; several are averaged")  # fmt: skip
     add("-d", "--dataset", default="", metavar="ID", help="in place of RUN: nnU-Net's data set in $nnUNet_results")
     add("-c", "--configuration", default="", metavar="NAME", help="its configuration, such as 3d_fullres")
     add("-tr", "--trainer", default="", metavar="NAME", help=f"its trainer (default {TRAINER})")

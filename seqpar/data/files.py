@@ -15,6 +15,12 @@ from seqpar.data.errors import DataError, unreadable, unwritable
 SUFFIXES = (".nii.gz", ".nii", ".nrrd", ".mha")  # of volumes
 
 
+def user_cache() -> Path:
+    """Returns the folder of what is kept for later runs: $SEQPAR_CACHE, else seqpar in $XDG_CACHE_HOME or ~/.cache."""
+    usual = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "seqpar"
+    return Path(os.environ.get("SEQPAR_CACHE") or usual).expanduser().absolute()
+
+
 @contextmanager
 def whole_file(path: Path, durable: bool = True) -> Iterator[Path]:
     """Yields a temporary path next to ``path`` to write to, and renames it to ``path`` when the block ends.

@@ -4,6 +4,7 @@ import importlib.util
 import os
 from collections.abc import Sequence
 
+from seqpar.data.addresses import is_address, is_missing
 from seqpar.models.build import NETWORK_NAMES, build_on_meta, family_of, layout_of
 from seqpar.parallel.mesh import Group
 from seqpar.pipeline.named_placements import PLACEMENTS, parse_cuts
@@ -35,10 +36,12 @@ def check_feasible(config: Config) -> None:
 
 
 def _refuse_weights(path: str) -> None:
-    """Refuses ``--weights`` that are no file of weights, by its first bytes."""
+    """Refuses ``--weights`` that are no file of weights, by its first bytes; if they were not downloaded, by none."""
     from seqpar.weights.pretrained import weights_file  # it knows the names of four libraries
 
-    if not os.path.exists(path):
+    if is_missing(path):
+        return
+    if not is_address(path) and not os.path.exists(path):
         raise ValueError(f"--weights {path}: no such file; give a safetensors or torch file of weights")
     refuse_unreadable(weights_file(path))
 

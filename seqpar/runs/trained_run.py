@@ -10,6 +10,7 @@ import torch
 
 from seqpar.attention.strategies import check_strategy
 from seqpar.cluster.devices import device_here
+from seqpar.data.addresses import local_file
 from seqpar.data.errors import DataError
 from seqpar.data.preparation.preparation import preparation_of
 from seqpar.data.preparation.prepared_case import Preparation
@@ -124,7 +125,8 @@ class TrainedRun:
 
 
 def read_run(path: str | Path) -> TrainedRun:
-    """Reads the run in a folder that train wrote, or in an archive that export wrote."""
+    """Reads the run in a folder that train wrote, or in an archive that export wrote, which may be an address."""
+    path = local_file(path)
     content, windows = read_config(path), read_windows(Path(path))
     try:
         dataset, config = content["dataset"], Config.from_dict(content["config"])
@@ -204,11 +206,11 @@ def _tile_of(config: Config, state: Mapping[str, torch.Tensor]) -> tuple[int, ..
 def find_weights(run: TrainedRun, which: str = "best") -> Path:
     """Returns a file of the run's weights.
 
-    - ``which``: best, latest, or the path of a file or checkpoint folder
+    - ``which``: best, latest, or the path of a file or checkpoint folder, or the address of a file
     """
     folder = run.path / "checkpoints"
     if which not in ("best", "latest"):
-        path = Path(which)
+        path = local_file(which)
         return path / LAST if path.is_dir() else path
     if is_archive(run.path):
         if which != "best":
@@ -272,8 +274,8 @@ def _shape(state: dict[str, torch.Tensor], name: str) -> tuple[int, ...] | None:
 def load_run(path: str | Path, which: str = "best") -> Network:
     """Returns the network of a run folder, ready to predict, in this process alone: no process group is needed.
 
-    - ``path``: the folder that train wrote
-    - ``which``: best, latest, or the path of a file or checkpoint folder
+    - ``path``: the folder that train wrote, or the path or address of an archive that export wrote
+    - ``which``: best, latest, or the path of a file or checkpoint folder, or the address of a file
     """
     run = read_run(path)
     return load_nets(run, [find_weights(run, which)], start(1, env={}))[0]

@@ -1,7 +1,6 @@
 """The command line of a run, generated from the declarations of its settings."""
 
 import argparse
-import os
 import re
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
@@ -10,6 +9,7 @@ from typing import Any, get_type_hints
 
 import torch
 
+from seqpar.data.addresses import absolute
 from seqpar.settings.checks import check_values
 from seqpar.settings.config import SETTINGS, Config
 from seqpar.settings.curriculum import parse_curriculum
@@ -58,7 +58,7 @@ def parse(
         if len(values.get(name, ())) == 1:
             values[name] *= 3
     if values.get("weights"):
-        values["weights"] = os.path.abspath(values["weights"])  # the run may be resumed from another folder
+        values["weights"] = absolute(values["weights"])  # the run may be resumed from another folder
     config = _drop_contradicted(start, values)
     check_values(config, networks, values.keys() - {"seqpar"})  # before anything counts with them
     return preset, config, set(parsed)

@@ -1,10 +1,10 @@
 """What the declarations say of a config: settings without effect, and what a resumed run keeps."""
 
-import os
 from collections.abc import Collection
 from dataclasses import replace
 from typing import Any
 
+from seqpar.data.addresses import absolute
 from seqpar.settings.config import SETTINGS, Config
 from seqpar.settings.curriculum import is_same
 from seqpar.settings.field import Circumstances
@@ -68,7 +68,7 @@ def settings_on_resume(saved: Config, now: Config, typed: set[str]) -> Config:
         raise ValueError(
             "--betas cannot add momentum to a run that began without: rmsprop has no saved state of it: remove it"
         )
-    if "weights" in typed and now.weights != (saved.weights and os.path.abspath(saved.weights)):
+    if "weights" in typed and now.weights != (saved.weights and absolute(saved.weights)):
         began = f"from {saved.weights}" if saved.weights else "without"
         raise ValueError(
             f"--weights {now.weights} would do nothing: --resume continues with the run's own weights, which began "

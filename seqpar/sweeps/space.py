@@ -9,12 +9,12 @@ import difflib
 import hashlib
 import itertools
 import math
-import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_type_hints
 
+from seqpar.data.addresses import absolute
 from seqpar.data.errors import DataError
 from seqpar.data.files import read_json
 from seqpar.runs.sweep_folder import format_value
@@ -135,7 +135,7 @@ def _value(name: str, text: str) -> Any:
     """Returns a value of a setting from its word."""
     kind = get_type_hints(Config)[name]
     if name in FILES:
-        return os.path.abspath(text) if text else ""
+        return absolute(text) if text else ""
     if name == "fold" and text == ALL_FOLDS:
         raise ValueError(f"--space fold={ALL_FOLDS} is five runs: compare folds by --space fold=0,1,2,3,4")
     try:

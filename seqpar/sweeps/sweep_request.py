@@ -2,7 +2,6 @@
 
 import argparse
 import importlib.util
-import os
 import random
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -10,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from seqpar.cluster.devices import num_devices
+from seqpar.data.addresses import absolute
 from seqpar.models.build import NETWORK_NAMES
 from seqpar.runs.run_folder import SWEEP_FILE
 from seqpar.runs.sweep_folder import Point, Sweep, damaged_sweep_error, read_sweep, refresh_points
@@ -203,7 +203,7 @@ def typed_settings(
     if config.fold == ALL_FOLDS:
         raise ValueError(f"--fold {ALL_FOLDS} is five runs: compare folds by --space fold=0,1,2,3,4")
     typed = {name: getattr(config, name) for name in sorted(names)}
-    return preset, typed | {name: os.path.abspath(typed[name]) for name in FILES if typed.get(name)}
+    return preset, typed | {name: absolute(typed[name]) for name in FILES if typed.get(name)}
 
 
 def check_same_sweep(before: Mapping[str, Any], now: Mapping[str, Any], out: str) -> None:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from seqpar.cluster.stop_request import StopRequest
 from seqpar.cluster.torch_setup import keep_memory, recomputes, without_torch_compile
+from seqpar.data.addresses import describe_download, is_missing
 from seqpar.models.build import build_on_meta
 from seqpar.parallel.launcher import Launcher
 from seqpar.parallel.mesh import Group, Mesh
@@ -55,9 +56,11 @@ def dry_run(request: RunRequest, launcher: Launcher) -> int:
 
 
 def _check_weights(config: Config, channels: int, outputs: int) -> str:
-    """Returns what a run takes of ``--weights``, "" if it loads none; raises ValueError if they do not fit."""
+    """Returns what a run takes of ``--weights`` or would download, "" for none; ValueError if they do not fit."""
     if not config.weights or config.resume:
         return ""
+    if is_missing(config.weights):
+        return describe_download(config.weights)
     from seqpar.weights.pretrained import load_pretrained  # it knows the names of four libraries
 
     return load_pretrained(build_on_meta(config, Group("seq"), channels, outputs), config)

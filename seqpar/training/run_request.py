@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from seqpar.data.addresses import local_file
 from seqpar.data.errors import DataError
 from seqpar.data.files import refuse_unwritable
 from seqpar.data.formats.recognise import is_folder_of_dataset
@@ -197,6 +198,8 @@ def _read_line(arguments: Sequence[str], launcher: Launcher) -> _CommandLine:
     on_gpu = wants_gpu(arguments)
     preset, config, flags = parse(arguments, default_preset(arguments, on_gpu), NETWORK_NAMES)
     asked_out, planned = config.out, frozenset[str]()
+    if config.weights and not config.dry_run:
+        local_file(config.weights)  # an address is downloaded before anything asks whether it is there
     if config.plans or config.weights or "prepare" in flags:
         from seqpar.weights.nnunet_settings import with_plans  # nnU-Net's files have settings too
 

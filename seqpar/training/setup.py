@@ -11,6 +11,7 @@ import torch
 from seqpar.cluster.rank_facts import device_name, facts_of
 from seqpar.cluster.start_ranks import describe_launcher
 from seqpar.cluster.torch_setup import check_precision
+from seqpar.data.addresses import local_file
 from seqpar.data.errors import DataError, unwritable
 from seqpar.data.files import remove_leftovers
 from seqpar.data.phantom.phantom_files import is_generated
@@ -251,8 +252,8 @@ def _load_weights(net: Network, config: Config, mesh: Mesh) -> str:
     line: str = ""
     error: Exception | None = None
     try:
-        if config.weights.endswith(".zip"):
-            read_run(config.weights)  # refuses weights of other sizes than its network's
+        if (path := local_file(config.weights)).suffix == ".zip":
+            read_run(path)  # refuses weights of other sizes than its network's
         line = load_pretrained(net, config)
     except Exception as problem:
         error = problem

@@ -57,7 +57,7 @@ def load_monai(
 
     All sizes except the number of heads are read off the shapes. Images have two dimensions or three.
 
-    - ``state_dict``: also a checkpoint that holds one, or the path of its file
+    - ``state_dict``: also a checkpoint that holds one, or the path or address of its file
     - ``tile``: voxels of a tile, one number or one per dimension
     - ``num_heads``: needed unless the checkpoint's ``hyper_parameters`` contain it. Shapes do not show it: with a
       wrong number the weights load, but the outputs are wrong

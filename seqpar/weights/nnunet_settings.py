@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from seqpar.data.addresses import is_missing, local_file
 from seqpar.data.errors import DataError
 from seqpar.data.files import read_json
 from seqpar.data.formats.nnunet_plans import NnunetPlan, plan_of
@@ -28,18 +29,20 @@ def with_plans(config: Config, flags: Collection[str]) -> tuple[Config, frozense
     """Returns the config with the settings of ``--plans`` or of nnU-Net's ``--weights``, where no flag says otherwise.
 
     Then the names of these settings. Nothing of the plans is needed afterwards: they are spelled out in the settings.
-    An nnssl pretraining says the network and the tile; data are prepared as without it.
+    An nnssl pretraining says the network and the tile; data are prepared as without it. An address whose file has not
+    been downloaded brings no settings.
 
     - ``flags``: the settings on the command line
     """
     plan, source = None, f"--weights {config.weights}"
-    is_file = config.weights.endswith(".pth") and not config.plans
-    checkpoint = checkpoint_of(config.weights, mapped=True) if is_file else {}
+    is_read = not config.plans and not is_missing(config.weights)  # a dry run downloads nothing
+    weights = local_file(config.weights) if is_read else Path()
+    checkpoint = checkpoint_of(weights, mapped=True) if weights.suffix == ".pth" else {}
     if config.plans:
         plan, source = read_plan(config.plans), f"--plans {config.plans}"
         settings = settings_of(plan, config.plans)
     elif holds_unet(checkpoint):
-        results = read_checkpoint(config.weights)
+        results = read_checkpoint(weights)
         if config.trainer_unknown == REFUSE:
             results.refuse_unknown_trainers()
         plan = results.plan

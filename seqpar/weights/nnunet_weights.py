@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from seqpar.data.addresses import local_file
 from seqpar.decoders.modes.named_modes import choose_mode
 from seqpar.decoders.unets.architecture import ONE, Architecture
 from seqpar.decoders.unets.nnunet import network
@@ -31,14 +32,15 @@ def load_nnunet(
 ) -> VolumeNet:
     """Returns a network with the weights that nnU-Net trained, for images in nnU-Net's axes (z y x, transposed).
 
-    - ``folder``: a results folder (TRAINER__PLANS__CONFIGURATION), or one checkpoint of it
+    - ``folder``: a results folder (TRAINER__PLANS__CONFIGURATION), or the path or address of one checkpoint of it
     - ``fold``: whose weights; None: those of the first fold
     - ``checkpoint``: the name of its file
     - ``deep_supervision``: return the logits of all levels but the coarsest in training
     - ``group``: the ranks that share a tile: ours or torch's; None: this process alone
     - ``mode``: how ranks divide the work
     """
-    if Path(folder).is_file():
+    folder = local_file(folder)
+    if folder.is_file():
         results = read_checkpoint(folder)
     else:
         files = fold_files(folder, [] if fold is None else [str(fold)], checkpoint)

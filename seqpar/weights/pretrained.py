@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from seqpar.data.addresses import local_file
 from seqpar.models.network import Network
 from seqpar.models.segmentation_network import SegmentationNet
 from seqpar.settings.config import Config
@@ -119,8 +120,8 @@ def load_pretrained(net: Network, config: Config) -> str:
 
 
 def weights_file(path: str) -> Path:
-    """Returns the file of weights of a path; of a run folder the last weights, or those of its last checkpoint."""
-    folder = Path(path)
+    """Returns the file of weights of a path or address; of a run folder the last, or those of its last checkpoint."""
+    folder = local_file(path)
     if not folder.is_dir() or (folder / WEIGHTS).is_file():
         return folder / WEIGHTS if folder.is_dir() else folder
     if (folder / "checkpoints" / "latest").is_file():
@@ -171,7 +172,7 @@ def _counted(names: Iterable[str]) -> str:
 def _ours(checkpoint: Mapping[str, Any], config: Config) -> Source:
     """Returns the weights of a checkpoint under our names."""
     if holds_unet(checkpoint):
-        results = read_checkpoint(config.weights)
+        results = read_checkpoint(weights_file(config.weights))
         state = trained_state(results)
         unknown = results.folds[0].unknown_trainer
         known = "which is not one of its own trainers; all tensors fit the plan's network"

@@ -63,7 +63,7 @@ def load_primus(
     All sizes except the number of heads are read off the shapes. Of an nnssl pretraining, whose names are those of
     Primus and a second, smaller one's under ``decoder.``, the latter is ignored.
 
-    - ``state_dict``: also a checkpoint that holds one, or the path of its file
+    - ``state_dict``: also a checkpoint that holds one, or the path or address of its file
     - ``num_heads``: needed only for sizes that were not published
     - ``group``: the ranks that share a tile: ours or torch's; None: this process alone
     - ``mode``: of the decoder

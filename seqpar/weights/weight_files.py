@@ -18,6 +18,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load, load_file, save_file
 from torch import Tensor, nn
 
+from seqpar.data.addresses import local_file
 from seqpar.data.errors import DataError
 from seqpar.data.files import whole_file
 from seqpar.vit.tokens import resize_positions
@@ -59,16 +60,20 @@ _WRAPPERS = re.compile(rf"^((module|backbone|model|net|network|{_COMPILED})\.)+|
 
 
 def read_weights(path: str | Path) -> State:
-    """Returns the state dict in a safetensors or torch file, or an exported run; never runs code in the file."""
-    state = unwrap(_read(Path(path)), path)
+    """Returns the state dict in a safetensors or torch file, or an exported run; never runs code in the file.
+
+    - ``path``: also an address, ``https://HOST/FILE#sha256=DIGITS`` or ``hf://OWNER/NAME/FILE``
+    """
+    path = local_file(path)
+    state = unwrap(_read(path), path)
     refuse_unusable(state, path)
     return state
 
 
 def checkpoint_of(source: Mapping[str, Any] | str | Path, mapped: bool = False) -> Mapping[str, Any]:
-    """Returns a checkpoint, given itself or as the path of its file; for ``mapped`` see ``load_torch``."""
+    """Returns a checkpoint, given itself or as the path or address of its file; for ``mapped`` see ``load_torch``."""
     if isinstance(source, (str, Path)):
-        return _read(Path(source), mapped)
+        return _read(local_file(source), mapped)
     if not isinstance(source, Mapping):
         kind = type(source).__name__
         hint = "its state_dict()" if isinstance(source, nn.Module) else "one of these"

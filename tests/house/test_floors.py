@@ -21,6 +21,7 @@ GROUND = """
     attention
     vit losses pipeline conversion
     data.boxes data.dicom_series data.errors data.files data.geometry data.itk_files data.volumes data.workers
+    data.addresses
     data.formats
     data.preparation
     data.sampling data.phantom

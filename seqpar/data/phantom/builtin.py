@@ -3,6 +3,7 @@
 import os
 from pathlib import Path
 
+from seqpar.data.files import user_cache
 from seqpar.data.formats.brats import LABEL_SCHEMES
 from seqpar.data.formats.brats import MODALITIES as BRATS_MODALITIES
 from seqpar.data.formats.dataset import Case, Dataset
@@ -50,8 +51,7 @@ def phantom(cases: int, is_first: bool, progress: Progress = no_progress) -> Pat
 
     The first process writes it if it is missing; the others wait for it.
     """
-    root = Path(os.environ.get("SEQPAR_CACHE") or Path.home() / ".cache" / "seqpar").expanduser()
-    out = root / "data" / f"phantom-{cases}"
+    out = user_cache() / "data" / f"phantom-{cases}"
     settings, done = PhantomSettings(), out / "complete"
     folder = settings.root(out)
     if is_first:
