@@ -16,7 +16,7 @@ import torch
 from einops import rearrange
 from torch import Tensor, nn
 
-from seqpar.losses.skeletons import MARK
+from seqpar.losses.skeletons import MARK, classes_and_marks
 from seqpar.losses.terms import ClassTerm, Inside, Voxels, VoxelTerm, row_chunks, sum_over_voxels
 from seqpar.parallel.collectives import all_reduce, all_sum
 from seqpar.parallel.layout import plain_tensor
@@ -249,7 +249,7 @@ class Loss(nn.Module):
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         if annotated is not None:  # detached, because softmax would pass gradients to the other logits
             logits = torch.where(_on_voxels(annotated, logits), logits, logits.detach())
-        label, marked = self._classes_and_marks(label)
+        label, marked = classes_and_marks(label) if self.needs_marks else (label, None)
         counted = None if self.ignore_label is None else label != self.ignore_label
         label = label.long() if counted is None else label.long().masked_fill(~counted, 0)
         voxels = Voxels(logits, label, self.regions, marked, counted)
@@ -266,33 +266,27 @@ class Loss(nn.Module):
             columns = [column[(..., *inside)] for column in columns]
         return torch.cat([rearrange(column, "b k ... -> b k (...)").sum(2) for column in columns], 1)
 
-    def _classes_and_marks(self, label: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Returns the classes of a label, and which of its voxels ``mark_skeleton`` has marked if a term needs it."""
-        if not self.needs_marks:
-            return label, None
-        label = label.long()
-        marked = label >= MARK
-        return label - MARK * marked, marked
-
-    def _refuse_unmarked(self, labels: Sequence[Tensor], voxels: Group | None) -> None:
-        """Raises ValueError, on all ranks of a tile, if labels have a foreground and no skeleton; looks until one has.
+    def _refuse_unmarked(self, labels: Sequence[Tensor], loss_groups: LossGroups) -> None:
+        """Raises ValueError, on all ranks that share samples, if labels lack marks; looks until some have them.
 
         A GPU waits for it.
         """
         if not self.needs_marks or self._has_seen_marks or labels[0].is_meta:
             return
-        seen = torch.zeros(2, dtype=torch.long, device=labels[0].device)  # voxels of the foreground and the skeleton
-        for label in labels:
-            classes, marked = self._classes_and_marks(label)
-            assert marked is not None
-            seen += torch.stack([((classes != 0) & (classes != self.ignore_label)).sum(), marked.sum()])
-        foreground, skeleton = (seen if voxels is None else all_reduce(seen, voxels)).tolist()
-        if foreground and not skeleton:
+        seen = torch.zeros(2, dtype=torch.long, device=labels[0].device)  # voxels without marks and with them
+        for label in map(Tensor.long, labels):
+            unmarked = (label > 0) & (label < MARK)
+            unmarked = unmarked if self.ignore_label is None else unmarked & (label != self.ignore_label)
+            seen += torch.stack([unmarked.sum(), (label >= MARK).sum()])
+        for group in (loss_groups.voxels, *loss_groups.samples):
+            seen = seen if group is None else all_reduce(seen, group)
+        unmarked_voxels, marked_voxels = seen.tolist()
+        if unmarked_voxels:
             raise ValueError(
-                f"labels with {foreground} voxels of the foreground and none on their skeleton: this loss takes the "
-                "labels that mark_skeleton(label) returns: call it on whole labels, before they are cut into parts"
+                f"labels with {unmarked_voxels} voxels of the foreground that no skeleton was made for: give this loss "
+                "what mark_skeleton(label) returns for whole labels, before they are cut into parts"
             )
-        self._has_seen_marks = skeleton > 0
+        self._has_seen_marks = marked_voxels > 0
 
     def _weighted_voxels(self, each: Tensor, label: Tensor, weights: Tensor | None) -> Tensor:
         """Returns the loss of each voxel ``b ...``, weighted by its label or by the regions."""
@@ -304,7 +298,7 @@ class Loss(nn.Module):
         self, labels: Sequence[Tensor], annotated: Sequence[Tensor | None], loss_groups: LossGroups
     ) -> StepTotals:
         """Returns what the means of a step divide by, given the labels of its micro-batches on this rank."""
-        self._refuse_unmarked(labels, loss_groups.voxels)
+        self._refuse_unmarked(labels, loss_groups)
         each = [self._weights_of(label, shown, torch.float64) for label, shown in zip(labels, annotated)]
         own = torch.stack([self._count(label, weights) for label, weights in zip(labels, each)]).sum().double()[None]
         weights = [of_micro for of_micro in each if of_micro is not None]
@@ -325,7 +319,7 @@ class Loss(nn.Module):
         return torch.stack([self._count_run(run, weights) for run, _ in row_chunks(label, label[:, None])]).sum()
 
     def _count_run(self, label: Tensor, weights: Tensor | None) -> Tensor:
-        label, _ = self._classes_and_marks(label)
+        label = classes_and_marks(label)[0] if self.needs_marks else label
         counted = torch.ones_like(label, dtype=torch.bool) if self.ignore_label is None else label != self.ignore_label
         if weights is None:
             return counted.sum()

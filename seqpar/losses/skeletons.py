@@ -14,7 +14,7 @@ from seqpar.late_import import late
 from seqpar.losses.terms import ClassTerm, Voxels
 
 ndimage, morphology = late("scipy.ndimage"), late("skimage.morphology")  # batchgenerators needs both
-MARK = 1 << 14  # what ``mark_skeleton`` adds to the labels of voxels on a skeleton
+MARK = 1 << 13  # what ``mark_skeleton`` adds to the labels of the foreground, and once more on its skeleton
 RECALL_SMOOTH, CLDICE_SMOOTH = 1e-5, 1.0  # those of the papers' releases
 
 
@@ -22,24 +22,32 @@ def mark_skeleton(label: Tensor, ignore_label: int | None = None) -> Tensor:
     """Returns whole labels ``b W D H`` in which the voxels on a skeleton are marked, for ``"skeleton-recall"``.
 
     The skeleton is that of all labels together but for 0 and ``ignore_label``, widened by two voxels inside them
-    (Kirchhoff et al. 2024). It is computed on a CPU. A mark adds 16384 to a voxel's label.
+    (Kirchhoff et al. 2024). It is computed on a CPU. The marks, 8192 in the foreground and 16384 on its skeleton, are
+    added to the labels, so that whatever cuts and moves a label moves them too.
 
     Example::
 
         loss_fn = make_loss("skeleton-recall")
         loss_fn(logits, mark_skeleton(label)).backward()
     """
-    marked = np.stack([_skeleton(each.numpy(), ignore_label) for each in label.cpu()])
-    return label.to(torch.int16) + MARK * torch.from_numpy(marked).to(label.device, torch.int16)
+    marks = np.stack([_marks_of(each.numpy(), ignore_label) for each in label.cpu()])
+    return label.to(torch.int16) + MARK * torch.from_numpy(marks).to(label.device)
 
 
-def _skeleton(label: np.ndarray, ignore_label: int | None) -> np.ndarray:
-    """Returns the voxels of a label ``W D H`` that are on its widened skeleton."""
+def classes_and_marks(label: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns the classes ``b W D H`` of a marked label, and which of its voxels are on a skeleton."""
+    label = label.long()
+    return torch.where(label >= MARK, label % MARK, label), label >= 2 * MARK
+
+
+def _marks_of(label: np.ndarray, ignore_label: int | None) -> np.ndarray:
+    """Returns the marks of a label ``W D H``: 1 in the foreground, 2 on its widened skeleton, else 0."""
     foreground = (label != 0) & (label != ignore_label)
+    marks = foreground.astype(np.int16)
     if foreground.any():
-        (box,) = ndimage.find_objects(foreground.astype(np.uint8))
-        foreground[box] &= ndimage.binary_dilation(morphology.skeletonize(foreground[box]), iterations=2)
-    return foreground
+        (box,) = ndimage.find_objects(marks)
+        marks[box] += foreground[box] & ndimage.binary_dilation(morphology.skeletonize(foreground[box]), iterations=2)
+    return marks
 
 
 class SkeletonRecall(ClassTerm):

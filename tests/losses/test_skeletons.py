@@ -10,7 +10,7 @@ from scipy import ndimage
 from torch import Tensor
 
 from seqpar.losses import LossGroups, LossOptions, make_loss, mark_skeleton, terms
-from seqpar.losses.skeletons import MARK
+from seqpar.losses.skeletons import MARK, classes_and_marks
 from seqpar.parallel.mesh import Mesh
 from seqpar.spatial.box_grid import BoxGrid
 from tests.support.ranks import relative
@@ -51,13 +51,18 @@ SHAPES = {
 }  # fmt: skip
 
 
+def skeleton_of(label: Tensor) -> Tensor:
+    return classes_and_marks(mark_skeleton(label))[1]
+
+
 @pytest.mark.parametrize("shape", SHAPES)
 def test_a_skeleton_keeps_pieces_and_holes_and_lies_in_its_label(shape: str) -> None:
     boxes, pieces, holes = SHAPES[shape]
     label = solid(*boxes)
     marked = mark_skeleton(label)
-    assert torch.equal(marked % MARK, label.short()) and marked.dtype == torch.int16
-    skeleton = (marked >= MARK)[0].numpy()
+    classes, on_skeleton = classes_and_marks(marked)
+    assert torch.equal(classes, label.long()) and marked.dtype == torch.int16
+    skeleton = on_skeleton[0].numpy()
     assert ndimage.label(skeleton, np.ones((3, 3, 3)))[1] == pieces
     middle = skeleton.any(2)  # a ring lies in the plane of the first two axes
     assert ndimage.label(~middle)[1] == 1 + holes
@@ -66,7 +71,7 @@ def test_a_skeleton_keeps_pieces_and_holes_and_lies_in_its_label(shape: str) -> 
 
 def test_a_skeleton_is_along_the_middle_and_widened_by_two_voxels_inside_the_label() -> None:
     thin, thick = (solid((slice(3, 21), slice(9 - r, 10 + r), slice(8 - r, 9 + r))) for r in (1, 4))
-    of_thin, of_thick = (mark_skeleton(label) >= MARK for label in (thin, thick))
+    of_thin, of_thick = (skeleton_of(label) for label in (thin, thick))
     assert torch.equal(of_thin[0, 6:18], thin[0, 6:18] > 0), "a tube of three voxels is its own widened skeleton"
     across = torch.zeros(20, 16, dtype=torch.bool)
     for d in range(20):
@@ -78,10 +83,9 @@ def test_a_skeleton_is_along_the_middle_and_widened_by_two_voxels_inside_the_lab
 def test_labels_share_a_skeleton_and_ignored_voxels_have_none() -> None:
     label = solid(BAR).short()
     label[0, 12:][label[0, 12:] > 0] = 2
-    whole = mark_skeleton(label) >= MARK
-    assert torch.equal(whole, mark_skeleton((label > 0).short()) >= MARK)
+    assert torch.equal(skeleton_of(label), skeleton_of((label > 0).short()))
     ignored = mark_skeleton(label, ignore_label=2)
-    assert torch.equal(ignored[:, 12:], label[:, 12:]) and bool((ignored[:, :12] >= MARK).any())
+    assert torch.equal(ignored[:, 12:], label[:, 12:]) and bool((ignored[:, :12] >= 2 * MARK).any())
 
 
 def test_skeleton_recall_is_the_papers_formula_beside_dice_and_cross_entropy() -> None:
@@ -92,7 +96,7 @@ def test_skeleton_recall_is_the_papers_formula_beside_dice_and_cross_entropy() -
     scores = []
     for b in range(2):
         for k in (1, 2):
-            skeleton = (marked[b] == k + MARK).double()
+            skeleton = (marked[b] == k + 2 * MARK).double()
             scores.append(((logits[b].softmax(0)[k] * skeleton).sum() + 1e-5) / (skeleton.sum() + 1e-5))
     assert list(parts.terms) == ["dice", "ce", "skeleton_recall"]
     assert relative(parts.terms["skeleton_recall"], 1 - torch.stack(scores).mean()) < 1e-13
@@ -103,8 +107,10 @@ def test_skeleton_recall_is_the_papers_formula_beside_dice_and_cross_entropy() -
 
 def test_labels_without_marks_are_refused() -> None:
     logits, label = example()
-    with pytest.raises(ValueError, match=r"none on their skeleton: this loss takes .* mark_skeleton\(label\)"):
+    with pytest.raises(ValueError, match=r"no skeleton was made for: give this loss what mark_skeleton\(label\)"):
         make_loss("skeleton-recall", ignore_label=9)(logits, label)
+    of_boxes = mark_skeleton(label, 9)[:, 2:3]  # some have no voxel of the skeleton, and are fine
+    assert make_loss("skeleton-recall", ignore_label=9)(logits[:, :, 2:3], of_boxes).isfinite()
     nothing = torch.zeros_like(label)
     assert make_loss("skeleton-recall")(logits, nothing).isfinite()
 

@@ -1,7 +1,7 @@
 """Phantom vessels in CT numbers: branching trees of one to three voxels in about a thousandth of the volume.
 
-Like the brains, a case is defined in physical space and is a function of (seed, case index) alone. Bright lumps that are
-no vessels keep a threshold from finding them.
+Like the brains, a case is defined in physical space and is a function of (seed, case index) alone. Bright lumps that
+are no vessels keep a threshold from finding them.
 """
 
 import numpy as np
