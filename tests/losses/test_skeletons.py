@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from scipy import ndimage
 from torch import Tensor
 
-from seqpar.losses import LossGroups, LossOptions, make_loss, mark_skeleton, terms
+from seqpar.losses import DeepSupervision, LossGroups, LossOptions, make_loss, mark_skeleton, terms
 from seqpar.losses.skeletons import MARK, classes_and_marks
 from seqpar.parallel.mesh import Mesh
 from seqpar.spatial.box_grid import BoxGrid
@@ -200,9 +200,15 @@ def gaps_of_boxes(mesh: Mesh) -> dict[str, tuple[float, float]]:
         got = loss(box, truth[inside], LossGroups(voxels=group, boxes=grid))
         (mine,) = torch.autograd.grad(got, box)
         found[f"{name}, {batch}, {lacking}"] = relative(got, want), relative(mine / group.size, grad[inside])
+    levels = DeepSupervision(make_loss("cldice", ignore_label=9), [(1, 1, 1), (1, 1, 3)])
+    whole, box = (x.clone().requires_grad_() for x in (logits, logits[inside]))
+    want = levels([whole, whole[..., ::3]], label)
+    got = levels([box, box[..., ::3]], label[inside], LossGroups(voxels=group, boxes=grid))
+    (grad,), (mine,) = torch.autograd.grad(want, whole), torch.autograd.grad(got, box)
+    found = {"levels": (relative(got, want), relative(mine / group.size, grad[inside])), **found}
     if group.size > 1:
         with pytest.raises(ValueError, match="loss_groups without boxes"):
-            loss(box, truth[inside], LossGroups(voxels=group))
+            loss(box, label[inside], LossGroups(voxels=group))
     return found
 
 
