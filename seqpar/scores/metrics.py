@@ -112,7 +112,7 @@ def centreline_recall(truth: Mask, prediction: Mask) -> float:
     """Returns the share of the truth's skeleton that is predicted, clDice's topology sensitivity; NaN without truth."""
     box = smallest_box(truth)
     skeleton = morphology.skeletonize(crop(truth, box)) if truth.any() else crop(truth, box)
-    return ratio(np.count_nonzero(skeleton & crop(prediction, box)), np.count_nonzero(skeleton))
+    return ratio(int(np.count_nonzero(skeleton & crop(prediction, box))), int(np.count_nonzero(skeleton)))
 
 
 def confusion(truth: Mask, prediction: Mask) -> Confusion:
