@@ -1,4 +1,4 @@
-"""The settings of the network: encoder, decoder, U-Net, what pretraining adds; and which networks have which of them."""
+"""The settings of the network: encoder, decoder, U-Net, pretraining; and which networks have which of them."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
