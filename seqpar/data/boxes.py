@@ -1,16 +1,54 @@
-"""Boxes of voxels: finds the smallest around a mask, crops, pads back, and reads a box of a mapped array.
+"""Boxes of voxels, and cases that they are read from: the smallest around a mask, crops, a box of a mapped array.
 
 A box is half-open, ``(from, to)`` per direction, over the last dims of an array: ``W D H`` of ``c W D H``.
 """
 
 from collections.abc import Sequence
-from typing import Any, TypeVar
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 from torch import Tensor
 
 Box = tuple[tuple[int, int], ...]
 Array = TypeVar("Array", np.ndarray, Tensor)
+
+
+class CaseArrays(Protocol):
+    """A prepared case whose arrays are memory-mapped on access."""
+
+    @property
+    def id(self) -> str: ...
+    @property
+    def image(self) -> np.ndarray: ...  # c W D H, float32
+    @property
+    def label(self) -> np.ndarray: ...  # W D H, class ids
+    @property
+    def locations(self) -> dict[int, np.ndarray]: ...  # class id to voxels (n, 3)
+
+
+@dataclass(frozen=True)
+class Unlabelled:
+    """A case without labels, seen as one that is all background."""
+
+    case: CaseArrays
+
+    @property
+    def id(self) -> str:
+        return self.case.id
+
+    @property
+    def image(self) -> np.ndarray:
+        return self.case.image
+
+    @property
+    def label(self) -> np.ndarray:
+        """Returns zeros, which take no memory."""
+        return np.broadcast_to(np.uint8(0), self.case.image.shape[1:])
+
+    @property
+    def locations(self) -> dict[int, np.ndarray]:
+        return {}
 
 
 def smallest_box(mask: np.ndarray) -> Box:

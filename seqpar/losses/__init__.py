@@ -7,15 +7,18 @@
 - ``LossOptions``: options of the losses with a name
 - ``DeepSupervision``: a loss on several levels of logits
 - ``MaskedError``: the loss of masked autoencoders
+- ``mark_skeleton``: marks the skeletons of labels, which ``"skeleton-recall"`` needs
 - ``has_class_terms``: whether a named loss has a term per class
 - ``has_batch_terms``: whether a named loss has a term of sums over the batch
+- ``needs_marks``: whether a named loss takes labels with marked skeletons
 - ``LossOf``: a micro-batch's loss as a function of its logits, as ``Loss.of_step`` returns it
 """
 
 from seqpar.losses.deep_supervision import DeepSupervision
 from seqpar.losses.loss import Loss, LossGroups, LossOf, LossParts
 from seqpar.losses.masked_error import MaskedError
-from seqpar.losses.named_losses import LOSSES, DiceCE, has_batch_terms, has_class_terms, make_loss
+from seqpar.losses.named_losses import LOSSES, DiceCE, has_batch_terms, has_class_terms, make_loss, needs_marks
+from seqpar.losses.skeletons import mark_skeleton
 from seqpar.losses.terms import LossOptions
 
 __all__ = [
@@ -31,6 +34,8 @@ __all__ = [
     "has_batch_terms",
     "has_class_terms",
     "make_loss",
+    "mark_skeleton",
+    "needs_marks",
 ]
 
 

@@ -47,9 +47,10 @@ class DeepSupervision(nn.Module):
     ) -> list[LossOf]:
         """Returns the loss of each micro-batch as a function of its levels of logits, as ``Loss.of_step``."""
         every = list[list[LossOf]]()  # by level
+        groups = loss_groups or LossGroups()
         for _, scale in self.levels:
             at: tuple[Any, ...] = (..., *(slice(step // 2, None, step) for step in scale))
-            every.append(self.loss.of_step([label[at] for label in labels], loss_groups, annotated))
+            every.append(self.loss.of_step([label[at] for label in labels], groups.coarser(scale), annotated))
         return [partial(self._over_levels, of_levels) for of_levels in zip(*every)]
 
     def _over_levels(self, of_levels: Sequence[LossOf], logits: Levels) -> LossParts:

@@ -6,18 +6,23 @@ Legend: b batch, k classes or regions, s sums, W D H voxels; ``W/s`` where voxel
 import math
 import operator
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from copy import copy
+from dataclasses import dataclass, replace
 from functools import partial, reduce
+from itertools import pairwise
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 from einops import rearrange
 from torch import Tensor, nn
 
-from seqpar.losses.terms import ClassTerm, Voxels, VoxelTerm, row_chunks, sum_over_voxels
+from seqpar.losses.skeletons import MARK, classes_and_marks
+from seqpar.losses.terms import ClassTerm, Inside, Voxels, VoxelTerm, row_chunks, sum_over_voxels
 from seqpar.parallel.collectives import all_reduce, all_sum
 from seqpar.parallel.layout import plain_tensor
 from seqpar.parallel.mesh import Group, as_group
+from seqpar.spatial.box_grid import BoxGrid
+from seqpar.spatial.halos import fetch_rows
 
 
 @dataclass(frozen=True, eq=False)
@@ -30,10 +35,12 @@ class LossGroups:
         ``voxels``: the group over which one tile's voxels are split; None: each rank has all of them.
         ``samples``: the groups over which the batch's tiles are split: ``data``, and ``seq`` if each rank decodes whole
             samples.
+        ``boxes``: how the tile's voxels are cut into boxes, for terms that read neighbours (``"cldice"``).
     """
 
     voxels: Group | None = None
     samples: tuple[Group, ...] = ()
+    boxes: BoxGrid | None = None
 
     def __post_init__(self) -> None:
         if self.voxels is not None:
@@ -44,6 +51,13 @@ class LossGroups:
     def num_sample_ranks(self) -> int:
         """The number of ranks over whose losses the batch's loss is averaged, because each has only its own samples."""
         return math.prod(group.size for group in self.samples)
+
+    def coarser(self, scale: Sequence[int]) -> "LossGroups":
+        """Returns the groups of logits of which each stands for ``scale`` voxels."""
+        if self.boxes is None:
+            return self
+        edges = tuple(tuple(edge // step for edge in each) for each, step in zip(self.boxes.edges, scale))
+        return replace(self, boxes=BoxGrid(edges, self.boxes.group))
 
 
 Number = TypeVar("Number", Tensor, float)
@@ -104,6 +118,9 @@ class Loss(nn.Module):
         if any(not region for region in regions):
             raise ValueError("a region has no labels: name its labels or remove it")
         self.weights = {term.name: weight for term, weight in zip(self.terms, weights)}
+        of_classes = [term for term in self.terms if isinstance(term, ClassTerm)]
+        self.reach = max((term.reach for term in of_classes), default=0)
+        self.needs_marks, self._has_seen_marks = any(term.needs_marks for term in of_classes), False
         self.regions = tuple(tuple(region) for region in regions)
         check_signs("class weights", class_weights)
         self.ignore_label, self.class_weights = ignore_label, tuple(class_weights)
@@ -120,8 +137,8 @@ class Loss(nn.Module):
     ) -> LossParts:
         """Returns the loss and its terms."""
         logits, label = plain_tensor(logits), plain_tensor(label)
-        sums, weights = self._sums(logits, label, annotated)
         loss_groups = loss_groups or LossGroups()
+        sums, weights = self._sums(logits, label, annotated, loss_groups)
         return self._of(sums, self._totals([label], [annotated], loss_groups), loss_groups, weights)
 
     def of_step(
@@ -135,10 +152,18 @@ class Loss(nn.Module):
         totals = self._totals(labels, every, groups)
 
         def share(label: Tensor, shown: Tensor | None, logits: Tensor) -> LossParts:
-            sums, weights = self._sums(logits, label, shown)
+            sums, weights = self._sums(logits, label, shown, groups)
             return self._of(sums, totals, groups, weights)
 
         return [partial(share, *of_micro) for of_micro in zip(labels, every)]
+
+    def of_pieces(self) -> "Loss":
+        """Returns the loss without the terms of skeletons, which sums of pieces of a volume (``sums``) do not give."""
+        kept = [term for term in self.terms if isinstance(term, VoxelTerm) or not (term.reach or term.needs_marks)]
+        loss = copy(self)
+        loss.terms, loss.weights = tuple(kept), {term.name: self.weights[term.name] for term in kept}
+        loss.reach, loss.needs_marks = 0, False
+        return loss
 
     def weighted(self, terms: Mapping[str, Number]) -> Number:
         """Returns the weighted sum of ``terms``."""
@@ -158,10 +183,38 @@ class Loss(nn.Module):
             return self._of(own, StepTotals(1, sums[-1].clamp(min=1), None), LossGroups(), None)
         return self._of(own, StepTotals(1, sums[-1].clamp(min=TINY), weights.sum(0)), LossGroups(), weights)
 
-    def _sums(self, logits: Tensor, label: Tensor, annotated: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """Returns each sample's sums ``b s`` over its voxels, and the weights ``b k`` of its classes."""
+    def _sums(
+        self, logits: Tensor, label: Tensor, annotated: Tensor | None, loss_groups: LossGroups = LossGroups()
+    ) -> tuple[Tensor, Tensor | None]:
+        """Returns each sample's sums ``b s`` over this rank's voxels, and the weights ``b k`` of its classes."""
         weights = self._weights_of(logits, annotated, torch.promote_types(logits.dtype, torch.float32))
-        return self._over_voxels(logits, label, weights, annotated), weights
+        label = label[:, 0] if label.ndim == logits.ndim and label.shape[1] == 1 else label
+        self._refuse_other_shapes(logits, label, weights, annotated)
+        inside, voxels = None, loss_groups.voxels
+        if self.reach and voxels is not None and voxels.size > 1:
+            logits, label, inside = self._with_neighbours(logits, label, loss_groups.boxes)
+        sums_of_run = partial(self._sums_of_run, weights, annotated)
+        return sum_over_voxels(logits, label, sums_of_run, inside, self.reach), weights
+
+    def _with_neighbours(self, logits: Tensor, label: Tensor, boxes: BoxGrid | None) -> tuple[Tensor, Tensor, Inside]:
+        """Returns the logits and labels of this rank's box and of the voxels around it, and where the box is in them.
+
+        *forward:* a halo exchange along each dimension.
+        *backward:* their adjoints, in reverse order.
+        """
+        if boxes is None:
+            raise ValueError(
+                "loss_groups without boxes: a term of this loss reads neighbouring voxels: give "
+                "LossGroups(voxels=..., boxes=...) with the box grid of the voxels, as net.loss_groups(...) does"
+            )
+        boxes.refuse_other_box(logits)
+        rows = [
+            [(max(0, low - self.reach), min(edges[-1], high + self.reach)) for low, high in pairwise(edges)]
+            for edges in boxes.edges
+        ]
+        starts = [rows_of_dim[at][0] for rows_of_dim, at in zip(rows, boxes.place)]
+        inside = tuple(slice(low - start, high - start) for (low, high), start in zip(boxes.box, starts))
+        return fetch_rows(logits, boxes, rows), fetch_rows(label[:, None], boxes, rows)[:, 0], inside
 
     def _weights_of(self, samples: Tensor, annotated: Tensor | None, dtype: torch.dtype) -> Tensor | None:
         """Returns the weight ``b k`` of each sample's classes, 0 for those not annotated; None if all are 1."""
@@ -173,10 +226,9 @@ class Loss(nn.Module):
         weights = self._placed_weights[place].expand(len(samples), -1)
         return weights if annotated is None else weights * annotated
 
-    def _over_voxels(self, logits: Tensor, label: Tensor, weights: Tensor | None, annotated: Tensor | None) -> Tensor:
-        """Returns each sample's sums ``b s`` over its voxels, one term after the other."""
-        if label.ndim == logits.ndim and label.shape[1] == 1:
-            label = label[:, 0]
+    @staticmethod
+    def _refuse_other_shapes(logits: Tensor, label: Tensor, weights: Tensor | None, annotated: Tensor | None) -> None:
+        """Raises ValueError if labels or weights do not fit the logits."""
         if label.shape != (logits.shape[0], *logits.shape[2:]):
             raise ValueError(
                 f"labels of shape {tuple(label.shape)} do not match logits of shape {tuple(logits.shape)}: a label has "
@@ -189,16 +241,18 @@ class Loss(nn.Module):
                 raise ValueError(
                     f"class weights of shape {tuple(each.shape)} do not match {tuple(logits.shape[:2])} logits"
                 )
-        return sum_over_voxels(logits, label, lambda run, truth: self._sums_of_run(run, truth, weights, annotated))
 
-    def _sums_of_run(self, logits: Tensor, label: Tensor, weights: Tensor | None, annotated: Tensor | None) -> Tensor:
-        """Computes ``_over_voxels`` for a chunk of voxels that fits in memory at once."""
+    def _sums_of_run(
+        self, weights: Tensor | None, annotated: Tensor | None, logits: Tensor, label: Tensor, inside: Inside
+    ) -> Tensor:
+        """Returns each sample's sums ``b s`` over a chunk of voxels, one term after the other."""
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         if annotated is not None:  # detached, because softmax would pass gradients to the other logits
             logits = torch.where(_on_voxels(annotated, logits), logits, logits.detach())
+        label, marked = classes_and_marks(label) if self.needs_marks else (label, None)
         counted = None if self.ignore_label is None else label != self.ignore_label
         label = label.long() if counted is None else label.long().masked_fill(~counted, 0)
-        voxels = Voxels(logits, label, self.regions)
+        voxels = Voxels(logits, label, self.regions, marked, counted)
         columns = list[Tensor]()  # b k ..., or b 1 ...
         for term in self.terms:
             if isinstance(term, ClassTerm):
@@ -208,7 +262,31 @@ class Loss(nn.Module):
         if counted is not None:
             weight = counted.to(logits.dtype)[:, None]
             columns = [column * weight for column in columns]
+        if self.reach:
+            columns = [column[..., inside[0], inside[1], inside[2]] for column in columns]
         return torch.cat([rearrange(column, "b k ... -> b k (...)").sum(2) for column in columns], 1)
+
+    def _refuse_unmarked(self, labels: Sequence[Tensor], loss_groups: LossGroups) -> None:
+        """Raises ValueError, on all ranks that share samples, if labels lack marks; looks until some have them.
+
+        A GPU waits for it.
+        """
+        if not self.needs_marks or self._has_seen_marks or labels[0].is_meta:
+            return
+        seen = torch.zeros(2, dtype=torch.long, device=labels[0].device)  # voxels without marks and with them
+        for label in map(Tensor.long, labels):
+            unmarked = (label > 0) & (label < MARK)
+            unmarked = unmarked if self.ignore_label is None else unmarked & (label != self.ignore_label)
+            seen += torch.stack([unmarked.sum(), (label >= MARK).sum()])
+        for group in (loss_groups.voxels, *loss_groups.samples):
+            seen = seen if group is None else all_reduce(seen, group)
+        unmarked_voxels, marked_voxels = seen.tolist()
+        if unmarked_voxels:
+            raise ValueError(
+                f"labels with {unmarked_voxels} voxels of the foreground that no skeleton was made for: give this loss "
+                "what mark_skeleton(label) returns for whole labels, before they are cut into parts"
+            )
+        self._has_seen_marks = marked_voxels > 0
 
     def _weighted_voxels(self, each: Tensor, label: Tensor, weights: Tensor | None) -> Tensor:
         """Returns the loss of each voxel ``b ...``, weighted by its label or by the regions."""
@@ -220,6 +298,7 @@ class Loss(nn.Module):
         self, labels: Sequence[Tensor], annotated: Sequence[Tensor | None], loss_groups: LossGroups
     ) -> StepTotals:
         """Returns what the means of a step divide by, given the labels of its micro-batches on this rank."""
+        self._refuse_unmarked(labels, loss_groups)
         each = [self._weights_of(label, shown, torch.float64) for label, shown in zip(labels, annotated)]
         own = torch.stack([self._count(label, weights) for label, weights in zip(labels, each)]).sum().double()[None]
         weights = [of_micro for of_micro in each if of_micro is not None]
@@ -240,6 +319,7 @@ class Loss(nn.Module):
         return torch.stack([self._count_run(run, weights) for run, _ in row_chunks(label, label[:, None])]).sum()
 
     def _count_run(self, label: Tensor, weights: Tensor | None) -> Tensor:
+        label = classes_and_marks(label)[0] if self.needs_marks else label
         counted = torch.ones_like(label, dtype=torch.bool) if self.ignore_label is None else label != self.ignore_label
         if weights is None:
             return counted.sum()

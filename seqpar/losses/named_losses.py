@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from seqpar.losses.loss import Loss
+from seqpar.losses.skeletons import ClDice, SkeletonRecall
 from seqpar.losses.terms import ClassFocal, ClassTerm, CrossEntropy, Dice, Focal, LossOptions, Terms, Voxels, VoxelTerm
 
 EPSILON = 0.1  # of LesionDice: added to the denominator alone
@@ -114,13 +115,25 @@ def tversky(options: LossOptions) -> Terms:
     return [Tversky(options.background, options.batch)]
 
 
+def skeleton_recall(options: LossOptions) -> Terms:
+    """Kirchhoff et al.'s: soft Dice, cross-entropy and the recall on the labels' skeletons."""
+    return [options.dice, CrossEntropy(), SkeletonRecall(options.background, options.batch)]
+
+
+def cldice(options: LossOptions) -> Terms:
+    """Soft Dice, cross-entropy and centreline Dice."""
+    return [options.dice, CrossEntropy(), ClDice(options.background, options.batch)]
+
+
 LOSSES: dict[str, Callable[[LossOptions], Terms]] = {
     "ce": ce,
+    "cldice": cldice,
     "dice": dice,
     "dice-ce": dice_ce,
     "dice-focal": dice_focal,
     "focal": focal,
     "lesion-dice-ce": lesion,
+    "skeleton-recall": skeleton_recall,
     "tversky": tversky,
 }
 
@@ -129,6 +142,11 @@ def has_class_terms(name: str) -> bool:
     """Returns whether the named loss has a term per class to which ``background`` and ``batch`` apply."""
     terms = zip(*(LOSSES[name](LossOptions(background=background)) for background in (False, True)))
     return any(isinstance(one, ClassTerm) and one.background != other.background for one, other in terms)
+
+
+def needs_marks(name: str) -> bool:
+    """Returns whether the named loss takes labels that ``mark_skeleton`` has marked."""
+    return Loss(LOSSES[name](LossOptions())).needs_marks
 
 
 def has_batch_terms(name: str, batch: bool) -> bool:

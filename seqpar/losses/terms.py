@@ -20,7 +20,9 @@ from seqpar.parallel.meta_tensors import device_type, representative_pieces
 
 # Number of logits whose probabilities and targets are in memory at a time; more on a GPU, for fewer launches.
 RUN, GPU_RUN = 1 << 20, 1 << 26
-SumsOfRun = Callable[[Tensor, Tensor], Tensor]  # takes logits and labels of a chunk, returns b s
+NEIGHBOUR_SHARE = 16  # what a logit of terms that read neighbours needs, in those of the others
+Inside = tuple[slice, ...]  # the voxels W D H of a window that count
+SumsOfRun = Callable[[Tensor, Tensor, Inside], Tensor]  # takes logits and labels of a window, returns b s
 
 
 class Voxels:
@@ -28,10 +30,19 @@ class Voxels:
 
     - ``regions``: the label values of each output, which then has its own sigmoid; without them, outputs are mutually
       exclusive classes of a softmax
+    - ``marked``: the voxels ``b ...`` on the skeleton, for terms with ``needs_marks``
+    - ``counted``: the voxels ``b ...`` without the ignore label; None: all
     """
 
-    def __init__(self, logits: Tensor, label: Tensor, regions: Sequence[Sequence[int]] = ()) -> None:
-        self.logits, self.label, self.regions = logits, label, regions
+    def __init__(
+        self,
+        logits: Tensor,
+        label: Tensor,
+        regions: Sequence[Sequence[int]] = (),
+        marked: Tensor | None = None,
+        counted: Tensor | None = None,
+    ) -> None:
+        self.logits, self.label, self.regions, self.marked, self.counted = logits, label, regions, marked, counted
 
     @cached_property
     def target(self) -> Tensor:
@@ -65,6 +76,8 @@ class ClassTerm(ABC):
     - ``background``: whether the first of several classes counts
     - ``batch``: sum over the batch instead of each sample
     - ``every_class``: divide by the number of samples and classes, instead of by the sum of their weights
+    - ``reach``: how many voxels away, in each direction, are voxels that a voxel's values depend on
+    - ``needs_marks``: whether labels must be those that ``mark_skeleton`` returns
     """
 
     name: str
@@ -72,6 +85,8 @@ class ClassTerm(ABC):
     background: bool
     batch: bool
     every_class: bool = False
+    reach: int = 0
+    needs_marks: bool = False
 
     @abstractmethod
     def each(self, voxels: Voxels) -> Sequence[Tensor]:
@@ -197,23 +212,31 @@ class LossOptions:
         return Dice(self.squared, self.background, self.batch, self.smooth, every_class)
 
 
-def sum_over_voxels(logits: Tensor, label: Tensor, sums_of_chunk: SumsOfRun) -> Tensor:
+def sum_over_voxels(
+    logits: Tensor, label: Tensor, sums_of_chunk: SumsOfRun, inside: Inside | None = None, reach: int = 0
+) -> Tensor:
     """Returns the sum of ``sums_of_chunk`` over all voxels, ``b s``, computed in chunks.
 
     Probabilities, targets and their products exist for one chunk at a time. Only logits and labels are saved for
     backward, which processes the chunks again.
+
+    - ``inside``: the voxels that count, if logits and labels are a window with their neighbours
+    - ``reach``: how many neighbours a chunk needs on each side
     """
-    return _OverVoxels.apply(logits, label, sums_of_chunk)  # type: ignore[no-any-return]
+    inside = inside or (slice(None),) * (label.ndim - 1)
+    return _OverVoxels.apply(logits, label, sums_of_chunk, inside, reach)  # type: ignore[no-any-return]
 
 
 class _OverVoxels(Function):
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, label: Tensor, sums_of_chunk: SumsOfRun) -> Tensor:
-        ctx.sums_of_chunk = sums_of_chunk
+    def forward(
+        ctx: Any, logits: Tensor, label: Tensor, sums_of_chunk: SumsOfRun, inside: Inside, reach: int
+    ) -> Tensor:
+        ctx.sums_of_chunk, ctx.inside, ctx.reach = sums_of_chunk, inside, reach
         ctx.save_for_backward(logits, label)
         total: Tensor | None = None
-        for truth, run in row_chunks(label, logits):
-            sums = sums_of_chunk(run, truth)
+        for (truth, run), own in _windows(label, (logits,), inside, reach):
+            sums = sums_of_chunk(run, truth, own)
             total = sums if total is None else total.add_(sums)
         assert total is not None
         return total
@@ -222,13 +245,33 @@ class _OverVoxels(Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         logits, label = ctx.saved_tensors
-        dlogits = torch.empty_like(logits)
-        for truth, run, drun in row_chunks(label, logits, dlogits):
+        dlogits = torch.zeros_like(logits) if ctx.reach else torch.empty_like(logits)
+        for (truth, run, drun), own in _windows(label, (logits, dlogits), ctx.inside, ctx.reach):
             with torch.enable_grad():
                 leaf = run.detach().requires_grad_()
-                (dleaf,) = torch.autograd.grad(ctx.sums_of_chunk(leaf, truth), leaf, grad)
-            drun.copy_(dleaf)
-        return dlogits, None, None
+                (dleaf,) = torch.autograd.grad(ctx.sums_of_chunk(leaf, truth, own), leaf, grad)
+            if ctx.reach:  # windows overlap
+                drun.add_(dleaf)
+            else:
+                drun.copy_(dleaf)
+        return dlogits, None, None, None, None
+
+
+def _windows(
+    label: Tensor, logits: tuple[Tensor, ...], inside: Inside, reach: int
+) -> Iterator[tuple[tuple[Tensor, ...], Inside]]:
+    """Yields chunks of labels and logits along W with ``reach`` rows more on each side, and their voxels that count."""
+    if not reach:
+        for chunk in row_chunks(label, *logits):
+            yield chunk, inside
+        return
+    first, last, _ = inside[0].indices(label.shape[1])
+    rows = max(2 * reach, _rows_of_run(label, logits[0]) // NEIGHBOUR_SHARE)
+    chunks = [(low, min(low + rows, last)) for low in range(first, last, rows)]
+    for low, high in representative_pieces(chunks, label):
+        start, stop = max(0, low - reach), min(label.shape[1], high + reach)
+        window = (label[:, start:stop], *(x[:, :, start:stop] for x in logits))
+        yield window, (slice(low - start, high - start), *inside[1:])
 
 
 def row_chunks(label: Tensor, *logits: Tensor) -> Iterator[tuple[Tensor, ...]]:
@@ -236,6 +279,11 @@ def row_chunks(label: Tensor, *logits: Tensor) -> Iterator[tuple[Tensor, ...]]:
 
     A chunk has at most ``RUN`` logits, on a GPU ``GPU_RUN``.
     """
-    most = RUN if device_type(label) == "cpu" else GPU_RUN
-    rows = max(1, most // max(logits[0][:, :, :1].numel(), 1))
+    rows = max(1, _rows_of_run(label, logits[0]))
     return representative_pieces(list(zip(label.split(rows, 1), *(x.split(rows, 2) for x in logits))), label)
+
+
+def _rows_of_run(label: Tensor, logits: Tensor) -> int:
+    """Returns how many rows have as many logits as are in memory at a time."""
+    most = RUN if device_type(label) == "cpu" else GPU_RUN
+    return most // max(logits[:, :, :1].numel(), 1)

@@ -60,8 +60,11 @@ class TileNetwork(nn.Module, ABC):
         return self.__dict__.setdefault("_seen_tiles", SeenTiles())  # type: ignore[no-any-return]
 
     @abstractmethod
-    def _loss_groups(self, data: Group, batch: int) -> LossGroups:
-        """Returns over which ranks the loss sums; ``data``: the group whose ranks have other tiles."""
+    def _loss_groups(self, data: Group, batch: int, part: Tensor) -> LossGroups:
+        """Returns over which ranks the loss sums; ``data``: the group whose ranks have other tiles.
+
+        - ``part``: this rank's share of the image
+        """
 
     def loss(self, loss_fn: LossFunction, image: Tensor, label: Tensor, data: AnyGroup | None = None) -> Tensor:
         """Returns the loss of tiles: on any number of ranks that share them, that of one process.
@@ -96,7 +99,7 @@ class TileNetwork(nn.Module, ABC):
         samples = len(image)
         part, label = self._shares(image, label)
         output = self(part)
-        loss_groups = self._loss_groups(as_group(data, "data"), samples)
+        loss_groups = self._loss_groups(as_group(data, "data"), samples, part)
         if is_ours:
             if isinstance(output, list | tuple) and not isinstance(loss_fn, DeepSupervision):
                 raise ValueError(
@@ -231,9 +234,10 @@ class BoxNetwork(TileNetwork):
             )
         return image, label
 
-    def _loss_groups(self, data: Group, batch: int) -> LossGroups:
+    def _loss_groups(self, data: Group, batch: int, part: Tensor) -> LossGroups:
         group, _ = self.group_and_dims()
-        return LossGroups(group if group.size > 1 else None, (data,) if data.size > 1 else ())
+        samples = (data,) if data.size > 1 else ()
+        return LossGroups(group, samples, self._seen.grids[part]) if group.size > 1 else LossGroups(samples=samples)
 
 
 class SeenTiles:

@@ -8,7 +8,7 @@ import math
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
 
@@ -166,7 +166,7 @@ class Network(TileNetwork):
                     self._seen.note(x)
             self._seen.compare(self.group, image.device)
 
-    def _loss_groups(self, data: Group, batch: int) -> LossGroups:
+    def _loss_groups(self, data: Group, batch: int, part: Tensor) -> LossGroups:
         return self.loss_groups(data, batch)
 
     def label_shape(self, batch: int) -> tuple[int, ...]:
@@ -175,7 +175,10 @@ class Network(TileNetwork):
 
     def loss_groups(self, data: Group | None, batch: int) -> LossGroups:
         """Returns over which ranks the loss sums; ``data``: the group whose ranks have other tiles."""
-        return self.mode.loss_groups(data, batch)
+        groups, boxes = self.mode.loss_groups(data, batch), None
+        if groups.voxels is not None and (grid := self.mode.box_grid(self.layout, batch)) is not None:
+            boxes = grid.scaled(self.layout.patch)
+        return replace(groups, boxes=boxes)
 
     def training_loss(self, loss: Loss) -> Loss | DeepSupervision:
         """Returns the loss of what ``forward`` returns in training; ``loss``: that of the finest logits."""

@@ -29,8 +29,7 @@ from seqpar.scores.label_files import (
 from seqpar.scores.label_scores import DEFAULT_SETTINGS, class_mask, summarise
 from seqpar.scores.summary_files import class_key, summary_content
 from seqpar.settings.config import Config
-from seqpar.settings.network_settings import NetworkSettings
-from seqpar.settings.pretraining_settings import PretrainingSettings
+from seqpar.settings.network_settings import NetworkSettings, PretrainingSettings
 from seqpar.text import quantity
 
 Row = Mapping[str, Any]

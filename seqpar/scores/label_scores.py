@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from seqpar.scores import lesions
-from seqpar.scores.metrics import Confusion, DistanceNotMeasured, Mask, Masks, hd95_of, nsd_of
+from seqpar.scores.metrics import Confusion, DistanceNotMeasured, Mask, Masks, centreline_recall, hd95_of, nsd_of
 
 EmptyPolicy = Literal["skip", "brats"]
 Classes = Mapping[str, tuple[int, ...]]  # the labels that make up each class: one, or several for a region
@@ -30,7 +30,7 @@ METRICS = {
     "NSD": nsd_of,
 }
 COLUMNS = ("Dice", "IoU", *METRICS, "VolumeError", "Sensitivity", "Specificity")
-LESION_COLUMNS = ("LesionDice", "LesionHD95")
+EXTRA_COLUMNS = ("LesionDice", "LesionHD95", "CentrelineRecall")  # of those who ask for them
 WORDS = (  # of a table, for people
     "(mean, median: over cases; global: over the voxels of all cases together; HD95: 95th percentile of the distances "
     "between the surfaces in mm, or the image's diagonal if only one map has the class (with --empty brats: 374); NSD: "
@@ -57,13 +57,15 @@ def score(
     ignore: int | None = None,
     nsd_tolerance: float = 1.0,
     lesion_wise: bool = False,
+    centreline: bool = False,
     empty: EmptyPolicy = "skip",
     surfaces: bool = True,
     hidden: Collection[str] = (),
 ) -> Scores:
     """Returns the scores of one case per class. Distances, ``spacing`` and ``nsd_tolerance`` are in mm.
 
-    ``ignore`` is a true label whose voxels belong to no class. ``lesion_wise`` adds the scores of BraTS 2023.
+    ``ignore`` is a true label whose voxels belong to no class. ``lesion_wise`` adds the scores of BraTS 2023,
+    ``centreline`` the share of the true skeleton that is predicted (``CentrelineRecall``).
     ``surfaces=False`` leaves out what takes most of the time: ``HD95``, ``NSD``, and how many lesions are found
     (``LesionTP``), missed (``LesionFN``) and false (``LesionFP``). ``VolumeError`` is relative and signed,
     ``VolumeErrorMl``, ``VolumeMl`` and ``TrueVolumeMl`` are in ml. ``hidden`` names classes that the truth does not
@@ -87,6 +89,8 @@ def score(
             true_mask &= counted
             mask &= counted
         row = score_masks(true_mask, mask, spacing, nsd_tolerance, counted, surfaces)
+        if centreline:
+            row["CentrelineRecall"] = centreline_recall(true_mask, mask)
         apply_empty_policy(row, empty, diagonal)
         if surfaces:
             detection = lesions.detect(true_mask, mask, spacing)
@@ -143,9 +147,10 @@ def apply_empty_policy(row: dict[str, float], empty: EmptyPolicy, diagonal: floa
             row[name] = BRATS_DISTANCE if empty == "brats" else diagonal
     if empty == "brats" and not row["n_ref"]:
         if row["n_pred"]:
-            row["Sensitivity"] = 0.0
+            row |= {name: 0.0 for name in ("Sensitivity", "CentrelineRecall") if name in row}
         else:
             perfect = {"Dice": 1.0, "IoU": 1.0, "NSD": 1.0, "Sensitivity": 1.0, "HD95": 0.0, "VolumeError": 0.0}
+            perfect["CentrelineRecall"] = 1.0
             row |= {name: value for name, value in perfect.items() if name in row}
 
 
@@ -181,7 +186,7 @@ def without_nan(values: Iterable[float]) -> list[float]:
 def format_table(summary: dict[str, Any], classes: Classes) -> str:
     """Returns a summary as a text table: mean, median and global scores per class, and how many cases have a Dice."""
     first = next(iter(summary["mean"].values()))
-    columns = [c for c in (*COLUMNS, *LESION_COLUMNS) if c in first]
+    columns = [c for c in (*COLUMNS, *EXTRA_COLUMNS) if c in first]
     lines = [["class", "labels", "", *columns, "cases"]]
     for name, labels in classes.items():
         for number, kind in enumerate(
@@ -201,4 +206,4 @@ def format_table(summary: dict[str, Any], classes: Classes) -> str:
     return "\n".join(rows)
 
 
-DEFAULT_SETTINGS = {"nsd_tolerance": 1.0, "lesion_wise": False, "empty": "skip"}
+DEFAULT_SETTINGS = {"nsd_tolerance": 1.0, "lesion_wise": False, "centreline": False, "empty": "skip"}

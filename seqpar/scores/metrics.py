@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from seqpar.data.boxes import crop, smallest_box
 from seqpar.late_import import late
 
-ndimage = late("scipy.ndimage")
+ndimage, morphology = late("scipy.ndimage"), late("skimage.morphology")  # batchgenerators needs both
 Mask = NDArray[np.bool_]
 Distances = NDArray[np.float64]
 
@@ -106,6 +106,13 @@ def hd95_of(masks: Masks) -> float:
 def nsd_of(masks: Masks) -> float:
     """Returns the normalised surface Dice at the tolerance."""
     return surface_dice(masks.distances, masks.tolerance)
+
+
+def centreline_recall(truth: Mask, prediction: Mask) -> float:
+    """Returns the share of the truth's skeleton that is predicted, clDice's topology sensitivity; NaN without truth."""
+    box = smallest_box(truth)
+    skeleton = morphology.skeletonize(crop(truth, box)) if truth.any() else crop(truth, box)
+    return ratio(int(np.count_nonzero(skeleton & crop(prediction, box))), int(np.count_nonzero(skeleton)))
 
 
 def confusion(truth: Mask, prediction: Mask) -> Confusion:

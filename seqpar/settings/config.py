@@ -11,10 +11,9 @@ from seqpar.optimization.schedules import ScheduleOptions
 from seqpar.settings.data_settings import DataSettings
 from seqpar.settings.field import Declaration
 from seqpar.settings.loss_settings import LossSettings
-from seqpar.settings.network_settings import NetworkSettings
+from seqpar.settings.network_settings import NetworkSettings, PretrainingSettings
 from seqpar.settings.optimizer_settings import OptimizerSettings
 from seqpar.settings.parallel_settings import ParallelSettings
-from seqpar.settings.pretraining_settings import PretrainingSettings
 from seqpar.settings.run_settings import RunSettings
 
 

@@ -1,4 +1,4 @@
-"""The settings of the network: encoder, decoder, U-Net; and which networks have which of them."""
+"""The settings of the network: encoder, decoder, U-Net, pretraining; and which networks have which of them."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -12,6 +12,7 @@ from seqpar.settings.field import (
     BELOW_1,
     CHANNELS,
     CHANNELS_OR_0,
+    INSIDE_0_1,
     NOT_NEGATIVE,
     VOXELS,
     Bounds,
@@ -51,6 +52,7 @@ UNETS = Networks(lambda c: c.network != "vit" and not c.network.startswith("resa
 NNUNET = Networks(is_nnunet, "nnunet-plain and nnunet-resenc")
 WITH_DROPOUT = Networks(lambda c: c.network in ("vit", "unet-hou", "unet-hou-2d"), "vit and Hou et al.'s U-Nets")
 _encoder = partial(_network, networks=TOKENS)
+_pretraining = partial(setting, section="pretraining", tasks=("pretrain",), networks=TOKENS)
 
 
 @dataclass(frozen=True)
@@ -193,3 +195,21 @@ def check_stages(depths: Sequence[int]) -> None:
     if len(depths) < 2 or min(depths) < 1:
         typed = " ".join(map(str, depths))
         raise ValueError(f"--stage-depths {typed}: give the blocks of two stages or more, such as 2 2 6")
+
+
+@dataclass(frozen=True)
+class PretrainingSettings:
+    """What is hidden, and what rebuilds it; a part of ``Config``."""
+
+    mask_ratio: float = _pretraining(
+        0.75, "share of a tile's tokens that is hidden", bounds=INSIDE_0_1, metavar="SHARE"
+    )
+    rebuild_blocks: int = _pretraining(
+        2, "blocks that rebuild hidden tokens", bounds=whole_bounds(1, 1000), metavar="BLOCKS", fixed=_WEIGHTS
+    )
+    rebuild_width: int = _pretraining(
+        0, "width of their tokens; 0: the encoder's", bounds=CHANNELS_OR_0, metavar="CHANNELS", fixed=_WEIGHTS
+    )
+    normalised_targets: bool = _pretraining(
+        False, "rebuild patches minus their mean, divided by their standard deviation"
+    )

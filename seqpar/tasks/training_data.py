@@ -8,17 +8,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from seqpar.data.boxes import Unlabelled
 from seqpar.data.formats.splits import HasCases, sample_cases, split
 from seqpar.data.preparation.cache import PreparedDataset
 from seqpar.data.preparation.fingerprint import Fingerprint
 from seqpar.data.sampling.augmentation import augment
 from seqpar.data.sampling.augmentation_presets import ORDERS
-from seqpar.data.sampling.case_arrays import Unlabelled
 from seqpar.data.sampling.loader import MicroBatch
 from seqpar.data.sampling.tiles import TileSource
 from seqpar.data.sampling.tumour_synthesis import TumourSynthesis
 from seqpar.data.sampling.volume_synthesis import VolumeSynthesis
 from seqpar.decoders.modes.mode import Mode
+from seqpar.losses import needs_marks
 from seqpar.parallel.device_constants import copy_to_device
 from seqpar.planner.tile_choice import tile_advice
 from seqpar.scores.label_classes import hidden_classes, labels_of_declaration, learned_regions
@@ -152,7 +153,8 @@ def training_tiles(dataset: PreparedDataset, ids: tuple[str, ...], config: Confi
         outside_label=dataset.ignore_label or 0,
         keep_background=_keeps_background(dataset, config),
     )
-    return TileSource.of(dataset, ids, augmentation, config.foreground, volume_synthesis)
+    tiles = TileSource.of(dataset, ids, augmentation, config.foreground, volume_synthesis)
+    return replace(tiles, marks_skeletons=needs_marks(config.loss))
 
 
 def unlabelled_tiles(

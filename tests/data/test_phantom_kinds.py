@@ -7,7 +7,7 @@ from scipy import ndimage
 from seqpar.cli import phantom as launch_phantom
 from seqpar.cluster.exit_codes import USAGE, run
 from seqpar.data.formats.recognise import read_dataset
-from seqpar.data.phantom import abdomen, brain, head_neck
+from seqpar.data.phantom import abdomen, brain, head_neck, vessels
 from seqpar.data.phantom.fields import PhantomCase
 from seqpar.data.phantom.kinds import KINDS
 from seqpar.data.phantom.phantom_files import PhantomSettings, write_phantom
@@ -99,6 +99,21 @@ def test_labels_show_the_annotated_organs_alone(heads):
     missing = [set(head_neck.ORGANS) - set(head_neck.annotated(0, index)) for index in range(60)]
     assert [bool(names) for names in missing] == [index % 3 != 0 for index in range(60)]
     assert max(map(len, missing)) == 4 and set().union(*missing) == set(head_neck.ORGANS)
+
+
+def test_vessels_are_thin_connected_and_rare_and_not_all_that_is_bright() -> None:
+    for index in range(3):
+        case = vessels.make_case(0, index)
+        vessel, image = case.label == 1, case.image[0]
+        assert 0.0005 < vessel.mean() < 0.002
+        assert ndimage.label(vessel, np.ones((3, 3, 3)))[1] <= 3  # trees
+        assert vessel.any(axis=(0, 1)).sum() > 40
+        assert not ndimage.binary_erosion(vessel, np.ones((3, 3, 3))).any()  # no cube of three voxels
+        assert ndimage.binary_erosion(vessel, np.ones((2, 2, 2))).any()  # but the trunks are thicker than one
+        bright = image > np.percentile(image[vessel], 20)
+        assert (bright & vessel).sum() < 0.8 * bright.sum(), "a threshold finds more than vessels"
+    fine = vessels.make_case(0, 2, (144, 144, 144))
+    assert ndimage.label(fine.label, np.ones((3, 3, 3)))[1] <= 3
 
 
 def test_a_data_set_says_which_organs_its_cases_show(tmp_path):

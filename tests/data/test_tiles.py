@@ -16,6 +16,7 @@ from seqpar.data.preparation.cache import open_cache
 from seqpar.data.preparation.prepare_dataset import prepare
 from seqpar.data.sampling.augmentation import augment
 from seqpar.data.sampling.tiles import Tile, TileKey, TileSource, position_bounds
+from seqpar.losses import mark_skeleton
 from tests.support.cases import NoiseCase, PlaceCase, Telling, noise_source
 from tests.support.folders import nnunet
 
@@ -223,3 +224,14 @@ def test_by_count_the_last_tiles_of_a_step_are_the_centred_ones() -> None:
         source = replace(noise_source(), foreground=0.33, step_tiles=tiles)
         rng = np.random.default_rng(0)
         assert [sample for sample in range(tiles) if source._is_centred(rng, sample)] == centred
+
+
+def test_labels_with_skeletons_are_those_of_whole_tiles() -> None:
+    plain = replace(noise_source(augment("light", (12, 12, 12))), foreground=1.0)
+    marking = replace(plain, marks_skeletons=True)
+    assert marking.label_dtype == np.int16
+    for sample in range(3):
+        (image, label), (same, marked) = (source.draw(TileKey(1, 0, sample)) for source in (plain, marking))
+        want = mark_skeleton(torch.from_numpy(label)[None])[0].numpy()
+        assert np.array_equal(image, same) and np.array_equal(marked, want) and marked.dtype == np.int16
+        assert marked.max() > label.max()

@@ -1,5 +1,6 @@
 """The paper's decoder in every mode, split and number of ranks equals one process: logits, loss, every gradient."""
 
+import itertools
 from collections.abc import Callable
 from functools import cache
 from typing import Any
@@ -12,7 +13,7 @@ from seqpar.decoders.modes import halo, swap
 from seqpar.decoders.modes.mode import Mode
 from seqpar.decoders.modes.named_modes import MODES, Auto, choose_mode
 from seqpar.decoders.plain import PlainDecoder
-from seqpar.losses import DiceCE
+from seqpar.losses import DiceCE, LossOptions, make_loss, mark_skeleton
 from seqpar.models.segmentation_network import SegmentationNet
 from seqpar.parallel.collectives import all_reduce
 from seqpar.parallel.layout import Layout
@@ -25,7 +26,12 @@ WORLDS = [1, 2, 3, 4, 8]
 EXACT = ["gather", "halo", "swap"]
 PATCH = 4
 TILE = (20, 12, 8)  # 5 x 3 x 2 tokens: boxes differ in size, ordered chunks are none
-LOSSES = {"plain": DiceCE(), "summed": DiceCE(batch_dice=True, ignore_label=2)}
+THIN = ("skeleton-recall", "cldice")  # losses that depend on more than single voxels
+LOSSES = {
+    "plain": DiceCE(),
+    "summed": DiceCE(batch_dice=True, ignore_label=2),
+    **{name: make_loss(name, LossOptions(batch=True), ignore_label=2) for name in THIN},
+}
 
 
 def numbers(seed: int, *shape: int) -> Tensor:
@@ -51,7 +57,7 @@ def one_process(size: int, loss_name: str) -> dict[str, Any]:
     net = make_net(Group("seq"), "gather", "spatial")
     image, label = batch_of(size)
     logits = net(image.requires_grad_())
-    value = loss(logits, label)
+    value = loss(logits, mark_skeleton(label, 2) if loss.needs_marks else label)
     dimage, *grads = torch.autograd.grad(value, [image, *net.parameters()])
     return {"logits": logits.detach(), "loss": value.detach(), "input": dimage, "weights": grads}
 
@@ -77,9 +83,11 @@ def check_mode(mesh: Mesh, mode: str, split: str, each: int, loss_name: str) -> 
     net = make_net(group, mode, split)
     layout = net.encoder.layout
     mine = slice(mesh.data.index * each, (mesh.data.index + 1) * each)
-    image, label = (layout.cut(whole[mine], group.index) for whole in batch_of(each * mesh.data.size))
+    image, label = batch_of(each * mesh.data.size)
+    label = mark_skeleton(label, 2) if loss.needs_marks else label
+    image, label = (layout.cut(whole[mine], group.index) for whole in (image, label))
     logits = net(image.requires_grad_())
-    value = loss(logits, net.arrange(label), net.mode.loss_groups(mesh.data, each))
+    value = loss(logits, net.arrange(label), net.loss_groups(mesh.data, each))
     dimage, *grads = torch.autograd.grad(value, [image, *net.parameters()])
     whole_input = layout.cut(expected["input"][mine], group.index)
     averaged = [total / mesh.world.size for total in summed(grads, mesh.world)]
@@ -120,6 +128,22 @@ def test_sums_over_the_batch_run_over_all_who_share_it(mode: str, ranks: Callabl
     """Batch Dice and ignored voxels, on two sequence groups of two ranks."""
     for gaps in ranks(4, check_mode, mode, "ordered", 2, "summed", seqpar=2):
         assert max(gaps.values()) < 1e-12, gaps
+
+
+def check_thin(mesh: Mesh, cases: list[tuple[str, str, int]]) -> list[dict[str, float]]:
+    return [check_mode(mesh, *case, name) for case in cases for name in THIN]
+
+
+@pytest.mark.parametrize(("world", "seqpar"), [(1, 1), (2, 2), (4, 4), (4, 2)])
+def test_losses_of_skeletons_equal_those_of_one_process(world: int, seqpar: int, ranks: Callable[..., list]) -> None:
+    """The control is last: without its neighbours' voxels, a box has another loss."""
+    exact = [("gather", "ordered", 2), ("swap", "ordered", seqpar), ("halo", "spatial", 2)]
+    for size, name in itertools.product({each * world // seqpar for *_, each in exact}, THIN):
+        one_process(size, name)
+    for *every, recall, cldice in ranks(world, check_thin, [*exact, ("nogather", "spatial", 2)], seqpar=seqpar):
+        for number, gaps in enumerate(every):
+            assert max(gaps.values()) < 1e-12, (exact[number // 2], THIN[number % 2], gaps)
+        assert seqpar == 1 or min(recall["loss"], cldice["loss"]) > 1e-4
 
 
 def check_nogather(mesh: Mesh) -> float:

@@ -254,7 +254,7 @@ def test_labels_have_one_channel_or_none_and_are_classes() -> None:
         DiceCE(ignore_label=9)(logits, label.double())
     with pytest.raises(ValueError, match="without their channels or with a single one"):
         DiceCE()(logits, torch.stack([label, label], 1))
-    with pytest.raises(ValueError, match="name='dice-cee': choose one of ce, dice, dice-ce"):
+    with pytest.raises(ValueError, match="name='dice-cee': choose one of ce, cldice, dice, dice-ce"):
         make_loss("dice-cee")
 
 

@@ -43,14 +43,15 @@ def test_the_summary_has_nnunets_schema_and_our_scores(folders: tuple[Path, Path
 
 
 def test_the_csv_has_a_line_per_case_and_class(folders: tuple[Path, Path]) -> None:
-    assert evaluate_folders(folders, "--lesion-wise") == 0
+    assert evaluate_folders(folders, "--lesion-wise", "--centreline") == 0
     with open(folders[1] / "metrics.csv", newline="") as file:
         rows = list(csv.DictReader(file))
     assert [(r["case"], r["class"]) for r in rows] == [
         (f"case_{n}", name) for n in range(3) for name in ("core", "whole")
     ]
     cases = summary_of(folders)["metric_per_case"]
-    assert float(rows[2]["LesionHD95"]) == cases[1]["metrics"]["2"]["LesionHD95"]
+    for column in ("LesionHD95", "CentrelineRecall"):
+        assert float(rows[2][column]) == cases[1]["metrics"]["2"][column]
 
 
 def test_the_table_ends_with_one_line_that_sums_up(

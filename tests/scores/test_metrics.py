@@ -8,8 +8,9 @@ import pytest
 from scipy import ndimage
 
 from seqpar.scores import metrics
+from seqpar.scores.label_scores import score
 from seqpar.scores.lesions import lesion_wise
-from seqpar.scores.metrics import Mask
+from seqpar.scores.metrics import Mask, centreline_recall
 
 SPACINGS = [(1.0, 1.0, 1.0), (0.5, 1.1, 3.0), (2.0, 0.7, 0.7)]
 
@@ -194,3 +195,18 @@ def test_what_cannot_be_compared_is_refused() -> None:
         metrics.nsd(mask, mask, (1, 1), -1.0)
     with pytest.raises(ValueError, match="negative"):
         lesion_wise(mask, mask, (1, 1), dilation=-1)
+
+
+def test_centreline_recall_sees_gaps_and_no_thickness() -> None:
+    truth = np.zeros((30, 9, 9), bool)
+    truth[3:27, 3:6, 3:6] = True
+    thin, cut = np.zeros_like(truth), truth.copy()
+    thin[3:27, 4, 4], cut[10:16] = True, False
+    assert centreline_recall(truth, truth) == centreline_recall(truth, thin) == 1
+    skeleton = 24  # voxels
+    assert centreline_recall(truth, cut) == (skeleton - 6) / skeleton
+    assert centreline_recall(truth, ~truth) == 0 and np.isnan(centreline_recall(truth & False, truth))
+    row = score(truth, cut, {"vessel": (1,)}, (1.0, 1.0, 1.0), centreline=True)["vessel"]
+    assert row["CentrelineRecall"] == (skeleton - 6) / skeleton
+    row = score(truth & False, truth & False, {"vessel": (1,)}, (1, 1, 1), centreline=True, empty="brats")["vessel"]
+    assert row["CentrelineRecall"] == 1

@@ -77,9 +77,9 @@ def paint(image: Field, value: float | NDArray[np.floating[Any]], weight: Field)
     image += weight * (np.asarray(value, np.float32) - image)
 
 
-def scan(rng: np.random.Generator, image: Field, noise: float, spacing: Extent) -> NDArray[np.int16]:
-    """Returns CT numbers as a scanner stores them, blurred over 1.5 mm; ``noise``: its standard deviation in HU."""
-    blurred = ndimage.gaussian_filter(image, [1.5 / side for side in spacing])
+def scan(rng: np.random.Generator, image: Field, noise: float, spacing: Extent, blur: float = 1.5) -> NDArray[np.int16]:
+    """Returns CT numbers as a scanner stores them; ``noise``: its standard deviation in HU; ``blur``: in mm."""
+    blurred = ndimage.gaussian_filter(image, [blur / side for side in spacing])
     measured = blurred + np.float32(noise) * rng.standard_normal(image.shape, np.float32)
     return np.clip(np.rint(measured), -1024, 3071).astype(np.int16)
 

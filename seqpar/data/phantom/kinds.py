@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from seqpar.data.phantom import abdomen, anatomy, brain, head_neck
+from seqpar.data.phantom import abdomen, anatomy, brain, head_neck, vessels
 from seqpar.data.phantom.fields import Extent, PhantomCase
 
 Size = tuple[int, int, int]
@@ -79,6 +79,17 @@ KINDS = {
         ("clip -150:250",),
         {"labels": head_neck.LABELS},
         _partly,
+    ),
+    "vessels": PhantomKind(
+        vessels.make_case,
+        vessels.DEFAULT_SIZE,
+        vessels.FIELD_OF_VIEW,
+        ("nnunet",),
+        "Dataset996_PhantomVessels",
+        "PhantomVessels",
+        "generated trees of vessels in CT numbers, one to three voxels thick",
+        ("CT",),
+        {"labels": vessels.LABELS},
     ),
     "dementia": PhantomKind(
         brain.make_dementia_case,

@@ -151,6 +151,8 @@ class Loader:
         self._stream = torch.cuda.Stream(mesh.device) if mesh.device.type == "cuda" else None
         if workers:
             importlib.import_module("scipy.ndimage")  # once here, not in every forked worker
+            if source.marks_skeletons:
+                importlib.import_module("skimage.morphology")
         self._pool = Pool(
             _Preparation(source, self.packing),
             self._my_tiles(),

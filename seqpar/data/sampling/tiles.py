@@ -12,11 +12,11 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 import torch
 
-from seqpar.data.boxes import read_box
+from seqpar.data.boxes import CaseArrays, read_box
 from seqpar.data.errors import DataError
 from seqpar.data.preparation.cache import PreparedDataset
-from seqpar.data.sampling.case_arrays import CaseArrays
 from seqpar.data.sampling.volume_synthesis import VolumeSynthesis
+from seqpar.losses import mark_skeleton
 
 _DOMAIN = 0x7469_6C65  # "tile": separates these numbers from others made from the same seed
 FOREGROUND = 1 / 3  # nnU-Net's 33 % rule
@@ -73,6 +73,7 @@ class TileSource:
     step_tiles: int = 0
     shifted: bool = False  # a labelled voxel is anywhere in its tile, not in the middle
     from_middle: bool = False  # cut each tile from the middle of its case
+    marks_skeletons: bool = False  # of labels
 
     def __post_init__(self) -> None:
         if not self.cases:
@@ -113,7 +114,7 @@ class TileSource:
     @property
     def label_dtype(self) -> np.dtype[Any]:
         """Returns the type of labels, which is known before any file is read."""
-        return np.dtype(np.uint8 if self.num_values <= 256 else np.int16)
+        return np.dtype(np.uint8 if self.num_values <= 256 and not self.marks_skeletons else np.int16)
 
     def case_of(self, key: TileKey) -> str:
         """Returns the id of the case that the tile is cut from, without reading it."""
@@ -153,6 +154,8 @@ class TileSource:
         else:
             image, label = read_box(image, low, need, 0), read_box(label, low, need, outside)
         image, label = self.augmentation(image, label, seed)
+        if self.marks_skeletons:
+            label = mark_skeleton(torch.from_numpy(label)[None], outside or None)[0].numpy()
         return Tile(np.ascontiguousarray(image, np.float32), np.ascontiguousarray(label, self.label_dtype))
 
     def _is_centred(self, rng: np.random.Generator, sample: int) -> bool:

@@ -11,9 +11,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from seqpar.data.boxes import read_box
+from seqpar.data.boxes import CaseArrays, read_box
 from seqpar.data.preparation.cache import PreparedDataset
-from seqpar.data.sampling.case_arrays import CaseArrays
 from seqpar.data.sampling.extra_steps import SmoothNoise, block_of
 from seqpar.data.sampling.tumour_synthesis import TumourSynthesis
 from seqpar.late_import import late

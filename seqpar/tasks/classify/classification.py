@@ -40,6 +40,7 @@ _OF_VOXEL_SCORES = {
     "regions": None,
     "brats": None,
     "lesion_wise": False,
+    "centreline": False,
     "nsd_tolerance": 1.0,
     "empty": "skip",
     "common": False,

@@ -26,7 +26,7 @@ from seqpar.scores.label_files import (
     score_pairs,
     validation_of,
 )
-from seqpar.scores.label_scores import WORDS, Scores, format_table, summarise
+from seqpar.scores.label_scores import DEFAULT_SETTINGS, WORDS, Scores, format_table, summarise
 from seqpar.scores.postprocessing import POSTPROCESSING, learn_postprocessing, mean_of
 from seqpar.scores.summary_files import csv_text, output_files, refuse_foreign, summary_content, write_output
 from seqpar.tasks.case_evaluation import CaseEvaluation, ScoredPrediction, ScoringJob, refuse_duplicates
@@ -176,7 +176,7 @@ class LabelMapEvaluation(CaseEvaluation):
 
     @property
     def _settings(self) -> dict[str, Any]:
-        return {name: getattr(self.options, name) for name in ("nsd_tolerance", "lesion_wise", "empty")}
+        return {name: getattr(self.options, name) for name in DEFAULT_SETTINGS}
 
     def _workers(self, pairs: Sequence[Pair]) -> int:
         return min(self.options.workers, max(len(pairs), 1))

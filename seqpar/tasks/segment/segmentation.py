@@ -63,7 +63,7 @@ class Segmentation(Task):
     ) -> SegmentationValidation:
         from seqpar.tasks.segment.validation import SegmentationValidation
 
-        return SegmentationValidation(config, mesh, data, loss, refuse_taken_over)
+        return SegmentationValidation(config, mesh, data, loss.of_pieces(), refuse_taken_over)
 
     def predict(self, request: Request, members: Sequence[EnsembleMember], mesh: Mesh) -> list[str]:
         from seqpar.tasks.segment.prediction import LabelMapPrediction
