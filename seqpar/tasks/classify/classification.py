@@ -32,6 +32,8 @@ _OF_LABEL_MAPS = {
     "probabilities": False,
     "npz": False,
     "statistics": False,
+    "uncertainty": False,
+    "temperature": None,
     "min_component": "0",
     "postprocessing": None,
 }
