@@ -46,6 +46,7 @@ _OF_VOXEL_SCORES = {
     "empty": "skip",
     "common": False,
     "find_best": None,
+    "calibration": False,
 }
 
 

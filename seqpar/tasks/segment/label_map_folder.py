@@ -126,6 +126,12 @@ class SavedProbabilities:
             array = from_canonical(array, geometry.orientation)
         return array, geometry
 
+    @property
+    def outputs(self) -> list[tuple[int, ...]]:
+        """The label values that each output stands for: one of a label, those of a region."""
+        declared = declaration_of(read_json(self.folder / DATASET), self.folder / DATASET)
+        return list(declared.regions.values()) if declared.regions else [(n,) for n in declared.labels.values()]
+
     def write_mean(self, other: "SavedProbabilities", path: Path) -> None:
         """Writes the label map of the mean of both, as ``nnUNetv2_ensemble`` does."""
         (mean, geometry), (more, _) = self.read(), other.read()
