@@ -86,6 +86,27 @@ def test_several_runs_predict_by_the_mean_of_their_probabilities(names: str, out
     assert disagree > 0.1
 
 
+@pytest.mark.parametrize("name, outputs", [("a", ("label-0", "label-1")), ("c", ("whole", "core"))])
+def test_a_temperature_changes_probabilities_and_no_label(name: str, outputs, place, tmp_path) -> None:
+    out, before = tmp_path / "out", place / f"out-{name}"
+    more = ("-i", str(place / "images"), "-o", str(out), "--probabilities", "--uncertainty", "--temperature", "2.5")
+    assert predict.act([str(place / name), *more]) == 0
+    assert json.loads((out / "prediction.json").read_text())["settings"]["temperature"] == 2.5
+    for case in ("c_000", "c_001", "c_002"):
+        assert (out / f"{case}.nii.gz").read_bytes() == (before / f"{case}.nii.gz").read_bytes()
+        files = [f"probabilities/{case}_{output}.nii.gz" for output in outputs]
+        own, found = (np.stack([voxels(folder / file) for file in files]).astype(float) for folder in (before, out))
+        inside = voxels(before / f"uncertainty/{case}_entropy.nii.gz") > 0  # else beyond the crop
+        powers, rest = own**0.4, (1 - own) ** 0.4 if name == "c" else None
+        expected = powers / (powers.sum(0) if rest is None else powers + rest)
+        sure = inside & (own > 1e-4).all(0) & (own < 1 - 1e-4).all(0)
+        assert sure.sum() > 100 and np.abs(found - expected)[:, sure].max() < 1e-4 and np.abs(found - own).max() > 0.05
+        heat = voxels(out / f"uncertainty/{case}_entropy.nii.gz")
+        assert np.abs(heat - entropy(found, name == "c")).max() < 1e-5
+    with pytest.raises(ValueError, match="--temperature 2.5 is for one run, and 2 came"):
+        predict.act([str(place / "a"), str(place / "b"), *more])
+
+
 def test_the_mean_is_the_same_on_any_number_of_ranks(ranks, place, tmp_path) -> None:
     runs = [str(place / name) for name in "ab"]
     cases, written = ("c_000", "c_001", "c_002"), []
