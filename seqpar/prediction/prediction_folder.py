@@ -22,6 +22,7 @@ from seqpar.data.errors import DataError, reason
 from seqpar.data.files import read_json, suffix_of, write_json
 from seqpar.data.formats.dataset import Case
 from seqpar.data.formats.recognise import is_folder_of_dataset
+from seqpar.scores.label_files import ENTROPY
 
 RECORD = "prediction.json"
 _FILES = "files"  # key of the record: every file that predict wrote there, or is writing
@@ -174,9 +175,6 @@ class PredictionFolder(ABC):
             why = error.problem if isinstance(error, DataError) else f"cannot be written ({reason(error)})"
             raise DataError(self.folder, f"{why}; what is finished is kept: make room or choose another "
                               "--output, and go on with --continue") from error  # fmt: skip
-
-
-ENTROPY, DISAGREEMENT = "entropy", "disagreement"  # maps of uncertainty
 
 
 class ProbabilityFile:

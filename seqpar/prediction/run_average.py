@@ -11,11 +11,12 @@ from torch import Tensor
 
 from seqpar.data.workers import ReportProgress
 from seqpar.prediction.logits_to_labels import entropy_of, to_labels
-from seqpar.prediction.prediction_folder import DISAGREEMENT, ENTROPY, ProbabilityFile
+from seqpar.prediction.prediction_folder import ProbabilityFile
 from seqpar.prediction.predictor import PredictionSettings
 from seqpar.prediction.window_grid import rows_at_once
 from seqpar.runs.archive import digest_of, is_archive
 from seqpar.runs.trained_run import TrainedRun
+from seqpar.scores.label_files import DISAGREEMENT, ENTROPY
 from seqpar.text import quantity
 
 

@@ -32,9 +32,10 @@ from seqpar.prediction.prediction_folder import RECORD, PredictionFolder, Probab
 from seqpar.runs.nnunet_export import dataset_of
 from seqpar.runs.run_folder import read_config
 from seqpar.runs.trained_run import TrainedRun
+from seqpar.scores.label_files import UNCERTAINTY
 from seqpar.weights.nnunet_results import DATASET, PLANS, is_results
 
-PROBABILITIES, NPZ, UNCERTAINTY = "probabilities", "npz", "uncertainty"
+PROBABILITIES, NPZ = "probabilities", "npz"
 
 
 @dataclass(frozen=True)
