@@ -168,7 +168,7 @@ def next_lines(run: Path) -> list[str]:
     return [f"next: {predict}", f"next: {next_command('report', run)}  (curves, scores and cases on one page)"]
 
 
-class Windows(NamedTuple):
+class MeasuredWindows(NamedTuple):
     """What the validation of the best checkpoint measured; all are empty where nothing is recorded.
 
     - ``dice``: the mean Dice by kind of window, the better first
@@ -193,12 +193,12 @@ def write_window(
     whole_grid: Sequence[int] = (),
     temperatures: Mapping[str, float] = MappingProxyType({}),
 ) -> None:
-    """Writes window.json, about the best checkpoint; for the arguments see ``Windows``."""
-    content = Windows(windows, whole_grid, temperatures).as_json()
+    """Writes window.json, about the best checkpoint; for the arguments see ``MeasuredWindows``."""
+    content = MeasuredWindows(windows, whole_grid, temperatures).as_json()
     write_json(run / "window.json", {"window": next(iter(windows)), "step": step, **content})
 
 
-def read_windows(run: Path) -> Windows:
+def read_windows(run: Path) -> MeasuredWindows:
     """Returns what validation measured."""
     try:
         content = read_archived(run, ABOUT) if is_archive(run) else json.loads(read_whole(run / "window.json"))
@@ -206,9 +206,9 @@ def read_windows(run: Path) -> Windows:
             {str(window): float(value) for window, value in content.get(key, {}).items()}
             for key in ("dice", "temperatures")
         )
-        return Windows(dice, tuple(int(side) for side in content.get("whole_grid", ())), temperatures)
+        return MeasuredWindows(dice, tuple(int(side) for side in content.get("whole_grid", ())), temperatures)
     except FileNotFoundError:
-        return Windows()
+        return MeasuredWindows()
     except DataError:
         raise
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
