@@ -162,8 +162,10 @@ class Predictor:
             slabs = sliding_window(self.nets, image, sliding, self.mesh, tell, settings.precision)
         order = self.run.output_order
         halves = settings.sums == "half" and self.run.rounds_resampled
-        own = {"halves": halves, "temperature": settings.temperature}
-        return slabs_to_labels(slabs, image.shape[1:], target, self.mesh, order, write_rows, rows_of=rows_of, **own)
+        heat, shape = settings.temperature, image.shape[1:]
+        return slabs_to_labels(
+            slabs, shape, target, self.mesh, order, write_rows, halves=halves, temperature=heat, rows_of=rows_of
+        )
 
     def to_source(self, ids: np.ndarray, properties: Properties) -> np.ndarray:
         """Returns the file's label values in the file's geometry, without small components, from class ids."""

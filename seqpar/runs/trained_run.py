@@ -142,7 +142,9 @@ def read_run(path: str | Path) -> TrainedRun:
             _labels_of(dataset),
             regions,
             order,
-            *windows,
+            windows.dice,
+            tuple(windows.whole_grid),
+            windows.temperatures,
         )
         if is_archive(path):
             _refuse_other_shapes(run)
