@@ -60,7 +60,7 @@ def temperature(mesh, flags: list[str], folder: Path) -> float:
 
 
 def test_the_temperature_does_not_depend_on_the_ranks(flags, tmp_path, ranks, alone, monkeypatch):
-    monkeypatch.setattr(validation, "MOST_VOXELS", 500)  # so that some voxels of a case are left out
+    monkeypatch.setattr(validation, "MOST_VOXELS", 110)  # so that most voxels of a case are left out
     expected = temperature(alone, flags, tmp_path)
     assert min(TEMPERATURES) < expected < max(TEMPERATURES)
     for world, seqpar in ((2, 1), (2, 2), (4, 2)):
