@@ -45,6 +45,8 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     add("--nsd-tolerance", type=float, default=1.0, metavar="MM", help="tolerance of the surface Dice (%(default)s mm)")
     add("--lesion-wise", action="store_true", help="add the lesion-wise scores of BraTS 2023")
     add("--centreline", action="store_true", help="add the share of the true centre line that is predicted")
+    add("--calibration", action="store_true", help="add each class's calibration, of the probabilities that --npz "
+        "wrote, and draw it next to the summary")  # fmt: skip
     add("--empty", choices=get_args(EmptyPolicy),
         help="classes that a map lacks: skip those that both maps lack, or score all as BraTS does (skip; brats with "
         "--brats)")  # fmt: skip

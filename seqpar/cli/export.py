@@ -54,8 +54,11 @@ def act(arguments: Sequence[str]) -> int:
             print(line, file=sys.stderr)
         print(f"next: nnUNetv2_preprocess_like_nnssl -d DATASET -n NAME -pc {options.out}")
         return 0
-    windows, whole_grid = read_windows(options.run)
-    about = write_archive(options.out, read_config(options.run), weights, options.licence, windows, whole_grid)
+    windows = read_windows(options.run)
+    if options.checkpoint != "best":
+        windows = windows._replace(temperatures={})  # which was fitted to the best checkpoint
+    measured = windows.as_json() if windows.dice else {}
+    about = write_archive(options.out, read_config(options.run), weights, options.licence, measured)
     size = options.out.stat().st_size / 1e6
     print(f"{options.out}: {size:.1f} MB, weights {about['checkpoint']}, licence: {about['licence']}")
     print(coloured(f"next: {next_command('predict', options.out, '-i', 'IMAGES', '-o', 'PREDICTIONS')}", sys.stdout))

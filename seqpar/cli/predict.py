@@ -33,6 +33,8 @@ from seqpar.settings.run_settings import DEVICE_KINDS, UNKNOWN_TRAINERS
 from seqpar.tasks.lookup import task_of
 from seqpar.weights.nnunet_results import PLANS_NAME, TRAINER, find_results
 
+RUN = "run"  # the temperature that a run's validation fitted
+
 
 def act(arguments: Sequence[str]) -> int:
     """Returns the exit code: 0, or 3 if a case could not be predicted; raises what the user has to correct."""
@@ -74,7 +76,7 @@ def _exit_code(error: Exception, mesh: Mesh) -> int:
 
 
 def _request(options: argparse.Namespace) -> Request:
-    names = ("output", "mode", "probabilities", "npz", "statistics", "resume")
+    names = ("output", "mode", "probabilities", "npz", "statistics", "uncertainty", "resume")
     same = {name: getattr(options, name) for name in names}
     only = tested_cases(*options.run) if options.test_part else None
     explain_by = options.explain_by if options.explain or options.explain_by else None
@@ -107,9 +109,49 @@ def _members(options: argparse.Namespace) -> list[EnsembleMember]:
     task.refuse_idle_flags("predict", options, f"{runs[0].path} {task.does}")
     if len(runs) > 1 and (files := [name for name in checkpoints if name not in ("best", "latest")]):
         raise ValueError(f"--checkpoint {files[0]}: a file belongs to one run, and {len(runs)} came: remove it")
+    _refuse_temperature(options, runs)
     return check_no_duplicates(
         EnsembleMember(run, _settings(options, run), run.weights_of(checkpoints)) for run in runs
     )
+
+
+def _refuse_temperature(options: argparse.Namespace, runs: Sequence[TrainedRun]) -> None:
+    """Raises ``ValueError`` for a temperature that nothing is written with, or that does not belong to these runs."""
+    if (given := options.temperature) is None:
+        return
+    if not (options.probabilities or options.npz or options.uncertainty):
+        raise ValueError(
+            f"--temperature {given} would do nothing: labels do not depend on it: add --probabilities, --npz or "
+            "--uncertainty, or remove it"
+        )
+    if len(runs) > 1:
+        raise ValueError(
+            f"--temperature {given} is for one run, and {len(runs)} came: it would change the labels of their mean: "
+            "remove it, or predict with one run"
+        )
+    if given == RUN and (other := [name for name in options.checkpoint or () if name != "best"]):
+        raise ValueError(
+            f"--temperature run was fitted to the best checkpoint, and --checkpoint {other[0]} came: give a number, or "
+            "remove one of both"
+        )
+
+
+def _temperature_of(options: argparse.Namespace, run: TrainedRun, window: str) -> float:
+    """Returns what logits are divided by."""
+    if options.temperature != RUN:
+        return 1.0 if options.temperature is None else float(options.temperature)
+    if window not in run.temperatures:
+        other = f" for --window {window}, only for --window {' and '.join(run.temperatures)}" * bool(run.temperatures)
+        raise ValueError(f"--temperature run: {run.path} has none{other}: give a number, or remove it")
+    return run.temperatures[window]
+
+
+def _temperature(text: str) -> float | str:
+    """Returns a number, or the word for the run's own."""
+    try:
+        return text if text == RUN else float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is neither a number nor {RUN!r}") from None
 
 
 def _settings(options: argparse.Namespace, run: TrainedRun) -> PredictionSettings:
@@ -122,6 +164,7 @@ def _settings(options: argparse.Namespace, run: TrainedRun) -> PredictionSetting
         raise ValueError(f"{flags}: a whole pass{whose} has no windows; remove it, or use --window sliding")
     mirror = run.mirror if options.mirror is None else mirrored_dims(options.mirror)
     others = {"min_component": options.min_component, "precision": options.precision or run.config.precision}
+    others["temperature"] = _temperature_of(options, run, window)
     if options.postprocessing:
         others["postprocessing"] = read_postprocessing(options.postprocessing)
     try:
@@ -159,7 +202,7 @@ def _parser() -> Parser:
     add("--checkpoint", nargs="+", action="extend", metavar="WHICH",
         help="best (default), latest or a file of weights; logits of several are averaged")  # fmt: skip
     add("--window", choices=WINDOWS,
-        help="windows of the training tile, or one pass (default: the better in validation)")  # fmt: skip
+        help="windows of the training tile, or one pass (default: as validated)")  # fmt: skip
     add("--force", action="store_true", help="predict whole volumes with nnU-Net's networks anyway")
     add("--overlap", type=float, metavar="SHARE", help="share of a window that the next one overlaps (default 0.5)")
     add("--weights", choices=WEIGHTS, help="weights of a window's voxels in the mean over windows (default gaussian)")
@@ -176,9 +219,20 @@ def _parser() -> Parser:
         help="also write statistics.csv: ml and intensities per case and class",
     )
     add(
+        "--uncertainty",
+        action="store_true",
+        help="also write maps of the entropy and, of several runs, their disagreement",
+    )
+    add(
+        "--temperature",
+        type=_temperature,
+        metavar="NUMBER",
+        help="of written probabilities (default 1); run: as validation fitted",
+    )
+    add(
         "--explain",
         action="store_true",
-        help="classification: also write a map of the evidence for each case's class, and a picture of it",
+        help="classification: also write maps of the evidence for each case's class",
     )
     add("--explain-by", choices=WAYS, default="", help="method of that map; implies --explain (default: hirescam; "
         "vit: gradient-x-input)")  # fmt: skip

@@ -39,6 +39,7 @@ class Request:
     - ``mode``: how ranks decode a window that they share; "": as the run decides
     - ``probabilities``, ``npz``, ``statistics``: also write each output's probabilities, in volumes or for nnU-Net's
       ensemble, and statistics.csv
+    - ``uncertainty``: also write maps of the entropy and, of several runs, of their disagreement
     - ``explain_by``: also write where a class is seen, and how to find it, "" for the network's default; None: no
     - ``resume``: skip the cases that are already predicted
     - ``only``: the cases to predict; None for all
@@ -50,6 +51,7 @@ class Request:
     probabilities: bool = False
     npz: bool = False
     statistics: bool = False
+    uncertainty: bool = False
     explain_by: str | None = None
     resume: bool = False
     only: frozenset[str] | None = None

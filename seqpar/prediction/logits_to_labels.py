@@ -23,6 +23,7 @@ from seqpar.prediction.window_grid import rows_at_once
 
 PARTS = 8  # of the classes, resampled one after the other
 WriteRows = Callable[[int, Tensor], None]  # takes the first row's number and rows ``k w D H`` of probabilities
+RowsOf = Callable[[Tensor], Tensor]  # what is written of rows of probabilities
 
 
 class NotFinite(ValueError):
@@ -38,12 +39,16 @@ def slabs_to_labels(
     write_rows: WriteRows | None = None,
     refuse_nan: bool = True,
     halves: bool = False,
+    temperature: float = 1.0,
+    rows_of: RowsOf | None = None,
 ) -> Tensor:
     """Returns class ids ``W D H`` on the grid ``target``, of logits on the grid ``shape``; the same on all ranks.
 
     An id takes one byte where none is above 255. ``write_rows`` takes the probabilities; pass it on all ranks or none,
     it is called on the first one alone. ``halves``: round resampled logits to half precision.
-    ``refuse_nan``: raise ``NotFinite`` where logits are NaN or infinite.
+    ``refuse_nan``: raise ``NotFinite`` where logits are NaN or infinite. ``temperature``: what logits are divided by
+    before they become probabilities, which changes no id. ``rows_of`` makes of a rank's probabilities what
+    ``write_rows`` takes, by default themselves.
     """
     resampler, ids, finite = _SlabResampler(shape, target, mesh), torch.empty(0), True
     for slab in slabs:
@@ -59,8 +64,11 @@ def slabs_to_labels(
             finite = finite and (not refuse_nan or _is_finite(logits))
             own_ids.append(to_labels(logits, regions_class_order).to(ids.dtype))
             if write_rows is not None:
+                logits = logits if temperature == 1 else logits / temperature
                 probabilities = [logits.sigmoid() if regions_class_order else logits.softmax(0)]
                 del logits
+                if rows_of is not None:
+                    probabilities = [rows_of(probabilities.pop())]
                 _send_to_first(probabilities.pop(), intervals, mesh, write_rows)
             else:
                 del logits
@@ -190,3 +198,19 @@ def to_labels(logits: Tensor, regions_class_order: Sequence[int] = ()) -> Tensor
     for region, label in zip(logits, regions_class_order):
         ids[region > 0] = label  # a logit above 0 is a probability above one half
     return ids
+
+
+def entropy_of(probabilities: Tensor, are_regions: bool) -> Tensor:
+    """Returns the entropy ``w D H`` of probabilities ``k w D H`` in nats; of regions the sum over each one's own."""
+    entropy = torch.zeros_like(probabilities[0])
+    for one in probabilities:
+        entropy += torch.special.entr(one)
+        if are_regions:
+            entropy += torch.special.entr(1 - one)
+    return entropy
+
+
+def with_entropy(probabilities: Tensor, are_regions: bool, alone: bool) -> Tensor:
+    """Returns probabilities ``k w D H`` with their entropy as one more channel, or that channel ``alone``."""
+    entropy = entropy_of(probabilities, are_regions)[None]
+    return entropy if alone else torch.cat([probabilities, entropy])

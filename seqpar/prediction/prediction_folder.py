@@ -22,6 +22,7 @@ from seqpar.data.errors import DataError, reason
 from seqpar.data.files import read_json, suffix_of, write_json
 from seqpar.data.formats.dataset import Case
 from seqpar.data.formats.recognise import is_folder_of_dataset
+from seqpar.scores.label_files import ENTROPY
 
 RECORD = "prediction.json"
 _FILES = "files"  # key of the record: every file that predict wrote there, or is writing
@@ -177,7 +178,10 @@ class PredictionFolder(ABC):
 
 
 class ProbabilityFile:
-    """Probabilities ``k W D H`` of a case in a temporary file: rows arrive slab by slab, outputs are read whole."""
+    """Probabilities ``k W D H`` of a case in a temporary file: rows arrive slab by slab, outputs are read whole.
+
+    The last channel may be their entropy.
+    """
 
     def __init__(self, path: Path, shape: Sequence[int], softmax: bool) -> None:
         self.path, self.shape, self.softmax = path, tuple(shape), softmax
@@ -212,6 +216,10 @@ class ProbabilityFile:
     def read_output(self, number: int) -> np.ndarray:
         """Returns the probabilities ``W D H`` of one output."""
         return np.array(self.mapped()[:, number])
+
+    def uncertainty(self) -> dict[str, np.ndarray]:
+        """Returns the maps of uncertainty ``W D H`` by kind, for a file whose last channel is the entropy."""
+        return {ENTROPY: self.read_output(-1)}
 
     def remove(self) -> None:
         """Closes and removes the temporary file."""

@@ -20,7 +20,7 @@ from seqpar.parallel.collectives import all_gather
 from seqpar.parallel.consensus import run_on_rank0
 from seqpar.parallel.mesh import Mesh
 from seqpar.parallel.rendezvous import start
-from seqpar.prediction.logits_to_labels import WriteRows, slabs_to_labels
+from seqpar.prediction.logits_to_labels import RowsOf, WriteRows, slabs_to_labels
 from seqpar.prediction.sliding_window import Image, sliding_window, whole_volume
 from seqpar.prediction.window_grid import WINDOWS, Sliding
 from seqpar.runs.nnunet_run import open_run
@@ -39,7 +39,8 @@ class PredictionSettings:
     smaller connected components are removed. ``postprocessing``: label values whose largest component is kept,
     step by step. ``precision`` is of what the networks compute: with "bf16" they run under
     autocast, else in their weights' precision. ``force``: predict whole volumes by networks for which that is another
-    function than they were trained for.
+    function than they were trained for. ``temperature``: what logits are divided by before they become probabilities;
+    labels do not depend on it.
     """
 
     window: str = "sliding"
@@ -52,12 +53,15 @@ class PredictionSettings:
     precision: str = "fp32"
     force: bool = False
     sums: str = "float"
+    temperature: float = 1.0
 
     def __post_init__(self) -> None:
         if self.window not in WINDOWS:
             raise ValueError(f"window={self.window!r}: choose {' or '.join(WINDOWS)}")
         if self.window_batch < 1:
             raise ValueError(f"window_batch={self.window_batch}: give 1 or more windows")
+        if not 0 < self.temperature < float("inf"):
+            raise ValueError(f"temperature={self.temperature}: give a number above 0")
         parse_min_component(self.min_component, 1.0)
         self.sliding((1, 1, 1))  # checks the settings of sliding windows
 
@@ -142,10 +146,12 @@ class Predictor:
         target: TargetGrid,
         write_rows: WriteRows | None = None,
         tell: ReportProgress = no_item_progress,
+        rows_of: RowsOf | None = None,
     ) -> Tensor:
         """Returns the class ids of a prepared image ``c W D H`` on the grid ``target``; the same on all ranks.
 
-        ``write_rows`` takes the probabilities; pass it on all ranks or none, it is called on the first one alone.
+        ``write_rows`` takes the probabilities, or what ``rows_of`` makes of them; pass it on all ranks or none, it is
+        called on the first one alone.
         ``tell`` is told which share of the work is done.
         """
         settings, tile = self.settings, self.nets[0].layout.tile
@@ -156,7 +162,10 @@ class Predictor:
             slabs = sliding_window(self.nets, image, sliding, self.mesh, tell, settings.precision)
         order = self.run.output_order
         halves = settings.sums == "half" and self.run.rounds_resampled
-        return slabs_to_labels(slabs, image.shape[1:], target, self.mesh, order, write_rows, halves=halves)
+        heat, shape = settings.temperature, image.shape[1:]
+        return slabs_to_labels(
+            slabs, shape, target, self.mesh, order, write_rows, halves=halves, temperature=heat, rows_of=rows_of
+        )
 
     def to_source(self, ids: np.ndarray, properties: Properties) -> np.ndarray:
         """Returns the file's label values in the file's geometry, without small components, from class ids."""

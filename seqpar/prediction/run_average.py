@@ -10,12 +10,13 @@ import torch
 from torch import Tensor
 
 from seqpar.data.workers import ReportProgress
-from seqpar.prediction.logits_to_labels import to_labels
+from seqpar.prediction.logits_to_labels import entropy_of, to_labels
 from seqpar.prediction.prediction_folder import ProbabilityFile
 from seqpar.prediction.predictor import PredictionSettings
 from seqpar.prediction.window_grid import rows_at_once
 from seqpar.runs.archive import digest_of, is_archive
 from seqpar.runs.trained_run import TrainedRun
+from seqpar.scores.label_files import DISAGREEMENT, ENTROPY
 from seqpar.text import quantity
 
 
@@ -79,11 +80,16 @@ def _text(meaning: Any) -> str:
 
 
 class MeanProbabilities(ProbabilityFile):
-    """The mean of the probabilities ``k W D H`` of ``num_runs`` runs in a temporary file: each adds its rows."""
+    """The mean of the probabilities ``k W D H`` of ``num_runs`` runs in a temporary file: each adds its rows.
 
-    def __init__(self, path: Path, shape: Sequence[int], softmax: bool, num_runs: int) -> None:
+    - ``has_entropy``: whether one more channel is the mean of the runs' entropies
+    """
+
+    def __init__(
+        self, path: Path, shape: Sequence[int], softmax: bool, num_runs: int, has_entropy: bool = False
+    ) -> None:
         super().__init__(path, shape, softmax)
-        self.num_runs = num_runs
+        self.num_runs, self.num_outputs = num_runs, shape[0] - has_entropy
 
     def put(self, file: IO[bytes], place: int, rows: np.ndarray) -> None:
         """Adds a run's share of the mean to what the file holds at a place, in bytes."""
@@ -98,8 +104,17 @@ class MeanProbabilities(ProbabilityFile):
         ids = [to_labels(_centred(rows, regions_class_order), regions_class_order) for rows in self._chunks()]
         return torch.cat(ids).to(torch.int16)
 
+    def uncertainty(self) -> dict[str, np.ndarray]:
+        """Returns the entropy of the mean, and by how much it exceeds the mean of the runs' entropies.
+
+        That is the mutual information of a voxel's label and the run: 0 where all runs give the same probabilities.
+        """
+        total = torch.cat([entropy_of(rows, not self.softmax) for rows in self._chunks()]).numpy()
+        return {ENTROPY: total, DISAGREEMENT: np.maximum(total - self.read_output(-1), 0)}
+
     def _chunks(self) -> Iterator[Tensor]:
-        whole = self.mapped()  # w k D H
+        """Yields the outputs' probabilities ``k w D H``, a few rows at a time."""
+        whole = self.mapped()[:, : self.num_outputs]  # w k D H
         rows = rows_at_once(whole.shape[1], whole.shape[2:])
         for first in range(0, len(whole), rows):
             yield torch.from_numpy(np.array(whole[first : first + rows])).transpose(0, 1)  # k w D H

@@ -1,8 +1,10 @@
 """The cases of a page: truth, prediction and image on one grid, in a viewer and three planes each."""
 
+import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,12 +12,14 @@ from numpy.typing import NDArray
 
 from seqpar.data.boxes import crop, smallest_box
 from seqpar.data.errors import DataError
+from seqpar.data.files import SUFFIXES, read_whole, strip_suffix
 from seqpar.data.geometry import geometry_difference, to_canonical
 from seqpar.data.preparation import transforms
+from seqpar.data.preparation.prepared_case import Properties
 from seqpar.data.volumes import Volume, read_volume
-from seqpar.report.embedded_volumes import GREYS, Bytes, Embedded, embed, encode, outline, png
-from seqpar.report.images import FoundImage, Images
-from seqpar.report.pictures import HEAT
+from seqpar.report.embedded_volumes import GREYS, Bytes, Embedded, embed, encode, outline, png, viewer_note
+from seqpar.report.images import FoundImage, Images, grey_images
+from seqpar.report.pictures import heat_colours, heat_palette
 from seqpar.report.planes import (
     COLOURS,
     COUNTED,
@@ -32,6 +36,8 @@ from seqpar.report.planes import (
 )
 from seqpar.report.record import CaseScores, RunRecord, ScoredCase
 from seqpar.report.tables import Score, what_is_missing
+from seqpar.scores.label_classes import learned_regions
+from seqpar.scores.label_files import ENTROPY, UNCERTAINTY
 from seqpar.text import millilitres
 
 BUDGET = 5_000_000  # bytes of the volumes in a page, which can still be mailed
@@ -45,7 +51,8 @@ class ShownCase:
     - ``ranges``: what black and white are in the files' numbers, by modality
     - ``is_ct``: whether these are Hounsfield units
     - ``slices``: of the case's file, along W, D and H
-    - ``heat``: a map from 0 to 255; ``heat_name``: what it shows, such as its class
+    - ``heat``: a map from 0 to 255; ``heat_name``: what it shows, such as its class; ``most_nats``: what 255 stands for
+      in a map of entropy
     - ``at``: the planes to begin with; None: those that are also drawn
     """
 
@@ -61,6 +68,7 @@ class ShownCase:
     heat: Bytes | None = None
     at: tuple[int, ...] | None = None
     heat_name: str = ""
+    most_nats: float = 0.0
 
     def embedded(self, budget: int) -> Embedded:
         """Returns the volumes as a page holds them, CT in 256 levels for windows of few Hounsfield units."""
@@ -78,7 +86,8 @@ def load(case: ScoredCase, record: RunRecord, images: Images) -> ShownCase:
         if image is not None:
             difference = geometry_difference(image.properties.geometry, prediction.geometry)
             if difference is None:
-                return _on_prepared_grid(case, prediction, image, numbers, list(record.dataset["modalities"]))
+                shown = _on_prepared_grid(case, prediction, image, numbers, list(record.dataset["modalities"]))
+                return _with_entropy(shown, case.prediction, image.properties, record)
             note = f"The image does not match the labels ({difference}); only the labels are shown."
     except DataError as error:
         note = f"The image cannot be used ({error}); only the labels are shown."
@@ -120,36 +129,30 @@ def _on_prepared_grid(
     return ShownCase(case.name, pictures, truth, to_grid(prediction), properties.spacing, slices, "", ranges, is_ct)
 
 
+def _with_entropy(shown: ShownCase, prediction: Path, properties: Properties, record: RunRecord) -> ShownCase:
+    """Returns a case with the map of entropy that predict wrote next to its label map, if it did."""
+    try:
+        is_written = bool(json.loads(read_whole(prediction.parent / "prediction.json")).get("uncertainty"))
+    except (OSError, ValueError, AttributeError):
+        return shown
+    folder, name = prediction.parent / UNCERTAINTY, f"{strip_suffix(prediction.name)}_{ENTROPY}"
+    files = [path for suffix in SUFFIXES if is_written and (path := folder / f"{name}{suffix}").is_file()]
+    if not files:
+        return shown
+    volume, regions = read_volume(files[0]), record.dataset["regions"]
+    regions = learned_regions(record.dataset["labels"], regions, record.network_settings.targets)
+    most = len(regions) * math.log(2) if regions else math.log(len(record.dataset["labels"]))
+    whole = to_canonical(volume.array[0], volume.geometry.orientation)
+    seen = transforms.resample(crop(whole, properties.box), properties.shape)
+    heat: Bytes = np.rint(255 * np.clip(seen / most, 0, 1)).astype(np.uint8)
+    return replace(shown, heat=heat, heat_name=ENTROPY, most_nats=most)
+
+
 def _numbered(values: NDArray[Any], numbers: dict[int, int]) -> Bytes:
     numbered = np.zeros(values.shape, np.uint8)
     for value, number in numbers.items():
         numbered[values == value] = number
     return numbered
-
-
-def grey_images(
-    image: FoundImage, modalities: Sequence[str]
-) -> tuple[dict[str, Bytes], dict[str, tuple[float, float]], bool]:
-    """Returns the channels of a prepared image as grey levels, what black and white are, and whether it is a CT."""
-    pictures, ranges, properties = dict[str, Bytes](), dict[str, tuple[float, float]](), image.properties
-    rows = zip(modalities, image.image, properties.schemes, properties.means, properties.stds)
-    for name, channel, scheme, mean, std in rows:
-        pictures[name], low, high = to_grey(np.asarray(channel), scheme == "zscore")
-        ranges[name] = low * std + mean, high * std + mean
-    return pictures, ranges, "ct" in properties.schemes
-
-
-def to_grey(channel: NDArray[Any], zero_is_outside: bool) -> tuple[Bytes, float, float]:
-    """Returns a prepared channel as grey levels, and the values that are black and white.
-
-    The brightest and darkest half percent are clipped.
-    """
-    outside = channel == 0 if zero_is_outside else np.zeros(channel.shape, bool)
-    body = channel[~outside]
-    low, high = np.percentile(body, (0.5, 99.5)) if body.size else (0.0, 1.0)
-    scaled = np.clip((channel - low) / max(float(high - low), 1e-6), 0, 1) * 255
-    grey: Bytes = np.where(outside, 0, np.rint(scaled)).astype(np.uint8)
-    return grey, float(low), float(high)
 
 
 @dataclass(frozen=True)
@@ -181,6 +184,18 @@ def planes_of(case: ShownCase, neurological: bool) -> list[ShownPlane]:
     """Returns a case's three planes: through most of the rarest label of the truth, else of the prediction."""
     at = fullest_planes(_shown_best(case)[0])
     return [_plane(case, name, dim, at[dim], neurological) for name, dim in PLANES]
+
+
+def entropy_planes(case: ShownCase, neurological: bool) -> list[ShownPlane]:
+    """Returns the same planes of a case's map of entropy, with the prediction's outlines; none without a map."""
+    if case.heat is None:
+        return []
+    palette, planes, at = heat_palette(), list[ShownPlane](), fullest_planes(_shown_best(case)[0])
+    for (_, dim), plane in zip(PLANES, planes_of(case, neurological)):
+        picture = png(np.ascontiguousarray(plane_of(case.heat, dim, at[dim], neurological)), palette)
+        predicted = [outline for outline in plane.outlines if outline[0] == "prediction"]
+        planes.append(replace(plane, png=encode(picture), outlines=predicted, label=f"{ENTROPY} of {plane.label}"))
+    return planes
 
 
 def _shown_best(case: ShownCase) -> tuple[NDArray[np.bool_], int]:
@@ -258,13 +273,18 @@ def load_worst(
 
 @dataclass(frozen=True)
 class CaseView:
-    """A case of a page in words and planes; ``columns``: widths of the planes, so that a mm is as long in each."""
+    """A case of a page in words and planes; ``columns``: widths of the planes, so that a mm is as long in each.
+
+    ``heats``: the same planes of a map, and in ``most`` what its brightest colour stands for.
+    """
 
     name: str
     caption: str
     note: str
     columns: str
     planes: Sequence[ShownPlane]
+    heats: Sequence[ShownPlane] = ()
+    most: str = ""
 
 
 @dataclass(frozen=True)
@@ -273,7 +293,7 @@ class CaseSection:
 
     - ``labels``: colour and name
     - ``volumes``: what the viewer reads; ``note``: what was left out of them
-    - ``heat``: colours of a map from 0 to its maximum; "" without one
+    - ``heat``: colours of a map from 0 to its maximum; "" without one; ``most``: what that maximum is
     - ``order``: which cases are shown
     """
 
@@ -283,6 +303,7 @@ class CaseSection:
     shown: Sequence[CaseView]
     volumes: Mapping[str, Any]
     heat: str = ""
+    most: str = "its maximum"
     has_truth: bool = True
     order: str = ""
 
@@ -329,15 +350,8 @@ def viewer_section(
         views,
         viewer_data(labels, shown, neurological),
         ", ".join(heat_colours()) if any(case.heat is not None for case, _ in shown) else "",
+        next((f"{case.most_nats:.2f} nats" for case, _ in shown if case.most_nats), "its maximum"),
     )
-
-
-def heat_colours() -> list[str]:
-    """Returns colours of a map of evidence, from 0 to its maximum."""
-    from matplotlib import colormaps
-    from matplotlib.colors import to_hex
-
-    return [to_hex(colormaps[HEAT](step / 16)) for step in range(17)]
 
 
 def planes_note(case: ScoredCase, shown: ShownCase, labels: Sequence[str]) -> str:
@@ -376,6 +390,8 @@ def _case_view(case: ScoredCase, shown: ShownCase, labels: Sequence[str], neurol
         shown.note,
         f"{d:.6g}fr {w:.6g}fr {w:.6g}fr",
         planes_of(shown, neurological),
+        entropy_planes(shown, neurological) if shown.most_nats else (),
+        f"{shown.most_nats:.2f} nats",
     )
 
 
@@ -410,6 +426,7 @@ def viewer_data(
             "prediction": embedded.prediction,
             "heat": embedded.heat,
             "heat_name": shown.heat_name,
+            "most_nats": shown.most_nats,
             "ranges": shown.ranges,
             "unit": "HU" if shown.is_ct else "",
             "at": [n // f for n, f in zip(shown.at or fullest_planes(_shown_best(shown)[0]), embedded.factors)],
@@ -429,18 +446,3 @@ def _kept_of_ct(shown: Sequence[tuple[ShownCase, Embedded]]) -> str:
     dark, bright = " (such as fat and air)" * (low >= -50), " (such as bone)" * (high <= 300)
     rule = f"everything below{dark} is equally black, everything above{bright} equally white"
     return f" Of the CT, only {low} to {high} HU are kept: {rule}."
-
-
-def viewer_note(volumes: Sequence[Embedded], is_ct: bool = False) -> str:
-    """Returns a note of what was left out to keep the page small."""
-    factors, pictured = {volume.factors for volume in volumes}, [bool(volume.images) for volume in volumes]
-    whole = " and at full resolution" * (factors == {(1, 1, 1)})
-    to = "body" if all(pictured) else "labels or the body" if any(pictured) else "labels"
-    note = f"Volumes are cropped to the {to}{whole}."
-    if any(pictured):
-        note += f" Images are stored in {256 if is_ct else GREYS} grey levels, so values are rounded."
-    if whole:
-        return note
-    blocks = "; ".join(sorted(" × ".join(map(str, block)) for block in factors))
-    note += f" To keep the page small, blocks of {blocks} voxels became one"
-    return f"{note} (images by their mean, labels by their middle voxel)."

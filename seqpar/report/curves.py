@@ -5,6 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -166,6 +167,30 @@ class Diagram:
         numbers = (n if line.style is None else line.style for n, line in enumerate(self.lines))
         styles = [self.styles[n % len(self.styles)] for n in numbers]
         return [(line, style._replace(colour=line.colour or style.colour)) for line, style in zip(self.lines, styles)]
+
+
+CHANCE = LineStyle(GREY, "--")
+
+
+def reliability_diagram(
+    title: str,
+    over: str,
+    up: str,
+    tenths: Mapping[str, Sequence[tuple[float, float, int]]],
+    colours: Mapping[str, str] = MappingProxyType({}),
+) -> Diagram:
+    """Returns how often what has a probability is true, next to perfect calibration.
+
+    - ``over``, ``up``: what the probability is of, and what the share is of
+    - ``tenths``: by label of a line the mean probability of each tenth, the share that is right, and how many it has
+    - ``colours``: by label; the others are drawn as text is
+    """
+    lines = [Line("perfect calibration", (0.0, 1.0), [(0.0, 1.0)], dashed=True)]
+    for label, points in tenths.items():
+        places, shares = [given for given, _, _ in points], [right for _, right, _ in points]
+        lines.append(Line(label, places, [shares], dots=True, style=1, colour=colours.get(label, "")))
+    styles = (CHANCE, LineStyle(INK))
+    return Diagram(title, over, lines, low=0.0, high=1.0, last=1.0, styles=styles, up=up, square=True)
 
 
 @dataclass(frozen=True)

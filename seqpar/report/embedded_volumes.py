@@ -119,8 +119,11 @@ def sheet(volume: Bytes, columns: int) -> Bytes:
     return np.ascontiguousarray(rearrange(padded, "W D (row column) -> (row D) (column W)", column=columns))
 
 
-def png(picture: Bytes) -> bytes:
-    """Returns a grey picture as a PNG file; each row is stored by the filter that leaves the smallest differences."""
+def png(picture: Bytes, palette: bytes = b"") -> bytes:
+    """Returns a picture as a PNG file; each row is stored by the filter that leaves the smallest differences.
+
+    - ``palette``: red, green and blue of each value; none: greys
+    """
     rows, columns = picture.shape
     left, above = np.zeros_like(picture), np.zeros_like(picture)
     left[:, 1:], above[1:] = picture[:, :-1], picture[:-1]
@@ -129,9 +132,9 @@ def png(picture: Bytes) -> bytes:
     kinds = cost.argmin(0)
     body = np.empty((rows, columns + 1), np.uint8)
     body[:, 0], body[:, 1:] = kinds, filtered[kinds, np.arange(rows)]
-    head = struct.pack(">IIBBBBB", columns, rows, 8, 0, 0, 0, 0)
-    packed = zlib.compress(body.tobytes(), 9)
-    return _MARK + b"".join(_chunk(kind, data) for kind, data in ((b"IHDR", head), (b"IDAT", packed), (b"IEND", b"")))
+    head = struct.pack(">IIBBBBB", columns, rows, 8, 3 if palette else 0, 0, 0, 0)
+    chunks = [(b"IHDR", head), (b"PLTE", palette), (b"IDAT", zlib.compress(body.tobytes(), 9)), (b"IEND", b"")]
+    return _MARK + b"".join(_chunk(kind, data) for kind, data in chunks if data or kind == b"IEND")
 
 
 def _chunk(kind: bytes, data: bytes) -> bytes:
@@ -178,3 +181,18 @@ def outline(labels: NDArray[Any], number: int = 1) -> str:
         if any(drawn for *_, drawn in steps):
             path.append(f"M{first[0]} {first[1]}{moves}" + "z" * all(drawn for *_, drawn in steps))
     return "".join(path)
+
+
+def viewer_note(volumes: Sequence[Embedded], is_ct: bool = False) -> str:
+    """Returns a note of what was left out to keep the page small."""
+    factors, pictured = {volume.factors for volume in volumes}, [bool(volume.images) for volume in volumes]
+    whole = " and at full resolution" * (factors == {(1, 1, 1)})
+    to = "body" if all(pictured) else "labels or the body" if any(pictured) else "labels"
+    note = f"Volumes are cropped to the {to}{whole}."
+    if any(pictured):
+        note += f" Images are stored in {256 if is_ct else GREYS} grey levels, so values are rounded."
+    if whole:
+        return note
+    blocks = "; ".join(sorted(" × ".join(map(str, block)) for block in factors))
+    note += f" To keep the page small, blocks of {blocks} voxels became one"
+    return f"{note} (images by their mean, labels by their middle voxel)."

@@ -1,11 +1,12 @@
 """Where a report finds the images of its cases: files that the caller names, else the run's prepared data."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from seqpar.data.errors import DataError
 from seqpar.data.formats.dataset import Case
@@ -14,6 +15,7 @@ from seqpar.data.preparation.cache import PreparedDataset, open_cache
 from seqpar.data.preparation.preparation import preparation_of, prepare_case
 from seqpar.data.preparation.prepared_case import Properties
 from seqpar.data.preparation.recipe import Recipe
+from seqpar.report.embedded_volumes import Bytes
 from seqpar.report.record import RunRecord
 from seqpar.scores.label_files import dataset_at
 
@@ -100,3 +102,28 @@ def find_images(record: RunRecord, folder: Path | None, truth: Path | None, gaps
         gaps.append(f"The prepared data are not where the run had them ({place or 'no folder is recorded'}): name the "
                     "folder of the images by --images to see them.")  # fmt: skip
     return Images(recipe, cache)
+
+
+def grey_images(
+    image: FoundImage, modalities: Sequence[str]
+) -> tuple[dict[str, Bytes], dict[str, tuple[float, float]], bool]:
+    """Returns the channels of a prepared image as grey levels, what black and white are, and whether it is a CT."""
+    pictures, ranges, properties = dict[str, Bytes](), dict[str, tuple[float, float]](), image.properties
+    rows = zip(modalities, image.image, properties.schemes, properties.means, properties.stds)
+    for name, channel, scheme, mean, std in rows:
+        pictures[name], low, high = to_grey(np.asarray(channel), scheme == "zscore")
+        ranges[name] = low * std + mean, high * std + mean
+    return pictures, ranges, "ct" in properties.schemes
+
+
+def to_grey(channel: NDArray[Any], zero_is_outside: bool) -> tuple[Bytes, float, float]:
+    """Returns a prepared channel as grey levels, and the values that are black and white.
+
+    The brightest and darkest half percent are clipped.
+    """
+    outside = channel == 0 if zero_is_outside else np.zeros(channel.shape, bool)
+    body = channel[~outside]
+    low, high = np.percentile(body, (0.5, 99.5)) if body.size else (0.0, 1.0)
+    scaled = np.clip((channel - low) / max(float(high - low), 1e-6), 0, 1) * 255
+    grey: Bytes = np.where(outside, 0, np.rint(scaled)).astype(np.uint8)
+    return grey, float(low), float(high)

@@ -142,7 +142,7 @@ def draw_scores(path: Path, summary: Mapping[str, Any], step: int = 0) -> None:
     save_figure(figure, path)
 
 
-HEAT = "inferno"  # colours of a map of evidence, in pictures and in the viewer
+HEAT = "inferno"  # colours of a map, in pictures and in the viewer
 MAPS = {"hirescam": "HiResCAM", "grad-cam": "Grad-CAM", "gradient-x-input": "gradient × input"}
 ALONE = "The map shows what the network used. It does not show a lesion; never read a finding from it alone."
 OUTSIDE = "The maximum of the map is outside the body: do not read it as the reason for the class."
@@ -202,6 +202,21 @@ def draw_evidence(
         bar.ax.axhline(0.5, color="white", linewidth=1.2)
         bar.ax.tick_params(labelsize=8)
     save_figure(figure, path)
+
+
+def heat_colours() -> list[str]:
+    """Returns colours of a map, from 0 to its maximum."""
+    from matplotlib import colormaps
+    from matplotlib.colors import to_hex
+
+    return [to_hex(colormaps[HEAT](step / 16)) for step in range(17)]
+
+
+def heat_palette() -> bytes:
+    """Returns red, green and blue of each of the 256 values of a map."""
+    from matplotlib import colormaps
+
+    return bytes(colormaps[HEAT](np.arange(256), bytes=True)[:, :3].tobytes())
 
 
 def body_of(image: NDArray[Any]) -> NDArray[np.bool_]:

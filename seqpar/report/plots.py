@@ -23,6 +23,7 @@ BUCKETS = 240  # points of a line: a longer one is drawn by the mean and the ran
 FEW = 60  # points of a line; more have no markers
 FEW_PLACES = 8  # of a logarithmic axis
 WINDOW = 25  # steps of a running mean, in short runs a tenth of them
+SOFTWARE = "seqpar"  # in every PNG that is drawn
 HATCHES = ("", "///", "...", "xxx")
 
 
@@ -125,7 +126,8 @@ def save_figure(figure: Any, path: Path, durable: bool = False) -> None:
     - ``durable``: False for what is drawn again after every validation
     """
     with whole_file(path, durable=durable) as temporary:
-        figure.savefig(temporary, format=path.suffix[1:], dpi=110)
+        own = {"metadata": {"Software": SOFTWARE}} if path.suffix == ".png" else {}
+        figure.savefig(temporary, format=path.suffix[1:], dpi=110, **own)
 
 
 def escape_mathtext(text: str) -> str:
@@ -148,7 +150,8 @@ def draw_figure(title: str, diagrams: Sequence[Diagram | Bars], note: str, paths
             _draw_bars(plot, one)
         else:
             draw_diagram(plot, one)
-            plot.set(ylabel=one.quantity, xlabel=one.over)
+            plot.set(ylabel=one.up or one.quantity, xlabel=one.over)
+            plot.set_box_aspect(1 if one.square else None)
             plot.grid(alpha=0.3)
     handles = dict[str, Any]()
     for plot in above.axes:

@@ -11,7 +11,7 @@ import lzma
 import re
 import zipfile
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -42,15 +42,14 @@ def write_archive(
     content: Mapping[str, Any],
     weights: Path,
     licence: str,
-    windows: Mapping[str, float] = MappingProxyType({}),
-    whole_grid: Sequence[int] = (),
+    windows: Mapping[str, Any] = MappingProxyType({}),
 ) -> dict[str, Any]:
     """Writes the archive, whole or not at all, and returns what about.json says; the same run gives the same bytes.
 
     - ``content``: the run's config.json
     - ``weights``: a file of weights
     - ``licence``: of the weights
-    - ``windows``, ``whole_grid``: what the run's validation measured, as in its window.json
+    - ``windows``: what the run's validation measured, as in its window.json
     """
     if out.exists():
         raise DataError(out, "is there already; name another file, or remove it")
@@ -62,8 +61,7 @@ def write_archive(
         "seqpar": seqpar.__version__, "digest": _digest(body),
         "use": f"seqpar-predict {out.name} -i IMAGES -o FOLDER",
     }  # fmt: skip
-    if windows:
-        about |= {"dice": dict(windows), "whole_grid": list(whole_grid)}
+    about |= windows
     try:
         with whole_file(out) as temporary, zipfile.ZipFile(temporary, "w", zipfile.ZIP_STORED) as archive:
             for name, part in ((ABOUT, _text(about)), (CONFIG, _text(_shared(content))), (ARCHIVED, body)):

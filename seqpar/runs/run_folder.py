@@ -5,7 +5,8 @@ import platform
 import subprocess
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import numpy
 import safetensors
@@ -167,25 +168,47 @@ def next_lines(run: Path) -> list[str]:
     return [f"next: {predict}", f"next: {next_command('report', run)}  (curves, scores and cases on one page)"]
 
 
-def write_window(run: Path, windows: Mapping[str, float], step: int, whole_grid: Sequence[int] = ()) -> None:
-    """Writes window.json: the mean Dice of the best checkpoint by kind of window, the better first.
+class MeasuredWindows(NamedTuple):
+    """What the validation of the best checkpoint measured; all are empty where nothing is recorded.
 
+    - ``dice``: the mean Dice by kind of window, the better first
     - ``whole_grid``: the most tokens per direction in whole passes
+    - ``temperatures``: the temperature that fits best by kind of window
     """
-    content = {"window": next(iter(windows)), "dice": dict(windows), "step": step, "whole_grid": list(whole_grid)}
-    write_json(run / "window.json", content)
+
+    dice: Mapping[str, float] = MappingProxyType({})
+    whole_grid: Sequence[int] = ()
+    temperatures: Mapping[str, float] = MappingProxyType({})
+
+    def as_json(self) -> dict[str, Any]:
+        """Returns the content of a file; temperatures only if there are some."""
+        content = {"dice": dict(self.dice), "whole_grid": list(self.whole_grid)}
+        return content | ({"temperatures": dict(self.temperatures)} if self.temperatures else {})
 
 
-def read_windows(run: Path) -> tuple[dict[str, float], tuple[int, ...]]:
-    """Returns what validation measured: the mean Dice by kind of window, the better first, and the most tokens per
-    direction in whole passes; both are empty where none is recorded.
-    """
+def write_window(
+    run: Path,
+    windows: Mapping[str, float],
+    step: int,
+    whole_grid: Sequence[int] = (),
+    temperatures: Mapping[str, float] = MappingProxyType({}),
+) -> None:
+    """Writes window.json, about the best checkpoint; for the arguments see ``MeasuredWindows``."""
+    content = MeasuredWindows(windows, whole_grid, temperatures).as_json()
+    write_json(run / "window.json", {"window": next(iter(windows)), "step": step, **content})
+
+
+def read_windows(run: Path) -> MeasuredWindows:
+    """Returns what validation measured."""
     try:
-        windows = read_archived(run, ABOUT) if is_archive(run) else json.loads(read_whole(run / "window.json"))
-        dice = {str(window): float(mean) for window, mean in windows.get("dice", {}).items()}
-        return dice, tuple(int(side) for side in windows.get("whole_grid", ()))
+        content = read_archived(run, ABOUT) if is_archive(run) else json.loads(read_whole(run / "window.json"))
+        dice, temperatures = (
+            {str(window): float(value) for window, value in content.get(key, {}).items()}
+            for key in ("dice", "temperatures")
+        )
+        return MeasuredWindows(dice, tuple(int(side) for side in content.get("whole_grid", ())), temperatures)
     except FileNotFoundError:
-        return {}, ()
+        return MeasuredWindows()
     except DataError:
         raise
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:

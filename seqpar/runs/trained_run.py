@@ -38,7 +38,7 @@ class TrainedRun:
     """A training run: its config, how its cases were prepared, and what its outputs stand for.
 
     ``windows`` is the mean Dice by kind of window that its validation measured, the better first; ``whole_grid`` the
-    most tokens per direction in the whole passes among them.
+    most tokens per direction in the whole passes among them; ``temperatures`` what it fitted by kind of window.
     """
 
     path: Path
@@ -49,6 +49,7 @@ class TrainedRun:
     regions_class_order: tuple[int, ...]  # class ids
     windows: Mapping[str, float] = field(default_factory=dict)
     whole_grid: tuple[int, ...] = ()
+    temperatures: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def window(self) -> str:
@@ -143,7 +144,9 @@ def read_run(path: str | Path) -> TrainedRun:
             _labels_of(dataset),
             regions,
             order,
-            *windows,
+            windows.dice,
+            tuple(windows.whole_grid),
+            windows.temperatures,
         )
         if is_archive(path):
             _refuse_other_shapes(run)

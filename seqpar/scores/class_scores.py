@@ -1,6 +1,6 @@
 """Scores of predicted classes: accuracy, sensitivity, specificity, area under the ROC curve, how sure they are.
 
-Legend: n cases, k classes, d draws of the bootstrap.
+Legend: n cases, k classes, d draws of the bootstrap, t tenths of probability.
 """
 
 import math
@@ -171,15 +171,35 @@ def describe_bootstrap(interval: Sequence[float] | None, count: int) -> str:
 
 def calibration(truth: Ints, probabilities: Floats) -> list[tuple[float, float, int]]:
     """Returns for each tenth of probability the mean one of the class given, the share that is right, and the cases."""
-    given, right = probabilities.max(1), probabilities.argmax(1) == truth
-    bins = np.minimum((given * NUM_BINS).astype(int), NUM_BINS - 1)
-    filled = [bins == number for number in range(NUM_BINS) if (bins == number).any()]
-    return [(float(given[own].mean()), float(right[own].mean()), int(own.sum())) for own in filled]
+    return filled_tenths(count_tenths(probabilities.max(1), probabilities.argmax(1) == truth))
 
 
 def calibration_error(truth: Ints, probabilities: Floats) -> float:
     """Returns the mean distance of probability and share that is right, over the tenths, by their cases."""
-    return sum(abs(given - right) * count for given, right, count in calibration(truth, probabilities)) / len(truth)
+    return error_of_tenths(count_tenths(probabilities.max(1), probabilities.argmax(1) == truth))
+
+
+def count_tenths(given: NDArray[Any], right: NDArray[np.bool_]) -> Floats:
+    """Returns for each tenth of probability ``t 3``: how many there are, the sum of them, and how many are right.
+
+    Those of several cases add up, so that no more than one is in memory.
+
+    - ``given``, ``right``: a probability each, of any shape, and whether what it is of is true
+    """
+    values, is_right = given.ravel().astype(np.float64), right.ravel()
+    bins = np.clip((values * NUM_BINS).astype(np.int64), 0, NUM_BINS - 1)
+    return np.stack([np.bincount(bins, weights, NUM_BINS) for weights in (None, values, is_right)], 1)
+
+
+def filled_tenths(tenths: Floats) -> list[tuple[float, float, int]]:
+    """Returns of each tenth with anything in it the mean probability, the share that is right, and how many it has."""
+    return [(float(given / count), float(right / count), int(count)) for count, given, right in tenths if count]
+
+
+def error_of_tenths(tenths: Floats) -> float:
+    """Returns the expected calibration error: the mean distance of probability and share that is right; NaN of none."""
+    count = float(tenths[:, 0].sum())
+    return float(np.abs(tenths[:, 1] - tenths[:, 2]).sum()) / count if count else math.nan
 
 
 def roc_points(is_class: NDArray[np.bool_], scores: Floats) -> tuple[list[float], list[float]]:

@@ -25,6 +25,7 @@ from seqpar.scores.label_classes import Labels, hidden_classes
 from seqpar.scores.label_scores import Scores, score
 from seqpar.text import quantity
 
+UNCERTAINTY, ENTROPY, DISAGREEMENT = "uncertainty", "entropy", "disagreement"  # a folder next to label maps, and maps
 MAX_NAMED = 6  # names of cases in a line
 Result = TypeVar("Result")
 

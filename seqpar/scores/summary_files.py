@@ -98,7 +98,14 @@ def _is_our_csv(path: Path) -> bool:
         return False
 
 
-_OURS = {"json": _is_our_json, "csv": _is_our_csv, "find-best": _is_our_json}
+def _is_our_picture(path: Path) -> bool:
+    try:
+        return b"Software\0seqpar" in path.read_bytes()[:400]
+    except OSError:
+        return False
+
+
+_OURS = {"json": _is_our_json, "csv": _is_our_csv, "find-best": _is_our_json, "calibration": _is_our_picture}
 
 
 def write_output(path: Path, text: str) -> None:

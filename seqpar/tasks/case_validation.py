@@ -2,8 +2,8 @@
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from seqpar.cluster.stop_request import StopRequest
@@ -24,7 +24,7 @@ class ValidationResult:
     """The row of metrics.jsonl, the printed table, and the score that decides which checkpoint is kept.
 
     ``windows`` is the mean Dice by kind of window, the better first, where windows label voxels; ``whole_grid`` the
-    most tokens per direction in whole passes, if there were any.
+    most tokens per direction in whole passes, if there were any; ``temperatures`` the best one by kind of window.
     """
 
     row: dict[str, Any]
@@ -32,6 +32,7 @@ class ValidationResult:
     score: float
     windows: dict[str, float]
     whole_grid: tuple[int, ...] = ()
+    temperatures: Mapping[str, float] = field(default_factory=dict)
 
 
 class CaseValidation(ABC):

@@ -266,7 +266,8 @@ class Trainer:
             self._save(is_best=True)
             self.after_step.refuse_taken_over()
             if result.windows:
-                self.journal.attempt(lambda: write_window(self.out, result.windows, step, result.whole_grid))
+                measured = result.windows, step, result.whole_grid, result.temperatures
+                self.journal.attempt(lambda: write_window(self.out, *measured))
         return True
 
     def _is_flat(self, step: int) -> bool:

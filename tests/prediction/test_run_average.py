@@ -22,6 +22,9 @@ TWO_VALUES = replace(RECIPE, values=(0, 2, 5))
 REGIONS: dict[str, Any] = {"regions": {"whole": [1, 2], "core": [2]}, "regions_class_order": [1, 2]}
 
 
+KINDS = ("entropy", "disagreement")
+
+
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with images and runs that fit each other, each predicted by itself."""
@@ -37,8 +40,15 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
         weights["decoder.classes.weight"] *= -20 if name in "bd" else 30  # else the bias decides alone, and alike
         weights["decoder.classes.bias"].zero_()
         save_file(weights, place / name / "model.safetensors")
-        assert act(place, place / name, "--probabilities", out=f"out-{name}") == 0
+        assert act(place, place / name, "--probabilities", "--uncertainty", out=f"out-{name}") == 0
     return place
+
+
+def entropy(probabilities: np.ndarray, are_regions: bool) -> np.ndarray:
+    """Returns nats of probabilities ``... k W D H``, of which those of regions have a complement each."""
+    p = probabilities.astype(np.float64)
+    p = np.concatenate([p, 1 - p], -4) if are_regions else p
+    return -(p * np.log(np.clip(p, 1e-300, 1))).sum(-4)
 
 
 def predict_all(place: Path, names: str, *more: str, out: Path) -> int:
@@ -49,13 +59,22 @@ def predict_all(place: Path, names: str, *more: str, out: Path) -> int:
 @pytest.mark.parametrize("names, outputs", [("ab", ("label-0", "label-1")), ("cd", ("whole", "core"))])
 def test_several_runs_predict_by_the_mean_of_their_probabilities(names: str, outputs, place, tmp_path) -> None:
     """One run is at its own spacing and has its own tile; regions may overlap, and the later label wins."""
-    assert predict_all(place, names, "--probabilities", out=tmp_path / "out") == 0
-    differ = 0
+    assert predict_all(place, names, "--probabilities", "--uncertainty", out=tmp_path / "out") == 0
+    differ, disagree, are_regions = 0, 0.0, names == "cd"
     for case in ("c_000", "c_001", "c_002"):
         files = [f"probabilities/{case}_{output}.nii.gz" for output in outputs]
         alone = [np.stack([voxels(place / f"out-{name}" / file) for file in files]) for name in names]
         mean, written = np.mean(alone, 0), np.stack([voxels(tmp_path / "out" / file) for file in files])
         assert np.abs(written - mean).max() < 1e-6
+        for name, own in zip(names, alone):
+            written_entropy = voxels(place / f"out-{name}/uncertainty/{case}_entropy.nii.gz")
+            assert np.abs(written_entropy - entropy(own, are_regions)).max() < 1e-5
+            assert not (place / f"out-{name}/uncertainty/{case}_disagreement.nii.gz").exists(), "one run has none"
+        total, disagreement = (voxels(tmp_path / f"out/uncertainty/{case}_{kind}.nii.gz") for kind in KINDS)
+        assert total.dtype == np.float32 and np.abs(total - entropy(mean, are_regions)).max() < 1e-5
+        expected = entropy(mean, are_regions) - entropy(np.stack(alone), are_regions).mean(0)
+        assert np.abs(disagreement - expected).max() < 1e-5
+        disagree = max(disagree, float(disagreement.max()))
         labels = voxels(tmp_path / "out" / f"{case}.nii.gz")
         if names == "ab":
             expected, sure = mean.argmax(0), np.abs(mean[1] - mean[0]) > 1e-5
@@ -64,16 +83,45 @@ def test_several_runs_predict_by_the_mean_of_their_probabilities(names: str, out
         assert sure.mean() > 0.9 and (labels == expected)[sure].all()
         differ += sum(int((labels != voxels(place / f"out-{name}" / f"{case}.nii.gz")).sum()) for name in names)
     assert differ > 0, "or one of them would do"
+    assert disagree > 0.1
+
+
+@pytest.mark.parametrize("name, outputs", [("a", ("label-0", "label-1")), ("c", ("whole", "core"))])
+def test_a_temperature_changes_probabilities_and_no_label(name: str, outputs, place, tmp_path) -> None:
+    out, before = tmp_path / "out", place / f"out-{name}"
+    more = ("-i", str(place / "images"), "-o", str(out), "--probabilities", "--uncertainty", "--temperature", "2.5")
+    assert predict.act([str(place / name), *more]) == 0
+    assert json.loads((out / "prediction.json").read_text())["settings"]["temperature"] == 2.5
+    for case in ("c_000", "c_001", "c_002"):
+        assert (out / f"{case}.nii.gz").read_bytes() == (before / f"{case}.nii.gz").read_bytes()
+        files = [f"probabilities/{case}_{output}.nii.gz" for output in outputs]
+        own, found = (np.stack([voxels(folder / file) for file in files]).astype(float) for folder in (before, out))
+        inside = voxels(before / f"uncertainty/{case}_entropy.nii.gz") > 0  # else beyond the crop
+        powers, rest = own**0.4, (1 - own) ** 0.4 if name == "c" else None
+        expected = powers / (powers.sum(0) if rest is None else powers + rest)
+        sure = inside & (own > 1e-4).all(0) & (own < 1 - 1e-4).all(0)
+        assert sure.sum() > 100 and np.abs(found - expected)[:, sure].max() < 1e-4 and np.abs(found - own).max() > 0.05
+        heat = voxels(out / f"uncertainty/{case}_entropy.nii.gz")
+        assert np.abs(heat - entropy(found, name == "c")).max() < 1e-5
+    with pytest.raises(ValueError, match="--temperature 2.5 is for one run, and 2 came"):
+        predict.act([str(place / "a"), str(place / "b"), *more])
 
 
 def test_the_mean_is_the_same_on_any_number_of_ranks(ranks, place, tmp_path) -> None:
     runs = [str(place / name) for name in "ab"]
-    written = []
-    for world in (1, 2, 4):
-        out = tmp_path / str(world)
-        more = ("-i", str(place / "images"), "-o", str(out), "--statistics")
-        assert ranks(world, on_ranks, *runs, *more, seqpar=1) == [0] * world
+    cases, written = ("c_000", "c_001", "c_002"), []
+    maps = {f"uncertainty/{case}_{kind}.nii.gz" for case in cases for kind in KINDS}
+    for world, seqpar in ((1, 1), (2, 1), (4, 1), (2, 2)):
+        out = tmp_path / f"{world}-{seqpar}"
+        more = ("-i", str(place / "images"), "-o", str(out), "--statistics", "--uncertainty")
+        assert ranks(world, on_ranks, *runs, *more, seqpar=seqpar) == [0] * world
         written.append(tree(out))
+    for name in maps:
+        alone, *others = (voxels(tmp_path / out / name) for out in ("1-1", "2-1", "4-1", "2-2"))
+        assert max(np.abs(alone - other).max() for other in others) < 1e-6, (
+            "of rows of other lengths, rounded otherwise"
+        )
+    written = [{name: text for name, text in files.items() if name not in maps} for files in written[:3]]
     assert written[0] == written[1] == written[2]
     assert set(written[0]) == {"c_000.nii.gz", "c_001.nii.gz", "c_002.nii.gz", "prediction.json", "statistics.csv"}
 

@@ -18,6 +18,7 @@ from seqpar.report import rendering, run_page, several_runs
 from seqpar.report.record import RunRecord
 from seqpar.report.run_page import describe_layout
 from seqpar.settings.presets import debug
+from tests.support.folders import save, write_json
 from tests.support.report_page import NAMES, Page, unroll, written
 
 
@@ -386,3 +387,45 @@ def test_a_template_gets_just_the_values_that_it_names(
     (tmp_path / "config.json").write_text(json.dumps(content))
     assert run(report.act, [str(tmp_path)]) == DATA
     assert "config.json: lacks what a report needs (KeyError: 'heads')" in capsys.readouterr().err
+
+
+def test_the_entropy_is_shown_next_to_the_prediction_and_calibration_below_the_scores(finished, tmp_path) -> None:
+    predictions, target, most = tmp_path / "found", tmp_path / "page.html", 3 * math.log(2)
+    source = finished.parent / "data" / "case-b" / "case-b-seg.nii.gz"
+    image = nibabel.load(source)
+    truth, entropy = np.asarray(image.dataobj), np.random.default_rng(0).uniform(0, most, image.shape)
+    save(predictions / "case-b.nii.gz", truth, image.affine)
+    save(predictions / "uncertainty" / "case-b_entropy.nii.gz", entropy.astype(np.float32), image.affine)
+    save(tmp_path / "truth" / "case-b.nii.gz", truth, image.affine)
+    for channel, kind in enumerate(("t1c", "t1n", "t2f", "t2w")):
+        (tmp_path / "images").mkdir(exist_ok=True)
+        shutil.copy(source.with_name(f"case-b-{kind}.nii.gz"), tmp_path / "images" / f"case-b_{channel:04d}.nii.gz")
+    line = [str(finished), "--truth", str(tmp_path / "truth"), "--prediction", str(predictions)]
+    line += ["--images", str(tmp_path / "images"), "--out", str(target)]
+
+    def written_page(**record: bool) -> Page:
+        write_json(predictions / "prediction.json", {"run": "r", "weights": {}, **record})
+        assert run(report.act, line) == 0
+        return Page(target.read_text())
+
+    page = written_page()
+    assert json.loads(page.scripts["volumes"])["cases"][0]["heat"] == "", "left by an earlier prediction"
+    assert "nats" not in page.text and "Calibration" not in page.text
+    inside = np.stack([np.isin(truth, own) for own in ((1, 2, 3), (1, 3), (3,))])
+    declared = {"labels": {"background": 0, "WT": [1, 2, 3], "TC": [1, 3], "ET": [3]}, "regions_class_order": [2, 1, 3]}
+    for name, content in (("dataset", declared | {"channel_names": {"0": "T1"}}), ("plans", {})):
+        write_json(predictions / "npz" / f"{name}.json", content)
+    shares = np.where(inside, 0.75, 0.15).astype(np.float32).transpose(0, 3, 2, 1)
+    np.savez_compressed(predictions / "npz" / "case-b.npz", probabilities=shares)
+    page = written_page(uncertainty=True)
+    (case,) = json.loads(page.scripts["volumes"])["cases"]
+    cache = json.loads((finished.parent / "cache" / "cases" / "case-b" / "case.json").read_text())
+    box = tuple(slice(*bounds) for bounds in cache["properties"]["box"])
+    canonical = nibabel.as_closest_canonical(nibabel.load(predictions / "uncertainty" / "case-b_entropy.nii.gz"))
+    shown = unroll(case["heat"], case["shape"], case["columns"]) / 255 * case["most_nats"]
+    assert case["heat_name"] == "entropy" and case["most_nats"] == pytest.approx(most)
+    assert np.abs(shown - np.asarray(canonical.dataobj)[box]).max() < most / 60, "greys of a page are 64"
+    assert page.text.count("2.08 nats") == 2 and "all outputs equally likely" in page.text
+    labels = [value for _, name, value in page.attributes if name == "aria-label"]
+    assert all(f"entropy of case-b, {plane} slice" in " ".join(labels) for plane in ("sagittal", "coronal", "axial"))
+    assert "Calibration of voxels" in page.text and "WT: ECE 0." in page.text and "overconfident" in page.text

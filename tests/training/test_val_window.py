@@ -1,10 +1,13 @@
 """Windows or the whole volume: validation measures both, the run records the better, and predict takes it."""
 
 import json
+import math
 import os
 from pathlib import Path
 
 import pytest
+import torch
+import torch.nn.functional as F
 
 from seqpar.cli import predict
 from seqpar.prediction.predictor import Predictor
@@ -12,6 +15,8 @@ from seqpar.prediction.sliding_window import BEYOND, warn_beyond_training
 from seqpar.runs.journal import Journal, read_metrics
 from seqpar.runs.run_folder import write_window
 from seqpar.runs.run_lock import RunLock, TakenOver
+from seqpar.tasks.segment import validation
+from seqpar.tasks.segment.validation import TEMPERATURES, best_temperature, negative_likelihoods
 from tests.support.configs import NoStop, config_of, trainer_of
 from tests.support.folders import tree
 from tests.support.predictions import act, make_run, write_images
@@ -40,7 +45,59 @@ def test_both_are_measured_as_each_is_alone_and_the_better_is_kept(flags, tmp_pa
     assert both.score == max(scores.values()) and both.row["windows"] == scores
     (same,) = (one for one in single if better in one.windows)
     assert both.row["dice"] == same.row["dice"] and both.row["loss"] == same.row["loss"] and "window" not in same.row
+    alone_temperatures = {window: one.temperatures[window] for window, one in zip(("sliding", "whole"), single)}
+    assert both.temperatures == alone_temperatures
     assert f"--window {better}" in both.text and all(f"{dice:.3f}" in both.text for dice in scores.values())
+
+
+def temperature(mesh, flags: list[str], folder: Path) -> float:
+    """Returns what a fresh network's validation fits, whose logits are tripled."""
+    trainer = trainer_of(config_of([*flags, *SMALLER], "--seqpar", str(mesh.seq.size)), mesh, folder)
+    for values in trainer.net.decoder.classes.state_dict().values():
+        values *= 3
+    result = trainer.validation.run(trainer.net, Journal(folder, False, 0), NoStop())
+    return result.temperatures["sliding"]
+
+
+def test_the_temperature_does_not_depend_on_the_ranks(flags, tmp_path, ranks, alone, monkeypatch):
+    monkeypatch.setattr(validation, "MOST_VOXELS", 110)  # so that most voxels of a case are left out
+    expected = temperature(alone, flags, tmp_path)
+    assert min(TEMPERATURES) < expected < max(TEMPERATURES)
+    for world, seqpar in ((2, 1), (2, 2), (4, 2)):
+        found = ranks(world, temperature, flags, tmp_path, seqpar=seqpar)
+        assert found == pytest.approx([expected] * world, rel=1e-5)
+
+
+@pytest.mark.parametrize("regions", [(), ((1, 2), (2,))])
+def test_the_temperature_is_the_one_of_least_loss(regions):
+    """Labels are drawn by the probabilities of logits that were then multiplied by 2.5, and some are ignored."""
+    torch.manual_seed(0)
+    logits = 2 * torch.randn(2 if regions else 3, 6000)
+    shares = torch.cat([1 - logits[:1].sigmoid(), logits[:1].sigmoid()]) if regions else logits.softmax(0)
+    truth = torch.multinomial(shares.T, 1)[:, 0]
+    truth = truth + (truth * torch.rand(6000) < truth * logits[-1].sigmoid()).long() * truth if regions else truth
+    ignored = torch.rand(6000) < 0.3
+    given = torch.where(ignored, 0, truth)
+
+    def loss(heat: float) -> float:
+        scaled, kept = 2.5 * logits[:, ~ignored].double() / heat, given[~ignored]
+        if regions:
+            inside = torch.stack([sum(kept == n for n in region) for region in regions]).double()
+            return float(F.binary_cross_entropy_with_logits(scaled, inside, reduction="sum"))
+        return float(F.cross_entropy(scaled.T, kept, reduction="sum"))
+
+    sums = negative_likelihoods(2.5 * logits, torch.where(ignored, 3, truth), regions, 3)
+    assert sums.tolist() == pytest.approx([loss(heat) for heat in TEMPERATURES], rel=1e-5)
+    fine = [2 ** (step / 200) for step in range(-100, 500)]
+    assert best_temperature(sums.tolist()) == pytest.approx(min(fine, key=loss), rel=0.005)
+    assert regions or best_temperature(sums.tolist()) == pytest.approx(2.5, rel=0.1)
+
+
+def test_a_temperature_needs_voxels_and_finite_logits_and_has_ends():
+    assert best_temperature([0.0] * len(TEMPERATURES)) is None
+    assert best_temperature([math.nan] * len(TEMPERATURES)) is None
+    assert best_temperature(list(map(float, range(1, len(TEMPERATURES) + 1)))) == 0.25
+    assert best_temperature(list(map(float, range(len(TEMPERATURES), 0, -1)))) == 8
 
 
 def test_a_run_records_the_better_and_predict_follows_it(flags, tmp_path, capsys):
@@ -52,6 +109,13 @@ def test_a_run_records_the_better_and_predict_follows_it(flags, tmp_path, capsys
     assert (record["window"], record["dice"], record["step"]) == (best["window"], best["windows"], best["step"])
     assert {path.parent.name for path in run.glob("validation*/summary.json")} == {"validation", "validation-whole"}
     assert record["whole_grid"] == [3, 2, 2], "of the largest held-out volume, in patches of 4"
+    assert set(record["temperatures"]) == {"sliding", "whole"}
+    own = ("--uncertainty", "--temperature", "run")
+    for window, value in record["temperatures"].items():
+        predicted(run, images, tmp_path / f"own-{window}", *own, "--window", window)
+        settings = json.loads((tmp_path / f"own-{window}" / "prediction.json").read_text())["settings"]
+        assert settings["temperature"] == value
+    capsys.readouterr()
     for window in ("whole", "sliding"):
         write_window(run, {window: 0.9, "sliding": 0.5, "whole": 0.5} | {window: 0.9}, 2, [3, 5, 3])
         assert predicted(run, images, tmp_path / window) == window

@@ -243,7 +243,8 @@
     }
     const name = (number) => (number ? told.labels[number - 1].name : "none");
     if (told.labels.length) words.push(...(get("truth").parentElement.hidden ? [] : [`truth: ${name(truth[n])}`]), `prediction: ${name(prediction[n])}`);
-    if (heat) words.push(`${current().heat_name}: ${(heat[n] / 255).toFixed(2)} of its maximum`);
+    const { heat_name: shown, most_nats: most } = current();
+    if (heat) words.push(`${shown}: ${((heat[n] / 255) * (most || 1)).toFixed(2)} ${most ? "nats" : "of its maximum"}`);
     return words.join(" · ");
   }
 

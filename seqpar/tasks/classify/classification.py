@@ -32,6 +32,8 @@ _OF_LABEL_MAPS = {
     "probabilities": False,
     "npz": False,
     "statistics": False,
+    "uncertainty": False,
+    "temperature": None,
     "min_component": "0",
     "postprocessing": None,
 }
@@ -45,6 +47,7 @@ _OF_VOXEL_SCORES = {
     "empty": "skip",
     "common": False,
     "find_best": None,
+    "calibration": False,
 }
 
 

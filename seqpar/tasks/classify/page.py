@@ -22,9 +22,9 @@ from seqpar.data.preparation.cache import open_cache
 from seqpar.data.preparation.transforms import resample
 from seqpar.data.volumes import read_volume
 from seqpar.prediction.prediction_folder import RECORD
-from seqpar.report.cases import BUDGET, CaseSection, ShownCase, grey_images, order_note, viewer_section
-from seqpar.report.curves import GREY, INK, Diagram, Line, LineStyle, number
-from seqpar.report.images import FoundImage, Images, find_images, recipe_of
+from seqpar.report.cases import BUDGET, CaseSection, ShownCase, order_note, viewer_section
+from seqpar.report.curves import CHANCE, INK, Diagram, Line, LineStyle, number, reliability_diagram
+from seqpar.report.images import FoundImage, Images, find_images, grey_images, recipe_of
 from seqpar.report.pictures import MAPS, body_of, draw_evidence, evidence_planes
 from seqpar.report.planes import colours_of, slices_of
 from seqpar.report.plots import Chart, draw_charts
@@ -247,9 +247,6 @@ def _arrays(summary: Summary) -> tuple[np.ndarray, np.ndarray]:
     return truth, np.array([case["probabilities"] for case in cases], float)
 
 
-CHANCE = LineStyle(GREY, "--")
-
-
 def roc_diagrams(summary: Summary, positive: str | None = None) -> list[Diagram]:
     """Returns the ROC curves, one for each class; of two classes that of the positive one, as they mirror each other.
 
@@ -277,12 +274,10 @@ def calibration_diagrams(summary: Summary) -> list[Diagram]:
     points = [point for point in calibration(*_arrays(summary)) if point[2] >= FEW]
     if len(points) < 2:
         return []
-    even = Line("perfect calibration", (0.0, 1.0), [(0.0, 1.0)], dashed=True)
     label = f"{sum(count for _, _, count in points)} of {quantity(summary['cases'], 'case')}"
-    own = Line(label, [given for given, _, _ in points], [[right for _, right, _ in points]], dots=True)
     title = f"Calibration (mean error {number(summary.get('calibration_error')):.3f})"
     over, up = "probability of the predicted class", "share of correct predictions"
-    return [Diagram(title, over, [even, own], low=0.0, high=1.0, styles=(CHANCE, LineStyle(INK)), up=up, square=True)]
+    return [reliability_diagram(title, over, up, {label: points})]
 
 
 def uncalibrated(summary: Summary) -> str:

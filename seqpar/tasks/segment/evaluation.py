@@ -4,7 +4,7 @@ import argparse
 import json
 import os
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import combinations
 from pathlib import Path
@@ -13,20 +13,26 @@ from typing import Any
 
 import numpy as np
 
-from seqpar.data.errors import DataError
+from seqpar.data.errors import DataError, unwritable
+from seqpar.data.geometry import to_canonical
+from seqpar.report.curves import Diagram, reliability_diagram
+from seqpar.report.planes import colours_of
+from seqpar.report.plots import draw_figure
 from seqpar.runs.run_folder import read_description
+from seqpar.scores.class_scores import Floats, count_tenths, error_of_tenths, filled_tenths
 from seqpar.scores.comparison import FEW, TOO_FEW, Scored, compare
-from seqpar.scores.label_classes import choose_labels, labels_of_run
+from seqpar.scores.label_classes import Labels, choose_labels, hidden_classes, labels_of_run
 from seqpar.scores.label_files import (
     Pair,
     dataset_at,
     folders_of_truth,
     map_pairs,
     match_cases,
+    read_label_map,
     score_pairs,
     validation_of,
 )
-from seqpar.scores.label_scores import DEFAULT_SETTINGS, WORDS, Scores, format_table, summarise
+from seqpar.scores.label_scores import DEFAULT_SETTINGS, WORDS, Scores, class_mask, format_table, summarise
 from seqpar.scores.postprocessing import POSTPROCESSING, learn_postprocessing, mean_of
 from seqpar.scores.summary_files import csv_text, output_files, refuse_foreign, summary_content, write_output
 from seqpar.tasks.case_evaluation import CaseEvaluation, ScoredPrediction, ScoringJob, refuse_duplicates
@@ -45,6 +51,7 @@ class LabelMapEvaluation(CaseEvaluation):
 
     def __init__(self, options: argparse.Namespace) -> None:
         super().__init__(options)
+        self.pictures = dict[str, Path]()
         self.dataset, self.pairs = dataset_at(options.truth), dict[str, list[Pair]]()
         if options.test_of and not (options.regions or options.brats or options.dataset):
             self.labels = labels_of_run(read_description(options.test_of))
@@ -63,6 +70,12 @@ class LabelMapEvaluation(CaseEvaluation):
             )
             files = output_files(path if validation is None else None, options.json, options.csv)
             refuse_foreign(files, data)
+            if options.calibration:
+                require_probabilities(pairs, "--calibration")
+                if "json" in files:  # none next to a run's own scores
+                    picture = files["json"].with_name(f"{files['json'].stem}-calibration.png")
+                    refuse_foreign({"calibration": picture}, data)
+                    self.pictures[str(path)] = picture
             if options.find_best is not None:
                 for other in {*options.groups.values()}:
                     own = options.groups[path]
@@ -90,11 +103,21 @@ class LabelMapEvaluation(CaseEvaluation):
         summary = summarise([scores for _, scores in cases])
         content = summary_content(cases, self.labels, summary)
         content |= {"settings": settings, "faults": list(map(str, job.faults)), "missing": list(job.missing)}
-        mean = summary["foreground_mean"]
+        mean, text = summary["foreground_mean"], f"\n{format_table(summary, self.labels.classes)}"
+        if self.options.calibration:
+            tenths = calibrate([pair for pair, _ in cases], self.labels, self._workers(job.cases), job.faults)
+            content["calibration"] = calibration_content(tenths)
+            text += f"\n\n{format_calibration(tenths, self.labels.classes)}"
+            if tenths and (picture := self.pictures.get(job.name)):
+                try:
+                    draw_figure(job.name, [calibration_diagram(tenths)], ABOUT_CALIBRATION, [picture])
+                    text += f"\n{picture}"
+                except OSError as error:
+                    job.faults.append(unwritable(picture, error))
         return ScoredPrediction(
             job.name,
             {pair.case: scores for pair, scores in cases},
-            f"\n{format_table(summary, self.labels.classes)}",
+            text,
             f"{quantity(len(cases), 'case')}, {quantity(len(self.labels.classes), 'class')}: "
             f"mean Dice {mean['Dice']:.4f}, "
             f"HD95 {mean['HD95']:.2f} mm, NSD {mean['NSD']:.4f} at {settings['nsd_tolerance']:g} mm",
@@ -190,6 +213,120 @@ class LabelMapEvaluation(CaseEvaluation):
             name = "___".join(("ensemble", *(path.name for path in predictions)))
             return first.parent / "ensembles" / name / POSTPROCESSING
         return (first if first.is_dir() else first.parent) / POSTPROCESSING
+
+
+def require_probabilities(pairs: Sequence[Pair], flag: str) -> None:
+    """Raises DataError for the first case without probabilities; ``flag``: what needs them."""
+    for pair in pairs:
+        if SavedProbabilities.of(pair.prediction) is None:
+            raise DataError(
+                pair.prediction, f"has no probabilities, which {flag} needs: predict with --npz, or remove {flag}"
+            )
+
+
+def calibrate(pairs: Sequence[Pair], labels: Labels, workers: int, faults: list[DataError]) -> dict[str, Floats]:
+    """Returns how probable each class was in the voxels of all cases, and how often it was there, by tenths ``t 3``.
+
+    One case after the other is in memory. A class that no output stands for is left out.
+
+    - ``faults``: gets what is wrong with a case
+    """
+    tenths = dict[str, Floats]()
+    for _, result in map_pairs(partial(calibrate_pair, labels=labels), pairs, workers):
+        if isinstance(result, DataError):
+            faults.append(result)
+            continue
+        for name, own in result.items():
+            tenths[name] = tenths[name] + own if name in tenths else own
+    return {name: tenths[name] for name in labels.classes if name in tenths}
+
+
+def calibrate_pair(pair: Pair, labels: Labels) -> dict[str, Floats]:
+    """Returns the tenths of one case, of the classes that its truth shows."""
+    saved = SavedProbabilities.of(pair.prediction)
+    if saved is None:
+        raise DataError(pair.prediction, "has no probabilities: predict with --npz")
+    (probabilities, geometry), (truth, _) = saved.read(), read_label_map(pair.truth)
+    outputs = saved.outputs
+    if probabilities.shape != (len(outputs), *geometry.shape):
+        raise DataError(
+            saved.path, f"has probabilities of shape {probabilities.shape}, and {pair.prediction} is a label map of "
+            f"{geometry.shape} with {len(outputs)} outputs: predict the case again"
+        )  # fmt: skip
+    if not ((probabilities >= 0) & (probabilities <= 1.001)).all():
+        raise DataError(saved.path, "holds numbers that are no probabilities: predict the case again")
+    counted = np.ones(truth.shape, bool) if labels.ignore is None else truth != labels.ignore
+    hidden, tenths = hidden_classes(labels.classes, pair.shown), dict[str, Floats]()
+    for name, own in labels.classes.items():
+        if name not in hidden and (channels := _channels_of(own, outputs)):
+            given = to_canonical(probabilities[channels].sum(0), geometry.orientation)
+            rows = zip(given, class_mask(truth, own), counted)
+            tenths[name] = np.sum([count_tenths(row[keep], right[keep]) for row, right, keep in rows], axis=0)
+    return tenths
+
+
+def _channels_of(values: Sequence[int], outputs: Sequence[tuple[int, ...]]) -> list[int]:
+    """Returns the outputs whose probabilities add up to that of a class, none if there are no such outputs.
+
+    Labels exclude each other; regions do not, so that only a region of the same labels stands for a class.
+
+    - ``values``: the label values of the class; those that no output knows count as another
+    - ``outputs``: the label values of each output
+    """
+    if (0,) in outputs:
+        return [number for number, (value,) in enumerate(outputs) if value in values]
+    known = {value for value in values if any(value in region for region in outputs)}
+    return [number for number, region in enumerate(outputs) if set(region) == known][:1]
+
+
+ABOUT_CALIBRATION = (
+    "Each dot: the voxels of all cases whose probability of the class is within one tenth. Below the dashed line the "
+    "class is there less often than its probability says (overconfident), above it more often. ECE: expected "
+    "calibration error, the mean distance from that line over voxels, without those below 0.1, which are mostly "
+    "background."
+)
+MIN_VOXELS = 100  # of a tenth that is drawn
+
+
+def calibration_diagram(tenths: Mapping[str, Floats]) -> Diagram:
+    """Returns the reliability diagram of classes."""
+    labels = {name: f"{name}: ECE {error_of_tenths(own[1:]):.3f}" for name, own in tenths.items()}
+    points = {
+        labels[name]: [point for point in filled_tenths(own) if point[2] >= MIN_VOXELS] for name, own in tenths.items()
+    }
+    colours = {labels[name]: colour for name, colour in colours_of(tenths).items()}
+    over, up = "probability of the class", "share of voxels of the class"
+    return reliability_diagram("Calibration of voxels", over, up, points, colours)
+
+
+def calibration_content(tenths: Mapping[str, Floats]) -> dict[str, Any]:
+    """Returns what summary.json says of calibration, by class."""
+    return {
+        name: {
+            "ECE": error_of_tenths(own),
+            "ECE_from_0.1": error_of_tenths(own[1:]),
+            "tenths": [
+                {"voxels": int(count), "probability": float(given), "share": float(right)}
+                for count, given, right in np.concatenate([own[:, :1], own[:, 1:] / np.maximum(own[:, :1], 1)], 1)
+            ],
+        }
+        for name, own in tenths.items()
+    }
+
+
+def format_calibration(tenths: Mapping[str, Floats], classes: Collection[str]) -> str:
+    """Returns the calibration errors as a table in lines."""
+    width = max(len(name) for name in (*classes, "class"))
+    lines = ["calibration over the voxels of all cases (ECE: expected calibration error; from 0.1: without the voxels"]
+    lines.append("whose probability of the class is lower)")
+    lines.append(f"{'class':{width}}  {'ECE':>6}  {'from 0.1':>8}  {'mean probability':>16}  {'share there':>11}")
+    for name, own in tenths.items():
+        count, given, right = own[1:].sum(0)
+        cells = (error_of_tenths(own), error_of_tenths(own[1:]), given / max(count, 1), right / max(count, 1))
+        whole, part, mean, share = (f"{cell:.4f}" if np.isfinite(cell) else "–" for cell in cells)
+        lines.append(f"{name:{width}}  {whole:>6}  {part:>8}  {mean:>16}  {share:>11}")
+    lines += [f"{name:{width}}  no output of the network stands for it" for name in classes if name not in tenths]
+    return "\n".join(lines)
 
 
 def _named(members: Members) -> str:

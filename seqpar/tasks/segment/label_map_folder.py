@@ -2,6 +2,7 @@
 
 FOLDER/CASE.nii.gz            label map, written last: a case that has it is done
 FOLDER/probabilities/…        CASE_OUTPUT.nii.gz, on request
+FOLDER/uncertainty/…          CASE_entropy.nii.gz and, of several runs, CASE_disagreement.nii.gz, on request
 FOLDER/npz/…                  CASE.npz, CASE.pkl, plans.json and dataset.json, on request
 FOLDER/statistics.csv         on request
 Images in .nrrd and .mha get files of their own format, DICOM series .nii.gz.
@@ -31,6 +32,7 @@ from seqpar.prediction.prediction_folder import RECORD, PredictionFolder, Probab
 from seqpar.runs.nnunet_export import dataset_of
 from seqpar.runs.run_folder import read_config
 from seqpar.runs.trained_run import TrainedRun
+from seqpar.scores.label_files import UNCERTAINTY
 from seqpar.weights.nnunet_results import DATASET, PLANS, is_results
 
 PROBABILITIES, NPZ = "probabilities", "npz"
@@ -125,6 +127,12 @@ class SavedProbabilities:
             array = from_canonical(array, geometry.orientation)
         return array, geometry
 
+    @property
+    def outputs(self) -> list[tuple[int, ...]]:
+        """The label values that each output stands for: one of a label, those of a region."""
+        declared = declaration_of(read_json(self.folder / DATASET), self.folder / DATASET)
+        return list(declared.regions.values()) if declared.regions else [(n,) for n in declared.labels.values()]
+
     def write_mean(self, other: "SavedProbabilities", path: Path) -> None:
         """Writes the label map of the mean of both, as ``nnUNetv2_ensemble`` does."""
         (mean, geometry), (more, _) = self.read(), other.read()
@@ -147,14 +155,16 @@ class LabelMapFolder(PredictionFolder):
     - ``outputs``: the network outputs whose probabilities are written too, if any
     - ``statistics``: gets every case
     - ``ensemble``: writes probabilities for nnU-Net
+    - ``maps``: the kinds of uncertainty whose maps are written too, if any
     """
 
     def __init__(
         self, folder: Path, outputs: Sequence[str] = (), statistics: ClassStatistics | None = None,
-        ensemble: EnsembleFiles | None = None,
+        ensemble: EnsembleFiles | None = None, maps: Sequence[str] = (),
     ) -> None:  # fmt: skip
         super().__init__(folder)
         self.outputs, self.statistics, self.ensemble = tuple(outputs), statistics, ensemble
+        self.maps = tuple(maps)
 
     @property
     def num_probabilities(self) -> int:
@@ -163,6 +173,7 @@ class LabelMapFolder(PredictionFolder):
 
     def files_of(self, cases: Sequence[Case]) -> list[Path]:
         files = [path for case in cases for path in (self.label_path(case), *self.probability_paths(case))]
+        files += [path for case in cases for path in self.map_paths(case).values()]
         files += self.ensemble.paths(self.folder, cases) if self.ensemble else []
         return files if self.statistics is None else [*files, self.statistics.path]
 
@@ -192,7 +203,7 @@ class LabelMapFolder(PredictionFolder):
     def _remove_temporary_files(self, cases: Sequence[Case]) -> None:
         """Removes what a killed run left half written."""
         for name in (RECORD, *(case.id for case in cases)):
-            for place in (self.folder, self.folder / PROBABILITIES):
+            for place in (self.folder, self.folder / PROBABILITIES, self.folder / UNCERTAINTY):
                 for temporary in place.glob(f".{escape(name)}[._]*.tmp*"):
                     temporary.unlink()
 
@@ -203,18 +214,19 @@ class LabelMapFolder(PredictionFolder):
     def probability_paths(self, case: Case) -> list[Path]:
         """Returns the path of each output's probabilities."""
         names = [re.sub(r"[^\w.-]+", "-", name) for name in self.outputs]
-        suffix = output_suffix(case.images[0])
-        suffix = ".nii.gz" if suffix == ".nii" else suffix  # probabilities are always packed
-        return [self.folder / PROBABILITIES / f"{case.id}_{name}{suffix}" for name in names]
+        return [self.folder / PROBABILITIES / f"{case.id}_{name}{_packed_suffix(case)}" for name in names]
+
+    def map_paths(self, case: Case) -> dict[str, Path]:
+        """Returns the path of each map of uncertainty by kind."""
+        return {kind: self.folder / UNCERTAINTY / f"{case.id}_{kind}{_packed_suffix(case)}" for kind in self.maps}
 
     def probability_file(self, case: Case, shape: Sequence[int], softmax: bool) -> ProbabilityFile | None:
         """Returns the temporary file of a case's probabilities on its crop ``shape``; None if none are written.
 
         ``softmax`` says that the outputs are labels, the first of them background, and not regions.
         """
-        if not self.num_probabilities:
-            return None
-        return ProbabilityFile(self.temporary_file(case), (self.num_probabilities, *shape), softmax)
+        num_channels = self.num_probabilities + bool(self.maps)
+        return ProbabilityFile(self.temporary_file(case), (num_channels, *shape), softmax) if num_channels else None
 
     def temporary_file(self, case: Case) -> Path:
         """Returns the path of the temporary file of a case's probabilities."""
@@ -232,7 +244,7 @@ class LabelMapFolder(PredictionFolder):
             if self.statistics is not None and image is not None:
                 canonical = to_canonical(labels, properties.geometry.orientation)
                 self.statistics.add(case.id, canonical, image, properties.geometry.spacing)
-            if probabilities is not None and self.num_probabilities:
+            if probabilities is not None and (self.num_probabilities or self.maps):
                 if probabilities.error is not None:
                     raise probabilities.error
 
@@ -247,5 +259,15 @@ class LabelMapFolder(PredictionFolder):
                 if self.ensemble is not None:
                     channels = [channel(number) for number in range(self.num_probabilities)]
                     self.ensemble.write(self.folder, case, channels, properties.geometry)
+                for path, values in zip(self.map_paths(case).values(), probabilities.uncertainty().values()):
+                    path.parent.mkdir(exist_ok=True)
+                    whole = preparation.channel_to_source(values, properties)  # beyond the crop all is certain
+                    write_volume(path, whole, properties.geometry, np.float32)
                 probabilities.remove()
             write_volume(self.label_path(case), labels, properties.geometry, labels.dtype)
+
+
+def _packed_suffix(case: Case) -> str:
+    """Returns how the names of a case's files of numbers end: as its label map's, but always packed."""
+    suffix = output_suffix(case.images[0])
+    return ".nii.gz" if suffix == ".nii" else suffix

@@ -14,6 +14,7 @@ from seqpar.prediction.class_statistics import read_statistics
 from seqpar.report.cases import case_section, load_worst
 from seqpar.report.curves import number
 from seqpar.report.images import find_images
+from seqpar.report.plots import Chart, draw_charts
 from seqpar.report.record import (
     CaseScores,
     RunRecord,
@@ -48,8 +49,11 @@ from seqpar.report.tables import (
 )
 from seqpar.scores.comparison import FEW as FEW_CASES
 from seqpar.scores.comparison import TOO_FEW, interval_of_mean
-from seqpar.scores.label_files import MAX_NAMED, missing_line
+from seqpar.scores.label_classes import Labels
+from seqpar.scores.label_files import MAX_NAMED, dataset_at, match_cases, missing_line
 from seqpar.scores.label_scores import without_nan
+from seqpar.tasks.segment.evaluation import ABOUT_CALIBRATION, calibrate, calibration_diagram
+from seqpar.tasks.segment.label_map_folder import SavedProbabilities
 from seqpar.tasks.segment.validation import label_files
 from seqpar.text import quantity
 
@@ -102,6 +106,8 @@ def segment_page(options: argparse.Namespace, record: RunRecord) -> FinishedPage
         cautions = _cautions(record, scored) if options.truth is not None else chosen_on_them(record)
     cautions += filter(None, [coarse_voxels(scored) if scored else ""])
     parts: dict[str, Any] = {
+        "calibration": _calibration_charts(options, record.labels) if scored and not alone else [],
+        "about_calibration": ABOUT_CALIBRATION,
         "tiles": tiles,
         "note": note,
         "is_scored": scored is not None and not alone,
@@ -155,6 +161,17 @@ def _mean_and_deviation(mean: float, sd: float) -> Score:
     largest = max(abs(mean), sd)
     places = max(0, 3 - math.floor(math.log10(largest))) if math.isfinite(largest) and largest else 0
     return Score(mean, places, "" if math.isnan(sd) else f" ± {sd:.{places}f}")
+
+
+def _calibration_charts(options: argparse.Namespace, labels: Labels) -> list[Chart]:
+    """Returns the reliability diagram of predictions whose probabilities were written; none of others."""
+    if options.truth is None:
+        return []
+    pairs = match_cases(options.truth, options.prediction, dataset_at(options.truth), None, options.common).pairs
+    if not all(SavedProbabilities.of(pair.prediction) for pair in pairs):
+        return []
+    tenths = calibrate(pairs, labels, 1, [])  # the faults of cases are those of their scores
+    return draw_charts([calibration_diagram(tenths)] * bool(tenths), width=360)
 
 
 def _cautions(record: RunRecord, scored: CaseScores) -> list[str]:

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from seqpar.parallel.consensus import run_on_rank0
 from seqpar.parallel.mesh import Mesh
 from seqpar.prediction.case_stream import CasePrediction, Request, record_of_weights
 from seqpar.prediction.class_statistics import ClassStatistics
+from seqpar.prediction.logits_to_labels import with_entropy
 from seqpar.prediction.prediction_folder import ProbabilityFile
 from seqpar.prediction.prediction_memory import footprint
 from seqpar.prediction.predictor import PredictionSettings, Predictor
@@ -21,6 +23,7 @@ from seqpar.prediction.sliding_window import Image, warn_beyond_training
 from seqpar.prediction.window_grid import WindowGrid
 from seqpar.runs.trained_run import TrainedRun, prediction_mode
 from seqpar.scores.label_classes import labels_of_declaration
+from seqpar.scores.label_files import DISAGREEMENT, ENTROPY
 from seqpar.tasks.segment.label_map_folder import EnsembleFiles, LabelMapFolder
 from seqpar.text import quantity
 
@@ -38,7 +41,8 @@ class LabelMapPrediction(CasePrediction):
         statistics = _statistics(request.output, self.run) if request.statistics else None
         ensemble = EnsembleFiles.of(self.run) if request.npz else None
         outputs = self.run.outputs if request.probabilities else ()
-        self.folder = LabelMapFolder(request.output, outputs, statistics, ensemble)
+        maps = (ENTROPY, *[DISAGREEMENT] * (len(members) > 1)) if request.uncertainty else ()
+        self.folder = LabelMapFolder(request.output, outputs, statistics, ensemble, maps)
 
     def record(self) -> dict[str, Any]:
         runs = [record_of_weights(member) | {"settings": _that_act(member.settings)} for member in self.members]
@@ -46,6 +50,8 @@ class LabelMapPrediction(CasePrediction):
         record["probabilities"] = self.request.probabilities
         if self.request.npz:
             record["npz"] = True
+        if self.request.uncertainty:
+            record["uncertainty"] = True
         if self.request.statistics:
             record["statistics"] = True
         if "nogather" in self._modes():  # what a rank sees then depends on the size of the group
@@ -72,16 +78,19 @@ class LabelMapPrediction(CasePrediction):
     def predict_case(self, number: int, case: Case, tell: ReportProgress) -> str:
         folder, run, count = self.folder, self.run, len(self.predictors)
         probabilities: ProbabilityFile | None = None
-        windows = list[str]()
+        windows, writes, rows_of = list[str](), bool(folder.num_probabilities or folder.maps) or count > 1, None
+        if folder.maps:
+            alone = count == 1 and not folder.num_probabilities
+            rows_of = partial(with_entropy, are_regions=run.learns_regions, alone=alone)
         try:
             for at, (predictor, image, target) in enumerate(self.distribute(number)):
                 if self.mesh.is_first and not at:
                     probabilities = _probability_file(folder, case, target.shape, run, count)
                 write_rows = None
-                if folder.num_probabilities or count > 1:
+                if writes:
                     write_rows = _ignore_rows if probabilities is None else probabilities.write_rows
                 windows.append(self._say_size(predictor, case, image, target.shape))
-                ids = predictor.class_ids(image, target, write_rows, share_of_progress(tell, at, count))
+                ids = predictor.class_ids(image, target, write_rows, share_of_progress(tell, at, count), rows_of)
 
             def write() -> None:
                 properties, labels = self.prepared_cases.taken[0].properties, ids
@@ -133,7 +142,8 @@ class LabelMapPrediction(CasePrediction):
 
 def _that_act(settings: PredictionSettings) -> dict[str, Any]:
     """Returns the settings that predictions depend on; ``force`` only allows them."""
-    record = {name: value for name, value in asdict(settings).items() if name not in ("force", "postprocessing")}
+    left_out = ("force", "postprocessing", *["temperature"] * (settings.temperature == 1))
+    record = {name: value for name, value in asdict(settings).items() if name not in left_out}
     steps = [[*values] for values in settings.postprocessing]
     return {**record, "mirror": [*settings.mirror], **({"postprocessing": steps} if steps else {})}
 
@@ -156,7 +166,8 @@ def _probability_file(
     softmax = not run.learns_regions
     if count == 1:
         return folder.probability_file(case, shape, softmax)
-    return MeanProbabilities(folder.temporary_file(case), (len(run.outputs), *shape), softmax, count)
+    channels, has_entropy = len(run.outputs) + bool(folder.maps), bool(folder.maps)
+    return MeanProbabilities(folder.temporary_file(case), (channels, *shape), softmax, count, has_entropy)
 
 
 def _ignore_rows(first_row: int, rows: Tensor) -> None:

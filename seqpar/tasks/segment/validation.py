@@ -1,6 +1,7 @@
 """Validates on held-out volumes: by sliding windows, in one pass, or both; label maps go to RUN/validation."""
 
 import json
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -10,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from seqpar.cluster.stop_request import StopRequest
 from seqpar.data.errors import DataError
@@ -104,6 +106,53 @@ class ValidationFolder:
         return [f"warning: {fault}" for fault in self.faults]
 
 
+TEMPERATURES = tuple(2 ** (step / 8) for step in range(-16, 25))  # from 1/4 to 8
+MOST_VOXELS = 2**20  # of a case, for its temperature
+_AT_ONCE = 2**22  # numbers
+
+
+def negative_likelihoods(
+    logits: Tensor, truth: Tensor, regions: Sequence[Sequence[int]] = (), ignore: int | None = None
+) -> Tensor:
+    """Returns the negative log-likelihood ``t`` of labels at each of ``TEMPERATURES``, summed over voxels v.
+
+    Of regions it is also summed over these, which have a sigmoid each.
+
+    - ``logits``: ``k v``; ``truth``: ``v``
+    - ``ignore``: label of the voxels that do not count
+    """
+    if ignore is not None:
+        counted = truth != ignore
+        logits, truth = logits[:, counted], truth[counted]
+    scales = torch.tensor([1 / one for one in TEMPERATURES], device=logits.device)[:, None, None]
+    sums, step = scales.new_zeros(len(scales), dtype=torch.float64), max(1, _AT_ONCE // (len(scales) * len(logits)))
+    for some, labels in zip(logits.float().split(step, 1), truth.long().split(step)):
+        scaled = scales * some  # t k v
+        if regions:
+            inside = torch.stack([torch.isin(labels, labels.new_tensor(region)) for region in regions])
+            own = torch.nn.functional.softplus(scaled) - scaled * inside
+        else:
+            own = scaled.logsumexp(1) - scales[:, 0] * some.gather(0, labels[None])
+        sums += own.flatten(1).double().sum(1)
+    return sums
+
+
+def best_temperature(likelihoods: Sequence[float]) -> float | None:
+    """Returns the temperature with the least negative log-likelihood, by a parabola through the three lowest.
+
+    None if no voxel counted, or if some logit was not finite.
+    """
+    if not all(map(math.isfinite, likelihoods)) or not any(likelihoods):
+        return None
+    at = min(range(len(likelihoods)), key=likelihoods.__getitem__)
+    if at in (0, len(likelihoods) - 1):
+        return TEMPERATURES[at]
+    left, least, right = likelihoods[at - 1 : at + 2]
+    curvature = left - 2 * least + right
+    shift = (left - right) / (2 * curvature) if curvature else 0.0
+    return float(TEMPERATURES[at] * 2 ** (shift / 8))
+
+
 class _Left(Exception):
     """All ranks leave before the end of a case."""
 
@@ -116,6 +165,7 @@ class _Measured:
     folder: ValidationFolder | None
     scores: list[Scores] = field(default_factory=list)
     losses: list[LossParts] = field(default_factory=list)
+    likelihoods: Tensor = field(default_factory=lambda: torch.zeros(len(TEMPERATURES), dtype=torch.float64))
 
 
 class SegmentationValidation(CaseValidation):
@@ -157,8 +207,9 @@ class SegmentationValidation(CaseValidation):
                 if prediction is None:
                     net.train()
                     return None
-                ids, parts = prediction
+                ids, parts, likelihoods = prediction
                 kind.losses.append(parts)
+                kind.likelihoods += likelihoods
                 if keep:
                     self.refuse_taken_over()
                 if kind.folder:
@@ -220,12 +271,18 @@ class SegmentationValidation(CaseValidation):
 
     def _predict(
         self, net: Network, case: PreparedCase, window: str, stopper: StopRequest, tell: ReportProgress
-    ) -> tuple[np.ndarray, LossParts] | None:
-        """Returns the class ids of a case and its loss, None where all ranks leave before its end."""
+    ) -> tuple[np.ndarray, LossParts, Tensor] | None:
+        """Returns the class ids of a case, its loss, and the likelihoods of its voxels at each temperature ``t``.
+
+        None where all ranks leave before its end. A case whose label shows only some classes has no likelihoods.
+        """
         dataset, config = self.data.dataset, self.config
         annotated = self.data.annotated([case.id])
         annotated = None if annotated is None else annotated.to(self.mesh.device)
         sums = torch.zeros((), dtype=torch.float64, device=self.mesh.device)
+        likelihoods, is_whole = sums.new_zeros(len(TEMPERATURES)), not self.data.hidden_classes(case.id)
+        area = math.prod(case.image.shape[2:])
+        step = -(-case.image.shape[1] * area // MOST_VOXELS)
         if window == "whole":
             slabs = whole_volume([net], case.image, self.mesh, config.mirror, tell, config.precision)
         else:
@@ -234,13 +291,17 @@ class SegmentationValidation(CaseValidation):
 
         def summed() -> Iterator[FinishedRows]:
             """Yields the slabs and adds up their losses."""
-            nonlocal sums
+            nonlocal sums, likelihoods
             for slab in slabs:
                 if stopper.should_leave():
                     raise _Left
                 low, high = slab.bounds[self.mesh.world.index : self.mesh.world.index + 2]
                 truth = torch.from_numpy(np.array(case.label[low:high])).to(self.mesh.device)
                 sums = sums + self.loss.sums(slab.logits[None], truth[None], annotated)
+                if is_whole:
+                    chosen = slice(-low * area % step, None, step)  # each step-th voxel of the case, on whichever rank
+                    own = slab.logits.flatten(1)[:, chosen], truth.flatten()[chosen]
+                    likelihoods = likelihoods + negative_likelihoods(*own, self.loss.regions, self.loss.ignore_label)
                 handed_on = [slab]
                 del slab  # or its logits would be alive while the next one is made
                 yield handed_on.pop()
@@ -252,7 +313,7 @@ class SegmentationValidation(CaseValidation):
         except _Left:
             return None
         parts = self.loss.of_sums(all_reduce(sums, self.mesh.world), annotated)
-        return ids.numpy(), parts
+        return ids.numpy(), parts, all_reduce(likelihoods, self.mesh.world).cpu()
 
     def _summary(self, measured: _Measured) -> ValidationResult:
         summary, losses = summarise(measured.scores), measured.losses
@@ -272,7 +333,11 @@ class SegmentationValidation(CaseValidation):
         lines.append(f"  {'class':{width}}  Dice  global")
         lines += [f"  {name:{width}}  {_cell(dice[name])}  {_cell(global_dice[name])}" for name in dice]
         mean_dice = sum(known) / len(known) if known else 0.0
-        return ValidationResult(row, "\n".join(lines), mean_dice, {measured.window: mean_dice})
+        temperature = best_temperature(measured.likelihoods.tolist())
+        temperatures = {} if temperature is None else {measured.window: temperature}
+        return ValidationResult(
+            row, "\n".join(lines), mean_dice, {measured.window: mean_dice}, temperatures=temperatures
+        )
 
 
 def _better(results: Sequence[ValidationResult]) -> ValidationResult:
@@ -284,7 +349,9 @@ def _better(results: Sequence[ValidationResult]) -> ValidationResult:
     means = ", ".join(f"{window} {dice:.3f}" for window, dice in windows.items())
     best, window = ranked[0], next(iter(windows))
     text = f"{best.text}\n  these are by --window {window}, the better in mean Dice: {means}"
-    return replace(best, row={**best.row, "window": window, "windows": windows}, text=text, windows=windows)
+    temperatures = {window: value for result in ranked for window, value in result.temperatures.items()}
+    row = {**best.row, "window": window, "windows": windows}
+    return replace(best, row=row, text=text, windows=windows, temperatures=temperatures)
 
 
 def _nan_to_none(value: float) -> float | None:

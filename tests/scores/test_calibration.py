@@ -1,0 +1,127 @@
+"""Calibration of voxels by tenths of probability: sums of cases equal a direct computation over all voxels."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import nibabel
+import numpy as np
+import pytest
+
+from tests.support.label_folders import evaluate_folders, random_labels, save, summary_of
+
+PLAIN = {"background": 0, "organ": 1, "core": 2}
+NESTED = {"background": 0, "whole": [1, 2], "core": [2]}
+
+
+def save_probabilities(prediction: Path, case: str, shares: np.ndarray, labels: dict[str, Any]) -> None:
+    """Writes probabilities ``k W D H`` as ``predict --npz`` does, and a label map."""
+    folder = prediction / "npz"
+    folder.mkdir(parents=True, exist_ok=True)
+    order = {"regions_class_order": [1, 2]} if labels is NESTED else {}
+    np.savez_compressed(folder / f"{case}.npz", probabilities=shares.transpose(0, 3, 2, 1).astype(np.float32))
+    (folder / "plans.json").write_text(json.dumps({"image_reader_writer": "SimpleITKIO"}))
+    (folder / "dataset.json").write_text(json.dumps({"labels": labels, "channel_names": {"0": "T1"}, **order}))
+
+
+def expected_error(given: np.ndarray, right: np.ndarray, low: int = 0) -> float:
+    """Returns the expected calibration error over all voxels at once, from tenth ``low`` on."""
+    error, bins = 0.0, np.minimum((given * 10).astype(int), 9)
+    count = int((bins >= low).sum())
+    for n in range(low, 10):
+        own = bins == n
+        error += abs(given[own].mean() - right[own].mean()) * own.sum() / count if own.any() else 0.0
+    return error
+
+
+@pytest.fixture(params=["labels", "regions"])
+def predicted(request, tmp_path: Path) -> tuple[tuple[Path, Path], dict[str, tuple[np.ndarray, np.ndarray]]]:
+    """Folders of three cases, one with an ignored slab; the probability of each class and whether it is there."""
+    truth, prediction = tmp_path / "labelsTr", tmp_path / "predicted"
+    labels, rng = (PLAIN if request.param == "labels" else NESTED), np.random.default_rng(0)
+    (tmp_path / "dataset.json").write_text(
+        json.dumps({"labels": labels | {"ignore": 3}, "regions_class_order": [1, 2]})
+    )
+    every: dict[str, list[tuple[np.ndarray, np.ndarray]]] = {}
+    for n in range(3):
+        true = random_labels(n)
+        true[:2] = 3 if n == 1 else true[:2]
+        save(truth / f"c{n}.nii.gz", true)
+        save(prediction / f"c{n}.nii.gz", random_labels(n + 10))
+        logits = rng.normal(0, 1, (3, *true.shape)) + 3 * np.stack([true == v for v in range(3)])
+        shares = (np.exp(logits) / np.exp(logits).sum(0)).astype(np.float32)
+        shares = np.stack([shares[1] + shares[2], shares[2]]) if labels is NESTED else shares
+        save_probabilities(prediction, f"c{n}", shares, labels)
+        if labels is PLAIN:
+            classes = {"organ": (shares[1], true == 1), "core": (shares[2], true == 2)}
+        else:
+            classes = {"whole": (shares[0], np.isin(true, (1, 2))), "core": (shares[1], true == 2)}
+        for name, pair in classes.items():
+            every.setdefault(name, []).append(tuple(values[true != 3] for values in pair))
+    return (truth, prediction), {name: tuple(map(np.concatenate, zip(*rows))) for name, rows in every.items()}
+
+
+def test_calibration_is_that_of_all_voxels_together(predicted, capfd) -> None:
+    folders, every = predicted
+    assert evaluate_folders(folders, "--calibration") == 0
+    found, said = summary_of(folders)["calibration"], capfd.readouterr().out
+    assert set(found) == set(every)
+    for name, (given, right) in every.items():
+        assert found[name]["ECE"] == pytest.approx(expected_error(given, right), abs=1e-6)
+        assert found[name]["ECE_from_0.1"] == pytest.approx(expected_error(given, right, 1), abs=1e-6) and right.any()
+        assert found[name]["ECE_from_0.1"] > 0.01, "or all is certain"
+        assert sum(tenth["voxels"] for tenth in found[name]["tenths"]) == len(given)
+        assert f"{found[name]['ECE_from_0.1']:.4f}" in said
+    picture = folders[1] / "summary-calibration.png"
+    assert str(picture) in said and picture.stat().st_size > 5000
+    assert evaluate_folders(folders, "--calibration") == 0, "its own picture is drawn again"
+    picture.write_bytes(b"my own")
+    assert evaluate_folders(folders, "--calibration") == 3 and picture.read_bytes() == b"my own"
+    assert f"{picture}: is there, and evaluate did not write it" in capfd.readouterr().err
+
+
+def test_a_union_of_labels_has_the_sum_of_their_probabilities_and_one_of_regions_none(predicted, capfd) -> None:
+    folders, every = predicted
+    own = ("--regions", "both=1,2", "--regions", "organ=1")
+    assert evaluate_folders(folders, "--calibration", *own) == 0
+    found, said = summary_of(folders)["calibration"], capfd.readouterr().out
+    if "organ" in every:
+        given, right = (np.stack([every[name][n] for name in ("organ", "core")]).sum(0) for n in (0, 1))
+        assert found["both"]["ECE"] == pytest.approx(expected_error(given, right > 0), abs=1e-6)
+    else:
+        assert set(found) == {"both"} and "organ  no output of the network stands for it" in said
+
+
+def test_cases_without_probabilities_or_with_others_are_said_by_name(predicted, capfd) -> None:
+    folders, _ = predicted
+    path = folders[1] / "npz" / "c1.npz"
+    with np.load(path) as content:
+        array = content["probabilities"]
+    for wrong, problem in (
+        (array[:, :-1], "has probabilities of shape"),
+        (array + 2, "holds numbers that are no prob"),
+    ):
+        np.savez_compressed(path, probabilities=wrong)
+        assert evaluate_folders(folders, "--calibration") == 3
+        assert f"{path}: {problem}" in capfd.readouterr().err
+        assert sum(tenth["voxels"] for tenth in summary_of(folders)["calibration"]["core"]["tenths"]) > 0
+    path.unlink()
+    assert evaluate_folders(folders, "--calibration") == 3
+    assert "c1.nii.gz: has no probabilities, which --calibration needs: predict with --npz" in capfd.readouterr().err
+
+
+def test_axes_of_files_do_not_matter(tmp_path, capfd) -> None:
+    """Probabilities lie as their label map does, which may run to other sides than the truth."""
+    truth, prediction = tmp_path / "labelsTr", tmp_path / "predicted"
+    (tmp_path / "dataset.json").write_text(json.dumps({"labels": PLAIN}))
+    true, affine = random_labels(0), np.diag([-1.0, 1, 2, 1])
+    save(truth / "c.nii.gz", true, affine)
+    turned = nibabel.as_closest_canonical(nibabel.load(truth / "c.nii.gz"))
+    flipped = np.asarray(turned.dataobj)
+    save(prediction / "c.nii.gz", flipped, turned.affine)
+    save_probabilities(prediction, "c", np.stack([flipped == v for v in range(3)]) * 1.0, PLAIN)
+    assert evaluate_folders((truth, prediction), "--calibration") == 0
+    found = summary_of((truth, prediction))["calibration"]
+    assert (
+        found["organ"]["ECE"] == found["core"]["ECE"] == 0 and found["core"]["tenths"][9]["voxels"] == (true == 2).sum()
+    )
