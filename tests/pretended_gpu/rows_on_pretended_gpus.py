@@ -3,12 +3,15 @@
 Ranks are forked from this process, which has imported everything: ``build.py`` starts pytest with pretended GPUs.
 """
 
+import ctypes
+import json
 import math
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,6 +19,7 @@ import torch
 from seqpar.cluster.acceptance import program
 from seqpar.data.phantom.phantom_files import PhantomSettings, write_phantom
 from seqpar.spatial import overlap
+from seqpar.training.trainer import Trainer
 from tests.pretended_gpu.build import is_pretended
 from tests.support import training_runs
 from tests.support.training_runs import Launch, farthest, losses
@@ -97,35 +101,73 @@ def find_races() -> None:
     overlap.ENOUGH = 0
 
 
-@pytest.fixture(scope="module")
-def losses_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], list[float]]:
-    """Returns a function from a row's name to the losses of its training, which is done once."""
-    folder, known = tmp_path_factory.mktemp("rows"), dict[str, list[float]]()
-    training_runs.count_once = lambda: None  # a backward here would leave threads that no fork has
+class Trainings:
+    """Trains rows in a folder, each once."""
 
-    def run(name: str) -> list[float]:
-        if name not in known:
-            row, out = ROWS[name], folder / name.replace(", ", "-").replace(" ", "-")
-            data = write_phantom(folder / row.data, 5, DATA[row.data])
-            flags = [*row.flags.split(), *SHORT.split(), "--data", str(data), "--cache", str(data) + "-cache"]
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._known = dict[str, list[float]]()
+        training_runs.count_once = lambda: None  # a backward here would leave threads that no fork has
+
+    def train(self, row: Row, out: Path, hook: Callable[[int], None], more: str = "") -> list[float]:
+        """Returns the losses of a training."""
+        data = write_phantom(self.folder / row.data, 5, DATA[row.data])
+        flags = f"{row.flags} {SHORT} {more} --data {data} --cache {data}-cache".split()
+        with Launch(row.ranks, flags, out, hook) as launch:
+            codes = launch.wait(400)
+            assert codes == [0] * row.ranks, f"{codes}\n{launch.said()[-6000:]}"
+        return losses(out)
+
+    def losses_of(self, name: str) -> list[float]:
+        """Returns the losses of a row."""
+        if name not in self._known:
+            row, out = ROWS[name], self.folder / name.replace(", ", "-").replace(" ", "-")
             hook = partial(forked, find_races if row.race_free else lambda: None)
-            with Launch(row.ranks, flags, out, hook) as launch:
-                codes = launch.wait(400)
-                assert codes == [0] * row.ranks, f"{codes}\n{launch.said()[-6000:]}"
-            known[name] = losses(out)
-        return known[name]
+            self._known[name] = self.train(row, out, hook)
+        return self._known[name]
 
-    return run
+
+@pytest.fixture(scope="module")
+def trainings(tmp_path_factory: pytest.TempPathFactory) -> Trainings:
+    return Trainings(tmp_path_factory.mktemp("rows"))
 
 
 @pytest.mark.parametrize("name", ROWS)
-def test_a_training_ends_and_its_losses_are_those_of_another(
-    name: str, losses_of: Callable[[str], list[float]]
-) -> None:
-    row, own = ROWS[name], losses_of(name)
+def test_a_training_ends_and_its_losses_are_those_of_another(name: str, trainings: Trainings) -> None:
+    row, own = ROWS[name], trainings.losses_of(name)
     assert own and all(map(math.isfinite, own))
     if row.same_as:
-        assert farthest(own, losses_of(row.same_as)) <= row.within, (own, losses_of(row.same_as))
+        assert farthest(own, trainings.losses_of(row.same_as)) <= row.within
+
+
+@pytest.mark.parametrize("name", ["modern", "boxes", "two stages"])
+def test_a_step_waits_for_the_device_once_at_most(name: str, trainings: Trainings, tmp_path: Path) -> None:
+    """From the start of one step to that of the next, so that the row of the step before is counted too.
+
+    DDP times its first ten steps, and waits in them.
+    """
+    row, noted = ROWS[name], tmp_path / "waits"
+
+    def count(rank: int) -> None:
+        forked(lambda: None, rank)
+        import pretended_kernels
+
+        step, of_runtime, before = Trainer._step, ctypes.CDLL(None).pretended_waits, [0, 0]
+
+        def counted(self: Trainer, *of: Any) -> Any:
+            now = [len(pretended_kernels.waits), of_runtime()]
+            if self.progress.step > 11 and rank == 0:
+                number, where = now[1] - before[1], pretended_kernels.waits[before[0] :]
+                with open(noted, "a") as file:
+                    print(json.dumps([number + len(where), number, where]), file=file)
+            before[:] = now
+            return step(self, *of)
+
+        Trainer._step = counted  # type: ignore[method-assign]
+
+    trainings.train(row, tmp_path / "run", count, "--iterations 16")
+    steps = [json.loads(line) for line in noted.read_text().splitlines()]
+    assert len(steps) == 4 and all(total <= 1 for total, *_ in steps), steps[-1]
 
 
 # Without: NCCL called past torch's groups, the compiler, runs of hundreds of steps, and what measures speed.
