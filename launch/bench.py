@@ -8,6 +8,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+import seqpar.cli  # noqa: F401  first: it sets what torch reads once, when it is imported
+
+# isort: split
 from lab.benches.series import Progress, Series, Table, run_series
 from seqpar.cluster.exit_codes import run
 from seqpar.settings.field import whole_bounds

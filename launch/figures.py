@@ -11,6 +11,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import seqpar.cli  # noqa: F401  first: it sets what torch reads once, when it is imported
+
+# isort: split
 from lab.figures.encoder_figure import ENCODER_FIGURE
 from lab.figures.figure import Figure, FigureRequest, Results, every_run, runs_of
 from lab.figures.figure_files import write_figure

@@ -14,12 +14,14 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from seqpar.parallel.mesh import Group
-from seqpar.parallel.messages import AwaitedTensor
+from seqpar.parallel.messages import AwaitedTensor, post
 from seqpar.parallel.row_exchange import Interval, Rows, run_on_stream_in_order, start_exchange
 
 NOTHING = (0, 0)
 Margins = Sequence[tuple[int, int, int]]  # dimension, rows before, rows after
 WhileWaiting = Callable[[Tensor], None]
+Box = tuple[slice, ...]
+_Arrived = tuple[Box, Tensor]  # rows that are received next to the window, and where they belong in it
 
 
 @dataclass(frozen=True)
@@ -107,7 +109,7 @@ def start_halo_exchange(
     after the other.
 
     - ``while_waiting``: called with the window while messages are in transit, if the window contains all of the part;
-      each halo is zero then, or has arrived
+      each halo is zero until it returns
     """
     if not _keep_parts(plans, group):
         for plan in plans:
@@ -123,15 +125,59 @@ def start_halo_exchange(
         own = own.narrow(plan.dim, low, high - low)
     result, inner = _with_margins(x, shape, plans[-1].margins, fill)
     _own_rows(inner, plans, group).copy_(own)
-    if while_waiting is not None:  # kernels that mix all voxels, as by FFT, would spread what the memory held before
-        _zero_halos(inner, plans, group)
-    exchanges = []
-    for at, plan in enumerate(plans):
-        wide = _own_rows(inner, plans[at + 1 :], group)  # widened along the dimensions before
-        rows = wide, _in_window(plan, group), wide, _others(plan.receive, group)
-        exchanges.append(partial(start_exchange, *rows, group, plan.dim, kind, add=False))
-    run_on_stream_in_order(exchanges, x, group.watch, while_waiting and partial(while_waiting, result))
+    if while_waiting is None:
+        for at, plan in enumerate(plans):
+            wide = _own_rows(inner, plans[at + 1 :], group)  # widened along the dimensions before
+            rows = wide, _in_window(plan, group), wide, _others(plan.receive, group)
+            start_exchange(*rows, group, plan.dim, kind, add=False).wait()
+        return result
+    _zero_halos(inner, plans, group)  # kernels that mix all voxels, as by FFT, would spread what the memory held before
+    arrived = list[_Arrived]()
+    exchanges = [partial(_exchange_apart, inner, plans, at, group, kind, arrived) for at in range(len(plans))]
+    run_on_stream_in_order(exchanges, x, group.watch, partial(while_waiting, result))
+    for box, rows_of_box in arrived:
+        inner[box].copy_(rows_of_box)
     return result
+
+
+def _exchange_apart(
+    window: Tensor, plans: Sequence[HaloPlan], at: int, group: Group, kind: str, arrived: list[_Arrived]
+) -> AwaitedTensor[None]:
+    """Receives the rows of ``plans[at]`` next to the window, which others may read meanwhile, into ``arrived``.
+
+    The next dimension's messages include these rows.
+    """
+    plan, box = plans[at], [slice(None)] * window.ndim
+    for later in plans[at + 1 :]:
+        box[later.dim] = slice(*later.receive.get(group.index, NOTHING))
+
+    def boxes(rows: Rows) -> dict[int, Box]:
+        return {place: (*box[: plan.dim], slice(*along), *box[plan.dim + 1 :]) for place, along in rows.items()}
+
+    pieces = {place: _read(window, own, arrived) for place, own in boxes(_in_window(plan, group)).items()}
+    slots = boxes(_others(plan.receive, group))
+    buffers = {place: window.new_empty(window[slot].shape) for place, slot in slots.items()}
+    pending = post(pieces, buffers, group, kind)
+    return AwaitedTensor(pending, lambda: arrived.extend((slots[place], buffers[place]) for place in slots))
+
+
+def _read(window: Tensor, box: Box, arrived: Sequence[_Arrived]) -> Tensor:
+    """Returns the contiguous rows of a box, of which some may have arrived next to the window."""
+    if not arrived:
+        return window[box].contiguous()
+    piece = window[box].clone(memory_format=torch.contiguous_format)
+    for other, rows in arrived:
+        both = [_common(*pair) for pair in zip(box, other, window.shape)]
+        if all(low < high for low, high, *_ in both):
+            into = tuple(slice(low - start, high - start) for low, high, start, _ in both)
+            piece[into].copy_(rows[tuple(slice(low - start, high - start) for low, high, _, start in both)])
+    return piece
+
+
+def _common(own: slice, other: slice, extent: int) -> tuple[int, int, int, int]:
+    """Returns the interval that two slices of a dimension share, and where each of them starts."""
+    (a, b, _), (c, d, _) = own.indices(extent), other.indices(extent)
+    return max(a, c), min(b, d), a, c
 
 
 def halo_exchange_adjoint(

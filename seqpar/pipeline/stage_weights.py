@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from seqpar.parallel.collectives import all_gather, all_reduce, reduce_scatter
-from seqpar.parallel.consensus import gather_texts
+from seqpar.parallel.consensus import gather_texts, max_of_each_over_ranks
 from seqpar.parallel.mesh import Group
 from seqpar.parallel.messages import check_collective, post
 
@@ -100,13 +100,14 @@ def clip_gradients(
     - ``names``: of the whole network's parameters, in order
     - ``dtype``: of the gradients
     """
-    own = {name: p.grad for name, p in net.named_parameters() if p.grad is not None}
-    norms = torch.zeros(2, len(names), dtype=torch.float64)  # norms, and whether there is a gradient
-    for at, name in enumerate(names):
-        if name in own:
-            norms[0, at], norms[1, at] = float(torch.linalg.vector_norm(own[name])), 1.0
-    norms = all_reduce(norms, pipe, "norms")
-    norm = torch.linalg.vector_norm(norms[0][norms[1] > 0].to(dtype))
+    parameters = dict(net.named_parameters())
+    own = {name: p.grad for name, p in parameters.items() if p.grad is not None}
+    device = next(iter(parameters.values())).device
+    nothing = torch.zeros((), dtype=torch.float64, device=device)
+    norms = [torch.linalg.vector_norm(own[name]).double() if name in own else nothing for name in names]
+    has_gradient = max_of_each_over_ranks([int(name in own) for name in names], pipe)  # on the host, without the device
+    every = all_reduce(torch.stack(norms), pipe, "norms").unbind()
+    norm = torch.linalg.vector_norm(torch.stack([x for x, has in zip(every, has_gradient) if has]).to(dtype))
     torch.nn.utils.clip_grads_with_norm_(list(net.parameters()), limit, norm)
     return norm
 

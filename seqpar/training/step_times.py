@@ -12,6 +12,22 @@ from seqpar.parallel.collectives import all_reduce
 from seqpar.parallel.mesh import Group
 
 
+class HostCopy:
+    """Numbers of a device, copied in the order of its work: only reading them waits, if they have not arrived."""
+
+    def __init__(self, x: Tensor) -> None:
+        self._copy = x.to("cpu", non_blocking=True)  # of a GPU: in pinned memory
+        self._arrived = torch.cuda.Event() if x.is_cuda else None
+        if self._arrived is not None:
+            self._arrived.record()
+
+    def numbers(self) -> list[float]:
+        """Returns the numbers as a list."""
+        if self._arrived is not None and not self._arrived.query():
+            self._arrived.synchronize()
+        return list[float](self._copy.tolist())
+
+
 class DelayedRows:
     """Calls each function that is put here when the next one comes, or at ``write``: the last one is never lost.
 
@@ -114,5 +130,5 @@ def sum_over_ranks(sums: Tensor, own: Sequence[float], world: Group) -> Tensor:
     """Returns the sums over all ranks, and behind them every rank's numbers ``own``, in one message."""
     every = sums.new_zeros(world.size, len(own))
     for place, number in enumerate(own):
-        every[world.index, place] = number  # without a copy for which the device would be waited for
+        every[world.index, place].fill_(number)  # assigning would copy it from the host, and wait for the device
     return all_reduce(torch.cat([sums, every.flatten()]), world)

@@ -36,7 +36,7 @@ from seqpar.terminal import resume_command
 from seqpar.training.after_step import AfterStep, Decision, raise_non_finite
 from seqpar.training.gradients import Gradients
 from seqpar.training.pipeline_gradients import PipeGradients, most_by_stage
-from seqpar.training.step_times import DelayedRows, SlowRankDetector, sum_over_ranks, time_waiting
+from seqpar.training.step_times import DelayedRows, HostCopy, SlowRankDetector, sum_over_ranks, time_waiting
 from seqpar.weights import checkpoint
 from seqpar.weights.checkpoint import Progress
 from seqpar.weights.weight_files import write_weights
@@ -200,18 +200,22 @@ class Trainer:
             self.optimizer.zero_grad()
             return None
         loader.begin_next()
-        self.mesh.synchronize()
-        own_s = time.perf_counter() - loaded - self.mesh.world.watch.clock.take_waited()
-        norm = self.gradients.clip(config.clip or math.inf)
-        decision = self.after_step.decide(bool(torch.isfinite(sums[0] + norm)), stopper)
+        clock = self.mesh.world.watch.clock
+        with clock.waiting(sums.is_cuda), clock.paused():  # not this rank's own work: it may wait for other stages
+            norm_on_device = self.gradients.clip(config.clip or math.inf)
+        found = HostCopy(torch.stack([sums[0], norm_on_device.to(sums)]))
+        self.mesh.synchronize()  # the only wait for the device in a step
+        own_s = time.perf_counter() - loaded - clock.take_waited()
+        loss, norm = found.numbers()
+        decision = self.after_step.decide(math.isfinite(loss + norm), stopper)
         if decision == Decision.BROKEN:
-            raise_non_finite(step, float(sums[0]), micros, self.mesh.world)
+            raise_non_finite(step, loss, micros, self.mesh.world)
         self.optimizer.step()
         self.optimizer.zero_grad()
         self.progress.step += 1
         self.status.step = self.progress.step
         own = [own_s, peak_memory_mb(self.mesh.device)] if self.gradients.roles else [own_s]
-        sums = sum_over_ranks(sums, own, self.mesh.world)
+        of_all = HostCopy(sum_over_ranks(sums, own, self.mesh.world))
         seconds = time.perf_counter() - began
         timed = {
             f"{self.net.counted}_per_s": self.progress.global_batch * self.net.num_counted() / seconds,
@@ -219,14 +223,14 @@ class Trainer:
             "data_wait_s": sum(micro.wait_s for micro in micros),
             "peak_mem_mb": peak_memory_mb(self.mesh.device),
         }
-        return partial(self._row, step, rate, sums, norm, timed), decision
+        return partial(self._row, step, rate, of_all, norm, timed), decision
 
-    def _row(self, step: int, rate: float, sums: Tensor, norm: Tensor, timed: Row) -> Row:
+    def _row(self, step: int, rate: float, sums: HostCopy, norm: float, timed: Row) -> Row:
         """Returns the row of a step; a rank whose own seconds are many is reported on the way.
 
         ``sums``: of the loss and its terms over all ranks, and every rank's own numbers.
         """
-        names, numbers = ["loss", *(f"{name}_loss" for name in self.loss.weights)], list[float](sums.tolist())
+        names, numbers = ["loss", *(f"{name}_loss" for name in self.loss.weights)], sums.numbers()
         means = {name: number / self.mesh.stage.size for name, number in zip(names, numbers)}
         of_ranks = numbers[len(names) :]
         width = len(of_ranks) // self.mesh.world.size
@@ -236,7 +240,7 @@ class Trainer:
             place = {"rank": slow.rank, "host": slow.host}
             self.journal.record("slow", step, **place, factor=slow.factor, seconds=slow.seconds)
         by_stage = most_by_stage(self.gradients.roles, every, ("stage_s", "stage_peak_mem_mb"))
-        own = {"epoch": step // self.config.iterations, **means, "lr": rate, "grad_norm": float(norm)}
+        own = {"epoch": step // self.config.iterations, **means, "lr": rate, "grad_norm": norm}
         return {**own, **timed, **by_stage}
 
     def _end_epoch(self, stopper: StopRequest) -> bool:

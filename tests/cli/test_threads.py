@@ -1,5 +1,6 @@
 """Programs set what torch reads once before it is imported, unless the user has: its threads and a GPU's memory."""
 
+import json
 import os
 import re
 import subprocess
@@ -54,17 +55,47 @@ def test_a_control_group_bounds_the_cores(version, quota, cores, tmp_path):
     assert cores_here(tmp_path) == min(allowed, cores or allowed)
 
 
+# Prints what is set when each program imports torch, and ends its process there.
+WHEN_TORCH_COMES = """
+import importlib.util, json, os, runpy, sys
+from seqpar.parallel.launcher import ALLOCATOR  # without torch, which the next line shows
+assert "torch" not in sys.modules
+
+class Finder:
+    def find_spec(self, name, path, target=None):
+        if name == "torch":
+            sys.meta_path.remove(self)
+            spec = importlib.util.find_spec(name)
+            sys.meta_path.insert(0, self)
+            spec.loader.exec_module = tell
+            return spec
+
+def tell(module):
+    names = "OMP_WAIT_POLICY", "MPLBACKEND", *ALLOCATOR
+    print(json.dumps([program, *map(os.environ.get, names)]), flush=True)
+    os._exit(0)
+
+sys.meta_path.insert(0, Finder())
+for program in sys.argv[1:]:
+    if os.fork() == 0:
+        sys.argv = [program]
+        sys.path.insert(0, os.path.dirname(program))
+        runpy.run_path(program)
+        os._exit(1)
+    os.wait()
+"""
+
+
 def test_every_command_sets_them_before_torch_is_imported():
     commands = re.findall(r'^seqpar-\w+ = "(.*)"$', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
     assert len(commands) > 9 and all(command.startswith("seqpar.cli.") for command in commands)
-    line = (
-        "import os, sys, seqpar.cli; from seqpar.parallel.launcher import ALLOCATOR;"
-        "names = 'OMP_WAIT_POLICY', 'MPLBACKEND';"
-        "print('torch' in sys.modules, *map(os.environ.get, names), *(os.environ.get(name) for name in ALLOCATOR))"
-    )
     env = {name: value for name, value in os.environ.items() if not name.startswith(("OMP_", "PYTORCH_"))}
     env["MPLBACKEND"] = "module://matplotlib_inline.backend_inline"  # a notebook's, whose package may be missing
-    done = subprocess.run([sys.executable, "-c", line], env=env, capture_output=True, text=True, check=True)
-    imported, policy, drawn, *allocator = done.stdout.split()
-    assert (imported, policy, drawn) == ("False", "passive", "agg")
-    assert torch.version.hip or sorted(allocator) == ["None", "expandable_segments:True"]
+    programs = sorted(map(str, (ROOT / "launch").glob("*.py")))  # of which each command's imports its module first
+    line = [sys.executable, "-c", WHEN_TORCH_COMES, *programs]
+    done = subprocess.run(line, env=env, capture_output=True, text=True, check=True)
+    found = [json.loads(row) for row in done.stdout.splitlines()]
+    assert {name for name, *_ in found} >= {name for name in programs if Path(name).stem != "phantom"}, done.stderr
+    for name, policy, drawn, *allocator in found:
+        assert (policy, drawn) == ("passive", "agg"), name
+        assert torch.version.hip or sorted(map(str, allocator)) == ["None", "expandable_segments:True"], name

@@ -1,4 +1,7 @@
-"""Builds the pretended GPU from the headers that torch's CUDA build brings: ``python build.py FOLDER``."""
+"""Builds the pretended GPU from the headers that torch's CUDA build brings, and starts Python with it.
+
+``python -m tests.pretended_gpu.build FOLDER ARGUMENTS`` builds it in FOLDER and runs ``python ARGUMENTS``.
+"""
 
 import os
 import subprocess
@@ -46,5 +49,10 @@ def environment(library: Path, env: Mapping[str, str] = os.environ) -> dict[str,
     return {**env, **more, "OMP_NUM_THREADS": "1"}
 
 
+def is_pretended(env: Mapping[str, str]) -> bool:
+    """Returns whether a process with ``env`` has pretended GPUs."""
+    return env.get("LD_PRELOAD", "").endswith(LIBRARY)
+
+
 if __name__ == "__main__":
-    print(build(Path(sys.argv[1]).absolute()))
+    os.execve(sys.executable, [sys.executable, *sys.argv[2:]], environment(build(Path(sys.argv[1]).absolute())))

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from seqpar.parallel import row_exchange
+from seqpar.parallel import halo_exchange, row_exchange
 from seqpar.parallel.mesh import Group, Mesh
 from seqpar.parallel.messages import AwaitedTensor, Pending
 from seqpar.parallel.watchdog import Watch
@@ -86,7 +86,8 @@ def acts_of(keep_window: bool, kind: str, monkeypatch: pytest.MonkeyPatch) -> li
     acts = list[str]()
     start, wait = row_exchange.post, row_exchange.AwaitedTensor.wait
     with monkeypatch.context() as patch:
-        patch.setattr(row_exchange, "post", lambda *of: acts.append("post") or start(*of))  # type: ignore[func-returns-value]
+        for module_of_post in (row_exchange, halo_exchange):
+            patch.setattr(module_of_post, "post", lambda *of: acts.append("post") or start(*of))  # type: ignore[func-returns-value]
         patch.setattr(row_exchange.AwaitedTensor, "wait", lambda of: acts.append("wait") or wait(of))  # type: ignore[func-returns-value]
         patch.setattr(overlap, "ENOUGH", 1)
         patch.setattr(convolution, "device_type", lambda x: kind)

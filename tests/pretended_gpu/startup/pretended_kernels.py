@@ -6,6 +6,7 @@ What a GPU's kernels would refuse is refused here too: tensors of several device
 
 import ctypes
 import os
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -26,6 +27,11 @@ KEPT = {
 }
 TAKE_CPU_INDICES = {"index", "_unsafe_index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_index_put"}
 REFUSE_CPU_SCALARS = {"cat", "mm", "addmm", "bmm", "stack", "index_select", "gather", "scatter", "convolution"}
+# kernels whose result the host has to see, and copies that are not asynchronous
+READ_BY_HOST = {"nonzero", "equal", "masked_select", "_unique2", "unique_dim", "unique_consecutive"}
+MASKED = {"index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_index"}  # with a mask: nonzero inside
+TO_HOST, FROM_HOST = "copy to the host", "copy from the host"
+waits = list[str]()  # what the host waited for, and from where
 FLOATS_ONLY = {"mm", "addmm", "bmm", "baddbmm", "convolution"}
 
 
@@ -79,6 +85,15 @@ def for_cuda(value: Any, device: torch.device) -> Any:
     return value
 
 
+def note_wait(what: str) -> None:
+    """Notes that the host would wait for the device here."""
+    stack = traceback.extract_stack()[:-2]
+    if not stack and what == FROM_HOST:
+        return  # DDP takes the sums out of gloo's memory, where NCCL's are on the device
+    frames = [frame for frame in stack if "/seqpar/" in frame.filename] or stack
+    waits.append(" < ".join([what, *(f"{frame.filename}:{frame.lineno}" for frame in reversed(frames[-3:]))]))
+
+
 def _as_tensor(number: float | bool, others: Sequence[Tensor]) -> Tensor:
     """Returns the tensor that a number stands for, which torch passes on for tensors without dimensions."""
     wide = type(number) is float and any(tensor.is_floating_point() for tensor in others)
@@ -114,6 +129,8 @@ def stand_in(op: Any) -> Callable[..., Any]:
     def kernel(*args: Any, **kwargs: Any) -> Any:
         tensors = list(tensors_in([*args, *kwargs.values()]))
         _refuse(name, tensors)
+        if name in READ_BY_HOST or name in MASKED and any(t.dtype in (torch.bool, torch.uint8) for t in tensors[1:]):
+            note_wait(name)
         asked = kwargs.get("device")
         device = next((tensor.device for tensor in tensors if tensor.is_cuda), asked)
         if device is None or device.index is None:
@@ -142,12 +159,16 @@ def stand_in(op: Any) -> Callable[..., Any]:
 
 
 def copy_(target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
+    for host, what in (target, TO_HOST), (source, FROM_HOST):
+        if not host.is_cuda and not (non_blocking and host.is_pinned()):
+            note_wait(what)
     with torch._C._AutoDispatchBelowAutograd():
         for_cpu(target).copy_(for_cpu(source))
     return target
 
 
 def local_scalar(tensor: Tensor) -> Any:
+    note_wait("item")
     with torch._C._AutoDispatchBelowAutograd():
         return cpu_view(tensor).item()
 

@@ -19,6 +19,16 @@ TAKE_DENSE = {"allreduce_", "broadcast_"}  # any order in memory without gaps
 _libraries = list[torch.library.Library]()  # torch drops the kernels of a library that is collected
 
 
+def has_no_gaps(tensor: Tensor) -> bool:
+    """Returns whether the elements fill memory without gaps, in any order of their dimensions."""
+    filled = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape)):
+        if size != 1 and stride != filled:
+            return False
+        filled *= size
+    return True
+
+
 def check(name: str, tensors: Sequence[Tensor]) -> None:
     """Raises what NCCL does for tensors that it cannot send."""
     for tensor in tensors:
@@ -26,7 +36,7 @@ def check(name: str, tensors: Sequence[Tensor]) -> None:
             raise RuntimeError(f"{name}: a CPU tensor among CUDA tensors")
         if tensor.dtype not in TYPES:
             raise TypeError(f"Input tensor data type is not supported for NCCL process group: {tensor.dtype}")
-        dense = name in TAKE_DENSE and torch._prims_common.is_non_overlapping_and_dense(tensor)
+        dense = name in TAKE_DENSE and has_no_gaps(tensor)
         if not (tensor.is_contiguous() or dense):
             raise ValueError(f"Tensors must be contiguous: {name}")
 
