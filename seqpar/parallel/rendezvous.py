@@ -145,6 +145,7 @@ def join(
     check_seqpar(seqpar, launcher.world, pipe)
     if store is None:
         alone = _groups(np.zeros((1, 1, 1), int), Group("world"), None)
+        alone[0].watch.start_limit_s = timeout_s
         return Mesh(launcher, device, *alone, (launcher.host or socket.gethostname(),))
     on_gpu = device.type == "cuda"
     memory = SharedMemory(launcher.rank, is_offered=not on_gpu)
