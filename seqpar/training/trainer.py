@@ -122,7 +122,8 @@ class Trainer:
         self.status.step = step = self.progress.step
         if self.mesh.is_first:
             write_json(self.out / "config.json", self.description)
-        self.journal = Journal(self.out, self.mesh.is_first, step, self.progress.validated, boards)
+        lock = self.status.lock
+        self.journal = Journal(self.out, self.mesh.is_first, step, self.progress.validated, boards, lock)
         if self.config.resume:
             nothing = "" if self.saved else ": nothing was saved before"
             self.journal.say(f"resumed at step {step} of {self.config.steps}{nothing}")
