@@ -144,6 +144,17 @@ def misuse(model: ParallelModel, mesh: Mesh) -> dict[str, str]:
         "training": lambda: predict(net, image, TILE),
         "an unknown box": lambda: UNet(Architecture.of(1, 3, (4, 8)), group=mesh.seq).unshard(image),
     }
+
+    def twice() -> None:
+        with model.no_sync():
+            kept = model.loss(DiceCE(), image, label)
+            kept.backward(retain_graph=True)
+            kept.backward()  # adds up on this rank, as asked
+        loss = model.loss(DiceCE(), image, label)
+        loss.backward(retain_graph=True)
+        loss.backward()
+
+    tries["two backwards"] = twice
     texts = {}
     for name, act in tries.items():
         with pytest.raises(ValueError) as caught:
@@ -237,6 +248,7 @@ def test_misuse_is_refused_in_words_on_all_ranks(two: list) -> None:
     for name, text in others.items():
         assert "the seq group of ranks 0, 1 shares one tile, but rank 1 cut another than rank 0" in text, name
         assert ("of another size" in text) == ("size" in name)
+    assert "a second backward after one call of ParallelModel came" in first["two backwards"] == second["two backwards"]
     assert "is this rank's box already: give the whole tile" in first["a box for a tile"]
     assert first["an array"] == "ndarray: give a tensor, as torch.as_tensor makes one"
     assert "came with an image of extents (16, 16, 24), of which this rank has (8, 16, 24)" in first["another label"]
