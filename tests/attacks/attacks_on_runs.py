@@ -354,3 +354,13 @@ ATTACKS += [
         ),
     )
 ]
+ATTACKS += [
+    Attack(
+        "a run as the cache",
+        types=f"train {TINY} --data D --cache run --out other",
+        code=3,
+        says="run: has config.json but no cache; give another folder (prepare: --out, train: --cache)",
+        make=lambda here: (nnunet(here / "D", 5), make_run(here / "run")),
+        keeps="D run",
+    ),
+]
