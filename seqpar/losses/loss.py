@@ -16,8 +16,11 @@ from torch import Tensor, nn
 
 from seqpar.losses.terms import ClassTerm, Voxels, VoxelTerm, row_chunks, sum_over_voxels
 from seqpar.parallel.collectives import all_reduce, all_sum
+from seqpar.parallel.consensus import raise_over_groups
 from seqpar.parallel.layout import plain_tensor
 from seqpar.parallel.mesh import Group, as_group
+
+Work = TypeVar("Work")
 
 
 @dataclass(frozen=True, eq=False)
@@ -30,10 +33,12 @@ class LossGroups:
         ``voxels``: the group over which one tile's voxels are split; None: each rank has all of them.
         ``samples``: the groups over which the batch's tiles are split: ``data``, and ``seq`` if each rank decodes whole
             samples.
+        ``agrees``: whether the ranks tell each other of wrong labels before they sum; on a GPU they never do.
     """
 
     voxels: Group | None = None
     samples: tuple[Group, ...] = ()
+    agrees: bool = False
 
     def __post_init__(self) -> None:
         if self.voxels is not None:
@@ -44,6 +49,20 @@ class LossGroups:
     def num_sample_ranks(self) -> int:
         """The number of ranks over whose losses the batch's loss is averaged, because each has only its own samples."""
         return math.prod(group.size for group in self.samples)
+
+    def own_work(self, act: Callable[[], Work], device: torch.device) -> Work:
+        """Returns ``act()``, which sends nothing; with ``agrees``, what one rank raises is raised on all."""
+        agrees = self.agrees and device.type == "cpu" and not torch.compiler.is_compiling()
+        error: Exception | None = None
+        try:
+            done = act()
+        except Exception as problem:
+            error = problem
+            if not agrees:
+                raise
+        if agrees:
+            raise_over_groups(error, [*filter(None, [self.voxels]), *self.samples])
+        return done
 
 
 Number = TypeVar("Number", Tensor, float)
@@ -120,8 +139,8 @@ class Loss(nn.Module):
     ) -> LossParts:
         """Returns the loss and its terms."""
         logits, label = plain_tensor(logits), plain_tensor(label)
-        sums, weights = self._sums(logits, label, annotated)
         loss_groups = loss_groups or LossGroups()
+        sums, weights = loss_groups.own_work(lambda: self._sums(logits, label, annotated), logits.device)
         return self._of(sums, self._totals([label], [annotated], loss_groups), loss_groups, weights)
 
     def of_step(
@@ -135,7 +154,7 @@ class Loss(nn.Module):
         totals = self._totals(labels, every, groups)
 
         def share(label: Tensor, shown: Tensor | None, logits: Tensor) -> LossParts:
-            sums, weights = self._sums(logits, label, shown)
+            sums, weights = groups.own_work(lambda: self._sums(logits, label, shown), logits.device)
             return self._of(sums, totals, groups, weights)
 
         return [partial(share, *of_micro) for of_micro in zip(labels, every)]
