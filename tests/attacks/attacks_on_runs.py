@@ -363,4 +363,13 @@ ATTACKS += [
         make=lambda here: (nnunet(here / "D", 5), make_run(here / "run")),
         keeps="D run",
     ),
+    Attack(
+        "weights of another network",
+        types=f"train {TINY} --embed-dim 48 --data D --cache cache --out other --weights run",
+        code=2,
+        says=("/run were trained with --heads 2", "use --heads 2"),
+        make=lambda here: (nnunet(here / "D", 5), make_run(here / "run")),
+        after=_prepared_nothing,
+        keeps="D run",
+    ),
 ]
