@@ -209,6 +209,7 @@ def _lose_folder() -> None:
 def _stop_worker(pid: int, here: Path) -> None:
     """Stops the worker of a run, once it trains."""
     _wait_for(lambda: (here / "run/metrics.jsonl").is_file() and (here / "run/metrics.jsonl").stat().st_size)
+    _wait_for(lambda: _children(pid), 20)
     os.kill(_children(pid)[0], signal.SIGSTOP)
 
 
@@ -247,7 +248,7 @@ ATTACKS += [
 ATTACKS += [
     Attack(
         "a stopped worker of a single rank",
-        types=f"train {TINY} --data D --cache cache --workers 1 --iterations 9999 --epochs 1 --timeout 2 --out run",
+        types=f"train {TINY} --workers 1 --data D --cache cache --iterations 9999 --epochs 1 --timeout 10 --out run",
         make=lambda here: nnunet(here / "D", 5),
         meanwhile=_stop_worker,
         after=_nobody_works,
