@@ -219,6 +219,10 @@ def reshape(boxes: BoxMode, func: Function, /, input: Tensor, *sizes: Any, **kwa
     asked = list(given[0] if len(given) == 1 and not isinstance(given[0], int) else given)
     spread = boxes.spread_of(input)
     assert spread is not None
+    if isinstance(asked[0], torch.dtype):  # the same bytes as other numbers
+        if asked[0].itemsize != input.element_size():
+            raise boxes.refusal(name_of(func), f"of {input.dtype} as {asked[0]} changes the last dimension")
+        return boxes.mark(input.view(asked[0]), spread)  # type: ignore[no-any-return]
     old = spread.whole_shape(input)
     if -1 in asked:
         asked[asked.index(-1)] = math.prod(old) // -math.prod(asked)
