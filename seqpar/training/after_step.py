@@ -122,7 +122,9 @@ class AfterStep:
             self.refuse_taken_over()  # whose saves clear away what others write
             again = self.resume_command
             if self._saved is None:
-                problem = f"holds no checkpoint, and {error}; make room and continue by {again}, or choose another --out"
+                problem = (
+                    f"holds no checkpoint, and {error}; make room and continue by {again}, or choose another --out"
+                )
                 raise DataError(self.folder, problem) from None
             kept = f"the checkpoint of step {self._saved.step} is kept"
             if must:
