@@ -146,7 +146,7 @@ class PredictionFolder(ABC):
         files = record.pop(_FILES, self._names(self.files_of([]))) if isinstance(record, dict) else None
         inputs = record.pop(_INPUTS, None) if isinstance(record, dict) else None
         is_list = isinstance(files, list) and all(isinstance(name, str) for name in files)
-        if not is_list or not isinstance(inputs, dict | None):
+        if files is None or not is_list or not isinstance(inputs, dict | None):
             raise DataError(self.folder / RECORD, "is not a record that predict wrote; choose another --output")
         return record, frozenset(files), inputs
 

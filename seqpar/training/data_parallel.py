@@ -106,8 +106,8 @@ class ParallelModel(nn.Module):
     any loss of ``net.unshard(ddp(net.shard(image), time))`` is right.
 
     DDP averages gradients in the first backward after each call. A second one, of the same graph (``retain_graph``) or
-    of an earlier call, raises ValueError here; under ``DistributedDataParallel`` itself it adds each rank's own gradients
-    without a word. ``torch.autograd.grad`` of weights is averaged by neither.
+    of an earlier call, raises ValueError here. Under ``DistributedDataParallel`` itself it adds each rank's own
+    gradients without a word. ``torch.autograd.grad`` of weights is averaged by neither.
 
     Args:
         ``net``: a network of ``seqpar``, such as ``UNETR``, or what ``convert`` returned. It is moved to the mesh's
