@@ -29,7 +29,7 @@ from seqpar.tasks.lookup import task_of
 from seqpar.terminal import resume_command
 from seqpar.text import parse_duration
 from seqpar.training.failure import end_failed_run
-from seqpar.training.run import dry_run, run_lessons
+from seqpar.training.run import dry_run, refuse_other_weights, run_lessons
 from seqpar.training.run_request import RunRequest, read_request, refuse_other_run
 from seqpar.training.setup import first_lines, open_folder
 
@@ -72,6 +72,8 @@ def _run(request: RunRequest, launcher: Launcher, meeting: Meeting, log: RunLog)
         print(first_lines(request, launcher), flush=True)
     stopper = StopRequest(parse_duration(config.time_limit))
     task = task_of(config)
+    if request.data is None:
+        refuse_other_weights(config)
     data = request.data or task.open_data(config, launcher.rank == 0)
     if launcher.rank == 0:
         advice = task.tile_advice(config, request.flags, request.preset, data)

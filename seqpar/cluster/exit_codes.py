@@ -15,7 +15,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from seqpar.data.errors import DataError
+from seqpar.data.errors import DataError, reason
 from seqpar.parallel.launcher import Launcher
 from seqpar.parallel.processes import shell_code
 from seqpar.terminal import coloured
@@ -92,6 +92,8 @@ LAST_WORDS = "TORCHELASTIC_ERROR_FILE"  # torchrun's variable with the file for 
 # of a path that somebody named, or of its disk
 _NO_WAY_IN = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG}
 _NO_WAY_IN |= {errno.ENOSPC, errno.EDQUOT}
+# of this shell; libraries tell them without a file
+_LIMITS = {errno.EFBIG: "a file", errno.EMFILE: "open files"}
 FAULT, USAGE, DATA, MEMORY, NONFINITE, IN_USE, PREEMPTED = 1, 2, 3, 4, 5, 6, 75
 INTERRUPTED = 128 + signal.SIGINT
 FINAL = (USAGE, DATA, MEMORY, NONFINITE)  # of errors that would come again if the run went on
@@ -173,6 +175,7 @@ def write_verdict(code: int) -> None:
 
 def _call(act: Callable[[Sequence[str]], int], arguments: Sequence[str] | None) -> int:
     try:
+        refuse_deleted_folder()
         return act(sys.argv[1:] if arguments is None else arguments)
     except KeyboardInterrupt:
         report("interrupted")
@@ -189,9 +192,24 @@ def _call(act: Callable[[Sequence[str]], int], arguments: Sequence[str] | None) 
 
 def of_a_file(error: BaseException) -> DataError | None:
     """Returns what to say of a file or folder that the system keeps from us; None for any other error."""
-    if not isinstance(error, OSError) or error.filename is None or error.errno not in _NO_WAY_IN:
+    if type(error) is RuntimeError:  # of torch, in the system's words
+        told = next((number for number in _LIMITS if os.strerror(number) in str(error)), 0)
+        error = OSError(told, os.strerror(told)) if told else error
+    if not isinstance(error, OSError):
         return None
-    return DataError(error.filename, f"cannot be used ({error.strerror}); check the path, its rights and its disk")
+    if error.errno in _LIMITS:
+        return DataError(error.filename or _LIMITS[error.errno], reason(error))
+    if error.filename is None or error.errno not in _NO_WAY_IN:
+        return None
+    return DataError(error.filename, f"cannot be used ({reason(error)}); check the path, its rights and its disk")
+
+
+def refuse_deleted_folder() -> None:
+    """Raises DataError if the current folder is gone, so that no path can be found from it."""
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        raise DataError("the current folder", "was deleted; change to one that exists (cd), and start again") from None
 
 
 def report(text: str) -> None:

@@ -12,6 +12,7 @@ from seqpar.cluster.exit_codes import LAST_WORDS, code_of_processes, report
 from seqpar.parallel.launcher import Launcher
 from seqpar.parallel.processes import (
     PARENT,
+    allow_open_files,
     environment_of_ranks,
     forward_signals,
     free_port,
@@ -39,6 +40,7 @@ def start_missing_ranks(seqpar: int, act: str, arguments: Sequence[str], launche
     if launcher.world > 1:
         raise ValueError(f"{lacking}; use: {line}")
     _refuse_too_many(count)
+    allow_open_files(count)
     print(f"{flags}: starting {count} ranks (processes) here, on {_devices()}; the same as: {line}", flush=True)
     return run_local(count, [*python_module(act), *arguments])
 

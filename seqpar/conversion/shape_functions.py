@@ -215,10 +215,13 @@ def reshape_as(boxes: BoxMode, func: Function, /, input: Tensor, other: Tensor) 
 
 def reshape(boxes: BoxMode, func: Function, /, input: Tensor, *sizes: Any, **kwargs: Any) -> Tensor:
     """Reshapes whole dimensions next to those of space, cuts space into patches, or gathers it as a row of tokens."""
-    given = (*sizes, *kwargs.values())
-    asked = list(given[0] if len(given) == 1 and not isinstance(given[0], int) else given)
-    spread = boxes.spread_of(input)
+    given, spread = (*sizes, *kwargs.values()), boxes.spread_of(input)
     assert spread is not None
+    if isinstance(dtype := given[0], torch.dtype):  # the same bytes as other numbers
+        if dtype.itemsize != input.element_size():
+            raise boxes.refusal(name_of(func), f"of {input.dtype} as {dtype} changes the last dimension")
+        return boxes.mark(input.view(dtype), spread)  # type: ignore[no-any-return]
+    asked = list(given[0] if len(given) == 1 and not isinstance(given[0], int) else given)
     old = spread.whole_shape(input)
     if -1 in asked:
         asked[asked.index(-1)] = math.prod(old) // -math.prod(asked)

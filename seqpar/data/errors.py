@@ -1,7 +1,8 @@
 """DataError: what is wrong with a user's data, and in which file."""
 
 import os
-from errno import EEXIST, ENOENT
+import resource
+from errno import EEXIST, EFBIG, EMFILE, ENAMETOOLONG, ENOENT
 from pathlib import Path
 
 
@@ -23,7 +24,17 @@ def reason(error: OSError) -> str:
         for link in (path, *path.parents):
             if os.path.islink(link) and not os.path.exists(link):
                 return f"{link} is a link to {os.readlink(link)}, which leads nowhere"
-    return error.strerror or str(error)
+    return f"{error.strerror or error}{limit_behind(error)}"
+
+
+def limit_behind(error: OSError) -> str:
+    """Returns which limit of this shell or system an error shows, to follow its words; "" for other errors."""
+    if error.errno == EMFILE:
+        return f": {resource.getrlimit(resource.RLIMIT_NOFILE)[0]} are allowed; raise the limit, as by ulimit -n 4096"
+    allowed = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
+    if error.errno == EFBIG and allowed != resource.RLIM_INFINITY:
+        return f": {allowed} bytes are allowed; raise the limit, as by ulimit -f unlimited"
+    return ": mostly 255 bytes are allowed between two slashes; shorten it" if error.errno == ENAMETOOLONG else ""
 
 
 def unreadable(path: str | Path, error: OSError) -> DataError:

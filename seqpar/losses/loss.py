@@ -19,10 +19,13 @@ from torch import Tensor, nn
 from seqpar.losses.skeletons import MARK, classes_and_marks
 from seqpar.losses.terms import ClassTerm, Inside, Voxels, VoxelTerm, row_chunks, sum_over_voxels
 from seqpar.parallel.collectives import all_reduce, all_sum
+from seqpar.parallel.consensus import raise_over_groups
 from seqpar.parallel.layout import plain_tensor
 from seqpar.parallel.mesh import Group, as_group
 from seqpar.spatial.box_grid import BoxGrid
 from seqpar.spatial.halos import fetch_rows
+
+Work = TypeVar("Work")
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,11 +39,13 @@ class LossGroups:
         ``samples``: the groups over which the batch's tiles are split: ``data``, and ``seq`` if each rank decodes whole
             samples.
         ``boxes``: how the tile's voxels are cut into boxes, for terms that read neighbours (``"cldice"``).
+        ``agrees``: whether the ranks tell each other of wrong labels before they sum; on a GPU they never do.
     """
 
     voxels: Group | None = None
     samples: tuple[Group, ...] = ()
     boxes: BoxGrid | None = None
+    agrees: bool = False
 
     def __post_init__(self) -> None:
         if self.voxels is not None:
@@ -58,6 +63,20 @@ class LossGroups:
             return self
         edges = tuple(tuple(edge // step for edge in each) for each, step in zip(self.boxes.edges, scale))
         return replace(self, boxes=BoxGrid(edges, self.boxes.group))
+
+    def own_work(self, act: Callable[[], Work], device: torch.device) -> Work:
+        """Returns ``act()``, which sends nothing; with ``agrees``, what one rank raises is raised on all."""
+        agrees = self.agrees and device.type == "cpu" and not torch.compiler.is_compiling()
+        error: Exception | None = None
+        try:
+            done = act()
+        except Exception as problem:
+            error = problem
+            if not agrees:
+                raise
+        if agrees:
+            raise_over_groups(error, [*filter(None, [self.voxels]), *self.samples])
+        return done
 
 
 Number = TypeVar("Number", Tensor, float)
@@ -187,14 +206,27 @@ class Loss(nn.Module):
         self, logits: Tensor, label: Tensor, annotated: Tensor | None, loss_groups: LossGroups = LossGroups()
     ) -> tuple[Tensor, Tensor | None]:
         """Returns each sample's sums ``b s`` over this rank's voxels, and the weights ``b k`` of its classes."""
+        voxels, device = loss_groups.voxels, logits.device
+
+        def add(logits: Tensor, label: Tensor, weights: Tensor | None, inside: Inside = None) -> Tensor:
+            return sum_over_voxels(logits, label, partial(self._sums_of_run, weights, annotated), inside, self.reach)
+
+        def fit_and_add() -> tuple[Tensor, Tensor | None]:
+            own, weights = self._fitting(logits, label, annotated)
+            return add(logits, own, weights), weights
+
+        if not (self.reach and voxels is not None and voxels.size > 1):
+            return loss_groups.own_work(fit_and_add, device)
+        own, weights = loss_groups.own_work(lambda: self._fitting(logits, label, annotated), device)
+        wide, own, inside = self._with_neighbours(logits, own, loss_groups.boxes)
+        return loss_groups.own_work(lambda: add(wide, own, weights, inside), device), weights
+
+    def _fitting(self, logits: Tensor, label: Tensor, annotated: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """Returns the label without a channel, and its classes' weights ``b k``; raises ValueError if any is wrong."""
         weights = self._weights_of(logits, annotated, torch.promote_types(logits.dtype, torch.float32))
         label = label[:, 0] if label.ndim == logits.ndim and label.shape[1] == 1 else label
         self._refuse_other_shapes(logits, label, weights, annotated)
-        inside, voxels = None, loss_groups.voxels
-        if self.reach and voxels is not None and voxels.size > 1:
-            logits, label, inside = self._with_neighbours(logits, label, loss_groups.boxes)
-        sums_of_run = partial(self._sums_of_run, weights, annotated)
-        return sum_over_voxels(logits, label, sums_of_run, inside, self.reach), weights
+        return label, weights
 
     def _with_neighbours(self, logits: Tensor, label: Tensor, boxes: BoxGrid | None) -> tuple[Tensor, Tensor, Inside]:
         """Returns the logits and labels of this rank's box and of the voxels around it, and where the box is in them.

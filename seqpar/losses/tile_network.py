@@ -5,6 +5,7 @@ Legend: b batch, c channels, k classes, W D H voxels.
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -99,7 +100,7 @@ class TileNetwork(nn.Module, ABC):
         samples = len(image)
         part, label = self._shares(image, label)
         output = self(part)
-        loss_groups = self._loss_groups(as_group(data, "data"), samples, part)
+        loss_groups = replace(self._loss_groups(as_group(data, "data"), samples, part), agrees=True)
         if is_ours:
             if isinstance(output, list | tuple) and not isinstance(loss_fn, DeepSupervision):
                 raise ValueError(
@@ -110,7 +111,7 @@ class TileNetwork(nn.Module, ABC):
             return all_sum(loss, group, "loss") / group.size if group in loss_groups.samples else loss
         if group.size > 1 and (loss_groups.voxels is not None or group in loss_groups.samples):
             output, label = self._whole(output), self._whole(label)
-        return loss_fn(output, label)
+        return loss_groups.own_work(lambda: loss_fn(output, label), image.device)
 
     def on_whole(self, image: Tensor) -> Any:
         """Returns the outputs for whole tiles ``b c W D H``, whole on every rank of the group.

@@ -166,9 +166,23 @@ def raise_on_all_ranks(error: Exception | None, group: Group, name_rank: bool = 
             raise error
         if text:
             problem: Exception = pickle.loads(bytes.fromhex(text))
-            if name_rank and problem.args == (str(problem),):
+            if name_rank and problem.args == (str(problem),) and not str(problem).startswith("rank "):
                 problem.args = (f"rank {group.ranks[index]}: {problem}",)
             raise problem from error
+
+
+def raise_over_groups(error: Exception | None, groups: Sequence[Group]) -> None:
+    """Like ``raise_on_all_ranks``, for all ranks of several groups that cross each other."""
+    failed = int(error is not None)
+    for group in groups:
+        failed = max_over_ranks(failed, group)
+    for group in groups if failed else ():
+        try:
+            raise_on_all_ranks(error, group)
+        except Exception as problem:
+            error = problem
+    if error is not None:
+        raise error
 
 
 def _packed(error: Exception) -> str:

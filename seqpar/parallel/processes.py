@@ -4,9 +4,11 @@ Needs no torch: workers of Ray import it.
 """
 
 import ctypes
+import errno
 import math
 import multiprocessing
 import os
+import resource
 import select
 import signal
 import socket
@@ -57,6 +59,18 @@ def start_process(command: Sequence[str], env: Mapping[str, str] | None = None, 
 def start_python(arguments: Sequence[str], env: Mapping[str, str] | None = None, **streams: Any) -> subprocess.Popen:
     """Starts this Python; see ``start_process``."""
     return start_process([sys.executable, *arguments], env, **streams)
+
+
+def allow_open_files(ranks: int) -> None:
+    """Lets this process and those that it starts open as many files and sockets as one of so many ranks needs.
+
+    Raises OSError if it may not: gloo would abort the process.
+    """
+    needed, (allowed, most) = 64 + 4 * ranks, resource.getrlimit(resource.RLIMIT_NOFILE)
+    if resource.RLIM_INFINITY not in (allowed, most) and most < needed:
+        raise OSError(errno.EMFILE, f"too many open files for {ranks} ranks, each of which needs {needed}")
+    if allowed != resource.RLIM_INFINITY and allowed < needed:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (needed, most))
 
 
 def environment_of_ranks(keep: Sequence[str] = ()) -> dict[str, str]:

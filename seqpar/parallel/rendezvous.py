@@ -14,6 +14,7 @@ import torch.distributed as dist
 from seqpar.parallel.launcher import LAZY_GROUPS, SHARE_GPU, Launcher, read_launcher, shared_gpu_settings
 from seqpar.parallel.meeting import START_S, Meeting
 from seqpar.parallel.mesh import Group, Mesh
+from seqpar.parallel.processes import allow_open_files
 from seqpar.parallel.roll_call import StartLimit, locate_rank, roll_call
 from seqpar.parallel.shared_memory import SharedMemory, link_groups
 from seqpar.parallel.watchdog import Watch, format_ranks
@@ -145,7 +146,9 @@ def join(
     check_seqpar(seqpar, launcher.world, pipe)
     if store is None:
         alone = _groups(np.zeros((1, 1, 1), int), Group("world"), None)
+        alone[0].watch.start_limit_s = timeout_s
         return Mesh(launcher, device, *alone, (launcher.host or socket.gethostname(),))
+    allow_open_files(launcher.world)
     on_gpu = device.type == "cuda"
     memory = SharedMemory(launcher.rank, is_offered=not on_gpu)
     own = locate_rank(launcher, device, address=memory.address)

@@ -41,7 +41,7 @@ class Request:
       ensemble, and statistics.csv
     - ``uncertainty``: also write maps of the entropy and, of several runs, of their disagreement
     - ``explain_by``: also write where a class is seen, and how to find it, "" for the network's default; None: no
-    - ``resume``: skip the cases that are already predicted
+    - ``resume``: skip the cases that are already predicted and whose images have not changed
     - ``only``: the cases to predict; None for all
     """
 
@@ -205,6 +205,8 @@ class CasePrediction(ABC):
         done = f" ({plan['num_done']} are done)" if plan["num_done"] else ""
         if cases or not faults:  # else the faults say it all
             self.announce(f"{quantity(len(cases), 'case')}{done}")
+        if plan["changed"]:
+            self.shown.say(f"predicted again, since their images have changed: {', '.join(plan['changed'])}")
         for fault in faults:
             self.shown.complain(fault)
         predicted = 0
@@ -251,6 +253,7 @@ class CasePrediction(ABC):
         return {
             "cases": [[case.id, list(map(str, case.images))] for case in left],
             "num_done": len(cases) - len(left),
+            "changed": list(self.folder.changed),
             "faults": list(map(str, faults)),
         }
 

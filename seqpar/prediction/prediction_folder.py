@@ -1,6 +1,7 @@
 """The folder that predictions are written to: each file is whole or absent, and finished cases can be skipped.
 
-FOLDER/prediction.json        how everything in it was predicted, and the names of its files; written before them
+FOLDER/prediction.json        how everything in it was predicted, from which files, and the names of its own; written
+                              before them
 FOLDER/…                      what a task writes: label maps, or a table of classes
 """
 
@@ -22,10 +23,12 @@ from seqpar.data.errors import DataError, reason
 from seqpar.data.files import read_json, suffix_of, write_json
 from seqpar.data.formats.dataset import Case
 from seqpar.data.formats.recognise import is_folder_of_dataset
+from seqpar.data.preparation.cache_index import sources_of
 from seqpar.scores.label_files import ENTROPY
 
 RECORD = "prediction.json"
-_FILES = "files"  # key of the record: every file that predict wrote there, or is writing
+# keys of the record: every file that predict wrote there, or is writing; and size and time of each case's images
+_FILES, _INPUTS = "files", "inputs"
 
 
 class PredictionFolder(ABC):
@@ -35,6 +38,7 @@ class PredictionFolder(ABC):
 
     - ``path``: where to find the predictions: the folder, or the one file that holds them
     - ``listed``: the names of files that earlier predictions wrote; known once it is open
+    - ``changed``: the cases that are predicted again because their images are others; known once it is open
     """
 
     path: Path
@@ -44,15 +48,16 @@ class PredictionFolder(ABC):
     def __init__(self, folder: Path) -> None:
         self.folder = self.path = folder
         self.listed = frozenset[str]()
+        self.changed: Sequence[str] = ()
 
     def open(self, cases: Sequence[Case], record: dict[str, Any], resume: bool) -> list[Case]:
         """Returns the cases that are still to be predicted; removes what predictions with other settings left of them.
 
         - ``record``: the content of prediction.json
-        - ``resume``: keep finished cases, which needs an equal record
+        - ``resume``: keep finished cases whose images are the same, which needs an equal record
         """
         self._lock()
-        previous, listed = self._read_record()
+        previous, listed, inputs = self._read_record()
         self.refuse_collisions(cases)
         self._refuse_data(cases, is_ours=previous is not None)
         if resume and previous is not None and previous != record:
@@ -62,7 +67,11 @@ class PredictionFolder(ABC):
                 "leave --continue out to predict everything again"
             )  # fmt: skip
         self._refuse_unlisted([], listed)  # before it is read
-        left = self.unfinished(cases, resume, previous == record)
+        is_same, now = previous == record, {case.id: _stamps(case) for case in cases}
+        before = now if inputs is None else inputs if is_same else {}  # older versions did not record them
+        same = frozenset(name for name, stamps in now.items() if before.get(name) == stamps)
+        self.changed = [name for name in now if resume and name in before and name not in same]
+        left = self.unfinished(cases, same if resume and is_same else frozenset(), is_same)
         self._refuse_unlisted(left, listed)
         self.listed = listed
         with self.writable():
@@ -71,8 +80,8 @@ class PredictionFolder(ABC):
             if previous is None and (self.folder / RECORD).exists():  # since it was read
                 raise self._in_use()
             self.clear(left, cases)
-            kept = {name for name in listed if (self.folder / name).exists()}
-            write_json(self.folder / RECORD, {**record, _FILES: sorted(kept.union(self._names(self.files_of(left))))})
+            files = {name for name in listed if (self.folder / name).exists()}.union(self._names(self.files_of(left)))
+            write_json(self.folder / RECORD, {**record, _FILES: sorted(files), _INPUTS: {**before, **now}})
         return left
 
     def close(self) -> None:
@@ -112,9 +121,10 @@ class PredictionFolder(ABC):
         """Returns the files that these cases are written to; without cases those that all cases share."""
 
     @abstractmethod
-    def unfinished(self, cases: Sequence[Case], resume: bool, same_settings: bool) -> list[Case]:
+    def unfinished(self, cases: Sequence[Case], kept: frozenset[str], same_settings: bool) -> list[Case]:
         """Reads what is there; returns the cases to predict.
 
+        - ``kept``: the cases that are not predicted again if they are finished
         - ``same_settings``: whether the folder was predicted with the settings of now
         """
 
@@ -125,18 +135,21 @@ class PredictionFolder(ABC):
     def refuse_collisions(self, cases: Sequence[Case]) -> None:  # noqa: B027 - a single file collides with none
         """Raises DataError if a file would overwrite an input, or another output."""
 
-    def _read_record(self) -> tuple[dict[str, Any] | None, frozenset[str]]:
-        """Returns the settings of the predictions that are here, None if there are none, and the files they list.
+    def _read_record(self) -> tuple[dict[str, Any] | None, frozenset[str], dict[str, Any] | None]:
+        """Returns the settings of the predictions that are here, None if there are none, the files they list, and
+        what their images were, None if that is not known.
 
-        Older versions listed none; what they wrote for all cases together has a name that only predict gives.
+        Older versions listed neither; what they wrote for all cases together has a name that only predict gives.
         """
         if not (self.folder / RECORD).is_file():
-            return None, frozenset()
+            return None, frozenset(), None
         record = read_json(self.folder / RECORD)
         files = record.pop(_FILES, self._names(self.files_of([]))) if isinstance(record, dict) else None
-        if not isinstance(files, list) or not all(isinstance(name, str) for name in files):
+        inputs = record.pop(_INPUTS, None) if isinstance(record, dict) else None
+        is_list = isinstance(files, list) and all(isinstance(name, str) for name in files)
+        if files is None or not is_list or not isinstance(inputs, dict | None):
             raise DataError(self.folder / RECORD, "is not a record that predict wrote; choose another --output")
-        return record, frozenset(files)
+        return record, frozenset(files), inputs
 
     def _names(self, paths: Sequence[Path]) -> list[str]:
         return [path.relative_to(self.folder).as_posix() for path in paths]
@@ -175,6 +188,14 @@ class PredictionFolder(ABC):
             why = error.problem if isinstance(error, DataError) else f"cannot be written ({reason(error)})"
             raise DataError(self.folder, f"{why}; what is finished is kept: make room or choose another "
                               "--output, and go on with --continue") from error  # fmt: skip
+
+
+def _stamps(case: Case) -> list[Any]:
+    """Returns what tells a case's images from others; what cannot be read is told once the case is predicted."""
+    try:
+        return sources_of(case)
+    except DataError:
+        return []
 
 
 class ProbabilityFile:

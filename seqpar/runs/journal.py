@@ -1,8 +1,10 @@
 """The journal of a run: metrics.jsonl, boards where asked for, and the lines that people watch."""
 
 import json
+import os
 import resource
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,7 @@ from seqpar.cluster.devices import MIB
 from seqpar.data.files import read_whole, write_text
 from seqpar.runs.boards import Board
 from seqpar.runs.metrics_tail import score_of
+from seqpar.runs.run_lock import RunLock
 from seqpar.terminal import Display, bar
 from seqpar.text import clock, quantity
 
@@ -21,19 +24,25 @@ class Journal:
     """Records metrics and prints on the first rank (``active``); on the others it does nothing.
 
     ``first_step``: where the run resumes; ``validated``: the step whose validation is complete, -1 for none;
-    ``boards``: where numbers and pictures go too. What cannot be written is one warning and ends no run; rows of
-    metrics.jsonl then wait until they can.
+    ``boards``: where numbers and pictures go too; ``lock``: of the run folder. What cannot be written is one warning
+    and ends no run; rows of metrics.jsonl then wait until they can.
     """
 
     def __init__(
-        self, out: Path, active: bool, first_step: int, validated: int = -1, boards: Iterable[Board] = ()
+        self,
+        out: Path,
+        active: bool,
+        first_step: int,
+        validated: int = -1,
+        boards: Iterable[Board] = (),
+        lock: RunLock | None = None,
     ) -> None:
         self.path, self.active = out / "metrics.jsonl", active
         self._warned, self._display = False, Display("stdout")
-        self._boards, self.steps_done = list(boards), first_step
+        self._boards, self._lock, self.steps_done = list(boards), lock, first_step
         if active:
             self._drop_from(first_step, validated)
-            self._file = open(self.path, "ab", buffering=0)  # noqa: SIM115  open for the run's whole life
+            self._open()
         self._waiting = bytearray()  # rows that are not in the file yet
 
     def attempt(self, act: Callable[[], object]) -> None:
@@ -64,9 +73,41 @@ class Journal:
         self.attempt(self._write_rows)
         self._tell_boards(lambda board: board.record(kind, step, values))
 
+    def _open(self) -> None:
+        self._file = open(self.path, "a+b", buffering=0)  # noqa: SIM115  open for the run's whole life
+        self._size = os.fstat(self._file.fileno()).st_size
+
     def _write_rows(self) -> None:
+        self._keep_file()
         while self._waiting:
-            del self._waiting[: self._file.write(self._waiting)]
+            written = self._file.write(self._waiting)
+            self._size += written
+            del self._waiting[:written]
+
+    def _keep_file(self) -> None:
+        """Opens metrics.jsonl again if somebody has removed it, with all its rows, or has replaced it."""
+        own, there = os.fstat(self._file.fileno()), None
+        with suppress(FileNotFoundError):
+            there = self.path.stat()
+        if there is not None and os.path.samestat(own, there):
+            if own.st_size < self._size:
+                self._size = own.st_size
+                self._waiting[:0] = b"\n"  # behind a row that may be cut in two
+                self._warn_of_file("was cut off while the run wrote it: earlier rows are gone, later ones follow")
+        elif self._lock is None or not self._lock.is_lost():  # else the file is that of another training
+            before = self._file
+            rows = os.pread(before.fileno(), own.st_size, 0) if there is None else b""
+            self._open()
+            before.close()
+            self._waiting[:0] = rows
+            self._warn_of_file(
+                "was removed while the run wrote it: written again, with all rows"
+                if there is None
+                else "was replaced while the run wrote it: later rows go to the new file"
+            )
+
+    def _warn_of_file(self, problem: str) -> None:
+        self._display.say(f"warning: {self.path} {problem}", "stderr")
 
     def picture(self, name: str, step: int, path: Path) -> None:
         """Adds a picture of the run folder to the boards, if it could be drawn."""

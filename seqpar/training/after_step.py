@@ -43,7 +43,8 @@ class AfterStep:
     """Decides together with all ranks what follows a step, and saves checkpoints.
 
     ``folder``: of the run's checkpoints; ``description``: content of config.json, kept in each of them; ``lock``: of
-    the run folder, None where nobody else can write there; ``collect``: brings tensors to the first rank.
+    the run folder, None where nobody else can write there; ``collect``: brings tensors to the first rank;
+    ``resume_command``: what continues the run.
     """
 
     def __init__(
@@ -54,8 +55,10 @@ class AfterStep:
         description: dict[str, Any],
         lock: RunLock | None = None,
         collect: checkpoint.Collect = whole_tensors,
+        resume_command: str = "--resume",
     ) -> None:
         self.config, self.mesh, self.folder, self.lock = config, mesh, folder, lock
+        self.resume_command = resume_command
         self._description = json.dumps(description)
         self._last_try = time.monotonic()
         self._last_look = -math.inf  # at the lock
@@ -117,14 +120,15 @@ class AfterStep:
             self._saved = progress
         except NotSaved as error:
             self.refuse_taken_over()  # whose saves clear away what others write
+            again = self.resume_command
             if self._saved is None:
                 problem = (
-                    f"holds no checkpoint, and {error}; make room and continue with --resume, or choose another --out"
+                    f"holds no checkpoint, and {error}; make room and continue by {again}, or choose another --out"
                 )
                 raise DataError(self.folder, problem) from None
             kept = f"the checkpoint of step {self._saved.step} is kept"
             if must:
-                raise NotSaved(f"{error}; {kept}: make room and continue with --resume") from None
+                raise NotSaved(f"{error}; {kept}: make room and continue by {again}") from None
             minutes = self.config.checkpoint_minutes
             journal.say(f"warning: {error}; {kept}, {self._age()}; going on, next try in {minutes:g} minutes")
         self._last_try = time.monotonic()

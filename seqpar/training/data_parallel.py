@@ -105,6 +105,10 @@ class ParallelModel(nn.Module):
     ``average.module.net.state_dict()``. Train a network of several inputs under ``DistributedDataParallel`` instead:
     any loss of ``net.unshard(ddp(net.shard(image), time))`` is right.
 
+    DDP averages gradients in the first backward after each call. A second one, of the same graph (``retain_graph``) or
+    of an earlier call, raises ValueError here. Under ``DistributedDataParallel`` itself it adds each rank's own
+    gradients without a word. ``torch.autograd.grad`` of weights is averaged by neither.
+
     Args:
         ``net``: a network of ``seqpar``, such as ``UNETR``, or what ``convert`` returned. It is moved to the mesh's
             device, and all ranks get the first one's weights.
@@ -136,6 +140,11 @@ class ParallelModel(nn.Module):
         self.data = None if mesh is None else mesh.data
         self._averages = size > 1  # then DDP is kept aside from the submodules, which keep their names
         self.__dict__["_trained"] = _Calls(net) if mesh is None else wrap_data_parallel(_Calls(net), mesh, **options)
+        self.__dict__["_backward"] = backward = _OneBackward()
+        if self._averages and not options.get("static_graph"):  # with which weights may be used by several backwards
+            for parameter in net.parameters():
+                if parameter.requires_grad:
+                    parameter.register_post_accumulate_grad_hook(backward.note)
 
     def forward(self, image: Tensor) -> Any:
         """Returns the whole outputs of whole tiles ``b c W D H``, the same on all ranks of a group.
@@ -174,15 +183,38 @@ class ParallelModel(nn.Module):
             )
         image = next(x for x in arguments if isinstance(x, Tensor))
         require_peers_of(self.net, image)  # before DDP's messages
+        trained = self.__dict__.get("_trained", _Calls(self.net))
+        if torch.is_grad_enabled() and self._averages:
+            self.__dict__["_backward"].begin(trained.require_backward_grad_sync)
         with _in_terms_of_arguments(self.net, image):
-            return self.__dict__.get("_trained", _Calls(self.net))(name, *arguments)
+            return trained(name, *arguments)
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Returns a context in which gradients add up on this rank; the first backward after it averages them."""
         return no_sync(self.__dict__["_trained"])
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in self.__dict__.items() if name != "_trained"}
+        return {name: value for name, value in self.__dict__.items() if name not in ("_trained", "_backward")}
+
+
+class _OneBackward:
+    """Refuses a backward whose gradients DDP would leave as each rank has them: any but the first after a call."""
+
+    def __init__(self) -> None:
+        self._averages, self._noted = False, set[int]()
+
+    def begin(self, averages: bool) -> None:
+        """Notes a call of the network; ``averages``: whether its backward averages gradients."""
+        self._averages, self._noted = averages, set()
+
+    def note(self, parameter: Tensor) -> None:
+        """Raises ValueError if the parameter has got a gradient since the last call."""
+        if self._averages and id(parameter) in self._noted:
+            raise ValueError(
+                "a second backward after one call of ParallelModel came, whose gradients would not be averaged over "
+                "ranks: call it once for the sum of the losses, or call the model again before each backward"
+            )
+        self._noted.add(id(parameter))
 
 
 @contextmanager

@@ -7,6 +7,8 @@ from pathlib import Path
 from seqpar.cluster.stop_request import StopRequest
 from seqpar.cluster.torch_setup import keep_memory, recomputes, without_torch_compile
 from seqpar.data.addresses import describe_download, is_missing
+from seqpar.data.formats.joined_labels import join_labels
+from seqpar.data.preparation.cache_index import cache_folder
 from seqpar.models.build import build_on_meta
 from seqpar.parallel.launcher import Launcher
 from seqpar.parallel.mesh import Group, Mesh
@@ -16,6 +18,7 @@ from seqpar.planner.feasibility import require_peers
 from seqpar.planner.printer import describe_dry_run
 from seqpar.runs.run_status import StatusFile, warn_if_killed
 from seqpar.settings.config import Config
+from seqpar.settings.data_settings import prepare_settings
 from seqpar.settings.lessons import Lesson, lesson_at
 from seqpar.tasks.lookup import task_of
 from seqpar.tasks.training_data import TrainingData
@@ -53,6 +56,21 @@ def dry_run(request: RunRequest, launcher: Launcher) -> int:
         if advice := task.tile_advice(config, request.flags, request.preset, request.fingerprint):
             print(advice)
     return 0
+
+
+def refuse_other_weights(config: Config) -> None:
+    """Raises ValueError if ``--weights`` do not fit the network, before data are prepared for it.
+
+    Where they are prepared, or the data decide on the network, this is found as soon when the weights are loaded.
+    """
+    if not config.weights or config.resume or not config.tile or not config.data:
+        return
+    settings = prepare_settings(config)
+    dataset = join_labels(task_of(config).read_dataset(config.data), settings.joins)
+    if dataset.faults or (cache_folder(dataset, config.cache or None, settings) / "cache.json").exists():
+        return
+    outputs = dataset.labels if dataset.volume_classes is None else dataset.volume_classes.names
+    _check_weights(config, len(dataset.modalities), max(2, len(outputs)))  # of the outputs, weights need no number
 
 
 def _check_weights(config: Config, channels: int, outputs: int) -> str:

@@ -84,10 +84,10 @@ class Trainer:
         self.optimizer = make_optimizer(self.net, config.optimizer_options)
         self.progress = Progress(global_batch=global_batch(config, mesh))
         self.journal = Journal(self.out, False, 0)
-        self.after_step = AfterStep(
-            config, mesh, self.out / "checkpoints", description, status.lock, self.gradients.whole_tensors
-        )
-        self.task, refuse = task_of(config), self.after_step.refuse_taken_over
+        self.task, folder, collect = task_of(config), self.out / "checkpoints", self.gradients.whole_tensors
+        again = self._resume_command()
+        self.after_step = AfterStep(config, mesh, folder, description, status.lock, collect, again)
+        refuse = self.after_step.refuse_taken_over
         self.validation = self.task.validation(config, mesh.without_stages(), data, self.loss, refuse)
         self.stragglers, self.late_rows = SlowRankDetector(mesh.hosts, self.gradients.roles), DelayedRows()
         mesh.world.watch.roles = self.gradients.roles
@@ -122,7 +122,8 @@ class Trainer:
         self.status.step = step = self.progress.step
         if self.mesh.is_first:
             write_json(self.out / "config.json", self.description)
-        self.journal = Journal(self.out, self.mesh.is_first, step, self.progress.validated, boards)
+        lock = self.status.lock
+        self.journal = Journal(self.out, self.mesh.is_first, step, self.progress.validated, boards, lock)
         if self.config.resume:
             nothing = "" if self.saved else ": nothing was saved before"
             self.journal.say(f"resumed at step {step} of {self.config.steps}{nothing}")

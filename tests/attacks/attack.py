@@ -53,6 +53,7 @@ class Attack:
     - ``types``: the program and its arguments; paths are relative to the folder
     - ``code``: the exit code; ``says``: words that must be in its output, one text or several
     - ``make``: makes the situation in the folder, and calls ``pytest.skip`` where this machine cannot make it
+    - ``before``: does something in the process that types, such as setting a limit
     - ``meanwhile``: does something to the running process, given its id and the folder
     - ``after``: asserts more, given the folder and the output
     - ``keeps``: files and folders, separated by spaces, that must stay as they are, byte for byte
@@ -68,6 +69,7 @@ class Attack:
     code: int
     says: str | tuple[str, ...]
     make: Callable[[Path], object] = _nothing
+    before: Callable[[], object] = _nothing
     meanwhile: Callable[[int, Path], object] = _nothing
     after: Callable[[Path, str], object] = _nothing
     keeps: str = ""
@@ -137,6 +139,7 @@ class Attack:
         nobody = NOBODY if self.as_nobody and os.geteuid() == 0 else os.geteuid()
         if self.started:
             os.seteuid(nobody)
+            self.before()
             for stream in self.closed:
                 os.close(stream)
             env = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
@@ -146,6 +149,7 @@ class Attack:
         first.write_text(str(_memory_mb("VmRSS")))
         Path("/proc/self/clear_refs").write_text("5")  # the peak begins from here
         os.seteuid(nobody)
+        self.before()
         code = run(act, arguments)
         sys.stdout.flush()
         os._exit(code)

@@ -1,6 +1,7 @@
 """Attacks on running programs: ranks that are killed, and helpers that never answer."""
 
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -191,5 +192,68 @@ ATTACKS += [
         says="",
         closed=(0, 1, 2),
         started=True,
+    ),
+]
+
+
+def _limit(which: int, number: int) -> Callable[[], None]:
+    return lambda: resource.setrlimit(which, (number, number))
+
+
+def _lose_folder() -> None:
+    os.mkdir("gone")
+    os.chdir("gone")
+    os.rmdir("../gone")
+
+
+def _stop_worker(pid: int, here: Path) -> None:
+    """Stops the worker of a run, once it trains."""
+    _wait_for(lambda: (here / "run/metrics.jsonl").is_file() and (here / "run/metrics.jsonl").stat().st_size)
+    _wait_for(lambda: _children(pid), 20)
+    os.kill(_children(pid)[0], signal.SIGSTOP)
+
+
+ATTACKS += [
+    Attack(
+        f"{line.split()[0]} {where}",
+        types=line,
+        code=3,
+        says=says,
+        make=lambda here: (nnunet(here / "D", 5), make_run(here / "run")),
+        before=before,
+        keeps="D run",
+    )
+    for where, line, before, says in (
+        (
+            "with a limit of files' sizes",
+            f"train {TINY} --data D --cache cache --out o",
+            _limit(resource.RLIMIT_FSIZE, 3000),
+            "o/config.json: File too large: 3000 bytes are allowed; raise the limit, as by ulimit -f unlimited",
+        ),
+        (
+            "with a limit of open files",
+            f"train {TINY} --data D --cache cache --out o --seqpar 2",
+            _limit(resource.RLIMIT_NOFILE, 64),
+            "open files: too many open files for 2 ranks, each of which needs 72: 64 are allowed; raise the limit",
+        ),
+        ("from a folder that is gone", "predict run -i D -o out", _lose_folder, "the current folder: was deleted"),
+        (
+            "to a name that is too long",
+            f"predict run -i D -o {'x' * 300}",
+            lambda: None,
+            "File name too long: mostly 255 bytes are allowed between two slashes; shorten it",
+        ),
+    )
+]
+ATTACKS += [
+    Attack(
+        "a stopped worker of a single rank",
+        types=f"train {TINY} --workers 1 --data D --cache cache --iterations 9999 --epochs 1 --timeout 10 --out run",
+        make=lambda here: nnunet(here / "D", 5),
+        meanwhile=_stop_worker,
+        after=_nobody_works,
+        code=1,
+        says=("error: rank 0 on ", "was stopped by a signal: it has not finished case ", "larger --timeout"),
+        slow=True,
     ),
 ]

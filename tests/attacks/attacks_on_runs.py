@@ -354,3 +354,22 @@ ATTACKS += [
         ),
     )
 ]
+ATTACKS += [
+    Attack(
+        "a run as the cache",
+        types=f"train {TINY} --data D --cache run --out other",
+        code=3,
+        says="run: has config.json but no cache; give another folder (prepare: --out, train: --cache)",
+        make=lambda here: (nnunet(here / "D", 5), make_run(here / "run")),
+        keeps="D run",
+    ),
+    Attack(
+        "weights of another network",
+        types=f"train {TINY} --embed-dim 48 --data D --cache cache --out other --weights run",
+        code=2,
+        says=("/run were trained with --heads 2", "use --heads 2"),
+        make=lambda here: (nnunet(here / "D", 5), make_run(here / "run")),
+        after=_prepared_nothing,
+        keeps="D run",
+    ),
+]

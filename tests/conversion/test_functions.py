@@ -105,7 +105,8 @@ def as_tokens(net: Own, x: Tensor) -> Tensor:
     y = net.down(net.down(x))
     tokens = y.flatten(2).transpose(1, 2)
     tokens = F.scaled_dot_product_attention(net.squeeze(tokens), tokens, tokens)
-    return F.interpolate(tokens.transpose(1, 2).reshape(y.shape), size=x.shape[2:]) + x
+    signs = x.detach().view({4: torch.int32, 8: torch.int64}[x.element_size()]) >= 0
+    return F.interpolate(tokens.transpose(1, 2).reshape(y.shape), size=x.shape[2:]) + x * signs
 
 
 def dropped(net: Own, x: Tensor) -> Tensor:
@@ -210,6 +211,7 @@ REFUSED: dict[str, tuple[Callable[[Own, Tensor], Tensor], str]] = {
     "an einsum": (lambda net, x: torch.einsum("bcwdh,kc->bkwdh", x, net.squeeze.weight), "einsum"),
     "samples at points": (lambda net, x: F.grid_sample(x, torch.zeros(1, 4, 4, 4, 3)), "grid_sample"),
     "sliding views": (lambda net, x: x.unfold(2, 2, 2), "unfold"),
+    "bytes as smaller numbers": (lambda net, x: x.view(torch.int16).sum() + x, "view of torch.float32 as torch.int16"),
     "a shuffle of pixels": (lambda net, x: F.pixel_shuffle(x, 2), "pixel_shuffle"),
     "a maximum over space": (lambda net, x: x - x.amax((2, 3, 4), keepdim=True), "amax"),
     "a deviation over space": (lambda net, x: x / x.std((2, 3, 4), keepdim=True), "std"),

@@ -114,6 +114,10 @@ def test_a_cache_of_cut_labels_is_not_taken_without_force(tmp_path: Path) -> Non
     (tmp_path / "cache" / "cache.json").write_text(json.dumps(index))
     with pytest.raises(DataError, match="would cut off"):
         prepared(root, tmp_path / "cache", settings, is_first=True, workers=0)
+    prepared(root, tmp_path / "killed", forced, is_first=True, workers=0)
+    (tmp_path / "killed" / "cache.json").unlink()  # as if it had been killed before it wrote the index
+    with pytest.raises(DataError, match="would cut off"):
+        prepared(root, tmp_path / "killed", settings, is_first=True, workers=0)
     dataset = read_dataset(root)
     assert cache_folder(dataset, None, forced) != cache_folder(dataset, None, settings)
 

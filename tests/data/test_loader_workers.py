@@ -69,6 +69,16 @@ def test_signals_to_the_job_end_no_worker_and_run_no_handler_there(alone: Mesh, 
     assert not ran.exists()
 
 
+def test_a_stopped_worker_is_named_after_the_time_limit(alone: Mesh, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(alone.world.watch, "limit_s", 0.3)
+    with load(alone, noise_source(), steps=range(4), workers=1, prefetch=1) as loader:
+        (worker,) = loader.worker_ids
+        os.kill(worker, signal.SIGSTOP)
+        with pytest.raises(TimeoutError, match=f"worker {worker} was stopped by a signal: .* step .*--timeout"):
+            list(loader)
+        assert not loader.worker_ids
+
+
 SCRIPT = """
 
 import os, signal, sys, time

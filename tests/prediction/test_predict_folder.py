@@ -71,6 +71,28 @@ def test_continue_does_what_is_left_and_the_files_are_the_same(images, tmp_path,
     assert (tmp_path / "out" / "c_000.nii.gz").stat().st_mtime_ns == before
 
 
+def test_continue_predicts_again_what_has_another_image_or_other_settings(images, tmp_path, capsys) -> None:
+    run, record = make_run(tmp_path / "run"), tmp_path / "out" / "prediction.json"
+    assert act(tmp_path, run) == 0
+    files = [tmp_path / "out" / f"c_{number:03d}.nii.gz" for number in range(3)]
+    first = [file.stat().st_mtime_ns for file in files]
+    save(tmp_path / "images" / "c_001_0000.nii.gz", image_array(7))
+    capsys.readouterr()
+    assert act(tmp_path, run, "--continue") == 0
+    assert "1 case (2 are done)" in (said := capsys.readouterr().out)
+    assert "predicted again, since their images have changed: c_001" in said
+    assert [file.stat().st_mtime_ns == time for file, time in zip(files, first)] == [True, False, True]
+    content = json.loads(record.read_text())
+    assert content.pop("inputs").keys() == {"c_000", "c_001", "c_002"}
+    record.write_text(json.dumps(content))  # as older versions wrote it
+    assert act(tmp_path, run, "--continue") == 0
+    assert "0 cases (3 are done)" in capsys.readouterr().out
+    one = str(tmp_path / "images" / "c_000_0000.nii.gz")
+    assert act(tmp_path, run, "--overlap", "0.25", images=one) == 0
+    assert act(tmp_path, run, "--overlap", "0.25", "--continue") == 0
+    assert "2 cases (1 are done)" in capsys.readouterr().out  # and not three by two settings
+
+
 def test_continue_refuses_other_settings(images, tmp_path) -> None:
     run = make_run(tmp_path / "run")
     assert act(tmp_path, run) == 0

@@ -1,12 +1,15 @@
 """A journal is written whole, followed meanwhile, and read anew where a resumed training has rewritten it."""
 
+import os
 import resource
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from seqpar.runs.journal import Journal, read_metrics
 from seqpar.runs.metrics_tail import MetricsTail, best_validation
+from seqpar.runs.run_lock import RunLock
 from tests.support.folders import child, exit_code
 
 
@@ -59,3 +62,38 @@ def test_of_equally_good_validations_that_with_the_lowest_loss_is_best() -> None
     del rows[2]["loss"], rows[3]["loss"]
     assert best_validation(rows) is rows[0], "a loss that is not known is not the lowest"
     assert best_validation(rows[4:]) is None and best_validation([]) is None
+
+
+def _lose(path: Path, how: str) -> None:
+    if how == "was cut off":
+        os.truncate(path, 30)
+        return
+    path.unlink()
+    if how == "was replaced":
+        path.touch()
+
+
+@pytest.mark.parametrize(
+    "how, kept", [("was removed", [0, 1, 2, 3]), ("was replaced", [2, 3]), ("was cut off", [2, 3])]
+)
+def test_rows_after_the_file_was_lost_are_kept(how: str, kept: list[int], tmp_path: Path, capsys: Any) -> None:
+    journal = Journal(tmp_path, True, 0)
+    for step in range(4):
+        if step == 2:
+            _lose(journal.path, how)
+        journal.record("train", step, loss=0.5)
+    journal.close()
+    assert [row["step"] for row in read_metrics(journal.path)] == kept
+    assert (said := capsys.readouterr().err).count("warning: ") == 1 and f"metrics.jsonl {how} while" in said
+
+
+def test_rows_of_a_run_that_was_taken_over_do_not_reach_the_others_file(tmp_path: Path, capsys: Any) -> None:
+    old, new = RunLock(tmp_path), RunLock(tmp_path)
+    old.take()
+    journal = Journal(tmp_path, True, 0, lock=old)
+    journal.record("train", 0, loss=0.5)
+    new.take(take_over=True)
+    Journal(tmp_path, True, 0, lock=new).record("train", 0, loss=0.25)
+    journal.record("train", 1, loss=0.5)
+    journal.close()
+    assert [row["loss"] for row in read_metrics(journal.path)] == [0.25]

@@ -144,6 +144,26 @@ def misuse(model: ParallelModel, mesh: Mesh) -> dict[str, str]:
         "training": lambda: predict(net, image, TILE),
         "an unknown box": lambda: UNet(Architecture.of(1, 3, (4, 8)), group=mesh.seq).unshard(image),
     }
+
+    def twice() -> None:
+        with model.no_sync():
+            kept = model.loss(DiceCE(), image, label)
+            kept.backward(retain_graph=True)
+            kept.backward()  # adds up on this rank, as asked
+        loss = model.loss(DiceCE(), image, label)
+        loss.backward(retain_graph=True)
+        loss.backward()
+
+    def wrong_labels(of: ParallelModel, loss_fn: Any, whole: bool) -> Callable[[], Any]:
+        wrong = label.clone()
+        wrong[..., -1, -1, -1] = 7  # in the second rank's box alone
+        if not whole:
+            wrong = of.net.shard(wrong[:, 0])
+        return lambda: of.loss(loss_fn, image, wrong)
+
+    tries["two backwards"] = twice
+    tries["one wrong label"] = wrong_labels(model, DiceCE(), True)
+    tries["one wrong share"] = wrong_labels(model, DiceCE(), False)
     texts = {}
     for name, act in tries.items():
         with pytest.raises(ValueError) as caught:
@@ -175,6 +195,18 @@ def later(mesh: Mesh, models: dict[str, ParallelModel]) -> Iterator[tuple[str, C
                 return model(image.roll(mesh.seq.index, -1))
 
         yield f"later volume, {name}", predicts
+
+
+def wrong_in_one_group(mesh: Mesh) -> list[str]:
+    """Returns what every rank is told of a label that one of two data groups has wrong, by our loss and by MONAI's."""
+    net = seqpar.convert(SegResNet(3, 8, 1, 3, blocks_down=(1, 1), blocks_up=(1,)), mesh.seq)
+    model, (image, label), texts = ParallelModel(net, mesh), batch(mesh.data.index), list[str]()
+    label[..., -1, -1, -1] = 7 if mesh.data.index else 0
+    for loss_fn in (DiceCE(), nn.CrossEntropyLoss()):
+        with pytest.raises(ValueError) as caught:
+            model.loss(loss_fn, image.float(), label if isinstance(loss_fn, DiceCE) else label[:, 0])
+        texts.append(str(caught.value))
+    return texts
 
 
 @pytest.fixture(scope="module")
@@ -237,6 +269,10 @@ def test_misuse_is_refused_in_words_on_all_ranks(two: list) -> None:
     for name, text in others.items():
         assert "the seq group of ranks 0, 1 shares one tile, but rank 1 cut another than rank 0" in text, name
         assert ("of another size" in text) == ("size" in name)
+    assert "a second backward after one call of ParallelModel came" in first["two backwards"] == second["two backwards"]
+    for words in (first["one wrong label"], first["one wrong share"]):
+        assert words.startswith("label: rank 1: Target 7 is out of bounds. Give numbers of outputs")
+    assert second["one wrong label"] == second["one wrong share"] == words.replace("rank 1: ", "")
     assert "is this rank's box already: give the whole tile" in first["a box for a tile"]
     assert first["an array"] == "ndarray: give a tensor, as torch.as_tensor makes one"
     assert "came with an image of extents (16, 16, 24), of which this rank has (8, 16, 24)" in first["another label"]
@@ -246,6 +282,11 @@ def test_misuse_is_refused_in_words_on_all_ranks(two: list) -> None:
     assert "net is a Conv3d: give a network of seqpar" in first["not ours"]
     assert "call model.eval() first" in first["training"]
     assert "that this network does not know" in first["an unknown box"]
+
+
+def test_a_label_that_one_data_group_has_wrong_is_known_to_all() -> None:
+    every = run_ranks(4, wrong_in_one_group, seqpar=2, timeout=100)  # a hang is killed
+    assert all("label: " in text and "Target 7 is out of bounds" in text for texts in every for text in texts), every
 
 
 def test_a_gpu_is_asked_rarely_for_the_tiles_of_all_calls(monkeypatch: pytest.MonkeyPatch) -> None:

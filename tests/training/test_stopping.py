@@ -119,7 +119,7 @@ def test_ranks_agree_to_leave_while_a_long_step_lasts(flags, tmp_path):
     ("call", "code", "why"),
     [
         (1, 3, "holds no checkpoint, and "),
-        (2, 1, "the checkpoint of step 1 is kept: make room and continue with --resume"),
+        (2, 1, "the checkpoint of step 1 is kept: make room and continue by python launch/train.py --resume --out "),
     ],
 )
 def test_a_save_that_fails_when_the_run_must_leave_is_a_failure(flags, tmp_path, call, code, why):

@@ -92,8 +92,7 @@ def cache_lock(path: Path, waiting: Callable[[], None]) -> Iterator[None]:
     """
     with as_cache_error(path):
         path.mkdir(parents=True, exist_ok=True)
-        if not (path / ".lock").exists() and (foreign := sorted(filter(_is_foreign, path.iterdir()))):
-            raise CacheError(path, f"has {foreign[0].name} but no cache; {ELSEWHERE}, so that nothing is lost")
+        refuse_foreign(path)
         handle = os.open(path / ".lock", os.O_RDWR | os.O_CREAT, 0o644)  # first: it marks the folder as ours
     try:
         while not _lock(handle):
@@ -104,6 +103,15 @@ def cache_lock(path: Path, waiting: Callable[[], None]) -> Iterator[None]:
         yield
     finally:
         os.close(handle)
+
+
+def refuse_foreign(path: Path) -> None:
+    """Raises CacheError if a folder holds something, but nothing that a preparation has made."""
+    with as_cache_error(path):
+        if not path.is_dir() or (path / ".lock").exists():
+            return
+        if foreign := sorted(filter(_is_foreign, path.iterdir())):
+            raise CacheError(path, f"has {foreign[0].name} but no cache; {ELSEWHERE}, so that nothing is lost")
 
 
 @contextmanager

@@ -30,6 +30,7 @@ from seqpar.data.preparation.cache_writer import (
     cache_lock,
     discard,
     invalidate_cache,
+    refuse_foreign,
     remove_partial_files,
     write_case,
 )
@@ -194,6 +195,8 @@ def prepared(
     folder, token = cache_folder(dataset, out, settings), run_token() if token is None else token
     _raise(dataset.faults)
     refuse_other(dataset, folder, settings)
+    if not (folder / "cache.json").exists():
+        refuse_foreign(folder)  # before the progress is announced in it
     if not is_first:
         wait_for(
             folder, folder / "cache.json", token, lambda: is_current(dataset, folder, settings), deadline, progress
@@ -226,7 +229,7 @@ class _Work:
     def __call__(self, case: Case, tell: ReportProgress = no_item_progress) -> bool:
         labelled(case, self.recipe)
         sources, record = sources_of(case), read_record(self.out, case.id)
-        if record is not None and Recipe.from_json(record["recipe"]) == self.recipe:
+        if record is not None and self._takes(Recipe.from_json(record["recipe"])):
             refuse_unannotated(case, record["properties"]["counts"], self.recipe)
             if record["sources"] == sources:
                 return False
@@ -239,6 +242,10 @@ class _Work:
         refuse_unannotated(case, prepared_case.properties.counts, self.recipe)
         write_case(self.out, case.id, prepared_case, self.recipe, sources)
         return True
+
+    def _takes(self, recipe: Recipe) -> bool:
+        """Returns whether a case that was prepared by this recipe stays; without --force none does that had it."""
+        return recipe == self.recipe and recipe.cut_labels <= self.recipe.cut_labels
 
 
 def labelled(case: Case, recipe: Recipe) -> None:

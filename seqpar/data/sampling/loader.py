@@ -25,6 +25,7 @@ from seqpar.data.sampling.worker_pool import Pool, TaskFailure
 from seqpar.parallel.collectives import exchange_rows
 from seqpar.parallel.consensus import max_of_each_over_ranks, raise_on_all_ranks
 from seqpar.parallel.layout import Layout
+from seqpar.parallel.meeting import START_S
 from seqpar.parallel.mesh import Mesh
 
 
@@ -257,7 +258,7 @@ class Loader:
         fault, waited = None, 0.0
         for number, p in enumerate(mine):
             began = time.perf_counter()
-            result = self._pool.take()
+            result = self._pool.take(self._limit_s)
             waited += time.perf_counter() - began
             if isinstance(result, TaskFailure):
                 fault = result
@@ -270,6 +271,12 @@ class Loader:
         waited = self._agree(fault, waited)
         self._exchange(leaving, sent, preparers, image, label)
         return waited
+
+    @property
+    def _limit_s(self) -> float:
+        """The seconds that this rank waits for a worker: it gives up before the others give it up."""
+        watch = self.mesh.world.watch
+        return (watch.limit_s or watch.start_limit_s or START_S) * (1.0 if self.mesh.world.size == 1 else 0.9)
 
     def _on_device(self, rows: Tensor) -> Tensor:
         """Returns rows of a slot on the device; on a CPU they stay in the slot."""
@@ -284,7 +291,11 @@ class Loader:
         if failed:
             self.close()
             here = f"rank {world.index} on {self.mesh.hosts[world.index]}"
-            raise_on_all_ranks(None if fault is None else fault.error(here), world, name_rank=False)
+            error = None if fault is None else fault.error(here)
+            if isinstance(error, TimeoutError):
+                flag = "timeout" if world.watch.limit_s else "start-timeout"
+                error = TimeoutError(f"{error}; continue with --resume, with a larger --{flag} if the disk is slow")
+            raise_on_all_ranks(error, world, name_rank=False)
         return wait_us / 1e6
 
     def _exchange(self, leaving: Tensor, sent: list[int], preparers: list[int], image: Tensor, label: Tensor) -> None:

@@ -15,6 +15,7 @@ from multiprocessing import reduction
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from multiprocessing.util import Finalize
+from pathlib import Path
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import torch
@@ -38,7 +39,7 @@ class Work(Protocol[Consumed]):
 class TaskFailure(NamedTuple):
     """Why a task failed, as text that processes can send each other."""
 
-    kind: str  # data, memory or crash
+    kind: str  # data, memory, crash or late
     path: str
     text: str
 
@@ -61,11 +62,26 @@ class TaskFailure(NamedTuple):
             return cls("data", what, problem)
         return cls("crash", "", f"a worker ended with exit code {code} at {what}")
 
+    @classmethod
+    def of_wait(cls, pid: int, seconds: float, what: str) -> "TaskFailure":
+        """Returns the fault of a worker process that has not answered for ``seconds``."""
+        why = "was stopped by a signal" if _is_stopped(pid) else "hangs, or its disk does not answer"
+        return cls("late", "", f"worker {pid} {why}: it has not finished {what} within {seconds:g} s")
+
     def error(self, where: str) -> Exception:
         """Returns the fault as an exception; it names ``where`` unless the data is at fault."""
         if self.kind == "data":
             return DataError(self.path, self.text)
-        return (MemoryError if self.kind == "memory" else RuntimeError)(f"{where}: {self.text}")
+        kind = {"memory": MemoryError, "late": TimeoutError}.get(self.kind, RuntimeError)
+        return kind(f"{where}: {self.text}")
+
+
+def _is_stopped(pid: int) -> bool:
+    """Returns whether a signal holds a process; False where the system does not tell."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "Tt"
+    except OSError:
+        return False
 
 
 _MEMORY = "use fewer --workers, or ask for more memory"
@@ -119,13 +135,16 @@ class Pool(Generic[Task]):
         for number in range(self._slots.count if workers else 0):
             self._send(number)
 
-    def take(self) -> Tensor | TaskFailure:
-        """Returns the next result as bytes that stay valid until ``release``, or why the task failed."""
+    def take(self, limit_s: float) -> Tensor | TaskFailure:
+        """Returns the next result as bytes that stay valid until ``release``, or why the task failed.
+
+        A worker that takes longer than ``limit_s`` has failed.
+        """
         slot = self._slots[self._taken]
         if not self._staff:
             return run_task(self._work, next(self._tasks), slot) or slot
         worker = self._staff[self._taken % len(self._staff)]
-        return worker.answer(self._work.describe(self._sent[self._taken])) or slot
+        return worker.answer(self._work.describe(self._sent[self._taken]), limit_s) or slot
 
     def release(self) -> None:
         """Frees the slot of the last result for the next task."""
@@ -162,8 +181,10 @@ class _Worker:
         with suppress(BrokenPipeError, ConnectionResetError):  # it has died, which is reported when its result is due
             self.pipe.send((number, task))
 
-    def answer(self, what: str) -> TaskFailure | None:
+    def answer(self, what: str, limit_s: float) -> TaskFailure | None:
         try:
+            if not self.pipe.poll(limit_s):
+                return TaskFailure.of_wait(self.process.pid or 0, limit_s, what)
             fault: TaskFailure | None = self.pipe.recv()
             return fault
         except (EOFError, ConnectionResetError):

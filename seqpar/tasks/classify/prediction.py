@@ -46,10 +46,10 @@ class PredictionTable(PredictionFolder):
         explained = cases if self.explains else ()
         return [self.path, *(path for case in explained for path in self.explanation_paths(case))]
 
-    def unfinished(self, cases: Sequence[Case], resume: bool, same_settings: bool) -> list[Case]:
-        """Keeps the lines of other cases with the same settings; with ``resume`` also those of requested ones."""
+    def unfinished(self, cases: Sequence[Case], kept: frozenset[str], same_settings: bool) -> list[Case]:
+        """Also keeps the lines of other cases with the same settings."""
         if same_settings and self.path.is_file():
-            table, again = read_class_table(self.path), set() if resume else {case.id for case in cases}
+            table, again = read_class_table(self.path), {case.id for case in cases} - kept
             self.rows = {case: row for case, row in zip(table.cases, table.probabilities) if case not in again}
         return [case for case in cases if case.id not in self.rows]
 

@@ -177,8 +177,8 @@ class LabelMapFolder(PredictionFolder):
         files += self.ensemble.paths(self.folder, cases) if self.ensemble else []
         return files if self.statistics is None else [*files, self.statistics.path]
 
-    def unfinished(self, cases: Sequence[Case], resume: bool, same_settings: bool) -> list[Case]:
-        left = [case for case in cases if not (resume and same_settings and self.label_path(case).is_file())]
+    def unfinished(self, cases: Sequence[Case], kept: frozenset[str], same_settings: bool) -> list[Case]:
+        left = [case for case in cases if not (case.id in kept and self.label_path(case).is_file())]
         if self.statistics is not None:
             self.statistics.open(case.id for case in left)
         return left
