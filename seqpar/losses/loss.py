@@ -208,7 +208,7 @@ class Loss(nn.Module):
         """Returns each sample's sums ``b s`` over this rank's voxels, and the weights ``b k`` of its classes."""
         voxels, device = loss_groups.voxels, logits.device
 
-        def add(logits: Tensor, label: Tensor, weights: Tensor | None, inside: Inside = None) -> Tensor:
+        def add(logits: Tensor, label: Tensor, weights: Tensor | None, inside: Inside | None = None) -> Tensor:
             return sum_over_voxels(logits, label, partial(self._sums_of_run, weights, annotated), inside, self.reach)
 
         def fit_and_add() -> tuple[Tensor, Tensor | None]:
