@@ -5,8 +5,10 @@
 beside() {
     local log waiting failed=0
     log=$(mktemp)
+    # shellcheck disable=SC2086 # a row's steps are its words
     in_turn $1 > "$log" 2>&1 &
     waiting=$!
+    # shellcheck disable=SC2086
     in_turn $2 || failed=$?
     wait "$waiting" || failed=$?
     cat "$log"

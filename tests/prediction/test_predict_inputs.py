@@ -138,6 +138,8 @@ def test_modalities_are_taken_by_name(tmp_path, capfd) -> None:
         source = tmp_path / "a" / "imagesTr" / f"c_000_{channel:04d}.nii.gz"
         shutil.copy(source, tmp_path / "b" / "imagesTr" / f"c_000_{1 - channel:04d}.nii.gz")
     assert act(tmp_path, run, images="a", out="of a") == act(tmp_path, run, images="b", out="of b") == 0
-    assert tree(tmp_path / "of a") == tree(tmp_path / "of b")
+    of_a, of_b = (tree(tmp_path / f"of {one}") for one in "ab")
+    assert of_a.pop("prediction.json") != of_b.pop("prediction.json"), "names of files differ"
+    assert of_a == of_b and len(of_a) == 1
     with pytest.raises(DataError, match="T1, T2, but the network was trained on T1, FLAIR"):
         act(tmp_path, run, images="d")

@@ -105,7 +105,7 @@ def test_a_run_records_the_better_and_predict_follows_it(flags, tmp_path, capsys
     trained(2, [*flags, *SMALLER, "--seqpar", "2", "--val-window", "both", "--epochs", "2"], run)
     record = json.loads((run / "window.json").read_text())
     rows = [row for row in read_metrics(run / "metrics.jsonl") if row["kind"] == "val"]
-    best = max(rows, key=lambda row: max(row["windows"].values()))
+    best = max(rows, key=lambda row: (max(row["windows"].values()), -row["loss"]))
     assert (record["window"], record["dice"], record["step"]) == (best["window"], best["windows"], best["step"])
     assert {path.parent.name for path in run.glob("validation*/summary.json")} == {"validation", "validation-whole"}
     assert record["whole_grid"] == [3, 2, 2], "of the largest held-out volume, in patches of 4"
