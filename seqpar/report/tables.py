@@ -298,7 +298,7 @@ def dice_table(scored: CaseScores) -> Table:
         for case in scored.cases
     ]
     note = mean_over(scored.classes, "of a case ")
-    note += " A class without a Dice, in neither truth nor prediction, is left out of it." * bool(note)
+    note += " A class that has no Dice in a case is left out." * bool(note)
     return Table("per-case", list(map(TableHead, ("Case", *scored.classes, "mean"))), rows, "case", note)
 
 

@@ -274,7 +274,7 @@ def test_it_is_said_which_labels_a_volume_and_a_mean_dice_are_of() -> None:
     assert mean_over(["liver", "lesion"]) == "The mean Dice is over liver and lesion."
     full = np.ones((4, 4, 4), np.uint8)
     note = dice_table(scores_of(1.0, {"liver": (1,), "lesion": (2,)}, (full, full))).note
-    assert note.startswith("The mean Dice of a case is over liver and lesion. A class without a Dice")
+    assert note.startswith("The mean Dice of a case is over liver and lesion. A class that has no Dice")
     assert dice_table(scores_of(1.0, {"liver": (1,)}, (full, full))).note == ""
 
 
