@@ -17,7 +17,7 @@ from seqpar.data.geometry import geometry_difference, to_canonical
 from seqpar.data.preparation import transforms
 from seqpar.data.preparation.prepared_case import Properties
 from seqpar.data.volumes import Volume, read_volume
-from seqpar.report.embedded_volumes import GREYS, Bytes, Embedded, embed, encode, outline, png, viewer_note
+from seqpar.report.embedded_volumes import GREYS, Bytes, Embedded, embed, encode, kept_of_ct, outline, png, viewer_note
 from seqpar.report.images import FoundImage, Images, grey_images
 from seqpar.report.pictures import heat_colours, heat_palette
 from seqpar.report.planes import (
@@ -31,6 +31,7 @@ from seqpar.report.planes import (
     fullest_planes,
     orientation_text,
     plane_of,
+    repeated,
     sides,
     slices_of,
 )
@@ -343,10 +344,12 @@ def viewer_section(
     - ``labels``: names of the labels, in the order of their numbers
     - ``views``: cases that are also shown in planes
     """
+    kept = kept_of_ct([limits for case, _ in shown if case.is_ct for limits in case.ranges.values()])
+    counted = f"{COUNTED}; if voxels were resampled, of the nearest slice"
     return CaseSection(
-        f"{orientation_text(neurological)}. {LETTERS}. {COUNTED}; if voxels were resampled, of the nearest slice",
+        f"{orientation_text(neurological)}. {LETTERS}. {'. '.join(filter(None, [counted, repeated(labels)]))}",
         [(colour, name) for name, colour in colours_of(labels).items()],
-        viewer_note([embedded for _, embedded in shown], any(case.is_ct for case, _ in shown)) + _kept_of_ct(shown),
+        viewer_note([embedded for _, embedded in shown], any(case.is_ct for case, _ in shown)) + kept,
         views,
         viewer_data(labels, shown, neurological),
         ", ".join(heat_colours()) if any(case.heat is not None for case, _ in shown) else "",
@@ -377,7 +380,9 @@ def _case_view(case: ScoredCase, shown: ShownCase, labels: Sequence[str], neurol
     """Returns one case with its scores and three planes."""
     dice = ", ".join(f"{name} {Score(row.get('Dice', math.nan), 3).text}" for name, row in case.scores.items())
     missing = "".join(f" · {text}" for name, row in case.scores.items() if (text := what_is_missing(name, row)))
-    modality = f" · shown on {best_modality(list(shown.images))}" if shown.images else ""
+    modality = f" · shown on {(best := best_modality(list(shown.images)))}" if shown.images else ""
+    if shown.images and shown.is_ct:
+        modality += " from {:.0f} HU (black) to {:.0f} HU (white)".format(*shown.ranges[best])
     spacing = " × ".join(f"{step:.3g}" for step in shown.spacing)
     w, d, _ = (side * step for side, step in zip(shown.truth.shape, shown.spacing))
     scores = f"Dice: {dice}{missing}{volumes_of(case)}"
@@ -435,14 +440,3 @@ def viewer_data(
     ]
     more = {"heat_colours": heat_colours()} if any(case.heat is not None for case, _ in cases) else {}
     return {"labels": labels, "sides": sides(neurological), "mirrored": not neurological, "cases": entries, **more}
-
-
-def _kept_of_ct(shown: Sequence[tuple[ShownCase, Embedded]]) -> str:
-    """Returns which Hounsfield units a page still tells apart, "" without a CT."""
-    kept = [limits for case, _ in shown if case.is_ct for limits in case.ranges.values()]
-    if not kept:
-        return ""
-    low, high = round(min(low for low, _ in kept)), round(max(high for _, high in kept))
-    dark, bright = " (such as fat and air)" * (low >= -50), " (such as bone)" * (high <= 300)
-    rule = f"everything below{dark} is equally black, everything above{bright} equally white"
-    return f" Of the CT, only {low} to {high} HU are kept: {rule}."

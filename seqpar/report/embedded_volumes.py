@@ -196,3 +196,16 @@ def viewer_note(volumes: Sequence[Embedded], is_ct: bool = False) -> str:
     blocks = "; ".join(sorted(" × ".join(map(str, block)) for block in factors))
     note += f" To keep the page small, blocks of {blocks} voxels became one"
     return f"{note} (images by their mean, labels by their middle voxel)."
+
+
+def kept_of_ct(ranges: Sequence[tuple[float, float]]) -> str:
+    """Returns which Hounsfield units a page still tells apart; "" without a CT.
+
+    - ``ranges``: what black and white are
+    """
+    if not ranges:
+        return ""
+    low, high = round(min(low for low, _ in ranges)), round(max(high for _, high in ranges))
+    dark, bright = " (such as fat and air)" * (low >= -50), " (such as bone)" * (high <= 300)
+    rule = f"everything below{dark} is equally black, everything above{bright} equally white"
+    return f" Of the CT, only {low} to {high} HU are kept: {rule}."

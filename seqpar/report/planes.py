@@ -29,6 +29,14 @@ def colours_of(names: Iterable[str], palette: Sequence[str] = COLOURS) -> dict[s
     return {name: palette[n % len(palette)] for n, name in enumerate(dict.fromkeys(names))}
 
 
+def repeated(names: Sequence[str]) -> str:
+    """Returns a sentence without its full stop if labels share colours; "" if each has its own."""
+    if len(names) <= len(COLOURS):
+        return ""
+    shared = f"{names[0]} and {names[len(COLOURS)]}"
+    return f"Colours repeat after {len(COLOURS)} labels, as in {shared}: point at a plane to read its label"
+
+
 def sides(neurological: bool) -> tuple[str, str, str]:
     """Returns what lies at the left, right, top and bottom of each plane, a letter each."""
     return ("PASI", "LRSI", "LRAP") if neurological else ("APSI", "RLSI", "RLAP")

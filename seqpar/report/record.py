@@ -13,7 +13,7 @@ from seqpar.data.files import read_whole, strip_suffix
 from seqpar.data.phantom.phantom_files import is_generated
 from seqpar.report.planes import colours_of
 from seqpar.runs.journal import read_metrics
-from seqpar.runs.metrics_tail import best_validation
+from seqpar.runs.metrics_tail import SCORES, best_validation, score_of, task_of_row
 from seqpar.runs.run_folder import read_config
 from seqpar.runs.run_status import describe_kill
 from seqpar.scores.label_classes import Labels, labels_of_run
@@ -109,6 +109,7 @@ class CaseScores:
     settings: dict[str, Any]
     faults: tuple[str, ...] = ()
     missing: tuple[str, ...] = ()  # cases without a prediction
+    step: int = 0  # of the validation that they are from, 0 if there was none
 
 
 def mean_of_numbers(values: Iterable[float]) -> float:
@@ -126,6 +127,22 @@ def best_step(record: RunRecord) -> int | None:
         return None if row is None else int(row["step"])
 
 
+def step_sentence(own: int, record: RunRecord) -> str:
+    """Returns which step a run's scores are of, and whether predict takes its weights; "" if either is not known.
+
+    - ``own``: the step of the scores, 0 if it is not known
+    """
+    best = best_step(record)
+    if not own or not best:
+        return ""
+    if own == best:
+        return f"After step {own:,}, the best validation, whose weights predict uses."
+    text = f"After step {own:,}, the last one. Predict uses the weights of step {best:,}"
+    for row in (row for row in record.held_out if row.get("step") == best):
+        return f"{text}, whose {SCORES[task_of_row(row)]} was {score_of(row):.3f}."
+    return f"{text}."
+
+
 def chosen_on_them(record: RunRecord) -> list[str]:
     """Returns a sentence if several validations chose weights on the cases that a run held out."""
     text = "The weights that predict uses were chosen on these held-out cases, so scores on them tend to be too good: "
@@ -137,7 +154,10 @@ def reached_in_validation(record: RunRecord) -> list[str]:
     for row in (row for row in record.held_out if row.get("step") == best_step(record) and row.get("dice")):
         cases = quantity(row["cases"], "held-out case") if "cases" in row else "held-out cases"
         scores = ", ".join(f"{name} {value:.3f}" for name, value in row["dice"].items() if isinstance(value, float))
-        return [f"On its {cases} this run reached a mean Dice of {scores}. Other patients may come out worse."]
+        reached = f"On its {cases} this run reached a mean Dice of {scores}."
+        if (count := len(record.held_out)) > 1:
+            reached += f" Its weights are the best of {count} validations on them."
+        return [f"{reached} Other patients may come out worse."]
     return []
 
 
@@ -335,7 +355,8 @@ def parse_scores(content: Mapping[str, Any], source: str, folder: Path | None) -
         (tuple(map(str, content.get(name, ()))) for name in ("faults", "missing")),
     )
     classes = {str(n): str(k) for n, k in keys.items()}
-    return CaseScores(source, classes, tuple(cases), summary, settings, faults, missing)
+    step = int(content.get("step") or 0)
+    return CaseScores(source, classes, tuple(cases), summary, settings, faults, missing, step)
 
 
 def _numbers(row: Mapping[str, Any]) -> dict[str, float]:

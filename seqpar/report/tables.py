@@ -297,7 +297,9 @@ def dice_table(scored: CaseScores) -> Table:
         )
         for case in scored.cases
     ]
-    return Table("per-case", list(map(TableHead, ("Case", *scored.classes, "mean"))), rows, "case")
+    note = mean_over(scored.classes, "of a case ")
+    note += " A class that has no Dice in a case is left out." * bool(note)
+    return Table("per-case", list(map(TableHead, ("Case", *scored.classes, "mean"))), rows, "case", note)
 
 
 def _dice(row: Mapping[str, float]) -> Score:
@@ -316,7 +318,7 @@ def last_validation(record: RunRecord) -> Table | None:
         for name, value in row.get("dice", {}).items()
     ]
     cases = quantity(row["cases"], "held-out case") if "cases" in row else "held-out cases"
-    note = f"From the validation after step {row['step']:,} on {cases}. {ABSENT_RULE}"
+    note = f"From the validation after step {row['step']:,} on {cases}. {OVER_CASES} {ABSENT_RULE}"
     return Table("metrics", list(map(TableHead, ("Class", "Dice, mean", "Dice, global"))), rows, "class", note)
 
 

@@ -32,12 +32,22 @@ METRICS = {
 COLUMNS = ("Dice", "IoU", *METRICS, "VolumeError", "Sensitivity", "Specificity")
 EXTRA_COLUMNS = ("LesionDice", "LesionHD95", "CentrelineRecall")  # of those who ask for them
 WORDS = (  # of a table, for people
-    "(mean, median: over cases; global: over the voxels of all cases together; HD95: 95th percentile of the distances "
-    "between the surfaces in mm, or the image's diagonal if only one map has the class (with --empty brats: 374); NSD: "
-    "share of both surfaces that is within --nsd-tolerance of the other; VolumeError: predicted minus true volume, as "
-    "share of the true one, so that errors of both signs cancel in the mean; Sensitivity, Specificity: of voxels, not "
-    "of cases)"
+    "(mean, median: over cases; global: over the voxels of all cases together; IoU: intersection over union; HD95: "
+    "95th percentile of the distances between the surfaces in mm, or the image's diagonal if only one map has the "
+    "class (with --empty brats: 374); NSD: share of both surfaces that is within --nsd-tolerance of the other; "
+    "VolumeError: predicted minus true volume, as share of the true one, so that errors of both signs cancel in the "
+    "mean; Sensitivity, Specificity: of voxels, not of cases"
 )
+LESION_WORDS = (
+    "; LesionDice, LesionHD95: means over the lesions of a case, in which each missed and each false lesion counts "
+    "with Dice 0 and 374 mm; the rules of BraTS 2023, made for voxels of 1 mm"
+)
+CENTRELINE_WORDS = "; CentrelineRecall: share of the true centre line that is predicted; false branches cost nothing"
+
+
+def words_of(lesion_wise: bool, centreline: bool) -> str:
+    """Returns what the columns of a table mean, for people."""
+    return f"{WORDS}{LESION_WORDS * lesion_wise}{CENTRELINE_WORDS * centreline})"
 
 
 def class_mask(labels: NDArray[Any], values: Iterable[int]) -> Mask:

@@ -15,7 +15,7 @@ from seqpar.cli import evaluate, report
 from seqpar.cluster.exit_codes import DATA, USAGE, run
 from seqpar.prediction.class_statistics import ClassStatistics
 from seqpar.report import rendering, run_page, several_runs
-from seqpar.report.record import RunRecord
+from seqpar.report.record import RunRecord, reached_in_validation, read_record
 from seqpar.report.run_page import describe_layout
 from seqpar.settings.presets import debug
 from tests.support.folders import save, write_json
@@ -116,13 +116,20 @@ def test_scores_on_cases_that_chose_the_weights_are_said_to_be_too_good(page: Pa
     assert "were chosen on these held-out cases" not in page.text, "there was only one validation"
     path = copied / "metrics.jsonl"
     (row,) = [line for line in path.read_text().splitlines() if json.loads(line)["kind"] == "val"]
-    path.write_text(f"{path.read_text()}{row}\n")
-    assert "The weights that predict uses were chosen on these held-out cases" in written(copied).text
+    better = json.dumps(json.loads(row) | {"step": 1, "dice": {"NCR": 0.75, "ED": None}})
+    path.write_text(f"{better}\n{path.read_text()}")
+    text = written(copied).text
+    assert "The weights that predict uses were chosen on these held-out cases" in text
+    last = f"After step {debug().steps:,}, the last one."
+    assert f"{last} Predict uses the weights of step 1, whose mean Dice was 0.750." in text
+    (reached,) = reached_in_validation(read_record(copied))
+    assert "NCR 0.750. Its weights are the best of 2 validations on them. Other patients" in reached
 
 
 def test_scores_tell_the_step_that_they_are_of(page: Page, copied: Path) -> None:
     """A run that goes on keeps them until it ends again."""
     assert f"after step {debug().steps:,}" in page.text
+    assert f"After step {debug().steps:,}, the best validation, whose weights predict uses." in page.text
     (copied / "status.json").write_text(json.dumps({"state": "preempted", "step": debug().steps + 7, "why": "SIGTERM"}))
     page = written(copied)
     assert "Preempted" in page.text and f"after step {debug().steps:,}" in page.text
@@ -410,7 +417,7 @@ def test_the_entropy_is_shown_next_to_the_prediction_and_calibration_below_the_s
 
     page = written_page()
     assert json.loads(page.scripts["volumes"])["cases"][0]["heat"] == "", "left by an earlier prediction"
-    assert "nats" not in page.text and "Calibration" not in page.text
+    assert all(word not in page.text for word in ("nats", "Calibration", "no abnormality"))
     inside = np.stack([np.isin(truth, own) for own in ((1, 2, 3), (1, 3), (3,))])
     declared = {"labels": {"background": 0, "WT": [1, 2, 3], "TC": [1, 3], "ET": [3]}, "regions_class_order": [2, 1, 3]}
     for name, content in (("dataset", declared | {"channel_names": {"0": "T1"}}), ("plans", {})):
@@ -426,6 +433,7 @@ def test_the_entropy_is_shown_next_to_the_prediction_and_calibration_below_the_s
     assert case["heat_name"] == "entropy" and case["most_nats"] == pytest.approx(most)
     assert np.abs(shown - np.asarray(canonical.dataobj)[box]).max() < most / 60, "greys of a page are 64"
     assert page.text.count("2.08 nats") == 2 and "all outputs equally likely" in page.text
+    assert "Bright is no abnormality" in page.text and "Voxels of a case are alike" in page.text
     labels = [value for _, name, value in page.attributes if name == "aria-label"]
     assert all(f"entropy of case-b, {plane} slice" in " ".join(labels) for plane in ("sagittal", "coronal", "axial"))
     assert "Calibration of voxels" in page.text and "WT: ECE 0." in page.text and "overconfident" in page.text

@@ -16,7 +16,7 @@ import seqpar
 from seqpar.cli import report
 from seqpar.cluster.exit_codes import run
 from seqpar.data.geometry import make_geometry, to_canonical
-from seqpar.report.cases import ShownCase, bar_length, planes_note, planes_of, viewer_section
+from seqpar.report.cases import ShownCase, _case_view, bar_length, planes_note, planes_of, viewer_section
 from seqpar.report.pictures import PicturedCase, figure_of_cases
 from seqpar.report.planes import COLOURS, RUN_COLOURS, slices_of
 from seqpar.report.record import CaseScores, ScoredCase, parse_scores
@@ -258,7 +258,11 @@ def test_a_page_of_ct_says_which_values_it_keeps() -> None:
             "a", {"CT": nothing}, nothing, nothing, (1.0,) * 3, own_slices((4, 4, 4)), "", {"CT": limits}, True
         )
         assert viewer_section([(case, case.embedded(10**6))], (), False).note.endswith(said)
+        low, high = (f"{limit:.0f} HU" for limit in limits)
+        caption = _case_view(ScoredCase("a", None, Path("a"), {}), case, (), False).caption
+        assert f"shown on CT from {low} (black) to {high} (white)" in caption
     mr = replace(case, is_ct=False)
+    assert " HU" not in _case_view(ScoredCase("a", None, Path("a"), {}), mr, (), False).caption
     assert "HU" not in viewer_section([(mr, mr.embedded(10**6))], (), False).note
 
 
@@ -268,6 +272,17 @@ def test_it_is_said_which_labels_a_volume_and_a_mean_dice_are_of() -> None:
     assert what_volumes_count({"liver": "(1, 2)", "lesion": "2"}).endswith("all labels of its class: liver = 1 + 2.")
     assert what_volumes_count({"liver": "1"}) == "" == mean_over(["liver"])
     assert mean_over(["liver", "lesion"]) == "The mean Dice is over liver and lesion."
+    full = np.ones((4, 4, 4), np.uint8)
+    note = dice_table(scores_of(1.0, {"liver": (1,), "lesion": (2,)}, (full, full))).note
+    assert note.startswith("The mean Dice of a case is over liver and lesion. A class that has no Dice")
+    assert dice_table(scores_of(1.0, {"liver": (1,)}, (full, full))).note == ""
+
+
+def test_labels_that_share_a_colour_are_named() -> None:
+    names = [f"organ {n}" for n in range(len(COLOURS) + 1)]
+    said = f"Colours repeat after {len(COLOURS)} labels, as in organ 0 and organ 8: point at a plane to read its label"
+    assert viewer_section([], names, False).orientation.endswith(said)
+    assert "repeat" not in viewer_section([], names[:-1], False).orientation
 
 
 def test_volumes_are_no_finer_than_their_voxels() -> None:

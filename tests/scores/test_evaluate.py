@@ -42,8 +42,10 @@ def test_the_summary_has_nnunets_schema_and_our_scores(folders: tuple[Path, Path
     assert summary["foreground_mean"]["HD95"] == pytest.approx(np.mean(means))
 
 
-def test_the_csv_has_a_line_per_case_and_class(folders: tuple[Path, Path]) -> None:
+def test_the_csv_has_a_line_per_case_and_class(folders: tuple[Path, Path], capsys: pytest.CaptureFixture[str]) -> None:
     assert evaluate_folders(folders, "--lesion-wise", "--centreline") == 0
+    said = capsys.readouterr().out
+    assert "each missed and each false lesion counts with Dice 0 and 374 mm" in said and "false branches cost" in said
     with open(folders[1] / "metrics.csv", newline="") as file:
         rows = list(csv.DictReader(file))
     assert [(r["case"], r["class"]) for r in rows] == [

@@ -132,12 +132,14 @@ def test_the_table_of_classes_has_intervals_and_that_of_counts_says_what_its_row
 
 def test_a_case_is_told_with_its_predicted_class_and_the_probability_of_it() -> None:
     case = {"truth": "ill", "class": "healthy", "probabilities": [0.975, 0.025, 0.0]}
-    assert verdict_on(case, {"names": ["healthy", "ill"]}) == "True class: ill. Predicted: healthy with 0.975 (wrong)."
+    assert verdict_on(case, {"names": ["healthy", "ill"]}) == (
+        "True class: ill. Predicted: healthy with a probability of 0.975 (wrong)."
+    )
     assert verdict_on(case, {"names": ["healthy", "ill", "c"]}).endswith(
         "(wrong). Probability of the true class: 0.025."
     )
     right = verdict_on(case | {"truth": "healthy"}, {"names": ["healthy", "ill", "c"]})
-    assert right == "True class: healthy. Predicted: healthy with 0.975 (correct)."
+    assert right == "True class: healthy. Predicted: healthy with a probability of 0.975 (correct)."
 
 
 def test_the_viewer_names_the_method_and_class_of_each_map(tmp_path: Path) -> None:
@@ -176,7 +178,8 @@ def test_runs_are_compared_on_the_cases_that_all_have_scored(monkeypatch: pytest
     )
     assert not isinstance(both.scores, str) and not isinstance(both.cases, str)
     rows = {row.name: [getattr(cell, "text", cell) for cell in row.cells] for row in both.scores.rows}
-    assert rows["sensitivity (ill)"] == ["1.000", "0.833"] and rows["specificity (ill)"] == ["1.000", "0.667"]
+    assert rows["sensitivity (ill)"] == ["1.000 (6 of 6)", "0.833 (5 of 6)"]
+    assert rows["specificity (ill)"] == ["1.000 (6 of 6)", "0.667 (4 of 6)"]
     assert len(both.cases.rows) == 12 and "the table below" in both.scores.note
     alone = compare_classifiers({"first": None}, [])  # type: ignore[dict-item]
     assert alone.cases == "" and not alone.sentences

@@ -30,7 +30,8 @@ class ClassEvaluation(CaseEvaluation):
 
     words = (
         "(95 % intervals: Wilson's of accuracy, sensitivity and specificity, the others by bootstrap, stratified by "
-        "class; AUC: each class against the others, averaged over classes)"
+        "class; AUC: each class against the others, averaged over classes; predicted "
+        "class: the one with the highest probability)"
     )
 
     def __init__(self, options: argparse.Namespace) -> None:

@@ -28,7 +28,7 @@ from seqpar.report.images import FoundImage, Images, find_images, grey_images, r
 from seqpar.report.pictures import MAPS, body_of, draw_evidence, evidence_planes
 from seqpar.report.planes import colours_of, slices_of
 from seqpar.report.plots import Chart, draw_charts
-from seqpar.report.record import RunRecord, best_step, chosen_on_them, seen_in_training
+from seqpar.report.record import RunRecord, chosen_on_them, seen_in_training, step_sentence
 from seqpar.report.run_page import FinishedPage, is_neurological, render_run, try_reading
 from seqpar.report.several_runs import Comparison, difference_sentence, read_all
 from seqpar.report.tables import HeadlineTile, Score, Table, TableHead, TableRow
@@ -60,6 +60,7 @@ from seqpar.text import quantity
 FOLDER = Path(__file__).parent
 
 Summary = Mapping[str, Any]
+KINDS = ("sensitivity", "specificity")
 
 
 def read_class_scores(
@@ -126,7 +127,8 @@ def class_page(options: argparse.Namespace, record: RunRecord) -> FinishedPage:
     cautions = list[str]()
     if summary:
         cautions = _cautions(record, summary, options.truth) if is_other else chosen_on_them(record)
-    scores = _scores(summary, options.positive, "" if is_other else step_sentence(summary, record)) if summary else None
+    step = "" if is_other or not summary else step_sentence(int(summary.get("step") or 0), record)
+    scores = _scores(summary, options.positive, step) if summary else None
     viewer = None
     if summary and cases:
         names, maps = [case.name for case in cases], names_of_maps(summary, options.prediction)
@@ -181,21 +183,6 @@ ABOUT = (
 )
 
 
-def step_sentence(summary: Summary, record: RunRecord) -> str:
-    """Returns which step the scores of a run are of, and whether predict takes the weights of that step."""
-    own, best = summary.get("step"), best_step(record)
-    if not own or not best:
-        return ""
-    if own == best:
-        return f"After step {own:,}, the best validation, whose weights predict uses."
-    scores: dict[str, Any] = next(
-        (dict(row.get("scores", {})) for row in record.held_out if row.get("step") == best), {}
-    )
-    value = Score(number(scores.get("balanced accuracy")), 3).text
-    last = f"After step {own:,}, the last one."
-    return f"{last} Predict uses the weights of step {best:,}, whose balanced accuracy was {value}."
-
-
 def headline(summary: Summary) -> list[HeadlineTile]:
     """Returns the main scores, with their intervals and the number of cases."""
     tiles = []
@@ -212,10 +199,8 @@ def classes_table(summary: Summary, positive: str | None = None) -> Table:
     shown = names if has_areas else [names[positive_class(names, positive)]]
     for name, row in ((name, summary["classes"][name]) for name in shown):
         cells: list[Score | str] = [Score(row["cases"], 0)]
-        for kind, count in zip(("sensitivity", "specificity"), cases_behind(summary["cases"], row["cases"])):
-            share = number(row[kind])
-            right = "" if math.isnan(share) else f" ({round(share * count)} of {count})"
-            cells += [Score(share, 3, right), describe_share(share, count) or "–"]
+        for share, count in _shares(summary, name):
+            cells += [share, describe_share(share.value, count) or "–"]
         rows.append(TableRow(name, [*cells, *[Score(number(row["AUC"]), 3)] * has_areas]))
     of_share = ("share", "95 % interval")
     heads = [TableHead("Class"), TableHead("Cases"), TableHead("Sensitivity", of_share)]
@@ -230,6 +215,16 @@ def classes_table(summary: Summary, positive: str | None = None) -> Table:
         f"The intervals are Wilson's; none is given for fewer than {FEW} cases."
     )
     return Table("metrics", heads, rows, "class", note)
+
+
+def _shares(summary: Summary, name: str) -> list[tuple[Score, int]]:
+    """Returns sensitivity and specificity of a class, and how many cases each is a share of; none of other classes."""
+    shares, row = list[tuple[Score, int]](), summary["classes"].get(name)
+    for kind, count in zip(KINDS, cases_behind(summary["cases"], row["cases"]) if row else ()):
+        share = number(row[kind])
+        right = "" if math.isnan(share) else f" ({round(share * count)} of {count})"
+        shares.append((Score(share, 3, right), count))
+    return shares
 
 
 def confusion_table(summary: Summary) -> Table:
@@ -414,11 +409,9 @@ def _scores_table(summaries: Mapping[str, Summary], is_compared: bool) -> Table 
     classes = dict.fromkeys(name for summary in summaries.values() for name in summary["names"])
     names = list(classes) if len(classes) != 2 else [list(classes)[positive_class(list(classes))]]
     rows += [
-        TableRow(
-            f"{kind} ({name})", [Score(number(s["classes"].get(name, {}).get(kind)), 3) for s in summaries.values()]
-        )
-        for name in names
-        for kind in ("sensitivity", "specificity")
+        TableRow(f"{kind} ({name})", [own[n][0] if own else "–" for own in shares])
+        for name, shares in ((name, [_shares(summary, name) for summary in summaries.values()]) for name in names)
+        for n, kind in enumerate(KINDS)
     ]
     if rows:
         rows.append(TableRow("cases", [Score(summary["cases"], 0) for summary in summaries.values()]))

@@ -181,7 +181,7 @@ def verdict_on(case: Mapping[str, Any], summary: Mapping[str, Any]) -> str:
     """Returns a case's true and predicted class in words, and the probabilities that the reader cannot add up."""
     is_right, names = case["class"] == case["truth"], list(summary["names"])
     probability = case["probabilities"][names.index(case["class"])]
-    text = f"Predicted: {case['class']} with {probability:.3f} ({'correct' if is_right else 'wrong'})."
+    text = f"Predicted: {case['class']} with a probability of {probability:.3f} ({'correct' if is_right else 'wrong'})."
     if len(names) > 2 and not is_right:
         text += f" Probability of the true class: {of_truth(case, summary):.3f}."
     return f"True class: {case['truth']}. {text}"

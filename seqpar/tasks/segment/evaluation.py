@@ -32,7 +32,7 @@ from seqpar.scores.label_files import (
     score_pairs,
     validation_of,
 )
-from seqpar.scores.label_scores import DEFAULT_SETTINGS, WORDS, Scores, class_mask, format_table, summarise
+from seqpar.scores.label_scores import DEFAULT_SETTINGS, Scores, class_mask, format_table, summarise, words_of
 from seqpar.scores.postprocessing import POSTPROCESSING, learn_postprocessing, mean_of
 from seqpar.scores.summary_files import csv_text, output_files, refuse_foreign, summary_content, write_output
 from seqpar.tasks.case_evaluation import CaseEvaluation, ScoredPrediction, ScoringJob, refuse_duplicates
@@ -47,10 +47,9 @@ Cases = dict[str, tuple[Pair, Scores]]
 class LabelMapEvaluation(CaseEvaluation):
     """Scores folders of label maps, single label maps, and runs, which stand for their last validation."""
 
-    words = WORDS
-
     def __init__(self, options: argparse.Namespace) -> None:
         super().__init__(options)
+        self.words = words_of(options.lesion_wise, options.centreline)
         self.pictures = dict[str, Path]()
         self.dataset, self.pairs = dataset_at(options.truth), dict[str, list[Pair]]()
         if options.test_of and not (options.regions or options.brats or options.dataset):
@@ -283,7 +282,7 @@ ABOUT_CALIBRATION = (
     "Each dot: the voxels of all cases whose probability of the class is within one tenth. Below the dashed line the "
     "class is there less often than its probability says (overconfident), above it more often. ECE: expected "
     "calibration error, the mean distance from that line over voxels, without those below 0.1, which are mostly "
-    "background."
+    "background. Voxels of a case are alike: a few cases say little about others, however many voxels they have."
 )
 MIN_VOXELS = 100  # of a tenth that is drawn
 

@@ -25,6 +25,7 @@ from seqpar.report.record import (
     read_scores,
     score_folders,
     seen_in_training,
+    step_sentence,
 )
 from seqpar.report.run_page import FinishedPage, is_neurological, render_run, try_reading
 from seqpar.report.several_runs import Comparison, Dots, difference_sentence, read_all
@@ -110,6 +111,7 @@ def segment_page(options: argparse.Namespace, record: RunRecord) -> FinishedPage
         "about_calibration": ABOUT_CALIBRATION,
         "tiles": tiles,
         "note": note,
+        "step": step_sentence(scored.step, record) if scored else "",
         "is_scored": scored is not None and not alone,
         "cases": cases,
         **tables,
