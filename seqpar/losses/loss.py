@@ -295,7 +295,7 @@ class Loss(nn.Module):
             weight = counted.to(logits.dtype)[:, None]
             columns = [column * weight for column in columns]
         if self.reach:
-            columns = [column[..., inside[0], inside[1], inside[2]] for column in columns]
+            columns = [column[(..., *inside)] for column in columns]
         return torch.cat([rearrange(column, "b k ... -> b k (...)").sum(2) for column in columns], 1)
 
     def _refuse_unmarked(self, labels: Sequence[Tensor], loss_groups: LossGroups) -> None:
@@ -331,8 +331,13 @@ class Loss(nn.Module):
     ) -> StepTotals:
         """Returns what the means of a step divide by, given the labels of its micro-batches on this rank."""
         self._refuse_unmarked(labels, loss_groups)
-        each = [self._weights_of(label, shown, torch.float64) for label, shown in zip(labels, annotated)]
-        own = torch.stack([self._count(label, weights) for label, weights in zip(labels, each)]).sum().double()[None]
+
+        def weigh_and_count() -> tuple[list[Tensor | None], Tensor]:
+            each = [self._weights_of(label, shown, torch.float64) for label, shown in zip(labels, annotated)]
+            counts = [self._count(label, weights) for label, weights in zip(labels, each)]
+            return each, torch.stack(counts).sum().double()[None]
+
+        each, own = loss_groups.own_work(weigh_and_count, labels[0].device)
         weights = [of_micro for of_micro in each if of_micro is not None]
         if weights:
             own = torch.cat([own, torch.cat(weights).sum(0)])

@@ -158,6 +158,12 @@ def test_cldice_is_the_release_s_for_each_class_and_sample() -> None:
     assert float(make_loss("cldice", ignore_label=9)(perfect, label)) < 1e-6
 
 
+def test_cldice_of_images_is_that_of_volumes_one_voxel_thick() -> None:
+    logits, label = (x[..., :1] for x in example())
+    flat, thick = (make_loss("cldice")(x, y % 3) for x, y in ((logits[..., 0], label[..., 0]), (logits, label)))
+    assert relative(flat, thick) < 1e-13
+
+
 def test_cldice_in_chunks_of_rows_is_that_of_all_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     logits, label = example()
     results = []
