@@ -7,6 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
+from weakref import ReferenceType
 
 import torch
 from torch import Tensor, nn
@@ -247,11 +248,13 @@ class SeenTiles:
     - ``grids``: those of the boxes that it returned
     - ``kept_whole``: the extents of outputs that were too small to be cut
     - ``watched``: the modes, of training and gradients, in which all of its operations have been checked
+    - ``called_by``: a weak reference to what checks the backwards of the model that called it last, of several
     """
 
     def __init__(self) -> None:
         self.grids, self.kept_whole = WeakIdKeyDictionary(), set[tuple[int, ...]]()
         self.watched = set[tuple[bool, bool]]()
+        self.called_by: ReferenceType[Any] | None = None
         self._fingerprint: Tensor | None = None  # of the whole tiles that the ranks have not compared yet
         self._calls = 0
 

@@ -4,6 +4,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -140,7 +141,7 @@ class ParallelModel(nn.Module):
         self.data = None if mesh is None else mesh.data
         self._averages = size > 1  # then DDP is kept aside from the submodules, which keep their names
         self.__dict__["_trained"] = _Calls(net) if mesh is None else wrap_data_parallel(_Calls(net), mesh, **options)
-        self.__dict__["_backward"] = backward = _OneBackward()
+        self.__dict__["_backward"] = backward = _OneBackward(net)
         if self._averages and not options.get("static_graph"):  # with which weights may be used by several backwards
             for parameter in net.parameters():
                 if parameter.requires_grad:
@@ -200,15 +201,18 @@ class ParallelModel(nn.Module):
 class _OneBackward:
     """Refuses a backward whose gradients DDP would leave as each rank has them: any but the first after a call."""
 
-    def __init__(self) -> None:
-        self._averages, self._noted = False, set[int]()
+    def __init__(self, net: TileNetwork) -> None:
+        self._seen, self._averages, self._noted = net._seen, False, set[int]()
 
     def begin(self, averages: bool) -> None:
         """Notes a call of the network; ``averages``: whether its backward averages gradients."""
         self._averages, self._noted = averages, set()
+        self._seen.called_by = ref(self)
 
     def note(self, parameter: Tensor) -> None:
-        """Raises ValueError if the parameter has got a gradient since the last call."""
+        """Raises ValueError if the parameter has got a gradient since the last call, unless another model called."""
+        if self._seen.called_by is None or self._seen.called_by() is not self:
+            return
         if self._averages and id(parameter) in self._noted:
             raise ValueError(
                 "a second backward after one call of ParallelModel came, whose gradients would not be averaged over "

@@ -18,7 +18,7 @@ from torch.optim.swa_utils import AveragedModel
 import seqpar
 from seqpar import DiceCE, ParallelModel, predict
 from seqpar.decoders.unets import Architecture, Style, UNet, distmis, hou, lamp
-from seqpar.losses import Loss
+from seqpar.losses import DeepSupervision, Loss, make_loss
 from seqpar.losses.terms import Dice
 from seqpar.losses.tile_network import SeenTiles, TileNetwork
 from seqpar.parallel.mesh import Mesh
@@ -161,6 +161,12 @@ def misuse(model: ParallelModel, mesh: Mesh) -> dict[str, str]:
             wrong = of.net.shard(wrong[:, 0])
         return lambda: of.loss(loss_fn, image, wrong)
 
+    def with_other_models() -> None:
+        model.loss(DiceCE(), image, label).backward()
+        ParallelModel(model.net, mesh).loss(DiceCE(), image, label).backward()  # the first of this one
+        raise ValueError("trained by both")
+
+    tries["other models"] = with_other_models
     tries["two backwards"] = twice
     tries["one wrong label"] = wrong_labels(model, DiceCE(), True)
     tries["one wrong share"] = wrong_labels(model, DiceCE(), False)
@@ -198,10 +204,13 @@ def later(mesh: Mesh, models: dict[str, ParallelModel]) -> Iterator[tuple[str, C
 
 
 def wrong_in_one_group(mesh: Mesh) -> list[str]:
-    """Returns what every rank is told of a label that one of two data groups has wrong, by our loss and by MONAI's."""
+    """Returns what every rank is told of a label that one of two data groups has wrong, by two of ours and torch's."""
     net = seqpar.convert(SegResNet(3, 8, 1, 3, blocks_down=(1, 1), blocks_up=(1,)), mesh.seq)
     model, (image, label), texts = ParallelModel(net, mesh), batch(mesh.data.index), list[str]()
     label[..., -1, -1, -1] = 7 if mesh.data.index else 0
+    weighted = DeepSupervision(make_loss("ce", class_weights=(1, 2, 3)), [(1, 1, 1)])  # counts before it adds
+    with pytest.raises((ValueError, RuntimeError), match="out of bounds"):
+        net.loss(weighted, image.float(), label, mesh.data)
     for loss_fn in (DiceCE(), nn.CrossEntropyLoss()):
         with pytest.raises(ValueError) as caught:
             model.loss(loss_fn, image.float(), label if isinstance(loss_fn, DiceCE) else label[:, 0])
@@ -270,6 +279,7 @@ def test_misuse_is_refused_in_words_on_all_ranks(two: list) -> None:
         assert "the seq group of ranks 0, 1 shares one tile, but rank 1 cut another than rank 0" in text, name
         assert ("of another size" in text) == ("size" in name)
     assert "a second backward after one call of ParallelModel came" in first["two backwards"] == second["two backwards"]
+    assert first["other models"] == second["other models"] == "trained by both"
     for words in (first["one wrong label"], first["one wrong share"]):
         assert words.startswith("label: rank 1: Target 7 is out of bounds. Give numbers of outputs")
     assert second["one wrong label"] == second["one wrong share"] == words.replace("rank 1: ", "")
