@@ -16,7 +16,7 @@ from seqpar.runs.journal import Journal, read_metrics
 from seqpar.runs.run_folder import write_window
 from seqpar.runs.run_lock import RunLock, TakenOver
 from seqpar.tasks.segment import validation
-from seqpar.tasks.segment.validation import TEMPERATURES, best_temperature, negative_likelihoods
+from seqpar.tasks.segment.validation import TEMPERATURES, best_temperature, negative_likelihoods, step_between
 from tests.support.configs import NoStop, config_of, trainer_of
 from tests.support.folders import tree
 from tests.support.predictions import act, make_run, write_images
@@ -177,3 +177,12 @@ def test_the_better_window_is_not_written_into_a_folder_that_was_taken_over(flag
     with pytest.raises(TakenOver):
         trainer._end_epoch(NoStop())
     assert not (tmp_path / "window.json").exists()
+
+
+def test_the_voxels_of_a_temperature_are_of_all_planes_of_a_case():
+    assert step_between(64**3, 64**2) == 1
+    for shape in ((256, 512, 512), (300, 300, 301), (97, 510, 300)):
+        step, (rows, deep, high) = step_between(math.prod(shape), shape[1] * shape[2]), shape
+        chosen = range(0, rows * deep * high, step)
+        assert 2**20 / 2 < len(chosen) <= 2**20
+        assert {voxel % high for voxel in chosen[: 4 * high]} == set(range(high))

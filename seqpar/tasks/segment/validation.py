@@ -137,6 +137,17 @@ def negative_likelihoods(
     return sums
 
 
+def step_between(voxels: int, area: int) -> int:
+    """Returns that each so many voxels of a case give its temperature: ``MOST_VOXELS`` of all, if it has as many.
+
+    It has no divisor in common with the ``area`` of a row of voxels, or whole planes of the case would be left out.
+    """
+    step = max(1, -(-voxels // MOST_VOXELS))
+    while math.gcd(step, area) > 1:
+        step += 1
+    return step
+
+
 def best_temperature(likelihoods: Sequence[float]) -> float | None:
     """Returns the temperature with the least negative log-likelihood, by a parabola through the three lowest.
 
@@ -282,7 +293,7 @@ class SegmentationValidation(CaseValidation):
         sums = torch.zeros((), dtype=torch.float64, device=self.mesh.device)
         likelihoods, is_whole = sums.new_zeros(len(TEMPERATURES)), not self.data.hidden_classes(case.id)
         area = math.prod(case.image.shape[2:])
-        step = -(-case.image.shape[1] * area // MOST_VOXELS)
+        step = step_between(case.image.shape[1] * area, area)
         if window == "whole":
             slabs = whole_volume([net], case.image, self.mesh, config.mirror, tell, config.precision)
         else:
