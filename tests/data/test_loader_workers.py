@@ -14,6 +14,7 @@ import torch
 
 from seqpar.parallel.layout import Layout
 from seqpar.parallel.mesh import Mesh
+from seqpar.settings.field import A_YEAR_S
 from tests.support.cases import Telling, lines, load, noise_source
 
 TILE = (8, 8, 8)
@@ -77,6 +78,9 @@ def test_a_stopped_worker_is_named_after_the_time_limit(alone: Mesh, monkeypatch
         with pytest.raises(TimeoutError, match=f"worker {worker} was stopped by a signal: .* step .*--timeout"):
             list(loader)
         assert not loader.worker_ids
+    monkeypatch.setattr(alone.world.watch, "limit_s", A_YEAR_S)  # the most that --timeout takes
+    with load(alone, noise_source(), steps=range(4), workers=1) as loader:
+        assert len(list(loader)) == 4
 
 
 SCRIPT = """

@@ -84,6 +84,7 @@ def _is_stopped(pid: int) -> bool:
         return False
 
 
+LONGEST_S = 2e6  # seconds that poll can wait: it counts milliseconds in 32 bits
 _MEMORY = "use fewer --workers, or ask for more memory"
 
 
@@ -182,6 +183,7 @@ class _Worker:
             self.pipe.send((number, task))
 
     def answer(self, what: str, limit_s: float) -> TaskFailure | None:
+        limit_s = min(limit_s, LONGEST_S)
         try:
             if not self.pipe.poll(limit_s):
                 return TaskFailure.of_wait(self.process.pid or 0, limit_s, what)
