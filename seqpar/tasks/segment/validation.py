@@ -138,9 +138,9 @@ def negative_likelihoods(
 
 
 def step_between(voxels: int, area: int) -> int:
-    """Returns that each so many voxels of a case give its temperature: ``MOST_VOXELS`` of all, if it has as many.
+    """Returns the step from one voxel of a case to the next that counts, so that at most ``MOST_VOXELS`` do.
 
-    It has no divisor in common with the ``area`` of a row of voxels, or whole planes of the case would be left out.
+    It has no divisor in common with ``area``, the voxels of one slice: else some lines of every slice would be missed.
     """
     step = max(1, -(-voxels // MOST_VOXELS))
     while math.gcd(step, area) > 1:
