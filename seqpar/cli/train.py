@@ -77,7 +77,7 @@ def _run(request: RunRequest, launcher: Launcher, meeting: Meeting, log: RunLog)
     data = request.data or task.open_data(config, launcher.rank == 0)
     if launcher.rank == 0:
         advice = task.tile_advice(config, request.flags, request.preset, data)
-        print("\n".join(filter(None, [task.summary(data, config.fold), advice])), flush=True)
+        print("\n".join(filter(None, [task.summary(data, config), advice])), flush=True)
     os.environ.update(flight_recorder(os.environ, config.out, torch.__version__))
     set_arithmetic(config.precision, config.deterministic)
     check = config.debug_collectives

@@ -23,12 +23,14 @@ from seqpar.data.errors import DataError, reason
 from seqpar.data.files import read_json, suffix_of, write_json
 from seqpar.data.formats.dataset import Case
 from seqpar.data.formats.recognise import is_folder_of_dataset
+from seqpar.data.phantom.phantom_files import is_generated
 from seqpar.data.preparation.cache_index import sources_of
 from seqpar.scores.label_files import ENTROPY
 
 RECORD = "prediction.json"
-# keys of the record: every file that predict wrote there, or is writing; and size and time of each case's images
-_FILES, _INPUTS = "files", "inputs"
+# keys of the record: every file that predict wrote there, or is writing; size and time of each case's images; and
+# whether images of generated phantoms are among them
+_FILES, _INPUTS, _GENERATED = "files", "inputs", "generated"
 
 
 class PredictionFolder(ABC):
@@ -81,7 +83,9 @@ class PredictionFolder(ABC):
                 raise self._in_use()
             self.clear(left, cases)
             files = {name for name in listed if (self.folder / name).exists()}.union(self._names(self.files_of(left)))
-            write_json(self.folder / RECORD, {**record, _FILES: sorted(files), _INPUTS: {**before, **now}})
+            phantoms = {_GENERATED: True} if any(is_generated(case.images[0]) for case in cases) else {}
+            own = {_FILES: sorted(files), _INPUTS: {**before, **now}, **phantoms}
+            write_json(self.folder / RECORD, {**record, **own})
         return left
 
     def close(self) -> None:
@@ -146,6 +150,8 @@ class PredictionFolder(ABC):
         record = read_json(self.folder / RECORD)
         files = record.pop(_FILES, self._names(self.files_of([]))) if isinstance(record, dict) else None
         inputs = record.pop(_INPUTS, None) if isinstance(record, dict) else None
+        if isinstance(record, dict):
+            record.pop(_GENERATED, None)
         is_list = isinstance(files, list) and all(isinstance(name, str) for name in files)
         if files is None or not is_list or not isinstance(inputs, dict | None):
             raise DataError(self.folder / RECORD, "is not a record that predict wrote; choose another --output")

@@ -103,6 +103,10 @@ DISTINCT = (
 )
 
 
+# Lines that share a colour differ in these: dashes, and a marker with the letter that stands for it in a key.
+AGAIN = (("--", "v", "▽"), (":", "P", "✚"), ("-.", "X", "✖"), ((0, (8, 3)), "*", "☆"))
+
+
 @dataclass(frozen=True)
 class Line:
     """Values over places; NaN is left out.
@@ -163,10 +167,17 @@ class Diagram:
         return any(line.label.lower() not in ("", self.quantity.lower()) for line in self.lines)
 
     def named(self) -> list[tuple[Line, LineStyle]]:
-        """Returns the lines with their styles."""
+        """Returns the lines with their styles, no two alike: a colour that comes again has other dashes."""
         numbers = (n if line.style is None else line.style for n, line in enumerate(self.lines))
-        styles = [self.styles[n % len(self.styles)] for n in numbers]
-        return [(line, style._replace(colour=line.colour or style.colour)) for line, style in zip(self.lines, styles)]
+        drawn, lines = set[tuple[str, Any]](), list[tuple[Line, LineStyle]]()
+        for line, n in zip(self.lines, numbers):
+            style = self.styles[n % len(self.styles)]
+            style = style._replace(colour=line.colour or style.colour)
+            again = (style._replace(dashes=dashes, marker=marker) for dashes, marker, _ in AGAIN)
+            style = next((one for one in (style, *again) if (one.colour, one.dashes) not in drawn), style)
+            drawn.add((style.colour, style.dashes))
+            lines.append((line, style))
+        return lines
 
 
 CHANCE = LineStyle(GREY, "--")
@@ -213,7 +224,7 @@ def over_steps(quantity: str, over: str, curves: Sequence[Curve]) -> Diagram:
 def training_diagrams(
     train: Sequence[Row], held_out: Sequence[Row], loss: str = "loss", classes: Sequence[str] = ()
 ) -> list[Diagram]:
-    """Returns what a run shows over its steps: the loss, its terms, held-out scores, the learning rate.
+    """Returns what a run shows over its steps: the loss, its terms, held-out scores with n, the learning rate.
 
     - ``train``, ``held_out``: the rows of steps and of validations
     - ``loss``: its title
@@ -240,7 +251,7 @@ def training_diagrams(
     every = (
         (loss, losses, None, NEUTRAL),
         ("Terms of the training loss", terms, None, OF_NUMBERS),
-        (f"{'Mean Dice' if key == 'dice' else title} on held-out cases", scores, 1.0, OF_NUMBERS),
+        (f"{'Mean Dice' if key == 'dice' else title} on held-out cases{count_of(held_out)}", scores, 1.0, OF_NUMBERS),
         ("Learning rate", rates, None, NEUTRAL),
     )
     return [
@@ -248,6 +259,16 @@ def training_diagrams(
         for title, lines, high, styles in every
         if any(len(line.points()) for line in lines)
     ]
+
+
+def count_of(held_out: Sequence[Row]) -> str:
+    """Returns how many cases validations are on, for a title; "" if it is not known.
+
+    A class's mean Dice is over those of them that have one.
+    """
+    counts = {int(row["cases"]) for row in held_out if "cases" in row}
+    at_most = "≤" if any(row.get("dice") for row in held_out) else "="
+    return f" (n {at_most} {' to '.join(map(str, sorted({min(counts), max(counts)})))})" if counts else ""
 
 
 def number(value: Any) -> float:

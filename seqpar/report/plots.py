@@ -15,7 +15,7 @@ from markupsafe import Markup
 from numpy.typing import NDArray
 
 from seqpar.data.files import whole_file
-from seqpar.report.curves import DISTINCT, GRID, INK, Bars, Diagram, Line, LineStyle, training_diagrams
+from seqpar.report.curves import AGAIN, DISTINCT, GRID, INK, Bars, Diagram, Line, LineStyle, training_diagrams
 from seqpar.runs.journal import held_out_scores, read_metrics
 from seqpar.runs.run_folder import read_config
 
@@ -207,7 +207,7 @@ def _classes_of(out: Path) -> tuple[str, ...]:
 class Chart:
     """A diagram as a page shows it.
 
-    - ``keys``: colour and name of its lines, where they need names
+    - ``keys``: how its lines look, as a background in CSS, and their names, where they need names
     - ``is_smoothed``: whether thin lines show each step and thick ones a running mean
     """
 
@@ -245,9 +245,26 @@ def draw_chart(diagram: Diagram, width: int = 340) -> Chart | None:
             handle.set_gid("curve")
         figure.savefig(text, format="svg", transparent=True)
         svg = _inline(text.getvalue(), diagram.quantity)
-    colours = [(_on_page(style.colour), line.label) for line, style in diagram.named() if len(line.points())]
+    keys = [_key(line, style) for line, style in diagram.named() if len(line.points())]
     smoothed = any(line.noisy and _window(len(line.points())) > 1 for line in diagram.lines)
-    return Chart(diagram.quantity, svg, colours if diagram.has_keys else (), smoothed)
+    return Chart(diagram.quantity, svg, keys if diagram.has_keys else (), smoothed)
+
+
+STROKES = {"--": (7, 3), ":": (2, 3), "-.": (9, 3, 2, 3)}  # of a key, in px: drawn and left out, in turn
+MARKERS = {marker: letter for _, marker, letter in AGAIN}
+
+
+def _key(line: Line, style: LineStyle) -> tuple[str, str]:
+    """Returns how a line looks, as a background in CSS, and its name, after its marker if its colour comes again."""
+    dashes, colour = "--" if line.dashed else style.dashes, _on_page(style.colour)
+    name = f"{MARKERS[style.marker]} {line.label}" if style.marker in MARKERS else line.label
+    if dashes == "-":
+        return colour, name
+    at, stops = 0, list[str]()
+    for n, length in enumerate(STROKES[dashes] if isinstance(dashes, str) else dashes[1]):
+        stops.append(f"{'transparent' if n % 2 else colour} {at}px {at + length}px")
+        at += length
+    return f"repeating-linear-gradient(to right, {', '.join(stops)})", name
 
 
 def draw_charts(diagrams: Sequence[Diagram], width: int = 340) -> list[Chart]:

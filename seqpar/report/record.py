@@ -143,10 +143,25 @@ def step_sentence(own: int, record: RunRecord) -> str:
     return f"{text}."
 
 
-def chosen_on_them(record: RunRecord) -> list[str]:
-    """Returns a sentence if several validations chose weights on the cases that a run held out."""
+TRAINED_ON_PHANTOMS = (
+    "The network was trained on generated phantoms, not on patients: do not trust what it finds in real images."
+)
+
+
+def above_scores(generated: bool, trained_on_phantoms: bool, what: str = "scores") -> str:
+    """Returns what stands above the first number about phantoms, or from a network that knows only these; else "".
+
+    - ``generated``: whether the scored cases are phantoms; ``what``: the numbers
+    """
+    if generated:
+        return f"Generated phantoms, not patients: these {what} say nothing about real images."
+    return TRAINED_ON_PHANTOMS if trained_on_phantoms else ""
+
+
+def chosen_on_them(*records: RunRecord) -> list[str]:
+    """Returns a sentence if several validations chose weights on the cases that any of the runs held out."""
     text = "The weights that predict uses were chosen on these held-out cases, so scores on them tend to be too good: "
-    return [f"{text}only a test set tells how good they are."] * (len(record.held_out) > 1)
+    return [f"{text}only a test set tells how good they are."] * any(len(record.held_out) > 1 for record in records)
 
 
 def reached_in_validation(record: RunRecord) -> list[str]:
@@ -279,6 +294,14 @@ def read_scores(run: Path) -> CaseScores:
         raise DataError(path, "is not there: only a run that came to its end leaves scores of all its cases") from None
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise DataError(path, f"cannot be used ({type(error).__name__}: {error})") from None
+
+
+def is_of_phantoms(prediction: Path) -> bool:
+    """Returns whether a folder was predicted from images of generated phantoms, as far as it says."""
+    try:
+        return json.loads(read_whole(prediction / "prediction.json")).get("generated") is True
+    except (OSError, ValueError, AttributeError):
+        return False
 
 
 def weights_behind(prediction: Path) -> str:

@@ -9,11 +9,11 @@ from statistics import median
 from typing import Any, TypeVar
 
 from seqpar.data.errors import DataError
-from seqpar.data.phantom.phantom_files import is_generated
+from seqpar.data.phantom.phantom_files import describe_layout, is_generated
 from seqpar.models.build import family_of
 from seqpar.report.curves import training_diagrams
 from seqpar.report.plots import draw_charts
-from seqpar.report.record import RunRecord, weak_start, weights_behind
+from seqpar.report.record import RunRecord, above_scores, is_of_phantoms, weak_start, weights_behind
 from seqpar.report.rendering import render
 from seqpar.runs.metrics_tail import ERRORS
 from seqpar.text import clock, quantity
@@ -70,7 +70,9 @@ def render_run(
     - ``parts``: what else the task's page.html shows
     """
     name, other, alone = record.path.resolve().name, truth or prediction, prediction is not None and truth is None
-    generated = is_generated(images or truth or "unknown") if prediction else record.has_phantoms
+    generated = record.has_phantoms
+    if prediction:
+        generated = is_generated(images or truth or "unknown") or is_of_phantoms(prediction)
     what = "volumes and scores" if alone else "errors" if record.network_settings.task in ERRORS else "scores"
     return render(
         "page.html",
@@ -79,7 +81,7 @@ def render_run(
         name=f"{subject or (prediction and prediction.resolve().name)}, predicted by {name}" if alone else name,
         alone=alone,
         scored=_scored(truth, prediction) if prediction else "",
-        generated=phantom_sentence(what) if generated else TRAINED_ON_PHANTOMS if record.has_phantoms else "",
+        generated=above_scores(generated, record.has_phantoms, what),
         shows_phantoms=generated,
         run=verdict(record),
         gaps=[*record.gaps, *gaps],
@@ -94,16 +96,6 @@ def render_run(
         ),
         **parts,
     )
-
-
-TRAINED_ON_PHANTOMS = (
-    "The network was trained on generated phantoms, not on patients: do not trust what it finds in real images."
-)
-
-
-def phantom_sentence(what: str) -> str:
-    """Returns what stands above the first number of a page about phantoms; ``what``: its numbers, such as "scores"."""
-    return f"Generated phantoms, not patients: these {what} say nothing about real images."
 
 
 def _scored(truth: Path | None, prediction: Path) -> str:
@@ -161,7 +153,7 @@ def main_settings(record: RunRecord) -> dict[str, str]:
     cases = f"{quantity(len(data['train']), 'case')} to train on, {len(data['held_out'])} held out"
     pipe = f"pipe {layout['pipe']} × " if layout.get("pipe") else ""
     main = {
-        "data": f"{data['name']} ({describe_layout(record)}): {cases}",
+        "data": f"{data['name']} ({describe_layout(str(data['layout']), record.has_phantoms)}): {cases}",
         "modalities": "one, unnamed" if names == ["channel 0"] else ", ".join(names),
         "tile": f"{tile} voxels, {kind.describe_tile(settings)}",
         "network": kind.describe(settings),
@@ -175,14 +167,6 @@ def main_settings(record: RunRecord) -> dict[str, str]:
     if stages := layout.get("placement", ()):
         main["stages"] = str(stages[0])
     return {name: format_setting(value) for name, value in main.items()}
-
-
-def describe_layout(record: RunRecord) -> str:
-    """Returns the layout of a run's data, such as "BraTS (2023)"; of phantoms also that they are generated."""
-    layout = str(record.dataset["layout"])
-    if not record.has_phantoms:
-        return layout
-    return f"generated phantoms, in the layout of {layout.replace('(', '').replace(')', '')}"
 
 
 def all_settings(record: RunRecord) -> dict[str, str]:

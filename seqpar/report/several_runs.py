@@ -9,12 +9,12 @@ from statistics import fmean
 from typing import NamedTuple, TypeVar
 
 from seqpar.data.errors import DataError
-from seqpar.report.curves import OF_RUNS, Diagram, Line, number
+from seqpar.report.curves import OF_RUNS, Diagram, Line, count_of, number
 from seqpar.report.planes import RUN_COLOURS, colours_of
 from seqpar.report.plots import Chart, draw_charts
-from seqpar.report.record import RunRecord, weak_start
+from seqpar.report.record import RunRecord, above_scores, chosen_on_them, weak_start
 from seqpar.report.rendering import render
-from seqpar.report.run_page import format_setting, phantom_sentence, verdict
+from seqpar.report.run_page import format_setting, verdict
 from seqpar.report.tables import Table, TableHead, TableRow, make_strips
 from seqpar.runs.metrics_tail import ERRORS, SCORES, score_of, task_of_row
 from seqpar.scores.comparison import FEW, describe_interval, interval_of_mean
@@ -93,7 +93,7 @@ def page_of_several(records: Sequence[RunRecord], compare: Mapping[str, Compare]
         runs={name: verdict(record) for name, record in named.items()},
         generated=sentence_on_phantoms(named),
         gaps=gaps,
-        cautions=cautions_about(records) + weak_starts(named),
+        cautions=cautions_about(records) + chosen_on_them(*records) + weak_starts(named),
         uncompared=""
         if any(one.cases for one in comparisons)
         else f"Fewer than two runs{of_one} have scores of cases.",
@@ -120,7 +120,7 @@ def sentence_on_phantoms(records: Mapping[str, RunRecord]) -> str:
     names = [name for name, record in records.items() if record.has_phantoms]
     if len(names) < len(records):
         return f"On generated phantoms, not patients: {', '.join(names)}. {ABOUT_PHANTOMS}" if names else ""
-    return phantom_sentence("scores") if names else ""
+    return above_scores(bool(names), bool(names))
 
 
 ABOUT_PHANTOMS = "Scores on phantoms say nothing about real images."
@@ -183,10 +183,11 @@ def curves_over_each_other(records: Mapping[str, RunRecord]) -> list[Chart]:
         scores.append(Line(name, [row["step"] for row in own], [[score_of(row) for row in own]], dots=True, style=n))
     tasks = dict.fromkeys(task_of_row(row) for record in records.values() for row in record.held_out)
     names = [SCORES[task] for task in tasks if task not in ERRORS]
+    count = count_of([row for record in records.values() for row in record.held_out])
     every = (
         ("Loss in training", losses, None),
-        ("Loss on held-out cases", held_out, None),
-        (f"{_title(names)} on held-out cases", scores, 1.0),
+        (f"Loss on held-out cases{count}", held_out, None),
+        (f"{_title(names)} on held-out cases{count}", scores, 1.0),
     )
     return draw_charts(
         [

@@ -19,7 +19,7 @@ from seqpar.terminal import next_command
 from seqpar.text import flag_name
 
 MOST_CURVES = 8  # of the best points, which a reader can tell apart; sweep.png has all
-NUMBERS = {"score": 4, "at": 0, "loss": 4, "step": 0, "seconds": 1}  # columns with their decimals
+NUMBERS = {"score": 3, "at": 0, "loss": 4, "step": 0, "seconds": 1}  # columns with their decimals
 HEADS = {"at": "at step", "loss": "training loss", "step": "steps done", "seconds": "seconds"}
 
 
@@ -147,7 +147,7 @@ def _effects(sweep: Sweep) -> list[Effect]:
         for value, pairs in of_values.items() if strips else by_mean:
             scores = [score for score, _ in pairs]
             numbers = fmean(scores), min(scores), max(scores)
-            rows.append((value, [*(f"{number:.4f}" for number in numbers), str(len(scores))]))
+            rows.append((value, [*(f"{number:.3f}" for number in numbers), str(len(scores))]))
         effects.append(Effect(flag_name(name), strips, rows))
     return effects
 

@@ -227,11 +227,12 @@ def coarse_voxels(scored: CaseScores) -> str:
 
 def sizes_table(scored: CaseScores) -> Table | None:
     """Returns volumes and found regions of each class; None where they were not recorded."""
-    rows, places = [], _ml_places(scored)
+    rows, counts, places = [], dict[str, int](), _ml_places(scored)
     for name in scored.classes:
         cases = [case.scores[name] for case in scored.cases if set(SIZES) <= case.scores[name].keys()]
         if not cases:
             continue
+        counts[name] = len(cases)
         true_ml, ml, found, missed, false = (sum(row[key] for row in cases) for key in SIZES)
         error = sum(abs(row["VolumeErrorMl"]) for row in cases) / len(cases)
         cells: list[Score | str] = [Score(value / len(cases), places) for value in (true_ml, ml, error * len(cases))]
@@ -247,15 +248,24 @@ def sizes_table(scored: CaseScores) -> Table | None:
         TableHead("Connected regions", ("regions found", "false regions", "sensitivity (regions)")),
     ]
     note = (
-        f"Volumes are means over cases.{what_volumes_count(scored.classes)} A region, such as a lesion, is a connected "
-        "part of the class in the truth. True parts whose margins touch are one region; a margin is 3 mm wide, rounded "
-        "down to whole voxels, so voxels larger than 3 mm have none. Regions of up to 50 mm³ do not count. A region is "
+        f"Volumes are means over {_over(counts)}.{what_volumes_count(scored.classes)} A region, such as a lesion, is "
+        "a connected part of the class in the truth. True parts whose margins touch are one region; a margin is 3 mm "
+        "wide, rounded down to whole voxels, so voxels larger than 3 mm have none. Regions of up to 50 mm³ do not count. A region is "
         "found if a predicted part touches it or its margin, by as little as one voxel: found does not mean outlined. "
         "Every separate predicted part that touches no region is false, however small. Sensitivity is the share of "
         "regions found, with Wilson's 95 % interval, which takes regions as independent. The rules are those of "
         "BraTS 2023, made for voxels of 1 mm."
     )
     return Table("sizes", heads, rows, "class", note) if rows else None
+
+
+def _over(counts: Mapping[str, int]) -> str:
+    """Returns of how many cases the volumes of classes are means; ``counts``: by class."""
+    if len(set(counts.values())) == 1:
+        text = quantity(next(iter(counts.values())), "case")
+    else:
+        text = ", ".join(f"{quantity(count, 'case')} ({name})" for name, count in counts.items())
+    return f"{text}, those without the class included"
 
 
 def _found_share(found: float, regions: int) -> Score | str:

@@ -137,12 +137,36 @@ def interval_of_share(share: float, count: int) -> tuple[float, float] | None:
 
     It stays between 0 and 1, and has a width even where all cases are right.
     """
-    if count < FEW:
-        return None
+    return None if count < FEW else _wilson(share, count)
+
+
+def _wilson(share: float, count: int) -> tuple[float, float]:
     z = NormalDist().inv_cdf((1 + LEVEL) / 2)
     middle = (share + z**2 / (2 * count)) / (1 + z**2 / count)
     reach = z / (1 + z**2 / count) * math.sqrt(share * (1 - share) / count + z**2 / (4 * count**2))
     return max(0.0, middle - reach), min(1.0, middle + reach)
+
+
+def compare_shares(both: int, only_first: int, only_second: int, neither: int) -> tuple[float, float, float]:
+    """Returns the interval of a difference of two shares of the same cases, and its exact p value.
+
+    The interval is Newcombe's for pairs (1998, method 10), the p value that of McNemar's exact test.
+
+    - ``both``, …: how many cases count for both shares, for the first or the second alone, and for neither
+    """
+    count, pairs = both + only_first + only_second + neither, only_first + only_second
+    first, second = (both + only_first) / count, (both + only_second) / count
+    (low, high), (other_low, other_high) = (_wilson(share, count) for share in (first, second))
+    root = math.sqrt((both + only_first) * (only_second + neither) * (both + only_second) * (only_first + neither))
+    excess = both * neither - only_first * only_second
+    correlation = (min(excess, max(excess - count / 2, 0)) if excess > 0 else excess) / root if root else 0.0
+
+    def reach(a: float, b: float) -> float:
+        return math.sqrt(max(0.0, a**2 - 2 * correlation * a * b + b**2))
+
+    below, above = reach(first - low, other_high - second), reach(high - first, second - other_low)
+    tail = sum(math.comb(pairs, n) for n in range(min(only_first, only_second) + 1)) / 2**pairs
+    return first - second - below, first - second + above, min(1.0, 2 * tail)
 
 
 def describe_share(share: float, count: int) -> str:

@@ -4,6 +4,7 @@ import argparse
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,9 @@ from typing import Any
 from seqpar.cluster.exit_codes import DATA
 from seqpar.data.errors import DataError
 from seqpar.data.files import read_json
+from seqpar.data.phantom.phantom_files import is_generated
 from seqpar.prediction.prediction_folder import RECORD
+from seqpar.report.record import RunRecord, above_scores, chosen_on_them, read_record
 from seqpar.runs.run_folder import holds_run, tested_cases
 from seqpar.scores.label_files import missing_line
 from seqpar.scores.summary_files import write_output
@@ -76,6 +79,10 @@ class CaseEvaluation(ABC):
         """Returns the scores of a prediction, None if no case has one; adds to the job's faults."""
 
     @abstractmethod
+    def seen_in_training(self, job: ScoringJob, record: RunRecord) -> list[str]:
+        """Returns a line if a run was trained on scored cases."""
+
+    @abstractmethod
     def compare(self, scored: Sequence[ScoredPrediction]) -> str:
         """Returns which of several predictions is best, on the cases that all of them have."""
 
@@ -100,8 +107,8 @@ class CaseEvaluation(ABC):
                         line += f"; {path}"
                     except DataError as error:
                         job.faults.append(error)
-            if job.missing:
-                print(missing_line(job.missing), flush=True)
+            for text in filter(None, [missing_line(job.missing), *self._cautions(job)]):
+                print(text, flush=True)
             for fault in job.faults:
                 print(f"error: {fault}", file=sys.stderr, flush=True)
             print(line + (f"; faults {len(job.faults)}" if job.faults else ""), flush=True)
@@ -114,21 +121,40 @@ class CaseEvaluation(ABC):
                 print(text, flush=True)
         return DATA if any(job.faults for job in jobs) else 0
 
+    def _cautions(self, job: ScoringJob) -> list[str]:
+        """Returns what a report on the same scores says: of phantoms, and of cases that the runs have seen."""
+        prediction = Path(job.name)
+        is_run = holds_run(prediction)
+        records, lines = list[RunRecord](), list[str]()
+        for run in [prediction] if is_run else _runs_behind(prediction):
+            with suppress(DataError):
+                records.append(read_record(run))
+        for record in records:
+            lines += chosen_on_them(record) if is_run else self.seen_in_training(job, record)
+        generated = is_generated(self.options.truth) or is_run and any(record.has_phantoms for record in records)
+        on_phantoms = above_scores(generated, any(record.has_phantoms for record in records))
+        return [on_phantoms, *dict.fromkeys(lines)]
+
     def _next_lines(self) -> list[str]:
         """Returns the command that shows the scored cases, if a single run folder predicted them."""
         options, (prediction,) = self.options, self.options.prediction
-        try:
-            content = read_json(prediction / RECORD)
-            (made,) = content.get("runs", [content])
-            run = Path(made["run"])
-        except (DataError, ValueError, KeyError, TypeError, AttributeError):
+        runs = _runs_behind(prediction)
+        if not (options.truth.is_dir() and len(runs) == 1 and holds_run(runs[0])):
             return []
-        if not (options.truth.is_dir() and holds_run(run)):
-            return []
+        run = runs[0]
         run = run.relative_to(Path.cwd()) if run.is_relative_to(Path.cwd()) else run
         more = ["--common"] if options.common or options.test_of else []
         line = next_command("report", run, "--truth", options.truth, "--prediction", prediction, *more)
         return [f"next: {line}  (scores and cases on one page)"]
+
+
+def _runs_behind(prediction: Path) -> list[Path]:
+    """Returns the runs that predicted a folder, none if it does not say."""
+    try:
+        content = read_json(prediction / RECORD)
+        return [Path(made["run"]) for made in content.get("runs", [content])]
+    except (DataError, ValueError, KeyError, TypeError, AttributeError):
+        return []
 
 
 def refuse_duplicates(places: Iterable[tuple[Path, Path]]) -> None:

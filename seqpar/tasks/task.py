@@ -66,7 +66,7 @@ class Task(ABC):
         """Returns one line about a data set; raises ``ValueError`` if it does not allow the config's split."""
 
     @abstractmethod
-    def summary(self, data: TrainingData, fold: str) -> str:
+    def summary(self, data: TrainingData, config: Config) -> str:
         """Returns the lines that say what a run trains on; reads a small file of each case."""
 
     @abstractmethod

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from seqpar.data.boxes import Unlabelled
 from seqpar.data.formats.splits import HasCases, sample_cases, split
+from seqpar.data.phantom.phantom_files import describe_layout, is_generated
 from seqpar.data.preparation.cache import PreparedDataset
 from seqpar.data.preparation.fingerprint import Fingerprint
 from seqpar.data.sampling.augmentation import augment
@@ -189,13 +190,14 @@ def describe_images(fingerprint: Fingerprint, split: Sequence[Sequence[str]], le
     )
 
 
-def case_lines(data: TrainingData, fold: str) -> list[str]:
+def case_lines(data: TrainingData, config: Config) -> list[str]:
     """Returns the lines on cases, modalities and sizes; reads a small file of each case."""
     dataset = data.dataset
     properties = [case.properties for case in dataset.cases.values()]
     sizes = span([p.shape for p in properties], "{:.0f}"), span([p.spacing for p in properties], "{:.3g}")
-    split = f"{len(data.train_ids)} to train on, {len(data.held_out_ids)} held out (fold {fold})"
-    layout, cases = dataset.described.get("layout", "prepared"), quantity(len(properties), "case")
+    split = f"{len(data.train_ids)} to train on, {len(data.held_out_ids)} held out (fold {config.fold})"
+    layout = describe_layout(str(dataset.described.get("layout", "prepared")), is_generated(config.data))
+    cases = quantity(len(properties), "case")
     return [
         f"data: {dataset.name} ({layout}), {cases}: {split}",
         f"  modalities: {', '.join(dataset.modalities)}",

@@ -107,6 +107,13 @@ def is_generated(path: str | Path | None) -> bool:
     return not path or any((place / SETTINGS_FILE).is_file() for place in places)
 
 
+def describe_layout(layout: str, generated: bool) -> str:
+    """Returns the layout of a data set, such as "BraTS (2023)"; of phantoms also that they are generated."""
+    if not generated:
+        return layout
+    return f"generated phantoms, in the layout of {layout.replace('(', '').replace(')', '')}"
+
+
 MOST_CASES, LARGEST_SIDE = 100_000, 2048
 
 

@@ -79,10 +79,10 @@ class Classification(Task):
 
         return describe_classes(fingerprint, config)
 
-    def summary(self, data: TrainingData, fold: str) -> str:
+    def summary(self, data: TrainingData, config: Config) -> str:
         from seqpar.tasks.classify.data import summary_of_classes
 
-        return summary_of_classes(data, fold)
+        return summary_of_classes(data, config)
 
     def validation(
         self, config: Config, mesh: Mesh, data: TrainingData, loss: Loss, refuse_taken_over: Callable[[], None]

@@ -116,14 +116,14 @@ def class_split(classes: VolumeClasses, config: Config) -> tuple[tuple[str, ...]
     return train_ids, held_out_ids
 
 
-def summary_of_classes(data: TrainingData, fold: str) -> str:
+def summary_of_classes(data: TrainingData, config: Config) -> str:
     """Returns the lines that say what a run trains on; reads a small file of each case."""
     assert isinstance(data, ClassData)
     classes = data.volume_classes
     train, held_out = classes.counts(data.train_ids), classes.counts(data.held_out_ids)
     rows = zip(classes.names, train, held_out)
     return "\n".join(
-        [*case_lines(data, fold), *(f"  class {name}: {a} to train on, {b} held out" for name, a, b in rows)]
+        [*case_lines(data, config), *(f"  class {name}: {a} to train on, {b} held out" for name, a, b in rows)]
     )
 
 

@@ -9,6 +9,9 @@ from typing import Any
 
 import numpy as np
 
+from seqpar.data.errors import DataError
+from seqpar.data.formats.class_lists import read_class_dataset
+from seqpar.report.record import RunRecord, seen_in_training
 from seqpar.scores.comparison import FEW, TOO_FEW
 from seqpar.scores.summary_files import output_files, refuse_foreign
 from seqpar.tasks.case_evaluation import CaseEvaluation, ScoredPrediction, ScoringJob, refuse_duplicates
@@ -68,6 +71,9 @@ class ClassEvaluation(CaseEvaluation):
             {"json": as_json(content | left_out), "csv": _csv_text(content)},
         )
 
+    def seen_in_training(self, job: ScoringJob, record: RunRecord) -> list[str]:
+        return trained_on(record, self.options.truth, [case for case in job.cases.cases if case in self.truth])
+
     def compare(self, scored: Sequence[ScoredPrediction]) -> str:
         """Returns which table is best, or the scores of all cases if the tables have none in common, as folds do."""
         tables = {one.name: one.cases for one in scored}
@@ -95,6 +101,19 @@ class ClassEvaluation(CaseEvaluation):
         listed = ", ".join(f"{name} {scores[name]:.4f}" for name in ranked)
         few = f" ({TOO_FEW})" if len(common) < FEW else ""
         return f"balanced accuracy over the {quantity(len(common), 'case')} that all tables have: {listed}{few}"
+
+
+def trained_on(record: RunRecord, truth: Path, cases: Sequence[str]) -> list[str]:
+    """Returns a line if a run was trained on scored cases; ``truth``: a data set, or a table alone."""
+
+    def images_at(path: str | Path) -> dict[str, Path]:
+        return {case.id: case.images[0] for case in read_class_dataset(path).cases}
+
+    try:
+        known = images_at(truth)
+    except (DataError, ValueError):
+        known = {}
+    return seen_in_training(record, {case: known.get(case) for case in cases}, lambda: images_at(record.config["data"]))
 
 
 def _csv_text(content: Mapping[str, Any]) -> str:

@@ -15,7 +15,6 @@ import numpy as np
 from seqpar.data.boxes import crop
 from seqpar.data.errors import DataError
 from seqpar.data.files import read_whole
-from seqpar.data.formats.class_lists import read_class_dataset
 from seqpar.data.geometry import to_canonical
 from seqpar.data.phantom.phantom_files import GENERATED
 from seqpar.data.preparation.cache import open_cache
@@ -28,13 +27,14 @@ from seqpar.report.images import FoundImage, Images, find_images, grey_images, r
 from seqpar.report.pictures import MAPS, body_of, draw_evidence, evidence_planes
 from seqpar.report.planes import colours_of, slices_of
 from seqpar.report.plots import Chart, draw_charts
-from seqpar.report.record import RunRecord, chosen_on_them, seen_in_training, step_sentence
+from seqpar.report.record import RunRecord, chosen_on_them, step_sentence
 from seqpar.report.run_page import FinishedPage, is_neurological, render_run, try_reading
-from seqpar.report.several_runs import Comparison, difference_sentence, read_all
+from seqpar.report.several_runs import Comparison, read_all
 from seqpar.report.tables import HeadlineTile, Score, Table, TableHead, TableRow
 from seqpar.scores.class_scores import (
     calibration,
     cases_behind,
+    compare_shares,
     describe_bootstrap,
     describe_share,
     fewest_cases,
@@ -42,8 +42,9 @@ from seqpar.scores.class_scores import (
     roc_label,
     roc_points,
 )
-from seqpar.scores.comparison import FEW
+from seqpar.scores.comparison import FEW, TOO_FEW
 from seqpar.scores.label_files import missing_line
+from seqpar.tasks.classify.evaluation import trained_on
 from seqpar.tasks.classify.scores import (
     EXPLANATIONS,
     TABLE,
@@ -142,16 +143,7 @@ def class_page(options: argparse.Namespace, record: RunRecord) -> FinishedPage:
 
 def _cautions(record: RunRecord, summary: Summary, truth: Path) -> list[str]:
     """Returns what a reader of the scores of other cases should know first."""
-
-    def images_at(path: str | Path) -> dict[str, Path]:
-        return {case.id: case.images[0] for case in read_class_dataset(path).cases}
-
-    try:
-        known = images_at(truth)
-    except (DataError, ValueError):
-        known = {}  # a table alone
-    scored = {case["case"]: known.get(case["case"]) for case in summary["metric_per_case"]}
-    lines = seen_in_training(record, scored, lambda: images_at(record.config["data"]))
+    lines = trained_on(record, truth, [case["case"] for case in summary["metric_per_case"]])
     return [*filter(None, [missing_line(summary["missing"])]), *lines]
 
 
@@ -391,12 +383,31 @@ def compare_classifiers(records: Mapping[str, RunRecord], gaps: list[str]) -> Co
 def _differences(summaries: Mapping[str, Summary], common: Sequence[str]) -> list[str]:
     """Returns how far the accuracy of each run is above that of the first, over the cases that all of them have."""
     right = {
-        name: {case["case"]: float(case["class"] == case["truth"]) for case in summary["metric_per_case"]}
+        name: {case["case"]: case["class"] == case["truth"] for case in summary["metric_per_case"]}
         for name, summary in summaries.items()
     }
-    first, *others = right
-    gaps = {name: [(right[name][case] - right[first][case], case) for case in common] for name in others}
-    return [difference_sentence("accuracy", name, first, pairs) for name, pairs in gaps.items()]
+    (first, reference), *others = right.items()
+    return [_difference(name, first, [(own[case], reference[case]) for case in common]) for name, own in others]
+
+
+def _difference(name: str, first: str, pairs: Sequence[tuple[bool, bool]]) -> str:
+    """Returns how far a run's accuracy is above that of the first; ``pairs``: whether each was right, case by case."""
+    both, own, other, neither = (
+        pairs.count(kind) for kind in ((True, True), (True, False), (False, True), (False, False))
+    )
+    gap, cases = (own - other) / len(pairs), quantity(len(pairs), "case")
+    text = f"{name} and {first} have the same accuracy"
+    if gap:
+        text = f"{name}'s accuracy is {abs(gap):.3f} {'higher' if gap > 0 else 'lower'} than {first}'s"
+    text += f", over {cases}: {own} right by {name} alone, {other} by {first} alone"
+    if len(pairs) < FEW:
+        return f"{text} ({TOO_FEW})."
+    low, high, p = compare_shares(both, own, other, neither)
+    chance = ", which may be chance" if p >= 0.05 or low <= 0 <= high else ""
+    return f"{text} (95 % confidence interval: {low:+.3f} to {high:+.3f}; p = {p:.2g}){chance}. {ABOUT_PAIRS}"
+
+
+ABOUT_PAIRS = "The interval is Newcombe's for pairs, and p is that of McNemar's exact test."
 
 
 def _scores_table(summaries: Mapping[str, Summary], is_compared: bool) -> Table | str:

@@ -75,9 +75,9 @@ def read_image_headers(config: Config) -> Fingerprint:
     return read_fingerprint(read_images(config.data), False, prepare_settings(config).own_spacing)
 
 
-def summary_of_images(data: TrainingData, fold: str) -> str:
+def summary_of_images(data: TrainingData, config: Config) -> str:
     """Returns the lines that say what a run trains on; reads a small file of each case."""
-    return "\n".join([*case_lines(data, fold), "  labels are ignored"])
+    return "\n".join([*case_lines(data, config), "  labels are ignored"])
 
 
 def describe_image_data(fingerprint: Fingerprint, config: Config) -> str:

@@ -84,10 +84,10 @@ class Pretraining(Task):
 
         return describe_image_data(fingerprint, config)
 
-    def summary(self, data: TrainingData, fold: str) -> str:
+    def summary(self, data: TrainingData, config: Config) -> str:
         from seqpar.tasks.pretrain.data import summary_of_images
 
-        return summary_of_images(data, fold)
+        return summary_of_images(data, config)
 
     def validation(
         self, config: Config, mesh: Mesh, data: TrainingData, loss: Loss, refuse_taken_over: Callable[[], None]

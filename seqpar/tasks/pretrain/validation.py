@@ -31,7 +31,7 @@ from seqpar.vit.dropout import DropoutKey
 
 COLUMNS = ("image", "what the encoder saw", "rebuilt", "rebuilt − image")
 AXIAL = 2
-HIDDEN, SEEN = "#5b7fb5", "#8f8f8f"  # of patches; no grey level of an image, and no error
+HIDDEN, SEEN = "#b9a06a", "#8f8f8f"  # of patches: sand is no grey level of an image, and neither is an error
 
 
 @dataclass(frozen=True)

@@ -80,9 +80,9 @@ def _listed(names: Sequence[str], what: str) -> str:
     return f"{quantity(len(names), what)} ({', '.join(names)})"
 
 
-def summary_of_data(data: TrainingData, fold: str) -> str:
+def summary_of_data(data: TrainingData, config: Config) -> str:
     """Returns the lines that say what a run trains on; reads a small file of each case."""
-    dataset, lines = data.dataset, case_lines(data, fold)
+    dataset, lines = data.dataset, case_lines(data, config)
     counts = np.array([case.properties.counts for _, case in sorted(dataset.cases.items())])  # by case and class id
     if dataset.regions:
         names = {number: name for name, number in dataset.labels.items()}

@@ -5,6 +5,7 @@ import json
 import os
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import combinations
 from pathlib import Path
@@ -18,6 +19,7 @@ from seqpar.data.geometry import to_canonical
 from seqpar.report.curves import Diagram, reliability_diagram
 from seqpar.report.planes import colours_of
 from seqpar.report.plots import draw_figure
+from seqpar.report.record import RunRecord, seen_in_training
 from seqpar.runs.run_folder import read_description
 from seqpar.scores.class_scores import Floats, count_tenths, error_of_tenths, filled_tenths
 from seqpar.scores.comparison import FEW, TOO_FEW, Scored, compare
@@ -37,6 +39,7 @@ from seqpar.scores.postprocessing import POSTPROCESSING, learn_postprocessing, m
 from seqpar.scores.summary_files import csv_text, output_files, refuse_foreign, summary_content, write_output
 from seqpar.tasks.case_evaluation import CaseEvaluation, ScoredPrediction, ScoringJob, refuse_duplicates
 from seqpar.tasks.segment.label_map_folder import SavedProbabilities
+from seqpar.tasks.segment.validation import label_files
 from seqpar.terminal import next_command
 from seqpar.text import quantity
 
@@ -122,6 +125,9 @@ class LabelMapEvaluation(CaseEvaluation):
             f"HD95 {mean['HD95']:.2f} mm, NSD {mean['NSD']:.4f} at {settings['nsd_tolerance']:g} mm",
             {"json": json.dumps(content, indent=2) + "\n", "csv": csv_text(cases, self.labels)},
         )
+
+    def seen_in_training(self, job: ScoringJob, record: RunRecord) -> list[str]:
+        return trained_on(record, {pair.case: pair.truth for pair in job.cases})
 
     def compare(self, scored: Sequence[ScoredPrediction]) -> str:
         return compare([Scored(one.name, one.cases) for one in scored])
@@ -212,6 +218,13 @@ class LabelMapEvaluation(CaseEvaluation):
             name = "___".join(("ensemble", *(path.name for path in predictions)))
             return first.parent / "ensembles" / name / POSTPROCESSING
         return (first if first.is_dir() else first.parent) / POSTPROCESSING
+
+
+def trained_on(record: RunRecord, truths: Mapping[str, Path | None]) -> list[str]:
+    """Returns a line if a run was trained on scored cases; ``truths``: their label maps, by name."""
+    own = {name: record.config[name] for name in ("data", "phantoms") if name in record.config}
+    config = replace(record.network_settings, **own)
+    return seen_in_training(record, truths, lambda: label_files(config))
 
 
 def require_probabilities(pairs: Sequence[Pair], flag: str) -> None:

@@ -13,7 +13,7 @@ from seqpar.prediction.class_statistics import NAME as STATISTICS
 from seqpar.prediction.class_statistics import read_statistics
 from seqpar.report.cases import case_section, load_worst
 from seqpar.report.curves import number
-from seqpar.report.images import find_images
+from seqpar.report.images import find_images, recipe_of
 from seqpar.report.plots import Chart, draw_charts
 from seqpar.report.record import (
     CaseScores,
@@ -24,7 +24,6 @@ from seqpar.report.record import (
     reached_in_validation,
     read_scores,
     score_folders,
-    seen_in_training,
     step_sentence,
 )
 from seqpar.report.run_page import FinishedPage, is_neurological, render_run, try_reading
@@ -53,9 +52,8 @@ from seqpar.scores.comparison import TOO_FEW, interval_of_mean
 from seqpar.scores.label_classes import Labels
 from seqpar.scores.label_files import MAX_NAMED, dataset_at, match_cases, missing_line
 from seqpar.scores.label_scores import without_nan
-from seqpar.tasks.segment.evaluation import ABOUT_CALIBRATION, calibrate, calibration_diagram
+from seqpar.tasks.segment.evaluation import ABOUT_CALIBRATION, calibrate, calibration_diagram, trained_on
 from seqpar.tasks.segment.label_map_folder import SavedProbabilities
-from seqpar.tasks.segment.validation import label_files
 from seqpar.text import quantity
 
 FOLDER = Path(__file__).parent
@@ -91,7 +89,7 @@ def segment_page(options: argparse.Namespace, record: RunRecord) -> FinishedPage
     colours = record.class_colours(scored.classes if scored else ())
     tables: dict[str, object] = {"metrics": last_validation(record), "sizes": None, "intensities": None}
     if scored and alone:
-        intensities = _intensities(options.prediction, scored, gaps)
+        intensities = _intensities(options.prediction, scored, recipe_of(record).schemes, gaps)
         tables = {"metrics": predicted_volumes(scored), "sizes": None, "intensities": intensities}
     elif scored:
         tables |= {"metrics": metrics_table(scored), "sizes": sizes_table(scored), "volumes": volumes_table(scored)}
@@ -125,10 +123,12 @@ def segment_page(options: argparse.Namespace, record: RunRecord) -> FinishedPage
     return FinishedPage(text, f"{quantity(len(shown), 'case')} shown, ", own, cautions)
 
 
-def _intensities(prediction: Path, scored: CaseScores, gaps: list[str]) -> Table | None:
+def _intensities(prediction: Path, scored: CaseScores, schemes: Sequence[str], gaps: list[str]) -> Table | None:
     """Returns the means and standard deviations that predict wrote of the shown label maps; None without any.
 
     Lines of label maps that have changed since are left out, and named in ``gaps``.
+
+    - ``schemes``: how the run normalises each kind of image, which tells a CT
     """
     try:
         kinds, lines = read_statistics(prediction)
@@ -136,6 +136,7 @@ def _intensities(prediction: Path, scored: CaseScores, gaps: list[str]) -> Table
         gaps.append(f"{error}.")
         return None
     rows, changed = list[TableRow](), list[str]()
+    are_hu = [scheme == "ct" for scheme in schemes] if len(schemes) == len(kinds) else [False] * len(kinds)
     for case in scored.cases:
         for name, volumes in case.scores.items():
             if (case.name, name) not in lines:
@@ -144,8 +145,8 @@ def _intensities(prediction: Path, scored: CaseScores, gaps: list[str]) -> Table
             if not math.isclose(ml, volumes["VolumeMl"], rel_tol=1e-4, abs_tol=1e-6):
                 changed.append(f"{name} of {case.name}")
             else:
-                own = zip(numbers[: len(kinds)], numbers[len(kinds) :])
-                rows.append(TableRow(case.name, [name, *(_mean_and_deviation(mean, sd) for mean, sd in own)]))
+                own = zip(numbers[: len(kinds)], numbers[len(kinds) :], are_hu)
+                rows.append(TableRow(case.name, [name, *(_mean_and_deviation(*each) for each in own)]))
     if changed:
         what = f"{prediction / STATISTICS} is of other label maps than these: {', '.join(changed[:MAX_NAMED])}"
         gaps.append(f"{what}{', …' * (len(changed) > MAX_NAMED)} cannot be shown.")
@@ -158,10 +159,10 @@ def _intensities(prediction: Path, scored: CaseScores, gaps: list[str]) -> Table
     return Table("intensities", heads, rows, "case", note) if rows else None
 
 
-def _mean_and_deviation(mean: float, sd: float) -> Score:
-    """Returns both, the larger one with four digits; a class without a voxel has neither."""
+def _mean_and_deviation(mean: float, sd: float, in_hu: bool) -> Score:
+    """Returns both: whole HU, or the larger one with three digits; a class without a voxel has neither."""
     largest = max(abs(mean), sd)
-    places = max(0, 3 - math.floor(math.log10(largest))) if math.isfinite(largest) and largest else 0
+    places = max(0, 2 - math.floor(math.log10(largest))) if math.isfinite(largest) and largest and not in_hu else 0
     return Score(mean, places, "" if math.isnan(sd) else f" ± {sd:.{places}f}")
 
 
@@ -178,10 +179,7 @@ def _calibration_charts(options: argparse.Namespace, labels: Labels) -> list[Cha
 
 def _cautions(record: RunRecord, scored: CaseScores) -> list[str]:
     """Returns what a reader of the scores of other label maps should know first."""
-    own = {name: record.config[name] for name in ("data", "phantoms") if name in record.config}
-    config = replace(record.network_settings, **own)
-    truths = {case.name: case.truth for case in scored.cases}
-    lines = seen_in_training(record, truths, lambda: label_files(config))
+    lines = trained_on(record, {case.name: case.truth for case in scored.cases})
     return [*filter(None, [missing_line(scored.missing)]), *lines]
 
 

@@ -53,10 +53,10 @@ class Segmentation(Task):
 
         return describe_data(fingerprint, config)
 
-    def summary(self, data: TrainingData, fold: str) -> str:
+    def summary(self, data: TrainingData, config: Config) -> str:
         from seqpar.tasks.segment.data import summary_of_data
 
-        return summary_of_data(data, fold)
+        return summary_of_data(data, config)
 
     def validation(
         self, config: Config, mesh: Mesh, data: TrainingData, loss: Loss, refuse_taken_over: Callable[[], None]
