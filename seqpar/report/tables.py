@@ -250,7 +250,8 @@ def sizes_table(scored: CaseScores) -> Table | None:
     note = (
         f"Volumes are means over {_over(counts)}.{what_volumes_count(scored.classes)} A region, such as a lesion, is "
         "a connected part of the class in the truth. True parts whose margins touch are one region; a margin is 3 mm "
-        "wide, rounded down to whole voxels, so voxels larger than 3 mm have none. Regions of up to 50 mm³ do not count. A region is "
+        "wide, rounded down to whole voxels, so voxels larger than 3 mm have none. Regions of up to 50 mm³ do not "
+        "count. A region is "
         "found if a predicted part touches it or its margin, by as little as one voxel: found does not mean outlined. "
         "Every separate predicted part that touches no region is false, however small. Sensitivity is the share of "
         "regions found, with Wilson's 95 % interval, which takes regions as independent. The rules are those of "

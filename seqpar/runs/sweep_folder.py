@@ -84,7 +84,7 @@ class Sweep:
     def describe_best(self, best: Point) -> str:
         """Returns which point reached most, in words: its score or the error behind it, and on how many cases."""
         most = "lowest" if self.task in ERRORS else "highest"
-        text = f"{most} {SCORES[self.task]}: {best.name}, {measure_of(self.task, best.score):.4f} after step {best.at}"
+        text = f"{most} {SCORES[self.task]}: {best.name}, {measure_of(self.task, best.score):.3f} after step {best.at}"
         if not best.cases:
             return text
         few = f": {TOO_FEW} which setting is best" if best.cases < FEW else ""

@@ -49,7 +49,9 @@ def test_an_answer_that_is_not_finite_is_a_fault_of_its_case(images, tmp_path, c
 
 def test_continue_does_what_is_left_and_the_files_are_the_same(images, tmp_path, capsys) -> None:
     run = make_run(tmp_path / "run")
+    (images / "phantom.json").write_text("{}")
     assert act(tmp_path, run, "--probabilities", out="whole") == 0
+    assert json.loads((tmp_path / "whole" / "prediction.json").read_text())["generated"] is True
     for wait in (0.0, 0.05, 0.1, 0.2, 0.3, 0.5):  # killed early and late; what is complete stays
         pid = child(lambda: act(tmp_path, run, "--probabilities", "--continue"))
         try:

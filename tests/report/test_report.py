@@ -282,9 +282,12 @@ def test_a_page_of_phantoms_says_so_above_its_scores(finished: Path, page: Page,
         mark.write_text("{}")
         said = written(finished).text
         alone = written(finished, "--prediction", tmp_path / "found", "--out", finished / "report.html").text
+        (tmp_path / "found" / "prediction.json").write_text('{"generated": true}')
+        of_phantoms = written(finished, "--prediction", tmp_path / "found", "--out", finished / "report.html").text
     finally:
         mark.unlink()
         written(finished)
+    assert "Generated phantoms, not patients: these volumes and scores" in of_phantoms
     assert "Cases (generated, not patients)" in said and "(generated phantoms, in the layout of files): " in said
     above = said.index("Generated phantoms, not patients: these scores say nothing about real images.")
     assert above < said.index("n = 3"), "above the first score"
@@ -309,7 +312,7 @@ def test_means_and_deviations_that_predict_wrote_are_on_the_page(finished: Path,
     page = written(*line)
     rows = page.cells["intensities", "case-b"]
     assert rows == pytest.approx([image[0][labels == n].mean() for n in (1, 2, 3)], rel=1e-5)
-    assert all(f" ± {image[0][labels == n].std():.1f}" in page.text for n in (1, 2, 3))
+    assert all(f" ± {image[0][labels == n].std():.0f}" in page.text for n in (1, 2, 3))
     assert "in the image file's own numbers (CT: HU)" in page.text and "standard deviation" in page.text
     table = found / "statistics.csv"
     table.write_text(re.sub(r"(?m)^(case-b,NCR,\d+),[^,]*", r"\1,7", table.read_text()))

@@ -17,8 +17,10 @@ from seqpar.cli import report
 from seqpar.cluster.exit_codes import run
 from seqpar.data.geometry import make_geometry, to_canonical
 from seqpar.report.cases import ShownCase, _case_view, bar_length, planes_note, planes_of, viewer_section
+from seqpar.report.curves import training_diagrams
 from seqpar.report.pictures import PicturedCase, figure_of_cases
 from seqpar.report.planes import COLOURS, RUN_COLOURS, slices_of
+from seqpar.report.plots import draw_chart
 from seqpar.report.record import CaseScores, ScoredCase, parse_scores
 from seqpar.report.tables import (
     coarse_voxels,
@@ -191,6 +193,19 @@ def test_a_class_has_one_colour_everywhere_and_runs_have_others(html: str, page:
     assert viewer == {name: legend[name] for name in viewer} and dots[:3] == list(viewer.values())
     assert in_curves["NCR"] == viewer["NCR"] and len(dots) == 5
     assert not set(RUN_COLOURS) & set(COLOURS)
+
+
+def test_classes_that_share_a_colour_differ_in_dashes_and_markers() -> None:
+    names = [f"organ {n}" for n in range(20)]
+    rows = [{"step": step, "loss": 1.0, "cases": 5, "dice": dict.fromkeys(names, 0.5)} for step in (1, 2)]
+    diagram = training_diagrams([], rows, classes=names)[-1]
+    looks = [(style.colour, style.dashes) for _, style in diagram.named()]
+    assert len(set(looks)) == 20 and len({colour for colour, _ in looks}) == len(COLOURS)
+    markers = [(style.colour, style.marker) for _, style in diagram.named()]
+    assert len(set(markers)) == 20, "a single validation draws no dashes"
+    chart = draw_chart(diagram)
+    assert chart and len({look for look, _ in chart.keys}) == 20 and chart.title.endswith("cases (n ≤ 5)")
+    assert chart.keys[8][1] == "▽ organ 8" and chart.keys[16][1] == "✚ organ 16"
 
 
 FILES = {"image": "t1c", "label": "seg"}

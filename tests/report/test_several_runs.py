@@ -129,8 +129,17 @@ def test_curves_lie_over_each_other(finished: Path, worse: Path) -> None:
     compared(finished, worse)
     text = (finished / "comparison.html").read_text()
     for title in ("Loss in training", "Loss on held-out cases", "Mean Dice on held-out cases"):
-        (chart,) = [part for part in text.split('<figure class="chart">') if f"<figcaption>{title}<" in part]
+        (chart,) = [part for part in text.split('<figure class="chart">') if f"<figcaption>{title}" in part]
         assert chart.count('class="curve"') == 2 and ">worse</span>" in chart
+
+
+def test_scores_on_cases_that_chose_the_weights_are_said_to_be_too_good(finished: Path, worse: Path) -> None:
+    assert "were chosen on these held-out cases" not in compared(finished, worse).text
+    path = worse / "metrics.jsonl"
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    again = [row | {"step": 1} for row in rows if row["kind"] == "val"]
+    path.write_text("".join(f"{json.dumps(row)}\n" for row in [*again, *rows]))
+    assert "The weights that predict uses were chosen on these held-out cases" in compared(finished, worse).text
 
 
 def test_what_several_runs_do_not_have_is_refused_or_noted(

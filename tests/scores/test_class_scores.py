@@ -105,6 +105,14 @@ def test_a_calibrated_classifier_lies_on_the_diagonal() -> None:
     assert class_scores.calibration_error(truth, np.stack([np.full(len(p), 0.99), np.full(len(p), 0.01)], 1)) > 0.2
 
 
+def test_a_difference_of_paired_shares_is_as_sure_as_newcombe_says() -> None:
+    """His examples of 1998, with the p value of the binomial distribution."""
+    assert class_scores.compare_shares(36, 12, 2, 0) == pytest.approx((0.0569, 0.3404, 0.0129), abs=5e-5)
+    assert class_scores.compare_shares(20, 12, 2, 16) == pytest.approx((0.0562, 0.3292, 0.0129), abs=5e-5)
+    low, high, p = class_scores.compare_shares(0, 0, 0, 10)
+    assert low == -high < -0.2 and p == 1, "runs that agree on few cases are not known to be equal"
+
+
 def table_at(path: Path, truth: np.ndarray, probabilities: np.ndarray, first: int = 0) -> list[str]:
     cases = tuple(f"c{n + first:03d}" for n in range(len(truth)))
     path.parent.mkdir(exist_ok=True)

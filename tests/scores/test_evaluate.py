@@ -171,6 +171,15 @@ def test_a_prediction_may_be_stored_in_another_orientation(folders: tuple[Path, 
         assert case["metrics"]["2"] == pytest.approx(one["metrics"]["2"])
 
 
+def test_scores_of_phantoms_are_said_to_be_of_phantoms(
+    folders: tuple[Path, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    said = "Generated phantoms, not patients: these scores say nothing about real images.\n"
+    assert evaluate_folders(folders) == 0 and said not in capsys.readouterr().out
+    (folders[0] / "phantom.json").write_text("{}")
+    assert evaluate_folders(folders) == 0 and capsys.readouterr().out.count(said) == 1
+
+
 def test_a_part_of_the_cases_may_be_predicted(folders: tuple[Path, Path], capsys: pytest.CaptureFixture[str]) -> None:
     for case in ("case_0", "case_2"):
         (folders[1] / f"{case}.nii.gz").unlink()

@@ -128,7 +128,7 @@ def test_the_record_says_how_each_point_stands_and_which_is_best(made: Path) -> 
 def test_a_table_and_a_picture_are_written_and_the_best_is_said(made: Path) -> None:
     sweep = read_sweep(made)
     text = "\n".join(write_results(made, sweep))
-    assert f"highest mean Dice: {sweep.points[1].name}, 0.6000 after step 2\n" in text
+    assert f"highest mean Dice: {sweep.points[1].name}, 0.600 after step 2\n" in text
     assert "2 of 4 points have ended" in text
     rows = list(csv.DictReader((made / "sweep.csv").open()))
     assert [row["score"] for row in rows] == ["0.5", "0.6", "", ""] and rows[0]["lr"] == "0.001"
@@ -183,7 +183,7 @@ def test_the_page_of_a_sweep_has_all_points_effects_and_the_command_of_the_best(
     assert run(report.act, [str(made)]) == 0
     text = (made / "report.html").read_text()
     page = Page(text)
-    assert "Highest mean Dice: lr-0.001_batch-2, 0.6000 after step 2." in page.text
+    assert "Highest mean Dice: lr-0.001_batch-2, 0.600 after step 2." in page.text
     assert text.count("<tr data-point=") + text.count('<tr class="best" data-point=') == 4
     assert 'data-effect="batch"' in text and "Dice by lr" in page.text
     assert "train.py --lr 1e-3 --out" in page.text and "batch-2-again" in page.text
@@ -216,8 +216,8 @@ def test_classifiers_are_compared_by_their_balanced_accuracy(tmp_path: Path) -> 
     sweep = refresh_points(out, sweep)
     write_sweep(out, sweep)
     text = "\n".join(write_results(out, read_sweep(out))) + page_of_sweep(out, {}).partition("</style>")[2]
-    assert "highest balanced accuracy: lr-0.001, 0.7500 after step 4\n" in text
-    assert "Highest balanced accuracy: lr-0.001, 0.7500 after step 4." in text and "Dice" not in text
+    assert "highest balanced accuracy: lr-0.001, 0.750 after step 4\n" in text
+    assert "Highest balanced accuracy: lr-0.001, 0.750 after step 4." in text and "Dice" not in text
 
 
 @pytest.mark.parametrize(
@@ -238,11 +238,11 @@ def test_of_equal_points_that_with_the_lower_loss_is_best() -> None:
 def test_a_sweep_names_no_winner_by_the_score_of_few_cases() -> None:
     point = Point("a", {}, score=0.5, at=20, cases=2)
     assert Sweep({}, ()).describe_best(point) == (
-        "highest mean Dice: a, 0.5000 after step 20, on 2 held-out cases: too few to tell which setting is best"
+        "highest mean Dice: a, 0.500 after step 20, on 2 held-out cases: too few to tell which setting is best"
     )
     assert Sweep({}, ()).describe_best(replace(point, cases=5)).endswith("after step 20, on 5 held-out cases")
     errors = Sweep({"settings": {"task": "pretrain"}}, ())
-    assert errors.describe_best(point).startswith("lowest error of hidden voxels: a, 1.0000 after step 20")
+    assert errors.describe_best(point).startswith("lowest error of hidden voxels: a, 1.000 after step 20")
 
 
 def test_without_ray_a_line_says_how_it_is_installed(

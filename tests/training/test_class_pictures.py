@@ -174,8 +174,9 @@ def test_runs_are_compared_on_the_cases_that_all_have_scored(monkeypatch: pytest
     both = compare_classifiers({"first": None, "second": None}, [])  # type: ignore[dict-item]
     (sentence,) = both.sentences
     assert sentence.startswith(
-        "second's accuracy is 0.250 lower than first's, over 12 cases (95 % confidence interval:"
+        "second's accuracy is 0.250 lower than first's, over 12 cases: 0 right by second alone, 3 by first alone (95 % "
     )
+    assert "p = 0.25), which may be chance. The interval is Newcombe's for pairs" in sentence
     assert not isinstance(both.scores, str) and not isinstance(both.cases, str)
     rows = {row.name: [getattr(cell, "text", cell) for cell in row.cells] for row in both.scores.rows}
     assert rows["sensitivity (ill)"] == ["1.000 (6 of 6)", "0.833 (5 of 6)"]
