@@ -159,7 +159,7 @@ def compare_shares(both: int, only_first: int, only_second: int, neither: int) -
     (low, high), (other_low, other_high) = (_wilson(share, count) for share in (first, second))
     root = math.sqrt((both + only_first) * (only_second + neither) * (both + only_second) * (only_first + neither))
     excess = both * neither - only_first * only_second
-    correlation = (min(excess, max(excess - count / 2, 0)) if excess > 0 else excess) / root if root else 0.0
+    correlation = (max(excess - count / 2, 0) if excess > 0 else excess) / root if root else 0.0
 
     def reach(a: float, b: float) -> float:
         return math.sqrt(max(0.0, a**2 - 2 * correlation * a * b + b**2))

@@ -13,7 +13,7 @@ from seqpar.prediction.class_statistics import NAME as STATISTICS
 from seqpar.prediction.class_statistics import read_statistics
 from seqpar.report.cases import case_section, load_worst
 from seqpar.report.curves import number
-from seqpar.report.images import find_images, recipe_of
+from seqpar.report.images import find_images
 from seqpar.report.plots import Chart, draw_charts
 from seqpar.report.record import (
     CaseScores,
@@ -89,7 +89,8 @@ def segment_page(options: argparse.Namespace, record: RunRecord) -> FinishedPage
     colours = record.class_colours(scored.classes if scored else ())
     tables: dict[str, object] = {"metrics": last_validation(record), "sizes": None, "intensities": None}
     if scored and alone:
-        intensities = _intensities(options.prediction, scored, recipe_of(record).schemes, gaps)
+        schemes = (record.dataset.get("recipe") or {}).get("schemes", ())
+        intensities = _intensities(options.prediction, scored, schemes, gaps)
         tables = {"metrics": predicted_volumes(scored), "sizes": None, "intensities": intensities}
     elif scored:
         tables |= {"metrics": metrics_table(scored), "sizes": sizes_table(scored), "volumes": volumes_table(scored)}
