@@ -295,7 +295,7 @@ class Loss(nn.Module):
             weight = counted.to(logits.dtype)[:, None]
             columns = [column * weight for column in columns]
         if self.reach:
-            columns = [column[(..., *inside)] for column in columns]
+            columns = [column[(slice(None), slice(None), *inside)] for column in columns]
         return torch.cat([rearrange(column, "b k ... -> b k (...)").sum(2) for column in columns], 1)
 
     def _refuse_unmarked(self, labels: Sequence[Tensor], loss_groups: LossGroups) -> None:
