@@ -126,11 +126,11 @@ class CaseEvaluation(ABC):
         prediction = Path(job.name)
         is_run = holds_run(prediction)
         records, lines = list[RunRecord](), list[str]()
-        for run in [prediction] if is_run else _runs_behind(prediction):
-            with suppress(DataError):
-                records.append(read_record(run))
-        for record in records:
-            lines += chosen_on_them(record) if is_run else self.seen_in_training(job, record)
+        for run in filter(holds_run, [prediction] if is_run else _runs_behind(prediction)):  # others have no record
+            with suppress(DataError, ValueError, OSError):  # data may have moved since: scores do not need them
+                record = read_record(run)
+                records.append(record)
+                lines += chosen_on_them(record) if is_run else self.seen_in_training(job, record)
         generated = is_generated(self.options.truth) or is_run and any(record.has_phantoms for record in records)
         on_phantoms = above_scores(generated, any(record.has_phantoms for record in records))
         return [on_phantoms, *dict.fromkeys(lines)]
