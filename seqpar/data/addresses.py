@@ -38,7 +38,7 @@ def is_address(source: str | Path) -> bool:
 
 
 def absolute(source: str) -> str:
-    """Returns an address as it is, and a path made absolute."""
+    """Returns an address unchanged, and makes a path absolute."""
     return source if is_address(source) else os.path.abspath(source)
 
 
@@ -318,7 +318,7 @@ def _bytes_in(folder: Path) -> int:
 def digest_once(kind: str, path: Path) -> str:
     """Returns the checksum of a file's bytes, computed once per process and state of the file.
 
-    - ``kind``: sha256, or git for the one by which git names a file
+    - ``kind``: sha256, or git for git's name of a file
     """
     state = path.stat()
     return _digest(kind, path, (state.st_ino, state.st_size, state.st_mtime_ns))

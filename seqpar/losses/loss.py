@@ -58,7 +58,7 @@ class LossGroups:
         return math.prod(group.size for group in self.samples)
 
     def coarser(self, scale: Sequence[int]) -> "LossGroups":
-        """Returns the groups of logits of which each stands for ``scale`` voxels."""
+        """Returns the groups for logits that each stand for ``scale`` voxels."""
         if self.boxes is None:
             return self
         edges = tuple(tuple(edge // step for edge in each) for each, step in zip(self.boxes.edges, scale))

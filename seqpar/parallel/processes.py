@@ -62,7 +62,7 @@ def start_python(arguments: Sequence[str], env: Mapping[str, str] | None = None,
 
 
 def allow_open_files(ranks: int) -> None:
-    """Lets this process and those that it starts open as many files and sockets as one of so many ranks needs.
+    """Lets this process and those that it starts open as many files and sockets as each of ``ranks`` ranks needs.
 
     Raises OSError if it may not: gloo would abort the process.
     """

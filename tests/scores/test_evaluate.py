@@ -180,6 +180,18 @@ def test_scores_of_phantoms_are_said_to_be_of_phantoms(
     assert evaluate_folders(folders) == 0 and capsys.readouterr().out.count(said) == 1
 
 
+@pytest.mark.parametrize("kept", [False, True], ids=["no run", "data moved"])
+def test_predictions_are_scored_whatever_made_them(folders: tuple[Path, Path], tmp_path: Path, kept: bool) -> None:
+    """Also by an nnU-Net folder, which has no record, or by a run whose training data are elsewhere now."""
+    truth, prediction = folders
+    model = tmp_path / "model"
+    model.mkdir()
+    if kept:
+        (model / "config.json").write_text(json.dumps({"config": {"data": str(tmp_path / "gone")}}))
+    (prediction / "prediction.json").write_text(json.dumps({"run": str(model), "files": []}))
+    assert run(evaluate.act, [str(truth), str(prediction)]) == 0
+
+
 def test_a_part_of_the_cases_may_be_predicted(folders: tuple[Path, Path], capsys: pytest.CaptureFixture[str]) -> None:
     for case in ("case_0", "case_2"):
         (folders[1] / f"{case}.nii.gz").unlink()
