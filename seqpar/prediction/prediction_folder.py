@@ -83,7 +83,8 @@ class PredictionFolder(ABC):
                 raise self._in_use()
             self.clear(left, cases)
             files = {name for name in listed if (self.folder / name).exists()}.union(self._names(self.files_of(left)))
-            phantoms = {_GENERATED: True} if any(is_generated(case.images[0]) for case in cases) else {}
+            is_phantom = any(is_generated(path) for case in cases for path in case.images[:1])
+            phantoms = {_GENERATED: True} if is_phantom else {}
             own = {_FILES: sorted(files), _INPUTS: {**before, **now}, **phantoms}
             write_json(self.folder / RECORD, {**record, **own})
         return left
