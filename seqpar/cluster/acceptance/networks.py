@@ -23,6 +23,7 @@ VIT = Config(
 STAGES = "133:111 333:122 333:222 333:211"
 # Bounds of logits, and of loss and gradients: in float32 a value next to a kink or a tie has another gradient.
 BOUNDS = {"fp64": (torch.float64, 1e-10, 1e-10), "fp32": (torch.float32, 1e-4, 2e-2)}
+HALF, HALF_OF_GRADIENTS = 0.2, 0.5  # by autocast to bfloat16: with few features the errors hardly average out
 
 
 def small_networks() -> dict[str, Config]:
@@ -69,16 +70,17 @@ class SmallNetwork:
         self.target = self.net.arrange(self.net.layout.cut(label, group.index))
         self.loss, self.loss_groups = self.net.training_loss(DiceCE()), self.net.mode.loss_groups(batch=SAMPLES)
 
-    def run(self) -> tuple[Tensor, Tensor]:
-        """Runs forward and backward; returns the finest logits and the loss of this rank."""
-        logits = self.net(self.part)
+    def run(self, in_bf16: bool = False) -> tuple[Tensor, Tensor]:
+        """Runs forward, by autocast if ``in_bf16``, and backward; returns the finest logits and this rank's loss."""
+        with torch.autocast(self.part.device.type, torch.bfloat16, enabled=in_bf16):
+            logits = self.net(self.part)
         loss = self.loss(logits, self.target, self.loss_groups)
         loss.backward()
         return logits[0] if isinstance(logits, list) else logits, loss
 
-    def step(self) -> Step:
-        """Returns one step, in float64 on the CPU."""
-        logits, loss = self.run()
+    def step(self, in_bf16: bool = False) -> Step:
+        """Returns one step, as float64 on the CPU."""
+        logits, loss = self.run(in_bf16)
         gradients = {name: self._mean(p.grad) for name, p in self.net.named_parameters() if p.grad is not None}
         return Step(logits.detach().double().cpu(), self._mean(loss), gradients)
 
@@ -86,9 +88,9 @@ class SmallNetwork:
         return all_reduce(x.detach(), self.group).double().cpu() / self.group.size
 
 
-def step_of(config: Config, group: Group, device: torch.device, dtype: torch.dtype) -> Step:
+def step_of(config: Config, group: Group, device: torch.device, dtype: torch.dtype, in_bf16: bool = False) -> Step:
     """Returns one step of the config's network."""
-    return SmallNetwork(config, group, device, dtype).step()
+    return SmallNetwork(config, group, device, dtype).step(in_bf16)
 
 
 def check_networks(site: Site) -> Outcome:
@@ -101,6 +103,9 @@ def check_networks(site: Site) -> Outcome:
             step = step_of(config, alone, site.device, dtype)
             errors[f"{name}, {precision}, logits"] = Error(relative(step.logits, exact.logits), bound)
             errors[f"{name}, {precision}, gradients"] = Error(step.error(exact), bound_of_gradients)
+        half = step_of(config, alone, site.device, torch.float32, in_bf16=True)
+        errors[f"{name}, bf16, logits"] = Error(relative(half.logits, exact.logits), HALF)
+        errors[f"{name}, bf16, gradients"] = Error(half.error(exact), HALF_OF_GRADIENTS)
         if site.on_gpu:
             set_arithmetic("tf32")
             tf32[name] = relative(step_of(config, alone, site.device, torch.float32).logits, exact.logits)

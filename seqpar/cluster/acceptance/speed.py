@@ -2,7 +2,7 @@
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -47,24 +47,39 @@ def _wait(site: Site) -> None:
 def measure_steps(site: Site) -> Outcome:
     """Times steps of the presets: seconds, MFU, and on a GPU peak memory next to the planned one."""
     figures = dict[str, Any]()
-    for name in ("paper", "modern"):
-        config = replace(PRESETS[name](), batch=1, attention="gather-kv")
+    for name, config in step_configs().items():
+        config = replace(config, batch=1, attention="gather-kv")
         if not site.on_gpu:
-            config = replace(config, tile=(32, 32, 32), embed_dim=96, heads=4, depth=2, precision="fp32")
+            config = replace(config, tile=(32, 32, 32), patch=(8, 8, 8), embed_dim=96, heads=config.heads // 3)
+            config = replace(config, depth=2, precision="fp32")
         plan = plan_complete_config(RunToPlan(config, device_here(site.device.type), CHANNELS, OUTPUTS), 1)
+        if site.on_gpu and plan.total > torch.cuda.get_device_properties(site.device).total_memory:
+            figures[name] = {"seconds": None, "planned_gib": plan.total / GIB}
+            continue
         seconds, peak = _step(config, site)
         row = {"seconds": seconds, "mfu": plan.mfu * plan.step_seconds / seconds, "planned_gib": plan.total / GIB}
         figures[name] = row | ({"peak_gib": peak / GIB} if site.on_gpu else {})
-    words = [
-        f"{name} {row['seconds']:.3g} s a step"
-        + (
-            f", MFU {row['mfu']:.0%}, {row['peak_gib']:.2f} GiB ({row['planned_gib']:.2f} planned)"
-            if site.on_gpu
-            else ""
-        )
-        for name, row in figures.items()
-    ]
-    return Outcome(MEASURED, "; ".join(words), figures)
+    return Outcome(MEASURED, "; ".join(_words(name, row) for name, row in figures.items()), figures)
+
+
+def _words(name: str, row: Mapping[str, float | None]) -> str:
+    if row["seconds"] is None:
+        return f"{name} needs {row['planned_gib']:.0f} GiB, more than there is"
+    memory = f", {row['peak_gib']:.2f} GiB ({row['planned_gib']:.2f} planned)" if "peak_gib" in row else ""
+    return f"{name} {row['seconds']:.3g} s a step" + (f", MFU {row['mfu']:.0%}{memory}" if memory else "")
+
+
+def step_configs() -> dict[str, Config]:
+    """Returns the settings whose steps are timed: presets, and ViT-B at the smallest patch of the paper."""
+    modern = PRESETS["modern"]()
+    fine = replace(modern, patch=(4, 4, 4))
+    return {
+        "paper": PRESETS["paper"](),
+        "modern": modern,
+        "modern, 6 heads": replace(modern, heads=6),
+        "patch 4": fine,
+        "patch 4, whole brain": replace(fine, tile=(240, 240, 160), grad_checkpoint="full"),
+    }
 
 
 def _step(config: Config, site: Site) -> tuple[float, float]:

@@ -9,11 +9,12 @@ import json
 import os
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import torch
+from torch.cuda._sanitizer import enable_cuda_sanitizer
 
 from seqpar.cluster import exit_codes
 from seqpar.cluster.acceptance.check import LEFT_OUT, RIGHT, WRONG, Error, Outcome, Site, judged, run_module
@@ -28,6 +29,7 @@ from seqpar.parallel.mesh import Group, Mesh
 from seqpar.parallel.processes import die_with_parent
 from seqpar.parallel.rendezvous import start
 from seqpar.settings.config import Config
+from seqpar.spatial import overlap
 
 RANKS = 2
 MODES, STRATEGIES = ("gather", "halo", "swap"), ("gather-kv", "gather-x", "ulysses")
@@ -35,6 +37,7 @@ DTYPES = (
     *(torch.float64, torch.float32, torch.bfloat16, torch.float16),
     *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool),
 )
+SANITIZED = ("halo, gather-kv", "halo, nnunet-resenc")  # under the sanitizer an operation takes milliseconds
 LIMIT_S = 400.0
 
 
@@ -65,12 +68,24 @@ def check_library(site: Site) -> Outcome:
 
 def check_modes(site: Site) -> Outcome:
     """Compares every mode and strategy on two ranks, which may share a GPU, with one process; sends every dtype."""
+    return _check_on_ranks(site)
+
+
+def check_overlap(site: Site) -> Outcome:
+    """Compares mode halo with every halo overlapped, however small, while torch looks for reads that come too early."""
+    if not site.on_gpu:
+        return Outcome(LEFT_OUT, "halos are overlapped on a GPU only")
+    return _check_on_ranks(site, "--overlap")
+
+
+def _check_on_ranks(site: Site, *more: str) -> Outcome:
     record = site.folder / "on_ranks.json"
-    arguments = ["--json", str(record), "--time-limit", str(LIMIT_S)]
+    record.unlink(missing_ok=True)
+    arguments = ["--json", str(record), "--time-limit", str(LIMIT_S), *more]
     ended = run_module("cluster.acceptance.two_ranks", arguments, site, LIMIT_S)
     if ended.code or not record.exists():
         other_way = f"; from NCCL 2.30 on {OWN_SHARING}=1 is another way for ranks to share one GPU" * site.on_gpu
-        return Outcome(WRONG, f"{ended}{other_way}")
+        return Outcome(WRONG, f"{ended}{other_way}", {"output": ended.output[-3000:]})
     results = json.loads(record.read_text())
     errors = {name: Error(error, 1e-10) for name, error in results["modes"].items()}
     errors |= {f"{name}, values changed": Error(count, 0.5) for name, count in results["types"].items()}
@@ -85,14 +100,24 @@ def cases() -> dict[str, Config]:
     return every | {f"halo, {name}": replace(config, mode="halo", seqpar=RANKS) for name, config in others.items()}
 
 
-def errors_of_modes(mesh: Mesh) -> dict[str, float]:
-    """Returns the error of loss and gradients of each case against one process, in float64."""
+def errors_of_modes(mesh: Mesh, names: Collection[str]) -> dict[str, float]:
+    """Returns the error of loss and gradients of the named cases against one process, in float64."""
     errors = {}
     for name, config in cases().items():
+        if name not in names:
+            continue
         alone = replace(config, seqpar=1, mode="gather", attention="auto")
         exact = step_of(alone, Group("seq"), mesh.device, torch.float64)
         errors[name] = step_of(config, mesh.seq, mesh.device, torch.float64).error(exact)
     return errors
+
+
+def errors_of_overlap(mesh: Mesh) -> dict[str, float]:
+    """Returns the errors of mode halo with every halo overlapped, of two cases again while torch looks for races."""
+    overlap.ENOUGH = 0
+    errors = errors_of_modes(mesh, [name for name, config in cases().items() if config.mode == "halo"])
+    enable_cuda_sanitizer()
+    return errors | {f"{name}, under the sanitizer": error for name, error in errors_of_modes(mesh, SANITIZED).items()}
 
 
 def wrong_types(mesh: Mesh) -> dict[str, int]:
@@ -115,6 +140,7 @@ def act(arguments: Sequence[str]) -> int:
     parser.add_argument("--device", required=True)
     parser.add_argument("--json", type=Path, required=True)
     parser.add_argument("--time-limit", type=float, required=True)
+    parser.add_argument("--overlap", action="store_true")
     options = parser.parse_args(list(arguments))
     if read_launcher(os.environ).world == 1:
         return run_local(RANKS, ["-m", "seqpar.cluster.acceptance.two_ranks", *arguments])
@@ -123,7 +149,8 @@ def act(arguments: Sequence[str]) -> int:
     clock.start()
     set_arithmetic("fp64")
     with start(RANKS, device=options.device, timeout_s=options.time_limit) as mesh:
-        results = {"modes": errors_of_modes(mesh), "types": wrong_types(mesh)}
+        errors = errors_of_overlap(mesh) if options.overlap else errors_of_modes(mesh, [*cases()])
+        results = {"modes": errors, "types": {} if options.overlap else wrong_types(mesh)}
         gather_texts("done", mesh.world)
         if mesh.is_first:
             write_json(options.json, results)

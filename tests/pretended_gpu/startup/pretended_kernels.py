@@ -279,6 +279,18 @@ def cudnn_batch_norm_backward(x, grad, weight, mean, var, saved_mean, saved_var,
     return aten.native_batch_norm_backward(grad, x, weight, *kept, True, eps, [True, True, True])
 
 
+def in_float32(op: Any) -> Callable[..., Any]:
+    """Returns ``op`` for half types, which the CPU's kernel lacks and CUDA's has."""
+
+    def compute(x: Tensor, *of: Any, **more: Any) -> Tensor:
+        if x.dtype not in (torch.float16, torch.bfloat16):
+            return op(x, *of, **more)
+        wide = (value.float() if isinstance(value, Tensor) else value for value in (x, *of))
+        return op(*wide, **{key: value for key, value in more.items() if key != "out"}).to(x.dtype)
+
+    return compute
+
+
 SPECIAL: dict[str, Callable[..., Any]] = {
     "_scaled_dot_product_flash_attention": flash,
     "_scaled_dot_product_flash_attention_backward": flash_backward,
@@ -290,6 +302,8 @@ SPECIAL: dict[str, Callable[..., Any]] = {
     "_log_softmax": log_softmax,
     "_softmax_backward_data": softmax_backward,
     "_log_softmax_backward_data": log_softmax_backward,
+    "avg_pool3d": in_float32(aten.avg_pool3d),
+    "avg_pool3d_backward": in_float32(aten.avg_pool3d_backward),
     "cudnn_batch_norm": cudnn_batch_norm,
     "cudnn_batch_norm_backward": cudnn_batch_norm_backward,
 }
