@@ -111,6 +111,13 @@ class RunSettings:
     )
     shard_weights: bool = _device(False, "shard weights, gradients and optimizer states over all ranks (FSDP2)")
     compile: bool = _device(False, "compile the MLPs of the blocks", networks=TOKENS)
+    cuda_graph: bool = _device(
+        False,
+        "replay each step's passes as CUDA graphs, for small tiles",
+        acts_when=lambda c: c.seqpar == c.pipe == 1 and not c.shard_weights,
+        why="ranks exchange messages within a pass: remove --seqpar, --pipe or --shard-weights",
+        idle_here=lambda c, here: "without a GPU" if here.has_gpu is False and c.cuda_graph else "",
+    )
     deterministic: bool = _device(
         False,
         "the same bits in every run on the same GPUs, slower; on a CPU they always are",

@@ -3,7 +3,7 @@
 import warnings
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from typing import Any, cast
 from weakref import ref
 
 import torch
@@ -22,13 +22,13 @@ fsdp = late("torch.distributed.fsdp")  # takes longer to import than the rest of
 tensor = late("torch.distributed.tensor")
 
 
-def data_parallel(net: Network, mesh: Mesh, shard_weights: bool) -> nn.Module:
+def data_parallel(net: nn.Module, mesh: Mesh, shard_weights: bool) -> nn.Module:
     """Returns the module to call in training, whose backward averages gradients over all ranks.
 
     DDP around ``net``; ``net`` itself if its weights are sharded or there is one rank.
     """
     if shard_weights:
-        shard(net, mesh)
+        shard(cast(Network, net), mesh)
         return net
     return wrap_data_parallel(net, mesh)
 

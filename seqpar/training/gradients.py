@@ -2,9 +2,12 @@
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from seqpar.cluster.stop_request import StopRequest
 from seqpar.data.sampling.loader import MicroBatch
@@ -12,12 +15,13 @@ from seqpar.losses import DeepSupervision, Loss, LossGroups, LossOf
 from seqpar.models.network import Network, autocast
 from seqpar.optimization.optimizers import use_fused
 from seqpar.parallel.collectives import full_tensor
+from seqpar.parallel.layout import Layout
 from seqpar.parallel.mesh import Mesh
 from seqpar.parallel.messages import check_collective
 from seqpar.settings.config import Config
 from seqpar.tasks.training_data import TrainingData, outputs_shown
 from seqpar.training.data_parallel import data_parallel, frozen_running_statistics, gathered, no_sync
-from seqpar.vit.dropout import DropoutKey
+from seqpar.vit.dropout import DropoutKey, RandomDraws
 from seqpar.weights.states import whole_tensors
 
 
@@ -38,6 +42,135 @@ def losses_of_step(
     return loss.of_step(labels, loss_groups, shown)
 
 
+class GraphedNetwork(nn.Module):
+    """A network whose forward and backward in training can be replayed as two CUDA graphs, of one launch each.
+
+    Without, a step of small tiles waits for this process, which launches more than a thousand kernels one by one.
+    Before ``record`` and outside training the network runs as ever.
+    """
+
+    def __init__(self, net: Network) -> None:
+        super().__init__()
+        self.net = net
+        self._passes: _Passes | None = None
+
+    def record(self, image: Tensor, first: DropoutKey, second: DropoutKey) -> None:
+        """Records a forward and a backward for images like ``image``, in the present autocast.
+
+        Raises ValueError if a replay with the draws of ``second`` is not what the network computes with them: what
+        this process computes by itself, such as random numbers on the CPU, would be the same in every step.
+        """
+        other = torch.randn_like(image)
+        exact = _Passes(self.net, other, second)
+        logits = exact.forward()
+        given = [torch.randn_like(x) for x in logits]
+        expected = [x.detach().clone() for x in (*logits, *exact.gradients(logits, given)) if x is not None]
+        del exact, logits
+        torch.cuda.empty_cache()  # recorded passes have memory of their own
+        passes = _Passes(self.net, image, first)
+        passes.record()
+        replayed = passes.replay_forward(other, second)
+        replayed += [x for x in passes.replay_backward(given) if x is not None]
+        apart = max(float((a - b).norm() / b.norm().clamp(min=1e-12)) for a, b in zip(replayed, expected, strict=True))
+        if not apart <= 0.05:
+            raise ValueError(f"--cuda-graph: a replayed step differs from a computed one by {apart:.1e}: leave it out")
+        self._passes = passes
+
+    def forward(self, image: Tensor, layout: Layout | None, key: DropoutKey | None) -> Tensor | list[Tensor]:
+        """Returns what the network returns; of a replay, in memory that the next one overwrites."""
+        passes = self._passes
+        if passes is None or layout is not None or key is None or not (self.net.training and torch.is_grad_enabled()):
+            return self.net(image, layout, key)
+        logits = [*_Replay.apply(passes, image, key, *passes.parameters)]
+        return logits if passes.returns_list else logits[0]
+
+
+class _Passes:
+    """Forward and backward of a network for one shape of image, computed or replayed."""
+
+    def __init__(self, net: Network, image: Tensor, key: DropoutKey) -> None:
+        self.net, self.image = net, image.clone()
+        self.parameters = [p for p in net.parameters() if p.requires_grad]
+        self.returns_list = False
+        self.key = key
+        if key.draws is not None:
+            hashes = {at: x.clone() for at, x in key.draws.hashes.items()}
+            kept = {at: x.clone() for at, x in key.draws.kept.items()}
+            self.key = replace(key, draws=RandomDraws(hashes, kept))
+        self._graphs = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
+        self._logits, self._given = list[Tensor](), list[Tensor]()
+        self._gradients = list[Tensor | None]()
+
+    def forward(self) -> list[Tensor]:
+        """Returns the logits for the image."""
+        dtype, is_on = torch.get_autocast_dtype("cuda"), torch.is_autocast_enabled("cuda")
+        with torch.autocast("cuda", dtype, enabled=is_on, cache_enabled=False):  # it would keep casts of old weights
+            logits = self.net(self.image, None, self.key)
+        self.returns_list = isinstance(logits, list)
+        return logits if isinstance(logits, list) else [logits]
+
+    def gradients(self, logits: list[Tensor], given: list[Tensor]) -> Sequence[Tensor | None]:
+        """Returns the gradients of the parameters from those of the logits."""
+        return torch.autograd.grad(logits, self.parameters, given, allow_unused=True)
+
+    def record(self) -> None:
+        """Records both passes, after three that choose kernels and make constants."""
+        aside = torch.cuda.Stream()
+        aside.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(aside):
+            for _ in range(3):
+                logits = self.forward()
+                self.gradients(logits, [torch.zeros_like(x) for x in logits])
+        torch.cuda.current_stream().wait_stream(aside)
+        del logits
+        pool, (forward, backward) = torch.cuda.graph_pool_handle(), self._graphs
+        with torch.cuda.graph(forward, pool, capture_error_mode="thread_local"):
+            logits = self.forward()
+        self._given = [torch.zeros_like(x) for x in logits]
+        with torch.cuda.graph(backward, pool, capture_error_mode="thread_local"):
+            self._gradients = [*self.gradients(logits, self._given)]
+        self._logits = [x.detach() for x in logits]
+
+    def replay_forward(self, image: Tensor, key: DropoutKey) -> list[Tensor]:
+        """Returns the logits for another image with the draws of ``key``."""
+        self.image.copy_(image)
+        if self.key.draws is not None:
+            assert key.draws is not None
+            for own, new in ((self.key.draws.hashes, key.draws.hashes), (self.key.draws.kept, key.draws.kept)):
+                if own:
+                    torch._foreach_copy_([*own.values()], [new[at] for at in own])  # type: ignore[index]
+        self._graphs[0].replay()
+        return [x.detach() for x in self._logits]
+
+    def replay_backward(self, given: Sequence[Tensor]) -> list[Tensor | None]:
+        """Returns the gradients of the parameters, in memory of their own."""
+        for own, new in zip(self._given, given, strict=True):
+            assert own.shape == new.shape
+            own.copy_(new)
+        self._graphs[1].replay()
+        present = [x for x in self._gradients if x is not None]
+        copies = iter(
+            torch._foreach_mul(present, 1.0)
+        )  # autograd may keep what it gets, and the next replay overwrites
+        return [None if x is None else next(copies) for x in self._gradients]
+
+
+class _Replay(torch.autograd.Function):
+    """Replays a forward, and in backward its backward; parameters are arguments so that their gradients reach them."""
+
+    @staticmethod
+    def forward(ctx: Any, passes: _Passes, image: Tensor, key: DropoutKey, *parameters: Tensor) -> tuple[Tensor, ...]:
+        ctx.passes = passes
+        return tuple(passes.replay_forward(image, key))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *given: Tensor) -> tuple[Tensor | None, ...]:
+        gradients = ctx.passes.replay_backward(given)
+        assert all(g is None or g.shape == p.shape for g, p in zip(gradients, ctx.passes.parameters, strict=True))
+        return None, None, None, *gradients
+
+
 class Gradients:
     """Adds the gradients of ``net``, averaged over all ranks, with the settings of ``config``.
 
@@ -48,7 +181,8 @@ class Gradients:
 
     def __init__(self, config: Config, mesh: Mesh, data: TrainingData, net: Network, loss: Loss) -> None:
         self.config, self.mesh, self.data, self.net = config, mesh, data, net
-        self.parallel_net = data_parallel(net, mesh, config.shard_weights)
+        self.graphed = GraphedNetwork(net) if config.cuda_graph and mesh.device.type == "cuda" else None
+        self.parallel_net = data_parallel(self.graphed or net, mesh, config.shard_weights)
         self.loss, self.num_sums = net.training_loss(loss), 1 + len(loss.terms)
         self.loss_groups = net.loss_groups(mesh.data, config.batch)
 
@@ -68,6 +202,11 @@ class Gradients:
             shown = outputs_shown(self.data, self.data.train_ids[:1] * config.batch, self.net.mode, device)
             self.loss(logits, self.net.arrange(label), self.loss_groups, shown).backward()
             self.net.zero_grad()
+            if self.graphed is not None:
+                del logits
+                keys = (DropoutKey(config.seed, step, tuple(range(config.batch))) for step in (0, 1))
+                with self._autocast():
+                    self.graphed.record(self._cast(image), *(self.net.drawn(key, device) for key in keys))
 
     def gathered(self) -> AbstractContextManager[None]:
         """Returns a context in which this rank predicts with the whole network, as in validation."""

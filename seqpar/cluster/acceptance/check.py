@@ -146,8 +146,17 @@ def run_module(
 
 def losses_of(run: Path) -> list[float]:
     """Returns the losses of the steps that a run has done so far."""
+    return [row["loss"] for row in _steps_of(run)]
+
+
+def seconds_of_steps(run: Path) -> list[float]:
+    """Returns the seconds of the steps that a run has done so far, without the first, which chooses kernels."""
+    return [row["seconds"] for row in _steps_of(run)[1:]]
+
+
+def _steps_of(run: Path) -> list[dict[str, Any]]:
     path = run / "metrics.jsonl"
-    return [row["loss"] for row in read_metrics(path) if row["kind"] == "train"] if path.exists() else []
+    return [row for row in read_metrics(path) if row["kind"] == "train"] if path.exists() else []
 
 
 def wait_for_steps(run: Path, steps: int, limit_s: float = 120.0) -> None:

@@ -27,6 +27,7 @@ from seqpar.cluster.acceptance.long_run import check_long_run
 from seqpar.cluster.acceptance.networks import check_networks, count_a_step
 from seqpar.cluster.acceptance.runs import (
     check_compiled,
+    check_graphs,
     check_groups,
     check_prediction,
     check_presets,
@@ -55,6 +56,7 @@ CHECKS = (
     Check("presets", 2, check_presets),
     Check("prediction", 2, check_prediction),
     Check("compiled", 2, check_compiled),
+    Check("graphs", 3, check_graphs),
     Check("steps", 3, measure_steps),
     Check("attention", 3, measure_attention),
     Check("convolution speed", 3, measure_convolutions),

@@ -5,7 +5,7 @@ import shutil
 import signal
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -21,6 +21,7 @@ from seqpar.cluster.acceptance.check import (
     kill_a_rank,
     losses_of,
     run_module,
+    seconds_of_steps,
     wait_for_steps,
 )
 from seqpar.data.phantom.phantom_files import write_phantom
@@ -156,6 +157,28 @@ def check_compiled(site: Site) -> Outcome:
     count, bound = (10, 0.1) if site.on_gpu else (1, 1e-2)
     error = Error(compiled.averaged(count).apart(plain.averaged(count)), bound)
     return _with_remarks(judged({"losses, compiled": error}, figures), remarks)
+
+
+def check_graphs(site: Site) -> Outcome:
+    """Compares the losses of the preset modern with and without ``--cuda-graph``, and the seconds of a step."""
+    if not site.on_gpu:
+        return Outcome(LEFT_OUT, "graphs need a GPU")
+    flags = "--preset modern --batch 1 --accumulate 2 --iterations 20 --epochs 1 --val-every 0 --val-cases 1"
+    flags += " --phantoms 6 --warmup 0 --augment none"
+    runs = {
+        name: train(site, name, f"{flags} {more}".split())
+        for name, more in (("one by one", ""), ("graphs", "--cuda-graph"))
+    }
+    remarks = {name: str(run.ended) for name, run in runs.items() if run.ended.code}
+    figures = {
+        f"{name}, seconds of a step": statistics.median(seconds_of_steps(site.folder / name))
+        for name in runs
+        if name not in remarks
+    }
+    error = Error(runs["graphs"].apart(runs["one by one"]), 1e-2)
+    outcome = _with_remarks(judged({"losses, graphs": error}, figures), remarks)
+    said = "; ".join(f"{name} {value:.3g}" for name, value in figures.items())
+    return replace(outcome, text=f"{outcome.text}; {said}")
 
 
 def check_prediction(site: Site) -> Outcome:
