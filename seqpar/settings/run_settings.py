@@ -120,7 +120,7 @@ class RunSettings:
     )
     deterministic: bool = _device(
         False,
-        "the same bits in every run on the same GPUs, slower; on a CPU they always are",
+        "the same bits each time on the same GPUs, slower; CPUs do so anyway",
         idle_here=lambda c, here: "without a GPU" if here.has_gpu is False and c.deterministic else "",
     )
     device: str = _device("auto", "device; auto: a GPU if there is one", choices=DEVICE_KINDS, common=True)

@@ -1,6 +1,8 @@
 """The acceptance program tells wrong results from slow ones. ``.ci/accept`` runs all of it."""
 
 import json
+import os
+import signal
 import sys
 import time
 from collections.abc import Callable
@@ -78,6 +80,21 @@ def test_the_program_ends_with_1_for_a_wrong_number_and_never_for_a_slow_one(
     assert verdict in capsys.readouterr().out
 
 
+def is_killed(site: Site) -> Outcome:
+    os.kill(os.getpid(), signal.SIGKILL)
+    raise AssertionError
+
+
+def test_a_check_that_is_killed_is_wrong_and_the_others_run(tmp_path: Path) -> None:
+    checks = [Check("killed", 1, is_killed), Check("next", 1, lambda site: judged({"x": Error(1.0, 2.0)}))]
+    assert program.accept("cpu", 1, tmp_path / "record.json", checks) == 1
+    parts = json.loads((tmp_path / "record.json").read_text())["parts"]
+    assert parts["killed"]["verdict"] == WRONG and "SIGKILL" in parts["killed"]["text"]
+    assert parts["next"]["verdict"] == RIGHT
+    page = (tmp_path / "record.md").read_text()
+    assert "2 checks, wrong: killed; left out: none" in page and "| 1 | next | right |" in page
+
+
 def refuses(*of: torch.Tensor) -> None:
     raise RuntimeError("no plan for this")
 
@@ -147,11 +164,19 @@ def test_on_a_gpu_what_has_not_begun_in_its_parts_time_is_left_out(
         time.sleep(max(0.0, site.left_s - program.SHORTEST_S + 0.01))
         return Outcome(MEASURED, "slow")
 
+    def has_no_end(site: Site) -> Outcome:
+        time.sleep(60)
+        raise AssertionError
+
     checks = [Check("slow", 1, is_slow), Check("late", 1, fails), Check("of another part", 2, is_slow)]
     assert program.accept("auto", 0, tmp_path / "record.json", checks) == 0
     parts = json.loads((tmp_path / "record.json").read_text())["parts"]
     assert [each["verdict"] for each in parts.values()] == ["measured", "left out", "measured"]
     assert "left out: late" in capsys.readouterr().out
+    monkeypatch.setattr(program, "SHORTEST_S", 0.0)
+    monkeypatch.setattr(program, "PART_S", 1.0)
+    assert program.accept("auto", 0, None, [Check("without end", 1, has_no_end)]) == 0
+    assert "did not end within the 1 s of part 1" in capsys.readouterr().out
 
 
 def test_a_program_that_does_not_end_is_ended_and_said(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -209,6 +209,7 @@ ELSEWHERE = {
     "checkpoint_minutes": "test_a_run_that_loses_a_rank_at_every_moment_in_turn_ends_with_the_same_bits",
     "shard_weights": "test_sharded_weights_become_what_replicated_ones_become",
     "measured": "test_attention_is_chosen_by_measured_links",
+    "cuda_graph": "test_micro_batches_of_replays_have_the_gradients_of_the_network",
     "deterministic": "test_each_precision_is_one_arithmetic_of_products_and_convolutions",
     "device": "test_the_device_is_the_told_one", "dry_run": "test_a_dry_run_writes_nothing",
     "take_over": "test_on_a_shared_disk_take_over_is_needed_and_whoever_loses_the_folder_leaves_it_alone",

@@ -5,6 +5,7 @@
 
 import argparse
 import json
+import runpy
 import sys
 import warnings
 from collections.abc import Sequence
@@ -13,7 +14,6 @@ from typing import Any
 
 import torch
 
-from seqpar.cli import train
 from seqpar.cluster import exit_codes
 from seqpar.cluster.acceptance.check import WRONG, Error, Outcome, Site, judged, run_module
 from seqpar.data.files import write_json
@@ -98,7 +98,9 @@ def act(arguments: Sequence[str]) -> int:
 
     Trainer._step = observed  # type: ignore[assignment, method-assign]  # this process ends with the run
     more = ["--iterations", str(MANY), "--device", options.device, "--out", options.out]
-    return train.act([*FLAGS.split(), *more])
+    sys.argv = ["seqpar-train", *FLAGS.split(), *more]
+    runpy.run_module("seqpar.cli.train", run_name="__main__")  # which ends this process
+    return exit_codes.FAULT
 
 
 if __name__ == "__main__":
