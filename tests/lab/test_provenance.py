@@ -16,10 +16,6 @@ LAB = ROOT / "launch" / "lab"
 MEASURE_AGAIN = {
     "benches/results/memory.md": ("launch/bench.py memory --large --write", 64),
     "benches/results/unets.md": ("launch/bench.py unets --turns 1 --write", 9),
-    "figures/results/figure-5.txt": ("launch/figures.py 5 --scale laptop --seeds 3", 8),
-    "figures/results/figure-6.txt": ("launch/figures.py 6 --scale laptop --seeds 3", 8),
-    "figures/results/figure-7.txt": ("launch/figures.py 7 --scale laptop --seeds 3", 8),
-    "figures/results/figure-8.txt": ("launch/figures.py 8 --scale laptop --seeds 3", 12),
     "figures/results/figure-9.txt": ("launch/figures.py 9 --scale laptop", 5),
     "figures/results/figure-10.txt": ("launch/figures.py 10 --scale laptop", 5),
     "figures/results/figure-11.txt": ("launch/figures.py 11 --scale laptop", 5),
