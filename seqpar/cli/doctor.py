@@ -118,7 +118,8 @@ def _refuse_missing_folder(options: argparse.Namespace) -> None:
     files = {file: _BEGINNING}
     if options.accept:
         if file.suffix == ".md":
-            raise ValueError(f"--json {file}: the page for people would replace it: name it {file.with_suffix('.json')}")
+            other = file.with_suffix(".json")
+            raise ValueError(f"--json {file}: the page for people would replace it: name it {other}")
         from seqpar.cluster.acceptance.program import PAGE  # imports every module that it tests
 
         files[file.with_suffix(".md")] = PAGE.encode()
