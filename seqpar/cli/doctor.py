@@ -125,7 +125,9 @@ def _refuse_missing_folder(options: argparse.Namespace) -> None:
         files[file.with_suffix(".md")] = PAGE.encode()
     for path, beginning in files.items():
         if path.is_dir():
-            raise ValueError(f"--json {options.json}: {path} is a folder: name another file")
+            raise ValueError(
+                f"--json {path} is a folder: name a file" if path == file else f"--json {file}: {path} is a folder"
+            )
         refuse_special(path)
         if path.is_file() and path.read_bytes()[: len(beginning)] not in (b"", beginning):
             raise DataError(path, "is there, and doctor did not write it: name another file by --json")
