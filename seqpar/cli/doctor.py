@@ -15,6 +15,7 @@ from seqpar.cluster import exit_codes
 from seqpar.cluster.examination import examine
 from seqpar.cluster.start_ranks import run_local
 from seqpar.data.errors import DataError
+from seqpar.data.files import refuse_special
 from seqpar.parallel.launcher import read_launcher
 from seqpar.parallel.mesh import Mesh
 from seqpar.parallel.processes import die_with_parent
@@ -108,12 +109,28 @@ def _refuse_others(options: argparse.Namespace, why: str, taken: Collection[str]
 
 
 def _refuse_missing_folder(options: argparse.Namespace) -> None:
-    if options.json and not Path(options.json).absolute().parent.is_dir():
+    """Raises ValueError for a --json that cannot be written, or would replace what doctor did not write."""
+    if not options.json:
+        return
+    file = Path(options.json)
+    if not file.absolute().parent.is_dir():
         raise ValueError(f"--json {options.json}: its folder does not exist")
-    if options.json and Path(options.json).is_dir():
-        raise ValueError(f"--json {options.json} is a folder: name a file")
-    if options.json and Path(options.json).is_file() and Path(options.json).read_bytes()[:13] not in (b"", _BEGINNING):
-        raise DataError(options.json, "is there, and doctor did not write it: name another file by --json")
+    files = {file: _BEGINNING}
+    if options.accept:
+        if file.suffix == ".md":
+            other = file.with_suffix(".json")
+            raise ValueError(f"--json {file}: the page for people would replace it: name it {other}")
+        from seqpar.cluster.acceptance.program import PAGE  # imports every module that it tests
+
+        files[file.with_suffix(".md")] = PAGE.encode()
+    for path, beginning in files.items():
+        if path.is_dir():
+            raise ValueError(
+                f"--json {path} is a folder: name a file" if path == file else f"--json {file}: {path} is a folder"
+            )
+        refuse_special(path)
+        if path.is_file() and path.read_bytes()[: len(beginning)] not in (b"", beginning):
+            raise DataError(path, "is there, and doctor did not write it: name another file by --json")
 
 
 def _parser() -> argparse.ArgumentParser:

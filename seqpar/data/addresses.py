@@ -259,7 +259,10 @@ def _parse(source: str | Path) -> _Https | _OfHub:
         raise ValueError(f"{text}: write hf://OWNER/NAME/FILE, or hf://OWNER/NAME@REVISION/FILE")
     if not text.startswith("https://"):
         raise ValueError(f"{text}: files are downloaded by https:// and hf:// only; give one of these, or a local path")
-    parts = urlsplit(text)
+    try:
+        parts = urlsplit(text)
+    except ValueError as error:  # of brackets
+        raise ValueError(f"{text}: is no address ({error}); write https://HOST/FILE#sha256=DIGITS") from None
     if not parts.hostname or "@" in parts.netloc:
         raise ValueError(f"{text}: write https://HOST/FILE#sha256=DIGITS, without a user name")
     match = _HTTPS.fullmatch(text)

@@ -1,5 +1,6 @@
 """Writes files whole or not at all, reads and writes JSON, and splits the suffix off a volume's name."""
 
+import errno
 import json
 import os
 import socket
@@ -12,6 +13,7 @@ from typing import Any
 
 from seqpar.data.errors import DataError, unreadable, unwritable
 
+SPECIAL = "is no file (but a pipe, socket or device)"
 SUFFIXES = (".nii.gz", ".nii", ".nrrd", ".mha")  # of volumes
 
 
@@ -32,6 +34,8 @@ def whole_file(path: Path, durable: bool = True) -> Iterator[Path]:
         writes whose latest content is worthless after a crash.
     """
     temporary = path.with_name(f".{path.name}.{socket.gethostname()}.{os.getpid()}.tmp")
+    if is_special(path):  # root would rename the file over /dev/null
+        raise OSError(errno.EINVAL, SPECIAL, str(path))
     try:
         with umask_mode(temporary):
             yield temporary
@@ -140,8 +144,13 @@ def fsync_folder(path: Path) -> None:
 
 def refuse_special(path: str | Path) -> None:
     """Raises DataError for what is there and is neither a file nor a folder: to open a pipe may never end."""
-    if os.path.exists(path) and not os.path.isfile(path) and not os.path.isdir(path):
-        raise DataError(path, "is no file (but a pipe, socket or device); put a file in its place")
+    if is_special(path):
+        raise DataError(path, f"{SPECIAL}; put a file in its place")
+
+
+def is_special(path: str | Path) -> bool:
+    """Returns whether there is something that is neither a file nor a folder, such as a device."""
+    return os.path.exists(path) and not os.path.isfile(path) and not os.path.isdir(path)
 
 
 def read_whole(path: Path) -> bytes:

@@ -226,6 +226,8 @@ class Loss(nn.Module):
         weights = self._weights_of(logits, annotated, torch.promote_types(logits.dtype, torch.float32))
         label = label[:, 0] if label.ndim == logits.ndim and label.shape[1] == 1 else label
         self._refuse_other_shapes(logits, label, weights, annotated)
+        if logits.shape[1] == 1 and not self.regions:
+            raise ValueError("logits of one output have no class but the background: give two, or regions=((1,),)")
         return label, weights
 
     def _with_neighbours(self, logits: Tensor, label: Tensor, boxes: BoxGrid | None) -> tuple[Tensor, Tensor, Inside]:

@@ -30,6 +30,13 @@ def mark_skeleton(label: Tensor, ignore_label: int | None = None) -> Tensor:
         loss_fn = make_loss("skeleton-recall")
         loss_fn(logits, mark_skeleton(label)).backward()
     """
+    if label.ndim not in (3, 4):
+        raise ValueError(f"labels of shape {tuple(label.shape)}: give a batch of labels without channels, b W D H")
+    whole = label.long()
+    if not bool(((label == whole) & (whole.abs() < MARK)).all()):
+        raise ValueError(
+            f"labels from {label.min()} to {label.max()} came: give whole numbers below {MARK}, not marked"
+        )
     marks = np.stack([_marks_of(each.numpy(), ignore_label) for each in label.cpu()])
     return label.to(torch.int16) + MARK * torch.from_numpy(marks).to(label.device)
 

@@ -51,8 +51,16 @@ class Voxels:
         if self.regions:
             masks = [reduce(torch.logical_or, (label == value for value in region)) for region in self.regions]
             return torch.stack(masks, 1).to(dtype)
+        self._refuse_other_classes()
         classes = torch.arange(self.logits.shape[1], device=label.device).view(-1, *[1] * (label.ndim - 1))
         return (label[:, None] == classes).to(dtype)
+
+    def _refuse_other_classes(self) -> None:
+        """Raises IndexError, as torch's cross-entropy does, for labels of no class; on a GPU it would wait for it."""
+        if self.label.device.type == "cpu" and self.label.numel() and not torch.compiler.is_compiling():
+            for number in map(int, torch.aminmax(self.label)):
+                if not 0 <= number < self.logits.shape[1]:
+                    raise IndexError(f"Target {number} is out of bounds.")
 
     @cached_property
     def probability(self) -> Tensor:

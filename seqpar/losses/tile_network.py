@@ -99,9 +99,11 @@ class TileNetwork(nn.Module, ABC):
         if is_ours and label.ndim == dims + 2 and label.shape[1] == 1 and label.shape[2:] == image.shape[2:]:
             label = label[:, 0]
         samples = len(image)
-        part, label = self._shares(image, label)
+        others = as_group(data, "data")
+        everyone = LossGroups(group, (others,), agrees=True)
+        part, label = everyone.own_work(lambda: self._shares(image, label), image.device)
         output = self(part)
-        loss_groups = replace(self._loss_groups(as_group(data, "data"), samples, part), agrees=True)
+        loss_groups = replace(self._loss_groups(others, samples, part), agrees=True)
         if is_ours:
             if isinstance(output, list | tuple) and not isinstance(loss_fn, DeepSupervision):
                 raise ValueError(

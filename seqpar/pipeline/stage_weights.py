@@ -106,6 +106,8 @@ def clip_gradients(
     nothing = torch.zeros((), dtype=torch.float64, device=device)
     norms = [torch.linalg.vector_norm(own[name]).double() if name in own else nothing for name in names]
     has_gradient = max_of_each_over_ranks([int(name in own) for name in names], pipe)  # on the host, without the device
+    if not any(has_gradient):
+        raise ValueError("no weight of the network has a gradient: at least one needs requires_grad=True")
     every = all_reduce(torch.stack(norms), pipe, "norms").unbind()
     norm = torch.linalg.vector_norm(torch.stack([x for x, has in zip(every, has_gradient) if has]).to(dtype))
     torch.nn.utils.clip_grads_with_norm_(list(net.parameters()), limit, norm)

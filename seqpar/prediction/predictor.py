@@ -60,8 +60,8 @@ class PredictionSettings:
             raise ValueError(f"window={self.window!r}: choose {' or '.join(WINDOWS)}")
         if self.window_batch < 1:
             raise ValueError(f"window_batch={self.window_batch}: give 1 or more windows")
-        if not 0 < self.temperature < float("inf"):
-            raise ValueError(f"temperature={self.temperature}: give a number above 0")
+        if not 1e-3 <= self.temperature <= 1e3:  # beyond, quotients of logits may be infinite, or all 0
+            raise ValueError(f"temperature={self.temperature}: give a number from 0.001 to 1000")
         parse_min_component(self.min_component, 1.0)
         self.sliding((1, 1, 1))  # checks the settings of sliding windows
 

@@ -84,10 +84,15 @@ def _draw_plane(
     for label in range(1, num_classes + 1):
         colour = COLOURS[(label - 1) % len(COLOURS)]
         for mask, style in ((truth == label, "solid"), (prediction == label, "dashed")):
-            if mask.any() and not mask.all():
-                panel.contour(mask, levels=[0.5], colors=[colour], linewidths=1.2, linestyles=style)
+            _outline(panel, mask, colour, 1.2, style)
     panel.set_xticks([])
     panel.set_yticks([])
+
+
+def _outline(panel: Any, plane: NDArray[Any], colour: str, width: float, style: str = "solid") -> None:
+    """Draws a line around what is above 0.5 in a plane, unless the volume has a single slice across it."""
+    if min(plane.shape) > 1 and plane.min() < 0.5 < plane.max():
+        panel.contour(plane, levels=[0.5], colors=[colour], linewidths=width, linestyles=style)
 
 
 def mark_sides(panel: Any, letters: str) -> None:
@@ -185,9 +190,8 @@ def draw_evidence(
         below, above = (plane_of(volume, dim, at[dim], neurological) for volume in (grey, seen))
         panel.imshow(below, cmap="gray", vmin=low, vmax=max(high, low + 1e-6), aspect=up / across)
         panel.imshow(above, cmap=HEAT, vmin=0, vmax=1, alpha=0.65 * np.clip(above, 0, 1), aspect=up / across)
-        if above.min() < 0.5 < above.max():
-            for colour, width in (("black", 2.6), ("white", 1.2)):
-                panel.contour(above, levels=[0.5], colors=[colour], linewidths=width)
+        for colour, width in (("black", 2.6), ("white", 1.2)):
+            _outline(panel, above, colour, width)
         mark_sides(panel, letters)
         panel.set_title(f"{plane} {slices[dim].text(at[dim])}", fontsize=9)
         panel.set_xticks([])

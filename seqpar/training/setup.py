@@ -37,6 +37,7 @@ from seqpar.text import quantity
 from seqpar.training.run_request import RunRequest, refuse_other_run
 from seqpar.training.trainer import Trainer, global_batch
 from seqpar.weights import checkpoint
+from seqpar.weights.weight_files import is_exported
 
 # what config.json says of data, and what it is called; networks know channels and outputs by their order alone
 _MEANINGS = {"modalities": "channels", "labels": "labels", "regions": "regions", "volume_classes": "classes"}
@@ -252,7 +253,7 @@ def _load_weights(net: Network, config: Config, mesh: Mesh) -> str:
     line: str = ""
     error: Exception | None = None
     try:
-        if (path := local_file(config.weights)).suffix == ".zip":
+        if is_exported(path := local_file(config.weights)):
             read_run(path)  # refuses weights of other sizes than its network's
         line = load_pretrained(net, config)
     except Exception as problem:

@@ -26,7 +26,7 @@ from seqpar.pipeline.stages import StageMap
 from seqpar.report.plots import draw_progress
 from seqpar.runs.boards import Board, open_on_first
 from seqpar.runs.journal import Journal, epoch_fields, peak_memory_mb
-from seqpar.runs.metrics_tail import measure_of
+from seqpar.runs.metrics_tail import measure_of, score_of
 from seqpar.runs.run_folder import describe_results, write_window
 from seqpar.runs.run_status import StatusFile
 from seqpar.settings.config import Config
@@ -83,7 +83,7 @@ class Trainer:
         )
         self.optimizer = make_optimizer(self.net, config.optimizer_options)
         self.progress = Progress(global_batch=global_batch(config, mesh))
-        self.journal = Journal(self.out, False, 0)
+        self.journal, self._has_score = Journal(self.out, False, 0), True
         self.task, folder, collect = task_of(config), self.out / "checkpoints", self.gradients.whole_tensors
         again = self._resume_command()
         self.after_step = AfterStep(config, mesh, folder, description, status.lock, collect, again)
@@ -261,6 +261,7 @@ class Trainer:
         self.journal.record("val", step, epoch=(step - 1) // self.config.iterations, **result.row, seconds=seconds)
         self.journal.say(result.text)
         self.journal.picture("validation", step, self.out / "validation.png")
+        self._has_score = not math.isnan(score_of(result.row))
         self.progress.validated = step
         loss = float(result.row["loss"])
         if self.progress.is_beaten_by(result.score, loss):
@@ -305,6 +306,8 @@ class Trainer:
         self._write_status("finished", early)
         measure = measure_of(self.config.task, self.progress.best)
         best = f"finished: best {self.task.score} {measure:.3f} at step {self.progress.best_step}"
+        if not self._has_score:
+            best = f"finished: no {self.task.score}, as no held-out case has a class to score"
         if early:
             best += f"; ended at step {self.progress.step} of {self.config.steps}: {early} (--patience)"
         self.journal.say("\n".join([best, *describe_results(self.out), *self.task.next_lines(self.out)]))

@@ -19,7 +19,7 @@ from seqpar.settings.data_settings import OWN, planned
 from seqpar.text import flag_name
 from seqpar.weights.nnssl import holds_pretrained_unet, read_pretrained_unet
 from seqpar.weights.nnunet_results import REFUSE, holds_unet, read_checkpoint
-from seqpar.weights.weight_files import checkpoint_of
+from seqpar.weights.weight_files import checkpoint_of, is_of_torch
 
 USUAL = "3d_fullres"
 PLAN = "plan"  # value of --prepare
@@ -37,7 +37,7 @@ def with_plans(config: Config, flags: Collection[str]) -> tuple[Config, frozense
     plan, source = None, f"--weights {config.weights}"
     is_read = not config.plans and not is_missing(config.weights)  # a dry run downloads nothing
     weights = local_file(config.weights) if is_read else Path()
-    checkpoint = checkpoint_of(weights, mapped=True) if weights.suffix == ".pth" else {}
+    checkpoint = checkpoint_of(weights, mapped=True) if is_of_torch(weights) else {}
     if config.plans:
         plan, source = read_plan(config.plans), f"--plans {config.plans}"
         settings = settings_of(plan, config.plans)

@@ -54,6 +54,7 @@ State = dict[str, Tensor]
 ARCHIVED = "model.safetensors"  # the weights in an exported run
 MOST_HEADER = 100_000_000  # bytes of the header of safetensors, as it limits itself
 WIDEST = 8  # bytes of a number
+_OF_TORCH = b"PK", b"\x80"  # its files begin so: archives, and older ones
 NESTS = ("state_dict", "model_state_dict", "network_weights", "model", "net")
 _COMPILED = r"_orig_mod|_fsdp_wrapped_module"
 _WRAPPERS = re.compile(rf"^((module|backbone|model|net|network|{_COMPILED})\.)+|\b({_COMPILED})\.")
@@ -107,9 +108,26 @@ def _is_safetensors(path: Path) -> bool:
         head = file.read(9)
     if not head:
         raise DataError(path, "is empty (0 bytes); copy it again")
-    if not (head[8:] == b"{" or head.startswith((b"PK", b"\x80"))):
+    if not (head[8:] == b"{" or head.startswith(_OF_TORCH)):
         raise DataError(path, "it is no file of weights; give a safetensors or torch file of weights")
     return head[8:] == b"{" and not head.startswith(b"PK")
+
+
+def is_exported(path: Path) -> bool:
+    """Returns whether a file is an exported run: an archive with weights, whatever its name."""
+    try:
+        with zipfile.ZipFile(path) as archive:
+            return ARCHIVED in archive.namelist()
+    except (OSError, ValueError, zipfile.BadZipFile):
+        return False
+
+
+def is_of_torch(path: Path) -> bool:
+    """Returns whether a file begins as those of ``torch.save`` do, whatever its name, and is no exported run."""
+    if not path.is_file():
+        return False
+    with path.open("rb") as file:
+        return file.read(2).startswith(_OF_TORCH) and not is_exported(path)
 
 
 def _damaged(path: Path, error: Exception) -> DataError:

@@ -178,12 +178,29 @@ def _prepared_none(here: Path, said: str) -> None:
     assert not list(here.glob("cache/cases/*"))
 
 
+def _one_slice(here: Path) -> None:
+    """Makes cases of a single slice, of which the one that is held out shows no class."""
+    nnunet(here / "D", 5)
+    for n in range(5):
+        save(here / "D" / "imagesTr" / f"c_{n:03d}_0000.nii.gz", image_array(n)[:, :, 4:5])
+        label = label_array((1,) if n else ())
+        save(here / "D" / "labelsTr" / f"c_{n:03d}.nii.gz", label[:, :, 4:5])
+
+
 def _other_shape(here: Path) -> None:
     nnunet(here / "D", 5)
     save(here / "D" / "labelsTr" / "c_003.nii.gz", label_array(shape=(14, 12, 11)))
 
 
 DATA = [
+    Attack(
+        "train on single slices, whose held-out case shows no class",
+        types=f"train {TINY} --data D --cache cache --out run --epochs 1 --iterations 1 --decoder plain --depth 1",
+        code=0,
+        says="finished: no mean Dice, as no held-out case has a class to score",
+        make=_one_slice,
+        slow=True,
+    ),
     *(
         Attack(
             f"{program} on 10,000 empty files",

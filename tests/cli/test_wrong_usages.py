@@ -45,7 +45,7 @@ USAGES = """
 2 predict run -i D -o out --overlap 1 | overlap
 2 predict run -i D -o out --min-component x | min-component
 2 predict run -i D -o out --temperature 2 | --temperature 2.0 would do nothing: labels do not depend on it
-2 predict run -i D -o out --uncertainty --temperature 0 | --temperature 0.0: give a number above 0
+2 predict run -i D -o out --uncertainty --temperature 1e-300 | --temperature 1e-300: give a number from 0.001 to 1000
 2 predict run -i D -o out --uncertainty --temperature hot | 'hot' is neither a number nor 'run'
 2 predict run -i D -o out --npz --temperature run | --temperature run: run has none: give a number, or remove it
 2 predict run -i D -o out --npz --temperature run --checkpoint latest | --checkpoint latest came

@@ -28,7 +28,7 @@ from seqpar.cluster.acceptance.check import (
     run_module,
 )
 from seqpar.cluster.acceptance.kernels import check_kernels
-from seqpar.cluster.exit_codes import run
+from seqpar.cluster.exit_codes import DATA, USAGE, run
 from seqpar.models.build import NETWORKS, layout_of
 from seqpar.parallel.mesh import Mesh
 from tests.support.ranks import run_ranks
@@ -219,6 +219,24 @@ def test_attention_is_timed_by_kernel_and_by_heads_at_a_time(site: Site, monkeyp
     outcome = speed.measure_attention(site)
     assert set(outcome.figures["heads_at_a_time"]) == {"1", "2", "4"}
     assert isinstance(outcome.figures["math"], float) and outcome.verdict == MEASURED
+
+
+def test_the_page_next_to_the_record_replaces_no_other(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    notes, record = tmp_path / "a.md", tmp_path / "a.json"
+    notes.write_text("# My notes")
+    os.mkfifo(tmp_path / "pipe")
+    for file, code, why in (
+        (record, DATA, f"{notes}: is there, and doctor did not write it: name another file by --json"),
+        (notes, USAGE, f"the page for people would replace it: name it {record}"),
+        (tmp_path / "pipe", DATA, f"{tmp_path}/pipe: is no file (but a pipe, socket or device)"),
+    ):
+        assert run(doctor.act, ["--accept", "--json", str(file)]) == code
+        assert why in capsys.readouterr().err
+    assert notes.read_text() == "# My notes" and not record.exists()
+    assert program.accept("cpu", 1, tmp_path / "b.json", []) == 0
+    checks = [Check("kernels", 1, lambda site: Outcome(MEASURED, "fast"))]
+    assert program.accept("cpu", 1, tmp_path / "b.json", checks) == 0
+    assert (tmp_path / "b.md").read_text().startswith(program.PAGE)
 
 
 def test_job_scripts_that_are_there_are_not_overwritten(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -120,6 +120,7 @@ def test_a_full_disk_and_a_folder_that_cannot_be_written(server: FileServer, tmp
         ("https://host/a.pth#sha256=12", r"write https://host/a\.pth#sha256=DIGITS"),
         (f"https://host/a.pth#md5={'0' * 64}", "a file of a server needs its checksum"),
         (f"https://me:secret@host/a.pth#sha256={'0' * 64}", "without a user name"),
+        ("https://[::1/a.pth", r"^https://\[::1/a.pth: is no address \(Invalid IPv6 URL\)"),
         ("http://host/a.pth", "files are downloaded by https:// and hf:// only"),
         ("s3://bucket/a.pth", "files are downloaded by https:// and hf:// only"),
         ("hf://owner/name", "write hf://OWNER/NAME/FILE, or hf://OWNER/NAME@REVISION/FILE"),

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from seqpar.losses import DiceCE, Loss, LossGroups, LossOptions, make_loss, terms
+from seqpar.losses import LOSSES, DiceCE, Loss, LossGroups, LossOptions, make_loss, terms
 from seqpar.parallel.collectives import all_reduce
 from seqpar.parallel.mesh import Mesh
 from seqpar.planner.memory_counter import saved_bytes
@@ -244,6 +244,18 @@ def test_wrong_settings_are_refused() -> None:
         DiceCE(regions=((1,), ()))
     with pytest.raises(ValueError, match="do not match"):
         DiceCE()(torch.zeros(1, 2, 4, 4, 4), torch.zeros(1, 4, 4, 5, dtype=torch.long))
+
+
+@pytest.mark.parametrize("name", [name for name in LOSSES if name != "skeleton-recall"])
+def test_labels_of_no_class_and_logits_of_one_are_refused(name: str) -> None:
+    loss, label = make_loss(name), torch.zeros(1, 4, 4, 4, dtype=torch.long)
+    loss(torch.zeros(1, 2, 4, 4, 4), label)
+    for wrong in (2, -1):
+        label[..., -1] = wrong
+        with pytest.raises(IndexError, match=f"Target {wrong} is out of bounds"):
+            loss(torch.zeros(1, 2, 4, 4, 4), label)
+    with pytest.raises(ValueError, match="logits of one output have no class but the background"):
+        loss(torch.zeros(1, 1, 4, 4, 4), 0 * label)
 
 
 def test_labels_have_one_channel_or_none_and_are_classes() -> None:

@@ -105,6 +105,20 @@ def test_skeleton_recall_is_the_papers_formula_beside_dice_and_cross_entropy() -
     assert 0 < float(regions.terms["skeleton_recall"]) < 1
 
 
+def test_what_cannot_be_marked_is_refused() -> None:
+    label = torch.zeros(1, 4, 4, 4, dtype=torch.long)
+    label[:, 1:3, 2, 2] = 1
+    assert torch.equal(mark_skeleton(label.float()), mark_skeleton(label))
+    for wrong, words in (
+        (mark_skeleton(label), "labels from 0 to 16385 came: give whole numbers below 8192, not marked"),
+        (label * 0.5, "whole numbers"),
+        (label * 8192, "whole numbers below 8192"),
+        (label[:, None], "without channels"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            mark_skeleton(wrong)
+
+
 def test_labels_without_marks_are_refused() -> None:
     logits, label = example()
     with pytest.raises(ValueError, match=r"no skeleton was made for: give this loss what mark_skeleton\(label\)"):

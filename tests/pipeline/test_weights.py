@@ -62,6 +62,21 @@ def test_norms_whole_networks_and_files_are_those_of_one_process(ranks: Callable
     assert first is not None and alike(first, want)
 
 
+def without_gradients(mesh: Mesh) -> str:
+    part = net().requires_grad_(False)
+    names = [name for name, _ in part.named_parameters()]
+    part.zero_grad()
+    with pytest.raises(ValueError) as caught:
+        clip_gradients(part, names, 1.0, mesh.pipe)
+    return str(caught.value)
+
+
+def test_weights_without_any_gradient_are_refused(ranks: Callable[..., list]) -> None:
+    assert ranks(2, without_gradients, pipe=2) == 2 * [
+        "no weight of the network has a gradient: at least one needs requires_grad=True"
+    ]
+
+
 def alike(tensors: dict[str, Tensor], want: dict[str, Tensor]) -> bool:
     return tensors.keys() == want.keys() and all(torch.equal(x, want[name]) for name, x in tensors.items())
 

@@ -182,6 +182,14 @@ def test_a_long_name_is_seen_whole_above_its_pictures() -> None:
     assert boxes[0].x0 >= 0 and boxes[0].x1 < boxes[1].x0
 
 
+def test_a_volume_of_a_single_slice_is_outlined_in_the_slice_alone() -> None:
+    label = np.zeros((8, 8, 1), int)
+    label[2:5, 3:6] = 1
+    case = PicturedCase("a", np.ones((8, 8, 1)), label, 1 - label, (1.0,) * 3, own_slices(label.shape))
+    panels = figure_of_cases([case], ["liver"], False).axes
+    assert sorted(len(panel.collections) for panel in panels) == [0, 0, 2]
+
+
 def test_a_class_has_one_colour_everywhere_and_runs_have_others(html: str, page: Page) -> None:
     chart = html[html.index("Mean Dice on held-out") :]
     keys = dict(re.findall(r'<i style="background:(#\w+)"></i>(\w+)', chart[: chart.index("</figure>")]))

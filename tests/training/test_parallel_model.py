@@ -215,7 +215,9 @@ def wrong_in_one_group(mesh: Mesh) -> list[str]:
         with pytest.raises(ValueError) as caught:
             model.loss(loss_fn, image.float(), label if isinstance(loss_fn, DiceCE) else label[:, 0])
         texts.append(str(caught.value))
-    return texts
+    with pytest.raises(ValueError) as caught:
+        model.loss(DiceCE(), image.float(), label[..., mesh.data.index :])
+    return [*texts, str(caught.value)]
 
 
 @pytest.fixture(scope="module")
@@ -296,7 +298,9 @@ def test_misuse_is_refused_in_words_on_all_ranks(two: list) -> None:
 
 def test_a_label_that_one_data_group_has_wrong_is_known_to_all() -> None:
     every = run_ranks(4, wrong_in_one_group, seqpar=2, timeout=100)  # a hang is killed
-    assert all("label: " in text and "Target 7 is out of bounds" in text for texts in every for text in texts), every
+    for *values, shape in every:
+        assert all("label: " in text and "Target 7 is out of bounds" in text for text in values), every
+        assert "a label of shape (2, 1, 16, 16, 23) came with an image of extents (16, 16, 24)" in shape, every
 
 
 def test_a_gpu_is_asked_rarely_for_the_tiles_of_all_calls(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -101,6 +101,9 @@ def test_nnunets_settings_come_with_the_file(server: FileServer, tmp_path) -> No
     assert load_nnunet(address).state_dict().keys() == load_nnunet(file).state_dict().keys()
     configs = [read_request([*own, "--weights", source], launcher).config for source in (address, str(file))]
     assert configs[0] == replace(configs[1], weights=address) and configs[0].network == "nnunet-plain"
+    bare = server.address("download", file.read_bytes())  # as of a server that names no file
+    load_nnunet(bare)
+    assert read_request([*own, "--weights", bare], launcher).config == replace(configs[1], weights=bare)
 
 
 def test_a_sweep_compares_addresses() -> None:

@@ -61,6 +61,7 @@ CHECKS = (  # on an H100 the parts take 4, 7 and 3 minutes
     Check("graphs", 3, check_graphs),
     Check("compiled", 3, check_compiled),
 )
+PAGE = "# Acceptance on "  # how the page begins, by which the doctor knows its own
 PART_S = 530.0  # of each part on a GPU
 SHORTEST_S = 20.0  # less than this left: no check starts
 
@@ -112,7 +113,7 @@ def _summary(results: Mapping[str, Mapping[str, Any]]) -> str:
 
 def _page(known: CheckedDevice, results: Mapping[str, Mapping[str, Any]], record: Path) -> str:
     """Returns the page of all results so far, in Markdown: it can be pasted into an issue."""
-    lines = [f"# Acceptance on {known.name}", ""]
+    lines = [f"{PAGE}{known.name}", ""]
     lines += [", ".join(f"{name} {version}" for name, version in known.versions.items()), "", _summary(results), ""]
     lines += ["| part | check | verdict | seconds | |", "|---|---|---|---:|---|"]
     for name, result in results.items():
