@@ -16,10 +16,10 @@ import seqpar
 from seqpar.cli import report
 from seqpar.cluster.exit_codes import run
 from seqpar.data.geometry import make_geometry, to_canonical
-from seqpar.report.cases import ShownCase, _case_view, bar_length, planes_note, planes_of, viewer_section
-from seqpar.report.curves import training_diagrams
+from seqpar.report.cases import ShownCase, _case_view, planes_note, planes_of, viewer_section
+from seqpar.report.curves import step_axis, training_diagrams
 from seqpar.report.pictures import PicturedCase, figure_of_cases
-from seqpar.report.planes import COLOURS, RUN_COLOURS, slices_of
+from seqpar.report.planes import COLOURS, RUN_COLOURS, bar_length, slices_of
 from seqpar.report.plots import draw_chart
 from seqpar.report.record import CaseScores, ScoredCase, parse_scores
 from seqpar.report.tables import (
@@ -206,6 +206,17 @@ def test_classes_that_share_a_colour_differ_in_dashes_and_markers() -> None:
     chart = draw_chart(diagram)
     assert chart and len({look for look, _ in chart.keys}) == 20 and chart.title.endswith("cases (n ≤ 5)")
     assert chart.keys[8][1] == "▽ organ 8" and chart.keys[16][1] == "✚ organ 16"
+
+
+def test_a_chart_of_losses_says_of_how_many_cases_and_steps_they_are() -> None:
+    steps = [{"step": n, "epoch": n // 20, "loss": 1.0} for n in range(50)]  # the last epoch was left early
+    rows = [{"step": step, "loss": 1.0, "cases": 5, "dice": {"liver": 0.5}} for step in (20, 40)]
+    losses, scores = training_diagrams(steps, rows)
+    assert [line.label for line in losses.lines] == ["training", "held out (n = 5)"], "each case has a loss"
+    assert scores.quantity.endswith("(n ≤ 5)") and losses.over == scores.over == "step (20 an epoch)"
+    chart = draw_chart(losses)
+    assert chart and chart.smoothed == "Thin: each step; thick: mean of the last 5."
+    assert step_axis([steps, steps[:20]]) == "step (20 an epoch)" and step_axis([steps, steps[:9]]) == "step"
 
 
 FILES = {"image": "t1c", "label": "seg"}
