@@ -236,6 +236,9 @@ def training_diagrams(
         Line("training", steps, [[number(row.get("loss")) for row in train]], noisy=True),
         Line(f"held out{count_of(held_out, '=')}", at, [[number(row.get("loss")) for row in held_out]], dots=True),
     ]
+    if any("error_of_mean" in row for row in held_out):  # a loss that falls may still be no better
+        guess = [[number(row.get("error_of_mean")) for row in held_out]]
+        losses.append(Line("held out, of a guess (the mean)", at, guess, dots=True, dashed=True, style=1))
     terms = []
     for name in loss_terms(train):
         rows = [row for row in train if name in row]

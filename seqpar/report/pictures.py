@@ -46,7 +46,7 @@ def draw_cases(path: Path, cases: Sequence[PicturedCase], classes: Sequence[str]
 
 def figure_of_cases(cases: Sequence[PicturedCase], classes: Sequence[str], neurological: bool) -> Any:
     """Returns the figure of ``draw_cases``: a row of panels for each case."""
-    figure = make_figure(11, 3.6 * len(cases) + 0.8)
+    figure = make_figure(10, 3.3 * len(cases) + 0.8)
     figure.suptitle(f"{orientation_text(neurological)}. {COUNTED}.", fontsize=9)
     panels = figure.subplots(len(cases), 3, squeeze=False)
     for row, case in zip(panels, cases):

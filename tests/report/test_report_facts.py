@@ -11,6 +11,7 @@ import nibabel
 import numpy as np
 import pytest
 from scipy import stats
+from scipy.spatial.transform import Rotation
 
 import seqpar
 from seqpar.cli import report
@@ -216,6 +217,9 @@ def test_a_chart_of_losses_says_of_how_many_cases_and_steps_they_are() -> None:
     assert scores.quantity.endswith("(n ≤ 5)") and losses.over == scores.over == "step (20 an epoch)"
     chart = draw_chart(losses)
     assert chart and chart.smoothed == "Thin: each step; thick: mean of the last 5."
+    without = [{"step": 50, "loss": 3.7, "error_of_mean": 3.9, "cases": 2}]
+    guess = training_diagrams(steps, without)[0].lines[2]
+    assert guess.dashed and guess.rows == [[3.9]], "a pretraining is seen next to a guess"
     assert step_axis([steps, steps[:20]]) == "step (20 an epoch)" and step_axis([steps, steps[:9]]) == "step"
 
 
@@ -407,7 +411,7 @@ def test_it_is_said_how_many_cases_lack_a_class_and_how_they_count() -> None:
     assert what_is_absent(hidden) == "lesion is not annotated in 1 of 1 case, left out."
 
 
-@pytest.mark.parametrize("orientation", ["RAS", "LPS", "SAL"])
+@pytest.mark.parametrize("orientation", ["RAS", "LPS", "SAL", "LPI", "PIR"])
 def test_slices_have_the_numbers_that_the_file_gives_them(orientation: str) -> None:
     """Each voxel of the file holds the number of its own slice; crop and turn take it to the page."""
     ends, shape = {"R": 0, "L": 0, "A": 1, "P": 1, "S": 2, "I": 2}, (8, 10, 12)
@@ -415,6 +419,7 @@ def test_slices_have_the_numbers_that_the_file_gives_them(orientation: str) -> N
     for axis, letter in enumerate(orientation):
         affine[ends[letter], axis] = 1 if letter in "RAS" else -1
     affine[3, 3] = 1
+    affine[:3, :3] = Rotation.from_euler("xyz", (9, -6, 14), degrees=True).as_matrix() @ affine[:3, :3]  # oblique
     geometry, box = make_geometry(shape, affine), ((1, 7), (2, 8), (2, 8))
     for dim, slices in enumerate(slices_of(geometry, box, (6, 6, 6))):
         axis = next(n for n, letter in enumerate(orientation) if ends[letter] == dim)

@@ -88,7 +88,7 @@ def figure_of_tiles(tiles: Sequence[RebuiltTile], neurological: bool) -> Any:
                 form = FuncFormatter(lambda x, _: f"{x:+.3g}" if x else "0")
                 bar = figure.colorbar(shown, ax=panel, fraction=0.046, pad=0.02, format=form, extend="both")
                 bar.ax.tick_params(labelsize=7)
-                bar.set_label("normalised intensity", fontsize=7)
+                bar.set_label("too dark ← normalised intensity → too bright", fontsize=7)
             else:
                 panel.imshow(plane, cmap=greys, vmin=low, vmax=low + reach, aspect=aspect)
             mark_plane(panel, sides(neurological)[AXIAL], tile.spacing[0])
