@@ -26,6 +26,7 @@ from seqpar.report.planes import (
     LETTERS,
     PLANES,
     FileSlices,
+    bar_length,
     best_modality,
     colours_of,
     fullest_planes,
@@ -243,12 +244,6 @@ def _plane(case: ShownCase, name: str, dim: int, at: int, neurological: bool) ->
         letter,
         bar_length(width),
     )
-
-
-def bar_length(width: float) -> float:
-    """Returns the length of a scale bar in mm, a round number of at most a quarter of a picture's width."""
-    power = 10.0 ** math.floor(math.log10(width / 4))
-    return max(power * factor for factor in (1, 2, 5) if power * factor <= width / 4)
 
 
 def load_worst(

@@ -1,6 +1,7 @@
 """The curves of runs: read from their journals, and described as diagrams, which ``plots`` draws."""
 
 import math
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -233,8 +234,11 @@ def training_diagrams(
     steps, at = [row["step"] + 1 for row in train], [row["step"] for row in held_out]
     losses = [
         Line("training", steps, [[number(row.get("loss")) for row in train]], noisy=True),
-        Line("held out", at, [[number(row.get("loss")) for row in held_out]], dots=True),
+        Line(f"held out{count_of(held_out, '=')}", at, [[number(row.get("loss")) for row in held_out]], dots=True),
     ]
+    if any("error_of_mean" in row for row in held_out):  # a loss that falls may still be no better
+        guess = [[number(row.get("error_of_mean")) for row in held_out]]
+        losses.append(Line("held out, of a guess (the mean)", at, guess, dots=True, dashed=True, style=1))
     terms = []
     for name in loss_terms(train):
         rows = [row for row in train if name in row]
@@ -255,20 +259,30 @@ def training_diagrams(
         ("Learning rate", rates, None, NEUTRAL),
     )
     return [
-        Diagram(title, "step", lines, low=0.0, high=high, last=max([*steps, *at]), styles=styles)
+        Diagram(title, step_axis([train]), lines, low=0.0, high=high, last=max([*steps, *at]), styles=styles)
         for title, lines, high, styles in every
         if any(len(line.points()) for line in lines)
     ]
 
 
-def count_of(held_out: Sequence[Row]) -> str:
+def count_of(held_out: Sequence[Row], sign: str = "") -> str:
     """Returns how many cases validations are on, for a title; "" if it is not known.
 
-    A class's mean Dice is over those of them that have one.
+    - ``sign``: "=" for a loss, which is the mean over all of them; "": a class's mean Dice is over those that have one
     """
     counts = {int(row["cases"]) for row in held_out if "cases" in row}
-    at_most = "≤" if any(row.get("dice") for row in held_out) else "="
-    return f" (n {at_most} {' to '.join(map(str, sorted({min(counts), max(counts)})))})" if counts else ""
+    sign = sign or ("≤" if any(row.get("dice") for row in held_out) else "=")
+    return f" (n {sign} {' to '.join(map(str, sorted({min(counts), max(counts)})))})" if counts else ""
+
+
+def step_axis(runs: Sequence[Sequence[Row]]) -> str:
+    """Returns the name of an axis of steps, with the steps of an epoch if they are known and the same in all runs.
+
+    - ``runs``: the rows of each run's steps
+    """
+    lengths = {max(Counter(row["epoch"] for row in rows if "epoch" in row).values(), default=0) for rows in runs}
+    length = lengths.pop() if len(lengths) == 1 else 0
+    return f"step ({length:,} an epoch)" if length else "step"
 
 
 def number(value: Any) -> float:

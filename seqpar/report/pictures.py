@@ -13,6 +13,7 @@ from seqpar.report.planes import (
     COUNTED,
     PLANES,
     FileSlices,
+    bar_length,
     fullest_planes,
     orientation_text,
     plane_of,
@@ -45,7 +46,7 @@ def draw_cases(path: Path, cases: Sequence[PicturedCase], classes: Sequence[str]
 
 def figure_of_cases(cases: Sequence[PicturedCase], classes: Sequence[str], neurological: bool) -> Any:
     """Returns the figure of ``draw_cases``: a row of panels for each case."""
-    figure = make_figure(11, 3.6 * len(cases) + 0.8)
+    figure = make_figure(10, 3.3 * len(cases) + 0.8)
     figure.suptitle(f"{orientation_text(neurological)}. {COUNTED}.", fontsize=9)
     panels = figure.subplots(len(cases), 3, squeeze=False)
     for row, case in zip(panels, cases):
@@ -55,7 +56,7 @@ def figure_of_cases(cases: Sequence[PicturedCase], classes: Sequence[str], neuro
         greys = np.where(case.image == 0, low, case.image), low, max(high, low + 1e-6)
         for (plane, dim), panel, letters in zip(PLANES, row, sides(neurological)):
             _draw_plane(panel, case, greys, dim, at[dim], len(classes), neurological)
-            mark_sides(panel, letters)
+            mark_plane(panel, letters, case.spacing[dim == 0])
             name = f"{plane} {case.slices[dim].text(at[dim])}"
             panel.set_title(f"{escape_mathtext(case.name)}\n{name}" if dim == 0 else name, fontsize=9)
     marks = [("truth", "-", "#555555"), ("prediction", "--", "#555555")]
@@ -95,14 +96,24 @@ def _outline(panel: Any, plane: NDArray[Any], colour: str, width: float, style: 
         panel.contour(plane, levels=[0.5], colors=[colour], linewidths=width, linestyles=style)
 
 
-def mark_sides(panel: Any, letters: str) -> None:
-    """Writes what lies at the left, right, top and bottom of a panel."""
+def mark_plane(panel: Any, letters: str, across: float) -> None:
+    """Writes what lies at the left, right, top and bottom of a picture, and draws a scale bar.
+
+    - ``across``: width of a pixel in mm
+    """
+    from matplotlib.lines import Line2D
+
     shade = {"facecolor": "black", "alpha": 0.5, "linewidth": 0, "pad": 1.5}
+    left, right = panel.get_xlim()
+    length, start = bar_length((right - left) * across), left + 0.03 * (right - left)
+    ends, place = (start, start + length / across), panel.get_xaxis_transform()
+    panel.add_artist(Line2D(ends, (0.025, 0.025), color="white", linewidth=2, transform=place))
     places = ((0.03, 0.5), (0.97, 0.5), (0.5, 0.965), (0.5, 0.035))
     for letter, (x, y) in zip(letters, places):
         panel.text(
             x, y, letter, transform=panel.transAxes, ha="center", va="center", fontsize=8, color="white", bbox=shade
         )
+    panel.text(start, 0.045, f"{length:g} mm", transform=place, va="bottom", fontsize=7, color="white", bbox=shade)
 
 
 STYLES = ("-", "--", "-.", ":")  # of curves, which are told apart in grey too
@@ -169,11 +180,12 @@ def draw_evidence(
     - ``slices``: of the image's file
     - ``about``: its method and class, as in "HiResCAM map for dementia"
     """
-    figure = make_figure(11, 4.8)
+    figure = make_figure(8, 4.2)  # narrow, so that its words can be read where it is shown small
     body = body_of(image)
-    lines = [escape_mathtext(title), f"{orientation_text(neurological)}. {COUNTED}."]
+    lines = [escape_mathtext(title), f"{orientation_text(neurological)}.", f"{COUNTED}."]
     if seen.any():
-        lines.append(f"{about}, in planes through its strongest point in the body; white line: half of its maximum")
+        lines.append(f"{about}, in planes through its strongest point in the body")
+        lines.append("White line: half of its maximum; what is weak is transparent.")
         lines.append(ALONE)
         if is_outside(seen, body):
             figure.supxlabel(OUTSIDE, fontsize=9, color="#b3261e", weight="bold")  # below the panels, not over them
@@ -184,7 +196,8 @@ def draw_evidence(
     inside = image[body]
     low, high = np.percentile(inside, (0.5, 99.5)) if inside.size else (0.0, 1.0)
     grey = np.where(image == 0, low, image) if (image == 0).any() else image
-    panels = figure.subplots(1, 3)
+    wide, deep, _ = (side * step for side, step in zip(image.shape, spacing))  # a mm is as long in each plane
+    panels = figure.subplots(1, 3, width_ratios=(deep, wide, wide))
     for (plane, dim), panel, letters in zip(PLANES, panels, sides(neurological)):
         across, up = (step for n, step in enumerate(spacing) if n != dim)
         below, above = (plane_of(volume, dim, at[dim], neurological) for volume in (grey, seen))
@@ -192,7 +205,7 @@ def draw_evidence(
         panel.imshow(above, cmap=HEAT, vmin=0, vmax=1, alpha=0.65 * np.clip(above, 0, 1), aspect=up / across)
         for colour, width in (("black", 2.6), ("white", 1.2)):
             _outline(panel, above, colour, width)
-        mark_sides(panel, letters)
+        mark_plane(panel, letters, across)
         panel.set_title(f"{plane} {slices[dim].text(at[dim])}", fontsize=9)
         panel.set_xticks([])
         panel.set_yticks([])

@@ -5,6 +5,7 @@ Legend: ``W D H`` voxels in canonical orientation: they grow to the patient's ri
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -52,6 +53,12 @@ def plane_of(volume: NDArray[Any], dim: int, at: int, neurological: bool) -> NDA
     """Returns a plane ``[y, x]`` of a volume ``W D H``, its first row at the top, its sides as ``sides`` says."""
     picture = np.take(volume, at, dim).T[::-1]
     return picture if neurological else picture[:, ::-1]
+
+
+def bar_length(width: float) -> float:
+    """Returns the length of a scale bar in mm, a round number of at most a quarter of a picture's width."""
+    power = 10.0 ** math.floor(math.log10(width / 4))
+    return max(power * factor for factor in (1, 2, 5) if power * factor <= width / 4)
 
 
 def fullest_planes(mask: NDArray[Any]) -> tuple[int, ...]:

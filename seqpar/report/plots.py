@@ -36,7 +36,7 @@ def draw_diagram(plot: Any, diagram: Diagram) -> None:
     else:
         places = [place for line in diagram.lines for place in line.places]
         plot.set_xlim(0, diagram.last or max(places, default=1) or 1)
-        plot.locator_params("x", integer=diagram.over == "step")
+        plot.locator_params("x", integer=diagram.over.startswith("step"))
         plot.set_ylim(diagram.low, diagram.high)
 
 
@@ -185,6 +185,8 @@ def draw_progress(out: Path) -> None:
         plot.grid(alpha=0.3)
         if diagram.has_keys:
             plot.legend(fontsize=8)
+    if note := _smoothed(diagrams):
+        figure.supxlabel(note, fontsize=8)
     if has_picture:
         from matplotlib.image import imread
 
@@ -208,13 +210,13 @@ class Chart:
     """A diagram as a page shows it.
 
     - ``keys``: how its lines look, as a background in CSS, and their names, where they need names
-    - ``is_smoothed``: whether thin lines show each step and thick ones a running mean
+    - ``smoothed``: what its thin and thick lines are; "" without a running mean
     """
 
     title: str
     svg: Markup
     keys: Sequence[tuple[str, str]] = ()
-    is_smoothed: bool = False
+    smoothed: str = ""
 
 
 def draw_chart(diagram: Diagram, width: int = 340) -> Chart | None:
@@ -246,8 +248,14 @@ def draw_chart(diagram: Diagram, width: int = 340) -> Chart | None:
         figure.savefig(text, format="svg", transparent=True)
         svg = _inline(text.getvalue(), diagram.quantity)
     keys = [_key(line, style) for line, style in diagram.named() if len(line.points())]
-    smoothed = any(line.noisy and _window(len(line.points())) > 1 for line in diagram.lines)
-    return Chart(diagram.quantity, svg, keys if diagram.has_keys else (), smoothed)
+    return Chart(diagram.quantity, svg, keys if diagram.has_keys else (), _smoothed([diagram]))
+
+
+def _smoothed(diagrams: Sequence[Diagram]) -> str:
+    """Returns what thin and thick lines are; "" without a running mean."""
+    windows = {_window(len(line.points())) for one in diagrams for line in one.lines if line.noisy} - {1}
+    ends = " to ".join(map(str, sorted({min(windows), max(windows)}))) if windows else ""
+    return f"Thin: each step; thick: mean of the last {ends}." if windows else ""
 
 
 STROKES = {"--": (7, 3), ":": (2, 3), "-.": (9, 3, 2, 3)}  # of a key, in px: drawn and left out, in turn

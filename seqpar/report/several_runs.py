@@ -9,7 +9,7 @@ from statistics import fmean
 from typing import NamedTuple, TypeVar
 
 from seqpar.data.errors import DataError
-from seqpar.report.curves import OF_RUNS, Diagram, Line, count_of, number
+from seqpar.report.curves import OF_RUNS, Diagram, Line, count_of, number, step_axis
 from seqpar.report.planes import RUN_COLOURS, colours_of
 from seqpar.report.plots import Chart, draw_charts
 from seqpar.report.record import RunRecord, above_scores, chosen_on_them, weak_start
@@ -174,24 +174,25 @@ def curves_over_each_other(records: Mapping[str, RunRecord]) -> list[Chart]:
     """Returns the charts of training loss, held-out loss and score, a curve for each run."""
     losses, held_out, scores = list[Line](), list[Line](), list[Line]()
     for n, (name, record) in enumerate(records.items()):
-        rows, validations = record.train, record.held_out
-        at = [row["step"] for row in validations]
+        rows = record.train
+        at = [row["step"] for row in record.held_out]
         train = [number(row.get("loss")) for row in rows]
         losses.append(Line(name, [row["step"] + 1 for row in rows], [train], noisy=True, style=n))
-        held_out.append(Line(name, at, [[number(row.get("loss")) for row in validations]], dots=True, style=n))
-        own = [row for row in validations if task_of_row(row) not in ERRORS]  # others are compared by that loss
+        held_out.append(Line(name, at, [[number(row.get("loss")) for row in record.held_out]], dots=True, style=n))
+        own = [row for row in record.held_out if task_of_row(row) not in ERRORS]  # others are compared by that loss
         scores.append(Line(name, [row["step"] for row in own], [[score_of(row) for row in own]], dots=True, style=n))
     tasks = dict.fromkeys(task_of_row(row) for record in records.values() for row in record.held_out)
     names = [SCORES[task] for task in tasks if task not in ERRORS]
-    count = count_of([row for record in records.values() for row in record.held_out])
+    validations = [row for record in records.values() for row in record.held_out]
     every = (
         ("Loss in training", losses, None),
-        (f"Loss on held-out cases{count}", held_out, None),
-        (f"{_title(names)} on held-out cases{count}", scores, 1.0),
+        (f"Loss on held-out cases{count_of(validations, '=')}", held_out, None),
+        (f"{_title(names)} on held-out cases{count_of(validations)}", scores, 1.0),
     )
+    axis = step_axis([record.train for record in records.values()])
     return draw_charts(
         [
-            Diagram(title, "step", [line for line in lines if line.places], low=0.0, high=high, styles=OF_RUNS)
+            Diagram(title, axis, [line for line in lines if line.places], low=0.0, high=high, styles=OF_RUNS)
             for title, lines, high in every
         ]
     )

@@ -73,7 +73,10 @@ def _lead(records: Mapping[str, RunRecord], names: Sequence[str], compare: Mappi
     return f"After their last steps, {sentences[0]} {LEAD}"
 
 
-LEAD = "Other seeds may change the order, and the first of several points tends to look better than it is."
+LEAD = (
+    "A mean over cases may differ from one over classes, as in the table. "
+    "Other seeds may change the order, and the first of several points tends to look better than it is."
+)
 
 
 def _why_not_over(point: Point) -> str:

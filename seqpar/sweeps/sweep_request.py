@@ -176,7 +176,8 @@ def check_devices(devices: int, device: str, on_gpu: bool) -> None:
 def require_ray() -> None:
     """Raises ValueError where Ray Tune is not installed."""
     if importlib.util.find_spec("ray") is None:
-        raise ValueError(f"tune needs Ray Tune, which is not installed: {install_hint('tune')}")
+        instead = "without it, train each point with train, and compare them with report RUN RUN"
+        raise ValueError(f"tune needs Ray Tune, which is not installed: {install_hint('tune')}; {instead}")
 
 
 def draw(one: Range, source: random.Random) -> float:

@@ -46,7 +46,7 @@ def test_a_runs_picture_shows_letters_and_convention(neurological: bool) -> None
     figure = figure_of_cases([case], ["tumour"], neurological)
     assert figure._suptitle.get_text() == f"{orientation_text(neurological)}. {COUNTED}."
     for panel, letters, (plane, dim) in zip(figure.axes, WANTED[neurological], PLANES):
-        assert [text.get_text() for text in panel.texts] == list(letters)
+        assert [text.get_text() for text in panel.texts] == [*letters, "2 mm"]
         at = fullest_planes(label)[dim]
         assert panel.get_title().split("\n")[-1] == f"{plane} {at + 1} / {label.shape[dim]}"
         shown = np.asarray(panel.images[0].get_array())

@@ -159,4 +159,4 @@ def test_a_long_line_is_drawn_by_mean_and_range_of_its_pieces() -> None:
     template = _environment(None).from_string('{% from "macros.html" import charts %}{{ charts(all) }}')
     for steps, noisy, said in ((100, True, 1), (10, True, 0), (100, False, 0)):
         made = draw_chart(Diagram("Loss", "step", [Line("Loss", range(steps), [values[:steps].tolist()], noisy=noisy)]))
-        assert template.render(all=[made]).count("Thin: each step; thick: smoothed.") == said
+        assert template.render(all=[made]).count("thick: mean of the last 10.") == said

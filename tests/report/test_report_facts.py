@@ -11,15 +11,16 @@ import nibabel
 import numpy as np
 import pytest
 from scipy import stats
+from scipy.spatial.transform import Rotation
 
 import seqpar
 from seqpar.cli import report
 from seqpar.cluster.exit_codes import run
 from seqpar.data.geometry import make_geometry, to_canonical
-from seqpar.report.cases import ShownCase, _case_view, bar_length, planes_note, planes_of, viewer_section
-from seqpar.report.curves import training_diagrams
+from seqpar.report.cases import ShownCase, _case_view, planes_note, planes_of, viewer_section
+from seqpar.report.curves import step_axis, training_diagrams
 from seqpar.report.pictures import PicturedCase, figure_of_cases
-from seqpar.report.planes import COLOURS, RUN_COLOURS, slices_of
+from seqpar.report.planes import COLOURS, RUN_COLOURS, bar_length, slices_of
 from seqpar.report.plots import draw_chart
 from seqpar.report.record import CaseScores, ScoredCase, parse_scores
 from seqpar.report.tables import (
@@ -216,6 +217,20 @@ def test_classes_that_share_a_colour_differ_in_dashes_and_markers() -> None:
     assert chart.keys[8][1] == "▽ organ 8" and chart.keys[16][1] == "✚ organ 16"
 
 
+def test_a_chart_of_losses_says_of_how_many_cases_and_steps_they_are() -> None:
+    steps = [{"step": n, "epoch": n // 20, "loss": 1.0} for n in range(50)]  # the last epoch was left early
+    rows = [{"step": step, "loss": 1.0, "cases": 5, "dice": {"liver": 0.5}} for step in (20, 40)]
+    losses, scores = training_diagrams(steps, rows)
+    assert [line.label for line in losses.lines] == ["training", "held out (n = 5)"], "each case has a loss"
+    assert scores.quantity.endswith("(n ≤ 5)") and losses.over == scores.over == "step (20 an epoch)"
+    chart = draw_chart(losses)
+    assert chart and chart.smoothed == "Thin: each step; thick: mean of the last 5."
+    without = [{"step": 50, "loss": 3.7, "error_of_mean": 3.9, "cases": 2}]
+    guess = training_diagrams(steps, without)[0].lines[2]
+    assert guess.dashed and guess.rows == [[3.9]], "a pretraining is seen next to a guess"
+    assert step_axis([steps, steps[:20]]) == "step (20 an epoch)" and step_axis([steps, steps[:9]]) == "step"
+
+
 FILES = {"image": "t1c", "label": "seg"}
 
 
@@ -404,7 +419,7 @@ def test_it_is_said_how_many_cases_lack_a_class_and_how_they_count() -> None:
     assert what_is_absent(hidden) == "lesion is not annotated in 1 of 1 case, left out."
 
 
-@pytest.mark.parametrize("orientation", ["RAS", "LPS", "SAL"])
+@pytest.mark.parametrize("orientation", ["RAS", "LPS", "SAL", "LPI", "PIR"])
 def test_slices_have_the_numbers_that_the_file_gives_them(orientation: str) -> None:
     """Each voxel of the file holds the number of its own slice; crop and turn take it to the page."""
     ends, shape = {"R": 0, "L": 0, "A": 1, "P": 1, "S": 2, "I": 2}, (8, 10, 12)
@@ -412,6 +427,7 @@ def test_slices_have_the_numbers_that_the_file_gives_them(orientation: str) -> N
     for axis, letter in enumerate(orientation):
         affine[ends[letter], axis] = 1 if letter in "RAS" else -1
     affine[3, 3] = 1
+    affine[:3, :3] = Rotation.from_euler("xyz", (9, -6, 14), degrees=True).as_matrix() @ affine[:3, :3]  # oblique
     geometry, box = make_geometry(shape, affine), ((1, 7), (2, 8), (2, 8))
     for dim, slices in enumerate(slices_of(geometry, box, (6, 6, 6))):
         axis = next(n for n, letter in enumerate(orientation) if ends[letter] == dim)

@@ -227,7 +227,7 @@ def test_a_map_says_its_method_and_class_and_half_of_it_has_an_outline(figures: 
     assert [len(panel.collections) for panel in nothing.axes] == [0] * 3, "no colour bar either"
     assert [len(panel.collections) for panel in something.axes[:3]] == [2] * 3, "black below white"
     assert (
-        "HiResCAM map for ill, in planes through its strongest point in the body; white line: half"
+        "HiResCAM map for ill, in planes through its strongest point in the body\nWhite line: half"
         in something.get_suptitle()
     )
     assert "HiResCAM map for ill: no evidence for the class" in nothing.get_suptitle()

@@ -195,7 +195,7 @@ def test_pictures_show_image_masked_rebuilt_and_difference(images, tmp_path, alo
     assert tile.name.split() == [trainer.validation.ids[0]], "it may be a patient's"
     twice = figure_of_tiles([tile, replace(tile, image=3 * tile.image)], False)
     assert len({panel.images[0].get_clim() for panel in (twice.axes[3], twice.axes[7])}) == 1, "one scale in all rows"
-    assert bar.get_ylabel() == "normalised intensity"
+    assert bar.get_ylabel() == "too dark ← normalised intensity → too bright"
     title, modality = figure_of_tiles([tile], False).get_suptitle(), trainer.data.dataset.modalities[0]
     assert f"Hidden patches of {modality}, rebuilt" in title and "axial plane through the tile's middle" in title
     masked = np.asarray(figure_of_tiles([tile], False).axes[1].images[0].get_array())

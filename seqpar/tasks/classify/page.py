@@ -110,7 +110,8 @@ def class_page(options: argparse.Namespace, record: RunRecord) -> FinishedPage:
             "prepared: remove it"
         )
     if options.prediction is not None and options.truth is None:
-        raise ValueError(f"--prediction {options.prediction}: classes are scored against --truth: give both")
+        where = f"{TABLE} and {EXPLANATIONS} in it show cases without a truth"
+        raise ValueError(f"--prediction {options.prediction}: classes are scored against --truth: give both; {where}")
     summary, cases, gaps = None, list[WorstCase](), list[str]()
     explained = options.prediction and options.prediction / EXPLANATIONS
     if options.neurological is not None and explained and explained.is_dir():

@@ -132,7 +132,7 @@ class ClassPrediction(CasePrediction):
         """Writes where a class is seen, in the source's geometry, and a picture of it over the first modality."""
         prepared, number = self.prepared_cases.taken[0], int(probabilities.argmax())
         properties, (map_path, picture_path) = prepared.properties, self.folder.explanation_paths(case)
-        title = f"{case.id}: predicted {self.run.outputs[number]} (probability {probabilities[number]:.2f})"
+        title = f"{case.id}: predicted {self.run.outputs[number]} (probability {probabilities[number]:.3f})"
         title += f" {GENERATED}" if is_generated(case.images[0]) else ""
         neurological = self.run.config.neurological
         with self.folder.writable():

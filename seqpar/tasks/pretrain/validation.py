@@ -19,7 +19,7 @@ from seqpar.data.sampling.tiles import position_bounds
 from seqpar.losses import MaskedError
 from seqpar.models.network import Network, autocast
 from seqpar.parallel.collectives import all_gather, all_reduce
-from seqpar.report.pictures import mark_sides
+from seqpar.report.pictures import mark_plane
 from seqpar.report.planes import best_modality, orientation_text, plane_of, sides
 from seqpar.report.plots import escape_mathtext, make_figure, save_figure
 from seqpar.report.record import guess_of
@@ -88,10 +88,10 @@ def figure_of_tiles(tiles: Sequence[RebuiltTile], neurological: bool) -> Any:
                 form = FuncFormatter(lambda x, _: f"{x:+.3g}" if x else "0")
                 bar = figure.colorbar(shown, ax=panel, fraction=0.046, pad=0.02, format=form, extend="both")
                 bar.ax.tick_params(labelsize=7)
-                bar.set_label("normalised intensity", fontsize=7)
+                bar.set_label("too dark ← normalised intensity → too bright", fontsize=7)
             else:
                 panel.imshow(plane, cmap=greys, vmin=low, vmax=low + reach, aspect=aspect)
-            mark_sides(panel, sides(neurological)[AXIAL])
+            mark_plane(panel, sides(neurological)[AXIAL], tile.spacing[0])
             panel.set_xticks([])
             panel.set_yticks([])
             title = f"{escape_mathtext(tile.name)}: {name}" if name == COLUMNS[0] else name
