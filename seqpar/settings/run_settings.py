@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from seqpar.parallel.meeting import START_S
-from seqpar.settings.field import ABOVE_0, AT_LEAST_1, BELOW_1, NOT_NEGATIVE, SECONDS, VOXELS, setting
+from seqpar.settings.field import ABOVE_0, AT_LEAST_1, BELOW_1, NOT_NEGATIVE, SECONDS, SUPERVISED, VOXELS, setting
 from seqpar.settings.network_settings import TOKENS
 from seqpar.vit.blocks import RECOMPUTED
 
@@ -114,6 +114,7 @@ class RunSettings:
     cuda_graph: bool = _device(
         False,
         "replay each step's passes as CUDA graphs, for small tiles",
+        tasks=SUPERVISED,
         acts_when=lambda c: c.seqpar == c.pipe == 1 and not c.shard_weights,
         why="ranks exchange messages within a pass: remove --seqpar, --pipe or --shard-weights",
         idle_here=lambda c, here: "without a GPU" if here.has_gpu is False and c.cuda_graph else "",

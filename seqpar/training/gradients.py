@@ -19,6 +19,8 @@ from seqpar.parallel.layout import Layout
 from seqpar.parallel.mesh import Mesh
 from seqpar.parallel.messages import check_collective
 from seqpar.settings.config import Config
+from seqpar.settings.rules import why_without_effect
+from seqpar.spatial.norms import BatchNorm3d
 from seqpar.tasks.training_data import TrainingData, outputs_shown
 from seqpar.training.data_parallel import data_parallel, frozen_running_statistics, gathered, no_sync
 from seqpar.vit.dropout import DropoutKey, RandomDraws
@@ -68,7 +70,13 @@ class GraphedNetwork(nn.Module):
         del exact, logits
         torch.cuda.empty_cache()  # recorded passes have memory of their own
         passes = _Passes(self.net, image, first)
-        passes.record()
+        try:
+            passes.record()
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:  # such as a copy from the CPU, for which the recording would have to wait
+            why = str(error).partition("\n")[0]
+            raise ValueError(f"--cuda-graph: this network's passes cannot be recorded: leave it out ({why})") from error
         replayed = [*passes.replay_forward(other, second), _joined(passes.replay_backward(given))]
         apart = max(float((a - b).norm() / b.norm().clamp(min=1e-12)) for a, b in zip(replayed, expected, strict=True))
         if not apart <= 0.05:
@@ -137,6 +145,7 @@ class _Passes:
 
     def replay_forward(self, image: Tensor, key: DropoutKey) -> list[Tensor]:
         """Returns the logits for another image with the draws of ``key``."""
+        assert self.image.shape == image.shape
         self.image.copy_(image)
         if self.key.draws is not None:
             assert key.draws is not None
@@ -175,6 +184,16 @@ class _Replay(torch.autograd.Function):
         return None, None, None, *gradients
 
 
+def _graphed(net: Network, mesh: Mesh) -> GraphedNetwork:
+    """Returns the network to record; raises ValueError for one that exchanges statistics of a batch within a pass."""
+    if mesh.data.size > 1 and any(isinstance(module, BatchNorm3d) for module in net.modules()):
+        raise ValueError(
+            f"--cuda-graph: {mesh.data.size} data groups exchange the statistics of batch norm within a pass: "
+            "leave it out, or use another --norm"
+        )
+    return GraphedNetwork(net)
+
+
 class Gradients:
     """Adds the gradients of ``net``, averaged over all ranks, with the settings of ``config``.
 
@@ -185,7 +204,8 @@ class Gradients:
 
     def __init__(self, config: Config, mesh: Mesh, data: TrainingData, net: Network, loss: Loss) -> None:
         self.config, self.mesh, self.data, self.net = config, mesh, data, net
-        self.graphed = GraphedNetwork(net) if config.cuda_graph and mesh.device.type == "cuda" else None
+        replays = config.cuda_graph and not why_without_effect(config, "cuda_graph")  # as a resumed run may have more
+        self.graphed = _graphed(net, mesh) if replays and mesh.device.type == "cuda" else None
         self.parallel_net = data_parallel(self.graphed or net, mesh, config.shard_weights)
         self.loss, self.num_sums = net.training_loss(loss), 1 + len(loss.terms)
         self.loss_groups = net.loss_groups(mesh.data, config.batch)

@@ -101,6 +101,7 @@ def run_lessons(request: RunRequest, mesh: Mesh, data: TrainingData, status: Sta
             trainer = make_trainer(request, mesh, _tiles_of(lesson, data), status, number, saved, is_first)
             if not trainer.run(stopper):
                 return False
+        del trainer  # and its memory, before the next lesson's
         number, is_first = number + 1, False
         if number == len(request.lessons):
             return True

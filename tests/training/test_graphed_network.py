@@ -1,6 +1,7 @@
 """--cuda-graph, on a CPU: what a replay is given and returns, and what is refused. Graphs themselves need a GPU."""
 
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from seqpar.models.build import build_network
 from seqpar.parallel.mesh import Group
 from seqpar.settings.config import Config
 from seqpar.settings.rules import refuse_settings_without_effect
+from seqpar.spatial.norms import BatchNorm3d
 from seqpar.training import gradients
 from seqpar.training.gradients import GraphedNetwork
 from seqpar.vit.dropout import DropoutKey
@@ -106,3 +108,29 @@ def test_passes_that_do_the_same_each_time_are_refused(graphs: None, monkeypatch
 def test_ranks_that_exchange_messages_within_a_pass_cannot_replay(other: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="--cuda-graph would do nothing: .*within a pass"):
         refuse_settings_without_effect(Config(cuda_graph=True, **other), ["cuda_graph"])
+
+
+def test_pretraining_which_hides_other_tokens_in_each_step_is_refused() -> None:
+    with pytest.raises(ValueError, match="--cuda-graph would do nothing: --task pretrain does not use it"):
+        refuse_settings_without_effect(Config(cuda_graph=True, task="pretrain"), ["cuda_graph"])
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA out of memory"), RuntimeError("capturing\nmore")])
+def test_what_cannot_be_recorded_is_refused_and_too_little_memory_stays_that(
+    graphs: None, monkeypatch: pytest.MonkeyPatch, error: RuntimeError
+) -> None:
+    net = network()
+
+    def fails(passes: gradients._Passes) -> None:
+        raise error
+
+    monkeypatch.setattr(gradients._Passes, "record", fails)
+    expected = type(error) if isinstance(error, torch.OutOfMemoryError) else ValueError
+    with pytest.raises(expected, match="out of memory|cannot be recorded: leave it out .capturing.$"):
+        GraphedNetwork(net).record(torch.zeros(2, 8, 1, 4, 4, 4), *keys(net, 0, 1))
+
+
+def test_batch_norm_of_several_data_groups_is_refused() -> None:
+    mesh: Any = SimpleNamespace(data=Group("data", (0, 1)))
+    with pytest.raises(ValueError, match="--cuda-graph: 2 data groups .* batch norm .*another --norm"):
+        gradients._graphed(torch.nn.Sequential(BatchNorm3d(2, data=mesh.data)), mesh)  # type: ignore[arg-type]
