@@ -226,6 +226,43 @@ def _serve(serve: Callable[..., object], pipe: Connection, arguments: Sequence[A
     serve(pipe, *arguments)
 
 
+def call_in_fork(work: Callable[..., Any], *of: Any, limit_s: float = math.inf) -> Any:
+    """Returns what ``work`` returns, called in a fork of this process, which ends with this one.
+
+    Raises its ``ValueError``; ``TimeoutError`` after ``limit_s``; ``ChildProcessError`` if the fork ends without a
+    result.
+    """
+    context = multiprocessing.get_context("fork")
+    results, sending = context.Pipe(duplex=False)
+    process = context.Process(target=_answer, args=(sending, os.getpid(), work, of))
+    process.start()
+    sending.close()
+    try:
+        if not results.poll(None if math.isinf(limit_s) else max(0.0, limit_s)):
+            raise TimeoutError
+        answer = results.recv()
+    except EOFError:
+        process.join()
+        code = process.exitcode or 0
+        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
+        raise ChildProcessError(f"its process {how} without a result") from None
+    finally:
+        process.kill()
+        process.join()
+    if isinstance(answer, ValueError):
+        raise answer
+    return answer
+
+
+def _answer(results: Connection, parent: int, work: Callable[..., Any], of: Sequence[Any]) -> None:
+    die_with_parent(parent)
+    try:
+        answer = work(*of)
+    except ValueError as error:
+        answer = error
+    results.send(answer)
+
+
 def become_worker(parent: int) -> None:
     """Makes this process ignore signals and end with its parent; also for the initializer of a pool of processes."""
     _ignore_signals()

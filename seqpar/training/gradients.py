@@ -184,8 +184,10 @@ class _Replay(torch.autograd.Function):
         return None, None, None, *gradients
 
 
-def _graphed(net: Network, mesh: Mesh) -> GraphedNetwork:
-    """Returns the network to record; raises ValueError for one that exchanges statistics of a batch within a pass."""
+def _graphed(net: Network, mesh: Mesh, config: Config) -> GraphedNetwork:
+    """Returns the network to record; raises ValueError where ranks exchange messages within a pass."""
+    if why := why_without_effect(config, "cuda_graph"):  # of a resumed run, whose command line did not name it
+        raise ValueError(f"--cuda-graph, with which this run began: {why}, or add --no-cuda-graph")
     if mesh.data.size > 1 and any(isinstance(module, BatchNorm3d) for module in net.modules()):
         raise ValueError(
             f"--cuda-graph: {mesh.data.size} data groups exchange the statistics of batch norm within a pass: "
@@ -204,8 +206,7 @@ class Gradients:
 
     def __init__(self, config: Config, mesh: Mesh, data: TrainingData, net: Network, loss: Loss) -> None:
         self.config, self.mesh, self.data, self.net = config, mesh, data, net
-        replays = config.cuda_graph and not why_without_effect(config, "cuda_graph")  # as a resumed run may have more
-        self.graphed = _graphed(net, mesh) if replays and mesh.device.type == "cuda" else None
+        self.graphed = _graphed(net, mesh, config) if config.cuda_graph and mesh.device.type == "cuda" else None
         self.parallel_net = data_parallel(self.graphed or net, mesh, config.shard_weights)
         self.loss, self.num_sums = net.training_loss(loss), 1 + len(loss.terms)
         self.loss_groups = net.loss_groups(mesh.data, config.batch)

@@ -42,7 +42,7 @@ foreground_shift synthesis synthesis_per phantoms curriculum dice dice_backgroun
 val_overlap val_window val_mirror prepare plans join_labels force dice_smooth
 """
 NOT_OF_PRETRAINING = """
-mode targets foreground foreground_by
+mode targets foreground foreground_by cuda_graph
 foreground_shift synthesis synthesis_per output_bias plans loss loss_weights class_weights
 focal_gamma dice dice_smooth dice_background batch_dice val_overlap val_window val_mirror prepare join_labels force
 """

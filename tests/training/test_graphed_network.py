@@ -133,4 +133,4 @@ def test_what_cannot_be_recorded_is_refused_and_too_little_memory_stays_that(
 def test_batch_norm_of_several_data_groups_is_refused() -> None:
     mesh: Any = SimpleNamespace(data=Group("data", (0, 1)))
     with pytest.raises(ValueError, match="--cuda-graph: 2 data groups .* batch norm .*another --norm"):
-        gradients._graphed(torch.nn.Sequential(BatchNorm3d(2, data=mesh.data)), mesh)  # type: ignore[arg-type]
+        gradients._graphed(torch.nn.Sequential(BatchNorm3d(2, data=mesh.data)), mesh, Config(cuda_graph=True))  # type: ignore[arg-type]

@@ -6,15 +6,11 @@ Each check runs in a process of its own: one that breaks the device's context, o
 """
 
 import math
-import multiprocessing
-import os
-import signal
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +35,7 @@ from seqpar.cluster.rank_facts import device_name, versions
 from seqpar.cluster.torch_setup import set_arithmetic
 from seqpar.data.files import write_json, write_text
 from seqpar.parallel.launcher import Launcher
-from seqpar.parallel.processes import die_with_parent
+from seqpar.parallel.processes import call_in_fork
 from seqpar.parallel.rendezvous import pick_device
 
 CHECKS = (  # on an H100 the parts take 4, 7 and 3 minutes
@@ -81,7 +77,7 @@ def accept(device: str, part: int, record: Path | None, checks: Sequence[Check] 
     - ``part``: 0 runs all parts
     - ``record``: a JSON file to write after every check; a page with the same name and suffix .md says it for people
     """
-    known: CheckedDevice = _in_a_process(_find_device, device)
+    known: CheckedDevice = call_in_fork(_find_device, device)
     print(f"{known.name}; {', '.join(f'{name} {version}' for name, version in known.versions.items())}", flush=True)
     results = dict[str, dict[str, Any]]()
     with tempfile.TemporaryDirectory(prefix="seqpar-accept-", ignore_cleanup_errors=True) as folder:
@@ -137,7 +133,7 @@ def _run(check: Check, site: Site) -> Outcome:
     if site.left_s < SHORTEST_S:
         return Outcome(LEFT_OUT, f"part {check.part} has used its {PART_S:.0f} s")
     try:
-        return _in_a_process(_judge, check, site, limit_s=site.left_s)
+        return call_in_fork(_judge, check, site, limit_s=site.left_s)
     except TimeoutError:
         return Outcome(LEFT_OUT, f"did not end within the {PART_S:.0f} s of part {check.part}")
     except ChildProcessError as error:
@@ -153,39 +149,3 @@ def _judge(check: Check, site: Site) -> Outcome:
         why = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
         verdict = LEFT_OUT if isinstance(error, torch.OutOfMemoryError) else WRONG
         return Outcome(verdict, why, {"traceback": traceback.format_exc()})
-
-
-def _in_a_process(work: Callable[..., Any], *of: Any, limit_s: float = math.inf) -> Any:
-    """Returns what ``work`` returns, called in a fork of this process, which itself never touches a GPU.
-
-    Raises its ``ValueError``; ``TimeoutError`` after ``limit_s``; ``ChildProcessError`` if the process ends early.
-    """
-    context = multiprocessing.get_context("fork")
-    results, sending = context.Pipe(duplex=False)
-    process = context.Process(target=_answer, args=(sending, os.getpid(), work, of))
-    process.start()
-    sending.close()
-    try:
-        if not results.poll(None if math.isinf(limit_s) else max(0.0, limit_s)):
-            raise TimeoutError
-        answer = results.recv()
-    except EOFError:
-        process.join()
-        code = process.exitcode or 0
-        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
-        raise ChildProcessError(f"its process {how} without a result") from None
-    finally:
-        process.kill()
-        process.join()
-    if isinstance(answer, ValueError):
-        raise answer
-    return answer
-
-
-def _answer(results: Connection, parent: int, work: Callable[..., Any], of: Sequence[Any]) -> None:
-    die_with_parent(parent)
-    try:
-        answer = work(*of)
-    except ValueError as error:
-        answer = error
-    results.send(answer)
