@@ -12,9 +12,9 @@ from seqpar.data.errors import DataError
 from seqpar.data.files import read_whole, strip_suffix
 from seqpar.data.phantom.phantom_files import is_generated
 from seqpar.report.planes import colours_of
+from seqpar.runs.archive import ABOUT, is_archive
 from seqpar.runs.journal import read_metrics
 from seqpar.runs.metrics_tail import SCORES, best_validation, score_of, task_of_row
-from seqpar.runs.archive import ABOUT, is_archive
 from seqpar.runs.run_folder import read_config
 from seqpar.runs.run_status import describe_kill
 from seqpar.scores.label_classes import Labels, labels_of_run

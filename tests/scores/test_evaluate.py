@@ -107,7 +107,7 @@ def test_a_region_that_nobody_knows_is_refused(folders: tuple[Path, Path], decla
     said = capsys.readouterr().err
     assert "--regions A=99: no label map" in said and "they have [0, 1, 2]" in said
     assert not (folders[1] / "summary.json").exists()
-    assert evaluate_folders(folders, "--regions", "A=2,99") == 0
+    assert evaluate_folders(folders, "--regions", "A=1,2,99") == 0
 
 
 def test_the_act_runs_as_a_script(folders: tuple[Path, Path], tmp_path: Path) -> None:

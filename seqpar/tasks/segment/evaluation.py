@@ -37,7 +37,14 @@ from seqpar.scores.label_files import (
 )
 from seqpar.scores.label_scores import DEFAULT_SETTINGS, Scores, class_mask, format_table, summarise, words_of
 from seqpar.scores.postprocessing import POSTPROCESSING, learn_postprocessing, mean_of
-from seqpar.scores.summary_files import csv_text, output_files, refuse_foreign, summary_content, without_larger, write_output
+from seqpar.scores.summary_files import (
+    csv_text,
+    output_files,
+    refuse_foreign,
+    summary_content,
+    without_larger,
+    write_output,
+)
 from seqpar.tasks.case_evaluation import CaseEvaluation, ScoredPrediction, ScoringJob, refuse_duplicates
 from seqpar.tasks.segment.label_map_folder import SavedProbabilities
 from seqpar.tasks.segment.validation import label_files
