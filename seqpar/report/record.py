@@ -12,6 +12,7 @@ from seqpar.data.errors import DataError
 from seqpar.data.files import read_whole, strip_suffix
 from seqpar.data.phantom.phantom_files import is_generated
 from seqpar.report.planes import colours_of
+from seqpar.runs.archive import ABOUT, is_archive
 from seqpar.runs.journal import read_metrics
 from seqpar.runs.metrics_tail import SCORES, best_validation, score_of, task_of_row
 from seqpar.runs.run_folder import read_config
@@ -255,6 +256,9 @@ def weak_start(record: RunRecord) -> str:
 def read_record(run: Path) -> RunRecord:
     """Returns the contents of a run folder; raises DataError if it holds no run, or config.json lacks what is shown."""
     content, gaps = read_config(run), list[str]()
+    if is_archive(run) or (run / ABOUT).is_file():
+        problem = "is an exported run, without the curves and cases that a report shows; give the run folder of train"
+        raise DataError(run, problem)
     try:
         dataset = content["dataset"]
         labels = labels_of_run(dataset) if dataset["labels"] else None

@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -25,12 +25,14 @@ class Labels:
     """The classes to score.
 
     ``classes`` maps a name to its label values (several for a region), ``declared`` holds every value that a label
-    map may have, ``ignore`` is the true value whose voxels are left out.
+    map may have, ``ignore`` is the true value whose voxels are left out. ``undeclared`` holds the classes of which a
+    command line alone says that there are any.
     """
 
     classes: dict[str, tuple[int, ...]]
     declared: frozenset[int]
     ignore: int | None = None
+    undeclared: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if not self.classes:
@@ -148,4 +150,6 @@ def choose_labels(
     if len({name for name, _ in regions}) < len(regions):
         raise ValueError("--regions names a region twice")
     labels = labels_of_classes(dict(regions))
-    return Labels(labels.classes, labels.declared | declared.declared, declared.ignore) if declared else labels
+    known, ignore = (declared.declared, declared.ignore) if declared else (frozenset({0}), None)
+    undeclared = {name: values for name, values in regions if not {*known, ignore}.intersection(values)}
+    return Labels(labels.classes, labels.declared | known, ignore, undeclared)

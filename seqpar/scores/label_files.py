@@ -180,6 +180,26 @@ def check_values(path: Path, values: NDArray[Any], declared: frozenset[int]) -> 
         )
 
 
+def refuse_unknown(labels: Labels, pairs: Iterable[Pair]) -> None:
+    """Raises ValueError for a class that no data set declares and no label map has; reads no more maps than it must."""
+    left, seen = dict(labels.undeclared), set[int]()
+    for path in (path for pair in pairs for path in (pair.truth, pair.prediction)):
+        if not left:
+            return
+        try:
+            seen |= set(np.unique(read_label_map(path)[0]).tolist())
+        except DataError:  # which scoring names
+            return
+        left = {name: values for name, values in left.items() if seen.isdisjoint(values)}
+    if seen and left:
+        name, values = next(iter(left.items()))
+        known = sorted(seen | labels.declared.difference(*labels.undeclared.values()))
+        raise ValueError(
+            f"--regions {name}={','.join(map(str, values))}: no label map and no dataset.json has such a value, "
+            f"they have {known}: name one of those, or declare it by --dataset"
+        )
+
+
 def score_pair(pair: Pair, labels: Labels, settings: dict[str, Any]) -> Scores:
     """Returns the scores of one case, read from its two files; ``settings`` are keyword arguments of ``score``."""
     truth, geometry = read_label_map(pair.truth)

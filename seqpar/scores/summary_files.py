@@ -64,6 +64,27 @@ def output_files(prediction: Path | None, json: Path | None, csv: Path | None) -
     return {"json": folder / "summary.json", "csv": folder / "metrics.csv", **named}
 
 
+def without_larger(files: dict[str, Path], prediction: Path) -> tuple[dict[str, Path], str]:
+    """Returns the files to write for one label map, and a line if scores of more cases next to it stay instead."""
+    own = {kind: path for kind, path in files.items() if path in output_files(prediction, None, None).values()}
+    larger = [path for path in own.values() if prediction.is_file() and _num_cases(path) > 1]
+    if not larger:
+        return files, ""
+    line = f"{larger[0]} has scores of more cases and stays: name other files by --json and --csv to write these"
+    return {kind: path for kind, path in files.items() if kind not in own}, line
+
+
+def _num_cases(path: Path) -> int:
+    """Returns how many cases a summary.json or metrics.csv of label maps has, 0 if that is not known."""
+    try:
+        if path.suffix == ".json":
+            return len(read_json(path)["metric_per_case"])
+        with open(path, newline="") as file:
+            return len({row["case"] for row in csv.DictReader(file)})
+    except (DataError, OSError, ValueError, KeyError, TypeError, csv.Error):
+        return 0
+
+
 def refuse_foreign(files: Mapping[str, Path], data: Collection[Path] = ()) -> None:
     """Raises DataError if a file is there that evaluate did not write, such as nnU-Net's summary.json.
 

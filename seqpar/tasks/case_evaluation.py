@@ -30,6 +30,7 @@ class ScoringJob:
     - ``files``: to write, by kind: "json" and "csv"
     - ``faults``: what is wrong with other cases
     - ``missing``: cases of the truth without a prediction
+    - ``note``: a line on files that are not written
     """
 
     name: str
@@ -37,6 +38,7 @@ class ScoringJob:
     files: Mapping[str, Path]
     faults: list[DataError] = field(default_factory=list)
     missing: Sequence[str] = ()
+    note: str = ""
 
 
 @dataclass(frozen=True)
@@ -107,7 +109,7 @@ class CaseEvaluation(ABC):
                         line += f"; {path}"
                     except DataError as error:
                         job.faults.append(error)
-            for text in filter(None, [missing_line(job.missing), *self._cautions(job)]):
+            for text in filter(None, [job.note, missing_line(job.missing), *self._cautions(job)]):
                 print(text, flush=True)
             for fault in job.faults:
                 print(f"error: {fault}", file=sys.stderr, flush=True)

@@ -71,6 +71,12 @@ def test_continue_does_what_is_left_and_the_files_are_the_same(images, tmp_path,
     assert "2 are done" in capsys.readouterr().out
     assert tree(tmp_path / "out") == tree(tmp_path / "whole")
     assert (tmp_path / "out" / "c_000.nii.gz").stat().st_mtime_ns == before
+    emptied, cut = (tmp_path / "out" / f"c_00{number}.nii.gz" for number in (1, 2))
+    emptied.write_bytes(b"")
+    cut.write_bytes(cut.read_bytes()[:-20])
+    assert act(tmp_path, run, "--probabilities", "--continue") == 0
+    assert "1 are done" in capsys.readouterr().out
+    assert tree(tmp_path / "out") == tree(tmp_path / "whole")
 
 
 def test_continue_predicts_again_what_has_another_image_or_other_settings(images, tmp_path, capsys) -> None:

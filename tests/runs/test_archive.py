@@ -13,8 +13,9 @@ from safetensors.torch import save
 from seqpar import load_run, read_weights
 from seqpar.cli.export import act as export
 from seqpar.cli.predict import act as predict
+from seqpar.cli.report import act as report
 from seqpar.cli.train import act as train
-from seqpar.cluster.exit_codes import USAGE
+from seqpar.cluster.exit_codes import DATA, USAGE
 from seqpar.cluster.exit_codes import run as run_act
 from seqpar.data.errors import DataError
 from seqpar.runs.archive import MOST_JSON
@@ -59,6 +60,15 @@ def test_an_exported_run_predicts_what_its_folder_does(run, tmp_path, capsys) ->
     first, second = load_run(run).state_dict(), load_run(archive).state_dict()
     assert all(torch.equal(first[name], tensor) for name, tensor in second.items()) and len(first) == len(second)
     assert read_weights(archive).keys() == first.keys() and read_run(archive).whole_grid == (4, 5, 6)
+
+
+def test_a_report_says_that_it_needs_the_run_folder(run, tmp_path, capsys) -> None:
+    assert export([str(run), str(tmp_path / "a.zip")]) == 0
+    with zipfile.ZipFile(tmp_path / "a.zip") as archive:
+        archive.extractall(tmp_path / "unpacked")
+    for given in (tmp_path / "a.zip", tmp_path / "unpacked"):
+        assert run_act(report, [str(given)]) == DATA
+        assert f"{given}: is an exported run, without the curves" in capsys.readouterr().err
 
 
 def test_an_archive_that_is_not_there_is_said_to_be_missing(tmp_path, capsys) -> None:

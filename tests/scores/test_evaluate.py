@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from seqpar.cli import evaluate
-from seqpar.cluster.exit_codes import DATA, run
+from seqpar.cluster.exit_codes import DATA, USAGE, run
 from seqpar.scores.label_scores import score
 from tests.support.label_folders import OBLIQUE, OBLIQUE_MM, evaluate_folders, random_labels, save, summary_of
 
@@ -81,6 +81,33 @@ def test_single_files_need_not_share_a_name(folders: tuple[Path, Path]) -> None:
     other = save(folders[1].parent / "one" / "x.nii", random_labels(10))
     assert evaluate_folders((folders[0] / "case_0.nii.gz", other)) == 0
     assert len(json.loads((other.parent / "summary.json").read_text())["metric_per_case"]) == 1
+
+
+def test_scores_of_one_file_never_replace_those_of_its_folder(folders: tuple[Path, Path], capsys) -> None:
+    one = tuple(folder / "case_0.nii.gz" for folder in folders)
+    assert evaluate_folders(folders) == 0
+    files = [folders[1] / name for name in ("summary.json", "metrics.csv")]
+    before = [path.read_bytes() for path in files]
+    capsys.readouterr()
+    assert evaluate_folders(one) == 0
+    said = capsys.readouterr().out
+    assert "summary.json has scores of more cases and stays" in said and "1 case, 2 classes: mean Dice" in said
+    assert evaluate_folders(one, "--json", str(folders[1] / "one.json")) == 0
+    assert [path.read_bytes() for path in files] == before and (folders[1] / "one.json").is_file()
+    files[0].unlink()
+    assert evaluate_folders(one) == 0 and files[1].read_bytes() == before[1] and not files[0].exists()
+
+
+@pytest.mark.parametrize("declared", [True, False])
+def test_a_region_that_nobody_knows_is_refused(folders: tuple[Path, Path], declared: bool, capsys) -> None:
+    if not declared:
+        for path in folders[0].parent.rglob("dataset.json"):
+            path.unlink()
+    assert evaluate_folders(folders, "--regions", "B=1,2", "--regions", "A=99") == USAGE
+    said = capsys.readouterr().err
+    assert "--regions A=99: no label map" in said and "they have [0, 1, 2]" in said
+    assert not (folders[1] / "summary.json").exists()
+    assert evaluate_folders(folders, "--regions", "A=1,2,99") == 0
 
 
 def test_the_act_runs_as_a_script(folders: tuple[Path, Path], tmp_path: Path) -> None:

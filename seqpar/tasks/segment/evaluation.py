@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import combinations
+from itertools import chain, combinations
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -31,12 +31,20 @@ from seqpar.scores.label_files import (
     map_pairs,
     match_cases,
     read_label_map,
+    refuse_unknown,
     score_pairs,
     validation_of,
 )
 from seqpar.scores.label_scores import DEFAULT_SETTINGS, Scores, class_mask, format_table, summarise, words_of
 from seqpar.scores.postprocessing import POSTPROCESSING, learn_postprocessing, mean_of
-from seqpar.scores.summary_files import csv_text, output_files, refuse_foreign, summary_content, write_output
+from seqpar.scores.summary_files import (
+    csv_text,
+    output_files,
+    refuse_foreign,
+    summary_content,
+    without_larger,
+    write_output,
+)
 from seqpar.tasks.case_evaluation import CaseEvaluation, ScoredPrediction, ScoringJob, refuse_duplicates
 from seqpar.tasks.segment.label_map_folder import SavedProbabilities
 from seqpar.tasks.segment.validation import label_files
@@ -71,6 +79,7 @@ class LabelMapEvaluation(CaseEvaluation):
                 options.truth, validation or path, self.dataset, self.only, options.common
             )
             files = output_files(path if validation is None else None, options.json, options.csv)
+            files, note = without_larger(files, path)
             refuse_foreign(files, data)
             if options.calibration:
                 require_probabilities(pairs, "--calibration")
@@ -86,8 +95,9 @@ class LabelMapEvaluation(CaseEvaluation):
                 if folder.exists() and not os.access(folder, os.W_OK):
                     raise DataError(folder, "cannot be written to: choose other places by --json and --csv")
             says_missing = not (validation or options.common)
-            jobs.append(ScoringJob(str(path), pairs, files, faults, missing if says_missing else []))
+            jobs.append(ScoringJob(str(path), pairs, files, faults, missing if says_missing else [], note))
             self.pairs[str(path)] = pairs
+        refuse_unknown(self.labels, chain.from_iterable(self.pairs.values()))
         return jobs
 
     def score(self, job: ScoringJob) -> ScoredPrediction | None:

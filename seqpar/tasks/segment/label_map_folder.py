@@ -149,6 +149,14 @@ class SavedProbabilities:
         write_volume(path, labels if order else mean.argmax(0).astype(np.uint16), geometry, np.uint16)
 
 
+def _is_whole(path: Path) -> bool:
+    """Returns whether a label map is there and can be read to its end."""
+    try:
+        return path.is_file() and bool(read_volume(path))
+    except DataError:
+        return False
+
+
 class LabelMapFolder(PredictionFolder):
     """The label maps of cases.
 
@@ -178,7 +186,7 @@ class LabelMapFolder(PredictionFolder):
         return files if self.statistics is None else [*files, self.statistics.path]
 
     def unfinished(self, cases: Sequence[Case], kept: frozenset[str], same_settings: bool) -> list[Case]:
-        left = [case for case in cases if not (case.id in kept and self.label_path(case).is_file())]
+        left = [case for case in cases if not (case.id in kept and _is_whole(self.label_path(case)))]
         if self.statistics is not None:
             self.statistics.open(case.id for case in left)
         return left
