@@ -61,7 +61,7 @@ def test_zoom_enlarges_around_the_place_where_the_planes_meet(page: Chromium) ->
     for kind in ("mousePressed", "mouseReleased"):
         page.ask("Input.dispatchMouseEvent", type=kind, button="left", clickCount=1, **press_at)
     after = [int(page.value(shown.format(dim)).split()[1]) for dim in (0, 1)]
-    assert abs(after[0] - (before[0] - 3)) <= 1, "to the right in the picture is the patient's left"
+    assert abs(after[0] - (before[0] + 3)) <= 1, "to the right is the patient's left, to which the file's slices count"
     assert abs(after[1] - (before[1] + 2)) <= 1
 
 

@@ -92,8 +92,13 @@ def on_files(files: Files, config: Any) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str:
-    """Leads links to the places of the site; the API's text comes from the docstrings themselves."""
+    """Leads links to the places of the site; the API's text comes from the docstrings themselves.
+
+    Only pages of docs are searched: the log and the tables of results would come before them on every topic.
+    """
     src_uri = page.file.src_uri
+    if src_uri.startswith("repository/"):
+        page.meta["search"] = {"exclude": True}
     path = source(src_uri)
     base = path / "README.md" if path.is_dir() else path
     here = os.path.dirname(src_uri)
