@@ -25,8 +25,8 @@ class Labels:
     """The classes to score.
 
     ``classes`` maps a name to its label values (several for a region), ``declared`` holds every value that a label
-    map may have, ``ignore`` is the true value whose voxels are left out. ``undeclared`` holds the classes of which a
-    command line alone says that there are any.
+    map may have, ``ignore`` is the true value whose voxels are left out. ``undeclared`` holds the classes that
+    only the command line names.
     """
 
     classes: dict[str, tuple[int, ...]]

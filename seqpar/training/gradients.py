@@ -76,11 +76,11 @@ class GraphedNetwork(nn.Module):
             raise
         except RuntimeError as error:  # such as a copy from the CPU, for which the recording would have to wait
             why = str(error).partition("\n")[0]
-            raise ValueError(f"--cuda-graph: this network's passes cannot be recorded: leave it out ({why})") from error
+            raise ValueError(f"--cuda-graph: this network's passes cannot be recorded: remove it ({why})") from error
         replayed = [*passes.replay_forward(other, second), _joined(passes.replay_backward(given))]
         apart = max(float((a - b).norm() / b.norm().clamp(min=1e-12)) for a, b in zip(replayed, expected, strict=True))
         if not apart <= 0.05:
-            raise ValueError(f"--cuda-graph: a replayed step differs from a computed one by {apart:.1e}: leave it out")
+            raise ValueError(f"--cuda-graph: a replayed step differs from a computed one by {apart:.1e}: remove it")
         self._passes = passes
 
     def forward(self, image: Tensor, layout: Layout | None, key: DropoutKey | None) -> Tensor | list[Tensor]:
@@ -191,7 +191,7 @@ def _graphed(net: Network, mesh: Mesh, config: Config) -> GraphedNetwork:
     if mesh.data.size > 1 and any(isinstance(module, BatchNorm3d) for module in net.modules()):
         raise ValueError(
             f"--cuda-graph: {mesh.data.size} data groups exchange the statistics of batch norm within a pass: "
-            "leave it out, or use another --norm"
+            "remove it, or use another --norm"
         )
     return GraphedNetwork(net)
 

@@ -179,7 +179,7 @@ def _prepared_none(here: Path, said: str) -> None:
 
 
 def _one_slice(here: Path) -> None:
-    """Makes cases of a single slice, of which the one that is held out shows no class."""
+    """Makes cases of a single slice; the held-out one shows no class."""
     nnunet(here / "D", 5)
     for n in range(5):
         save(here / "D" / "imagesTr" / f"c_{n:03d}_0000.nii.gz", image_array(n)[:, :, 4:5])

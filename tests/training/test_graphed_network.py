@@ -100,7 +100,7 @@ def test_micro_batches_of_replays_have_the_gradients_of_the_network(graphs: None
 def test_passes_that_do_the_same_each_time_are_refused(graphs: None, monkeypatch: pytest.MonkeyPatch) -> None:
     net = network(drop_path=0.4)
     monkeypatch.setattr(Replayed, "is_frozen", True)
-    with pytest.raises(ValueError, match="--cuda-graph: a replayed step differs from a computed one by .*leave it out"):
+    with pytest.raises(ValueError, match="--cuda-graph: a replayed step differs from a computed one by .*remove it"):
         GraphedNetwork(net).record(torch.zeros(2, 8, 1, 4, 4, 4), *keys(net, 0, 1))
 
 
@@ -126,7 +126,7 @@ def test_what_cannot_be_recorded_is_refused_and_too_little_memory_stays_that(
 
     monkeypatch.setattr(gradients._Passes, "record", fails)
     expected = type(error) if isinstance(error, torch.OutOfMemoryError) else ValueError
-    with pytest.raises(expected, match="out of memory|cannot be recorded: leave it out .capturing.$"):
+    with pytest.raises(expected, match="out of memory|cannot be recorded: remove it .capturing.$"):
         GraphedNetwork(net).record(torch.zeros(2, 8, 1, 4, 4, 4), *keys(net, 0, 1))
 
 

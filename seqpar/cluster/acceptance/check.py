@@ -105,15 +105,6 @@ class Ended:
         return f"{how} after {self.seconds:.0f} s: {' | '.join(lines[-3:])[-300:]}"
 
 
-def environment(site: Site) -> dict[str, str]:
-    """Returns the environment of the programs here: without a launcher's variables, with caches of their own."""
-    env = {name: value for name, value in os.environ.items() if not name.startswith(_LAUNCHERS)}
-    env |= {"SEQPAR_CACHE": str(site.folder / "cache"), "TORCHINDUCTOR_CACHE_DIR": str(site.folder / COMPILED)}
-    if site.on_gpu and torch.cuda.device_count() == 1:
-        env[SHARE_GPU] = "1"
-    return env
-
-
 def run_module(
     module: str,
     arguments: Sequence[str],
@@ -126,7 +117,10 @@ def run_module(
     - ``limit_s``: its time limit
     - ``after_start``: called with the program's process id once it is running
     """
-    env = environment(site)
+    env = {name: value for name, value in os.environ.items() if not name.startswith(_LAUNCHERS)}
+    env |= {"SEQPAR_CACHE": str(site.folder / "cache"), "TORCHINDUCTOR_CACHE_DIR": str(site.folder / COMPILED)}
+    if site.on_gpu and torch.cuda.device_count() == 1:
+        env[SHARE_GPU] = "1"
     began, path = time.monotonic(), site.folder / "output.txt"
     with open(path, "w+") as output:
         command = ["-m", f"seqpar.{module}", *arguments, "--device", site.device.type]

@@ -24,7 +24,7 @@ from seqpar.settings.config import Config
 from seqpar.settings.presets import PRESETS
 
 TURNS, CHANNELS, OUTPUTS = 3, 4, 4
-WARM_UPS, WARM_S = 6, 10.0  # calls that are not counted: so many, or fewer that take this long
+WARM_UPS, WARM_S = 6, 10.0  # uncounted calls: until there are six, or until ten seconds have passed
 KERNELS = ("FLASH_ATTENTION", "CUDNN_ATTENTION", "EFFICIENT_ATTENTION", "MATH")
 
 
