@@ -15,6 +15,7 @@ from seqpar.losses import DeepSupervision, Loss, LossGroups, LossOf
 from seqpar.models.network import Network, autocast
 from seqpar.optimization.optimizers import use_fused
 from seqpar.parallel.collectives import full_tensor
+from seqpar.parallel.consensus import raise_on_all_ranks
 from seqpar.parallel.layout import Layout
 from seqpar.parallel.mesh import Mesh
 from seqpar.parallel.messages import check_collective
@@ -229,9 +230,18 @@ class Gradients:
             self.net.zero_grad()
             if self.graphed is not None:
                 del logits
-                keys = (DropoutKey(config.seed, step, tuple(range(config.batch))) for step in (0, 1))
-                with self._autocast():
-                    self.graphed.record(self._cast(image), *(self.net.drawn(key, device) for key in keys))
+                self._record(self.graphed, self._cast(image))
+
+    def _record(self, graphed: GraphedNetwork, image: Tensor) -> None:
+        """Records passes for images like ``image``; raises on all ranks if one of them cannot."""
+        samples, error = tuple(range(self.config.batch)), None
+        keys = (DropoutKey(self.config.seed, step, samples) for step in (0, 1))
+        try:
+            with self._autocast():
+                graphed.record(image, *(self.net.drawn(key, self.mesh.device) for key in keys))
+        except (ValueError, torch.OutOfMemoryError) as own:
+            error = own
+        raise_on_all_ranks(error, self.mesh.world)
 
     def gathered(self) -> AbstractContextManager[None]:
         """Returns a context in which this rank predicts with the whole network, as in validation."""

@@ -8,13 +8,14 @@ import pytest
 import torch
 
 from seqpar.models.build import build_network
-from seqpar.parallel.mesh import Group
+from seqpar.parallel.mesh import Group, Mesh
 from seqpar.settings.config import Config
 from seqpar.settings.rules import refuse_settings_without_effect
 from seqpar.spatial.norms import BatchNorm3d
 from seqpar.training import gradients
-from seqpar.training.gradients import GraphedNetwork
+from seqpar.training.gradients import Gradients, GraphedNetwork
 from seqpar.vit.dropout import DropoutKey
+from tests.support.ranks import run_ranks
 
 VIT = dict(tile=(8, 8, 8), patch=(4, 4, 4), embed_dim=16, depth=2, heads=2, decoder="unetr", decoder_width=4)
 CPU = torch.device("cpu")
@@ -134,3 +135,20 @@ def test_batch_norm_of_several_data_groups_is_refused() -> None:
     mesh: Any = SimpleNamespace(data=Group("data", (0, 1)))
     with pytest.raises(ValueError, match="--cuda-graph: 2 data groups .* batch norm .*another --norm"):
         gradients._graphed(torch.nn.Sequential(BatchNorm3d(2, data=mesh.data)), mesh, Config(cuda_graph=True))  # type: ignore[arg-type]
+
+
+def fails_on_one_rank(mesh: Mesh) -> str:
+    class Graphed:
+        def record(self, *of: Any) -> None:
+            if mesh.world.index == 1:
+                raise ValueError("--cuda-graph: it differs")
+
+    own = Gradients.__new__(Gradients)
+    own.config, own.mesh, own.net = Config(batch=2, precision="fp32"), mesh, network()
+    with pytest.raises(ValueError, match="it differs") as raised:
+        own._record(Graphed(), torch.zeros(1))  # type: ignore[arg-type]
+    return str(raised.value)
+
+
+def test_what_one_rank_cannot_record_fails_on_all() -> None:
+    assert run_ranks(2, fails_on_one_rank) == ["rank 1: --cuda-graph: it differs", "--cuda-graph: it differs"]
