@@ -22,13 +22,13 @@ from seqpar.report.images import FoundImage, Images, grey_images
 from seqpar.report.pictures import heat_colours, heat_palette
 from seqpar.report.planes import (
     COLOURS,
-    COUNTED,
     LETTERS,
     PLANES,
     FileSlices,
     bar_length,
     best_modality,
     colours_of,
+    counted,
     fullest_planes,
     orientation_text,
     plane_of,
@@ -340,9 +340,9 @@ def viewer_section(
     - ``views``: cases that are also shown in planes
     """
     kept = kept_of_ct([limits for case, _ in shown if case.is_ct for limits in case.ranges.values()])
-    counted = f"{COUNTED}; if voxels were resampled, of the nearest slice"
+    numbered = counted(case.slices for case, _ in shown)
     return CaseSection(
-        f"{orientation_text(neurological)}. {LETTERS}. {'. '.join(filter(None, [counted, repeated(labels)]))}",
+        f"{orientation_text(neurological)}. {LETTERS}. {'. '.join(filter(None, [numbered, repeated(labels)]))}",
         [(colour, name) for name, colour in colours_of(labels).items()],
         viewer_note([embedded for _, embedded in shown], any(case.is_ct for case, _ in shown)) + kept,
         views,

@@ -10,10 +10,10 @@ from numpy.typing import NDArray
 
 from seqpar.report.planes import (
     COLOURS,
-    COUNTED,
     PLANES,
     FileSlices,
     bar_length,
+    counted,
     fullest_planes,
     orientation_text,
     plane_of,
@@ -47,7 +47,7 @@ def draw_cases(path: Path, cases: Sequence[PicturedCase], classes: Sequence[str]
 def figure_of_cases(cases: Sequence[PicturedCase], classes: Sequence[str], neurological: bool) -> Any:
     """Returns the figure of ``draw_cases``: a row of panels for each case."""
     figure = make_figure(10, 3.3 * len(cases) + 0.8)
-    figure.suptitle(f"{orientation_text(neurological)}. {COUNTED}.", fontsize=9)
+    figure.suptitle(f"{orientation_text(neurological)}.\n{counted(case.slices for case in cases)}.", fontsize=9)
     panels = figure.subplots(len(cases), 3, squeeze=False)
     for row, case in zip(panels, cases):
         at = fullest_planes(case.truth if case.truth.any() else case.prediction)
@@ -182,7 +182,7 @@ def draw_evidence(
     """
     figure = make_figure(8, 4.2)  # narrow, so that its words can be read where it is shown small
     body = body_of(image)
-    lines = [escape_mathtext(title), f"{orientation_text(neurological)}.", f"{COUNTED}."]
+    lines = [escape_mathtext(title), f"{orientation_text(neurological)}.", f"{counted([slices])}."]
     if seen.any():
         lines.append(f"{about}, in planes through its strongest point in the body")
         lines.append("White line: half of its maximum; what is weak is transparent.")

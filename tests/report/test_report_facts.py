@@ -20,7 +20,7 @@ from seqpar.data.geometry import make_geometry, to_canonical
 from seqpar.report.cases import ShownCase, _case_view, planes_note, planes_of, viewer_section
 from seqpar.report.curves import step_axis, training_diagrams
 from seqpar.report.pictures import PicturedCase, figure_of_cases
-from seqpar.report.planes import COLOURS, RUN_COLOURS, bar_length, slices_of
+from seqpar.report.planes import COLOURS, COUNTED, NEAREST, RUN_COLOURS, bar_length, counted, slices_of
 from seqpar.report.plots import draw_chart
 from seqpar.report.record import CaseScores, ScoredCase, parse_scores
 from seqpar.report.tables import (
@@ -437,3 +437,15 @@ def test_slices_have_the_numbers_that_the_file_gives_them(orientation: str) -> N
         assert slices.total == shape[axis] and slices.text(0) == f"{slices.numbers[0]} / {shape[axis]}"
     coarse = slices_of(geometry, box, (3, 3, 3))[1], slices_of(geometry, box, (6, 6, 6))[1]
     assert list(coarse[0].numbers) == coarse[1].coarsened(2) and len(coarse[1].coarsened(4)) == 2
+
+
+def test_slices_are_said_to_be_the_nearest_ones_only_where_voxels_were_resampled() -> None:
+    geometry, box = make_geometry((8, 10, 12), np.eye(4)), ((1, 7), (2, 8), (2, 8))
+    same, finer = (slices_of(geometry, box, (6, 6, side)) for side in (6, 12))
+    assert counted([same, same]) == COUNTED and counted([same, finer]) == f"{COUNTED}{NEAREST}"
+    label = np.zeros((6, 6, 12), np.uint8)
+    label[2:4, 2:4, 4:8] = 1
+    case = PicturedCase("a", np.ones(label.shape), label, label, (1.0, 1.0, 0.5), finer)
+    assert figure_of_cases([case], ["lesion"], False).get_suptitle().endswith(f"\n{COUNTED}{NEAREST}.")
+    shown = ShownCase("a", {"CT": label}, label, label, (1.0, 1.0, 0.5), finer)
+    assert f"{COUNTED}{NEAREST}" in viewer_section([(shown, shown.embedded(10**6))], ["lesion"], False).orientation

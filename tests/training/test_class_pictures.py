@@ -12,6 +12,7 @@ import pytest
 from seqpar.report import pictures
 from seqpar.report.cases import ShownCase, viewer_section
 from seqpar.report.pictures import draw_evidence, draw_scores
+from seqpar.report.planes import COUNTED, NEAREST
 from seqpar.report.plots import draw_chart
 from seqpar.report.record import RunRecord
 from seqpar.scores.class_scores import describe_share, positive_class, score_classes
@@ -211,10 +212,15 @@ def test_pictures_of_phantoms_in_a_runs_own_report_say_that_they_are_generated(
     assert titles == ["a (generated, not a patient)", "a"]
 
 
-def picture_of(figures: list[Any], image: np.ndarray, seen: np.ndarray, about: str = "HiResCAM map for ill") -> Any:
-    draw_evidence(
-        Path("c.png"), "a$\\case$: ill 0.9", image, seen, (1.0, 1.0, 2.0), own_slices(image.shape), False, about
-    )
+def picture_of(
+    figures: list[Any],
+    image: np.ndarray,
+    seen: np.ndarray,
+    about: str = "HiResCAM map for ill",
+    resampled: bool = False,
+) -> Any:
+    slices = [own._replace(resampled=resampled) for own in own_slices(image.shape)]
+    draw_evidence(Path("c.png"), "a$\\case$: ill 0.9", image, seen, (1.0, 1.0, 2.0), slices, False, about)
     return figures[-1]
 
 
@@ -224,6 +230,8 @@ def test_a_map_says_its_method_and_class_and_half_of_it_has_an_outline(figures: 
     nothing = picture_of(figures, image, seen)
     seen[3:6, 3:6, 3:6] = 1
     something = picture_of(figures, image, seen)
+    assert f"\n{COUNTED}.\n" in nothing.get_suptitle()
+    assert f"\n{COUNTED}{NEAREST}.\n" in picture_of(figures, image, seen, resampled=True).get_suptitle()
     assert [len(panel.collections) for panel in nothing.axes] == [0] * 3, "no colour bar either"
     assert [len(panel.collections) for panel in something.axes[:3]] == [2] * 3, "black below white"
     assert (
