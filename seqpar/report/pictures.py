@@ -26,7 +26,10 @@ from seqpar.text import quantity
 
 @dataclass(frozen=True)
 class PicturedCase:
-    """A case to draw: one modality ``W D H``, the class ids of truth and prediction, and its file's slices."""
+    """A case to draw: one modality ``W D H``, the class ids of truth and prediction, and its file's slices.
+
+    - ``modality``: its name; "" of the only one
+    """
 
     name: str
     image: NDArray[Any]
@@ -34,20 +37,30 @@ class PicturedCase:
     prediction: NDArray[Any]
     spacing: tuple[float, ...]
     slices: Sequence[FileSlices]
+    modality: str = ""
 
 
-def draw_cases(path: Path, cases: Sequence[PicturedCase], classes: Sequence[str], neurological: bool) -> None:
+def draw_cases(
+    path: Path, cases: Sequence[PicturedCase], classes: Sequence[str], held_out: int, neurological: bool
+) -> None:
     """Draws three planes of each case with the outlines of truth (solid) and prediction (dashed).
 
+    - ``held_out``: how many cases there are, of which these are the first
     - ``neurological``: the patient's left is on the left of a picture, and not on the right
     """
-    save_figure(figure_of_cases(cases, classes, neurological), path)
+    save_figure(figure_of_cases(cases, classes, held_out, neurological), path)
 
 
-def figure_of_cases(cases: Sequence[PicturedCase], classes: Sequence[str], neurological: bool) -> Any:
+def figure_of_cases(cases: Sequence[PicturedCase], classes: Sequence[str], held_out: int, neurological: bool) -> Any:
     """Returns the figure of ``draw_cases``: a row of panels for each case."""
-    figure = make_figure(10, 3.3 * len(cases) + 0.8)
-    figure.suptitle(f"{orientation_text(neurological)}.\n{counted(case.slices for case in cases)}.", fontsize=9)
+    figure = make_figure(10, 3.3 * len(cases) + 1.1)
+    first = f"The first {len(cases)} of " * (len(cases) < held_out)
+    empty = "" if all(case.truth.any() for case in cases) else ", or of the prediction where the truth is empty"
+    figure.suptitle(
+        f"{first}{quantity(held_out, 'held-out case')}, in planes with most of the truth{empty}\n"
+        f"{orientation_text(neurological)}.\n{counted(case.slices for case in cases)}.",
+        fontsize=9,
+    )
     panels = figure.subplots(len(cases), 3, squeeze=False)
     for row, case in zip(panels, cases):
         at = fullest_planes(case.truth if case.truth.any() else case.prediction)
@@ -58,7 +71,8 @@ def figure_of_cases(cases: Sequence[PicturedCase], classes: Sequence[str], neuro
             _draw_plane(panel, case, greys, dim, at[dim], len(classes), neurological)
             mark_plane(panel, letters, case.spacing[dim == 0])
             name = f"{plane} {case.slices[dim].text(at[dim])}"
-            panel.set_title(f"{escape_mathtext(case.name)}\n{name}" if dim == 0 else name, fontsize=9)
+            of = f"{case.name}, shown on {case.modality}" if case.modality else case.name
+            panel.set_title(f"{escape_mathtext(of)}\n{name}" if dim == 0 else name, fontsize=9)
     marks = [("truth", "-", "#555555"), ("prediction", "--", "#555555")]
     marks += [(escape_mathtext(name), "-", COLOURS[i % len(COLOURS)]) for i, name in enumerate(classes)]
     from matplotlib.lines import Line2D

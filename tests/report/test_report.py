@@ -247,6 +247,9 @@ def test_a_prediction_without_truth_is_shown_with_its_volumes_and_no_score(
     shutil.copy(predictions / "case-b.nii.gz", predictions / "case-c.nii.gz")
     assert run(report.act, line) == 0 and "found, predicted by run" in Page(target.read_text()).text
     (predictions / "case-c.nii.gz").unlink()
+    shutil.copytree(finished, renamed := tmp_path / "liver")
+    assert run(report.act, [str(renamed), *line[1:]]) == 0 and "case-b, predicted by run liver" in target.read_text()
+    assert run(report.act, [str(renamed), "--out", str(target)]) == 0 and "<h1>Run liver</h1>" in target.read_text()
     assert "name their folder by --images" in said, "the run's own case of this name may be another"
     for channel, kind in enumerate(("t1c", "t1n", "t2f", "t2w")):
         (tmp_path / "images").mkdir(exist_ok=True)

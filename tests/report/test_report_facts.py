@@ -160,7 +160,7 @@ def test_colours_are_those_of_the_runs_picture(page: Page) -> None:
     for number in range(1, 4):
         label[2 : 8 - number, 2:6, 2:6] = number
     case = PicturedCase("a", np.ones((8, 8, 8)), label, label, (1.0, 1.0, 1.0), own_slices((8, 8, 8)))
-    figure = figure_of_cases([case], [entry["name"] for entry in labels], False)
+    figure = figure_of_cases([case], [entry["name"] for entry in labels], 1, False)
     lines = {
         text.get_text(): line.get_color() for line, text in zip(figure.legends[0].get_lines(), figure.legends[0].texts)
     }
@@ -177,7 +177,7 @@ def test_a_long_name_is_seen_whole_above_its_pictures() -> None:
         (1.0,) * 3,
         own_slices(label.shape),
     )
-    figure = figure_of_cases([case], ["liver"], False)
+    figure = figure_of_cases([case], ["liver"], 1, False)
     figure.draw_without_rendering()
     boxes = [panel.title.get_window_extent() for panel in figure.axes]
     assert boxes[0].x0 >= 0 and boxes[0].x1 < boxes[1].x0
@@ -187,7 +187,7 @@ def test_a_volume_of_a_single_slice_is_outlined_in_the_slice_alone() -> None:
     label = np.zeros((8, 8, 1), int)
     label[2:5, 3:6] = 1
     case = PicturedCase("a", np.ones((8, 8, 1)), label, 1 - label, (1.0,) * 3, own_slices(label.shape))
-    panels = figure_of_cases([case], ["liver"], False).axes
+    panels = figure_of_cases([case], ["liver"], 1, False).axes
     assert sorted(len(panel.collections) for panel in panels) == [0, 0, 2]
 
 
@@ -446,6 +446,9 @@ def test_slices_are_said_to_be_the_nearest_ones_only_where_voxels_were_resampled
     label = np.zeros((6, 6, 12), np.uint8)
     label[2:4, 2:4, 4:8] = 1
     case = PicturedCase("a", np.ones(label.shape), label, label, (1.0, 1.0, 0.5), finer)
-    assert figure_of_cases([case], ["lesion"], False).get_suptitle().endswith(f"\n{COUNTED}{NEAREST}.")
+    assert figure_of_cases([case], ["lesion"], 1, False).get_suptitle().endswith(f"\n{COUNTED}{NEAREST}.")
+    several = figure_of_cases([replace(case, truth=0 * label, modality="FLAIR")], ["lesion"], 5, False)
+    assert several.get_suptitle().startswith("The first 1 of 5 held-out cases, in planes with most of the truth, or of")
+    assert several.axes[0].get_title().startswith("a, shown on FLAIR\nsagittal ")
     shown = ShownCase("a", {"CT": label}, label, label, (1.0, 1.0, 0.5), finer)
     assert f"{COUNTED}{NEAREST}" in viewer_section([(shown, shown.embedded(10**6))], ["lesion"], False).orientation
