@@ -195,7 +195,12 @@ def entropy_planes(case: ShownCase, neurological: bool) -> list[ShownPlane]:
     palette, planes, at = heat_palette(), list[ShownPlane](), fullest_planes(_shown_best(case)[0])
     for (_, dim), plane in zip(PLANES, planes_of(case, neurological)):
         picture = png(np.ascontiguousarray(plane_of(case.heat, dim, at[dim], neurological)), palette)
-        predicted = [outline for outline in plane.outlines if outline[0] == "prediction"]
+        predicted = [  # in black between their dashes, for some labels have the colours of the map
+            drawn
+            for kind, colour, path in plane.outlines
+            if kind == "prediction"
+            for drawn in (("between", "#000000", path), (kind, colour, path))
+        ]
         planes.append(replace(plane, png=encode(picture), outlines=predicted, label=f"{ENTROPY} of {plane.label}"))
     return planes
 

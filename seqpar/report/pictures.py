@@ -145,9 +145,9 @@ def draw_scores(path: Path, summary: Mapping[str, Any], step: int = 0) -> None:
     shown, after = [escape_mathtext(name) for name in names], f", after step {step:,}" if step else ""
     truth = np.array([names.index(case["truth"]) for case in cases])
     probabilities = np.array([case["probabilities"] for case in cases])
-    figure = make_figure(9, 4.2)
+    figure = make_figure(9, 4.2 + 0.17 * (len(names) if len(names) > 2 else 1))
     curves, counts = figure.subplots(1, 2)
-    curves.plot([0, 1], [0, 1], color="#888888", linewidth=0.8)
+    curves.plot([0, 1], [0, 1], "--", color="#888888", linewidth=0.8, label="chance")
     for number in range(len(names)) if len(names) > 2 else [positive_class(names)]:
         if 0 < int((truth == number).sum()) < len(truth):
             points = roc_points(truth == number, probabilities[:, number])
@@ -155,7 +155,7 @@ def draw_scores(path: Path, summary: Mapping[str, Any], step: int = 0) -> None:
             colour = COLOURS[number % len(COLOURS)]
             label = roc_label(shown[number], truth == number, probabilities[:, number])
             curves.plot(*points, style, label=label, color=colour, clip_on=False)  # 0 and 1 too
-            curves.legend(fontsize=8, loc="lower right")
+    curves.legend(fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -0.14))  # over no curve
     figure.suptitle(f"{quantity(len(cases), 'held-out case')}{after}", fontsize=11)
     curves.set_box_aspect(1)
     curves.set(title="ROC curve", xlabel="1 − specificity", ylabel="sensitivity")
@@ -197,8 +197,9 @@ def draw_evidence(
     figure = make_figure(8, 4.2)  # narrow, so that its words can be read where it is shown small
     body = body_of(image)
     lines = [escape_mathtext(title), f"{orientation_text(neurological)}.", f"{counted([slices])}."]
+    at = evidence_planes(seen, body)
     if seen.any():
-        lines.append(f"{about}, in planes through its strongest point in the body")
+        lines += _planes_of_map(about, seen, at, slices)
         lines.append("White line: half of its maximum; what is weak is transparent.")
         lines.append(ALONE)
         if is_outside(seen, body):
@@ -206,7 +207,6 @@ def draw_evidence(
     elif about:
         lines.append(f"{about}: no evidence for the class")
     figure.suptitle("\n".join(lines), fontsize=9)
-    at = evidence_planes(seen, body)
     inside = image[body]
     low, high = np.percentile(inside, (0.5, 99.5)) if inside.size else (0.0, 1.0)
     grey = np.where(image == 0, low, image) if (image == 0).any() else image
@@ -233,6 +233,18 @@ def draw_evidence(
         bar.ax.axhline(0.5, color="white", linewidth=1.2)
         bar.ax.tick_params(labelsize=8)
     save_figure(figure, path)
+
+
+def _planes_of_map(about: str, seen: NDArray[Any], at: Sequence[int], slices: Sequence[FileSlices]) -> list[str]:
+    """Returns through which point of a map planes are shown: its maximum, or where else that is."""
+    share, most = seen[tuple(at)] / seen.max(), np.unravel_index(int(seen.argmax()), seen.shape)
+    if share == 1:
+        return [f"{about}, in planes through its maximum"]
+    place = ", ".join(f"{plane} {slices[dim].numbers[int(most[dim])]}" for plane, dim in PLANES)
+    return [
+        f"{about}, in planes that show at least half of the body, through its strongest point there:",
+        f"{share:.0%} of its maximum, which is elsewhere, in slices {place}",
+    ]
 
 
 def heat_colours() -> list[str]:

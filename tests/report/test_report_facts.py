@@ -22,7 +22,7 @@ from seqpar.report.curves import step_axis, training_diagrams
 from seqpar.report.pictures import PicturedCase, figure_of_cases
 from seqpar.report.planes import COLOURS, COUNTED, NEAREST, RUN_COLOURS, bar_length, counted, slices_of
 from seqpar.report.plots import draw_chart
-from seqpar.report.record import CaseScores, ScoredCase, parse_scores
+from seqpar.report.record import CaseScores, ScoredCase, parse_scores, read_record, read_scores
 from seqpar.report.tables import (
     coarse_voxels,
     dice_table,
@@ -31,6 +31,7 @@ from seqpar.report.tables import (
     score_strips,
     sizes_table,
     volumes_table,
+    voxel_ml,
     what_is_absent,
     what_volumes_count,
 )
@@ -39,7 +40,7 @@ from seqpar.scores.label_files import Pair
 from seqpar.scores.label_scores import DEFAULT_SETTINGS, score, summarise
 from seqpar.scores.summary_files import summary_content
 from seqpar.settings.presets import debug
-from seqpar.tasks.segment.page import headline
+from seqpar.tasks.segment.page import headline, other_scale
 from tests.support.folders import save
 from tests.support.report_page import NAMES, Page, own_slices, written
 
@@ -437,6 +438,24 @@ def test_slices_have_the_numbers_that_the_file_gives_them(orientation: str) -> N
         assert slices.total == shape[axis] and slices.text(0) == f"{slices.numbers[0]} / {shape[axis]}"
     coarse = slices_of(geometry, box, (3, 3, 3))[1], slices_of(geometry, box, (6, 6, 6))[1]
     assert list(coarse[0].numbers) == coarse[1].coarsened(2) and len(coarse[1].coarsened(4)) == 2
+
+
+def test_voxels_of_another_size_than_in_training_are_named_unless_they_are_resampled(finished: Path) -> None:
+    record, own = read_record(finished), read_scores(finished)
+    size = voxel_ml(own)
+
+    def scaled(times: float) -> CaseScores:
+        rows = {name: {"VoxelMl": times * size, "VolumeMl": 0.0} for name in own.classes}
+        return replace(own, cases=tuple(replace(case, scores=rows) for case in own.cases))
+
+    assert [other_scale(record, scaled(times)) for times in (0.7, 1, 1.4)] == ["", "", ""]
+    assert all("at another scale than in training" in other_scale(record, scaled(times)) for times in (0.5, 2))
+    assert f"have up to {2000 * size:.3g} mm³, and those of the run's own held-out cases up to {1000 * size:.3g}" in (
+        other_scale(record, scaled(2))
+    )
+    recipe = {**record.dataset["recipe"], "spacing": [1.0, 1.0, 1.0]}
+    content = {**record.content, "dataset": {**record.dataset, "recipe": recipe}}
+    assert other_scale(replace(record, content=content), scaled(2)) == ""
 
 
 def test_slices_are_said_to_be_the_nearest_ones_only_where_voxels_were_resampled() -> None:

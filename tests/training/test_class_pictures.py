@@ -234,10 +234,7 @@ def test_a_map_says_its_method_and_class_and_half_of_it_has_an_outline(figures: 
     assert f"\n{COUNTED}{NEAREST}.\n" in picture_of(figures, image, seen, resampled=True).get_suptitle()
     assert [len(panel.collections) for panel in nothing.axes] == [0] * 3, "no colour bar either"
     assert [len(panel.collections) for panel in something.axes[:3]] == [2] * 3, "black below white"
-    assert (
-        "HiResCAM map for ill, in planes through its strongest point in the body\nWhite line: half"
-        in something.get_suptitle()
-    )
+    assert "HiResCAM map for ill, in planes through its maximum\nWhite line: half" in something.get_suptitle()
     assert "HiResCAM map for ill: no evidence for the class" in nothing.get_suptitle()
     assert pictures.ALONE in something.get_suptitle() and pictures.ALONE not in nothing.get_suptitle()
     assert something.axes[3].get_ylabel() == "share of the map's maximum"
@@ -255,6 +252,10 @@ def test_maps_are_shown_on_planes_through_the_body_with_a_warning_if_their_maxim
     )
     inside = picture_of(figures, image, seen)
     assert inside.get_supxlabel() == ""
+    assert (
+        "HiResCAM map for ill, in planes that show at least half of the body, through its strongest point there:\n"
+        "56% of its maximum, which is elsewhere, in slices sagittal 11, coronal 11, axial 18\nWhite line"
+    ) in inside.get_suptitle()
     seen[1, 1, 1] = 1
     outside = picture_of(figures, image, seen)
     assert outside.get_supxlabel() == pictures.OUTSIDE
