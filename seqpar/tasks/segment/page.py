@@ -196,7 +196,8 @@ def other_scale(record: RunRecord, scored: CaseScores) -> str:
         return ""
     return (
         f"Voxels have up to {size:.3g} mm³, and those of the run's own held-out cases up to {trained:.3g} mm³. This "
-        "run resamples none, so the network sees structures at another scale than in training, and may miss or invent them."
+        "run resamples none, so the network sees structures at another scale than in training, and may miss or invent "
+        "them."
     )
 
 
