@@ -23,6 +23,7 @@ from seqpar.report.pictures import heat_colours, heat_palette
 from seqpar.report.planes import (
     COLOURS,
     LETTERS,
+    LINES,
     PLANES,
     FileSlices,
     bar_length,
@@ -32,6 +33,7 @@ from seqpar.report.planes import (
     fullest_planes,
     orientation_text,
     plane_of,
+    ranks_of,
     repeated,
     sides,
     slices_of,
@@ -227,8 +229,9 @@ def _plane(case: ShownCase, name: str, dim: int, at: int, neurological: bool) ->
     if case.images:
         grey = plane_of(case.images[best_modality(list(case.images))], dim, at, neurological)
         picture = encode(png(np.ascontiguousarray(grey)))
+    ranks = ranks_of(case.truth, case.prediction)
     outlines = [
-        (kind, COLOURS[(number - 1) % len(COLOURS)], outline(labels, number))
+        (kind, COLOURS[(number - 1) % len(COLOURS)], outline(ranks[labels], int(ranks[number])))
         for kind, labels in (("truth", truth), ("prediction", prediction))
         for number in np.unique(labels[labels > 0]).tolist()
     ]
@@ -345,9 +348,9 @@ def viewer_section(
     - ``views``: cases that are also shown in planes
     """
     kept = kept_of_ct([limits for case, _ in shown if case.is_ct for limits in case.ranges.values()])
-    numbered = counted(case.slices for case, _ in shown)
+    told = [counted(case.slices for case, _ in shown), LINES * (len(labels) > 1), repeated(labels)]
     return CaseSection(
-        f"{orientation_text(neurological)}. {LETTERS}. {'. '.join(filter(None, [numbered, repeated(labels)]))}",
+        f"{orientation_text(neurological)}. {LETTERS}. {'. '.join(filter(None, told))}",
         [(colour, name) for name, colour in colours_of(labels).items()],
         viewer_note([embedded for _, embedded in shown], any(case.is_ct for case, _ in shown)) + kept,
         views,
@@ -431,6 +434,7 @@ def viewer_data(
             "prediction": embedded.prediction,
             "heat": embedded.heat,
             "heat_name": shown.heat_name,
+            "ranks": ranks_of(shown.truth, shown.prediction).tolist(),
             "most_nats": shown.most_nats,
             "ranges": shown.ranges,
             "unit": "HU" if shown.is_ct else "",

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from seqpar.report.planes import (
     COLOURS,
+    LINES,
     PLANES,
     FileSlices,
     bar_length,
@@ -17,6 +18,7 @@ from seqpar.report.planes import (
     fullest_planes,
     orientation_text,
     plane_of,
+    ranks_of,
     sides,
 )
 from seqpar.report.plots import escape_mathtext, make_figure, save_figure
@@ -56,9 +58,11 @@ def figure_of_cases(cases: Sequence[PicturedCase], classes: Sequence[str], held_
     figure = make_figure(10, 3.3 * len(cases) + 1.1)
     first = f"The first {len(cases)} of " * (len(cases) < held_out)
     empty = "" if all(case.truth.any() for case in cases) else ", or of the prediction where the truth is empty"
+    shown = f", shown on {cases[0].modality}" if cases[0].modality else ""
+    lines = f" {LINES}." * (len(classes) > 1)
     figure.suptitle(
-        f"{first}{quantity(held_out, 'held-out case')}, in planes with most of the truth{empty}\n"
-        f"{orientation_text(neurological)}.\n{counted(case.slices for case in cases)}.",
+        f"{first}{quantity(held_out, 'held-out case')}{shown}, in planes with most of the truth{empty}\n"
+        f"{orientation_text(neurological)}.{lines}\n{counted(case.slices for case in cases)}.",
         fontsize=9,
     )
     panels = figure.subplots(len(cases), 3, squeeze=False)
@@ -71,8 +75,7 @@ def figure_of_cases(cases: Sequence[PicturedCase], classes: Sequence[str], held_
             _draw_plane(panel, case, greys, dim, at[dim], len(classes), neurological)
             mark_plane(panel, letters, case.spacing[dim == 0])
             name = f"{plane} {case.slices[dim].text(at[dim])}"
-            of = f"{case.name}, shown on {case.modality}" if case.modality else case.name
-            panel.set_title(f"{escape_mathtext(of)}\n{name}" if dim == 0 else name, fontsize=9)
+            panel.set_title(f"{escape_mathtext(case.name)}\n{name}" if dim == 0 else name, fontsize=9)
     marks = [("truth", "-", "#555555"), ("prediction", "--", "#555555")]
     marks += [(escape_mathtext(name), "-", COLOURS[i % len(COLOURS)]) for i, name in enumerate(classes)]
     from matplotlib.lines import Line2D
@@ -96,7 +99,9 @@ def _draw_plane(
     image, truth, prediction = (plane_of(v, dim, at, neurological) for v in (volume, case.truth, case.prediction))
     across, up = (step for n, step in enumerate(case.spacing) if n != dim)
     panel.imshow(image, cmap="gray", vmin=low, vmax=high, aspect=up / across)
-    for label in range(1, num_classes + 1):
+    ranks = ranks_of(case.truth, case.prediction)
+    present = [label for label in range(1, num_classes + 1) if label < len(ranks)]
+    for label in sorted(present, key=lambda label: int(ranks[label])):  # the rarest above the others
         colour = COLOURS[(label - 1) % len(COLOURS)]
         for mask, style in ((truth == label, "solid"), (prediction == label, "dashed")):
             _outline(panel, mask, colour, 1.2, style)

@@ -23,6 +23,7 @@ RUN_COLOURS = ("#8a63d2", "#a0703c", "#d6336c", "#1f9e9e", "#7f8790", "#8f9a1f",
 PLANES = (("sagittal", 0), ("coronal", 1), ("axial", 2))  # a plane's name, and the direction that it is across
 COUNTED = "Slice numbers are those of the image file, counted from 1"
 NEAREST = "; where voxels were resampled, of the nearest slice"
+LINES = "A line between two labels has the colour of the rarer one"
 LETTERS = "R right, L left, A front (anterior), P back (posterior), S top (superior), I bottom (inferior)"
 
 
@@ -106,6 +107,17 @@ def slices_of(geometry: Geometry, box: Box, shape: Sequence[int]) -> tuple[FileS
 def counted(cases: Iterable[Sequence[FileSlices]]) -> str:
     """Returns how the slices of cases are numbered, a sentence without its full stop."""
     return COUNTED + NEAREST * any(own.resampled for slices in cases for own in slices)
+
+
+def ranks_of(*maps: NDArray[Any]) -> NDArray[np.uint8]:
+    """Returns the rank of each label of label maps by number, the rarest highest; 0 is the background's.
+
+    A line between two labels is the rarer one's: it encloses that label more often, as a lesion in an organ.
+    """
+    counts = np.bincount(np.concatenate([labels.ravel() for labels in maps]))
+    ranks = np.zeros(len(counts), np.uint8)
+    ranks[1 + np.argsort(-counts[1:], kind="stable")] = np.arange(1, len(counts))
+    return ranks
 
 
 def best_modality(names: Sequence[str]) -> str:
