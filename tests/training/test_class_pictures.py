@@ -178,6 +178,8 @@ def test_runs_are_compared_on_the_cases_that_all_have_scored(monkeypatch: pytest
         "second's accuracy is 0.250 lower than first's, over 12 cases: 0 right by second alone, 3 by first alone (95 % "
     )
     assert "p = 0.25), which may be chance. The interval is Newcombe's for pairs" in sentence
+    equal = page._difference("b", "a", [(True, False), (False, True)] + [(True, True)] * 6)
+    assert "b and a have the same accuracy, over 8 cases" in equal and "p = 1), so either may be better. The" in equal
     assert not isinstance(both.scores, str) and not isinstance(both.cases, str)
     rows = {row.name: [getattr(cell, "text", cell) for cell in row.cells] for row in both.scores.rows}
     assert rows["sensitivity (ill)"] == ["1.000 (6 of 6)", "0.833 (5 of 6)"]
