@@ -58,11 +58,11 @@ def figure_of_cases(cases: Sequence[PicturedCase], classes: Sequence[str], held_
     figure = make_figure(10, 3.3 * len(cases) + 1.1)
     first = f"The first {len(cases)} of " * (len(cases) < held_out)
     empty = "" if all(case.truth.any() for case in cases) else ", or of the prediction where the truth is empty"
-    shown = f", shown on {cases[0].modality}" if cases[0].modality else ""
-    lines = f" {LINES}." * (len(classes) > 1)
+    shown = f", shown on {escape_mathtext(cases[0].modality)}" if cases[0].modality else ""
+    about_lines = f" {LINES}." * (len(classes) > 1)
     figure.suptitle(
         f"{first}{quantity(held_out, 'held-out case')}{shown}, in planes with most of the truth{empty}\n"
-        f"{orientation_text(neurological)}.{lines}\n{counted(case.slices for case in cases)}.",
+        f"{orientation_text(neurological)}.{about_lines}\n{counted(case.slices for case in cases)}.",
         fontsize=9,
     )
     panels = figure.subplots(len(cases), 3, squeeze=False)
