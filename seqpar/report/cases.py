@@ -22,16 +22,18 @@ from seqpar.report.images import FoundImage, Images, grey_images
 from seqpar.report.pictures import heat_colours, heat_palette
 from seqpar.report.planes import (
     COLOURS,
-    COUNTED,
     LETTERS,
+    LINES,
     PLANES,
     FileSlices,
     bar_length,
     best_modality,
     colours_of,
+    counted,
     fullest_planes,
     orientation_text,
     plane_of,
+    ranks_of,
     repeated,
     sides,
     slices_of,
@@ -195,7 +197,12 @@ def entropy_planes(case: ShownCase, neurological: bool) -> list[ShownPlane]:
     palette, planes, at = heat_palette(), list[ShownPlane](), fullest_planes(_shown_best(case)[0])
     for (_, dim), plane in zip(PLANES, planes_of(case, neurological)):
         picture = png(np.ascontiguousarray(plane_of(case.heat, dim, at[dim], neurological)), palette)
-        predicted = [outline for outline in plane.outlines if outline[0] == "prediction"]
+        predicted = [  # in black between their dashes, for some labels have the colours of the map
+            drawn
+            for kind, colour, path in plane.outlines
+            if kind == "prediction"
+            for drawn in (("between", "#000000", path), (kind, colour, path))
+        ]
         planes.append(replace(plane, png=encode(picture), outlines=predicted, label=f"{ENTROPY} of {plane.label}"))
     return planes
 
@@ -222,8 +229,9 @@ def _plane(case: ShownCase, name: str, dim: int, at: int, neurological: bool) ->
     if case.images:
         grey = plane_of(case.images[best_modality(list(case.images))], dim, at, neurological)
         picture = encode(png(np.ascontiguousarray(grey)))
+    ranks = ranks_of(case.truth, case.prediction)
     outlines = [
-        (kind, COLOURS[(number - 1) % len(COLOURS)], outline(labels, number))
+        (kind, COLOURS[(number - 1) % len(COLOURS)], outline(ranks[labels], int(ranks[number])))
         for kind, labels in (("truth", truth), ("prediction", prediction))
         for number in np.unique(labels[labels > 0]).tolist()
     ]
@@ -340,9 +348,9 @@ def viewer_section(
     - ``views``: cases that are also shown in planes
     """
     kept = kept_of_ct([limits for case, _ in shown if case.is_ct for limits in case.ranges.values()])
-    counted = f"{COUNTED}; if voxels were resampled, of the nearest slice"
+    told = [counted(case.slices for case, _ in shown), LINES * (len(labels) > 1), repeated(labels)]
     return CaseSection(
-        f"{orientation_text(neurological)}. {LETTERS}. {'. '.join(filter(None, [counted, repeated(labels)]))}",
+        f"{orientation_text(neurological)}. {LETTERS}. {'. '.join(filter(None, told))}",
         [(colour, name) for name, colour in colours_of(labels).items()],
         viewer_note([embedded for _, embedded in shown], any(case.is_ct for case, _ in shown)) + kept,
         views,
@@ -426,6 +434,7 @@ def viewer_data(
             "prediction": embedded.prediction,
             "heat": embedded.heat,
             "heat_name": shown.heat_name,
+            "ranks": ranks_of(shown.truth, shown.prediction).tolist(),
             "most_nats": shown.most_nats,
             "ranges": shown.ranges,
             "unit": "HU" if shown.is_ct else "",

@@ -90,6 +90,7 @@ OF_NUMBERS = (  # terms of a loss, kinds of score; those that coincide are all s
     LineStyle("#5f8f5a", "-", "^", 1.6, True),
     LineStyle("#a0628f", "-", "D", 1.2, True),
 )
+MOST_CURVES = len(RUN_COLOURS)  # of the best points of a sweep, which a reader can tell apart
 OF_RUNS = tuple(LineStyle(colour, dashes) for dashes in ("-", "--", ":") for colour in RUN_COLOURS)
 # Okabe and Ito's colours from dark to light, each with its own dashes and marker, so that lines differ in grey too. The
 # first line is the widest, so that those that coincide with it do not hide it.
@@ -168,15 +169,16 @@ class Diagram:
         return any(line.label.lower() not in ("", self.quantity.lower()) for line in self.lines)
 
     def named(self) -> list[tuple[Line, LineStyle]]:
-        """Returns the lines with their styles, no two alike: a colour that comes again has other dashes."""
+        """Returns the lines with their styles; those with names differ: a colour that comes again has other dashes."""
         numbers = (n if line.style is None else line.style for n, line in enumerate(self.lines))
         drawn, lines = set[tuple[str, Any]](), list[tuple[Line, LineStyle]]()
         for line, n in zip(self.lines, numbers):
             style = self.styles[n % len(self.styles)]
             style = style._replace(colour=line.colour or style.colour)
             again = (style._replace(dashes=dashes, marker=marker) for dashes, marker, _ in AGAIN)
-            style = next((one for one in (style, *again) if (one.colour, one.dashes) not in drawn), style)
-            drawn.add((style.colour, style.dashes))
+            if line.label:
+                style = next((one for one in (style, *again) if (one.colour, one.dashes) not in drawn), style)
+                drawn.add((style.colour, style.dashes))
             lines.append((line, style))
         return lines
 

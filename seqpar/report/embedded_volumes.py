@@ -149,7 +149,8 @@ def encode(data: bytes) -> str:
 def outline(labels: NDArray[Any], number: int = 1) -> str:
     """Returns an SVG path around a label of ``[y, x]`` along the edges of its pixels, inside on the right.
 
-    Edges to a label with a higher number are left to that label's path: two dashed lines there would look solid.
+    Edges to a label with a higher number are left to that label's path: two dashed lines there would look solid. So
+    numbers are ranks, as ``ranks_of`` gives them.
     """
     padded = np.pad(labels.astype(int), 1)
     core, turns = padded[1:-1, 1:-1] == number, dict[tuple[int, int], list[tuple[int, int, bool]]]()

@@ -10,13 +10,15 @@ from numpy.typing import NDArray
 
 from seqpar.report.planes import (
     COLOURS,
-    COUNTED,
+    LINES,
     PLANES,
     FileSlices,
     bar_length,
+    counted,
     fullest_planes,
     orientation_text,
     plane_of,
+    ranks_of,
     sides,
 )
 from seqpar.report.plots import escape_mathtext, make_figure, save_figure
@@ -26,7 +28,10 @@ from seqpar.text import quantity
 
 @dataclass(frozen=True)
 class PicturedCase:
-    """A case to draw: one modality ``W D H``, the class ids of truth and prediction, and its file's slices."""
+    """A case to draw: one modality ``W D H``, the class ids of truth and prediction, and its file's slices.
+
+    - ``modality``: its name; "" of the only one
+    """
 
     name: str
     image: NDArray[Any]
@@ -34,20 +39,32 @@ class PicturedCase:
     prediction: NDArray[Any]
     spacing: tuple[float, ...]
     slices: Sequence[FileSlices]
+    modality: str = ""
 
 
-def draw_cases(path: Path, cases: Sequence[PicturedCase], classes: Sequence[str], neurological: bool) -> None:
+def draw_cases(
+    path: Path, cases: Sequence[PicturedCase], classes: Sequence[str], held_out: int, neurological: bool
+) -> None:
     """Draws three planes of each case with the outlines of truth (solid) and prediction (dashed).
 
+    - ``held_out``: how many cases there are, of which these are the first
     - ``neurological``: the patient's left is on the left of a picture, and not on the right
     """
-    save_figure(figure_of_cases(cases, classes, neurological), path)
+    save_figure(figure_of_cases(cases, classes, held_out, neurological), path)
 
 
-def figure_of_cases(cases: Sequence[PicturedCase], classes: Sequence[str], neurological: bool) -> Any:
+def figure_of_cases(cases: Sequence[PicturedCase], classes: Sequence[str], held_out: int, neurological: bool) -> Any:
     """Returns the figure of ``draw_cases``: a row of panels for each case."""
-    figure = make_figure(10, 3.3 * len(cases) + 0.8)
-    figure.suptitle(f"{orientation_text(neurological)}. {COUNTED}.", fontsize=9)
+    figure = make_figure(10, 3.3 * len(cases) + 1.1)
+    first = f"The first {len(cases)} of " * (len(cases) < held_out)
+    empty = "" if all(case.truth.any() for case in cases) else ", or of the prediction where the truth is empty"
+    shown = f", shown on {escape_mathtext(cases[0].modality)}" if cases[0].modality else ""
+    about_lines = f" {LINES}." * (len(classes) > 1)
+    figure.suptitle(
+        f"{first}{quantity(held_out, 'held-out case')}{shown}, in planes with most of the truth{empty}\n"
+        f"{orientation_text(neurological)}.{about_lines}\n{counted(case.slices for case in cases)}.",
+        fontsize=9,
+    )
     panels = figure.subplots(len(cases), 3, squeeze=False)
     for row, case in zip(panels, cases):
         at = fullest_planes(case.truth if case.truth.any() else case.prediction)
@@ -82,7 +99,9 @@ def _draw_plane(
     image, truth, prediction = (plane_of(v, dim, at, neurological) for v in (volume, case.truth, case.prediction))
     across, up = (step for n, step in enumerate(case.spacing) if n != dim)
     panel.imshow(image, cmap="gray", vmin=low, vmax=high, aspect=up / across)
-    for label in range(1, num_classes + 1):
+    ranks = ranks_of(case.truth, case.prediction)
+    present = [label for label in range(1, num_classes + 1) if label < len(ranks)]
+    for label in sorted(present, key=lambda label: int(ranks[label])):  # the rarest above the others
         colour = COLOURS[(label - 1) % len(COLOURS)]
         for mask, style in ((truth == label, "solid"), (prediction == label, "dashed")):
             _outline(panel, mask, colour, 1.2, style)
@@ -131,9 +150,9 @@ def draw_scores(path: Path, summary: Mapping[str, Any], step: int = 0) -> None:
     shown, after = [escape_mathtext(name) for name in names], f", after step {step:,}" if step else ""
     truth = np.array([names.index(case["truth"]) for case in cases])
     probabilities = np.array([case["probabilities"] for case in cases])
-    figure = make_figure(9, 4.2)
+    figure = make_figure(9, 4.2 + 0.17 * (len(names) if len(names) > 2 else 1))
     curves, counts = figure.subplots(1, 2)
-    curves.plot([0, 1], [0, 1], color="#888888", linewidth=0.8)
+    curves.plot([0, 1], [0, 1], "--", color="#888888", linewidth=0.8, label="chance")
     for number in range(len(names)) if len(names) > 2 else [positive_class(names)]:
         if 0 < int((truth == number).sum()) < len(truth):
             points = roc_points(truth == number, probabilities[:, number])
@@ -141,7 +160,7 @@ def draw_scores(path: Path, summary: Mapping[str, Any], step: int = 0) -> None:
             colour = COLOURS[number % len(COLOURS)]
             label = roc_label(shown[number], truth == number, probabilities[:, number])
             curves.plot(*points, style, label=label, color=colour, clip_on=False)  # 0 and 1 too
-            curves.legend(fontsize=8, loc="lower right")
+    curves.legend(fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -0.14))  # over no curve
     figure.suptitle(f"{quantity(len(cases), 'held-out case')}{after}", fontsize=11)
     curves.set_box_aspect(1)
     curves.set(title="ROC curve", xlabel="1 − specificity", ylabel="sensitivity")
@@ -182,9 +201,10 @@ def draw_evidence(
     """
     figure = make_figure(8, 4.2)  # narrow, so that its words can be read where it is shown small
     body = body_of(image)
-    lines = [escape_mathtext(title), f"{orientation_text(neurological)}.", f"{COUNTED}."]
+    lines = [escape_mathtext(title), f"{orientation_text(neurological)}.", f"{counted([slices])}."]
+    at = evidence_planes(seen, body)
     if seen.any():
-        lines.append(f"{about}, in planes through its strongest point in the body")
+        lines += _planes_of_map(about, seen, at, slices)
         lines.append("White line: half of its maximum; what is weak is transparent.")
         lines.append(ALONE)
         if is_outside(seen, body):
@@ -192,7 +212,6 @@ def draw_evidence(
     elif about:
         lines.append(f"{about}: no evidence for the class")
     figure.suptitle("\n".join(lines), fontsize=9)
-    at = evidence_planes(seen, body)
     inside = image[body]
     low, high = np.percentile(inside, (0.5, 99.5)) if inside.size else (0.0, 1.0)
     grey = np.where(image == 0, low, image) if (image == 0).any() else image
@@ -219,6 +238,18 @@ def draw_evidence(
         bar.ax.axhline(0.5, color="white", linewidth=1.2)
         bar.ax.tick_params(labelsize=8)
     save_figure(figure, path)
+
+
+def _planes_of_map(about: str, seen: NDArray[Any], at: Sequence[int], slices: Sequence[FileSlices]) -> list[str]:
+    """Returns through which point of a map planes are shown: its maximum, or where else that is."""
+    share, most = seen[tuple(at)] / seen.max(), np.unravel_index(int(seen.argmax()), seen.shape)
+    if share == 1:
+        return [f"{about}, in planes through its maximum"]
+    place = ", ".join(f"{plane} {slices[dim].numbers[int(most[dim])]}" for plane, dim in PLANES)
+    return [
+        f"{about}, in planes that show at least half of the body, through its strongest point there:",
+        f"{share:.0%} of its maximum, which is elsewhere, in slices {place}",
+    ]
 
 
 def heat_colours() -> list[str]:

@@ -22,6 +22,8 @@ COLOURS = ("#e69f00", "#56b4e9", "#cc79a7", "#009e73", "#d55e00", "#f0e442", "#0
 RUN_COLOURS = ("#8a63d2", "#a0703c", "#d6336c", "#1f9e9e", "#7f8790", "#8f9a1f", "#c05bd6", "#5a7bd8")
 PLANES = (("sagittal", 0), ("coronal", 1), ("axial", 2))  # a plane's name, and the direction that it is across
 COUNTED = "Slice numbers are those of the image file, counted from 1"
+NEAREST = "; where voxels were resampled, of the nearest slice"
+LINES = "A line between two labels has the colour of the rarer one"
 LETTERS = "R right, L left, A front (anterior), P back (posterior), S top (superior), I bottom (inferior)"
 
 
@@ -70,10 +72,14 @@ def fullest_planes(mask: NDArray[Any]) -> tuple[int, ...]:
 
 
 class FileSlices(NamedTuple):
-    """The slices of a case's file along a direction: the number of each plane's, from 1, and how many the file has."""
+    """The slices of a case's file along a direction: the number of each plane's, from 1, and how many the file has.
+
+    - ``resampled``: the planes lie between the slices, and their numbers are those of the nearest ones
+    """
 
     numbers: Sequence[int]
     total: int
+    resampled: bool = False
 
     def text(self, at: int) -> str:
         """Returns which slice a plane is, of how many."""
@@ -94,8 +100,24 @@ def slices_of(geometry: Geometry, box: Box, shape: Sequence[int]) -> tuple[FileS
     for letter, (start, stop), side, whole in zip("RAS", box, shape, geometry.canonical_shape):
         at = start + np.floor((np.arange(side) + 0.5) * (stop - start) / side).astype(int)
         numbers = at + 1 if letter in geometry.orientation else whole - at
-        slices.append(FileSlices(numbers.tolist(), whole))
+        slices.append(FileSlices(numbers.tolist(), whole, side != stop - start))
     return tuple(slices)
+
+
+def counted(cases: Iterable[Sequence[FileSlices]]) -> str:
+    """Returns how the slices of cases are numbered, a sentence without its full stop."""
+    return COUNTED + NEAREST * any(own.resampled for slices in cases for own in slices)
+
+
+def ranks_of(*maps: NDArray[Any]) -> NDArray[np.uint8]:
+    """Returns the rank of each label of label maps by number, the rarest highest; 0 is the background's.
+
+    A line between two labels is the rarer one's: it encloses that label more often, as a lesion in an organ.
+    """
+    counts = np.bincount(np.concatenate([labels.ravel() for labels in maps]))
+    ranks = np.zeros(len(counts), np.uint8)
+    ranks[1 + np.argsort(-counts[1:], kind="stable")] = np.arange(1, len(counts))
+    return ranks
 
 
 def best_modality(names: Sequence[str]) -> str:

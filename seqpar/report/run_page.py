@@ -70,6 +70,10 @@ def render_run(
     - ``parts``: what else the task's page.html shows
     """
     name, other, alone = record.path.resolve().name, truth or prediction, prediction is not None and truth is None
+    kind = "" if name.lower().startswith("run") else "run "  # its own name may be that of a class
+    heading = f"{kind.capitalize()}{name}"
+    if alone and prediction:
+        heading = f"{subject or prediction.resolve().name}, predicted by {kind}{name}"
     generated = record.has_phantoms
     if prediction:
         generated = is_generated(images or truth or "unknown") or is_of_phantoms(prediction)
@@ -78,7 +82,7 @@ def render_run(
         "page.html",
         folder,
         title=f"{name} · {other.resolve().name if other else record.dataset['name']}",
-        name=f"{subject or (prediction and prediction.resolve().name)}, predicted by {name}" if alone else name,
+        name=heading,
         alone=alone,
         scored=_scored(truth, prediction) if prediction else "",
         generated=above_scores(generated, record.has_phantoms, what),

@@ -9,6 +9,7 @@ from statistics import fmean
 from typing import NamedTuple
 
 from seqpar.data.errors import DataError
+from seqpar.report.curves import MOST_CURVES
 from seqpar.report.record import RunRecord, read_record
 from seqpar.report.rendering import render
 from seqpar.report.several_runs import Compare, curves_over_each_other, sentence_on_phantoms
@@ -18,7 +19,6 @@ from seqpar.runs.sweep_folder import Point, Sweep, format_value, read_sweep, ref
 from seqpar.terminal import next_command
 from seqpar.text import flag_name
 
-MOST_CURVES = 8  # of the best points, which a reader can tell apart; sweep.png has all
 NUMBERS = {"score": 3, "at": 0, "loss": 4, "step": 0, "seconds": 1}  # columns with their decimals
 HEADS = {"at": "at step", "loss": "training loss", "step": "steps done", "seconds": "seconds"}
 
@@ -29,7 +29,7 @@ def page_of_sweep(out: Path, compare: Mapping[str, Compare]) -> str:
     - ``compare``: compares the runs of a task, by the task's name
     """
     sweep, name = refresh_points(out, read_sweep(out)), out.resolve().name
-    ranked = _ranked(sweep)
+    ranked = sweep.ranked
     best, records, gaps = sweep.best, dict[str, RunRecord](), list[str]()
     for point in ranked[:MOST_CURVES]:
         try:
@@ -83,12 +83,6 @@ def _why_not_over(point: Point) -> str:
     return f"{point.name} {'has not begun' if point.state == 'open' else f'is {point.state}'}. {point.why}".rstrip()
 
 
-def _ranked(sweep: Sweep) -> list[Point]:
-    """Returns the points that have a score, the best first."""
-    known = [point for point in sweep.points if not math.isnan(point.score)]
-    return sorted(known, key=lambda point: (-point.score, point.loss))
-
-
 class SweepCell(NamedTuple):
     """A cell of the table of points, which sweep.js sorts by ``key``."""
 
@@ -105,7 +99,7 @@ class PointRow(NamedTuple):
 
 def _points(sweep: Sweep) -> list[PointRow]:
     """Returns a row for each point, the best first."""
-    ranked = _ranked(sweep)
+    ranked = sweep.ranked
     rows = []
     for point in (*ranked, *(point for point in sweep.points if point not in ranked)):
         cells = [_cell(point.name, point.name)]

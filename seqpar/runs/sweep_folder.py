@@ -68,8 +68,13 @@ class Sweep:
     @property
     def best(self) -> Point | None:
         """The point with the highest score, of equal ones that with the lower loss; None before any has one."""
+        return next(iter(self.ranked), None)
+
+    @property
+    def ranked(self) -> list[Point]:
+        """The points that have a score, the best first."""
         known = [point for point in self.points if not math.isnan(point.score)]
-        return max(known, key=lambda point: (point.score, -point.loss), default=None)
+        return sorted(known, key=lambda point: (-point.score, point.loss))
 
     @property
     def score_name(self) -> str:

@@ -5,20 +5,26 @@ import io
 import math
 import textwrap
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 from seqpar.data.files import write_text
-from seqpar.report.curves import DICE, TRAIN_LOSS, Diagram, Line, LineStyle, read_curve
+from seqpar.report.curves import DICE, MOST_CURVES, TRAIN_LOSS, Curve, Diagram, Line, LineStyle, read_curve
 from seqpar.report.planes import RUN_COLOURS
 from seqpar.report.plots import draw_diagram, make_figure, save_figure
 from seqpar.runs.sweep_folder import Point, Sweep, format_value
 from seqpar.terminal import next_command
-from seqpar.text import flag_name
+from seqpar.text import flag_name, quantity
 
-BEST, OTHERS, MEANS = RUN_COLOURS[0], "#7f9fb5", "#222222"  # a page about the sweep draws the best in the same colour
-STYLES = (LineStyle(OTHERS, width=0.9), LineStyle(BEST, width=2.2))
+BEST, OTHERS, MEANS = RUN_COLOURS[0], "#7f9fb5", "#222222"
+# The best points have the colours that a page about the sweep gives them; those without a name are lighter than all.
+STYLES = (
+    LineStyle(BEST, width=2.4),
+    *(LineStyle(colour, width=1.2) for colour in RUN_COLOURS[1:MOST_CURVES]),
+    LineStyle("#ccd1d6", width=0.8),
+)
 STAR = "a star for the highest score"
 MOST_VALUES = 8  # of a setting, shown next to each other; more are drawn over an axis
 
@@ -27,36 +33,49 @@ def draw_sweep(out: Path, sweep: Sweep, path: Path) -> None:
     """Draws training loss and score of every point over steps, then its score by each setting that differs."""
     names, best, top = sweep.varied(), sweep.best, _top(sweep)
     columns = min(max(len(names), 2), 4)
-    rows = 1 + math.ceil(len(names) / columns)
-    picture = make_figure(4.0 * columns, 3.4 * rows + 0.3)
-    grid = picture.add_gridspec(rows, columns * 2)
-    losses = Diagram(TRAIN_LOSS, "step", _lines(out, sweep, TRAIN_LOSS), styles=STYLES)
-    scores = Diagram(sweep.score_name, "step", _lines(out, sweep, DICE), low=0.0, high=top, styles=STYLES)
-    for side, diagram in enumerate((losses, scores)):
-        plot = picture.add_subplot(grid[0, side * columns : (side + 1) * columns])
+    rows = math.ceil(len(names) / columns)
+    losses = Diagram(TRAIN_LOSS, "step", _lines(out, sweep, TRAIN_LOSS, 50 * columns), low=0.0, styles=STYLES)
+    scores = Diagram(sweep.score_name, "step", _lines(out, sweep, DICE, 50 * columns), low=0.0, high=top, styles=STYLES)
+    keys = sum(line.label.count("\n") + 1 for line in losses.lines if line.label)
+    heights = [3.7 + 0.18 * keys, 3.4 * rows][: 1 + bool(rows)]
+    picture = make_figure(4.0 * columns, sum(heights))
+    above, *below = picture.subfigures(len(heights), 1, height_ratios=heights, squeeze=False)[:, 0]
+    handles = dict[str, Any]()
+    for plot, diagram in zip(above.subplots(1, 2), (losses, scores)):
         draw_diagram(plot, diagram)
         plot.set(xlabel="step", ylabel=diagram.quantity)
         plot.grid(alpha=0.3)
-        if diagram.has_keys:
-            plot.legend(fontsize=8)
-    for number, name in enumerate(names):
-        at = number % columns * 2
-        plot = picture.add_subplot(grid[1 + number // columns, at : at + 2])
-        _draw_setting(plot, sweep, name, best)
-        plot.set_ylim(0, top)
-    title = f"{len(sweep.points)} points, {sum(point.is_over for point in sweep.points)} ended"
-    lines = [title, *(textwrap.wrap(sweep.describe_best(best), 40 * columns) if best else ())]
-    picture.suptitle("\n".join(lines), fontsize=11)
+        handles |= {label: handle for handle, label in zip(*plot.get_legend_handles_labels())}
+    if handles:
+        labels = list(handles)[::-1]  # the best is drawn last, on top of all
+        above.legend([handles[label] for label in labels], labels, loc="outside lower center", fontsize=8)
     if names:
-        picture.supxlabel(_note(sweep), fontsize=8, color=MEANS)
+        panels = below[0].subplots(rows, columns, squeeze=False).flat
+        for name, plot in zip(names, panels):
+            _draw_setting(plot, sweep, name, best)
+            plot.set_ylim(0, top)
+        for plot in panels:
+            plot.remove()
+        below[0].supxlabel(_note(sweep), fontsize=8, color=MEANS)
+    title = f"{quantity(len(sweep.points), 'point')}, {sum(point.is_over for point in sweep.points)} ended"
+    lines = [title, *(textwrap.wrap(sweep.describe_best(best), 40 * columns) if best else ())]
+    above.suptitle("\n".join(lines), fontsize=11)
     save_figure(picture, path, durable=True)
 
 
 def _note(sweep: Sweep) -> str:
     """Returns what the drawings of settings show; means and spread only if a value was tried more than once."""
-    if all(len(pairs) == 1 for of_values in sweep.main_effects().values() for pairs in of_values.values()):
-        return f"below: a bar for each point, {STAR}"
+    effects = [of_values for name, of_values in sweep.main_effects().items() if not _has_range(sweep, name)]
+    if all(len(pairs) == 1 for of_values in effects for pairs in of_values.values()):
+        drawn = " or ".join(["bar"] * bool(effects) + ["dot"] * (len(effects) < len(sweep.main_effects())))
+        return f"below: a {drawn} for each point, {STAR}"
     return f"below: a dot for each point, a bar for the mean at each value, a line from lowest to highest, {STAR}"
+
+
+def _has_range(sweep: Sweep, name: str) -> bool:
+    """Returns whether a setting has so many numbers that points are drawn over an axis of them."""
+    known = [point.settings[name] for point in sweep.ranked if name in point.settings]
+    return len(set(map(format_value, known))) > MOST_VALUES and all(isinstance(one, (int, float)) for one in known)
 
 
 def _top(sweep: Sweep) -> float:
@@ -65,17 +84,23 @@ def _top(sweep: Sweep) -> float:
     return min(1.0, math.ceil(most * 11) / 10) or 1.0
 
 
-def _lines(out: Path, sweep: Sweep, quantity: str) -> list[Line]:
-    """Returns a quantity of all points that have recorded any, the best one on top."""
-    lines = []
-    for point in sorted(sweep.points, key=lambda one: one is sweep.best):
-        is_best = point is sweep.best
-        try:
-            curve = read_curve("highest score" if is_best else "", [out / point.name], quantity)
-        except OSError:
-            continue
-        lines.append(Line(curve.label, curve.steps, curve.rows, dots=quantity == DICE, style=int(is_best)))
-    return lines
+def _lines(out: Path, sweep: Sweep, quantity_drawn: str, width: int) -> list[Line]:
+    """Returns a quantity of all points that have recorded any, the best one on top.
+
+    The best points have names, of at most ``width`` letters a line; the others share one.
+    """
+    curves = dict[str, Curve]()
+    for point in (*sweep.ranked, *(point for point in sweep.points if point not in sweep.ranked)):
+        with suppress(OSError):
+            curves[point.name] = read_curve(point.name, [out / point.name], quantity_drawn)
+    lines, best = list[Line](), sweep.best
+    for n, (name, curve) in enumerate(curves.items()):
+        label = textwrap.fill(f"{name}{', highest score' * (best is not None and name == best.name)}", width)
+        if n >= MOST_CURVES:
+            label = f"the other {quantity(len(curves) - MOST_CURVES, 'point')}" if n == MOST_CURVES else ""
+        style = min(n, MOST_CURVES)
+        lines.append(Line(label, curve.steps, curve.rows, dots=quantity_drawn == DICE, style=style))
+    return lines[::-1]
 
 
 def _draw_setting(plot: Any, sweep: Sweep, name: str, best: Point | None) -> None:
@@ -85,7 +110,7 @@ def _draw_setting(plot: Any, sweep: Sweep, name: str, best: Point | None) -> Non
     plot.set_ylabel(sweep.score_name)
     plot.set_xlabel(flag_name(name))
     plot.grid(alpha=0.3)
-    if len(values) > MOST_VALUES and all(isinstance(point.settings[name], (int, float)) for point in known):
+    if _has_range(sweep, name):
         _draw_range(plot, known, name, best)
         return
     of_values: Mapping[str, Sequence[float]] = {
@@ -155,8 +180,7 @@ def _field(value: object) -> str:
 
 def _table(sweep: Sweep) -> list[str]:
     """Returns the best points as lines, and of each setting the mean score by value."""
-    known = [point for point in sweep.points if not math.isnan(point.score)]
-    ranked: Sequence[Point] = sorted(known, key=lambda point: (-point.score, point.loss))
+    ranked = sweep.ranked
     if not ranked:
         return []
     lines = [f"{'score':>7} {'at step':>8} {'train loss':>10} {'seconds':>8}  point"]
@@ -165,7 +189,7 @@ def _table(sweep: Sweep) -> list[str]:
     if len(ranked) > SHOWN:
         lines.append(f"… and {len(ranked) - SHOWN} more in sweep.csv")
     for name, of_values in sweep.main_effects().items():
-        if len(of_values) > 1 and len(of_values) < len(known):
+        if len(of_values) > 1 and len(of_values) < len(ranked):
             means = ", ".join(
                 f"{value} {fmean(score for score, _ in pairs):.4f} ({len(pairs)})" for value, pairs in of_values.items()
             )

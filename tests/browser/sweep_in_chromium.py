@@ -34,4 +34,7 @@ def test_a_click_on_a_head_sorts_the_points_and_another_one_turns_them_round(bro
     assert click("training loss")[:3] == [SECOND, FIRST, THIRD] and click("training loss")[:3] == [THIRD, FIRST, SECOND]
     assert click("mean Dice")[-2:] == click("mean Dice")[-2:], "those without a value stay last"
     assert click("batch")[0] in (FIRST, THIRD)
+    browser.ask("Emulation.setDeviceMetricsOverride", width=500, height=900, deviceScaleFactor=1, mobile=False)
+    assert browser.value("document.documentElement.scrollWidth") == 500, "wide tables scroll by themselves"
+    browser.ask("Emulation.clearDeviceMetricsOverride")
     assert browser.complaints == []

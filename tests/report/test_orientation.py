@@ -43,8 +43,10 @@ def test_a_runs_picture_shows_letters_and_convention(neurological: bool) -> None
     image, label = np.ones((8, 10, 12)), np.zeros((8, 10, 12), int)
     image[:3], label[1:3, 4:6, 4:6] = 9, 1  # bright in the patient's left
     case = PicturedCase("a", image, label, np.roll(label, 1, 0), (1.0, 1.0, 3.0), own_slices(label.shape))
-    figure = figure_of_cases([case], ["tumour"], neurological)
-    assert figure._suptitle.get_text() == f"{orientation_text(neurological)}. {COUNTED}."
+    figure = figure_of_cases([case], ["tumour"], 1, neurological)
+    assert figure._suptitle.get_text() == (
+        f"1 held-out case, in planes with most of the truth\n{orientation_text(neurological)}.\n{COUNTED}."
+    )
     for panel, letters, (plane, dim) in zip(figure.axes, WANTED[neurological], PLANES):
         assert [text.get_text() for text in panel.texts] == [*letters, "2 mm"]
         at = fullest_planes(label)[dim]
@@ -66,7 +68,7 @@ def test_a_report_shows_letters_and_convention(finished: Path, tmp_path: Path, n
     assert [re.sub("<.*?>", "", group) for group in groups] == WANTED[neurological] * 2
     page = Page(text)
     assert orientation_text(neurological) in page.text and "A front (anterior)" in page.text
-    assert "Slice numbers are those of the image file, counted from 1; if voxels were resampled, of the" in page.text
+    assert f"{COUNTED}." in page.text
     volumes = json.loads(page.scripts["volumes"])
     assert (volumes["sides"], volumes["mirrored"]) == (WANTED[neurological], not neurological)
     entry = volumes["cases"][0]

@@ -7,14 +7,18 @@ from typing import Any
 
 import numpy as np
 import pytest
+from matplotlib.colors import to_hex
 
 from seqpar.report import plots
+from seqpar.report.cases import ShownCase, _plane, viewer_section
 from seqpar.report.curves import NEUTRAL, Diagram, Line
 from seqpar.report.embedded_volumes import coarsen, coarsen_label, embed, encode, outline, png, sheet
+from seqpar.report.pictures import PicturedCase, figure_of_cases
+from seqpar.report.planes import COLOURS, LINES, ranks_of
 from seqpar.report.plots import draw_chart
 from seqpar.report.rendering import _environment
 from seqpar.report.tables import Strips, make_strips
-from tests.support.report_page import unroll
+from tests.support.report_page import own_slices, unroll
 
 
 def test_a_budget_of_bytes_is_kept() -> None:
@@ -88,6 +92,23 @@ def test_two_labels_share_one_line_that_of_the_higher_number() -> None:
     assert outline(inside, 1) == "", "within a higher label no edge is its own"
 
 
+def test_a_rare_label_within_a_common_one_has_a_line_of_its_own() -> None:
+    labels = np.zeros((8, 8, 8), np.uint8)
+    labels[1:7, 1:7, 1:7], labels[1:3, 3:5, 3:5], labels[3, 3, 5] = 2, 1, 4
+    assert ranks_of(labels, 0 * labels).tolist() == [0, 2, 1, 4, 3], "a label without a voxel is drawn nowhere"
+    case = ShownCase("a", {}, labels, 0 * labels, (1.0,) * 3, own_slices(labels.shape))
+    (truth, colour, path), (_, around, outside) = _plane(case, "sagittal", 0, 1, False).outlines
+    assert (
+        (truth, colour, around) == ("truth", COLOURS[0], COLOURS[1]) and path.endswith("z") and outside.count("M") == 1
+    )
+    section = viewer_section([(case, case.embedded(10**6))], ["core", "edge"], False)
+    assert section.volumes["cases"][0]["ranks"] == [0, 2, 1, 4, 3] and f". {LINES}." in f"{section.orientation}."
+    picture = PicturedCase("a", np.ones(labels.shape), labels, 0 * labels, (1.0,) * 3, own_slices(labels.shape))
+    panel = figure_of_cases([picture], ["core", "edge"], 1, False).axes[0]
+    colours = [to_hex(one.get_edgecolor()[0]) for one in panel.collections]
+    assert colours == [COLOURS[1], COLOURS[0]], "the rarer one is above"
+
+
 def drawn(strips: Strips | None) -> str:
     """Returns strips as a page draws them."""
     template = _environment(None).from_string(
@@ -106,9 +127,9 @@ def test_a_box_is_drawn_of_five_cases_and_explained() -> None:
     values = [(n / 8, "x") for n in range(6)]
     text = drawn(make_strips("Dice", {"a": values[:5]}, 0, 1))
     assert text.count("<rect") == 1
-    assert "Black line: median; grey box: the middle half of the cases (not a confidence interval)." in text
+    assert "Vertical line: median; grey box: the middle half of the cases (not a confidence interval)." in text
     few = drawn(make_strips("Dice", {"a": values[:4]}, 0, 1))
-    assert "<rect" not in few and few.count('class="median"') == 1 and "Black line: median.</p>" in few
+    assert "<rect" not in few and few.count('class="median"') == 1 and "Vertical line: median.</p>" in few
     alone = drawn(make_strips("Dice", {"a": values[:1]}, 0, 1))
     assert "median" not in alone and "<rect" not in alone
 

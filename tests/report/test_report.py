@@ -247,6 +247,9 @@ def test_a_prediction_without_truth_is_shown_with_its_volumes_and_no_score(
     shutil.copy(predictions / "case-b.nii.gz", predictions / "case-c.nii.gz")
     assert run(report.act, line) == 0 and "found, predicted by run" in Page(target.read_text()).text
     (predictions / "case-c.nii.gz").unlink()
+    shutil.copytree(finished, renamed := tmp_path / "liver")
+    assert run(report.act, [str(renamed), *line[1:]]) == 0 and "case-b, predicted by run liver" in target.read_text()
+    assert run(report.act, [str(renamed), "--out", str(target)]) == 0 and "<h1>Run liver</h1>" in target.read_text()
     assert "name their folder by --images" in said, "the run's own case of this name may be another"
     for channel, kind in enumerate(("t1c", "t1n", "t2f", "t2w")):
         (tmp_path / "images").mkdir(exist_ok=True)
@@ -420,7 +423,7 @@ def test_the_entropy_is_shown_next_to_the_prediction_and_calibration_below_the_s
 
     page = written_page()
     assert json.loads(page.scripts["volumes"])["cases"][0]["heat"] == "", "left by an earlier prediction"
-    assert all(word not in page.text for word in ("nats", "Calibration", "no abnormality"))
+    assert all(word not in page.text for word in ("nats", "Calibration", "no finding"))
     inside = np.stack([np.isin(truth, own) for own in ((1, 2, 3), (1, 3), (3,))])
     declared = {"labels": {"background": 0, "WT": [1, 2, 3], "TC": [1, 3], "ET": [3]}, "regions_class_order": [2, 1, 3]}
     for name, content in (("dataset", declared | {"channel_names": {"0": "T1"}}), ("plans", {})):
@@ -436,7 +439,10 @@ def test_the_entropy_is_shown_next_to_the_prediction_and_calibration_below_the_s
     assert case["heat_name"] == "entropy" and case["most_nats"] == pytest.approx(most)
     assert np.abs(shown - np.asarray(canonical.dataobj)[box]).max() < most / 60, "greys of a page are 64"
     assert page.text.count("2.08 nats") == 2 and "all outputs equally likely" in page.text
-    assert "Bright is no abnormality" in page.text and "Voxels of a case are alike" in page.text
+    assert "A bright spot is no finding" in page.text and "Voxels of a case are alike" in page.text
     labels = [value for _, name, value in page.attributes if name == "aria-label"]
     assert all(f"entropy of case-b, {plane} slice" in " ".join(labels) for plane in ("sagittal", "coronal", "axial"))
-    assert "Calibration of voxels" in page.text and "WT: ECE 0." in page.text and "overconfident" in page.text
+    assert "Calibration of the voxels of 1 case" in page.text and "overconfident" in page.text
+    assert re.search(r"WT: ECE from 0\.1 0\.\d{3}", page.text)
+    kinds = [value for tag, name, value in page.attributes if (tag, name) == ("path", "class")]
+    assert "between" in kinds and kinds[kinds.index("between") + 1] == "prediction", "seen over a map of its own colour"

@@ -20,9 +20,9 @@ from seqpar.data.geometry import make_geometry, to_canonical
 from seqpar.report.cases import ShownCase, _case_view, planes_note, planes_of, viewer_section
 from seqpar.report.curves import step_axis, training_diagrams
 from seqpar.report.pictures import PicturedCase, figure_of_cases
-from seqpar.report.planes import COLOURS, RUN_COLOURS, bar_length, slices_of
+from seqpar.report.planes import COLOURS, COUNTED, NEAREST, RUN_COLOURS, bar_length, counted, slices_of
 from seqpar.report.plots import draw_chart
-from seqpar.report.record import CaseScores, ScoredCase, parse_scores
+from seqpar.report.record import CaseScores, ScoredCase, parse_scores, read_record, read_scores
 from seqpar.report.tables import (
     coarse_voxels,
     dice_table,
@@ -31,6 +31,7 @@ from seqpar.report.tables import (
     score_strips,
     sizes_table,
     volumes_table,
+    voxel_ml,
     what_is_absent,
     what_volumes_count,
 )
@@ -39,7 +40,7 @@ from seqpar.scores.label_files import Pair
 from seqpar.scores.label_scores import DEFAULT_SETTINGS, score, summarise
 from seqpar.scores.summary_files import summary_content
 from seqpar.settings.presets import debug
-from seqpar.tasks.segment.page import headline
+from seqpar.tasks.segment.page import headline, other_scale
 from tests.support.folders import save
 from tests.support.report_page import NAMES, Page, own_slices, written
 
@@ -160,7 +161,7 @@ def test_colours_are_those_of_the_runs_picture(page: Page) -> None:
     for number in range(1, 4):
         label[2 : 8 - number, 2:6, 2:6] = number
     case = PicturedCase("a", np.ones((8, 8, 8)), label, label, (1.0, 1.0, 1.0), own_slices((8, 8, 8)))
-    figure = figure_of_cases([case], [entry["name"] for entry in labels], False)
+    figure = figure_of_cases([case], [entry["name"] for entry in labels], 1, False)
     lines = {
         text.get_text(): line.get_color() for line, text in zip(figure.legends[0].get_lines(), figure.legends[0].texts)
     }
@@ -177,7 +178,7 @@ def test_a_long_name_is_seen_whole_above_its_pictures() -> None:
         (1.0,) * 3,
         own_slices(label.shape),
     )
-    figure = figure_of_cases([case], ["liver"], False)
+    figure = figure_of_cases([case], ["liver"], 1, False)
     figure.draw_without_rendering()
     boxes = [panel.title.get_window_extent() for panel in figure.axes]
     assert boxes[0].x0 >= 0 and boxes[0].x1 < boxes[1].x0
@@ -187,7 +188,7 @@ def test_a_volume_of_a_single_slice_is_outlined_in_the_slice_alone() -> None:
     label = np.zeros((8, 8, 1), int)
     label[2:5, 3:6] = 1
     case = PicturedCase("a", np.ones((8, 8, 1)), label, 1 - label, (1.0,) * 3, own_slices(label.shape))
-    panels = figure_of_cases([case], ["liver"], False).axes
+    panels = figure_of_cases([case], ["liver"], 1, False).axes
     assert sorted(len(panel.collections) for panel in panels) == [0, 0, 2]
 
 
@@ -437,3 +438,36 @@ def test_slices_have_the_numbers_that_the_file_gives_them(orientation: str) -> N
         assert slices.total == shape[axis] and slices.text(0) == f"{slices.numbers[0]} / {shape[axis]}"
     coarse = slices_of(geometry, box, (3, 3, 3))[1], slices_of(geometry, box, (6, 6, 6))[1]
     assert list(coarse[0].numbers) == coarse[1].coarsened(2) and len(coarse[1].coarsened(4)) == 2
+
+
+def test_voxels_of_another_size_than_in_training_are_named_unless_they_are_resampled(finished: Path) -> None:
+    record, own = read_record(finished), read_scores(finished)
+    size = voxel_ml(own)
+
+    def scaled(times: float) -> CaseScores:
+        rows = {name: {"VoxelMl": times * size, "VolumeMl": 0.0} for name in own.classes}
+        return replace(own, cases=tuple(replace(case, scores=rows) for case in own.cases))
+
+    assert [other_scale(record, scaled(times)) for times in (0.7, 1, 1.4)] == ["", "", ""]
+    assert all("at another scale than in training" in other_scale(record, scaled(times)) for times in (0.5, 2))
+    assert f"have up to {2000 * size:.3g} mm³, and those of the run's own held-out cases up to {1000 * size:.3g}" in (
+        other_scale(record, scaled(2))
+    )
+    recipe = {**record.dataset["recipe"], "spacing": [1.0, 1.0, 1.0]}
+    content = {**record.content, "dataset": {**record.dataset, "recipe": recipe}}
+    assert other_scale(replace(record, content=content), scaled(2)) == ""
+
+
+def test_slices_are_said_to_be_the_nearest_ones_only_where_voxels_were_resampled() -> None:
+    geometry, box = make_geometry((8, 10, 12), np.eye(4)), ((1, 7), (2, 8), (2, 8))
+    same, finer = (slices_of(geometry, box, (6, 6, side)) for side in (6, 12))
+    assert counted([same, same]) == COUNTED and counted([same, finer]) == f"{COUNTED}{NEAREST}"
+    label = np.zeros((6, 6, 12), np.uint8)
+    label[2:4, 2:4, 4:8] = 1
+    case = PicturedCase("a", np.ones(label.shape), label, label, (1.0, 1.0, 0.5), finer)
+    assert figure_of_cases([case], ["lesion"], 1, False).get_suptitle().endswith(f"\n{COUNTED}{NEAREST}.")
+    several = figure_of_cases([replace(case, truth=0 * label, modality="FLAIR")], ["lesion"], 5, False)
+    told = "The first 1 of 5 held-out cases, shown on FLAIR, in planes with most of the truth, or of the prediction"
+    assert several.get_suptitle().startswith(told)
+    shown = ShownCase("a", {"CT": label}, label, label, (1.0, 1.0, 0.5), finer)
+    assert f"{COUNTED}{NEAREST}" in viewer_section([(shown, shown.embedded(10**6))], ["lesion"], False).orientation

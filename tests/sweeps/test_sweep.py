@@ -15,10 +15,12 @@ import torch
 
 from seqpar.cli import report, tune
 from seqpar.cluster.exit_codes import DATA, USAGE, run
+from seqpar.report.curves import DICE, TRAIN_LOSS, Diagram
+from seqpar.report.planes import RUN_COLOURS
 from seqpar.report.sweep_page import page_of_sweep
 from seqpar.runs.run_lock import RunLock
 from seqpar.runs.sweep_folder import Point, Sweep, read_sweep, refresh_points, write_sweep
-from seqpar.sweeps.results import _note, write_results
+from seqpar.sweeps.results import STYLES, _lines, _note, write_results
 from seqpar.sweeps.sweep_request import check_devices, order_of, tupled_points
 from tests.support.class_folders import class_folder
 from tests.support.report_page import Page
@@ -144,6 +146,28 @@ def test_the_picture_explains_means_and_spread_only_if_they_are_drawn(made: Path
     )
     one_each = replace(sweep, points=(sweep.points[0], replace(sweep.points[2], score=0.2)))
     assert _note(one_each) == "below: a bar for each point, a star for the highest score"
+    rates = Sweep({}, tuple(Point(f"p{n}", {"lr": n / 8}, score=0.1) for n in range(9)))
+    assert _note(rates) == "below: a dot for each point, a star for the highest score", "over an axis there are no bars"
+
+
+def test_the_picture_names_the_best_points_in_the_colours_of_the_page(tmp_path: Path) -> None:
+    rows = [{"kind": "train", "step": 0, "loss": 1.0, "seconds": 1.0}, {"kind": "val", "step": 1, "loss": 1.0}]
+    points = [Point(f"p{n}", {"lr": n}, score=math.nan if n == 3 else n / 12, loss=1.0) for n in range(11)]
+    for point in points[:-1]:
+        (tmp_path / point.name).mkdir()
+        rows[1]["dice"] = {"a": point.score}
+        (tmp_path / point.name / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    few, many = Sweep({}, tuple(points[:4])), Sweep({}, tuple(points))
+    for quantity in (TRAIN_LOSS, DICE):
+        drawn = Diagram("", "step", _lines(tmp_path, few, quantity, 50), styles=STYLES).named()[::-1]
+        assert [line.label for line, _ in drawn] == ["p2, highest score", "p1", "p0", "p3"]
+        assert [style.colour for _, style in drawn] == list(RUN_COLOURS[:4])
+        drawn = Diagram("", "step", _lines(tmp_path, many, quantity, 50), styles=STYLES).named()[::-1]
+        names = ["p9", "p8", "p7", "p6", "p5", "p4", "p2", "p1", "the other 2 points", ""]
+        assert [line.label for line, _ in drawn] == names, "p10, the best, has recorded nothing"
+        assert [style.colour for _, style in drawn[:8]] == list(RUN_COLOURS)
+        assert {style for _, style in drawn[8:]} == {STYLES[-1]} and STYLES[-1].colour not in RUN_COLOURS
+    assert _lines(tmp_path, many, DICE, 50)[-1].rows == ((9 / 12,),)
 
 
 def test_the_page_of_a_sweep_says_how_sure_the_order_of_its_first_points_is(made: Path) -> None:
@@ -186,6 +210,7 @@ def test_the_page_of_a_sweep_has_all_points_effects_and_the_command_of_the_best(
     assert "Highest mean Dice: lr-0.001_batch-2, 0.600 after step 2." in page.text
     assert text.count("<tr data-point=") + text.count('<tr class="best" data-point=') == 4
     assert 'data-effect="batch"' in text and "Dice by lr" in page.text
+    assert "a difference between few points may be chance" in page.text
     assert "train.py --lr 1e-3 --out" in page.text and "batch-2-again" in page.text
     assert "torchrun --nproc-per-node 2 launch/train.py --lr" in page.text, "as many groups as it had"
     assert "data:image/png;base64," in text and "aria-sort" in text

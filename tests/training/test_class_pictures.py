@@ -12,6 +12,7 @@ import pytest
 from seqpar.report import pictures
 from seqpar.report.cases import ShownCase, viewer_section
 from seqpar.report.pictures import draw_evidence, draw_scores
+from seqpar.report.planes import COUNTED, NEAREST
 from seqpar.report.plots import draw_chart
 from seqpar.report.record import RunRecord
 from seqpar.scores.class_scores import describe_share, positive_class, score_classes
@@ -177,6 +178,8 @@ def test_runs_are_compared_on_the_cases_that_all_have_scored(monkeypatch: pytest
         "second's accuracy is 0.250 lower than first's, over 12 cases: 0 right by second alone, 3 by first alone (95 % "
     )
     assert "p = 0.25), which may be chance. The interval is Newcombe's for pairs" in sentence
+    equal = page._difference("b", "a", [(True, False), (False, True)] + [(True, True)] * 6)
+    assert "b and a have the same accuracy, over 8 cases" in equal and "p = 1), so either may be better. The" in equal
     assert not isinstance(both.scores, str) and not isinstance(both.cases, str)
     rows = {row.name: [getattr(cell, "text", cell) for cell in row.cells] for row in both.scores.rows}
     assert rows["sensitivity (ill)"] == ["1.000 (6 of 6)", "0.833 (5 of 6)"]
@@ -211,10 +214,15 @@ def test_pictures_of_phantoms_in_a_runs_own_report_say_that_they_are_generated(
     assert titles == ["a (generated, not a patient)", "a"]
 
 
-def picture_of(figures: list[Any], image: np.ndarray, seen: np.ndarray, about: str = "HiResCAM map for ill") -> Any:
-    draw_evidence(
-        Path("c.png"), "a$\\case$: ill 0.9", image, seen, (1.0, 1.0, 2.0), own_slices(image.shape), False, about
-    )
+def picture_of(
+    figures: list[Any],
+    image: np.ndarray,
+    seen: np.ndarray,
+    about: str = "HiResCAM map for ill",
+    resampled: bool = False,
+) -> Any:
+    slices = [own._replace(resampled=resampled) for own in own_slices(image.shape)]
+    draw_evidence(Path("c.png"), "a$\\case$: ill 0.9", image, seen, (1.0, 1.0, 2.0), slices, False, about)
     return figures[-1]
 
 
@@ -224,12 +232,11 @@ def test_a_map_says_its_method_and_class_and_half_of_it_has_an_outline(figures: 
     nothing = picture_of(figures, image, seen)
     seen[3:6, 3:6, 3:6] = 1
     something = picture_of(figures, image, seen)
+    assert f"\n{COUNTED}.\n" in nothing.get_suptitle()
+    assert f"\n{COUNTED}{NEAREST}.\n" in picture_of(figures, image, seen, resampled=True).get_suptitle()
     assert [len(panel.collections) for panel in nothing.axes] == [0] * 3, "no colour bar either"
     assert [len(panel.collections) for panel in something.axes[:3]] == [2] * 3, "black below white"
-    assert (
-        "HiResCAM map for ill, in planes through its strongest point in the body\nWhite line: half"
-        in something.get_suptitle()
-    )
+    assert "HiResCAM map for ill, in planes through its maximum\nWhite line: half" in something.get_suptitle()
     assert "HiResCAM map for ill: no evidence for the class" in nothing.get_suptitle()
     assert pictures.ALONE in something.get_suptitle() and pictures.ALONE not in nothing.get_suptitle()
     assert something.axes[3].get_ylabel() == "share of the map's maximum"
@@ -247,6 +254,10 @@ def test_maps_are_shown_on_planes_through_the_body_with_a_warning_if_their_maxim
     )
     inside = picture_of(figures, image, seen)
     assert inside.get_supxlabel() == ""
+    assert (
+        "HiResCAM map for ill, in planes that show at least half of the body, through its strongest point there:\n"
+        "56% of its maximum, which is elsewhere, in slices sagittal 11, coronal 11, axial 18\nWhite line"
+    ) in inside.get_suptitle()
     seen[1, 1, 1] = 1
     outside = picture_of(figures, image, seen)
     assert outside.get_supxlabel() == pictures.OUTSIDE

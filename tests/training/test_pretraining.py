@@ -198,6 +198,7 @@ def test_pictures_show_image_masked_rebuilt_and_difference(images, tmp_path, alo
     assert bar.get_ylabel() == "too dark ← normalised intensity → too bright"
     title, modality = figure_of_tiles([tile], False).get_suptitle(), trainer.data.dataset.modalities[0]
     assert f"Hidden patches of {modality}, rebuilt" in title and "axial plane through the tile's middle" in title
+    assert "hidden voxels, of all modalities." in title
     masked = np.asarray(figure_of_tiles([tile], False).axes[1].images[0].get_array())
     shown = pictures.plane_of(np.where(tile.hidden, np.nan, tile.image), 2, 8, False)
     assert np.array_equal(masked[~np.isnan(shown)], shown[~np.isnan(shown)])

@@ -50,14 +50,15 @@
   }
 
   function outline(labels, number, width, height) { // closed lines along the edges of pixels, inside on the right
-    // a point says whether the edge to it is drawn: edges to higher labels are theirs, or two dashed lines look solid
+    // a point says whether the edge to it is drawn: edges to rarer labels are theirs, or two dashed lines look solid
+    const { ranks } = current();
     const label = (x, y) => (x >= 0 && y >= 0 && x < width && y < height ? labels[y * width + x] : 0);
     const turns = new Map();
     const add = (other, x, y, dx, dy) => {
       if (other === number) return;
       const key = y * (width + 1) + x;
       if (!turns.has(key)) turns.set(key, []);
-      turns.get(key).push([dx, dy, other < number]);
+      turns.get(key).push([dx, dy, ranks[other] < ranks[number]]);
     };
     for (let y = 0; y < height; y++)
       for (let x = 0; x < width; x++) {

@@ -404,7 +404,7 @@ def _difference(name: str, first: str, pairs: Sequence[tuple[bool, bool]]) -> st
     if len(pairs) < FEW:
         return f"{text} ({TOO_FEW})."
     low, high, p = compare_shares(both, own, other, neither)
-    chance = ", which may be chance" if p >= 0.05 or low <= 0 <= high else ""
+    chance = f", {'which may be chance' if gap else 'so either may be better'}" * (p >= 0.05 or low <= 0 <= high)
     return f"{text} (95 % confidence interval: {low:+.3f} to {high:+.3f}; p = {p:.2g}){chance}. {ABOUT_PAIRS}"
 
 

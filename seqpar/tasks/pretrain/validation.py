@@ -70,7 +70,8 @@ def figure_of_tiles(tiles: Sequence[RebuiltTile], neurological: bool) -> Any:
     figure = make_figure(11, 2.9 * len(tiles) + 0.9)
     of_modality = f" of {escape_mathtext(tiles[0].modality)}" if tiles[0].modality else ""
     what = f"Hidden patches{of_modality}, rebuilt from the visible ones, in the axial plane through the tile's middle"
-    figure.suptitle(f"{what}\n{orientation_text(neurological)}", fontsize=9)
+    errors = f"Errors are mean squared errors of hidden voxels{', of all modalities' * bool(of_modality)}"
+    figure.suptitle(f"{what}.\n{orientation_text(neurological)}. {errors}.", fontsize=9)
     greys, differences = (colormaps[name].with_extremes(bad=bad) for name, bad in (("gray", HIDDEN), ("RdBu_r", SEEN)))
     ranges = [np.percentile(tile.image, (0.5, 99.5)) for tile in tiles]
     most = max(1e-6, *(float(high - low) / 2 for low, high in ranges))  # the same in all rows

@@ -117,12 +117,15 @@ class LabelMapEvaluation(CaseEvaluation):
         content |= {"settings": settings, "faults": list(map(str, job.faults)), "missing": list(job.missing)}
         mean, text = summary["foreground_mean"], f"\n{format_table(summary, self.labels.classes)}"
         if self.options.calibration:
+            known = len(job.faults)
             tenths = calibrate([pair for pair, _ in cases], self.labels, self._workers(job.cases), job.faults)
             content["calibration"] = calibration_content(tenths)
             text += f"\n\n{format_calibration(tenths, self.labels.classes)}"
             if tenths and (picture := self.pictures.get(job.name)):
                 try:
-                    draw_figure(job.name, [calibration_diagram(tenths)], ABOUT_CALIBRATION, [picture])
+                    diagram = calibration_diagram(tenths, len(cases) - len(job.faults) + known)
+                    title = f"{job.name}: {diagram.quantity[0].lower()}{diagram.quantity[1:]}"
+                    draw_figure(title, [diagram], ABOUT_CALIBRATION, [picture])
                     text += f"\n{picture}"
                 except OSError as error:
                     job.faults.append(unwritable(picture, error))
@@ -303,22 +306,22 @@ def _channels_of(values: Sequence[int], outputs: Sequence[tuple[int, ...]]) -> l
 
 ABOUT_CALIBRATION = (
     "Each dot: the voxels of all cases whose probability of the class is within one tenth. Below the dashed line the "
-    "class is there less often than its probability says (overconfident), above it more often. ECE: expected "
+    "class is there less often than its probability says (overconfident), above it more often. ECE from 0.1: expected "
     "calibration error, the mean distance from that line over voxels, without those below 0.1, which are mostly "
     "background. Voxels of a case are alike: a few cases say little about others, however many voxels they have."
 )
 MIN_VOXELS = 100  # of a tenth that is drawn
 
 
-def calibration_diagram(tenths: Mapping[str, Floats]) -> Diagram:
-    """Returns the reliability diagram of classes."""
-    labels = {name: f"{name}: ECE {error_of_tenths(own[1:]):.3f}" for name, own in tenths.items()}
+def calibration_diagram(tenths: Mapping[str, Floats], cases: int) -> Diagram:
+    """Returns the reliability diagram of classes over the voxels of cases."""
+    labels = {name: f"{name}: ECE from 0.1 {error_of_tenths(own[1:]):.3f}" for name, own in tenths.items()}
     points = {
         labels[name]: [point for point in filled_tenths(own) if point[2] >= MIN_VOXELS] for name, own in tenths.items()
     }
     colours = {labels[name]: colour for name, colour in colours_of(tenths).items()}
     over, up = "probability of the class", "share of voxels of the class"
-    return reliability_diagram("Calibration of voxels", over, up, points, colours)
+    return reliability_diagram(f"Calibration of the voxels of {quantity(cases, 'case')}", over, up, points, colours)
 
 
 def calibration_content(tenths: Mapping[str, Floats]) -> dict[str, Any]:

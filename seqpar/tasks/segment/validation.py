@@ -232,7 +232,7 @@ class SegmentationValidation(CaseValidation):
         self.refuse_taken_over()
         classes = [name for name, value in dataset.labels.items() if value]
         picture = out / "validation.png"
-        journal.attempt(lambda: draw_cases(picture, pictured, classes, self.config.neurological))
+        journal.attempt(lambda: draw_cases(picture, pictured, classes, len(self.ids), self.config.neurological))
         result = _better([self._summary(kind) for kind in kinds])
         lines = [result.text, *(line for kind in kinds if kind.folder for line in kind.folder.close())]
         if not self._is_explained:
@@ -262,7 +262,8 @@ class SegmentationValidation(CaseValidation):
         name = f"{case.id} {GENERATED}" if is_generated(self.config.data) else case.id
         turned = preparation.canonical_properties(properties)
         slices = slices_of(turned.geometry, turned.box, turned.shape)
-        return PicturedCase(name, image, truth, ids, turned.spacing, slices)
+        names = self.data.dataset.modalities
+        return PicturedCase(name, image, truth, ids, turned.spacing, slices, names[shown] if len(names) > 1 else "")
 
     def _progress(self, journal: Journal, number: int, window: int, began: float) -> ReportProgress:
         """Returns a function that shows which share of a case is done with one of the kinds of window.
