@@ -2,10 +2,13 @@
 
 import copy
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import asdict
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from seqpar.losses import Loss, MaskedError, make_loss
 from seqpar.models.classifier_families import CLASSIFIERS
@@ -62,10 +65,17 @@ def build_network(
             f"{' or '.join(family.recomputed)}"
         )
     torch.manual_seed(config.seed)
-    with torch.device(device):
+    with torch.device(device), _Undrawn() if device == "meta" else nullcontext():
         net = family.build(config, in_channels, num_outputs, group, data, has_regions)
     net.settings = asdict(config)
     return net
+
+
+class _Undrawn(TorchFunctionMode):
+    """Draws no weights: on "meta" torch would import its compiler for it, which takes 2 s."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return args[0] if func in (Tensor.normal_, Tensor.uniform_) else func(*args, **(kwargs or {}))
 
 
 def layout_of(config: Config) -> Layout:

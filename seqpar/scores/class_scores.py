@@ -44,20 +44,30 @@ def area_under_roc(is_class: NDArray[np.bool_], scores: Floats) -> float:
 
     Equal scores count half. NaN if there are no such pairs.
     """
-    positives = int(is_class.sum())
-    negatives = len(is_class) - positives
-    if not positives or not negatives:
-        return math.nan
-    _, inverse, counts = np.unique(scores, return_inverse=True, return_counts=True)
-    ranks = (np.cumsum(counts) - (counts - 1) / 2)[inverse]  # the mean rank of equal scores, from 1
-    return float((ranks[is_class].sum() - positives * (positives + 1) / 2) / (positives * negatives))
+    return float(_areas(is_class, scores, np.ones((1, len(scores)), np.int64))[0])
 
 
 def mean_area(truth: Ints, probabilities: Floats) -> float:
     """Returns the mean over classes of the area of each against all others; of two classes they are the same."""
-    areas = [area_under_roc(truth == number, probabilities[:, number]) for number in range(probabilities.shape[1])]
-    known = [area for area in areas if not math.isnan(area)]
-    return sum(known) / len(known) if known else math.nan
+    return float(_mean_areas(truth, probabilities, np.ones((1, len(truth)), np.int64))[0])
+
+
+def _areas(is_class: NDArray[np.bool_], scores: Floats, times: Ints) -> Floats:
+    """Returns the area in each draw: ``times`` (``d n``) says how often each case was drawn."""
+    order = np.argsort(scores, kind="stable")
+    _, begins = np.unique(scores[order], return_index=True)
+    positives, negatives = (
+        np.add.reduceat(times[:, order] * own[order], begins, axis=1) for own in (is_class, ~is_class)
+    )  # of each score, the lowest first
+    pairs = positives.sum(1) * negatives.sum(1)
+    higher = (positives * (negatives.cumsum(1) - negatives / 2)).sum(1)
+    return np.divide(higher, pairs, out=np.full(len(times), math.nan), where=pairs > 0)
+
+
+def _mean_areas(truth: Ints, probabilities: Floats, times: Ints) -> Floats:
+    areas = [_areas(truth == number, column, times) for number, column in enumerate(probabilities.T)]
+    known = [area for area in areas if not np.isnan(area).any()]  # each draw has as many cases of each class
+    return np.mean(known, axis=0) if known else np.full(len(times), math.nan)
 
 
 def sensitivities(confusion: Ints) -> Floats:
@@ -97,17 +107,18 @@ def score_classes(truth: Sequence[int], probabilities: Floats, names: Sequence[s
         }
         for number, name in enumerate(names)
     }
-    main: dict[str, Callable[[Ints, Floats], float]] = {
-        "accuracy": lambda t, p: float((p.argmax(1) == t).mean()),
-        "balanced accuracy": lambda t, p: balanced_accuracy(confusion_of(t, p.argmax(1), len(names))),
-        "AUC": mean_area,
-    }
+    right = probabilities.argmax(1) == labels
     return {
         "cases": len(labels),
-        "scores": {name: score(labels, probabilities) for name, score in main.items()},
+        "scores": {
+            "accuracy": float(right.mean()),
+            "balanced accuracy": balanced_accuracy(confusion),
+            "AUC": mean_area(labels, probabilities),
+        },
         "intervals": {
-            "accuracy": list(interval_of_share(main["accuracy"](labels, probabilities), len(labels)) or ()),
-            **{name: bootstrap(labels, probabilities, main[name]) for name in ("balanced accuracy", "AUC")},
+            "accuracy": list(interval_of_share(float(right.mean()), len(labels)) or ()),
+            "balanced accuracy": bootstrap(labels, lambda times: _balanced_accuracies(labels, right, times)),
+            "AUC": bootstrap(labels, lambda times: _mean_areas(labels, probabilities, times)),
         },
         "classes": classes,
         "confusion": confusion.tolist(),
@@ -115,16 +126,24 @@ def score_classes(truth: Sequence[int], probabilities: Floats, names: Sequence[s
     }
 
 
-def bootstrap(truth: Ints, probabilities: Floats, score: Callable[[Ints, Floats], float]) -> list[float]:
-    """Returns the interval of a score over cases drawn anew, as many of each class as there are; always the same."""
+def bootstrap(truth: Ints, score: Callable[[Ints], Floats]) -> list[float]:
+    """Returns the interval of a score over cases drawn anew, as many of each class as there are; always the same.
+
+    ``score`` is given how often each case was drawn (``d n``) and returns the score of each draw.
+    """
     rng = np.random.default_rng(SEED)
     rows = [np.flatnonzero(truth == number) for number in np.unique(truth)]
-    drawn = []
-    for _ in range(DRAWS):
-        at = np.concatenate([own[rng.integers(len(own), size=len(own))] for own in rows])
-        drawn.append(score(truth[at], probabilities[at]))
-    tail = (1 - LEVEL) / 2
+    times = np.zeros((DRAWS, len(truth)), np.int64)
+    for draw in times:
+        for own in rows:
+            draw[own] = np.bincount(rng.integers(len(own), size=len(own)), minlength=len(own))
+    drawn, tail = score(times), (1 - LEVEL) / 2
     return [float(value) for value in np.nanquantile(drawn, [tail, 1 - tail])] if np.isfinite(drawn).any() else []
+
+
+def _balanced_accuracies(truth: Ints, right: NDArray[np.bool_], times: Ints) -> Floats:
+    own = [truth == number for number in np.unique(truth)]
+    return np.mean([times[:, rows] @ right[rows] / rows.sum() for rows in own], axis=0)
 
 
 def cases_behind(cases: int, of_class: int) -> tuple[int, int]:

@@ -32,7 +32,7 @@ CLASSES_OF = {name: value for name, value in VIT.items() if name != "decoder_wid
 HOU = {"network": "unet-hou", "tile": (8, 8, 16), "features": 2}
 MERGED = {**VIT, "patch": 2, "encoder": "hierarchical", "stage_depths": (1, 2), "decoder": "unetr"}
 PRIMUS = {**VIT, "decoder": "primus"}
-SHAPES = [(pipe, seqpar, data) for pipe in (2, 3, 4) for seqpar in (1, 2) for data in (1, 2)]
+SHAPES = [(2, 1, 1), (3, 1, 1), (4, 1, 1), (2, 2, 1), (2, 1, 2), (2, 2, 2), (3, 2, 1), (3, 1, 2), (4, 2, 2)]
 OF_SHAPE = {  # what three or four ranks could break: maps to several places, sums over a stage's ranks, each mode
     (3, 1, 1): ("UNETR", "batch norm, rings", "Primus, any map"),
     (4, 1, 1): ("U-Net, supervised levels", "batch norm, gpipe, recomputed", "Primus, any map"),
@@ -51,7 +51,7 @@ OF_SHAPE = {  # what three or four ranks could break: maps to several places, su
 
 def cases(pipe: int, seqpar: int, data: int = 1) -> list[Case]:
     """Returns cases of all networks, modes and orders on two ranks; of more ranks, whose starts are dear, few."""
-    halo, steps = {"mode": "halo", "seqpar": seqpar}, 10 if pipe * seqpar * data == 2 else 2
+    halo, steps = {"mode": "halo", "seqpar": seqpar}, 4 if pipe * seqpar * data == 2 else 2
     unet = Case("U-Net, supervised levels", Config(**UNET, deep_supervision=True, **halo), steps=steps)
     unetr = Case("UNETR", Config(**VIT, decoder="unetr", **halo), steps=steps)
     if pipe * seqpar * data > 4:

@@ -82,14 +82,12 @@ def test_what_no_case_shows_is_not_a_number() -> None:
 def test_intervals_hold_the_score_narrow_with_more_cases_and_come_again() -> None:
     few, many = draw(24, 2), draw(240, 2)
 
-    def accuracy(truth: np.ndarray, probabilities: np.ndarray) -> float:
-        return float((probabilities.argmax(1) == truth).mean())
-
     widths = []
     for truth, probabilities in (few, many):
-        low, high = bootstrap(truth, probabilities, accuracy)
-        share = accuracy(truth, probabilities)
-        assert low <= share <= high and [low, high] == bootstrap(truth, probabilities, accuracy)
+        right = probabilities.argmax(1) == truth
+        share = right.mean()
+        low, high = bootstrap(truth, lambda times: times @ right / len(truth))
+        assert low <= share <= high and [low, high] == bootstrap(truth, lambda times: times @ right / len(truth))
         widths.append((high - low, 2 * 1.96 * np.sqrt(share * (1 - share) / len(truth))))
     assert widths[1][0] < 0.5 * widths[0][0]
     assert widths[1][0] == pytest.approx(widths[1][1], rel=0.15), "about the normal interval of a share"

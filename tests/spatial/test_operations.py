@@ -15,8 +15,8 @@ from seqpar.spatial.memory_format import miopen_takes_channels_last
 from tests.support.boxes import Case, Maker, check_cases, draw_cases
 from tests.support.ranks import RanksFailed
 
-CASES = {2: 240, 3: 200, 4: 120, 8: 40}  # 600 of each operation; a case costs a message for each two ranks
-NORMS = {2: 60, 3: 40, 4: 30, 8: 20}  # 150 of each norm, which has 1 to 12 settings, and sums over boxes of any shape
+CASES = {2: 100, 3: 80, 4: 50, 8: 40}  # 270 of each operation; a case costs a message for each two ranks
+NORMS = {2: 30, 3: 20, 4: 15, 8: 10}  # 75 of each norm, which has 1 to 12 settings, and sums over boxes of any shape
 
 
 def draw(dice: random.Random, low: int, high: int) -> tuple[int, int, int]:

@@ -129,13 +129,13 @@ FEW = [("gather", "spatial"), ("halo", "spatial"), ("halo", "ordered"), ("swap",
 
 
 def check_exact(ranks: Callable[..., list], world: int, make: Make) -> None:
-    """Holds every exact mode against one process: ten steps of Adam on 2 ranks, two on others.
+    """Holds every exact mode against one process: four steps of Adam on 2 ranks, two on others.
 
-    A step is the same code on any number of ranks; what ten of them add up shows on two. On eight, gather and swap run
+    A step is the same code on any number of ranks; what four of them add up shows on two. On eight, gather and swap run
     with one split each.
     """
     cases = EXACT if world <= 4 else FEW
-    for case, gaps in differences(ranks, world, make, cases, steps=10 if world == 2 else 2).items():
+    for case, gaps in differences(ranks, world, make, cases, steps=4 if world == 2 else 2).items():
         assert max(gaps["logits"], gaps["loss"], gaps["gradients"]) < 1e-12, (case, gaps)
         assert gaps["weights"] < 1e-10, (case, gaps)
 

@@ -21,6 +21,7 @@ from seqpar.planner.step_counter import StepSetup, count_step
 from seqpar.runs.journal import read_metrics
 from seqpar.settings.command_line import parse
 from seqpar.tasks.classify import validation as class_validation
+from seqpar.tasks.pretrain import validation as tile_validation
 from seqpar.tasks.segment import validation
 from seqpar.tasks.segment.data import open_data
 from seqpar.training import after_step, gradients, setup, trainer
@@ -100,6 +101,7 @@ class Launch:
                 trainer.draw_progress = lambda out: None
                 validation.draw_cases = lambda *of: None
                 class_validation.draw_scores = lambda *of: None
+                tile_validation.draw_tiles = lambda *of: None
             setup.refuse_beyond_free = lambda *of: None  # a quarter of a tiny run's time
             if hook is not None:
                 hook(rank)
