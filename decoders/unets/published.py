@@ -1,4 +1,4 @@
-"""The U-Nets of four papers: Hou's, DistMIS's, LAMP's and MedNeXt, each according to its text or its released code."""
+"""The U-Nets of Hou et al., DistMIS, LAMP and MedNeXt, each according to its paper or its released code."""
 
 from dataclasses import replace
 

@@ -21,8 +21,9 @@ from seqpar.vit.dropout import DropoutKey
 class UNet(CellNet, BoxNetwork):
     """The U-Net of an architecture.
 
-    ``nnunet``, ``hou``, ``distmis``, ``lamp`` and ``mednext`` of ``seqpar.decoders`` make it with a published architecture. Train it
-    as a ``ParallelModel``, or call ``loss``, ``on_whole``, ``shard`` and ``unshard``, which all networks have.
+    ``nnunet``, ``hou``, ``distmis``, ``lamp`` and ``mednext`` of ``seqpar.decoders`` make it with a published
+    architecture. Train it as a ``ParallelModel``, or call ``loss``, ``on_whole``, ``shard`` and ``unshard``, which all
+    networks have.
 
     - ``architecture``: its stages and the style of its layers
     - ``supervised``: number of levels whose logits are trained, starting with the finest. Heads of other levels exist,

@@ -134,8 +134,8 @@ def _network_of(run: TrainedRun, net: Network) -> tuple[str, State, dict[str, An
         )
     if run.config.network.startswith("mednext-"):
         raise ValueError(
-            f"{run.path} has the network {run.config.network}, which nnU-Net does not build: for MedNeXt's package, name "
-            "a file OUT.pth; else hand on an archive (.zip)"
+            f"{run.path} has the network {run.config.network}, which nnU-Net does not build: for MedNeXt's package, "
+            "name a file OUT.pth; else hand on an archive (.zip)"
         )
     if isinstance(net, VolumeNet):
         state = export_nnunet(net, images_of(run.recipe, run.path).transpose_forward)

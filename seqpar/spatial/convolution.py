@@ -145,7 +145,9 @@ def convolve_box_transposed(
     - ``cut_shift``: as in ``ConvTranspose3d``
     """
     sizes = list(zip(weight.shape[2:], options.stride, options.padding, options.dilation, options.output_padding))
-    reaches = [transposed_reach(edges, *along, what=what, cut_shift=cut_shift) for edges, along in zip(grid.edges, sizes)]
+    reaches = [
+        transposed_reach(edges, *along, what=what, cut_shift=cut_shift) for edges, along in zip(grid.edges, sizes)
+    ]
     result = output_grid(grid, reaches)
     computed = [_computed(reach, at, *along[:4]) for reach, at, along in zip(reaches, grid.place, sizes)]
     padding = tuple(reach.padding for reach in reaches)

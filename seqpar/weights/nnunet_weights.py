@@ -10,10 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from seqpar.data.addresses import local_file
 from seqpar.data.errors import DataError
 from seqpar.data.files import whole_file
-
-from seqpar.data.addresses import local_file
 from seqpar.decoders.modes.named_modes import choose_mode
 from seqpar.decoders.unets.architecture import ONE, Architecture, three
 from seqpar.decoders.unets.nnunet import network

@@ -219,7 +219,7 @@ def _ours(checkpoint: Mapping[str, Any], config: Config) -> Source:
             origin += f", positions resized from {table.shape[1]} tokens to {'x'.join(map(str, layout.grid))}"
     else:
         raise ValueError(
-            f"--weights {config.weights}: names of neither seqpar, MONAI, Primus nor MedNeXt, and no nnU-Net checkpoint "
+            f"--weights {config.weights}: names of neither seqpar, MONAI, Primus nor MedNeXt; no nnU-Net checkpoint "
             f"({shorten_list(sorted(state), 3)})"
         )
     prefix = "" if isinstance(loaded, SegmentationNet) else "encoder."

@@ -46,7 +46,7 @@ def reference(kernel: int) -> tuple[State, list[Tensor], dict[str, Tensor]]:
 
 
 def gaps(mesh: Mesh, kernel: int, want: tuple[State, list[Tensor], dict[str, Tensor]]) -> dict[str, float]:
-    """Returns relative differences; those of a bias before a norm are rounding, and relative to the largest gradient."""
+    """Returns relative differences; of a bias before a norm, whose gradient is rounding, to the largest gradient."""
     state, logits, grads = want
     net = load_mednext(state, TILE, deep_supervision=True, group=mesh.seq, mode="halo").train()
     grid = BoxGrid(net.layout.voxel_cuts(net.layout.patch), mesh.seq)
@@ -68,7 +68,7 @@ def gaps(mesh: Mesh, kernel: int, want: tuple[State, list[Tensor], dict[str, Ten
     return found
 
 
-@pytest.mark.parametrize(("world", "kernels"), [(1, (3, 5)), (2, (3, 5)), (4, (3,))])
+@pytest.mark.parametrize(("world", "kernels"), [(1, (3,)), (2, (5,)), (4, (3,))])
 def test_outputs_and_gradients_are_the_references(
     world: int, kernels: tuple[int, ...], ranks: Callable[..., list]
 ) -> None:
