@@ -162,7 +162,7 @@ def test_what_does_not_fit_is_refused_by_what_is_needed(tmp_path: Path) -> None:
         export_nnunet(load_mednext(state, TILE))
     batch = build_network(replace(CONFIG, norm="batch"), 2, 3, Group("seq"))
     for net in (batch, build_network(replace(CONFIG, network="unet-lamp", tile=(32,) * 3), 2, 3, Group("seq"))):
-        with pytest.raises(ValueError, match="no MedNeXt with its own norm"):
+        with pytest.raises(ValueError, match="no MedNeXt with instance norm"):
             export_mednext(net)
 
 
