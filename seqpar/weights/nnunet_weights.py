@@ -236,8 +236,8 @@ def load_mednext(
     - ``deep_supervision``: return the logits of all levels in training, if the weights have them
     - ``group``, ``mode``, ``split``: as in ``load_nnunet``
     """
-    is_file = isinstance(source, (str, Path))
-    architecture, state = mednext_state(read_weights(source) if is_file else unwrap(source))
+    weights = read_weights(source) if isinstance(source, (str, Path)) else unwrap(source)
+    architecture, state = mednext_state(weights)
     if kernel:
         if kernel < architecture.kernels[0][0]:
             raise ValueError(f"kernel={kernel}: these weights have kernels of {architecture.kernels[0][0]}")
