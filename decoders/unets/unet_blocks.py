@@ -256,8 +256,8 @@ class Up(nn.Module):
         kernels = [max(kernel, side) if side > 1 else 1 for side in stride]
         padding = tuple((k - s + 1) // 2 for k, s in zip(kernels, stride))
         output_padding = tuple(2 * p + s - k for k, s, p in zip(kernels, stride, padding))
-        options: dict[str, Any] = {"stride": stride, "padding": padding, "output_padding": output_padding, "bias": style.up_bias}
-        self.conv = ConvTranspose3d(channels, width, tuple(kernels), **options, keep_window=False)
+        options: dict[str, Any] = {"stride": stride, "padding": padding, "output_padding": output_padding}
+        self.conv = ConvTranspose3d(channels, width, tuple(kernels), bias=style.up_bias, **options, keep_window=False)
 
     def forward(self, x: Tensor, grid: BoxGrid | None = None) -> Value:
         """Returns the finer volume and its box grid."""

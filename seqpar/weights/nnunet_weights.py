@@ -261,8 +261,8 @@ def export_mednext(net: nn.Module, transpose_forward: Sequence[int] | None = Non
     unet = net.unet if isinstance(net, VolumeNet) else net
     if not isinstance(unet, UNet) or unet.architecture.block != "mednext" or unet.architecture.style.norm != "instance":
         raise ValueError(
-            f"a {type(net).__name__} came that is no MedNeXt with instance norm: give a network such as load_mednext or "
-            "seqpar.decoders.mednext returns"
+            f"a {type(net).__name__} came that is no MedNeXt with instance norm: give a network such as load_mednext "
+            "or seqpar.decoders.mednext returns"
         )
     order = _to_theirs(net, transpose_forward)
     state = {theirs: _turned(unet.state_dict()[ours], theirs, order) for ours, theirs in _mednext_names(unet).items()}
