@@ -9,6 +9,7 @@
 - ``UNet``: the U-Net of an ``Architecture``
 - ``Architecture``: a U-Net as numbers and names
 - ``nnunet``: returns nnU-Net's network as planned for a tile
+- ``mednext``: returns MedNeXt of a size
 """
 
 from seqpar.decoders.modes.mode import Mode
@@ -17,7 +18,7 @@ from seqpar.decoders.plain import PlainDecoder
 from seqpar.decoders.primus import PrimusDecoder
 from seqpar.decoders.pyramid import PyramidDecoder
 from seqpar.decoders.unetr import UnetrDecoder
-from seqpar.decoders.unets import Architecture, UNet, nnunet
+from seqpar.decoders.unets import Architecture, UNet, mednext, nnunet
 
 __all__ = [
     "Architecture",
@@ -28,6 +29,7 @@ __all__ = [
     "UNet",
     "UnetrDecoder",
     "choose_mode",
+    "mednext",
     "nnunet",
 ]
 

@@ -36,8 +36,8 @@ Predict
     - ``Predictor``, ``load_run``: predict with a finished run, or return its network
 
 Weights
-    - ``load_monai``, ``load_nnunet``, ``load_primus``: networks with the weights of others
-    - ``export_monai``, ``export_nnunet``, ``export_primus``: weights for others to load
+    - ``load_mednext``, ``load_monai``, ``load_nnunet``, ``load_primus``: networks with the weights of others
+    - ``export_mednext``, ``export_monai``, ``export_nnunet``, ``export_primus``: weights for others to load
     - ``read_weights``, ``write_weights``: files of weights
 
 Building blocks: ``attention``, ``decoders``, ``losses``, ``spatial``, ``vit``, each with a list in its ``help``.
@@ -79,7 +79,9 @@ if TYPE_CHECKING:  # what type checkers and editors see; a test compares it with
     from seqpar.vit.encoder import SeqParViT as SeqParViT
     from seqpar.weights.monai_weights import export_monai as export_monai
     from seqpar.weights.monai_weights import load_monai as load_monai
+    from seqpar.weights.nnunet_weights import export_mednext as export_mednext
     from seqpar.weights.nnunet_weights import export_nnunet as export_nnunet
+    from seqpar.weights.nnunet_weights import load_mednext as load_mednext
     from seqpar.weights.nnunet_weights import load_nnunet as load_nnunet
     from seqpar.weights.primus_weights import export_primus as export_primus
     from seqpar.weights.primus_weights import load_primus as load_primus
@@ -110,10 +112,12 @@ _NAMES = {
     "choose_mode": "seqpar.decoders.modes.named_modes",
     "compile_blocks": "seqpar.vit.blocks",
     "convert": "seqpar.conversion.converted",
+    "export_mednext": "seqpar.weights.nnunet_weights",
     "export_monai": "seqpar.weights.monai_weights",
     "export_nnunet": "seqpar.weights.nnunet_weights",
     "export_primus": "seqpar.weights.primus_weights",
     "init_mesh": "seqpar.parallel.rendezvous",
+    "load_mednext": "seqpar.weights.nnunet_weights",
     "load_monai": "seqpar.weights.monai_weights",
     "load_nnunet": "seqpar.weights.nnunet_weights",
     "load_primus": "seqpar.weights.primus_weights",

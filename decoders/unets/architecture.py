@@ -11,12 +11,12 @@ from seqpar.parallel.mesh import Group
 Three = tuple[int, int, int]
 Ints = tuple[int, ...]
 ONE: Three = (1, 1, 1)
-BLOCKS = ("plain", "residual", "bottleneck")
+BLOCKS = ("plain", "residual", "bottleneck", "mednext")
 NORMS = ("instance", "batch", "group", "none")
 ACTIVATIONS = ("leaky_relu", "relu", "gelu")
 DOWNS = ("stride", "max")
 UPS = ("transposed", "nearest", "trilinear")
-INITS = ("kaiming", "truncated")
+INITS = ("kaiming", "truncated", "torch")
 
 
 def three(value: int | Sequence[int]) -> Three:
@@ -35,7 +35,8 @@ class Style:
     - ``activation``: "leaky_relu" with its ``slope``, "relu" or "gelu"
     - ``bias``: whether convolutions before a norm have a bias
     - ``up_bias``: whether transposed convolutions have a bias
-    - ``init``: of kernels, "kaiming" or "truncated" (normal, standard deviation 0.05; Glorot's for transposed ones)
+    - ``init``: of kernels, "kaiming" or "truncated" (normal, standard deviation 0.05; Glorot's for transposed ones);
+      "torch": that of torch's modules
     - ``dropout``: share of activations dropped after convolutions but the first, and after transposed ones
     - ``data``: ranks that hold other tiles of the batch, which batch norm includes
     - ``peers``: ranks that hold other whole samples of the batch, if volumes are not split into boxes
@@ -78,8 +79,10 @@ class Architecture:
     - ``first_kernel``: of the convolution that takes the image; None: its stage's
     - ``encoder``: number of convolutions, or of residual blocks, of each stage
     - ``decoder``: number of convolutions of each level on the way up, the coarsest first
-    - ``block``: "plain", "residual" (two convolutions and a shortcut) or "bottleneck" (1x1x1, kernel, 1x1x1)
+    - ``block``: "plain", "residual" (two convolutions and a shortcut), "bottleneck" (1x1x1, kernel, 1x1x1), or
+      "mednext", MedNeXt's (kernel of each channel, 1x1x1, 1x1x1), which also change the resolution and add the skips
     - ``narrow``: inner channels of each stage's bottleneck blocks
+    - ``expansion``: inner channels over outer ones, of each stage's and level's MedNeXt blocks
     - ``stem``: channels of a convolution before the first stage; 0: none
     - ``down``: "stride", or "max": max pooling by the stride before the stage
     - ``up``: "transposed", or "nearest" or "trilinear" upsampling after a 1x1x1 convolution
@@ -103,6 +106,7 @@ class Architecture:
     style: Style = field(default_factory=Style)
     block: str = "plain"
     narrow: Ints = ()
+    expansion: Ints = ()
     stem: int = 0
     down: str = "stride"
     up: str = "transposed"
@@ -135,8 +139,9 @@ class Architecture:
                 f"first stride {self.strides[0]} and tail {self.tail}: a first stage with a stride needs a tail, "
                 "and no other does"
             )
-        if not 1 <= self.heads < stages:
-            raise ValueError(f"heads {self.heads}: {stages} stages can have 1 to {stages - 1}")
+        most_heads = stages if self.block == "mednext" else stages - 1
+        if not 1 <= self.heads <= most_heads:
+            raise ValueError(f"heads {self.heads}: {stages} stages can have 1 to {most_heads}")
         if self.tail and self.heads > 1:
             raise ValueError(f"heads {self.heads}: a network with a tail has a single head")
 
@@ -144,6 +149,8 @@ class Architecture:
         lengths = {"kernels": stages, "strides": stages, "encoder": stages, "decoder": stages - 1}
         if self.block == "bottleneck":
             lengths["narrow"] = stages
+        if self.block == "mednext":
+            lengths["expansion"] = stages
         for name, length in lengths.items():
             if len(getattr(self, name)) != length:
                 raise ValueError(f"{name} {getattr(self, name)}: {stages} stages need {length}")

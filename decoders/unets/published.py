@@ -1,6 +1,8 @@
-"""The U-Nets of three papers: Hou's, DistMIS's and LAMP's, each according to its text or its released code."""
+"""The U-Nets of Hou et al., DistMIS, LAMP and MedNeXt, each according to its paper or its released code."""
 
-from seqpar.decoders.unets.architecture import ONE, Architecture, Style
+from dataclasses import replace
+
+from seqpar.decoders.unets.architecture import ONE, Architecture, Ints, Style
 from seqpar.decoders.unets.unet import UNet
 from seqpar.parallel.mesh import AnyGroup, Group
 
@@ -8,6 +10,12 @@ HOU_LEVELS = {64: 3, 128: 4, 256: 5, 512: 6}
 HOU_SLAB = 5  # slices that their two-dimensional network sees
 LAMP_MOST_FEATURES = 1024
 SQUEEZE = 16  # reduction factor of squeeze-excite, as in its paper
+MEDNEXT: dict[str, tuple[Ints, Ints]] = {  # blocks and expansion of each stage, and of the level of its resolution
+    "s": ((2, 2, 2, 2, 2), (2, 2, 2, 2, 2)),
+    "b": ((2, 2, 2, 2, 2), (2, 3, 4, 4, 4)),
+    "m": ((3, 4, 4, 4, 4), (2, 3, 4, 4, 4)),
+    "l": ((3, 4, 8, 8, 8), (3, 4, 8, 8, 8)),
+}
 
 
 def hou(
@@ -137,4 +145,56 @@ def lamp(
             tail=max(1, min(features // 2, 32)),
         ),
         group=group,
+    )
+
+
+def mednext(
+    in_channels: int,
+    num_outputs: int,
+    size: str = "s",
+    kernel: int = 3,
+    features: int = 32,
+    deep_supervision: bool = False,
+    data: Group | None = None,
+    peers: Group | None = None,
+    norm: str = "instance",
+    group: AnyGroup | None = None,
+) -> UNet:
+    """Returns MedNeXt's first version, of five stages of ConvNeXt blocks, initialized as its package does.
+
+    - ``size``: "s", "b", "m" or "l"
+    - ``kernel``: side of the kernels, 3 or 5 as published
+    - ``features``: of the first stage, doubled at each further one
+    - ``deep_supervision``: train the logits of all five levels; without it, the network has no other heads
+    - ``data``, ``peers``, ``norm``: see ``Style``; the published norm is "instance", a group norm of one channel each
+    - ``group``: as in ``UNet``
+    """
+    if size not in MEDNEXT:
+        raise ValueError(f"size {size!r}: choose one of {', '.join(MEDNEXT)}")
+    architecture = mednext_architecture(in_channels, num_outputs, *MEDNEXT[size], kernel, features, deep_supervision)
+    architecture = replace(architecture, style=replace(architecture.style, norm=norm, data=data, peers=peers))
+    return UNet(architecture, architecture.heads, group)
+
+
+def mednext_architecture(
+    in_channels: int,
+    num_outputs: int,
+    blocks: Ints,
+    expansion: Ints,
+    kernel: int = 3,
+    features: int = 32,
+    deep_supervision: bool = False,
+) -> Architecture:
+    """Returns the architecture of a MedNeXt with these blocks and this expansion of each stage."""
+    return Architecture.of(
+        in_channels,
+        num_outputs,
+        [features << stage for stage in range(len(blocks))],
+        kernel,
+        encoder=blocks,
+        decoder=blocks[-2::-1],
+        style=Style(activation="gelu", init="torch"),
+        block="mednext",
+        expansion=expansion,
+        heads=len(blocks) if deep_supervision else 1,
     )

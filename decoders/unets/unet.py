@@ -6,7 +6,7 @@ Legend: b batch, c channels, k classes, W D H voxels.
 from torch import Tensor, nn
 
 from seqpar.decoders.unets.architecture import ONE, Architecture, Three
-from seqpar.decoders.unets.unet_blocks import ConvBlock, ResidualBlock, SqueezeExcite, Up, init_weights
+from seqpar.decoders.unets.unet_blocks import ConvBlock, MedNeXtBlock, ResidualBlock, SqueezeExcite, Up, init_weights
 from seqpar.losses.tile_network import BoxNetwork
 from seqpar.parallel.layout import Layout, plain_tensor
 from seqpar.parallel.mesh import AnyGroup, Group, as_group
@@ -21,8 +21,9 @@ from seqpar.vit.dropout import DropoutKey
 class UNet(CellNet, BoxNetwork):
     """The U-Net of an architecture.
 
-    ``nnunet``, ``hou``, ``distmis`` and ``lamp`` of ``seqpar.decoders`` make it with a published architecture. Train it
-    as a ``ParallelModel``, or call ``loss``, ``on_whole``, ``shard`` and ``unshard``, which all networks have.
+    ``nnunet``, ``hou``, ``distmis``, ``lamp`` and ``mednext`` of ``seqpar.decoders`` make it with a published
+    architecture. Train it as a ``ParallelModel``, or call ``loss``, ``on_whole``, ``shard`` and ``unshard``, which all
+    networks have.
 
     - ``architecture``: its stages and the style of its layers
     - ``supervised``: number of levels whose logits are trained, starting with the finest. Heads of other levels exist,
@@ -35,8 +36,10 @@ class UNet(CellNet, BoxNetwork):
         if not 1 <= supervised <= architecture.heads:
             raise ValueError(f"supervised={supervised}: the network can supervise 1 to {architecture.heads} levels")
         cells = CellList()
-        ends = _add_encoder(cells, architecture)
-        heads = _add_decoder(cells, architecture, ends)
+        if architecture.block == "mednext":
+            heads = _add_mednext(cells, architecture)
+        else:
+            heads = _add_decoder(cells, architecture, _add_encoder(cells, architecture))
         super().__init__(cells.cells, heads[:supervised])
         self.architecture, self.group = architecture, as_group(group)
         init_weights(self, architecture.style)
@@ -141,6 +144,39 @@ def _add_decoder(cells: CellList, a: Architecture, ends: list[int]) -> list[int]
     if a.tail:
         cells.add("tail", Up(a.style, a.features[0], a.tail, a.strides[0], a.up, a.up_kernel, activates=True), end)
         heads.append(cells.add("classes0", _head(a, a.tail)))
+    return heads[::-1]
+
+
+def _add_mednext(cells: CellList, a: Architecture) -> list[int]:
+    """Adds MedNeXt's cells; returns the numbers of the heads, the finest first."""
+    widths, kernels, last = a.features, a.kernels, len(a.features) - 1
+    heads, ends = list[int](), list[int]()
+
+    def add_blocks(name: str, level: int, count: int) -> None:
+        for number in range(count):
+            block = MedNeXtBlock(a.style, widths[level], widths[level], a.expansion[level], kernels[level])
+            cells.add(f"{name}{level}_{number}", block)
+
+    def add_head(level: int) -> None:
+        if level < a.heads:
+            end = cells.last
+            heads.append(cells.add(f"classes{level}", _head(a, widths[level]), end))
+
+    cells.add("stem", Conv3d(a.in_channels, widths[0], 1))
+    for stage, count in enumerate(a.encoder):
+        if stage:
+            sizes = widths[stage - 1], widths[stage], a.expansion[stage], kernels[stage]
+            cells.add(f"down{stage}", MedNeXtBlock(a.style, *sizes, "down"))
+        add_blocks("encoder", stage, count)
+        ends.append(cells.last)
+    add_head(last)
+    end = ends[-1]
+    for level, count in zip(reversed(range(last)), a.decoder):
+        sizes = widths[level + 1], widths[level], a.expansion[level], kernels[level]
+        cells.add(f"up{level}", MedNeXtBlock(a.style, *sizes, "up"), end, ends[level])
+        add_blocks("decoder", level, count)
+        end = cells.last
+        add_head(level)
     return heads[::-1]
 
 

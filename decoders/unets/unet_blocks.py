@@ -6,6 +6,7 @@ Legend: b batch, c channels, W D H voxels of a box, /r a reduced number of chann
 import itertools
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -255,8 +256,8 @@ class Up(nn.Module):
         kernels = [max(kernel, side) if side > 1 else 1 for side in stride]
         padding = tuple((k - s + 1) // 2 for k, s in zip(kernels, stride))
         output_padding = tuple(2 * p + s - k for k, s, p in zip(kernels, stride, padding))
-        options = {"stride": stride, "padding": padding, "output_padding": output_padding, "bias": style.up_bias}
-        self.conv = ConvTranspose3d(channels, width, tuple(kernels), **options, keep_window=False)
+        options: dict[str, Any] = {"stride": stride, "padding": padding, "output_padding": output_padding}
+        self.conv = ConvTranspose3d(channels, width, tuple(kernels), bias=style.up_bias, **options, keep_window=False)
 
     def forward(self, x: Tensor, grid: BoxGrid | None = None) -> Value:
         """Returns the finer volume and its box grid."""
@@ -265,6 +266,60 @@ class Up(nn.Module):
             x, grid = self.upsample(x, grid)
         x = activate(x, self.style) if self.activates else x
         return (x if self.dropout is None else self.dropout(x, grid)), grid
+
+
+class MedNeXtBlock(nn.Module):
+    """A MedNeXt block: each channel's own convolution, a norm, a wider 1x1x1 convolution, GELU, and a narrower one.
+
+    Submodules have the names of MedNeXt's package.
+
+    - ``expansion``: inner channels over ``channels``
+    - ``resample``: "" at one resolution, with the input added; "down" to half of it, or "up" to twice, with a 1x1x1
+      convolution of the input added. Upsampling computes 2n - 1 points from n, norms them, and puts a 0 before them
+    """
+
+    holds_more = True
+
+    def __init__(
+        self, style: Style, channels: int, width: int, expansion: int, kernel: Three, resample: str = ""
+    ) -> None:
+        super().__init__()
+        self.style, self.resample = style, resample
+        inner, shift = expansion * channels, {"cut_shift": 1} if resample == "up" else {}
+        conv: type[Conv3d | ConvTranspose3d] = ConvTranspose3d if resample == "up" else Conv3d
+        options: dict[str, Any] = {"stride": 2 if resample else 1, **shift}
+        padding = tuple(side // 2 for side in kernel)
+        keeps = {"keep_window": not resample}  # the other convolution of the input keeps it
+        self.conv1 = conv(channels, channels, kernel, padding=padding, groups=channels, **options, **keeps)
+        self.norm = norm_of(style, channels, ONE) if style.norm != "none" else None
+        self.conv2 = Conv3d(channels, inner, 1)
+        self.conv3 = Conv3d(inner, width, 1)
+        self.res_conv = conv(channels, width, 1, **options) if resample else None
+
+    def forward(self, x: Tensor, grid: BoxGrid | None = None, skip: Value | None = None) -> Value:
+        """Returns the block's output and its box grid; an upsampled one is added to ``skip``."""
+        shortcut, shortcut_grid = (x, grid) if self.res_conv is None else self.res_conv(x, grid)
+        x, grid = self.conv1(x, grid)
+        if self.norm is not None:
+            x, grid = self.norm(x, grid)
+        x, grid = self.conv3(activate(self.conv2(x, grid)[0], self.style), grid)
+        assert grid is None or (shortcut_grid is not None and grid.edges == shortcut_grid.edges), (grid, shortcut_grid)
+        x = x + shortcut
+        if self.resample == "up":
+            x, grid = _pad_before(x, grid)
+        if skip is None:
+            return x, grid
+        other, other_grid = skip
+        return move_to_grid(x, grid, other_grid) + other, other_grid
+
+
+def _pad_before(x: Tensor, grid: BoxGrid | None) -> Value:
+    """Puts a 0 before the first voxel along each dimension; all others are one further, and stay on their rank."""
+    if grid is None:
+        return F.pad(x, (1, 0) * 3), None
+    first = [int(place == 0) for place in grid.place]
+    edges = tuple((0, *(edge + 1 for edge in along[1:])) for along in grid.edges)
+    return F.pad(x, tuple(side for at in reversed(first) for side in (at, 0))), BoxGrid(edges, grid.group)
 
 
 def concat_skip(x: Tensor, grid: BoxGrid | None, skip: Value) -> Value:
@@ -284,7 +339,9 @@ def move_to_grid(x: Tensor, grid: BoxGrid | None, to: BoxGrid | None) -> Tensor:
 
 
 def init_weights(net: nn.Module, style: Style) -> None:
-    """Initializes all kernels by the style's method; biases are 0."""
+    """Initializes all kernels by the style's method; biases are 0. Torch's own values stay if the style says so."""
+    if style.init == "torch":
+        return
     for module in net.modules():
         if isinstance(module, (nn.Conv3d, nn.ConvTranspose3d, nn.Linear)):
             if style.init == "truncated" and isinstance(module, nn.ConvTranspose3d):

@@ -1,7 +1,7 @@
 """Packs a trained run to hand on: ``python launch/export.py RUN OUT.zip``.
 
-``OUT.pth`` has the encoder of a Primus, pretrained or trained, for nnU-Net to train on. A folder ``OUT`` becomes an
-nnU-Net results folder.
+``OUT.pth`` has the encoder of a Primus, pretrained or trained, for nnU-Net to train on, or the weights of a MedNeXt for
+its package. A folder ``OUT`` becomes an nnU-Net results folder.
 """
 
 import argparse
@@ -20,6 +20,7 @@ from seqpar.runs.trained_run import find_weights, load_run, read_run
 from seqpar.settings.parser import Parser
 from seqpar.terminal import coloured, next_command
 from seqpar.weights.nnssl import other_normalisation, write_pretrained
+from seqpar.weights.nnunet_weights import write_mednext
 
 _FILES = (".zip", ".pth", ".pt", ".safetensors", ".tar", ".gz", ".tgz")  # a target with another ending is a folder
 
@@ -30,8 +31,8 @@ def act(arguments: Sequence[str]) -> int:
     add = parser.add_argument
     add("run", type=Path, metavar="RUN", help="run folder that train wrote, or folder of five folds for a folder OUT")
     add("out", type=Path, metavar="OUT", help="what to write: OUT.zip, which predict takes instead of a run "
-        "folder; OUT.pth, the encoder of a Primus in nnssl's format, which nnU-Net can train further; or a folder, "
-        "from which nnU-Net predicts")  # fmt: skip
+        "folder; OUT.pth, the encoder of a Primus in nnssl's format, which nnU-Net can train further, or a "
+        "MedNeXt's weights for its package; or a folder, from which nnU-Net predicts")  # fmt: skip
     add("--checkpoint", default="best", metavar="WHICH", help="best (default), latest or a file of the run's weights")
     add("--licence", default="not stated", metavar="TEXT", help="licence of the weights, such as CC-BY-4.0")
     options = parser.parse_args(list(arguments))
@@ -46,6 +47,12 @@ def act(arguments: Sequence[str]) -> int:
     trained = read_run(options.run)
     weights = find_weights(trained, options.checkpoint)
     net = load_run(options.run, str(weights))  # weights of another network would be found out by its user
+    if options.out.suffix == ".pth" and trained.config.network.startswith("mednext-"):
+        plan = trained.recipe.plan
+        write_mednext(options.out, net, plan.transpose_forward if plan else (0, 1, 2), options.licence)
+        print(f"{options.out}: {options.out.stat().st_size / 1e6:.1f} MB, MedNeXt, licence: {options.licence}")
+        print(f"next: mednextv1_train … -pretrained_weights {options.out}")
+        return 0
     if options.out.suffix == ".pth":
         schemes = trained.recipe.schemes
         name = write_pretrained(options.out, net, trained.recipe.spacing, schemes, options.licence)

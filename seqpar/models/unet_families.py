@@ -15,7 +15,7 @@ import torch
 from seqpar.decoders.modes.named_modes import choose_mode
 from seqpar.decoders.unets.architecture import Architecture, Three, three
 from seqpar.decoders.unets.nnunet import FEATURES, architecture_of_stages, network, topology
-from seqpar.decoders.unets.published import HOU_LEVELS, SQUEEZE, distmis, hou, lamp
+from seqpar.decoders.unets.published import HOU_LEVELS, MEDNEXT, SQUEEZE, distmis, hou, lamp, mednext
 from seqpar.decoders.unets.unet import UNet
 from seqpar.models.cell_network import RECOMPUTED, VolumeNet
 from seqpar.models.network_family import NetworkFamily
@@ -213,6 +213,14 @@ def _lamp(squeeze: int) -> Make:
     return make
 
 
+def _mednext(size: str, kernel: int) -> Make:
+    def make(config: Config, in_channels: int, num_outputs: int, data: Group | None, peers: Group | None) -> UNet:
+        sizes = size, kernel, config.features or FEATURES, config.deep_supervision
+        return mednext(in_channels, num_outputs, *sizes, data, peers, norm_named(config, "instance"))
+
+    return make
+
+
 UNETS = {
     "nnunet-plain": VolumeNetwork(_nnunet(False)),
     "nnunet-resenc": VolumeNetwork(_nnunet(True)),
@@ -222,4 +230,6 @@ UNETS = {
     "unet-distmis-text": VolumeNetwork(_distmis("text")),
     "unet-lamp": VolumeNetwork(_lamp(0)),
     "se-unet-lamp": VolumeNetwork(_lamp(SQUEEZE)),
+    **{f"mednext-{size}": VolumeNetwork(_mednext(size, 3)) for size in MEDNEXT},
+    **{f"mednext-{size}-k5": VolumeNetwork(_mednext(size, 5)) for size in MEDNEXT},
 }

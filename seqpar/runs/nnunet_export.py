@@ -132,6 +132,11 @@ def _network_of(run: TrainedRun, net: Network) -> tuple[str, State, dict[str, An
             f"{run.path} was trained by --mode nogather on {run.config.seqpar} ranks; each sees its own part "
             "alone, as no nnU-Net network does: hand on an archive (.zip)"
         )
+    if run.config.network.startswith("mednext-"):
+        raise ValueError(
+            f"{run.path} has the network {run.config.network}, which nnU-Net does not build: for MedNeXt's package, "
+            "name a file OUT.pth; else hand on an archive (.zip)"
+        )
     if isinstance(net, VolumeNet):
         state = export_nnunet(net, images_of(run.recipe, run.path).transpose_forward)
         trainer, architecture = "nnUNetTrainer", _architecture_of(net.unet.architecture, run)

@@ -50,6 +50,7 @@ HIERARCHICAL = Networks(is_hierarchical, "vit with --encoder hierarchical")
 CONVOLUTIONS = Networks(lambda c: c.network != "vit", "U-Nets and resattnet")
 UNETS = Networks(lambda c: c.network != "vit" and not c.network.startswith("resattnet"), "U-Nets")
 NNUNET = Networks(is_nnunet, "nnunet-plain and nnunet-resenc")
+SUPERVISED = Networks(lambda c: is_nnunet(c) or c.network.startswith("mednext-"), "nnunet-… and mednext-…")
 WITH_DROPOUT = Networks(lambda c: c.network in ("vit", "unet-hou", "unet-hou-2d"), "vit and Hou et al.'s U-Nets")
 _encoder = partial(_network, networks=TOKENS)
 _pretraining = partial(setting, section="pretraining", tasks=("pretrain",), networks=TOKENS)
@@ -61,7 +62,7 @@ class NetworkSettings:
 
     network: str = _network(
         "vit",
-        "network: a Vision Transformer with a decoder, a U-Net without tokens, or with --task classify a 3D-ResAttNet",
+        "network: a Vision Transformer with a decoder, a U-Net, or with --task classify a 3D-ResAttNet",
         metavar="NAME",
         common=True,
     )
@@ -140,15 +141,15 @@ class NetworkSettings:
     )
     norm: str = _network(
         "own",
-        "U-Nets: norm of all layers; group: 8 groups of channels, in unet-distmis the groups of its release",
+        "U-Nets: norm of all layers; group: 8 groups, unet-distmis: as released",
         choices=NORMS,
         tasks=VOXELS,
         networks=UNETS,
     )
     stages: str = _network(
         "",
-        "nnunet-…: kernel and stride of each stage, as in '133:111 333:122 333:222', optionally with features and "
-        "convolutions down and up, as in 133:111:32:2:2; none: by the tile",
+        "nnunet-…: kernel and stride of each stage, as in '133:111 333:122 333:222'; then features, convolutions down "
+        "and up: 133:111:32:2:2; none: by the tile",
         metavar="STAGES",
         tasks=VOXELS,
         networks=NNUNET,
@@ -162,7 +163,7 @@ class NetworkSettings:
         networks=NNUNET,
     )
     deep_supervision: bool = _network(
-        False, "nnunet-…: train the logits of all levels but the coarsest", tasks=VOXELS, networks=NNUNET
+        False, "nnunet-…, mednext-…: also train the logits of coarser levels", tasks=VOXELS, networks=SUPERVISED
     )
     output_bias: bool = _network(
         True, "let transformers start with output biases that make foreground rare", tasks=VOXELS

@@ -85,14 +85,15 @@ class ConvTranspose3d(nn.ConvTranspose3d):
     Args:
         ``sizes``, ``options``: as in ``torch.nn.ConvTranspose3d``; ``padding_mode`` must be ``"zeros"``.
         ``keep_window``: as in ``Conv3d``.
+        ``cut_shift``: how many voxels before its usual place the output is cut; for an output that is padded before.
     """
 
-    def __init__(self, *sizes: Any, keep_window: bool = True, **options: Any) -> None:
+    def __init__(self, *sizes: Any, keep_window: bool = True, cut_shift: int = 0, **options: Any) -> None:
         super().__init__(*sizes, **options)
         _refuse_padding(self.padding_mode)
         if any(e >= max(s, d) for e, s, d in zip(self.output_padding, self.stride, self.dilation)):
             raise ValueError(f"output_padding {self.output_padding} must be smaller than stride or dilation")
-        self.keep_window = keep_window
+        self.keep_window, self.cut_shift = keep_window, cut_shift
 
     def forward(self, x: Tensor, grid: BoxGrid | None = None) -> tuple[Tensor, BoxGrid | None]:  # type: ignore[override]
         """Returns this rank's box of the output, ``b c W/s D/s H/s``, and its box grid."""
@@ -100,7 +101,8 @@ class ConvTranspose3d(nn.ConvTranspose3d):
         if grid is None:
             return match_memory_format(super().forward(x), x), None
         options = ConvOptions.of(self, self.padding)  # type: ignore[arg-type]
-        return convolve_box_transposed(x, grid, self.weight, self.bias, options, str(self), self.keep_window)
+        how = str(self), self.keep_window, self.cut_shift
+        return convolve_box_transposed(x, grid, self.weight, self.bias, options, *how)
 
 
 def convolve_box(
@@ -136,10 +138,16 @@ def convolve_box_transposed(
     options: ConvOptions,
     what: str,
     keep_window: bool = True,
+    cut_shift: int = 0,
 ) -> tuple[Tensor, BoxGrid]:
-    """Convolves a box transposed with its halos, in as many dimensions as ``grid`` has; arguments as above."""
+    """Convolves a box transposed with its halos, in as many dimensions as ``grid`` has; arguments as above.
+
+    - ``cut_shift``: as in ``ConvTranspose3d``
+    """
     sizes = list(zip(weight.shape[2:], options.stride, options.padding, options.dilation, options.output_padding))
-    reaches = [transposed_reach(edges, *along, what=what) for edges, along in zip(grid.edges, sizes)]
+    reaches = [
+        transposed_reach(edges, *along, what=what, cut_shift=cut_shift) for edges, along in zip(grid.edges, sizes)
+    ]
     result = output_grid(grid, reaches)
     computed = [_computed(reach, at, *along[:4]) for reach, at, along in zip(reaches, grid.place, sizes)]
     padding = tuple(reach.padding for reach in reaches)

@@ -50,15 +50,23 @@ def sliding_reach(
 
 
 def transposed_reach(
-    edges: Bounds, kernel: int, stride: int, padding: int, dilation: int, output_padding: int, what: str
+    edges: Bounds,
+    kernel: int,
+    stride: int,
+    padding: int,
+    dilation: int,
+    output_padding: int,
+    what: str,
+    cut_shift: int = 0,
 ) -> ReceptiveField:
     """Returns the receptive field of a transposed convolution.
 
-    Input ``i`` contributes to the outputs ``i * stride - padding + dilation * t``, for each kernel element ``t``.
+    Input ``i`` contributes to the outputs ``i * stride - padding + dilation * t``, for each kernel element ``t``. The
+    output is cut ``cut_shift`` voxels before where the edges of the input's boxes come to be.
     """
     extent, span = edges[-1], dilation * (kernel - 1)
     count = (extent - 1) * stride - 2 * padding + span + output_padding + 1
-    cut = _cut_at([edge * stride for edge in edges], count, edges, what)
+    cut = _cut_at([0, *(edge * stride - cut_shift for edge in edges[1:])], count, edges, what)
     needed = []
     for a, b in itertools.pairwise(cut):
         low = min(max(-(-(a + padding - span) // stride), 0), extent - 1)

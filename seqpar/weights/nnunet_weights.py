@@ -1,24 +1,40 @@
-"""Loads and exports weights of nnU-Net's networks, by the names in dynamic-network-architectures."""
+"""Loads and exports weights of nnU-Net's networks and of MedNeXt, by the names in their packages."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
-from torch import nn
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 from seqpar.data.addresses import local_file
+from seqpar.data.errors import DataError
+from seqpar.data.files import whole_file
 from seqpar.decoders.modes.named_modes import choose_mode
-from seqpar.decoders.unets.architecture import ONE, Architecture
+from seqpar.decoders.unets.architecture import ONE, Architecture, three
 from seqpar.decoders.unets.nnunet import network
+from seqpar.decoders.unets.published import MEDNEXT, mednext_architecture
 from seqpar.decoders.unets.unet import UNet
 from seqpar.models.cell_network import VolumeNet
 from seqpar.parallel.mesh import AnyGroup, as_group
 from seqpar.weights.nnunet_results import CHECKPOINT, NnunetResults, fold_files, read_checkpoint, read_results
-from seqpar.weights.weight_files import State, load_strict, refuse_unusable, rename, shorten_list
+from seqpar.weights.weight_files import (
+    State,
+    last_number,
+    load_strict,
+    read_weights,
+    refuse_unusable,
+    rename,
+    shorten_list,
+    unwrap,
+)
 
 _COPY = re.compile(r"^decoder\.encoder\.|\.all_modules\.\d+\.")
 _BLOCK = re.compile(r"(.*)\.(conv|norm)\.([a-z_]+)")  # a tensor of a convolution or its norm
+_UNUSED = "dummy_tensor"  # of MedNeXt: a parameter that no output depends on
 
 
 def load_nnunet(
@@ -199,3 +215,148 @@ def _refuse_foreign(a: Architecture) -> None:
     )
     if faults := [what for differs, what in kinds if differs]:
         raise ValueError(f"nnU-Net has no network with {', '.join(faults)}; save it with write_weights")
+
+
+def load_mednext(
+    source: Mapping[str, Any] | str | Path,
+    tile: int | Sequence[int] = 128,
+    kernel: int = 0,
+    deep_supervision: bool = False,
+    group: AnyGroup | None = None,
+    mode: str = "auto",
+    split: str = "spatial",
+) -> VolumeNet:
+    """Returns the network of a state dict of MedNeXt's package (``nnunet_mednext``), for images in the axes there.
+
+    Its norms are taken to be group norms of one channel each, as published: names do not tell them from layer norms.
+
+    - ``source``: a state dict or checkpoint, or the path or address of its file
+    - ``tile``: on which it is to be trained
+    - ``kernel``: 5 enlarges kernels of 3 by UpKern, that is trilinearly; 0: as they are
+    - ``deep_supervision``: return the logits of all levels in training, if the weights have them
+    - ``group``, ``mode``, ``split``: as in ``load_nnunet``
+    """
+    weights = read_weights(source) if isinstance(source, (str, Path)) else unwrap(source)
+    architecture, state = mednext_state(weights)
+    if kernel:
+        if kernel < architecture.kernels[0][0]:
+            raise ValueError(f"kernel={kernel}: these weights have kernels of {architecture.kernels[0][0]}")
+        architecture = replace(architecture, kernels=(three(kernel),) * len(architecture.kernels))
+    if deep_supervision and architecture.heads == 1:
+        raise ValueError("deep_supervision=True: these weights have no logits of coarser levels")
+    with torch.random.fork_rng(devices=[]):  # what the constructors draw is overwritten
+        unet = UNet(architecture, architecture.heads if deep_supervision else 1)
+    net = VolumeNet(unet, three(tile), choose_mode(mode, as_group(group)), split)
+    enlarge_kernels(state, net.state_dict())
+    load_strict(net, state)
+    return net
+
+
+def export_mednext(net: nn.Module, transpose_forward: Sequence[int] | None = None) -> State:
+    """Returns the network's weights as the state dict that MedNeXt's package loads with ``strict=True``.
+
+    - ``net``: a network such as ``load_mednext`` returns, the network of a run of ours, or a U-Net alone
+    - ``transpose_forward``: as in ``export_nnunet``
+    """
+    unet = net.unet if isinstance(net, VolumeNet) else net
+    if not isinstance(unet, UNet) or unet.architecture.block != "mednext" or unet.architecture.style.norm != "instance":
+        raise ValueError(
+            f"a {type(net).__name__} came that is no MedNeXt with instance norm: give a network such as load_mednext "
+            "or seqpar.decoders.mednext returns"
+        )
+    order = _to_theirs(net, transpose_forward)
+    state = {theirs: _turned(unet.state_dict()[ours], theirs, order) for ours, theirs in _mednext_names(unet).items()}
+    return {**state, _UNUSED: torch.ones_like(state["stem.bias"][:1])}
+
+
+def write_mednext(path: Path, net: nn.Module, transpose_forward: Sequence[int], licence: str) -> None:
+    """Writes the weights of a run as a checkpoint that MedNeXt's package starts from, whole or not at all."""
+    if path.exists():
+        raise DataError(path, "is there already; name another file, or remove it")
+    content = {"state_dict": export_mednext(net, transpose_forward), "licence": licence}
+    with whole_file(path) as temporary:
+        torch.save(content, temporary)
+
+
+def holds_mednext(state: Mapping[str, Any]) -> bool:
+    """Returns whether a state dict is one of MedNeXt's package."""
+    return "enc_block_0.0.conv1.weight" in state and "bottleneck.0.conv1.weight" in state
+
+
+def mednext_state(theirs: State, reverse_axes: bool = False) -> tuple[Architecture, State]:
+    """Returns the architecture that MedNeXt's weights have, and the weights under the names of a ``VolumeNet``.
+
+    - ``reverse_axes``: turn kernels from z y x to W D H
+    """
+    theirs = {name: tensor for name, tensor in theirs.items() if name != _UNUSED}
+    stages = [*(f"enc_block_{stage}" for stage in range(last_number(theirs, "enc_block_") + 1)), "bottleneck"]
+    needed = ["stem.weight", "out_0.conv_out.weight"]
+    needed += [f"{stage}.0.{conv}.weight" for stage in stages for conv in ("conv1", "conv2")]
+    unusable = [name for name in needed if name not in theirs or theirs[name].ndim != 5 or not theirs[name].numel()]
+    if unusable:
+        raise ValueError(
+            f"these are not weights of a three-dimensional MedNeXt: {shorten_list(unusable, 4)} missing or of another "
+            "shape"
+        )
+    first = [theirs[f"{stage}.0.conv2.weight"].shape for stage in stages]
+    architecture = mednext_architecture(
+        theirs["stem.weight"].shape[1],
+        theirs["out_0.conv_out.weight"].shape[1],
+        tuple(last_number(theirs, f"{stage}\\.") + 1 for stage in stages),
+        tuple(inner // outer for inner, outer, *_ in first),
+        theirs[f"{stages[0]}.0.conv1.weight"].shape[2],
+        len(theirs["stem.weight"]),
+        "out_1.conv_out.weight" in theirs,
+    )
+    with torch.device("meta"):
+        names = {name: f"unet.{ours}" for ours, name in _mednext_names(UNet(architecture)).items()}
+    order = (0, 1, 4, 3, 2) if reverse_axes else (0, 1, 2, 3, 4)
+    turned = {name: _turned(tensor, name, order) for name, tensor in theirs.items()}
+    return architecture, rename(turned, names, "MedNeXt's first version")
+
+
+def mednext_flags(a: Architecture) -> str:
+    """Returns the flags of a network with these sizes."""
+    sizes = [size for size, own in MEDNEXT.items() if own == (a.encoder, a.expansion)]
+    kernel = a.kernels[0][0]
+    if not sizes or kernel not in (3, 5):
+        return f"blocks {a.encoder}, expansion {a.expansion} and kernels of {kernel}, which no --network has"
+    return f"--network mednext-{sizes[0]}{'-k5' * (kernel == 5)} --features {a.features[0]}"
+
+
+def enlarge_kernels(state: State, own: Mapping[str, Tensor]) -> str:
+    """Enlarges kernels of MedNeXt in place to those of ``own`` (UpKern: trilinearly); says so, or returns ""."""
+    before: tuple[int, ...] = ()
+    for name, tensor in state.items():
+        wanted = own[name].shape if name.endswith(".conv1.weight") and name in own else tensor.shape
+        if wanted[:2] == tensor.shape[:2] and wanted[2:] > tensor.shape[2:]:
+            before, after = tensor.shape[2:], wanted[2:]
+            state[name] = F.interpolate(tensor, after, mode="trilinear")
+    return f"kernels of {before[0]} enlarged trilinearly to {after[0]} (UpKern)" if before else ""
+
+
+def _turned(tensor: Tensor, theirs: str, order: Sequence[int]) -> Tensor:
+    """Returns a tensor with its axes in another order, to or from MedNeXt's: its heads are transposed convolutions."""
+    if tensor.ndim == 5:
+        tensor = tensor.permute(*order)
+        tensor = tensor.transpose(0, 1) if theirs.startswith("out_") else tensor
+    return tensor.detach().clone(memory_format=torch.contiguous_format)
+
+
+def _mednext_names(unet: UNet) -> dict[str, str]:
+    """Returns a mapping from our names to MedNeXt's."""
+    last = len(unet.architecture.features) - 1
+
+    def theirs(ours: str) -> str:
+        cell, _, rest = ours.removeprefix("cells.").partition(".")
+        match = re.fullmatch(r"([a-z]+)(\d+)(?:_(\d+))?", cell)
+        if match is None:
+            return f"{cell}.{rest}"
+        kind, level, number = match[1], int(match[2]), match[3]
+        place = {
+            "encoder": "bottleneck" if level == last else f"enc_block_{level}", "decoder": f"dec_block_{level}",
+            "down": f"down_{level - 1}", "up": f"up_{level}", "classes": f"out_{level}.conv_out",
+        }[kind]  # fmt: skip
+        return ".".join([place, *[number] * (number is not None), rest])
+
+    return {ours: theirs(ours) for ours in unet.state_dict()}

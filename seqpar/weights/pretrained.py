@@ -1,4 +1,4 @@
-"""Starts a run from pretrained weights: ours, MONAI's, those of Primus, nnU-Net's or nnssl's."""
+"""Starts a run from pretrained weights: ours, MONAI's, those of Primus, MedNeXt, nnU-Net's or nnssl's."""
 
 import re
 from collections import Counter
@@ -21,7 +21,13 @@ from seqpar.weights.monai_weights import load_monai
 from seqpar.weights.nnssl import holds_pretrained_unet, read_pretrained_unet
 from seqpar.weights.nnunet_results import PRETRAINING, holds_unet, is_primus, read_checkpoint
 from seqpar.weights.nnunet_settings import network_of
-from seqpar.weights.nnunet_weights import trained_state
+from seqpar.weights.nnunet_weights import (
+    enlarge_kernels,
+    holds_mednext,
+    mednext_flags,
+    mednext_state,
+    trained_state,
+)
 from seqpar.weights.primus_weights import (
     REBUILDER,
     has_exchanged_axes,
@@ -44,7 +50,7 @@ STEM = "encoder.patch_embed.proj.weight"
 FIRST = (  # take the image
     STEM,
     *(f"encoder.patch_embed.stem.{name}.conv.weight" for name in ("convs.0", "project")),
-    *(f"unet.cells.{name}.conv.weight" for name in ("stem", "encoder0_0")),
+    *(f"unet.cells.{name}.weight" for name in ("stem.conv", "encoder0_0.conv", "stem")),
 )
 ENCODER = ("unet.cells.stem.", "unet.cells.encoder")  # begin the names of a U-Net's way down
 ALONG_LAST_SIDE = ".norm.norm.weight"  # of norms over the last axis: a weight for each position
@@ -90,6 +96,8 @@ def load_pretrained(net: Network, config: Config) -> str:
         facts |= _facts_of_primus(state)
     gained = [f"tokens see windows of {config.window}, and saw all"] * (facts.get("window") == 0 < config.window)
     facts = {name: fact for name, fact in facts.items() if fact or name != "window"}
+    if f"{facts.get('network')}-k5" == config.network:  # a MedNeXt whose kernels will be enlarged
+        facts["network"] = config.network
     theirs, ours = differing_flags(facts, config)
     if theirs:
         known = "--window" not in theirs or setting_applies(config, "window")
@@ -98,6 +106,7 @@ def load_pretrained(net: Network, config: Config) -> str:
     heads = facts.get("heads", heads)
     own = net.state_dict()
     changes = [*gained, *_fit_channels(state, own), *_fit_grid(state, own, net, facts, config)]
+    changes += [line for line in [enlarge_kernels(state, own)] if line]
     fitting = {name for name, tensor in state.items() if name in own and own[name].shape == tensor.shape}
     body = {name for name in own if net.in_body(name) and name.startswith(parts)}
     unfit = sorted(body - fitting)
@@ -185,6 +194,9 @@ def _ours(checkpoint: Mapping[str, Any], config: Config) -> Source:
     state = unwrap(checkpoint)
     if any(name.startswith(("encoder.blocks.", *OF_CELLS)) for name in state):
         return Source("seqpar", dict(state), [])
+    if holds_mednext(state):
+        architecture, renamed = mednext_state(state, reverse_axes=True)
+        return Source("MedNeXt", renamed, [], needs=mednext_flags(architecture))
     loaded: nn.Module
     left, origin = list[str](), "MONAI"
     if any("patch_embedding.position_embeddings" in name for name in state):
@@ -207,7 +219,7 @@ def _ours(checkpoint: Mapping[str, Any], config: Config) -> Source:
             origin += f", positions resized from {table.shape[1]} tokens to {'x'.join(map(str, layout.grid))}"
     else:
         raise ValueError(
-            f"--weights {config.weights}: names of neither seqpar, MONAI nor Primus, and no nnU-Net checkpoint "
+            f"--weights {config.weights}: names of neither seqpar, MONAI, Primus nor MedNeXt; no nnU-Net checkpoint "
             f"({shorten_list(sorted(state), 3)})"
         )
     prefix = "" if isinstance(loaded, SegmentationNet) else "encoder."

@@ -74,7 +74,7 @@ def test_train_shows_networks_decoders_and_modes_its_preset_and_its_exit_codes(c
     for name, names in (("--decoder", DECODERS), ("--mode", MODES)):
         assert f"{name} {{{','.join(names)}}}" in text
     here = text[text.index(" --network NAME ") :]
-    assert all(choice in here[:300] for choice in NETWORKS)
+    assert all(choice in here[:400] for choice in NETWORKS)
     assert "--seqpar RANKS" in text and "(laptop)" in text and "75 left early and resumable" in text
 
 

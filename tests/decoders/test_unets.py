@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from seqpar.decoders.resattnet import ResAttNet
-from seqpar.decoders.unets import Architecture, Style, UNet, distmis, hou, lamp, nnunet
+from seqpar.decoders.unets import Architecture, Style, UNet, distmis, hou, lamp, mednext, nnunet
 from seqpar.decoders.unets.nnunet import network, of_plan, topology
 from seqpar.decoders.unets.published import SQUEEZE
 from seqpar.pipeline.cells import IMAGE, Cell, CellNet
@@ -46,6 +46,19 @@ COUNTS: dict[str, tuple[Callable[[], nn.Module], int]] = {
     "lamp 64": (lambda: lamp(1, 10, 64), 91_604_522),
     "lamp 128": (lambda: lamp(1, 10, 128), 214_284_906),
     "distmis text": (lambda: distmis(4, 1, variant="text"), 351_809),
+    **{
+        f"mednext {size} {kernel}": (lambda size=size, kernel=kernel: mednext(1, 3, size, kernel), parameters)
+        for (size, kernel), parameters in {  # of the package's own, without a parameter that it does not use
+            ("s", 3): 5_550_947,
+            ("b", 3): 10_526_339,
+            ("m", 3): 17_548_995,
+            ("l", 3): 61_779_299,
+            ("s", 5): 5_980_579,
+            ("b", 5): 10_955_971,
+            ("m", 5): 18_260_867,
+            ("l", 5): 62_992_931,
+        }.items()
+    },  # fmt: skip
     **{
         f"hou {side}": (lambda side=side: hou(1, 3, side), hou_count(widths, 1, 3))
         for side, widths in (

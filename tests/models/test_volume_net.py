@@ -199,6 +199,7 @@ def test_levels_are_weighted_by_halves_and_see_the_label_in_the_middle() -> None
         ("unet-distmis-text", {}, (8, 8, 8)),
         ("unet-lamp", {}, (32, 32, 32)),
         ("se-unet-lamp", {"features": 4}, (32, 32, 32)),
+        ("mednext-s-k5", {"features": 4}, (16, 16, 16)),
     ],
 )
 def test_a_layouts_patch_is_what_the_network_cannot_cut(network: str, more: dict, unit: tuple) -> None:

@@ -32,6 +32,7 @@ OF_NETWORKS = {
     ("segment", "nnunet-resenc", "plain"): NNUNET,
     ("segment", "unet-hou", "plain"): "features norm dropout",
     ("segment", "se-unet-lamp", "plain"): "features norm",
+    ("segment", "mednext-s", "plain"): "features norm deep_supervision",
     ("classify", "vit", "plain"): f"{TOKENS} depth pooling",
     ("classify", "resattnet18", "plain"): "features",
     ("pretrain", "vit", "plain"): f"{TOKENS} depth mask_ratio rebuild_blocks rebuild_width normalised_targets",

@@ -153,7 +153,10 @@ TOPICS = {
     "UnetrDecoder PrimusDecoder",
     "Train": "ParallelModel DiceCE make_loss LossGroups",
     "Predict": "predict Predictor load_run",
-    "Weights": "load_monai export_monai load_nnunet export_nnunet load_primus export_primus read_weights write_weights",
+    "Weights": (
+        "load_monai export_monai load_nnunet export_nnunet load_mednext export_mednext load_primus export_primus "
+        "read_weights write_weights"
+    ),
 }
 FOLDERS = ("attention", "decoders", "losses", "spatial", "vit")
 

@@ -38,6 +38,7 @@ def of(
 
 
 ANISOTROPIC = {"kernels": ((1, 3, 3), (3, 3, 3), 3), "strides": (1, (1, 2, 2), (2, 1, 2))}
+MEDNEXT = {"block": "mednext", "activation": "gelu", "bias": True, "expansion": (2, 3, 2)}
 MAKERS: dict[str, Make] = {
     "plain": lambda data: of(data),
     "with biases": lambda data: of(data, bias=True),
@@ -56,6 +57,8 @@ MAKERS: dict[str, Make] = {
     "distmis text": lambda data: distmis(CHANNELS, CLASSES, variant="text", features=2, data=data),
     "lamp": lambda data: lamp(CHANNELS, CLASSES, 2, data=data),
     "se-lamp": lambda data: lamp(CHANNELS, CLASSES, 2, data=data, squeeze=SQUEEZE),
+    "mednext": lambda data: of(data, **MEDNEXT),
+    "mednext, kernel 5": lambda data: of(data, kernels=5, heads=3, supervised=3, **MEDNEXT),
     "nnunet": lambda data: network(of(None, heads=2).architecture, True),
 }
 
