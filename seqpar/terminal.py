@@ -9,6 +9,7 @@ import threading
 import time
 import weakref
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from seqpar.text import clock, quantity
@@ -175,7 +176,8 @@ def next_command(act: str, *arguments: object, ranks: int = 1) -> str:
         words = ["torchrun", "--nproc-per-node", str(ranks), *words]
     else:
         words = ["python", *words] if words[0] != "-m" else [f"seqpar-{act}"]
-    return shlex.join([*words, *map(str, arguments)])
+    paths = (f"./{one}" if isinstance(one, Path) and str(one).startswith("-") else str(one) for one in arguments)
+    return shlex.join([*words, *paths])
 
 
 def resume_command(act: str, out: object, *more: str, ranks: int = 1) -> str:

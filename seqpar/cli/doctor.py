@@ -14,7 +14,7 @@ from typing import NoReturn
 from seqpar.cluster import exit_codes
 from seqpar.cluster.examination import examine
 from seqpar.cluster.start_ranks import run_local
-from seqpar.data.errors import DataError
+from seqpar.data.errors import DataError, unwritable
 from seqpar.data.files import refuse_special
 from seqpar.parallel.launcher import read_launcher
 from seqpar.parallel.mesh import Mesh
@@ -92,11 +92,15 @@ def _write_job_scripts(options: argparse.Namespace) -> int:
     target = Path(options.job_scripts, "launch", "slurm")
     if target.exists():
         raise ValueError(f"--job-scripts {options.job_scripts}: {target} exists: name another folder, or remove it")
-    for source in sorted(path for path in JOB_SCRIPTS.iterdir() if path.is_file()):
-        target.mkdir(parents=True, exist_ok=True)
-        shutil.copy(source, target)
-        if source.suffix == ".sh":
-            (target / source.name).chmod(0o755)  # a wheel may have lost it
+    try:
+        for source in sorted(path for path in JOB_SCRIPTS.iterdir() if path.is_file()):
+            target.mkdir(parents=True, exist_ok=True)
+            shutil.copy(source, target)
+            if source.suffix == ".sh":
+                (target / source.name).chmod(0o755)  # a wheel may have lost it
+    except OSError as error:
+        shutil.rmtree(target, ignore_errors=True)  # half of them would be in the way of the next try
+        raise unwritable(target, error) from error
     print(f"Wrote {target}: edit a job script as its README.md says, and submit it from {options.job_scripts}")
     return 0
 

@@ -2,6 +2,7 @@
 
 import argparse
 import os
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import get_args
 
 from seqpar.cluster.exit_codes import run
 from seqpar.data.errors import DataError
+from seqpar.prediction.prediction_folder import warn_if_predicting
 from seqpar.runs.fold_folder import expand_folds
 from seqpar.runs.run_status import warn_if_killed
 from seqpar.scores.label_classes import BRATS
@@ -24,6 +26,7 @@ def act(arguments: Sequence[str]) -> int:
     """Scores the cases of each prediction, prints the scores and, of several, which is best; returns the exit code."""
     options = _parse(arguments)
     warn_if_killed(*(folder for path in options.prediction for folder in (path, *path.absolute().parents[:2])))
+    warn_if_predicting(*options.prediction)
     refuse_missing(options.prediction)
     return task_of_predictions(options.prediction).evaluate(options)
 
@@ -78,10 +81,10 @@ def _folds_of(path: Path) -> list[Path]:
     if not is_results(path) or list_label_files(path):  # nnU-Net puts its plans next to predictions, too
         return expand_folds([path])
     folders = sorted(folder for folder in path.glob("fold_*/validation") if list_label_files(folder))
-    numbered = [folder for folder in folders if folder.parent.name != "fold_all"]
+    numbered = [folder for folder in folders if re.fullmatch(r"fold_\d+", folder.parent.name)]
     if not folders:
         raise DataError(path, "has no fold_N/validation with label maps: let nnU-Net finish, or give predictions")
-    return numbered or folders
+    return numbered or [folder for folder in folders if folder.parent.name == "fold_all"]
 
 
 def _region(text: str) -> tuple[str, tuple[int, ...]]:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from seqpar.cluster.exit_codes import DATA, run
 from seqpar.data.errors import DataError
+from seqpar.prediction.prediction_folder import warn_if_predicting
 from seqpar.report.record import read_record
 from seqpar.report.several_runs import Compare, page_of_several
 from seqpar.report.sweep_page import page_of_sweep
@@ -30,6 +31,7 @@ def act(arguments: Sequence[str]) -> int:
     warn_if_killed(*options.runs)
     if len(options.runs) > 1:
         return _compare(options, compare)
+    warn_if_predicting(*[options.prediction] * bool(options.prediction))
     record = read_record(options.runs[0])
     made = TASKS[record.network_settings.task].page(options, record)
     write_output(options.out, made.text)

@@ -84,7 +84,8 @@ def _from_torchrun(env: Mapping[str, str]) -> Launcher:
         raise ValueError(f"RANK={rank} does not fit WORLD_SIZE={world}: it must be in 0…{world - 1}")
     if world > 1 and ("MASTER_ADDR" not in env or "MASTER_PORT" not in env):
         raise ValueError(f"WORLD_SIZE={world} needs MASTER_ADDR and MASTER_PORT: set both, or start with torchrun")
-    local_world = _number(env, "LOCAL_WORLD_SIZE", world)
+    if (local_world := _number(env, "LOCAL_WORLD_SIZE", world)) < 1:
+        raise ValueError(f"LOCAL_WORLD_SIZE={local_world}: it must be at least 1: remove it, or start with torchrun")
     return Launcher(
         by="torchrun" if "TORCHELASTIC_RUN_ID" in env else "variables",
         rank=rank,

@@ -2,6 +2,7 @@
 
 import csv
 import io
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -31,7 +32,8 @@ class ClassStatistics:
     def open(self, predicted: Iterable[str]) -> None:
         """Takes over the lines of cases whose label map is next to the table, without those to be ``predicted``."""
         try:
-            lines = list(csv.reader(io.StringIO(self.path.read_text(encoding="utf-8"))))
+            text = self.path.read_text(encoding="utf-8")
+            lines = list(csv.reader(io.StringIO(text[: text.rfind("\n") + 1])))  # the last line may be cut
         except FileNotFoundError:
             lines = []
         except OSError as error:
@@ -43,6 +45,12 @@ class ClassStatistics:
                 self.path, f"has the columns {', '.join(lines[0])} for other cases, and these would get "
                 f"{', '.join(self.columns)}; choose another --output"
             )  # fmt: skip
+
+    @property
+    def cases(self) -> set[str]:
+        """The cases that have all their lines."""
+        counts = Counter(line[0] for line in self._rows if len(line) == len(self.columns))
+        return {case for case, count in counts.items() if count == len(self.classes)}
 
     def _has_labels(self, case: str) -> bool:
         return any((self.path.parent / f"{case}{suffix}").is_file() for suffix in SUFFIXES)

@@ -7,6 +7,9 @@ FOLDER/…                      what a task writes: label maps, or a table of cl
 
 import fcntl
 import os
+import sys
+import zipfile
+import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -20,17 +23,21 @@ from torch import Tensor
 
 from seqpar.cluster.exit_codes import FolderInUse
 from seqpar.data.errors import DataError, reason
-from seqpar.data.files import read_json, suffix_of, write_json
+from seqpar.data.files import SUFFIXES, read_json, suffix_of, write_json
 from seqpar.data.formats.dataset import Case
 from seqpar.data.formats.recognise import is_folder_of_dataset
 from seqpar.data.phantom.phantom_files import is_generated
 from seqpar.data.preparation.cache_index import sources_of
+from seqpar.data.volumes import read_volume
 from seqpar.scores.label_files import ENTROPY
+from seqpar.terminal import coloured
 
 RECORD = "prediction.json"
 # keys of the record: every file that predict wrote there, or is writing; size and time of each case's images; and
 # whether images of generated phantoms are among them
 _FILES, _INPUTS, _GENERATED = "files", "inputs", "generated"
+
+_ENDS = {".json": b"}\n", ".pkl": b".", ".png": b"IEND\xaeB`\x82"}  # the last bytes of a whole file
 
 
 class PredictionFolder(ABC):
@@ -195,6 +202,33 @@ class PredictionFolder(ABC):
             why = error.problem if isinstance(error, DataError) else f"cannot be written ({reason(error)})"
             raise DataError(self.folder, f"{why}; what is finished is kept: make room or choose another "
                               "--output, and go on with --continue") from error  # fmt: skip
+
+
+def warn_if_predicting(*folders: Path) -> None:
+    """Prints a warning on stderr for each of these folders that a prediction is writing into."""
+    for folder in dict.fromkeys(folders):
+        with suppress(OSError):
+            handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+            try:
+                fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            except BlockingIOError:
+                line = f"warning: {folder} is in use by a prediction: its files may be missing, or of an earlier one"
+                print(coloured(line, sys.stderr), file=sys.stderr, flush=True)
+            finally:
+                os.close(handle)
+
+
+def is_whole(path: Path) -> bool:
+    """Returns whether a file that predict writes is there and can be read to its end."""
+    try:
+        if path.name.endswith(SUFFIXES):
+            return path.is_file() and bool(read_volume(path))
+        if path.suffix == ".npz":
+            with zipfile.ZipFile(path) as content:
+                return content.testzip() is None
+        return path.read_bytes().endswith(_ENDS[path.suffix])
+    except (DataError, OSError, ValueError, EOFError, zipfile.BadZipFile, zlib.error):
+        return False
 
 
 def _stamps(case: Case) -> list[Any]:

@@ -26,6 +26,7 @@ from seqpar.prediction.window_grid import WINDOWS, Sliding
 from seqpar.runs.nnunet_run import open_run
 from seqpar.runs.trained_run import TrainedRun
 from seqpar.scores.postprocessing import Steps, drop_small_components, keep_largest, parse_min_component
+from seqpar.settings.optimizer_settings import PRECISIONS
 
 
 @dataclass(frozen=True)
@@ -58,6 +59,8 @@ class PredictionSettings:
     def __post_init__(self) -> None:
         if self.window not in WINDOWS:
             raise ValueError(f"window={self.window!r}: choose {' or '.join(WINDOWS)}")
+        if self.precision not in PRECISIONS:
+            raise ValueError(f"precision={self.precision!r}: choose one of {', '.join(PRECISIONS)}")
         if self.window_batch < 1:
             raise ValueError(f"window_batch={self.window_batch}: give 1 or more windows")
         if not 1e-3 <= self.temperature <= 1e3:  # beyond, quotients of logits may be infinite, or all 0

@@ -9,9 +9,8 @@ import re
 import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from tempfile import mkdtemp
 from typing import Any
-
-import torch
 
 from seqpar.data.errors import DataError, unwritable
 from seqpar.data.files import read_json
@@ -25,7 +24,7 @@ from seqpar.weights.nnssl import primus_name
 from seqpar.weights.nnunet_results import CHECKPOINT, DATASET, PLANS
 from seqpar.weights.nnunet_weights import export_nnunet
 from seqpar.weights.primus_weights import export_primus
-from seqpar.weights.weight_files import State
+from seqpar.weights.weight_files import State, write_pth
 
 _SCHEMES = {  # of a recipe -> nnU-Net's, and whether it is that of the nonzero voxels
     "zscore": ("ZScoreNormalization", True),
@@ -74,23 +73,24 @@ def write_results(
 
 def _write(folder: Path, contents: Sequence[Mapping[str, Any]], folds: Sequence[str]) -> None:
     """Writes plans, data set and checkpoints under a temporary name, then renames the folder."""
-    temporary = folder.absolute().with_name(f".{folder.absolute().name}.tmp")
-    shared = contents[0]["init_args"]
+    target, shared = folder.absolute(), contents[0]["init_args"]
+    place: str | None = None
     try:
-        shutil.rmtree(temporary, ignore_errors=True)
-        temporary.mkdir(parents=True)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        place = mkdtemp(prefix=f".{target.name}.", suffix=".tmp", dir=target.parent)  # that no other export writes to
+        temporary = Path(place, target.name)
+        temporary.mkdir()  # with the usual permissions
         for name, content in ((PLANS, shared["plans"]), (DATASET, shared["dataset_json"])):
             (temporary / name).write_text(json.dumps(content, indent=4) + "\n")
         for fold, content in zip(folds, contents):
             (temporary / fold).mkdir()
-            torch.save(dict(content), temporary / fold / CHECKPOINT)
-        if folder.exists():
-            folder.rmdir()  # an empty one
-        temporary.rename(folder.absolute())
+            write_pth(temporary / fold / CHECKPOINT, content)
+        temporary.rename(target)  # which may be an empty folder
     except OSError as error:
         raise unwritable(folder, error) from error
     finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+        if place is not None:
+            shutil.rmtree(place, ignore_errors=True)
 
 
 def images_of(recipe: Recipe, path: Path) -> ImagePlan:

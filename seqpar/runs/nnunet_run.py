@@ -1,5 +1,6 @@
 """An nnU-Net results folder in place of a run; opens either."""
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -108,6 +109,8 @@ class NnunetRun(TrainedRun):
         nets = nets_of(self.results, mesh.seq, mode or "auto")
         if mesh.is_first and self.results.trainer_line:
             print(self.results.trainer_line, flush=True)
+        if mesh.is_first and self.results.changes_line:
+            print(self.results.changes_line, file=sys.stderr, flush=True)
         return [net.to(mesh.device, torch.float32).eval() for net in nets]
 
 

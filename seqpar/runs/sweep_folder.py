@@ -8,7 +8,7 @@ OUT/logs/NAME.txt   what the ranks of a point printed
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -133,9 +133,22 @@ def read_sweep(out: str | Path) -> Sweep:
         rows: list[dict[str, Any]] = [
             {name: math.nan if value is None else value for name, value in row.items()} for row in content["points"]
         ]
-        return Sweep(content["began"], tuple(Point(**row) for row in rows))
+        return Sweep(content["began"], tuple(map(_point, rows)))
     except (KeyError, TypeError, AttributeError) as error:
         raise damaged_sweep_error(path, error) from None
+
+
+def _point(row: Mapping[str, Any]) -> Point:
+    """Returns a point as it was read; raises TypeError for values of other types, and names that are no folder's."""
+    point = Point(**row)
+    for own in fields(point):
+        value, usual = getattr(point, own.name), {} if own.name == "settings" else own.default
+        kinds = (int, float) if isinstance(usual, float) else str if own.name == "name" else type(usual)
+        if not isinstance(value, kinds):
+            raise TypeError(f"{own.name} of a point is {value!r}")
+    if point.name in ("", "..") or point.name != Path(point.name).name:  # runs would be outside
+        raise TypeError(f"a point has the name {point.name!r}")
+    return point
 
 
 def damaged_sweep_error(path: Path, error: Exception) -> DataError:
@@ -161,6 +174,11 @@ def make_folder(out: Path) -> None:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise unwritable(f"--out {out}", error) from None
+
+
+def _whole(value: Any) -> int:
+    """Returns a number of status.json; 0 for what is none, as in a damaged file."""
+    return value if isinstance(value, int) else 0
 
 
 def _finite(value: Any) -> Any:
@@ -202,12 +220,12 @@ def _look_up(run: Path, point: Point, stopped: Sequence[str]) -> Point:
         point,
         state=state,
         step=max((row["step"] + 1 for row in train), default=0),
-        steps=int(status.get("steps", 0)),
+        steps=_whole(status.get("steps")),
         score=score_of(best) if best else math.nan,
         at=best["step"] if best else 0,
         loss=float(train[-1]["loss"]) if train else math.nan,
         seconds=sum(row.get("seconds", 0.0) for row in (*train, *held_out)),
-        code=int(status.get("code", 0)),
+        code=_whole(status.get("code")),
         why="" if state == "stopped" else str(status.get("why", "")),
         cases=int(best.get("cases", 0)) if best else 0,
     )

@@ -1,9 +1,12 @@
 """summary.json in nnU-Net's schema and metrics.csv; the predictions that a command line names."""
 
 import csv
+import fcntl
 import io
 import os
-from collections.abc import Collection, Mapping
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +16,8 @@ from seqpar.data.formats.recognise import is_folder_of_dataset
 from seqpar.scores.label_classes import Labels
 from seqpar.scores.label_files import Pair
 from seqpar.scores.label_scores import Scores
+
+_TURN_S = 10.0  # for which an evaluation waits until another one has written its files
 
 
 def class_key(labels: tuple[int, ...]) -> str:
@@ -129,10 +134,42 @@ def _is_our_picture(path: Path) -> bool:
 _OURS = {"json": _is_our_json, "csv": _is_our_csv, "find-best": _is_our_json, "calibration": _is_our_picture}
 
 
-def write_output(path: Path, text: str) -> None:
-    """Writes a file whole or not at all, and makes the folders above it; raises DataError if that fails."""
+@contextmanager
+def writing_alone(files: Collection[Path]) -> Iterator[None]:
+    """Lets no other evaluation write into the folders of files within the block, so that files stay of one evaluation.
+
+    A prediction may hold its folder for hours, and writes none of these files: after some seconds nobody is awaited.
+    """
+    until, handles = time.monotonic() + _TURN_S, list[int]()
+    try:
+        for folder in sorted({os.path.realpath(file.parent) for file in files}):
+            with suppress(OSError):  # which writing reports, or a file system without locks
+                os.makedirs(folder, exist_ok=True)
+                handles.append(os.open(folder, os.O_RDONLY))
+                while not _locked(handles[-1]) and time.monotonic() < until:
+                    time.sleep(0.02)
+        yield
+    finally:
+        for handle in handles:
+            os.close(handle)
+
+
+def _locked(handle: int) -> bool:
+    """Returns whether this process has a folder's lock, and took it if nobody had; raises OSError without locks."""
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def write_output(path: Path, content: str | Callable[[Path], object]) -> None:
+    """Writes a file whole or not at all, and makes the folders above it; raises DataError if that fails.
+
+    - ``content``: a text, or what writes the file
+    """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_text(path, text)
+        content(path) if callable(content) else write_text(path, content)
     except OSError as error:
         raise unwritable(path, error) from error

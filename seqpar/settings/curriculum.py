@@ -45,6 +45,13 @@ def _parse_entry(entry: str, text: str) -> LessonSpec:
     epochs, batch, micros = int(match["epochs"]), int(match["batch"] or 0), int(match["micros"] or 0)
     if epochs < 1 or (match["batch"] and batch < 1) or (match["micros"] and micros < 1) or not all(sides):
         raise ValueError(f"--curriculum {text}: {entry} has a 0; sides, epochs and batch must be at least 1")
+    for what, numbers, most in (
+        ("sides", sides, 65_536),
+        ("epochs", (epochs,), 10**9),
+        ("batch", (batch, micros), 10**6),
+    ):
+        if max(numbers, default=0) > most:  # as the flags of each have it
+            raise ValueError(f"--curriculum {text}: {entry} has the {what} {max(numbers)}; it must be at most {most}")
     return LessonSpec(sides * 3 if len(sides) == 1 else sides, epochs, batch, bool(match["whole"]), micros)
 
 

@@ -3,7 +3,7 @@
 import argparse
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,7 +17,7 @@ from seqpar.prediction.prediction_folder import RECORD
 from seqpar.report.record import RunRecord, above_scores, chosen_on_them, read_record
 from seqpar.runs.run_folder import holds_run, tested_cases
 from seqpar.scores.label_files import missing_line
-from seqpar.scores.summary_files import write_output
+from seqpar.scores.summary_files import write_output, writing_alone
 from seqpar.terminal import next_command
 
 
@@ -27,7 +27,7 @@ class ScoringJob:
 
     - ``name``: as the command line names it
     - ``cases``: what a task scores of it
-    - ``files``: to write, by kind: "json" and "csv"
+    - ``files``: to write, by kind: "json", "csv" and "calibration", a picture
     - ``faults``: what is wrong with other cases
     - ``missing``: cases of the truth without a prediction
     - ``note``: a line on files that are not written
@@ -48,14 +48,14 @@ class ScoredPrediction:
     - ``cases``: what the comparison needs of each
     - ``text``: what is printed
     - ``line``: one line that sums up
-    - ``contents``: of the files, by kind
+    - ``contents``: of the files, by kind, or what writes it
     """
 
     name: str
     cases: Any
     text: str
     line: str
-    contents: Mapping[str, str]
+    contents: Mapping[str, str | Callable[[Path], object]]
 
 
 class CaseEvaluation(ABC):
@@ -103,12 +103,14 @@ class CaseEvaluation(ABC):
                 print(result.text if scored else f"{result.text}\n{self.words}", end="\n\n", flush=True)
                 scored.append(result)
                 line = result.line
-                for kind, path in job.files.items():
-                    try:
-                        write_output(path, result.contents[kind])
-                        line += f"; {path}"
-                    except DataError as error:
-                        job.faults.append(error)
+                written = {path: result.contents[kind] for kind, path in job.files.items() if kind in result.contents}
+                with writing_alone(written):
+                    for path, content in written.items():
+                        try:
+                            write_output(path, content)
+                            line += f"; {path}"
+                        except DataError as error:
+                            job.faults.append(error)
             for text in filter(None, [job.note, missing_line(job.missing), *self._cautions(job)]):
                 print(text, flush=True)
             for fault in job.faults:

@@ -113,6 +113,10 @@ class TrainingData:
         recipe = self.dataset.recipe.to_json()
         return {**description, "recipe": recipe, "prepared": str(self.dataset.path.absolute()), **ids}
 
+    def digests(self) -> dict[str, str]:
+        """Returns a digest of each case's prepared arrays; reads a small file of each."""
+        return {case: self.dataset.cases[case].digest for case in (*self.train_ids, *self.held_out_ids)}
+
 
 def outputs_shown(data: TrainingData, cases: Sequence[str], mode: Mode, device: torch.device) -> Tensor | None:
     """Returns which outputs the labels of this rank's samples show, of the group's ``cases``; None where all do."""

@@ -277,6 +277,12 @@ def _is_of_data(folder: Path, data: str) -> bool:
     return is_same or (folder / "dataset.json").is_file() or is_folder_of_dataset(folder)
 
 
+# what a run writes after its config.json
+_OF_A_RUN = (
+    "metrics.jsonl", "model.safetensors", "window.json", "validation*", "progress.png", "checkpoints/step-*",
+)  # fmt: skip
+
+
 def refuse_other_run(config: Config) -> None:
     """Refuses a run folder that holds a run already, unless that one is resumed, and the folder of five."""
     refuse_folder_of_five(config)
@@ -289,6 +295,12 @@ def refuse_other_run(config: Config) -> None:
         was_killed = f" ({sentence})" if (sentence := describe_kill(config.out)) else ""
         raise ValueError(
             f"--out {config.out} holds a run already{was_killed}: add --resume to continue it, or name another folder"
+        )
+    left = [path for name in _OF_A_RUN for path in Path(config.out).glob(name)] if config.out else []
+    if left and not config.resume:
+        raise ValueError(
+            f"--out {config.out} holds {left[0].name}, which would be lost, and no config.json: restore that of the "
+            "run, or name another folder"
         )
 
 

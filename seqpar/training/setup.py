@@ -70,6 +70,22 @@ def cases_that_changed_sides(began: Mapping[str, Any], now: Mapping[str, Any]) -
     )
 
 
+def data_that_changed(began: Mapping[str, Any], now: Mapping[str, Any]) -> str:
+    """Returns a line on cases that came, went or changed since a run was last started; "" if none did, or of old runs.
+
+    - ``began``, ``now``: the digest of each case
+    """
+    cases = {
+        "changed": [case for case in now if began.get(case, now[case]) != now[case]],
+        "added": sorted(now.keys() - began.keys()),
+        "removed": sorted(began.keys() - now.keys()),
+    }
+    listed = [f"{quantity(len(some), 'case')} {kind}, such as {some[0]}" for kind, some in cases.items() if some]
+    if not (began and listed):
+        return ""
+    return f"warning: the data are not those with which this run was last started: {'; '.join(listed)}"
+
+
 def _names(value: Any) -> list[str]:
     """Returns names in the order of their numbers."""
     if isinstance(value, Mapping) and "names" in value:
@@ -172,6 +188,7 @@ def make_trainer(
     before = read_config(out) if config.resume or not is_first else {}
     data_before = before.get("dataset", {})
     data_now = data.describe() | ({"generated": True} if is_generated(config.data) else {})
+    data_now |= {"digests": run_on_rank0(data.digests, mesh.world)}
     refuse_other_outputs(data_before, data_now, config.data, out)
     net, attention_reasons = _build_net(config, mesh, data, before["layout"] if saved and is_first else {})
     mode_line = describe_decoding(net, config)
@@ -192,7 +209,8 @@ def make_trainer(
     description = describe_run(config, request.preset, data_now, layout, history)
     if mesh.is_first:
         print("\n".join(_lesson_lines(request, number, resizing)), flush=True)
-        if warning := cases_that_changed_sides(data_before, data_now):
+        changed = data_that_changed(data_before.get("digests", {}), data_now["digests"])
+        for warning in filter(None, (changed, cases_that_changed_sides(data_before, data_now))):
             print(warning, flush=True)
         here = Circumstances(declares_regions=bool(data.dataset.regions), learns_regions=bool(data.regions))
         if is_first and (idle := describe_settings_without_effect(config, request.flags, here)):

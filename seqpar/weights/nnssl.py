@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from seqpar.data.errors import DataError
+from seqpar.data.errors import DataError, unwritable
 from seqpar.data.files import whole_file
 from seqpar.decoders.primus import STEMS, ConvStem
 from seqpar.decoders.unets.architecture import Architecture
@@ -23,7 +23,7 @@ from seqpar.decoders.unets.unet import UNet
 from seqpar.weights.nnunet_results import PRETRAINING
 from seqpar.weights.nnunet_weights import nnunet_names
 from seqpar.weights.primus_weights import SIZES, export_primus
-from seqpar.weights.weight_files import State, rename, unwrap
+from seqpar.weights.weight_files import State, rename, unwrap, write_pth
 
 PATCH = (8, 8, 8)
 _RES_ENC_L = {  # the network that nnssl knows by this name
@@ -144,8 +144,11 @@ def write_pretrained(
         "trainer_name": "seqpar",
         "licence": licence,
     }
-    with whole_file(path) as temporary:
-        torch.save(content, temporary)
+    try:
+        with whole_file(path) as temporary:
+            write_pth(temporary, content)
+    except OSError as error:
+        raise unwritable(path, error) from error
     return name
 
 

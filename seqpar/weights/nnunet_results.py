@@ -48,13 +48,27 @@ class FoldCheckpoint:
 
 @dataclass(frozen=True)
 class NnunetResults:
-    """A results folder: the plan and data that its networks were trained with, and the folds that were read."""
+    """A results folder: the plan and data that its networks predict with, and the folds that were read.
+
+    - ``changed``: what these say otherwise than the checkpoints, by name
+    """
 
     path: Path
     plan: NnunetPlan
     declaration: NnunetDeclaration
     architecture: Architecture
     folds: tuple[FoldCheckpoint, ...]
+    changed: tuple[str, ...] = ()
+
+    @property
+    def changes_line(self) -> str:
+        """A line on what the folder's plans and data set say otherwise than those in its checkpoints; "" if nothing."""
+        if not self.changed:
+            return ""
+        return (
+            f"warning: {self.path}: {PLANS} and {DATASET} are not those that the networks were trained with, which are "
+            f"in their checkpoints: {', '.join(self.changed)} differ; the files are followed, as nnU-Net does"
+        )
 
     @property
     def trainer_line(self) -> str:
@@ -111,8 +125,8 @@ def fold_files(folder: str | Path, folds: Sequence[str] = (), checkpoint: str = 
     """
     folder = Path(folder)
     there = sorted(path.name for path in folder.glob("fold_*") if (path / checkpoint).is_file())
-    numbered = [name for name in there if name != "fold_all"]
-    names = [f"fold_{fold}" for fold in folds] or numbered or there
+    numbered = [name for name in there if re.fullmatch(r"fold_\d+", name)]
+    names = [f"fold_{fold}" for fold in folds] or numbered or [name for name in there if name == "fold_all"]
     if not names or (missing := [name for name in names if name not in there]):
         lacking = f"has no {missing[0]}/{checkpoint}" if names else f"holds no fold_0/{checkpoint}"
         have = ", ".join(name.removeprefix("fold_") for name in there) or "none"
@@ -183,7 +197,24 @@ def _results(
         )
         for file, checkpoint in checkpoints.items()
     )
-    return NnunetResults(path, plan, declaration, architecture, folds)
+    names = dict.fromkeys(name for file in checkpoints.items() for name in _changed(plan, declaration, *file))
+    return NnunetResults(path, plan, declaration, architecture, folds, tuple(names))
+
+
+def _changed(plan: NnunetPlan, declaration: NnunetDeclaration, file: Path, checkpoint: Mapping[str, Any]) -> list[str]:
+    """Returns what a plan and a declaration say otherwise than those that a checkpoint was trained with, by name."""
+    trained = checkpoint["init_args"]
+    try:
+        own = plan_of(trained["plans"], plan.configuration, file), declaration_of(trained["dataset_json"], file)
+    except (DataError, TypeError, AttributeError):
+        return []  # of a version that reads otherwise
+
+    def said(plan: NnunetPlan, declaration: NnunetDeclaration) -> dict[str, Any]:
+        regions = list(declaration.regions.items())  # whose order is that of the outputs
+        return {**vars(plan), **vars(declaration), "regions": regions, "batch_size": 0, "batch_dice": False}
+
+    now, before = said(plan, declaration), said(*own)
+    return [name for name in now if now[name] != before[name]]
 
 
 def _checkpoint(path: Path) -> Mapping[str, Any]:

@@ -1,6 +1,7 @@
 """Reads and writes files of weights without running anything in them; renames and loads state dicts."""
 
 import hashlib
+import io
 import json
 import logging
 import math
@@ -217,6 +218,13 @@ def write_weights(path: str | Path, net: nn.Module | State, settings: Mapping[st
             save_file(tensors, temporary, metadata=as_metadata(settings or getattr(net, "settings", {})))
         except SafetensorError as error:  # of a full disk, too
             raise OSError(str(error)) from error
+
+
+def write_pth(path: Path, content: Mapping[str, Any]) -> None:
+    """Writes what ``torch.load`` reads; raises OSError, which ``torch.save`` does not on a full disk."""
+    buffer = io.BytesIO()
+    torch.save(dict(content), buffer)
+    path.write_bytes(buffer.getbuffer())
 
 
 def refuse_unusable(state: State, path: str | Path) -> None:

@@ -1,7 +1,9 @@
 """The acceptance program tells wrong results from slow ones. ``.ci/accept`` runs all of it."""
 
+import errno
 import json
 import os
+import shutil
 import signal
 import sys
 import time
@@ -245,6 +247,17 @@ def test_job_scripts_that_are_there_are_not_overwritten(tmp_path: Path, capsys: 
     assert run(doctor.act, ["--job-scripts", str(tmp_path)]) == 2
     assert f"{tmp_path}/launch/slurm exists: name another folder" in capsys.readouterr().err
     assert (tmp_path / "launch" / "slurm" / "generic.sbatch").read_text() == "edited"
+
+
+def test_job_scripts_on_a_full_disk_leave_nothing_half(tmp_path: Path, monkeypatch, capsys) -> None:
+    def full(source: Path, target: Path) -> None:
+        (target / source.name).touch()
+        raise OSError(errno.ENOSPC, "No space left on device", str(source))
+
+    monkeypatch.setattr(shutil, "copy", full)
+    assert run(doctor.act, ["--job-scripts", str(tmp_path)]) == 3
+    assert f"{tmp_path}/launch/slurm: cannot be written (No space left" in capsys.readouterr().err
+    assert not (tmp_path / "launch" / "slurm").exists()
 
 
 def test_flags_that_go_with_the_other_use_of_the_doctor_are_refused(

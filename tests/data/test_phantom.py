@@ -143,6 +143,15 @@ def test_a_folder_of_other_settings_is_refused(tmp_path):
         write_phantom(tmp_path, 1, PhantomSettings(size=TINY, seed=1))
 
 
+@pytest.mark.parametrize("kind", ["brain", "dementia"])
+def test_nothing_is_written_among_the_files_of_others(kind, tmp_path):
+    (tmp_path / "labels.csv").write_text("case,class\na,ill\n")
+    with pytest.raises(DataError, match="holds labels.csv, which phantom did not write"):
+        write_phantom(tmp_path, 1, PhantomSettings.of(kind, None, TINY))
+    assert [path.name for path in tmp_path.iterdir()] == ["labels.csv"]
+    assert (tmp_path / "labels.csv").read_text() == "case,class\na,ill\n"
+
+
 def test_an_interrupted_file_is_no_file(tmp_path, monkeypatch):
     def full(source: str, target: str) -> None:
         raise OSError(28, "No space left on device", str(target))
@@ -154,6 +163,7 @@ def test_an_interrupted_file_is_no_file(tmp_path, monkeypatch):
 
 
 def test_a_worker_error_reaches_the_caller_and_no_process_stays(tmp_path):
+    write_phantom(tmp_path, 1, PhantomSettings(size=TINY))
     (tmp_path / "BraTS-GLI-00001-000").write_text("in the way")
     with pytest.raises(DataError, match=r"BraTS-GLI-00001-000: cannot write .*File exists"):
         write_phantom(tmp_path, 4, PhantomSettings(size=TINY), workers=2)

@@ -145,6 +145,7 @@ def test_two_mpiruns_on_a_machine_meet_apart() -> None:
         ({"RANK": "1"}, "WORLD_SIZE is not"),
         ({"RANK": "2", "WORLD_SIZE": "2"}, "does not fit"),
         ({"RANK": "zero", "WORLD_SIZE": "2"}, "not a number"),
+        ({"RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "0"}, "LOCAL_WORLD_SIZE=0"),
         ({"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "n1"}, "MASTER_PORT"),
         ({"PMI_RANK": "4", "PMI_SIZE": "4"}, "does not fit PMI_SIZE"),
         ({k: v for k, v in STEP.items() if k != "SLURM_PROCID"}, "SLURM_PROCID"),

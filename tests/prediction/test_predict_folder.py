@@ -79,6 +79,25 @@ def test_continue_does_what_is_left_and_the_files_are_the_same(images, tmp_path,
     assert tree(tmp_path / "out") == tree(tmp_path / "whole")
 
 
+def test_continue_predicts_again_what_lacks_a_whole_file(images, tmp_path, capsys) -> None:
+    run, flags = make_run(tmp_path / "run"), ("--probabilities", "--npz", "--uncertainty", "--statistics")
+    assert act(tmp_path, run, *flags) == 0
+    whole = tree(tmp_path / "out")
+    for emptied, cut in [
+        ("npz/c_000.pkl", "npz/c_001.npz"),
+        ("npz/c_000.npz", "uncertainty/c_001_entropy.nii.gz"),
+        ("probabilities/c_000_label-1.nii.gz", "statistics.csv"),
+    ]:
+        (tmp_path / "out" / emptied).write_bytes(b"")
+        (tmp_path / "out" / cut).write_bytes(whole[cut][:-3])
+        capsys.readouterr()
+        assert act(tmp_path, run, *flags, "--continue") == 0
+        assert "1 are done" in capsys.readouterr().out, (emptied, cut)
+        again = tree(tmp_path / "out")
+        assert sorted(again.pop("statistics.csv").splitlines()) == sorted(whole["statistics.csv"].splitlines())
+        assert all(whole[name] == content for name, content in again.items()), (emptied, cut)
+
+
 def test_continue_predicts_again_what_has_another_image_or_other_settings(images, tmp_path, capsys) -> None:
     run, record = make_run(tmp_path / "run"), tmp_path / "out" / "prediction.json"
     assert act(tmp_path, run) == 0
@@ -107,6 +126,25 @@ def test_continue_refuses_other_settings(images, tmp_path) -> None:
     with pytest.raises(DataError, match="other settings .settings."):
         act(tmp_path, run, "--continue", "--overlap", "0.25")
     assert act(tmp_path, run, "--overlap", "0.25") == 0  # all again
+
+
+@pytest.mark.parametrize(
+    ("part", "name", "value", "says"),
+    [
+        ("recipe", "schemes", ["zscroe"], "normalises .*zscroe.*: it is damaged"),
+        ("recipe", "schemes", ["ct"], "normalises .*ct.*None.*: it is damaged"),
+        ("recipe", "spacing", [0, 1, 1], "has the spacing .0, 1, 1.*: it is damaged"),
+        ("config", "precision", "fp8", "--precision fp8: choose one of"),
+    ],
+)
+def test_a_damaged_run_predicts_nothing(part: str, name: str, value: Any, says: str, images, tmp_path) -> None:
+    run = make_run(tmp_path / "run")
+    content = json.loads((run / "config.json").read_text())
+    (content["dataset"]["recipe"] if part == "recipe" else content["config"])[name] = value
+    (run / "config.json").write_text(json.dumps(content))
+    with pytest.raises(ValueError, match=says):
+        act(tmp_path, run)
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_place_that_cannot_be_written_is_one_clear_error(ranks, images, tmp_path, capfd) -> None:

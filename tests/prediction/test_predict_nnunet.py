@@ -219,7 +219,20 @@ def test_flags_and_folders_that_do_not_fit_are_refused(place: Path, capfd: pytes
         predict.act([str(model), str(run), "-i", str(place / "images"), "-o", str(place / "out")])
     (place / "images" / "c1_0001.nii.gz").unlink()
     assert act(place, model, "--folds", "0", "--mirror", "none") == exit_codes.DATA
-    assert "c1_0001.nii.gz: is missing" in capfd.readouterr().err
+    said = capfd.readouterr().err
+    assert "c1_0001.nii.gz: is missing" in said and "differ" not in said
+    plans, dataset = (json.loads((model / name).read_text()) for name in ("plans.json", "dataset.json"))
+    plans["configurations"]["3d_fullres"]["spacing"] = SPACING[::-1]
+    dataset["labels"] = {"background": 0, "edge": 2, "core": 1}
+    for name, content in (("plans.json", plans), ("dataset.json", dataset)):
+        (model / name).write_text(json.dumps(content))
+    one = str(place / "images" / "c0_0000.nii.gz"), str(place / "images" / "c0_0001.nii.gz")
+    assert predict.act([str(model), "-i", *one, "-o", str(place / "other"), "-f", "0", "--mirror", "none"]) == 0
+    assert capfd.readouterr().err.count("their checkpoints: spacing, labels differ") == 1
+    plans["foreground_intensity_properties_per_channel"]["0"]["std"] = -45.0
+    (model / "plans.json").write_text(json.dumps(plans))
+    with pytest.raises(ValueError, match="std must be 0 or more"):
+        act(place, model)
 
 
 def test_a_network_is_found_as_nnunet_finds_it(place: Path, monkeypatch, capfd) -> None:

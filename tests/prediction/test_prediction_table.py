@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import matplotlib.pyplot as plt
 import numpy as np
 import pytest
 
@@ -9,6 +10,7 @@ from seqpar.data.errors import DataError
 from seqpar.data.formats.dataset import Case
 from seqpar.tasks.classify.prediction import PredictionTable
 from seqpar.tasks.classify.scores import EXPLANATIONS, read_class_table
+from tests.support.folders import save
 
 
 def test_what_another_run_predicted_is_not_taken_for_ones_own(tmp_path: Path) -> None:
@@ -30,6 +32,28 @@ def test_what_another_run_predicted_is_not_taken_for_ones_own(tmp_path: Path) ->
     assert picture.exists()
     with pytest.raises(DataError, match=r"a\.png: would be overwritten"):
         PredictionTable(tmp_path, names, explains=True).open(cases, {"runs": "second"}, False)
+
+
+def test_cases_whose_explanation_is_not_whole_are_left(tmp_path: Path) -> None:
+    names, record, cases = ("healthy", "ill"), {"runs": "first"}, [Case(name, ()) for name in "abc"]
+    table = PredictionTable(tmp_path, names, explains=True)
+    for case in table.open(cases, record, False):
+        for path in table.explanation_paths(case):
+            path.parent.mkdir(exist_ok=True)
+        save(table.explanation_paths(case)[0], np.zeros((2, 2, 2), np.float32))
+        plt.imsave(table.explanation_paths(case)[1], np.zeros((2, 2)))
+        table.add(case.id, np.array([0.5, 0.5]))
+    table.close()
+    volume, picture = table.explanation_paths(cases[0])[0], table.explanation_paths(cases[2])[1]
+    volume.write_bytes(b"")
+    picture.write_bytes(picture.read_bytes()[:-1])
+
+    def left() -> list[str]:
+        return [case.id for case in PredictionTable(tmp_path, names, explains=True).open(cases, record, True)]
+
+    assert left() == ["a", "c"]
+    table.path.write_bytes(b"")
+    assert left() == ["a", "b", "c"], "an emptied table has nothing to keep"
 
 
 def test_cases_that_are_predicted_later_join_the_table_of_the_same_settings(tmp_path: Path) -> None:

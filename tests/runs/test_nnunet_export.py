@@ -1,6 +1,8 @@
 """A run as an nnU-Net results folder: what is in it, that it predicts the same, and what is refused."""
 
 import json
+import resource
+import signal
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,10 +12,13 @@ import pytest
 import torch
 
 from seqpar.cli.export import act as export
+from seqpar.cluster.exit_codes import DATA
+from seqpar.cluster.exit_codes import run as code_of
 from seqpar.data.preparation.recipe import Intensity, Recipe
 from seqpar.runs.fold_folder import write_flags
 from seqpar.settings.config import Config
 from seqpar.weights.nnunet_settings import read_plan, settings_of
+from tests.support.folders import child, exit_code
 from tests.support.predictions import act, make_run, voxels, write_images
 
 NET = Config(network="nnunet-plain", tile=(16, 8, 8), features=4, decoder="plain", fold="2", batch=3, val_mirror="W")
@@ -80,6 +85,15 @@ def test_a_folder_that_holds_something_stays(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="is there already"):
         export([str(run), str(tmp_path / "back")])
     assert [path.name for path in (tmp_path / "back").iterdir()] == ["mine"]
+    (mine := tmp_path / ".new.tmp").mkdir()
+
+    def on_a_full_disk() -> None:
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (8000, 8000))
+        assert code_of(export, [str(run), str(tmp_path / "new")]) == DATA
+
+    assert exit_code(child(on_a_full_disk)) == 0
+    assert mine.is_dir() and sorted(path.name for path in tmp_path.iterdir()) == [".new.tmp", "back", "run"]
 
 
 def test_five_folds_become_five(tmp_path: Path) -> None:

@@ -1,14 +1,17 @@
 """Evaluation of folders: files written, faults reported while the other cases go on."""
 
 import csv
+import fcntl
 import gzip
 import json
 import os
 import re
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import nibabel
 import numpy as np
@@ -16,7 +19,11 @@ import pytest
 
 from seqpar.cli import evaluate
 from seqpar.cluster.exit_codes import DATA, USAGE, run
+from seqpar.scores import summary_files
 from seqpar.scores.label_scores import score
+from seqpar.scores.summary_files import write_output, writing_alone
+from seqpar.tasks import case_evaluation
+from tests.support.folders import child, exit_code
 from tests.support.label_folders import OBLIQUE, OBLIQUE_MM, evaluate_folders, random_labels, save, summary_of
 
 
@@ -259,3 +266,43 @@ def test_a_place_that_cannot_be_written_is_one_error_and_keeps_the_old_file(
     assert "summary.json: cannot be written (No space left" in errors[0]
     assert (folders[1] / "summary.json").read_text() == before
     assert not list(folders[1].glob(".*tmp"))
+
+
+def test_two_evaluations_at_once_leave_files_of_one(folders: tuple[Path, Path], monkeypatch, tmp_path) -> None:
+    half, second = tmp_path / "half", tmp_path / "second"
+
+    def write_slowly(path: Path, content: Any) -> None:
+        write_output(path, content)
+        half.touch()
+        while not second.exists():
+            time.sleep(0.01)
+        time.sleep(0.5)
+
+    def begin_to_write(files: Any) -> Any:
+        second.touch()
+        return writing_alone(files)
+
+    def first() -> None:
+        monkeypatch.setattr(case_evaluation, "write_output", write_slowly)
+        assert evaluate_folders(folders) == 0
+
+    pid = child(first)
+    while not half.exists():
+        time.sleep(0.01)
+    monkeypatch.setattr(case_evaluation, "writing_alone", begin_to_write)
+    assert evaluate_folders(folders, "--nsd-tolerance", "5") == 0 and exit_code(pid) == 0
+    with open(folders[1] / "metrics.csv", newline="") as file:
+        table = [float(row["NSD"]) for row in csv.DictReader(file) if row["class"] == "core"]
+    assert table == [case["metrics"]["2"]["NSD"] for case in summary_of(folders)["metric_per_case"]]
+
+
+def test_a_prediction_that_is_writing_into_the_folder_is_said_and_not_awaited(
+    folders: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(summary_files, "_TURN_S", 0.1)
+    handle = os.open(folders[1], os.O_RDONLY)
+    fcntl.flock(handle, fcntl.LOCK_EX)
+    assert evaluate_folders(folders) == 0 and (folders[1] / "metrics.csv").is_file()
+    assert f"warning: {folders[1]} is in use by a prediction" in capsys.readouterr().err
+    os.close(handle)
+    assert evaluate_folders(folders) == 0 and not capsys.readouterr().err

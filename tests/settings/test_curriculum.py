@@ -71,6 +71,15 @@ def test_what_is_no_lesson_is_named(text):
         parse_curriculum(text)
 
 
+@pytest.mark.parametrize(
+    ("text", "what"),
+    [("70000:1", "sides 70000"), ("64:2000000000", "epochs 2000000000"), ("64:1:9000000", "batch 9000000")],
+)
+def test_a_number_that_no_flag_takes_is_named(text: str, what: str) -> None:
+    with pytest.raises(ValueError, match=f"--curriculum {text}: .* has the {what}; it must be at most"):
+        parse_curriculum(text)
+
+
 @pytest.mark.parametrize("text", ["64:0", "0:4", "64:4:0", "64:4:2x0", "64x0x64:1"])
 def test_a_lesson_of_nothing_is_refused(text):
     with pytest.raises(ValueError, match="has a 0"):

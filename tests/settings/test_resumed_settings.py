@@ -2,6 +2,7 @@
 
 import re
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from seqpar.planner.feasibility import check_feasible
 from seqpar.runs.run_folder import describe_run, read_config
 from seqpar.runs.run_status import append_start
 from seqpar.settings.command_line import parse
+from seqpar.settings.config import Config
 from seqpar.settings.presets import PRESETS
 from seqpar.settings.rules import refuse_settings_without_effect, settings_on_resume
 from seqpar.training import run_request
@@ -189,3 +191,14 @@ def test_tiles_that_are_computed_together_stay_together_on_other_ranks(what):
 def test_a_global_batch_that_cannot_be_kept_is_refused():
     with pytest.raises(ValueError, match="one of these numbers of groups: 1, 2, 4"):
         keep_global_batch(PRESETS["debug"](), 4, 3)
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "validation", "checkpoints/step-00000004"])
+def test_what_is_left_of_a_run_without_its_settings_is_not_overwritten(name: str, tmp_path: Path) -> None:
+    for path in ("train.log", "status.json"):  # of a start that failed
+        (tmp_path / path).touch()
+    (tmp_path / "checkpoints").mkdir()
+    run_request.refuse_other_run(Config(out=str(tmp_path)))
+    (tmp_path / name).mkdir()
+    with pytest.raises(ValueError, match="which would be lost, and no config.json: restore that of the run"):
+        run_request.refuse_other_run(Config(out=str(tmp_path)))

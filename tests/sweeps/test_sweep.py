@@ -15,6 +15,7 @@ import torch
 
 from seqpar.cli import report, tune
 from seqpar.cluster.exit_codes import DATA, USAGE, run
+from seqpar.data.errors import DataError
 from seqpar.report.curves import DICE, TRAIN_LOSS, Diagram
 from seqpar.report.planes import RUN_COLOURS
 from seqpar.report.sweep_page import page_of_sweep
@@ -246,12 +247,30 @@ def test_classifiers_are_compared_by_their_balanced_accuracy(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize(
-    "content", ['{"points": [{"name": 1, "what": 2}], "began": {}}', '{"points": [], "began": {}}']
+    "content",
+    [
+        '{"points": [{"name": 1, "what": 2}], "began": {}}',
+        '{"points": [], "began": {}}',
+    ],
 )
 def test_a_damaged_record_is_named(content: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "sweep.json").write_text(content)
     assert run(tune.act, ["--resume", "--out", str(tmp_path)]) == DATA
     assert "sweep.json: is no sweep of this version" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("point", "says"),
+    [
+        ({"name": "../../elsewhere", "settings": {}}, "a point has the name '../../elsewhere'"),
+        ({"name": "a", "settings": {}, "score": "0.5"}, "score of a point is '0.5'"),
+        ({"name": "a", "settings": []}, "settings of a point is"),
+    ],
+)
+def test_a_point_that_tune_did_not_write_is_named(point: dict[str, object], says: str, tmp_path: Path) -> None:
+    (tmp_path / "sweep.json").write_text(json.dumps({"began": {}, "points": [point]}))
+    with pytest.raises(DataError, match=says):
+        read_sweep(tmp_path)
 
 
 def test_of_equal_points_that_with_the_lower_loss_is_best() -> None:

@@ -1,6 +1,7 @@
 """Volumes as classifiers take them: cut to their middle or padded, alike in training, prediction and maps; presets."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -23,7 +24,9 @@ from seqpar.tasks.classify.data import ClassData, open_class_data
 from seqpar.tasks.classify.explanation import crop_or_pad, explain
 from seqpar.tasks.classify.validation import ClassValidation
 from seqpar.tasks.training_data import TrainingData
-from tests.support.class_folders import SHAPE, class_folder
+from seqpar.training.setup import data_that_changed
+from tests.support.class_folders import SHAPE, class_folder, volume
+from tests.support.folders import save
 
 TILE = (24, 32, 16)  # of volumes of 40 x 24 x 16: W is cut, D is padded
 
@@ -46,6 +49,21 @@ def test_a_tile_is_the_middle_of_a_volume_or_it_is_padded(data: ClassData) -> No
     drawn = [tiles.draw(TileKey(0, step, 0)).image for step in range(12)]
     names = [[name for name, middle in middles.items() if np.array_equal(image, middle)] for image in drawn]
     assert all(len(own) == 1 for own in names) and len({own[0] for own in names}) > 2
+
+
+def test_data_that_changed_since_a_run_was_last_started_are_named(tmp_path: Path) -> None:
+    folder = class_folder(tmp_path / "data", 6)
+    where = {"data": str(folder), "cache": str(tmp_path / "cache"), "fold": "all"}
+    config = Config(task="classify", network="resattnet18", tile=(), augment="none", **where)
+    began = open_class_data(config, True).digests()
+    save(folder / "c_01.nii.gz", volume(9, True))
+    (folder / "c_00.nii.gz").touch()
+    (folder / "c_04.nii.gz").rename(folder / "c_07.nii.gz")
+    (folder / "labels.csv").write_text((folder / "labels.csv").read_text().replace("c_04", "c_07"))
+    now = open_class_data(config, True).digests()
+    cases = "1 case changed, such as c_01; 1 case added, such as c_07; 1 case removed, such as c_04"
+    assert data_that_changed(began, now).endswith(f"last started: {cases}")
+    assert data_that_changed(began, began) == data_that_changed({}, now) == ""
 
 
 def test_cases_that_are_validated_are_of_each_class_in_turn(data: ClassData) -> None:

@@ -15,7 +15,7 @@ from seqpar.models.build import build_network
 from seqpar.parallel.mesh import Group
 from seqpar.settings.presets import PRESETS
 from seqpar.weights.monai_weights import load_monai
-from seqpar.weights.nnunet_results import fold_files, read_checkpoint
+from seqpar.weights.nnunet_results import CHECKPOINT, fold_files, read_checkpoint
 from seqpar.weights.nnunet_settings import settings_of, with_plans
 from seqpar.weights.nnunet_weights import export_nnunet, load_nnunet, nnunet_names, trained_state
 from seqpar.weights.weight_files import load_torch, read_weights
@@ -195,6 +195,14 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "2d convolutions": (change_architecture(conv_op="torch.nn.modules.conv.Conv2d"), "use Conv3d"),
     "normalisation": ({**configuration("PlainConvUNet"), "normalization_schemes": ["Own", "Own"]}, "schemes is Own"),
     "resampling": ({**configuration("PlainConvUNet"), "resampling_fn_data": "own"}, "resampling_fn is own"),
+    "spline": (
+        {**configuration("PlainConvUNet"), "resampling_fn_data_kwargs": {"order": 9}},
+        "fn_data is 9; supported",
+    ),
+    "part of a spline": (
+        {**configuration("PlainConvUNet"), "resampling_fn_data_kwargs": {"order": 2.5}},
+        "resampling_fn_data_kwargs is",
+    ),
     "patch": ({**configuration("PlainConvUNet"), "patch_size": [4, 8, 13]}, "4x8x13 voxels does not fit"),
 }
 
@@ -251,3 +259,8 @@ def test_networks_copies_and_folds_that_do_not_fit_are_refused(tmp_path: Path) -
         load_nnunet(torn, fold=3)
     with pytest.raises(ValueError, match="holds no fold_0/checkpoint_best.pth"):
         fold_files(torn, checkpoint="checkpoint_best.pth")
+    (torn / "fold_0").rename(torn / "fold_7")
+    for copy in ("fold_7_old", "fold_all"):  # a copy that somebody kept would count twice
+        (torn / copy).mkdir()
+        (torn / copy / CHECKPOINT).touch()
+    assert fold_files(torn) == [torn / "fold_7" / CHECKPOINT]

@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from seqpar.data.errors import DataError
+from seqpar.data.errors import DataError, unreadable
 from seqpar.data.files import SUFFIXES
 from seqpar.data.formats.dataset import TABLE, Case, Dataset, Split, VolumeClasses
 from seqpar.data.formats.dataset_json import read_json_object, resolve_path
@@ -78,7 +78,9 @@ def read_rows(path: Path, needed: Sequence[str]) -> dict[int, Row]:
         with open(path, newline="", encoding="utf-8-sig") as file:
             reader = csv.reader(file)
             numbered = [(reader.line_num, [cell.strip() for cell in row]) for row in reader]
-    except (OSError, UnicodeDecodeError, csv.Error) as error:
+    except OSError as error:
+        raise unreadable(path, error) from error
+    except (UnicodeDecodeError, csv.Error) as error:
         raise DataError(path, f"cannot be read ({error}); save it as CSV in UTF-8") from error
     lines = [(number, row) for number, row in numbered if any(row)]
     header = [name.casefold() if name.casefold() in COLUMNS else name for name in lines[0][1]] if lines else []

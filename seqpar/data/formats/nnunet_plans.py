@@ -211,6 +211,8 @@ def _intensity(scheme: str, known: Mapping[str, Any]) -> dict[str, float]:
     names = ("mean", "std", "percentile_00_5", "percentile_99_5") if scheme == SCHEMES[0] else ()
     if not all(math.isfinite(known[name]) for name in names):
         raise ValueError(f"{', '.join(names)} must be finite numbers")
+    if names and (known[names[1]] < 0 or known[names[2]] > known[names[3]]):
+        raise ValueError(f"{names[1]} must be 0 or more, and {names[2]} at most {names[3]}")
     return dict(known)
 
 
@@ -274,6 +276,7 @@ def _refuse_unknown(plan: NnunetPlan, path: Path) -> None:
         ("image_reader_writer", (plan.reader,), READERS),
         ("resampling_fn", tuple(step.function for step in steps), RESAMPLINGS),
         ("force_separate_z", tuple(str(step.force_separate_z) for step in steps), ("None", "False")),
+        ("order of resampling_fn_data", (plan.resampling.order,), range(6)),
         ("order of resampling_fn_probabilities", (plan.logit_resampling.order,), (1,)),
         ("order of resampling_fn_seg", (plan.label_resampling.order,), (0, 1)),
         ("order_z", tuple(step.order_z for step in steps), (0,)),
@@ -294,10 +297,12 @@ def _resampling(own: Mapping[str, Any], what: str) -> Resampling:
     options = own.get(f"resampling_fn_{what}_kwargs") or {}
     default = 3 if what == "data" else 1
     try:
-        orders = int(options.get("order", default)), int(options.get("order_z", 0))
+        order, order_z = options.get("order", default), options.get("order_z", 0)
+        if int(order) != order or int(order_z) != order_z:
+            raise ValueError("an order is no whole number")
     except (TypeError, ValueError, AttributeError) as error:
         raise ValueError(f"resampling_fn_{what}_kwargs is {options!r}") from error
-    return Resampling(str(function), *orders, options.get("force_separate_z"))
+    return Resampling(str(function), int(order), int(order_z), options.get("force_separate_z"))
 
 
 def _architecture(own: Mapping[str, Any], path: Path) -> tuple[str, dict[str, Any]]:

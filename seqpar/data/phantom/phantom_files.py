@@ -151,7 +151,7 @@ def write_phantom(
 
 
 def _claim(root: Path, settings: PhantomSettings) -> None:
-    """Writes phantom.json; raises DataError if the folder has other settings."""
+    """Writes phantom.json; raises DataError if the folder has other settings, or somebody's files."""
     mark, record = root / SETTINGS_FILE, settings.record()
     if mark.exists():
         try:
@@ -165,6 +165,8 @@ def _claim(root: Path, settings: PhantomSettings) -> None:
             )
     else:
         root.mkdir(parents=True, exist_ok=True)
+        if found := next(iter(sorted(root.glob("[!.]*"))), None):
+            raise DataError(root, f"holds {found.name}, which phantom did not write; choose another --out")
         write_json(mark, record)
 
 

@@ -7,6 +7,7 @@ OUT/cases/ID/truth.npy        class ids on the grid on which predictions are sco
 """
 
 import hashlib
+import json
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -59,6 +60,12 @@ class PreparedCase:
     def properties(self) -> Properties:
         """Returns what takes prepared arrays back to the geometry of the case's files."""
         return Properties.from_json(self._record["properties"])
+
+    @property
+    def digest(self) -> str:
+        """Returns what tells the prepared arrays from those of other files."""
+        files = self._record["files"]
+        return hashlib.blake2b(json.dumps(files, sort_keys=True).encode(), digest_size=8).hexdigest()
 
     @property
     def _record(self) -> dict[str, Any]:

@@ -11,12 +11,13 @@ import numpy as np
 from seqpar.data.errors import DataError
 from seqpar.data.formats.dataset import Dataset
 from seqpar.data.formats.joined_labels import Joins
-from seqpar.data.formats.nnunet_plans import ImagePlan
+from seqpar.data.formats.nnunet_plans import SCHEMES, ImagePlan
 
 _CLIP = re.compile(r"clip\b", re.IGNORECASE)
 BY_NAME, BY_VOLUME = "by-name", "volume"
 NORMALISATIONS = (BY_NAME, BY_VOLUME)
 SURVEYED = {"ct", "zscore"}  # schemes that depend on what is in the images
+_SCHEMES = {*SURVEYED, "clip", BY_VOLUME, "none"}
 
 
 @dataclass(frozen=True)
@@ -123,7 +124,27 @@ class Recipe:
         joined = tuple((int(a), int(b)) for a, b in value.get("joined", ()))
         whole = {"intensities": intensities, "spacing": spacing, "crop_to": crop_to, "joined": joined}
         whole["plan"] = ImagePlan.from_json(value["plan"]) if value.get("plan") else None
-        return Recipe(**{**value, **lists, **whole})
+        recipe = Recipe(**{**value, **lists, **whole})
+        recipe._refuse_damaged()
+        return recipe
+
+    def _refuse_damaged(self) -> None:
+        """Raises ValueError for what no preparation decides: other data than the trained ones would come of it."""
+        known = SCHEMES if self.plan else _SCHEMES
+        wrong = [scheme for scheme in self.schemes if scheme not in known]
+        lacking = [s for s, one in zip(self.schemes, self.intensities) if s in ("ct", "clip") and one is None]
+        sizes, counts = self.spacing, {len(self.modalities), len(self.schemes), len(self.intensities)}
+        numbers = [number for one in self.intensities if one for number in (one.low, one.high, one.mean, one.std)]
+        if wrong or lacking or len(counts) > 1 or not all(_is_finite(number) for number in numbers):
+            raise ValueError(
+                f"the recipe normalises {self.modalities} by {self.schemes} and {self.intensities}: it is damaged"
+            )
+        if sizes is not None and not (len(sizes) == 3 and all(_is_finite(size) and size > 0 for size in sizes)):
+            raise ValueError(f"the recipe has the spacing {sizes}, and not three sizes in mm: it is damaged")
+
+
+def _is_finite(value: Any) -> bool:
+    return isinstance(value, int | float) and bool(np.isfinite(value))
 
 
 def schemes_of(modalities: Sequence[str]) -> tuple[str, ...]:

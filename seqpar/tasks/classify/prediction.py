@@ -21,7 +21,7 @@ from seqpar.models.classifier import Classifier
 from seqpar.parallel.consensus import run_on_rank0
 from seqpar.parallel.mesh import Mesh
 from seqpar.prediction.case_stream import CasePrediction, Request, record_of_weights
-from seqpar.prediction.prediction_folder import PredictionFolder
+from seqpar.prediction.prediction_folder import PredictionFolder, is_whole
 from seqpar.prediction.run_average import EnsembleMember
 from seqpar.prediction.sliding_window import Image
 from seqpar.report.pictures import MAPS, draw_evidence
@@ -48,8 +48,9 @@ class PredictionTable(PredictionFolder):
 
     def unfinished(self, cases: Sequence[Case], kept: frozenset[str], same_settings: bool) -> list[Case]:
         """Also keeps the lines of other cases with the same settings."""
-        if same_settings and self.path.is_file():
-            table, again = read_class_table(self.path), {case.id for case in cases} - kept
+        if same_settings and self.path.is_file() and self.path.stat().st_size:  # an emptied one has nothing to keep
+            whole = {case.id for case in cases if not self.explains or all(map(is_whole, self.explanation_paths(case)))}
+            table, again = read_class_table(self.path), {case.id for case in cases} - (kept & whole)
             self.rows = {case: row for case, row in zip(table.cases, table.probabilities) if case not in again}
         return [case for case in cases if case.id not in self.rows]
 

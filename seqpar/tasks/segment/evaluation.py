@@ -4,7 +4,7 @@ import argparse
 import json
 import os
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import chain, combinations
@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from seqpar.data.errors import DataError, unwritable
+from seqpar.data.errors import DataError
 from seqpar.data.geometry import to_canonical
 from seqpar.report.curves import Diagram, reliability_diagram
 from seqpar.report.planes import colours_of
@@ -61,7 +61,6 @@ class LabelMapEvaluation(CaseEvaluation):
     def __init__(self, options: argparse.Namespace) -> None:
         super().__init__(options)
         self.words = words_of(options.lesion_wise, options.centreline)
-        self.pictures = dict[str, Path]()
         self.dataset, self.pairs = dataset_at(options.truth), dict[str, list[Pair]]()
         if options.test_of and not (options.regions or options.brats or options.dataset):
             self.labels = labels_of_run(read_description(options.test_of))
@@ -86,7 +85,7 @@ class LabelMapEvaluation(CaseEvaluation):
                 if "json" in files:  # none next to a run's own scores
                     picture = files["json"].with_name(f"{files['json'].stem}-calibration.png")
                     refuse_foreign({"calibration": picture}, data)
-                    self.pictures[str(path)] = picture
+                    files["calibration"] = picture
             if options.find_best is not None:
                 for other in {*options.groups.values()}:
                     own = options.groups[path]
@@ -116,19 +115,17 @@ class LabelMapEvaluation(CaseEvaluation):
         content = summary_content(cases, self.labels, summary)
         content |= {"settings": settings, "faults": list(map(str, job.faults)), "missing": list(job.missing)}
         mean, text = summary["foreground_mean"], f"\n{format_table(summary, self.labels.classes)}"
+        contents: dict[str, str | Callable[[Path], object]] = {"csv": csv_text(cases, self.labels)}
         if self.options.calibration:
             known = len(job.faults)
             tenths = calibrate([pair for pair, _ in cases], self.labels, self._workers(job.cases), job.faults)
             content["calibration"] = calibration_content(tenths)
             text += f"\n\n{format_calibration(tenths, self.labels.classes)}"
-            if tenths and (picture := self.pictures.get(job.name)):
-                try:
-                    diagram = calibration_diagram(tenths, len(cases) - len(job.faults) + known)
-                    title = f"{job.name}: {diagram.quantity[0].lower()}{diagram.quantity[1:]}"
-                    draw_figure(title, [diagram], ABOUT_CALIBRATION, [picture])
-                    text += f"\n{picture}"
-                except OSError as error:
-                    job.faults.append(unwritable(picture, error))
+            if tenths:
+                diagram = calibration_diagram(tenths, len(cases) - len(job.faults) + known)
+                title = f"{job.name}: {diagram.quantity[0].lower()}{diagram.quantity[1:]}"
+                contents["calibration"] = lambda path: draw_figure(title, [diagram], ABOUT_CALIBRATION, [path])
+        contents["json"] = json.dumps(content, indent=2) + "\n"
         return ScoredPrediction(
             job.name,
             {pair.case: scores for pair, scores in cases},
@@ -136,7 +133,7 @@ class LabelMapEvaluation(CaseEvaluation):
             f"{quantity(len(cases), 'case')}, {quantity(len(self.labels.classes), 'class')}: "
             f"mean Dice {mean['Dice']:.4f}, "
             f"HD95 {mean['HD95']:.2f} mm, NSD {mean['NSD']:.4f} at {settings['nsd_tolerance']:g} mm",
-            {"json": json.dumps(content, indent=2) + "\n", "csv": csv_text(cases, self.labels)},
+            contents,
         )
 
     def seen_in_training(self, job: ScoringJob, record: RunRecord) -> list[str]:

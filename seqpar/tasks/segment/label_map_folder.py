@@ -28,7 +28,7 @@ from seqpar.data.geometry import Geometry, from_canonical, to_canonical
 from seqpar.data.preparation.prepared_case import Preparation, Properties
 from seqpar.data.volumes import output_suffix, read_volume, write_volume
 from seqpar.prediction.class_statistics import ClassStatistics
-from seqpar.prediction.prediction_folder import RECORD, PredictionFolder, ProbabilityFile
+from seqpar.prediction.prediction_folder import RECORD, PredictionFolder, ProbabilityFile, is_whole
 from seqpar.runs.nnunet_export import dataset_of
 from seqpar.runs.run_folder import read_config
 from seqpar.runs.trained_run import TrainedRun
@@ -149,14 +149,6 @@ class SavedProbabilities:
         write_volume(path, labels if order else mean.argmax(0).astype(np.uint16), geometry, np.uint16)
 
 
-def _is_whole(path: Path) -> bool:
-    """Returns whether a label map is there and can be read to its end."""
-    try:
-        return path.is_file() and bool(read_volume(path))
-    except DataError:
-        return False
-
-
 class LabelMapFolder(PredictionFolder):
     """The label maps of cases.
 
@@ -186,10 +178,16 @@ class LabelMapFolder(PredictionFolder):
         return files if self.statistics is None else [*files, self.statistics.path]
 
     def unfinished(self, cases: Sequence[Case], kept: frozenset[str], same_settings: bool) -> list[Case]:
-        left = [case for case in cases if not (case.id in kept and _is_whole(self.label_path(case)))]
+        finished = {case.id for case in cases if case.id in kept and self._is_finished(case)}
         if self.statistics is not None:
-            self.statistics.open(case.id for case in left)
-        return left
+            self.statistics.open(case.id for case in cases if case.id not in finished)
+            finished &= self.statistics.cases
+        return [case for case in cases if case.id not in finished]
+
+    def _is_finished(self, case: Case) -> bool:
+        """Returns whether all files of a case are whole."""
+        own = [self.label_path(case), *self.probability_paths(case), *self.map_paths(case).values()]
+        return all(map(is_whole, own + (self.ensemble.paths(self.folder, [case]) if self.ensemble else [])))
 
     def clear(self, left: Sequence[Case], cases: Sequence[Case]) -> None:
         self._remove_temporary_files(cases)
