@@ -210,7 +210,9 @@ def name_series(folder: Path) -> dict[str, str]:
         reader = itk.ImageFileReader()
         reader.SetFileName(str(file))
         reader.ReadImageInformation()
-        uids = {key: reader.GetMetaData(key).strip(" \0") for key in reader.GetMetaDataKeys() if key.startswith("0020|")}
+        uids = {
+            key: reader.GetMetaData(key).strip(" \0") for key in reader.GetMetaDataKeys() if key.startswith("0020|")
+        }
     for key, what in ((_STUDY, "study"), (_SERIES, "series"), (_FRAME_OF_REFERENCE, "frame of reference")):
         if not uids.get(key):
             raise DataError(

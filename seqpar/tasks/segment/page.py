@@ -176,7 +176,9 @@ def _series(prediction: Path, scored: CaseScores) -> Table | None:
         "that it is this one, and nobody else can tell whose it is. The DICOM segmentations themselves name the "
         "patient, as their series do."
     )
-    return Table("series", list(map(TableHead, ("Case", "Study", "Series", "File"))), rows, "case", note) if rows else None
+    return (
+        Table("series", list(map(TableHead, ("Case", "Study", "Series", "File"))), rows, "case", note) if rows else None
+    )
 
 
 def _mean_and_deviation(mean: float, sd: float, in_hu: bool) -> Score:
