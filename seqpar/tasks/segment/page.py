@@ -91,11 +91,11 @@ def segment_page(options: argparse.Namespace, record: RunRecord) -> FinishedPage
         cases = case_section(record, scored, shown, is_neurological(options.neurological, record))
     tiles, note = headline(record, scored) if not alone else ([], "")
     colours = record.class_colours(scored.classes if scored else ())
-    tables: dict[str, object] = {"metrics": last_validation(record), "sizes": None, "intensities": None}
+    tables: dict[str, object] = {"metrics": last_validation(record), "sizes": None, "intensities": None, "series": None}
     if scored and alone:
         schemes = (record.dataset.get("recipe") or {}).get("schemes", ())
         intensities = _intensities(options.prediction, scored, schemes, gaps)
-        tables = {"metrics": predicted_volumes(scored), "sizes": None, "intensities": intensities}
+        tables |= {"metrics": predicted_volumes(scored), "intensities": intensities}
         tables["series"] = _series(options.prediction, scored)
     elif scored:
         tables |= {"metrics": metrics_table(scored), "sizes": sizes_table(scored), "volumes": volumes_table(scored)}
