@@ -12,6 +12,7 @@ from seqpar.cluster.devices import device_here
 from seqpar.cluster.start_ranks import start_missing_ranks
 from seqpar.cluster.torch_setup import set_arithmetic
 from seqpar.data.addresses import local_file
+from seqpar.data.dicom_series import load_highdicom
 from seqpar.decoders.modes.named_modes import MODES
 from seqpar.models.classifier import WAYS
 from seqpar.parallel.launcher import read_launcher
@@ -76,8 +77,10 @@ def _exit_code(error: Exception, mesh: Mesh) -> int:
 
 
 def _request(options: argparse.Namespace) -> Request:
-    names = ("output", "mode", "probabilities", "npz", "statistics", "uncertainty", "resume")
+    names = ("output", "mode", "probabilities", "npz", "dicom_seg", "statistics", "uncertainty", "resume")
     same = {name: getattr(options, name) for name in names}
+    if options.dicom_seg:
+        load_highdicom()
     only = tested_cases(*options.run) if options.test_part else None
     explain_by = options.explain_by if options.explain or options.explain_by else None
     return Request(inputs=tuple(options.input), explain_by=explain_by, only=only, **same)
@@ -213,6 +216,7 @@ def _parser() -> Parser:
         "networks: all that training flipped)")  # fmt: skip
     add("--probabilities", action="store_true", help="also write a volume of probabilities per network output")
     add("--npz", action="store_true", help="also write npz/, probabilities that nnUNetv2_ensemble averages")
+    add("--dicom-seg", action="store_true", help="also write dicom-seg/, a DICOM segmentation of each DICOM series")
     add(
         "--statistics",
         action="store_true",

@@ -1,20 +1,33 @@
-"""Reads a DICOM series: a folder with one file per slice of one volume.
+"""Reads a DICOM series, a folder with one file per slice of one volume, and writes a DICOM-SEG of one.
 
 The affine comes from the positions of the slices themselves, so that a tilted gantry is kept. A folder whose slices are
 not one evenly spaced volume (missing slices, several time points or series) is refused.
 """
 
+import hashlib
+from collections.abc import Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
+import seqpar
 from seqpar.data.errors import DataError, unreadable
+from seqpar.data.files import whole_file
 from seqpar.data.geometry import Geometry, place_geometry
 from seqpar.data.itk_files import faults_of, number_type
+from seqpar.text import install_hint
 
-_SERIES, _POSITION, _ORIENTATION, _SPACING = "0020|000e", "0020|0032", "0020|0037", "0028|0030"
+_POSITION, _ORIENTATION, _SPACING = "0020|0032", "0020|0037", "0028|0030"
 _DESCRIPTION, _THICKNESS = "0008|103e", "0018|0050"
+_STUDY, _SERIES, _FRAME_OF_REFERENCE = "0020|000d", "0020|000e", "0020|0052"
+_MAX_WHOLE = 2**30  # voxels of all segments, 128 MB, up to which empty slices are written too
+_MAX_LABEL = 64  # letters of a segment's label
+_EMPTY = (  # what a segmentation repeats of its patient and study, and may be empty
+    "PatientID PatientName PatientBirthDate PatientSex AccessionNumber StudyID StudyDate StudyTime "
+    "ReferringPhysicianName"
+)
 _TOLERANCE = 0.1  # how far a slice may be off its place, as a share of the distance between slices
 _MAGIC = slice(128, 132)
 
@@ -171,3 +184,157 @@ def _check_even(slices: list[_Slice], step: np.ndarray, folder: Path) -> None:
             folder, f"its slices are not evenly spaced: {gaps[widest]:.4g} mm between {pair}, "
             f"{float(np.median(gaps)):.4g} mm elsewhere; slices are missing: copy the series again"
         )  # fmt: skip
+
+
+def load_highdicom() -> Any:
+    """Returns highdicom, imported when the first segmentation needs it; raises ValueError if it is missing."""
+    try:
+        import highdicom
+    except ImportError:
+        raise ValueError(
+            f"--dicom-seg needs highdicom, which is not installed: {install_hint('dicom')}, or remove it"
+        ) from None
+    return highdicom
+
+
+def name_series(folder: Path) -> dict[str, str]:
+    """Returns names of a series and its study that identify nobody: the first digits of the SHA-256 of their UIDs.
+
+    A UID itself may hold the date of a scan and the number of the scanner. Raises DataError if a segmentation cannot
+    refer to the series.
+    """
+    if not is_series(folder):
+        raise DataError(folder, "is not a DICOM series, and a DICOM-SEG refers to one: remove --dicom-seg")
+    file = next(file for file in visible_files(folder) if _is_dicom(file))
+    with faults_of(file) as itk:
+        reader = itk.ImageFileReader()
+        reader.SetFileName(str(file))
+        reader.ReadImageInformation()
+        uids = {
+            key: reader.GetMetaData(key).strip(" \0") for key in reader.GetMetaDataKeys() if key.startswith("0020|")
+        }
+    for key, what in ((_STUDY, "study"), (_SERIES, "series"), (_FRAME_OF_REFERENCE, "frame of reference")):
+        if not uids.get(key):
+            raise DataError(
+                file, f"does not name its {what} (tag {key}), which a DICOM-SEG has to: export the series again, or "
+                "remove --dicom-seg"
+            )  # fmt: skip
+    return {name: hashlib.sha256(uids[key].encode()).hexdigest()[:12] for name, key in
+            (("study", _STUDY), ("series", _SERIES))}  # fmt: skip
+
+
+def write_segmentation(
+    path: Path, folder: Path, labels: np.ndarray, classes: Mapping[str, Sequence[int]], network: str
+) -> None:
+    """Writes a DICOM-SEG with a binary segment for each class, whole or not at all; raises OSError if that fails.
+
+    Patient and study are those of the series, as DICOM demands.
+
+    - ``folder``: of the series that was labelled
+    - ``labels``: ``W D H``, in the series' geometry
+    - ``classes``: the label values of each class, by name; classes may overlap
+    - ``network``: a number that tells the network's weights from others
+    """
+    hd = load_highdicom()
+    from pydicom import dcmread
+    from pydicom.sr.codedict import codes
+
+    slices = _slices(folder, False)
+    geometry, planes = _geometry(slices, folder), labels.transpose(2, 1, 0)
+    if labels.shape != geometry.shape:
+        raise ValueError(f"{folder}: the label map is {labels.shape}, the series {geometry.shape}; it has changed")
+    algorithm = hd.AlgorithmIdentificationSequence(
+        name="seqpar", version=seqpar.__version__, family=codes.cid7162.ArtificialIntelligence
+    )
+    segments = [
+        hd.seg.SegmentDescription(
+            segment_number=number,
+            segment_label=(label := _plain(name)),
+            segmented_property_category=codes.SCT.Tissue,
+            segmented_property_type=hd.sr.CodedConcept(f"CLASS-{number}", "99SEQPAR", label),
+            algorithm_type=hd.seg.SegmentAlgorithmTypeValues.AUTOMATIC,
+            algorithm_identification=algorithm,
+        )
+        for number, name in enumerate(classes, 1)
+    ]
+    try:
+        sources = [dcmread(one.path, stop_before_pixels=True) for one in slices]
+        for source in sources:
+            source.decode()
+            source.SpecificCharacterSet = "ISO_IR 192"  # UTF-8, for the names of classes
+            for name in _EMPTY.split():
+                source.setdefault(name, "")
+            source.SliceThickness = f"{slices[0].thickness:.10g}"
+            source.SpacingBetweenSlices = f"{geometry.spacing[2]:.10g}"  # scanners count it in other ways
+        is_whole = planes.size * len(classes) <= _MAX_WHOLE
+        segmentation = hd.seg.Segmentation(
+            source_images=sources,
+            pixel_array=_pixels_of(planes, list(classes.values())),
+            segmentation_type=hd.seg.SegmentationTypeValues.BINARY,
+            segment_descriptions=segments,
+            series_instance_uid=hd.UID(),
+            series_number=1000 + int(sources[0].get("SeriesNumber") or 0),
+            sop_instance_uid=hd.UID(),
+            instance_number=1,
+            manufacturer="seqpar",
+            manufacturer_model_name="seqpar",
+            software_versions=seqpar.__version__,
+            device_serial_number=network,
+            content_description="Predicted by seqpar. For research only.",
+            series_description="Segmentation by seqpar",
+            omit_empty_frames=not is_whole,
+        )
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise DataError(
+            folder, f"a DICOM-SEG cannot be made of its headers ({error}): export the series again, or remove "
+            "--dicom-seg"
+        ) from error  # fmt: skip
+    if is_whole:
+        _sort_frames(segmentation, np.cross(*slices[0].axes))
+    with whole_file(path) as temporary:
+        segmentation.save_as(temporary)
+
+
+def is_whole_segmentation(path: Path) -> bool:
+    """Returns whether a segmentation is there and can be read to its end."""
+    load_highdicom()
+    from pydicom import dcmread
+
+    try:
+        return bool(dcmread(path).PixelData)
+    except Exception:  # of a damaged file, pydicom raises what its parts raise
+        return False
+
+
+def _sort_frames(segmentation: Any, normal: np.ndarray) -> None:
+    """Sorts frames by their segments, and then along the normal: ITK takes them to lie in this order."""
+    groups = list(segmentation.PerFrameFunctionalGroupsSequence)
+
+    def key(number: int) -> tuple[int, float]:
+        group = groups[number]
+        position = np.array(group.PlanePositionSequence[0].ImagePositionPatient, float)
+        segments = group.get("SegmentIdentificationSequence")  # a single segment's number is shared by all frames
+        return segments[0].ReferencedSegmentNumber if segments else 1, float(position @ normal)
+
+    order = sorted(range(len(groups)), key=key)
+    count = len(groups) * segmentation.Rows * segmentation.Columns
+    bits = np.unpackbits(np.frombuffer(segmentation.PixelData, np.uint8), count=count, bitorder="little")
+    packed = np.packbits(bits.reshape(len(groups), -1)[order], bitorder="little").tobytes()
+    segmentation.PixelData = packed + bytes(len(packed) % 2)
+    segmentation.PerFrameFunctionalGroupsSequence = [groups[number] for number in order]
+
+
+def _pixels_of(planes: np.ndarray, members: Sequence[Sequence[int]]) -> np.ndarray:
+    """Returns planes of segment numbers, from 1, or, if classes overlap, a plane for each class in a last dim."""
+    every = list(chain.from_iterable(members))
+    if len(set(every)) < len(every):
+        return np.stack([np.isin(planes, own) for own in members], -1)
+    numbers = np.zeros(max(*every, int(planes.max(initial=0))) + 1, np.uint16)
+    for number, own in enumerate(members, 1):
+        numbers[list(own)] = number
+    return numbers[planes]
+
+
+def _plain(name: str) -> str:
+    """Returns a class's name as a DICOM string can hold it."""
+    return "".join(letter if letter.isprintable() and letter != "\\" else " " for letter in name)[:_MAX_LABEL].strip()

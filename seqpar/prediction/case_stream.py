@@ -39,6 +39,7 @@ class Request:
     - ``mode``: how ranks decode a window that they share; "": as the run decides
     - ``probabilities``, ``npz``, ``statistics``: also write each output's probabilities, in volumes or for nnU-Net's
       ensemble, and statistics.csv
+    - ``dicom_seg``: also write a DICOM segmentation of each case
     - ``uncertainty``: also write maps of the entropy and, of several runs, of their disagreement
     - ``explain_by``: also write where a class is seen, and how to find it, "" for the network's default; None: no
     - ``resume``: skip the cases that are already predicted and whose images have not changed
@@ -50,6 +51,7 @@ class Request:
     mode: str = ""
     probabilities: bool = False
     npz: bool = False
+    dicom_seg: bool = False
     statistics: bool = False
     uncertainty: bool = False
     explain_by: str | None = None
@@ -249,12 +251,14 @@ class CasePrediction(ABC):
         """Opens the folder; returns the cases to predict, how many are done, and what is wrong with others, as JSON."""
         cases, faults = find_inputs(self.request.inputs, self.run.recipe.modalities)
         cases = [case for case in cases if self.request.only is None or case.id in self.request.only]
+        unusable = self.folder.name_sources(cases)
+        cases = [case for case in cases if case.id not in unusable]
         left = self.folder.open(cases, self.record(), self.request.resume)
         return {
             "cases": [[case.id, list(map(str, case.images))] for case in left],
             "num_done": len(cases) - len(left),
             "changed": list(self.folder.changed),
-            "faults": list(map(str, faults)),
+            "faults": list(map(str, [*faults, *unusable.values()])),
         }
 
     def distribute(self, number: int) -> Iterator[tuple[Predictor, Image, TargetGrid]]:

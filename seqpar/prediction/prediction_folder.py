@@ -11,7 +11,7 @@ import sys
 import zipfile
 import zlib
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from itertools import chain
 from pathlib import Path
@@ -33,9 +33,9 @@ from seqpar.scores.label_files import ENTROPY
 from seqpar.terminal import coloured
 
 RECORD = "prediction.json"
-# keys of the record: every file that predict wrote there, or is writing; size and time of each case's images; and
-# whether images of generated phantoms are among them
-_FILES, _INPUTS, _GENERATED = "files", "inputs", "generated"
+# keys of the record: every file that predict wrote there, or is writing; size and time of each case's images; whether
+# images of generated phantoms are among them; and which series and study a case is, by names that identify nobody
+_FILES, _INPUTS, _GENERATED, SERIES = "files", "inputs", "generated", "series"
 
 _ENDS = {".json": b"}\n", ".pkl": b".", ".png": b"IEND\xaeB`\x82"}  # the last bytes of a whole file
 
@@ -52,6 +52,7 @@ class PredictionFolder(ABC):
 
     path: Path
 
+    series: Mapping[str, Mapping[str, str]] = {}  # of the cases to predict, if the record names them
     _handle = -1  # of the folder, while it is locked
 
     def __init__(self, folder: Path) -> None:
@@ -66,7 +67,7 @@ class PredictionFolder(ABC):
         - ``resume``: keep finished cases whose images are the same, which needs an equal record
         """
         self._lock()
-        previous, listed, inputs = self._read_record()
+        previous, listed, inputs, series = self._read_record()
         self.refuse_collisions(cases)
         self._refuse_data(cases, is_ours=previous is not None)
         if resume and previous is not None and previous != record:
@@ -93,6 +94,8 @@ class PredictionFolder(ABC):
             is_phantom = any(is_generated(path) for case in cases for path in case.images[:1])
             phantoms = {_GENERATED: True} if is_phantom else {}
             own = {_FILES: sorted(files), _INPUTS: {**before, **now}, **phantoms}
+            if self.series:
+                own[SERIES] = {**(series if is_same else {}), **self.series}
             write_json(self.folder / RECORD, {**record, **own})
         return left
 
@@ -132,6 +135,13 @@ class PredictionFolder(ABC):
     def files_of(self, cases: Sequence[Case]) -> list[Path]:
         """Returns the files that these cases are written to; without cases those that all cases share."""
 
+    def name_sources(self, cases: Sequence[Case]) -> dict[str, DataError]:
+        """Learns what the record says of each case's source; returns what is wrong with those that cannot be used.
+
+        Called before `open`.
+        """
+        return {}
+
     @abstractmethod
     def unfinished(self, cases: Sequence[Case], kept: frozenset[str], same_settings: bool) -> list[Case]:
         """Reads what is there; returns the cases to predict.
@@ -147,23 +157,24 @@ class PredictionFolder(ABC):
     def refuse_collisions(self, cases: Sequence[Case]) -> None:  # noqa: B027 - a single file collides with none
         """Raises DataError if a file would overwrite an input, or another output."""
 
-    def _read_record(self) -> tuple[dict[str, Any] | None, frozenset[str], dict[str, Any] | None]:
-        """Returns the settings of the predictions that are here, None if there are none, the files they list, and
-        what their images were, None if that is not known.
+    def _read_record(self) -> tuple[dict[str, Any] | None, frozenset[str], dict[str, Any] | None, dict[str, Any]]:
+        """Returns the settings of the predictions that are here, None if there are none, the files they list, what
+        their images were, None if that is not known, and the names of their series.
 
         Older versions listed neither; what they wrote for all cases together has a name that only predict gives.
         """
         if not (self.folder / RECORD).is_file():
-            return None, frozenset(), None
+            return None, frozenset(), None, {}
         record = read_json(self.folder / RECORD)
         files = record.pop(_FILES, self._names(self.files_of([]))) if isinstance(record, dict) else None
         inputs = record.pop(_INPUTS, None) if isinstance(record, dict) else None
+        series = record.pop(SERIES, {}) if isinstance(record, dict) else {}
         if isinstance(record, dict):
             record.pop(_GENERATED, None)
         is_list = isinstance(files, list) and all(isinstance(name, str) for name in files)
         if files is None or not is_list or not isinstance(inputs, dict | None):
             raise DataError(self.folder / RECORD, "is not a record that predict wrote; choose another --output")
-        return record, frozenset(files), inputs
+        return record, frozenset(files), inputs, series
 
     def _names(self, paths: Sequence[Path]) -> list[str]:
         return [path.relative_to(self.folder).as_posix() for path in paths]

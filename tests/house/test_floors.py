@@ -57,6 +57,8 @@ OWNERS = {
         "seqpar.parallel.collectives",
     },
     "SimpleITK": {"seqpar.data.itk_files"},
+    "highdicom": {"seqpar.data.dicom_series"},
+    "pydicom": {"seqpar.data.dicom_series"},
     "ray": {
         "seqpar.sweeps.ray_cluster",
         "seqpar.sweeps.ray_engine",

@@ -85,7 +85,7 @@ def gaps(got: Outcome, want: Outcome) -> dict[str, float]:
 
 @pytest.mark.parametrize(("world", "batch"), [(2, 2), (4, 4)])
 def test_every_exact_mode_and_split_equals_one_process(world: int, batch: int, ranks: Callable[..., list]) -> None:
-    """Also after four steps of SGD with momentum 0.99 in halo (two in swap and on 4 ranks), for every norm and block."""
+    """Also after four steps of SGD with momentum 0.99 in halo (in swap and on 4 ranks two), of every norm and block."""
     many = 4 if world == 2 else 2
     steps = {("halo", "spatial"): many, ("swap", "ordered"): 2}
     exact = EXACT if world == 2 else FEW

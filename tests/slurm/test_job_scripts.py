@@ -5,6 +5,7 @@ Stand-ins replace srun, sbatch and scancel here; tests/slurm runs the same scrip
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import time
@@ -252,6 +253,90 @@ def test_chain_submits_all_its_jobs_under_the_runs_own_name(jobs: Jobs, tmp_path
         done = chain(*typed.split())
         assert done.returncode == 2 and problem in done.stderr and "usage: chain.sh" in done.stderr, typed
     assert len(jobs.calls("sbatch")) == 13 and not (tmp_path / "other" / "run").exists()
+
+
+class Node:
+    """Runs job scripts as on a node, with stand-ins: srun runs its line, apptainer the line in an image, each noted."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        (folder / "env" / "bin").mkdir(parents=True)
+        for name, act in {
+            "srun": 'while [ "$1" != bash ]; do shift; done; exec "$@"',
+            "apptainer": 'while [ "${1##*.}" != sif ]; do shift; done; shift; INSIDE=1 exec "$@"',
+            "python": 'echo "inside ${INSIDE:-no}, ${MIOPEN_USER_DB_PATH:+own} cache" >> "$NOTED/python"; exit 3',
+            "ray": 'echo "inside ${INSIDE:-no}" >> "$NOTED/ray"; [ "$1" = health-check ] || exec sleep 60',
+            "module": "",
+        }.items():
+            self.stand_in(name, act)
+        self.env = {
+            "PATH": f"{folder}/env/bin:{os.environ['PATH']}", "NOTED": str(folder), "SEQPAR_ENV": str(folder / "env"),
+            "SEQPAR_HOME": str(ROOT), "SLURM_JOB_ID": "7", "SLURM_NNODES": "1", "SLURM_NTASKS": "2",
+            "SLURM_PROCID": "0", "HOME": str(folder), "USER": "me", "SLURM_SUBMIT_DIR": str(folder),
+            "nnUNet_raw": str(folder / "env"),
+        }  # fmt: skip
+
+    def stand_in(self, name: str, act: str) -> None:
+        path = self.folder / "env" / "bin" / name
+        path.write_text(f'#!/bin/bash\necho "$*" >> {self.folder}/{name}\n{act}\n')
+        path.chmod(0o755)
+
+    def run(self, script: str, **env: str) -> subprocess.CompletedProcess:
+        for name in ("srun", "apptainer", "python", "ray"):
+            (self.folder / name).unlink(missing_ok=True)
+        what = ["--space", "lr=1"] if script == "tune.sbatch" else ["doctor", "--pipe", "2"]
+        line, env = ["bash", str(SLURM / script), *what], {**self.env, **env}
+        return subprocess.run(line, env=env, cwd=self.folder, capture_output=True, text=True, timeout=60)
+
+    def noted(self, name: str) -> list[str]:
+        path = self.folder / name
+        return path.read_text().splitlines() if path.exists() else []
+
+
+@pytest.mark.parametrize("script", ["generic.sbatch", "frontier.sbatch", "tune.sbatch"])
+def test_with_an_image_every_program_of_a_job_runs_in_it_and_without_one_none(script: str, tmp_path: Path) -> None:
+    node, act = Node(tmp_path), "tune" if script == "tune.sbatch" else "doctor"
+    image = tmp_path / "seqpar.sif"
+    plain = node.run(script)
+    assert plain.returncode == 3 and node.noted("apptainer") == [], plain.stderr
+    assert f"-u {ROOT}/launch/{act}.py" in node.noted("python")[0] and "inside no" in node.noted("python")[1]
+    gone = node.run(script, SEQPAR_IMAGE=str(image))
+    assert gone.returncode == 2 and gone.stderr.count("\n") == 1 and "there is no such file: build it" in gone.stderr
+    assert str(image) in gone.stderr and node.noted("srun") == [] == node.noted("python"), "refused before srun"
+    image.touch()
+    assert "unset SEQPAR_ENV_TAR" in node.run(script, SEQPAR_IMAGE=str(image), SEQPAR_ENV_TAR="env.tar.gz").stderr
+    for probe, flag in (("rocm-smi", "--rocm "), ("nvidia-smi", "--nv ")):
+        node.stand_in(probe, "")
+        done = node.run(script, SEQPAR_IMAGE=str(image), SEQPAR_BIND="/data,/scratch")
+        assert done.returncode == 3, done.stderr
+        for call in node.noted("apptainer"):
+            assert call.startswith(f"exec {flag}--bind {tmp_path},/data,/scratch") and f",{tmp_path}/env " in call
+            assert f"--pwd {tmp_path} {image} " in call
+        started, told = node.noted("python")
+        assert started.startswith(f"-u -P -m seqpar.cli.{act} ") and told.startswith("inside 1")
+        assert told.endswith(", own cache") or act == "tune"
+        assert {line for line in node.noted("ray") if "inside" in line} == ({"inside 1"} if act == "tune" else set())
+        (tmp_path / "env" / "bin" / probe).unlink()
+    node.run(script, SEQPAR_IMAGE=str(image), SEQPAR_IMAGE_FLAGS="--cleanenv --no-home")
+    assert all(call.startswith("exec --cleanenv --no-home --bind") for call in node.noted("apptainer"))
+    (tmp_path / "env" / "bin" / "apptainer").unlink()
+    bare = node.run(script, SEQPAR_IMAGE=str(image), PATH=f"{tmp_path}/env/bin:/usr/bin:/bin")
+    assert bare.returncode == 2 and "no apptainer on" in bare.stderr and node.noted("srun") == []
+
+
+def test_definitions_of_images_name_their_parts_and_what_they_copy_is_there() -> None:
+    for path in (SLURM / "seqpar-cuda.def", SLURM / "seqpar-rocm.def"):
+        head, *parts = re.split(r"^%(\w+)\n", path.read_text(), flags=re.M)
+        sections = dict(zip(parts[::2], parts[1::2]))
+        assert head.startswith("Bootstrap: docker\nFrom: {{ BASE }}\n")
+        assert {*sections} == {"arguments", "files", "post", "environment", "test", "runscript", "help"}
+        (base,) = re.findall(r"^    BASE=(\S+)$", sections["arguments"], re.M)
+        assert re.fullmatch(r"docker\.io/(pytorch/pytorch@sha256:[0-9a-f]{64}|rocm/pytorch:rocm[\d.]+_\S+[\d.]+)", base)
+        for source, target in (line.split() for line in sections["files"].strip().splitlines()):
+            assert (ROOT / source).exists() and target == f"/opt/seqpar/{source}"
+        for script in ("post", "test", "runscript", "environment"):
+            assert subprocess.run(["sh", "-n"], input=sections[script], text=True).returncode == 0
+        assert (ROOT / sections["post"].split("/opt/seqpar/")[1].strip()).exists()
 
 
 def test_a_users_error_is_written_down_before_a_rank_leaves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -31,6 +31,7 @@ _OF_WINDOWS = {"window": None, "force": False, "overlap": None, "weights": None,
 _OF_LABEL_MAPS = {
     "probabilities": False,
     "npz": False,
+    "dicom_seg": False,
     "statistics": False,
     "uncertainty": False,
     "temperature": None,

@@ -3,6 +3,7 @@
 FOLDER/CASE.nii.gz            label map, written last: a case that has it is done
 FOLDER/probabilities/…        CASE_OUTPUT.nii.gz, on request
 FOLDER/uncertainty/…          CASE_entropy.nii.gz and, of several runs, CASE_disagreement.nii.gz, on request
+FOLDER/dicom-seg/…            CASE.dcm of a DICOM series, on request
 FOLDER/npz/…                  CASE.npz, CASE.pkl, plans.json and dataset.json, on request
 FOLDER/statistics.csv         on request
 Images in .nrrd and .mha get files of their own format, DICOM series .nii.gz.
@@ -20,6 +21,7 @@ from typing import Any
 
 import numpy as np
 
+from seqpar.data.dicom_series import is_series, is_whole_segmentation, name_series, write_segmentation
 from seqpar.data.errors import DataError
 from seqpar.data.files import read_json, strip_suffix, write_json
 from seqpar.data.formats.dataset import Case
@@ -35,7 +37,7 @@ from seqpar.runs.trained_run import TrainedRun
 from seqpar.scores.label_files import UNCERTAINTY
 from seqpar.weights.nnunet_results import DATASET, PLANS, is_results
 
-PROBABILITIES, NPZ = "probabilities", "npz"
+PROBABILITIES, NPZ, DICOM_SEG = "probabilities", "npz", "dicom-seg"
 
 
 @dataclass(frozen=True)
@@ -149,6 +151,35 @@ class SavedProbabilities:
         write_volume(path, labels if order else mean.argmax(0).astype(np.uint16), geometry, np.uint16)
 
 
+@dataclass(frozen=True)
+class DicomFiles:
+    """DICOM segmentations of DICOM series.
+
+    - ``classes``: the label values of each segment, by name
+    - ``network``: a number that tells the network's weights from others
+    """
+
+    classes: Mapping[str, Sequence[int]]
+    network: str
+
+    @staticmethod
+    def name_series(cases: Sequence[Case]) -> tuple[dict[str, dict[str, str]], dict[str, DataError]]:
+        """Returns the names of the cases' series, and what is wrong with others; refuses images that are not DICOM."""
+        names, unusable = dict[str, dict[str, str]](), dict[str, DataError]()
+        if others := [case.images[0] for case in cases if not is_series(case.images[0])]:
+            more = f" (nor are {len(others) - 1} others)" if len(others) > 1 else ""
+            raise DataError(
+                others[0], f"is not a DICOM series{more}, and --dicom-seg writes segmentations of these: predict "
+                "other images without it"
+            )  # fmt: skip
+        for case in cases:
+            try:
+                names[case.id] = name_series(case.images[0])
+            except DataError as error:
+                unusable[case.id] = error
+        return names, unusable
+
+
 class LabelMapFolder(PredictionFolder):
     """The label maps of cases.
 
@@ -156,15 +187,16 @@ class LabelMapFolder(PredictionFolder):
     - ``statistics``: gets every case
     - ``ensemble``: writes probabilities for nnU-Net
     - ``maps``: the kinds of uncertainty whose maps are written too, if any
+    - ``dicom``: how DICOM segmentations are written too, if they are
     """
 
     def __init__(
         self, folder: Path, outputs: Sequence[str] = (), statistics: ClassStatistics | None = None,
-        ensemble: EnsembleFiles | None = None, maps: Sequence[str] = (),
+        ensemble: EnsembleFiles | None = None, maps: Sequence[str] = (), dicom: DicomFiles | None = None,
     ) -> None:  # fmt: skip
         super().__init__(folder)
         self.outputs, self.statistics, self.ensemble = tuple(outputs), statistics, ensemble
-        self.maps = tuple(maps)
+        self.maps, self.dicom = tuple(maps), dicom
 
     @property
     def num_probabilities(self) -> int:
@@ -174,8 +206,13 @@ class LabelMapFolder(PredictionFolder):
     def files_of(self, cases: Sequence[Case]) -> list[Path]:
         files = [path for case in cases for path in (self.label_path(case), *self.probability_paths(case))]
         files += [path for case in cases for path in self.map_paths(case).values()]
+        files += [self.segmentation_path(case) for case in cases if self.dicom]
         files += self.ensemble.paths(self.folder, cases) if self.ensemble else []
         return files if self.statistics is None else [*files, self.statistics.path]
+
+    def name_sources(self, cases: Sequence[Case]) -> dict[str, DataError]:
+        self.series, unusable = DicomFiles.name_series(cases) if self.dicom else ({}, {})
+        return unusable
 
     def unfinished(self, cases: Sequence[Case], kept: frozenset[str], same_settings: bool) -> list[Case]:
         finished = {case.id for case in cases if case.id in kept and self._is_finished(case)}
@@ -187,7 +224,8 @@ class LabelMapFolder(PredictionFolder):
     def _is_finished(self, case: Case) -> bool:
         """Returns whether all files of a case are whole."""
         own = [self.label_path(case), *self.probability_paths(case), *self.map_paths(case).values()]
-        return all(map(is_whole, own + (self.ensemble.paths(self.folder, [case]) if self.ensemble else [])))
+        own += self.ensemble.paths(self.folder, [case]) if self.ensemble else []
+        return all(map(is_whole, own)) and (not self.dicom or is_whole_segmentation(self.segmentation_path(case)))
 
     def clear(self, left: Sequence[Case], cases: Sequence[Case]) -> None:
         self._remove_temporary_files(cases)
@@ -208,8 +246,9 @@ class LabelMapFolder(PredictionFolder):
 
     def _remove_temporary_files(self, cases: Sequence[Case]) -> None:
         """Removes what a killed run left half written."""
+        places = (self.folder, *(self.folder / name for name in (PROBABILITIES, UNCERTAINTY, DICOM_SEG)))
         for name in (RECORD, *(case.id for case in cases)):
-            for place in (self.folder, self.folder / PROBABILITIES, self.folder / UNCERTAINTY):
+            for place in places:
                 for temporary in place.glob(f".{escape(name)}[._]*.tmp*"):
                     temporary.unlink()
 
@@ -225,6 +264,10 @@ class LabelMapFolder(PredictionFolder):
     def map_paths(self, case: Case) -> dict[str, Path]:
         """Returns the path of each map of uncertainty by kind."""
         return {kind: self.folder / UNCERTAINTY / f"{case.id}_{kind}{_packed_suffix(case)}" for kind in self.maps}
+
+    def segmentation_path(self, case: Case) -> Path:
+        """Returns the path of a case's DICOM segmentation."""
+        return self.folder / DICOM_SEG / f"{case.id}.dcm"
 
     def probability_file(self, case: Case, shape: Sequence[int], softmax: bool) -> ProbabilityFile | None:
         """Returns the temporary file of a case's probabilities on its crop ``shape``; None if none are written.
@@ -246,6 +289,8 @@ class LabelMapFolder(PredictionFolder):
 
         ``image``: canonical, ``c W D H`` in the files' numbers, for the statistics.
         """
+        if self.dicom is not None:
+            self._write_segmentation(case, labels, self.dicom)
         with self.writable():
             if self.statistics is not None and image is not None:
                 canonical = to_canonical(labels, properties.geometry.orientation)
@@ -271,6 +316,16 @@ class LabelMapFolder(PredictionFolder):
                     write_volume(path, whole, properties.geometry, np.float32)
                 probabilities.remove()
             write_volume(self.label_path(case), labels, properties.geometry, labels.dtype)
+
+    def _write_segmentation(self, case: Case, labels: np.ndarray, dicom: DicomFiles) -> None:
+        """Writes a case's DICOM segmentation; what is wrong with its series is no error of the folder."""
+        path = self.segmentation_path(case)
+        try:
+            path.parent.mkdir(exist_ok=True)
+            write_segmentation(path, case.images[0], labels, dicom.classes, dicom.network)
+        except OSError as error:
+            with self.writable():
+                raise error
 
 
 def _packed_suffix(case: Case) -> str:

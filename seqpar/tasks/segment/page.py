@@ -9,8 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from seqpar.data.errors import DataError
+from seqpar.data.files import read_json
 from seqpar.prediction.class_statistics import NAME as STATISTICS
 from seqpar.prediction.class_statistics import read_statistics
+from seqpar.prediction.prediction_folder import RECORD, SERIES
 from seqpar.report.cases import case_section, load_worst
 from seqpar.report.curves import number
 from seqpar.report.images import find_images
@@ -54,7 +56,7 @@ from seqpar.scores.label_classes import Labels
 from seqpar.scores.label_files import MAX_NAMED, dataset_at, match_cases, missing_line
 from seqpar.scores.label_scores import without_nan
 from seqpar.tasks.segment.evaluation import ABOUT_CALIBRATION, calibrate, calibration_diagram, trained_on
-from seqpar.tasks.segment.label_map_folder import SavedProbabilities
+from seqpar.tasks.segment.label_map_folder import DICOM_SEG, SavedProbabilities
 from seqpar.text import quantity
 
 FOLDER = Path(__file__).parent
@@ -89,11 +91,12 @@ def segment_page(options: argparse.Namespace, record: RunRecord) -> FinishedPage
         cases = case_section(record, scored, shown, is_neurological(options.neurological, record))
     tiles, note = headline(record, scored) if not alone else ([], "")
     colours = record.class_colours(scored.classes if scored else ())
-    tables: dict[str, object] = {"metrics": last_validation(record), "sizes": None, "intensities": None}
+    tables: dict[str, object] = {"metrics": last_validation(record), "sizes": None, "intensities": None, "series": None}
     if scored and alone:
         schemes = (record.dataset.get("recipe") or {}).get("schemes", ())
         intensities = _intensities(options.prediction, scored, schemes, gaps)
-        tables = {"metrics": predicted_volumes(scored), "sizes": None, "intensities": intensities}
+        tables |= {"metrics": predicted_volumes(scored), "intensities": intensities}
+        tables["series"] = _series(options.prediction, scored)
     elif scored:
         tables |= {"metrics": metrics_table(scored), "sizes": sizes_table(scored), "volumes": volumes_table(scored)}
         tables |= {
@@ -160,6 +163,22 @@ def _intensities(prediction: Path, scored: CaseScores, schemes: Sequence[str], g
         "deviation is that of the voxels and does not say how sure the mean is."
     )
     return Table("intensities", heads, rows, "case", note) if rows else None
+
+
+def _series(prediction: Path, scored: CaseScores) -> Table | None:
+    """Returns which DICOM series and study each case is, by names that identify nobody; None if none is known."""
+    record = read_json(prediction / RECORD) if (prediction / RECORD).is_file() else {}
+    named = record.get(SERIES, {}) if isinstance(record, dict) else {}
+    known = [(case.name, named[case.name]) for case in scored.cases if case.name in named]
+    rows = [TableRow(name, [own["study"], own["series"], f"{DICOM_SEG}/{name}.dcm"]) for name, own in known]
+    note = (
+        "Study and series are the first twelve digits of the SHA-256 of their UIDs: whoever has the series can tell "
+        "that it is this one, and nobody else can tell whose it is. The DICOM segmentations themselves name the "
+        "patient, as their series do."
+    )
+    return (
+        Table("series", list(map(TableHead, ("Case", "Study", "Series", "File"))), rows, "case", note) if rows else None
+    )
 
 
 def _mean_and_deviation(mean: float, sd: float, in_hu: bool) -> Score:

@@ -1,5 +1,6 @@
 """Predicts label maps, case after case."""
 
+import hashlib
 from collections.abc import Sequence
 from dataclasses import asdict
 from functools import partial
@@ -24,8 +25,9 @@ from seqpar.prediction.window_grid import WindowGrid
 from seqpar.runs.trained_run import TrainedRun, prediction_mode
 from seqpar.scores.label_classes import labels_of_declaration
 from seqpar.scores.label_files import DISAGREEMENT, ENTROPY
-from seqpar.tasks.segment.label_map_folder import EnsembleFiles, LabelMapFolder
+from seqpar.tasks.segment.label_map_folder import DicomFiles, EnsembleFiles, LabelMapFolder
 from seqpar.text import quantity
+from seqpar.weights.weight_files import digest
 
 
 class LabelMapPrediction(CasePrediction):
@@ -42,7 +44,11 @@ class LabelMapPrediction(CasePrediction):
         ensemble = EnsembleFiles.of(self.run) if request.npz else None
         outputs = self.run.outputs if request.probabilities else ()
         maps = (ENTROPY, *[DISAGREEMENT] * (len(members) > 1)) if request.uncertainty else ()
-        self.folder = LabelMapFolder(request.output, outputs, statistics, ensemble, maps)
+        dicom = None
+        if request.dicom_seg:
+            weights = "".join(digest(path) for member in members for path in member.weights)
+            dicom = DicomFiles(_classes(self.run), hashlib.sha256(weights.encode()).hexdigest()[:16])
+        self.folder = LabelMapFolder(request.output, outputs, statistics, ensemble, maps, dicom)
 
     def record(self) -> dict[str, Any]:
         runs = [record_of_weights(member) | {"settings": _that_act(member.settings)} for member in self.members]
@@ -50,6 +56,8 @@ class LabelMapPrediction(CasePrediction):
         record["probabilities"] = self.request.probabilities
         if self.request.npz:
             record["npz"] = True
+        if self.request.dicom_seg:
+            record["dicom_seg"] = True
         if self.request.uncertainty:
             record["uncertainty"] = True
         if self.request.statistics:
@@ -148,15 +156,20 @@ def _that_act(settings: PredictionSettings) -> dict[str, Any]:
     return {**record, "mirror": [*settings.mirror], **({"postprocessing": steps} if steps else {})}
 
 
-def _statistics(folder: Path, run: TrainedRun) -> ClassStatistics:
-    """Returns the statistics of the run's labels and regions, in the files' label values."""
+def _classes(run: TrainedRun) -> dict[str, tuple[int, ...]]:
+    """Returns the run's labels and regions, in the files' label values."""
     values = run.recipe.values
     labels = {name: values[n] for name, n in run.labels.items()}
     regions = {name: tuple(values[n] for n in members) for name, members in run.regions.items()}
+    return labels_of_declaration(labels, regions, None).classes
+
+
+def _statistics(folder: Path, run: TrainedRun) -> ClassStatistics:
+    """Returns the statistics of the run's labels and regions, in the files' label values."""
     names = [
         f"{name} (HU)" if scheme == "ct" else name for name, scheme in zip(run.recipe.modalities, run.recipe.schemes)
     ]
-    return ClassStatistics(folder, labels_of_declaration(labels, regions, None).classes, names)
+    return ClassStatistics(folder, _classes(run), names)
 
 
 def _probability_file(
