@@ -107,9 +107,8 @@ class _Passes:
         self.returns_list = False
         self.key = key
         if key.draws is not None:
-            hashes = {at: x.clone() for at, x in key.draws.hashes.items()}
-            kept = {at: x.clone() for at, x in key.draws.kept.items()}
-            self.key = replace(key, draws=RandomDraws(hashes, kept))
+            tables = ({at: x.clone() for at, x in table.items()} for table in key.draws.tables)
+            self.key = replace(key, draws=RandomDraws(*tables))
         self._graphs = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
         self._logits, self._given = list[Tensor](), list[Tensor]()
         self._gradients = list[Tensor | None]()
@@ -150,9 +149,9 @@ class _Passes:
         self.image.copy_(image)
         if self.key.draws is not None:
             assert key.draws is not None
-            for own, new in ((self.key.draws.hashes, key.draws.hashes), (self.key.draws.kept, key.draws.kept)):
+            for own, new in zip(self.key.draws.tables, key.draws.tables):
                 if own:
-                    torch._foreach_copy_([*own.values()], [new[at] for at in own])  # type: ignore[index]
+                    torch._foreach_copy_([*own.values()], [new[at] for at in own])
         self._graphs[0].replay()
         return [x.detach() for x in self._logits]
 

@@ -16,6 +16,7 @@ from seqpar.attention.self_attention import ParallelAttention
 from seqpar.attention.strategies import AttentionOptions, Strategy
 from seqpar.attention.window_attention import Windows, refuse_window
 from seqpar.parallel.consensus import refuse_different_tiles
+from seqpar.parallel.half_precision import LayerNorm
 from seqpar.parallel.layout import Layout, per_axis, plain_tensor, refuse_no_count
 from seqpar.parallel.mesh import AnyGroup, as_group, warn_without_group
 from seqpar.vit.blocks import ATTENTION_SITE, HIDDEN_SITE, MLP_SITE, MLPS, RECOMPUTED, Block, GatedMlp, Mlp, Spread
@@ -143,7 +144,7 @@ class SeqParViT(nn.Module):
         )
         merged = 1 << len(self.layout.tile)  # tokens that become one
         self.merges = nn.ModuleList(PatchMerging(stage.embed_dim, merged, norm_eps) for stage in self.stages[:-1])
-        self.norm = nn.LayerNorm(last.embed_dim, norm_eps)
+        self.norm = LayerNorm(last.embed_dim, norm_eps)
         if self.rotates:
             RotaryPositions(
                 self.layout, self.group.index, embed_dim // num_heads, self.norm.weight
