@@ -93,11 +93,11 @@ class _Norm:
         wide = torch.promote_types(x.dtype, torch.float32)
         return mean.flatten().to(wide), (variance + self.eps).rsqrt().flatten().to(wide)
 
-    def means(self, sums: Tensor) -> Tensor:
+    def means(self, sums: Tensor, sign: int = 1) -> Tensor:
         """Sums this rank's row sums over all ranks and divides them by the number of voxels."""
         for group in self.groups:
             sums = all_reduce(sums, group, "statistics")
-        return sums / self.num_voxels
+        return sums / (sign * self.num_voxels)
 
 
 class _NormedActivation(Function):
@@ -161,9 +161,9 @@ def _whole_gradients(
     dother = pieces.empty(y.dtype) if other is not None or kept is not None else None
     before = [BeforeActivation(piece.values, SLOPE, norm.norm_other) for piece in pieces.of([*volumes, dother])]
     sums = [merge_batch_rows(rows) for rows in zip(*(piece.sums(scale.dtype) for piece in before))]
-    level, *slopes = norm.means(torch.stack(sums)).neg_()
-    for (target, factor), slope in zip(((dx, scale), (dother, other_scale)), slopes):
-        places = pieces.of([target], [factor, level * factor, slope * factor])
+    means = norm.means(torch.stack(sums), -1)  # the first one is the level, the others are slopes
+    for number, (target, factor) in enumerate(((dx, scale), (dother, other_scale))[: len(means) - 1], 1):
+        places = pieces.of([target], [factor, *(means[::number][:2] * factor)])
         for piece, place in zip(before, places):
             normed = piece.normed if target is dx else piece.addend
             assert normed is not None
