@@ -86,7 +86,7 @@ class LaunchCounter(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         place = self._place()
         inputs = [t for t in itertools.chain(tree_leaves(args), tree_leaves(kwargs)) if isinstance(t, Tensor)]
-        results = tree_leaves(result) or inputs[:1]  # operators on many tensors return nothing
+        results = inputs[:1] if result is None else tree_leaves(result)  # operators on many tensors return nothing
         made = [t for t in results if isinstance(t, Tensor) and t.device.type == self._device_type]
         if not made:
             return result
@@ -215,8 +215,10 @@ def _update(net: nn.Module, config: Config, counter: LaunchCounter) -> None:
     parameters = [p for p in net.parameters() if p.grad is not None]
     size, at_once = sum(p.nbytes for p in parameters), partial(num_launches_of_lists, parameters)
     counter.add("_foreach_norm", UPDATE, at_once(1), size)
-    counter.add("clip", UPDATE, 6, 0)  # the norm of norms, and the factor
-    counter.add("_foreach_mul_", UPDATE, at_once(1), 2 * size)
+    counter.add("stack and norm", UPDATE, 2, 0)
+    if config.clip:
+        counter.add("clip", UPDATE, 4, 0)
+        counter.add("_foreach_mul_", UPDATE, at_once(1), 2 * size)
     counter.add("_foreach_add_", UPDATE, -(-len(parameters) // 64), 0)  # numbers of steps
     counter.add(f"_fused_{config.optimizer}_", UPDATE, at_once(4), 7 * size)  # gradients are read, the others written too
 

@@ -1,5 +1,6 @@
 """Gradients: forward and backward of a step's micro-batches, on this rank's part."""
 
+import math
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
@@ -274,7 +275,10 @@ class Gradients:
     def clip(self, limit: float) -> Tensor:
         """Returns the norm of all gradients, after scaling them to ``limit``: the same on all ranks."""
         parameters = list(self.net.parameters())
-        return full_tensor(torch.nn.utils.clip_grad_norm_(parameters, limit, foreach=use_fused(parameters)))
+        if math.isfinite(limit):
+            return full_tensor(torch.nn.utils.clip_grad_norm_(parameters, limit, foreach=use_fused(parameters)))
+        gradients = [p.grad for p in parameters if p.grad is not None]
+        return full_tensor(torch.nn.utils.get_total_norm(gradients, foreach=use_fused(parameters)))
 
     def _backward(self, micro: MicroBatch, step: int, loss_of: LossOf) -> Tensor:
         """Returns a micro-batch's share of the loss and its terms, after adding its gradients."""

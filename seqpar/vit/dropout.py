@@ -129,7 +129,7 @@ class DropoutKey:
 @cached(16)
 def _scales(rates: tuple[float, ...], device: torch.device) -> Tensor:
     """Returns the factors of kept branches, one row ``1`` for each rate."""
-    return copy_to_device(torch.tensor([[1 / (1 - rate)] for rate in rates]), device)
+    return copy_to_device(torch.tensor([1 / (1 - rate) for rate in rates]).view(-1, 1), device)
 
 
 def _number_kept(number: int, rate: float) -> bool:
