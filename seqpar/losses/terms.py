@@ -54,7 +54,8 @@ class Voxels:
             return torch.stack(masks, 1).to(dtype)
         self._refuse_other_classes()
         classes = _numbers(self.logits.shape[1], label.device).view(-1, *[1] * (label.ndim - 1))
-        return (label[:, None] == classes).to(dtype)
+        target = torch.empty((label.shape[0], len(classes), *label.shape[1:]), dtype=dtype, device=label.device)
+        return torch.eq(label[:, None], classes, out=target)
 
     def _refuse_other_classes(self) -> None:
         """Raises IndexError, as torch's cross-entropy does, for labels of no class; on a GPU it would wait for it."""

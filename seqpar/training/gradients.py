@@ -209,7 +209,7 @@ class Gradients:
         self.config, self.mesh, self.data, self.net = config, mesh, data, net
         self.graphed = _graphed(net, mesh, config) if config.cuda_graph and mesh.device.type == "cuda" else None
         self.parallel_net = data_parallel(self.graphed or net, mesh, config.shard_weights)
-        self.loss, self.num_sums = net.training_loss(loss), 1 + len(loss.terms)
+        self.loss = net.training_loss(loss)
         self.loss_groups = net.loss_groups(mesh.data, config.batch)
 
     def warm_up(self) -> None:
@@ -260,7 +260,7 @@ class Gradients:
 
         The last backward averages the gradients over the ranks.
         """
-        sums = torch.zeros(self.num_sums, dtype=torch.float64, device=self.mesh.device)
+        sums: Tensor | None = None
         losses = losses_of_step(self.net, self.loss, self.data, micros, self.loss_groups, self.mesh.device)
         for number, (micro, loss_of) in enumerate(zip(micros, losses)):
             is_last = number == len(micros) - 1
@@ -269,7 +269,8 @@ class Gradients:
             if is_last:
                 check_collective("gradients", self.mesh.world)
             with nullcontext() if is_last else no_sync(self.parallel_net):
-                sums += self._backward(micro, step, loss_of)
+                own = self._backward(micro, step, loss_of)
+                sums = own if sums is None else sums + own
         return sums
 
     def clip(self, limit: float) -> Tensor:

@@ -6,7 +6,8 @@ Dropout is keyed, so that a recomputed block draws the same numbers without keep
 recompute in the same order, so that their messages match.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -139,15 +140,39 @@ class Block(nn.Module):
             branch = keyed_dropout(scale(branch), self.dropout, here, tokens)
             return x + keyed_drop_path(branch, self.drop_path, here)
         factors = drop_path_factors(x, self.drop_path, here)
-        return _ScaledSum.apply(x, branch, scale.gamma, factors)  # type: ignore[no-any-return]
+        known = here.draws.scales.get(here.site) if here is not None and here.draws is not None else None
+        return _ScaledSum.apply(x, branch, scale.gamma, factors, known)  # type: ignore[no-any-return]
+
+
+def with_scales(key: DropoutKey, blocks: Mapping[int, Block]) -> DropoutKey:
+    """Returns a key, with its draws, that also has the products of LayerScales and drop-path factors of some blocks.
+
+    They take three launches, and otherwise one for each branch.
+    """
+    assert key.draws is not None
+    rows = {
+        (*key.site, at, site): (scale.gamma.detach(), key.draws.factors[(*key.site, at, site), block.drop_path])
+        for at, block in blocks.items()
+        for site, scale in ((ATTENTION_SITE, block.ls1), (MLP_SITE, block.ls2))
+        if block.drop_path and isinstance(scale, LayerScale)
+    }
+    if not rows:
+        return key
+    gammas, factors = (torch.stack(each) for each in zip(*rows.values()))
+    scales = dict(zip(rows, gammas[:, None, None] * factors[:, :, None, None]))  # b 1 e
+    return replace(key, draws=replace(key.draws, scales=scales))
 
 
 class _ScaledSum(Function):
     """``x`` plus a branch times a factor per channel and one per sample, for a GPU: no product is stored."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, branch: Tensor, gamma: Tensor, factors: Tensor | None) -> Tensor:
-        scale = gamma if factors is None else gamma * factors[:, None, None]
+    def forward(
+        ctx: Any, x: Tensor, branch: Tensor, gamma: Tensor, factors: Tensor | None, known: Tensor | None
+    ) -> Tensor:
+        scale = known
+        if scale is None:
+            scale = gamma if factors is None else gamma * factors[:, None, None]
         ctx.save_for_backward(branch, scale, factors)
         return torch.addcmul(x, branch, scale, out=x.new_empty(x.shape, dtype=gamma.dtype))  # autocast would cast first
 
@@ -157,7 +182,7 @@ class _ScaledSum(Function):
         branch, scale, factors = ctx.saved_tensors
         dbranch = torch.mul(grad, scale, out=torch.empty_like(branch))
         dscale = torch.mul(grad, branch, out=torch.empty_like(branch)).sum(1, dtype=scale.dtype)  # b e
-        return grad, dbranch, dscale.sum(0) if factors is None else factors @ dscale, None
+        return grad, dbranch, dscale.sum(0) if factors is None else factors @ dscale, None, None
 
 
 def compile_blocks(module: nn.Module, **options: Any) -> nn.Module:

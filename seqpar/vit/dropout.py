@@ -53,10 +53,11 @@ class RandomDraws:
     hashes: Mapping[Site, Tensor]  # each b
     kept: Mapping[tuple[Site, float], Tensor]  # each b, booleans
     factors: Mapping[tuple[Site, float], Tensor]  # each b: by what a branch is multiplied, 0 where it is dropped
+    scales: Mapping[Site, Tensor] = field(default_factory=dict)  # each b 1 e: these factors times a LayerScale
 
     @property
     def tables(self) -> tuple[Mapping[Any, Tensor], ...]:
-        """All of it."""
+        """All that is drawn."""
         return self.hashes, self.kept, self.factors
 
 

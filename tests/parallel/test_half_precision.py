@@ -24,8 +24,8 @@ MODERN = replace(CONFIG, decoder="unetr", positions="rope", layer_scale=0.3, dro
 def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
     """Lets this CPU compute as a GPU does whose autocast converts to ``dtype``."""
     monkeypatch.setattr(half_precision, "half_dtype", lambda x: dtype)
-    monkeypatch.setattr("seqpar.vit.blocks.half_dtype", lambda x: dtype)
-    monkeypatch.setattr("seqpar.attention.self_attention.half_dtype", lambda x: dtype)
+    for user in ("vit.blocks", "vit.encoder", "attention.self_attention"):
+        monkeypatch.setattr(f"seqpar.{user}.half_dtype", lambda x: dtype)
 
 
 def gradients_of(net: nn.Module, step: int) -> dict[str, Tensor]:
