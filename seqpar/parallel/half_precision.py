@@ -19,7 +19,7 @@ from torch.autograd.function import once_differentiable
 
 from seqpar.parallel.meta_tensors import autocast_dtype, device_type, without_autocast
 
-_cast = ContextVar[Mapping[Tensor, Tensor]]("cast", default={})  # weights that are cast already
+_cast = ContextVar[Mapping[Tensor, Tensor] | None]("cast", default=None)  # weights that are cast already
 aten = torch.ops.aten
 
 
@@ -52,7 +52,7 @@ def weights_cast_at_once(net: nn.Module) -> Iterator[None]:
 
 def _in(dtype: torch.dtype, weight: Tensor) -> Tensor:
     """Returns the weight in half precision, without its history: as it was cast before, else cast now."""
-    known = _cast.get().get(weight)
+    known = (_cast.get() or {}).get(weight)
     return weight.detach().to(dtype) if known is None or known.dtype != dtype else known
 
 
@@ -143,7 +143,7 @@ class LayerNorm(nn.LayerNorm):
         return self.beside(x)[1]
 
     def beside(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns ``x`` and its normed values: whoever needs both takes both, so that their gradients are added at once."""
+        """Returns ``x`` and its normed values: who needs both takes both, so that gradients are added at once."""
         dtype = half_dtype(x)
         if dtype is None or self.weight is None or self.bias is None:
             return x, super().forward(x)

@@ -164,7 +164,7 @@ def num_launches_of_lists(tensors: Sequence[Tensor], depth: int) -> int:
 
 @dataclass(frozen=True)
 class Launches:
-    """What forward, loss and backward of a step launch, how often they fetch something from the host, and the update."""
+    """What forward, loss and backward of a step launch, how often they fetch something from the host, what follows."""
 
     launches: int
     fetches: int
@@ -211,7 +211,7 @@ def count_launches(
 
 
 def _update(net: nn.Module, config: Config, counter: LaunchCounter) -> None:
-    """Counts clipping, and an update that takes all parameters at once, which torch refuses for tensors without data."""
+    """Counts clipping, and an update of all parameters at once, which torch refuses for tensors without data."""
     parameters = [p for p in net.parameters() if p.grad is not None]
     size, at_once = sum(p.nbytes for p in parameters), partial(num_launches_of_lists, parameters)
     counter.add("_foreach_norm", UPDATE, at_once(1), size)
@@ -220,7 +220,7 @@ def _update(net: nn.Module, config: Config, counter: LaunchCounter) -> None:
         counter.add("clip", UPDATE, 4, 0)
         counter.add("_foreach_mul_", UPDATE, at_once(1), 2 * size)
     counter.add("_foreach_add_", UPDATE, -(-len(parameters) // 64), 0)  # numbers of steps
-    counter.add(f"_fused_{config.optimizer}_", UPDATE, at_once(4), 7 * size)  # gradients are read, the others written too
+    counter.add(f"_fused_{config.optimizer}_", UPDATE, at_once(4), 7 * size)  # all is read, all but gradients written
 
 
 def _part(config: Config, tokens: int, channels: int, patch: tuple[int, ...]) -> tuple[Tensor, Tensor]:

@@ -120,7 +120,10 @@ class _NormedActivation(Function):
         y, normed = pieces.empty(x.dtype), pieces.empty(x.dtype) if keeps_normed else None
         volumes = [x, other, y, normed]
         if pieces.at_once:
-            shifts = [None if m is None or s is None else shift_of(m, s) for m, s in ((mean, scale), (other_mean, other_scale))]
+            shifts = [
+                None if m is None or s is None else shift_of(m, s)
+                for m, s in ((mean, scale), (other_mean, other_scale))
+            ]
             for piece in pieces.of(volumes, [shifts[0], scale, shifts[1], other_scale]):
                 activate(SLOPE, *piece.values, *piece.columns)
         else:

@@ -22,8 +22,8 @@ def test_launches_do_not_grow_with_the_batch(name: str) -> None:
     assert of_batch[1] <= BEFORE[name] / 2, of_batch
 
 
-# A step of ViT-B in half precision: launches with three blocks and of each further one, and GB with twelve. Without data,
-# convolutions return another memory format than on a GPU, which adds 2 and 16 copies.
+# A step of ViT-B in half precision: launches with three blocks and of each further one, and GB with twelve. Without
+# data, convolutions return another memory format than on a GPU, which adds 2 and 16 copies.
 STEPS = {
     "paper": ({"patch": (4, 4, 4), "precision": "bf16"}, 279, 36, 42.4),
     "modern": ({"tile": (160, 160, 160)}, 541, 48, 68.7),

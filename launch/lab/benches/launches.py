@@ -19,9 +19,9 @@ STEPS = {
 SOURCES: dict[str, Callable[[str, str], bool]] = {
     "update, with the norm of all gradients": lambda place, _: place == UPDATE,
     "loss": lambda place, _: place.startswith("losses/"),
-    "norms, activations and voxels of the decoder": lambda place, name: place.startswith(
-        ("spatial/", "decoders/")
-    ) and name not in ("convolution", "convolution_backward", "_to_copy"),
+    "norms, activations and voxels of the decoder": lambda place, name: (
+        place.startswith(("spatial/", "decoders/")) and name not in ("convolution", "convolution_backward", "_to_copy")
+    ),
     "convolutions": lambda _, name: name in ("convolution", "convolution_backward"),
     "casts": lambda _, name: name in ("_to_copy", "_foreach_copy_"),
     "layer norms": lambda _, name: name.startswith("native_layer_norm"),

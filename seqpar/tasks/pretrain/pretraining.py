@@ -119,7 +119,7 @@ class Pretraining(Task):
         ]
 
     def page(self, options: argparse.Namespace, record: RunRecord) -> FinishedPage:
-        """Returns the page about a run without labels: its error on held-out cases, and pictures of what was rebuilt."""
+        """Returns the page about a run without labels: its error on held-out cases, and pictures."""
         from seqpar.report.record import what_was_learned
         from seqpar.report.run_page import FinishedPage, render_run
 
