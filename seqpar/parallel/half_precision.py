@@ -9,7 +9,7 @@ float32. Without autocast, on a CPU and while a compiler traces, everything is t
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -19,6 +19,7 @@ from torch.autograd.function import once_differentiable
 
 from seqpar.parallel.meta_tensors import autocast_dtype, device_type, without_autocast
 
+Weight = TypeVar("Weight", bound=Tensor | None)
 _cast = ContextVar[Mapping[Tensor, Tensor] | None]("cast", default=None)  # weights that are cast already
 aten = torch.ops.aten
 
@@ -56,7 +57,7 @@ def _in(dtype: torch.dtype, weight: Tensor) -> Tensor:
     return weight.detach().to(dtype) if known is None or known.dtype != dtype else known
 
 
-def half(weight: Tensor | None) -> Tensor | None:
+def half(weight: Weight) -> Weight:
     """Returns a weight in the dtype to which autocast converts it on a GPU; elsewhere the weight itself.
 
     Its gradient is cast back, to the weight's memory format.

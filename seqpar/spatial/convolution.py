@@ -105,7 +105,8 @@ class ConvTranspose3d(nn.ConvTranspose3d):
         _refuse_channels(self, x)
         if grid is None:
             sizes = self.stride, self.padding, self.output_padding, self.groups, self.dilation
-            return match_memory_format(F.conv_transpose3d(x, half(self.weight), half(self.bias), *sizes), x), None
+            y = F.conv_transpose3d(x, half(self.weight), half(self.bias), *sizes)  # type: ignore[arg-type]
+            return match_memory_format(y, x), None
         options = ConvOptions.of(self, self.padding)  # type: ignore[arg-type]
         how = str(self), self.keep_window, self.cut_shift
         return convolve_box_transposed(x, grid, self.weight, self.bias, options, *how)

@@ -168,6 +168,7 @@ def _whole_gradients(
         before[-1].write_sums(row_sums[:, whole.rows])
     means = norm.means(row_sums, -1)  # the first one is the level, the others are slopes
     for number, (target, factor) in enumerate(((dx, scale), (dother, other_scale))[: len(means) - 1], 1):
+        assert factor is not None
         places = pieces.of([target], [factor, *(means[::number][:2] * factor)])
         for piece, place in zip(before, places):
             normed = piece.normed if target is dx else piece.addend
