@@ -23,6 +23,7 @@ SUBJECTS = {
     "convert": ("unets.converted",),
     "encoder": ("encoder", "rank"),
     "hierarchical": ("memory_by_ranks.stages",),
+    "launches": ("launches",),
     "memory": ("memory",),
     "data": ("data", "loader"),
     "nnunet": ("nnunet",),

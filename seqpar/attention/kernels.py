@@ -5,8 +5,8 @@ needs besides q, k, v and the output (the log-sum-exp), so that a caller who kee
 ``kernel_for`` chooses among torch's kernels, on a GPU by ``fastest_kernel``. ``PLAIN`` covers everything else: its
 backward runs torch's public function again under autograd.
 
-GPU kernels get q, k, v, the output and its gradient in one memory order, ``b n a f``, because AMD's backward applies
-the strides of one of them to another.
+GPU kernels get q, k, v, the output and its gradient in one memory order, ``b n a f``. AMD's get them without gaps,
+because its backward applies the strides of one of them to another.
 """
 
 import importlib.util
@@ -139,6 +139,12 @@ def _tokens_first(*tensors: Tensor) -> list[Tensor]:
     return [t.transpose(1, 2).contiguous().transpose(1, 2) for t in tensors]
 
 
+def _projected(*tensors: Tensor) -> list[Tensor]:
+    """Returns queries, keys and values as a GPU's kernels take them: NVIDIA's read them where they were projected."""
+    apart = torch.version.hip is not None or any(t.stride(-1) != 1 for t in tensors)
+    return _tokens_first(*tensors) if apart else list(tensors)
+
+
 def _cpu_forward(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, State]:
     out, log_sum = aten._scaled_dot_product_flash_attention_for_cpu(q, k, v)
     return out, (log_sum,)
@@ -153,7 +159,7 @@ def _cpu_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, st
 
 
 def _flash_forward(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, State]:
-    q, k, v = _tokens_first(q, k, v)
+    q, k, v = _projected(q, k, v)
     out, log_sum, _, _, _, _, seed, offset, _ = aten._scaled_dot_product_flash_attention(
         q, k, v, dropout_p=0.0, is_causal=False, return_debug_mask=False
     )
@@ -162,7 +168,7 @@ def _flash_forward(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, State]:
 
 def _flash_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, state: State) -> Grads:
     log_sum, seed, offset = state
-    grad, q, k, v, out = _tokens_first(grad, q, k, v, out)
+    (q, k, v), (grad, out) = _projected(q, k, v), _tokens_first(grad, out)
     dq, dk, dv = aten._scaled_dot_product_flash_attention_backward(
         grad,
         q,
@@ -183,7 +189,7 @@ def _flash_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, 
 
 
 def _efficient_forward(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, State]:
-    q, k, v = _tokens_first(q, k, v)
+    q, k, v = _projected(q, k, v)
     out, log_sum, seed, offset = aten._scaled_dot_product_efficient_attention(
         q, k, v, attn_bias=None, compute_log_sumexp=True, dropout_p=0.0, is_causal=False
     )
@@ -192,7 +198,7 @@ def _efficient_forward(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, State]:
 
 def _efficient_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, state: State) -> Grads:
     log_sum, seed, offset = state
-    grad, q, k, v, out = _tokens_first(grad, q, k, v, out)
+    (q, k, v), (grad, out) = _projected(q, k, v), _tokens_first(grad, out)
     dq, dk, dv, _ = aten._scaled_dot_product_efficient_attention_backward(
         grad,
         q,
@@ -211,7 +217,7 @@ def _efficient_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tens
 
 
 def _cudnn_forward(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, State]:
-    q, k, v = _tokens_first(q, k, v)
+    q, k, v = _projected(q, k, v)
     out, log_sum, _, _, _, _, seed, offset, _ = aten._scaled_dot_product_cudnn_attention(
         q, k, v, attn_bias=None, compute_log_sumexp=True, dropout_p=0.0, is_causal=False, return_debug_mask=False
     )
@@ -220,7 +226,7 @@ def _cudnn_forward(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, State]:
 
 def _cudnn_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, state: State) -> Grads:
     log_sum, seed, offset = state
-    grad, q, k, v, out = _tokens_first(grad, q, k, v, out)
+    (q, k, v), (grad, out) = _projected(q, k, v), _tokens_first(grad, out)
     dq, dk, dv = aten._scaled_dot_product_cudnn_attention_backward(
         grad,
         q,

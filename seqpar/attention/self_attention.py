@@ -10,7 +10,6 @@ whole sequence is kept for backward unless ``keep_kv`` is set.
 from collections.abc import Sequence
 
 import torch
-import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor, nn
 
@@ -20,6 +19,7 @@ from seqpar.attention.strategies import Strategy, check_strategy
 from seqpar.attention.token_gather import attend_to_gathered_tokens
 from seqpar.attention.window_attention import Windows, attend_in_windows
 from seqpar.parallel.device_constants import cached
+from seqpar.parallel.half_precision import LayerNorm, Linear, half, half_dtype, linear
 from seqpar.parallel.layout import refuse_no_count
 from seqpar.parallel.mesh import AnyGroup, as_group
 from seqpar.parallel.meta_tensors import autocast_dtype
@@ -43,6 +43,8 @@ class ParallelAttention(nn.Module):
         ``keep_kv``: keep what was gathered until backward.
         ``heads_per_chunk``: heads that are attended at a time; None: by size.
     """
+
+    cast_weights = ("q_bias", "v_bias")
 
     def __init__(
         self,
@@ -70,13 +72,13 @@ class ParallelAttention(nn.Module):
         self.num_heads, self.keep_kv, self.heads_per_chunk = num_heads, keep_kv, heads_per_chunk
         self.group = as_group(group)
         self.strategy = check_strategy(str(strategy), self.group.size, num_heads, keep_kv, "strategy")
-        self.qkv = nn.Linear(embed_dim, 3 * embed_dim, bias=False)
+        self.qkv = Linear(embed_dim, 3 * embed_dim, bias=False)
         self.q_bias = nn.Parameter(torch.zeros(embed_dim)) if qkv_bias else None
         self.v_bias = nn.Parameter(torch.zeros(embed_dim)) if qkv_bias else None
         if self.q_bias is not None:  # cached now, so that no counted step allocates them
             _zeros(embed_dim, self.q_bias.dtype, self.q_bias.device)
-        self.norm = nn.LayerNorm(embed_dim, norm_eps) if norm_eps is not None else nn.Identity()
-        self.proj = nn.Linear(embed_dim, embed_dim)
+        self.norm = LayerNorm(embed_dim, norm_eps) if norm_eps is not None else nn.Identity()
+        self.proj = Linear(embed_dim, embed_dim)
 
     def forward(self, x: Tensor, spread: Sequence[int] | Windows, rotary: Rotary | None = None) -> Tensor:
         """Returns the attended tokens ``b n/s e``.
@@ -95,18 +97,18 @@ class ParallelAttention(nn.Module):
 
     def _project(self, x: Tensor) -> Tensor:
         """Returns queries, keys and values ``b n/s 3 a f``."""
-        bias = None
-        if self.q_bias is not None and self.v_bias is not None:
-            zeros = _zeros(len(self.q_bias), self.q_bias.dtype, self.q_bias.device)
-            bias = torch.cat([self.q_bias, zeros, self.v_bias])
-        return rearrange(F.linear(x, self.qkv.weight, bias), "b n (m a f) -> b n m a f", m=3, a=self.num_heads)
+        zeros = None
+        if self.q_bias is not None:
+            zeros = _zeros(len(self.q_bias), half_dtype(x) or self.q_bias.dtype, self.q_bias.device)
+        projected = linear(x, self.qkv.weight, self.q_bias, zeros, self.v_bias)
+        return rearrange(projected, "b n (m a f) -> b n m a f", m=3, a=self.num_heads)
 
     def _gather_tokens(self, x: Tensor, sizes: Sequence[int], rotary: Rotary | None) -> Tensor:
         projection = self.qkv.weight, self.q_bias, self.v_bias
         dtype = autocast_dtype(x)
         if dtype is not None:  # cast before the gather, as a linear layer would
             x = x.to(dtype)
-            projection = tuple(t if t is None else t.to(dtype) for t in projection)  # type: ignore[assignment]
+            projection = tuple(t if t is None else half(t).to(dtype) for t in projection)  # type: ignore[assignment]
         return attend_to_gathered_tokens(
             x, *projection, self.num_heads, self.group, sizes, rotary, self.keep_kv, self.heads_per_chunk
         )

@@ -336,16 +336,19 @@ class Loss(nn.Module):
 
         def weigh_and_count() -> tuple[list[Tensor | None], Tensor]:
             each = [self._weights_of(label, shown, torch.float64) for label, shown in zip(labels, annotated)]
+            if self.ignore_label is None and not any(weights is not None for weights in each):
+                count = sum(label.numel() for label in labels)  # ranks have equally many samples, but boxes may differ
+                return each, torch.full((1,), count * loss_groups.num_sample_ranks, dtype=torch.float64, device=device)
             counts = [self._count(label, weights) for label, weights in zip(labels, each)]
             return each, torch.stack(counts).sum().double()[None]
 
-        each, own = loss_groups.own_work(weigh_and_count, labels[0].device)
+        device = labels[0].device
+
+        each, own = loss_groups.own_work(weigh_and_count, device)
         weights = [of_micro for of_micro in each if of_micro is not None]
         if weights:
             own = torch.cat([own, torch.cat(weights).sum(0)])
-        if self.ignore_label is None and not weights:  # ranks have equally many samples, but boxes may differ
-            own = own * loss_groups.num_sample_ranks
-        else:
+        if self.ignore_label is not None or weights:
             for group in loss_groups.samples:
                 own = all_reduce(own, group)
         count = own[0] if loss_groups.voxels is None else all_reduce(own[0], loss_groups.voxels)

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
+from seqpar.parallel.device_constants import cached
 from seqpar.parallel.meta_tensors import device_type, representative_pieces
 
 # Number of logits whose probabilities and targets are in memory at a time; more on a GPU, for fewer launches.
@@ -52,8 +53,9 @@ class Voxels:
             masks = [reduce(torch.logical_or, (label == value for value in region)) for region in self.regions]
             return torch.stack(masks, 1).to(dtype)
         self._refuse_other_classes()
-        classes = torch.arange(self.logits.shape[1], device=label.device).view(-1, *[1] * (label.ndim - 1))
-        return (label[:, None] == classes).to(dtype)
+        classes = _numbers(self.logits.shape[1], label.device).view(-1, *[1] * (label.ndim - 1))
+        target = torch.empty((label.shape[0], len(classes), *label.shape[1:]), dtype=dtype, device=label.device)
+        return torch.eq(label[:, None], classes, out=target)
 
     def _refuse_other_classes(self) -> None:
         """Raises IndexError, as torch's cross-entropy does, for labels of no class; on a GPU it would wait for it."""
@@ -66,6 +68,11 @@ class Voxels:
     def probability(self) -> Tensor:
         """``b k ...``, the probability of each class or region."""
         return self.logits.sigmoid() if self.regions else self.logits.softmax(1)
+
+
+@cached(64)
+def _numbers(count: int, device: torch.device) -> Tensor:
+    return torch.arange(count, device=device)
 
 
 class VoxelTerm(ABC):

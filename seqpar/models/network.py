@@ -20,6 +20,7 @@ from seqpar.decoders.modes.mode import Mode
 from seqpar.losses import DeepSupervision, Loss, LossGroups
 from seqpar.losses.tile_network import TileNetwork, require_peers_of
 from seqpar.parallel.collectives import with_mean_gradient
+from seqpar.parallel.half_precision import weights_cast_at_once
 from seqpar.parallel.layout import Layout
 from seqpar.parallel.mesh import Group
 from seqpar.pipeline.engine import StagedNet
@@ -90,7 +91,8 @@ class Network(TileNetwork):
         if part.ndim == len(self.layout.tile) + 2:
             sides = part.shape[2:]
             part, layout = self.layout.place(part)
-        first, *others = self.logits(part, layout or self.layout, key)
+        with weights_cast_at_once(self):
+            first, *others = self.logits(part, layout or self.layout, key)
         if sides is not None and sides != first.shape[2:]:
             if others:
                 raise ValueError(

@@ -152,7 +152,8 @@ class _Gather(Function):
         part, whole = ctx.shapes
         assert grad.shape == whole, (grad.shape, whole)
         if equal_gradients:
-            mine = grad.split(sizes, dim)[group.index] * group.size
+            mine = grad.split(sizes, dim)[group.index]
+            mine = mine * group.size if group.size > 1 else mine
         else:
             mine = reduce_scatter(grad, group, dim, sizes, kind)
         assert mine.shape == part, (mine.shape, part)

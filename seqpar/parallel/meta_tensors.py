@@ -79,5 +79,14 @@ def autocast_dtype(x: Tensor) -> torch.dtype | None:
     """
     if x.dtype == torch.float64:
         return None
-    kind = "cpu" if x.is_meta else x.device.type
+    kind = _autocast_kind(x)
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+
+
+def without_autocast(x: Tensor) -> AbstractContextManager[Any]:
+    """Returns a context in which autocast converts nothing on the device of ``x``."""
+    return torch.autocast(_autocast_kind(x), enabled=False)
+
+
+def _autocast_kind(x: Tensor) -> str:
+    return "cpu" if x.is_meta else x.device.type

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
+from seqpar.parallel.half_precision import half, linear
 from seqpar.parallel.mesh import Group
 from seqpar.parallel.meta_tensors import autocast_dtype, device_type
 from seqpar.parallel.row_exchange import Interval
@@ -37,6 +38,8 @@ class Conv3d(nn.Conv3d):
             norm with activation, which is kept on a GPU anyway, but not on a CPU.
     """
 
+    cast_weights = ("weight", "bias")
+
     def __init__(self, *sizes: Any, keep_window: bool | None = True, **options: Any) -> None:
         super().__init__(*sizes, **options)
         _refuse_padding(self.padding_mode)
@@ -48,7 +51,7 @@ class Conv3d(nn.Conv3d):
         if self._is_local() and is_channels_last(x):
             if grid is not None:
                 grid.refuse_other_box(x)
-            y = F.linear(rearrange(x, "b c w d h -> b w d h c"), self.weight.flatten(1), self.bias)
+            y = linear(rearrange(x, "b c w d h -> b w d h c"), self.weight, self.bias)
             return rearrange(y, "b w d h c -> b c w d h"), grid
         if grid is None:
             return self._whole(x), None
@@ -62,7 +65,7 @@ class Conv3d(nn.Conv3d):
         conv_options = ConvOptions.of(self, tuple(before for before, _ in pads))
         if all(before == behind for before, behind in pads) and uses_own_kernel(x, self.weight, conv_options):
             return _convolve(x, self.weight, self.bias, BoxConvolution(Halos(Group("self")), conv_options, True))
-        return match_memory_format(super().forward(x), x)
+        return match_memory_format(self._conv_forward(x, half(self.weight), half(self.bias)), x)
 
     def _is_local(self) -> bool:
         """Returns whether this is a matrix product at each voxel, independent of its neighbours."""
@@ -88,6 +91,8 @@ class ConvTranspose3d(nn.ConvTranspose3d):
         ``cut_shift``: how many voxels before its usual place the output is cut; for an output that is padded before.
     """
 
+    cast_weights = ("weight", "bias")
+
     def __init__(self, *sizes: Any, keep_window: bool = True, cut_shift: int = 0, **options: Any) -> None:
         super().__init__(*sizes, **options)
         _refuse_padding(self.padding_mode)
@@ -99,7 +104,9 @@ class ConvTranspose3d(nn.ConvTranspose3d):
         """Returns this rank's box of the output, ``b c W/s D/s H/s``, and its box grid."""
         _refuse_channels(self, x)
         if grid is None:
-            return match_memory_format(super().forward(x), x), None
+            sizes = self.stride, self.padding, self.output_padding, self.groups, self.dilation
+            y = F.conv_transpose3d(x, half(self.weight), half(self.bias), *sizes)  # type: ignore[arg-type]
+            return match_memory_format(y, x), None
         options = ConvOptions.of(self, self.padding)  # type: ignore[arg-type]
         how = str(self), self.keep_window, self.cut_shift
         return convolve_box_transposed(x, grid, self.weight, self.bias, options, *how)
@@ -181,6 +188,7 @@ def _refuse_channels(conv: Conv3d | ConvTranspose3d, x: Tensor) -> None:
 def _convolve(x: Tensor, weight: Tensor, bias: Tensor | None, how: BoxConvolution) -> Tensor:
     dtype = autocast_dtype(x)
     if dtype is not None:
+        weight, bias = half(weight), half(bias)
         x, weight, bias = x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
     return _Convolve.apply(x, weight, bias, how)  # type: ignore[no-any-return]
 

@@ -5,6 +5,7 @@ multiplied beforehand, so that a pass is one multiply-add per value, in the colu
 channels, v voxels; a row is one channel of one sample, ``(b c)``.
 """
 
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,7 +13,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from seqpar.parallel.device_constants import cached
+
 before_leaky_relu = torch.ops.aten.leaky_relu_backward
+
+
+@cached(16)
+def _zero(dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.zeros((), dtype=dtype, device=device)
+
+
+def shift_of(mean: Tensor, scale: Tensor) -> Tensor:
+    """Returns ``-mean * scale`` in one launch."""
+    return torch.addcmul(_zero(mean.dtype, mean.device), mean, scale, value=-1)
 
 
 def mean_and_variance(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -73,10 +86,11 @@ class BeforeActivation:
         elif norm_other:
             self.addend = F.leaky_relu(y, 1 / slope).sub_(kept)
 
-    def sums(self, dtype: torch.dtype) -> list[Tensor]:
-        """Returns the row sums of the gradient and of its products with the normed ``x`` and the normed addend."""
+    def write_sums(self, rows: Tensor) -> None:
+        """Writes the row sums of the gradient and of its products with the normed ``x`` and the normed addend."""
         products = (self.grad * factor for factor in (self.normed, self.addend) if factor is not None)
-        return [values.sum(1, dtype=dtype).flatten() for values in (self.grad, *products)]
+        for values, out in zip(itertools.chain([self.grad], products), rows, strict=True):
+            torch.sum(values, 1, dtype=out.dtype, out=out.view(len(values), *values.shape[2:]))
 
 
 def write_gradient(grad: Tensor, normed: Tensor, out: Tensor, scale: Tensor, level: Tensor, slope: Tensor) -> None:

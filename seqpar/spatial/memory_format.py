@@ -6,6 +6,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from seqpar.parallel.half_precision import half_dtype
 from seqpar.parallel.launcher import MIOPEN_NHWC
 from seqpar.parallel.meta_tensors import autocast_dtype, device_type
 
@@ -18,13 +19,15 @@ def is_channels_last(x: Tensor) -> bool:
 def in_fastest_format(x: Tensor) -> Tensor:
     """Returns ``x``, ``b c W D H``, in the memory format in which this device convolves fastest.
 
-    Every operation of ``seqpar.spatial`` returns its result in the format of its input.
+    Every operation of ``seqpar.spatial`` returns its result in the format of its input. On a GPU it is also in the
+    precision of the convolutions, because one launch does both.
     """
     kind, dtype = device_type(x), autocast_dtype(x) or x.dtype
     if x.ndim != 5 or (kind == "cpu" and dtype == torch.float64):
         return x
     last = prefers_channels_last(kind, dtype, kind == "cpu" or library_takes_channels_last())
-    return x.contiguous(memory_format=torch.channels_last_3d if last else torch.contiguous_format)
+    memory_format = torch.channels_last_3d if last else torch.contiguous_format
+    return x.to(half_dtype(x) or x.dtype, memory_format=memory_format).contiguous(memory_format=memory_format)
 
 
 def prefers_channels_last(kind: str, dtype: torch.dtype, library_takes_it: bool) -> bool:

@@ -19,7 +19,7 @@ from seqpar.parallel.collectives import all_reduce
 from seqpar.parallel.mesh import Group
 from seqpar.spatial.box_grid import BoxGrid
 from seqpar.spatial.cache_pieces import Piece, Pieces
-from seqpar.spatial.fused_norm import BeforeActivation, activate, merge_batch_rows, write_gradient
+from seqpar.spatial.fused_norm import BeforeActivation, activate, shift_of, write_gradient
 from seqpar.spatial.moments import MomentGroups
 from seqpar.spatial.norms import BatchNorm3d
 
@@ -93,11 +93,11 @@ class _Norm:
         wide = torch.promote_types(x.dtype, torch.float32)
         return mean.flatten().to(wide), (variance + self.eps).rsqrt().flatten().to(wide)
 
-    def means(self, sums: Tensor) -> Tensor:
+    def means(self, sums: Tensor, sign: int = 1) -> Tensor:
         """Sums this rank's row sums over all ranks and divides them by the number of voxels."""
         for group in self.groups:
             sums = all_reduce(sums, group, "statistics")
-        return sums / self.num_voxels
+        return sums / (sign * self.num_voxels)
 
 
 class _NormedActivation(Function):
@@ -120,7 +120,10 @@ class _NormedActivation(Function):
         y, normed = pieces.empty(x.dtype), pieces.empty(x.dtype) if keeps_normed else None
         volumes = [x, other, y, normed]
         if pieces.at_once:
-            shifts = [None if m is None or s is None else m * -s for m, s in ((mean, scale), (other_mean, other_scale))]
+            shifts = [
+                None if m is None or s is None else shift_of(m, s)
+                for m, s in ((mean, scale), (other_mean, other_scale))
+            ]
             for piece in pieces.of(volumes, [shifts[0], scale, shifts[1], other_scale]):
                 activate(SLOPE, *piece.values, *piece.columns)
         else:
@@ -159,11 +162,14 @@ def _whole_gradients(
     assert y is not None
     dx = pieces.empty(y.dtype)
     dother = pieces.empty(y.dtype) if other is not None or kept is not None else None
-    before = [BeforeActivation(piece.values, SLOPE, norm.norm_other) for piece in pieces.of([*volumes, dother])]
-    sums = [merge_batch_rows(rows) for rows in zip(*(piece.sums(scale.dtype) for piece in before))]
-    level, *slopes = norm.means(torch.stack(sums)).neg_()
-    for (target, factor), slope in zip(((dx, scale), (dother, other_scale)), slopes):
-        places = pieces.of([target], [factor, level * factor, slope * factor])
+    before, row_sums = list[BeforeActivation](), scale.new_empty(3 if norm.norm_other else 2, pieces.num_rows)
+    for whole in pieces.of([*volumes, dother]):
+        before.append(BeforeActivation(whole.values, SLOPE, norm.norm_other))
+        before[-1].write_sums(row_sums[:, whole.rows])
+    means = norm.means(row_sums, -1)  # the first one is the level, the others are slopes
+    for number, (target, factor) in enumerate(((dx, scale), (dother, other_scale))[: len(means) - 1], 1):
+        assert factor is not None
+        places = pieces.of([target], [factor, *(means[::number][:2] * factor)])
         for piece, place in zip(before, places):
             normed = piece.normed if target is dx else piece.addend
             assert normed is not None

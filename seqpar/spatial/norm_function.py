@@ -14,7 +14,7 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from seqpar.spatial.cache_pieces import Pieces, fits_whole_samples
-from seqpar.spatial.fused_norm import before_leaky_relu, write_gradient
+from seqpar.spatial.fused_norm import before_leaky_relu, shift_of, write_gradient
 from seqpar.spatial.moments import MomentGroups
 
 Statistics = tuple[Tensor, Tensor, Tensor | int]  # mean and variance ``b g 1`` over all ranks, number of values
@@ -88,7 +88,8 @@ class _Norm(Function):
         if not ctx.needs_input_grad[0]:
             return None, dweight, dbias, None, None, None
         weighted = sums if weight is None else sums * weight.to(scale.dtype)
-        level, slope = (moment_groups.to_rows(s, x.shape) * -scale for s in moment_groups.sums(weighted) / ctx.count)
+        means, sign = moment_groups.sums(weighted) / ctx.count, -scale
+        level, slope = (moment_groups.to_rows(each, x.shape) * sign for each in means)
         dx = _gradient(x, grad, mean, factor, level, slope * scale, activation)
         return dx, dweight, dbias, None, None, None
 
@@ -129,7 +130,8 @@ def _scale(x: Tensor, mean: Tensor, factor: Tensor, bias: Tensor | None, slope: 
     pieces = Pieces(x)
     y = pieces.empty(x.dtype)
     if pieces.at_once:
-        shift = mean * -factor if bias is None else _each_sample(torch.add, mean * -factor, bias.to(factor.dtype))
+        shift = shift_of(mean, factor)
+        shift = shift if bias is None else _each_sample(torch.add, shift, bias.to(factor.dtype))
         for piece in pieces.of([x, y], [shift, factor]):
             torch.addcmul(piece.columns[0], piece.values[0], piece.columns[1], out=piece.values[1])
         return y

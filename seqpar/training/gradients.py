@@ -1,5 +1,6 @@
 """Gradients: forward and backward of a step's micro-batches, on this rank's part."""
 
+import math
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
@@ -107,9 +108,8 @@ class _Passes:
         self.returns_list = False
         self.key = key
         if key.draws is not None:
-            hashes = {at: x.clone() for at, x in key.draws.hashes.items()}
-            kept = {at: x.clone() for at, x in key.draws.kept.items()}
-            self.key = replace(key, draws=RandomDraws(hashes, kept))
+            tables = ({at: x.clone() for at, x in table.items()} for table in key.draws.tables)
+            self.key = replace(key, draws=RandomDraws(*tables))
         self._graphs = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
         self._logits, self._given = list[Tensor](), list[Tensor]()
         self._gradients = list[Tensor | None]()
@@ -150,9 +150,9 @@ class _Passes:
         self.image.copy_(image)
         if self.key.draws is not None:
             assert key.draws is not None
-            for own, new in ((self.key.draws.hashes, key.draws.hashes), (self.key.draws.kept, key.draws.kept)):
+            for own, new in zip(self.key.draws.tables, key.draws.tables):
                 if own:
-                    torch._foreach_copy_([*own.values()], [new[at] for at in own])  # type: ignore[index]
+                    torch._foreach_copy_([*own.values()], [new[at] for at in own])
         self._graphs[0].replay()
         return [x.detach() for x in self._logits]
 
@@ -209,7 +209,7 @@ class Gradients:
         self.config, self.mesh, self.data, self.net = config, mesh, data, net
         self.graphed = _graphed(net, mesh, config) if config.cuda_graph and mesh.device.type == "cuda" else None
         self.parallel_net = data_parallel(self.graphed or net, mesh, config.shard_weights)
-        self.loss, self.num_sums = net.training_loss(loss), 1 + len(loss.terms)
+        self.loss = net.training_loss(loss)
         self.loss_groups = net.loss_groups(mesh.data, config.batch)
 
     def warm_up(self) -> None:
@@ -260,7 +260,7 @@ class Gradients:
 
         The last backward averages the gradients over the ranks.
         """
-        sums = torch.zeros(self.num_sums, dtype=torch.float64, device=self.mesh.device)
+        sums: Tensor | None = None
         losses = losses_of_step(self.net, self.loss, self.data, micros, self.loss_groups, self.mesh.device)
         for number, (micro, loss_of) in enumerate(zip(micros, losses)):
             is_last = number == len(micros) - 1
@@ -269,13 +269,17 @@ class Gradients:
             if is_last:
                 check_collective("gradients", self.mesh.world)
             with nullcontext() if is_last else no_sync(self.parallel_net):
-                sums += self._backward(micro, step, loss_of)
+                own = self._backward(micro, step, loss_of)
+                sums = own if sums is None else sums + own
         return sums
 
     def clip(self, limit: float) -> Tensor:
         """Returns the norm of all gradients, after scaling them to ``limit``: the same on all ranks."""
         parameters = list(self.net.parameters())
-        return full_tensor(torch.nn.utils.clip_grad_norm_(parameters, limit, foreach=use_fused(parameters)))
+        if math.isfinite(limit):
+            return full_tensor(torch.nn.utils.clip_grad_norm_(parameters, limit, foreach=use_fused(parameters)))
+        gradients = [p.grad for p in parameters if p.grad is not None]
+        return full_tensor(torch.nn.utils.get_total_norm(gradients, foreach=use_fused(parameters)))
 
     def _backward(self, micro: MicroBatch, step: int, loss_of: LossOf) -> Tensor:
         """Returns a micro-batch's share of the loss and its terms, after adding its gradients."""

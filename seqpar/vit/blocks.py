@@ -6,18 +6,22 @@ Dropout is keyed, so that a recomputed block draws the same numbers without keep
 recompute in the same order, so that their messages match.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
 
 from seqpar.attention.partition import Rotary
 from seqpar.attention.self_attention import ParallelAttention
 from seqpar.attention.window_attention import Windows
+from seqpar.parallel.half_precision import LayerNorm, Linear, half_dtype
 from seqpar.parallel.recomputation import checkpointed
-from seqpar.vit.dropout import DropoutKey, keyed_drop_path, keyed_dropout
+from seqpar.vit.dropout import DropoutKey, drop_path_factors, keyed_drop_path, keyed_dropout
 
 ATTENTION_SITE, MLP_SITE, HIDDEN_SITE = range(3)
 MLPS = ("gelu", "swiglu")
@@ -30,8 +34,8 @@ class Mlp(nn.Module):
 
     def __init__(self, embed_dim: int, hidden_dim: int, dropout: float) -> None:
         super().__init__()
-        self.fc1 = nn.Linear(embed_dim, hidden_dim)
-        self.fc2 = nn.Linear(hidden_dim, embed_dim)
+        self.fc1 = Linear(embed_dim, hidden_dim)
+        self.fc2 = Linear(hidden_dim, embed_dim)
         self.dropout = dropout
 
     def forward(self, x: Tensor, key: DropoutKey | None, tokens: Tensor) -> Tensor:
@@ -44,10 +48,10 @@ class GatedMlp(nn.Module):
 
     def __init__(self, embed_dim: int, hidden_dim: int, dropout: float, norm_eps: float) -> None:
         super().__init__()
-        self.gate = nn.Linear(embed_dim, hidden_dim)
-        self.fc1 = nn.Linear(embed_dim, hidden_dim)
-        self.norm = nn.LayerNorm(hidden_dim, norm_eps)
-        self.fc2 = nn.Linear(hidden_dim, embed_dim)
+        self.gate = Linear(embed_dim, hidden_dim)
+        self.fc1 = Linear(embed_dim, hidden_dim)
+        self.norm = LayerNorm(hidden_dim, norm_eps)
+        self.fc2 = Linear(hidden_dim, embed_dim)
         self.dropout = dropout
 
     def forward(self, x: Tensor, key: DropoutKey | None, tokens: Tensor) -> Tensor:
@@ -89,10 +93,10 @@ class Block(nn.Module):
         mlp_chunks: int = 1,
     ) -> None:
         super().__init__()
-        self.norm1 = nn.LayerNorm(embed_dim, norm_eps)
+        self.norm1 = LayerNorm(embed_dim, norm_eps)
         self.attn = attn
         self.ls1 = LayerScale(embed_dim, layer_scale) if layer_scale is not None else nn.Identity()
-        self.norm2 = nn.LayerNorm(embed_dim, norm_eps)
+        self.norm2 = LayerNorm(embed_dim, norm_eps)
         self.mlp = mlp
         self.ls2 = LayerScale(embed_dim, layer_scale) if layer_scale is not None else nn.Identity()
         self.dropout, self.drop_path = dropout, drop_path
@@ -120,14 +124,65 @@ class Block(nn.Module):
     def _attention_branch(
         self, x: Tensor, spread: Spread, tokens: Tensor, rotary: Rotary | None, key: DropoutKey | None
     ) -> Tensor:
-        return x + self._drop(self.ls1(self.attn(self.norm1(x), spread, rotary)), ATTENTION_SITE, tokens, key)
+        x, normed = self.norm1.beside(x)
+        return self._add(x, self.attn(normed, spread, rotary), self.ls1, ATTENTION_SITE, tokens, key)
 
     def _mlp_branch(self, x: Tensor, tokens: Tensor, key: DropoutKey | None) -> Tensor:
-        return x + self._drop(self.ls2(self.mlp(self.norm2(x), key, tokens)), MLP_SITE, tokens, key)
+        x, normed = self.norm2.beside(x)
+        return self._add(x, self.mlp(normed, key, tokens), self.ls2, MLP_SITE, tokens, key)
 
-    def _drop(self, branch: Tensor, site: int, tokens: Tensor, key: DropoutKey | None) -> Tensor:
+    def _add(
+        self, x: Tensor, branch: Tensor, scale: nn.Module, site: int, tokens: Tensor, key: DropoutKey | None
+    ) -> Tensor:
+        """Returns ``x`` plus a branch, which is scaled and dropped."""
         here = key and key.at(site)
-        return keyed_drop_path(keyed_dropout(branch, self.dropout, here, tokens), self.drop_path, here)
+        if half_dtype(x) is None or self.dropout or not isinstance(scale, LayerScale):
+            branch = keyed_dropout(scale(branch), self.dropout, here, tokens)
+            return x + keyed_drop_path(branch, self.drop_path, here)
+        factors = drop_path_factors(x, self.drop_path, here)
+        known = here.draws.scales.get(here.site) if here is not None and here.draws is not None else None
+        return _ScaledSum.apply(x, branch, scale.gamma, factors, known)  # type: ignore[no-any-return]
+
+
+def with_scales(key: DropoutKey, blocks: Mapping[int, Block]) -> DropoutKey:
+    """Returns a key, with its draws, that also has the products of LayerScales and drop-path factors of some blocks.
+
+    They take three launches, and otherwise one for each branch.
+    """
+    assert key.draws is not None
+    rows = {
+        (*key.site, at, site): (scale.gamma.detach(), key.draws.factors[(*key.site, at, site), block.drop_path])
+        for at, block in blocks.items()
+        for site, scale in ((ATTENTION_SITE, block.ls1), (MLP_SITE, block.ls2))
+        if block.drop_path and isinstance(scale, LayerScale)
+    }
+    if not rows:
+        return key
+    gammas, factors = (torch.stack(each) for each in zip(*rows.values()))
+    scales = dict(zip(rows, gammas[:, None, None] * factors[:, :, None, None]))  # b 1 e
+    return replace(key, draws=replace(key.draws, scales=scales))
+
+
+class _ScaledSum(Function):
+    """``x`` plus a branch times a factor per channel and one per sample, for a GPU: no product is stored."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, branch: Tensor, gamma: Tensor, factors: Tensor | None, known: Tensor | None
+    ) -> Tensor:
+        scale = known
+        if scale is None:
+            scale = gamma if factors is None else gamma * factors[:, None, None]
+        ctx.save_for_backward(branch, scale, factors)
+        return torch.addcmul(x, branch, scale, out=x.new_empty(x.shape, dtype=gamma.dtype))  # autocast would cast first
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        branch, scale, factors = ctx.saved_tensors
+        dbranch = torch.mul(grad, scale, out=torch.empty_like(branch))
+        dscale = torch.mul(grad, branch, out=torch.empty_like(branch)).sum(1, dtype=scale.dtype)  # b e
+        return grad, dbranch, dscale.sum(0) if factors is None else factors @ dscale, None, None
 
 
 def compile_blocks(module: nn.Module, **options: Any) -> nn.Module:

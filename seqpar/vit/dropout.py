@@ -7,6 +7,7 @@ drawn by another hash that takes fewer passes: the product of a token's number a
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -51,6 +52,13 @@ class RandomDraws:
 
     hashes: Mapping[Site, Tensor]  # each b
     kept: Mapping[tuple[Site, float], Tensor]  # each b, booleans
+    factors: Mapping[tuple[Site, float], Tensor]  # each b: by what a branch is multiplied, 0 where it is dropped
+    scales: Mapping[Site, Tensor] = field(default_factory=dict)  # each b 1 e: these factors times a LayerScale
+
+    @property
+    def tables(self) -> tuple[Mapping[Any, Tensor], ...]:
+        """All that is drawn."""
+        return self.hashes, self.kept, self.factors
 
 
 @dataclass(frozen=True)
@@ -87,9 +95,11 @@ class DropoutKey:
         if not rows:
             return self
         table = copy_to_device(torch.tensor(rows, dtype=torch.int64), device)
-        hashes, kept = table[: len(places)], table[len(places) :] != 0
-        by_rate = {(place.site, rate): row for (place, rate), row in zip(branches, kept)}
-        return replace(self, draws=RandomDraws({place.site: row for place, row in zip(places, hashes)}, by_rate))
+        kept = table[len(places) :] != 0
+        at = [(place.site, rate) for place, rate in branches]
+        scales = _scales(tuple(rate for _, rate in branches), device)
+        by_site = {place.site: row for place, row in zip(places, table)}
+        return replace(self, draws=RandomDraws(by_site, dict(zip(at, kept)), dict(zip(at, kept * scales))))
 
     def _hashes(self) -> list[int]:
         """Returns a hash of this site for each sample, as int64."""
@@ -115,6 +125,12 @@ class DropoutKey:
         if self.draws is not None and (self.site, rate) in self.draws.kept:
             return self.draws.kept[self.site, rate]
         return torch.tensor([_number_kept(number, rate) for number in self._hashes()], device=device)
+
+
+@cached(16)
+def _scales(rates: tuple[float, ...], device: torch.device) -> Tensor:
+    """Returns the factors of kept branches, one row ``1`` for each rate."""
+    return copy_to_device(torch.tensor([1 / (1 - rate) for rate in rates]).view(-1, 1), device)
 
 
 def _number_kept(number: int, rate: float) -> bool:
@@ -182,6 +198,15 @@ def keyed_drop_path(x: Tensor, rate: float, key: DropoutKey | None) -> Tensor:
     if key is None or rate == 0.0:
         return x
     return x * key.samples_kept(rate, x.device)[:, None, None] * (1 / (1 - rate))
+
+
+def drop_path_factors(x: Tensor, rate: float, key: DropoutKey | None) -> Tensor | None:
+    """Returns the factor ``b`` of each sample's branch, as ``keyed_drop_path`` multiplies it; None if all are 1."""
+    if key is None or rate == 0.0:
+        return None
+    if key.draws is not None and (key.site, rate) in key.draws.factors:
+        return key.draws.factors[key.site, rate]
+    return key.samples_kept(rate, x.device) * (1 / (1 - rate))
 
 
 def keyed_voxel_dropout(x: Tensor, rate: float, key: DropoutKey, voxels: Tensor) -> Tensor:

@@ -16,9 +16,21 @@ from seqpar.attention.self_attention import ParallelAttention
 from seqpar.attention.strategies import AttentionOptions, Strategy
 from seqpar.attention.window_attention import Windows, refuse_window
 from seqpar.parallel.consensus import refuse_different_tiles
+from seqpar.parallel.half_precision import LayerNorm, half_dtype
 from seqpar.parallel.layout import Layout, per_axis, plain_tensor, refuse_no_count
 from seqpar.parallel.mesh import AnyGroup, as_group, warn_without_group
-from seqpar.vit.blocks import ATTENTION_SITE, HIDDEN_SITE, MLP_SITE, MLPS, RECOMPUTED, Block, GatedMlp, Mlp, Spread
+from seqpar.vit.blocks import (
+    ATTENTION_SITE,
+    HIDDEN_SITE,
+    MLP_SITE,
+    MLPS,
+    RECOMPUTED,
+    Block,
+    GatedMlp,
+    Mlp,
+    Spread,
+    with_scales,
+)
 from seqpar.vit.dropout import DropoutKey, keyed_dropout, token_numbers
 from seqpar.vit.token_merging import PatchMerging, cube_of, make_stages, split_cubes
 from seqpar.vit.tokens import POSITIONS, PatchEmbed, RotaryPositions, learned_positions, sincos_positions
@@ -143,7 +155,7 @@ class SeqParViT(nn.Module):
         )
         merged = 1 << len(self.layout.tile)  # tokens that become one
         self.merges = nn.ModuleList(PatchMerging(stage.embed_dim, merged, norm_eps) for stage in self.stages[:-1])
-        self.norm = nn.LayerNorm(last.embed_dim, norm_eps)
+        self.norm = LayerNorm(last.embed_dim, norm_eps)
         if self.rotates:
             RotaryPositions(
                 self.layout, self.group.index, embed_dim // num_heads, self.norm.weight
@@ -259,6 +271,8 @@ class SeqParViT(nn.Module):
         chosen: Sequence[int],
     ) -> tuple[Tensor, dict[int, Tensor]]:
         outputs: dict[int, Tensor] = {}
+        if key is not None and key.draws is not None and half_dtype(x) is not None:
+            key = with_scales(key, {index: self.blocks[index] for index in blocks})  # type: ignore[misc]
         for index, spread in zip(blocks, spreads):
             x = self.blocks[index](x, spread, tokens, rotary, key and key.at(index))
             if index in chosen:

@@ -9,6 +9,7 @@ import math
 import torch
 from torch import Tensor, nn
 
+from seqpar.parallel.half_precision import Linear
 from seqpar.parallel.layout import Layout
 from seqpar.parallel.remaps import remap
 from seqpar.vit.dropout import DropoutKey, keyed_dropout, numbers_of, token_numbers
@@ -28,9 +29,9 @@ class MaskedDecoder(nn.Module):
     def __init__(self, encoder_width: int, in_channels: int, vit: SeqParViT) -> None:
         super().__init__()
         del vit.patch_embed
-        self.vit, self.project = vit, nn.Linear(encoder_width, vit.embed_dim)
+        self.vit, self.project = vit, Linear(encoder_width, vit.embed_dim)
         self.mask_token = nn.Parameter(torch.zeros(vit.embed_dim))
-        self.patches = nn.Linear(vit.embed_dim, in_channels * math.prod(vit.layout.patch))
+        self.patches = Linear(vit.embed_dim, in_channels * math.prod(vit.layout.patch))
         nn.init.trunc_normal_(self.project.weight, std=0.02)
         nn.init.zeros_(self.project.bias)
         nn.init.trunc_normal_(self.mask_token, std=0.02)

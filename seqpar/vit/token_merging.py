@@ -17,6 +17,7 @@ from functools import cached_property
 import torch
 from torch import Tensor, nn
 
+from seqpar.parallel.half_precision import LayerNorm, Linear
 from seqpar.parallel.layout import Bounds, Box, Layout, per_axis
 
 
@@ -162,8 +163,8 @@ class PatchMerging(nn.Module):
     def __init__(self, embed_dim: int, count: int, norm_eps: float) -> None:
         super().__init__()
         self.count = count
-        self.norm = nn.LayerNorm(count * embed_dim, norm_eps)
-        self.reduction = nn.Linear(count * embed_dim, 2 * embed_dim, bias=False)
+        self.norm = LayerNorm(count * embed_dim, norm_eps)
+        self.reduction = Linear(count * embed_dim, 2 * embed_dim, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         """Returns tokens ``b n/s 2e``, given tokens ``b (n/s m) e``."""

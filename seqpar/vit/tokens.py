@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor, nn
 
+from seqpar.parallel.half_precision import Linear, linear
 from seqpar.parallel.layout import Layout
 
 POSITIONS = ("learned", "sincos", "rope", "learned+rope", "none")
@@ -26,7 +27,7 @@ class PatchEmbed(nn.Module):
 
     def __init__(self, in_channels: int, patch: Sequence[int], embed_dim: int) -> None:
         super().__init__()
-        self.proj = nn.Linear(in_channels * math.prod(patch), embed_dim)
+        self.proj = Linear(in_channels * math.prod(patch), embed_dim)
         self.proj.weight = nn.Parameter(self.proj.weight.detach().view(embed_dim, in_channels, *patch))
 
     def forward(self, part: Tensor, layout: Layout | None = None) -> Tensor:
@@ -34,8 +35,7 @@ class PatchEmbed(nn.Module):
         if part.shape[2:] != self.proj.weight.shape[1:]:
             needed = tuple(self.proj.weight.shape[1:])
             raise ValueError(f"expected patches of shape {needed} (channels, voxels), got {tuple(part.shape[2:])}")
-        patches, weight = rearrange(part, "b n ... -> b n (...)"), rearrange(self.proj.weight, "e ... -> e (...)")
-        return F.linear(patches, weight, self.proj.bias)
+        return linear(rearrange(part, "b n ... -> b n (...)"), self.proj.weight, self.proj.bias)
 
 
 def learned_positions(table: Tensor, grid: Sequence[int], layout: Layout, rank: int) -> Tensor:
@@ -95,12 +95,13 @@ class RotaryPositions:
             )
         self.width = 2 * bands * axes
         if like.is_meta:  # no data, because millions of tokens would take gigabytes
-            shape = sum(layout.counts[r] for r in ranks), bands * axes
+            shape = sum(layout.counts[r] for r in ranks), self.width
             self._tables = {like.dtype: (like.new_empty(shape), like.new_empty(shape))}
         else:
             coordinates = torch.cat([layout.coordinates(r) for r in ranks]).double()  # n/s axes
             angles = (coordinates[:, :, None] * _frequencies(bands)).flatten(1)  # n/s pairs
-            self._tables = {like.dtype: (angles.cos().to(like), angles.sin().to(like))}
+            cos, sin = angles.cos().repeat_interleave(2, 1), torch.stack([-angles.sin(), angles.sin()], 2).flatten(1)
+            self._tables = {like.dtype: (cos.to(like), sin.to(like))}  # of each feature
         self._like = like.new_empty(0)  # so that this object keeps neither ``like`` nor the layout alive
         self._make_whole: Callable[[Tensor], RotaryPositions] | None = None
         if rank is not None:
@@ -127,7 +128,7 @@ class RotaryPositions:
         every = self if self._make_whole is None else self.whole
         cos, sin = every._tables[self._like.dtype]
         result = copy(every)
-        result._tables = {cos.dtype: (cos[rows][:, None], sin[rows][:, None])}  # b 1 n/s pairs: for all heads
+        result._tables = {cos.dtype: (cos[rows][:, None], sin[rows][:, None])}  # b 1 n/s f: for all heads
         result._make_whole = lambda _: every.chosen(whole_rows, whole_rows)
         return result
 
@@ -141,15 +142,14 @@ class RotaryPositions:
         return result
 
     def rotate_(self, x: Tensor, back: bool = False) -> None:
-        """Rotates ``... n/s f`` in place, in five passes."""
+        """Rotates ``... n/s f`` in place, in three passes."""
         cos, sin = self._in_type(x.dtype)
-        even, odd = x[..., 0 : self.width : 2], x[..., 1 : self.width : 2]
-        before, sign = even.clone(), -1 if back else 1
-        even.mul_(cos).addcmul_(odd, sin, value=-sign)
-        odd.mul_(cos).addcmul_(before, sin, value=sign)
+        turned = x[..., : self.width]
+        swapped = turned.unflatten(-1, (-1, 2)).flip(-1).flatten(-2)
+        turned.mul_(cos).addcmul_(swapped, sin, value=-1 if back else 1)
 
     def _in_type(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Returns cosines and sines ``n/s pairs`` (or ``b 1 n/s pairs``) in a precision, cached."""
+        """Returns cosines and signed sines ``n/s f`` (or ``b 1 n/s f``) in a precision, cached."""
         if dtype not in self._tables:
             cos, sin = self._tables[self._like.dtype]
             self._tables[dtype] = cos.to(dtype), sin.to(dtype)

@@ -22,6 +22,24 @@ def test_launches_do_not_grow_with_the_batch(name: str) -> None:
     assert of_batch[1] <= BEFORE[name] / 2, of_batch
 
 
+# A step of ViT-B in half precision: launches with three blocks and of each further one, and GB with twelve. Without
+# data, convolutions return another memory format than on a GPU, which adds 2 and 16 copies.
+STEPS = {
+    "paper": ({"patch": (4, 4, 4), "precision": "bf16"}, 279, 36, 42.4),
+    "modern": ({"tile": (160, 160, 160)}, 541, 48, 68.7),
+}
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_a_step_in_half_precision_takes_few_launches_and_bytes(name: str) -> None:
+    changes, of_three, of_another, gigabytes = STEPS[name]
+    config = replace(PRESETS[name](), batch=1, **changes)
+    few, more = (count_launches(replace(config, depth=depth))[-1] for depth in (3, 4))
+    assert (few.launches, more.launches - few.launches) == (of_three, of_another), few.by_place
+    assert few.moved + 9 * (more.moved - few.moved) <= gigabytes * 1e9
+    assert 0 < few.update <= more.update < 20
+
+
 @pytest.mark.parametrize(
     "config",
     [

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import base64
 from collections.abc import Callable
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from seqpar.runs.metrics_tail import SCORES
 from seqpar.tasks.task import Task
 from seqpar.terminal import next_command
+from seqpar.text import quantity
 
 if TYPE_CHECKING:
     import argparse
@@ -20,6 +22,7 @@ if TYPE_CHECKING:
     from seqpar.parallel.mesh import Mesh
     from seqpar.report.record import RunRecord
     from seqpar.report.run_page import FinishedPage
+    from seqpar.report.tables import Table
     from seqpar.settings.config import Config
     from seqpar.tasks.pretrain.validation import MaskedValidation
     from seqpar.tasks.training_data import TrainingData
@@ -116,6 +119,32 @@ class Pretraining(Task):
         ]
 
     def page(self, options: argparse.Namespace, record: RunRecord) -> FinishedPage:
-        from seqpar.tasks.pretrain.page import pretraining_page
+        """Returns the page about a run without labels: its error on held-out cases, and pictures."""
+        from seqpar.report.record import what_was_learned
+        from seqpar.report.run_page import FinishedPage, render_run
 
-        return pretraining_page(options, record)
+        if flags := [f"--{name}" for name in ("truth", "prediction", "images", "positive") if getattr(options, name)]:
+            raise ValueError(f"{flags[0]}: {record.path} is a pretraining, which predicts no labels: remove it")
+        picture, png, gaps = record.path / "validation.png", "", list[str]()
+        try:
+            png = base64.b64encode(picture.read_bytes()).decode()
+        except OSError as error:
+            gaps.append(f"There are no pictures of held-out cases: {picture} cannot be read ({error.strerror}).")
+        sentence, caution = what_was_learned(record.held_out, bool(record.config.get("normalised_targets")))
+        parts: dict[str, Any] = {"errors": _errors(record), "png": png, "sentence": sentence}
+        cautions, folder = [caution] if caution else [], Path(__file__).parent
+        return FinishedPage(render_run(folder, record, gaps, (), cautions, loss="mean squared error", **parts))
+
+
+def _errors(record: RunRecord) -> Table | None:
+    """Returns the errors on held-out cases, validation by validation; None before the first."""
+    from seqpar.report.curves import number
+    from seqpar.report.tables import Score, Table, TableHead, TableRow
+
+    if not record.held_out:
+        return None
+    rows = [TableRow(f"{row['step']:,}", [Score(number(row.get("loss")), 4)]) for row in record.held_out]
+    heads = [TableHead("After step"), TableHead("Mean squared error of hidden voxels")]
+    count = int(record.held_out[-1].get("cases", 0))
+    note = f"On one tile of each of {quantity(count, 'held-out case')}; the same tokens are hidden in every validation."
+    return Table("metrics", heads, rows, note=note)

@@ -291,7 +291,14 @@ def in_float32(op: Any) -> Callable[..., Any]:
     return compute
 
 
+def mm(a: Tensor, b: Tensor, out_dtype: torch.dtype | None = None, **out: Tensor) -> Tensor:
+    """Returns the product of two matrices; a CPU has none of half precision in float32."""
+    a, b = (a, b) if out_dtype is None else (a.to(out_dtype), b.to(out_dtype))
+    return aten.mm(a, b, **out) if not out else aten.mm.out(a, b, **out)
+
+
 SPECIAL: dict[str, Callable[..., Any]] = {
+    "mm": mm,
     "_scaled_dot_product_flash_attention": flash,
     "_scaled_dot_product_flash_attention_backward": flash_backward,
     "_scaled_dot_product_efficient_attention": efficient,

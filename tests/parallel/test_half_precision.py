@@ -1,0 +1,69 @@
+"""Half precision on a GPU: its own forward and backward are those of torch's modules, in float64 and rounded."""
+
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from seqpar.losses import DiceCE
+from seqpar.models.build import build_network
+from seqpar.parallel import half_precision
+from seqpar.parallel.half_precision import LayerNorm, Linear, half, weights_cast_at_once
+from seqpar.parallel.mesh import Group
+from seqpar.settings.config import Config
+from seqpar.vit.dropout import DropoutKey
+
+CONFIG = Config(
+    tile=(8, 8, 8), patch=(4, 4, 4), depth=2, embed_dim=24, heads=2, decoder_width=4, batch=2, precision="fp64"
+)
+MODERN = replace(CONFIG, decoder="unetr", positions="rope", layer_scale=0.3, drop_path=0.4)
+
+
+def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
+    """Lets this CPU compute as a GPU does whose autocast converts to ``dtype``."""
+    monkeypatch.setattr(half_precision, "half_dtype", lambda x: dtype)
+    for user in ("vit.blocks", "vit.encoder", "attention.self_attention"):
+        monkeypatch.setattr(f"seqpar.{user}.half_dtype", lambda x: dtype)
+
+
+def gradients_of(net: nn.Module, step: int) -> dict[str, Tensor]:
+    dice = torch.Generator().manual_seed(1)
+    image = torch.randn(2, 2, 8, 8, 8, generator=dice, dtype=torch.float64).requires_grad_()
+    label = torch.randint(3, (2, 8, 8, 8), generator=dice)
+    net.zero_grad()
+    logits = net(net.layout.cut(image, 0), None, DropoutKey(3, step, (0, 1)))
+    DiceCE()(logits, net.arrange(net.layout.cut(label, 0))).backward()
+    assert image.grad is not None
+    return {"logits": logits.detach(), "image": image.grad} | {name: p.grad for name, p in net.named_parameters()}
+
+
+@pytest.mark.parametrize("config", [replace(CONFIG, mlp="swiglu", attention_norm=True), MODERN], ids=["eva", "modern"])
+def test_a_network_computes_the_same_in_float64(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    net = build_network(config, 2, 3, Group("seq")).double()
+    for p in net.parameters():
+        nn.init.normal_(p, std=0.3)
+    expected = gradients_of(net, 5)
+    as_on_a_gpu(monkeypatch, torch.float64)
+    scales = partial(torch.tensor, dtype=torch.float64)
+    monkeypatch.setattr("seqpar.vit.dropout._scales", lambda rates, _: scales([[1 / (1 - rate)] for rate in rates]))
+    for name, ours in gradients_of(net, 5).items():
+        apart = (ours - expected[name]).norm() / expected[name].norm().clamp(min=1e-9)
+        assert apart < 1e-11, (name, apart)
+
+
+def test_weights_are_cast_once_for_a_forward(monkeypatch: pytest.MonkeyPatch) -> None:
+    as_on_a_gpu(monkeypatch, torch.bfloat16)
+    net = nn.Sequential(Linear(4, 8), LayerNorm(8), nn.Linear(8, 2)).requires_grad_()
+    with weights_cast_at_once(net):
+        found = [half_precision._in(torch.bfloat16, p) for p in net.parameters()]
+        again = [half_precision._in(torch.bfloat16, p) for p in net.parameters()]
+        assert [a is b for a, b in zip(found, again)] == [True] * 4 + [False] * 2  # torch's own layer casts by itself
+        casts = half(net[0].weight)
+        assert casts is not None and torch.equal(casts, net[0].weight.bfloat16())
+        y = net[:2](torch.randn(3, 4))
+    y.float().sum().backward()
+    assert all(p.grad is not None and p.grad.dtype == torch.float32 for p in net[:2].parameters())
+    assert half_precision._in(torch.bfloat16, net[0].weight) is not found[0]
