@@ -241,7 +241,7 @@ def _parser() -> Parser:
     add("--explain-by", choices=WAYS, default="", help="method of that map; implies --explain (default: hirescam; "
         "vit: gradient-x-input)")  # fmt: skip
     add("--min-component", default="0", metavar="SIZE",
-        help="remove connected components below this size: 50 (mm3) or 20voxels (default 0: keep all)")  # fmt: skip
+        help="remove connected components below SIZE: 50 (mm3) or 20voxels (default 0)")  # fmt: skip
     add("--postprocessing", type=Path, metavar="FILE", help="apply a postprocessing.json of evaluate or nnU-Net")
     add("--continue", action="store_true", dest="resume", help="skip the cases that are already predicted")
     add("--seqpar", type=int, default=0, metavar="RANKS",

@@ -297,6 +297,7 @@ def refuse_other_run(config: Config) -> None:
             f"--out {config.out} holds a run already{was_killed}: add --resume to continue it, or name another folder"
         )
     left = [path for name in _OF_A_RUN for path in Path(config.out).glob(name)] if config.out else []
+    left = [path for path in left if not path.is_dir() or any(not own.name.startswith(".") for own in path.iterdir())]
     if left and not config.resume:
         raise ValueError(
             f"--out {config.out} holds {left[0].name}, which would be lost, and no config.json: restore that of the "

@@ -34,4 +34,4 @@ def test_a_timetable_waits_for_what_it_needs() -> None:
 
 
 def test_memory_is_that_of_the_page_about_plans() -> None:
-    assert all(f">{total}<" in str(memory()) for total in ("63.08", "36.64", "23.11", "16.86", "13.26"))
+    assert all(f">{total}<" in str(memory()) for total in ("57.72", "33.93", "21.68", "16.09", "12.84"))

@@ -112,9 +112,9 @@ def test_attention_sends_what_the_manual_says(name: str, keep: bool) -> None:
     assert twice == 2 * planned(config, size=4).sent["seq"]
 
 
-def test_bf16_halves_what_attention_sends_and_no_weights() -> None:
+def test_bf16_halves_what_attention_sends_and_the_tokens_that_are_gathered_and_no_weights() -> None:
     whole, half = planned(SMALL), planned(replace(SMALL, precision="bf16"))
-    assert whole.sent["seq"] - half.sent["seq"] == 2 * 6 * ByHand(replace(SMALL, seqpar=2)).spread / 2
+    assert whole.sent["seq"] - half.sent["seq"] == (2 * 6 + 1) * ByHand(replace(SMALL, seqpar=2)).spread / 2
     assert half.memory["weights"] == whole.memory["weights"] and half.sent["world"] == whole.sent["world"]
 
 

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from seqpar.data.errors import DataError
+from seqpar.data.preparation.recipe import Intensity
 from seqpar.prediction.class_statistics import statistics_of
 from seqpar.text import millilitres
 from tests.support.folders import OBLIQUE
@@ -81,7 +82,8 @@ def test_a_second_set_of_images_keeps_the_lines_of_the_first_while_its_label_map
     assert sorted({row["case"] for row in rows_of(table)}) == ["c_000", "c_002", "d_000", "d_001"]
     assert [line for line in second if line.startswith("c_000")] == [line for line in first if line.startswith("c_000")]
     assert len(second) == len(set(second))
-    other = make_run(tmp_path / "other", replace(RECIPE, modalities=("CT",), schemes=("ct",)))
+    ct = replace(RECIPE, modalities=("CT",), schemes=("ct",), intensities=(Intensity(-100, 300, 40, 20),))
+    other = make_run(tmp_path / "other", ct)
     for path in sorted((tmp_path / "images").iterdir()):
         path.rename(path.with_name(path.name.replace("d_00", "e_00")))
     with pytest.raises(

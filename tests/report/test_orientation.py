@@ -4,15 +4,29 @@ import base64
 import json
 import re
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
+from scipy.spatial.transform import Rotation
 
 from seqpar.cli import report
 from seqpar.cluster.exit_codes import DATA, USAGE, run
+from seqpar.data.geometry import make_geometry, to_canonical
+from seqpar.report.cases import ShownCase, viewer_section
 from seqpar.report.pictures import PicturedCase, figure_of_cases
-from seqpar.report.planes import COUNTED, PLANES, fullest_planes, orientation_text, plane_of, sides
+from seqpar.report.planes import (
+    COUNTED,
+    NEAREST,
+    PLANES,
+    counted,
+    fullest_planes,
+    orientation_text,
+    plane_of,
+    sides,
+    slices_of,
+)
 from tests.support.report_page import NAMES, Page, decode, own_slices, unroll, written
 
 ENDS = {"R": (0, -1), "L": (0, 0), "A": (1, -1), "P": (1, 0), "S": (2, -1), "I": (2, 0)}  # dim, and which end of it
@@ -139,3 +153,38 @@ def test_an_image_that_is_missing_or_elsewhere_is_said(finished: Path, test_set:
     assert report_on(finished, test_set, "--images", empty, "--cases", 0)[0] == USAGE
     first, second = capsys.readouterr().err.splitlines()
     assert "has no cases" in first and "--images would do nothing" in second
+
+
+@pytest.mark.parametrize("orientation", ["RAS", "LPS", "SAL", "LPI", "PIR"])
+def test_slices_have_the_numbers_that_the_file_gives_them(orientation: str) -> None:
+    """Each voxel of the file holds the number of its own slice; crop and turn take it to the page."""
+    ends, shape = {"R": 0, "L": 0, "A": 1, "P": 1, "S": 2, "I": 2}, (8, 10, 12)
+    affine = np.zeros((4, 4))
+    for axis, letter in enumerate(orientation):
+        affine[ends[letter], axis] = 1 if letter in "RAS" else -1
+    affine[3, 3] = 1
+    affine[:3, :3] = Rotation.from_euler("xyz", (9, -6, 14), degrees=True).as_matrix() @ affine[:3, :3]  # oblique
+    geometry, box = make_geometry(shape, affine), ((1, 7), (2, 8), (2, 8))
+    for dim, slices in enumerate(slices_of(geometry, box, (6, 6, 6))):
+        axis = next(n for n, letter in enumerate(orientation) if ends[letter] == dim)
+        file = np.indices(shape)[axis] + 1
+        turned = to_canonical(file, orientation)[tuple(slice(*side) for side in box)]
+        assert list(slices.numbers) == np.moveaxis(turned, dim, 0)[:, 0, 0].tolist()
+        assert slices.total == shape[axis] and slices.text(0) == f"{slices.numbers[0]} / {shape[axis]}"
+    coarse = slices_of(geometry, box, (3, 3, 3))[1], slices_of(geometry, box, (6, 6, 6))[1]
+    assert list(coarse[0].numbers) == coarse[1].coarsened(2) and len(coarse[1].coarsened(4)) == 2
+
+
+def test_slices_are_said_to_be_the_nearest_ones_only_where_voxels_were_resampled() -> None:
+    geometry, box = make_geometry((8, 10, 12), np.eye(4)), ((1, 7), (2, 8), (2, 8))
+    same, finer = (slices_of(geometry, box, (6, 6, side)) for side in (6, 12))
+    assert counted([same, same]) == COUNTED and counted([same, finer]) == f"{COUNTED}{NEAREST}"
+    label = np.zeros((6, 6, 12), np.uint8)
+    label[2:4, 2:4, 4:8] = 1
+    case = PicturedCase("a", np.ones(label.shape), label, label, (1.0, 1.0, 0.5), finer)
+    assert figure_of_cases([case], ["lesion"], 1, False).get_suptitle().endswith(f"\n{COUNTED}{NEAREST}.")
+    several = figure_of_cases([replace(case, truth=0 * label, modality="FLAIR")], ["lesion"], 5, False)
+    told = "The first 1 of 5 held-out cases, shown on FLAIR, in planes with most of the truth, or of the prediction"
+    assert several.get_suptitle().startswith(told)
+    shown = ShownCase("a", {"CT": label}, label, label, (1.0, 1.0, 0.5), finer)
+    assert f"{COUNTED}{NEAREST}" in viewer_section([(shown, shown.embedded(10**6))], ["lesion"], False).orientation

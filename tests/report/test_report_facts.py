@@ -11,16 +11,14 @@ import nibabel
 import numpy as np
 import pytest
 from scipy import stats
-from scipy.spatial.transform import Rotation
 
 import seqpar
 from seqpar.cli import report
 from seqpar.cluster.exit_codes import run
-from seqpar.data.geometry import make_geometry, to_canonical
 from seqpar.report.cases import ShownCase, _case_view, planes_note, planes_of, viewer_section
 from seqpar.report.curves import step_axis, training_diagrams
 from seqpar.report.pictures import PicturedCase, figure_of_cases
-from seqpar.report.planes import COLOURS, COUNTED, NEAREST, RUN_COLOURS, bar_length, counted, slices_of
+from seqpar.report.planes import COLOURS, RUN_COLOURS, bar_length
 from seqpar.report.plots import draw_chart
 from seqpar.report.record import CaseScores, ScoredCase, parse_scores, read_record, read_scores
 from seqpar.report.tables import (
@@ -420,26 +418,6 @@ def test_it_is_said_how_many_cases_lack_a_class_and_how_they_count() -> None:
     assert what_is_absent(hidden) == "lesion is not annotated in 1 of 1 case, left out."
 
 
-@pytest.mark.parametrize("orientation", ["RAS", "LPS", "SAL", "LPI", "PIR"])
-def test_slices_have_the_numbers_that_the_file_gives_them(orientation: str) -> None:
-    """Each voxel of the file holds the number of its own slice; crop and turn take it to the page."""
-    ends, shape = {"R": 0, "L": 0, "A": 1, "P": 1, "S": 2, "I": 2}, (8, 10, 12)
-    affine = np.zeros((4, 4))
-    for axis, letter in enumerate(orientation):
-        affine[ends[letter], axis] = 1 if letter in "RAS" else -1
-    affine[3, 3] = 1
-    affine[:3, :3] = Rotation.from_euler("xyz", (9, -6, 14), degrees=True).as_matrix() @ affine[:3, :3]  # oblique
-    geometry, box = make_geometry(shape, affine), ((1, 7), (2, 8), (2, 8))
-    for dim, slices in enumerate(slices_of(geometry, box, (6, 6, 6))):
-        axis = next(n for n, letter in enumerate(orientation) if ends[letter] == dim)
-        file = np.indices(shape)[axis] + 1
-        turned = to_canonical(file, orientation)[tuple(slice(*side) for side in box)]
-        assert list(slices.numbers) == np.moveaxis(turned, dim, 0)[:, 0, 0].tolist()
-        assert slices.total == shape[axis] and slices.text(0) == f"{slices.numbers[0]} / {shape[axis]}"
-    coarse = slices_of(geometry, box, (3, 3, 3))[1], slices_of(geometry, box, (6, 6, 6))[1]
-    assert list(coarse[0].numbers) == coarse[1].coarsened(2) and len(coarse[1].coarsened(4)) == 2
-
-
 def test_voxels_of_another_size_than_in_training_are_named_unless_they_are_resampled(finished: Path) -> None:
     record, own = read_record(finished), read_scores(finished)
     size = voxel_ml(own)
@@ -456,18 +434,3 @@ def test_voxels_of_another_size_than_in_training_are_named_unless_they_are_resam
     recipe = {**record.dataset["recipe"], "spacing": [1.0, 1.0, 1.0]}
     content = {**record.content, "dataset": {**record.dataset, "recipe": recipe}}
     assert other_scale(replace(record, content=content), scaled(2)) == ""
-
-
-def test_slices_are_said_to_be_the_nearest_ones_only_where_voxels_were_resampled() -> None:
-    geometry, box = make_geometry((8, 10, 12), np.eye(4)), ((1, 7), (2, 8), (2, 8))
-    same, finer = (slices_of(geometry, box, (6, 6, side)) for side in (6, 12))
-    assert counted([same, same]) == COUNTED and counted([same, finer]) == f"{COUNTED}{NEAREST}"
-    label = np.zeros((6, 6, 12), np.uint8)
-    label[2:4, 2:4, 4:8] = 1
-    case = PicturedCase("a", np.ones(label.shape), label, label, (1.0, 1.0, 0.5), finer)
-    assert figure_of_cases([case], ["lesion"], 1, False).get_suptitle().endswith(f"\n{COUNTED}{NEAREST}.")
-    several = figure_of_cases([replace(case, truth=0 * label, modality="FLAIR")], ["lesion"], 5, False)
-    told = "The first 1 of 5 held-out cases, shown on FLAIR, in planes with most of the truth, or of the prediction"
-    assert several.get_suptitle().startswith(told)
-    shown = ShownCase("a", {"CT": label}, label, label, (1.0, 1.0, 0.5), finer)
-    assert f"{COUNTED}{NEAREST}" in viewer_section([(shown, shown.embedded(10**6))], ["lesion"], False).orientation

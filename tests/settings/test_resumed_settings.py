@@ -200,5 +200,8 @@ def test_what_is_left_of_a_run_without_its_settings_is_not_overwritten(name: str
     (tmp_path / "checkpoints").mkdir()
     run_request.refuse_other_run(Config(out=str(tmp_path)))
     (tmp_path / name).mkdir()
+    (tmp_path / name / ".left.tmp").touch()
+    run_request.refuse_other_run(Config(out=str(tmp_path)))  # nothing that a run has finished
+    (tmp_path / name / "written").touch()
     with pytest.raises(ValueError, match="which would be lost, and no config.json: restore that of the run"):
         run_request.refuse_other_run(Config(out=str(tmp_path)))

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from seqpar.cli.export import act as export
 from seqpar.data.errors import DataError
+from seqpar.data.preparation.recipe import Intensity
 from seqpar.models.build import build_network
 from seqpar.models.masked_network import MaskedNet
 from seqpar.models.segmentation_network import SegmentationNet
@@ -182,7 +183,12 @@ def test_a_pretrainings_folder_is_written_from_the_checkpoint_that_is_asked_for(
 def test_the_plan_states_how_the_run_normalised_and_what_nnunet_does_otherwise_is_said(
     schemes: tuple[str, ...], stated: tuple[str, ...], masked: tuple[bool, ...], says: str, tmp_path: Path, capsys
 ) -> None:
-    recipe = replace(RECIPE, modalities=tuple("abc"), schemes=schemes, intensities=(None,) * 3)
+    recipe = replace(
+        RECIPE,
+        modalities=tuple("abc"),
+        schemes=schemes,
+        intensities=tuple(Intensity(-100, 300, 40, 20) if s in ("ct", "clip") else None for s in schemes),
+    )
     run = make_run(tmp_path / "run", recipe, PRETRAINING)
     assert export([str(run), str(tmp_path / "mae.pth")]) == 0
     plan = torch.load(tmp_path / "mae.pth", weights_only=True)["nnssl_adaptation_plan"]["pretrain_plan"]
