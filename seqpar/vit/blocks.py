@@ -147,14 +147,17 @@ class Block(nn.Module):
 def with_scales(key: DropoutKey, blocks: Mapping[int, Block]) -> DropoutKey:
     """Returns a key, with its draws, that also has the products of LayerScales and drop-path factors of some blocks.
 
-    They take three launches, and otherwise one for each branch.
+    They take three launches, and otherwise one for each branch, as those of sharded LayerScales, which are gathered
+    with their block, and of factors that are not drawn yet.
     """
     assert key.draws is not None
+    known = key.draws.factors
     rows = {
-        (*key.site, at, site): (scale.gamma.detach(), key.draws.factors[(*key.site, at, site), block.drop_path])
+        (*key.site, at, site): (scale.gamma.detach(), known[(*key.site, at, site), block.drop_path])
         for at, block in blocks.items()
         for site, scale in ((ATTENTION_SITE, block.ls1), (MLP_SITE, block.ls2))
-        if block.drop_path and isinstance(scale, LayerScale)
+        if isinstance(scale, LayerScale) and not hasattr(scale.gamma, "to_local")
+        if ((*key.site, at, site), block.drop_path) in known
     }
     if not rows:
         return key
