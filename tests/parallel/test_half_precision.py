@@ -87,3 +87,17 @@ def test_weights_are_cast_once_for_a_forward(monkeypatch: pytest.MonkeyPatch) ->
     y.float().sum().backward()
     assert all(p.grad is not None and p.grad.dtype == torch.float32 for p in net[:2].parameters())
     assert half_precision._in(torch.bfloat16, net[0].weight) is not found[0]
+
+
+def test_norms_of_a_block_have_hooks_and_may_be_of_another_kind(monkeypatch: pytest.MonkeyPatch) -> None:
+    block, seen = build_network(CONFIG, 2, 3, Group("seq")).encoder.blocks[0], list[torch.dtype]()
+    monkeypatch.setattr(block, "norm2", nn.RMSNorm(24))
+    x, tokens = torch.randn(2, 8, 24), torch.arange(8)
+    for dtype in (None, torch.bfloat16):
+        if dtype is not None:
+            as_on_a_gpu(monkeypatch, dtype)
+        before = block(x, (8,), tokens, None, None)
+        hook = block.norm1.register_forward_hook(lambda module, args, y: seen.append(y.dtype))
+        assert torch.equal(block(x, (8,), tokens, None, None), before)
+        hook.remove()
+    assert seen == [torch.float32, torch.bfloat16]
