@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from seqpar.losses import DiceCE
 from seqpar.models.build import build_network
 from seqpar.parallel import half_precision
-from seqpar.parallel.half_precision import LayerNorm, Linear, half, weights_cast_at_once
 from seqpar.parallel.collectives import full_tensor
+from seqpar.parallel.half_precision import LayerNorm, Linear, half, weights_cast_at_once
 from seqpar.parallel.mesh import Group, Mesh
 from seqpar.settings.config import Config
 from seqpar.training.data_parallel import shard

@@ -177,6 +177,6 @@ def test_a_run_is_exported_for_its_package_and_nothing_is_overwritten(tmp_path: 
     with pytest.raises(ValueError, match="network mednext-b, which nnU-Net does not build: .* a file OUT.pth"):
         export([str(run), str(tmp_path / "folder")])
     full = OSError(errno.ENOSPC, "No space left on device")
-    with patch("pathlib.Path.write_bytes", side_effect=full), pytest.raises(DataError, match=r"b\.pth: cannot be written"):
+    with patch("pathlib.Path.write_bytes", side_effect=full), pytest.raises(DataError, match=r"b.pth: cannot be"):
         export([str(run), str(tmp_path / "b.pth")])
     assert not [*tmp_path.glob("*b.pth*")]
