@@ -82,9 +82,10 @@ def _folds_of(path: Path) -> list[Path]:
         return expand_folds([path])
     folders = sorted(folder for folder in path.glob("fold_*/validation") if list_label_files(folder))
     numbered = [folder for folder in folders if re.fullmatch(r"fold_\d+", folder.parent.name)]
-    if not folders:
+    chosen = numbered or [folder for folder in folders if folder.parent.name == "fold_all"]
+    if not chosen:
         raise DataError(path, "has no fold_N/validation with label maps: let nnU-Net finish, or give predictions")
-    return numbered or [folder for folder in folders if folder.parent.name == "fold_all"]
+    return chosen
 
 
 def _region(text: str) -> tuple[str, tuple[int, ...]]:

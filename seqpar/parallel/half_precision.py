@@ -141,14 +141,27 @@ class LayerNorm(nn.LayerNorm):
 
     def forward(self, x: Tensor) -> Tensor:
         """Returns the normed values."""
-        return self.beside(x)[1]
+        dtype = self.dtype_of(x)
+        return super().forward(x) if dtype is None else self.beside(x, dtype)[1]
 
-    def beside(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns ``x`` and its normed values: who needs both takes both, so that gradients are added at once."""
-        dtype = half_dtype(x)
-        if dtype is None or self.weight is None or self.bias is None:
-            return x, super().forward(x)
+    def dtype_of(self, x: Tensor) -> torch.dtype | None:
+        """Returns the dtype in which ``x`` is normed; None: as torch does."""
+        return None if self.weight is None or self.bias is None else half_dtype(x)
+
+    def beside(self, x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Returns ``x``, and its normed values in half precision."""
         return _LayerNorm.apply(x, self.weight, self.bias, self.normalized_shape, self.eps, dtype)  # type: ignore
+
+
+def with_normed(x: Tensor, norm: nn.Module) -> tuple[Tensor, Tensor]:
+    """Returns ``x`` and its normed values: who needs both takes both, so that gradients are added at once.
+
+    A norm of another kind, or with hooks, is called as ever.
+    """
+    hooks = norm._forward_hooks, norm._forward_pre_hooks, norm._backward_hooks, norm._backward_pre_hooks
+    if type(norm) is LayerNorm and not any(hooks) and (dtype := norm.dtype_of(x)) is not None:
+        return norm.beside(x, dtype)
+    return x, norm(x)
 
 
 class _LayerNorm(Function):

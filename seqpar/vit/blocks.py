@@ -19,7 +19,7 @@ from torch.autograd.function import once_differentiable
 from seqpar.attention.partition import Rotary
 from seqpar.attention.self_attention import ParallelAttention
 from seqpar.attention.window_attention import Windows
-from seqpar.parallel.half_precision import LayerNorm, Linear, half_dtype
+from seqpar.parallel.half_precision import LayerNorm, Linear, half_dtype, with_normed
 from seqpar.parallel.recomputation import checkpointed
 from seqpar.vit.dropout import DropoutKey, drop_path_factors, keyed_drop_path, keyed_dropout
 
@@ -124,11 +124,11 @@ class Block(nn.Module):
     def _attention_branch(
         self, x: Tensor, spread: Spread, tokens: Tensor, rotary: Rotary | None, key: DropoutKey | None
     ) -> Tensor:
-        x, normed = self.norm1.beside(x)
+        x, normed = with_normed(x, self.norm1)
         return self._add(x, self.attn(normed, spread, rotary), self.ls1, ATTENTION_SITE, tokens, key)
 
     def _mlp_branch(self, x: Tensor, tokens: Tensor, key: DropoutKey | None) -> Tensor:
-        x, normed = self.norm2.beside(x)
+        x, normed = with_normed(x, self.norm2)
         return self._add(x, self.mlp(normed, key, tokens), self.ls2, MLP_SITE, tokens, key)
 
     def _add(
@@ -147,14 +147,17 @@ class Block(nn.Module):
 def with_scales(key: DropoutKey, blocks: Mapping[int, Block]) -> DropoutKey:
     """Returns a key, with its draws, that also has the products of LayerScales and drop-path factors of some blocks.
 
-    They take three launches, and otherwise one for each branch.
+    They take three launches, and otherwise one for each branch, as those of sharded LayerScales, which are gathered
+    with their block, and of factors that are not drawn yet.
     """
     assert key.draws is not None
+    known = key.draws.factors
     rows = {
-        (*key.site, at, site): (scale.gamma.detach(), key.draws.factors[(*key.site, at, site), block.drop_path])
+        (*key.site, at, site): (scale.gamma.detach(), known[(*key.site, at, site), block.drop_path])
         for at, block in blocks.items()
         for site, scale in ((ATTENTION_SITE, block.ls1), (MLP_SITE, block.ls2))
-        if block.drop_path and isinstance(scale, LayerScale)
+        if isinstance(scale, LayerScale) and not hasattr(scale.gamma, "to_local")
+        if ((*key.site, at, site), block.drop_path) in known
     }
     if not rows:
         return key

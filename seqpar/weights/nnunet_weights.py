@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from seqpar.data.addresses import local_file
-from seqpar.data.errors import DataError
+from seqpar.data.errors import DataError, unwritable
 from seqpar.data.files import whole_file
 from seqpar.decoders.modes.named_modes import choose_mode
 from seqpar.decoders.unets.architecture import ONE, Architecture, three
@@ -30,6 +30,7 @@ from seqpar.weights.weight_files import (
     rename,
     shorten_list,
     unwrap,
+    write_pth,
 )
 
 _COPY = re.compile(r"^decoder\.encoder\.|\.all_modules\.\d+\.")
@@ -274,8 +275,11 @@ def write_mednext(path: Path, net: nn.Module, transpose_forward: Sequence[int], 
     if path.exists():
         raise DataError(path, "is there already; name another file, or remove it")
     content = {"state_dict": export_mednext(net, transpose_forward), "licence": licence}
-    with whole_file(path) as temporary:
-        torch.save(content, temporary)
+    try:
+        with whole_file(path) as temporary:
+            write_pth(temporary, content)
+    except OSError as error:
+        raise unwritable(path, error) from error
 
 
 def holds_mednext(state: Mapping[str, Any]) -> bool:

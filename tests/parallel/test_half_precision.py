@@ -1,5 +1,6 @@
 """Half precision on a GPU: its own forward and backward are those of torch's modules, in float64 and rounded."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
@@ -10,9 +11,11 @@ from torch import Tensor, nn
 from seqpar.losses import DiceCE
 from seqpar.models.build import build_network
 from seqpar.parallel import half_precision
+from seqpar.parallel.collectives import full_tensor
 from seqpar.parallel.half_precision import LayerNorm, Linear, half, weights_cast_at_once
-from seqpar.parallel.mesh import Group
+from seqpar.parallel.mesh import Group, Mesh
 from seqpar.settings.config import Config
+from seqpar.training.data_parallel import shard
 from seqpar.vit.dropout import DropoutKey
 
 CONFIG = Config(
@@ -26,6 +29,8 @@ def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
     monkeypatch.setattr(half_precision, "half_dtype", lambda x: dtype)
     for user in ("vit.blocks", "vit.encoder", "attention.self_attention"):
         monkeypatch.setattr(f"seqpar.{user}.half_dtype", lambda x: dtype)
+    wide = partial(torch.tensor, dtype=torch.promote_types(dtype, torch.float32))
+    monkeypatch.setattr("seqpar.vit.dropout._scales", lambda rates, _: wide([[1 / (1 - rate)] for rate in rates]))
 
 
 def gradients_of(net: nn.Module, step: int) -> dict[str, Tensor]:
@@ -47,11 +52,26 @@ def test_a_network_computes_the_same_in_float64(config: Config, monkeypatch: pyt
         nn.init.normal_(p, std=0.3)
     expected = gradients_of(net, 5)
     as_on_a_gpu(monkeypatch, torch.float64)
-    scales = partial(torch.tensor, dtype=torch.float64)
-    monkeypatch.setattr("seqpar.vit.dropout._scales", lambda rates, _: scales([[1 / (1 - rate)] for rate in rates]))
     for name, ours in gradients_of(net, 5).items():
         apart = (ours - expected[name]).norm() / expected[name].norm().clamp(min=1e-9)
         assert apart < 1e-11, (name, apart)
+
+
+def sharded_gradients(mesh: Mesh, config: Config) -> dict[str, Tensor]:
+    """Returns what ``gradients_of`` returns, of a network whose weights are sharded over the ranks."""
+    net = build_network(config, 2, 3, Group("seq")).double()
+    shard(net, mesh)  # the same tiles on both ranks
+    return {name: full_tensor(x) for name, x in gradients_of(net, 5).items()}
+
+
+def test_sharded_weights_have_the_same_gradients(monkeypatch: pytest.MonkeyPatch, ranks: Callable[..., list]) -> None:
+    """The factors of layer scale are gathered with their block, not before."""
+    expected = gradients_of(build_network(MODERN, 2, 3, Group("seq")).double(), 5)
+    as_on_a_gpu(monkeypatch, torch.float64)
+    for ours in ranks(2, sharded_gradients, MODERN):
+        for name, grad in ours.items():
+            apart = (grad - expected[name]).norm() / expected[name].norm().clamp(min=1e-9)
+            assert apart < 1e-6, (name, apart)
 
 
 def test_weights_are_cast_once_for_a_forward(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -67,3 +87,17 @@ def test_weights_are_cast_once_for_a_forward(monkeypatch: pytest.MonkeyPatch) ->
     y.float().sum().backward()
     assert all(p.grad is not None and p.grad.dtype == torch.float32 for p in net[:2].parameters())
     assert half_precision._in(torch.bfloat16, net[0].weight) is not found[0]
+
+
+def test_norms_of_a_block_have_hooks_and_may_be_of_another_kind(monkeypatch: pytest.MonkeyPatch) -> None:
+    block, seen = build_network(CONFIG, 2, 3, Group("seq")).encoder.blocks[0], list[torch.dtype]()
+    monkeypatch.setattr(block, "norm2", nn.RMSNorm(24))
+    x, tokens = torch.randn(2, 8, 24), torch.arange(8)
+    for dtype in (None, torch.bfloat16):
+        if dtype is not None:
+            as_on_a_gpu(monkeypatch, dtype)
+        before = block(x, (8,), tokens, None, None)
+        hook = block.norm1.register_forward_hook(lambda module, args, y: seen.append(y.dtype))
+        assert torch.equal(block(x, (8,), tokens, None, None), before)
+        hook.remove()
+    assert seen == [torch.float32, torch.bfloat16]

@@ -74,6 +74,9 @@ ROWS = {
     "two stages": Row(f"{DEBUG.flags} --pipe 2 --batch 1 --accumulate 2", ranks=2, same_as="debug"),
     "shards": Row(f"{DEBUG.flags} --seqpar 2 --shard-weights", ranks=2, same_as="debug"),
     "shards of two tiles": Row(f"{DEBUG.flags} --batch 1 --shard-weights", ranks=2, same_as="debug"),
+    "modern, shards": Row(
+        f"{PRESETS['modern'].flags} --seqpar 2 --shard-weights", ranks=2, same_as="modern", within=HALF
+    ),
     "deterministic": Row(f"{DEBUG.flags} --deterministic", same_as="debug", within=EXACT),
     "boxes": Row(f"{DEBUG.flags} --seqpar 2 --mode halo", ranks=2, same_as="debug"),
     "boxes, overlapped": Row(

@@ -92,6 +92,9 @@ def test_folds_are_taken_together(place: Path, capfd) -> None:
     assert f"highest mean Dice of 2 over 3 cases (too few to tell): {results}" in said
     assert f"predict.py {results} -i IMAGES -o PREDICTIONS --postprocessing {results / 'postprocessing.json'}" in said
     assert all(path.read_text() == '{"mean": {}}' for path in results.glob("fold_*/validation/summary.json"))
+    for n in range(3):  # copies, which are no folds
+        (results / f"fold_{n}").rename(results / f"fold_{n}_old")
+    assert act(place, str(results)) == 3 and "has no fold_N/validation with label maps" in capfd.readouterr().err
 
 
 def save_probabilities(place: Path, labels: np.ndarray, wrong: int, reader: str, declared: dict) -> None:

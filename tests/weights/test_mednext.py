@@ -1,5 +1,6 @@
 """Weights of MedNeXt's package compute here what they compute there, whole and on boxes, and go back as they came."""
 
+import errno
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -175,3 +176,7 @@ def test_a_run_is_exported_for_its_package_and_nothing_is_overwritten(tmp_path: 
         export([str(run), str(file)])
     with pytest.raises(ValueError, match="network mednext-b, which nnU-Net does not build: .* a file OUT.pth"):
         export([str(run), str(tmp_path / "folder")])
+    full = OSError(errno.ENOSPC, "No space left on device")
+    with patch("pathlib.Path.write_bytes", side_effect=full), pytest.raises(DataError, match=r"b.pth: cannot be"):
+        export([str(run), str(tmp_path / "b.pth")])
+    assert not [*tmp_path.glob("*b.pth*")]
