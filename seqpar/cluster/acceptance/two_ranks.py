@@ -14,7 +14,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
-from torch.cuda._sanitizer import enable_cuda_sanitizer
 
 from seqpar.cluster import exit_codes
 from seqpar.cluster.acceptance.check import LEFT_OUT, RIGHT, WRONG, Error, Outcome, Site, judged, run_module
@@ -116,6 +115,8 @@ def errors_of_overlap(mesh: Mesh) -> dict[str, float]:
     """Returns the errors of mode halo with every halo overlapped, of two cases again while torch looks for races."""
     overlap.ENOUGH = 0
     errors = errors_of_modes(mesh, [name for name, config in cases().items() if config.mode == "halo"])
+    from torch.cuda._sanitizer import enable_cuda_sanitizer  # from then on, each event and allocation calls Python
+
     enable_cuda_sanitizer()
     return errors | {f"{name}, under the sanitizer": error for name, error in errors_of_modes(mesh, SANITIZED).items()}
 
