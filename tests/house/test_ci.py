@@ -48,7 +48,7 @@ BY_HAND = {"gpu"}  # .ci/run says why
 
 def test_every_step_is_run_and_its_tests_are_not_those_of_make_test() -> None:
     steps = {path.name: path.read_text() for path in (ROOT / ".ci").iterdir() if path.name not in NO_STEPS}
-    named = {"accept", "commands", "docs", "figures", "gpu", "nnunet", "tune", "tutorials"}
+    named = {"accept", "commands", "dicom", "docs", "figures", "gpu", "nnunet", "tune", "tutorials"}
     assert {*named, *STEPS} == set(steps)
     text = (ROOT / ".ci" / "run").read_text()
     run = [step for row in re.findall(r'"([^"\n]+)"', text[text.index("\nbeside ") :]) for step in row.split()]

@@ -1,6 +1,7 @@
 """DICOM segmentations of DICOM series: highdicom and SimpleITK find the same voxels at the same places.
 
-The places are those of the slices' own headers, computed here. Pages and records name nobody.
+The places are those of the slices' own headers, computed here. Pages and records name nobody. A step of .ci of its own,
+since highdicom brings pydicom, with which MONAI prints more than the tutorials show.
 """
 
 import hashlib
@@ -9,7 +10,9 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
+import highdicom as hd
 import numpy as np
+import pydicom
 import pytest
 import SimpleITK as sitk
 
@@ -21,9 +24,6 @@ from seqpar.data.volumes import read_geometry, read_volume
 from tests.support.folders import OBLIQUE, save
 from tests.support.itk import SERIES, affine_of, save_series
 from tests.support.predictions import RECIPE, act, labelled, make_run
-
-hd = pytest.importorskip("highdicom", reason="highdicom is not installed: pip install 'seqpar[dicom]'")
-pydicom = pytest.importorskip("pydicom")
 
 PLACED = OBLIQUE @ np.diag([1.0, -1, 1, 1])  # its slices in order along their normal are those of the array
 SIDEWAYS = np.array([[0, 0, -2.0, 1], [1.3, 0, 0, 2], [0, -0.7, 0, 3], [0, 0, 0, 1]])
