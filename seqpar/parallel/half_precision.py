@@ -142,25 +142,25 @@ class LayerNorm(nn.LayerNorm):
     def forward(self, x: Tensor) -> Tensor:
         """Returns the normed values."""
         dtype = self.dtype_of(x)
-        return super().forward(x) if dtype is None else self.beside(x, dtype)[1]
+        return super().forward(x) if dtype is None else self.with_input(x, dtype)[1]
 
     def dtype_of(self, x: Tensor) -> torch.dtype | None:
         """Returns the dtype in which ``x`` is normed; None: as torch does."""
         return None if self.weight is None or self.bias is None else half_dtype(x)
 
-    def beside(self, x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    def with_input(self, x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Returns ``x``, and its normed values in half precision."""
         return _LayerNorm.apply(x, self.weight, self.bias, self.normalized_shape, self.eps, dtype)  # type: ignore
 
 
 def with_normed(x: Tensor, norm: nn.Module) -> tuple[Tensor, Tensor]:
-    """Returns ``x`` and its normed values: who needs both takes both, so that gradients are added at once.
+    """Returns ``x`` and its normed values; if both are used from here, their gradients are added in one launch.
 
-    A norm of another kind, or with hooks, is called as ever.
+    A norm of another kind, or one with hooks, is called as usual.
     """
     hooks = norm._forward_hooks, norm._forward_pre_hooks, norm._backward_hooks, norm._backward_pre_hooks
     if type(norm) is LayerNorm and not any(hooks) and (dtype := norm.dtype_of(x)) is not None:
-        return norm.beside(x, dtype)
+        return norm.with_input(x, dtype)
     return x, norm(x)
 
 
@@ -179,14 +179,15 @@ class _LayerNorm(Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, beside: Tensor | None, grad: Tensor | None) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, skip: Tensor | None, grad: Tensor | None) -> tuple[Tensor | None, ...]:
         if grad is None:
-            return beside, None, None, None, None, None
+            return skip, None, None, None, None, None
         x, mean, scale, weight, bias = ctx.saved_tensors
+        assert grad.shape == x.shape and (skip is None or skip.shape == x.shape)
         mask = [bool(needed) for needed in ctx.needs_input_grad[:3]]
         dx, *of_weights = aten.native_layer_norm_backward(grad, x, ctx.shape, mean, scale, weight, bias, mask)
         if None not in of_weights:  # both in one launch
             wide = [torch.empty_like(d, dtype=ctx.dtype) for d in of_weights]
             torch._foreach_copy_(wide, of_weights)
             of_weights = wide
-        return dx if beside is None or dx is None else beside + dx, *of_weights, None, None, None
+        return dx if skip is None or dx is None else skip + dx, *of_weights, None, None, None

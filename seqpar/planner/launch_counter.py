@@ -102,7 +102,7 @@ class LaunchCounter(TorchDispatchMode):
         return result
 
     def add(self, name: str, place: str, launches: int, size: int) -> None:
-        """Counts an operator at a place that launches so many kernels, which read and write ``size`` bytes."""
+        """Counts an operator at a place: its kernel launches, and the ``size`` bytes that they read and write."""
         times = repetitions()
         self.launches[name] += times * launches
         self.moved[name] += times * size

@@ -47,7 +47,7 @@ def draw_cases(
 ) -> None:
     """Draws three planes of each case with the outlines of truth (solid) and prediction (dashed).
 
-    - ``held_out``: how many cases there are, of which these are the first
+    - ``held_out``: the number of held-out cases; these are the first of them
     - ``neurological``: the patient's left is on the left of a picture, and not on the right
     """
     save_figure(figure_of_cases(cases, classes, held_out, neurological), path)

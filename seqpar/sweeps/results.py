@@ -73,7 +73,7 @@ def _note(sweep: Sweep) -> str:
 
 
 def _has_range(sweep: Sweep, name: str) -> bool:
-    """Returns whether a setting has so many numbers that points are drawn over an axis of them."""
+    """Returns whether a setting has enough different numbers to be the axis of a chart."""
     known = [point.settings[name] for point in sweep.ranked if name in point.settings]
     return len(set(map(format_value, known))) > MOST_VALUES and all(isinstance(one, (int, float)) for one in known)
 

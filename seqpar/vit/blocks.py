@@ -183,6 +183,7 @@ class _ScaledSum(Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         branch, scale, factors = ctx.saved_tensors
+        assert grad.shape == branch.shape
         dbranch = torch.mul(grad, scale, out=torch.empty_like(branch))
         dscale = torch.mul(grad, branch, out=torch.empty_like(branch)).sum(1, dtype=scale.dtype)  # b e
         return grad, dbranch, dscale.sum(0) if factors is None else factors @ dscale, None, None
