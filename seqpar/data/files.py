@@ -15,12 +15,18 @@ from seqpar.data.errors import DataError, unreadable, unwritable
 
 SPECIAL = "is no file (but a pipe, socket or device)"
 SUFFIXES = (".nii.gz", ".nii", ".nrrd", ".mha")  # of volumes
+STATE = "state-"  # prefix of the files in which runs report their progress; each run writes its own, without a lock
 
 
 def user_cache() -> Path:
     """Returns the folder of what is kept for later runs: $SEQPAR_CACHE, else seqpar in $XDG_CACHE_HOME or ~/.cache."""
     usual = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "seqpar"
     return Path(os.environ.get("SEQPAR_CACHE") or usual).expanduser().absolute()
+
+
+def is_state(file: Path) -> bool:
+    """Returns whether a file reports a run's progress, or is half of such a file."""
+    return file.name.removeprefix(".").startswith(STATE) and file.suffix in (".json", ".tmp")
 
 
 @contextmanager

@@ -152,6 +152,14 @@ def test_nothing_is_written_among_the_files_of_others(kind, tmp_path):
     assert (tmp_path / "labels.csv").read_text() == "case,class\na,ill\n"
 
 
+def test_the_built_in_phantom_is_written_into_an_empty_cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("SEQPAR_CACHE", str(tmp_path))
+    monkeypatch.setattr(builtin, "PhantomSettings", lambda: PhantomSettings(size=TINY))
+    folder = builtin.phantom(1, is_first=True)  # reports its progress in the folder that it writes
+    assert builtin.phantom(1, is_first=False) == folder and len(read_dataset(folder).cases) == 1
+    assert not list(folder.glob("state-*"))
+
+
 def test_an_interrupted_file_is_no_file(tmp_path, monkeypatch):
     def full(source: str, target: str) -> None:
         raise OSError(28, "No space left on device", str(target))

@@ -16,7 +16,7 @@ import nibabel
 from numpy.typing import NDArray
 
 from seqpar.data.errors import DataError, reason
-from seqpar.data.files import write_bytes, write_json
+from seqpar.data.files import is_state, write_bytes, write_json
 from seqpar.data.phantom.brain import MODALITIES
 from seqpar.data.phantom.fields import PhantomCase
 from seqpar.data.phantom.kinds import KINDS, PhantomKind
@@ -165,7 +165,7 @@ def _claim(root: Path, settings: PhantomSettings) -> None:
             )
     else:
         root.mkdir(parents=True, exist_ok=True)
-        if found := next(iter(sorted(root.glob("[!.]*"))), None):
+        if found := next((file for file in sorted(root.glob("[!.]*")) if not is_state(file)), None):
             raise DataError(root, f"holds {found.name}, which phantom did not write; choose another --out")
         write_json(mark, record)
 

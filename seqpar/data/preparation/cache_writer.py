@@ -14,12 +14,11 @@ from typing import Any
 import numpy as np
 
 from seqpar.data.errors import DataError, reason
-from seqpar.data.files import fsync_folder, write_json
+from seqpar.data.files import STATE, fsync_folder, is_state, write_json
 from seqpar.data.preparation.cache import VERSION
 from seqpar.data.preparation.prepared_case import Prepared
 from seqpar.data.preparation.recipe import Recipe
 
-STATE = "state-"  # prefix of the files in which runs report their progress; each run writes its own, without the lock
 _STALE = 3600.0  # seconds after which nobody reads such a file
 ELSEWHERE = "give another folder (prepare: --out, train: --cache)"
 _WRITING, _OLD = ".writing-", ".old-"
@@ -72,7 +71,7 @@ def remove_partial_files(path: Path, names: set[str]) -> None:
                 invalidate_cache(path)
             shutil.rmtree(folder)
     for file in [*path.glob(".*.tmp"), *path.glob("cases/*/.*.tmp"), *path.glob(f"{STATE}*.json")]:
-        if not _is_state(file) or _age(file) > _STALE:
+        if not is_state(file) or _age(file) > _STALE:
             file.unlink(missing_ok=True)
 
 
@@ -132,11 +131,7 @@ def _is_foreign(file: Path) -> bool:
     """Returns whether a file in a folder without a lock is not from a preparation that was killed early."""
     if file.name == "cases" and file.is_dir():
         return any(file.iterdir())
-    return not _is_state(file) and not (file.name.startswith(".") and file.name.endswith(".tmp"))
-
-
-def _is_state(file: Path) -> bool:
-    return file.name.removeprefix(".").startswith(STATE) and file.suffix in (".json", ".tmp")
+    return not is_state(file) and not (file.name.startswith(".") and file.name.endswith(".tmp"))
 
 
 def _age(file: Path) -> float:

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from seqpar.data.errors import DataError
-from seqpar.data.files import write_json
-from seqpar.data.preparation.cache_writer import ELSEWHERE, STATE, as_cache_error
+from seqpar.data.files import STATE, write_json
+from seqpar.data.preparation.cache_writer import ELSEWHERE, as_cache_error
 from seqpar.data.workers import Progress
 
 _POLL, _GRACE, _BEAT = 0.2, 3.0, 2.0  # seconds
