@@ -217,17 +217,22 @@
     places.forEach(([x, y], n) => write(context, sides[n], x, y));
   }
 
-  function drawAll() {
-    [0, 1, 2].forEach(draw);
+  function remember() { // what is seen, in the page's address
     const parts = { case: current().name, modality: state.modality, at: state.at.join(",") };
     parts.truth = Number(get("truth").checked);
     parts.prediction = Number(get("prediction").checked);
     parts.look = LOOK.map(look).join(",");
-    const unit = current().unit ? ` ${current().unit}` : "", width = (inFileWidth) => format(inFile(inFileWidth) - inFile(0));
-    get("look").textContent = range() ? `Window ${width(look("window"))}${unit}, level ${format(inFile(look("level")))}${unit}.` : "";
+    if (surfaces?.address()) parts.surfaces = surfaces.address();
     try {
       history.replaceState(null, "", "#" + new URLSearchParams(parts));
     } catch { /* a page without an address cannot remember its place */ }
+  }
+
+  function drawAll() {
+    [0, 1, 2].forEach(draw);
+    const unit = current().unit ? ` ${current().unit}` : "", width = (inFileWidth) => format(inFile(inFileWidth) - inFile(0));
+    get("look").textContent = range() ? `Window ${width(look("window"))}${unit}, level ${format(inFile(look("level")))}${unit}.` : "";
+    remember();
   }
 
   function move(dim, to) {
@@ -269,6 +274,7 @@
     fillPresets();
     if (get("heat-name")) get("heat-name").textContent = entry.heat_name || "no map of this case";
     drawAll();
+    surfaces?.show(entry, state.volumes);
     viewer.setAttribute("aria-busy", "false");
   }
 
@@ -317,8 +323,7 @@
   document.addEventListener("keydown", (event) => {
     const id = { t: "truth", p: "prediction" }[event.key];
     if (!id || event.ctrlKey || event.metaKey || event.altKey || event.target.tagName === "SELECT") return;
-    get(id).checked = !get(id).checked;
-    drawAll();
+    get(id).click();
   });
   for (const id of ["truth", "prediction"]) get(id).addEventListener("change", drawAll);
   for (const id of LOOK) get(id).addEventListener("input", drawAll);
@@ -334,12 +339,14 @@
   get("modality").addEventListener("change", (event) => open(state.case, event.target.value, state.at));
   window.addEventListener("resize", drawAll);
 
+  const surfaces = get("surfaces") && makeSurfaces({ told, get, write, drawScale, changed: remember });
   const asked = new URLSearchParams(location.hash.slice(1));
   get("case").replaceChildren(...told.cases.map((entry) => new Option(entry.name)));
   for (const id of ["truth", "prediction"]) if (asked.has(id)) get(id).checked = asked.get(id) === "1";
   const looks = (asked.get("look") || "").split(",");
   if (looks.length === LOOK.length) LOOK.forEach((id, n) => (get(id).value = looks[n]));
   const at = (asked.get("at") || "").split(",").map(Number);
+  surfaces?.restore(asked.get("surfaces") || "");
   viewer.hidden = false;
   const index = Math.max(told.cases.findIndex((entry) => entry.name === asked.get("case")), 0);
   open(index, asked.get("modality") || "", at.length === 3 && at.every(Number.isInteger) ? at : null);
