@@ -33,7 +33,7 @@ Open = Callable[..., Chromium]
 
 
 def blocks() -> tuple[Bytes, Bytes]:
-    """Returns a truth with a large block on the patient's left and a small one on the right, which is not predicted."""
+    """Returns a truth with a large block on the patient's left and a small one, not predicted, on the right."""
     truth = np.zeros(SHAPE, np.uint8)
     truth[2:8, 3:9, 2:8] = 1
     prediction = truth.copy()
@@ -106,6 +106,10 @@ def test_classes_are_drawn_where_they_are_and_one_that_is_lacking_is_named(open_
     assert told == ["NCR", "ED (not predicted)", "ET (not in the truth, not predicted)"]
     assert "voxels of 1 × 1 × 1.25 mm." in page.value("document.getElementById('surface-note').textContent")
     assert {"truth", "prediction"} <= letters(page).keys()
+    letters(page)
+    page.value("m = document.getElementById('modality'); m.dispatchEvent(new Event('change'))")
+    page.wait("viewer.getAttribute('aria-busy') === 'false'")
+    assert letters(page) == {}, "another image of the case changes nothing"
     page.value("c = document.getElementById('case'); c.selectedIndex = 1; c.dispatchEvent(new Event('change'))")
     page.wait("viewer.getAttribute('aria-busy') === 'false'")
     assert seen(page, BLUE, 1)["count"] > 200, "the other case has the class"
@@ -175,7 +179,11 @@ def test_surfaces_turn_and_zoom_and_an_address_keeps_the_view(open_blocks: Open)
     page.ask("Input.dispatchMouseEvent", type="mousePressed", button="left", clickCount=1, **spot)
     page.ask("Input.dispatchMouseEvent", type="mouseMoved", button="left", buttons=1, x=spot["x"] + 40, y=spot["y"])
     page.ask("Input.dispatchMouseEvent", type="mouseReleased", button="left", x=spot["x"] + 40, y=spot["y"])
-    assert "surfaces=20%2C0%2C1%2C" in page.value("location.href"), "dragging to the right brings the right to the front"
+    assert "surfaces=20%2C0%2C1%2C" in page.value("location.href"), "dragging to the right shows more of the right"
+    for kind, apart in (("touchStart", 40), ("touchMove", 60), ("touchEnd", 0)):
+        fingers = [{"x": spot["x"] + side * apart, "y": spot["y"], "id": side} for side in (0, 1) if apart]
+        page.ask("Input.dispatchTouchEvent", type=kind, touchPoints=fingers)
+    page.wait("location.hash.includes('surfaces=20%2C0%2C1.5%2C')")
 
 
 def test_what_is_inside_is_seen_and_the_truth_goes_over_the_prediction(open_blocks: Open) -> None:
@@ -220,7 +228,8 @@ def test_a_mesh_is_closed_and_as_large_as_its_voxels(open_blocks: Open) -> None:
     volume = """(() => { const [W, D, H] = [9, 8, 7], v = new Uint8Array(W * D * H);
       for (let h = 0; h < 5; h++) for (let d = 1; d < 7; d++) for (let w = 2; w < 9; w++) v[(h * D + d) * W + w] = 1;
       const [, found] = labelSquares(v, [W, D, H], 1); /* here */
-      const { vertices, triangles } = labelMesh(found, [1, 2, 3]), at = (n) => [0, 1, 2].map((k) => vertices[6 * n + k]);
+      const { vertices, triangles } = labelMesh(found, [1, 2, 3]);
+      const at = (n) => [0, 1, 2].map((k) => vertices[6 * n + k]);
       let sum = 0; for (let n = 0; n < triangles.length; n += 3) {
         const [a, b, c] = [0, 1, 2].map((k) => at(triangles[n + k])), x = cross(b, c);
         sum += (a[0] * x[0] + a[1] * x[1] + a[2] * x[2]) / 6; }

@@ -218,6 +218,7 @@ def test_predictions_go_on_and_are_scored_and_shown(one: tuple, tmp_path: Path, 
     page = (out / "report.html").read_text()
     assert 'id="confusion"' in page and "ROC" in page and "calibration curve" in page and page.count("<img") == 2
     assert 'id="viewer"' in page, "of the run's own cases too, which have no labels of voxels"
+    assert '<details id="surfaces">' not in page, "nothing to show in 3D"
     assert "All 2 cases, the lowest probability of the true class first." in page
     other = Path(shutil.copytree(out, tmp_path / "copy"))
     assert report.act([str(out), str(other)]) == 0

@@ -1,7 +1,7 @@
 "use strict";
-// The surfaces of labels as triangles. The squares between a label's voxels and all else are exact, but look like stairs.
-// So their corners move to the mean of their neighbours and, which keeps the volume, away from it (Taubin 1995), but never
-// far (Gibson 1998): what is one voxel thick stays.
+// The surfaces of labels as triangles. The squares between a label's voxels and all else are exact, but look like
+// stairs. So their corners move to the mean of their neighbours and, which keeps the volume, away from it (Taubin 1995),
+// but never far (Gibson 1998): what is one voxel thick stays.
 const SMOOTHED = 0.3; // voxels that a corner may move along each direction
 
 // Of each label: its voxels' corners, four of them for each square, and how many squares each other label is behind.

@@ -197,10 +197,10 @@
     context.fillText(text, x, y);
   }
 
-  function drawScale(context, canvas, mm) { // a bar of a round length, at most a quarter of the picture; mm of a pixel
-    const most = (canvas.width * mm) / 4, power = 10 ** Math.floor(Math.log10(most));
+  function drawScale(context, { width, height }, mm) { // a bar of a round length, at most a quarter of the picture; mm of a pixel
+    const most = (width * mm) / 4, power = 10 ** Math.floor(Math.log10(most));
     const length = power * [5, 2, 1].find((factor) => power * factor <= most);
-    const size = 11 * (window.devicePixelRatio || 1), y = canvas.height - size / 2;
+    const size = 11 * (window.devicePixelRatio || 1), y = height - size / 2;
     context.font = `${size}px sans-serif`;
     context.textAlign = "left";
     context.textBaseline = "bottom";

@@ -4,7 +4,8 @@
 // share this one context.
 const makeSurfaces = ({ told, get, write, drawScale, changed }) => {
   const KINDS = ["truth", "prediction"], LETTERS = ["LR", "PA", "IS"]; // letters: what lies at the low and the high end
-  const OVER = 0.35, AROUND = 40; // opacity: what is left of the truth's over the prediction; % of a class around others
+  const OVER = 0.35; // what is left of the truth's opacity over the prediction
+  const AROUND = 40; // % of opacity that a class around others begins with
   const VERTEX = `#version 300 es
     layout(location = 0) in vec3 place;
     layout(location = 1) in vec3 normal;
@@ -31,7 +32,8 @@ const makeSurfaces = ({ told, get, write, drawScale, changed }) => {
   const from = get("surface-from"), pointers = new Map();
   const START = { yaw: told.mirrored ? 0 : 180, pitch: 0, zoom: 1, right: 0, up: 0 }; // in degrees and mm
   const view = { ...START }, off = new Set(), chosen = new Map(); // numbers of classes; their opacities, if chosen
-  let gl = null, program = null, shown = null, meshes = null, around = [], middle = [0, 0, 0], radius = 1, mm = 1; // mm of a pixel
+  let gl = null, program = null, shown = null, meshes = null;
+  let around = [], middle = [0, 0, 0], radius = 1, mm = 1; // which classes are around others; mm of a pixel
 
   const has = (kind) => !get(kind).parentElement.hidden;
   const limited = (value, low, high) => Math.min(Math.max(value, low), high);
@@ -152,7 +154,7 @@ const makeSurfaces = ({ told, get, write, drawScale, changed }) => {
     gl[`uniform${kind}`](gl.getUniformLocation(program, name), ...values);
   }
 
-  function drawAll(kinds) { // solid surfaces, then translucent ones, the inner of them first; returns whether there were any
+  function drawAll(kinds) { // solid surfaces, then translucent ones, inner ones first; returns whether there were any
     const parts = kinds.flatMap((kind) => told.labels.map((_, n) => {
       const strength = (strengthOf(n + 1) / 100) * (kind === "truth" && kinds.length > 1 ? OVER : 1);
       return { strength, rank: shown.ranks[n + 1] || 0, colour: told.labels[n].colour, mesh: meshes[kind][n + 1] };
@@ -170,7 +172,8 @@ const makeSurfaces = ({ told, get, write, drawScale, changed }) => {
 
   function draw() {
     if (!part.open || !meshes || !canvas.clientWidth) return;
-    const density = window.devicePixelRatio || 1, size = 12 * density, turn = turned(), context = canvas.getContext("2d");
+    const density = window.devicePixelRatio || 1, size = 12 * density;
+    const turn = turned(), context = canvas.getContext("2d");
     const kinds = KINDS.filter((kind) => has(kind) && get(kind).checked);
     const panes = layout.value === "over" && kinds.length > 1 ? [["prediction", "truth"]] : kinds.map((kind) => [kind]);
     const width = Math.round(canvas.clientWidth * density), height = Math.round(canvas.clientHeight * density);
@@ -179,7 +182,7 @@ const makeSurfaces = ({ told, get, write, drawScale, changed }) => {
     for (const one of [gl.canvas, canvas]) Object.assign(one, { width, height });
     set("Matrix3fv", "turn", false, [0, 1, 2].flatMap((dim) => turn.map((axis) => axis[dim])));
     set("3fv", "middle", middle);
-    set("3f", "scale", 2 / (pane * mm), 2 / (height * mm), -0.99 / radius);
+    set("3f", "scale", 2 / (pane * mm), 2 / (height * mm), -0.9 / radius);
     set("3f", "shift", (2 * view.right) / (pane * mm), (2 * view.up) / (height * mm), 0);
     gl.depthMask(true);
     gl.clear(gl.COLOR_BUFFER_BIT | gl.DEPTH_BUFFER_BIT);
@@ -203,7 +206,7 @@ const makeSurfaces = ({ told, get, write, drawScale, changed }) => {
       say(letters(up, -1), x, height - gap, "center", "bottom");
     });
     if (!panes.length) say("truth and prediction are switched off", width / 2, height / 2, "center", "middle");
-    drawScale(context, canvas, mm);
+    drawScale(context, { width: pane, height }, mm);
     from.value = `${view.yaw},${view.pitch}`;
     if (from.selectedIndex < 0) from.value = "";
   }
@@ -292,9 +295,10 @@ const makeSurfaces = ({ told, get, write, drawScale, changed }) => {
   });
 
   return {
-    show(entry, volumes) { // a case that the viewer has opened
+    show(entry, volumes) { // a case that the viewer has opened; another image of it changes nothing
+      if (shown?.entry === entry) return;
       forget();
-      shown = { ...entry, ...volumes };
+      shown = { ...entry, ...volumes, entry };
       build();
       draw();
     },
