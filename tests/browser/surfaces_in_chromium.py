@@ -75,13 +75,15 @@ def open_blocks(browser: Chromium, url: str, tmp_path: Path) -> Iterator[Open]:
 
 def seen(page: Chromium, colour: str, pane: int = 0, panes: int = 2) -> dict[str, float]:
     """Returns how many pixels of a pane have a colour, and where they are, in pixels from its left and top."""
-    return dict(page.value(f"""(() => {{ const c = {PICTURE}, w = Math.floor(c.width / {panes}), h = c.height;
+    return dict(
+        page.value(f"""(() => {{ const c = {PICTURE}, w = Math.floor(c.width / {panes}), h = c.height;
       const d = c.getContext('2d').getImageData({pane} * w, 0, w, h).data, xs = [], ys = [];
       for (let i = 0; i < d.length; i += 4) {{ const [r, g, b] = d.subarray(i, i + 3);
         if ({colour}) {{ xs.push((i / 4) % w); ys.push(Math.floor(i / 4 / w)); }} }}
       const far = (list) => list.reduce(([a, b], one) => [Math.min(a, one), Math.max(b, one)], [Infinity, -Infinity]);
       const [[left, right], [top, bottom]] = [far(xs), far(ys)];
-      return xs.length ? {{ count: xs.length, left, right, top, bottom, width: w }} : {{ count: 0 }}; }})()"""))
+      return xs.length ? {{ count: xs.length, left, right, top, bottom, width: w }} : {{ count: 0 }}; }})()""")
+    )
 
 
 def height(page: Chromium) -> float:
