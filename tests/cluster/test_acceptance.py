@@ -196,6 +196,18 @@ def test_a_program_that_does_not_end_is_ended_and_said(site: Site, monkeypatch: 
     )
 
 
+def test_a_run_that_cannot_begin_is_not_waited_for(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    refusing = site.folder / "refusing"
+    refusing.write_text("#!/bin/sh\necho 'error: no place'\nexit 3\n")
+    refusing.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(refusing))
+    began = time.monotonic()
+    outcome = runs.check_stops(site)
+    assert time.monotonic() - began < 60 and outcome.verdict == WRONG
+    assert "stopped: ended with code 3" in outcome.text and "rank lost: ended with code 3" in outcome.text
+    assert "error: no place" in outcome.text
+
+
 def test_a_run_that_lacks_steps_is_no_equal(site: Site) -> None:
     fine, lost = Ended(0, "", 1.0), Ended(1, "", 1.0)
     whole = runs.Trained(fine, [1.0, 0.5])

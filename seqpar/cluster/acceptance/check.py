@@ -153,11 +153,14 @@ def _steps_of(run: Path) -> list[dict[str, Any]]:
     return [row for row in read_metrics(path) if row["kind"] == "train"] if path.exists() else []
 
 
-def wait_for_steps(run: Path, steps: int, limit_s: float = 120.0) -> None:
-    """Waits until a run has done this many steps."""
+def wait_for_steps(pid: int, run: Path, steps: int, limit_s: float = 120.0) -> bool:
+    """Waits until the process has done this many steps of a run; returns whether it still works on it."""
     until = time.monotonic() + limit_s
-    while len(losses_of(run)) < steps and time.monotonic() < until:
+    while is_running := os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
+        if len(losses_of(run)) >= steps or time.monotonic() > until:
+            break
         time.sleep(0.05)
+    return is_running
 
 
 def kill_a_rank(parent: int) -> None:

@@ -97,8 +97,8 @@ def check_stops(site: Site) -> Outcome:
         out = name.replace(" ", "-")
 
         def disturb_it(pid: int, out: str = out, disturb: Callable[[int], None] = disturb) -> None:
-            wait_for_steps(site.folder / out, 5)
-            disturb(pid)
+            if wait_for_steps(pid, site.folder / out, 5):
+                disturb(pid)
 
         cut = train(site, out, tiny(LONG, more), disturb_it)
         again = train(site, out, ["--resume", *more.split()[-1:] * site.on_gpu])
