@@ -11,14 +11,24 @@
 - ``has_class_terms``: whether a named loss has a term per class
 - ``has_batch_terms``: whether a named loss has a term of sums over the batch
 - ``needs_marks``: whether a named loss takes labels with marked skeletons
+- ``Readers``, ``Probabilities``: labels with doubt, one code per voxel (``SoftLabels``)
+- ``takes_soft_labels``: whether a named loss takes them
 - ``LossOf``: a micro-batch's loss as a function of its logits, as ``Loss.of_step`` returns it
 """
 
-from seqpar.losses.deep_supervision import DeepSupervision
 from seqpar.losses.loss import Loss, LossGroups, LossOf, LossParts
-from seqpar.losses.masked_error import MaskedError
-from seqpar.losses.named_losses import LOSSES, DiceCE, has_batch_terms, has_class_terms, make_loss, needs_marks
+from seqpar.losses.named_losses import (
+    LOSSES,
+    DiceCE,
+    has_batch_terms,
+    has_class_terms,
+    make_loss,
+    needs_marks,
+    takes_soft_labels,
+)
+from seqpar.losses.other_outputs import DeepSupervision, MaskedError
 from seqpar.losses.skeletons import mark_skeleton
+from seqpar.losses.soft_labels import Probabilities, Readers, SoftLabels
 from seqpar.losses.terms import LossOptions
 
 __all__ = [
@@ -31,11 +41,15 @@ __all__ = [
     "LossOptions",
     "LossParts",
     "MaskedError",
+    "Probabilities",
+    "Readers",
+    "SoftLabels",
     "has_batch_terms",
     "has_class_terms",
     "make_loss",
     "mark_skeleton",
     "needs_marks",
+    "takes_soft_labels",
 ]
 
 

@@ -17,7 +17,17 @@ from einops import rearrange
 from torch import Tensor, nn
 
 from seqpar.losses.skeletons import MARK, classes_and_marks
-from seqpar.losses.terms import ClassTerm, Inside, Voxels, VoxelTerm, row_chunks, sum_over_voxels
+from seqpar.losses.soft_labels import SoftLabels
+from seqpar.losses.terms import (
+    ClassTerm,
+    Inside,
+    Voxels,
+    VoxelTerm,
+    check_signs,
+    check_weights,
+    row_chunks,
+    sum_over_voxels,
+)
 from seqpar.parallel.collectives import all_reduce, all_sum
 from seqpar.parallel.consensus import raise_over_groups
 from seqpar.parallel.layout import plain_tensor
@@ -121,6 +131,7 @@ class Loss(nn.Module):
     - ``regions``: tuples of label values; each region gets a sigmoid, instead of a softmax over labels
     - ``ignore_label``: label of the voxels that do not count
     - ``class_weights``: of each output, in means over classes, and of voxels by their label; by default 1 each
+    - ``soft``: what labels are codes of, if they are labels with doubt
     """
 
     def __init__(
@@ -130,6 +141,7 @@ class Loss(nn.Module):
         regions: Sequence[Sequence[int]] = (),
         ignore_label: int | None = None,
         class_weights: Sequence[float] = (),
+        soft: SoftLabels | None = None,
     ) -> None:
         super().__init__()
         self.terms, weights = tuple(terms), tuple(weights) or (1.0,) * len(terms)
@@ -142,7 +154,9 @@ class Loss(nn.Module):
         self.needs_marks, self._has_seen_marks = any(term.needs_marks for term in of_classes), False
         self.regions = tuple(tuple(region) for region in regions)
         check_signs("class weights", class_weights)
-        self.ignore_label, self.class_weights = ignore_label, tuple(class_weights)
+        self.ignore_label, self.class_weights, self.soft = ignore_label, tuple(class_weights), soft
+        if soft is not None:
+            self._refuse_for_soft_labels()
         self._placed_weights = dict[tuple[torch.dtype, torch.device], Tensor]()  # copied to each device once
 
     def forward(
@@ -175,6 +189,13 @@ class Loss(nn.Module):
             return self._of(sums, totals, groups, weights)
 
         return [partial(share, *of_micro) for of_micro in zip(labels, every)]
+
+    def _refuse_for_soft_labels(self) -> None:
+        """Raises ValueError for what a label with doubt has no meaning for."""
+        if unable := [term.name for term in self.terms if not term.takes_soft]:
+            raise ValueError(f"labels with doubt: the loss term {unable[0]} takes no probabilities: choose dice or ce")
+        if self.ignore_label is not None or self.class_weights:
+            raise ValueError("labels with doubt take neither ignore_label nor class_weights: leave them out")
 
     def of_pieces(self) -> "Loss":
         """Returns the loss without the terms of skeletons, which sums of pieces of a volume (``sums``) do not give."""
@@ -252,6 +273,8 @@ class Loss(nn.Module):
 
     def _weights_of(self, samples: Tensor, annotated: Tensor | None, dtype: torch.dtype) -> Tensor | None:
         """Returns the weight ``b k`` of each sample's classes, 0 for those not annotated; None if all are 1."""
+        if self.soft is not None and annotated is not None:
+            raise ValueError("annotated: labels with doubt show all classes: leave it out")
         if not self.class_weights:
             return None if annotated is None else annotated.to(dtype)
         place = dtype, samples.device
@@ -286,7 +309,7 @@ class Loss(nn.Module):
         label, marked = classes_and_marks(label) if self.needs_marks else (label, None)
         counted = None if self.ignore_label is None else label != self.ignore_label
         label = label.long() if counted is None else label.long().masked_fill(~counted, 0)
-        voxels = Voxels(logits, label, self.regions, marked, counted)
+        voxels = Voxels(logits, label, self.regions, marked, counted, self.soft)
         columns = list[Tensor]()  # b k ..., or b 1 ...
         for term in self.terms:
             if isinstance(term, ClassTerm):
@@ -413,19 +436,6 @@ class Loss(nn.Module):
         return (weights * lost).sum() * loss_groups.num_sample_ranks / total
 
 
-def check_weights(weights: Sequence[float], names: Sequence[str]) -> None:
-    """Raises ValueError unless the weights fit the terms ``names``."""
-    if len(weights) != len(names):
-        raise ValueError(f"loss weights {_spaced(weights)}: expected {len(names)}, for {' and '.join(names)}")
-    check_signs("loss weights", weights)
-
-
-def check_signs(what: str, weights: Sequence[float]) -> None:
-    """Raises ValueError if a weight is negative or not finite, or if all are zero; an empty sequence is fine."""
-    if not all(0 <= weight < float("inf") for weight in weights) or (weights and not any(weights)):
-        raise ValueError(f"{what} {_spaced(weights)} must be finite, not negative, and not all zero")
-
-
 def _on_voxels(each: Tensor, voxels: Tensor) -> Tensor:
     """Reshapes ``b k`` to broadcast against ``b k ...``."""
     return each.view(*each.shape, *[1] * (voxels.ndim - 2))
@@ -434,10 +444,6 @@ def _on_voxels(each: Tensor, voxels: Tensor) -> Tensor:
 def _of_labels(weights: Tensor, label: Tensor) -> Tensor:
     """Returns the weight ``b ...`` of each voxel's label."""
     return weights.gather(1, label.flatten(1)).view_as(label)
-
-
-def _spaced(weights: Sequence[float]) -> str:
-    return " ".join(f"{weight:g}" for weight in weights)
 
 
 def _num_sums(term: VoxelTerm | ClassTerm) -> int:

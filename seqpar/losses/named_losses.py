@@ -7,6 +7,7 @@ from torch import Tensor
 
 from seqpar.losses.loss import Loss
 from seqpar.losses.skeletons import ClDice, SkeletonRecall
+from seqpar.losses.soft_labels import SoftLabels
 from seqpar.losses.terms import ClassFocal, ClassTerm, CrossEntropy, Dice, Focal, LossOptions, Terms, Voxels, VoxelTerm
 
 EPSILON = 0.1  # of LesionDice: added to the denominator alone
@@ -43,7 +44,7 @@ class LesionDice(ClassTerm):
 class Tversky(ClassTerm):
     """Tversky's index with the weights of Salehi et al.: Dice in which misses weigh more than false alarms."""
 
-    name, num_sums = "tversky", 3
+    name, num_sums, takes_soft = "tversky", 3, True
 
     def __init__(self, background: bool, batch: bool) -> None:
         self.background, self.batch = background, batch
@@ -149,6 +150,11 @@ def needs_marks(name: str) -> bool:
     return Loss(LOSSES[name](LossOptions())).needs_marks
 
 
+def takes_soft_labels(name: str) -> bool:
+    """Returns whether the named loss takes labels with doubt, whose targets are probabilities."""
+    return all(term.takes_soft for term in LOSSES[name](LossOptions()))
+
+
 def has_batch_terms(name: str, batch: bool) -> bool:
     """Returns whether the named loss, with ``batch`` as in ``LossOptions``, has a term of sums over the batch."""
     return any(isinstance(term, ClassTerm) and term.batch for term in LOSSES[name](LossOptions(batch=batch)))
@@ -161,17 +167,18 @@ def make_loss(
     regions: Sequence[Sequence[int]] = (),
     ignore_label: int | None = None,
     class_weights: Sequence[float] = (),
+    soft: SoftLabels | None = None,
 ) -> Loss:
     """Returns the named loss, such as ``"dice-ce"`` or ``"dice-focal"``.
 
     Args:
         ``name``: one of ``LOSSES``.
         ``options``: of its terms.
-        ``weights``, ``regions``, ``ignore_label``, ``class_weights``: as in ``Loss``.
+        ``weights``, ``regions``, ``ignore_label``, ``class_weights``, ``soft``: as in ``Loss``.
     """
     if name not in LOSSES:
         raise ValueError(f"name={name!r}: choose one of {', '.join(LOSSES)}")
-    return Loss(LOSSES[name](options), weights, regions, ignore_label, class_weights)
+    return Loss(LOSSES[name](options), weights, regions, ignore_label, class_weights, soft)
 
 
 class DiceCE(Loss):

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
+from seqpar.losses.soft_labels import SoftLabels
 from seqpar.parallel.device_constants import cached
 from seqpar.parallel.meta_tensors import device_type, representative_pieces
 
@@ -33,6 +34,7 @@ class Voxels:
       exclusive classes of a softmax
     - ``marked``: the voxels ``b ...`` on the skeleton, for terms with ``needs_marks``
     - ``counted``: the voxels ``b ...`` without the ignore label; None: all
+    - ``soft``: what labels are codes of; None: they are class numbers
     """
 
     def __init__(
@@ -42,26 +44,31 @@ class Voxels:
         regions: Sequence[Sequence[int]] = (),
         marked: Tensor | None = None,
         counted: Tensor | None = None,
+        soft: SoftLabels | None = None,
     ) -> None:
         self.logits, self.label, self.regions, self.marked, self.counted = logits, label, regions, marked, counted
+        self.soft = soft
 
     @cached_property
     def target(self) -> Tensor:
-        """``b k ...``: 1 where the voxel belongs to the class or region, else 0."""
+        """``b k ...``: 1 where the voxel belongs to the class or region, else 0; of soft labels, its probability."""
         label, dtype = self.label, self.logits.dtype
+        if self.soft is not None:
+            self._refuse_other_labels(self.soft.num_codes)
+            return self.soft.target(label, dtype, self.regions)
         if self.regions:
             masks = [reduce(torch.logical_or, (label == value for value in region)) for region in self.regions]
             return torch.stack(masks, 1).to(dtype)
-        self._refuse_other_classes()
+        self._refuse_other_labels(self.logits.shape[1])
         classes = _numbers(self.logits.shape[1], label.device).view(-1, *[1] * (label.ndim - 1))
         target = torch.empty((label.shape[0], len(classes), *label.shape[1:]), dtype=dtype, device=label.device)
         return torch.eq(label[:, None], classes, out=target)
 
-    def _refuse_other_classes(self) -> None:
-        """Raises IndexError, as torch's cross-entropy does, for labels of no class; on a GPU it would wait for it."""
+    def _refuse_other_labels(self, count: int) -> None:
+        """Raises IndexError, as torch's cross-entropy does, unless labels are below; on a GPU it would wait for it."""
         if self.label.device.type == "cpu" and self.label.numel() and not torch.compiler.is_compiling():
             for number in map(int, torch.aminmax(self.label)):
-                if not 0 <= number < self.logits.shape[1]:
+                if not 0 <= number < count:
                     raise IndexError(f"Target {number} is out of bounds.")
 
     @cached_property
@@ -76,9 +83,13 @@ def _numbers(count: int, device: torch.device) -> Tensor:
 
 
 class VoxelTerm(ABC):
-    """The mean of a loss per voxel; ``name`` is that of its curve."""
+    """The mean of a loss per voxel; ``name`` is that of its curve.
+
+    - ``takes_soft``: whether targets may be probabilities
+    """
 
     name: str
+    takes_soft: bool = False
 
     @abstractmethod
     def each(self, voxels: Voxels) -> Tensor:
@@ -93,9 +104,11 @@ class ClassTerm(ABC):
     - ``every_class``: divide by the number of samples and classes, instead of by the sum of their weights
     - ``reach``: how many voxels away, in each direction, are voxels that a voxel's values depend on
     - ``needs_marks``: whether labels must be those that ``mark_skeleton`` returns
+    - ``takes_soft``: whether targets may be probabilities
     """
 
     name: str
+    takes_soft: bool = False
     num_sums: int
     background: bool
     batch: bool
@@ -119,12 +132,12 @@ class ClassTerm(ABC):
 class Dice(ClassTerm):
     """Soft Dice: twice the overlap divided by the sum of both.
 
-    - ``squared``: square the probabilities in the denominator, as in V-Net
+    - ``squared``: square the probabilities in the denominator, as in V-Net, and so those of soft labels
     - ``smooth``: added to numerator and denominator, so that a class that is absent and not predicted scores 1
     - ``background``, ``batch``, ``every_class``: see ``ClassTerm``
     """
 
-    name, num_sums = "dice", 2
+    name, num_sums, takes_soft = "dice", 2, True
 
     def __init__(
         self,
@@ -138,9 +151,12 @@ class Dice(ClassTerm):
         self.every_class = every_class
 
     def each(self, voxels: Voxels) -> tuple[Tensor, Tensor]:
-        """Returns probability x target, and probability (squared) + target (which equals its square)."""
+        """Returns probability x target, and probability + target (both squared; 0 and 1 are their squares)."""
         probability, target = voxels.probability, voxels.target
-        return probability * target, (probability.square() if self.squared else probability) + target
+        both = probability * target
+        if self.squared and voxels.soft is not None:
+            target = target.square()
+        return both, (probability.square() if self.squared else probability) + target
 
     def score(self, sums: Tensor) -> Tensor:
         """Returns the Dice score of each class."""
@@ -151,13 +167,14 @@ class Dice(ClassTerm):
 class CrossEntropy(VoxelTerm):
     """Cross-entropy of a softmax over classes, or of a sigmoid for each region."""
 
-    name = "ce"
+    name, takes_soft = "ce", True
 
     def each(self, voxels: Voxels) -> Tensor:
-        """Returns the negative log-probability of the true label."""
+        """Returns the negative log-probability of the true label, or its mean over the classes of soft labels."""
         if voxels.regions:
             return F.binary_cross_entropy_with_logits(voxels.logits, voxels.target, reduction="none")
-        return F.cross_entropy(voxels.logits, voxels.label, reduction="none")
+        truth = voxels.label if voxels.soft is None else voxels.target
+        return F.cross_entropy(voxels.logits, truth, reduction="none")
 
 
 class Focal(VoxelTerm):
@@ -225,6 +242,23 @@ class LossOptions:
     def dice_of(self, every_class: bool = False) -> Dice:
         """Returns soft Dice with these options; ``every_class``: see ``ClassTerm``."""
         return Dice(self.squared, self.background, self.batch, self.smooth, every_class)
+
+
+def check_weights(weights: Sequence[float], names: Sequence[str]) -> None:
+    """Raises ValueError unless the weights fit the terms ``names``."""
+    if len(weights) != len(names):
+        raise ValueError(f"loss weights {_spaced(weights)}: expected {len(names)}, for {' and '.join(names)}")
+    check_signs("loss weights", weights)
+
+
+def check_signs(what: str, weights: Sequence[float]) -> None:
+    """Raises ValueError if a weight is negative or not finite, or if all are zero; an empty sequence is fine."""
+    if not all(0 <= weight < float("inf") for weight in weights) or (weights and not any(weights)):
+        raise ValueError(f"{what} {_spaced(weights)} must be finite, not negative, and not all zero")
+
+
+def _spaced(weights: Sequence[float]) -> str:
+    return " ".join(f"{weight:g}" for weight in weights)
 
 
 def sum_over_voxels(

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 from torch.utils.weak import WeakIdKeyDictionary
 
-from seqpar.losses.deep_supervision import DeepSupervision
 from seqpar.losses.loss import Loss, LossGroups
+from seqpar.losses.other_outputs import DeepSupervision
 from seqpar.parallel.collectives import all_sum, with_mean_gradient
 from seqpar.parallel.consensus import refuse_different_tiles, require_peers
 from seqpar.parallel.layout import fingerprint_of, plain_tensor

@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable, Sequence
 from seqpar.attention.strategies import check_strategy
 from seqpar.data.formats.splits import FOLDS, parse_percentages
 from seqpar.data.sampling.augmentation import recipe_of
-from seqpar.losses.loss import check_signs, check_weights
+from seqpar.losses.terms import check_signs, check_weights
 from seqpar.optimization.optimizers import OPTIMIZERS
 from seqpar.pipeline.named_placements import PLACEMENTS, parse_cuts
 from seqpar.settings.config import SETTINGS, Config
