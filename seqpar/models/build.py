@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from seqpar.losses import Loss, MaskedError, make_loss
+from seqpar.losses import Loss, MaskedError, SoftLabels, make_loss
 from seqpar.models.classifier_families import CLASSIFIERS
 from seqpar.models.network import Network
 from seqpar.models.network_family import NetworkFamily
@@ -85,14 +85,22 @@ def layout_of(config: Config) -> Layout:
     return Layout.of(config.tile, kind.unit(config), config.seqpar, config.split)
 
 
-def build_loss(config: Config, regions: Sequence[Sequence[int]] = (), ignore_label: int | None = None) -> Loss:
+def build_loss(
+    config: Config,
+    regions: Sequence[Sequence[int]] = (),
+    ignore_label: int | None = None,
+    soft: SoftLabels | None = None,
+) -> Loss:
     """Returns the loss that ``--loss`` names; ``regions`` where the outputs are regions by themselves.
+
+    ``soft`` says what labels with doubt are codes of.
 
     That of ``--task pretrain`` is the error of what was hidden.
     """
     if config.task == "pretrain":
         return MaskedError(config.normalised_targets)
-    return make_loss(config.loss, config.loss_options, config.loss_weights, regions, ignore_label, config.class_weights)
+    own = config.loss_options, config.loss_weights, regions, ignore_label, config.class_weights
+    return make_loss(config.loss, *own, soft)
 
 
 def build_on_meta(

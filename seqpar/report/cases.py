@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from seqpar.data.boxes import crop, smallest_box
 from seqpar.data.errors import DataError
 from seqpar.data.files import SUFFIXES, read_whole, strip_suffix
-from seqpar.data.geometry import geometry_difference, to_canonical
+from seqpar.data.geometry import from_canonical, geometry_difference, to_canonical
 from seqpar.data.preparation import transforms
 from seqpar.data.preparation.prepared_case import Properties
 from seqpar.data.volumes import Volume, read_volume
@@ -41,7 +41,7 @@ from seqpar.report.planes import (
 from seqpar.report.record import CaseScores, RunRecord, ScoredCase
 from seqpar.report.tables import Score, what_is_missing
 from seqpar.scores.label_classes import learned_regions
-from seqpar.scores.label_files import ENTROPY, UNCERTAINTY
+from seqpar.scores.label_files import ENTROPY, UNCERTAINTY, read_reference
 from seqpar.text import millilitres
 
 BUDGET = 5_000_000  # bytes of the volumes in a page, which can still be mailed
@@ -107,7 +107,11 @@ def load(case: ScoredCase, record: RunRecord, images: Images) -> ShownCase:
 def _read_truth(case: ScoredCase, prediction: Volume) -> Volume:
     if case.truth is None:
         return prediction._replace(array=np.zeros_like(prediction.array))
-    truth = read_volume(case.truth)
+    if case.doubt is None:
+        truth = read_volume(case.truth)
+    else:
+        values, geometry, _ = read_reference(case.truth, case.doubt)
+        truth = prediction._replace(array=from_canonical(values, geometry.orientation)[None], geometry=geometry)
     difference = geometry_difference(truth.geometry, prediction.geometry)
     if difference is not None:
         raise DataError(case.truth, f"does not lie on its prediction {case.prediction}: {difference}")

@@ -51,7 +51,9 @@ class Images:
         cached = self.cache.cases.get(name) if self.cache else None
         if cached is None:
             return None
-        label = cached.label if (cached.folder / "label.npy").is_file() else None  # classes of volumes need none
+        label = None  # classes of volumes need none
+        if self.cache and (cached.folder / "label.npy").is_file():
+            label = self.cache.consensus(cached.label)
         return self._canonical(cached.image, label, cached.properties)
 
     def _canonical(self, image: np.ndarray, label: np.ndarray | None, properties: Properties) -> FoundImage:

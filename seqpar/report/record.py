@@ -20,6 +20,7 @@ from seqpar.runs.run_status import describe_kill
 from seqpar.scores.label_classes import Labels, labels_of_run
 from seqpar.scores.label_files import (
     MAX_NAMED,
+    Doubt,
     check_values,
     dataset_at,
     list_label_files,
@@ -92,6 +93,7 @@ class ScoredCase:
     truth: Path | None
     prediction: Path
     scores: dict[str, dict[str, float]]
+    doubt: Doubt | None = None  # of the truth
 
     @property
     def dice(self) -> float:
@@ -371,7 +373,8 @@ def parse_scores(content: Mapping[str, Any], source: str, folder: Path | None) -
         prediction = Path(entry["prediction_file"])
         rows = {name: _numbers(entry["metrics"][key]) for name, key in keys.items()}
         path = prediction if folder is None else folder / prediction.name  # a run folder may have moved
-        cases.append(ScoredCase(strip_suffix(prediction.name), Path(entry["reference_file"]), path, rows))
+        doubt = Doubt.from_json(entry.get("doubt"))
+        cases.append(ScoredCase(strip_suffix(prediction.name), Path(entry["reference_file"]), path, rows, doubt))
     cases.sort(key=lambda case: (math.inf if math.isnan(case.dice) else case.dice, case.name))
     kinds = ("mean", "median", "global", "num_values")
     summary = {

@@ -2,7 +2,7 @@
 
 import multiprocessing
 import os
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from functools import partial
@@ -22,7 +22,7 @@ from seqpar.data.geometry import Geometry, geometry_difference, to_canonical
 from seqpar.data.volumes import output_suffix, read_volume
 from seqpar.parallel.processes import become_worker
 from seqpar.scores.label_classes import Labels, hidden_classes
-from seqpar.scores.label_scores import Scores, score
+from seqpar.scores.label_scores import Scores, score, score_readers
 from seqpar.text import quantity
 
 UNCERTAINTY, ENTROPY, DISAGREEMENT = "uncertainty", "entropy", "disagreement"  # a folder next to label maps, and maps
@@ -30,13 +30,47 @@ MAX_NAMED = 6  # names of cases in a line
 Result = TypeVar("Result")
 
 
+class Doubt(NamedTuple):
+    """How a truth with doubt is written: by several readers, or as the probabilities of labels.
+
+    - ``readers``: the label map of each reader, the truth's own file first
+    - ``channels``: the label value that each channel of the truth's file stands for
+    - ``joined``: pairs of a value in the files and the one that it is read as
+    """
+
+    readers: dict[str, Path]
+    channels: tuple[int, ...] = ()
+    joined: tuple[tuple[int, int], ...] = ()
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns what ``from_json`` reads."""
+        return {**self._asdict(), "readers": {name: str(path) for name, path in self.readers.items()}}
+
+    @staticmethod
+    def from_json(value: Mapping[str, Any] | None) -> "Doubt | None":
+        """Returns the doubt that ``to_json`` described, None of None."""
+        if value is None:
+            return None
+        readers = {str(name): Path(path) for name, path in value["readers"].items()}
+        return Doubt(readers, tuple(value["channels"]), tuple((int(a), int(b)) for a, b in value["joined"]))
+
+
 class Pair(NamedTuple):
-    """One case: its name, its two label maps, and which values the truth shows (None: all)."""
+    """One case: its name, its two label maps, which values the truth shows (None: all), and its doubt, if any."""
 
     case: str
     truth: Path
     prediction: Path
     shown: tuple[int, ...] | None = None
+    doubt: Doubt | None = None
+
+
+class Reference(NamedTuple):
+    """A true label map ``W D H`` in canonical orientation: of several readers, their consensus and each one's own."""
+
+    values: NDArray[Any]
+    geometry: Geometry
+    readers: dict[str, NDArray[Any]]
 
 
 class Matched(NamedTuple):
@@ -68,8 +102,7 @@ def folders_of_truth(truth: Path, dataset: Dataset | None) -> set[Path]:
     """Returns the folders that hold the true label maps and their images; none for a single label map."""
     if dataset is None:
         return {truth} if truth.is_dir() else set()
-    files = (path for case in dataset.cases for path in (*case.images, case.label) if path is not None)
-    return {path.parent for path in files}
+    return {path.parent for case in dataset.cases for path in case.files}
 
 
 def list_label_files(folder: Path) -> dict[str, list[Path]]:
@@ -123,10 +156,12 @@ def match_cases(
         raise ValueError(f"{truth} and {prediction}: give two folders or two files")
     pairs, missing, faults = list[Pair](), list[str](), list[DataError]()
     shown: dict[str, tuple[int, ...] | None] = {}
+    doubts: Mapping[str, Doubt] = {}
     if dataset is not None:
         faults += dataset.faults
         truth_files = {case.id: [case.label] for case in dataset.cases if case.label is not None}
         shown = {case.id: case.annotated for case in dataset.cases}
+        doubts = doubts_of(dataset)
     else:
         truth_files = list_label_files(truth)
     if not truth_files:
@@ -148,7 +183,7 @@ def match_cases(
         elif not truths:
             faults.append(DataError(predictions[0], f"has no truth of this name in {truth}"))
         else:
-            pairs.append(Pair(case, truths[0], predictions[0], shown.get(case)))
+            pairs.append(Pair(case, truths[0], predictions[0], shown.get(case), doubts.get(case)))
     if not pairs and not faults:
         raise DataError(prediction, f"holds no prediction of a case in {truth}: name files as the cases, such as "
                         f"{missing[0]}{output_suffix(truth_files[missing[0]][0])}")  # fmt: skip
@@ -169,6 +204,60 @@ def read_label_map(path: Path) -> tuple[NDArray[Any], Geometry]:
     return values, geometry
 
 
+def doubts_of(dataset: Dataset) -> dict[str, Doubt]:
+    """Returns how the truth of each case is written, if its labels have doubt; else nothing."""
+    if not (dataset.readers or dataset.probabilities):
+        return {}
+    joined = tuple(dataset.joined.items())
+    channels = tuple(sorted({*dataset.labels.values(), *dataset.joined})) if dataset.probabilities else ()
+    return {case.id: Doubt(dict(zip(dataset.readers, case.labels)), channels, joined) for case in dataset.cases}
+
+
+def read_reference(truth: Path, doubt: Doubt | None, declared: frozenset[int] | None = None) -> Reference:
+    """Returns a true label map; of one with doubt, what most readers gave or is most probable, else the smallest value.
+
+    - ``declared``: values that label maps may have; None: any
+    """
+    if doubt is None:
+        values, geometry = read_label_map(truth)
+        if declared is not None:
+            check_values(truth, values, declared)
+        return Reference(values, geometry, {})
+    if doubt.channels:
+        array, geometry, _ = read_volume(truth)
+        if len(array) != len(doubt.channels):
+            raise DataError(truth, f"holds {len(array)} channels: {len(doubt.channels)} probabilities are needed")
+        most = np.asarray(doubt.channels)[to_canonical(array, geometry.orientation).argmax(0)]
+        return Reference(_joined(most, doubt), geometry, {})
+    maps, first = dict[str, NDArray[Any]](), None
+    for name, path in doubt.readers.items():
+        values, geometry = read_label_map(path)
+        first = first or geometry
+        if (difference := geometry_difference(geometry, first)) is not None:
+            raise DataError(path, f"does not lie on {truth}: {difference}; draw it on the same image")
+        if declared is not None:
+            check_values(path, values, declared)
+        maps[name] = _joined(values, doubt)
+    assert first is not None
+    return Reference(_consensus(list(maps.values())), first, maps)
+
+
+def _joined(values: NDArray[Any], doubt: Doubt) -> NDArray[Any]:
+    for value, counts_as in doubt.joined:
+        values = np.where(values == value, counts_as, values)
+    return values
+
+
+def _consensus(maps: Sequence[NDArray[Any]]) -> NDArray[Any]:
+    """Returns the value that most label maps have in each voxel; of equally many, the smallest."""
+    known = np.unique(np.concatenate([np.unique(values) for values in maps]))
+    chosen = np.empty(maps[0].shape, known.dtype)
+    for row, *rows in zip(chosen, *maps):  # row by row, since votes take much memory
+        votes = np.stack([np.sum([own == value for own in rows], 0) for value in known])
+        row[...] = known[votes.argmax(0)]
+    return chosen
+
+
 def check_values(path: Path, values: NDArray[Any], declared: frozenset[int]) -> None:
     """Raises DataError if a label map holds a value that is not declared."""
     undeclared = sorted(set(np.unique(values).tolist()) - declared)
@@ -183,11 +272,14 @@ def check_values(path: Path, values: NDArray[Any], declared: frozenset[int]) -> 
 def refuse_unknown(labels: Labels, pairs: Iterable[Pair]) -> None:
     """Raises ValueError for a class that no data set declares and no label map has; reads no more maps than it must."""
     left, seen = dict(labels.undeclared), set[int]()
-    for path in (path for pair in pairs for path in (pair.truth, pair.prediction)):
+    files = ((path, doubt) for pair in pairs for path, doubt in ((pair.truth, pair.doubt), (pair.prediction, None)))
+    for path, doubt in files:
         if not left:
             return
         try:
-            seen |= set(np.unique(read_label_map(path)[0]).tolist())
+            reference = read_reference(path, doubt)
+            for values in (reference.values, *reference.readers.values()):
+                seen |= set(np.unique(values).tolist())
         except DataError:  # which scoring names
             return
         left = {name: values for name, values in left.items() if seen.isdisjoint(values)}
@@ -202,16 +294,20 @@ def refuse_unknown(labels: Labels, pairs: Iterable[Pair]) -> None:
 
 def score_pair(pair: Pair, labels: Labels, settings: dict[str, Any]) -> Scores:
     """Returns the scores of one case, read from its two files; ``settings`` are keyword arguments of ``score``."""
-    truth, geometry = read_label_map(pair.truth)
+    ignored = frozenset() if labels.ignore is None else frozenset({labels.ignore})
+    truth, geometry, readers = read_reference(pair.truth, pair.doubt, labels.declared | ignored)
     prediction, predicted_geometry = read_label_map(pair.prediction)
     if (difference := geometry_difference(predicted_geometry, geometry)) is not None:
         problem = f"does not lie on {pair.truth}: {difference}; write it in the geometry of the source"
         raise DataError(pair.prediction, problem)
-    ignored = frozenset() if labels.ignore is None else frozenset({labels.ignore})
-    check_values(pair.truth, truth, labels.declared | ignored)
     check_values(pair.prediction, prediction, labels.declared)
     known: dict[str, Any] = {"ignore": labels.ignore, "hidden": hidden_classes(labels.classes, pair.shown)}
-    return score(truth, prediction, labels.classes, geometry.canonical_spacing, **known, **settings)
+    spacing = geometry.canonical_spacing
+    scores = score(truth, prediction, labels.classes, spacing, **known, **settings)
+    if readers:
+        agreement = score_readers(readers, prediction, labels.classes, spacing, settings["empty"])
+        scores = {name: row | agreement[name] for name, row in scores.items()}
+    return scores
 
 
 def score_pairs(

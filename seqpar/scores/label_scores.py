@@ -11,6 +11,7 @@ The lesion-wise scores have their own rules for this.
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
+from itertools import combinations
 from statistics import fmean, median
 from typing import Any, Literal, get_args
 
@@ -31,6 +32,7 @@ METRICS = {
 }
 COLUMNS = ("Dice", "IoU", *METRICS, "VolumeError", "Sensitivity", "Specificity")
 EXTRA_COLUMNS = ("LesionDice", "LesionHD95", "CentrelineRecall")  # of those who ask for them
+READER_COLUMNS = ("ReaderDice", "InterReaderDice", "DisputedMl")  # of data with several readers
 WORDS = (  # of a table, for people
     "(mean, median: over cases; global: over the voxels of all cases together; IoU: intersection over union; HD95: "
     "95th percentile of the distances between the surfaces in mm, or the image's diagonal if only one map has the "
@@ -45,9 +47,16 @@ LESION_WORDS = (
 CENTRELINE_WORDS = "; CentrelineRecall: share of the true centre line that is predicted; false branches cost nothing"
 
 
-def words_of(lesion_wise: bool, centreline: bool) -> str:
+READER_WORDS = (
+    "; Dice and the others: with the label that most readers gave, the smaller of two; ReaderDice: mean over the "
+    "readers of the Dice with each; InterReaderDice: mean over each two readers; DisputedMl: volume that some readers, "
+    "and not all, give to the class"
+)
+
+
+def words_of(lesion_wise: bool, centreline: bool, readers: bool = False) -> str:
     """Returns what the columns of a table mean, for people."""
-    return f"{WORDS}{LESION_WORDS * lesion_wise}{CENTRELINE_WORDS * centreline})"
+    return f"{WORDS}{LESION_WORDS * lesion_wise}{CENTRELINE_WORDS * centreline}{READER_WORDS * readers})"
 
 
 def class_mask(labels: NDArray[Any], values: Iterable[int]) -> Mask:
@@ -112,6 +121,44 @@ def score(
             row = {metric: value if metric in COUNTS else math.nan for metric, value in row.items()}
         scores[name] = row
     return scores
+
+
+def score_readers(
+    readers: Mapping[str, NDArray[Any]],
+    prediction: NDArray[Any],
+    classes: Classes,
+    spacing: Sequence[float],
+    empty: EmptyPolicy = "skip",
+) -> Scores:
+    """Returns per class how well a prediction and several readers agree, each with each.
+
+    - ``Dice_NAME``: of the prediction with a reader, ``ReaderDice``: their mean
+    - ``InterReaderDice``: the mean over each two readers
+    - ``DisputedMl``: the volume that some readers give to the class, and not all
+    """
+
+    def dice(first: Mask, second: Mask) -> float:
+        total = np.count_nonzero(first) + np.count_nonzero(second)
+        if not total:
+            return 1.0 if empty == "brats" else math.nan
+        return 2 * np.count_nonzero(first & second) / total
+
+    scores = {}
+    for name, labels in classes.items():
+        masks = {reader: class_mask(own, labels) for reader, own in readers.items()}
+        mask = class_mask(prediction, labels)
+        row = {f"Dice_{reader}": dice(mask, own) for reader, own in masks.items()}
+        row["ReaderDice"] = _mean(row.values())
+        row["InterReaderDice"] = _mean(dice(*two) for two in combinations(masks.values(), 2))
+        disputed = np.any([*masks.values()], 0) & ~np.all([*masks.values()], 0)
+        row["DisputedMl"] = np.count_nonzero(disputed) * math.prod(spacing) / 1000
+        scores[name] = row
+    return scores
+
+
+def _mean(values: Iterable[float]) -> float:
+    known = without_nan(values)
+    return fmean(known) if known else math.nan
 
 
 def score_masks(
@@ -196,7 +243,7 @@ def without_nan(values: Iterable[float]) -> list[float]:
 def format_table(summary: dict[str, Any], classes: Classes) -> str:
     """Returns a summary as a text table: mean, median and global scores per class, and how many cases have a Dice."""
     first = next(iter(summary["mean"].values()))
-    columns = [c for c in (*COLUMNS, *EXTRA_COLUMNS) if c in first]
+    columns = [c for c in (*COLUMNS, *EXTRA_COLUMNS, *READER_COLUMNS) if c in first]
     lines = [["class", "labels", "", *columns, "cases"]]
     for name, labels in classes.items():
         for number, kind in enumerate(
@@ -204,7 +251,7 @@ def format_table(summary: dict[str, Any], classes: Classes) -> str:
         ):  # else alike
             cells = [name, "+".join(map(str, labels))] if number == 0 else ["", ""]
             scores = summary[kind][name]
-            places = {column: 2 if column.endswith("HD95") else 4 for column in columns}
+            places = {column: 2 if column.endswith(("HD95", "Ml")) else 4 for column in columns}
             cells += [kind, *(f"{scores[c]:.{n}f}" if c in scores else "" for c, n in places.items())]
             cases = f"{summary['num_values'][name]['Dice']}/{summary['num_cases']}"
             lines.append([*cells, cases if number == 0 else ""])

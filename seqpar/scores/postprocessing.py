@@ -15,7 +15,7 @@ from seqpar.data.errors import DataError
 from seqpar.data.files import read_json
 from seqpar.late_import import late
 from seqpar.scores.label_classes import Labels, hidden_classes
-from seqpar.scores.label_files import Pair, map_pairs, read_label_map
+from seqpar.scores.label_files import Pair, map_pairs, read_label_map, read_reference
 from seqpar.scores.label_scores import without_nan
 from seqpar.scores.summary_files import class_key
 
@@ -139,7 +139,8 @@ def _mean_dices(pairs: Sequence[Pair], labels: Labels, steps: Steps, workers: in
 
 
 def _dices(pair: Pair, labels: Labels, steps: Steps) -> Dices:
-    truth, prediction = read_label_map(pair.truth)[0], keep_largest(read_label_map(pair.prediction)[0], steps)
+    truth = read_reference(pair.truth, pair.doubt).values
+    prediction = keep_largest(read_label_map(pair.prediction)[0], steps)
     known = truth != (-1 if labels.ignore is None else labels.ignore)
     dices, hidden = dict[str, float](), hidden_classes(labels.classes, pair.shown)
     for name, values in labels.classes.items():

@@ -33,6 +33,7 @@ def summary_content(cases: list[tuple[Pair, Scores]], labels: Labels, summary: d
             "metrics": {keys[name]: row for name, row in scores.items()},
             "prediction_file": str(pair.prediction),
             "reference_file": str(pair.truth),
+            **({"doubt": pair.doubt.to_json()} if pair.doubt else {}),
         }
         for pair, scores in cases
     ]

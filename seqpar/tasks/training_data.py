@@ -20,7 +20,7 @@ from seqpar.data.sampling.tiles import TileSource
 from seqpar.data.sampling.tumour_synthesis import TumourSynthesis
 from seqpar.data.sampling.volume_synthesis import VolumeSynthesis
 from seqpar.decoders.modes.mode import Mode
-from seqpar.losses import needs_marks
+from seqpar.losses import LOSSES, SoftLabels, needs_marks, takes_soft_labels
 from seqpar.parallel.device_constants import copy_to_device
 from seqpar.planner.tile_choice import tile_advice
 from seqpar.scores.label_classes import hidden_classes, labels_of_declaration, learned_regions
@@ -133,6 +133,19 @@ def refuse_weights(config: Config, outputs: Sequence[str]) -> None:
         )
 
 
+def refuse_for_soft_labels(config: Config, soft: SoftLabels | None) -> None:
+    """Raises ValueError for settings that labels with doubt have no meaning for."""
+    if soft is None:
+        return
+    if not takes_soft_labels(config.loss):
+        able = ", ".join(name for name in LOSSES if takes_soft_labels(name))
+        raise ValueError(f"--loss {config.loss}: labels with doubt have probabilities: choose one of {able}")
+    if config.class_weights:
+        raise ValueError("--class-weights: labels with doubt have no class per voxel to weight: remove it")
+    if config.synthesis:
+        raise ValueError(f"--synthesis {config.synthesis}: no tumours are made in labels with doubt: remove it")
+
+
 def split_of(dataset: HasCases, config: Config) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Returns the ids of the cases to train on and to hold out."""
     train_ids, held_out_ids = split(dataset, int(config.fold) if config.fold.isdigit() else config.fold)
@@ -157,6 +170,7 @@ def training_tiles(dataset: PreparedDataset, ids: tuple[str, ...], config: Confi
         order=ORDERS[config.interpolation],
         outside_label=dataset.ignore_label or 0,
         keep_background=_keeps_background(dataset, config),
+        soft=dataset.soft,
     )
     tiles = TileSource.of(dataset, ids, augmentation, config.foreground, volume_synthesis)
     return replace(tiles, marks_skeletons=needs_marks(config.loss))

@@ -75,7 +75,7 @@ class Trainer:
         if config.compile:
             for module in self.net.compiled():
                 module.compile()
-        self.loss = build_loss(config, data.regions, data.dataset.ignore_label)
+        self.loss = build_loss(config, data.regions, data.dataset.ignore_label, data.dataset.soft)
         self.gradients: Gradients | PipeGradients = (
             Gradients(config, mesh, data, self.net, self.loss)
             if stages is None

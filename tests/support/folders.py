@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import shutil
 import sys
 import traceback
 from collections.abc import Callable
@@ -89,6 +90,19 @@ def brats(root: Path, names: list[str], kinds: tuple[str, ...], separator: str, 
 
 OLD = ("flair", "t1", "t1ce", "t2", "seg")
 NEW = ("t1c", "t1n", "t2f", "t2w", "seg")
+
+
+def several_readers(root: Path, readers: tuple[str, ...] = ("ann", "ben", "cy"), cases: int = 3, **more: Any) -> Path:
+    """Writes an nnU-Net raw folder with a folder of labels per reader, who differ on some voxels."""
+    nnunet(root, cases, labels={"background": 0, "organ": 1, "tumour": 2}, readers=list(readers), **more)
+    shutil.rmtree(root / "labelsTr")
+    for n in range(cases):
+        for number, reader in enumerate(readers):
+            label = label_array((1, 2))
+            label[3:5, 4 + number, 3:7] = 0
+            label[9, 4:8, 3 : 4 + number] = 2
+            save(root / f"labelsTr_{reader}" / f"c_{n:03d}.nii.gz", label)
+    return root
 
 
 def tree(root: Path) -> dict[str, bytes]:

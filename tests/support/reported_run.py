@@ -73,7 +73,7 @@ def make_run(folder: Path, names: list[str]) -> Path:
     validation = ValidationFolder(
         out / "validation",
         training_data.describe(),
-        lambda: {c.id: c.label for c in data.cases if c.label},
+        lambda: data,
         config.steps,
         dataset.preparation,
     )

@@ -37,6 +37,8 @@ def with_annotations(dataset: Dataset, root: Path) -> Dataset:
         listed = _checked_json(content["annotated"], path)
     else:
         listed = _read_csv(path) if path.suffix == ".csv" else _read_folder(path)
+    if dataset.soft is not None:
+        raise DataError(path, "lists annotated classes, and labels with doubt show all classes; remove the list")
     values = _values_of(listed, dataset, path)
     cases = [replace(case, annotated=values.get(case.id)) for case in dataset.cases]
     return replace(dataset, cases=tuple(cases))

@@ -1,5 +1,6 @@
 """Reads lists of cases in JSON, as MSD (Decathlon) and MONAI write them."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -9,11 +10,13 @@ from seqpar.data.formats.brats import KINDS, LABEL_SCHEMES, kind_of, label_schem
 from seqpar.data.formats.dataset import Case, Dataset, Split
 from seqpar.data.formats.dataset_json import (
     labels_of,
+    listed_labels,
     modalities_of,
     notes_on_cases,
     numbered_channels,
     order_of,
     read_json_object,
+    readers_of,
     require_files,
     resolve_path,
 )
@@ -26,21 +29,24 @@ def read_decathlon(root: Path, labelled: bool = True) -> Dataset:
     """Returns the data set of an MSD folder: a ``training`` list, all modalities in one 4-D file."""
     path = root / "dataset.json"
     content = read_json_object(path)
-    cases, _, faults = _listed(content["training"], "training", path, labelled)
+    readers, probabilities = readers_of(content, path) if labelled else ((), False)
+    cases, _, faults = _listed(content["training"], "training", path, labelled, readers)
     labels, regions, order, ignore = _declared(content, path) if labelled else _NOTHING
     notes = () if faults else notes_on_cases(content, path, cases)
     return Dataset(
         str(content.get("name") or root.name), root, "Medical Segmentation Decathlon", tuple(cases.values()),
         modalities_of(content, path), labels, regions, order, ignore, faults=tuple(faults), notes=notes,
+        readers=readers, probabilities=probabilities,
     )  # fmt: skip
 
 
 def read_fold_json(path: Path, labelled: bool = True) -> Dataset:
     """Returns the data set of a MONAI list: ``training`` with folds, or with ``validation``."""
     content = read_json_object(path)
-    cases, folds, faults = _listed(content["training"], "training", path, labelled)
+    readers, probabilities = readers_of(content, path) if labelled else ((), False)
+    cases, folds, faults = _listed(content["training"], "training", path, labelled, readers)
     held_out, _, more_faults = _listed(
-        content.get("validation", []), "validation", path, labelled, next(iter(cases.values()), None)
+        content.get("validation", []), "validation", path, labelled, readers, next(iter(cases.values()), None)
     )
     if not cases:
         raise (faults or [DataError(path, "lists no cases; fill its training list")])[0]
@@ -67,7 +73,8 @@ def read_fold_json(path: Path, labelled: bool = True) -> Dataset:
     splits: tuple[Split, ...] = ((tuple(cases), tuple(held_out)),) if held_out else ()
     return Dataset(
         str(content.get("name") or path.stem), path.parent, "MONAI list", tuple(all_cases.values()), modalities,
-        labels, regions, order, ignore, _splits(folds) or splits, tuple(faults + more_faults),
+        labels, regions, order, ignore, _splits(folds) or splits, tuple(faults + more_faults), readers=readers,
+        probabilities=probabilities,
     )  # fmt: skip
 
 
@@ -81,7 +88,7 @@ def _declared(content: dict[str, Any], path: Path) -> Declared:
 
 
 def _listed(
-    entries: Any, key: str, path: Path, labelled: bool, first: Case | None = None
+    entries: Any, key: str, path: Path, labelled: bool, readers: Sequence[str], first: Case | None = None
 ) -> tuple[dict[str, Case], dict[str, int], list[DataError]]:
     """Returns the usable cases of a list, their fold numbers, and the faults of the others.
 
@@ -101,8 +108,8 @@ def _listed(
             if name in cases:
                 raise DataError(path, f"lists case {name} twice ({images[0]}); keep one of them")
             images = _in_order(images, first) if first else images
-            label = resolve_path(path.parent, entry["label"]) if labelled else None
-            case = require_files(Case(name, images, label), path)
+            label, *more = listed_labels(entry["label"], path.parent, readers) if labelled else (None,)
+            case = require_files(Case(name, images, label, more_labels=tuple(more)), path)
             first = first or case
             if labelled and isinstance(entry.get("fold"), int):
                 folds[name] = entry["fold"]
@@ -111,6 +118,7 @@ def _listed(
             cases[name] = case
         except (AttributeError, KeyError, TypeError, IndexError):
             needed = "image and label" if labelled else "image"
+            needed += f", a list of {len(readers)} files" * bool(readers)
             faults.append(DataError(path, f"an entry of {key} is {entry!r}; it needs {needed}"))
         except DataError as fault:
             faults.append(fault)

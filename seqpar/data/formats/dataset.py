@@ -3,9 +3,12 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from seqpar.data.errors import DataError
+
+if TYPE_CHECKING:
+    from seqpar.losses import SoftLabels
 
 TABLE = "labels.csv"  # next to the images
 Split = tuple[tuple[str, ...], tuple[str, ...]]  # ids to train on, ids to validate on
@@ -65,13 +68,25 @@ __all__ = ["Case", "Dataset", "Split", "no_labels_error"]
 class Case:
     """One patient: one file per modality (or one 4-D file with all of them), and the label if there is one.
 
-    ``annotated``: the values of the classes that the label shows, without the background; None: all of them.
+    - ``annotated``: the values of the classes that the label shows, without the background; None: all of them
+    - ``more_labels``: those of further readers, if the data set has several; ``label`` is the first reader's
     """
 
     id: str
     images: tuple[Path, ...]
     label: Path | None = None
     annotated: tuple[int, ...] | None = None
+    more_labels: tuple[Path, ...] = ()
+
+    @property
+    def labels(self) -> tuple[Path, ...]:
+        """The label files, one per reader; empty if there are none."""
+        return () if self.label is None else (self.label, *self.more_labels)
+
+    @property
+    def files(self) -> tuple[Path, ...]:
+        """The images and the labels."""
+        return (*self.images, *self.labels)
 
 
 @dataclass(frozen=True)
@@ -92,6 +107,8 @@ class Dataset:
     joined: dict[int, int] = field(default_factory=dict)  # values in the files that are read as another value
     volume_classes: VolumeClasses | None = None  # if each case has one class and voxels have no labels
     notes: tuple[str, ...] = ()  # what dataset.json says otherwise than the files, though they can be used
+    readers: tuple[str, ...] = ()  # whose labels each case has; empty: one label per case
+    probabilities: bool = False  # label files are 4-D: the probability of each label
 
     def __post_init__(self) -> None:
         if not self.cases and not self.faults:
@@ -107,10 +124,31 @@ class Dataset:
         """Returns the ids of the usable cases, sorted."""
         return tuple(sorted(case.id for case in self.cases))
 
+    @property
+    def soft(self) -> "SoftLabels | None":
+        """How labels with doubt are stored; None: each voxel has one class."""
+        return soft_labels(len(self.labels), len(self.readers), self.probabilities)
+
+    @property
+    def label_channels(self) -> int:
+        """The number of channels of a label file: one, or one per label value."""
+        return len({*self.labels.values(), *self.joined}) if self.probabilities else 1
+
     def without(self, broken: Mapping[str, DataError]) -> "Dataset":
         """Returns the data set without cases that cannot be used, given what is wrong with them by id."""
         cases = tuple(case for case in self.cases if case.id not in broken)
         return replace(self, cases=cases, faults=(*self.faults, *broken.values()))
+
+
+def soft_labels(num_classes: int, num_readers: int, probabilities: bool) -> "SoftLabels | None":
+    """Returns how labels with doubt are stored; None if there is one label per voxel."""
+    if not (probabilities or num_readers):
+        return None
+    from seqpar.losses import Probabilities, Readers  # imports torch, which reading a description else does not need
+
+    if probabilities:
+        return Probabilities(num_classes)
+    return Readers(num_classes, num_readers)
 
 
 def no_labels_error(dataset: Dataset) -> DataError:
@@ -132,6 +170,13 @@ def _check_labels(dataset: Dataset) -> None:
     for name, members in dataset.regions.items():
         if not members or not set(members) <= set(values):
             raise DataError(root, f"region {name} = {members} has values other than those of the labels, {values}")
+    try:
+        soft = dataset.soft
+    except ValueError as error:
+        raise DataError(root, str(error)) from error
+    if soft is not None and dataset.ignore_label is not None:
+        declared = "readers" if dataset.readers else "soft_labels"
+        raise DataError(root, f'declares both an ignore label and "{declared}"; remove one of them')
     order = dataset.regions_class_order
     if len(order) != len(dataset.regions) or not set(order) <= set(values):
         raise DataError(

@@ -13,6 +13,7 @@ from seqpar.data.volumes import read_geometry
 from seqpar.text import quantity
 
 MAX_NAMED = 6  # cases in a line
+_NAME = re.compile(r"[\w-]+")  # of a reader
 
 
 def read_json_object(path: Path) -> dict[str, Any]:
@@ -78,8 +79,8 @@ def numbered_channels(images: tuple[Path, ...]) -> tuple[str, ...]:
 
 def require_files(case: Case, path: Path) -> Case:
     """Returns the case; raises DataError if one of its files is missing."""
-    for file in (*case.images, case.label):
-        if file is not None and not file.exists():
+    for file in case.files:
+        if not file.exists():
             raise DataError(file, f"is missing; {path.name} lists it for case {case.id}")
     return case
 
@@ -108,6 +109,30 @@ def _shortened(ids: Sequence[str]) -> str:
 def _case_of(image: str) -> str:
     """Returns the case of an image's file name, with or without the number of a channel."""
     return re.sub(r"_\d{4}$", "", strip_suffix(Path(image).name))
+
+
+def readers_of(content: dict[str, Any], path: Path) -> tuple[tuple[str, ...], bool]:
+    """Returns the names of the readers, () if there is one label per case, and whether labels are probabilities."""
+    readers, probabilities = content.get("readers", []), content.get("soft_labels", False)
+    named = isinstance(readers, list) and all(isinstance(name, str) and _NAME.fullmatch(name) for name in readers)
+    if not named or len({*readers}) != len(readers) or len(readers) == 1:
+        raise DataError(
+            path, f'readers is {readers!r}; it must list at least two names of letters, digits, "-" and "_", each once'
+        )
+    if type(probabilities) is not bool:
+        raise DataError(path, f"soft_labels is {probabilities!r}; it must be true or false")
+    if readers and probabilities:
+        raise DataError(path, "declares both readers and soft_labels; keep one: readers' labels are label maps")
+    return tuple(readers), probabilities
+
+
+def listed_labels(entry: Any, root: Path, readers: Sequence[str]) -> tuple[Path, ...]:
+    """Returns the label files of a case that a JSON file lists: one path, or a list with one per reader."""
+    if not readers:
+        return (resolve_path(root, entry),)
+    if not isinstance(entry, list) or len(entry) != len(readers):
+        raise TypeError
+    return tuple(resolve_path(root, each) for each in entry)
 
 
 def resolve_path(root: Path, name: str) -> Path:

@@ -2,6 +2,7 @@
 
 import re
 from collections import defaultdict
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +12,13 @@ from seqpar.data.files import SUFFIXES, strip_suffix, suffix_of
 from seqpar.data.formats.dataset import Case, Dataset
 from seqpar.data.formats.dataset_json import (
     labels_of,
+    listed_labels,
     modalities_of,
     notes_on_cases,
     numbered_channels,
     order_of,
     read_json_object,
+    readers_of,
     require_files,
     resolve_path,
 )
@@ -30,15 +33,17 @@ def read_nnunet(root: Path, labelled: bool = True) -> Dataset:
     content = read_json_object(path)
     modalities = modalities_of(content, path)
     labels, regions, ignore = labels_of(content, path) if labelled else ({}, {}, None)
+    readers, probabilities = readers_of(content, path) if labelled else ((), False)
     ending = content.get("file_ending", ".nii.gz")
     if ending not in SUFFIXES:
         raise DataError(path, f"file_ending is {ending!r}; {' or '.join(SUFFIXES)} can be read: convert the images")
     read = _explicit if "dataset" in content else _scanned
-    cases, faults = read(root, content, modalities, ending, labelled)
+    cases, faults = read(root, content, modalities, ending, labelled, readers)
     notes = () if faults else notes_on_cases(content, path, [case.id for case in cases])
     return Dataset(
         root.name, root, "nnU-Net raw", tuple(cases), modalities, labels, regions,
-        order_of(content, path) if regions else (), ignore, faults=tuple(faults), notes=notes,
+        order_of(content, path) if regions else (), ignore, faults=tuple(faults), notes=notes, readers=readers,
+        probabilities=probabilities,
     )  # fmt: skip
 
 
@@ -85,20 +90,26 @@ def has_channel_files(root: Path) -> bool:
 
 
 def _scanned(
-    root: Path, content: dict[str, Any], modalities: tuple[str, ...], ending: str, labelled: bool
-) -> tuple[list[Case], list[DataError]]:
-    """Returns the cases whose files are in imagesTr and labelsTr, and what is wrong with the others."""
-    images, labels = root / "imagesTr", root / "labelsTr"
-    for folder in (images, labels) if labelled else (images,):
+    root: Path, content: dict[str, Any], modalities: tuple[str, ...], ending: str, labelled: bool,
+    readers: Sequence[str],
+) -> tuple[list[Case], list[DataError]]:  # fmt: skip
+    """Returns the cases whose files are in imagesTr and labelsTr, and what is wrong with the others.
+
+    The labels of several readers are in a folder each, labelsTr_READER.
+    """
+    images, folders = root / "imagesTr", [root / f"labelsTr_{reader}" for reader in readers] or [root / "labelsTr"]
+    folders = folders if labelled else []
+    for folder in (images, *folders):
         if not folder.is_dir():
-            raise DataError(folder, "is missing; an nnU-Net raw folder has imagesTr and labelsTr")
+            more = f"; the readers {', '.join(readers)} have a folder labelsTr_READER each" if readers else ""
+            raise DataError(folder, f"is missing; an nnU-Net raw folder has imagesTr and labelsTr{more}")
     cases: list[Case] = []
     files = [file for file in sorted(images.iterdir()) if _is_image(file, ending)]
     channels_of, faults = _numbered_files(files)
     for name, channels in channels_of.items():
-        label = labels / f"{name}{ending}" if labelled else None
-        _collect(cases, faults, images, name, channels, modalities, label)
-    for file in sorted(labels.iterdir()) if labelled else ():
+        labels = tuple(folder / f"{name}{ending}" for folder in folders)
+        _collect(cases, faults, images, name, channels, modalities, labels)
+    for file in (file for folder in folders for file in sorted(folder.iterdir())):
         name = file.name.removesuffix(ending)
         if file.name.endswith(ending) and file.name[0] != "." and name not in channels_of:
             faults.append(DataError(file, f"is a label without images; add {name}_0000{ending} or remove it"))
@@ -140,7 +151,7 @@ def _numbered_files(files: list[Path]) -> tuple[dict[str, dict[int, Path]], list
 
 def _collect(
     cases: list[Case], faults: list[DataError], folder: Path, name: str, channels: dict[int, Path],
-    modalities: tuple[str, ...], label: Path | None = None,
+    modalities: tuple[str, ...], labels: Sequence[Path] = (),
 ) -> None:  # fmt: skip
     """Adds a case, or its fault: a missing modality or label, or one modality too many."""
     ending = next(iter(channels.values())).name.removeprefix(f"{name}_")[4:]
@@ -151,15 +162,17 @@ def _collect(
     elif missing:
         path = folder / f"{name}_{missing[0]:04d}{ending}"
         faults.append(DataError(path, f"is missing; case {name} needs the modality {modalities[missing[0]]}"))
-    elif label is not None and not label.is_file():
-        faults.append(DataError(label, f"is missing; add the label of case {name}, or remove its images"))
+    elif absent := [label for label in labels if not label.is_file()]:
+        faults.append(DataError(absent[0], f"is missing; add the label of case {name}, or remove its images"))
     else:
-        cases.append(Case(name, tuple(channels[n] for n in range(len(modalities))), label))
+        images = tuple(channels[n] for n in range(len(modalities)))
+        cases.append(Case(name, images, labels[0] if labels else None, more_labels=tuple(labels[1:])))
 
 
 def _explicit(
-    root: Path, content: dict[str, Any], modalities: tuple[str, ...], ending: str, labelled: bool
-) -> tuple[list[Case], list[DataError]]:
+    root: Path, content: dict[str, Any], modalities: tuple[str, ...], ending: str, labelled: bool,
+    readers: Sequence[str],
+) -> tuple[list[Case], list[DataError]]:  # fmt: skip
     """Returns the cases that dataset.json lists with their paths."""
     path = root / "dataset.json"
     cases: list[Case] = []
@@ -169,10 +182,11 @@ def _explicit(
     for name, entry in content["dataset"].items():
         try:
             images = tuple(resolve_path(root, image) for image in entry["images"])
-            label = resolve_path(root, entry["label"]) if labelled else None
-            cases.append(require_files(Case(name, images, label), path))
+            label, *more = listed_labels(entry["label"], root, readers) if labelled else (None,)
+            cases.append(require_files(Case(name, images, label, more_labels=tuple(more)), path))
         except (KeyError, TypeError):
-            faults.append(DataError(path, f"case {name} is {entry!r}; it needs images and label"))
+            needed = f"images and, under label, a list of {len(readers)} labels" if readers else "images and label"
+            faults.append(DataError(path, f"case {name} is {entry!r}; it needs {needed}"))
         except DataError as fault:
             faults.append(fault)
     return cases, faults

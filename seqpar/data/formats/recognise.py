@@ -74,7 +74,10 @@ def refuse_twice(root: Path, cases: Sequence[Case]) -> None:
 def is_folder_of_dataset(folder: Path) -> bool:
     """Returns whether a folder holds the images or labels of a data set, by its name and the dataset.json above it."""
     folder = Path(os.path.realpath(folder))
-    return bool(re.fullmatch("(images|labels)(Tr|Ts|Val)", folder.name)) and (folder.parent / "dataset.json").is_file()
+    return (
+        bool(re.fullmatch(r"(images|labels)(Tr|Ts|Val)(_[\w-]+)?", folder.name))
+        and (folder.parent / "dataset.json").is_file()
+    )
 
 
 def read_declaration(path: Path) -> tuple[dict[str, int], dict[str, tuple[int, ...]], int | None]:

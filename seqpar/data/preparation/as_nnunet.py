@@ -25,8 +25,10 @@ from seqpar.data.preparation.prepared_case import (
     Properties,
     Step,
     TargetGrid,
+    count_ids,
     ignore_step,
     locate,
+    resample_ids,
 )
 from seqpar.data.preparation.recipe import Recipe
 from seqpar.data.preparation.transforms import nearest_rows, to_values
@@ -79,7 +81,11 @@ class NnunetPreparation(Preparation):
         label = None
         if ids is not None:
             order = np.argsort(self.recipe.values).tolist()
-            label = resampled_label(ids, shape, spacing, plan.spacing, plan.label_resampling, order, ~counted)
+            how = shape, spacing, plan.spacing, plan.label_resampling
+            label = resample_ids(
+                ids, self.recipe, lambda x: resampled_label(x, *how, order, ~counted),
+                lambda x: resampled(x[None], *how)[0],
+            )  # fmt: skip
         step()
         return self._turned(image, label, ids, box, loaded, case)
 
@@ -98,7 +104,7 @@ class NnunetPreparation(Preparation):
         image = np.ascontiguousarray(image.transpose(0, *(1 + axis for axis in order)))
         volumes = [None if one is None else np.ascontiguousarray(one.transpose(order)) for one in (label, truth)]
         label, truth = volumes
-        counts = () if label is None else tuple(np.bincount(label.reshape(-1), minlength=len(self.recipe.values)))
+        counts = () if label is None else count_ids(label, self.recipe)
         properties = Properties(
             loaded.geometry,
             tuple(box[axis] for axis in order),
@@ -108,7 +114,7 @@ class NnunetPreparation(Preparation):
             (0.0,) * len(image),
             (1.0,) * len(image),
             self.recipe.values,
-            tuple(map(int, counts)),
+            counts,
         )
         locations = {} if label is None else locate(case.id, label, self.recipe)
         own_grid = properties.box_shape != properties.shape

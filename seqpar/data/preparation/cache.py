@@ -4,6 +4,8 @@ OUT/cache.json                the index; written last, so that a cache without i
 OUT/cases/ID/image.npy        c W D H float32        OUT/cases/ID/label.npy      W D H class ids
 OUT/cases/ID/locations.npy    n 3, class after class OUT/cases/ID/case.json      sources, sizes, digests
 OUT/cases/ID/truth.npy        class ids on the grid on which predictions are scored, if that is another
+
+Labels with doubt have codes (``SoftLabels``) in the place of class ids.
 """
 
 import hashlib
@@ -20,6 +22,7 @@ from seqpar.data.formats.dataset import Split, VolumeClasses
 from seqpar.data.preparation.preparation import preparation_of
 from seqpar.data.preparation.prepared_case import Preparation, Properties
 from seqpar.data.preparation.recipe import Recipe
+from seqpar.losses import SoftLabels
 
 VERSION = 1  # of what preparation computes and stores: a new version prepares every case again
 
@@ -92,6 +95,15 @@ class PreparedDataset:
         default_factory=dict
     )  # which classes labels show, for cases that do not show all
     volume_classes: VolumeClasses | None = None  # if each case has one class and no label map
+
+    @property
+    def soft(self) -> SoftLabels | None:
+        """How labels with doubt are stored; None: labels are class ids."""
+        return self.recipe.soft
+
+    def consensus(self, label: np.ndarray) -> np.ndarray:
+        """Returns the class ids of a case's label: of labels with doubt, those that most readers gave."""
+        return np.asarray(label) if self.soft is None else self.soft.consensus(label)
 
     @property
     def preparation(self) -> Preparation:

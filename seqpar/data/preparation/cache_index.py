@@ -104,20 +104,19 @@ def describe_dataset(dataset: Dataset) -> dict[str, Any]:
     shown = {case.id: [ids[v] for v in case.annotated] for case in dataset.cases if case.annotated is not None}
     if shown:  # caches of data sets without such lists stay unchanged
         described["annotated"] = dict(sorted(shown.items()))
+    if dataset.readers:
+        described["readers"] = dataset.readers
+    if dataset.probabilities:
+        described["soft_labels"] = True
     if dataset.volume_classes is not None:
         described["volume_classes"] = dataset.volume_classes.to_json()
     return {key: json_round_trip(value) for key, value in described.items()}
 
 
-def files_of(case: Case) -> tuple[Path, ...]:
-    """Returns a case's images and its label."""
-    return case.images if case.label is None else (*case.images, case.label)
-
-
 def sources_of(case: Case) -> list[list[Any]]:
     """Returns name, size and modification time of each file of a case."""
     sources = []
-    for path in files_of(case):
+    for path in case.files:
         try:
             sources.append([path.name, *size_and_mtime(path)])
         except OSError as error:

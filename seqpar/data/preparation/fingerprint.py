@@ -118,7 +118,7 @@ def read_geometries(
     """
     workers = min(default_workers() if workers is None else workers, len(dataset.cases) // CASES_OF_A_WORKER)
     shares = [dataset.cases[first :: max(workers, 1)] for first in range(max(workers, 1))]
-    read, work = dict[str, Geometry | DataError](), _Headers(dataset.modalities, spacing)
+    read, work = dict[str, Geometry | DataError](), _Headers(dataset.modalities, spacing, dataset.label_channels)
     for _, outcome in map_in_processes(work, shares, workers, lambda _: beat()):
         if isinstance(outcome, dict):  # else its process was killed, and preparation will tell of its cases
             read |= outcome
@@ -131,6 +131,7 @@ class _Headers:
 
     modalities: tuple[str, ...]
     spacing: str | Millimetres
+    label_channels: int
 
     def __call__(
         self, cases: Sequence[Case], tell: ReportProgress = no_item_progress
@@ -145,10 +146,10 @@ class _Headers:
 
     def _geometry(self, case: Case) -> Geometry:
         first: Geometry | None = None
-        for path in (*case.images, *([case.label] if case.label else [])):
+        for path in case.files:
             geometry, num_channels = read_geometry(path)
             first = first or geometry
-            refuse_mismatch(case, path, geometry, num_channels, first, self.modalities)
+            refuse_mismatch(case, path, geometry, num_channels, first, self.modalities, self.label_channels)
         assert first is not None
         if not isinstance(self.spacing, str):
             shape, own = first.canonical_shape, first.canonical_spacing

@@ -73,7 +73,7 @@ def prepare_case(case: Case, recipe: Recipe, tell: ReportProgress = no_item_prog
 
     tell: takes the share of the work that is done; each file and each stage counts the same.
     """
-    numbers, total = itertools.count(1), len(case.images) + (case.label is not None) + STAGES
+    numbers, total = itertools.count(1), len(case.files) + STAGES
 
     def step() -> None:
         tell(next(numbers) / total)

@@ -16,7 +16,6 @@ from seqpar.data.formats.recognise import read_dataset
 from seqpar.data.preparation.cache import PreparedCase, PreparedDataset, check_cache, open_cache, read_record
 from seqpar.data.preparation.cache_index import (
     cache_folder,
-    files_of,
     is_current,
     is_of_settings,
     refuse_other,
@@ -233,7 +232,7 @@ class _Work:
             refuse_unannotated(case, record["properties"]["counts"], self.recipe)
             if record["sources"] == sources:
                 return False
-            if record["digests"] == [digest_file(path) for path in files_of(case)]:  # only touched or moved
+            if record["digests"] == [digest_file(path) for path in case.files]:  # only touched or moved
                 with as_cache_error(self.out):
                     invalidate_cache(self.out)
                     write_json(self.out / "cases" / case.id / "case.json", {**record, "sources": sources})
@@ -326,7 +325,7 @@ class _Check:
         if record is None or Recipe.from_json(record["recipe"]) != self.recipe:
             return bool(prepare_case(case, self.recipe, tell).locations)
         looks_the_same = record["sources"] == sources_of(case)
-        for path, digest in zip(files_of(case), record["digests"]):
+        for path, digest in zip(case.files, record["digests"]):
             if digest_file(path) != digest and looks_the_same:
                 raise DataError(path, "has other bytes than when it was prepared, but the same size and modification "
                                 "time: it may be damaged; copy it again, or touch it if it is right")  # fmt: skip

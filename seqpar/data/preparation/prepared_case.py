@@ -10,6 +10,7 @@ import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,6 +23,8 @@ from seqpar.data.geometry import Geometry, from_canonical, geometry_difference, 
 from seqpar.data.preparation import transforms
 from seqpar.data.preparation.recipe import BY_VOLUME, Recipe, generator
 from seqpar.data.volumes import read_volume
+from seqpar.losses.soft_labels import Change, Probabilities, Readers
+from seqpar.text import quantity
 
 
 class SettingsError(DataError):
@@ -64,7 +67,7 @@ class Prepared(NamedTuple):
     """A prepared case, as a network takes it."""
 
     image: np.ndarray  # c W D H, float32
-    label: np.ndarray | None  # W D H, class ids
+    label: np.ndarray | None  # W D H, class ids, or codes of labels with doubt
     locations: dict[int, np.ndarray]  # class id to voxels (n, 3)
     properties: Properties
     digests: tuple[str, ...]  # of the files read
@@ -72,6 +75,7 @@ class Prepared(NamedTuple):
 
 
 Step = Callable[[], None]
+CLOSE = 1e-3  # how far probabilities may be from 0 to 1, and their sum from 1
 STAGES = 3  # after its files are read, a case is cropped, normalised, resampled
 
 
@@ -83,7 +87,7 @@ class Loaded(NamedTuple):
     """A case's files as canonical arrays, checked but not yet prepared."""
 
     image: np.ndarray  # c W D H, the files' numbers
-    ids: np.ndarray | None  # W D H, class ids
+    ids: np.ndarray | None  # W D H, class ids, or codes of labels with doubt
     geometry: Geometry
     digests: tuple[str, ...]
 
@@ -156,30 +160,42 @@ def load_case(case: Case, recipe: Recipe, step: Step = ignore_step) -> Loaded:
         digests.append(digest)
         step()
     assert first is not None
-    ids = None
-    if case.label is not None:
-        array, geometry, digest = read_volume(case.label)
-        refuse_mismatch(case, case.label, geometry, len(array), first, recipe.modalities)
-        ids = to_canonical(_class_ids(array[0], recipe, case.label), geometry.orientation)
+    maps, soft = list[np.ndarray](), recipe.soft
+    for path in case.labels:
+        array, geometry, digest = read_volume(path)
+        refuse_mismatch(case, path, geometry, len(array), first, recipe.modalities, len(recipe.label_values))
+        if isinstance(soft, Probabilities):
+            own = soft.encode(_probabilities(array, recipe, path))
+        else:
+            own = _class_ids(array[0], recipe, path)
+        maps.append(to_canonical(own, geometry.orientation))
         digests.append(digest)
         step()
-    return Loaded(np.stack(channels), ids, first, tuple(digests))
+    if isinstance(soft, Readers) and maps:
+        maps = [soft.join(maps)]
+    return Loaded(np.stack(channels), maps[0] if maps else None, first, tuple(digests))
 
 
 def refuse_mismatch(
-    case: Case, path: Path, geometry: Geometry, num_channels: int, first: Geometry, modalities: Sequence[str]
-) -> None:
+    case: Case, path: Path, geometry: Geometry, num_channels: int, first: Geometry, modalities: Sequence[str],
+    label_channels: int = 1,
+) -> None:  # fmt: skip
     """Raises DataError for a file of a case, image or label, that does not match its other files or the data set.
 
     first: of the case's first image.
     """
     if len(case.images) not in (1, len(modalities)):
         raise DataError(case.images[0], f"has {len(case.images)} modalities; {len(modalities)} are needed")
-    if path == case.label:
+    if path in case.labels:
         if (how := geometry_difference(geometry, first)) is not None:
             raise DataError(path, f"does not match {case.images[0]}: {how}; draw it on the image again")
-        if num_channels != 1:
-            raise DataError(path, f"has {num_channels} channels; a label has one value per voxel")
+        if num_channels != label_channels:
+            needed = "a label has one value per voxel"
+            if label_channels > 1:
+                needed = f'with "soft_labels", it needs the probabilities of {label_channels} labels, in order of value'
+            elif num_channels > 1:
+                needed += ', or declare "soft_labels": true if these are probabilities'
+            raise DataError(path, f"has {quantity(num_channels, 'channel')}; {needed}")
         return
     needed = len(modalities) if len(case.images) == 1 else 1
     if num_channels != needed:
@@ -203,9 +219,11 @@ def prepare_loaded(loaded: Loaded, case: Case, recipe: Recipe, step: Step = igno
     if recipe.spacing is not None:
         shape = resampled_shape(shape, spacing, recipe.spacing, len(image), case)
         image, spacing = transforms.resample(image, shape), recipe.spacing
-        ids = None if ids is None else transforms.resample_label(ids, shape)
+        if ids is not None:
+            on_grid = partial(transforms.resample_label, shape=shape), partial(transforms.resample, shape=shape)
+            ids = resample_ids(ids, recipe, *on_grid)
     step()
-    counts = () if ids is None else tuple(np.bincount(ids.reshape(-1), minlength=len(recipe.values)).tolist())
+    counts = () if ids is None else count_ids(ids, recipe)
     return Prepared(
         np.ascontiguousarray(image, np.float32),
         None if ids is None else np.ascontiguousarray(ids),
@@ -213,6 +231,20 @@ def prepare_loaded(loaded: Loaded, case: Case, recipe: Recipe, step: Step = igno
         Properties(geometry, box, shape, spacing, recipe.schemes, means, stds, recipe.values, counts),
         digests,
     )
+
+
+def count_ids(ids: np.ndarray, recipe: Recipe) -> tuple[int, ...]:
+    """Returns the number of voxels of each class id, of labels with doubt by consensus."""
+    ids = ids if recipe.soft is None else recipe.soft.consensus(ids)
+    return tuple(np.bincount(ids.reshape(-1), minlength=len(recipe.values)).tolist())
+
+
+def resample_ids(ids: np.ndarray, recipe: Recipe, of_labels: Change, of_shares: Change) -> np.ndarray:
+    """Returns class ids on another grid; of labels with doubt, each reader's or each probability by itself.
+
+    - ``of_labels``: resamples label maps; ``of_shares``: numbers, linearly
+    """
+    return of_labels(ids) if recipe.soft is None else recipe.soft.resampled(ids, of_labels, of_shares)
 
 
 def resampled_shape(
@@ -301,6 +333,23 @@ def _class_ids(label: np.ndarray, recipe: Recipe, path: Path) -> np.ndarray:
     return transforms.to_ids(label.astype(np.int64), recipe.values, recipe.joined)
 
 
+def _probabilities(label: np.ndarray, recipe: Recipe, path: Path) -> np.ndarray:
+    """Returns the probabilities ``k W D H`` of class ids in a 4-D label file; raises DataError unless they are some."""
+    low, high, sums = float(label.min()), float(label.max()), label.sum(0, dtype=np.float64)
+    if low < -CLOSE or high > 1 + CLOSE:
+        raise DataError(path, f"has values from {low:.4g} to {high:.4g}; probabilities are from 0 to 1")
+    if wrong := int((abs(sums - 1) > CLOSE).sum()):
+        worst = float(sums.flat[abs(sums - 1).argmax()])
+        raise DataError(
+            path, f"has {wrong} voxels whose probabilities do not have the sum 1, but up to {worst:.4g}; write one "
+            f"channel for each of {', '.join(map(str, recipe.label_values))}, the background's included"
+        )  # fmt: skip
+    given = np.zeros((len(recipe.values), *label.shape[1:]), np.float32)
+    for channel, value in zip(label, recipe.label_values):
+        given[recipe.values.index(dict(recipe.joined).get(value, value))] += channel
+    return given
+
+
 def nonzero_box(image: np.ndarray, case: Case, ids: np.ndarray | None = None) -> Box:
     """Returns the smallest box around the image's nonzero voxels, and all labelled ones of ``ids``."""
     if not image.any():
@@ -363,10 +412,14 @@ def _normalise(
 
 
 def locate(name: str, ids: np.ndarray, recipe: Recipe) -> dict[int, np.ndarray]:
-    """Returns up to `recipe.locations` voxels (n, 3) of each class id in the case, except background and ignored."""
-    locations = {}
+    """Returns up to `recipe.locations` voxels (n, 3) of each class id in the case, except background and ignored.
+
+    Of labels with doubt, those that may be of the class.
+    """
+    locations, soft = {}, recipe.soft
     for n in range(1, len(recipe.values)):
-        places = np.flatnonzero(ids == n) if n != recipe.ignore_id else np.zeros(0, int)
+        own = ids == n if soft is None else soft.possible(ids, n)
+        places = np.flatnonzero(own) if n != recipe.ignore_id else np.zeros(0, int)
         if len(places) > recipe.locations:
             places = np.sort(generator(name, n).choice(places, recipe.locations, replace=False))
         if len(places):

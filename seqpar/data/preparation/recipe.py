@@ -4,14 +4,17 @@ import re
 import zlib
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from seqpar.data.errors import DataError
-from seqpar.data.formats.dataset import Dataset
+from seqpar.data.formats.dataset import Dataset, soft_labels
 from seqpar.data.formats.joined_labels import Joins
 from seqpar.data.formats.nnunet_plans import SCHEMES, ImagePlan
+
+if TYPE_CHECKING:
+    from seqpar.losses import SoftLabels
 
 _CLIP = re.compile(r"clip\b", re.IGNORECASE)
 BY_NAME, BY_VOLUME = "by-name", "volume"
@@ -104,6 +107,18 @@ class Recipe:
     crop_to: tuple[int, ...] | None = None
     cut_labels: bool = field(default=False, compare=False)
     plan: ImagePlan | None = None  # nnU-Net's, if data are prepared by one
+    readers: int = 0  # whose labels each case has, if there are several
+    probabilities: bool = False  # label files are 4-D
+
+    @property
+    def soft(self) -> "SoftLabels | None":
+        """How labels with doubt are stored; None: each voxel has a class id."""
+        return soft_labels(len(self.values), self.readers, self.probabilities)
+
+    @property
+    def label_values(self) -> tuple[int, ...]:
+        """The values that the channels of a label file stand for; one of them if it is a label map."""
+        return tuple(sorted({*self.values, *dict(self.joined)})) if self.probabilities else self.values[:1]
 
     @property
     def ignore_id(self) -> int | None:
@@ -112,8 +127,9 @@ class Recipe:
 
     def to_json(self) -> dict[str, Any]:
         """Returns what `from_json` reads."""
-        own = asdict(replace(self, plan=None))
-        return {**own, "plan": self.plan.to_json()} if self.plan else {k: v for k, v in own.items() if k != "plan"}
+        own = asdict(replace(self, plan=None)) | {"plan": self.plan.to_json() if self.plan else None}
+        added = {"plan": None, "readers": 0, "probabilities": False}  # omitted where earlier versions had none
+        return {name: value for name, value in own.items() if name not in added or value != added[name]}
 
     @staticmethod
     def from_json(value: dict[str, Any]) -> "Recipe":
@@ -203,6 +219,8 @@ def draft_recipe(dataset: Dataset, settings: PrepareSettings) -> Recipe:
         crop_to=settings.crop_to,
         cut_labels=settings.cut_labels,
         plan=settings.plan,
+        readers=len(dataset.readers),
+        probabilities=dataset.probabilities,
     )
 
 

@@ -37,6 +37,7 @@ from seqpar.data.sampling.warp import (
     rotated_size,
     sheared,
 )
+from seqpar.losses import SoftLabels
 
 INTENSITY_STEPS = (
     "noise", "blur", "brightness", "contrast", "low_resolution", "gamma_inverted", "gamma", "uniform_noise",
@@ -55,6 +56,7 @@ class Augmentation:
     order: int = 1  # of the image's interpolation
     outside_label: int = 0
     keep_background: bool = False  # voxels that are 0 in all channels stay 0
+    soft: SoftLabels | None = None  # what labels are codes of, if they are labels with doubt
 
     def __post_init__(self) -> None:
         if len(self.tile_size) not in (2, 3) or min(self.tile_size) < 1:
@@ -202,16 +204,22 @@ class Augmentation:
     def _deform_by_library(
         self, image: Image, label: Label, draws: dict[str, np.random.Generator]
     ) -> tuple[Image, Label]:
-        """Returns the tile that batchgenerators' spatial transform makes with the steps that act."""
+        """Returns the tile that batchgenerators' spatial transform makes with the steps that act.
+
+        A code of labels with doubt goes to the nearest voxel, by its place among the codes of the source.
+        """
         from batchgenerators.augmentations.spatial_transformations import augment_spatial_2
 
+        codes, own = np.unique(label, return_inverse=True) if self.soft else (np.zeros(0, label.dtype), label)
+        if self.soft and codes[0] != self.outside_label:
+            codes, own = np.concatenate([[self.outside_label], codes]).astype(label.dtype), own + 1
         recipe = self.recipe
         angles = tuple(np.deg2rad((recipe.rotation.low, recipe.rotation.high)))
         first = next(name for name in DEFORMATIONS if name in draws)
         with _global_seed(int(draws[first].integers(2**32))):
             images, labels = augment_spatial_2(
                 image[None].astype(np.float32),
-                label[None, None].astype(np.float32),
+                own.reshape(label.shape)[None, None].astype(np.float32),
                 self.tile_size,
                 [side // 2 for side in self.tile_size],
                 do_elastic_deform="elastic" in draws,
@@ -226,9 +234,11 @@ class Augmentation:
                 order_data=self.order,
                 border_mode_seg="constant",
                 border_cval_seg=self.outside_label,
-                order_seg=1,
+                order_seg=0 if self.soft else 1,
                 random_crop=False,
             )
+        if self.soft:
+            return images[0], codes[labels[0, 0].astype(np.int64)]
         return images[0], labels[0, 0].astype(label.dtype)
 
     def _extent(self, warp: Warp | None) -> Size:
@@ -238,6 +248,8 @@ class Augmentation:
 
     def _change_intensities(self, image: Image, label: Label, draws: dict[str, np.random.Generator]) -> Image:
         further = {name: step for name, step in self.recipe.further if name in draws}
+        if further and self.soft:
+            label = self.soft.consensus(label)
         acting = [name for name in (*INTENSITY_STEPS, *further) if name in draws]
         background = ~image.any(0) if acting and self.keep_background else None
         for name in acting:
@@ -267,9 +279,10 @@ def augment(
     order: int = 1,
     outside_label: int = 0,
     keep_background: bool = False,
+    soft: SoftLabels | None = None,
 ) -> Augmentation:
     """Returns the augmentation of that name (see ``recipe_of``) for tiles of this size."""
-    return Augmentation(recipe_of(name), tuple(tile_size), synthesis, order, outside_label, keep_background)
+    return Augmentation(recipe_of(name), tuple(tile_size), synthesis, order, outside_label, keep_background, soft)
 
 
 def recipe_of(name: str) -> AugmentationRecipe:

@@ -16,7 +16,7 @@ from seqpar.data.boxes import CaseArrays, read_box
 from seqpar.data.errors import DataError
 from seqpar.data.preparation.cache import PreparedDataset
 from seqpar.data.sampling.volume_synthesis import VolumeSynthesis
-from seqpar.losses import mark_skeleton
+from seqpar.losses import SoftLabels, mark_skeleton
 
 _DOMAIN = 0x7469_6C65  # "tile": separates these numbers from others made from the same seed
 FOREGROUND = 1 / 3  # nnU-Net's 33 % rule
@@ -47,7 +47,7 @@ class TileKey(NamedTuple):
 
 
 class Tile(NamedTuple):
-    """A tile: image ``c W D H`` float32, label ``W D H`` class ids."""
+    """A tile: image ``c W D H`` float32, label ``W D H`` class ids, or codes of labels with doubt."""
 
     image: np.ndarray
     label: np.ndarray
@@ -74,6 +74,7 @@ class TileSource:
     shifted: bool = False  # a labelled voxel is anywhere in its tile, not in the middle
     from_middle: bool = False  # cut each tile from the middle of its case
     marks_skeletons: bool = False  # of labels
+    soft: SoftLabels | None = None  # what labels are codes of, if they are labels with doubt
 
     def __post_init__(self) -> None:
         if not self.cases:
@@ -105,7 +106,7 @@ class TileSource:
             )
         cases = tuple(dataset.cases[name] for name in sorted(set(ids)))
         values = len(dataset.labels) + (dataset.ignore_label is not None)
-        return cls(cases, augmentation, len(dataset.modalities), values, foreground, synthesis)
+        return cls(cases, augmentation, len(dataset.modalities), values, foreground, synthesis, soft=dataset.soft)
 
     @property
     def tile_size(self) -> tuple[int, ...]:
@@ -114,6 +115,8 @@ class TileSource:
     @property
     def label_dtype(self) -> np.dtype[Any]:
         """Returns the type of labels, which is known before any file is read."""
+        if self.soft is not None:
+            return self.soft.dtype
         return np.dtype(np.uint8 if self.num_values <= 256 and not self.marks_skeletons else np.int16)
 
     def case_of(self, key: TileKey) -> str:

@@ -110,6 +110,8 @@ def apply_warp(
 
     - ``order``: of the spline for the image; the label takes the nearest voxel
     - ``outside``: the label of points outside the source, where the image is 0
+
+    Labels of more than two bytes are sampled in float64, which has all codes of labels with doubt.
     """
     places = _places(warp, tile_size)
     source_half = [(n - 1) / 2 for n in label.shape]
@@ -120,10 +122,11 @@ def apply_warp(
     else:
         indices = [(p + h).numpy() for p, h in zip(places, source_half)]
         warped = np.stack([ndimage.map_coordinates(c, indices, order=order, mode="constant") for c in image])
+    kind = np.float32 if label.dtype.itemsize <= 2 else np.float64
     shifted = torch.from_numpy(
-        (label.astype(np.float32) - outside)[None, None]
+        (label.astype(kind) - outside)[None, None]
     )  # so that 0, which grid_sample fills in outside, means ``outside``
-    nearest = F.grid_sample(shifted, grid, mode="nearest", align_corners=True)[0, 0].numpy()
+    nearest = F.grid_sample(shifted, grid.to(shifted.dtype), mode="nearest", align_corners=True)[0, 0].numpy()
     return warped, (nearest + outside).astype(label.dtype)
 
 

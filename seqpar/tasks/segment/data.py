@@ -17,7 +17,14 @@ from seqpar.data.workers import no_progress
 from seqpar.scores.label_classes import learned_regions
 from seqpar.settings.config import Config
 from seqpar.settings.data_settings import prepare_settings
-from seqpar.tasks.training_data import TrainingData, case_lines, refuse_weights, split_of, training_tiles
+from seqpar.tasks.training_data import (
+    TrainingData,
+    case_lines,
+    refuse_for_soft_labels,
+    refuse_weights,
+    split_of,
+    training_tiles,
+)
 from seqpar.terminal import ProgressBar
 from seqpar.text import quantity
 
@@ -50,6 +57,7 @@ def _refuse_unprepared(source: Dataset, config: Config) -> None:
     if source.faults or not source.labels:
         return  # preparation says so
     split_of(source, config)
+    refuse_for_soft_labels(config, source.soft)
     refuse_weights(config, tuple(learned_regions(source.labels, source.regions, config.targets) or source.labels))
 
 

@@ -30,7 +30,7 @@ from seqpar.scores.label_files import (
     folders_of_truth,
     map_pairs,
     match_cases,
-    read_label_map,
+    read_reference,
     refuse_unknown,
     score_pairs,
     validation_of,
@@ -47,7 +47,7 @@ from seqpar.scores.summary_files import (
 )
 from seqpar.tasks.case_evaluation import CaseEvaluation, ScoredPrediction, ScoringJob, refuse_duplicates
 from seqpar.tasks.segment.label_map_folder import SavedProbabilities
-from seqpar.tasks.segment.validation import label_files
+from seqpar.tasks.segment.validation import dataset_of, label_files
 from seqpar.terminal import next_command
 from seqpar.text import quantity
 
@@ -62,6 +62,8 @@ class LabelMapEvaluation(CaseEvaluation):
         super().__init__(options)
         self.words = words_of(options.lesion_wise, options.centreline)
         self.dataset, self.pairs = dataset_at(options.truth), dict[str, list[Pair]]()
+        if self.dataset and self.dataset.readers:
+            self.words = words_of(options.lesion_wise, options.centreline, readers=True)
         if options.test_of and not (options.regions or options.brats or options.dataset):
             self.labels = labels_of_run(read_description(options.test_of))
         else:
@@ -234,7 +236,7 @@ def trained_on(record: RunRecord, truths: Mapping[str, Path | None]) -> list[str
     """Returns a line if a run was trained on scored cases; ``truths``: their label maps, by name."""
     own = {name: record.config[name] for name in ("data", "phantoms") if name in record.config}
     config = replace(record.network_settings, **own)
-    return seen_in_training(record, truths, lambda: label_files(config))
+    return seen_in_training(record, truths, lambda: label_files(dataset_of(config)))
 
 
 def require_probabilities(pairs: Sequence[Pair], flag: str) -> None:
@@ -268,7 +270,7 @@ def calibrate_pair(pair: Pair, labels: Labels) -> dict[str, Floats]:
     saved = SavedProbabilities.of(pair.prediction)
     if saved is None:
         raise DataError(pair.prediction, "has no probabilities: predict with --npz")
-    (probabilities, geometry), (truth, _) = saved.read(), read_label_map(pair.truth)
+    (probabilities, geometry), truth = saved.read(), read_reference(pair.truth, pair.doubt).values
     outputs = saved.outputs
     if probabilities.shape != (len(outputs), *geometry.shape):
         raise DataError(

@@ -15,6 +15,8 @@ from torch import Tensor
 
 from seqpar.cluster.stop_request import StopRequest
 from seqpar.data.errors import DataError
+from seqpar.data.formats.dataset import Dataset
+from seqpar.data.formats.joined_labels import join_labels
 from seqpar.data.formats.recognise import read_dataset
 from seqpar.data.phantom.builtin import phantom
 from seqpar.data.phantom.phantom_files import GENERATED, is_generated
@@ -23,7 +25,7 @@ from seqpar.data.preparation.prepared_case import Preparation
 from seqpar.data.preparation.transforms import resample_label
 from seqpar.data.volumes import write_volume
 from seqpar.data.workers import ReportProgress
-from seqpar.losses import LossParts
+from seqpar.losses import LossParts, SoftLabels
 from seqpar.models.network import Network
 from seqpar.parallel.collectives import all_reduce
 from seqpar.prediction.logits_to_labels import slabs_to_labels
@@ -33,18 +35,24 @@ from seqpar.report.pictures import PicturedCase, draw_cases
 from seqpar.report.planes import best_modality, slices_of
 from seqpar.runs.journal import Journal
 from seqpar.scores.label_classes import labels_of_run
-from seqpar.scores.label_files import Pair, score_pair
+from seqpar.scores.label_files import Doubt, Pair, doubts_of, score_pair
 from seqpar.scores.label_scores import DEFAULT_SETTINGS, Scores, score, summarise
 from seqpar.scores.summary_files import summary_content, write_output
 from seqpar.settings.config import Config
+from seqpar.settings.data_settings import prepare_settings
 from seqpar.tasks.case_validation import NUM_PICTURED, CaseValidation, ValidationResult
 from seqpar.terminal import bar
 from seqpar.text import clock, quantity
 
 
-def label_files(config: Config) -> dict[str, Path]:
-    """Returns the label file of each case of the run's data set."""
+def dataset_of(config: Config) -> Dataset:
+    """Returns the description of the run's data set."""
     dataset = read_dataset(config.data or phantom(config.phantoms, is_first=False))
+    return join_labels(dataset, prepare_settings(config).joins)
+
+
+def label_files(dataset: Dataset) -> dict[str, Path]:
+    """Returns the label file of each case of a data set, of several readers the first one's."""
     return {case.id: case.label.absolute() for case in dataset.cases if case.label is not None}
 
 
@@ -59,23 +67,24 @@ def remove_predictions(folder: Path, ids: Sequence[str]) -> None:
 class ValidationFolder:
     """Writes the folder, one case after the other; used by the first rank.
 
-    ``description``: of the data set, as in config.json; ``find_labels`` returns each case's label file; ``step``: of
-    the run, for summary.json; ``preparation``: of its cases.
+    ``description``: of the data set, as in config.json; ``find_dataset`` returns the data set with its label files;
+    ``step``: of the run, for summary.json; ``preparation``: of its cases.
     """
 
     def __init__(
-        self, folder: Path, description: Mapping[str, Any], find_labels: Callable[[], Mapping[str, Path]], step: int,
+        self, folder: Path, description: Mapping[str, Any], find_dataset: Callable[[], Dataset], step: int,
         preparation: Preparation,
     ) -> None:  # fmt: skip
         self.folder, self.labels, self.step = folder, labels_of_run(description), step
         self.preparation = preparation
         self.scored: list[tuple[Pair, Scores]] = []
         self.faults: list[DataError] = []
-        self.label_files: Mapping[str, Path] = {}
+        self.label_files, self.doubts = dict[str, Path](), dict[str, Doubt]()
         try:
             folder.mkdir(parents=True, exist_ok=True)
             (folder / "summary.json").unlink(missing_ok=True)  # it describes other label maps from here on
-            self.label_files = find_labels()
+            dataset = find_dataset()
+            self.label_files, self.doubts = label_files(dataset), doubts_of(dataset)
         except DataError as error:
             self.faults.append(error)
         except OSError as error:
@@ -86,7 +95,8 @@ class ValidationFolder:
         if case.id not in self.label_files:
             return
         values = None if shown is None else tuple(case.properties.values[n] for n in shown)
-        pair = Pair(case.id, self.label_files[case.id], self.folder / f"{case.id}.nii.gz", values)
+        written = self.folder / f"{case.id}.nii.gz"
+        pair = Pair(case.id, self.label_files[case.id], written, values, self.doubts.get(case.id))
         try:
             label = self.preparation.labels_to_source(ids, case.properties)
             write_volume(pair.prediction, label, case.properties.geometry, dtype=label.dtype)
@@ -112,14 +122,16 @@ _AT_ONCE = 2**22  # numbers
 
 
 def negative_likelihoods(
-    logits: Tensor, truth: Tensor, regions: Sequence[Sequence[int]] = (), ignore: int | None = None
-) -> Tensor:
+    logits: Tensor, truth: Tensor, regions: Sequence[Sequence[int]] = (), ignore: int | None = None,
+    soft: SoftLabels | None = None,
+) -> Tensor:  # fmt: skip
     """Returns the negative log-likelihood ``t`` of labels at each of ``TEMPERATURES``, summed over voxels v.
 
     Of regions it is also summed over these, which have a sigmoid each.
 
     - ``logits``: ``k v``; ``truth``: ``v``
     - ``ignore``: label of the voxels that do not count
+    - ``soft``: what the truth is codes of, whose likelihood is the mean over their probabilities
     """
     if ignore is not None:
         counted = truth != ignore
@@ -128,11 +140,15 @@ def negative_likelihoods(
     sums, step = scales.new_zeros(len(scales), dtype=torch.float64), max(1, _AT_ONCE // (len(scales) * len(logits)))
     for some, labels in zip(logits.float().split(step, 1), truth.long().split(step)):
         scaled = scales * some  # t k v
+        target = None if soft is None else soft.target(labels[None], scaled.dtype, regions)[0]
         if regions:
-            inside = torch.stack([torch.isin(labels, labels.new_tensor(region)) for region in regions])
+            inside = target
+            if inside is None:
+                inside = torch.stack([torch.isin(labels, labels.new_tensor(region)) for region in regions])
             own = torch.nn.functional.softplus(scaled) - scaled * inside
         else:
-            own = scaled.logsumexp(1) - scales[:, 0] * some.gather(0, labels[None])
+            true = some.gather(0, labels[None]) if target is None else (some * target).sum(0, keepdim=True)
+            own = scaled.logsumexp(1) - scales[:, 0] * true
         sums += own.flatten(1).double().sum(1)
     return sums
 
@@ -210,7 +226,7 @@ class SegmentationValidation(CaseValidation):
         began = time.monotonic()
         for number, name in enumerate(self.ids):
             case = dataset.cases[name]
-            truth, spacing = np.asarray(case.truth), case.properties.spacing
+            truth, spacing = dataset.consensus(case.truth), case.properties.spacing
             known: dict[str, Any] = {"ignore": dataset.ignore_label, "hidden": self.data.hidden_classes(name)}
             for at, kind in enumerate(kinds):
                 tell = self._progress(journal, number, at, began)
@@ -250,13 +266,13 @@ class SegmentationValidation(CaseValidation):
         if not self.mesh.is_first:
             return None
         name = "validation" if window == self.windows[0] else f"validation-{window}"
-        files, step = lambda: label_files(self.config), self.config.steps
-        return ValidationFolder(out / name, self.data.describe(), files, step, self.data.dataset.preparation)
+        find, step = lambda: dataset_of(self.config), self.config.steps
+        return ValidationFolder(out / name, self.data.describe(), find, step, self.data.dataset.preparation)
 
     def _pictured(self, case: PreparedCase, ids: np.ndarray, shown: int) -> PicturedCase:
         """Returns a case as pictures show it: on the grid of its image, in canonical axes."""
         preparation, properties = self.data.dataset.preparation, case.properties
-        truth = np.asarray(case.label)
+        truth = self.data.dataset.consensus(case.label)
         volumes = np.asarray(case.image[shown]), truth, resample_label(ids, truth.shape)
         image, truth, ids = (preparation.canonical(volume, properties) for volume in volumes)
         name = f"{case.id} {GENERATED}" if is_generated(self.config.data) else case.id
@@ -313,7 +329,8 @@ class SegmentationValidation(CaseValidation):
                 if is_whole:
                     chosen = slice(-low * area % step, None, step)  # each step-th voxel of the case, on whichever rank
                     own = slab.logits.flatten(1)[:, chosen], truth.flatten()[chosen]
-                    likelihoods = likelihoods + negative_likelihoods(*own, self.loss.regions, self.loss.ignore_label)
+                    how = self.loss.regions, self.loss.ignore_label, self.loss.soft
+                    likelihoods = likelihoods + negative_likelihoods(*own, *how)
                 handed_on = [slab]
                 del slab  # or its logits would be alive while the next one is made
                 yield handed_on.pop()
