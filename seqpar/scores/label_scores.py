@@ -48,9 +48,9 @@ CENTRELINE_WORDS = "; CentrelineRecall: share of the true centre line that is pr
 
 
 READER_WORDS = (
-    "; Dice and the others: with the label that most readers gave, the smaller of two; ReaderDice: mean over the "
-    "readers of the Dice with each; InterReaderDice: mean over each two readers; DisputedMl: volume that some readers, "
-    "and not all, give to the class"
+    "; the truth is the label that most readers gave to a voxel, the smallest of equally many; ReaderDice: mean of the "
+    "Dice with each reader; InterReaderDice: mean Dice of each two readers; DisputedMl: volume in ml that some readers "
+    "give to the class, and others do not"
 )
 
 

@@ -10,6 +10,7 @@ from seqpar.data.formats.joined_labels import join_labels
 from seqpar.data.formats.recognise import find_dataset, read_dataset
 from seqpar.data.formats.splits import tested_ids
 from seqpar.data.phantom.builtin import phantom, phantom_fingerprint
+from seqpar.data.preparation.cache import PreparedDataset
 from seqpar.data.preparation.cache_index import outdated_cache
 from seqpar.data.preparation.fingerprint import Fingerprint, read_fingerprint
 from seqpar.data.preparation.prepare_dataset import prepared
@@ -66,7 +67,9 @@ def read_headers(config: Config) -> Fingerprint:
     settings = prepare_settings(config)
     if not config.data:
         return phantom_fingerprint(config.phantoms, settings.joins)
-    return read_fingerprint(join_labels(read_dataset(config.data), settings.joins), spacing=settings.own_spacing)
+    dataset = join_labels(read_dataset(config.data), settings.joins)
+    refuse_for_soft_labels(config, dataset.soft)
+    return read_fingerprint(dataset, spacing=settings.own_spacing)
 
 
 def describe_data(fingerprint: Fingerprint, config: Config) -> str:
@@ -96,7 +99,15 @@ def summary_of_data(data: TrainingData, config: Config) -> str:
         names = {number: name for name, number in dataset.labels.items()}
         regions = (f"{name} = {' + '.join(names[n] for n in ids)}" for name, ids in dataset.regions.items())
         lines.append(f"  regions, which may overlap: {', '.join(regions)}")
+    lines += _doubt(dataset)
     return "\n".join([*lines, *_class_lines(dataset.labels, counts), *_ignored(dataset.ignore_label)])
+
+
+def _doubt(dataset: PreparedDataset) -> list[str]:
+    """Returns a line on labels with doubt."""
+    readers = dataset.described.get("readers", ())
+    what = f"the mean of {quantity(len(readers), 'reader')}: {', '.join(readers)}" if readers else "their probabilities"
+    return [] if dataset.soft is None else [f"  labels with doubt: the target is {what}; labels below by consensus"]
 
 
 def _class_lines(labels: Mapping[str, int], counts: np.ndarray) -> list[str]:

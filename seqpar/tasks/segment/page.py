@@ -63,6 +63,7 @@ FOLDER = Path(__file__).parent
 RESEARCH = "For research; not a medical device."
 NO_SPREAD = 5e-4  # of a Dice: an interval of less would look like certainty
 OTHER_SCALE = 1.5  # times as large, or as small
+DISPUTED = "DisputedMl"
 FEW = 12  # cases whose table is open from the start
 
 
@@ -104,6 +105,7 @@ def segment_page(options: argparse.Namespace, record: RunRecord) -> FinishedPage
             "has_hollow": any(only_one_map(row) for case in scored.cases for row in case.scores.values()),
             "dice": dice_table(scored),
             "is_short": len(scored.cases) <= FEW,
+            "readers": _readers(scored),
         }
     faults: Sequence[str] = scored.faults if scored else ()
     cautions = _reached(record) if alone else []
@@ -179,6 +181,35 @@ def _series(prediction: Path, scored: CaseScores) -> Table | None:
     return (
         Table("series", list(map(TableHead, ("Case", "Study", "Series", "File"))), rows, "case", note) if rows else None
     )
+
+
+def _readers(scored: CaseScores) -> tuple[Table, Table] | None:
+    """Returns how well prediction and readers agree, by class and by case; None without several readers."""
+    names = list(dict.fromkeys(name for case in scored.cases if case.doubt for name in case.doubt.readers))
+    if not names:
+        return None
+    mean, own = scored.summary["mean"], [f"Dice_{name}" for name in names]
+    metrics = dict.fromkeys(["Dice", "ReaderDice", "InterReaderDice", *own], 3) | {DISPUTED: 2}
+    rows = [
+        TableRow(kind, [Score(mean[kind].get(one, math.nan), places) for one, places in metrics.items()])
+        for kind in scored.classes
+    ]
+    pairs = ("prediction and consensus", "prediction and a reader", "two readers")
+    heads = [TableHead("Class"), TableHead("Mean Dice", pairs), TableHead("Mean Dice of the prediction with", names)]
+    heads.append(TableHead("Disputed, ml"))
+    note = (
+        f"The consensus of {quantity(len(names), 'reader')} is the label that most of them gave to a voxel, the "
+        "smallest of equally many. How well two readers agree tells what to expect of a prediction and a reader. "
+        "Disputed is the volume that some readers give to the class, and others do not."
+    )
+    shown = {"ReaderDice": 3, "InterReaderDice": 3, DISPUTED: 2}
+    cases = [
+        TableRow(case.name, [Score(case.scores[kind].get(one, math.nan), places)
+                             for kind in scored.classes for one, places in shown.items()])
+        for case in scored.cases
+    ]  # fmt: skip
+    columns = [TableHead("Case"), *(TableHead(kind, (*pairs[1:], "disputed, ml")) for kind in scored.classes)]
+    return Table("readers", heads, rows, "class", note), Table("readers-per-case", columns, cases, "case")
 
 
 def _mean_and_deviation(mean: float, sd: float, in_hu: bool) -> Score:

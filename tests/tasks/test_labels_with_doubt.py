@@ -1,0 +1,120 @@
+"""Several readers per case in training, evaluation and report; the same on one rank and on two."""
+
+import json
+import math
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from seqpar.cli import evaluate, report
+from seqpar.cluster.exit_codes import run
+from seqpar.data.errors import DataError
+from seqpar.scores.label_files import Doubt, read_reference
+from seqpar.scores.label_scores import score_readers
+from seqpar.settings.command_line import parse
+from seqpar.tasks.segment.data import open_data, read_headers
+from tests.support.folders import OBLIQUE, label_array, save, several_readers
+from tests.support.training_runs import TINY, farthest, losses, prepare, trained
+
+READERS = ("ann", "ben", "cy")
+
+
+def flags_of(root: Path, *more: str) -> list[str]:
+    data = several_readers(root / "Dataset001_Tiny", cases=5)
+    return [*TINY.split(), "--epochs", "1", "--data", str(data), "--cache", str(root / "cache"), *more]
+
+
+def test_a_run_on_several_readers_is_the_same_on_two_ranks_and_reports_their_agreement(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = flags_of(tmp_path, "--precision", "fp64", "--mode", "halo", "--foreground", "1")
+    prepare(flags)
+    first = trained(1, flags, tmp_path / "one")
+    trained(2, [*flags, "--seqpar", "2"], tmp_path / "two")
+    assert farthest(losses(tmp_path / "one"), losses(tmp_path / "two")) < 1e-9
+    assert "the target is the mean of 3 readers: ann, ben, cy" in first.said()
+
+    summary = json.loads((tmp_path / "two" / "validation" / "summary.json").read_text())
+    (entry, *_) = summary["metric_per_case"]
+    assert [Path(path).parent.name for path in entry["doubt"]["readers"].values()] == [f"labelsTr_{r}" for r in READERS]
+    rows = [entry["metrics"]["1"], summary["mean"]["2"]]
+    assert rows[0]["InterReaderDice"] == pytest.approx(2 / 3) and 0.9 < rows[1]["InterReaderDice"] < 1
+    assert 0 < rows[1]["DisputedMl"] < rows[0]["DisputedMl"]
+
+    assert run(report.act, [str(tmp_path / "two")]) == 0
+    page = (tmp_path / "two" / "report.html").read_text()
+    assert 'id="readers"' in page and 'id="readers-per-case"' in page and "two readers" in page
+
+    predicted = tmp_path / "predicted"
+    shutil.copytree(tmp_path / "Dataset001_Tiny" / "labelsTr_ben", predicted)  # as good as a reader
+    capsys.readouterr()
+    assert run(evaluate.act, [str(tmp_path / "Dataset001_Tiny"), str(predicted), "--workers", "1"]) == 0
+    said = capsys.readouterr().out
+    assert "InterReaderDice" in said and "mean Dice of each two readers" in said
+    mean = json.loads((predicted / "summary.json").read_text())["mean"]["1"]
+    assert mean["Dice_ben"] == 1 and mean["Dice_ann"] == pytest.approx(2 / 3)
+    assert mean["ReaderDice"] == pytest.approx((1 + 2 / 3 + 2 / 3) / 3)
+
+
+@pytest.mark.parametrize(
+    "more, message",
+    [
+        (["--loss", "focal"], "--loss focal: labels with doubt have probabilities: choose one of ce, dice, dice-ce"),
+        (["--class-weights", "1", "1", "1"], "--class-weights: labels with doubt have no class per voxel"),
+        (["--synthesis", "0.5"], "--synthesis 0.5: no tumours are made in labels with doubt"),
+    ],
+)
+@pytest.mark.parametrize("act", [lambda config: open_data(config, True), read_headers])
+def test_settings_without_a_meaning_are_refused_before_anything_is_prepared(
+    act: Callable, more: list[str], message: str, tmp_path: Path
+) -> None:
+    config = parse(flags_of(tmp_path, *more), "debug")[1]
+    with pytest.raises(ValueError, match=message):
+        act(config)
+    assert not (tmp_path / "cache").exists()
+
+
+def reference_of(tmp_path: Path, maps: list[np.ndarray], **more: object) -> Doubt:
+    names = "abcdef"[: len(maps)]
+    return Doubt({name: save(tmp_path / name / "c.nii.gz", one) for name, one in zip(names, maps)}, **more)
+
+
+def test_a_reference_is_the_value_that_most_readers_gave(tmp_path: Path) -> None:
+    maps = [np.zeros((2, 2, 2), np.uint8) for _ in range(3)]
+    for one, values in zip(maps, ([0, 5, 2, 2], [2, 5, 5, 2], [5, 5, 2, 0])):
+        one[0].flat[:] = values
+    doubt = reference_of(tmp_path, maps)
+    first = doubt.readers["a"]
+    values, geometry, readers = read_reference(first, doubt)
+    assert sorted(values[values > 0].tolist()) == [2, 2, 5] and (readers["b"] > 0).sum() == 4
+    assert sorted(read_reference(first, doubt._replace(joined=((5, 2),))).values.ravel().tolist()) == [0] * 4 + [2] * 4
+    with pytest.raises(DataError, match=r"a/c.nii.gz: holds \[5\], which is not among the declared labels"):
+        read_reference(first, doubt, frozenset({0, 2}))
+    save(doubt.readers["b"], maps[1], OBLIQUE * 2)
+    with pytest.raises(DataError, match="does not lie on"):
+        read_reference(first, doubt)
+
+
+def test_a_reference_of_probabilities_is_the_most_probable_value(tmp_path: Path) -> None:
+    shares = np.zeros((3, 2, 2, 3), np.float32)
+    shares[..., 0], shares[1, 1, 1], shares[0, 0, 0] = 1, (0.2, 0.3, 0.5), (0.4, 0.4, 0.2)
+    path = save(tmp_path / "c.nii.gz", shares)
+    values = read_reference(path, Doubt({}, (0, 3, 7))).values
+    assert sorted(values.ravel().tolist()) == [0] * 11 + [7]
+    with pytest.raises(DataError, match="holds 3 channels: 2 probabilities are needed"):
+        read_reference(path, Doubt({}, (0, 3)))
+
+
+def test_the_agreement_of_readers_is_the_mean_over_pairs() -> None:
+    one, two = label_array((1,)), label_array((1,))
+    two[3] = 0  # half of it
+    scores = score_readers({"a": one, "b": two, "c": two}, one, {"t": (1,), "none": (4,)}, (1, 1, 2))
+    assert scores["t"]["Dice_a"] == 1 and scores["t"]["Dice_b"] == pytest.approx(2 / 3)
+    assert scores["t"]["InterReaderDice"] == pytest.approx((2 / 3 + 2 / 3 + 1) / 3)
+    assert scores["t"]["DisputedMl"] == pytest.approx(16 * 2 / 1000)
+    assert math.isnan(scores["none"]["InterReaderDice"]) and scores["none"]["DisputedMl"] == 0
+    perfect = score_readers({"a": one, "b": two}, one, {"none": (4,)}, (1, 1, 2), "brats")["none"]
+    assert perfect["ReaderDice"] == perfect["InterReaderDice"] == 1
