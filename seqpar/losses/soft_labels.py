@@ -115,9 +115,17 @@ class Readers(SoftLabels):
 
     count: int
 
-    base = property(lambda self: self.num_classes)  # type: ignore[assignment]
-    num_digits = property(lambda self: self.count)  # type: ignore[assignment]
-    whole = property(lambda self: self.count)  # type: ignore[assignment]
+    @property
+    def base(self) -> int:
+        return self.num_classes
+
+    @property
+    def num_digits(self) -> int:
+        return self.count
+
+    @property
+    def whole(self) -> int:
+        return self.count
 
     @property
     def described(self) -> str:
@@ -146,9 +154,17 @@ class Readers(SoftLabels):
 class Probabilities(SoftLabels):
     """Each digit is the probability of a class except the background, in ``LEVELS`` shares."""
 
-    base = property(lambda self: LEVELS + 1)  # type: ignore[assignment]
-    num_digits = property(lambda self: self.num_classes - 1)  # type: ignore[assignment]
-    whole = property(lambda self: LEVELS)  # type: ignore[assignment]
+    @property
+    def base(self) -> int:
+        return LEVELS + 1
+
+    @property
+    def num_digits(self) -> int:
+        return self.num_classes - 1
+
+    @property
+    def whole(self) -> int:
+        return LEVELS
 
     @property
     def described(self) -> str:
@@ -159,8 +175,9 @@ class Probabilities(SoftLabels):
         return f"give at most {MOST_BITS // 8 + 1} labels, the background included, or join labels"
 
     def shares(self, code: Array) -> list[Array]:
-        digits = self.digits(code)
-        return [LEVELS - reduce(add, digits), *digits]
+        digits: list[Array] = self.digits(code)
+        background: Any = LEVELS - reduce(add, digits)
+        return [background, *digits]
 
     def possible(self, code: np.ndarray, number: int) -> np.ndarray:
         """Returns the mask of the voxels in which a class has a probability of at least one half."""

@@ -278,8 +278,8 @@ def refuse_unknown(labels: Labels, pairs: Iterable[Pair]) -> None:
             return
         try:
             reference = read_reference(path, doubt)
-            for values in (reference.values, *reference.readers.values()):
-                seen |= set(np.unique(values).tolist())
+            for own in (reference.values, *reference.readers.values()):
+                seen |= set(np.unique(own).tolist())
         except DataError:  # which scoring names
             return
         left = {name: values for name, values in left.items() if seen.isdisjoint(values)}

@@ -190,12 +190,10 @@ def refuse_mismatch(
         if (how := geometry_difference(geometry, first)) is not None:
             raise DataError(path, f"does not match {case.images[0]}: {how}; draw it on the image again")
         if num_channels != label_channels:
-            needed = "a label has one value per voxel"
+            hint = 'a label has one value per voxel, or declare "soft_labels": true if these are probabilities'
             if label_channels > 1:
-                needed = f'with "soft_labels", it needs the probabilities of {label_channels} labels, in order of value'
-            elif num_channels > 1:
-                needed += ', or declare "soft_labels": true if these are probabilities'
-            raise DataError(path, f"has {quantity(num_channels, 'channel')}; {needed}")
+                hint = f'with "soft_labels", it needs the probabilities of {label_channels} labels, in order of value'
+            raise DataError(path, f"has {quantity(num_channels, 'channel')}; {hint}")
         return
     needed = len(modalities) if len(case.images) == 1 else 1
     if num_channels != needed:

@@ -329,8 +329,8 @@ class SegmentationValidation(CaseValidation):
                 if is_whole:
                     chosen = slice(-low * area % step, None, step)  # each step-th voxel of the case, on whichever rank
                     own = slab.logits.flatten(1)[:, chosen], truth.flatten()[chosen]
-                    how = self.loss.regions, self.loss.ignore_label, self.loss.soft
-                    likelihoods = likelihoods + negative_likelihoods(*own, *how)
+                    regions, ignore, soft = self.loss.regions, self.loss.ignore_label, self.loss.soft
+                    likelihoods = likelihoods + negative_likelihoods(*own, regions, ignore, soft)
                 handed_on = [slab]
                 del slab  # or its logits would be alive while the next one is made
                 yield handed_on.pop()
