@@ -93,6 +93,7 @@ def segment_page(options: argparse.Namespace, record: RunRecord) -> FinishedPage
     tiles, note = headline(record, scored) if not alone else ([], "")
     colours = record.class_colours(scored.classes if scored else ())
     tables: dict[str, object] = {"metrics": last_validation(record), "sizes": None, "intensities": None, "series": None}
+    tables["readers"] = None
     if scored and alone:
         schemes = (record.dataset.get("recipe") or {}).get("schemes", ())
         intensities = _intensities(options.prediction, scored, schemes, gaps)
