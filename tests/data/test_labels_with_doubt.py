@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import nibabel
@@ -12,17 +13,20 @@ import torch
 from seqpar.data.boxes import crop
 from seqpar.data.errors import DataError
 from seqpar.data.formats.joined_labels import join_labels, parse_joins
+from seqpar.data.formats.nnunet_plans import BY_TORCH
 from seqpar.data.formats.recognise import is_folder_of_dataset, read_dataset
 from seqpar.data.geometry import to_canonical
 from seqpar.data.preparation.cache import PreparedDataset, open_cache
 from seqpar.data.preparation.cache_index import is_current
 from seqpar.data.preparation.prepare_dataset import prepare
+from seqpar.data.preparation.prepared_case import load_case
 from seqpar.data.preparation.recipe import PrepareSettings
 from seqpar.data.sampling.augmentation import augment
 from seqpar.data.sampling.augmentation_presets import RECIPES
 from seqpar.data.sampling.tiles import TileKey, TileSource
 from seqpar.data.volumes import read_volume
 from seqpar.losses import Probabilities, Readers
+from tests.data.test_as_nnunet import STRAIGHT, by_plan, write_case
 from tests.support.bad_data import prepared, rewrite
 from tests.support.folders import image_array, nnunet, save, several_readers, write_json
 
@@ -104,6 +108,29 @@ def test_labels_with_doubt_are_resampled(write: Callable[[Path], Path], tmp_path
     target = data.soft.target(label, torch.float64)[0]
     assert tuple(target.shape[1:]) == data.cases["c_000"].image.shape[1:] and float(target.min()) >= 0
     assert float((target.sum(0) - 1).abs().max()) < 1e-12 and float(target[1:].sum()) > 0
+
+
+@pytest.mark.parametrize("by", ["splines", "torch"])
+def test_by_nnunets_plan_each_readers_label_is_resampled_as_one_alone(by: str, tmp_path: Path) -> None:
+    torch_kwargs = {"resampling_fn_seg": "resample_torch_fornnunet"} if by == "torch" else {}
+    own, case = by_plan(spacing=[1.1, 1.2, 1.9], **torch_kwargs), write_case(tmp_path, STRAIGHT)
+    loaded, num = load_case(case, own.recipe), len(own.recipe.values)
+    assert (own.plan.label_resampling.function == BY_TORCH) == (by == "torch")
+    rng = np.random.default_rng(1)
+    maps = [(loaded.image[0] > level).astype(np.uint8) * int(rng.integers(1, num)) for level in (100, 200, 250)]
+    readers = replace(own, recipe=replace(own.recipe, readers=3))
+    soft = readers.recipe.soft
+    together = readers.prepare(loaded._replace(ids=soft.join(maps)), case)
+    assert together.label.shape == together.image.shape[1:] != maps[0].shape
+    for digit, one in zip(soft.digits(together.label), maps):
+        # what is labelled is never outside: of all readers, which splines do not ask for
+        alone = own.prepare(loaded._replace(ids=one), case).label
+        assert (digit == alone).all() if by == "splines" else (digit == alone).mean() > 0.95
+    likely = replace(own, recipe=replace(own.recipe, probabilities=True))
+    shares = np.stack([np.mean([one == k for one in maps], 0) for k in range(num)])
+    label = likely.prepare(loaded._replace(ids=likely.recipe.soft.encode(shares)), case).label
+    target = likely.recipe.soft.target(torch.from_numpy(label)[None], torch.float64)[0]
+    assert float((target.sum(0) - 1).abs().max()) < 1e-12 and 0.3 < float(target[0].mean()) < 1
 
 
 def tiles_of(data: PreparedDataset, name: str) -> TileSource:
