@@ -17,10 +17,11 @@ from seqpar.cli import report
 from seqpar.cluster.exit_codes import run
 from seqpar.report.cases import ShownCase, _case_view, planes_note, planes_of, viewer_section
 from seqpar.report.curves import step_axis, training_diagrams
+from seqpar.report.images import other_voxels, spacings_of
 from seqpar.report.pictures import PicturedCase, figure_of_cases
 from seqpar.report.planes import COLOURS, RUN_COLOURS, bar_length
 from seqpar.report.plots import draw_chart
-from seqpar.report.record import CaseScores, ScoredCase, parse_scores, read_record, read_scores
+from seqpar.report.record import CaseScores, RunRecord, ScoredCase, parse_scores, read_record
 from seqpar.report.tables import (
     coarse_voxels,
     dice_table,
@@ -29,7 +30,6 @@ from seqpar.report.tables import (
     score_strips,
     sizes_table,
     volumes_table,
-    voxel_ml,
     what_is_absent,
     what_volumes_count,
 )
@@ -38,7 +38,7 @@ from seqpar.scores.label_files import Pair
 from seqpar.scores.label_scores import DEFAULT_SETTINGS, score, summarise
 from seqpar.scores.summary_files import summary_content
 from seqpar.settings.presets import debug
-from seqpar.tasks.segment.page import headline, other_scale
+from seqpar.tasks.segment.page import headline
 from tests.support.folders import save
 from tests.support.report_page import NAMES, Page, own_slices, written
 
@@ -418,19 +418,27 @@ def test_it_is_said_how_many_cases_lack_a_class_and_how_they_count() -> None:
     assert what_is_absent(hidden) == "lesion is not annotated in 1 of 1 case, left out."
 
 
-def test_voxels_of_another_size_than_in_training_are_named_unless_they_are_resampled(finished: Path) -> None:
-    record, own = read_record(finished), read_scores(finished)
-    size = voxel_ml(own)
+def test_voxels_of_another_size_or_shape_than_in_training_are_named_unless_they_are_resampled(finished: Path) -> None:
+    record = read_record(finished)
+    sides = (1.1, 1.0, 1.3)
 
-    def scaled(times: float) -> CaseScores:
-        rows = {name: {"VoxelMl": times * size, "VolumeMl": 0.0} for name in own.classes}
-        return replace(own, cases=tuple(replace(case, scores=rows) for case in own.cases))
+    def told(*times: float, record: RunRecord = record) -> str:
+        return other_voxels(record, {"near": sides, "far": tuple(side * t for side, t in zip(sides, times))})
 
-    assert [other_scale(record, scaled(times)) for times in (0.7, 1, 1.4)] == ["", "", ""]
-    assert all("at another scale than in training" in other_scale(record, scaled(times)) for times in (0.5, 2))
-    assert f"have up to {2000 * size:.3g} mm³, and those of the run's own held-out cases up to {1000 * size:.3g}" in (
-        other_scale(record, scaled(2))
-    )
+    assert [told(*[t] * 3) for t in (0.85, 1, 1.2)] == ["", "", ""] and other_voxels(record, {}) == ""
+    for times in ((0.7, 0.7, 0.7), (2, 2, 2), (0.5, 0.5, 4)):  # the last have the volume of the run's own
+        shape = " × ".join(f"{side * t:.3g}" for side, t in zip(sides, times))
+        own = " × ".join(f"{side:.3g}" for side in sides)
+        assert told(*times) == (
+            "1 of 2 cases has voxels of another size or shape than the run's own cases: "
+            f"far of {shape} mm, the run's of {own} mm. This run does not resample, so the network sees structures at "
+            "another scale than in training, and may miss or invent them."
+        )
     recipe = {**record.dataset["recipe"], "spacing": [1.0, 1.0, 1.0]}
-    content = {**record.content, "dataset": {**record.dataset, "recipe": recipe}}
-    assert other_scale(replace(record, content=content), scaled(2)) == ""
+    for other in ({"recipe": recipe}, {"prepared": "gone"}):
+        content = {**record.content, "dataset": {**record.dataset, **other}}
+        assert bool(told(2, 2, 2, record=replace(record, content=content))) == ("prepared" in other), (
+            "or its validation"
+        )
+    files = {name: finished / "validation" / f"{name}.nii.gz" for name in (NAMES[0], "missing")}
+    assert spacings_of(files) == {NAMES[0]: pytest.approx(sides)}

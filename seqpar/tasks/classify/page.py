@@ -23,7 +23,7 @@ from seqpar.data.volumes import read_volume
 from seqpar.prediction.prediction_folder import RECORD
 from seqpar.report.cases import BUDGET, CaseSection, ShownCase, order_note, viewer_section
 from seqpar.report.curves import CHANCE, INK, Diagram, Line, LineStyle, number, reliability_diagram
-from seqpar.report.images import FoundImage, Images, find_images, grey_images, recipe_of
+from seqpar.report.images import FoundImage, Images, find_images, grey_images, other_voxels, recipe_of, spacings_of
 from seqpar.report.pictures import MAPS, body_of, draw_evidence, evidence_planes
 from seqpar.report.planes import colours_of, slices_of
 from seqpar.report.plots import Chart, draw_charts
@@ -44,7 +44,7 @@ from seqpar.scores.class_scores import (
 )
 from seqpar.scores.comparison import FEW, TOO_FEW
 from seqpar.scores.label_files import missing_line
-from seqpar.tasks.classify.evaluation import trained_on
+from seqpar.tasks.classify.evaluation import image_files, trained_on
 from seqpar.tasks.classify.scores import (
     EXPLANATIONS,
     TABLE,
@@ -144,8 +144,13 @@ def class_page(options: argparse.Namespace, record: RunRecord) -> FinishedPage:
 
 def _cautions(record: RunRecord, summary: Summary, truth: Path) -> list[str]:
     """Returns what a reader of the scores of other cases should know first."""
-    lines = trained_on(record, truth, [case["case"] for case in summary["metric_per_case"]])
-    return [*filter(None, [missing_line(summary["missing"])]), *lines]
+    names, images = [case["case"] for case in summary["metric_per_case"]], image_files(truth)
+    voxels = other_voxels(record, spacings_of({name: images[name] for name in names if name in images}))
+    return [
+        *filter(None, [missing_line(summary["missing"])]),
+        *trained_on(record, truth, names),
+        *[voxels] * bool(voxels),
+    ]
 
 
 @dataclass(frozen=True)

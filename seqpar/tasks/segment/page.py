@@ -15,7 +15,7 @@ from seqpar.prediction.class_statistics import read_statistics
 from seqpar.prediction.prediction_folder import RECORD, SERIES
 from seqpar.report.cases import case_section, load_worst
 from seqpar.report.curves import number
-from seqpar.report.images import find_images
+from seqpar.report.images import find_images, other_voxels, spacings_of
 from seqpar.report.plots import Chart, draw_charts
 from seqpar.report.record import (
     CaseScores,
@@ -48,7 +48,6 @@ from seqpar.report.tables import (
     score_strips,
     sizes_table,
     volumes_table,
-    voxel_ml,
 )
 from seqpar.scores.comparison import FEW as FEW_CASES
 from seqpar.scores.comparison import TOO_FEW, interval_of_mean
@@ -62,7 +61,6 @@ from seqpar.text import quantity
 FOLDER = Path(__file__).parent
 RESEARCH = "For research; not a medical device."
 NO_SPREAD = 5e-4  # of a Dice: an interval of less would look like certainty
-OTHER_SCALE = 1.5  # times as large, or as small
 FEW = 12  # cases whose table is open from the start
 
 
@@ -109,7 +107,9 @@ def segment_page(options: argparse.Namespace, record: RunRecord) -> FinishedPage
     cautions = _reached(record) if alone else []
     if scored and not alone:
         cautions = _cautions(record, scored) if options.truth is not None else chosen_on_them(record)
-    cautions += filter(None, [other_scale(record, scored), coarse_voxels(scored)] if scored else [])
+    if scored:
+        files = {case.name: case.prediction for case in scored.cases} if options.prediction is not None else {}
+        cautions += filter(None, [other_voxels(record, spacings_of(files)), coarse_voxels(scored)])
     parts: dict[str, Any] = {
         "calibration": _calibration_charts(options, record.labels) if scored and not alone else [],
         "about_calibration": ABOUT_CALIBRATION,
@@ -204,20 +204,6 @@ def _cautions(record: RunRecord, scored: CaseScores) -> list[str]:
     """Returns what a reader of the scores of other label maps should know first."""
     lines = trained_on(record, {case.name: case.truth for case in scored.cases})
     return [*filter(None, [missing_line(scored.missing)]), *lines]
-
-
-def other_scale(record: RunRecord, scored: CaseScores) -> str:
-    """Returns a sentence if voxels are far from as large as in the run's held-out cases, and none are resampled."""
-    recipe = record.dataset.get("recipe") or {}
-    own = None if recipe.get("spacing") or recipe.get("plan") else try_reading(lambda: read_scores(record.path), [])
-    trained, size = (1000 * voxel_ml(one) if one else 0.0 for one in (own, scored))
-    if not trained or not size or max(trained, size) < OTHER_SCALE * min(trained, size):
-        return ""
-    return (
-        f"Voxels have up to {size:.3g} mm³, and those of the run's own held-out cases up to {trained:.3g} mm³. This "
-        "run resamples none, so the network sees structures at another scale than in training, and may miss or invent "
-        "them."
-    )
 
 
 def _reached(record: RunRecord) -> list[str]:
