@@ -173,6 +173,14 @@ def test_the_picture_names_the_best_points_in_the_colours_of_the_page(tmp_path: 
 
 def test_the_page_of_a_sweep_says_how_sure_the_order_of_its_first_points_is(made: Path) -> None:
     first, second, *_ = (made / point.name for point in read_sweep(made).points)
+    assert run(report.act, [str(made)]) == 0
+    text = Page((made / "report.html").read_text()).text
+    assert "is not known: their best validations count, scores of single cases are kept of the last, and " in text
+    assert "lr-0.001_batch-2 had its best before." in text and "In their best validations" not in text
+    lines = [
+        line for line in (second / "metrics.jsonl").read_text().splitlines() if '"step": 2, "loss": 1.0' not in line
+    ]
+    (second / "metrics.jsonl").write_text("\n".join(lines).replace("0.4", "0.6") + "\n")
     summary = json.loads((first / "validation" / "summary.json").read_text())
     (entry,) = summary["metric_per_case"]
     for count, said in ((2, "(2 cases: too few to tell)"), (6, "over 6 cases (95 % confidence interval: -")):
@@ -185,7 +193,7 @@ def test_the_page_of_a_sweep_says_how_sure_the_order_of_its_first_points_is(made
         assert run(report.act, [str(made)]) == 0
         text = Page((made / "report.html").read_text()).text
         assert (
-            "After their last steps, lr-0.001_batch-1's mean Dice is 0." in text
+            "In their best validations, lr-0.001_batch-1's mean Dice is 0." in text
             and "lower than lr-0.001_batch-2's" in text
         )
         assert said in text and "Other seeds may change the order, and the first of several points tends" in text
