@@ -56,7 +56,7 @@ class ShownCase:
     - ``is_ct``: whether these are Hounsfield units
     - ``slices``: of the case's file, along W, D and H
     - ``heat``: a map from 0 to 255; ``heat_name``: what it shows, such as its class; ``most_nats``: what 255 stands for
-      in a map of entropy
+      in a map of entropy, and when it has that, in ``most_when``
     - ``at``: the planes to begin with; None: those that are also drawn
     """
 
@@ -73,6 +73,7 @@ class ShownCase:
     at: tuple[int, ...] | None = None
     heat_name: str = ""
     most_nats: float = 0.0
+    most_when: str = ""
 
     def embedded(self, budget: int) -> Embedded:
         """Returns the volumes as a page holds them, CT in 256 levels for windows of few Hounsfield units."""
@@ -149,7 +150,8 @@ def _with_entropy(shown: ShownCase, prediction: Path, properties: Properties, re
     whole = to_canonical(volume.array[0], volume.geometry.orientation)
     seen = transforms.resample(crop(whole, properties.box), properties.shape)
     heat: Bytes = np.rint(255 * np.clip(seen / most, 0, 1)).astype(np.uint8)
-    return replace(shown, heat=heat, heat_name=ENTROPY, most_nats=most)
+    when = "each region has a probability of 0.5" if regions else "all labels are equally likely"
+    return replace(shown, heat=heat, heat_name=ENTROPY, most_nats=most, most_when=when)
 
 
 def _numbered(values: NDArray[Any], numbers: dict[int, int]) -> Bytes:
@@ -399,7 +401,7 @@ def _case_view(case: ScoredCase, shown: ShownCase, labels: Sequence[str], neurol
         f"{d:.6g}fr {w:.6g}fr {w:.6g}fr",
         planes_of(shown, neurological),
         entropy_planes(shown, neurological) if shown.most_nats else (),
-        f"{shown.most_nats:.2f} nats",
+        f"{shown.most_nats:.2f} nats ({shown.most_when})",
     )
 
 

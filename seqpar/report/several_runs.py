@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
@@ -18,6 +18,8 @@ from seqpar.report.run_page import format_setting, verdict
 from seqpar.report.tables import Table, TableHead, TableRow, make_strips
 from seqpar.runs.metrics_tail import ERRORS, SCORES, score_of, task_of_row
 from seqpar.scores.comparison import FEW, describe_interval, interval_of_mean
+from seqpar.settings.config import SETTINGS
+from seqpar.settings.rules import setting_applies
 from seqpar.text import quantity
 
 T = TypeVar("T")
@@ -155,8 +157,9 @@ def settings_table(records: Mapping[str, RunRecord]) -> Table | None:
         facts = {"data set": record.dataset["name"], "ranks": record.layout["ranks"], **record.config}
         if record.config.get("data"):
             facts.pop("phantoms", None)  # they are for a run without data
+        network = record.network_settings
         for setting, value in facts.items():
-            if setting not in NOT_A_SETTING:
+            if setting not in NOT_A_SETTING and (setting not in SETTINGS or setting_applies(network, setting)):
                 every.setdefault(setting, {})[name] = format_setting(_from_here(value))
     rows = [TableRow(setting, [values.get(name, "–") for name in records]) for setting, values in every.items()]
     rows = [row for row in rows if len(set(row.cells)) > 1]
@@ -172,23 +175,24 @@ def _from_here(value: object) -> object:
 
 def curves_over_each_other(records: Mapping[str, RunRecord]) -> list[Chart]:
     """Returns the charts of training loss, held-out loss and score, a curve for each run."""
-    losses, held_out, scores = list[Line](), list[Line](), list[Line]()
+    losses, held_out, scores = list[Line](), list[Line](), dict[str, list[Line]]()
     for n, (name, record) in enumerate(records.items()):
         rows = record.train
         at = [row["step"] for row in record.held_out]
         train = [number(row.get("loss")) for row in rows]
         losses.append(Line(name, [row["step"] + 1 for row in rows], [train], noisy=True, style=n))
         held_out.append(Line(name, at, [[number(row.get("loss")) for row in record.held_out]], dots=True, style=n))
-        own = [row for row in record.held_out if task_of_row(row) not in ERRORS]  # others are compared by that loss
-        scores.append(Line(name, [row["step"] for row in own], [[score_of(row) for row in own]], dots=True, style=n))
-    tasks = dict.fromkeys(task_of_row(row) for record in records.values() for row in record.held_out)
-    names = [SCORES[task] for task in tasks if task not in ERRORS]
+        values = [score_of(row) for row in record.held_out]
+        scores.setdefault(record.network_settings.task, []).append(Line(name, at, [values], dots=True, style=n))
     validations = [row for record in records.values() for row in record.held_out]
-    every = (
+    every: list[tuple[str, list[Line], float | None]] = [
         ("Loss in training", losses, None),
         (f"Loss on held-out cases{count_of(validations, '=')}", held_out, None),
-        (f"{_title(names)} on held-out cases{count_of(validations)}", scores, 1.0),
-    )
+    ]
+    for task, lines in scores.items():  # a chart each, for what one task is scored by is nothing to another
+        own = [row for row in validations if task_of_row(row) == task]
+        if task not in ERRORS:  # these are compared by that loss
+            every.append((f"{SCORES[task][:1].upper()}{SCORES[task][1:]} on held-out cases{count_of(own)}", lines, 1.0))
     axis = step_axis([record.train for record in records.values()])
     return draw_charts(
         [
@@ -196,9 +200,3 @@ def curves_over_each_other(records: Mapping[str, RunRecord]) -> list[Chart]:
             for title, lines, high in every
         ]
     )
-
-
-def _title(names: Iterable[str]) -> str:
-    """Returns what runs are scored by, as a title."""
-    text = " or ".join(names)
-    return text[:1].upper() + text[1:]

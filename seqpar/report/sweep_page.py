@@ -50,6 +50,7 @@ def page_of_sweep(out: Path, compare: Mapping[str, Compare]) -> str:
         generated=sentence_on_phantoms(records),
         headline=headline,
         lead=_lead(records, ranked[:2], compare),
+        best=best.name if best else "",
         again=_again(out, best),
         gaps=gaps,
         heads=["point", *map(flag_name, sweep.varied()), "state", sweep.score_name, *HEADS.values()],

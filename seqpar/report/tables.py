@@ -195,7 +195,12 @@ def _ml_places(scored: CaseScores) -> int:
 
 def what_volumes_count(classes: Mapping[str, str]) -> str:
     """Returns a sentence on which labels a volume counts; "" for a single class with one label."""
-    several = [f"{name} = {_labels_of(key)}" for name, key in classes.items() if "," in key.rstrip(",)")]
+    names = {_labels_of(key): name for name, key in classes.items()}
+    several = list[str]()
+    for name, key in classes.items():
+        if len(labels := _labels_of(key).split(" + ")) > 1:
+            are_named = all(label in names for label in labels)
+            several.append(f"{name} = {' + '.join(names[label] if are_named else label for label in labels)}")
     if several:
         return f" A volume is that of all labels of its class: {'; '.join(several)}."
     alone = " Each volume counts only the label of its class: an organ's leaves out lesions with a label of their own."

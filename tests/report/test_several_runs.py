@@ -1,6 +1,7 @@
 """A page about several runs: settings that differ, curves over each other, scores, and differences case by case."""
 
 import json
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -10,6 +11,7 @@ import pytest
 
 from seqpar.cli import report
 from seqpar.cluster.exit_codes import USAGE, run
+from seqpar.report.curves import count_of
 from tests.support.report_page import NAMES, Page
 
 PERFECT = NAMES[2]  # what is predicted so, as its name comes first
@@ -58,6 +60,29 @@ def test_a_setting_without_effect_is_not_shown_and_paths_are_short(
     changed(worse, lambda content: content["config"].update(data="", phantoms=12, cache=str(worse.parent / "prepared")))
     text = compared(finished, worse).text
     assert "phantoms–12\n" in text and "cache–prepared\n" in text
+
+
+def test_settings_of_other_networks_are_not_shown_and_scores_of_tasks_have_charts_of_their_own(
+    finished: Path, worse: Path
+) -> None:
+    own = {"task": "classify", "network": "resattnet18", "decoder": "plain", "embed_dim": 7, "depth": 5, "loss": "ce"}
+    changed(worse, lambda content: content["config"].update(own))
+    row = {"kind": "val", "step": 5, "loss": 0.4, "scores": {"balanced accuracy": 0.5}, "cases": 12}
+    path = worse / "metrics.jsonl"
+    lines = [line for line in path.read_text().splitlines() if '"val"' not in line]
+    path.write_text("\n".join([*lines, json.dumps(row)]) + "\n")
+    compared(finished, worse)
+    text = (finished / "comparison.html").read_text()
+    settings = text[text.index('id="settings-that-differ"') :].partition("</table>")[0]
+    cells = {
+        name: re.findall(">([^<]+)</td>", row) for name, row in re.findall(r"<th>(\w+)</th>(<td.*)</tr>", settings)
+    }
+    assert cells["network"] == ["vit", "resattnet18"] and cells["decoder"][1] == cells["embed_dim"][1] == "–"
+    for title in ("Mean Dice on held-out cases (n ≤ 2)", "Balanced accuracy on held-out cases (n = 12)"):
+        (chart,) = [part for part in text.split('<figure class="chart">') if f"<figcaption>{title}" in part]
+        assert chart.count('class="curve"') == 1
+    assert count_of([{"cases": 2, "dice": {"a": 1}}, {"cases": 12, "dice": {"a": 1}}]) == " (n ≤ 12)"
+    assert count_of([{"cases": 2}, {"cases": 12}], "=") == " (n = 2 to 12)"
 
 
 def test_curves_of_other_data_or_tasks_are_not_to_be_compared(finished: Path, worse: Path) -> None:

@@ -220,6 +220,9 @@ def test_the_page_of_a_sweep_has_all_points_effects_and_the_command_of_the_best(
     assert text.count("<tr data-point=") + text.count('<tr class="best" data-point=') == 4
     assert 'data-effect="batch"' in text and "Dice by lr" in page.text
     assert "a difference between few points may be chance" in page.text
+    assert "A point is one combination of settings, trained once." in page.text
+    assert "To train lr-0.001_batch-2 again:" in page.text
+    assert "A dot is a point; the vertical line is the median. Points" in page.text, "no grey box is drawn of few"
     assert "train.py --lr 1e-3 --out" in page.text and "batch-2-again" in page.text
     assert "torchrun --nproc-per-node 2 launch/train.py --lr" in page.text, "as many groups as it had"
     assert "data:image/png;base64," in text and "aria-sort" in text

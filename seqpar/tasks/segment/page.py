@@ -111,7 +111,7 @@ def segment_page(options: argparse.Namespace, record: RunRecord) -> FinishedPage
         files = {case.name: case.prediction for case in scored.cases} if options.prediction is not None else {}
         cautions += filter(None, [other_voxels(record, spacings_of(files)), coarse_voxels(scored)])
     parts: dict[str, Any] = {
-        "calibration": _calibration_charts(options, record.labels) if scored and not alone else [],
+        "calibration": _calibration_charts(options, record.labels, colours) if scored and not alone else [],
         "about_calibration": ABOUT_CALIBRATION,
         "tiles": tiles,
         "note": note,
@@ -188,7 +188,7 @@ def _mean_and_deviation(mean: float, sd: float, in_hu: bool) -> Score:
     return Score(mean, places, "" if math.isnan(sd) else f" ± {sd:.{places}f}")
 
 
-def _calibration_charts(options: argparse.Namespace, labels: Labels) -> list[Chart]:
+def _calibration_charts(options: argparse.Namespace, labels: Labels, colours: Mapping[str, str]) -> list[Chart]:
     """Returns the reliability diagram of predictions whose probabilities were written; none of others."""
     if options.truth is None:
         return []
@@ -197,7 +197,7 @@ def _calibration_charts(options: argparse.Namespace, labels: Labels) -> list[Cha
         return []
     faults = list[DataError]()  # of cases, which are those of their scores
     tenths = calibrate(pairs, labels, 1, faults)
-    return draw_charts([calibration_diagram(tenths, len(pairs) - len(faults))] * bool(tenths), width=360)
+    return draw_charts([calibration_diagram(tenths, len(pairs) - len(faults), colours)] * bool(tenths), width=360)
 
 
 def _cautions(record: RunRecord, scored: CaseScores) -> list[str]:
