@@ -385,6 +385,8 @@ def _case_view(case: ScoredCase, shown: ShownCase, labels: Sequence[str], neurol
     """Returns one case with its scores and three planes."""
     dice = ", ".join(f"{name} {Score(row.get('Dice', math.nan), 3).text}" for name, row in case.scores.items())
     missing = "".join(f" · {text}" for name, row in case.scores.items() if (text := what_is_missing(name, row)))
+    unknown = [name for name, row in case.scores.items() if math.isnan(row.get("n_ref", 0))]
+    missing += f" · not annotated: {', '.join(unknown)}" * bool(unknown)
     modality = f" · shown on {(best := best_modality(list(shown.images)))}" if shown.images else ""
     if shown.images and shown.is_ct:
         modality += " from {:.0f} HU (black) to {:.0f} HU (white)".format(*shown.ranges[best])
@@ -410,7 +412,7 @@ def volumes_of(case: ScoredCase) -> str:
     parts = [
         f"{name} {millilitres(row['TrueVolumeMl'])} → {millilitres(row['VolumeMl'])}"
         for name, row in case.scores.items()
-        if {"TrueVolumeMl", "VolumeMl"} <= row.keys()
+        if not math.isnan(row.get("TrueVolumeMl", math.nan) + row.get("VolumeMl", math.nan))
     ]
     return f" · ml, truth → prediction: {', '.join(parts)}" if parts else ""
 

@@ -110,11 +110,23 @@ def cautions_about(records: Sequence[RunRecord]) -> list[str]:
     """Returns a sentence if curves of the runs cannot be compared, as they are of different data or tasks."""
     tasks = {record.network_settings.task for record in records}
     data = {json.dumps([record.dataset.get(part) for part in SAME_DATA]) for record in records}
-    if len(tasks) > 1 or len(data) > 1:
-        return ["These runs were trained on different data or tasks; their curves cannot be compared."]
+    if len(tasks) > 1 or len(data) > 1 or _differ_in_files(records):
+        text = "These runs were trained on different data or tasks; their curves cannot be compared."
+        return [f"{text} Cases with the same name may be different cases."]
     if len({tuple(sorted(map(str, record.dataset["held_out"]))) for record in records}) > 1:
         return ["These runs held out different cases; their curves on held-out cases cannot be compared."]
     return []
+
+
+def _differ_in_files(records: Sequence[RunRecord]) -> bool:
+    """Returns whether cases with the same name, prepared in the same way, have other voxels in some of the runs."""
+    seen: dict[tuple[str, str], str] = {}
+    for record in records:
+        way = json.dumps(record.dataset.get("recipe"))
+        for name, digest in (record.dataset.get("digests") or {}).items():
+            if seen.setdefault((way, name), digest) != digest:
+                return True
+    return False
 
 
 def sentence_on_phantoms(records: Mapping[str, RunRecord]) -> str:
@@ -143,9 +155,9 @@ def difference_sentence(measure: str, name: str, first: str, pairs: Sequence[tup
     if not known:
         return f"{name} and {first} have no case with a {measure} in both."
     mean, cases = fmean(known), quantity(len(known), "case")
+    text = f"The {measure} of {name} is {abs(mean):.3f} {'higher' if mean > 0 else 'lower'} than that of {first}"
     if math.isclose(mean, 0, abs_tol=5e-4):
-        return f"{name} and {first} have the same {measure}, over {cases}."
-    text = f"{name}'s {measure} is {abs(mean):.3f} {'higher' if mean > 0 else 'lower'} than {first}'s"
+        text = f"{name} and {first} have the same {measure} to three decimals"
     text += f", over {cases}" if len(known) >= FEW else ""
     return f"{text}{describe_interval(interval_of_mean(known, low=-1.0, high=1.0), len(known), '+.3f')}."
 

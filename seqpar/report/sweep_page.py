@@ -79,7 +79,7 @@ def _lead(records: Mapping[str, RunRecord], first: Sequence[Point], compare: Map
     sentences = compare[next(iter(known.values())).network_settings.task](known, []).sentences
     if not sentences:
         return f"{unknown}they share no scores of cases."
-    return f"In their best validations, {sentences[0]} {LEAD}"
+    return f"{sentences[0]} These are their best validations. {LEAD}"
 
 
 LEAD = (

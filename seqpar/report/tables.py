@@ -164,7 +164,8 @@ def what_is_absent(scored: CaseScores) -> str:
 
 def only_one_map(row: Mapping[str, float]) -> bool:
     """Returns whether only one of truth and prediction has a class."""
-    return bool(row.get("n_ref", 1)) != bool(row.get("n_pred", 1))
+    counts = row.get("n_ref", 1), row.get("n_pred", 1)
+    return not any(map(math.isnan, counts)) and bool(counts[0]) != bool(counts[1])  # NaN: the class is not annotated
 
 
 def what_is_missing(name: str, row: Mapping[str, float]) -> str:
@@ -234,7 +235,8 @@ def sizes_table(scored: CaseScores) -> Table | None:
     """Returns volumes and found regions of each class; None where they were not recorded."""
     rows, counts, places = [], dict[str, int](), _ml_places(scored)
     for name in scored.classes:
-        cases = [case.scores[name] for case in scored.cases if set(SIZES) <= case.scores[name].keys()]
+        rows_of = (case.scores[name] for case in scored.cases)  # a class that is not annotated has NaN
+        cases = [row for row in rows_of if all(math.isfinite(row.get(key, math.nan)) for key in SIZES)]
         if not cases:
             continue
         counts[name] = len(cases)
@@ -267,11 +269,10 @@ def sizes_table(scored: CaseScores) -> Table | None:
 
 def _over(counts: Mapping[str, int]) -> str:
     """Returns of how many cases the volumes of classes are means; ``counts``: by class."""
-    if len(set(counts.values())) == 1:
-        text = quantity(next(iter(counts.values())), "case")
-    else:
-        text = ", ".join(f"{quantity(count, 'case')} ({name})" for name, count in counts.items())
-    return f"{text}, those without the class included"
+    numbers = list(counts.values())
+    most = max(numbers, key=numbers.count, default=0)
+    others = ", ".join(f"{name}: {count}" for name, count in counts.items() if count != most)
+    return f"{quantity(most, 'case')}{f' ({others})' if others else ''}, those without the class included"
 
 
 def _found_share(found: float, regions: int) -> Score | str:

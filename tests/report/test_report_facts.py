@@ -420,6 +420,22 @@ def test_it_is_said_how_many_cases_lack_a_class_and_how_they_count() -> None:
     assert what_is_absent(hidden) == "lesion is not annotated in 1 of 1 case, left out."
 
 
+def test_a_class_that_a_case_is_not_annotated_for_has_no_numbers_in_it() -> None:
+    full = np.zeros((20, 20, 20), np.uint8)
+    full[4:9, 4:9, 4:9], full[12:16, 12:16, 12:16] = 1, 2
+    scored = scores_of(1.0, {"liver": (1,), "lesion": (2,)}, (full, full), (full, full), (full, full))
+    first = scored.cases[0]
+    first = replace(first, scores=first.scores | {"lesion": dict.fromkeys(first.scores["lesion"], math.nan)})
+    scored = replace(scored, cases=(first, *scored.cases[1:]))
+    table = sizes_table(scored)
+    assert table and "over 3 cases (lesion: 2), those without" in table.note
+    assert [row.cells[3].text for row in table.rows] == ["3 of 3", "2 of 2"]  # type: ignore[union-attr]
+    shown = ShownCase("a", {}, full, full, (1.0, 1.0, 1.0), own_slices(full.shape))
+    caption = _case_view(first, shown, ["liver", "lesion"], False).caption
+    assert "nan" not in caption and "no lesion" not in caption and " · not annotated: lesion · ml, truth" in caption
+    assert not any(hollow for strips in score_strips(scored, {}) for row in strips.rows for *_, hollow in row.dots)
+
+
 def test_voxels_of_another_size_or_shape_than_in_training_are_named_unless_they_are_resampled(finished: Path) -> None:
     record = read_record(finished)
     sides = (1.1, 1.0, 1.3)

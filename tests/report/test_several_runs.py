@@ -89,6 +89,11 @@ def test_curves_of_other_data_or_tasks_are_not_to_be_compared(finished: Path, wo
     assert "Read with care" not in compared(finished, worse).text
     changed(worse, lambda content: content["dataset"]["held_out"].pop())
     assert "These runs held out different cases; their curves on" in compared(finished, worse).text
+    changed(worse, lambda content: content["dataset"].update(digests={NAMES[0]: "b"}))
+    changed(finished, lambda content: content["dataset"].update(digests={NAMES[0]: "a"}))
+    assert "Cases with the same name may be different cases." in compared(finished, worse).text
+    for folder in (finished, worse):
+        changed(folder, lambda content: content["dataset"].pop("digests"))
     changed(worse, lambda content: content["dataset"].update(name="other"))
     text = compared(finished, worse).text
     assert "These runs were trained on different data or tasks; their curves cannot be compared." in text
@@ -100,7 +105,21 @@ def test_cases_are_compared_pair_by_pair(finished: Path, worse: Path) -> None:
     for name in NAMES:
         dice, gap = page.cells["pairs", name]
         assert gap == (-dice if name == PERFECT else 0.0)
-    assert "worse's mean Dice is 0.333 lower than run's (3 cases: too few to tell)." in page.text
+    assert "The mean Dice of worse is 0.333 lower than that of run (3 cases: too few to tell)." in page.text
+
+
+def test_runs_with_other_classes_are_compared_on_those_that_all_have(finished: Path, worse: Path) -> None:
+    path = worse / "validation" / "summary.json"
+    summary = json.loads(path.read_text())
+    (name, key), *_ = summary["classes"].items()
+    summary["classes"] = {f"other {name}": key} | {one: own for one, own in summary["classes"].items() if one != name}
+    path.write_text(json.dumps(summary))
+    text = compared(finished, worse).text
+    assert f"Only classes that all runs have count: {', '.join(list(summary['classes'])[1:])}. The mean Dice" in text
+    assert f"other {name}0 of 3 cases–0." in text.replace("\n", "")
+    summary["classes"] = {f"other {one}": own for one, own in summary["classes"].items()}
+    path.write_text(json.dumps(summary))
+    assert "These runs have no class in common." in compared(finished, worse).text
 
 
 def test_it_is_said_how_cases_without_a_class_count(finished: Path, worse: Path) -> None:

@@ -22,6 +22,7 @@ from seqpar.report.record import (
     RunRecord,
     ScoredCase,
     chosen_on_them,
+    mean_of_numbers,
     measure_folder,
     reached_in_validation,
     read_scores,
@@ -271,7 +272,8 @@ def _scores_table(scored: Mapping[str, CaseScores], is_compared: bool) -> Table 
 
 def _lacking(scored: Mapping[str, CaseScores], kind: str) -> str:
     """Returns in how many cases the truth lacks a class, run by run if they differ."""
-    texts = {name: f"{absent_of(one, kind).cases} of {len(one.cases)}" for name, one in scored.items()}
+    known = {name: one for name, one in scored.items() if kind in one.classes}
+    texts = {name: f"{absent_of(one, kind).cases} of {len(one.cases)}" for name, one in known.items()}
     shared = set(texts.values())
     return f"{shared.pop()} cases" if len(shared) == 1 else "; ".join(f"{name}: {text}" for name, text in texts.items())
 
@@ -279,7 +281,8 @@ def _lacking(scored: Mapping[str, CaseScores], kind: str) -> str:
 def _mean(one: CaseScores, kind: str) -> Score:
     """Returns a class's mean Dice, with the cases that it is over."""
     count, zeros = one.summary.get("num_values", {}).get(kind, {}).get("Dice"), absent_of(one, kind).predicted
-    told = [f"n = {count:.0f}"] * (count is not None) + [f"{zeros} of them 0: none in the truth"] * bool(zeros)
+    told = [] if count is None else [f"n = {count:.0f}"]
+    told += [f"{zeros} of them 0: none in the truth"] * bool(zeros)
     mean = one.summary["mean"].get(kind, {}).get("Dice", math.nan)
     return Score(mean, 3, f" ({', '.join(told)})" if told else "")
 
@@ -294,7 +297,15 @@ def _differences(scored: Mapping[str, CaseScores]) -> tuple[Table | str, Sequenc
     if len(scored) < 2:
         return "", (), ()
     (first, reference), *others = scored.items()
-    dice = {name: {case.name: case.dice for case in one.cases} for name, one in scored.items()}
+    shared = [kind for kind in reference.classes if all(kind in one.classes for one in scored.values())]
+    if not shared:
+        return "These runs have no class in common.", (), ()
+    dice = {
+        name: {
+            case.name: mean_of_numbers(case.scores[kind].get("Dice", math.nan) for kind in shared) for case in one.cases
+        }
+        for name, one in scored.items()
+    }
     common = [case.name for case in reference.cases if all(case.name in own for own in dice.values())]
     if not common:
         return "No case was scored in all of these runs.", (), ()
@@ -316,7 +327,9 @@ def _differences(scored: Mapping[str, CaseScores]) -> tuple[Table | str, Sequenc
         1.05 * max((abs(gap) for pairs in gaps.values() for gap, _ in pairs if math.isfinite(gap)), default=0.0) or 1.0
     )
     dots = Dots(f"Dice of each case, minus that of {first}", gaps, -reach, reach)
-    note = " ".join(filter(None, [mean_over(reference.classes, "of a case "), ABSENT_RULE]))
+    is_partial = any(len(one.classes) > len(shared) for one in scored.values())
+    only = f"Only classes that all runs have count: {', '.join(shared)}." if is_partial else ""
+    note = " ".join(filter(None, [only, mean_over(shared, "of a case "), ABSENT_RULE]))
     sentences = [difference_sentence("mean Dice", name, first, pairs) for name, pairs in gaps.items()]
     return (
         Table("pairs", list(map(TableHead, heads)), rows, "case", note),
