@@ -163,18 +163,18 @@ def difference_sentence(measure: str, name: str, first: str, pairs: Sequence[tup
 
 
 def settings_table(records: Mapping[str, RunRecord]) -> Table | None:
-    """Returns the settings in which the runs differ, with their data and ranks; None if there are none."""
+    """Returns the settings in which runs differ that have them, with their data and ranks; None if there are none."""
     every: dict[str, dict[str, str]] = {}
     for name, record in records.items():
         facts = {"data set": record.dataset["name"], "ranks": record.layout["ranks"], **record.config}
         if record.config.get("data"):
-            facts.pop("phantoms", None)  # they are for a run without data
+            facts["phantoms"] = None  # they are for a run without data
         network = record.network_settings
         for setting, value in facts.items():
             if setting not in NOT_A_SETTING and (setting not in SETTINGS or setting_applies(network, setting)):
                 every.setdefault(setting, {})[name] = format_setting(_from_here(value))
-    rows = [TableRow(setting, [values.get(name, "–") for name in records]) for setting, values in every.items()]
-    rows = [row for row in rows if len(set(row.cells)) > 1]
+    differ = {setting: values for setting, values in every.items() if len(set(values.values())) > 1}
+    rows = [TableRow(setting, [values.get(name, "–") for name in records]) for setting, values in differ.items()]
     return Table("settings-that-differ", list(map(TableHead, ("Setting", *records))), rows, "class") if rows else None
 
 

@@ -249,14 +249,17 @@ def sizes_table(scored: CaseScores) -> Table | None:
         ]
         cells.append(_found_share(found, int(found + missed)))
         rows.append(TableRow(name, cells))
+    are_means = len(scored.cases) > 1
+    error_name = "mean absolute error" if are_means else "absolute error"
+    means = f"Volumes are means over {_over(counts)}." if are_means else ""
     heads = [
         TableHead("Class"),
-        TableHead("Volume of a case, ml", ("truth", "prediction", "mean absolute error")),
+        TableHead("Volume of a case, ml", ("truth", "prediction", error_name)),
         TableHead("Connected regions", ("regions found", "false regions", "sensitivity (regions)")),
     ]
     note = (
-        f"Volumes are means over {_over(counts)}.{what_volumes_count(scored.classes)} A region, such as a lesion, is "
-        "a connected part of the class in the truth. True parts whose margins touch are one region; a margin is 3 mm "
+        f"{means}{what_volumes_count(scored.classes)} A region, such as a lesion, is a connected part of the class in "
+        "the truth. True parts whose margins touch are one region; a margin is 3 mm "
         "wide, rounded down to whole voxels, so voxels larger than 3 mm have none. Regions of up to 50 mm³ do not "
         "count. A region is "
         "found if a predicted part touches it or its margin, by as little as one voxel: found does not mean outlined. "

@@ -17,11 +17,10 @@ from seqpar.cli import report
 from seqpar.cluster.exit_codes import run
 from seqpar.report.cases import ShownCase, _case_view, planes_note, planes_of, viewer_section
 from seqpar.report.curves import step_axis, training_diagrams
-from seqpar.report.images import other_voxels, spacings_of
 from seqpar.report.pictures import PicturedCase, figure_of_cases
 from seqpar.report.planes import COLOURS, RUN_COLOURS, bar_length
 from seqpar.report.plots import draw_chart
-from seqpar.report.record import CaseScores, RunRecord, ScoredCase, parse_scores, read_record
+from seqpar.report.record import CaseScores, ScoredCase, parse_scores, read_record
 from seqpar.report.tables import (
     coarse_voxels,
     dice_table,
@@ -369,6 +368,19 @@ def test_a_case_that_only_one_map_has_the_class_in_is_told_from_a_measured_one()
     assert metrics_table(nothing).rows[0].cells[-2].text == "0"  # type: ignore[union-attr]
 
 
+def test_a_single_case_has_no_means(finished: Path) -> None:
+    full = np.zeros((20, 20, 20), np.uint8)
+    full[4:9, 4:9, 4:9] = 1
+    one = scores_of(1.0, {"lesion": (1,)}, (full, np.roll(full, 2, 0)))
+    (tile,), note = headline(read_record(finished), one)
+    assert (tile.score.text, tile.more) == ("0.600", "n = 1")
+    assert note == "Dice of a single case, which says little about others."
+    table = sizes_table(one)
+    assert (
+        table and table.heads[1].below[-1] == "absolute error" and " mean" not in table.note.partition(" A region")[0]
+    )
+
+
 def test_regions_found_have_an_interval_by_their_number_and_false_ones_are_counted_per_case() -> None:
     truth, prediction = np.zeros((40, 40, 8), np.uint8), np.zeros((40, 40, 8), np.uint8)
     for n in range(8):
@@ -434,29 +446,3 @@ def test_a_class_that_a_case_is_not_annotated_for_has_no_numbers_in_it() -> None
     caption = _case_view(first, shown, ["liver", "lesion"], False).caption
     assert "nan" not in caption and "no lesion" not in caption and " · not annotated: lesion · ml, truth" in caption
     assert not any(hollow for strips in score_strips(scored, {}) for row in strips.rows for *_, hollow in row.dots)
-
-
-def test_voxels_of_another_size_or_shape_than_in_training_are_named_unless_they_are_resampled(finished: Path) -> None:
-    record = read_record(finished)
-    sides = (1.1, 1.0, 1.3)
-
-    def told(*times: float, record: RunRecord = record) -> str:
-        return other_voxels(record, {"near": sides, "far": tuple(side * t for side, t in zip(sides, times))})
-
-    assert [told(*[t] * 3) for t in (0.85, 1, 1.2)] == ["", "", ""] and other_voxels(record, {}) == ""
-    for times in ((0.7, 0.7, 0.7), (2, 2, 2), (0.5, 0.5, 4)):  # the last have the volume of the run's own
-        shape = " × ".join(f"{side * t:.3g}" for side, t in zip(sides, times))
-        own = " × ".join(f"{side:.3g}" for side in sides)
-        assert told(*times) == (
-            "1 of 2 cases has voxels of another size or shape than the run's own cases: "
-            f"far of {shape} mm, the run's of {own} mm. This run does not resample, so the network sees structures at "
-            "another scale than in training, and may miss or invent them."
-        )
-    recipe = {**record.dataset["recipe"], "spacing": [1.0, 1.0, 1.0]}
-    for other in ({"recipe": recipe}, {"prepared": "gone"}):
-        content = {**record.content, "dataset": {**record.dataset, **other}}
-        assert bool(told(2, 2, 2, record=replace(record, content=content))) == ("prepared" in other), (
-            "or its validation"
-        )
-    files = {name: finished / "validation" / f"{name}.nii.gz" for name in (NAMES[0], "missing")}
-    assert spacings_of(files) == {NAMES[0]: pytest.approx(sides)}

@@ -224,7 +224,11 @@ def _reached(record: RunRecord) -> list[str]:
 def headline(record: RunRecord, scored: CaseScores | None) -> tuple[list[HeadlineTile], str]:
     """Returns the mean Dice of each class, with its interval and the number of cases, and what these are."""
     tiles, note = list[HeadlineTile](), "Mean Dice over cases"
-    if scored:
+    if scored and len(scored.cases) == 1:
+        note = "Dice of a single case, which says little about others"
+        rows = scored.cases[0].scores
+        tiles = [HeadlineTile(name, Score(row.get("Dice", math.nan), 3), "n = 1") for name, row in rows.items()]
+    elif scored:
         note += (
             f", its 95 % confidence interval (Student's t; from {FEW_CASES} cases on), which is for the mean and not "
         )
@@ -299,7 +303,7 @@ def _differences(scored: Mapping[str, CaseScores]) -> tuple[Table | str, Sequenc
     (first, reference), *others = scored.items()
     shared = [kind for kind in reference.classes if all(kind in one.classes for one in scored.values())]
     if not shared:
-        return "These runs have no class in common.", (), ()
+        return "No class is in all of these runs.", (), ()
     dice = {
         name: {
             case.name: mean_of_numbers(case.scores[kind].get("Dice", math.nan) for kind in shared) for case in one.cases
