@@ -1,4 +1,4 @@
-"""On every plane, in reports and in a run's pictures, it can be seen which side is the patient's left; sizes of voxels."""
+"""On every plane, in reports and in pictures, it can be seen which side is the patient's left; sizes of voxels."""
 
 import base64
 import json
