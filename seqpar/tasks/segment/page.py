@@ -270,7 +270,7 @@ def _scores_table(scored: Mapping[str, CaseScores], is_compared: bool) -> Table 
     rows.append(TableRow("cases", ["", *(Score(len(one.cases), 0) for one in scored.values())]))
     note = "Mean Dice in each run's last validation, over the cases that it has scored"
     note += "; the table below compares the cases that all runs share." if is_compared else "."
-    note += f" n: cases with a Dice. {ABSENT_RULE} Means over different cases do not compare."
+    note += f" n: cases with a Dice. {ABSENT_RULE} Means over different cases cannot be compared."
     return Table("scores", list(map(TableHead, ("Class", "Truth lacks it in", *scored))), rows, "class", note)
 
 
