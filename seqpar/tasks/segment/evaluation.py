@@ -346,8 +346,8 @@ def calibration_content(tenths: Mapping[str, Floats]) -> dict[str, Any]:
 def format_calibration(tenths: Mapping[str, Floats], classes: Collection[str]) -> str:
     """Returns the calibration errors as a table in lines."""
     width = max(len(name) for name in (*classes, "class"))
-    lines = ["calibration over the voxels of all cases (ECE: expected calibration error; from 0.1: without the voxels"]
-    lines.append("whose probability of the class is lower)")
+    lines = ["calibration over the voxels of all cases (ECE: expected calibration error; from 0.1, and in the last two"]
+    lines.append("columns: without the voxels whose probability of the class is lower)")
     lines.append(f"{'class':{width}}  {'ECE':>6}  {'from 0.1':>8}  {'mean probability':>16}  {'share there':>11}")
     for name, own in tenths.items():
         count, given, right = own[1:].sum(0)
