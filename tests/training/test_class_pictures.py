@@ -175,7 +175,8 @@ def test_runs_are_compared_on_the_cases_that_all_have_scored(monkeypatch: pytest
     both = compare_classifiers({"first": None, "second": None}, [])  # type: ignore[dict-item]
     (sentence,) = both.sentences
     assert sentence.startswith(
-        "The accuracy of second is 0.250 lower than that of first, over 12 cases: 0 right by second alone, 3 by first alone (95 % "
+        "The accuracy of second is 0.250 lower than that of first, over 12 cases: 0 right by second alone, 3 by first "
+        "alone (95 % "
     )
     assert "p = 0.25), which may be chance. The interval is Newcombe's for pairs" in sentence
     equal = page._difference("b", "a", [(True, False), (False, True)] + [(True, True)] * 6)
