@@ -56,7 +56,7 @@ class ShownCase:
     - ``is_ct``: whether these are Hounsfield units
     - ``slices``: of the case's file, along W, D and H
     - ``heat``: a map from 0 to 255; ``heat_name``: what it shows, such as its class; ``most_nats``: what 255 stands for
-      in a map of entropy
+      in a map of entropy, and when it has that, in ``most_when``
     - ``at``: the planes to begin with; None: those that are also drawn
     """
 
@@ -73,6 +73,7 @@ class ShownCase:
     at: tuple[int, ...] | None = None
     heat_name: str = ""
     most_nats: float = 0.0
+    most_when: str = ""
 
     def embedded(self, budget: int) -> Embedded:
         """Returns the volumes as a page holds them, CT in 256 levels for windows of few Hounsfield units."""
@@ -153,7 +154,8 @@ def _with_entropy(shown: ShownCase, prediction: Path, properties: Properties, re
     whole = to_canonical(volume.array[0], volume.geometry.orientation)
     seen = transforms.resample(crop(whole, properties.box), properties.shape)
     heat: Bytes = np.rint(255 * np.clip(seen / most, 0, 1)).astype(np.uint8)
-    return replace(shown, heat=heat, heat_name=ENTROPY, most_nats=most)
+    when = "each region has a probability of 0.5" if regions else "all labels are equally likely"
+    return replace(shown, heat=heat, heat_name=ENTROPY, most_nats=most, most_when=when)
 
 
 def _numbered(values: NDArray[Any], numbers: dict[int, int]) -> Bytes:
@@ -387,6 +389,8 @@ def _case_view(case: ScoredCase, shown: ShownCase, labels: Sequence[str], neurol
     """Returns one case with its scores and three planes."""
     dice = ", ".join(f"{name} {Score(row.get('Dice', math.nan), 3).text}" for name, row in case.scores.items())
     missing = "".join(f" · {text}" for name, row in case.scores.items() if (text := what_is_missing(name, row)))
+    unknown = [name for name, row in case.scores.items() if math.isnan(row.get("n_ref", 0))]
+    missing += f" · not annotated: {', '.join(unknown)}" * bool(unknown)
     modality = f" · shown on {(best := best_modality(list(shown.images)))}" if shown.images else ""
     if shown.images and shown.is_ct:
         modality += " from {:.0f} HU (black) to {:.0f} HU (white)".format(*shown.ranges[best])
@@ -403,7 +407,7 @@ def _case_view(case: ScoredCase, shown: ShownCase, labels: Sequence[str], neurol
         f"{d:.6g}fr {w:.6g}fr {w:.6g}fr",
         planes_of(shown, neurological),
         entropy_planes(shown, neurological) if shown.most_nats else (),
-        f"{shown.most_nats:.2f} nats",
+        f"{shown.most_nats:.2f} nats ({shown.most_when})",
     )
 
 
@@ -412,7 +416,7 @@ def volumes_of(case: ScoredCase) -> str:
     parts = [
         f"{name} {millilitres(row['TrueVolumeMl'])} → {millilitres(row['VolumeMl'])}"
         for name, row in case.scores.items()
-        if {"TrueVolumeMl", "VolumeMl"} <= row.keys()
+        if not math.isnan(row.get("TrueVolumeMl", math.nan) + row.get("VolumeMl", math.nan))
     ]
     return f" · ml, truth → prediction: {', '.join(parts)}" if parts else ""
 

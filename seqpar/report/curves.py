@@ -274,7 +274,8 @@ def count_of(held_out: Sequence[Row], sign: str = "") -> str:
     """
     counts = {int(row["cases"]) for row in held_out if "cases" in row}
     sign = sign or ("≤" if any(row.get("dice") for row in held_out) else "=")
-    return f" (n {sign} {' to '.join(map(str, sorted({min(counts), max(counts)})))})" if counts else ""
+    ends = sorted({min(counts), max(counts)} if sign == "=" else {max(counts)}) if counts else []
+    return f" (n {sign} {' to '.join(map(str, ends))})" if counts else ""
 
 
 def step_axis(runs: Sequence[Sequence[Row]]) -> str:

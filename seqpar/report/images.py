@@ -1,6 +1,7 @@
-"""Where a report finds the images of its cases: files that the caller names, else the run's prepared data."""
+"""Where a report finds the images of its cases: files that the caller names, else prepared data; sizes of voxels."""
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,9 +16,11 @@ from seqpar.data.preparation.cache import PreparedDataset, open_cache
 from seqpar.data.preparation.preparation import preparation_of, prepare_case
 from seqpar.data.preparation.prepared_case import Properties
 from seqpar.data.preparation.recipe import Recipe
+from seqpar.data.volumes import read_geometry
 from seqpar.report.embedded_volumes import Bytes
 from seqpar.report.record import RunRecord
-from seqpar.scores.label_files import dataset_at
+from seqpar.scores.label_files import dataset_at, list_label_files
+from seqpar.text import quantity
 
 
 class FoundImage(NamedTuple):
@@ -104,6 +107,58 @@ def find_images(record: RunRecord, folder: Path | None, truth: Path | None, gaps
         gaps.append(f"The prepared data are not where the run had them ({place or 'no folder is recorded'}): name the "
                     "folder of the images by --images to see them.")  # fmt: skip
     return Images(recipe, cache)
+
+
+OTHER_SIZE = 1.25  # times as long as the longest side of a run's voxels, or as short as the shortest
+Spacing = tuple[float, ...]
+
+
+def spacings_of(files: Mapping[str, Path]) -> dict[str, Spacing]:
+    """Returns the sides of the voxels of volumes in mm, in canonical axes, by name; unreadable files have none."""
+    spacings = dict[str, Spacing]()
+    for name, path in files.items():
+        with suppress(DataError):
+            spacings[name] = read_geometry(path)[0].canonical_spacing
+    return spacings
+
+
+def _own_spacings(record: RunRecord) -> list[Spacing]:
+    """Returns the sides of the voxels of a run's cases, at least of those that its last validation left; else none."""
+    try:
+        cache = open_cache(Path(str(record.dataset.get("prepared"))))
+        names = map(str, (*record.dataset["train"], *record.dataset["held_out"]))
+        return [cache.cases[name].properties.geometry.canonical_spacing for name in names if name in cache.cases]
+    except (DataError, OSError, ValueError, KeyError, TypeError):
+        folder = record.path / "validation"
+        files = list_label_files(folder) if folder.is_dir() else {}
+        return list(spacings_of({name: paths[0] for name, paths in files.items()}).values())
+
+
+def other_voxels(record: RunRecord, spacings: Mapping[str, Spacing]) -> str:
+    """Returns a sentence if voxels of cases have another size or shape than all of a run's own, and none are resampled.
+
+    - ``spacings``: sides of a voxel of each case, in mm
+    """
+    recipe = record.dataset.get("recipe") or {}
+    own = [] if recipe.get("spacing") or recipe.get("plan") or not spacings else _own_spacings(record)
+    if not own:
+        return ""
+    ends = [(min(sides), max(sides)) for sides in zip(*own)]
+    odd = {
+        name: sides
+        for name, sides in spacings.items()
+        if any(not low / OTHER_SIZE <= side <= high * OTHER_SIZE for side, (low, high) in zip(sides, ends))
+    }
+    if not odd:
+        return ""
+    name, sides = next(iter(odd.items()))
+    ranges = [f"{low:.3g}" if f"{low:.3g}" == f"{high:.3g}" else f"{low:.3g} to {high:.3g}" for low, high in ends]
+    return (
+        f"{len(odd)} of {quantity(len(spacings), 'case')} {'has' if len(odd) == 1 else 'have'} voxels of another size "
+        f"or shape than the run's own cases: {name} of {' × '.join(f'{side:.3g}' for side in sides)} mm, the run's of "
+        f"{' × '.join(ranges)} mm. This run does not resample, so the network sees structures at another scale than in "
+        "training, and may miss or invent them."
+    )
 
 
 def grey_images(

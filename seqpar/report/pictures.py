@@ -1,5 +1,6 @@
 """Pictures of held-out cases with outlines, of scores and of where a class is seen."""
 
+import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -180,6 +181,7 @@ def draw_scores(path: Path, summary: Mapping[str, Any], step: int = 0) -> None:
 HEAT = "inferno"  # colours of a map, in pictures and in the viewer
 MAPS = {"hirescam": "HiResCAM", "grad-cam": "Grad-CAM", "gradient-x-input": "gradient × input"}
 ALONE = "The map shows what the network used. It does not show a lesion; never read a finding from it alone."
+LINE = 84  # letters
 OUTSIDE = "The maximum of the map is outside the body: do not read it as the reason for the class."
 
 
@@ -199,19 +201,20 @@ def draw_evidence(
     - ``slices``: of the image's file
     - ``about``: its method and class, as in "HiResCAM map for dementia"
     """
-    figure = make_figure(8, 4.2)  # narrow, so that its words can be read where it is shown small
     body = body_of(image)
-    lines = [escape_mathtext(title), f"{orientation_text(neurological)}.", f"{counted([slices])}."]
+    lines = [title, f"{orientation_text(neurological)}.", f"{counted([slices])}."]
     at = evidence_planes(seen, body)
     if seen.any():
         lines += _planes_of_map(about, seen, at, slices)
         lines.append("White line: half of its maximum; what is weak is transparent.")
         lines.append(ALONE)
-        if is_outside(seen, body):
-            figure.supxlabel(OUTSIDE, fontsize=9, color="#b3261e", weight="bold")  # below the panels, not over them
     elif about:
         lines.append(f"{about}: no evidence for the class")
-    figure.suptitle("\n".join(lines), fontsize=9)
+    lines = [part for line in lines for part in textwrap.wrap(line, LINE)]
+    figure = make_figure(6, 2.3 + 0.15 * len(lines))  # narrow, so that its words can be read on a narrow page
+    figure.suptitle(escape_mathtext("\n".join(lines)), fontsize=9)
+    if is_outside(seen, body):
+        figure.supxlabel(OUTSIDE, fontsize=9, color="#b3261e", weight="bold")  # below the panels, not over them
     inside = image[body]
     low, high = np.percentile(inside, (0.5, 99.5)) if inside.size else (0.0, 1.0)
     grey = np.where(image == 0, low, image) if (image == 0).any() else image
@@ -237,7 +240,7 @@ def draw_evidence(
         bar.set_ticks([0, 0.5, 1])
         bar.ax.axhline(0.5, color="white", linewidth=1.2)
         bar.ax.tick_params(labelsize=8)
-    save_figure(figure, path)
+    save_figure(figure, path, dpi=150)
 
 
 def _planes_of_map(about: str, seen: NDArray[Any], at: Sequence[int], slices: Sequence[FileSlices]) -> list[str]:

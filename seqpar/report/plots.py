@@ -120,14 +120,15 @@ def make_figure(width: float, height: float) -> Any:
     return Figure(figsize=(width, height), layout="constrained")
 
 
-def save_figure(figure: Any, path: Path, durable: bool = False) -> None:
+def save_figure(figure: Any, path: Path, durable: bool = False, dpi: int = 110) -> None:
     """Writes a figure into a file, whose name says its format.
 
     - ``durable``: False for what is drawn again after every validation
+    - ``dpi``: pixels per inch
     """
     with whole_file(path, durable=durable) as temporary:
         own = {"metadata": {"Software": SOFTWARE}} if path.suffix == ".png" else {}
-        figure.savefig(temporary, format=path.suffix[1:], dpi=110, **own)
+        figure.savefig(temporary, format=path.suffix[1:], dpi=dpi, **own)
 
 
 def escape_mathtext(text: str) -> str:

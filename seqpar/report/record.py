@@ -17,6 +17,7 @@ from seqpar.runs.journal import read_metrics
 from seqpar.runs.metrics_tail import SCORES, best_validation, score_of, task_of_row
 from seqpar.runs.run_folder import read_config
 from seqpar.runs.run_status import describe_kill
+from seqpar.scores.comparison import FEW, TOO_FEW
 from seqpar.scores.label_classes import Labels, labels_of_run
 from seqpar.scores.label_files import (
     MAX_NAMED,
@@ -172,7 +173,8 @@ def reached_in_validation(record: RunRecord) -> list[str]:
     for row in (row for row in record.held_out if row.get("step") == best_step(record) and row.get("dice")):
         cases = quantity(row["cases"], "held-out case") if "cases" in row else "held-out cases"
         scores = ", ".join(f"{name} {value:.3f}" for name, value in row["dice"].items() if isinstance(value, float))
-        reached = f"On its {cases} this run reached a mean Dice of {scores}."
+        few = f" ({TOO_FEW})" * (row.get("cases", FEW) < FEW)
+        reached = f"On its {cases}{few} this run reached a mean Dice of {scores}."
         if (count := len(record.held_out)) > 1:
             reached += f" Its weights are the best of {count} validations on them."
         return [f"{reached} Other patients may come out worse."]

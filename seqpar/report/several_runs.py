@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
@@ -18,6 +18,8 @@ from seqpar.report.run_page import format_setting, verdict
 from seqpar.report.tables import Table, TableHead, TableRow, make_strips
 from seqpar.runs.metrics_tail import ERRORS, SCORES, score_of, task_of_row
 from seqpar.scores.comparison import FEW, describe_interval, interval_of_mean
+from seqpar.settings.config import SETTINGS
+from seqpar.settings.rules import setting_applies
 from seqpar.text import quantity
 
 T = TypeVar("T")
@@ -108,11 +110,23 @@ def cautions_about(records: Sequence[RunRecord]) -> list[str]:
     """Returns a sentence if curves of the runs cannot be compared, as they are of different data or tasks."""
     tasks = {record.network_settings.task for record in records}
     data = {json.dumps([record.dataset.get(part) for part in SAME_DATA]) for record in records}
-    if len(tasks) > 1 or len(data) > 1:
-        return ["These runs were trained on different data or tasks; their curves cannot be compared."]
+    if len(tasks) > 1 or len(data) > 1 or _differ_in_files(records):
+        text = "These runs were trained on different data or tasks; their curves cannot be compared."
+        return [f"{text} Cases with the same name may be different cases."]
     if len({tuple(sorted(map(str, record.dataset["held_out"]))) for record in records}) > 1:
         return ["These runs held out different cases; their curves on held-out cases cannot be compared."]
     return []
+
+
+def _differ_in_files(records: Sequence[RunRecord]) -> bool:
+    """Returns whether cases with the same name, prepared in the same way, have other voxels in some of the runs."""
+    seen: dict[tuple[str, str], str] = {}
+    for record in records:
+        way = json.dumps(record.dataset.get("recipe"))
+        for name, digest in (record.dataset.get("digests") or {}).items():
+            if seen.setdefault((way, name), digest) != digest:
+                return True
+    return False
 
 
 def sentence_on_phantoms(records: Mapping[str, RunRecord]) -> str:
@@ -141,25 +155,26 @@ def difference_sentence(measure: str, name: str, first: str, pairs: Sequence[tup
     if not known:
         return f"{name} and {first} have no case with a {measure} in both."
     mean, cases = fmean(known), quantity(len(known), "case")
+    text = f"The {measure} of {name} is {abs(mean):.3f} {'higher' if mean > 0 else 'lower'} than that of {first}"
     if math.isclose(mean, 0, abs_tol=5e-4):
-        return f"{name} and {first} have the same {measure}, over {cases}."
-    text = f"{name}'s {measure} is {abs(mean):.3f} {'higher' if mean > 0 else 'lower'} than {first}'s"
+        text = f"{name} and {first} have the same {measure} to three decimals"
     text += f", over {cases}" if len(known) >= FEW else ""
     return f"{text}{describe_interval(interval_of_mean(known, low=-1.0, high=1.0), len(known), '+.3f')}."
 
 
 def settings_table(records: Mapping[str, RunRecord]) -> Table | None:
-    """Returns the settings in which the runs differ, with their data and ranks; None if there are none."""
+    """Returns the settings in which runs differ that have them, with their data and ranks; None if there are none."""
     every: dict[str, dict[str, str]] = {}
     for name, record in records.items():
         facts = {"data set": record.dataset["name"], "ranks": record.layout["ranks"], **record.config}
         if record.config.get("data"):
-            facts.pop("phantoms", None)  # they are for a run without data
+            facts["phantoms"] = None  # they are for a run without data
+        network = record.network_settings
         for setting, value in facts.items():
-            if setting not in NOT_A_SETTING:
+            if setting not in NOT_A_SETTING and (setting not in SETTINGS or setting_applies(network, setting)):
                 every.setdefault(setting, {})[name] = format_setting(_from_here(value))
-    rows = [TableRow(setting, [values.get(name, "–") for name in records]) for setting, values in every.items()]
-    rows = [row for row in rows if len(set(row.cells)) > 1]
+    differ = {setting: values for setting, values in every.items() if len(set(values.values())) > 1}
+    rows = [TableRow(setting, [values.get(name, "–") for name in records]) for setting, values in differ.items()]
     return Table("settings-that-differ", list(map(TableHead, ("Setting", *records))), rows, "class") if rows else None
 
 
@@ -172,23 +187,24 @@ def _from_here(value: object) -> object:
 
 def curves_over_each_other(records: Mapping[str, RunRecord]) -> list[Chart]:
     """Returns the charts of training loss, held-out loss and score, a curve for each run."""
-    losses, held_out, scores = list[Line](), list[Line](), list[Line]()
+    losses, held_out, scores = list[Line](), list[Line](), dict[str, list[Line]]()
     for n, (name, record) in enumerate(records.items()):
         rows = record.train
         at = [row["step"] for row in record.held_out]
         train = [number(row.get("loss")) for row in rows]
         losses.append(Line(name, [row["step"] + 1 for row in rows], [train], noisy=True, style=n))
         held_out.append(Line(name, at, [[number(row.get("loss")) for row in record.held_out]], dots=True, style=n))
-        own = [row for row in record.held_out if task_of_row(row) not in ERRORS]  # others are compared by that loss
-        scores.append(Line(name, [row["step"] for row in own], [[score_of(row) for row in own]], dots=True, style=n))
-    tasks = dict.fromkeys(task_of_row(row) for record in records.values() for row in record.held_out)
-    names = [SCORES[task] for task in tasks if task not in ERRORS]
+        values = [score_of(row) for row in record.held_out]
+        scores.setdefault(record.network_settings.task, []).append(Line(name, at, [values], dots=True, style=n))
     validations = [row for record in records.values() for row in record.held_out]
-    every = (
+    every: list[tuple[str, list[Line], float | None]] = [
         ("Loss in training", losses, None),
         (f"Loss on held-out cases{count_of(validations, '=')}", held_out, None),
-        (f"{_title(names)} on held-out cases{count_of(validations)}", scores, 1.0),
-    )
+    ]
+    for task, lines in scores.items():  # a chart each, for what one task is scored by is nothing to another
+        own = [row for row in validations if task_of_row(row) == task]
+        if task not in ERRORS:  # these are compared by that loss
+            every.append((f"{SCORES[task][:1].upper()}{SCORES[task][1:]} on held-out cases{count_of(own)}", lines, 1.0))
     axis = step_axis([record.train for record in records.values()])
     return draw_charts(
         [
@@ -196,9 +212,3 @@ def curves_over_each_other(records: Mapping[str, RunRecord]) -> list[Chart]:
             for title, lines, high in every
         ]
     )
-
-
-def _title(names: Iterable[str]) -> str:
-    """Returns what runs are scored by, as a title."""
-    text = " or ".join(names)
-    return text[:1].upper() + text[1:]

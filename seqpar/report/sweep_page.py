@@ -49,7 +49,8 @@ def page_of_sweep(out: Path, compare: Mapping[str, Compare]) -> str:
         title=name if name.lower().startswith("sweep") else f"Sweep {name}",
         generated=sentence_on_phantoms(records),
         headline=headline,
-        lead=_lead(records, [point.name for point in ranked[:2]], compare),
+        lead=_lead(records, ranked[:2], compare),
+        best=best.name if best else "",
         again=_again(out, best),
         gaps=gaps,
         heads=["point", *map(flag_name, sweep.varied()), "state", sweep.score_name, *HEADS.values()],
@@ -62,15 +63,23 @@ def page_of_sweep(out: Path, compare: Mapping[str, Compare]) -> str:
     )
 
 
-def _lead(records: Mapping[str, RunRecord], names: Sequence[str], compare: Mapping[str, Compare]) -> str:
-    """Returns how far the first two points are apart in their last validations, case by case, and how sure that is."""
-    first = {name: records[name] for name in names if name in records}
-    if len(first) < 2:
+def _lead(records: Mapping[str, RunRecord], first: Sequence[Point], compare: Mapping[str, Compare]) -> str:
+    """Returns how far the best validations of the first two points are apart, case by case, and how sure that is.
+
+    Scores of single cases are those of the last validations, so nothing is known where the best was another.
+    """
+    known = {point.name: records[point.name] for point in first if point.name in records}
+    if len(known) < 2:
         return ""
-    sentences = compare[next(iter(first.values())).network_settings.task](first, []).sentences
+    unknown = "Whether the first two points differ by more than chance is not known: "
+    earlier = [point.name for point in first if point.at != known[point.name].held_out[-1]["step"]]
+    if earlier:
+        was = f"{' and '.join(earlier)} had {'its' if len(earlier) == 1 else 'their'} best before"
+        return f"{unknown}their best validations count, scores of single cases are kept of the last, and {was}."
+    sentences = compare[next(iter(known.values())).network_settings.task](known, []).sentences
     if not sentences:
-        return "Whether the first two points differ by more than chance is not known: they share no scores of cases."
-    return f"After their last steps, {sentences[0]} {LEAD}"
+        return f"{unknown}they share no scores of cases."
+    return f"{sentences[0]} These are their best validations. {LEAD}"
 
 
 LEAD = (

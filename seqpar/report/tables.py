@@ -164,7 +164,8 @@ def what_is_absent(scored: CaseScores) -> str:
 
 def only_one_map(row: Mapping[str, float]) -> bool:
     """Returns whether only one of truth and prediction has a class."""
-    return bool(row.get("n_ref", 1)) != bool(row.get("n_pred", 1))
+    counts = row.get("n_ref", 1), row.get("n_pred", 1)
+    return not any(map(math.isnan, counts)) and bool(counts[0]) != bool(counts[1])  # NaN: the class is not annotated
 
 
 def what_is_missing(name: str, row: Mapping[str, float]) -> str:
@@ -195,7 +196,12 @@ def _ml_places(scored: CaseScores) -> int:
 
 def what_volumes_count(classes: Mapping[str, str]) -> str:
     """Returns a sentence on which labels a volume counts; "" for a single class with one label."""
-    several = [f"{name} = {_labels_of(key)}" for name, key in classes.items() if "," in key.rstrip(",)")]
+    names = {_labels_of(key): name for name, key in classes.items()}
+    several = list[str]()
+    for name, key in classes.items():
+        if len(labels := _labels_of(key).split(" + ")) > 1:
+            are_named = all(label in names for label in labels)
+            several.append(f"{name} = {' + '.join(names[label] if are_named else label for label in labels)}")
     if several:
         return f" A volume is that of all labels of its class: {'; '.join(several)}."
     alone = " Each volume counts only the label of its class: an organ's leaves out lesions with a label of their own."
@@ -229,7 +235,8 @@ def sizes_table(scored: CaseScores) -> Table | None:
     """Returns volumes and found regions of each class; None where they were not recorded."""
     rows, counts, places = [], dict[str, int](), _ml_places(scored)
     for name in scored.classes:
-        cases = [case.scores[name] for case in scored.cases if set(SIZES) <= case.scores[name].keys()]
+        rows_of = (case.scores[name] for case in scored.cases)  # a class that is not annotated has NaN
+        cases = [row for row in rows_of if all(math.isfinite(row.get(key, math.nan)) for key in SIZES)]
         if not cases:
             continue
         counts[name] = len(cases)
@@ -242,14 +249,17 @@ def sizes_table(scored: CaseScores) -> Table | None:
         ]
         cells.append(_found_share(found, int(found + missed)))
         rows.append(TableRow(name, cells))
+    are_means = len(scored.cases) > 1
+    error_name = "mean absolute error" if are_means else "absolute error"
+    means = f"Volumes are means over {_over(counts)}." if are_means else ""
     heads = [
         TableHead("Class"),
-        TableHead("Volume of a case, ml", ("truth", "prediction", "mean absolute error")),
+        TableHead("Volume of a case, ml", ("truth", "prediction", error_name)),
         TableHead("Connected regions", ("regions found", "false regions", "sensitivity (regions)")),
     ]
     note = (
-        f"Volumes are means over {_over(counts)}.{what_volumes_count(scored.classes)} A region, such as a lesion, is "
-        "a connected part of the class in the truth. True parts whose margins touch are one region; a margin is 3 mm "
+        f"{means}{what_volumes_count(scored.classes)} A region, such as a lesion, is a connected part of the class in "
+        "the truth. True parts whose margins touch are one region; a margin is 3 mm "
         "wide, rounded down to whole voxels, so voxels larger than 3 mm have none. Regions of up to 50 mm³ do not "
         "count. A region is "
         "found if a predicted part touches it or its margin, by as little as one voxel: found does not mean outlined. "
@@ -262,11 +272,10 @@ def sizes_table(scored: CaseScores) -> Table | None:
 
 def _over(counts: Mapping[str, int]) -> str:
     """Returns of how many cases the volumes of classes are means; ``counts``: by class."""
-    if len(set(counts.values())) == 1:
-        text = quantity(next(iter(counts.values())), "case")
-    else:
-        text = ", ".join(f"{quantity(count, 'case')} ({name})" for name, count in counts.items())
-    return f"{text}, those without the class included"
+    numbers = list(counts.values())
+    most = max(numbers, key=numbers.count, default=0)
+    others = ", ".join(f"{name}: {count}" for name, count in counts.items() if count != most)
+    return f"{quantity(most, 'case')}{f' ({others})' if others else ''}, those without the class included"
 
 
 def _found_share(found: float, regions: int) -> Score | str:

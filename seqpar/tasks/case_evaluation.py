@@ -98,6 +98,9 @@ class CaseEvaluation(ABC):
         for job in jobs:
             if len(jobs) > 1:
                 print(f"\n{job.name}:", flush=True)
+            on_phantoms, *cautions = self._cautions(job)
+            if on_phantoms:
+                print(on_phantoms, flush=True)  # above the first score
             line = "no case could be scored"
             if result := self.score(job):
                 print(result.text if scored else f"{result.text}\n{self.words}", end="\n\n", flush=True)
@@ -111,7 +114,7 @@ class CaseEvaluation(ABC):
                             line += f"; {path}"
                         except DataError as error:
                             job.faults.append(error)
-            for text in filter(None, [job.note, missing_line(job.missing), *self._cautions(job)]):
+            for text in filter(None, [job.note, missing_line(job.missing), *cautions]):
                 print(text, flush=True)
             for fault in job.faults:
                 print(f"error: {fault}", file=sys.stderr, flush=True)
@@ -126,7 +129,7 @@ class CaseEvaluation(ABC):
         return DATA if any(job.faults for job in jobs) else 0
 
     def _cautions(self, job: ScoringJob) -> list[str]:
-        """Returns what a report on the same scores says: of phantoms, and of cases that the runs have seen."""
+        """Returns what a report on the same scores says: of phantoms, or "", and of cases that the runs have seen."""
         prediction = Path(job.name)
         is_run = holds_run(prediction)
         records, lines = list[RunRecord](), list[str]()

@@ -109,3 +109,13 @@ def test_screenshots_can_be_taken_in_light_dark_and_print(page: Chromium, tmp_pa
     page.ask("Emulation.setEmulatedMedia", media="")
     assert len(seen) == 3
     assert ("rgb(255, 255, 255)", True) in seen  # paper is white, and nobody scrolls on it
+
+
+def test_a_picture_of_a_case_fits_a_narrow_page(page: Chromium) -> None:
+    page.ask("Emulation.setDeviceMetricsOverride", width=500, height=900, deviceScaleFactor=1, mobile=False)
+    svg = "data:image/svg+xml,<svg xmlns='http://www.w3.org/2000/svg' width='900' height='500'/>"
+    page.value(f"document.querySelector('.case').insertAdjacentHTML('beforeend', `<img src=\"{svg}\">`)")
+    page.wait("document.querySelector('.case > img').naturalWidth === 900")
+    width, own = page.value("(e => [e.width, e.parentElement.clientWidth])(document.querySelector('.case > img'))")
+    assert width == own < 500 and page.value("document.documentElement.scrollWidth") == 500
+    page.ask("Emulation.clearDeviceMetricsOverride")

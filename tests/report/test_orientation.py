@@ -1,4 +1,4 @@
-"""On every plane, in reports and in a run's pictures, it can be seen which side is the patient's left."""
+"""On every plane, in reports and in pictures, it can be seen which side is the patient's left; sizes of voxels."""
 
 import base64
 import json
@@ -15,6 +15,7 @@ from seqpar.cli import report
 from seqpar.cluster.exit_codes import DATA, USAGE, run
 from seqpar.data.geometry import make_geometry, to_canonical
 from seqpar.report.cases import ShownCase, viewer_section
+from seqpar.report.images import other_voxels, spacings_of
 from seqpar.report.pictures import PicturedCase, figure_of_cases
 from seqpar.report.planes import (
     COUNTED,
@@ -27,6 +28,7 @@ from seqpar.report.planes import (
     sides,
     slices_of,
 )
+from seqpar.report.record import RunRecord, read_record
 from tests.support.report_page import NAMES, Page, decode, own_slices, unroll, written
 
 ENDS = {"R": (0, -1), "L": (0, 0), "A": (1, -1), "P": (1, 0), "S": (2, -1), "I": (2, 0)}  # dim, and which end of it
@@ -188,3 +190,29 @@ def test_slices_are_said_to_be_the_nearest_ones_only_where_voxels_were_resampled
     assert several.get_suptitle().startswith(told)
     shown = ShownCase("a", {"CT": label}, label, label, (1.0, 1.0, 0.5), finer)
     assert f"{COUNTED}{NEAREST}" in viewer_section([(shown, shown.embedded(10**6))], ["lesion"], False).orientation
+
+
+def test_voxels_of_another_size_or_shape_than_in_training_are_named_unless_they_are_resampled(finished: Path) -> None:
+    record = read_record(finished)
+    sides = (1.1, 1.0, 1.3)
+
+    def told(*times: float, record: RunRecord = record) -> str:
+        return other_voxels(record, {"near": sides, "far": tuple(side * t for side, t in zip(sides, times))})
+
+    assert [told(*[t] * 3) for t in (0.85, 1, 1.2)] == ["", "", ""] and other_voxels(record, {}) == ""
+    for times in ((0.7, 0.7, 0.7), (2, 2, 2), (0.5, 0.5, 4)):  # the last have the volume of the run's own
+        shape = " × ".join(f"{side * t:.3g}" for side, t in zip(sides, times))
+        own = " × ".join(f"{side:.3g}" for side in sides)
+        assert told(*times) == (
+            "1 of 2 cases has voxels of another size or shape than the run's own cases: "
+            f"far of {shape} mm, the run's of {own} mm. This run does not resample, so the network sees structures at "
+            "another scale than in training, and may miss or invent them."
+        )
+    recipe = {**record.dataset["recipe"], "spacing": [1.0, 1.0, 1.0]}
+    for other in ({"recipe": recipe}, {"prepared": "gone"}):
+        content = {**record.content, "dataset": {**record.dataset, **other}}
+        assert bool(told(2, 2, 2, record=replace(record, content=content))) == ("prepared" in other), (
+            "or its validation"
+        )
+    files = {name: finished / "validation" / f"{name}.nii.gz" for name in (NAMES[0], "missing")}
+    assert spacings_of(files) == {NAMES[0]: pytest.approx(sides)}

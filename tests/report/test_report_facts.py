@@ -20,7 +20,7 @@ from seqpar.report.curves import step_axis, training_diagrams
 from seqpar.report.pictures import PicturedCase, figure_of_cases
 from seqpar.report.planes import COLOURS, RUN_COLOURS, bar_length
 from seqpar.report.plots import draw_chart
-from seqpar.report.record import CaseScores, ScoredCase, parse_scores, read_record, read_scores
+from seqpar.report.record import CaseScores, ScoredCase, parse_scores, read_record
 from seqpar.report.tables import (
     coarse_voxels,
     dice_table,
@@ -29,7 +29,6 @@ from seqpar.report.tables import (
     score_strips,
     sizes_table,
     volumes_table,
-    voxel_ml,
     what_is_absent,
     what_volumes_count,
 )
@@ -38,7 +37,7 @@ from seqpar.scores.label_files import Pair
 from seqpar.scores.label_scores import DEFAULT_SETTINGS, score, summarise
 from seqpar.scores.summary_files import summary_content
 from seqpar.settings.presets import debug
-from seqpar.tasks.segment.page import headline, other_scale
+from seqpar.tasks.segment.page import headline
 from tests.support.folders import save
 from tests.support.report_page import NAMES, Page, own_slices, written
 
@@ -307,6 +306,8 @@ def test_it_is_said_which_labels_a_volume_and_a_mean_dice_are_of() -> None:
     alone = "Each volume counts only the label of its class: an organ's leaves out lesions with a label of their own."
     assert what_volumes_count({"liver": "1", "lesion": "2"}).strip() == alone
     assert what_volumes_count({"liver": "(1, 2)", "lesion": "2"}).endswith("all labels of its class: liver = 1 + 2.")
+    regions = what_volumes_count({"NCR": "1", "ET": "3", "TC": "(1, 3)"})
+    assert regions.endswith("its class: TC = NCR + ET."), "names of labels say more than their numbers"
     assert what_volumes_count({"liver": "1"}) == "" == mean_over(["liver"])
     assert mean_over(["liver", "lesion"]) == "The mean Dice is over liver and lesion."
     full = np.ones((4, 4, 4), np.uint8)
@@ -367,6 +368,19 @@ def test_a_case_that_only_one_map_has_the_class_in_is_told_from_a_measured_one()
     assert metrics_table(nothing).rows[0].cells[-2].text == "0"  # type: ignore[union-attr]
 
 
+def test_a_single_case_has_no_means(finished: Path) -> None:
+    full = np.zeros((20, 20, 20), np.uint8)
+    full[4:9, 4:9, 4:9] = 1
+    one = scores_of(1.0, {"lesion": (1,)}, (full, np.roll(full, 2, 0)))
+    (tile,), note = headline(read_record(finished), one)
+    assert (tile.score.text, tile.more) == ("0.600", "n = 1")
+    assert note == "Dice of a single case, which says little about others."
+    table = sizes_table(one)
+    assert (
+        table and table.heads[1].below[-1] == "absolute error" and " mean" not in table.note.partition(" A region")[0]
+    )
+
+
 def test_regions_found_have_an_interval_by_their_number_and_false_ones_are_counted_per_case() -> None:
     truth, prediction = np.zeros((40, 40, 8), np.uint8), np.zeros((40, 40, 8), np.uint8)
     for n in range(8):
@@ -418,19 +432,17 @@ def test_it_is_said_how_many_cases_lack_a_class_and_how_they_count() -> None:
     assert what_is_absent(hidden) == "lesion is not annotated in 1 of 1 case, left out."
 
 
-def test_voxels_of_another_size_than_in_training_are_named_unless_they_are_resampled(finished: Path) -> None:
-    record, own = read_record(finished), read_scores(finished)
-    size = voxel_ml(own)
-
-    def scaled(times: float) -> CaseScores:
-        rows = {name: {"VoxelMl": times * size, "VolumeMl": 0.0} for name in own.classes}
-        return replace(own, cases=tuple(replace(case, scores=rows) for case in own.cases))
-
-    assert [other_scale(record, scaled(times)) for times in (0.7, 1, 1.4)] == ["", "", ""]
-    assert all("at another scale than in training" in other_scale(record, scaled(times)) for times in (0.5, 2))
-    assert f"have up to {2000 * size:.3g} mm³, and those of the run's own held-out cases up to {1000 * size:.3g}" in (
-        other_scale(record, scaled(2))
-    )
-    recipe = {**record.dataset["recipe"], "spacing": [1.0, 1.0, 1.0]}
-    content = {**record.content, "dataset": {**record.dataset, "recipe": recipe}}
-    assert other_scale(replace(record, content=content), scaled(2)) == ""
+def test_a_class_that_a_case_is_not_annotated_for_has_no_numbers_in_it() -> None:
+    full = np.zeros((20, 20, 20), np.uint8)
+    full[4:9, 4:9, 4:9], full[12:16, 12:16, 12:16] = 1, 2
+    scored = scores_of(1.0, {"liver": (1,), "lesion": (2,)}, (full, full), (full, full), (full, full))
+    first = scored.cases[0]
+    first = replace(first, scores=first.scores | {"lesion": dict.fromkeys(first.scores["lesion"], math.nan)})
+    scored = replace(scored, cases=(first, *scored.cases[1:]))
+    table = sizes_table(scored)
+    assert table and "over 3 cases (lesion: 2), those without" in table.note
+    assert [row.cells[3].text for row in table.rows] == ["3 of 3", "2 of 2"]  # type: ignore[union-attr]
+    shown = ShownCase("a", {}, full, full, (1.0, 1.0, 1.0), own_slices(full.shape))
+    caption = _case_view(first, shown, ["liver", "lesion"], False).caption
+    assert "nan" not in caption and "no lesion" not in caption and " · not annotated: lesion · ml, truth" in caption
+    assert not any(hollow for strips in score_strips(scored, {}) for row in strips.rows for *_, hollow in row.dots)

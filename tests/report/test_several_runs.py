@@ -1,6 +1,7 @@
 """A page about several runs: settings that differ, curves over each other, scores, and differences case by case."""
 
 import json
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -10,6 +11,7 @@ import pytest
 
 from seqpar.cli import report
 from seqpar.cluster.exit_codes import USAGE, run
+from seqpar.report.curves import count_of
 from tests.support.report_page import NAMES, Page
 
 PERFECT = NAMES[2]  # what is predicted so, as its name comes first
@@ -60,10 +62,38 @@ def test_a_setting_without_effect_is_not_shown_and_paths_are_short(
     assert "phantoms–12\n" in text and "cache–prepared\n" in text
 
 
+def test_settings_of_other_networks_are_not_shown_and_scores_of_tasks_have_charts_of_their_own(
+    finished: Path, worse: Path
+) -> None:
+    own = {"task": "classify", "network": "resattnet18", "decoder": "plain", "embed_dim": 7, "depth": 5, "loss": "ce"}
+    changed(worse, lambda content: content["config"].update(own))
+    row = {"kind": "val", "step": 5, "loss": 0.4, "scores": {"balanced accuracy": 0.5}, "cases": 12}
+    path = worse / "metrics.jsonl"
+    lines = [line for line in path.read_text().splitlines() if '"val"' not in line]
+    path.write_text("\n".join([*lines, json.dumps(row)]) + "\n")
+    compared(finished, worse)
+    text = (finished / "comparison.html").read_text()
+    settings = text[text.index('id="settings-that-differ"') :].partition("</table>")[0]
+    cells = {
+        name: re.findall(">([^<]+)</td>", row) for name, row in re.findall(r"<th>(\w+)</th>(<td.*)</tr>", settings)
+    }
+    assert cells["network"] == ["vit", "resattnet18"] and not cells.keys() & {"decoder", "embed_dim", "features"}
+    for title in ("Mean Dice on held-out cases (n ≤ 2)", "Balanced accuracy on held-out cases (n = 12)"):
+        (chart,) = [part for part in text.split('<figure class="chart">') if f"<figcaption>{title}" in part]
+        assert chart.count('class="curve"') == 1
+    assert count_of([{"cases": 2, "dice": {"a": 1}}, {"cases": 12, "dice": {"a": 1}}]) == " (n ≤ 12)"
+    assert count_of([{"cases": 2}, {"cases": 12}], "=") == " (n = 2 to 12)"
+
+
 def test_curves_of_other_data_or_tasks_are_not_to_be_compared(finished: Path, worse: Path) -> None:
     assert "Read with care" not in compared(finished, worse).text
     changed(worse, lambda content: content["dataset"]["held_out"].pop())
     assert "These runs held out different cases; their curves on" in compared(finished, worse).text
+    changed(worse, lambda content: content["dataset"].update(digests={NAMES[0]: "b"}))
+    changed(finished, lambda content: content["dataset"].update(digests={NAMES[0]: "a"}))
+    assert "Cases with the same name may be different cases." in compared(finished, worse).text
+    for folder in (finished, worse):
+        changed(folder, lambda content: content["dataset"].pop("digests"))
     changed(worse, lambda content: content["dataset"].update(name="other"))
     text = compared(finished, worse).text
     assert "These runs were trained on different data or tasks; their curves cannot be compared." in text
@@ -71,11 +101,25 @@ def test_curves_of_other_data_or_tasks_are_not_to_be_compared(finished: Path, wo
 
 def test_cases_are_compared_pair_by_pair(finished: Path, worse: Path) -> None:
     page = compared(finished, worse)
-    assert "Trained again with other seeds, they may differ otherwise" in page.text
+    assert "Trained again with other seeds, they may rank differently" in page.text
     for name in NAMES:
         dice, gap = page.cells["pairs", name]
         assert gap == (-dice if name == PERFECT else 0.0)
-    assert "worse's mean Dice is 0.333 lower than run's (3 cases: too few to tell)." in page.text
+    assert "The mean Dice of worse is 0.333 lower than that of run (3 cases: too few to tell)." in page.text
+
+
+def test_runs_with_other_classes_are_compared_on_those_that_all_have(finished: Path, worse: Path) -> None:
+    path = worse / "validation" / "summary.json"
+    summary = json.loads(path.read_text())
+    (name, key), *_ = summary["classes"].items()
+    summary["classes"] = {f"other {name}": key} | {one: own for one, own in summary["classes"].items() if one != name}
+    path.write_text(json.dumps(summary))
+    text = compared(finished, worse).text
+    assert f"Only classes that all runs have count: {', '.join(list(summary['classes'])[1:])}. The mean Dice" in text
+    assert f"other {name}0 of 3 cases–0." in text.replace("\n", "")
+    summary["classes"] = {f"other {one}": own for one, own in summary["classes"].items()}
+    path.write_text(json.dumps(summary))
+    assert "No class is in all of these runs." in compared(finished, worse).text
 
 
 def test_it_is_said_how_cases_without_a_class_count(finished: Path, worse: Path) -> None:

@@ -8,6 +8,7 @@ import nibabel
 import numpy as np
 import pytest
 
+from seqpar.tasks.segment.evaluation import calibration_diagram, format_calibration
 from tests.support.label_folders import evaluate_folders, random_labels, save, summary_of
 
 PLAIN = {"background": 0, "organ": 1, "core": 2}
@@ -78,6 +79,17 @@ def test_calibration_is_that_of_all_voxels_together(predicted, capfd) -> None:
     picture.write_bytes(b"my own")
     assert evaluate_folders(folders, "--calibration") == 3 and picture.read_bytes() == b"my own"
     assert f"{picture}: is there, and evaluate did not write it" in capfd.readouterr().err
+
+
+def test_a_class_without_a_probable_voxel_has_no_calibration_error_and_each_class_has_the_colour_it_is_given() -> None:
+    never, own = np.zeros((10, 3)), np.zeros((10, 3))
+    never[0], own[0], own[6] = (1000, 20, 0), (500, 10, 5), (500, 320, 310)
+    tenths = {"never": never, "own": own}
+    lines = calibration_diagram(tenths, 2, {"never": "#111111", "own": "#222222"}).lines[1:]
+    assert [line.label for line in lines] == ["never: no voxel above 0.1", "own: ECE from 0.1 0.020"]
+    assert [line.colour for line in lines] == ["#111111", "#222222"]
+    row = format_calibration(tenths, tenths).splitlines()[-2]
+    assert row.split() == ["never", "0.0200", "–", "–", "–"], "no mean of no voxel"
 
 
 def test_a_union_of_labels_has_the_sum_of_their_probabilities_and_one_of_regions_none(predicted, capfd) -> None:

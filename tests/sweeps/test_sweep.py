@@ -173,6 +173,14 @@ def test_the_picture_names_the_best_points_in_the_colours_of_the_page(tmp_path: 
 
 def test_the_page_of_a_sweep_says_how_sure_the_order_of_its_first_points_is(made: Path) -> None:
     first, second, *_ = (made / point.name for point in read_sweep(made).points)
+    assert run(report.act, [str(made)]) == 0
+    text = Page((made / "report.html").read_text()).text
+    assert "is not known: their best validations count, scores of single cases are kept of the last, and " in text
+    assert "lr-0.001_batch-2 had its best before." in text and "These are their best" not in text
+    lines = [
+        line for line in (second / "metrics.jsonl").read_text().splitlines() if '"step": 2, "loss": 1.0' not in line
+    ]
+    (second / "metrics.jsonl").write_text("\n".join(lines).replace("0.4", "0.6") + "\n")
     summary = json.loads((first / "validation" / "summary.json").read_text())
     (entry,) = summary["metric_per_case"]
     for count, said in ((2, "(2 cases: too few to tell)"), (6, "over 6 cases (95 % confidence interval: -")):
@@ -184,10 +192,7 @@ def test_the_page_of_a_sweep_says_how_sure_the_order_of_its_first_points_is(made
             (folder / "validation" / "summary.json").write_text(json.dumps(summary | {"metric_per_case": rows}))
         assert run(report.act, [str(made)]) == 0
         text = Page((made / "report.html").read_text()).text
-        assert (
-            "After their last steps, lr-0.001_batch-1's mean Dice is 0." in text
-            and "lower than lr-0.001_batch-2's" in text
-        )
+        assert "The mean Dice of lr-0.001_batch-1 is 0." in text and "lower than that of lr-0.001_batch-2" in text
         assert said in text and "Other seeds may change the order, and the first of several points tends" in text
     assert "Generated phantoms" not in text
     for folder in (first, second):
@@ -212,6 +217,9 @@ def test_the_page_of_a_sweep_has_all_points_effects_and_the_command_of_the_best(
     assert text.count("<tr data-point=") + text.count('<tr class="best" data-point=') == 4
     assert 'data-effect="batch"' in text and "Dice by lr" in page.text
     assert "a difference between few points may be chance" in page.text
+    assert "A point is one combination of settings, trained once." in page.text
+    assert "To train lr-0.001_batch-2 again:" in page.text
+    assert "A dot is a point; the vertical line is the median. Points" in page.text, "no grey box is drawn of few"
     assert "train.py --lr 1e-3 --out" in page.text and "batch-2-again" in page.text
     assert "torchrun --nproc-per-node 2 launch/train.py --lr" in page.text, "as many groups as it had"
     assert "data:image/png;base64," in text and "aria-sort" in text

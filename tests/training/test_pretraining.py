@@ -5,6 +5,8 @@ import shutil
 import signal
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,8 +14,10 @@ import torch
 
 from seqpar import DropoutKey
 from seqpar.cli import predict, prepare, pretrain, train
+from seqpar.data.geometry import make_geometry
 from seqpar.planner.step_counter import StepSetup, count_step
 from seqpar.report import pictures
+from seqpar.report.planes import COUNTED
 from seqpar.runs.journal import Journal, read_metrics
 from seqpar.settings.command_line import default_preset
 from seqpar.settings.presets import PRESETS
@@ -199,9 +203,38 @@ def test_pictures_show_image_masked_rebuilt_and_difference(images, tmp_path, alo
     title, modality = figure_of_tiles([tile], False).get_suptitle(), trainer.data.dataset.modalities[0]
     assert f"Hidden patches of {modality}, rebuilt" in title and "axial plane through the tile's middle" in title
     assert "hidden voxels, of all modalities." in title
+    said = f"{tile.axial.numbers[8]} / {tile.axial.total}: image"
+    assert titles[0] == f"{trainer.validation.ids[0]}\naxial {said}" and f"{COUNTED}." in title, "planes have numbers"
     masked = np.asarray(figure_of_tiles([tile], False).axes[1].images[0].get_array())
     shown = pictures.plane_of(np.where(tile.hidden, np.nan, tile.image), 2, 8, False)
     assert np.array_equal(masked[~np.isnan(shown)], shown[~np.isnan(shown)])
+
+
+class Turned:
+    """A preparation whose arrays have other axes than W D H, and grow in other directions."""
+
+    @staticmethod
+    def canonical(volume: np.ndarray, properties: Any) -> np.ndarray:
+        return volume.transpose(2, 1, 0)[:, :, ::-1]
+
+    @staticmethod
+    def canonical_properties(properties: Any) -> Any:
+        return SimpleNamespace(box=((0, 9), (1, 8), (3, 14)), shape=(9, 7, 11), spacing=(1, 1, 2), geometry=properties)
+
+
+@pytest.mark.parametrize("side", [4, 5, 16])
+@pytest.mark.parametrize("upwards", [True, False])
+def test_a_rebuilt_tile_has_the_slice_numbers_of_its_file_in_whatever_axes_it_was_prepared(side, upwards) -> None:
+    geometry = make_geometry((9, 8, 20), np.diag([1, 1, 2 if upwards else -2, 1]))
+    numbers = (np.arange(3, 14) if upwards else 19 - np.arange(3, 14)) + 1  # of the crop's planes along H
+    image = np.broadcast_to(numbers[::-1, None, None], (11, 7, 9))[None].astype(np.float32)
+    case: Any = SimpleNamespace(image=image, properties=geometry)
+    tile: Any = (side,) * 3
+    axial, spacing = validation.axial_slices(case, tile, Turned())  # type: ignore[arg-type]
+    shown = Turned.canonical(validation.middle_of(case, tile)[0], geometry)
+    inside = np.flatnonzero(shown.any((0, 1)))
+    assert [shown[:, :, n].max() for n in inside] == [axial.numbers[n] for n in inside] and side // 2 in inside
+    assert (axial.total, spacing, len(axial.numbers)) == (20, (1, 1, 2), side)
 
 
 @pytest.mark.parametrize(

@@ -103,17 +103,20 @@ class ClassEvaluation(CaseEvaluation):
         return f"balanced accuracy over the {quantity(len(common), 'case')} that all tables have: {listed}{few}"
 
 
+def image_files(data: str | Path) -> dict[str, Path]:
+    """Returns the first image of each case of a data set of classes, by name; none of what is no data set."""
+    try:
+        return {case.id: case.images[0] for case in read_class_dataset(data).cases}
+    except (DataError, ValueError):
+        return {}
+
+
 def trained_on(record: RunRecord, truth: Path, cases: Sequence[str]) -> list[str]:
     """Returns a line if a run was trained on scored cases; ``truth``: a data set, or a table alone."""
-
-    def images_at(path: str | Path) -> dict[str, Path]:
-        return {case.id: case.images[0] for case in read_class_dataset(path).cases}
-
-    try:
-        known = images_at(truth)
-    except (DataError, ValueError):
-        known = {}
-    return seen_in_training(record, {case: known.get(case) for case in cases}, lambda: images_at(record.config["data"]))
+    known = image_files(truth)
+    return seen_in_training(
+        record, {case: known.get(case) for case in cases}, lambda: image_files(record.config["data"])
+    )
 
 
 def _csv_text(content: Mapping[str, Any]) -> str:

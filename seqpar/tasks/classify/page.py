@@ -23,7 +23,7 @@ from seqpar.data.volumes import read_volume
 from seqpar.prediction.prediction_folder import RECORD
 from seqpar.report.cases import BUDGET, CaseSection, ShownCase, order_note, viewer_section
 from seqpar.report.curves import CHANCE, INK, Diagram, Line, LineStyle, number, reliability_diagram
-from seqpar.report.images import FoundImage, Images, find_images, grey_images, recipe_of
+from seqpar.report.images import FoundImage, Images, find_images, grey_images, other_voxels, recipe_of, spacings_of
 from seqpar.report.pictures import MAPS, body_of, draw_evidence, evidence_planes
 from seqpar.report.planes import colours_of, slices_of
 from seqpar.report.plots import Chart, draw_charts
@@ -44,7 +44,7 @@ from seqpar.scores.class_scores import (
 )
 from seqpar.scores.comparison import FEW, TOO_FEW
 from seqpar.scores.label_files import missing_line
-from seqpar.tasks.classify.evaluation import trained_on
+from seqpar.tasks.classify.evaluation import image_files, trained_on
 from seqpar.tasks.classify.scores import (
     EXPLANATIONS,
     TABLE,
@@ -117,13 +117,12 @@ def class_page(options: argparse.Namespace, record: RunRecord) -> FinishedPage:
     if options.neurological is not None and explained and explained.is_dir():
         flag = "--neurological" if options.neurological else "--no-neurological"
         raise ValueError(f"{flag} would do nothing: {explained} has pictures as predict drew them: remove it")
-    is_other = options.truth is not None
+    is_other, neurological = options.truth is not None, is_neurological(options.neurological, record)
     if is_other:
         summary = read_class_scores(record, options.truth, options.prediction, options.common)
     else:
         summary = try_reading(lambda: read_class_scores(record), gaps)
     if summary and options.cases:
-        neurological = is_neurological(options.neurological, record)
         cases = pictured_cases(record, summary, options.cases, explained, neurological, gaps)
     faults = summary["faults"] if summary and is_other else ()
     cautions = list[str]()
@@ -134,7 +133,6 @@ def class_page(options: argparse.Namespace, record: RunRecord) -> FinishedPage:
     viewer = None
     if summary and cases:
         names, maps = [case.name for case in cases], names_of_maps(summary, options.prediction)
-        neurological = is_neurological(options.neurological, record)
         viewer = class_viewer(record, names, explained, options.truth, neurological, maps)
     parts = {"truth": options.truth, "prediction": options.prediction, "cases": cases, "scores": scores}
     parts["order"] = order_note(len(cases), summary["cases"], "probability of the true class") if summary else ""
@@ -144,8 +142,10 @@ def class_page(options: argparse.Namespace, record: RunRecord) -> FinishedPage:
 
 def _cautions(record: RunRecord, summary: Summary, truth: Path) -> list[str]:
     """Returns what a reader of the scores of other cases should know first."""
-    lines = trained_on(record, truth, [case["case"] for case in summary["metric_per_case"]])
-    return [*filter(None, [missing_line(summary["missing"])]), *lines]
+    names, images = [case["case"] for case in summary["metric_per_case"]], image_files(truth)
+    voxels = spacings_of({name: images[name] for name in names if name in images})
+    lines = [missing_line(summary["missing"]), *trained_on(record, truth, names), other_voxels(record, voxels)]
+    return list(filter(None, lines))
 
 
 @dataclass(frozen=True)
@@ -399,7 +399,7 @@ def _difference(name: str, first: str, pairs: Sequence[tuple[bool, bool]]) -> st
     gap, cases = (own - other) / len(pairs), quantity(len(pairs), "case")
     text = f"{name} and {first} have the same accuracy"
     if gap:
-        text = f"{name}'s accuracy is {abs(gap):.3f} {'higher' if gap > 0 else 'lower'} than {first}'s"
+        text = f"The accuracy of {name} is {abs(gap):.3f} {'higher' if gap > 0 else 'lower'} than that of {first}"
     text += f", over {cases}: {own} right by {name} alone, {other} by {first} alone"
     if len(pairs) < FEW:
         return f"{text} ({TOO_FEW})."

@@ -15,12 +15,22 @@ from seqpar.cluster.stop_request import StopRequest
 from seqpar.data.boxes import read_box
 from seqpar.data.phantom.phantom_files import GENERATED, is_generated
 from seqpar.data.preparation.cache import PreparedCase
+from seqpar.data.preparation.prepared_case import Preparation
 from seqpar.data.sampling.tiles import position_bounds
 from seqpar.losses import MaskedError
 from seqpar.models.network import Network, autocast
 from seqpar.parallel.collectives import all_gather, all_reduce
 from seqpar.report.pictures import mark_plane
-from seqpar.report.planes import best_modality, orientation_text, plane_of, sides
+from seqpar.report.planes import (
+    PLANES,
+    FileSlices,
+    best_modality,
+    counted,
+    orientation_text,
+    plane_of,
+    sides,
+    slices_of,
+)
 from seqpar.report.plots import escape_mathtext, make_figure, save_figure
 from seqpar.report.record import guess_of
 from seqpar.runs.journal import Journal
@@ -36,8 +46,9 @@ HIDDEN, SEEN = "#b9a06a", "#8f8f8f"  # of patches: sand is no grey level of an i
 
 @dataclass(frozen=True)
 class RebuiltTile:
-    """A tile ``W D H`` of a case, the same with its hidden patches rebuilt, and which voxels were hidden.
+    """A tile ``W D H`` of a case in canonical axes, with its hidden patches rebuilt, and which voxels were hidden.
 
+    ``axial``: the slices of the case's file at the tile's planes along H
     ``error``, ``error_of_mean``: over all channels, of what was rebuilt and of a mean in its place
     ``guess``: which mean; ``modality``: the one that is shown
     """
@@ -47,6 +58,7 @@ class RebuiltTile:
     rebuilt: NDArray[Any]
     hidden: NDArray[np.bool_]
     spacing: tuple[float, ...]
+    axial: FileSlices
     error: float = math.nan
     error_of_mean: float = math.nan
     guess: str = "the tile's mean"
@@ -67,11 +79,12 @@ def figure_of_tiles(tiles: Sequence[RebuiltTile], neurological: bool) -> Any:
     from matplotlib.patches import Patch
     from matplotlib.ticker import FuncFormatter
 
-    figure = make_figure(11, 2.9 * len(tiles) + 0.9)
+    figure = make_figure(11, 2.9 * len(tiles) + 1.05)
     of_modality = f" of {escape_mathtext(tiles[0].modality)}" if tiles[0].modality else ""
     what = f"Hidden patches{of_modality}, rebuilt from the visible ones, in the axial plane through the tile's middle"
     errors = f"Errors are mean squared errors of hidden voxels{', of all modalities' * bool(of_modality)}"
-    figure.suptitle(f"{what}.\n{orientation_text(neurological)}. {errors}.", fontsize=9)
+    count = counted([tile.axial] for tile in tiles)
+    figure.suptitle(f"{what}.\n{orientation_text(neurological)}. {count}.\n{errors}.", fontsize=9)
     greys, differences = (colormaps[name].with_extremes(bad=bad) for name, bad in (("gray", HIDDEN), ("RdBu_r", SEEN)))
     ranges = [np.percentile(tile.image, (0.5, 99.5)) for tile in tiles]
     most = max(1e-6, *(float(high - low) / 2 for low, high in ranges))  # the same in all rows
@@ -95,7 +108,9 @@ def figure_of_tiles(tiles: Sequence[RebuiltTile], neurological: bool) -> Any:
             mark_plane(panel, sides(neurological)[AXIAL], tile.spacing[0])
             panel.set_xticks([])
             panel.set_yticks([])
-            title = f"{escape_mathtext(tile.name)}: {name}" if name == COLUMNS[0] else name
+            title = name
+            if name == COLUMNS[0]:
+                title = f"{escape_mathtext(tile.name)}\n{PLANES[AXIAL][0]} {tile.axial.text(at)}: {name}"
             if name == COLUMNS[2] and not math.isnan(tile.error):
                 title += f": error {tile.error:.3f}\n(error of {tile.guess}: {tile.error_of_mean:.3f})"
             panel.set_title(title, fontsize=9)
@@ -193,15 +208,36 @@ class MaskedValidation(CaseValidation):
         counts, group = net.layout.counts, self.mesh.seq
         together = all_gather(rows, group, 1, counts, "pictures").cpu()  # 1 n 2 p p p
         image, mask = net.layout.join(together.split(counts, 1))[0].float().numpy()
-        spacing = case.properties.spacing
-        guess, modality = guess_of(self.error.normalised), self.data.dataset.modalities[self.shown]
+        preparation, properties = self.data.dataset.preparation, case.properties
         shown = whole[0, self.shown].numpy()
+        shown, image, mask = (preparation.canonical(volume, properties) for volume in (shown, image, mask))
+        axial, spacing = axial_slices(case, net.layout.tile, preparation)
+        guess, modality = guess_of(self.error.normalised), self.data.dataset.modalities[self.shown]
         name = f"{case.id}\n{GENERATED}" if is_generated(self.config.data) else case.id
-        return RebuiltTile(name, shown, image, mask > 0, spacing, guess=guess, modality=modality)
+        return RebuiltTile(name, shown, image, mask > 0, spacing, axial, guess=guess, modality=modality)
 
 
 def middle_of(case: PreparedCase, tile: tuple[int, ...]) -> np.ndarray:
     """Returns the tile ``c W D H`` in the middle of a case; outside of the case it is 0."""
-    image = case.image
-    first = [sum(position_bounds(extent, side)) // 2 for extent, side in zip(image.shape[1:], tile)]
-    return np.ascontiguousarray(read_box(image, first, tile, 0), np.float32)
+    return np.ascontiguousarray(read_box(case.image, _first_of(case, tile), tile, 0), np.float32)
+
+
+def _first_of(case: PreparedCase, tile: tuple[int, ...]) -> list[int]:
+    """Returns where the tile in the middle of a case begins."""
+    return [sum(position_bounds(extent, side)) // 2 for extent, side in zip(case.image.shape[1:], tile)]
+
+
+def axial_slices(
+    case: PreparedCase, tile: tuple[int, ...], preparation: Preparation
+) -> tuple[FileSlices, tuple[float, ...]]:
+    """Returns the slices of the file at the planes of the middle tile along H in canonical axes, and its spacing."""
+    turned, centre = preparation.canonical_properties(case.properties), [side // 2 for side in tile]
+    places = []  # of the tile's central voxel along H, in the case and in the tile
+    for shape, first in ((case.image.shape[1:], _first_of(case, tile)), (tile, (0, 0, 0))):
+        mark = np.zeros(shape, bool)
+        mark[tuple(start + middle for start, middle in zip(first, centre))] = True
+        places.append(int(np.argwhere(preparation.canonical(mark, case.properties))[0][AXIAL]))
+        planes = preparation.canonical(mark, case.properties).shape[AXIAL]
+    own = slices_of(turned.geometry, turned.box, turned.shape)[AXIAL]
+    inside = np.clip(np.arange(planes) + places[0] - places[1], 0, len(own.numbers) - 1)
+    return own._replace(numbers=[own.numbers[n] for n in inside.tolist()]), turned.spacing

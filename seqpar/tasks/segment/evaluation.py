@@ -124,7 +124,9 @@ class LabelMapEvaluation(CaseEvaluation):
             content["calibration"] = calibration_content(tenths)
             text += f"\n\n{format_calibration(tenths, self.labels.classes)}"
             if tenths:
-                diagram = calibration_diagram(tenths, len(cases) - len(job.faults) + known)
+                diagram = calibration_diagram(
+                    tenths, len(cases) - len(job.faults) + known, colours_of(self.labels.classes)
+                )
                 title = f"{job.name}: {diagram.quantity[0].lower()}{diagram.quantity[1:]}"
                 contents["calibration"] = lambda path: draw_figure(title, [diagram], ABOUT_CALIBRATION, [path])
         contents["json"] = json.dumps(content, indent=2) + "\n"
@@ -303,22 +305,27 @@ def _channels_of(values: Sequence[int], outputs: Sequence[tuple[int, ...]]) -> l
     return [number for number, region in enumerate(outputs) if set(region) == known][:1]
 
 
+MIN_VOXELS = 100  # of a tenth that is drawn
 ABOUT_CALIBRATION = (
     "Each dot: the voxels of all cases whose probability of the class is within one tenth. Below the dashed line the "
     "class is there less often than its probability says (overconfident), above it more often. ECE from 0.1: expected "
     "calibration error, the mean distance from that line over voxels, without those below 0.1, which are mostly "
-    "background. Voxels of a case are alike: a few cases say little about others, however many voxels they have."
+    f"background. A tenth of fewer than {MIN_VOXELS} voxels is not drawn. Voxels of a case are alike: a few cases say "
+    "little about others, however many voxels they have."
 )
-MIN_VOXELS = 100  # of a tenth that is drawn
 
 
-def calibration_diagram(tenths: Mapping[str, Floats], cases: int) -> Diagram:
+def calibration_diagram(tenths: Mapping[str, Floats], cases: int, class_colours: Mapping[str, str]) -> Diagram:
     """Returns the reliability diagram of classes over the voxels of cases."""
-    labels = {name: f"{name}: ECE from 0.1 {error_of_tenths(own[1:]):.3f}" for name, own in tenths.items()}
+    errors = {name: error_of_tenths(own[1:]) for name, own in tenths.items()}
+    labels = {
+        name: f"{name}: " + (f"ECE from 0.1 {error:.3f}" if np.isfinite(error) else "no voxel above 0.1")
+        for name, error in errors.items()
+    }
     points = {
         labels[name]: [point for point in filled_tenths(own) if point[2] >= MIN_VOXELS] for name, own in tenths.items()
     }
-    colours = {labels[name]: colour for name, colour in colours_of(tenths).items()}
+    colours = {labels[name]: class_colours[name] for name in tenths}
     over, up = "probability of the class", "share of voxels of the class"
     return reliability_diagram(f"Calibration of the voxels of {quantity(cases, 'case')}", over, up, points, colours)
 
@@ -341,14 +348,15 @@ def calibration_content(tenths: Mapping[str, Floats]) -> dict[str, Any]:
 def format_calibration(tenths: Mapping[str, Floats], classes: Collection[str]) -> str:
     """Returns the calibration errors as a table in lines."""
     width = max(len(name) for name in (*classes, "class"))
-    lines = ["calibration over the voxels of all cases (ECE: expected calibration error; from 0.1: without the voxels"]
-    lines.append("whose probability of the class is lower)")
+    lines = ["calibration over the voxels of all cases (ECE: expected calibration error; from 0.1, and in the last two"]
+    lines.append("columns: without the voxels whose probability of the class is lower)")
     lines.append(f"{'class':{width}}  {'ECE':>6}  {'from 0.1':>8}  {'mean probability':>16}  {'share there':>11}")
     for name, own in tenths.items():
         count, given, right = own[1:].sum(0)
-        cells = (error_of_tenths(own), error_of_tenths(own[1:]), given / max(count, 1), right / max(count, 1))
-        whole, part, mean, share = (f"{cell:.4f}" if np.isfinite(cell) else "–" for cell in cells)
-        lines.append(f"{name:{width}}  {whole:>6}  {part:>8}  {mean:>16}  {share:>11}")
+        mean, share = (given / count, right / count) if count else (np.nan, np.nan)
+        cells = (error_of_tenths(own), error_of_tenths(own[1:]), mean, share)
+        texts = (f"{cell:.4f}" if np.isfinite(cell) else "–" for cell in cells)
+        lines.append("  ".join([f"{name:{width}}", *(f"{text:>{wide}}" for text, wide in zip(texts, (6, 8, 16, 11)))]))
     lines += [f"{name:{width}}  no output of the network stands for it" for name in classes if name not in tenths]
     return "\n".join(lines)
 

@@ -15,13 +15,14 @@ from seqpar.prediction.class_statistics import read_statistics
 from seqpar.prediction.prediction_folder import RECORD, SERIES
 from seqpar.report.cases import case_section, load_worst
 from seqpar.report.curves import number
-from seqpar.report.images import find_images
+from seqpar.report.images import find_images, other_voxels, spacings_of
 from seqpar.report.plots import Chart, draw_charts
 from seqpar.report.record import (
     CaseScores,
     RunRecord,
     ScoredCase,
     chosen_on_them,
+    mean_of_numbers,
     measure_folder,
     reached_in_validation,
     read_scores,
@@ -48,7 +49,6 @@ from seqpar.report.tables import (
     score_strips,
     sizes_table,
     volumes_table,
-    voxel_ml,
 )
 from seqpar.scores.comparison import FEW as FEW_CASES
 from seqpar.scores.comparison import TOO_FEW, interval_of_mean
@@ -62,7 +62,6 @@ from seqpar.text import quantity
 FOLDER = Path(__file__).parent
 RESEARCH = "For research; not a medical device."
 NO_SPREAD = 5e-4  # of a Dice: an interval of less would look like certainty
-OTHER_SCALE = 1.5  # times as large, or as small
 DISPUTED = "DisputedMl"
 FEW = 12  # cases whose table is open from the start
 
@@ -112,9 +111,11 @@ def segment_page(options: argparse.Namespace, record: RunRecord) -> FinishedPage
     cautions = _reached(record) if alone else []
     if scored and not alone:
         cautions = _cautions(record, scored) if options.truth is not None else chosen_on_them(record)
-    cautions += filter(None, [other_scale(record, scored), coarse_voxels(scored)] if scored else [])
+    if scored:
+        files = {case.name: case.prediction for case in scored.cases} if options.prediction is not None else {}
+        cautions += filter(None, [other_voxels(record, spacings_of(files)), coarse_voxels(scored)])
     parts: dict[str, Any] = {
-        "calibration": _calibration_charts(options, record.labels) if scored and not alone else [],
+        "calibration": _calibration_charts(options, record.labels, colours) if scored and not alone else [],
         "about_calibration": ABOUT_CALIBRATION,
         "tiles": tiles,
         "note": note,
@@ -220,7 +221,7 @@ def _mean_and_deviation(mean: float, sd: float, in_hu: bool) -> Score:
     return Score(mean, places, "" if math.isnan(sd) else f" ± {sd:.{places}f}")
 
 
-def _calibration_charts(options: argparse.Namespace, labels: Labels) -> list[Chart]:
+def _calibration_charts(options: argparse.Namespace, labels: Labels, colours: Mapping[str, str]) -> list[Chart]:
     """Returns the reliability diagram of predictions whose probabilities were written; none of others."""
     if options.truth is None:
         return []
@@ -229,27 +230,13 @@ def _calibration_charts(options: argparse.Namespace, labels: Labels) -> list[Cha
         return []
     faults = list[DataError]()  # of cases, which are those of their scores
     tenths = calibrate(pairs, labels, 1, faults)
-    return draw_charts([calibration_diagram(tenths, len(pairs) - len(faults))] * bool(tenths), width=360)
+    return draw_charts([calibration_diagram(tenths, len(pairs) - len(faults), colours)] * bool(tenths), width=360)
 
 
 def _cautions(record: RunRecord, scored: CaseScores) -> list[str]:
     """Returns what a reader of the scores of other label maps should know first."""
     lines = trained_on(record, {case.name: case.truth for case in scored.cases})
     return [*filter(None, [missing_line(scored.missing)]), *lines]
-
-
-def other_scale(record: RunRecord, scored: CaseScores) -> str:
-    """Returns a sentence if voxels are far from as large as in the run's held-out cases, and none are resampled."""
-    recipe = record.dataset.get("recipe") or {}
-    own = None if recipe.get("spacing") or recipe.get("plan") else try_reading(lambda: read_scores(record.path), [])
-    trained, size = (1000 * voxel_ml(one) if one else 0.0 for one in (own, scored))
-    if not trained or not size or max(trained, size) < OTHER_SCALE * min(trained, size):
-        return ""
-    return (
-        f"Voxels have up to {size:.3g} mm³, and those of the run's own held-out cases up to {trained:.3g} mm³. This "
-        "run resamples none, so the network sees structures at another scale than in training, and may miss or invent "
-        "them."
-    )
 
 
 def _reached(record: RunRecord) -> list[str]:
@@ -269,7 +256,11 @@ def _reached(record: RunRecord) -> list[str]:
 def headline(record: RunRecord, scored: CaseScores | None) -> tuple[list[HeadlineTile], str]:
     """Returns the mean Dice of each class, with its interval and the number of cases, and what these are."""
     tiles, note = list[HeadlineTile](), "Mean Dice over cases"
-    if scored:
+    if scored and len(scored.cases) == 1:
+        note = "Dice of a single case, which says little about others"
+        rows = scored.cases[0].scores
+        tiles = [HeadlineTile(name, Score(row.get("Dice", math.nan), 3), "n = 1") for name, row in rows.items()]
+    elif scored:
         note += (
             f", its 95 % confidence interval (Student's t; from {FEW_CASES} cases on), which is for the mean and not "
         )
@@ -311,13 +302,14 @@ def _scores_table(scored: Mapping[str, CaseScores], is_compared: bool) -> Table 
     rows.append(TableRow("cases", ["", *(Score(len(one.cases), 0) for one in scored.values())]))
     note = "Mean Dice in each run's last validation, over the cases that it has scored"
     note += "; the table below compares the cases that all runs share." if is_compared else "."
-    note += f" n: cases with a Dice. {ABSENT_RULE} Means over different cases do not compare."
+    note += f" n: cases with a Dice. {ABSENT_RULE} Means over different cases cannot be compared."
     return Table("scores", list(map(TableHead, ("Class", "Truth lacks it in", *scored))), rows, "class", note)
 
 
 def _lacking(scored: Mapping[str, CaseScores], kind: str) -> str:
     """Returns in how many cases the truth lacks a class, run by run if they differ."""
-    texts = {name: f"{absent_of(one, kind).cases} of {len(one.cases)}" for name, one in scored.items()}
+    known = {name: one for name, one in scored.items() if kind in one.classes}
+    texts = {name: f"{absent_of(one, kind).cases} of {len(one.cases)}" for name, one in known.items()}
     shared = set(texts.values())
     return f"{shared.pop()} cases" if len(shared) == 1 else "; ".join(f"{name}: {text}" for name, text in texts.items())
 
@@ -325,7 +317,8 @@ def _lacking(scored: Mapping[str, CaseScores], kind: str) -> str:
 def _mean(one: CaseScores, kind: str) -> Score:
     """Returns a class's mean Dice, with the cases that it is over."""
     count, zeros = one.summary.get("num_values", {}).get(kind, {}).get("Dice"), absent_of(one, kind).predicted
-    told = [f"n = {count:.0f}"] * (count is not None) + [f"{zeros} of them 0: none in the truth"] * bool(zeros)
+    told = [] if count is None else [f"n = {count:.0f}"]
+    told += [f"{zeros} of them 0: none in the truth"] * bool(zeros)
     mean = one.summary["mean"].get(kind, {}).get("Dice", math.nan)
     return Score(mean, 3, f" ({', '.join(told)})" if told else "")
 
@@ -340,7 +333,15 @@ def _differences(scored: Mapping[str, CaseScores]) -> tuple[Table | str, Sequenc
     if len(scored) < 2:
         return "", (), ()
     (first, reference), *others = scored.items()
-    dice = {name: {case.name: case.dice for case in one.cases} for name, one in scored.items()}
+    shared = [kind for kind in reference.classes if all(kind in one.classes for one in scored.values())]
+    if not shared:
+        return "No class is in all of these runs.", (), ()
+    dice = {
+        name: {
+            case.name: mean_of_numbers(case.scores[kind].get("Dice", math.nan) for kind in shared) for case in one.cases
+        }
+        for name, one in scored.items()
+    }
     common = [case.name for case in reference.cases if all(case.name in own for own in dice.values())]
     if not common:
         return "No case was scored in all of these runs.", (), ()
@@ -362,7 +363,9 @@ def _differences(scored: Mapping[str, CaseScores]) -> tuple[Table | str, Sequenc
         1.05 * max((abs(gap) for pairs in gaps.values() for gap, _ in pairs if math.isfinite(gap)), default=0.0) or 1.0
     )
     dots = Dots(f"Dice of each case, minus that of {first}", gaps, -reach, reach)
-    note = " ".join(filter(None, [mean_over(reference.classes, "of a case "), ABSENT_RULE]))
+    is_partial = any(len(one.classes) > len(shared) for one in scored.values())
+    only = f"Only classes that all runs have count: {', '.join(shared)}." if is_partial else ""
+    note = " ".join(filter(None, [only, mean_over(shared, "of a case "), ABSENT_RULE]))
     sentences = [difference_sentence("mean Dice", name, first, pairs) for name, pairs in gaps.items()]
     return (
         Table("pairs", list(map(TableHead, heads)), rows, "case", note),
