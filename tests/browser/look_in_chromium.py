@@ -75,7 +75,7 @@ def test_ctrl_and_wheel_zoom(page: Chromium) -> None:
 
 def test_planes_tell_their_spacing_and_an_address_keeps_the_look(page: Chromium, url: str) -> None:
     width, depth, _ = page.value("JSON.parse(document.getElementById('volumes').textContent).cases[0].spacing")
-    assert page.value(TOLD).endswith(f"· {width:.3g} × {depth:.3g} mm") and width != depth
+    assert page.value(TOLD).endswith(f"· pixels of {width:.3g} × {depth:.3g} mm") and width != depth
     look(page, window=90, level=100, zoom=3, fill=20)
     address, pixels = page.value("location.href"), page.value(PLANE)
     page.open(address)

@@ -184,7 +184,7 @@
     mark(context, canvas, told.sides[dim]);
     drawScale(context, canvas, (width * spacing[x]) / canvas.width);
     const mm = [x, y].map((axis) => Number(spacing[axis].toPrecision(3))).join(" × ");
-    get("told-" + dim).textContent = `${NAMES[dim]} ${entry.slices[dim][state.at[dim]]} / ${entry.counts[dim]} · ${mm} mm`;
+    get("told-" + dim).textContent = `${NAMES[dim]} ${entry.slices[dim][state.at[dim]]} / ${entry.counts[dim]} · pixels of ${mm} mm`;
     get("slice-" + dim).value = state.at[dim];
   }
 
