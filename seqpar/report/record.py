@@ -165,8 +165,8 @@ def above_scores(generated: bool, trained_on_phantoms: bool, what: str = "scores
 def chosen_on_them(*records: RunRecord) -> list[str]:
     """Returns a sentence if several validations chose weights on the cases that any of the runs held out."""
     text = (
-        "The weights that predict uses were chosen on these held-out cases, so their scores on them tend to be too good: "
-        "only a test set tells how good these weights are."
+        "The weights that predict uses were chosen on these held-out cases, so their scores on them tend to be too "
+        "good: only a test set tells how good these weights are."
     )
     return [text] * any(len(record.held_out) > 1 for record in records)
 
