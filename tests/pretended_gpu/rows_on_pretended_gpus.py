@@ -77,6 +77,11 @@ ROWS = {
     "modern, shards": Row(
         f"{PRESETS['modern'].flags} --seqpar 2 --shard-weights", ranks=2, same_as="modern", within=HALF
     ),
+    "modern, replayed": Row(f"{PRESETS['modern'].flags} --cuda-graph", same_as="modern", within=EXACT),
+    "modern, two groups": Row(f"{PRESETS['modern'].flags} --batch 1", ranks=2, same_as="modern", within=HALF),
+    "modern, two groups, replayed": Row(
+        f"{PRESETS['modern'].flags} --batch 1 --cuda-graph", ranks=2, same_as="modern, two groups", within=EXACT
+    ),
     "deterministic": Row(f"{DEBUG.flags} --deterministic", same_as="debug", within=EXACT),
     "boxes": Row(f"{DEBUG.flags} --seqpar 2 --mode halo", ranks=2, same_as="debug"),
     "boxes, overlapped": Row(
