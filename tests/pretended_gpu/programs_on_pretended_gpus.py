@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from seqpar.parallel.launcher import ALLOCATOR
 from tests.pretended_gpu.build import is_pretended
 
 if not is_pretended(os.environ):
@@ -111,7 +112,7 @@ print(settings_in_force(torch.device("cuda", 0)))
 
 def test_programs_get_segments_that_grow(run: Run) -> None:
     assert "{'expandable segments': 'on'}" in run(["-c", SEGMENTS]).stdout
-    other = run(["-c", SEGMENTS], PYTORCH_ALLOC_CONF="expandable_segments:False")
+    other = run(["-c", SEGMENTS], **dict.fromkeys(ALLOCATOR, "expandable_segments:False"))
     assert "{'expandable segments': 'off'}" in other.stdout
 
 
