@@ -119,7 +119,8 @@ def _sums_of_parts(
     rows: Tensor, sizes: Sequence[int], needed: Sequence[bool], dtype: torch.dtype
 ) -> list[Tensor | None]:
     """Returns the sums of the columns of each part that is needed, in one launch; equal parts alone are read."""
-    sums, at = [None] * len(sizes), [number for number, needs in enumerate(needed) if needs]
+    sums: list[Tensor | None] = [None] * len(sizes)
+    at = [number for number, needs in enumerate(needed) if needs]
     if not at:
         return sums
     spaced = range(at[0], at[-1] + 1, at[1] - at[0] if len(at) > 1 else 1)
