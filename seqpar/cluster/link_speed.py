@@ -22,6 +22,7 @@ KINDS = ("all_gather", "all_to_all", "all_reduce")
 OF_PIPE = ("send",)  # what ranks of a pipe do: from one place to the next
 SIZES = (2**12, 2**18, 2**22, 2**25)  # bytes that a rank holds
 PER_CALL_S = 0.5  # larger sizes are left out where one is expected to take longer
+GPU_SIDE, CPU_SIDE = 8192, 768  # of the matrices that are multiplied
 Collective = Callable[[], object]
 
 
@@ -124,7 +125,7 @@ def slowest(seconds: float, mesh: Mesh) -> float:
 def matmul_speeds(mesh: Mesh) -> dict[str, float]:
     """Returns this rank's floating-point operations a second in matrix products, by the numbers' type."""
     on_gpu = mesh.device.type == "cuda"
-    side, speeds = 8192 if on_gpu else 768, {}
+    side, speeds = GPU_SIDE if on_gpu else CPU_SIDE, {}
     kinds = {"float32": torch.float32, "tf32": torch.float32, "bfloat16": torch.bfloat16}
     for name, dtype in kinds.items() if on_gpu else (("float32", torch.float32),):
         set_arithmetic(name)

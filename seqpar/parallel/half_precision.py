@@ -6,7 +6,7 @@ come from their matrix products in float32; and a layer norm reads half precisio
 float32. Without autocast, on a CPU and while a compiler traces, everything is torch's own.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, TypeVar
@@ -112,9 +112,24 @@ class _Linear(Function):
         rows = grad.flatten(0, -2)
         dx = (rows @ matrix).view(x.shape).to(of_x) if ctx.needs_input_grad[0] else None
         dweight = product(rows.t(), x.flatten(0, -2), of_weight).view(ctx.shape) if ctx.needs_input_grad[1] else None
-        dbias = rows.sum(0, dtype=of_weight).split(ctx.sizes) if any(ctx.needs_input_grad[3:]) else ()
-        needed = (part if needs else None for part, needs in zip(dbias, ctx.needs_input_grad[3:], strict=False))
-        return dx, dweight, None, *(needed if dbias else (None for _ in ctx.sizes))
+        return dx, dweight, None, *_sums_of_parts(rows, ctx.sizes, ctx.needs_input_grad[3:], of_weight)
+
+
+def _sums_of_parts(
+    rows: Tensor, sizes: Sequence[int], needed: Sequence[bool], dtype: torch.dtype
+) -> list[Tensor | None]:
+    """Returns the sums of the columns of each part that is needed, in one launch; equal parts alone are read."""
+    sums: list[Tensor | None] = [None] * len(sizes)
+    at = [number for number, needs in enumerate(needed) if needs]
+    if not at:
+        return sums
+    spaced = range(at[0], at[-1] + 1, at[1] - at[0] if len(at) > 1 else 1)
+    if [*spaced] != at or len({*sizes}) > 1:
+        return [x if needs else None for x, needs in zip(rows.sum(0, dtype=dtype).split(sizes), needed)]
+    parts = rows.unflatten(1, (len(sizes), -1))[:, spaced.start : spaced.stop : spaced.step]
+    for number, x in zip(at, parts.sum(0, dtype=dtype)):
+        sums[number] = x
+    return sums
 
 
 def product(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:

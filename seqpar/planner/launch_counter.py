@@ -111,7 +111,7 @@ class LaunchCounter(TorchDispatchMode):
 
     def _place(self) -> str:
         """Returns the innermost function of the package that runs, or in backward the one whose adjoint runs."""
-        node, frame = torch._C._current_autograd_node(), sys._getframe(2)  # type: ignore[attr-defined]
+        node, frame = torch._C._current_autograd_node(), sys._getframe()  # type: ignore[attr-defined]
         while frame is not None and not (_is_ours(frame.f_code.co_filename)):
             frame = frame.f_back  # type: ignore[assignment]
         here = "" if frame is None else f"{_name_of(frame.f_code.co_filename)}:{frame.f_code.co_name}"

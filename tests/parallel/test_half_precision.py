@@ -89,6 +89,16 @@ def test_weights_are_cast_once_for_a_forward(monkeypatch: pytest.MonkeyPatch) ->
     assert half_precision._in(torch.bfloat16, net[0].weight) is not found[0]
 
 
+@pytest.mark.parametrize("needed", [(True, False, True), (False, True, True), (False, False, True), (False,) * 3])
+@pytest.mark.parametrize("sizes", [(4, 4, 4), (3, 5, 4)])
+def test_only_biases_that_learn_are_summed(sizes: tuple[int, ...], needed: tuple[bool, ...]) -> None:
+    rows = torch.randn(6, 12, dtype=torch.float64)
+    sums = half_precision._sums_of_parts(rows, sizes, needed, torch.float64)
+    for part, ours, needs in zip(rows.split(sizes, 1), sums, needed, strict=True):
+        assert (ours is not None) == needs
+        torch.testing.assert_close(part.sum(0) if needs else None, ours)
+
+
 def test_norms_of_a_block_have_hooks_and_may_be_of_another_kind(monkeypatch: pytest.MonkeyPatch) -> None:
     block, seen = build_network(CONFIG, 2, 3, Group("seq")).encoder.blocks[0], list[torch.dtype]()
     monkeypatch.setattr(block, "norm2", nn.RMSNorm(24))

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 
-from seqpar.cluster.acceptance import kernels, program
+from seqpar.cluster.acceptance import kernels, program, two_ranks
 from seqpar.data.phantom.phantom_files import PhantomSettings, write_phantom
 from seqpar.spatial import overlap
 from seqpar.training.trainer import Trainer
@@ -76,6 +76,11 @@ ROWS = {
     "shards of two tiles": Row(f"{DEBUG.flags} --batch 1 --shard-weights", ranks=2, same_as="debug"),
     "modern, shards": Row(
         f"{PRESETS['modern'].flags} --seqpar 2 --shard-weights", ranks=2, same_as="modern", within=HALF
+    ),
+    "modern, replayed": Row(f"{PRESETS['modern'].flags} --cuda-graph", same_as="modern", within=EXACT),
+    "modern, two groups": Row(f"{PRESETS['modern'].flags} --batch 1", ranks=2, same_as="modern", within=HALF),
+    "modern, two groups, replayed": Row(
+        f"{PRESETS['modern'].flags} --batch 1 --cuda-graph", ranks=2, same_as="modern, two groups", within=EXACT
     ),
     "deterministic": Row(f"{DEBUG.flags} --deterministic", same_as="debug", within=EXACT),
     "boxes": Row(f"{DEBUG.flags} --seqpar 2 --mode halo", ranks=2, same_as="debug"),
@@ -189,6 +194,7 @@ def test_the_acceptance_finds_nothing_wrong(name: str, tmp_path: Path) -> None:
             os.dup2(log, 2)
             forked(lambda: None, 0)
             kernels.ON_GPU = kernels.ON_CPU  # sizes
+            program.PART_S, two_ranks.LIMIT_S = 4 * program.PART_S, 4 * two_ranks.LIMIT_S  # a CPU may be busy
             code = program.accept("cuda", 0, tmp_path / "record.json", checks)
         finally:
             os._exit(code)

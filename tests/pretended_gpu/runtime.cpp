@@ -213,7 +213,12 @@ cudaError_t cudaStreamCreateWithFlags(cudaStream_t* stream, unsigned) { return c
 cudaError_t cudaStreamCreateWithPriority(cudaStream_t* stream, unsigned, int) { return cudaStreamCreate(stream); }
 cudaError_t cudaStreamGetPriority(cudaStream_t, int* priority) { *priority = 0; return cudaSuccess; }
 cudaError_t cudaStreamIsCapturing(cudaStream_t, cudaStreamCaptureStatus* status) { *status = cudaStreamCaptureStatusNone; return cudaSuccess; }
-cudaError_t cudaStreamGetCaptureInfo(cudaStream_t, cudaStreamCaptureStatus* status, unsigned long long* id, cudaGraph_t*, const cudaGraphNode_t**, const cudaGraphEdgeData**, size_t*) {
+#if CUDART_VERSION < 13000
+#define EDGES
+#else
+#define EDGES const cudaGraphEdgeData**,
+#endif
+cudaError_t cudaStreamGetCaptureInfo(cudaStream_t, cudaStreamCaptureStatus* status, unsigned long long* id, cudaGraph_t*, const cudaGraphNode_t**, EDGES size_t*) {
   *status = cudaStreamCaptureStatusNone;
   if (id) *id = 0;
   return cudaSuccess;

@@ -32,6 +32,7 @@ class _AfterTorch(importlib.abc.MetaPathFinder):
             execute(module)
             importlib.import_module("pretended_kernels").install()
             importlib.import_module("pretended_nccl").install()
+            importlib.import_module("pretended_graphs").install()
             if os.environ.get("PRETENDED_SANITIZER") == "1":
                 importlib.import_module("torch.cuda._sanitizer").enable_cuda_sanitizer()
 
