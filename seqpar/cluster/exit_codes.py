@@ -55,7 +55,13 @@ class SafeStream:
         self._stream = stream
 
     def write(self, text: str) -> int:
-        self._attempt(lambda: self._stream.write(text))
+        encoding = getattr(self._stream, "encoding", None) or "utf-8"
+        try:
+            text.encode(encoding)
+            shown = text
+        except UnicodeEncodeError:  # such as a name in a terminal of ASCII
+            shown = text.encode(encoding, "backslashreplace").decode(encoding)
+        self._attempt(lambda: self._stream.write(shown))
         return len(text)
 
     def flush(self) -> None:
