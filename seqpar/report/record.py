@@ -296,10 +296,10 @@ def read_scores(run: Path) -> CaseScores:
     path = run / "validation" / "summary.json"
     try:
         if not (text := read_whole(path)):
-            raise DataError(path, "is empty (0 bytes): copy it again, or train again")
+            raise DataError(path, "cannot be used (0 bytes): copy it again")
         content = json.loads(text)
         if not content["mean"]:
-            raise DataError(path, "has no class: copy it again, or train again")
+            raise DataError(path, "cannot be used (no class): copy it again")
         after = f", written after step {content['step']:,}" if "step" in content else ""
         return parse_scores(content, f"{path}{after}", path.parent)
     except DataError:

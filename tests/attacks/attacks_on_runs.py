@@ -231,8 +231,8 @@ ATTACKS += [
         after=_shows_score(words),
     )
     for text, words in (
-        ("", "is empty (0 bytes)"),
-        ('{"metric_per_case": [], "mean": {}}', "has no class"),
+        ("", "cannot be used (0 bytes)"),
+        ('{"metric_per_case": [], "mean": {}}', "cannot be used (no class)"),
         ('{"classes": {"tumour": "1"}, "metric_per_case": [], "step": 1}', "cannot be used (KeyError"),
     )
 ]
