@@ -92,8 +92,9 @@ class Display:
                 self._print("  ".join(fields) + "\n")
         if self._thread is None and not self.on_terminal and not self._over.is_set():
             of_thread = weakref.ref(self), self._over
-            self._thread = threading.Thread(target=_repeat, args=of_thread, daemon=True, name="seqpar-display")
-            self._thread.start()
+            thread = threading.Thread(target=_repeat, args=of_thread, daemon=True, name="seqpar-display")
+            thread.start()
+            self._thread = thread  # one that has begun, which can be waited for
 
     def close(self) -> None:
         """Ends the thread, and a line that is still open."""

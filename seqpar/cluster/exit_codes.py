@@ -55,7 +55,13 @@ class SafeStream:
         self._stream = stream
 
     def write(self, text: str) -> int:
-        self._attempt(lambda: self._stream.write(text))
+        encoding = getattr(self._stream, "encoding", None) or "utf-8"
+        try:
+            text.encode(encoding)
+            shown = text
+        except UnicodeEncodeError:  # such as a name in a terminal of ASCII
+            shown = text.encode(encoding, "backslashreplace").decode(encoding)
+        self._attempt(lambda: self._stream.write(shown))
         return len(text)
 
     def flush(self) -> None:
@@ -93,7 +99,8 @@ LAST_WORDS = "TORCHELASTIC_ERROR_FILE"  # torchrun's variable with the file for 
 _NO_WAY_IN = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG}
 _NO_WAY_IN |= {errno.ENOSPC, errno.EDQUOT}
 # of this shell; libraries tell them without a file
-_LIMITS = {errno.EFBIG: "a file", errno.EMFILE: "open files"}
+_LIMITS = {errno.EFBIG: "a file", errno.EMFILE: "open files", errno.EAGAIN: "processes and threads"}
+_NO_THREAD = "can't start new thread"
 FAULT, USAGE, DATA, MEMORY, NONFINITE, IN_USE, PREEMPTED = 1, 2, 3, 4, 5, 6, 75
 INTERRUPTED = 128 + signal.SIGINT
 FINAL = (USAGE, DATA, MEMORY, NONFINITE)  # of errors that would come again if the run went on
@@ -192,6 +199,8 @@ def _call(act: Callable[[Sequence[str]], int], arguments: Sequence[str] | None) 
 
 def of_a_file(error: BaseException) -> DataError | None:
     """Returns what to say of a file or folder that the system keeps from us; None for any other error."""
+    if type(error) is RuntimeError and str(error) == _NO_THREAD:
+        error = OSError(errno.EAGAIN, _NO_THREAD)
     if type(error) is RuntimeError:  # of torch, in the system's words
         told = next((number for number in _LIMITS if os.strerror(number) in str(error)), 0)
         error = OSError(told, os.strerror(told)) if told else error

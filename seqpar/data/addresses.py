@@ -138,9 +138,10 @@ class _Https:
         except DataError:
             raise
         except HTTPError as error:
-            raise DataError(url, f"the server answers {error.code} ({error.reason}); check the address") from error
+            why = _plain(error.reason)
+            raise DataError(url, f"the server answers {error.code} ({why}); check the address") from error
         except (OSError, HTTPException, ValueError) as error:
-            why = getattr(error, "reason", error)
+            why = _plain(getattr(error, "reason", error))
             raise DataError(
                 url, f"cannot be reached ({why}); check the network and the address, or download it elsewhere and put "
                 f"it at {self.path}"
@@ -176,7 +177,12 @@ class _Https:
             raise self._broken(str(error)) from error
 
     def _broken(self, why: str) -> DataError:
-        return DataError(self.url, f"the download broke off ({why}); start it again")
+        return DataError(self.url, f"the download broke off ({_plain(why)}); start it again")
+
+
+def _plain(said: object) -> str:
+    """Returns what a server said as text of one line: a terminal obeys some characters."""
+    return " ".join("".join(sign if sign.isprintable() else " " for sign in str(said)).split())[:200]
 
 
 @dataclass(frozen=True)

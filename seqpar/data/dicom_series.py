@@ -301,7 +301,8 @@ def is_whole_segmentation(path: Path) -> bool:
     from pydicom import dcmread
 
     try:
-        return bool(dcmread(path).PixelData)
+        content = dcmread(path)  # which takes pixels that are cut off as they are
+        return len(content.PixelData) * 8 >= content.Rows * content.Columns * int(content.NumberOfFrames)
     except Exception:  # of a damaged file, pydicom raises what its parts raise
         return False
 

@@ -2,7 +2,7 @@
 
 import os
 import resource
-from errno import EEXIST, EFBIG, EMFILE, ENAMETOOLONG, ENOENT
+from errno import EAGAIN, EEXIST, EFBIG, EMFILE, ENAMETOOLONG, ENOENT
 from pathlib import Path
 
 
@@ -31,6 +31,10 @@ def limit_behind(error: OSError) -> str:
     """Returns which limit of this shell or system an error shows, to follow its words; "" for other errors."""
     if error.errno == EMFILE:
         return f": {resource.getrlimit(resource.RLIMIT_NOFILE)[0]} are allowed; raise the limit, as by ulimit -n 4096"
+    if error.errno == EAGAIN:  # of processes and threads
+        allowed = resource.getrlimit(resource.RLIMIT_NPROC)[0]
+        count = "no more can be started" if allowed == resource.RLIM_INFINITY else f"{allowed} are allowed"
+        return f": {count}; raise the limit, as by ulimit -u 4096 (and -v unlimited), or end other processes"
     allowed = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
     if error.errno == EFBIG and allowed != resource.RLIM_INFINITY:
         return f": {allowed} bytes are allowed; raise the limit, as by ulimit -f unlimited"

@@ -21,7 +21,19 @@ STATE = "state-"  # prefix of the files in which runs report their progress; eac
 def user_cache() -> Path:
     """Returns the folder of what is kept for later runs: $SEQPAR_CACHE, else seqpar in $XDG_CACHE_HOME or ~/.cache."""
     usual = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "seqpar"
-    return Path(os.environ.get("SEQPAR_CACHE") or usual).expanduser().absolute()
+    return expand_home(os.environ.get("SEQPAR_CACHE") or usual, "the cache folder ").absolute()
+
+
+def expand_home(path: str | Path, name: str = "") -> Path:
+    """Returns a path with ~ replaced by a home folder; raises DataError if nothing says where that is.
+
+    - ``name``: what the message calls the path
+    """
+    try:
+        return Path(path).expanduser()
+    except RuntimeError:
+        more = ", or set SEQPAR_CACHE to one" if name else ""
+        raise DataError(f"{name}{path}", f"there is no such home folder; name a folder without ~{more}") from None
 
 
 def is_state(file: Path) -> bool:
@@ -30,7 +42,7 @@ def is_state(file: Path) -> bool:
 
 
 @contextmanager
-def whole_file(path: Path, durable: bool = True) -> Iterator[Path]:
+def whole_file(path: Path, durable: bool = True, replaces: bool = True) -> Iterator[Path]:
     """Yields a temporary path next to ``path`` to write to, and renames it to ``path`` when the block ends.
 
     Whenever the process ends, and whoever else writes the same file, ``path`` is either the old file or the new one.
@@ -38,6 +50,8 @@ def whole_file(path: Path, durable: bool = True) -> Iterator[Path]:
 
     durable: whether file and name are on disk, safe from a power cut, before this returns. False is for frequent
         writes whose latest content is worthless after a crash.
+    replaces: whether a file that is there is replaced. False raises DataError, also if it came in the meantime (where
+        the file system has links).
     """
     temporary = path.with_name(f".{path.name}.{socket.gethostname()}.{os.getpid()}.tmp")
     if is_special(path):  # root would rename the file over /dev/null
@@ -47,7 +61,10 @@ def whole_file(path: Path, durable: bool = True) -> Iterator[Path]:
             yield temporary
         if durable:
             fsync_folder(temporary)
-        os.replace(temporary, path)
+        if replaces:
+            os.replace(temporary, path)
+        else:
+            _place(temporary, path)
         if durable:
             with suppress(OSError):  # the file exists; some folders can be written but not opened
                 fsync_folder(path.parent)
@@ -57,6 +74,22 @@ def whole_file(path: Path, durable: bool = True) -> Iterator[Path]:
         if isinstance(error, OSError) and error.errno is not None:
             raise OSError(error.errno, error.strerror, str(path)) from error
         raise
+
+
+def _place(temporary: Path, path: Path) -> None:
+    """Gives a file its name, unless another file has it."""
+    try:
+        os.link(temporary, path)
+    except OSError:  # it is there, or this file system has no links
+        refuse_existing(path)
+        os.replace(temporary, path)
+    temporary.unlink(missing_ok=True)
+
+
+def refuse_existing(path: Path) -> None:
+    """Raises DataError if a file is there."""
+    if path.exists():
+        raise DataError(path, "is there already; name another file, or remove it")
 
 
 def refuse_unwritable(folder: Path, name: str = "") -> None:

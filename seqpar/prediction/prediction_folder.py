@@ -196,6 +196,9 @@ class PredictionFolder(ABC):
             raise DataError(
                 self.folder, "belongs to a data set, which predict never writes into; choose another --output"
             )
+        images = ((path, Path(os.path.realpath(path))) for case in cases for path in case.images)
+        if any(place == folder for _, place in images if place.is_dir()):
+            raise DataError(self.folder, "is a DICOM series to predict; choose another --output")
         inputs = (path for case in cases for path in case.images if Path(os.path.realpath(path)).parent == folder)
         others = () if is_ours else (path for path in sorted(folder.glob("[!.]*")) if suffix_of(path.name))
         if found := next(chain(inputs, others), None):

@@ -298,9 +298,15 @@ def read_scores(run: Path) -> CaseScores:
     """Returns the scores that the run's last validation left; raises DataError if there are none."""
     path = run / "validation" / "summary.json"
     try:
-        content = json.loads(read_whole(path))
+        if not (text := read_whole(path)):
+            raise DataError(path, "cannot be used (0 bytes): copy it again")
+        content = json.loads(text)
+        if not content["mean"]:
+            raise DataError(path, "cannot be used (no class): copy it again")
         after = f", written after step {content['step']:,}" if "step" in content else ""
         return parse_scores(content, f"{path}{after}", path.parent)
+    except DataError:
+        raise
     except FileNotFoundError:
         raise DataError(path, "is not there: only a run that came to its end leaves scores of all its cases") from None
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:

@@ -20,7 +20,7 @@ from safetensors.torch import save
 
 import seqpar
 from seqpar.data.errors import DataError, unreadable, unwritable
-from seqpar.data.files import whole_file
+from seqpar.data.files import refuse_existing, whole_file
 from seqpar.weights.weight_files import ARCHIVED, read_weights
 
 CONFIG, ABOUT = "config.json", "about.json"
@@ -51,8 +51,7 @@ def write_archive(
     - ``licence``: of the weights
     - ``windows``: what the run's validation measured, as in its window.json
     """
-    if out.exists():
-        raise DataError(out, "is there already; name another file, or remove it")
+    refuse_existing(out)
     body = _packed(weights)
     is_own = weights.name == ARCHIVED  # another file's name, as a run folder's, may tell what is nobody's business
     step = f"{weights.parent.name}/" if re.fullmatch(r"step-\d+", weights.parent.name) else ""
@@ -63,7 +62,10 @@ def write_archive(
     }  # fmt: skip
     about |= windows
     try:
-        with whole_file(out) as temporary, zipfile.ZipFile(temporary, "w", zipfile.ZIP_STORED) as archive:
+        with (
+            whole_file(out, replaces=False) as temporary,
+            zipfile.ZipFile(temporary, "w", zipfile.ZIP_STORED) as archive,
+        ):
             for name, part in ((ABOUT, _text(about)), (CONFIG, _text(_shared(content))), (ARCHIVED, body)):
                 entry = zipfile.ZipInfo(name)  # no date: the same content is the same file
                 entry.create_system, entry.external_attr = 3, 0o644 << 16  # unzipped, all may read it

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from seqpar.data.errors import DataError, unwritable
-from seqpar.data.files import whole_file
+from seqpar.data.files import refuse_existing, whole_file
 from seqpar.decoders.primus import STEMS, ConvStem
 from seqpar.decoders.unets.architecture import Architecture
 from seqpar.decoders.unets.nnunet import of_plan
@@ -127,8 +127,7 @@ def write_pretrained(
     - ``spacing``: of the run's prepared images in mm; None: each case kept its own
     - ``schemes``: how each of their channels was normalised, as a recipe names it
     """
-    if path.exists():
-        raise DataError(path, "is there already; name another file, or remove it")
+    refuse_existing(path)
     name = primus_name(net)
     encoder: Any = net.encoder
     if isinstance(encoder.patch_embed, ConvStem):
@@ -145,7 +144,7 @@ def write_pretrained(
         "licence": licence,
     }
     try:
-        with whole_file(path) as temporary:
+        with whole_file(path, replaces=False) as temporary:
             write_pth(temporary, content)
     except OSError as error:
         raise unwritable(path, error) from error

@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from seqpar.data.addresses import local_file
-from seqpar.data.errors import DataError, unwritable
-from seqpar.data.files import whole_file
+from seqpar.data.errors import unwritable
+from seqpar.data.files import refuse_existing, whole_file
 from seqpar.decoders.modes.named_modes import choose_mode
 from seqpar.decoders.unets.architecture import ONE, Architecture, three
 from seqpar.decoders.unets.nnunet import network
@@ -272,11 +272,10 @@ def export_mednext(net: nn.Module, transpose_forward: Sequence[int] | None = Non
 
 def write_mednext(path: Path, net: nn.Module, transpose_forward: Sequence[int], licence: str) -> None:
     """Writes the weights of a run as a checkpoint that MedNeXt's package starts from, whole or not at all."""
-    if path.exists():
-        raise DataError(path, "is there already; name another file, or remove it")
+    refuse_existing(path)
     content = {"state_dict": export_mednext(net, transpose_forward), "licence": licence}
     try:
-        with whole_file(path) as temporary:
+        with whole_file(path, replaces=False) as temporary:
             write_pth(temporary, content)
     except OSError as error:
         raise unwritable(path, error) from error

@@ -372,3 +372,56 @@ ATTACKS += [
         ("two cases of one name", "others/a_0000.nii.gz", "others/a_0000.nii.gz: names the same case as "),
     )
 ]
+
+
+def _caches_in(place: str) -> Callable[[], None]:
+    """Returns what names the user's cache folder."""
+    return lambda: os.environ.update(SEQPAR_CACHE=place)
+
+
+def _made_nothing(here: Path, said: str) -> None:
+    assert "making phantoms" not in said and not (here / "cache").exists()
+
+
+def _series(here: Path) -> None:
+    """Makes a run, and a DICOM series to predict."""
+    pytest.importorskip("SimpleITK")
+    from tests.support.itk import save_series
+
+    make_run(here / "run")
+    save_series(here / "S", image_array(0))
+
+
+ATTACKS += [
+    Attack(name, line, 3, words, lambda here: nnunet(here / "D", 2), _caches_in(place), keeps="D")
+    for name, line, place, words in (
+        (
+            "a cache in a home that is not there",
+            "prepare D --workers 0",
+            "~nobody-here/x",
+            "or set SEQPAR_CACHE to one",
+        ),
+        ("data in a home that is not there", "prepare ~nobody-here/D", "cache", "there is no such home folder"),
+        ("prepare into its images", "prepare D --out D/imagesTr/c --workers 0", "cache", "c: is in the data set "),
+        ("a cache in the data set", "prepare D --workers 0", "D", "which stays as it is; give another folder"),
+        ("phantoms where nobody can write", f"train {TINY}", "/dev/null", "built-in phantoms: SEQPAR_CACHE"),
+    )
+]
+ATTACKS += [
+    Attack(
+        "pretrain on too few phantoms",
+        types="pretrain --preset mae-debug --device cpu --workers 0 --phantoms 4",
+        code=2,
+        says="5 folds need at least 5 cases",
+        before=_caches_in("cache"),
+        after=_made_nothing,
+    ),
+    Attack(
+        "predict into the series that is predicted",
+        types="predict run -i S -o S",
+        code=3,
+        says="S: is a DICOM series to predict; choose another --output",
+        make=_series,
+        keeps="S",
+    ),
+]

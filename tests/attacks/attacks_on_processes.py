@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from seqpar.weights.checkpoint import find, read_progress
-from tests.attacks.attack import TINY, Attack
+from tests.attacks.attack import NOBODY, TINY, Attack
 from tests.support.folders import nnunet
 from tests.support.pages import ROOT
 from tests.support.predictions import make_run
@@ -200,6 +200,13 @@ def _limit(which: int, number: int) -> Callable[[], None]:
     return lambda: resource.setrlimit(which, (number, number))
 
 
+def _start_nothing() -> None:
+    """Lets this process start neither process nor thread; root's numbers are not counted."""
+    resource.setrlimit(resource.RLIMIT_NPROC, (1, 1))
+    if os.geteuid() == 0:
+        os.setuid(NOBODY)
+
+
 def _lose_folder() -> None:
     os.mkdir("gone")
     os.chdir("gone")
@@ -235,6 +242,10 @@ ATTACKS += [
             f"train {TINY} --data D --cache cache --out o --seqpar 2",
             _limit(resource.RLIMIT_NOFILE, 64),
             "open files: too many open files for 2 ranks, each of which needs 72: 64 are allowed; raise the limit",
+        ),
+        *(
+            ("with a limit of processes", line, _start_nothing, "1 are allowed; raise the limit, as by ulimit -u 4096")
+            for line in ("prepare D --out o", "predict run -i D -o o")
         ),
         ("from a folder that is gone", "predict run -i D -o out", _lose_folder, "the current folder: was deleted"),
         (

@@ -201,6 +201,43 @@ ATTACKS += [
 ]
 
 
+def _summary(text: str) -> Callable[[Path], None]:
+    """Returns what makes a run whose scores of cases are this text."""
+
+    def make(here: Path) -> None:
+        _rows('{"kind": "val", "step": 1, "loss": 1.0, "dice": {"tumour": 0.5}}\n')(here)
+        write_json(here / "run" / "validation" / "summary.json", {}).write_text(text)
+
+    return make
+
+
+def _shows_score(words: str) -> Callable[[Path, str], None]:
+    """Returns what asserts that the page says what is wrong with summary.json, and shows the score that is known."""
+
+    def after(here: Path, said: str) -> None:
+        page = (here / "run" / "report.html").read_text()
+        assert f"run/validation/summary.json: {words}" in page and "0.500" in page
+
+    return after
+
+
+ATTACKS += [
+    Attack(
+        f"report a run whose summary.json is {text or 'empty'}",
+        types="report run",
+        code=0,
+        says="run/report.html",
+        make=_summary(text),
+        after=_shows_score(words),
+    )
+    for text, words in (
+        ("", "cannot be used (0 bytes)"),
+        ('{"metric_per_case": [], "mean": {}}', "cannot be used (no class)"),
+        ('{"classes": {"tumour": "1"}, "metric_per_case": [], "step": 1}', "cannot be used (KeyError"),
+    )
+]
+
+
 def _links(here: Path) -> None:
     """Makes a data set, a run, a link to nothing, and one that leads to itself."""
     nnunet(here / "D", 1)
@@ -359,7 +396,7 @@ ATTACKS += [
         "a run as the cache",
         types=f"train {TINY} --data D --cache run --out other",
         code=3,
-        says="run: has config.json but no cache; give another folder (prepare: --out, train: --cache)",
+        says="run: has config.json but no cache; give another folder (prepare: --out, train: --cache, ",
         make=lambda here: (nnunet(here / "D", 5), make_run(here / "run")),
         keeps="D run",
     ),

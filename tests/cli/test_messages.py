@@ -2,13 +2,14 @@
 
 import importlib.metadata
 import importlib.util
+import io
 
 import pytest
 
 from seqpar import Layout, SeqParViT, choose_mode
 from seqpar import text as words
 from seqpar.cli import predict, train
-from seqpar.cluster.exit_codes import run
+from seqpar.cluster.exit_codes import SafeStream, run
 from seqpar.settings.config import Config
 from seqpar.sweeps.sweep_request import require_ray
 from seqpar.text import _FLAGS, in_flags
@@ -26,6 +27,13 @@ def test_a_wrong_argument_is_named_by_whoever_passed_it(capsys) -> None:
         SeqParViT(1, 16, 8, 24, 2, 2, mlp_chunks=99)
     assert run(train.act, [*TINY, "--mlp-chunks", "99"]) == 2
     assert "--mlp-chunks 99: a rank holds 8 tokens; choose 1 to 8" in capsys.readouterr().err
+
+
+def test_a_line_that_a_terminal_cannot_show_is_not_lost() -> None:
+    shown = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    SafeStream(shown).write("predictions of Jürgen\n")
+    shown.flush()
+    assert shown.buffer.getvalue() == b"predictions of J\\xfcrgen\n"
 
 
 def test_arguments_and_names_in_backticks_become_flags() -> None:

@@ -79,6 +79,7 @@ def test_what_a_server_does_wrong_is_said(name: str, words: str, server: FileSer
     with pytest.raises(DataError, match=f"^{server.root}/{name}: {words}") as caught:
         local_file(address)
     assert code_of(caught.value) == DATA and files(tmp_path) == []
+    assert str(caught.value).isprintable(), "one line, and nothing that a terminal obeys"
 
 
 def test_a_server_that_is_not_there_or_not_trusted(server: FileServer, tmp_path, monkeypatch) -> None:

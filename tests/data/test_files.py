@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from seqpar.data.errors import DataError
 from seqpar.data.files import whole_file, write_bytes, write_json, write_text
 
 
@@ -80,3 +81,15 @@ def test_a_folder_that_can_be_written_but_not_opened_keeps_the_file(tmp_path, mo
     monkeypatch.setattr(os, "open", refuse)
     write_text(tmp_path / "a.txt", "new")
     assert (tmp_path / "a.txt").read_text() == "new" and len(list(tmp_path.iterdir())) == 1
+
+
+@pytest.mark.parametrize("links", [True, False])
+def test_a_file_that_came_in_the_meantime_stays(links, tmp_path, monkeypatch):
+    if not links:
+        monkeypatch.setattr(os, "link", lambda *of: (_ for _ in ()).throw(PermissionError(errno.EPERM, "no links")))
+    path = tmp_path / "a"
+    with whole_file(path, replaces=False) as temporary:
+        temporary.write_text("first")
+    with pytest.raises(DataError, match="a: is there already"), whole_file(path, replaces=False) as temporary:
+        temporary.write_text("second")
+    assert path.read_text() == "first" and [*tmp_path.iterdir()] == [path]

@@ -4,6 +4,7 @@ import json
 import multiprocessing
 import os
 from dataclasses import replace
+from pathlib import Path
 
 import nibabel
 import numpy as np
@@ -158,6 +159,20 @@ def test_the_built_in_phantom_is_written_into_an_empty_cache(tmp_path, monkeypat
     folder = builtin.phantom(1, is_first=True)  # reports its progress in the folder that it writes
     assert builtin.phantom(1, is_first=False) == folder and len(read_dataset(folder).cases) == 1
     assert not list(folder.glob("state-*"))
+
+
+def test_two_processes_may_begin_at_once(tmp_path, monkeypatch):
+    mkdir, settings = Path.mkdir, PhantomSettings(size=TINY)
+
+    def meanwhile(folder: Path, *of: object, **more: object) -> None:
+        mkdir(folder, *of, **more)
+        if folder == tmp_path:  # the other one is further on
+            (folder / "phantom.json").write_text(json.dumps(settings.record()))
+            mkdir(folder / "BraTS-GLI-00000-000", exist_ok=True)
+
+    monkeypatch.setattr(Path, "mkdir", meanwhile)
+    write_phantom(tmp_path, 1, settings)
+    assert len(read_dataset(tmp_path).cases) == 1
 
 
 def test_an_interrupted_file_is_no_file(tmp_path, monkeypatch):

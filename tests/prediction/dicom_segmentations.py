@@ -168,6 +168,10 @@ def test_predict_writes_a_segmentation_of_each_series_and_its_pages_name_nobody(
     assert len(told) == 4 and not [word for word in identifying for text in told if word in text]
     raw = (tmp_path / "out" / "dicom-seg" / "a.dcm").read_bytes()
     assert all(word.encode() in raw for word in (*list(PERSON.values())[:3], SERIES)), "a control: the files do"
+    (tmp_path / "out" / "dicom-seg" / "a.dcm").write_bytes(raw[:-8])  # pydicom reads it without a word
+    assert act(tmp_path, run, "--dicom-seg", "--statistics", "--continue") == 0
+    assert "(1 are done)" in capfd.readouterr().out
+    assert len((tmp_path / "out" / "dicom-seg" / "a.dcm").read_bytes()) == len(raw)
 
 
 def test_what_cannot_be_segmented_is_refused_before_anything_is_computed(series, tmp_path, echo, capfd) -> None:

@@ -52,6 +52,9 @@ def test_cases_whose_explanation_is_not_whole_are_left(tmp_path: Path) -> None:
         return [case.id for case in PredictionTable(tmp_path, names, explains=True).open(cases, record, True)]
 
     assert left() == ["a", "c"]
+    table.path.write_bytes(table.path.read_bytes()[:-1])
+    assert left() == ["a", "b", "c"], "the last number of b may be cut off"
+    table.add("a", np.array([0.5, 0.5]))
     table.path.write_bytes(b"")
     assert left() == ["a", "b", "c"], "an emptied table has nothing to keep"
 

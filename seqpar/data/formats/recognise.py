@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from seqpar.data.errors import DataError, unreadable
-from seqpar.data.files import SUFFIXES
+from seqpar.data.files import SUFFIXES, expand_home
 from seqpar.data.formats.annotations import with_annotations
 from seqpar.data.formats.brats import meaning_with, read_brats
 from seqpar.data.formats.case_lists import read_decathlon, read_fold_json
@@ -96,7 +96,7 @@ def read_declaration(path: Path) -> tuple[dict[str, int], dict[str, tuple[int, .
 
 def find_dataset(path_or_name: str | Path | int) -> Path:
     """Returns the path of a data set, given as a path or as a name or number under nnUNet_raw."""
-    path = Path(str(path_or_name)).expanduser()
+    path = expand_home(str(path_or_name))
     if path.exists():
         return path.absolute()
     raw = os.environ.get(_RAW)

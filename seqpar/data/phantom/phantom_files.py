@@ -153,7 +153,9 @@ def write_phantom(
 def _claim(root: Path, settings: PhantomSettings) -> None:
     """Writes phantom.json; raises DataError if the folder has other settings, or somebody's files."""
     mark, record = root / SETTINGS_FILE, settings.record()
-    if mark.exists():
+    root.mkdir(parents=True, exist_ok=True)
+    found = next((file for file in sorted(root.glob("[!.]*")) if not is_state(file)), None)
+    if mark.exists():  # another process may write it now, before its other files
         try:
             recorded = json.loads(mark.read_text())
         except ValueError as error:
@@ -163,10 +165,9 @@ def _claim(root: Path, settings: PhantomSettings) -> None:
                 mark,
                 f"has a phantom of other settings ({recorded}), not of {record}; choose another --out",
             )
+    elif found:
+        raise DataError(root, f"holds {found.name}, which phantom did not write; choose another --out")
     else:
-        root.mkdir(parents=True, exist_ok=True)
-        if found := next((file for file in sorted(root.glob("[!.]*")) if not is_state(file)), None):
-            raise DataError(root, f"holds {found.name}, which phantom did not write; choose another --out")
         write_json(mark, record)
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from seqpar.data.errors import DataError, unreadable
-from seqpar.data.files import write_json
+from seqpar.data.files import expand_home, user_cache, write_json
 from seqpar.data.formats.dataset import Case, Dataset
 from seqpar.data.formats.recognise import OLD_CACHE
 from seqpar.data.preparation.cache import VERSION, digest_of, read_index, read_record
@@ -47,6 +47,13 @@ def refuse_other(dataset: Dataset, out: Path, settings: PrepareSettings | None) 
     keys = [key for key in {**was, **now} if was.get(key) != now.get(key)]
     if differing := [f"{key} {_typed(was.get(key))} there, {_typed(now.get(key))} here" for key in keys]:
         raise DataError(out, f"was prepared with other settings: {', '.join(differing)}; give the same, or {ELSEWHERE}")
+
+
+def refuse_in_data(dataset: Dataset, out: Path) -> None:
+    """Raises DataError for a folder in the data set's own, unless it has a cache: what reads one may take its files."""
+    root, place = (Path(os.path.realpath(path)) for path in (dataset.root, out))
+    if root.is_dir() and (place == root or root in place.parents) and not (out / "cache.json").exists():
+        raise DataError(out, f"is in the data set {dataset.root}, which stays as it is; {ELSEWHERE}")
 
 
 def _typed(value: Any) -> str:
@@ -145,13 +152,10 @@ def cache_folder(dataset: Dataset, out: str | Path | None = None, settings: Prep
     ``out`` itself is the preparation that came first, and the others of the same data set are in folders in it.
     """
     if out is not None:
-        return _place_in(Path(out).expanduser().absolute(), dataset, settings or PrepareSettings())
+        return _place_in(expand_home(out).absolute(), dataset, settings or PrepareSettings())
     if os.environ.get("SEQPAR_CACHE"):
         place = hashlib.blake2b(os.fsencode(dataset.root.resolve()), digest_size=4).hexdigest()
-        return (
-            Path(os.environ["SEQPAR_CACHE"]).expanduser().absolute()
-            / f"{dataset.name}-{place}{_kind(dataset)}{_suffix(settings)}"
-        )
+        return user_cache() / f"{dataset.name}-{place}{_kind(dataset)}{_suffix(settings)}"
     return _neighbour(dataset.root) / SIBLING / f"{dataset.root.name}{_kind(dataset)}{_suffix(settings)}"
 
 
@@ -203,5 +207,5 @@ def _suffix(settings: PrepareSettings | None) -> str:
 def _neighbour(root: Path) -> Path:
     """Returns the folder that contains the folder of caches."""
     raw, beside = os.environ.get(_RAW), Path(os.environ.get(_PREPROCESSED) or root.parent)
-    is_raw = root.parent.name == _RAW or raw and root.parent.resolve() == Path(raw).expanduser().resolve()
-    return beside.expanduser().absolute().parent if is_raw else root.parent
+    is_raw = root.parent.name == _RAW or raw and root.parent.resolve() == expand_home(raw).resolve()
+    return expand_home(beside).absolute().parent if is_raw else root.parent

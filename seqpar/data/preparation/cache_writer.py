@@ -20,7 +20,7 @@ from seqpar.data.preparation.prepared_case import Prepared
 from seqpar.data.preparation.recipe import Recipe
 
 _STALE = 3600.0  # seconds after which nobody reads such a file
-ELSEWHERE = "give another folder (prepare: --out, train: --cache)"
+ELSEWHERE = "give another folder (prepare: --out, train: --cache, built-in phantoms: SEQPAR_CACHE)"
 _WRITING, _OLD = ".writing-", ".old-"
 
 

@@ -18,6 +18,7 @@ from seqpar.data.preparation.cache_index import (
     cache_folder,
     is_current,
     is_of_settings,
+    refuse_in_data,
     refuse_other,
     sources_of,
     withdraw_index,
@@ -100,6 +101,7 @@ def prepare(
         raise no_labels_error(dataset)
     if is_current(dataset, out, settings):  # writes nothing, since the folder may be read-only
         return _report(dataset, out, [], [])
+    refuse_in_data(dataset, out)
     total = len(dataset.cases)
     with cache_lock(out, lambda: progress(0, total)):
         refuse_other(dataset, out, None if replace else settings)
@@ -194,6 +196,7 @@ def prepared(
     folder, token = cache_folder(dataset, out, settings), run_token() if token is None else token
     _raise(dataset.faults)
     refuse_other(dataset, folder, settings)
+    refuse_in_data(dataset, folder)
     if not (folder / "cache.json").exists():
         refuse_foreign(folder)  # before the progress is announced in it
     if not is_first:

@@ -58,6 +58,8 @@ def open_image_data(config: Config, is_first: bool) -> ImageData:
     Raises ``ValueError`` where the data do not allow the config's split.
     """
     progress = ProgressBar if is_first else lambda text: no_progress
+    if not config.data:
+        split_of(phantom_fingerprint(config.phantoms), config)  # before they are made, which takes minutes
     folder = config.data or phantom(config.phantoms, is_first, progress("making phantoms"))
     settings, cache = prepare_settings(config), config.cache or None
     source = read_images(folder)
