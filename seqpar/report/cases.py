@@ -396,7 +396,7 @@ def _case_view(case: ScoredCase, shown: ShownCase, labels: Sequence[str], neurol
         modality += " from {:.0f} HU (black) to {:.0f} HU (white)".format(*shown.ranges[best])
     spacing = " × ".join(f"{step:.3g}" for step in shown.spacing)
     w, d, _ = (side * step for side, step in zip(shown.truth.shape, shown.spacing))
-    scores = f"Dice: {dice}{missing}{volumes_of(case)}"
+    scores = f"Dice: {dice}{missing}{case.volumes}"
     if case.truth is None:
         volumes = (f"{name} {millilitres(row['VolumeMl'])} ml" for name, row in case.scores.items())
         scores = f"predicted: {', '.join(volumes)}"
@@ -409,16 +409,6 @@ def _case_view(case: ScoredCase, shown: ShownCase, labels: Sequence[str], neurol
         entropy_planes(shown, neurological) if shown.most_nats else (),
         f"{shown.most_nats:.2f} nats ({shown.most_when})",
     )
-
-
-def volumes_of(case: ScoredCase) -> str:
-    """Returns the true and predicted volume of each class in words, "" where they were not recorded."""
-    parts = [
-        f"{name} {millilitres(row['TrueVolumeMl'])} → {millilitres(row['VolumeMl'])}"
-        for name, row in case.scores.items()
-        if not math.isnan(row.get("TrueVolumeMl", math.nan) + row.get("VolumeMl", math.nan))
-    ]
-    return f" · ml, truth → prediction: {', '.join(parts)}" if parts else ""
 
 
 def viewer_data(

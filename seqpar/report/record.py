@@ -33,7 +33,7 @@ from seqpar.scores.label_scores import DEFAULT_SETTINGS, class_mask, summarise
 from seqpar.scores.summary_files import class_key, summary_content
 from seqpar.settings.config import Config
 from seqpar.settings.network_settings import NetworkSettings, PretrainingSettings
-from seqpar.text import quantity
+from seqpar.text import millilitres, quantity
 
 Row = Mapping[str, Any]
 SHOWN = {  # what a report shows of config.json
@@ -100,6 +100,16 @@ class ScoredCase:
     def dice(self) -> float:
         """The mean over the classes that have a Dice, NaN where none has."""
         return mean_of_numbers(row.get("Dice", math.nan) for row in self.scores.values())
+
+    @property
+    def volumes(self) -> str:
+        """The true and predicted volume of each class in words, "" where they were not recorded."""
+        parts = [
+            f"{name} {millilitres(row['TrueVolumeMl'])} → {millilitres(row['VolumeMl'])}"
+            for name, row in self.scores.items()
+            if not math.isnan(row.get("TrueVolumeMl", math.nan) + row.get("VolumeMl", math.nan))
+        ]
+        return f" · ml, truth → prediction: {', '.join(parts)}" if parts else ""
 
 
 @dataclass(frozen=True)

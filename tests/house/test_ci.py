@@ -40,7 +40,7 @@ def test_of_two_rows_of_steps_none_fails_unseen(codes: tuple[int, int, int], tmp
 def test_what_make_test_leaves_out_is_a_step() -> None:
     """By a mark: what starts processes or a compiler, or computes for long."""
     assert '-m "not started"\n' in (ROOT / "Makefile").read_text()
-    assert "-m started\n" in (ROOT / ".ci" / "commands").read_text()
+    assert "-m started;" in (ROOT / ".ci" / "commands").read_text()
 
 
 BY_HAND = {"gpu"}  # .ci/run says why
