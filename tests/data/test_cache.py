@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from seqpar.cli.prepare import act
+from seqpar.data.errors import DataError
 from seqpar.data.formats.recognise import read_dataset
 from seqpar.data.formats.splits import split
 from seqpar.data.preparation.cache import check_cache, open_cache
@@ -212,6 +213,15 @@ def test_a_data_set_of_nnunet_is_found_by_its_number_after_it_was_prepared(
     (former := raw / "seqpar-prepared" / "Dataset901_Blob").mkdir(parents=True)
     (former / "cache.json").touch()
     assert f"Dataset901_Blob.prepared and {former} are caches of an earlier version" in outdated_cache(root, place)
+
+
+def test_a_cache_may_lie_beside_a_list_and_not_in_a_folder_of_data(tmp_path):
+    nnunet(tmp_path / "D", 2)
+    entries = [{"image": f"D/imagesTr/c_{n:03d}_0000.nii.gz", "label": f"D/labelsTr/c_{n:03d}.nii.gz"} for n in (0, 1)]
+    (tmp_path / "list.json").write_text(json.dumps({"labels": {"0": "background", "1": "organ"}, "training": entries}))
+    assert len(prepare(read_dataset(tmp_path / "list.json"), tmp_path / "cache").prepared) == 2
+    with pytest.raises(DataError, match=r"D/cache: is in the data set .*/D, which stays as it is"):
+        prepare(read_dataset(tmp_path / "D"), tmp_path / "D" / "cache")
 
 
 def test_each_spacing_has_a_cache_of_its_own(tmp_path, monkeypatch):

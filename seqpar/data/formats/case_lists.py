@@ -7,7 +7,7 @@ from typing import Any
 from seqpar.data.errors import DataError
 from seqpar.data.files import strip_suffix
 from seqpar.data.formats.brats import KINDS, LABEL_SCHEMES, kind_of, label_scheme_of, meaning_with
-from seqpar.data.formats.dataset import Case, Dataset, Split
+from seqpar.data.formats.dataset import LISTED, Case, Dataset, Split
 from seqpar.data.formats.dataset_json import (
     labels_of,
     listed_labels,
@@ -72,7 +72,7 @@ def read_fold_json(path: Path, labelled: bool = True) -> Dataset:
         modalities = numbered_channels(first.images)
     splits: tuple[Split, ...] = ((tuple(cases), tuple(held_out)),) if held_out else ()
     return Dataset(
-        str(content.get("name") or path.stem), path.parent, "MONAI list", tuple(all_cases.values()), modalities,
+        str(content.get("name") or path.stem), path.parent, LISTED, tuple(all_cases.values()), modalities,
         labels, regions, order, ignore, _splits(folds) or splits, tuple(faults + more_faults), readers=readers,
         probabilities=probabilities,
     )  # fmt: skip

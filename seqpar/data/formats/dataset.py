@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from seqpar.losses import SoftLabels
 
 TABLE = "labels.csv"  # next to the images
+LISTED = "MONAI list"  # the layout whose files are found in a list, and not in folders
 Split = tuple[tuple[str, ...], tuple[str, ...]]  # ids to train on, ids to validate on
 
 

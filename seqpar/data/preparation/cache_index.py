@@ -8,7 +8,7 @@ from typing import Any
 
 from seqpar.data.errors import DataError, unreadable
 from seqpar.data.files import expand_home, user_cache, write_json
-from seqpar.data.formats.dataset import Case, Dataset
+from seqpar.data.formats.dataset import LISTED, Case, Dataset
 from seqpar.data.formats.recognise import OLD_CACHE
 from seqpar.data.preparation.cache import VERSION, digest_of, read_index, read_record
 from seqpar.data.preparation.cache_writer import ELSEWHERE, as_cache_error, invalidate_cache
@@ -50,8 +50,13 @@ def refuse_other(dataset: Dataset, out: Path, settings: PrepareSettings | None) 
 
 
 def refuse_in_data(dataset: Dataset, out: Path) -> None:
-    """Raises DataError for a folder in the data set's own, unless it has a cache: what reads one may take its files."""
+    """Raises DataError for a folder in the data set's own, unless it has a cache: what reads one may take its files.
+
+    The folder of a list is anybody's: only the files that it names are read.
+    """
     root, place = (Path(os.path.realpath(path)) for path in (dataset.root, out))
+    if dataset.layout.startswith(LISTED):
+        return
     if root.is_dir() and (place == root or root in place.parents) and not (out / "cache.json").exists():
         raise DataError(out, f"is in the data set {dataset.root}, which stays as it is; {ELSEWHERE}")
 
