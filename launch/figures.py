@@ -23,6 +23,7 @@ from lab.figures.paper_figures import PAPER_FIGURES, SCALES
 from lab.figures.pretraining_figure import PRETRAINING_FIGURE
 from lab.figures.question_figures import QUESTION_FIGURES
 from lab.figures.tile_figure import RESOLUTION_FIGURE, TILE_FIGURE
+from lab.figures.vessel_figure import VESSEL_FIGURE
 from lab.figures.window_figure import WINDOW_FIGURE
 from seqpar.cluster import exit_codes
 from seqpar.models.build import NETWORK_NAMES
@@ -37,7 +38,7 @@ from seqpar.sweeps.planned_run import PlannedRun, config_of
 from seqpar.text import flag_name, parse_duration
 
 LATER = (LENGTH_FIGURE, WINDOW_FIGURE, PRETRAINING_FIGURE, TILE_FIGURE, ENCODER_FIGURE, RESOLUTION_FIGURE)
-EVERY = (*PAPER_FIGURES, *QUESTION_FIGURES, *LATER)
+EVERY = (*PAPER_FIGURES, *QUESTION_FIGURES, *LATER, VESSEL_FIGURE)
 FIGURES = {figure.number: figure for figure in sorted(EVERY, key=lambda one: one.number)}
 REACH, REACH_FIGURE = 0.8, 14  # a Dice, and the figure that asks for the time to it
 MOST_SEEDS = 1000
@@ -51,7 +52,7 @@ def act(arguments: Sequence[str]) -> int:
         print("\n".join(f"{figure.number:3}  {figure.shows}" for figure in FIGURES.values()))
         return 0
     order = FigureRequest(options.scale, _typed(rest), options.seeds, options.groups or 0)
-    planned = {figure.number: runs_of(figure, order, SCALES) for figure in figures}
+    planned = {figure.number: runs_of(figure, figure.with_data(order), SCALES) for figure in figures}
     for run in {run.name: run for number in planned for run in every_run(planned[number])}.values():
         config_of(run)
     if options.plan:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import figures
-from lab.figures import length_figure, question_figures, tile_figure, window_figure
+from lab.figures import length_figure, question_figures, tile_figure, vessel_figure, window_figure
 from lab.figures.equal_parameters import count_parameters
 from lab.figures.figure import FigureRequest, Results, runs_of
 from lab.figures.figure_files import write_figure
@@ -21,7 +21,7 @@ from seqpar.parallel.mesh import Group
 from seqpar.report.curves import Bars, Diagram, points_of
 from seqpar.sweeps.costs import RunCost, plan_of
 from seqpar.sweeps.planned_run import config_of
-from tests.support.folders import write_json
+from tests.support.folders import save, write_json
 
 DEBUG = FigureRequest("debug")
 
@@ -182,3 +182,37 @@ def test_a_whole_volume_is_planned_by_the_size_of_the_cases() -> None:
     (small,) = runs_of(figures.FIGURES[16], DEBUG, SCALES)["small tiles"]
     one_tile = replace(config_of(small), batch=1)
     assert plan_of(config_of(whole), 1).total > 1.5 * plan_of(one_tile, 1).total
+
+
+def test_figure_19_measures_the_centre_line_in_the_label_maps_of_the_last_validation(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SEQPAR_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setitem(vessel_figure.CASES, "debug", 1)
+    figure = figures.FIGURES[19]
+    order = figure.with_data(DEBUG)
+    assert (Path(order.typed["data"]) / "labelsTr" / "phantom_00000.nii.gz").is_file()
+    assert figure.with_data(FigureRequest("debug", {"data": "/D"})).typed == {"data": "/D"}
+    planned = runs_of(figure, order, SCALES)
+    assert all(config_of(run).data == order.typed["data"] for (run,) in planned.values())
+    assert all("vessels" not in run.name for (run,) in planned.values())
+    results, truth = made_up(19, tmp_path), np.zeros((16, 8, 8), np.uint8)
+    truth[2:14, 4, 4] = 1
+    save(tmp_path / "truth.nii.gz", truth)
+    for n, (run,) in enumerate(results.runs.values()):
+        found = truth.copy()
+        found[2 : 2 + 2 * n, 4, 4] = 0  # of twelve voxels
+        case = {"reference_file": str(tmp_path / "truth.nii.gz"), "prediction_file": "c.nii.gz"}
+        row = {"1": {"Dice": 0.5}}
+        content = {"metric_per_case": [{**case, "metrics": row}], "mean": row, "classes": {"vessel": "1"}}
+        write_json(run / "validation" / "summary.json", content)
+        save(run / "validation" / "c.nii.gz", found)
+        dataset = {"labels": {"background": 0, "vessel": 1}, "values": [0, 1], "regions": {}, "ignore_label": None}
+        write_json(run / "config.json", json.loads((run / "config.json").read_text()) | {"dataset": dataset})
+    bars = figure.draw(results)[-1]
+    assert isinstance(bars, Bars)
+    shares = [kinds["seed 0"] for kinds in bars.values.values()]
+    assert shares == pytest.approx([1, 10 / 12, 8 / 12, 6 / 12, 4 / 12], abs=0.1) and shares == sorted(shares)[::-1]
+    lines = figure.judge(results)
+    assert "cldice is highest" in lines[0] and "centred tiles is highest" in lines[5]
+    assert len(lines) == 10

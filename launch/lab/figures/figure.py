@@ -96,6 +96,7 @@ class Figure:
     - ``draw``: returns what is drawn of finished runs
     - ``size_of``: the arm whose number of parameters others match
     - ``of_phantoms``: settings of all its runs, by scale, where no data are named
+    - ``data``: makes the data set of a scale, where no data are named and the built-in phantoms will not do
     """
 
     number: int
@@ -107,6 +108,13 @@ class Figure:
     draw: Callable[[Results], Sequence[Diagram | Bars]] = losses_and_dice
     size_of: str = ""
     of_phantoms: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    data: Callable[[str], Path] | None = None
+
+    def with_data(self, order: "FigureRequest") -> "FigureRequest":
+        """Returns a request with the figure's own data set, which it makes, unless one is named."""
+        if self.data is None or order.typed.get("data"):
+            return order
+        return replace(order, typed={**order.typed, "data": str(self.data(order.scale))})
 
     def compared(self) -> set[str]:
         """Returns the settings in which the arms differ."""
