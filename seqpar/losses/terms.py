@@ -22,7 +22,6 @@ from seqpar.parallel.meta_tensors import device_type, representative_pieces
 
 # Number of logits whose probabilities and targets are in memory at a time; more on a GPU, for fewer launches.
 RUN, GPU_RUN = 1 << 20, 1 << 26
-KEPT = 1 << 24  # a GPU keeps what it computes of at most so many logits for backward, which a CPU computes again
 NEIGHBOUR_SHARE = 16  # what a logit of terms that read neighbours needs, in those of the others
 Inside = tuple[slice, ...]  # the voxels W D H of a window that count
 SumsOfRun = Callable[[Tensor, Tensor, Inside], Tensor]  # takes logits and labels of a window, returns b s
@@ -268,7 +267,7 @@ def sum_over_voxels(
     """Returns the sum of ``sums_of_chunk`` over all voxels, ``b s``, computed in chunks.
 
     Probabilities, targets and their products exist for one chunk at a time. Only logits and labels are saved for
-    backward, which processes the chunks again; a GPU also keeps a single chunk's own graph, if it is small.
+    backward, which processes the chunks again.
 
     - ``inside``: the voxels that count, if logits and labels are a window with their neighbours
     - ``reach``: how many neighbours a chunk needs on each side
@@ -284,11 +283,6 @@ class _OverVoxels(Function):
     ) -> Tensor:
         ctx.sums_of_chunk, ctx.inside, ctx.reach = sums_of_chunk, inside, reach
         ctx.save_for_backward(logits, label)
-        ctx.kept = None
-        most = 0 if device_type(label) == "cpu" or torch.compiler.is_compiling() else KEPT
-        if ctx.needs_input_grad[0] and not reach and logits.numel() <= min(most, GPU_RUN):
-            ctx.kept = _with_graph(sums_of_chunk, logits, label, inside)
-            return ctx.kept[1].detach()
         total: Tensor | None = None
         for (truth, run), own in _windows(label, (logits,), inside, reach):
             sums = sums_of_chunk(run, truth, own)
@@ -300,27 +294,16 @@ class _OverVoxels(Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         logits, label = ctx.saved_tensors
-        kept, ctx.kept = ctx.kept, None  # another backward of the same graph computes the sums again
-        if kept is not None:
-            (dleaf,) = torch.autograd.grad(kept[1], kept[0], grad)
-            dlogits = dleaf if dleaf.stride() == logits.stride() else torch.empty_like(logits).copy_(dleaf)
-            return dlogits, None, None, None, None
         dlogits = torch.zeros_like(logits) if ctx.reach else torch.empty_like(logits)
         for (truth, run, drun), own in _windows(label, (logits, dlogits), ctx.inside, ctx.reach):
-            leaf, sums = _with_graph(ctx.sums_of_chunk, run, truth, own)
-            (dleaf,) = torch.autograd.grad(sums, leaf, grad)
+            with torch.enable_grad():
+                leaf = run.detach().requires_grad_()
+                (dleaf,) = torch.autograd.grad(ctx.sums_of_chunk(leaf, truth, own), leaf, grad)
             if ctx.reach:  # windows overlap
                 drun.add_(dleaf)
             else:
                 drun.copy_(dleaf)
         return dlogits, None, None, None, None
-
-
-def _with_graph(sums_of_chunk: SumsOfRun, logits: Tensor, label: Tensor, inside: Inside) -> tuple[Tensor, Tensor]:
-    """Returns the logits of a chunk as a leaf, and its sums, which know how they came from it."""
-    with torch.enable_grad():
-        leaf = logits.detach().requires_grad_()
-        return leaf, sums_of_chunk(leaf, label, inside)
 
 
 def _windows(

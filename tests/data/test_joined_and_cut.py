@@ -135,7 +135,10 @@ def test_sides_that_were_refused_leave_the_folder_to_others(tmp_path: Path) -> N
     assert {case.label.shape for case in cases.values()} == {(14, 12, 10)}
 
 
-def test_each_way_of_preparing_has_a_cache_of_its_own_and_old_caches_stay(tmp_path: Path) -> None:
+def test_each_way_of_preparing_has_a_cache_of_its_own_and_old_caches_stay(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("SEQPAR_CACHE", raising=False)
     dataset = read_dataset(decathlon(tmp_path / "Task01_BrainTumour"))
     ways = [
         PrepareSettings(),

@@ -163,24 +163,6 @@ def test_beside_the_gradient_no_tensor_is_larger_than_a_run(regions: tuple, monk
         assert (large == [logits.numel()]) == (rows == 2), (rows, large)  # 32 is the control
 
 
-@pytest.mark.parametrize("options", CASES)
-def test_a_gpu_keeps_what_it_computed_of_a_small_tile(options: dict, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A second backward has nothing that was kept, nor has a CPU: the control."""
-    logits, label = example()
-    logits = logits[:, :3] if options["regions"] else logits
-    found, computed = [], []
-    for device in ("cpu", "cuda"):
-        monkeypatch.setattr(terms, "device_type", lambda x, device=device: device)
-        loss_fn, leaf = DiceCE(**options, ignore_label=9), logits.clone().requires_grad_()
-        sums, calls = loss_fn._sums_of_run, list[int]()
-        monkeypatch.setattr(loss_fn, "_sums_of_run", lambda *of, sums=sums, calls=calls: calls.append(1) or sums(*of))
-        loss = loss_fn(leaf, label)
-        found.append([loss, *(torch.autograd.grad(loss, leaf, retain_graph=True)[0] for _ in range(2))])
-        computed.append(len(calls))
-    assert computed == [3, 2]
-    assert all(torch.equal(found[0][0 if at == 0 else 1], x) for at, x in enumerate(found[1]))
-
-
 def test_the_loss_holds_logits_and_labels_alone() -> None:
     conv, label = nn.Conv3d(1, 3, 1), torch.randint(0, 3, (1, 16, 8, 8))
     image = torch.randn(1, 1, 16, 8, 8)
