@@ -274,7 +274,7 @@ class Loss(nn.Module):
     def _weights_of(self, samples: Tensor, annotated: Tensor | None, dtype: torch.dtype) -> Tensor | None:
         """Returns the weight ``b k`` of each sample's classes, 0 for those not annotated; None if all are 1."""
         if self.soft is not None and annotated is not None:
-            raise ValueError("annotated: labels with doubt show all classes: leave it out")
+            raise ValueError("annotated: labels with doubt show all classes, so annotated must be None")
         if not self.class_weights:
             return None if annotated is None else annotated.to(dtype)
         place = dtype, samples.device

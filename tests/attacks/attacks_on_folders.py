@@ -403,7 +403,7 @@ ATTACKS += [
         ),
         ("data in a home that is not there", "prepare ~nobody-here/D", "cache", "there is no such home folder"),
         ("prepare into its images", "prepare D --out D/imagesTr/c --workers 0", "cache", "c: is in the data set "),
-        ("a cache in the data set", "prepare D --workers 0", "D", "which stays as it is; give another folder"),
+        ("a cache in the data set", "prepare D --workers 0", "D", "to which nothing may be added; give another folder"),
         ("phantoms where nobody can write", f"train {TINY}", "/dev/null", "built-in phantoms: SEQPAR_CACHE"),
     )
 ]

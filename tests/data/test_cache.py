@@ -220,7 +220,7 @@ def test_a_cache_may_lie_beside_a_list_and_not_in_a_folder_of_data(tmp_path):
     entries = [{"image": f"D/imagesTr/c_{n:03d}_0000.nii.gz", "label": f"D/labelsTr/c_{n:03d}.nii.gz"} for n in (0, 1)]
     (tmp_path / "list.json").write_text(json.dumps({"labels": {"0": "background", "1": "organ"}, "training": entries}))
     assert len(prepare(read_dataset(tmp_path / "list.json"), tmp_path / "cache").prepared) == 2
-    with pytest.raises(DataError, match=r"D/cache: is in the data set .*/D, which stays as it is"):
+    with pytest.raises(DataError, match=r"D/cache: is in the data set .*/D, to which nothing may be added"):
         prepare(read_dataset(tmp_path / "D"), tmp_path / "D" / "cache")
 
 

@@ -5,7 +5,7 @@ OUT/cases/ID/image.npy        c W D H float32        OUT/cases/ID/label.npy     
 OUT/cases/ID/locations.npy    n 3, class after class OUT/cases/ID/case.json      sources, sizes, digests
 OUT/cases/ID/truth.npy        class ids on the grid on which predictions are scored, if that is another
 
-Labels with doubt have codes (``SoftLabels``) in the place of class ids.
+Labels with doubt have codes (``SoftLabels``) instead of class ids.
 """
 
 import hashlib

@@ -58,7 +58,7 @@ def refuse_in_data(dataset: Dataset, out: Path) -> None:
     if dataset.layout.startswith(LISTED):
         return
     if root.is_dir() and (place == root or root in place.parents) and not (out / "cache.json").exists():
-        raise DataError(out, f"is in the data set {dataset.root}, which stays as it is; {ELSEWHERE}")
+        raise DataError(out, f"is in the data set {dataset.root}, to which nothing may be added; {ELSEWHERE}")
 
 
 def _typed(value: Any) -> str:
