@@ -6,7 +6,7 @@ To add one, add a row to the list ``ATTACKS`` of a file ``attacks_*.py`` in this
            types="predict run -i D -o D/labelsTr", keeps="D")
 
 Cheap rows are forked from the test's process and belong to ``make test``. Rows that start processes are
-``started=True``, and forked ones that need more than a second of a processor ``slow=True``: ``.ci/commands`` runs both.
+``started=True``, and forked ones that need more than a second of a processor ``slow=True``: ``.ci/started`` runs both.
 """
 
 import importlib

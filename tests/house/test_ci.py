@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -12,7 +13,7 @@ import pytest
 
 from tests.support.pages import ROOT, page, shown_commands
 
-NO_STEPS = ("run", "need.sh", "beside.sh", "phantoms")  # phantoms: minutes of training, started by hand
+NO_STEPS = ("run", "need.sh", "lanes.sh", "phantoms")  # phantoms: minutes of training, started by hand
 STEPS = {
     "browser": (["chromium"], "Chromium is not installed (Debian: chromium)", "tests/browser/report_in_chromium.py"),
     "slurm": (
@@ -23,24 +24,27 @@ STEPS = {
 }
 
 
-@pytest.mark.parametrize("codes", [(0, 0, 0), (3, 0, 0), (0, 4, 0), (0, 0, 5)])
-def test_of_two_rows_of_steps_none_fails_unseen(codes: tuple[int, int, int], tmp_path: Path) -> None:
-    """What follows a step that fails in its row is left out; the other row goes on."""
-    for name, code in zip(("first", "second", "other"), codes):
-        (tmp_path / name).write_text(f"#!/bin/bash\necho this is {name}\nexit {code}\n")
+@pytest.mark.parametrize("failing", [None, "one", "three"])
+def test_all_steps_are_run_two_at_a_time_and_none_fails_unseen(failing: str | None, tmp_path: Path) -> None:
+    for name in ("one", "two", "three"):
+        code = 3 if name == failing else 0
+        beginning = f"echo began {name} >> order; echo this is {name}; sleep 0.5; echo so far {name}"
+        (tmp_path / name).write_text(f"#!/bin/bash\n{beginning}; echo ended {name} >> order; exit {code}\n")
         (tmp_path / name).chmod(0o755)
-    script = f"set -euo pipefail; . {ROOT}/.ci/beside.sh; beside './first ./second' ./other; echo the next"
+    script = f"set -euo pipefail; . {ROOT}/.ci/lanes.sh; lanes 2 ./one './two with a word' ./three; echo the next"
     done = subprocess.run(["bash", "-c", script], cwd=tmp_path, capture_output=True, text=True)
-    assert done.returncode == (1 if any(codes) else 0)
-    said = [line.removeprefix("this is ") for line in done.stdout.splitlines() if "this is " in line]
-    assert said == ["other", "first", "second"][: 2 if codes[0] else 3]
-    assert ("the next" in done.stdout) == (not any(codes))
+    assert done.returncode == (1 if failing else 0) and ("the next" in done.stdout) == (failing is None)
+    order = (tmp_path / "order").read_text().split("\n")
+    assert sorted(order[:2]) == ["began one", "began two"] and "began three" in order[3:], order
+    for name, line in {"one": "./one", "two": "./two with a word", "three": "./three"}.items():
+        end = " failed" if name == failing else ""
+        assert re.search(rf"this is {name}\nso far {name}\n{line}{end}: \d+ s\n", done.stdout), done.stdout
 
 
 def test_what_make_test_leaves_out_is_a_step() -> None:
     """By a mark: what starts processes or a compiler, or computes for long."""
     assert '-m "not started"\n' in (ROOT / "Makefile").read_text()
-    assert "-m started;" in (ROOT / ".ci" / "commands").read_text()
+    assert "-m started\n" in (ROOT / ".ci" / "started").read_text()
 
 
 BY_HAND = {"gpu"}  # .ci/run says why
@@ -48,16 +52,17 @@ BY_HAND = {"gpu"}  # .ci/run says why
 
 def test_every_step_is_run_and_its_tests_are_not_those_of_make_test() -> None:
     steps = {path.name: path.read_text() for path in (ROOT / ".ci").iterdir() if path.name not in NO_STEPS}
-    named = {"accept", "commands", "dicom", "docs", "figures", "gpu", "nnunet", "tune", "tutorials"}
+    named = {"accept", "commands", "dicom", "docs", "figures", "gpu", "nnunet", "started", "tune", "tutorials"}
     assert {*named, *STEPS} == set(steps)
     text = (ROOT / ".ci" / "run").read_text()
-    run = [step for row in re.findall(r'"([^"\n]+)"', text[text.index("\nbeside ") :]) for step in row.split()]
-    assert "lint" in run and "\nmake train\nmake test\n" in text
-    assert text.index(".ci/tune") < text.index(".ci/slurm"), "sweeps on Slurm need Ray"
+    run = shlex.split(text[text.index("\nlanes ") :])
+    assert "make lint" in run and "\nmake train\nmake test\n" in text
+    assert "pip install" in text[: text.index("\nlanes ")] and "[tune,docs,tools]" in text, "two would install at once"
     assert all((f".ci/{name}" in run) != (name in BY_HAND) for name in steps)
     assert all((ROOT / ".ci" / name).stat().st_mode & 0o111 for name in steps)
     assert "launch/figures.py" in steps.pop("figures")  # an act, whose words it reads
     assert "launch/doctor.py --accept --device cpu" in steps.pop("accept")  # an act, whose exit code says all
+    steps.pop("started")  # by a mark
     for name, text in steps.items():
         files = [file for found in re.findall(r"tests/[\w/*]+\.py", text) for file in ROOT.glob(found)]
         own = [file for file in files if not file.name.startswith("test_")]
