@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from figures import FIGURES
-from lab.figures.figure import Figure, Results
+from lab.figures.figure import TOLERANCES, Figure, Results
 from seqpar.report.curves import DICE, Curve
 
 ROOT = Path(__file__).parents[2]
@@ -32,7 +32,7 @@ class KeptResults(Results):
     """Results whose curves are read from a table of points in place of journals."""
 
     number: int = 0
-    within: float = 1e-9
+    within: float = TOLERANCES["fp64"]
 
     def curves(self, quantity: str, *labels: str) -> list[Curve]:
         every = points(self.number)
@@ -66,7 +66,7 @@ def verdicts(number: int) -> list[str]:
 def test_verdicts_follow_from_the_points(number: int) -> None:
     figure: Figure = FIGURES[number]
     labels = (curve for quantity, curve, *_ in points(number) if quantity == DICE)
-    within = 1e-2 if number == 7 else 1e-9  # the arithmetic of its runs
+    within = TOLERANCES["fp32" if number == 7 else "fp64"]  # the arithmetic of its runs
     results = KeptResults(dict.fromkeys(labels, ()), reach=0.25, number=number, within=within)
     assert figure.judge(results) == verdicts(number)
 

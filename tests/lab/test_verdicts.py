@@ -41,7 +41,11 @@ def test_curves_that_coincide_are_said_to_with_their_largest_difference() -> Non
     same = [curve("SeqPar 1", FALLING), curve("SeqPar 2", FALLING[:3] + (0.4 + 2.5e-13,)), curve("SeqPar 4", FALLING)]
     words = coincide("Gather", "training loss", same, 1e-9)
     assert words == "Gather: SeqPar 1, 2, 4 coincide: largest difference of the training loss 2.5e-13"
-    assert "SeqPar 1, 2, 4 coincide within 1e-02: " in coincide("Gather", "Dice", same, 1e-2)
+    assert coincide("Gather", "training loss", same, 1e-2) == words
+    rounded = [curve("SeqPar 1", FALLING), curve("SeqPar 2", FALLING[:3] + (0.4 + 3e-8,))]
+    assert "SeqPar 1, 2 coincide within 1e-05: largest difference of the Dice 3.0e-08" in coincide(
+        "Gather", "Dice", rounded, 1e-5
+    )
 
 
 def test_curves_that_do_not_coincide_are_said_not_to_and_where() -> None:

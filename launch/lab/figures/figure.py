@@ -16,7 +16,9 @@ from seqpar.text import flag_name
 
 EPOCHS = "EPOCHS"  # in an arm's curriculum: as many as the run of another arm has
 LESSON = ("tile", "epochs", "batch")  # what a curriculum's lessons say
-TOLERANCES = {"fp64": 1e-9, "fp32": 1e-2, "bf16": 1e-1}  # within which curves coincide, by arithmetic
+# Within which curves coincide, by arithmetic: rounding grows tenfold in some five steps (figure 9: from 2e-16 at step 8
+# to 1e-8 at step 48), and a voxel whose classes are as likely may change sides.
+TOLERANCES = {"fp64": 1e-5, "fp32": 1e-2, "bf16": 1e-1}
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from seqpar.report.curves import DICE, Curve
 
-EXACT = 1e-9  # within which curves simply coincide; a coarser bound is told
+EXACT = 1e-9  # within which curves simply coincide; else the bound is told
 LEARNED = 0.3  # Dice, the mean over seeds
 
 
@@ -107,7 +107,7 @@ def coincide(subject: str, quantity: str, curves: Sequence[Curve], tolerance: fl
     worst, other = max(pairs, key=lambda pair: pair[0].largest)
     labels = listed([curve.label for curve in curves])
     if worst.largest <= tolerance:
-        within = f" within {tolerance:.0e}" if tolerance > EXACT else ""
+        within = f" within {tolerance:.0e}" if worst.largest > EXACT else ""
         return f"{subject}: {labels} coincide{within}: largest difference of the {quantity} {worst.largest:.1e}"
     return (
         f"{subject}: {labels} do not coincide: largest difference of the {quantity} {rounded(worst.largest)}, between "
