@@ -77,7 +77,7 @@ class Attack:
     started: bool = False
     closed: tuple[int, ...] = ()
     slow: bool = False
-    within_s: float = 120  # a hang; some 10 where nobody else computes
+    within_s: float = 120  # some 10 where nobody else computes
     within_mb: float = math.inf
 
     def __post_init__(self) -> None:
