@@ -17,6 +17,7 @@ from seqpar.parallel.layout import Layout
 from seqpar.parallel.mesh import Group, Mesh
 from seqpar.vit.encoder import SeqParViT
 from seqpar.vit.tokens import RotaryPositions
+from tests.support.marks import long_case
 from tests.support.ranks import relative, run_ranks, summed
 
 
@@ -192,7 +193,7 @@ def expected(case: Case, world: int) -> list[tuple[int, int]]:
     return [(layer.element * a.forward, layer.element * a.backward) for a in amounts]
 
 
-@pytest.mark.parametrize("world", [1, 2, 3, 4, 6, 8])
+@pytest.mark.parametrize("world", [1, 2, 3, 4, 6, long_case(8)])
 def test_every_strategy_is_torchs_attention_and_sends_the_exact_count(world: int) -> None:
     for rank, counts in enumerate(results(world)):
         for case in any_size(world) + imprecise(world):

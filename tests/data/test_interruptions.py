@@ -22,6 +22,7 @@ from seqpar.data.workers import map_in_processes
 from tests.support.folders import child, exit_code, image_array, nnunet, save, tree
 
 
+@pytest.mark.started
 def test_prepare_killed_at_random_moments_ends_with_the_undisturbed_cache(tmp_path):
     data = read_dataset(nnunet(tmp_path / "D", 6, ("CT",)))
     began = time.monotonic()

@@ -6,6 +6,7 @@ from torch import nn
 
 from seqpar.decoders.primus import PrimusDecoder, primus_widths
 from tests.support import nets
+from tests.support.marks import long_case
 
 
 def decoder(patch: int = nets.PATCH) -> nn.Module:
@@ -41,7 +42,7 @@ def test_boxes_decode_as_the_whole_without_traffic(ranks, world: int) -> None:
         assert traffic == {}
 
 
-@pytest.mark.parametrize("world", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("world", [1, 2, 3, 4, long_case(8)])
 def test_every_exact_mode_and_split_equals_one_process(ranks, world: int) -> None:
     nets.check_exact(ranks, world, small)
 

@@ -8,6 +8,7 @@ from seqpar.decoders.unetr import UnetrDecoder, skip_blocks
 from seqpar.spatial.memory_format import is_channels_last
 from seqpar.weights.monai_weights import load_monai, monai_names
 from tests.support import nets, references
+from tests.support.marks import long_case
 from tests.support.ranks import relative
 
 
@@ -106,7 +107,7 @@ def test_float32_computes_channels_last_and_the_same(ranks, world: int) -> None:
     assert is_channels_last(logits)
 
 
-@pytest.mark.parametrize("world", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("world", [1, 2, 3, long_case(4), long_case(8)])
 def test_every_exact_mode_and_split_equals_one_process(ranks, world: int) -> None:
     nets.check_exact(ranks, world, small)
 

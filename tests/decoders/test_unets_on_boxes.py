@@ -11,6 +11,7 @@ from seqpar.planner.memory_counter import saved_bytes
 from seqpar.spatial.box_grid import BoxGrid
 from seqpar.spatial.memory_format import is_channels_last
 from tests.support import unets
+from tests.support.marks import long_case
 from tests.support.unets import Case
 
 UNEVEN = {
@@ -44,7 +45,7 @@ CASES = {  # of each number of ranks
 }
 
 
-@pytest.mark.parametrize("world", CASES)
+@pytest.mark.parametrize("world", [long_case(world) if world == 4 else world for world in CASES])
 def test_every_network_on_boxes_is_the_one_on_the_whole(world: int, ranks: Callable[..., list]) -> None:
     cases = [(case, unets.whole(case)) for case in CASES[world]]
     for gaps_of in ranks(world, unets.check_all, cases, timeout=240):

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from seqpar.settings.parser import Parser
+from tests.support.marks import long_case
 from tests.support.pages import CLUSTER, COMMANDS, HERE, MAKE, PAGES, ROOT, SHOWN, blocks, readme_commands
 from tests.support.programs import PROGRAMS
 from tests.support.ranks import relative
@@ -82,7 +83,9 @@ RECIPES = {
 }
 
 
-@pytest.mark.parametrize(("page", "number"), RECIPES.values(), ids=[*RECIPES])
+@pytest.mark.parametrize(
+    ("page", "number"), [long_case(*at) if "MONAI" in name else at for name, at in RECIPES.items()], ids=[*RECIPES]
+)
 def test_each_recipe_of_a_loop_on_two_ranks_is_that_of_one_process(page: str, number: int, tmp_path: Path) -> None:
     code = blocks(ROOT / "docs" / "how-to" / f"{page}.md", "python")[number]
     if "monai" in code:

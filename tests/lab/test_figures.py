@@ -22,6 +22,7 @@ from seqpar.sweeps import one_by_one
 from seqpar.sweeps.planned_run import config_of
 from tests.support.figure_runs import FLAGS, forked
 from tests.support.folders import write_json
+from tests.support.marks import long_case
 from tests.support.training_runs import tiny_data
 
 
@@ -56,6 +57,7 @@ def said_note(out: Path) -> str:
     return next(line for line in (out / "figure-5.txt").read_text().splitlines() if line.startswith("--scale"))
 
 
+@pytest.mark.started
 def test_a_run_of_both_figures_is_made_once_and_all_are_run_folders(drawn: tuple[Path, list[str]]) -> None:
     out, said = drawn
     runs = sorted(path.name for path in (out / "runs").iterdir() if not path.name.endswith("-logs"))
@@ -67,6 +69,7 @@ def test_a_run_of_both_figures_is_made_once_and_all_are_run_folders(drawn: tuple
     assert len(starts) == 1 and re.search(r"; about \d+:\d\d of steps by the planner$", starts[0])
 
 
+@pytest.mark.started
 def test_points_and_pictures_are_those_of_the_journals(drawn: tuple[Path, list[str]]) -> None:
     out, _ = drawn
     with open(out / "figure-6.csv") as file:
@@ -82,6 +85,7 @@ def test_points_and_pictures_are_those_of_the_journals(drawn: tuple[Path, list[s
         assert "<svg" in (out / f"figure-{number}.svg").read_text()
 
 
+@pytest.mark.started
 def test_the_same_command_repeats_nothing_and_another_is_refused(
     drawn: tuple[Path, list[str]], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -139,7 +143,7 @@ def test_no_run_begins_after_the_time_limit(tmp_path: Path) -> None:
     )
 
 
-@pytest.mark.parametrize("scale", SCALES)
+@pytest.mark.parametrize("scale", [long_case(scale) if scale == "paper" else scale for scale in SCALES])
 def test_every_run_of_every_figure_can_be(scale: str) -> None:
     """As the command line and the layout of its ranks are concerned; ranks a tile vary, groups do not."""
     for figure in figures.FIGURES.values():

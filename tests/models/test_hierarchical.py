@@ -19,6 +19,7 @@ from seqpar.planner.memory_counter import saved_bytes
 from seqpar.settings.command_line import parse
 from seqpar.settings.config import Config
 from seqpar.settings.rules import refuse_settings_without_effect
+from tests.support.marks import long_case
 from tests.support.messages import refused_with
 from tests.support.ranks import once_per_world, relative, summed
 
@@ -124,7 +125,7 @@ def held_by_encoder(mesh: Mesh) -> int:
 of_world = once_per_world(gaps_of_cases, gap_of_parts_alone, sent_by_encoder, held_by_encoder)
 
 
-@pytest.mark.parametrize("world", [1, 2, 3, 4])
+@pytest.mark.parametrize("world", [1, 2, long_case(3), long_case(4)])
 def test_every_mode_and_split_equals_one_process(world: int) -> None:
     """Logits, loss, the gradients at the image and at each weight; on 4 ranks parts are uneven."""
     assert len([one_process(name) for name in CASES]) == len(CASES)  # here, so that ranks inherit it

@@ -12,6 +12,7 @@ from seqpar.models.classifier_families import CLASSIFIERS
 from seqpar.parallel.mesh import Group
 from seqpar.pipeline.stage_weights import cells_of_names
 from seqpar.settings.config import Config
+from tests.support.marks import long_case
 from tests.support.piped_nets import CHANNELS, CLASSES, Case, differences, is_identical, train, train_all
 from tests.support.ranks import alone_mesh, run_ranks
 
@@ -33,6 +34,7 @@ HOU = {"network": "unet-hou", "tile": (8, 8, 16), "features": 2}
 MERGED = {**VIT, "patch": 2, "encoder": "hierarchical", "stage_depths": (1, 2), "decoder": "unetr"}
 PRIMUS = {**VIT, "decoder": "primus"}
 SHAPES = [(2, 1, 1), (3, 1, 1), (4, 1, 1), (2, 2, 1), (2, 1, 2), (2, 2, 2), (3, 2, 1), (3, 1, 2), (4, 2, 2)]
+LARGE = ((2, 2, 2), (3, 2, 1), (3, 1, 2), (4, 2, 2))
 OF_SHAPE = {  # what three or four ranks could break: maps to several places, sums over a stage's ranks, each mode
     (3, 1, 1): ("UNETR", "batch norm, rings", "Primus, any map"),
     (4, 1, 1): ("U-Net, supervised levels", "batch norm, gpipe, recomputed", "Primus, any map"),
@@ -100,7 +102,9 @@ def on_ranks(pipe: int, seqpar: int, data: int) -> list:
     return run_ranks(pipe * seqpar * data, train_all, cases(pipe, seqpar, data), seqpar=seqpar, pipe=pipe, timeout=300)
 
 
-@pytest.mark.parametrize(("pipe", "seqpar", "data"), SHAPES)
+@pytest.mark.parametrize(
+    ("pipe", "seqpar", "data"), [long_case(*shape) if shape in LARGE else shape for shape in SHAPES]
+)
 def test_logits_losses_gradients_weights_and_statistics_are_those_of_one_process(
     pipe: int, seqpar: int, data: int
 ) -> None:

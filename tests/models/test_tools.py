@@ -229,6 +229,7 @@ def test_a_network_without_blocks_is_not_compiled() -> None:
         compile_blocks(unet())
 
 
+@pytest.mark.started
 def test_compiled_blocks_are_whole_graphs_that_compute_the_same() -> None:
     for graphs, out, apart in (*run_ranks(2, compiled, timeout=240), compiled(alone_mesh())):
         assert graphs > 0 and out < 1e-12 and len(apart) > 20 and max(apart) < 1e-10

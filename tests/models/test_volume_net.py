@@ -30,6 +30,7 @@ from seqpar.settings.rules import refuse_settings_without_effect
 from seqpar.training.run_request import read_request
 from seqpar.vit.dropout import DropoutKey
 from tests.support.boxes import numbers
+from tests.support.marks import long_case
 from tests.support.messages import refused_with
 from tests.support.nets import FEW, Outcome, train_net
 from tests.support.ranks import relative
@@ -83,7 +84,7 @@ def gaps(got: Outcome, want: Outcome) -> dict[str, float]:
     }
 
 
-@pytest.mark.parametrize(("world", "batch"), [(2, 2), (4, 4)])
+@pytest.mark.parametrize(("world", "batch"), [(2, 2), long_case(4, 4)])
 def test_every_exact_mode_and_split_equals_one_process(world: int, batch: int, ranks: Callable[..., list]) -> None:
     """Also after four steps of SGD with momentum 0.99 in halo (in swap and on 4 ranks two), of every norm and block."""
     many = 4 if world == 2 else 2
@@ -103,6 +104,7 @@ def test_every_exact_mode_and_split_equals_one_process(world: int, batch: int, r
         assert torch.equal(seen, torch.arange(len(want.logits))), "some voxels have no logits"
 
 
+@pytest.mark.started
 def test_dropout_draws_by_the_voxels_of_the_whole_volume(ranks: Callable[..., list]) -> None:
     """In boxes, whole on each rank, of whole samples, and where cells are computed again."""
     config = replace(BATCH_NORM, dropout=0.5)

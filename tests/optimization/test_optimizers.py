@@ -178,6 +178,7 @@ def test_step_decay_is_torchs(every: int, factor: float) -> None:
     assert [learning_rate(warm.schedule_options, step) for step in range(8, 28)] == pytest.approx(want[:20], rel=1e-12)
 
 
+@pytest.mark.started
 def test_runs_on_ranks_are_that_of_one_process(tmp_path: Path) -> None:
     flags = [*tiny_data(tmp_path), "--precision", "fp64", "--epochs", "1", "--iterations", "4"]
     for name, more in (("adafactor", ""), ("rmsprop", "--betas 0.9 0.99")):

@@ -65,6 +65,7 @@ def wanted(
     return nnunet_prediction.labels(finest, paths, plans, own_of("ResidualEncoderUNet"), mirror, half=half)
 
 
+@pytest.mark.started
 def test_labels_of_one_rank_and_of_two_are_nnunets(place: Path) -> None:
     expected = [wanted(place, number) for number in range(2)]
     assert act(place, place / "model", "--probabilities", "--statistics") == 0

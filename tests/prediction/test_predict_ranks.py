@@ -30,6 +30,7 @@ from tests.support.predictions import RECIPE, ROOT, SMALL, act, make_run, on_ran
 from tests.support.training_runs import Launch
 
 
+@pytest.mark.started
 def test_label_files_are_the_same_on_any_number_of_ranks(ranks, images, tmp_path) -> None:
     recipe = replace(RECIPE, spacing=(1.5, 0.8, 1.0))
     for how, its_recipe in (("as they are", RECIPE), ("resampled", recipe)):

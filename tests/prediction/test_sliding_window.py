@@ -14,6 +14,7 @@ from seqpar.parallel.mesh import Mesh
 from seqpar.prediction.logits_to_labels import slabs_to_labels
 from seqpar.prediction.sliding_window import sliding_window, whole_volume
 from seqpar.prediction.window_grid import Sliding, WindowGrid, window_weights
+from tests.support.marks import long_case
 from tests.support.ranks import alone_mesh, relative
 from tests.support.volumes import CLASSES, SHAPES, TILE, build, joined, volume
 
@@ -103,7 +104,7 @@ def one_process() -> tuple[list[Tensor], list[Tensor]]:
     return compare(alone_mesh())
 
 
-@pytest.mark.parametrize("world, seqpar", [(3, 1), (4, 2)])
+@pytest.mark.parametrize("world, seqpar", [(3, 1), long_case(4, 2)])
 def test_sliding_is_the_same_on_any_number_of_ranks(ranks, one_process, world: int, seqpar: int) -> None:
     """To the last bit where the windows are cut alike, to rounding where not; groups without windows included."""
     single, labels = one_process

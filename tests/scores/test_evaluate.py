@@ -117,6 +117,7 @@ def test_a_region_that_nobody_knows_is_refused(folders: tuple[Path, Path], decla
     assert evaluate_folders(folders, "--regions", "A=1,2,99") == 0
 
 
+@pytest.mark.started
 def test_the_act_runs_as_a_script(folders: tuple[Path, Path], tmp_path: Path) -> None:
     repository = Path(__file__).parents[2]
     command = [sys.executable, repository / "launch" / "evaluate.py", *folders]

@@ -13,6 +13,7 @@ from seqpar.spatial import convolution, norms, pooling
 from seqpar.spatial.box_grid import BoxGrid
 from seqpar.spatial.memory_format import miopen_takes_channels_last
 from tests.support.boxes import Case, Maker, check_cases, draw_cases
+from tests.support.marks import long_case
 from tests.support.ranks import RanksFailed
 
 CASES = {2: 100, 3: 80, 4: 50, 8: 40}  # 270 of each operation; a case costs a message for each two ranks
@@ -97,7 +98,7 @@ def check_each(mesh: Mesh, drawn: dict[str, list[Case]]) -> dict[str, tuple[int,
 
 
 @pytest.mark.parametrize("kind", MAKERS)
-@pytest.mark.parametrize("world", CASES)
+@pytest.mark.parametrize("world", [long_case(world) if world == 8 else world for world in CASES])
 def test_on_boxes_each_equals_torchs_own_on_the_joined_volume(
     world: int, kind: str, ranks: Callable[..., list]
 ) -> None:

@@ -104,6 +104,7 @@ def test_ranks_that_share_volumes_and_have_others_train_as_one_process(one: tupl
     assert same(tmp_path / "four", out) < 1e-9
 
 
+@pytest.mark.started
 def test_a_vision_transformer_of_two_ranks_or_two_places_is_that_of_one(vit: tuple, tmp_path: Path) -> None:
     (out, own), maps = vit, []
     trained(2, [*own, "--seqpar", "2", "--mode", "swap"], tmp_path / "two")

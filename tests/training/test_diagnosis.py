@@ -15,6 +15,7 @@ from seqpar.parallel.wait_clock import WaitClock
 from seqpar.runs.journal import read_metrics
 from seqpar.training import gradients, step_times, trainer
 from seqpar.training.step_times import SKIPPED, WINDOW, SlowRankDetector
+from tests.support.marks import long_case
 from tests.support.training_runs import Launch, at, status, trained, weights
 
 
@@ -104,7 +105,7 @@ def slow_down(slow: int):
     return hook
 
 
-@pytest.mark.parametrize("layout", ["--seqpar 3 --split ordered", "--seqpar 1"])
+@pytest.mark.parametrize("layout", [long_case("--seqpar 3 --split ordered"), "--seqpar 1"])
 def test_a_slow_rank_is_reported_once_and_nobody_else(flags, tmp_path, layout):
     steps = SKIPPED + WINDOW
     run = [*flags, *f"{layout} --iterations {steps} --epochs 1 --val-every 0 --val-cases 1".split()]

@@ -168,6 +168,7 @@ def test_means_run_over_all_tiles_of_a_step_however_it_is_split(
             assert gap([of_rank[at][number] for of_rank in every], want) < 1e-10, (name, split)
 
 
+@pytest.mark.started
 def test_parts_that_are_decoded_alone_and_hidden_patches_have_one_gradient_too(
     data, ranks: Callable[..., list]
 ) -> None:

@@ -255,6 +255,7 @@ def test_the_tile_follows_from_the_data_unless_plans_say_it(place) -> None:
     assert planned.config.tile == (16, 4, 8) and "auto_tile" not in planned.choices
 
 
+@pytest.mark.started
 def test_the_planner_says_how_large_a_cube_some_ranks_train(
     capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:

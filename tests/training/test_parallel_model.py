@@ -411,6 +411,7 @@ def of_published(mesh: Mesh) -> dict[str, list[Tensor]]:
     return found
 
 
+@pytest.mark.started
 def test_published_unets_take_a_group() -> None:
     expected = of_published(alone_mesh())
     for found in run_ranks(2, of_published, timeout=120):

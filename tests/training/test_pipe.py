@@ -16,6 +16,7 @@ from seqpar.runs.journal import read_metrics
 from seqpar.training import pipeline_gradients
 from seqpar.weights.weight_files import read_weights
 from tests.support.folders import nnunet
+from tests.support.marks import long_case
 from tests.support.training_runs import Launch, at, die, farthest, losses, scores, signalled, status, trained, weights
 
 RUN = """
@@ -110,7 +111,7 @@ def bytes_sent(launch: Launch, rank: int) -> tuple[dict[str, int], dict[str, int
     [
         (4, 1, "--pipe 2 --seqpar 2", None, ""),
         (4, 2, "--pipe 2 --batch 1 --pipe-schedule gpipe --placement 3", [0, 1], "order FFBB"),
-        (4, 2, "--pipe 2 --seqpar 2 --mode swap --batch 2 --placement rings", [0, 1, 0], ""),
+        long_case(4, 2, "--pipe 2 --seqpar 2 --mode swap --batch 2 --placement rings", [0, 1, 0], ""),
         (3, 1, "--pipe 3 --mode gather --placement equal", [0, 1, 2], "order FBFB"),
     ],
 )
@@ -134,6 +135,7 @@ def test_shapes_and_modes_have_the_losses_scores_and_weights_of_one_process(
         assert own["gradients"] + other["gradients"] == pytest.approx(whole, abs=32), "half there, half back"
 
 
+@pytest.mark.started
 def test_a_run_killed_in_each_stage_goes_on_in_other_shapes(flags, hou, tmp_path) -> None:
     """Killed in the first stage of two, in the second of 2 places x 2 parts, told to leave three; then one process.
 

@@ -278,6 +278,7 @@ def test_debug_pretrains_the_encoder_of_debug() -> None:
     assert (recipe.augment, recipe.precision) == ("light", "bf16"), "other than nnssl's"
 
 
+@pytest.mark.started
 def test_the_loss_of_debugs_fifty_steps_falls(tmp_path) -> None:
     """On built-in phantoms, as it is started; the mean of the first five steps against that of the last ten."""
     few = ["--phantoms", "2", "--fold", "all", "--spacing", "4,4,4", "--cache", str(tmp_path / "cache")]

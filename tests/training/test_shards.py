@@ -20,6 +20,7 @@ from seqpar.settings.config import Config
 from seqpar.training import after_step, data_parallel
 from seqpar.weights.states import copy_into, optimizer_tensors, whole_tensors
 from tests.support.configs import NoStop, config_of, trainer_of
+from tests.support.marks import long_case
 from tests.support.ranks import relative
 from tests.support.training_runs import Launch, at, losses, prepare, signalled, tiny_data, trained, weights
 
@@ -55,7 +56,7 @@ def replicated(flags: list[str], tmp_path_factory: pytest.TempPathFactory) -> Pa
     return out
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", [long_case(name) if name == "1 x 4" else name for name in LAYOUTS])
 def test_sharded_weights_become_what_replicated_ones_become(
     flags: list[str], replicated: Path, tmp_path: Path, layout: str
 ) -> None:

@@ -20,6 +20,7 @@ from seqpar.training import after_step, gradients
 from seqpar.training.trainer import Trainer
 from seqpar.weights import checkpoint
 from tests.support.folders import nnunet
+from tests.support.marks import long_case
 from tests.support.training_runs import Launch, at, die, losses, scores, signalled, status, trained, weights
 
 LEFT = {
@@ -47,7 +48,7 @@ LEFT = {
 }
 
 
-@pytest.mark.parametrize("name", LEFT)
+@pytest.mark.parametrize("name", [long_case(name) if name.startswith("data 2") else name for name in LEFT])
 def test_a_run_that_had_to_leave_goes_on_to_the_same_bits(flags, undisturbed, tmp_path, name):
     world, more, hook = LEFT[name]
     out = tmp_path / "run"

@@ -30,6 +30,7 @@ def test_as_many_channels_as_features_need_no_shortcut_at_the_image() -> None:
     assert (out(net, x) - references.unetr(state, x, HEADS)).abs().max() < 1e-12
 
 
+@pytest.mark.started
 def test_every_weight_of_a_unetr_matters() -> None:
     """A control: with any one tensor changed before loading, the output moves."""
     state, x = tiny_unetr(), image(*TILE)[:1]

@@ -11,6 +11,7 @@ from seqpar.parallel.mesh import Mesh
 from seqpar.weights.monai_weights import export_monai, load_monai, monai_names
 from tests.support import references
 from tests.support.foreign_weights import HEADS, TILE, image, out, tiny_unetr
+from tests.support.marks import long_case
 from tests.support.ranks import alone_mesh, relative, summed
 
 SIZES = {"feature_size": 3, "hidden_size": 24, "mlp_dim": 40, "num_heads": HEADS}
@@ -193,7 +194,7 @@ def check_spread(ranks, state: references.State, x: Tensor, whole: Tensor, split
     assert all(torch.cat(voxels).unique().numel() == len(rows) for voxels in seen.values())
 
 
-@pytest.mark.parametrize("split", ["spatial", "ordered"])
+@pytest.mark.parametrize("split", ["spatial", long_case("ordered")])
 def test_loaded_weights_give_the_reference_output_on_four_ranks(ranks, split: str) -> None:
     state, x = tiny_unetr(), torch.cat([image(*TILE)] * 2)
     check_spread(ranks, state, x, references.unetr(state, x, HEADS), split, 1e-12)
