@@ -39,9 +39,10 @@ from seqpar.report.planes import (
     slices_of,
 )
 from seqpar.report.record import CaseScores, RunRecord, ScoredCase
-from seqpar.report.tables import Score, what_is_missing
+from seqpar.report.tables import what_is_missing
 from seqpar.scores.label_classes import learned_regions
 from seqpar.scores.label_files import ENTROPY, UNCERTAINTY, read_reference
+from seqpar.scores.label_scores import format_dice
 from seqpar.text import millilitres
 
 BUDGET = 5_000_000  # bytes of the volumes in a page, which can still be mailed
@@ -387,10 +388,8 @@ def planes_note(case: ScoredCase, shown: ShownCase, labels: Sequence[str]) -> st
 
 def _case_view(case: ScoredCase, shown: ShownCase, labels: Sequence[str], neurological: bool) -> CaseView:
     """Returns one case with its scores and three planes."""
-    dice = ", ".join(f"{name} {Score(row.get('Dice', math.nan), 3).text}" for name, row in case.scores.items())
+    dice = ", ".join(f"{name} {format_dice(row, 3)}" for name, row in case.scores.items())
     missing = "".join(f" · {text}" for name, row in case.scores.items() if (text := what_is_missing(name, row)))
-    unknown = [name for name, row in case.scores.items() if math.isnan(row.get("n_ref", 0))]
-    missing += f" · not annotated: {', '.join(unknown)}" * bool(unknown)
     modality = f" · shown on {(best := best_modality(list(shown.images)))}" if shown.images else ""
     if shown.images and shown.is_ct:
         modality += " from {:.0f} HU (black) to {:.0f} HU (white)".format(*shown.ranges[best])

@@ -421,6 +421,8 @@ def test_it_is_said_how_many_cases_lack_a_class_and_how_they_count() -> None:
     assert what_is_absent(scored) in metrics_table(scored).note
     (tile,), _ = headline(None, scored)  # type: ignore[arg-type]
     assert tile.more == "too few to tell, n = 3 (2 as 0: none in the truth)"
+    (tile,), _ = headline(None, scores_of(1.0, classes, *[(empty, empty)] * 2))  # type: ignore[arg-type]
+    assert (tile.score.text, tile.more) == ("–", "no case has a Dice, n = 0")
     (alone,), _ = headline(None, scores_of(1.0, classes, *[(full, full)] * 5))  # type: ignore[arg-type]
     assert alone.more == "all cases alike, n = 5", "an interval from 1 to 1 would look like certainty"
     as_brats = replace(scored, settings={"empty": "brats"})
@@ -444,5 +446,5 @@ def test_a_class_that_a_case_is_not_annotated_for_has_no_numbers_in_it() -> None
     assert [row.cells[3].text for row in table.rows] == ["3 of 3", "2 of 2"]  # type: ignore[union-attr]
     shown = ShownCase("a", {}, full, full, (1.0, 1.0, 1.0), own_slices(full.shape))
     caption = _case_view(first, shown, ["liver", "lesion"], False).caption
-    assert "nan" not in caption and "no lesion" not in caption and " · not annotated: lesion · ml, truth" in caption
+    assert "nan" not in caption and "no lesion" not in caption and ", lesion – (not annotated) · ml, truth" in caption
     assert not any(hollow for strips in score_strips(scored, {}) for row in strips.rows for *_, hollow in row.dots)

@@ -54,7 +54,7 @@ from seqpar.scores.comparison import FEW as FEW_CASES
 from seqpar.scores.comparison import TOO_FEW, interval_of_mean
 from seqpar.scores.label_classes import Labels
 from seqpar.scores.label_files import MAX_NAMED, dataset_at, match_cases, missing_line
-from seqpar.scores.label_scores import without_nan
+from seqpar.scores.label_scores import why_no_dice, without_nan
 from seqpar.tasks.segment.evaluation import ABOUT_CALIBRATION, calibrate, calibration_diagram, trained_on
 from seqpar.tasks.segment.label_map_folder import DICOM_SEG, SavedProbabilities
 from seqpar.text import quantity
@@ -259,7 +259,10 @@ def headline(record: RunRecord, scored: CaseScores | None) -> tuple[list[Headlin
     if scored and len(scored.cases) == 1:
         note = "Dice of a single case, which says little about others"
         rows = scored.cases[0].scores
-        tiles = [HeadlineTile(name, Score(row.get("Dice", math.nan), 3), "n = 1") for name, row in rows.items()]
+        tiles = [
+            HeadlineTile(name, Score(row.get("Dice", math.nan), 3), why_no_dice(row) or "n = 1")
+            for name, row in rows.items()
+        ]
     elif scored:
         note += (
             f", its 95 % confidence interval (Student's t; from {FEW_CASES} cases on), which is for the mean and not "
@@ -271,7 +274,8 @@ def headline(record: RunRecord, scored: CaseScores | None) -> tuple[list[Headlin
             range_text = f"{interval[0]:.3f} to {interval[1]:.3f}, " if interval else ""
             if interval and interval[1] - interval[0] < NO_SPREAD:
                 range_text = "all cases alike, "
-            range_text = f"{TOO_FEW}, " if len(values) < FEW_CASES else range_text
+            if len(values) < FEW_CASES:
+                range_text = f"{TOO_FEW if values else 'no case has a Dice'}, "
             mean = Score(scored.summary["mean"][name].get("Dice", math.nan), 3)
             zeros = absent_of(scored, name).predicted
             without = f" ({zeros} as 0: none in the truth)" * bool(zeros)
