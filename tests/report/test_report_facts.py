@@ -15,8 +15,9 @@ from scipy import stats
 import seqpar
 from seqpar.cli import report
 from seqpar.cluster.exit_codes import run
-from seqpar.report.cases import ShownCase, _case_view, planes_note, planes_of, viewer_section
+from seqpar.report.cases import _case_view, planes_note, planes_of, viewer_section
 from seqpar.report.curves import step_axis, training_diagrams
+from seqpar.report.embedded_volumes import ShownCase
 from seqpar.report.pictures import PicturedCase, figure_of_cases
 from seqpar.report.planes import COLOURS, RUN_COLOURS, bar_length
 from seqpar.report.plots import draw_chart
@@ -425,8 +426,7 @@ def test_it_is_said_how_many_cases_lack_a_class_and_how_they_count() -> None:
     assert (tile.score.text, tile.more) == ("–", "no case has a Dice, n = 0")
     (alone,), _ = headline(None, scores_of(1.0, classes, *[(full, full)] * 5))  # type: ignore[arg-type]
     assert alone.more == "all cases alike, n = 5", "an interval from 1 to 1 would look like certainty"
-    as_brats = replace(scored, settings={"empty": "brats"})
-    assert what_is_absent(as_brats).endswith("where none is predicted (1 case), the Dice counts as 1.")
+    assert what_is_absent(replace(scored, settings={"empty": "brats"})).endswith("where none is predicted (1 case), the Dice counts as 1.")
     one = what_is_absent(scores_of(1.0, classes, (empty, full)))
     assert one.startswith("lesion is absent from the truth of 1 of 1 case: where some is predicted (1 case), the Dice")
     assert what_is_absent(scores_of(1.0, classes, (full, full))) == "The truth of the case has every class."
