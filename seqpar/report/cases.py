@@ -382,7 +382,7 @@ def _case_view(case: ScoredCase, shown: ShownCase, labels: Sequence[str], neurol
     scores = f"Dice: {dice}{missing}{case.volumes}"
     if case.truth is None:
         volumes = (f"{name} {millilitres(row['VolumeMl'])} ml" for name, row in case.scores.items())
-        scores = f"predicted: {', '.join(volumes)}"
+        scores = f"Predicted: {', '.join(volumes)}"
     return CaseView(
         case.name,
         f"{scores} · {planes_note(case, shown, labels)}{modality} · voxels of {spacing} mm",

@@ -316,8 +316,8 @@ def _channels_of(values: Sequence[int], outputs: Sequence[tuple[int, ...]]) -> l
 MIN_VOXELS = 100  # of a tenth that is drawn
 ABOUT_CALIBRATION = (
     "Each dot: the voxels of all cases whose probability of the class is within one tenth. Below the dashed line the "
-    "class is there less often than its probability says (overconfident), above it more often. ECE from 0.1: expected "
-    "calibration error, the mean distance from that line over voxels, without those below 0.1, which are mostly "
+    "class is there less often than its probability says (overconfident), above it more often. ECE (from 0.1): "
+    "expected calibration error, the mean distance from that line over voxels, without those below 0.1, which are mostly "
     f"background. A tenth of fewer than {MIN_VOXELS} voxels is not drawn. Voxels of a case are alike: a few cases say "
     "little about others, however many voxels they have."
 )
@@ -327,7 +327,7 @@ def calibration_diagram(tenths: Mapping[str, Floats], cases: int, class_colours:
     """Returns the reliability diagram of classes over the voxels of cases."""
     errors = {name: error_of_tenths(own[1:]) for name, own in tenths.items()}
     labels = {
-        name: f"{name}: " + (f"ECE from 0.1 {error:.3f}" if np.isfinite(error) else "no voxel above 0.1")
+        name: f"{name}: " + (f"ECE (from 0.1) {error:.3f}" if np.isfinite(error) else "no voxel above 0.1")
         for name, error in errors.items()
     }
     points = {

@@ -114,9 +114,10 @@ def segment_page(options: argparse.Namespace, record: RunRecord) -> FinishedPage
     if scored:
         files = {case.name: case.prediction for case in scored.cases} if options.prediction is not None else {}
         cautions += filter(None, [other_voxels(record, spacings_of(files)), coarse_voxels(scored)])
+    calibration = _calibration(options, record.labels, colours) if scored and not alone else ([], "")
     parts: dict[str, Any] = {
-        "calibration": _calibration_charts(options, record.labels, colours) if scored and not alone else [],
-        "about_calibration": ABOUT_CALIBRATION,
+        "calibration": calibration[0],
+        "about_calibration": calibration[1],
         "tiles": tiles,
         "note": note,
         "step": step_sentence(scored.step, record) if scored else "",
@@ -221,16 +222,19 @@ def _mean_and_deviation(mean: float, sd: float, in_hu: bool) -> Score:
     return Score(mean, places, "" if math.isnan(sd) else f" ± {sd:.{places}f}")
 
 
-def _calibration_charts(options: argparse.Namespace, labels: Labels, colours: Mapping[str, str]) -> list[Chart]:
-    """Returns the reliability diagram of predictions whose probabilities were written; none of others."""
+def _calibration(options: argparse.Namespace, labels: Labels, colours: Mapping[str, str]) -> tuple[list[Chart], str]:
+    """Returns the reliability diagram of predictions whose probabilities were written, and its text; none of others."""
     if options.truth is None:
-        return []
+        return [], ""
     pairs = match_cases(options.truth, options.prediction, dataset_at(options.truth), None, options.common).pairs
     if not all(SavedProbabilities.of(pair.prediction) for pair in pairs):
-        return []
+        return [], ""
     faults = list[DataError]()  # of cases, which are those of their scores
     tenths = calibrate(pairs, labels, 1, faults)
-    return draw_charts([calibration_diagram(tenths, len(pairs) - len(faults), colours)] * bool(tenths), width=360)
+    lacking = ", ".join(name for name in labels.classes if name not in tenths)
+    text = f"{ABOUT_CALIBRATION} No output of the network stands for {lacking}." if lacking else ABOUT_CALIBRATION
+    diagram = calibration_diagram(tenths, len(pairs) - len(faults), colours)
+    return draw_charts([diagram] * bool(tenths), width=360), text
 
 
 def _cautions(record: RunRecord, scored: CaseScores) -> list[str]:
