@@ -317,9 +317,9 @@ MIN_VOXELS = 100  # of a tenth that is drawn
 ABOUT_CALIBRATION = (
     "Each dot: the voxels of all cases whose probability of the class is within one tenth. Below the dashed line the "
     "class is there less often than its probability says (overconfident), above it more often. ECE (from 0.1): "
-    "expected calibration error, the mean distance from that line over voxels, without those below 0.1, which are mostly "
-    f"background. A tenth of fewer than {MIN_VOXELS} voxels is not drawn. Voxels of a case are alike: a few cases say "
-    "little about others, however many voxels they have."
+    "expected calibration error, the mean distance from that line over voxels, without those below 0.1, which are "
+    f"mostly background. A tenth of fewer than {MIN_VOXELS} voxels is not drawn. Voxels of a case are alike: a few "
+    "cases say little about others, however many voxels they have."
 )
 
 
