@@ -54,6 +54,7 @@ def test_a_run_on_several_readers_is_the_same_on_two_ranks_and_reports_their_agr
     assert run(report.act, [str(tmp_path / "two")]) == 0
     page = (tmp_path / "two" / "report.html").read_text()
     assert 'id="readers"' in page and 'id="readers-per-case"' in page and "two readers" in page
+    assert page.index(">Readers<") < page.index(">Volumes and connected regions<"), "what follows has its own head"
     assert "Violet areas show where the readers disagree" in page
     data = tmp_path / "Dataset001_Tiny"
     seen = disputed_in(page)
