@@ -341,12 +341,11 @@ def class_viewer(
     - ``maps``: what the map of each case shows, in words
     """
     try:
+        images = Images(recipe_of(record), None)
         if truth is None:
             images = find_images(record, None, None, [])
-        else:
-            images = Images(recipe_of(record), None)  # the run's own cases may have the names of these
-            if truth.is_dir():
-                images = replace(find_images(record, truth, None, []), cache=None)
+        elif truth.is_dir():  # without the cache: the run's own cases may have the names of these
+            images = replace(find_images(record, truth, None, []), cache=None)
     except DataError:
         return None
     shown = list[ShownCase]()
