@@ -25,6 +25,11 @@ def quantity(number: int, noun: str, spec: str = "") -> str:
     return f"{number:{spec}} {noun}{'' if number == 1 else plural}"
 
 
+def rounded(number: float, places: int) -> str:
+    """Returns a number with so many decimals; "–" for NaN, which stands for no score."""
+    return "–" if math.isnan(number) else f"{number:.{places}f}"
+
+
 def millilitres(volume: float) -> str:
     """Returns a volume in ml with three digits, from 100 ml on in whole ml."""
     return f"{volume:.0f}" if abs(volume) >= 100 else f"{volume:.3g}"

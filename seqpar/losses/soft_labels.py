@@ -144,6 +144,10 @@ class Readers(SoftLabels):
         """Returns the mask of the voxels to which at least one reader gave a class."""
         return np.stack([reduce(np.logical_or, (d == number for d in self.digits(row))) for row in code])
 
+    def disputed(self, code: np.ndarray) -> np.ndarray:
+        """Returns the mask of the voxels to which readers gave different labels."""
+        return np.stack([np.ptp(self.digits(row), 0) > 0 for row in code])
+
     def resampled(self, code: np.ndarray, of_labels: Change, of_shares: Change) -> np.ndarray:
         """Returns codes on another grid, on which each reader's labels are resampled by themselves."""
         kind = np.uint8 if self.num_classes <= 256 else np.int16

@@ -3,7 +3,7 @@
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from seqpar.data.geometry import from_canonical, geometry_difference, to_canonic
 from seqpar.data.preparation import transforms
 from seqpar.data.preparation.prepared_case import Properties
 from seqpar.data.volumes import Volume, read_volume
-from seqpar.report.embedded_volumes import GREYS, Bytes, Embedded, embed, encode, kept_of_ct, outline, png, viewer_note
+from seqpar.report.embedded_volumes import Bytes, Embedded, ShownCase, encode, kept_of_ct, outline, png, viewer_note
 from seqpar.report.images import FoundImage, Images, grey_images
 from seqpar.report.pictures import heat_colours, heat_palette
 from seqpar.report.planes import (
@@ -25,7 +25,6 @@ from seqpar.report.planes import (
     LETTERS,
     LINES,
     PLANES,
-    FileSlices,
     bar_length,
     best_modality,
     colours_of,
@@ -39,46 +38,14 @@ from seqpar.report.planes import (
     slices_of,
 )
 from seqpar.report.record import CaseScores, RunRecord, ScoredCase
-from seqpar.report.tables import Score, what_is_missing
+from seqpar.report.tables import what_is_missing
 from seqpar.scores.label_classes import learned_regions
 from seqpar.scores.label_files import ENTROPY, UNCERTAINTY, read_reference
+from seqpar.scores.label_scores import format_dice
 from seqpar.text import millilitres
 
 BUDGET = 5_000_000  # bytes of the volumes in a page, which can still be mailed
 _MARGIN = 8  # voxels shown around the labels if there is no image
-
-
-@dataclass(frozen=True)
-class ShownCase:
-    """A case on one grid: grey images by modality, and both label maps as numbers from 1 (the first label) on.
-
-    - ``ranges``: what black and white are in the files' numbers, by modality
-    - ``is_ct``: whether these are Hounsfield units
-    - ``slices``: of the case's file, along W, D and H
-    - ``heat``: a map from 0 to 255; ``heat_name``: what it shows, such as its class; ``most_nats``: what 255 stands for
-      in a map of entropy, and when it has that, in ``most_when``
-    - ``at``: the planes to begin with; None: those that are also drawn
-    """
-
-    name: str
-    images: dict[str, Bytes]  # W D H each; empty if there is no prepared image
-    truth: Bytes
-    prediction: Bytes
-    spacing: tuple[float, float, float]
-    slices: Sequence[FileSlices]
-    note: str = ""
-    ranges: Mapping[str, tuple[float, float]] = field(default_factory=dict)
-    is_ct: bool = False
-    heat: Bytes | None = None
-    at: tuple[int, ...] | None = None
-    heat_name: str = ""
-    most_nats: float = 0.0
-    most_when: str = ""
-
-    def embedded(self, budget: int) -> Embedded:
-        """Returns the volumes as a page holds them, CT in 256 levels for windows of few Hounsfield units."""
-        volumes, greys = list(self.images.values()), 256 if self.is_ct else GREYS
-        return embed(volumes, self.truth, self.prediction, self.spacing, budget, self.heat, greys)
 
 
 def load(case: ScoredCase, record: RunRecord, images: Images) -> ShownCase:
@@ -96,27 +63,37 @@ def load(case: ScoredCase, record: RunRecord, images: Images) -> ShownCase:
             note = f"The image does not match the labels ({difference}); only the labels are shown."
     except DataError as error:
         note = f"The image cannot be used ({error}); only the labels are shown."
-    truth = _read_truth(case, prediction)
-    both = np.stack([to_canonical(v.array[0], v.geometry.orientation) for v in (truth, prediction)])
-    box = smallest_box((both != 0).any(0))
-    w, d, h = ((max(0, low - _MARGIN), min(side, high + _MARGIN)) for (low, high), side in zip(box, both.shape[1:]))
-    maps = [_numbered(crop(labels, (w, d, h)), numbers) for labels in both]
-    slices = slices_of(prediction.geometry, (w, d, h), maps[0].shape)
-    return ShownCase(case.name, {}, maps[0], maps[1], prediction.geometry.canonical_spacing, slices, note)
+    read, geometry = _read_truth(case, prediction), prediction.geometry
+    every = np.stack([to_canonical(volume.array[0], volume.geometry.orientation) for volume in (prediction, *read)])
+    box = smallest_box((every != 0).any(0))
+    w, d, h = ((max(0, low - _MARGIN), min(side, high + _MARGIN)) for (low, high), side in zip(box, every.shape[1:]))
+    predicted, truth, *disputed = (crop(labels, (w, d, h)) for labels in every)
+    slices, spacing = slices_of(geometry, (w, d, h), truth.shape), geometry.canonical_spacing
+    maps = _numbered(truth, numbers), _numbered(predicted, numbers)
+    return _with_dispute(ShownCase(case.name, {}, *maps, spacing, slices, note), disputed)
 
 
-def _read_truth(case: ScoredCase, prediction: Volume) -> Volume:
+def _with_dispute(shown: ShownCase, disputed: Sequence[NDArray[Any]]) -> ShownCase:
+    return replace(shown, disputed=disputed[0].astype(np.uint8)) if disputed else shown
+
+
+def _read_truth(case: ScoredCase, prediction: Volume) -> list[Volume]:
+    """Returns the true label map and, of several readers, where they gave different labels."""
     if case.truth is None:
-        return prediction._replace(array=np.zeros_like(prediction.array))
+        return [prediction._replace(array=np.zeros_like(prediction.array))]
     if case.doubt is None:
-        truth = read_volume(case.truth)
+        volumes = [read_volume(case.truth)]
     else:
-        values, geometry, _ = read_reference(case.truth, case.doubt)
-        truth = prediction._replace(array=from_canonical(values, geometry.orientation)[None], geometry=geometry)
-    difference = geometry_difference(truth.geometry, prediction.geometry)
+        reference = read_reference(case.truth, case.doubt)
+        geometry, maps = reference.geometry, [reference.values, *reference.disputed]
+        volumes = [
+            prediction._replace(array=from_canonical(one, geometry.orientation)[None], geometry=geometry)
+            for one in maps
+        ]
+    difference = geometry_difference(volumes[0].geometry, prediction.geometry)
     if difference is not None:
         raise DataError(case.truth, f"does not lie on its prediction {case.prediction}: {difference}")
-    return truth
+    return volumes
 
 
 def _on_prepared_grid(
@@ -125,17 +102,19 @@ def _on_prepared_grid(
     """Returns a case on the grid of its prepared image, with the prepared truth if the file of the truth is gone."""
     properties = image.properties
 
-    def to_grid(volume: Volume) -> Bytes:
+    def to_grid(volume: Volume) -> NDArray[Any]:
         whole = to_canonical(volume.array[0], volume.geometry.orientation)
-        return _numbered(transforms.resample_label(crop(whole, properties.box), properties.shape), numbers)
+        return transforms.resample_label(crop(whole, properties.box), properties.shape)
 
     if case.truth is None or case.truth.exists() or image.label is None:
-        truth = to_grid(_read_truth(case, prediction))
+        truth, *disputed = map(to_grid, _read_truth(case, prediction))
     else:
-        truth = _numbered(transforms.to_values(np.asarray(image.label), properties.values), numbers)
+        truth, disputed = transforms.to_values(np.asarray(image.label), properties.values), list(image.disputed)
     pictures, ranges, is_ct = grey_images(image, modalities)
     slices = slices_of(properties.geometry, properties.box, properties.shape)
-    return ShownCase(case.name, pictures, truth, to_grid(prediction), properties.spacing, slices, "", ranges, is_ct)
+    labels = _numbered(truth, numbers), _numbered(to_grid(prediction), numbers)
+    shown = ShownCase(case.name, pictures, *labels, properties.spacing, slices, "", ranges, is_ct)
+    return _with_dispute(shown, disputed)
 
 
 def _with_entropy(shown: ShownCase, prediction: Path, properties: Properties, record: RunRecord) -> ShownCase:
@@ -171,7 +150,7 @@ class ShownPlane:
 
     - ``slice``: which slice of the file, of how many
     - ``across``, ``up``: sides of a pixel
-    - ``outlines``: kind (truth or prediction), colour and SVG path in pixels
+    - ``outlines``: kind (truth, prediction, or disputed for an area), colour and SVG path in pixels
     - ``sides``: place and letter of what is at the left, right, top and bottom
     - ``letter``, ``bar``: height of a letter, the same in all three planes, and length of the scale bar
     """
@@ -236,7 +215,10 @@ def _plane(case: ShownCase, name: str, dim: int, at: int, neurological: bool) ->
         grey = plane_of(case.images[best_modality(list(case.images))], dim, at, neurological)
         picture = encode(png(np.ascontiguousarray(grey)))
     ranks = ranks_of(case.truth, case.prediction)
-    outlines = [
+    outlines = []
+    if case.disputed is not None:  # below the lines
+        outlines.append(("disputed", "none", outline(plane_of(case.disputed, dim, at, neurological))))
+    outlines += [
         (kind, COLOURS[(number - 1) % len(COLOURS)], outline(ranks[labels], int(ranks[number])))
         for kind, labels in (("truth", truth), ("prediction", prediction))
         for number in np.unique(labels[labels > 0]).tolist()
@@ -304,6 +286,7 @@ class CaseSection:
     - ``labels``: colour and name
     - ``volumes``: what the viewer reads; ``note``: what was left out of them
     - ``heat``: colours of a map from 0 to its maximum; "" without one; ``most``: what that maximum is
+    - ``has_readers``: whether the cases show where readers disagree
     - ``order``: which cases are shown
     """
 
@@ -315,6 +298,7 @@ class CaseSection:
     heat: str = ""
     most: str = "its maximum"
     has_truth: bool = True
+    has_readers: bool = False
     order: str = ""
 
 
@@ -363,6 +347,7 @@ def viewer_section(
         viewer_data(labels, shown, neurological),
         ", ".join(heat_colours()) if any(case.heat is not None for case, _ in shown) else "",
         next((f"{case.most_nats:.2f} nats" for case, _ in shown if case.most_nats), "its maximum"),
+        has_readers=any(case.disputed is not None for case, _ in shown),
     )
 
 
@@ -387,10 +372,8 @@ def planes_note(case: ScoredCase, shown: ShownCase, labels: Sequence[str]) -> st
 
 def _case_view(case: ScoredCase, shown: ShownCase, labels: Sequence[str], neurological: bool) -> CaseView:
     """Returns one case with its scores and three planes."""
-    dice = ", ".join(f"{name} {Score(row.get('Dice', math.nan), 3).text}" for name, row in case.scores.items())
+    dice = ", ".join(f"{name} {format_dice(row, 3)}" for name, row in case.scores.items())
     missing = "".join(f" · {text}" for name, row in case.scores.items() if (text := what_is_missing(name, row)))
-    unknown = [name for name, row in case.scores.items() if math.isnan(row.get("n_ref", 0))]
-    missing += f" · not annotated: {', '.join(unknown)}" * bool(unknown)
     modality = f" · shown on {(best := best_modality(list(shown.images)))}" if shown.images else ""
     if shown.images and shown.is_ct:
         modality += " from {:.0f} HU (black) to {:.0f} HU (white)".format(*shown.ranges[best])
@@ -399,7 +382,7 @@ def _case_view(case: ScoredCase, shown: ShownCase, labels: Sequence[str], neurol
     scores = f"Dice: {dice}{missing}{case.volumes}"
     if case.truth is None:
         volumes = (f"{name} {millilitres(row['VolumeMl'])} ml" for name, row in case.scores.items())
-        scores = f"predicted: {', '.join(volumes)}"
+        scores = f"Predicted: {', '.join(volumes)}"
     return CaseView(
         case.name,
         f"{scores} · {planes_note(case, shown, labels)}{modality} · voxels of {spacing} mm",
@@ -430,6 +413,7 @@ def viewer_data(
             "images": embedded.images,
             "truth": embedded.truth,
             "prediction": embedded.prediction,
+            "disputed": embedded.disputed,
             "heat": embedded.heat,
             "heat_name": shown.heat_name,
             "ranks": ranks_of(shown.truth, shown.prediction).tolist(),

@@ -91,7 +91,8 @@ OF_NUMBERS = (  # terms of a loss, kinds of score; those that coincide are all s
     LineStyle("#a0628f", "-", "D", 1.2, True),
 )
 MOST_CURVES = len(RUN_COLOURS)  # of the best points of a sweep, which a reader can tell apart
-OF_RUNS = tuple(LineStyle(colour, dashes) for dashes in ("-", "--", ":") for colour in RUN_COLOURS)
+_FIRST, *_OTHERS = (LineStyle(colour, dashes) for dashes in ("-", "--", ":") for colour in RUN_COLOURS)
+OF_RUNS = (_FIRST._replace(width=3.2), *_OTHERS)  # a line that coincides with the first does not hide it
 # Okabe and Ito's colours from dark to light, each with its own dashes and marker, so that lines differ in grey too. The
 # first line is the widest, so that those that coincide with it do not hide it.
 DISTINCT = (

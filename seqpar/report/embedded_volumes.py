@@ -8,13 +8,15 @@ import base64
 import math
 import struct
 import zlib
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 from einops import rearrange
 from numpy.typing import NDArray
+
+from seqpar.report.planes import FileSlices
 
 Bytes = NDArray[np.uint8]
 Factors = tuple[int, int, int]
@@ -33,10 +35,46 @@ class Embedded:
     truth: str  # a sheet of label numbers, 0 for none
     prediction: str
     heat: str = ""  # a sheet of a map from 0 to 255
+    disputed: str = ""  # a sheet with 1 where readers gave different labels
 
     @property
     def num_bytes(self) -> int:
-        return sum(map(len, (*self.images, self.truth, self.prediction, self.heat)))
+        return sum(map(len, (*self.images, self.truth, self.prediction, self.heat, self.disputed)))
+
+
+@dataclass(frozen=True)
+class ShownCase:
+    """A case on one grid: grey images by modality, and both label maps as numbers from 1 (the first label) on.
+
+    - ``ranges``: what black and white are in the files' numbers, by modality
+    - ``is_ct``: whether these are Hounsfield units
+    - ``slices``: of the case's file, along W, D and H
+    - ``disputed``: 1 where several readers gave different labels, else 0; None without several readers
+    - ``heat``: a map from 0 to 255; ``heat_name``: what it shows, such as its class; ``most_nats``: what 255 stands for
+      in a map of entropy, and when it has that, in ``most_when``
+    - ``at``: the planes to begin with; None: those that are also drawn
+    """
+
+    name: str
+    images: dict[str, Bytes]  # W D H each; empty if there is no prepared image
+    truth: Bytes
+    prediction: Bytes
+    spacing: tuple[float, float, float]
+    slices: Sequence[FileSlices]
+    note: str = ""
+    ranges: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+    is_ct: bool = False
+    heat: Bytes | None = None
+    at: tuple[int, ...] | None = None
+    heat_name: str = ""
+    most_nats: float = 0.0
+    most_when: str = ""
+    disputed: Bytes | None = None
+
+    def embedded(self, budget: int) -> Embedded:
+        """Returns the volumes as a page holds them, CT in 256 levels for windows of few Hounsfield units."""
+        volumes, greys = list(self.images.values()), 256 if self.is_ct else GREYS
+        return embed(volumes, self.truth, self.prediction, self.spacing, budget, self.heat, greys, self.disputed)
 
 
 def embed(
@@ -47,18 +85,20 @@ def embed(
     budget: int,
     heat: Bytes | None = None,
     greys: int = GREYS,
+    disputed: Bytes | None = None,
 ) -> Embedded:
     """Returns the volumes as finely as the budget of bytes allows.
 
     - ``spacing``: in mm
     - ``heat``: a map from 0 to 255
     - ``greys``: levels that images keep
+    - ``disputed``: 1 where readers gave different labels
     """
     factors: Factors = (1, 1, 1)
     while True:
         estimate = math.prod(-(-side // f) for side, f in zip(truth.shape, factors)) * len(images) / 6
         if estimate < budget:  # a sheet takes at least about a byte for six voxels: do not try what cannot fit
-            embedded = _embed(images, truth, prediction, factors, heat, greys)
+            embedded = _embed(images, truth, prediction, factors, heat, greys, disputed)
             if embedded.num_bytes <= budget or max(embedded.shape) == 1:
                 return embedded
         factors = coarser(factors, truth.shape, spacing)
@@ -73,15 +113,22 @@ def coarser(factors: Factors, shape: Sequence[int], spacing: Sequence[float]) ->
 
 
 def _embed(
-    images: Sequence[Bytes], truth: Bytes, prediction: Bytes, factors: Factors, heat: Bytes | None, greys: int
+    images: Sequence[Bytes],
+    truth: Bytes,
+    prediction: Bytes,
+    factors: Factors,
+    heat: Bytes | None,
+    greys: int,
+    disputed: Bytes | None,
 ) -> Embedded:
     labels = [coarsen_label(label, factors) for label in (truth, prediction)]
     columns = math.ceil(math.sqrt(labels[0].shape[2]))
     pictures = [levels(coarsen(image, factors), greys) for image in images]
     sheets = [encode(png(sheet(volume, columns))) for volume in (*pictures, *labels)]
     own = "" if heat is None else encode(png(sheet(levels(coarsen(heat, factors)), columns)))
+    where = "" if disputed is None else encode(png(sheet(coarsen_label(disputed, factors), columns)))
     w, d, h = labels[0].shape
-    return Embedded((w, d, h), factors, columns, tuple(sheets[:-2]), sheets[-2], sheets[-1], own)
+    return Embedded((w, d, h), factors, columns, tuple(sheets[:-2]), sheets[-2], sheets[-1], own, where)
 
 
 def levels(image: Bytes, greys: int = GREYS) -> Bytes:

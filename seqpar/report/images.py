@@ -17,6 +17,7 @@ from seqpar.data.preparation.preparation import preparation_of, prepare_case
 from seqpar.data.preparation.prepared_case import Properties
 from seqpar.data.preparation.recipe import Recipe
 from seqpar.data.volumes import read_geometry
+from seqpar.losses import Readers
 from seqpar.report.embedded_volumes import Bytes
 from seqpar.report.record import RunRecord
 from seqpar.scores.label_files import dataset_at, list_label_files
@@ -27,11 +28,13 @@ class FoundImage(NamedTuple):
     """A case's image ``c W D H`` as the network takes it, in canonical axes.
 
     ``label``: its class ids ``W D H``, where the cache has them
+    ``disputed``: the mask of what several readers label differently; empty without several readers
     """
 
     image: np.ndarray
     label: np.ndarray | None
     properties: Properties
+    disputed: Sequence[np.ndarray] = ()
 
 
 @dataclass(frozen=True)
@@ -50,19 +53,22 @@ class Images:
         """Returns a case's image, None where it is not known; raises DataError if its files cannot be used."""
         if name in self.files:
             prepared = prepare_case(self.files[name], self.recipe)
-            return self._canonical(prepared.image, None, prepared.properties)
+            return self._canonical(prepared.image, prepared.properties)
         cached = self.cache.cases.get(name) if self.cache else None
         if cached is None:
             return None
-        label = None  # classes of volumes need none
-        if self.cache and (cached.folder / "label.npy").is_file():
-            label = self.cache.consensus(cached.label)
-        return self._canonical(cached.image, label, cached.properties)
+        found = self._canonical(cached.image, cached.properties)
+        if self.cache is None or not (cached.folder / "label.npy").is_file():  # classes of volumes need none
+            return found
+        soft, preparation = self.cache.soft, preparation_of(self.recipe)
+        maps = [self.cache.consensus(cached.label)]
+        maps += [soft.disputed(cached.label)] if isinstance(soft, Readers) else []
+        label, *disputed = (preparation.canonical(one, cached.properties) for one in maps)
+        return found._replace(label=label, disputed=disputed)
 
-    def _canonical(self, image: np.ndarray, label: np.ndarray | None, properties: Properties) -> FoundImage:
+    def _canonical(self, image: np.ndarray, properties: Properties) -> FoundImage:
         preparation = preparation_of(self.recipe)
-        label = None if label is None else preparation.canonical(label, properties)
-        return FoundImage(preparation.canonical(image, properties), label, preparation.canonical_properties(properties))
+        return FoundImage(preparation.canonical(image, properties), None, preparation.canonical_properties(properties))
 
     def missing(self, name: str) -> str:
         """Returns why a case is shown without its image, and what to do."""

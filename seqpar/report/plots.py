@@ -176,7 +176,12 @@ def draw_progress(out: Path) -> None:
         return
     diagrams, picture = training_diagrams(train, held_out, "Loss", _classes_of(out)), out / "validation.png"
     has_picture = bool(held_out) and held_out_scores(held_out[-1])[0] not in held_out[-1] and picture.exists()
-    heights = [4.0, 7.0] if has_picture else [4.0]
+    heights, pixels = [4.0], None  # of the panels, in inches
+    if has_picture:
+        from matplotlib.image import imread
+
+        pixels = imread(picture)
+        heights.append(6.0 * pixels.shape[0] / pixels.shape[1])
     figure = make_figure(12, sum(heights))
     grid = figure.add_gridspec(len(heights), len(diagrams), height_ratios=heights)
     for column, diagram in enumerate(diagrams):
@@ -188,12 +193,10 @@ def draw_progress(out: Path) -> None:
             plot.legend(fontsize=8)
     if note := _smoothed(diagrams):
         figure.supxlabel(note, fontsize=8)
-    if has_picture:
-        from matplotlib.image import imread
-
+    if pixels is not None:
         panel = figure.add_subplot(grid[1, :])
         panel.axis("off")
-        panel.imshow(imread(picture))
+        panel.imshow(pixels)
     save_figure(figure, out / "progress.png")
 
 

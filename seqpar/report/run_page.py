@@ -66,14 +66,15 @@ def render_run(
     - ``classes``: in the order of their colours
     - ``truth``, ``prediction``: the folders whose scores are shown; None: the run's own validation
     - ``images``: the folder of the images of their cases, if it was named
-    - ``subject``: what a prediction without a truth is of; "": the name of its folder
+    - ``subject``: what a prediction without a truth is of; "": of several cases, in its folder
     - ``parts``: what else the task's page.html shows
     """
     name, other, alone = record.path.resolve().name, truth or prediction, prediction is not None and truth is None
     kind = "" if name.lower().startswith("run") else "run "  # its own name may be that of a class
     heading = f"{kind.capitalize()}{name}"
     if alone and prediction:
-        heading = f"{subject or prediction.resolve().name}, predicted by {kind}{name}"
+        heading = f"Predictions in {prediction.resolve().name}, by {kind}{name}"
+        heading = f"{subject}, predicted by {kind}{name}" if subject else heading
     generated = record.has_phantoms
     if prediction:
         generated = is_generated(images or truth or "unknown") or is_of_phantoms(prediction)

@@ -75,7 +75,7 @@ def _lead(records: Mapping[str, RunRecord], first: Sequence[Point], compare: Map
     earlier = [point.name for point in first if point.at != known[point.name].held_out[-1]["step"]]
     if earlier:
         was = f"{' and '.join(earlier)} had {'its' if len(earlier) == 1 else 'their'} best before"
-        return f"{unknown}their best validations count, scores of single cases are kept of the last, and {was}."
+        return f"{unknown}scores of single cases are kept only of the last validation, and {was}."
     sentences = compare[next(iter(known.values())).network_settings.task](known, []).sentences
     if not sentences:
         return f"{unknown}they share no scores of cases."
@@ -146,7 +146,7 @@ def _effects(sweep: Sweep) -> list[Effect]:
     """Returns the effect of each setting in which points differ."""
     effects = []
     for name, of_values in sweep.main_effects().items():
-        title = f"{sweep.score_name} by {flag_name(name)}"
+        title = f"{sweep.score_name[:1].upper()}{sweep.score_name[1:]} by {flag_name(name)}"
         strips = make_strips(title, of_values, 0.0, 1.0) if len(of_values) <= MOST_CURVES else None
         rows = []
         by_mean = sorted(of_values.items(), key=lambda item: -fmean(score for score, _ in item[1]))

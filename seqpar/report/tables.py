@@ -13,7 +13,7 @@ from seqpar.report.curves import GREY, number
 from seqpar.report.record import CaseScores, RunRecord, ScoredCase, mean_of_numbers
 from seqpar.scores.class_scores import describe_share
 from seqpar.scores.comparison import FEW, TOO_FEW
-from seqpar.text import millilitres, quantity
+from seqpar.text import millilitres, quantity, rounded
 
 METRICS = (("Dice", 3, ("mean", "median", "global")), ("NSD", 3, ("mean", "median")), ("HD95", 1, ("mean", "median")))
 COARSE = 2.0  # mm, the side of a voxel above which rules made for voxels of 1 mm mislead
@@ -31,7 +31,7 @@ class Score(NamedTuple):
 
     @property
     def text(self) -> str:
-        return "–" if math.isnan(self.value) else f"{self.value:.{self.places}f}{self.suffix}"
+        return rounded(self.value, self.places) + self.suffix * (not math.isnan(self.value))
 
     @property
     def exact(self) -> str:

@@ -9,7 +9,7 @@ from numpy import nan_to_num
 
 from seqpar.late_import import late
 from seqpar.scores.label_scores import Scores, summarise, without_nan
-from seqpar.text import quantity
+from seqpar.text import quantity, rounded
 
 special = late("scipy.special")
 
@@ -65,7 +65,7 @@ def compare(folders: Sequence[Scored]) -> str:
         return "\n".join([*_table(ranked, common), *_verdict(ranked, common)])
     if len(set(every)) == len(every):
         pooled = summarise([scores for folder in folders for scores in folder.cases.values()])["foreground_mean"]
-        line = f"no case is in two of them: over all {len(every)} cases mean Dice {pooled['Dice']:.4f}"
+        line = f"no case is in two of them: over all {len(every)} cases mean Dice {rounded(pooled['Dice'], 4)}"
     else:
         line = "no case is in all of them, so that none is called best"
     return "\n".join([*_table(folders, None), line])
@@ -83,7 +83,7 @@ def _table(folders: Sequence[Scored], cases: Sequence[str] | None) -> list[str]:
     lines = [f"{'':{width}}  cases" + "".join(f"{name:>9}" for name in COLUMNS)]
     for folder in folders:
         means = _mean(folder, cases)
-        figures = "".join(f"{means[name]:>9.{places}f}" for name, places in COLUMNS.items())
+        figures = "".join(f"{rounded(means[name], places):>9}" for name, places in COLUMNS.items())
         lines.append(f"{folder.name:{width}}  {len(cases or folder.cases):5}{figures}")
     return lines
 

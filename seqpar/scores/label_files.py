@@ -5,7 +5,8 @@ import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from functools import partial
+from functools import partial, reduce
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -71,6 +72,11 @@ class Reference(NamedTuple):
     values: NDArray[Any]
     geometry: Geometry
     readers: dict[str, NDArray[Any]]
+
+    @property
+    def disputed(self) -> list[NDArray[np.bool_]]:
+        """Where several readers gave different labels; an empty list without several readers."""
+        return [reduce(np.logical_or, (a != b for a, b in pairwise(self.readers.values())))] * (len(self.readers) > 1)
 
 
 class Matched(NamedTuple):

@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 
 from seqpar.scores import lesions
 from seqpar.scores.metrics import Confusion, DistanceNotMeasured, Mask, Masks, centreline_recall, hd95_of, nsd_of
+from seqpar.text import rounded
 
 EmptyPolicy = Literal["skip", "brats"]
 Classes = Mapping[str, tuple[int, ...]]  # the labels that make up each class: one, or several for a region
@@ -38,7 +39,7 @@ WORDS = (  # of a table, for people
     "95th percentile of the distances between the surfaces in mm, or the image's diagonal if only one map has the "
     "class (with --empty brats: 374); NSD: share of both surfaces that is within --nsd-tolerance of the other; "
     "VolumeError: predicted minus true volume, as share of the true one, so that errors of both signs cancel in the "
-    "mean; Sensitivity, Specificity: of voxels, not of cases"
+    "mean; Sensitivity, Specificity: of voxels, not of cases; –: no case has such a score"
 )
 LESION_WORDS = (
     "; LesionDice, LesionHD95: means over the lesions of a case, in which each missed and each false lesion counts "
@@ -240,6 +241,19 @@ def without_nan(values: Iterable[float]) -> list[float]:
     return [value for value in values if not math.isnan(value)]
 
 
+def why_no_dice(row: Mapping[str, float]) -> str:
+    """Returns why a class has no Dice in a case; "" if it has one."""
+    if not math.isnan(row.get("Dice", math.nan)):
+        return ""
+    return "not annotated" if math.isnan(row.get("n_ref", 0)) else "in neither map"
+
+
+def format_dice(row: Mapping[str, float], places: int) -> str:
+    """Returns the Dice of a class in a case; if it has none, why."""
+    why = why_no_dice(row)
+    return f"– ({why})" if why else rounded(row["Dice"], places)
+
+
 def format_table(summary: dict[str, Any], classes: Classes) -> str:
     """Returns a summary as a text table: mean, median and global scores per class, and how many cases have a Dice."""
     first = next(iter(summary["mean"].values()))
@@ -252,7 +266,7 @@ def format_table(summary: dict[str, Any], classes: Classes) -> str:
             cells = [name, "+".join(map(str, labels))] if number == 0 else ["", ""]
             scores = summary[kind][name]
             places = {column: 2 if column.endswith(("HD95", "Ml")) else 4 for column in columns}
-            cells += [kind, *(f"{scores[c]:.{n}f}" if c in scores else "" for c, n in places.items())]
+            cells += [kind, *(rounded(scores[c], n) if c in scores else "" for c, n in places.items())]
             cases = f"{summary['num_values'][name]['Dice']}/{summary['num_cases']}"
             lines.append([*cells, cases if number == 0 else ""])
     widths = [max(map(len, column)) for column in zip(*lines)]

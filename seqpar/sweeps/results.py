@@ -25,20 +25,31 @@ STYLES = (
     *(LineStyle(colour, width=1.2) for colour in RUN_COLOURS[1:MOST_CURVES]),
     LineStyle("#ccd1d6", width=0.8),
 )
+WIDTH, LETTERS = 5.4, 76  # of the picture in inches, and of its lines of text
 STAR = "a star for the highest score"
 MOST_VALUES = 8  # of a setting, shown next to each other; more are drawn over an axis
 
 
 def draw_sweep(out: Path, sweep: Sweep, path: Path) -> None:
     """Draws training loss and score of every point over steps, then its score by each setting that differs."""
+    from matplotlib import rc_context
+
+    with rc_context({"font.size": 8, "axes.labelsize": 8}):
+        save_figure(_figure_of_sweep(out, sweep), path, durable=True, dpi=150)
+
+
+def _figure_of_sweep(out: Path, sweep: Sweep) -> Any:
+    """Returns the figure, two narrow panels in a row, so that it can be read on a narrow page."""
     names, best, top = sweep.varied(), sweep.best, _top(sweep)
-    columns = min(max(len(names), 2), 4)
-    rows = math.ceil(len(names) / columns)
-    losses = Diagram(TRAIN_LOSS, "step", _lines(out, sweep, TRAIN_LOSS, 50 * columns), low=0.0, styles=STYLES)
-    scores = Diagram(sweep.score_name, "step", _lines(out, sweep, DICE, 50 * columns), low=0.0, high=top, styles=STYLES)
+    rows = math.ceil(len(names) / 2)
+    losses = Diagram(TRAIN_LOSS, "step", _lines(out, sweep, TRAIN_LOSS), low=0.0, styles=STYLES)
+    scores = Diagram(sweep.score_name, "step", _lines(out, sweep, DICE), low=0.0, high=top, styles=STYLES)
     keys = sum(line.label.count("\n") + 1 for line in losses.lines if line.label)
-    heights = [3.7 + 0.18 * keys, 3.4 * rows][: 1 + bool(rows)]
-    picture = make_figure(4.0 * columns, sum(heights))
+    title = [f"{quantity(len(sweep.points), 'point')}, {sum(point.is_over for point in sweep.points)} ended"]
+    title += textwrap.wrap(sweep.describe_best(best), LETTERS) if best else []
+    note = textwrap.wrap(_note(sweep), LETTERS) if names else []
+    heights = [2.4 + 0.15 * (keys + len(title)), 2.3 * rows + 0.15 * len(note)][: 1 + bool(rows)]
+    picture = make_figure(WIDTH, sum(heights))
     above, *below = picture.subfigures(len(heights), 1, height_ratios=heights, squeeze=False)[:, 0]
     handles = dict[str, Any]()
     for plot, diagram in zip(above.subplots(1, 2), (losses, scores)):
@@ -50,17 +61,15 @@ def draw_sweep(out: Path, sweep: Sweep, path: Path) -> None:
         labels = list(handles)[::-1]  # the best is drawn last, on top of all
         above.legend([handles[label] for label in labels], labels, loc="outside lower center", fontsize=8)
     if names:
-        panels = below[0].subplots(rows, columns, squeeze=False).flat
+        panels = below[0].subplots(rows, 2, squeeze=False).flat
         for name, plot in zip(names, panels):
             _draw_setting(plot, sweep, name, best)
             plot.set_ylim(0, top)
         for plot in panels:
             plot.remove()
-        below[0].supxlabel(_note(sweep), fontsize=8, color=MEANS)
-    title = f"{quantity(len(sweep.points), 'point')}, {sum(point.is_over for point in sweep.points)} ended"
-    lines = [title, *(textwrap.wrap(sweep.describe_best(best), 40 * columns) if best else ())]
-    above.suptitle("\n".join(lines), fontsize=11)
-    save_figure(picture, path, durable=True)
+        below[0].supxlabel("\n".join(note), fontsize=8, color=MEANS)
+    above.suptitle("\n".join(title), fontsize=9)
+    return picture
 
 
 def _note(sweep: Sweep) -> str:
@@ -68,8 +77,9 @@ def _note(sweep: Sweep) -> str:
     effects = [of_values for name, of_values in sweep.main_effects().items() if not _has_range(sweep, name)]
     if all(len(pairs) == 1 for of_values in effects for pairs in of_values.values()):
         drawn = " or ".join(["bar"] * bool(effects) + ["dot"] * (len(effects) < len(sweep.main_effects())))
-        return f"below: a {drawn} for each point, {STAR}"
-    return f"below: a dot for each point, a bar for the mean at each value, a line from lowest to highest, {STAR}"
+        return f"Lower panels: a {drawn} for each point, {STAR}"
+    means = "a bar for the mean at each value, a line from lowest to highest"
+    return f"Lower panels: a dot for each point, {means}, {STAR}"
 
 
 def _has_range(sweep: Sweep, name: str) -> bool:
@@ -84,10 +94,10 @@ def _top(sweep: Sweep) -> float:
     return min(1.0, math.ceil(most * 11) / 10) or 1.0
 
 
-def _lines(out: Path, sweep: Sweep, quantity_drawn: str, width: int) -> list[Line]:
+def _lines(out: Path, sweep: Sweep, quantity_drawn: str) -> list[Line]:
     """Returns a quantity of all points that have recorded any, the best one on top.
 
-    The best points have names, of at most ``width`` letters a line; the others share one.
+    The best points have names; the others share one.
     """
     curves = dict[str, Curve]()
     for point in (*sweep.ranked, *(point for point in sweep.points if point not in sweep.ranked)):
@@ -95,7 +105,7 @@ def _lines(out: Path, sweep: Sweep, quantity_drawn: str, width: int) -> list[Lin
             curves[point.name] = read_curve(point.name, [out / point.name], quantity_drawn)
     lines, best = list[Line](), sweep.best
     for n, (name, curve) in enumerate(curves.items()):
-        label = textwrap.fill(f"{name}{', highest score' * (best is not None and name == best.name)}", width)
+        label = textwrap.fill(f"{name}{', highest score' * (best is not None and name == best.name)}", LETTERS - 10)
         if n >= MOST_CURVES:
             label = f"the other {quantity(len(curves) - MOST_CURVES, 'point')}" if n == MOST_CURVES else ""
         style = min(n, MOST_CURVES)
@@ -125,7 +135,7 @@ def _draw_setting(plot: Any, sweep: Sweep, name: str, best: Point | None) -> Non
             [values.index(format_value(best.settings[name]))], [best.score], s=60, marker="*", color=BEST, zorder=4
         )
     crowded = len(values) > MOST_VALUES
-    plot.set_xticks(range(len(values)), values, fontsize=6 if crowded else 8, rotation=90 if crowded else 0)
+    plot.set_xticks(range(len(values)), values, fontsize=6 if crowded else 7, rotation=90 if crowded else 0)
 
 
 def _draw_range(plot: Any, known: Sequence[Point], name: str, best: Point | None) -> None:

@@ -1,5 +1,6 @@
 """How planes are looked at in a report's viewer: sides, grey levels, zoom, fill, and what is written on them."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -107,6 +108,19 @@ def test_the_value_under_the_cursor_is_told_in_the_files_numbers(page: Chromium)
     assert (name, sign) == ("FLAIR", "≈") and 60 < float(value) < 200, "a body of about 100, labels of 140"
     assert "truth: " in told and "prediction: " in told and told != before
     assert "Window " in page.value("document.getElementById('look').textContent")
+
+
+def test_where_readers_disagree_is_a_layer_with_a_key(page: Chromium, url: str, tmp_path: Path) -> None:
+    """The truth's label stands for a dispute: violet only where it is, and told under the cursor."""
+    start, told, rest = re.split(r'(?<=id="volumes">)(.*)(?=</script>)', Path(url[7:]).read_text(), maxsplit=1)
+    disputed = re.sub(r'"disputed": "", (.*?"truth": )("[^"]+")', r'"disputed": \2, \1\2', told)
+    (tmp_path / "report.html").write_text(start + disputed + rest)
+    page.open((tmp_path / "report.html").as_uri())
+    assert look(page, lines=0)["count"] > 0
+    page.ask("Input.dispatchMouseEvent", type="mouseMoved", **middle(page, "plane-2"))
+    assert "readers disagree" in page.value("document.getElementById('value').textContent")
+    press(page, "r")
+    assert look(page)["count"] == 0 and "disputed=0" in page.value("location.href")
 
 
 def test_ct_has_presets_of_window_and_level(page: Chromium) -> None:

@@ -138,6 +138,7 @@ def test_codes_keep_what_each_reader_said() -> None:
     assert [Readers(2, 8).dtype, Readers(2, 9).dtype, Readers(4, 9).dtype] == [np.uint8, np.int16, np.int32]
     votes = Readers(3, 3).join([np.array([[0, 1, 2, 1]]), np.array([[0, 1, 1, 2]]), np.array([[1, 2, 0, 2]])])
     assert Readers(3, 3).consensus(votes).tolist() == [[0, 1, 0, 2]]  # three that differ: the smallest
+    assert Readers(3, 3).disputed(np.append(votes, [[0, 0, 26, 1]], 0)).tolist() == [[True] * 4, [False] * 3 + [True]]
     assert Readers(3, 3).possible(votes, 1).tolist() == [[True, True, True, True]]
     with pytest.raises(ValueError, match="15 readers of 14 labels are more than .* give at most 13 readers"):
         Readers(14, 15)

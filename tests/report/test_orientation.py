@@ -14,7 +14,8 @@ from scipy.spatial.transform import Rotation
 from seqpar.cli import report
 from seqpar.cluster.exit_codes import DATA, USAGE, run
 from seqpar.data.geometry import make_geometry, to_canonical
-from seqpar.report.cases import ShownCase, viewer_section
+from seqpar.report.cases import viewer_section
+from seqpar.report.embedded_volumes import ShownCase
 from seqpar.report.images import other_voxels, spacings_of
 from seqpar.report.pictures import PicturedCase, figure_of_cases
 from seqpar.report.planes import (

@@ -10,9 +10,9 @@ import pytest
 from matplotlib.colors import to_hex
 
 from seqpar.report import plots
-from seqpar.report.cases import ShownCase, _plane, viewer_section
+from seqpar.report.cases import _plane, viewer_section
 from seqpar.report.curves import NEUTRAL, Diagram, Line
-from seqpar.report.embedded_volumes import coarsen, coarsen_label, embed, encode, outline, png, sheet
+from seqpar.report.embedded_volumes import ShownCase, coarsen, coarsen_label, embed, encode, outline, png, sheet
 from seqpar.report.pictures import PicturedCase, figure_of_cases
 from seqpar.report.planes import COLOURS, LINES, ranks_of
 from seqpar.report.plots import draw_chart

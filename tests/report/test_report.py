@@ -241,11 +241,11 @@ def test_a_prediction_without_truth_is_shown_with_its_volumes_and_no_score(
     assert "On its 2 held-out cases (too few to tell) this run reached a mean Dice of NCR 0." in said
     assert said.index("For research; not a medical device.") < said.index("On its 2 held-out")
     assert "A volume is that of all labels of its class: WT = NCR + ED + ET; TC = NCR + ET." in said
-    assert "predicted: NCR " in said and "P shows or hides the prediction" in said
+    assert "Predicted: NCR " in said and "P shows or hides the prediction" in said
     volumes = json.loads(page.scripts["volumes"])["cases"][0]
     assert not unroll(volumes["truth"], volumes["shape"], volumes["columns"]).any() and volumes["images"] == []
     shutil.copy(predictions / "case-b.nii.gz", predictions / "case-c.nii.gz")
-    assert run(report.act, line) == 0 and "found, predicted by run" in Page(target.read_text()).text
+    assert run(report.act, line) == 0 and "Predictions in found, by run" in Page(target.read_text()).text
     (predictions / "case-c.nii.gz").unlink()
     shutil.copytree(finished, renamed := tmp_path / "liver")
     assert run(report.act, [str(renamed), *line[1:]]) == 0 and "case-b, predicted by run liver" in target.read_text()
@@ -443,6 +443,7 @@ def test_the_entropy_is_shown_next_to_the_prediction_and_calibration_below_the_s
     labels = [value for _, name, value in page.attributes if name == "aria-label"]
     assert all(f"entropy of case-b, {plane} slice" in " ".join(labels) for plane in ("sagittal", "coronal", "axial"))
     assert "Calibration of the voxels of 1 case" in page.text and "overconfident" in page.text
-    assert re.search(r"WT: ECE from 0\.1 0\.\d{3}", page.text)
+    assert "No output of the network stands for NCR, ED." in page.text
+    assert re.search(r"WT: ECE \(from 0\.1\) 0\.\d{3}", page.text)
     kinds = [value for tag, name, value in page.attributes if (tag, name) == ("path", "class")]
     assert "between" in kinds and kinds[kinds.index("between") + 1] == "prediction", "seen over a map of its own colour"

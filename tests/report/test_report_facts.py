@@ -15,8 +15,9 @@ from scipy import stats
 import seqpar
 from seqpar.cli import report
 from seqpar.cluster.exit_codes import run
-from seqpar.report.cases import ShownCase, _case_view, planes_note, planes_of, viewer_section
+from seqpar.report.cases import _case_view, planes_note, planes_of, viewer_section
 from seqpar.report.curves import step_axis, training_diagrams
+from seqpar.report.embedded_volumes import ShownCase
 from seqpar.report.pictures import PicturedCase, figure_of_cases
 from seqpar.report.planes import COLOURS, RUN_COLOURS, bar_length
 from seqpar.report.plots import draw_chart
@@ -376,9 +377,8 @@ def test_a_single_case_has_no_means(finished: Path) -> None:
     assert (tile.score.text, tile.more) == ("0.600", "n = 1")
     assert note == "Dice of a single case, which says little about others."
     table = sizes_table(one)
-    assert (
-        table and table.heads[1].below[-1] == "absolute error" and " mean" not in table.note.partition(" A region")[0]
-    )
+    assert table and table.heads[1].below[-1] == "absolute error"
+    assert " mean" not in table.note.partition(" A region")[0]
 
 
 def test_regions_found_have_an_interval_by_their_number_and_false_ones_are_counted_per_case() -> None:
@@ -421,6 +421,8 @@ def test_it_is_said_how_many_cases_lack_a_class_and_how_they_count() -> None:
     assert what_is_absent(scored) in metrics_table(scored).note
     (tile,), _ = headline(None, scored)  # type: ignore[arg-type]
     assert tile.more == "too few to tell, n = 3 (2 as 0: none in the truth)"
+    lacking = scores_of(1.0, classes, *[(empty, empty)] * 2)
+    assert headline(None, lacking)[0][0].more == "no case has a Dice, n = 0"  # type: ignore[arg-type]
     (alone,), _ = headline(None, scores_of(1.0, classes, *[(full, full)] * 5))  # type: ignore[arg-type]
     assert alone.more == "all cases alike, n = 5", "an interval from 1 to 1 would look like certainty"
     as_brats = replace(scored, settings={"empty": "brats"})
@@ -444,5 +446,5 @@ def test_a_class_that_a_case_is_not_annotated_for_has_no_numbers_in_it() -> None
     assert [row.cells[3].text for row in table.rows] == ["3 of 3", "2 of 2"]  # type: ignore[union-attr]
     shown = ShownCase("a", {}, full, full, (1.0, 1.0, 1.0), own_slices(full.shape))
     caption = _case_view(first, shown, ["liver", "lesion"], False).caption
-    assert "nan" not in caption and "no lesion" not in caption and " · not annotated: lesion · ml, truth" in caption
+    assert "nan" not in caption and "no lesion" not in caption and ", lesion – (not annotated) · ml, truth" in caption
     assert not any(hollow for strips in score_strips(scored, {}) for row in strips.rows for *_, hollow in row.dots)

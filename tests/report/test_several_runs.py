@@ -12,6 +12,7 @@ import pytest
 from seqpar.cli import report
 from seqpar.cluster.exit_codes import USAGE, run
 from seqpar.report.curves import count_of
+from seqpar.report.planes import RUN_COLOURS
 from tests.support.report_page import NAMES, Page
 
 PERFECT = NAMES[2]  # what is predicted so, as its name comes first
@@ -37,6 +38,13 @@ def worse(finished: Path, tmp_path: Path) -> Path:
 def compared(*arguments: object) -> Page:
     assert run(report.act, list(map(str, arguments))) == 0
     return Page((Path(str(arguments[0])) / "comparison.html").read_text())
+
+
+def test_a_curve_that_coincides_with_that_of_the_first_run_does_not_hide_it(finished: Path, worse: Path) -> None:
+    compared(finished, worse)
+    lines = re.findall(r"stroke: (#\w+);[^\"]* stroke-width: ([\d.]+)", (finished / "comparison.html").read_text())
+    widths = {colour: max(float(width) for other, width in lines if other == colour) for colour in RUN_COLOURS[:2]}
+    assert widths[RUN_COLOURS[0]] >= 2 * widths[RUN_COLOURS[1]] > 0
 
 
 def test_settings_that_differ_stand_beside_each_other(finished: Path, worse: Path) -> None:

@@ -86,7 +86,7 @@ def test_a_class_without_a_probable_voxel_has_no_calibration_error_and_each_clas
     never[0], own[0], own[6] = (1000, 20, 0), (500, 10, 5), (500, 320, 310)
     tenths = {"never": never, "own": own}
     lines = calibration_diagram(tenths, 2, {"never": "#111111", "own": "#222222"}).lines[1:]
-    assert [line.label for line in lines] == ["never: no voxel above 0.1", "own: ECE from 0.1 0.020"]
+    assert [line.label for line in lines] == ["never: no voxel above 0.1", "own: ECE (from 0.1) 0.020"]
     assert [line.colour for line in lines] == ["#111111", "#222222"]
     row = format_calibration(tenths, tenths).splitlines()[-2]
     assert row.split() == ["never", "0.0200", "–", "–", "–"], "no mean of no voxel"

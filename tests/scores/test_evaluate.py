@@ -4,6 +4,7 @@ import csv
 import fcntl
 import gzip
 import json
+import math
 import os
 import re
 import subprocess
@@ -72,6 +73,32 @@ def test_the_table_ends_with_one_line_that_sums_up(
     assert {"median", "global"} <= {word for line in lines for word in line.split()}
     mean = summary_of(folders)["foreground_mean"]
     assert lines[-1].startswith(f"3 cases, 2 classes: mean Dice {mean['Dice']:.4f}, HD95 {mean['HD95']:.2f} ")
+
+
+def test_a_class_that_no_case_has_is_named_in_words_and_is_nan_in_files(
+    folders: tuple[Path, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Files have what nnU-Net writes there. Several predictions are compared as ever."""
+    other = folders[1].with_name("other")
+    for folder, seed in ((folders[0], 0), (folders[1], 10), (other, 20)):
+        for case in range(3):
+            save(folder / f"case_{case}.nii.gz", np.minimum(random_labels(case + seed), 1))
+    assert run(evaluate.act, [*map(str, (*folders, other)), "--workers", "1", "--find-best"]) == 0
+    said = capsys.readouterr().out
+    assert not re.search(r"\bnan\b", said)
+    assert re.search(r"case_0: Dice core – \(in neither map\), whole 0\.\d{4}\n", said)
+    core = next(line.split() for line in said.splitlines() if line.startswith("core "))
+    assert core[:6] == ["core", "2", "mean", "–", "–", "–"] and core[-1] == "0/3"
+    assert "; –: no case has such a score)" in said
+    assert math.isnan(summary_of(folders)["mean"]["2"]["Dice"])
+    for path in (folders[1] / "summary.json", folders[1] / "metrics.csv"):
+        assert re.search(r"\bnan\b", path.read_text(), re.IGNORECASE), path
+    save(folders[0] / "case_0.nii.gz", nothing := np.zeros((12, 11, 9), np.uint8))
+    save(folders[1] / "case_0.nii.gz", nothing)
+    places = ["--json", str(folders[1] / "one.json"), "--csv", str(folders[1] / "one.csv")]
+    files = [str(folder / "case_0.nii.gz") for folder in folders]
+    assert run(evaluate.act, [*files, "--dataset", str(folders[0].parent), "--workers", "1", *places]) == 0
+    assert "1 case, 2 classes: mean Dice –, HD95 – mm, NSD – at 1 mm" in capsys.readouterr().out
 
 
 def test_workers_and_places_to_write_change_no_value(folders: tuple[Path, Path], tmp_path: Path) -> None:

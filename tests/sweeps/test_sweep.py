@@ -142,13 +142,13 @@ def test_a_table_and_a_picture_are_written_and_the_best_is_said(made: Path) -> N
 def test_the_picture_explains_means_and_spread_only_if_they_are_drawn(made: Path) -> None:
     sweep = read_sweep(made)
     assert _note(sweep) == (
-        "below: a dot for each point, a bar for the mean at each value, a line from lowest to highest, "
+        "Lower panels: a dot for each point, a bar for the mean at each value, a line from lowest to highest, "
         "a star for the highest score"
     )
     one_each = replace(sweep, points=(sweep.points[0], replace(sweep.points[2], score=0.2)))
-    assert _note(one_each) == "below: a bar for each point, a star for the highest score"
+    assert _note(one_each) == "Lower panels: a bar for each point, a star for the highest score"
     rates = Sweep({}, tuple(Point(f"p{n}", {"lr": n / 8}, score=0.1) for n in range(9)))
-    assert _note(rates) == "below: a dot for each point, a star for the highest score", "over an axis there are no bars"
+    assert _note(rates) == "Lower panels: a dot for each point, a star for the highest score", "no bars"
 
 
 def test_the_picture_names_the_best_points_in_the_colours_of_the_page(tmp_path: Path) -> None:
@@ -160,22 +160,22 @@ def test_the_picture_names_the_best_points_in_the_colours_of_the_page(tmp_path: 
         (tmp_path / point.name / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     few, many = Sweep({}, tuple(points[:4])), Sweep({}, tuple(points))
     for quantity in (TRAIN_LOSS, DICE):
-        drawn = Diagram("", "step", _lines(tmp_path, few, quantity, 50), styles=STYLES).named()[::-1]
+        drawn = Diagram("", "step", _lines(tmp_path, few, quantity), styles=STYLES).named()[::-1]
         assert [line.label for line, _ in drawn] == ["p2, highest score", "p1", "p0", "p3"]
         assert [style.colour for _, style in drawn] == list(RUN_COLOURS[:4])
-        drawn = Diagram("", "step", _lines(tmp_path, many, quantity, 50), styles=STYLES).named()[::-1]
+        drawn = Diagram("", "step", _lines(tmp_path, many, quantity), styles=STYLES).named()[::-1]
         names = ["p9", "p8", "p7", "p6", "p5", "p4", "p2", "p1", "the other 2 points", ""]
         assert [line.label for line, _ in drawn] == names, "p10, the best, has recorded nothing"
         assert [style.colour for _, style in drawn[:8]] == list(RUN_COLOURS)
         assert {style for _, style in drawn[8:]} == {STYLES[-1]} and STYLES[-1].colour not in RUN_COLOURS
-    assert _lines(tmp_path, many, DICE, 50)[-1].rows == ((9 / 12,),)
+    assert _lines(tmp_path, many, DICE)[-1].rows == ((9 / 12,),)
 
 
 def test_the_page_of_a_sweep_says_how_sure_the_order_of_its_first_points_is(made: Path) -> None:
     first, second, *_ = (made / point.name for point in read_sweep(made).points)
     assert run(report.act, [str(made)]) == 0
     text = Page((made / "report.html").read_text()).text
-    assert "is not known: their best validations count, scores of single cases are kept of the last, and " in text
+    assert "is not known: scores of single cases are kept only of the last validation, and " in text
     assert "lr-0.001_batch-2 had its best before." in text and "These are their best" not in text
     lines = [
         line for line in (second / "metrics.jsonl").read_text().splitlines() if '"step": 2, "loss": 1.0' not in line
@@ -215,7 +215,7 @@ def test_the_page_of_a_sweep_has_all_points_effects_and_the_command_of_the_best(
     page = Page(text)
     assert "Highest mean Dice: lr-0.001_batch-2, 0.600 after step 2." in page.text
     assert text.count("<tr data-point=") + text.count('<tr class="best" data-point=') == 4
-    assert 'data-effect="batch"' in text and "Dice by lr" in page.text
+    assert 'data-effect="batch"' in text and "Mean Dice by lr" in page.text
     assert "a difference between few points may be chance" in page.text
     assert "A point is one combination of settings, trained once." in page.text
     assert "To train lr-0.001_batch-2 again:" in page.text

@@ -12,11 +12,12 @@ import pytest
 from seqpar.cli import evaluate, report
 from seqpar.cluster.exit_codes import run
 from seqpar.data.errors import DataError
-from seqpar.scores.label_files import Doubt, read_reference
+from seqpar.scores.label_files import Doubt, read_label_map, read_reference
 from seqpar.scores.label_scores import score_readers
 from seqpar.settings.command_line import parse
 from seqpar.tasks.segment.data import open_data, read_headers
 from tests.support.folders import OBLIQUE, label_array, save, several_readers
+from tests.support.report_page import Page, unroll
 from tests.support.training_runs import TINY, farthest, losses, prepare, trained
 
 READERS = ("ann", "ben", "cy")
@@ -25,6 +26,12 @@ READERS = ("ann", "ben", "cy")
 def flags_of(root: Path, *more: str) -> list[str]:
     data = several_readers(root / "Dataset001_Tiny", cases=5)
     return [*TINY.split(), "--epochs", "1", "--data", str(data), "--cache", str(root / "cache"), *more]
+
+
+def disputed_in(page: str) -> dict[str, np.ndarray]:
+    """Returns where readers disagree in each case of a page's viewer."""
+    cases = json.loads(Page(page).scripts["volumes"])["cases"]
+    return {case["name"]: unroll(case["disputed"], case["shape"], case["columns"]) for case in cases}
 
 
 def test_a_run_on_several_readers_is_the_same_on_two_ranks_and_reports_their_agreement(
@@ -47,6 +54,20 @@ def test_a_run_on_several_readers_is_the_same_on_two_ranks_and_reports_their_agr
     assert run(report.act, [str(tmp_path / "two")]) == 0
     page = (tmp_path / "two" / "report.html").read_text()
     assert 'id="readers"' in page and 'id="readers-per-case"' in page and "two readers" in page
+    assert page.index(">Readers<") < page.index(">Volumes and connected regions<"), "what follows has its own head"
+    assert "Violet areas show where the readers disagree" in page
+    data = tmp_path / "Dataset001_Tiny"
+    seen = disputed_in(page)
+    for name, shown in seen.items():
+        maps = [read_label_map(data / f"labelsTr_{reader}" / f"{name}.nii.gz")[0] for reader in READERS]
+        own = np.any([one != maps[0] for one in maps], 0)
+        assert np.array_equal(shown[shown.any((1, 2))].sum((1, 2)), own.sum((1, 2))[own.any((1, 2))]) and own.any()
+    assert page.count('class="disputed" stroke') == 3 * len(seen), "a plane each"
+    data.rename(tmp_path / "moved")  # the prepared data know it too
+    assert run(report.act, [str(tmp_path / "two")]) == 0
+    again = disputed_in((tmp_path / "two" / "report.html").read_text())
+    assert again.keys() == seen.keys() and all(np.array_equal(again[name], seen[name]) for name in seen)
+    (tmp_path / "moved").rename(data)
 
     predicted = tmp_path / "predicted"
     shutil.copytree(tmp_path / "Dataset001_Tiny" / "labelsTr_ben", predicted)  # as good as a reader

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from seqpar.report import pictures
-from seqpar.report.cases import ShownCase, viewer_section
+from seqpar.report.cases import viewer_section
+from seqpar.report.embedded_volumes import ShownCase
 from seqpar.report.pictures import draw_evidence, draw_scores
 from seqpar.report.planes import COUNTED, NEAREST
 from seqpar.report.plots import draw_chart

@@ -189,7 +189,7 @@ def test_pictures_show_image_masked_rebuilt_and_difference(images, tmp_path, alo
     titles = [panel.get_title() for panel in panels]
     assert all(name in title for title, name in zip(titles, validation.COLUMNS)) and len(titles) == 4
     assert f"error {error:.3f}\n(error of the tile's mean: {of_mean:.3f})" in titles[2]
-    form = bar.yaxis.get_major_formatter()
+    form = bar.xaxis.get_major_formatter()
     assert (form(0.5), form(0.0)) == ("+0.5", "0"), "the difference has a bar with signs"
     flat = [one.images[0].get_cmap().get_bad().tolist() for one in (panels[1], panels[3])]
     assert all(len(set(colour[:3])) > 1 for colour in flat[:1]) and flat[0] != flat[1], "no grey stands for hidden"
@@ -198,9 +198,10 @@ def test_pictures_show_image_masked_rebuilt_and_difference(images, tmp_path, alo
     assert [text.get_text() for text in figure.legends[0].texts] == ["hidden patch", "visible patch, not compared"]
     assert tile.name.split() == [trainer.validation.ids[0]], "it may be a patient's"
     twice = figure_of_tiles([tile, replace(tile, image=3 * tile.image)], False)
-    assert len({panel.images[0].get_clim() for panel in (twice.axes[3], twice.axes[7])}) == 1, "one scale in all rows"
-    assert bar.get_ylabel() == "too dark ← normalised intensity → too bright"
-    title, modality = figure_of_tiles([tile], False).get_suptitle(), trainer.data.dataset.modalities[0]
+    assert len({panel.images[0].get_clim() for panel in (twice.axes[3], twice.axes[7])}) == 1, "one scale for all tiles"
+    assert bar.get_xlabel() == "too dark ← rebuilt − image, in normalised intensity → too bright"
+    title = " ".join(figure_of_tiles([tile], False).get_suptitle().split())
+    modality = trainer.data.dataset.modalities[0]
     assert f"Hidden patches of {modality}, rebuilt" in title and "axial plane through the tile's middle" in title
     assert "hidden voxels, of all modalities." in title
     said = f"{tile.axial.numbers[8]} / {tile.axial.total}: image"

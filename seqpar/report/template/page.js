@@ -7,6 +7,8 @@
   const get = (id) => document.getElementById(id);
   const NAMES = ["sagittal", "coronal", "axial"];
   const ACROSS = [[1, 2], [0, 2], [0, 1]]; // of each plane: the directions that lie across and upwards
+  const OVERLAYS = { t: "truth", p: "prediction", r: "disputed" }; // by key
+  const VIOLET = [168, 56, 255]; // where readers disagree: no class has this colour
   const LOOK = ["window", "level", "zoom", "fill", "lines", "heat"];
   const HEATS = (told.heat_colours || []).map((text) => [1, 3, 5].map((at) => parseInt(text.slice(at, at + 2), 16)));
   const PRESETS = { brain: [80, 40], "soft tissue": [400, 40], lung: [1500, -600], bone: [1800, 400] }; // in HU
@@ -143,10 +145,13 @@
     const pixels = new ImageData(small.width, small.height), values = state.volumes.image && plane(state.volumes.image, dim);
     const low = look("level") - 0.5 - look("window") / 2, times = 255 / look("window");
     const heat = state.volumes.heat && plane(state.volumes.heat, dim), strength = look("heat") / 100;
+    const disputed = get("disputed").checked && state.volumes.disputed && plane(state.volumes.disputed, dim);
     for (let n = 0; n < small.width * small.height; n++) {
       const grey = values ? Math.min(Math.max(Math.round((values[n] - low) * times), 0), 255) : 0;
       const part = heat ? (strength * heat[n]) / 255 : 0, over = part ? heatOf(heat[n]) : [0, 0, 0];
-      pixels.data.set([...over.map((one) => Math.round(grey + (one - grey) * part)), 255], 4 * n);
+      let colour = over.map((one) => Math.round(grey + (one - grey) * part));
+      if (disputed && disputed[n]) colour = VIOLET.map((one, at) => 0.55 * one + 0.45 * colour[at]);
+      pixels.data.set([...colour, 255], 4 * n);
     }
     small.getContext("2d").putImageData(pixels, 0, 0);
     return small;
@@ -219,8 +224,7 @@
 
   function remember() { // what is seen, in the page's address
     const parts = { case: current().name, modality: state.modality, at: state.at.join(",") };
-    parts.truth = Number(get("truth").checked);
-    parts.prediction = Number(get("prediction").checked);
+    for (const id of Object.values(OVERLAYS)) parts[id] = Number(get(id).checked);
     parts.look = LOOK.map(look).join(",");
     if (surfaces?.address()) parts.surfaces = surfaces.address();
     try {
@@ -242,13 +246,14 @@
 
   function valueAt(voxel) { // what the image, the labels and the map have at a voxel, in words
     const { shape, unit } = current(), n = (voxel[2] * shape[1] + voxel[1]) * shape[0] + voxel[0];
-    const { image, truth, prediction, heat } = state.volumes, words = [];
+    const { image, truth, prediction, heat, disputed } = state.volumes, words = [];
     if (image && range()) {
       const ends = image[n] === 0 ? "≤ " : image[n] === 255 ? "≥ " : "≈ ";
       words.push(`${state.modality} ${ends}${format(inFile(image[n]))}${unit ? ` ${unit}` : ""}`);
     }
     const name = (number) => (number ? told.labels[number - 1].name : "none");
     if (told.labels.length) words.push(...(get("truth").parentElement.hidden ? [] : [`truth: ${name(truth[n])}`]), `prediction: ${name(prediction[n])}`);
+    if (disputed) words.push(disputed[n] ? "readers disagree" : "readers agree");
     const { heat_name: shown, most_nats: most } = current();
     if (heat) words.push(`${shown}: ${((heat[n] / 255) * (most || 1)).toFixed(2)} ${most ? "nats" : "of its maximum"}`);
     return words.join(" · ");
@@ -259,10 +264,10 @@
     viewer.setAttribute("aria-busy", "true");
     const chosen = entry.modalities.includes(modality) ? modality : entry.favourite;
     const number = entry.modalities.indexOf(chosen);
-    const sheets = [number < 0 ? null : entry.images[number], entry.truth, entry.prediction, entry.heat];
-    const [image, truth, prediction, heat] = await Promise.all(sheets.map((sheet) => sheet && decode(sheet, entry)));
+    const sheets = [number < 0 ? null : entry.images[number], entry.truth, entry.prediction, entry.heat, entry.disputed];
+    const [image, truth, prediction, heat, disputed] = await Promise.all(sheets.map((sheet) => sheet && decode(sheet, entry)));
     if (turn !== state.turn) return; // another case was chosen meanwhile
-    Object.assign(state, { case: index, modality: chosen, volumes: { image, truth, prediction, heat } });
+    Object.assign(state, { case: index, modality: chosen, volumes: { image, truth, prediction, heat, disputed } });
     state.at = (at || entry.at).map((n, dim) => Math.min(Math.max(n, 0), entry.shape[dim] - 1));
     get("modality").replaceChildren(...entry.modalities.map((name) => new Option(name)));
     get("modality").value = chosen;
@@ -321,11 +326,11 @@
     get("slice-" + dim).addEventListener("input", (event) => move(dim, Number(event.target.value)));
   });
   document.addEventListener("keydown", (event) => {
-    const id = { t: "truth", p: "prediction" }[event.key];
+    const id = OVERLAYS[event.key];
     if (!id || event.ctrlKey || event.metaKey || event.altKey || event.target.tagName === "SELECT") return;
     get(id).click();
   });
-  for (const id of ["truth", "prediction"]) get(id).addEventListener("change", drawAll);
+  for (const id of Object.values(OVERLAYS)) get(id).addEventListener("change", drawAll);
   for (const id of LOOK) get(id).addEventListener("input", drawAll);
   get("reset").addEventListener("click", () => {
     get("preset").value = "";
@@ -342,7 +347,7 @@
   const surfaces = get("surfaces") && makeSurfaces({ told, get, write, drawScale, changed: remember });
   const asked = new URLSearchParams(location.hash.slice(1));
   get("case").replaceChildren(...told.cases.map((entry) => new Option(entry.name)));
-  for (const id of ["truth", "prediction"]) if (asked.has(id)) get(id).checked = asked.get(id) === "1";
+  for (const id of Object.values(OVERLAYS)) if (asked.has(id)) get(id).checked = asked.get(id) === "1";
   const looks = (asked.get("look") || "").split(",");
   if (looks.length === LOOK.length) LOOK.forEach((id, n) => (get(id).value = looks[n]));
   const at = (asked.get("at") || "").split(",").map(Number);

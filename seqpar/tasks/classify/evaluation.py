@@ -25,7 +25,7 @@ from seqpar.tasks.classify.scores import (
     read_truth,
     unknown_cases,
 )
-from seqpar.text import quantity
+from seqpar.text import quantity, rounded
 
 
 class ClassEvaluation(CaseEvaluation):
@@ -67,7 +67,7 @@ class ClassEvaluation(CaseEvaluation):
             job.name,
             job.cases,
             "\n".join([quantity(content["cases"], "case"), *class_lines(content)]),
-            f"{quantity(content['cases'], 'case')}: accuracy {accuracy:.4f}, AUC {auc:.4f}",
+            f"{quantity(content['cases'], 'case')}: accuracy {rounded(accuracy, 4)}, AUC {rounded(auc, 4)}",
             {"json": as_json(content | left_out), "csv": _csv_text(content)},
         )
 

@@ -21,8 +21,9 @@ from seqpar.data.preparation.cache import open_cache
 from seqpar.data.preparation.transforms import resample
 from seqpar.data.volumes import read_volume
 from seqpar.prediction.prediction_folder import RECORD
-from seqpar.report.cases import BUDGET, CaseSection, ShownCase, order_note, viewer_section
+from seqpar.report.cases import BUDGET, CaseSection, order_note, viewer_section
 from seqpar.report.curves import CHANCE, INK, Diagram, Line, LineStyle, number, reliability_diagram
+from seqpar.report.embedded_volumes import ShownCase
 from seqpar.report.images import FoundImage, Images, find_images, grey_images, other_voxels, recipe_of, spacings_of
 from seqpar.report.pictures import MAPS, body_of, draw_evidence, evidence_planes
 from seqpar.report.planes import colours_of, slices_of
@@ -340,12 +341,11 @@ def class_viewer(
     - ``maps``: what the map of each case shows, in words
     """
     try:
+        images = Images(recipe_of(record), None)
         if truth is None:
             images = find_images(record, None, None, [])
-        else:
-            images = Images(recipe_of(record), None)  # the run's own cases may have the names of these
-            if truth.is_dir():
-                images = replace(find_images(record, truth, None, []), cache=None)
+        elif truth.is_dir():  # without the cache: the run's own cases may have the names of these
+            images = replace(find_images(record, truth, None, []), cache=None)
     except DataError:
         return None
     shown = list[ShownCase]()

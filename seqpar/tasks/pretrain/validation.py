@@ -4,6 +4,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from textwrap import wrap
 from typing import Any
 
 import numpy as np
@@ -66,11 +67,11 @@ class RebuiltTile:
 
 
 def draw_tiles(path: Path, tiles: Sequence[RebuiltTile], neurological: bool) -> None:
-    """Draws a row of four pictures of each tile: image, what the encoder saw, rebuilt, and the difference.
+    """Draws four pictures of each tile, two in a row: image, what the encoder saw, rebuilt, and the difference.
 
     - ``neurological``: the patient's left is on the left of a picture, and not on the right
     """
-    save_figure(figure_of_tiles(tiles, neurological), path)
+    save_figure(figure_of_tiles(tiles, neurological), path, dpi=150)
 
 
 def figure_of_tiles(tiles: Sequence[RebuiltTile], neurological: bool) -> Any:
@@ -79,32 +80,27 @@ def figure_of_tiles(tiles: Sequence[RebuiltTile], neurological: bool) -> Any:
     from matplotlib.patches import Patch
     from matplotlib.ticker import FuncFormatter
 
-    figure = make_figure(11, 2.9 * len(tiles) + 1.05)
+    figure = make_figure(5.4, 5.5 * len(tiles) + 1.9)  # narrow, so that it can be read on a narrow page
     of_modality = f" of {escape_mathtext(tiles[0].modality)}" if tiles[0].modality else ""
     what = f"Hidden patches{of_modality}, rebuilt from the visible ones, in the axial plane through the tile's middle"
     errors = f"Errors are mean squared errors of hidden voxels{', of all modalities' * bool(of_modality)}"
     count = counted([tile.axial] for tile in tiles)
-    figure.suptitle(f"{what}.\n{orientation_text(neurological)}. {count}.\n{errors}.", fontsize=9)
+    lines = [part for line in (what, orientation_text(neurological), count, errors) for part in wrap(f"{line}.", 76)]
+    figure.suptitle("\n".join(lines), fontsize=9)
     greys, differences = (colormaps[name].with_extremes(bad=bad) for name, bad in (("gray", HIDDEN), ("RdBu_r", SEEN)))
     ranges = [np.percentile(tile.image, (0.5, 99.5)) for tile in tiles]
-    most = max(1e-6, *(float(high - low) / 2 for low, high in ranges))  # the same in all rows
-    for row, tile in zip(figure.subplots(len(tiles), len(COLUMNS), squeeze=False), tiles):
-        low, high = np.percentile(tile.image, (0.5, 99.5))
+    most = max(1e-6, *(float(high - low) / 2 for low, high in ranges))  # the same for all tiles
+    every = figure.subplots(2 * len(tiles), 2, squeeze=False)
+    for panels, tile, (low, high) in zip(every.reshape(len(tiles), len(COLUMNS)), tiles, ranges):
         seen = np.where(tile.hidden, np.nan, tile.image)
         wrong = np.where(tile.hidden, tile.rebuilt - tile.image, np.nan)
         at = tile.image.shape[AXIAL] // 2
         aspect = tile.spacing[1] / tile.spacing[0]
-        volumes = (tile.image, seen, tile.rebuilt, wrong)
-        for name, volume, panel in zip(COLUMNS, volumes, row):
+        for name, volume, panel in zip(COLUMNS, (tile.image, seen, tile.rebuilt, wrong), panels):
             plane, reach = plane_of(volume, AXIAL, at, neurological), max(high - low, 1e-6)
-            if name == COLUMNS[-1]:
-                shown = panel.imshow(plane, cmap=differences, vmin=-most, vmax=most, aspect=aspect)
-                form = FuncFormatter(lambda x, _: f"{x:+.3g}" if x else "0")
-                bar = figure.colorbar(shown, ax=panel, fraction=0.046, pad=0.02, format=form, extend="both")
-                bar.ax.tick_params(labelsize=7)
-                bar.set_label("too dark ← normalised intensity → too bright", fontsize=7)
-            else:
-                panel.imshow(plane, cmap=greys, vmin=low, vmax=low + reach, aspect=aspect)
+            is_difference = name == COLUMNS[-1]
+            colours, ends = (differences, (-most, most)) if is_difference else (greys, (low, low + reach))
+            shown = panel.imshow(plane, cmap=colours, vmin=ends[0], vmax=ends[1], aspect=aspect)
             mark_plane(panel, sides(neurological)[AXIAL], tile.spacing[0])
             panel.set_xticks([])
             panel.set_yticks([])
@@ -114,6 +110,10 @@ def figure_of_tiles(tiles: Sequence[RebuiltTile], neurological: bool) -> Any:
             if name == COLUMNS[2] and not math.isnan(tile.error):
                 title += f": error {tile.error:.3f}\n(error of {tile.guess}: {tile.error_of_mean:.3f})"
             panel.set_title(title, fontsize=9)
+    form = FuncFormatter(lambda x, _: f"{x:+.3g}".replace("-", "−") if x else "0")
+    bar = figure.colorbar(shown, ax=every, location="bottom", aspect=40, pad=0.01, format=form, extend="both")
+    bar.ax.tick_params(labelsize=8)
+    bar.set_label("too dark ← rebuilt − image, in normalised intensity → too bright", fontsize=8)
     keys = [Patch(color=HIDDEN, label="hidden patch"), Patch(color=SEEN, label="visible patch, not compared")]
     figure.legend(handles=keys, loc="outside lower center", ncols=2, fontsize=8)
     return figure

@@ -35,7 +35,15 @@ from seqpar.scores.label_files import (
     score_pairs,
     validation_of,
 )
-from seqpar.scores.label_scores import DEFAULT_SETTINGS, Scores, class_mask, format_table, summarise, words_of
+from seqpar.scores.label_scores import (
+    DEFAULT_SETTINGS,
+    Scores,
+    class_mask,
+    format_dice,
+    format_table,
+    summarise,
+    words_of,
+)
 from seqpar.scores.postprocessing import POSTPROCESSING, learn_postprocessing, mean_of
 from seqpar.scores.summary_files import (
     csv_text,
@@ -49,7 +57,7 @@ from seqpar.tasks.case_evaluation import CaseEvaluation, ScoredPrediction, Scori
 from seqpar.tasks.segment.label_map_folder import SavedProbabilities
 from seqpar.tasks.segment.validation import dataset_of, label_files
 from seqpar.terminal import next_command
-from seqpar.text import quantity
+from seqpar.text import quantity, rounded
 
 Members = tuple[Path, ...]  # one prediction, or two that are averaged
 Cases = dict[str, tuple[Pair, Scores]]
@@ -109,7 +117,7 @@ class LabelMapEvaluation(CaseEvaluation):
                 job.faults.append(result)
                 continue
             cases.append((pair, result))
-            dices = ", ".join(f"{name} {row['Dice']:.4f}" for name, row in result.items())
+            dices = ", ".join(f"{name} {format_dice(row, 4)}" for name, row in result.items())
             print(f"{pair.case}: Dice {dices}", flush=True)
         if not cases:
             return None
@@ -135,8 +143,8 @@ class LabelMapEvaluation(CaseEvaluation):
             {pair.case: scores for pair, scores in cases},
             text,
             f"{quantity(len(cases), 'case')}, {quantity(len(self.labels.classes), 'class')}: "
-            f"mean Dice {mean['Dice']:.4f}, "
-            f"HD95 {mean['HD95']:.2f} mm, NSD {mean['NSD']:.4f} at {settings['nsd_tolerance']:g} mm",
+            f"mean Dice {rounded(mean['Dice'], 4)}, HD95 {rounded(mean['HD95'], 2)} mm, "
+            f"NSD {rounded(mean['NSD'], 4)} at {settings['nsd_tolerance']:g} mm",
             contents,
         )
 
@@ -193,7 +201,7 @@ class LabelMapEvaluation(CaseEvaluation):
         best = max(dice, key=lambda members: np.nan_to_num(dice[members], nan=-1.0))
         few = f" ({TOO_FEW})" if count < FEW and len(dice) > 1 else ""
         lines = [f"highest mean Dice of {len(dice)} over {quantity(count, 'case')}{few}: {_named(best)}"]
-        lines += [f"  {value:.4f}  {_named(members)}" for members, value in dice.items()]
+        lines += [f"  {rounded(value, 4)}  {_named(members)}" for members, value in dice.items()]
         pairs = [pair for pair, _ in tried[best].values()]
         learned, place = learn_postprocessing(pairs, self.labels, self._workers(pairs)), self._place(*best)
         write_output(place, json.dumps(learned.content(self.labels.classes), indent=2) + "\n")
@@ -308,10 +316,10 @@ def _channels_of(values: Sequence[int], outputs: Sequence[tuple[int, ...]]) -> l
 MIN_VOXELS = 100  # of a tenth that is drawn
 ABOUT_CALIBRATION = (
     "Each dot: the voxels of all cases whose probability of the class is within one tenth. Below the dashed line the "
-    "class is there less often than its probability says (overconfident), above it more often. ECE from 0.1: expected "
-    "calibration error, the mean distance from that line over voxels, without those below 0.1, which are mostly "
-    f"background. A tenth of fewer than {MIN_VOXELS} voxels is not drawn. Voxels of a case are alike: a few cases say "
-    "little about others, however many voxels they have."
+    "class is there less often than its probability says (overconfident), above it more often. ECE (from 0.1): "
+    "expected calibration error, the mean distance from that line over voxels, without those below 0.1, which are "
+    f"mostly background. A tenth of fewer than {MIN_VOXELS} voxels is not drawn. Voxels of a case are alike: a few "
+    "cases say little about others, however many voxels they have."
 )
 
 
@@ -319,7 +327,7 @@ def calibration_diagram(tenths: Mapping[str, Floats], cases: int, class_colours:
     """Returns the reliability diagram of classes over the voxels of cases."""
     errors = {name: error_of_tenths(own[1:]) for name, own in tenths.items()}
     labels = {
-        name: f"{name}: " + (f"ECE from 0.1 {error:.3f}" if np.isfinite(error) else "no voxel above 0.1")
+        name: f"{name}: " + (f"ECE (from 0.1) {error:.3f}" if np.isfinite(error) else "no voxel above 0.1")
         for name, error in errors.items()
     }
     points = {
@@ -355,8 +363,8 @@ def format_calibration(tenths: Mapping[str, Floats], classes: Collection[str]) -
         count, given, right = own[1:].sum(0)
         mean, share = (given / count, right / count) if count else (np.nan, np.nan)
         cells = (error_of_tenths(own), error_of_tenths(own[1:]), mean, share)
-        texts = (f"{cell:.4f}" if np.isfinite(cell) else "–" for cell in cells)
-        lines.append("  ".join([f"{name:{width}}", *(f"{text:>{wide}}" for text, wide in zip(texts, (6, 8, 16, 11)))]))
+        texts = (f"{rounded(cell, 4):>{wide}}" for cell, wide in zip(cells, (6, 8, 16, 11)))
+        lines.append("  ".join([f"{name:{width}}", *texts]))
     lines += [f"{name:{width}}  no output of the network stands for it" for name in classes if name not in tenths]
     return "\n".join(lines)
 

@@ -54,7 +54,7 @@ from seqpar.scores.comparison import FEW as FEW_CASES
 from seqpar.scores.comparison import TOO_FEW, interval_of_mean
 from seqpar.scores.label_classes import Labels
 from seqpar.scores.label_files import MAX_NAMED, dataset_at, match_cases, missing_line
-from seqpar.scores.label_scores import without_nan
+from seqpar.scores.label_scores import why_no_dice, without_nan
 from seqpar.tasks.segment.evaluation import ABOUT_CALIBRATION, calibrate, calibration_diagram, trained_on
 from seqpar.tasks.segment.label_map_folder import DICOM_SEG, SavedProbabilities
 from seqpar.text import quantity
@@ -114,9 +114,10 @@ def segment_page(options: argparse.Namespace, record: RunRecord) -> FinishedPage
     if scored:
         files = {case.name: case.prediction for case in scored.cases} if options.prediction is not None else {}
         cautions += filter(None, [other_voxels(record, spacings_of(files)), coarse_voxels(scored)])
+    calibration = _calibration(options, record.labels, colours) if scored and not alone else ([], "")
     parts: dict[str, Any] = {
-        "calibration": _calibration_charts(options, record.labels, colours) if scored and not alone else [],
-        "about_calibration": ABOUT_CALIBRATION,
+        "calibration": calibration[0],
+        "about_calibration": calibration[1],
         "tiles": tiles,
         "note": note,
         "step": step_sentence(scored.step, record) if scored else "",
@@ -221,16 +222,19 @@ def _mean_and_deviation(mean: float, sd: float, in_hu: bool) -> Score:
     return Score(mean, places, "" if math.isnan(sd) else f" ± {sd:.{places}f}")
 
 
-def _calibration_charts(options: argparse.Namespace, labels: Labels, colours: Mapping[str, str]) -> list[Chart]:
-    """Returns the reliability diagram of predictions whose probabilities were written; none of others."""
+def _calibration(options: argparse.Namespace, labels: Labels, colours: Mapping[str, str]) -> tuple[list[Chart], str]:
+    """Returns the reliability diagram of predictions whose probabilities were written, and its text; none of others."""
     if options.truth is None:
-        return []
+        return [], ""
     pairs = match_cases(options.truth, options.prediction, dataset_at(options.truth), None, options.common).pairs
     if not all(SavedProbabilities.of(pair.prediction) for pair in pairs):
-        return []
+        return [], ""
     faults = list[DataError]()  # of cases, which are those of their scores
     tenths = calibrate(pairs, labels, 1, faults)
-    return draw_charts([calibration_diagram(tenths, len(pairs) - len(faults), colours)] * bool(tenths), width=360)
+    lacking = ", ".join(name for name in labels.classes if name not in tenths)
+    text = f"{ABOUT_CALIBRATION} No output of the network stands for {lacking}." if lacking else ABOUT_CALIBRATION
+    diagram = calibration_diagram(tenths, len(pairs) - len(faults), colours)
+    return draw_charts([diagram] * bool(tenths), width=360), text
 
 
 def _cautions(record: RunRecord, scored: CaseScores) -> list[str]:
@@ -259,7 +263,10 @@ def headline(record: RunRecord, scored: CaseScores | None) -> tuple[list[Headlin
     if scored and len(scored.cases) == 1:
         note = "Dice of a single case, which says little about others"
         rows = scored.cases[0].scores
-        tiles = [HeadlineTile(name, Score(row.get("Dice", math.nan), 3), "n = 1") for name, row in rows.items()]
+        tiles = [
+            HeadlineTile(name, Score(row.get("Dice", math.nan), 3), why_no_dice(row) or "n = 1")
+            for name, row in rows.items()
+        ]
     elif scored:
         note += (
             f", its 95 % confidence interval (Student's t; from {FEW_CASES} cases on), which is for the mean and not "
@@ -271,7 +278,8 @@ def headline(record: RunRecord, scored: CaseScores | None) -> tuple[list[Headlin
             range_text = f"{interval[0]:.3f} to {interval[1]:.3f}, " if interval else ""
             if interval and interval[1] - interval[0] < NO_SPREAD:
                 range_text = "all cases alike, "
-            range_text = f"{TOO_FEW}, " if len(values) < FEW_CASES else range_text
+            if len(values) < FEW_CASES:
+                range_text = f"{TOO_FEW if values else 'no case has a Dice'}, "
             mean = Score(scored.summary["mean"][name].get("Dice", math.nan), 3)
             zeros = absent_of(scored, name).predicted
             without = f" ({zeros} as 0: none in the truth)" * bool(zeros)
