@@ -48,6 +48,9 @@ def start(
     """
     launcher = read_launcher(os.environ if env is None else env)
     check_seqpar(seqpar, launcher.world, pipe)
+    if launcher.world > 1 and dist.is_initialized():
+        raise ValueError("torch.distributed is initialised already: start the ranks once and use that mesh throughout, "
+                         "or pass torch's groups as group=")  # fmt: skip
     if launcher.warning:
         print(f"warning: {launcher.warning}", file=sys.stderr, flush=True)
     own_device = pick_device(launcher, device)
@@ -151,7 +154,7 @@ def join(
     allow_open_files(launcher.world)
     on_gpu = device.type == "cuda"
     memory = SharedMemory(launcher.rank, is_offered=not on_gpu)
-    own = locate_rank(launcher, device, address=memory.address)
+    own = locate_rank(launcher, device, address=memory.address, sizes=(seqpar, pipe))
     places = roll_call(launcher, store, own, _left_s(until, timeout_s))
     hosts = tuple(place.host for place in places)
     if on_gpu and os.environ.get(SHARE_GPU) == "1":
