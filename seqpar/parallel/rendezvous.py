@@ -176,13 +176,14 @@ def join(
     groups = _groups(np.arange(launcher.world).reshape(-1, pipe, seqpar), world, limit)
     if launcher.rank == 0:
         _warn_of_crossing(hosts, seqpar)
+    # not blocked while the main thread waits; made before the first sums, after which the rank that hosts it may leave
+    own_store = store.clone() if hasattr(store, "clone") else store
     for group in {id(group.handle): group for group in groups}.values():
         if group.handle is not None:
             first_collective(group, store, device, _left_s(until, timeout_s))
     memory.connect([place.address for place in places], _left_s(until, timeout_s))
     memory.timeout_s = timeout_s
     link_groups(memory, {group.handle.group_name: group.ranks for group in groups if group.handle is not None})
-    own_store = store.clone() if hasattr(store, "clone") else store  # not blocked while the main thread waits
     return Mesh(launcher, device, *groups, hosts, dist.PrefixStore("beside", own_store))
 
 

@@ -1,6 +1,7 @@
 """A start refuses a GPU that ranks have together, names the group that cannot be made, and sends what NCCL knows."""
 
 import json
+import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -11,12 +12,14 @@ import torch
 import torch.distributed as dist
 
 from seqpar.decoders.modes.named_modes import choose_mode
-from seqpar.parallel import collectives, messages
+from seqpar.parallel import collectives, messages, rendezvous
 from seqpar.parallel.launcher import Launcher, gpu_settings, shared_gpu_settings
 from seqpar.parallel.layout import Layout
 from seqpar.parallel.mesh import Mesh
 from seqpar.parallel.rendezvous import _eager_device, _places_of, start
 from seqpar.parallel.roll_call import RankLocation, StartLimit, locate_rank, refuse_shared_gpus, roll_call
+from seqpar.parallel.shared_memory import link_groups
+from tests.support.folders import child, exit_code
 from tests.support.ranks import run_ranks
 
 GPU = torch.device("cuda", 0)
@@ -73,6 +76,22 @@ def start_inside(mesh: Mesh) -> str:
 
 def test_a_start_inside_a_mesh_is_refused() -> None:
     assert len(set(run_ranks(2, start_inside))) == 1
+
+
+def test_a_rank_starts_though_the_first_has_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port = str(listener.getsockname()[1])
+
+    def begin(rank: int) -> None:
+        slow = link_groups
+        if rank:
+            monkeypatch.setattr(rendezvous, "link_groups", lambda *of: (time.sleep(2), slow(*of)))
+        env = {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        start(2, env=env, device="cpu", timeout_s=10)  # the first rank, which hosts the store, ends at once
+
+    pids = [child(lambda rank=rank: begin(rank)) for rank in (0, 1)]
+    assert [exit_code(pid) for pid in pids] == [0, 0]
 
 
 def test_ranks_that_share_a_gpu_look_to_nccl_like_hosts_of_their_own() -> None:
