@@ -72,7 +72,10 @@ class RunRecord:
         """The settings that say what network it was; runs of other versions may have further ones."""
         names = {"task", *SHOWN["config"]}
         names.update(each.name for part in (NetworkSettings, PretrainingSettings) for each in fields(part))
-        return Config.from_dict({name: self.config[name] for name in sorted(names & self.config.keys())})
+        try:
+            return Config.from_dict({name: self.config[name] for name in sorted(names & self.config.keys())})
+        except DAMAGE as error:
+            raise lacking(self.path, error) from None
 
     @property
     def dataset(self) -> dict[str, Any]:
