@@ -264,7 +264,7 @@ ATTACKS += [
         ("report run", "layout", "parameters", True, "lacks what a report needs (AttributeError: "),
         ("report run", "config", "patch", ["x", 4, 4], "patch is ('x', 4, 4)"),
         ("train --resume --out run --device cpu", "config", "tile", [8, 8, []], "tile is (8, 8, [])"),
-        ("train --resume --out run --device cpu", "dataset", "train", [["a"]], "'train' of its data is no list of names"),
+        ("train --resume --out run --device cpu", "dataset", "train", [["a"]], "'train' of its data is no list"),
     )
 ]
 
