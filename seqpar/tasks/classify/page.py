@@ -125,8 +125,7 @@ def class_page(options: argparse.Namespace, record: RunRecord) -> FinishedPage:
         summary = try_reading(lambda: read_class_scores(record), gaps)
     if summary and options.cases:
         cases = pictured_cases(record, summary, options.cases, explained, neurological, gaps)
-    faults = summary["faults"] if summary and is_other else ()
-    cautions = list[str]()
+    faults, cautions = summary["faults"] if summary and is_other else (), list[str]()
     if summary:
         cautions = _cautions(record, summary, options.truth) if is_other else chosen_on_them(record)
     step = "" if is_other or not summary else step_sentence(int(summary.get("step") or 0), record)
