@@ -16,6 +16,8 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
+from queue import Empty, Queue
+from threading import Thread
 from typing import IO, Any
 from urllib.parse import unquote, urlsplit
 
@@ -24,7 +26,9 @@ from seqpar.data.files import remove_leftovers, user_cache, whole_file
 from seqpar.parallel.meeting import START_S
 from seqpar.text import install_hint
 
-SILENT_S = 60.0  # seconds that a server may send nothing
+SILENT_S = 60.0  # seconds in which a server has to send a piece of the file
+ANSWER_S = 300.0  # in which it has to answer, on one of several addresses
+_PIECE = 1 << 16
 _BLOCK = 1 << 20
 _POLL_S = 0.2
 _ADDRESS = re.compile(r"(https?|hf|ftp|s3|gs):/|[A-Za-z][A-Za-z0-9+.-]+://")  # a Path has one slash of two
@@ -97,15 +101,10 @@ class _Https:
         return self.path if self.path.is_file() else None
 
     def download(self) -> Path:
-        from http.client import HTTPException
-
         remove_leftovers(self.folder)
         try:
-            with self._open() as response, whole_file(self.path) as temporary, temporary.open("wb") as file:
-                try:
-                    self._receive(response, file)
-                except HTTPException as error:
-                    raise self._broken(f"{type(error).__name__}: {error}") from error
+            with whole_file(self.path) as temporary, temporary.open("wb") as file:
+                self._receive(file)
         except OSError as error:
             raise unwritable(self.path, error) from error
         return self.path
@@ -119,7 +118,7 @@ class _Https:
 
     def _open(self) -> Any:
         """Returns the server's answer."""
-        from http.client import HTTPException  # with urllib some 40 ms, which no other run needs
+        from http.client import HTTPException
         from urllib.error import HTTPError
         from urllib.request import HTTPRedirectHandler, Request, build_opener
 
@@ -147,9 +146,10 @@ class _Https:
                 f"it at {self.path}"
             ) from error  # fmt: skip
 
-    def _receive(self, response: Any, file: IO[bytes]) -> None:
+    def _receive(self, file: IO[bytes]) -> None:
         """Writes what the server sends into a file; raises DataError if that is not the file of the address."""
-        size = response.length or 0  # of a file that comes in chunks, unknown
+        answer = self._answer()
+        size = next(answer)  # of a file that comes in chunks, 0
         if (free := shutil.disk_usage(self.folder).free) < size:
             raise DataError(
                 self.folder, f"has {free / 1e6:.0f} MB free, and {self.url} needs {size / 1e6:.0f}: free space, or "
@@ -158,10 +158,10 @@ class _Https:
         told = f" ({size / 1e6:.1f} MB)" if size else ""
         print(f"downloading {self.url}{told} to {self.path}", file=sys.stderr, flush=True)
         count, found = 0, hashlib.sha256()
-        while block := self._read(response):
-            count += len(block)
-            found.update(block)
-            file.write(block)
+        for piece in answer:
+            count += len(piece)
+            found.update(piece)
+            file.write(piece)
         if count < size:
             raise self._broken(f"after {count} of {size} bytes")
         if found.hexdigest() != self.sha256:
@@ -170,11 +170,40 @@ class _Https:
                 f"{self.sha256}: compare that with what its publisher names; nothing of it is kept"
             )  # fmt: skip
 
-    def _read(self, response: Any) -> bytes:
-        try:
-            return bytes(response.read(_BLOCK))
-        except OSError as error:  # of the network, not of the file that is written
-            raise self._broken(str(error)) from error
+    def _answer(self) -> Iterator[Any]:
+        """Yields the size that the server names, then the file in pieces; raises DataError if it is silent or too slow.
+
+        A thread asks the server, since a limit of the socket's own would begin anew with each byte.
+        """
+        from http.client import HTTPException  # with urllib some 40 ms, which no other run needs
+
+        pieces = Queue[Any](16)
+
+        def ask() -> None:
+            try:
+                with self._open() as response:
+                    pieces.put(response.length or 0)
+                    while piece := response.read(_PIECE):
+                        pieces.put(piece)
+                pieces.put(b"")
+            except HTTPException as error:
+                pieces.put(self._broken(f"{type(error).__name__}: {error}"))
+            except Exception as error:
+                pieces.put(error if isinstance(error, DataError) else self._broken(str(error)))
+
+        Thread(target=ask, daemon=True).start()
+        limit, what = ANSWER_S, "answer"
+        while True:
+            try:
+                piece = pieces.get(timeout=limit)
+            except Empty:
+                raise self._broken(f"the server did not {what} within {limit:g} s") from None
+            if isinstance(piece, Exception):
+                raise piece
+            if piece == b"":
+                return
+            yield piece
+            limit, what = SILENT_S, f"send {_PIECE / 1000:.0f} kB"
 
     def _broken(self, why: str) -> DataError:
         return DataError(self.url, f"the download broke off ({_plain(why)}); start it again")

@@ -78,7 +78,8 @@ def _meet(launcher: Launcher, timeout_s: float) -> dist.Store:
     except (dist.DistError, RuntimeError) as error:
         raise ConnectionError(
             f"rank {launcher.rank} ({launcher.by}) cannot connect to {launcher.address}:{launcher.port}: another job "
-            f"may use this port, or MASTER_ADDR is wrong; set another MASTER_PORT ({str(error).splitlines()[0]})"
+            "may use this port, or an earlier start of this process, or MASTER_ADDR is wrong; set another MASTER_PORT "
+            f"({str(error).splitlines()[0]})"
         ) from None
     return dist.PrefixStore(f"seqpar/{launcher.job}/{launcher.attempt}", meeting)
 

@@ -48,6 +48,9 @@ def start(
     """
     launcher = read_launcher(os.environ if env is None else env)
     check_seqpar(seqpar, launcher.world, pipe)
+    if launcher.world > 1 and dist.is_initialized():
+        raise ValueError("torch.distributed is initialised already: start the ranks once and use that mesh throughout, "
+                         "or pass torch's groups as group=")  # fmt: skip
     if launcher.warning:
         print(f"warning: {launcher.warning}", file=sys.stderr, flush=True)
     own_device = pick_device(launcher, device)
@@ -151,7 +154,7 @@ def join(
     allow_open_files(launcher.world)
     on_gpu = device.type == "cuda"
     memory = SharedMemory(launcher.rank, is_offered=not on_gpu)
-    own = locate_rank(launcher, device, address=memory.address)
+    own = locate_rank(launcher, device, address=memory.address, sizes=(seqpar, pipe))
     places = roll_call(launcher, store, own, _left_s(until, timeout_s))
     hosts = tuple(place.host for place in places)
     if on_gpu and os.environ.get(SHARE_GPU) == "1":
@@ -173,13 +176,14 @@ def join(
     groups = _groups(np.arange(launcher.world).reshape(-1, pipe, seqpar), world, limit)
     if launcher.rank == 0:
         _warn_of_crossing(hosts, seqpar)
+    # not blocked while the main thread waits; made before the first sums, after which the rank that hosts it may leave
+    own_store = store.clone() if hasattr(store, "clone") else store
     for group in {id(group.handle): group for group in groups}.values():
         if group.handle is not None:
             first_collective(group, store, device, _left_s(until, timeout_s))
     memory.connect([place.address for place in places], _left_s(until, timeout_s))
     memory.timeout_s = timeout_s
     link_groups(memory, {group.handle.group_name: group.ranks for group in groups if group.handle is not None})
-    own_store = store.clone() if hasattr(store, "clone") else store  # not blocked while the main thread waits
     return Mesh(launcher, device, *groups, hosts, dist.PrefixStore("beside", own_store))
 
 

@@ -5,6 +5,7 @@ import os
 import socket
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -24,14 +25,19 @@ class RankLocation(NamedTuple):
     host: str
     gpu: str = ""
     address: Address | None = None  # for messages through shared memory
+    sizes: tuple[int, int] = (1, 1)  # of its groups seq and pipe
 
 
 def locate_rank(
-    launcher: Launcher, device: torch.device, env: Mapping[str, str] = os.environ, address: Address | None = None
+    launcher: Launcher,
+    device: torch.device,
+    env: Mapping[str, str] = os.environ,
+    address: Address | None = None,
+    sizes: tuple[int, int] = (1, 1),
 ) -> RankLocation:
     """Returns where this rank runs, without its GPU if ``env`` lets ranks share one."""
     host = launcher.host or socket.gethostname()
-    return RankLocation(host, "" if env.get(SHARE_GPU) == "1" else _identity(device), address)
+    return RankLocation(host, "" if env.get(SHARE_GPU) == "1" else _identity(device), address, sizes)
 
 
 def _identity(device: torch.device) -> str:
@@ -44,7 +50,8 @@ def _identity(device: torch.device) -> str:
 
 
 def roll_call(launcher: Launcher, store: Any, own: RankLocation, timeout_s: float) -> list[RankLocation]:
-    """Returns where every rank runs; raises if ranks are missing or share a GPU, and names them."""
+    """Returns where every rank runs; raises if ranks are missing, asked for other groups or share a GPU; names them."""
+    began = time.monotonic()
     keys = [f"host/{rank}" for rank in range(launcher.world)]
     store.set(keys[launcher.rank], json.dumps(own))
     try:
@@ -53,15 +60,31 @@ def roll_call(launcher: Launcher, store: Any, own: RankLocation, timeout_s: floa
         try:
             missing = format_ranks([rank for rank, key in enumerate(keys) if not store.check([key])])
         except RuntimeError:  # rank 0, which hosts the store, gave up first and names them
+            if time.monotonic() - began < timeout_s / 2:
+                raise ConnectionError("rank 0 has ended before all ranks had started: see its log") from None
             missing = "some, which rank 0 names,"
         raise TimeoutError(
             f"of {launcher.world} ranks, {missing} did not start within {timeout_s:.0f} s; "
             "look at their logs, or start fewer"
         ) from None
     told = [json.loads(store.get(key)) for key in keys]
-    places = [RankLocation(host, gpu, None if address is None else Address(*address)) for host, gpu, address in told]
+    places = [
+        RankLocation(host, gpu, None if address is None else Address(*address), (sizes[0], sizes[1]))
+        for host, gpu, address, sizes in told
+    ]
+    refuse_other_sizes([place.sizes for place in places])
     refuse_shared_gpus(places)
     return places
+
+
+def refuse_other_sizes(sizes: Sequence[tuple[int, int]]) -> None:
+    """Raises ValueError on all ranks if they asked for groups of other sizes: to make these would never end."""
+    if others := [rank for rank, own in enumerate(sizes) if own != sizes[0]]:
+        (seqpar, pipe), (other, other_pipe) = sizes[0], sizes[others[0]]
+        raise ValueError(
+            f"seqpar={other} with pipe={other_pipe} on {format_ranks(others[:1])}, but seqpar={seqpar} with "
+            f"pipe={pipe} on rank 0: give the same on all ranks"
+        )
 
 
 def refuse_shared_gpus(places: Sequence[RankLocation]) -> None:

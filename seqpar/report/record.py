@@ -36,6 +36,8 @@ from seqpar.settings.network_settings import NetworkSettings, PretrainingSetting
 from seqpar.text import millilitres, quantity
 
 Row = Mapping[str, Any]
+# what Python says of a file whose parts are of other kinds, or missing
+DAMAGE = (ValueError, TypeError, LookupError, AttributeError, OverflowError)
 SHOWN = {  # what a report shows of config.json
     "config": ("tile", "patch", "mode", "depth", "embed_dim", "heads", "decoder", "epochs", "iterations", "optimizer",
                "lr", "precision"),
@@ -70,7 +72,10 @@ class RunRecord:
         """The settings that say what network it was; runs of other versions may have further ones."""
         names = {"task", *SHOWN["config"]}
         names.update(each.name for part in (NetworkSettings, PretrainingSettings) for each in fields(part))
-        return Config.from_dict({name: self.config[name] for name in sorted(names & self.config.keys())})
+        try:
+            return Config.from_dict({name: self.config[name] for name in sorted(names & self.config.keys())})
+        except DAMAGE as error:
+            raise lacking(self.path, error) from None
 
     @property
     def dataset(self) -> dict[str, Any]:
@@ -270,6 +275,12 @@ def weak_start(record: RunRecord) -> str:
     return f"The run began with the weights of a pretraining, {folder}. {learned}"
 
 
+def lacking(run: Path, error: Exception) -> DataError:
+    """Returns the error of a run whose config.json is not as training wrote it."""
+    problem = f"lacks what a report needs ({type(error).__name__}: {error}); give the folder of a training run"
+    return DataError(run / "config.json", problem)
+
+
 def read_record(run: Path) -> RunRecord:
     """Returns the contents of a run folder; raises DataError if it holds no run, or config.json lacks what is shown."""
     content, gaps = read_config(run), list[str]()
@@ -283,9 +294,8 @@ def read_record(run: Path) -> RunRecord:
         for part, settings in SHOWN.items():
             for name in settings:
                 content[part][name]
-    except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
-        problem = f"lacks what a report needs ({type(error).__name__}: {error}); give the folder of a training run"
-        raise DataError(run / "config.json", problem) from None
+    except DAMAGE as error:
+        raise lacking(run, error) from None
     status: dict[str, Any] = {}
     try:
         status = dict(json.loads(read_whole(run / "status.json")))

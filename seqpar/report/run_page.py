@@ -13,7 +13,7 @@ from seqpar.data.phantom.phantom_files import describe_layout, is_generated
 from seqpar.models.build import family_of
 from seqpar.report.curves import training_diagrams
 from seqpar.report.plots import draw_charts
-from seqpar.report.record import RunRecord, above_scores, is_of_phantoms, weak_start, weights_behind
+from seqpar.report.record import DAMAGE, RunRecord, above_scores, is_of_phantoms, lacking, weak_start, weights_behind
 from seqpar.report.rendering import render
 from seqpar.runs.metrics_tail import ERRORS
 from seqpar.text import clock, quantity
@@ -78,6 +78,10 @@ def render_run(
     generated = record.has_phantoms
     if prediction:
         generated = is_generated(images or truth or "unknown") or is_of_phantoms(prediction)
+    try:
+        main, every = main_settings(record), all_settings(record)
+    except DAMAGE as error:
+        raise lacking(record.path, error) from None
     what = "volumes and scores" if alone else "errors" if record.network_settings.task in ERRORS else "scores"
     return render(
         "page.html",
@@ -92,8 +96,8 @@ def render_run(
         gaps=[*record.gaps, *gaps],
         faults=faults,
         cautions=[*cautions, *filter(None, [weak_start(record)])],
-        main_settings=main_settings(record),
-        all_settings=all_settings(record),
+        main_settings=main,
+        all_settings=every,
         training=draw_charts(
             training_diagrams(
                 record.train, record.held_out, f"Loss ({loss or record.config.get('loss', 'dice-ce')})", classes

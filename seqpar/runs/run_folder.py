@@ -51,7 +51,14 @@ def read_config(run: str | Path) -> dict[str, Any]:
     for name in ("config", "dataset", "layout"):
         if not isinstance(content.get(name, {}), dict):
             raise _damaged(run, f"{name!r} is no JSON object")
+    for name in ("train", "held_out"):
+        if not _is_list_of_names(content.get("dataset", {}).get(name, [])):
+            raise _damaged(run, f"{name!r} of its data is no list of names")
     return content
+
+
+def _is_list_of_names(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(name, str) for name in value)
 
 
 def _damaged(run: str | Path, why: str) -> DataError:
@@ -96,7 +103,7 @@ def _test_of(run: str | Path) -> frozenset[str]:
     if "dataset" not in content:
         raise _damaged(run, "it lacks 'dataset'")
     names = content["dataset"].get("test", [])
-    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+    if not _is_list_of_names(names):
         raise _damaged(run, "'test' of its data is no list of names")
     return frozenset(names)
 

@@ -83,7 +83,8 @@ class Config(
         for name, value in plain.items():
             kind = type(getattr(usual, name))
             also = {"patch": int, float: int}  # a cube's side; whole numbers
-            if not isinstance(value, (kind, also.get(name) or also.get(kind, kind))):
+            is_kind = isinstance(value, (kind, also.get(name) or also.get(kind, kind)))
+            if not is_kind or (isinstance(value, tuple) and not all(isinstance(part, int | float) for part in value)):
                 raise ValueError(
                     f"config.json: {name} is {value!r}, and a value such as {getattr(usual, name)!r} is needed"
                 )

@@ -70,6 +70,11 @@ PLANS = [
             ("model/plans.json", "spacing of configuration 3d_fullres is [0, 1, 1] (it must be above 0)"),
         ),
         (
+            "nnU-Net's plans with a spacing that makes a tiny image huge",
+            _plans(spacing=[0.02, 0.02, 0.02]),
+            ("images/a_0000.nii.gz", "the plan's spacing (0.02, 0.02, 0.02) would make ", " voxels ("),
+        ),
+        (
             "nnU-Net's plans with a spacing that is no number",
             _plans(spacing=["a", 1, 1]),
             ("model/plans.json", "spacing of configuration 3d_fullres is ['a', 1, 1]"),
@@ -134,13 +139,13 @@ WEIGHTS = [
 ]
 
 
-def _tables(truth: str, given: str) -> Callable[[Path], None]:
+def _tables(truth: str, given: str, end: str = "\n") -> Callable[[Path], None]:
     """Returns what makes a table of true classes and one of predicted ones, a line each."""
 
     def make(here: Path) -> None:
         (here / "p").mkdir()
         (here / "labels.csv").write_text(f"case,class\na,ill\n{truth}\n")
-        (here / "p" / "predictions.csv").write_text(f"case,class,p(healthy),p(ill)\na,ill,0.1,0.9\n{given}\n")
+        (here / "p" / "predictions.csv").write_text(f"case,class,p(healthy),p(ill)\na,ill,0.1,0.9\n{given}{end}")
 
     return make
 
@@ -164,6 +169,15 @@ CLASSES = [
         ("a true class that is empty", "b,", "b,ill,0.2,0.8", "labels.csv: line 3, case b, has no class"),
         ("a true class with a bell", "b,i\all", "b,ill,0.2,0.8", "labels.csv: line 3, case b, has the class 'i"),
     )
+]
+CLASSES += [
+    Attack(
+        "a table of predictions without its last digits",
+        types="evaluate labels.csv p",
+        code=3,
+        says="p/predictions.csv: ends within a line, as if it had been cut off: copy or predict it again, or add a",
+        make=_tables("b,ill", "b,ill,0.2,0.7999", end=""),
+    ),
 ]
 
 

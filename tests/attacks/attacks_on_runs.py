@@ -238,6 +238,37 @@ ATTACKS += [
 ]
 
 
+def _config(part: str, **values: Any) -> Callable[[Path], None]:
+    """Returns what makes a data set and a run of which a part of config.json has these values."""
+
+    def make(here: Path) -> None:
+        _ended(here)
+        nnunet(here / "D", 5)
+        path = here / "run" / "config.json"
+        content = json.loads(path.read_text())
+        write_json(path, {**content, part: {**content[part], **values}})
+
+    return make
+
+
+ATTACKS += [
+    Attack(
+        f"{line.split()[0]} a run whose {part} has {key} {value}",
+        types=line,
+        code=3,
+        says=("run/config.json: ", words),
+        make=_config(part, **{key: value}),
+        keeps="D run",
+    )
+    for line, part, key, value, words in (
+        ("report run", "layout", "parameters", True, "lacks what a report needs (AttributeError: "),
+        ("report run", "config", "patch", ["x", 4, 4], "patch is ('x', 4, 4)"),
+        ("train --resume --out run --device cpu", "config", "tile", [8, 8, []], "tile is (8, 8, [])"),
+        ("train --resume --out run --device cpu", "dataset", "train", [["a"]], "'train' of its data is no list"),
+    )
+]
+
+
 def _links(here: Path) -> None:
     """Makes a data set, a run, a link to nothing, and one that leads to itself."""
     nnunet(here / "D", 1)

@@ -5,6 +5,7 @@ import fcntl
 import hashlib
 import shutil
 import sys
+import time
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
@@ -99,7 +100,7 @@ def test_a_full_disk_and_a_folder_that_cannot_be_written(server: FileServer, tmp
         with pytest.raises(DataError, match=r"has 1 MB free, and .*/net.pth needs 1: free space, or name"):
             local_file(address)
 
-    def full(self, response, file) -> None:
+    def full(self, file) -> None:
         file.write(BODY[:9])
         raise OSError(errno.ENOSPC, "No space left on device")
 
@@ -133,6 +134,18 @@ def test_an_address_that_cannot_be_taken_says_how_to_write_one(address: str, wor
     with pytest.raises(ValueError, match=words) as caught:
         local_file(address)
     assert code_of(caught.value) == USAGE and is_address(address) and is_address(Path(address))
+
+
+@pytest.mark.parametrize(
+    ("name", "words"), [("slow.bin", "send 66 kB within 0.5 s"), ("mute.bin", "answer within 1 s")]
+)
+def test_a_server_that_sends_a_byte_now_and_then(name, words, server: FileServer, tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(addresses, "SILENT_S", 0.5)
+    monkeypatch.setattr(addresses, "ANSWER_S", 1.0)
+    began = time.monotonic()
+    with pytest.raises(DataError, match=rf"{name}: the download broke off \(the server did not {words}\); start it"):
+        local_file(server.address(name, BODY))
+    assert time.monotonic() - began < 10 and files(tmp_path) == []
 
 
 def path_on_rank(mesh: Mesh, address: str) -> str:

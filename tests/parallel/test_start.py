@@ -1,5 +1,7 @@
 """A start refuses a GPU that ranks have together, names the group that cannot be made, and sends what NCCL knows."""
 
+import json
+import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -10,12 +12,14 @@ import torch
 import torch.distributed as dist
 
 from seqpar.decoders.modes.named_modes import choose_mode
-from seqpar.parallel import collectives, messages
+from seqpar.parallel import collectives, messages, rendezvous
 from seqpar.parallel.launcher import Launcher, gpu_settings, shared_gpu_settings
 from seqpar.parallel.layout import Layout
 from seqpar.parallel.mesh import Mesh
-from seqpar.parallel.rendezvous import _eager_device, _places_of
-from seqpar.parallel.roll_call import RankLocation, StartLimit, locate_rank, refuse_shared_gpus
+from seqpar.parallel.rendezvous import _eager_device, _places_of, start
+from seqpar.parallel.roll_call import RankLocation, StartLimit, locate_rank, refuse_shared_gpus, roll_call
+from seqpar.parallel.shared_memory import link_groups
+from tests.support.folders import child, exit_code
 from tests.support.ranks import run_ranks
 
 GPU = torch.device("cuda", 0)
@@ -45,6 +49,49 @@ def test_a_rank_says_which_gpu_it_has_unless_it_may_share_it(monkeypatch: pytest
     assert locate_rank(launcher, GPU, {}) == RankLocation("node1", "GPU-1 7")
     assert locate_rank(launcher, GPU, {"SEQPAR_SHARE_GPU": "1"}) == RankLocation("node1")
     assert locate_rank(launcher, torch.device("cpu"), {}) == RankLocation("node1")
+
+
+def test_ranks_that_ask_for_groups_of_other_sizes_are_refused() -> None:
+    store = dist.HashStore()  # type: ignore[no-untyped-call]
+    store.set("host/1", json.dumps(RankLocation("a", sizes=(2, 1))))
+    with pytest.raises(ValueError, match="seqpar=2 with pipe=1 on rank 1, but seqpar=1 with pipe=1 on rank 0: give"):
+        roll_call(Launcher("test", 0, 2, 0, 2), store, RankLocation("a"), 5.0)
+
+
+def test_a_store_that_went_with_its_rank_is_not_called_late() -> None:
+    def gone(*_: object) -> None:
+        raise dist.DistNetworkError("connection reset")
+
+    store = SimpleNamespace(set=lambda *_: None, wait=gone, check=gone)
+    with pytest.raises(ConnectionError, match="rank 0 has ended before all ranks had started: see its log"):
+        roll_call(Launcher("test", 1, 2, 1, 2), store, RankLocation("a"), 900.0)
+
+
+def start_inside(mesh: Mesh) -> str:
+    env = {"RANK": str(mesh.world.index), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    with pytest.raises(ValueError, match="initialised already: start the ranks once") as caught:
+        start(2, env=env)
+    return str(caught.value)
+
+
+def test_a_start_inside_a_mesh_is_refused() -> None:
+    assert len(set(run_ranks(2, start_inside))) == 1
+
+
+def test_a_rank_starts_though_the_first_has_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port = str(listener.getsockname()[1])
+
+    def begin(rank: int) -> None:
+        slow = link_groups
+        if rank:
+            monkeypatch.setattr(rendezvous, "link_groups", lambda *of: (time.sleep(2), slow(*of)))
+        env = {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        start(2, env=env, device="cpu", timeout_s=10)  # the first rank, which hosts the store, ends at once
+
+    pids = [child(lambda rank=rank: begin(rank)) for rank in (0, 1)]
+    assert [exit_code(pid) for pid in pids] == [0, 0]
 
 
 def test_ranks_that_share_a_gpu_look_to_nccl_like_hosts_of_their_own() -> None:

@@ -3,8 +3,9 @@
 import hashlib
 import ssl
 import threading
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
@@ -16,7 +17,8 @@ CERTIFICATE = Path(__file__).with_name("localhost.pem")
 class FileServer:
     """Serves ``files`` by name; ``asked`` lists what was asked for.
 
-    The files cut.bin and chunks.bin end too early, and those of ``redirects`` are somewhere else.
+    The files cut.bin and chunks.bin end too early, slow.bin comes byte by byte, and so does what is said before
+    mute.bin; those of ``redirects`` are somewhere else.
     """
 
     def __init__(self, port: int) -> None:
@@ -50,7 +52,15 @@ def serving(monkeypatch: pytest.MonkeyPatch) -> Iterator[FileServer]:
             else:
                 self._send(name, served.files[name])
 
+        def _drip(self) -> None:
+            with suppress(OSError):  # of a client that has left
+                for _ in range(100):
+                    self.wfile.write(b"x")
+                    time.sleep(0.1)
+
         def _send(self, name: str, body: bytes) -> None:
+            if name == "mute.bin":
+                self._drip()
             self.send_response(200)
             if name == "chunks.bin":
                 self.send_header("Transfer-Encoding", "chunked")
@@ -58,6 +68,8 @@ def serving(monkeypatch: pytest.MonkeyPatch) -> Iterator[FileServer]:
             else:
                 self.send_header("Content-Length", str(len(body) + 7 * (name == "cut.bin")))
             self.end_headers()
+            if name == "slow.bin":
+                self._drip()
             self.wfile.write(body)
 
         def log_message(self, *of: object) -> None: ...

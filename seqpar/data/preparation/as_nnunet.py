@@ -28,6 +28,7 @@ from seqpar.data.preparation.prepared_case import (
     count_ids,
     ignore_step,
     locate,
+    refuse_growth,
     resample_ids,
 )
 from seqpar.data.preparation.recipe import Recipe
@@ -77,6 +78,7 @@ class NnunetPreparation(Preparation):
         shape = tuple(max(1, round(old / new * n)) for old, new, n in zip(spacing, plan.spacing, sides))
         if not plan.resamples:
             shape = sides
+        refuse_growth(case, sides, shape, f"the plan's spacing {plan.spacing}", len(image))
         image = resampled(image, shape, spacing, plan.spacing, plan.resampling)
         label = None
         if ids is not None:

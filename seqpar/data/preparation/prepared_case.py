@@ -76,6 +76,7 @@ class Prepared(NamedTuple):
 
 Step = Callable[[], None]
 CLOSE = 1e-3  # how far probabilities may be from 0 to 1, and their sum from 1
+MOST_GROWTH, LARGE = 1000, 10**7  # voxels for each one of the file, or in all, that a case may become
 STAGES = 3  # after its files are read, a case is cropped, normalised, resampled
 
 
@@ -253,22 +254,35 @@ def resampled_shape(
     case: Case,
     share: float = 1.0,
 ) -> tuple[int, int, int]:
-    """Returns a case's shape at another spacing; raises ``SettingsError`` if no memory holds it, or nothing is left.
+    """Returns a case's shape at another spacing; raises ``SettingsError`` if it is too large, or nothing is left.
 
     - ``share``: of the shape that memory has to hold: a crop, which headers do not show, may leave no more
     """
     shape = transforms.new_shape(sides, spacing, target)
+    refuse_growth(case, sides, shape, f"--spacing {','.join(f'{side:g}' for side in target)}", num_channels, share)
+    if all(n * old < new / 2 for n, old, new in zip(sides, spacing, target)):
+        raise SettingsError(
+            case.images[0], f"--spacing {','.join(f'{side:g}' for side in target)} would make less than one voxel of "
+            f"its {'x'.join(map(str, sides))}; give smaller sizes in mm"
+        )  # fmt: skip
+    return shape
+
+
+def refuse_growth(
+    case: Case, sides: Sequence[int], shape: Sequence[int], spacing: str, num_channels: int, share: float = 1.0
+) -> None:
+    """Raises ``SettingsError`` if no memory holds a case of this shape, or if most of its voxels are made up.
+
+    - ``spacing``: what makes that shape of its ``sides``, in words
+    - ``share``: of the shape that memory has to hold
+    """
     size, memory = 4 * num_channels * math.prod(shape), os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    is_lost = all(n * old < new / 2 for n, old, new in zip(sides, spacing, target))
-    if share * size > memory or is_lost:
+    if share * size > memory or math.prod(shape) > max(LARGE, MOST_GROWTH * math.prod(sides)):
         was, becomes = ("x".join(map(str, shown)) for shown in (sides, shape))
         raise SettingsError(
-            case.images[0],
-            f"--spacing {','.join(f'{side:g}' for side in target)} would make "
-            + ("less than one voxel" if is_lost else f"{becomes} voxels ({size / 1e9:,.0f} GB)")
-            + f" of its {was}; give {'smaller' if is_lost else 'larger'} sizes in mm",
-        )
-    return shape
+            case.images[0], f"{spacing} would make {becomes} voxels ({size / 1e9:,.1f} GB) of its {was}; give larger "
+            "sizes in mm"
+        )  # fmt: skip
 
 
 def refuse_unannotated(case: Case, counts: Sequence[int], recipe: Recipe) -> None:

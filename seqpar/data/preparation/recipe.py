@@ -151,7 +151,8 @@ class Recipe:
         lacking = [s for s, one in zip(self.schemes, self.intensities) if s in ("ct", "clip") and one is None]
         sizes, counts = self.spacing, {len(self.modalities), len(self.schemes), len(self.intensities)}
         numbers = [number for one in self.intensities if one for number in (one.low, one.high, one.mean, one.std)]
-        if wrong or lacking or len(counts) > 1 or not all(_is_finite(number) for number in numbers):
+        named = all(isinstance(name, str) for name in self.modalities)
+        if not named or wrong or lacking or len(counts) > 1 or not all(_is_finite(number) for number in numbers):
             raise ValueError(
                 f"the recipe normalises {self.modalities} by {self.schemes} and {self.intensities}: it is damaged"
             )

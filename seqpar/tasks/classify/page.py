@@ -28,7 +28,7 @@ from seqpar.report.images import FoundImage, Images, find_images, grey_images, o
 from seqpar.report.pictures import MAPS, body_of, draw_evidence, evidence_planes
 from seqpar.report.planes import colours_of, slices_of
 from seqpar.report.plots import Chart, draw_charts
-from seqpar.report.record import RunRecord, chosen_on_them, step_sentence
+from seqpar.report.record import DAMAGE, RunRecord, chosen_on_them, step_sentence
 from seqpar.report.run_page import FinishedPage, is_neurological, render_run, try_reading
 from seqpar.report.several_runs import Comparison, read_all
 from seqpar.report.tables import HeadlineTile, Score, Table, TableHead, TableRow
@@ -85,11 +85,12 @@ def read_class_scores(
     path = record.path / "validation" / "summary.json"
     try:
         content = dict(json.loads(read_whole(path)))
-        for part in ("names", "cases", "metric_per_case", "scores", "intervals", "classes", "confusion"):
-            content[part]
+        for case in content["metric_per_case"]:
+            verdict_on(case, content)
+        _scores(content, None, "")  # a damaged file is found here, not while the page is made
     except FileNotFoundError:
         raise DataError(path, "is not there: only a run that came to its end leaves scores of all its cases") from None
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, *DAMAGE) as error:
         raise DataError(path, f"cannot be used ({type(error).__name__}: {error})") from None
     return content | {"source": f"{path}, written after step {content.get('step', 0):,}"}
 
@@ -125,8 +126,7 @@ def class_page(options: argparse.Namespace, record: RunRecord) -> FinishedPage:
         summary = try_reading(lambda: read_class_scores(record), gaps)
     if summary and options.cases:
         cases = pictured_cases(record, summary, options.cases, explained, neurological, gaps)
-    faults = summary["faults"] if summary and is_other else ()
-    cautions = list[str]()
+    faults, cautions = summary["faults"] if summary and is_other else (), list[str]()
     if summary:
         cautions = _cautions(record, summary, options.truth) if is_other else chosen_on_them(record)
     step = "" if is_other or not summary else step_sentence(int(summary.get("step") or 0), record)

@@ -50,7 +50,7 @@ class PredictionTable(PredictionFolder):
         """Also keeps the lines of other cases with the same settings."""
         if same_settings and self.path.is_file() and self.path.stat().st_size:  # an emptied one has nothing to keep
             whole = {case.id for case in cases if not self.explains or all(map(is_whole, self.explanation_paths(case)))}
-            table, again = read_class_table(self.path), {case.id for case in cases} - (kept & whole)
+            table, again = read_class_table(self.path, may_be_cut=True), {case.id for case in cases} - (kept & whole)
             if not self.path.read_bytes().endswith(b"\n"):  # cut off, maybe within a number
                 again |= {case.id for case in cases} & {*table.cases[-1:]}
             self.rows = {case: row for case, row in zip(table.cases, table.probabilities) if case not in again}

@@ -52,8 +52,11 @@ def find_table(path: Path) -> Path | None:
     return next((place for place in places if place.is_file()), None)
 
 
-def read_class_table(path: Path) -> ClassTable:
-    """Returns the content of a predictions.csv; raises DataError for what is none."""
+def read_class_table(path: Path, may_be_cut: bool = False) -> ClassTable:
+    """Returns the content of a predictions.csv; raises DataError for what is none.
+
+    - ``may_be_cut``: whether its last line may lack its end, and with it digits
+    """
     rows = list(read_rows(path, ("case", "class")).values())
     columns = [name for name in rows[0] if name.startswith("p(") and name.endswith(")")] if rows else []
     if len(columns) < 2:
@@ -65,6 +68,11 @@ def read_class_table(path: Path) -> ClassTable:
     for row, given in zip(rows, values):
         if not np.isfinite(given).all() or (given < 0).any() or abs(given.sum() - 1) > 1e-3:
             raise DataError(path, f"case {row['case']} has probabilities that do not sum to 1; write it again")
+    if not may_be_cut and not path.read_bytes().endswith((b"\n", b"\r")):
+        raise DataError(
+            path, "ends within a line, as if it had been cut off: copy or predict it again, or add a line break if its "
+            "last line is whole"
+        )  # fmt: skip
     names = tuple(name[2:-1] for name in columns)
     for row, given in zip(rows, values):
         if row["class"] not in names:
