@@ -156,7 +156,7 @@ def typed_variable(command: Sequence[str]) -> dict[str, str]:
 
 
 def _is_of_package(folder: str) -> bool:
-    """Returns whether the programs in a folder are the package's own, which ``python -m`` starts and their path does not."""
+    """Returns whether the programs in a folder are the package's own, which only ``python -m`` starts."""
     return os.path.realpath(folder) == os.path.join(os.path.dirname(os.path.realpath(__file__)), "cli")
 
 
