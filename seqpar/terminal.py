@@ -155,13 +155,18 @@ def typed_variable(command: Sequence[str]) -> dict[str, str]:
     return {TYPED: os.path.join(folder, f"seqpar-{act}" if started.startswith("seqpar-") else f"{act}.py")}
 
 
+def _is_of_package(folder: str) -> bool:
+    """Returns whether the programs in a folder are the package's own, which only ``python -m`` starts."""
+    return os.path.realpath(folder) == os.path.join(os.path.dirname(os.path.realpath(__file__)), "cli")
+
+
 def program(act: str) -> list[str]:
     """Returns what to write after ``python``, ``torchrun`` or ``srun python`` to start an act, as a person here would.
 
     That is its file, or its module if this process was started by a console script.
     """
     folder, started = os.path.split(typed_script())
-    if started.startswith("seqpar-"):
+    if started.startswith("seqpar-") or _is_of_package(folder):
         return python_module(act)
     neighbour = os.path.join(folder, f"{act}.py")
     return [neighbour if os.path.exists(neighbour) else f"launch/{act}.py"]
@@ -175,8 +180,10 @@ def next_command(act: str, *arguments: object, ranks: int = 1) -> str:
     words = program(act)
     if ranks > 1:
         words = ["torchrun", "--nproc-per-node", str(ranks), *words]
+    elif os.path.basename(typed_script()).startswith("seqpar-"):
+        words = [f"seqpar-{act}"]
     else:
-        words = ["python", *words] if words[0] != "-m" else [f"seqpar-{act}"]
+        words = ["python", *words]
     paths = (f"./{one}" if isinstance(one, Path) and str(one).startswith("-") else str(one) for one in arguments)
     return shlex.join([*words, *paths])
 

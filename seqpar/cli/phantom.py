@@ -23,9 +23,9 @@ def act(arguments: Sequence[str]) -> int:
     parser.add_argument(
         "--size",
         type=int,
-        nargs=3,
-        metavar=("W", "D", "H"),
-        help="voxels per direction; the field of view stays the same (default: the kind's)",
+        nargs="+",
+        metavar="VOXELS",
+        help="voxels per direction, one number or three; the field of view stays the same (default: the kind's)",
     )
     parser.add_argument(
         "--seed", type=int, default=0, metavar="NUMBER", help="seed of the random patients (%(default)s)"
@@ -35,7 +35,8 @@ def act(arguments: Sequence[str]) -> int:
     parser.add_argument("--workers", type=int, default=workers, metavar="PROCESSES", help=processes)
     options = parser.parse_args(arguments)
     check_numbers(options, workers=AT_LEAST_A_PROCESS)
-    settings = PhantomSettings.of(options.kind, options.layout, options.size and tuple(options.size), options.seed)
+    size = options.size and tuple(options.size * 3 if len(options.size) == 1 else options.size)
+    settings = PhantomSettings.of(options.kind, options.layout, size, options.seed)
     root = write_phantom(options.out, options.cases, settings, options.workers, ProgressBar("phantom"))
     print(f"{quantity(options.cases, 'case')} in {root}")
     task = ["--task", "classify"] if KINDS[options.kind].class_of else []

@@ -68,7 +68,7 @@ class RunSettings:
     out: str = _running("", "run folder; none: runs/<preset>-<time>", metavar="FOLDER", common=True)
     weights: str = _running(
         "",
-        "pretrained weights to start from: run folder, file (ours, MONAI's, Primus' or nnU-Net's), or its address",
+        "pretrained weights to start from: run folder, file (ours, MONAI's, MedNeXt's, Primus', nnU-Net's), or address",
         metavar="RUN",
         common=True,
     )

@@ -198,6 +198,7 @@ def test_the_next_command_is_typed_as_this_one_was(monkeypatch: pytest.MonkeyPat
     for started, line, of_two in (
         ("/usr/bin/seqpar-train", "seqpar-report 'runs/a b'", "-m seqpar.cli.train --lr 1"),
         ("launch/train.py", "python launch/report.py 'runs/a b'", "launch/train.py --lr 1"),
+        (prepare.__file__, "python -m seqpar.cli.report 'runs/a b'", "-m seqpar.cli.train --lr 1"),
         ("/usr/lib/pytest/__main__.py", "python launch/report.py 'runs/a b'", "launch/train.py --lr 1"),
     ):
         monkeypatch.setattr(sys, "argv", [started])

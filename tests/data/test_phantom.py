@@ -197,6 +197,11 @@ def test_the_act_writes_and_its_faults_have_codes(tmp_path, capsys):
     good = ["--cases", "1", "--size", "24", "28", "24", "--workers", "1", "--out"]
     assert run(launch_phantom.act, [*good, str(tmp_path / "a")]) == 0
     assert "1 case in" in capsys.readouterr().out
+    vessels = ["--kind", "vessels", "--cases", "1", "--size", "24"]
+    assert run(launch_phantom.act, [*vessels, "--out", str(tmp_path / "c")]) == 0
+    (image,) = (tmp_path / "c").rglob("*_0000.nii.gz")
+    assert nibabel.load(image).shape == (24, 24, 24)
+    assert run(launch_phantom.act, ["--size", "24", "24", "--out", str(tmp_path / "b")]) == USAGE
     assert run(launch_phantom.act, [*good, str(tmp_path / "a"), "--seed", "1"]) == DATA
     assert run(launch_phantom.act, ["--cases", "0", "--out", str(tmp_path / "b")]) == USAGE
     assert run(launch_phantom.act, ["--size", "8", "8", "8", "--out", str(tmp_path / "b")]) == USAGE

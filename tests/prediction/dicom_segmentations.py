@@ -130,6 +130,7 @@ def test_predict_writes_a_segmentation_of_each_series_and_its_pages_name_nobody(
     config = json.loads((run / "config.json").read_text())
     (run / "config.json").write_text(json.dumps({**config, "layout": {"ranks": 1, "data": 1, "seqpar": 1}}))
     assert act(tmp_path, run, "--dicom-seg", "--statistics") == 0
+    assert f"DICOM segmentations: {tmp_path / 'out' / 'dicom-seg'}" in capfd.readouterr().out
     for number, name in enumerate("ab", 1):
         written = pydicom.dcmread(tmp_path / "out" / "dicom-seg" / f"{name}.dcm")
         label, source = (

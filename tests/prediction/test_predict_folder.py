@@ -82,7 +82,10 @@ def test_continue_does_what_is_left_and_the_files_are_the_same(images, tmp_path,
 def test_continue_predicts_again_what_lacks_a_whole_file(images, tmp_path, capsys) -> None:
     run, flags = make_run(tmp_path / "run"), ("--probabilities", "--npz", "--uncertainty", "--statistics")
     assert act(tmp_path, run, *flags) == 0
-    whole = tree(tmp_path / "out")
+    said, whole = capsys.readouterr().out, tree(tmp_path / "out")
+    for line in ("probabilities: {}/probabilities", "probabilities as nnU-Net saves them: {}/npz",
+                 "maps of uncertainty: {}/uncertainty", "statistics: {}/statistics.csv"):  # fmt: skip
+        assert f"\n{line.format(tmp_path / 'out')}\n" in said
     for emptied, cut in [
         ("npz/c_000.pkl", "npz/c_001.npz"),
         ("npz/c_000.npz", "uncertainty/c_001_entropy.nii.gz"),

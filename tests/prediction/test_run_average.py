@@ -87,11 +87,12 @@ def test_several_runs_predict_by_the_mean_of_their_probabilities(names: str, out
 
 
 @pytest.mark.parametrize("name, outputs", [("a", ("label-0", "label-1")), ("c", ("whole", "core"))])
-def test_a_temperature_changes_probabilities_and_no_label(name: str, outputs, place, tmp_path) -> None:
+def test_a_temperature_changes_probabilities_and_no_label(name: str, outputs, place, tmp_path, capsys) -> None:
     out, before = tmp_path / "out", place / f"out-{name}"
     more = ("-i", str(place / "images"), "-o", str(out), "--probabilities", "--uncertainty", "--temperature", "2.5")
     assert predict.act([str(place / name), *more]) == 0
     assert json.loads((out / "prediction.json").read_text())["settings"]["temperature"] == 2.5
+    assert f"probabilities (logits divided by 2.5, the temperature): {out / 'probabilities'}" in capsys.readouterr().out
     for case in ("c_000", "c_001", "c_002"):
         assert (out / f"{case}.nii.gz").read_bytes() == (before / f"{case}.nii.gz").read_bytes()
         files = [f"probabilities/{case}_{output}.nii.gz" for output in outputs]

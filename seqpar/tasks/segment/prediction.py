@@ -24,8 +24,15 @@ from seqpar.prediction.sliding_window import Image, warn_beyond_training
 from seqpar.prediction.window_grid import WindowGrid
 from seqpar.runs.trained_run import TrainedRun, prediction_mode
 from seqpar.scores.label_classes import labels_of_declaration
-from seqpar.scores.label_files import DISAGREEMENT, ENTROPY
-from seqpar.tasks.segment.label_map_folder import DicomFiles, EnsembleFiles, LabelMapFolder
+from seqpar.scores.label_files import DISAGREEMENT, ENTROPY, UNCERTAINTY
+from seqpar.tasks.segment.label_map_folder import (
+    DICOM_SEG,
+    NPZ,
+    PROBABILITIES,
+    DicomFiles,
+    EnsembleFiles,
+    LabelMapFolder,
+)
 from seqpar.text import quantity
 from seqpar.weights.weight_files import digest
 
@@ -65,6 +72,16 @@ class LabelMapPrediction(CasePrediction):
         if "nogather" in self._modes():  # what a rank sees then depends on the size of the group
             record["seqpar"] = self.mesh.seq.size
         return record
+
+    def other_files(self) -> list[str]:
+        request, folder = self.request, self.request.output
+        heats = {member.settings.temperature for member in self.members} - {1.0}
+        divided = f" (logits divided by {heats.pop():.3g}, the temperature)" if heats else ""
+        lines = [f"probabilities{divided}: {folder / PROBABILITIES}"] * request.probabilities
+        lines += [f"probabilities as nnU-Net saves them{divided}: {folder / NPZ}"] * request.npz
+        lines += [f"maps of uncertainty{divided}: {folder / UNCERTAINTY}"] * request.uncertainty
+        lines += [f"DICOM segmentations: {folder / DICOM_SEG}"] * request.dicom_seg
+        return [*lines, *super().other_files()]
 
     def announce(self, cases: str) -> None:
         self.shown.say(f"predicting {cases} with {self.weights_line}; {self._ranks_line()}")
