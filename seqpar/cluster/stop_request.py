@@ -12,9 +12,8 @@ from types import FrameType
 from seqpar.cluster.exit_codes import PREEMPTED
 from seqpar.cluster.stop_agreement import StopAgreement
 from seqpar.parallel.mesh import Mesh
-from seqpar.parallel.processes import LEAVE_SIGNALS, PARENT_OF_FOLD
+from seqpar.parallel.processes import LEAVE_SIGNALS, PARENT_OF_FOLD, STOP_FILE
 
-STOP_FILE = "stop"  # in a run folder: ends the run after its next step, resumable
 APART_S = 1.0  # one Ctrl-C may come twice to a fold: from srun to all processes, and passed on
 
 

@@ -26,6 +26,7 @@ from typing import Any
 PARENT = "SEQPAR_PARENT"  # variable with the id of the process that started these ranks
 PARENT_OF_FOLD = "SEQPAR_PARENT_OF_FOLD"  # of the process that trains fold after fold
 LEAVE_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)  # these ask a process to leave
+STOP_FILE = "stop"  # in the folder of a run or a sweep: it saves and ends, resumable
 # A scheduler warns every process of a job; whether work goes on is for the parent of workers to decide.
 _FOR_PARENT = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 # by these, torchrun, Slurm and MPI tell a process which rank it is

@@ -15,7 +15,7 @@ from ray.tune.schedulers import ASHAScheduler, FIFOScheduler, TrialScheduler
 from ray.tune.search import ConcurrencyLimiter, Searcher
 
 from seqpar.cluster.exit_codes import FAULT, PREEMPTED
-from seqpar.parallel.processes import forward_signals, most_informative_code
+from seqpar.parallel.processes import STOP_FILE, forward_signals, most_informative_code
 from seqpar.sweeps.live_table import LiveTable
 from seqpar.sweeps.planned_run import PlannedRun, has_begun, has_finished, refuse_other_flags
 from seqpar.sweeps.ray_cluster import Cluster
@@ -78,7 +78,7 @@ class SideBySide:
                 if watch.table.over > num_over:
                     num_over = watch.table.over
                     self.on_end()
-                if (self.signals or time.monotonic() > self.until) and not watch.leaves:
+                if not watch.leaves and (self.signals or time.monotonic() > self.until or (root / STOP_FILE).exists()):
                     watch.leave()
                 watch.refresh()
                 self._refuse_lost()
@@ -163,6 +163,7 @@ class _Watch(tune.Callback):
         self.leaves = True
         with suppress(OSError):
             (self.root / LEAVING).touch()
+            (self.root / STOP_FILE).unlink(missing_ok=True)
         with self._lock:
             self.table.display.say("leaving: runs save and end")
 

@@ -21,7 +21,15 @@ from ray.exceptions import RayActorError
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from seqpar.cluster.exit_codes import FINAL, PREEMPTED
-from seqpar.parallel.processes import PARENT, environment_of_ranks, free_port, rank_variables, start_python
+from seqpar.data.files import read_json
+from seqpar.parallel.processes import (
+    PARENT,
+    STOP_FILE,
+    environment_of_ranks,
+    free_port,
+    rank_variables,
+    start_python,
+)
 from seqpar.runs.metrics_tail import MetricsTail, score_of
 from seqpar.terminal import python_module
 
@@ -169,10 +177,14 @@ class Trial(tune.Trainable):
             time.sleep(POLL_S)
 
     def _ended(self, codes: Sequence[int]) -> dict[str, Any]:
-        """Returns the last result; raises where the training was killed, so that Ray begins the trial again."""
+        """Returns the last result; raises where the training was killed, so that Ray begins the trial again.
+
+        One that left because of a file ``stop`` in its folder was not.
+        """
         self._next_validation()
         code = next((code for code in codes if code in FINAL), max(codes, key=abs))
-        if code and code not in FINAL and not (code == PREEMPTED and self._asked_to_leave()):
+        was_asked = code == PREEMPTED and (self._asked_to_leave() or self._has_left_by_file())
+        if code and code not in FINAL and not was_asked:
             raise RuntimeError(f"the training of {self.task.name} ended with exit code {code}")
         return self._over(code)
 
@@ -192,6 +204,10 @@ class Trial(tune.Trainable):
 
     def _asked_to_leave(self) -> bool:
         return (Path(self.task.sweep) / LEAVING).exists()
+
+    def _has_left_by_file(self) -> bool:
+        why = str(read_json(self.task.run / "status.json").get("why", ""))
+        return why.startswith(f"file {self.task.run / STOP_FILE}")
 
     def cleanup(self) -> None:
         """Lets the ranks of a trial that Ray ends early save and leave."""

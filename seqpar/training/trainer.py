@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from seqpar.cluster.exit_codes import PREEMPTED
-from seqpar.cluster.stop_request import STOP_FILE, StopRequest
+from seqpar.cluster.stop_request import StopRequest
 from seqpar.data.errors import DataError
 from seqpar.data.files import write_json
 from seqpar.data.sampling.loader import Loader
@@ -22,6 +22,7 @@ from seqpar.optimization.schedules import learning_rate, set_learning_rate
 from seqpar.parallel.collectives import equal_weights
 from seqpar.parallel.consensus import run_on_rank0
 from seqpar.parallel.mesh import Mesh
+from seqpar.parallel.processes import STOP_FILE
 from seqpar.pipeline.stages import StageMap
 from seqpar.report.plots import draw_progress
 from seqpar.runs.boards import Board, open_on_first

@@ -28,6 +28,7 @@ def in_child(keeps: bool) -> tuple[bool, int]:
         return pool.apply(pages_given, (keeps,))
 
 
+@pytest.mark.started
 def test_memory_that_is_freed_serves_the_next_tensor() -> None:
     kept, given = in_child(True)
     if not kept:

@@ -72,6 +72,7 @@ def places(images: list[np.ndarray], voxel: tuple[int, ...]) -> np.ndarray:
     return np.stack([image[(slice(None), *voxel)] for image in images])
 
 
+@pytest.mark.started
 def test_our_fast_deformation_has_the_distribution_of_batchgenerators() -> None:
     """The same strengths on a source that holds its own coordinates: where a corner and a face come from."""
     from batchgenerators.augmentations.spatial_transformations import augment_spatial

@@ -22,6 +22,7 @@ from tests.support.classifiers import (
     vit,
     vit_with_token,
 )
+from tests.support.marks import long_case
 
 MAKERS: tuple[Make, ...] = (resattnet, resattnet_text, vit, vit_with_token)
 CASES = {  # of each number of ranks: mode and split
@@ -31,7 +32,7 @@ CASES = {  # of each number of ranks: mode and split
 }
 
 
-@pytest.mark.parametrize("world", CASES)
+@pytest.mark.parametrize("world", [long_case(world) if world > 2 else world for world in CASES])
 def test_every_exact_mode_equals_one_process(world: int, ranks: Callable[..., list]) -> None:
     cases = [(make, *case, 6 if "swap" in case else 3) for make in MAKERS for case in CASES[world]]
     every = ranks(world, outcomes, cases, timeout=240)

@@ -5,6 +5,7 @@ from functools import cache
 import pytest
 
 from seqpar.settings.config import Config
+from tests.support.marks import long_case
 from tests.support.piped_nets import Case, differences, train, train_all
 from tests.support.ranks import alone_mesh, run_ranks
 
@@ -28,7 +29,7 @@ def one_process() -> list:
     return [train(alone_mesh(), case) for case in cases(1)]
 
 
-@pytest.mark.parametrize(("pipe", "seqpar", "data"), [(2, 2, 1), (2, 1, 2), (3, 1, 1), (4, 1, 1)])
+@pytest.mark.parametrize(("pipe", "seqpar", "data"), [long_case(2, 2, 1), long_case(2, 1, 2), (3, 1, 1), (4, 1, 1)])
 def test_ten_steps_end_with_the_weights_and_statistics_of_one_process(pipe: int, seqpar: int, data: int) -> None:
     every, ranks = cases(seqpar), pipe * seqpar * data
     outcomes = run_ranks(ranks, train_all, every, seqpar=seqpar, pipe=pipe)

@@ -124,6 +124,7 @@ if sys.platform == "linux":
 """
 
 
+@pytest.mark.started
 def test_torchrun_starts_and_ends_in_order_without_a_thread_left_behind(tmp_path: object) -> None:
     script = f"{tmp_path}/job.py"
     with open(script, "w") as file:

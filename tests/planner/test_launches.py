@@ -8,6 +8,7 @@ import torch
 from seqpar.planner.launch_counter import LaunchCounter, count_launches
 from seqpar.settings.config import Config
 from seqpar.settings.presets import PRESETS
+from tests.support.marks import long_case
 
 # one tile by the preset, before norms, losses and constants took fewer launches
 BEFORE = {"paper": 998, "modern": 2864}
@@ -15,7 +16,7 @@ SMALL = Config(tile=(16, 16, 16), patch=(4, 4, 4), depth=2, embed_dim=24, heads=
 DRAWN = {"dropout": 0.1, "drop_path": 0.2, "positions": "learned+rope", "decoder": "unetr"}
 
 
-@pytest.mark.parametrize("name", ["paper", "modern"])
+@pytest.mark.parametrize("name", ["paper", long_case("modern")])
 def test_launches_do_not_grow_with_the_batch(name: str) -> None:
     of_batch = {batch: count_launches(replace(PRESETS[name](), batch=batch))[-1].launches for batch in (1, 4, 8)}
     assert max(of_batch.values()) <= 1.05 * of_batch[1], of_batch

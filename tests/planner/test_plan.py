@@ -115,6 +115,7 @@ def doctors(folder: Path, bytes_per_s: float) -> Path:
     return file
 
 
+@pytest.mark.started
 def test_the_line_starts_as_many_ranks_as_were_planned(capsys: pytest.CaptureFixture, tmp_path: Path) -> None:
     sizes = ["--tile", "32", "--depth", "1", "--patch", "16"]
     file = str(doctors(tmp_path, 1e9))

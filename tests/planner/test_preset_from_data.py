@@ -176,6 +176,7 @@ def test_a_tile_that_is_too_large_all_the_same_is_not_said_to_fit(small) -> None
     assert config.tile == (16, 16, 16) and why[3].endswith("the smallest there is, though two may not fit")
 
 
+@pytest.mark.started
 def test_more_memory_and_more_ranks_take_wider_networks_and_larger_tiles(small) -> None:
     here, tile = replace(GPU, reserved_bytes=0.0, group_bytes=0.0), ("--tile", "32", "32", "32", "--batch", "1")
     sizes = [chosen(BRAIN, replace(here, memory=memory * MIB), *tile)[0] for memory in (5, 200)]

@@ -66,6 +66,7 @@ def predict(mesh: Mesh, cases: list[tuple[str, tuple[int, ...]]], writes: bool =
     return predictions
 
 
+@pytest.mark.started
 def test_a_rank_holds_its_share_of_the_logits_and_a_slab(ranks: Callable[..., list], alone: Mesh) -> None:
     """105 classes on 4 ranks, a row of each at a time, beside one process that holds all of them."""
     wanted = []

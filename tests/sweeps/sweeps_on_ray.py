@@ -174,9 +174,15 @@ def test_a_sweep_whose_trial_driver_and_raylet_are_killed_and_that_is_told_to_le
 
     with Tune(out, "--resume") as tune:
         far = {name: steps(out / name) for name in NAMES}
-        tune.until(lambda: [name for name in training(out) if steps(out / name) != far[name]], "points go on once more")
-        os.killpg(tune.process.pid, signal.SIGTERM)  # as timeout does, or a shell
+        moved = list[str]()
+        tune.until(lambda: moved.extend(n for n in training(out) if steps(out / n) != far[n]) or moved, "points go on")
+        stopped = moved[0]
+        (out / stopped / "stop").touch()
+        tune.until(lambda: state(out, stopped) == "preempted", "a point is left by its file stop")
+        tune.until(lambda: f"{stopped} left early" in tune.log.read_text(), "the sweep knows")
+        (out / "stop").touch()
         assert tune.ends() == 75, tune.said()
+        assert f"{stopped} resumes" not in tune.log.read_text() and not (out / "stop").exists()
     gone(out)
     left = [name for name in NAMES if state(out, name) in ("preempted", "finished")]
     assert len(left) > len(before) and status(out)["state"] == "preempted", "runs that trained have saved"

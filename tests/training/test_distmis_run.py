@@ -62,6 +62,7 @@ def replicas(made: Path, ranks: int, out: Path, hook: Hook | None = None) -> Pat
     return out
 
 
+@pytest.mark.started
 def test_replicas_are_one_process_with_as_many_times_the_batch(made: Path, tmp_path: Path) -> None:
     """Six steps of its network, loss and Adam with AMSGrad; without synchronised batch norm they are not."""
     alone = replicas(made, 1, tmp_path / "alone")

@@ -74,6 +74,7 @@ def told_in_fold(number: int) -> Hook:
     return hook
 
 
+@pytest.mark.started
 def test_five_folds_left_in_the_middle_go_on_and_each_is_a_run_of_its_own(flags, tmp_path) -> None:
     """The first start meets at torchrun's store; the second at one that the first rank holds beside its folds."""
     out = tmp_path / "five"

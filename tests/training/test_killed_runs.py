@@ -66,6 +66,7 @@ def needed(config: Config) -> float:
     return sum(size for name, size in need.memory.items() if name != "apart")
 
 
+@pytest.mark.started
 def test_what_the_refusal_advises_fits_and_the_next_larger_does_not() -> None:
     """A batch of 2000 where a twentieth of its memory is free."""
     free = needed(SMALL) / 20

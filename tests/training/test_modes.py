@@ -25,6 +25,7 @@ from seqpar.training import trainer
 from seqpar.training.run_request import RunRequest
 from seqpar.training.setup import make_trainer
 from tests.support.folders import image_array, nnunet, save
+from tests.support.marks import long_case
 from tests.support.ranks import relative, run_ranks
 from tests.support.training_runs import TINY, prepare
 
@@ -146,7 +147,7 @@ def one_process(tmp_path_factory: pytest.TempPathFactory) -> Alone:
     return Alone(flags, drawn, {name: rows(out, case) for name, case in cases.items()}, dict(zip(cases, weights)))
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", [long_case(name) if name in ("1 x 4", "2 x 2") else name for name in LAYOUTS])
 def test_a_run_in_halo_or_swap_becomes_what_one_process_makes(
     layout: str, one_process: Alone, tmp_path: Path, ranks: Callable[..., list]
 ) -> None:

@@ -16,6 +16,7 @@ from tests.support.training_runs import farthest, losses, trained
 PATCHES = ["--patch", "8", "4", "2", "--decoder", "unetr", "--mode", "halo", "--precision", "fp64", "--lr", "1e-3"]
 
 
+@pytest.mark.started
 def test_a_run_is_the_same_on_one_rank_and_on_two_and_predicts(flags, tmp_path) -> None:
     line = [*flags, *PATCHES, "--epochs", "1", "--iterations", "4"]
     trained(1, line, tmp_path / "one")

@@ -21,6 +21,7 @@ COMPILED = "--compile --depth 2 --batch 1 --iterations 2 --epochs 1 --val-cases 
 LESSONS = "--curriculum 8:2:1x2,16:1:1 --patch 4 --decoder unetr --precision bf16 --val-cases 1 --clip 0.5"
 
 
+@pytest.mark.started
 def test_lessons_in_bf16_left_over_a_pipe_have_all_bits_of_one_process(flags: list[str], tmp_path: Path) -> None:
     """Told to leave in the first lesson, which has two micro-batches a step; positions are resized for the second."""
     kept = [text for n, text in enumerate(flags) if not {text, flags[n - 1]} & OF_LESSONS]

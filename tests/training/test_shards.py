@@ -73,6 +73,7 @@ def test_sharded_weights_become_what_replicated_ones_become(
     assert farthest(tmp_path / "sharded", replicated) < 1e-10
 
 
+@pytest.mark.started
 def test_a_sharded_run_goes_on_to_the_same_bits_and_on_any_ranks(flags: list[str], tmp_path: Path) -> None:
     run = [*flags, "--seqpar", "2", "--shard-weights"]
     trained(2, run, tmp_path / "whole")

@@ -46,6 +46,7 @@ def test_a_run_is_the_same_on_one_rank_and_on_two_resumes_and_predicts(line, fla
     assert "--encoder hierarchical --stage-depths 1 1" in wrong
 
 
+@pytest.mark.started
 def test_the_plan_counts_stages_pads_to_cubes_and_prints_what_runs_it(capsys) -> None:
     sizes = "--preset modern --encoder hierarchical --patch 4 --stage-depths 1 1 1 --embed-dim 24 --heads 2"
     volume = ["--volume", "48", "48", "39", "--device", "mi250x"]

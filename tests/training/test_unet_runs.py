@@ -135,6 +135,7 @@ def test_a_run_is_loaded_reported_and_begun_from(flags, deep, tmp_path) -> None:
 PLAN = "--network nnunet-plain --preset paper --mode halo --device mi250x --tile 128 --batch 2 --ranks 8"
 
 
+@pytest.mark.started
 def test_a_plan_says_what_a_network_without_tokens_needs(capsys) -> None:
     line = PLAN.split()
     assert plan.act(line) == 0

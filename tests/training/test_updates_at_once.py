@@ -92,6 +92,7 @@ def all_kinds(mesh: Mesh, folder: Path) -> list[Any]:
     return [trained_on(mesh, folder, kind) for kind in KINDS]
 
 
+@pytest.mark.started
 def test_shards_that_are_updated_at_once_are_replicated_weights_and_go_on_from_either(
     tmp_path: Path, ranks: Callable[..., list]
 ) -> None:

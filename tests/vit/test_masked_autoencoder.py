@@ -15,6 +15,7 @@ from seqpar.parallel.mesh import Group, Mesh
 from seqpar.planner.memory_counter import Saved
 from seqpar.vit.masked_autoencoder import MaskedDecoder, decode_masked, encode_visible
 from seqpar.vit.masking import make_visible, visible_tokens
+from tests.support.marks import long_case
 from tests.support.ranks import relative, run_ranks, summed
 
 TILE, PATCH, EMBED, WIDTH = (8, 12, 16), 4, 24, 12  # 24 tokens, of which 10 are visible
@@ -115,7 +116,7 @@ def outcomes_of(world: int) -> list[list[Outcome]]:
     return run_ranks(world, run_all)
 
 
-@pytest.mark.parametrize("world", [1, 2, 3, 4])
+@pytest.mark.parametrize("world", [1, 2, 3, long_case(4)])
 def test_output_loss_and_every_gradient_are_those_of_one_process(world: int) -> None:
     every = outcomes_of(world)
     for at, case in enumerate(of_world(world)):
