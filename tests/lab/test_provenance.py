@@ -16,10 +16,7 @@ LAB = ROOT / "launch" / "lab"
 MEASURE_AGAIN = {
     "benches/results/memory.md": ("launch/bench.py memory --large --write", 64),
     "benches/results/unets.md": ("launch/bench.py unets --turns 1 --write", 9),
-    "figures/results/figure-9.txt": ("launch/figures.py 9 --scale laptop", 5),
-    "figures/results/figure-10.txt": ("launch/figures.py 10 --scale laptop", 5),
     "figures/results/figure-11.txt": ("launch/figures.py 11 --scale laptop", 5),
-    "figures/results/figure-12.txt": ("launch/figures.py 12 --scale laptop", 3),
     "figures/results/figure-13.txt": ("launch/figures.py 13 --scale laptop", 10),
     "figures/results/figure-14.txt": ("launch/figures.py 14 --scale laptop --reach 0.3", 15),
     "figures/results/figure-15.txt": ("launch/figures.py 15 --scale laptop --seeds 3", 15),
