@@ -5,6 +5,7 @@ of its own, as a person would start it, and its exit code is what the engine kno
 """
 
 import os
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -76,6 +77,10 @@ def start_ranks(ranks: int, flags: Sequence[str], signals: list[int]) -> int:
     if "SLURM_JOB_ID" not in os.environ:
         return run_local(ranks, [*train, *flags], signals)
     python, env = [sys.executable, "-u", *train], {**os.environ, **typed_variable(train)}
-    step = start_process(["srun", "-n", str(ranks), "--kill-on-bad-exit=1", *python, *flags], env)
-    with forward_signals([step], signals):
+    steps = list[subprocess.Popen]()
+    with forward_signals(steps, signals):
+        step = start_process(["srun", "-n", str(ranks), "--kill-on-bad-exit=1", *python, *flags], env)
+        steps.append(step)
+        if signals:  # one came while it was being started
+            step.send_signal(signals[-1])
         return shell_code(step.wait())

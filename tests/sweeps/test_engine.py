@@ -58,6 +58,26 @@ def test_a_signal_reaches_the_step_and_is_known_afterwards(srun: Path, monkeypat
     assert signal.getsignal(signal.SIGTERM) == usual
 
 
+def test_a_signal_that_comes_while_the_step_is_started_reaches_it(srun: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WAITS", "yes")
+    start, signals = one_by_one.start_process, list[int]()
+    usual = signal.signal(signal.SIGTERM, lambda number, frame: None)  # else the control would end this process
+
+    def start_and_ask(command: list[str], env: dict[str, str]) -> Any:
+        step = start(command, env)
+        while not (srun.exists() and srun.read_text()):
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGTERM)
+        return step
+
+    monkeypatch.setattr(one_by_one, "start_process", start_and_ask)
+    try:
+        assert one_by_one.start_ranks(2, [], signals) == 75
+    finally:
+        signal.signal(signal.SIGTERM, usual)
+    assert signals == [signal.SIGTERM] and "told" in srun.read_text()
+
+
 def test_elsewhere_the_ranks_are_started_here(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("SLURM_JOB_ID", raising=False)
     asked = list[object]()
