@@ -87,7 +87,7 @@ def read_class_scores(
         content = dict(json.loads(read_whole(path)))
         for case in content["metric_per_case"]:
             verdict_on(case, content)
-        _scores(content, None, "")  # a damaged file is found here, not while the page is made
+        _scores(content | {"source": ""}, None, "")  # a damaged file is found here, not while the page is made
     except FileNotFoundError:
         raise DataError(path, "is not there: only a run that came to its end leaves scores of all its cases") from None
     except (OSError, *DAMAGE) as error:
