@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Sourced by .ci/run.
-# lanes NUMBER STEP…: runs command lines, so many at a time, in their order; each one's output is shown in one piece when it has
-# ended, with its seconds. All are run; fails if any has failed.
+# lanes NUMBER STEP…: runs command lines in their order, NUMBER at a time. When one ends, its output is shown in one piece, with its
+# seconds. Runs all of them; fails if one fails.
 lanes() {
     local at_once=$1 lock
     shift

@@ -26,7 +26,7 @@ def quantity(number: int, noun: str, spec: str = "") -> str:
 
 
 def rounded(number: float, places: int) -> str:
-    """Returns a number with so many decimals; "–" for NaN, which stands for no score."""
+    """Returns a number with ``places`` decimals, or "–" for NaN, which stands for no score."""
     return "–" if math.isnan(number) else f"{number:.{places}f}"
 
 

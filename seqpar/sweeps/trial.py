@@ -206,7 +206,8 @@ class Trial(tune.Trainable):
         return (Path(self.task.sweep) / LEAVING).exists()
 
     def _has_left_by_file(self) -> bool:
-        why = str(read_json(self.task.run / "status.json").get("why", ""))
+        path = self.task.run / "status.json"
+        why = str(read_json(path).get("why", "")) if path.is_file() else ""
         return why.startswith(f"file {self.task.run / STOP_FILE}")
 
     def cleanup(self) -> None:

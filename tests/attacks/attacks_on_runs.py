@@ -239,7 +239,7 @@ ATTACKS += [
 
 
 def _config(part: str, **values: Any) -> Callable[[Path], None]:
-    """Returns what makes a data set and a run of which a part of config.json has these values."""
+    """Returns what makes a data set, and a run with these values in one part of its config.json."""
 
     def make(here: Path) -> None:
         _ended(here)

@@ -1,4 +1,4 @@
-"""Pictures on a narrow page: as wide as it is, nothing scrolls sideways, and their words can be read."""
+"""Pictures on a narrow page: none is wider than the page, nothing scrolls sideways, and their words can be read."""
 
 import json
 from pathlib import Path
