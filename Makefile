@@ -15,7 +15,7 @@ train: .venv/ready
 
 # huge pages: a forked rank copies the page tables of its test worker
 test: .venv/ready
-	GLIBC_TUNABLES=glibc.malloc.hugetlb=1 $(BIN)/python -m pytest -n 4 --dist loadfile -m "not started"
+	GLIBC_TUNABLES=glibc.malloc.hugetlb=1 $(BIN)/python -m pytest -n 4 --dist loadfile -m "not started and not long"
 
 # Needs 5.5 GB and g++: programs on a pretended GPU, see tests/pretended_gpu/README.md.
 test-gpu: .venv-gpu/ready

@@ -6,6 +6,8 @@ import json
 import os
 import re
 import signal
+import subprocess
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import redirect_stdout
 from pathlib import Path
@@ -23,6 +25,7 @@ from seqpar.sweeps.planned_run import config_of
 from tests.support.figure_runs import FLAGS, forked
 from tests.support.folders import write_json
 from tests.support.marks import long_case
+from tests.support.pages import ROOT
 from tests.support.training_runs import tiny_data
 
 
@@ -86,14 +89,13 @@ def test_points_and_pictures_are_those_of_the_journals(drawn: tuple[Path, list[s
 
 
 @pytest.mark.started
-def test_the_same_command_repeats_nothing_and_another_is_refused(
-    drawn: tuple[Path, list[str]], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_same_command_repeats_nothing_and_another_is_refused(drawn: tuple[Path, list[str]]) -> None:
+    """The program itself draws both again from what is there."""
     out, _ = drawn
     line = json.loads((out.parent / "line.json").read_text())
-    monkeypatch.setattr(one_by_one, "start_ranks", lambda *of: pytest.fail("a run was repeated"))
-    assert figures.act(line) == 0
-    assert capsys.readouterr().out.count("; its runs have finished") == 2
+    done = subprocess.run([sys.executable, ROOT / "launch" / "figures.py", *line], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("; its runs have finished") == 2 and not re.search(" (begins|resumes) on ", done.stdout)
     with pytest.raises(ValueError, match=r"was made with --lr 0\.01, and now --lr 0\.02: name another --out"):
         figures.act([*line, "--lr", "0.02"])
 

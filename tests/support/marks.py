@@ -6,5 +6,5 @@ import pytest
 
 
 def long_case(*values: Any) -> Any:
-    """Returns a case that computes for long: ``.ci/started`` runs it, ``make test`` the shorter ones only."""
-    return pytest.param(*values, marks=pytest.mark.started)
+    """Returns a case that computes for long: ``.ci/long`` runs it by hand, ``make test`` the shorter ones."""
+    return pytest.param(*values, marks=pytest.mark.long)
