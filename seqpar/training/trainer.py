@@ -42,6 +42,7 @@ from seqpar.weights import checkpoint
 from seqpar.weights.checkpoint import Progress
 from seqpar.weights.weight_files import write_weights
 
+CURVES_EVERY_S = 30.0  # drawing takes a second or two, which short epochs would feel
 Row = dict[str, Any]  # of metrics.jsonl
 
 
@@ -85,6 +86,7 @@ class Trainer:
         self.optimizer = make_optimizer(self.net, config.optimizer_options)
         self.progress = Progress(global_batch=global_batch(config, mesh))
         self.journal, self._has_score = Journal(self.out, False, 0), True
+        self._curves_at = time.monotonic()
         self.task, folder, collect = task_of(config), self.out / "checkpoints", self.gradients.whole_tensors
         again = self._resume_command()
         self.after_step = AfterStep(config, mesh, folder, description, status.lock, collect, again)
@@ -248,7 +250,8 @@ class Trainer:
     def _end_epoch(self, stopper: StopRequest) -> bool:
         """Validates if that is due; returns whether the run continues (False: all ranks left the validation)."""
         step, every = self.progress.step, self.config.val_every * self.config.iterations
-        self.journal.attempt(lambda: draw_progress(self.out))
+        if time.monotonic() - self._curves_at > CURVES_EVERY_S:
+            self._draw_curves()
         is_last = step == self.config.steps
         if not (is_last or every > 0 and step % every == 0) or self.progress.validated == step:
             return True
@@ -277,6 +280,10 @@ class Trainer:
                 self.journal.attempt(lambda: write_window(self.out, *measured))
         return True
 
+    def _draw_curves(self) -> None:
+        self.journal.attempt(lambda: draw_progress(self.out))
+        self._curves_at = time.monotonic()
+
     def _is_flat(self, step: int) -> bool:
         """Returns whether the best validation lies ``--patience`` validations before ``step``."""
         steps = self.config.patience * self.config.val_every * self.config.iterations
@@ -300,7 +307,7 @@ class Trainer:
         """Writes model.safetensors and the status, and prints where everything lies."""
         weights = self.gradients.whole_tensors(self.net.state_dict(), self.mesh.is_first)
         self.after_step.refuse_taken_over()
-        self.journal.attempt(lambda: draw_progress(self.out))
+        self._draw_curves()
         run_on_rank0(lambda: self._write_weights(weights), self.mesh.world)
         early = f"no better {self.task.score} in {self.config.patience} validations"
         early = early if self.progress.step < self.config.steps else ""

@@ -17,7 +17,7 @@ from seqpar.tasks.case_validation import ValidationResult
 from seqpar.tasks.segment import validation
 from seqpar.tasks.segment.segmentation import Segmentation
 from seqpar.training import after_step, gradients
-from seqpar.training.trainer import Trainer
+from seqpar.training.trainer import CURVES_EVERY_S, Trainer
 from seqpar.weights import checkpoint
 from tests.support.folders import nnunet
 from tests.support.marks import long_case
@@ -225,6 +225,7 @@ def test_of_equally_good_validations_the_one_with_the_lower_loss_is_kept(tmp_pat
         net=None,
         out=tmp_path,
         after_step=SimpleNamespace(refuse_taken_over=nothing),
+        _curves_at=time.monotonic(),
         _is_flat=lambda step: False,
         _save=lambda is_best: saved.append(run.progress.step),
     )
@@ -237,3 +238,16 @@ def test_of_equally_good_validations_the_one_with_the_lower_loss_is_kept(tmp_pat
     run.progress.best_loss, losses = None, iter((0.1,))
     run.progress.step = 10
     assert Trainer._end_epoch(run, None) and saved == [2, 4], "a checkpoint that records no loss keeps its best"
+
+
+def test_short_epochs_do_not_wait_for_curves() -> None:
+    drawn = list[int]()
+    run = SimpleNamespace(
+        progress=SimpleNamespace(step=2, validated=2),
+        config=SimpleNamespace(val_every=1, iterations=2, steps=20),
+        _curves_at=time.monotonic(),
+        _draw_curves=lambda: drawn.append(1),
+    )
+    assert Trainer._end_epoch(run, None) and not drawn
+    run._curves_at -= CURVES_EVERY_S + 1
+    assert Trainer._end_epoch(run, None) and drawn == [1]
