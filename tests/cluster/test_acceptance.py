@@ -121,9 +121,9 @@ def test_a_kernel_that_is_slightly_off_or_fails_is_found(site: Site, monkeypatch
     assert outcome.verdict == WRONG and "no plan" in outcome.figures["failed"]["float32 flash, CPU width 8, 37 x 53"]
 
 
-def test_every_network_is_compared_with_float64(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_networks_of_every_kind_are_compared_with_float64(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
     names = {config.network for config in networks.small_networks().values()}
-    assert names == set(NETWORKS)
+    assert names == {*NETWORKS} - {*networks.BETWEEN} and {*networks.BETWEEN} < {*NETWORKS}
     few = {
         name: config for name, config in networks.small_networks().items() if name in ("vit, primus", "nnunet-plain")
     }
@@ -150,8 +150,9 @@ def test_two_ranks_are_compared_with_one_process_in_every_mode_and_type() -> Non
     }
     for config in two_ranks.cases().values():
         layout_of(config)  # is large enough for two ranks
-    for errors, types in run_ranks(2, on_two_ranks):
-        assert len(errors) == 3 and all(0 < error < 1e-10 for error in errors.values())
+    first, second = run_ranks(2, on_two_ranks)
+    assert len(first[0]) == 3 and all(0 < error < 1e-10 for error in first[0].values()) and second[0] == {}
+    for _, types in (first, second):
         assert types["int16"] == types["bool"] == 0 and not any(types.values())
 
 

@@ -1,4 +1,4 @@
-"""Every network in small: on the device against float64 on the CPU, and what a step launches and waits for."""
+"""Networks of every kind in small: on the device against float64 on the CPU, and what a step launches and waits for."""
 
 import warnings
 from collections.abc import Mapping
@@ -20,6 +20,14 @@ CHANNELS, OUTPUTS, SAMPLES = 2, 3, 2
 VIT = Config(
     tile=(12, 8, 8), patch=(4, 4, 4), embed_dim=24, depth=2, heads=2, decoder_width=4, positions="rope", layer_scale=0.5
 )
+BETWEEN = (
+    "mednext-b",
+    "mednext-m",
+    "mednext-l",
+    "mednext-s-k5",
+    "mednext-b-k5",
+    "mednext-m-k5",
+)  # slow, and no other kind
 STAGES = "133:111 333:122 333:222 333:211"
 # Bounds of logits, and of loss and gradients: in float32 a value next to a kink or a tie has another gradient.
 BOUNDS = {"fp64": (torch.float64, 1e-10, 1e-10), "fp32": (torch.float32, 1e-4, 2e-2)}
@@ -27,12 +35,15 @@ HALF, HALF_OF_GRADIENTS = 0.2, 0.5  # by autocast to bfloat16: with few features
 
 
 def small_networks() -> dict[str, Config]:
-    """Returns a config of each network by name; the vision transformer has one for each decoder."""
+    """Returns a config of each network by name, of MedNeXts the smallest and the largest.
+
+    The vision transformer has one for each decoder.
+    """
     configs = {f"vit, {decoder}": replace(VIT, decoder=decoder) for decoder in ("plain", "unetr", "primus")}
     of_stages = replace(VIT, encoder="hierarchical", decoder="unetr", stage_depths=(1, 1), tile=(16, 8, 8))
     configs["vit, hierarchical"] = of_stages
     for name in NETWORKS:
-        if name != "vit":
+        if name != "vit" and name not in BETWEEN:
             tile, stages = ((16, 8, 12), STAGES) if name.startswith("nnunet") else ((64, 32, 32), "")
             configs[name] = Config(network=name, tile=tile, stages=stages, features=2)
     return configs
@@ -94,7 +105,7 @@ def step_of(config: Config, group: Group, device: torch.device, dtype: torch.dty
 
 
 def check_networks(site: Site) -> Outcome:
-    """Compares logits, loss and gradients of every network with those of float64 on the CPU, from the same weights."""
+    """Compares logits, loss and gradients of every kind of network with float64 on the CPU, from the same weights."""
     errors, tf32 = dict[str, Error](), dict[str, float]()
     alone = Group("seq")
     for name, config in small_networks().items():

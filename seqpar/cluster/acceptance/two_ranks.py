@@ -1,7 +1,7 @@
 """Two ranks against one process, and the library that carries their messages.
 
-``check_modes`` runs this module as a program, which starts both ranks. Each rank computes the reference alone; the
-first one writes all errors to a file.
+``check_modes`` runs this module as a program, which starts both ranks. The first one computes the
+reference alone, and writes all errors to a file.
 """
 
 import argparse
@@ -100,14 +100,15 @@ def cases() -> dict[str, Config]:
 
 
 def errors_of_modes(mesh: Mesh, names: Collection[str]) -> dict[str, float]:
-    """Returns the error of loss and gradients of the named cases against one process, in float64."""
+    """Returns on the first rank the error of loss and gradients of the named cases against one process, in float64."""
     errors = {}
     for name, config in cases().items():
         if name not in names:
             continue
-        alone = replace(config, seqpar=1, mode="gather", attention="auto")
-        exact = step_of(alone, Group("seq"), mesh.device, torch.float64)
-        errors[name] = step_of(config, mesh.seq, mesh.device, torch.float64).error(exact)
+        step = step_of(config, mesh.seq, mesh.device, torch.float64)
+        if mesh.is_first:
+            alone = replace(config, seqpar=1, mode="gather", attention="auto")
+            errors[name] = step.error(step_of(alone, Group("seq"), mesh.device, torch.float64))
     return errors
 
 
