@@ -298,7 +298,8 @@ class _OverVoxels(Function):
         for (truth, run, drun), own in _windows(label, (logits, dlogits), ctx.inside, ctx.reach):
             with torch.enable_grad():
                 leaf = run.detach().requires_grad_()
-                (dleaf,) = torch.autograd.grad(ctx.sums_of_chunk(leaf, truth, own), leaf, grad)
+                # a scalar: with a gradient given, torch would import sympy, for a second
+                (dleaf,) = torch.autograd.grad((ctx.sums_of_chunk(leaf, truth, own) * grad).sum(), leaf)
             if ctx.reach:  # windows overlap
                 drun.add_(dleaf)
             else:

@@ -259,9 +259,9 @@ class _PartView(_View):
         sides = (batch, *layout.grid)
         numbers = torch.arange(math.prod(sides), device=mesh.device).reshape(sides)
         own_numbers = self.net.arrange(tokens.cut(numbers, group.index), tokens).flatten()
-        first_and_last = all_gather(own_numbers[[0, -1]][None], group, 0, [1] * group.size, "plan").cpu()
+        first_and_last = all_gather(own_numbers[[0, -1]][None], group, 0, [1] * group.size, "plan").cpu().numpy()
         blocks = []
-        for first, last in torch.stack(torch.unravel_index(first_and_last, sides), 2).tolist():
+        for first, last in np.stack(np.unravel_index(first_and_last, sides), 2).tolist():  # torch's imports sympy
             windows, *intervals = ((low, high + 1) for low, high in zip(first, last))
             box = tuple((low * p, high * p) for (low, high), p in zip(intervals, layout.patch))
             blocks.append(WindowBlock(windows, flipped(box, layout.tile, self.flips)))
