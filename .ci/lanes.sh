@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Sourced by .ci/run.
 # lanes NUMBER STEP…: runs command lines in their order, NUMBER at a time. When one ends, its output is shown in one piece, with its
-# seconds. Runs all of them; fails if one fails.
+# seconds by the clock and of processors. Runs all of them; fails if one fails.
 lanes() {
     local at_once=$1 lock
     shift
@@ -11,10 +11,11 @@ lanes() {
 }
 
 one_step() {
-    local said began=$SECONDS failed=
+    local said began=$SECONDS failed='' used TIMEFORMAT='%U %S'
     said=$(mktemp)
-    bash -c "$1" > "$said" 2>&1 || failed=" failed"
-    (flock 9 && cat "$said" && echo "$1$failed: $((SECONDS - began)) s") 9> "$2"
+    used=$({ time bash -c "$1" > "$said" 2>&1; } 2>&1) || failed=" failed"
+    used=$(awk 'END { printf "%.0f", $1 + $2 }' <<< "$used")
+    (flock 9 && cat "$said" && echo "$1$failed: $((SECONDS - began)) s, $used s of a processor") 9> "$2"
     rm "$said"
     [ -z "$failed" ]
 }
