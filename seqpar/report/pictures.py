@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from seqpar.report.planes import (
     COLOURS,
+    DISPUTED,
     LINES,
     PLANES,
     FileSlices,
@@ -32,6 +33,7 @@ class PicturedCase:
     """A case to draw: one modality ``W D H``, the class ids of truth and prediction, and its file's slices.
 
     - ``modality``: its name; "" of the only one
+    - ``disputed``: the mask of what several readers label differently; None without several readers
     """
 
     name: str
@@ -41,6 +43,7 @@ class PicturedCase:
     spacing: tuple[float, ...]
     slices: Sequence[FileSlices]
     modality: str = ""
+    disputed: NDArray[np.bool_] | None = None
 
 
 def draw_cases(
@@ -80,8 +83,11 @@ def figure_of_cases(cases: Sequence[PicturedCase], classes: Sequence[str], held_
     marks = [("truth", "-", "#555555"), ("prediction", "--", "#555555")]
     marks += [(escape_mathtext(name), "-", COLOURS[i % len(COLOURS)]) for i, name in enumerate(classes)]
     from matplotlib.lines import Line2D
+    from matplotlib.patches import Patch
 
-    lines = [Line2D([], [], color=colour, label=name, ls=style) for name, style, colour in marks]
+    lines: list[Any] = [Line2D([], [], color=colour, label=name, ls=style) for name, style, colour in marks]
+    if any(case.disputed is not None for case in cases):
+        lines.append(Patch(color=DISPUTED, alpha=0.55, label="readers disagree"))
     figure.legend(handles=lines, loc="outside lower center", ncols=len(lines), fontsize=9)
     return figure
 
@@ -96,10 +102,15 @@ def _draw_plane(
     neurological: bool,
 ) -> None:
     """Draws one plane with its outlines; ``greys``: the image, and what is black and white in it."""
+    from matplotlib.colors import ListedColormap
+
     volume, low, high = greys
     image, truth, prediction = (plane_of(v, dim, at, neurological) for v in (volume, case.truth, case.prediction))
     across, up = (step for n, step in enumerate(case.spacing) if n != dim)
     panel.imshow(image, cmap="gray", vmin=low, vmax=high, aspect=up / across)
+    if case.disputed is not None:  # below the lines
+        area = plane_of(case.disputed, dim, at, neurological)
+        panel.imshow(area, cmap=ListedColormap([DISPUTED]), alpha=0.55 * area, aspect=up / across)
     ranks = ranks_of(case.truth, case.prediction)
     present = [label for label in range(1, num_classes + 1) if label < len(ranks)]
     for label in sorted(present, key=lambda label: int(ranks[label])):  # the rarest above the others
@@ -122,18 +133,19 @@ def mark_plane(panel: Any, letters: str, across: float) -> None:
     - ``across``: width of a pixel in mm
     """
     from matplotlib.lines import Line2D
+    from matplotlib.patheffects import withStroke
 
+    edge, bar_edge = ([withStroke(linewidth=width, foreground="black")] for width in (2, 4))  # or lost on bone
     shade = {"facecolor": "black", "alpha": 0.5, "linewidth": 0, "pad": 1.5}
+    white: dict[str, Any] = {"color": "white", "bbox": shade, "path_effects": edge}
     left, right = panel.get_xlim()
     length, start = bar_length((right - left) * across), left + 0.03 * (right - left)
     ends, place = (start, start + length / across), panel.get_xaxis_transform()
-    panel.add_artist(Line2D(ends, (0.025, 0.025), color="white", linewidth=2, transform=place))
+    panel.add_artist(Line2D(ends, (0.025, 0.025), color="white", linewidth=2, transform=place, path_effects=bar_edge))
     places = ((0.03, 0.5), (0.97, 0.5), (0.5, 0.965), (0.5, 0.035))
     for letter, (x, y) in zip(letters, places):
-        panel.text(
-            x, y, letter, transform=panel.transAxes, ha="center", va="center", fontsize=8, color="white", bbox=shade
-        )
-    panel.text(start, 0.045, f"{length:g} mm", transform=place, va="bottom", fontsize=7, color="white", bbox=shade)
+        panel.text(x, y, letter, transform=panel.transAxes, ha="center", va="center", fontsize=8, **white)
+    panel.text(start, 0.045, f"{length:g} mm", transform=place, va="bottom", fontsize=7, **white)
 
 
 STYLES = ("-", "--", "-.", ":")  # of curves, which are told apart in grey too
