@@ -100,6 +100,7 @@ def render_run(
         title=f"{name} · {other.resolve().name if other else record.dataset['name']}",
         name=heading,
         alone=alone,
+        what=what,
         scored=_scored(truth, prediction) if prediction else "",
         generated=above_scores(generated, record.has_phantoms, what),
         shows_phantoms=generated,
