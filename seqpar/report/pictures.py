@@ -194,7 +194,7 @@ HEAT = "inferno"  # colours of a map, in pictures and in the viewer
 MAPS = {"hirescam": "HiResCAM", "grad-cam": "Grad-CAM", "gradient-x-input": "gradient × input"}
 ALONE = "The map shows what the network used. It does not show a lesion; never read a finding from it alone."
 LINE = 84  # letters
-OUTSIDE = "The maximum of the map is outside the body: do not read it as the reason for the class."
+OUTSIDE = "The map's maximum is outside the body: do not read it as a reason."  # longer words would be cut
 
 
 def draw_evidence(
@@ -209,7 +209,8 @@ def draw_evidence(
 ) -> None:
     """Draws three planes through the strongest point of a map in the body, over one modality ``W D H``.
 
-    - ``seen``: the map, from 0 to 1, ``W D H``; half of it has an outline, which shows in grey too
+    - ``seen``: the map, ``W D H``, as shares of its maximum, which may be outside the image, where the network saw
+      zeros; half of it has an outline, which shows in grey too
     - ``slices``: of the image's file
     - ``about``: its method and class, as in "HiResCAM map for dementia"
     """
@@ -257,14 +258,20 @@ def draw_evidence(
 
 def _planes_of_map(about: str, seen: NDArray[Any], at: Sequence[int], slices: Sequence[FileSlices]) -> list[str]:
     """Returns through which point of a map planes are shown: its maximum, or where else that is."""
-    share, most = seen[tuple(at)] / seen.max(), np.unravel_index(int(seen.argmax()), seen.shape)
+    share, most = seen[tuple(at)], np.unravel_index(int(seen.argmax()), seen.shape)
     if share == 1:
         return [f"{about}, in planes through its maximum"]
     place = ", ".join(f"{plane} {slices[dim].numbers[int(most[dim])]}" for plane, dim in PLANES)
     return [
         f"{about}, in planes that show at least half of the body, through its strongest point there:",
-        f"{share:.0%} of its maximum, which is elsewhere, in slices {place}",
+        f"{min(share, 0.99):.0%} of its maximum, which is "
+        + ("outside the image" if _leaves(seen) else f"elsewhere, in slices {place}"),
     ]
+
+
+def _leaves(seen: NDArray[Any]) -> bool:
+    """Returns whether the maximum of a map is outside the image, in what it was padded with."""
+    return bool(0 < seen.max() < 1)
 
 
 def heat_colours() -> list[str]:
@@ -297,7 +304,7 @@ def body_of(image: NDArray[Any]) -> NDArray[np.bool_]:
 
 def is_outside(seen: NDArray[Any], body: NDArray[np.bool_]) -> bool:
     """Returns whether the maximum of a map is outside the body."""
-    return bool(seen.any()) and not body[np.unravel_index(int(seen.argmax()), seen.shape)]
+    return _leaves(seen) or bool(seen.any()) and not body[np.unravel_index(int(seen.argmax()), seen.shape)]
 
 
 def evidence_planes(seen: NDArray[Any], body: NDArray[np.bool_]) -> tuple[int, ...]:

@@ -273,8 +273,8 @@ def test_maps_are_shown_on_planes_through_the_body_with_a_warning_if_their_maxim
     image, seen = np.zeros((20, 20, 20)), np.zeros((20, 20, 20))
     image[4:16, 4:16, 4:16] = 1
     image[10, 10, 17] = 1  # a fragment
-    seen[10, 10, 17] = 0.9
-    seen[8, 9, 10] = 0.5
+    seen[10, 10, 17] = 1
+    seen[8, 9, 10] = 0.56
     assert pictures.evidence_planes(seen, image != 0) == (8, 9, 10), (
         "the strongest point in the body, not in the fragment"
     )
@@ -290,6 +290,10 @@ def test_maps_are_shown_on_planes_through_the_body_with_a_warning_if_their_maxim
     (warning,) = [text for text in outside.texts if text.get_text() == pictures.OUTSIDE]
     lowest = min(panel.get_tightbbox().y0 for panel in outside.axes)
     assert warning.get_window_extent().y1 <= lowest, "it lies over no panel"
+    assert warning.get_window_extent().x0 >= 0 and warning.get_window_extent().x1 <= outside.bbox.width, "it is whole"
+    padded = picture_of(figures, image, 0.3 * (seen == 0.56))
+    assert padded.get_supxlabel() == pictures.OUTSIDE, "nothing in the image is the maximum"
+    assert "30% of its maximum, which is outside the image White line" in padded.get_suptitle().replace("\n", " ")
     assert pictures.evidence_planes(seen, image != 0) == (8, 9, 10), "planes of air are left out"
     assert pictures.evidence_planes(np.zeros_like(seen), image != 0) == (10, 10, 4), "without a map most of the body"
     noise = np.random.default_rng(0).normal(-1, 0.001, image.shape)  # CT: air is not 0
