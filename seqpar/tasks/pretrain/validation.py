@@ -212,7 +212,8 @@ class MaskedValidation(CaseValidation):
         shown = whole[0, self.shown].numpy()
         shown, image, mask = (preparation.canonical(volume, properties) for volume in (shown, image, mask))
         axial, spacing = axial_slices(case, net.layout.tile, preparation)
-        guess, modality = guess_of(self.error.normalised), name_images(self.data.dataset.modalities)[self.shown]
+        guess, images = guess_of(self.error.normalised), name_images(self.data.dataset.modalities)
+        modality = "" if images == ["image"] else images[self.shown]
         name = f"{case.id}\n{GENERATED}" if is_generated(self.config.data) else case.id
         return RebuiltTile(name, shown, image, mask > 0, spacing, axial, guess=guess, modality=modality)
 
