@@ -30,6 +30,20 @@ def rounded(number: float, places: int) -> str:
     return "–" if math.isnan(number) else f"{number:.{places}f}"
 
 
+def name_images(modalities: Sequence[str]) -> list[str]:
+    """Returns modalities as people read them: "channel 0" and so on stand for none, and become "image 1" and so on."""
+    if any(name != f"channel {n}" for n, name in enumerate(modalities)):
+        return list(map(str, modalities))
+    return ["image"] if len(modalities) == 1 else [f"image {n + 1}" for n in range(len(modalities))]
+
+
+def list_modalities(modalities: Sequence[str]) -> str:
+    """Returns the modalities, or how many there are without a name."""
+    if (shown := name_images(modalities)) == list(map(str, modalities)):
+        return ", ".join(shown)
+    return "one, unnamed" if len(shown) == 1 else f"{len(shown)}, unnamed"
+
+
 def millilitres(volume: float) -> str:
     """Returns a volume in ml with three digits, from 100 ml on in whole ml."""
     return f"{volume:.0f}" if abs(volume) >= 100 else f"{volume:.3g}"

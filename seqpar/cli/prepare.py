@@ -18,7 +18,7 @@ from seqpar.settings.field import PROCESSES
 from seqpar.settings.parser import Parser, check_numbers
 from seqpar.tasks.lookup import TASKS
 from seqpar.terminal import ProgressBar, coloured, next_command
-from seqpar.text import quantity
+from seqpar.text import name_images, quantity
 from seqpar.weights.nnunet_settings import preparation_by, read_plan
 
 
@@ -39,7 +39,7 @@ def act(arguments: Sequence[str]) -> int:
     task = TASKS[options.task]
     dataset = join_labels(task.read_dataset(options.data), settings.joins)
     out = cache_folder(dataset, options.out, settings)
-    names = ", ".join(dataset.modalities)
+    names = ", ".join(name_images(dataset.modalities))
     print(f"{dataset.name}: {dataset.layout}, {quantity(len(dataset.cases), 'case')}, {names} -> {out}")
     if line := outdated_cache(dataset.root, out):
         print(line)

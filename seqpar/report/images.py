@@ -21,7 +21,7 @@ from seqpar.losses import Readers
 from seqpar.report.embedded_volumes import Bytes
 from seqpar.report.record import RunRecord
 from seqpar.scores.label_files import dataset_at, list_label_files
-from seqpar.text import quantity
+from seqpar.text import name_images, quantity
 
 
 class FoundImage(NamedTuple):
@@ -172,7 +172,7 @@ def grey_images(
 ) -> tuple[dict[str, Bytes], dict[str, tuple[float, float]], bool]:
     """Returns the channels of a prepared image as grey levels, what black and white are, and whether it is a CT."""
     pictures, ranges, properties = dict[str, Bytes](), dict[str, tuple[float, float]](), image.properties
-    rows = zip(modalities, image.image, properties.schemes, properties.means, properties.stds)
+    rows = zip(name_images(modalities), image.image, properties.schemes, properties.means, properties.stds)
     for name, channel, scheme, mean, std in rows:
         pictures[name], low, high = to_grey(np.asarray(channel), scheme == "zscore")
         ranges[name] = low * std + mean, high * std + mean

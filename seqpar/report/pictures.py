@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from seqpar.report.planes import (
     COLOURS,
+    DISPUTED,
     LINES,
     PLANES,
     FileSlices,
@@ -32,6 +33,7 @@ class PicturedCase:
     """A case to draw: one modality ``W D H``, the class ids of truth and prediction, and its file's slices.
 
     - ``modality``: its name; "" of the only one
+    - ``disputed``: the mask of what several readers label differently; None without several readers
     """
 
     name: str
@@ -41,6 +43,7 @@ class PicturedCase:
     spacing: tuple[float, ...]
     slices: Sequence[FileSlices]
     modality: str = ""
+    disputed: NDArray[np.bool_] | None = None
 
 
 def draw_cases(
@@ -80,8 +83,11 @@ def figure_of_cases(cases: Sequence[PicturedCase], classes: Sequence[str], held_
     marks = [("truth", "-", "#555555"), ("prediction", "--", "#555555")]
     marks += [(escape_mathtext(name), "-", COLOURS[i % len(COLOURS)]) for i, name in enumerate(classes)]
     from matplotlib.lines import Line2D
+    from matplotlib.patches import Patch
 
-    lines = [Line2D([], [], color=colour, label=name, ls=style) for name, style, colour in marks]
+    lines: list[Any] = [Line2D([], [], color=colour, label=name, ls=style) for name, style, colour in marks]
+    if any(case.disputed is not None for case in cases):
+        lines.append(Patch(color=DISPUTED, alpha=0.55, label="readers disagree"))
     figure.legend(handles=lines, loc="outside lower center", ncols=len(lines), fontsize=9)
     return figure
 
@@ -96,10 +102,15 @@ def _draw_plane(
     neurological: bool,
 ) -> None:
     """Draws one plane with its outlines; ``greys``: the image, and what is black and white in it."""
+    from matplotlib.colors import ListedColormap
+
     volume, low, high = greys
     image, truth, prediction = (plane_of(v, dim, at, neurological) for v in (volume, case.truth, case.prediction))
     across, up = (step for n, step in enumerate(case.spacing) if n != dim)
     panel.imshow(image, cmap="gray", vmin=low, vmax=high, aspect=up / across)
+    if case.disputed is not None:  # below the lines
+        area = plane_of(case.disputed, dim, at, neurological)
+        panel.imshow(area, cmap=ListedColormap([DISPUTED]), alpha=0.55 * area, aspect=up / across)
     ranks = ranks_of(case.truth, case.prediction)
     present = [label for label in range(1, num_classes + 1) if label < len(ranks)]
     for label in sorted(present, key=lambda label: int(ranks[label])):  # the rarest above the others
@@ -122,18 +133,19 @@ def mark_plane(panel: Any, letters: str, across: float) -> None:
     - ``across``: width of a pixel in mm
     """
     from matplotlib.lines import Line2D
+    from matplotlib.patheffects import withStroke
 
+    edge, bar_edge = ([withStroke(linewidth=width, foreground="black")] for width in (2, 4))  # or lost on bone
     shade = {"facecolor": "black", "alpha": 0.5, "linewidth": 0, "pad": 1.5}
+    white: dict[str, Any] = {"color": "white", "bbox": shade, "path_effects": edge}
     left, right = panel.get_xlim()
     length, start = bar_length((right - left) * across), left + 0.03 * (right - left)
     ends, place = (start, start + length / across), panel.get_xaxis_transform()
-    panel.add_artist(Line2D(ends, (0.025, 0.025), color="white", linewidth=2, transform=place))
+    panel.add_artist(Line2D(ends, (0.025, 0.025), color="white", linewidth=2, transform=place, path_effects=bar_edge))
     places = ((0.03, 0.5), (0.97, 0.5), (0.5, 0.965), (0.5, 0.035))
     for letter, (x, y) in zip(letters, places):
-        panel.text(
-            x, y, letter, transform=panel.transAxes, ha="center", va="center", fontsize=8, color="white", bbox=shade
-        )
-    panel.text(start, 0.045, f"{length:g} mm", transform=place, va="bottom", fontsize=7, color="white", bbox=shade)
+        panel.text(x, y, letter, transform=panel.transAxes, ha="center", va="center", fontsize=8, **white)
+    panel.text(start, 0.045, f"{length:g} mm", transform=place, va="bottom", fontsize=7, **white)
 
 
 STYLES = ("-", "--", "-.", ":")  # of curves, which are told apart in grey too
@@ -182,7 +194,7 @@ HEAT = "inferno"  # colours of a map, in pictures and in the viewer
 MAPS = {"hirescam": "HiResCAM", "grad-cam": "Grad-CAM", "gradient-x-input": "gradient × input"}
 ALONE = "The map shows what the network used. It does not show a lesion; never read a finding from it alone."
 LINE = 84  # letters
-OUTSIDE = "The maximum of the map is outside the body: do not read it as the reason for the class."
+OUTSIDE = "The map's maximum is outside the body: do not read it as a reason."  # longer words would be cut
 
 
 def draw_evidence(
@@ -197,7 +209,8 @@ def draw_evidence(
 ) -> None:
     """Draws three planes through the strongest point of a map in the body, over one modality ``W D H``.
 
-    - ``seen``: the map, from 0 to 1, ``W D H``; half of it has an outline, which shows in grey too
+    - ``seen``: the map, ``W D H``, as shares of its maximum, which may be outside the image, where the network saw
+      zeros; half of it has an outline, which shows in grey too
     - ``slices``: of the image's file
     - ``about``: its method and class, as in "HiResCAM map for dementia"
     """
@@ -245,14 +258,20 @@ def draw_evidence(
 
 def _planes_of_map(about: str, seen: NDArray[Any], at: Sequence[int], slices: Sequence[FileSlices]) -> list[str]:
     """Returns through which point of a map planes are shown: its maximum, or where else that is."""
-    share, most = seen[tuple(at)] / seen.max(), np.unravel_index(int(seen.argmax()), seen.shape)
+    share, most = seen[tuple(at)], np.unravel_index(int(seen.argmax()), seen.shape)
     if share == 1:
         return [f"{about}, in planes through its maximum"]
     place = ", ".join(f"{plane} {slices[dim].numbers[int(most[dim])]}" for plane, dim in PLANES)
     return [
         f"{about}, in planes that show at least half of the body, through its strongest point there:",
-        f"{share:.0%} of its maximum, which is elsewhere, in slices {place}",
+        f"{min(share, 0.99):.0%} of its maximum, which is "
+        + ("outside the image" if _leaves(seen) else f"elsewhere, in slices {place}"),
     ]
+
+
+def _leaves(seen: NDArray[Any]) -> bool:
+    """Returns whether the maximum of a map is outside the image, in what it was padded with."""
+    return bool(0 < seen.max() < 1)
 
 
 def heat_colours() -> list[str]:
@@ -285,7 +304,7 @@ def body_of(image: NDArray[Any]) -> NDArray[np.bool_]:
 
 def is_outside(seen: NDArray[Any], body: NDArray[np.bool_]) -> bool:
     """Returns whether the maximum of a map is outside the body."""
-    return bool(seen.any()) and not body[np.unravel_index(int(seen.argmax()), seen.shape)]
+    return _leaves(seen) or bool(seen.any()) and not body[np.unravel_index(int(seen.argmax()), seen.shape)]
 
 
 def evidence_planes(seen: NDArray[Any], body: NDArray[np.bool_]) -> tuple[int, ...]:

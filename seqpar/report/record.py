@@ -3,6 +3,7 @@
 import filecmp
 import json
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -230,6 +231,7 @@ def seen_in_training(
     return sentences
 
 
+SURE = 1.645  # standard deviations above its mean that guessing reaches once in twenty times
 LITTLE = 0.8  # of the error of a mean; above it, a pretraining has learned little
 
 
@@ -254,6 +256,23 @@ def what_was_learned(rows: Iterable[Mapping[str, Any]], normalised: bool) -> tup
         return sentence, ""
     learned = "Little was learned" if error < of_mean else "Nothing was learned"
     return sentence, f"{learned}: the best error is {error:.4f}, and that of {guess} is {of_mean:.4f}. Train longer."
+
+
+def may_be_chance(record: RunRecord) -> str:
+    """Returns a sentence if guessing could reach the scores of a classifier's best validation; else ""."""
+    row, numbers = best_validation(record.held_out), (record.dataset.get("volume_classes") or {}).get("numbers", {})
+    counts = Counter(numbers[case] for case in record.dataset.get("held_out", ()) if case in numbers)
+    if row is None or len(counts) < 2:
+        return ""
+    best, guess = score_of(row), 1 / len(counts)
+    deviation = guess * math.sqrt(guess * (1 - guess) * sum(1 / count for count in counts.values()))
+    if best - guess > SURE * deviation:
+        return ""
+    return (
+        f"On {quantity(counts.total(), 'held-out case')} this run reached a balanced accuracy of {best:.3f}, and "
+        f"guessing, with {guess:.3f} on average, may reach as much: nothing shows that the network has learned. Do not "
+        "trust its classes, nor its maps."
+    )
 
 
 def weak_start(record: RunRecord) -> str:

@@ -1,5 +1,6 @@
 """The page about a run: what every run shows, and how a task adds its scores and cases."""
 
+import re
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -13,10 +14,19 @@ from seqpar.data.phantom.phantom_files import describe_layout, is_generated
 from seqpar.models.build import family_of
 from seqpar.report.curves import training_diagrams
 from seqpar.report.plots import draw_charts
-from seqpar.report.record import DAMAGE, RunRecord, above_scores, is_of_phantoms, lacking, weak_start, weights_behind
+from seqpar.report.record import (
+    DAMAGE,
+    RunRecord,
+    above_scores,
+    is_of_phantoms,
+    lacking,
+    may_be_chance,
+    weak_start,
+    weights_behind,
+)
 from seqpar.report.rendering import render
 from seqpar.runs.metrics_tail import ERRORS
-from seqpar.text import clock, quantity
+from seqpar.text import clock, list_modalities, quantity
 
 STATES = {
     "finished": "Finished",
@@ -25,6 +35,7 @@ STATES = {
     "failed": "Failed",
     "killed": "Killed",
 }
+TIMES = re.compile(r" x (?=\d)|(?<=\d)x(?=\d)")  # as the terminal writes sizes, which pages write with ×
 T = TypeVar("T")
 
 
@@ -89,13 +100,14 @@ def render_run(
         title=f"{name} · {other.resolve().name if other else record.dataset['name']}",
         name=heading,
         alone=alone,
+        what=what,
         scored=_scored(truth, prediction) if prediction else "",
         generated=above_scores(generated, record.has_phantoms, what),
         shows_phantoms=generated,
         run=verdict(record),
         gaps=[*record.gaps, *gaps],
         faults=faults,
-        cautions=[*cautions, *filter(None, [weak_start(record)])],
+        cautions=[*cautions, *filter(None, [weak_start(record), may_be_chance(record)])],
         main_settings=main,
         all_settings=every,
         training=draw_charts(
@@ -158,12 +170,11 @@ def main_settings(record: RunRecord) -> dict[str, str]:
     settings = record.network_settings
     kind = family_of(settings)
     tile = " × ".join(map(str, config["tile"]))
-    names = list(map(str, data["modalities"]))
     cases = f"{quantity(len(data['train']), 'case')} to train on, {len(data['held_out'])} held out"
     pipe = f"pipe {layout['pipe']} × " if layout.get("pipe") else ""
     main = {
         "data": f"{data['name']} ({describe_layout(str(data['layout']), record.has_phantoms)}): {cases}",
-        "modalities": "one, unnamed" if names == ["channel 0"] else ", ".join(names),
+        "modalities": list_modalities(data["modalities"]),
         "tile": f"{tile} voxels, {kind.describe_tile(settings)}",
         "network": kind.describe(settings),
         "parameters": parameters(layout),
@@ -175,7 +186,7 @@ def main_settings(record: RunRecord) -> dict[str, str]:
     }
     if stages := layout.get("placement", ()):
         main["stages"] = str(stages[0])
-    return {name: format_setting(value) for name, value in main.items()}
+    return {name: TIMES.sub(" × ", format_setting(value)) for name, value in main.items()}
 
 
 def all_settings(record: RunRecord) -> dict[str, str]:

@@ -153,11 +153,11 @@ def difference_sentence(measure: str, name: str, first: str, pairs: Sequence[tup
     """
     known = [gap for gap, _ in pairs if math.isfinite(gap)]
     if not known:
-        return f"{name} and {first} have no case with a {measure} in both."
+        return f"No case has a {measure} in both {name} and {first}."
     mean, cases = fmean(known), quantity(len(known), "case")
     text = f"The {measure} of {name} is {abs(mean):.3f} {'higher' if mean > 0 else 'lower'} than that of {first}"
     if math.isclose(mean, 0, abs_tol=5e-4):
-        text = f"{name} and {first} have the same {measure} to three decimals"
+        text = f"The {measure} of {name} equals that of {first} to three decimals"
     text += f", over {cases}" if len(known) >= FEW else ""
     return f"{text}{describe_interval(interval_of_mean(known, low=-1.0, high=1.0), len(known), '+.3f')}."
 

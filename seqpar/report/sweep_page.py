@@ -79,11 +79,12 @@ def _lead(records: Mapping[str, RunRecord], first: Sequence[Point], compare: Map
     sentences = compare[next(iter(known.values())).network_settings.task](known, []).sentences
     if not sentences:
         return f"{unknown}they share no scores of cases."
-    return f"{sentences[0]} These are their best validations. {LEAD}"
+    return f"{sentences[0]} {LEAD}"
 
 
 LEAD = (
-    "A mean over cases may differ from one over classes, as in the table. "
+    "This compares their best validations. It is a mean over cases; the table has a mean over classes, which may "
+    "differ. "
     "Other seeds may change the order, and the first of several points tends to look better than it is."
 )
 

@@ -156,9 +156,9 @@ def what_is_absent(scored: CaseScores) -> str:
                 (absent.cases - absent.predicted, "none is", left_out),
             )
             ways = "; ".join(f"where {what} predicted ({quantity(n, 'case')}), {how}" for n, what, how in counts if n)
-            parts.append(f"{name} is absent from the truth of {absent.cases} of {quantity(total, 'case')}: {ways}.")
+            parts.append(f"The truth of {absent.cases} of {quantity(total, 'case')} has no {name}: {ways}.")
         if absent.unknown:
-            parts.append(f"{name} is not annotated in {absent.unknown} of {quantity(total, 'case')}, left out.")
+            parts.append(f"Cases that are not annotated for {name}, and left out: {absent.unknown} of {total}.")
     return " ".join(parts) or f"The truth of {'every' if total > 1 else 'the'} case has every class."
 
 

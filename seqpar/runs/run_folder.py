@@ -87,7 +87,7 @@ def tested_cases(*runs: str | Path) -> frozenset[str]:
     if not all(parts):
         raise ValueError(
             f"{names} kept no cases for tests: train with three shares, such as --fold 70:15:15, "
-            "or of classes with the split test in labels.csv"
+            "or, to classify, give some cases of labels.csv the split test"
         )
     if len(parts) > 1:
         raise ValueError(f"{names} did not keep the same cases for tests: name one of them")

@@ -196,8 +196,8 @@ def table(rows: Sequence[Scaling], equal_runs: int, is_distmis: bool) -> list[st
     - ``equal_runs``: as how many runs of equal length the bound is computed; 0: there is none
     - ``is_distmis``: whether DistMIS's own measurements are shown too
     """
-    heads = f"{'devices':>7}  {'side by side':>14} {'x':>6}  {'one by one':>14} {'x':>6}"
-    heads += f"  {'bound':>6}" * bool(equal_runs) + f"   {'measured in the paper: x, x':>29}" * is_distmis
+    heads = f"{'devices':>7}  {'side by side':>14} {'faster':>6}  {'one by one':>14} {'faster':>6}"
+    heads += f"  {'bound':>6}" * bool(equal_runs) + f"   {'measured in the paper':>29}" * is_distmis
     lines, first = [heads], rows[0]
     for row in rows:
         line = f"{row.devices:>7}  {clock(row.side_by_side):>14} {first.side_by_side / row.side_by_side:>6.2f}"
@@ -225,9 +225,13 @@ def verdict(row: Scaling) -> str:
 def draw_scaling(rows: Sequence[Scaling], is_distmis: bool, path: Path) -> None:
     """Draws seconds and speed-up of both ways over the number of devices."""
     sizes, first = [row.devices for row in rows], rows[0]
+    lengths = [time for row in rows for time in (row.side_by_side, row.one_by_one) if math.isfinite(time)]
+    units = {"hours": 3600, "minutes": 60, "seconds": 1}
+    name = next((name for name, unit in units.items() if max(lengths, default=0.0) >= 2 * unit), "seconds")
+    unit = units[name]
     times = [
-        Line("side by side", sizes, [[row.side_by_side / 3600 for row in rows]], dots=True),
-        Line("one after the other", sizes, [[row.one_by_one / 3600 for row in rows]], dots=True),
+        Line("side by side", sizes, [[row.side_by_side / unit for row in rows]], dots=True),
+        Line("one after the other", sizes, [[row.one_by_one / unit for row in rows]], dots=True),
     ]
     speeds = [
         Line("side by side", sizes, [[first.side_by_side / row.side_by_side for row in rows]], dots=True),
@@ -246,7 +250,7 @@ def draw_scaling(rows: Sequence[Scaling], is_distmis: bool, path: Path) -> None:
     note = "planned or recorded lengths of runs, simulated: each run begins where devices are free first"
     draw_figure(
         "What the sweep takes",
-        [Diagram("hours", "devices", times, log=True), Diagram("times as fast", "devices", speeds, log=True)],
+        [Diagram(name, "devices", times, log=True), Diagram("times as fast", "devices", speeds, log=True)],
         note,
         [path],
     )

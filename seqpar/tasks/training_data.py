@@ -26,7 +26,7 @@ from seqpar.planner.tile_choice import tile_advice
 from seqpar.scores.label_classes import hidden_classes, labels_of_declaration, learned_regions
 from seqpar.settings.config import Config
 from seqpar.settings.presets import FROM_DATA
-from seqpar.text import quantity
+from seqpar.text import list_modalities, name_images, quantity
 
 
 @dataclass(frozen=True)
@@ -201,9 +201,10 @@ def describe_images(fingerprint: Fingerprint, split: Sequence[Sequence[str]], le
     - ``learns``: what is learned from them
     """
     voxels, millimetres = (span(rows, "{:.3g}") for rows in (fingerprint.shapes, fingerprint.spacings))
+    images = ", ".join(name_images(fingerprint.modalities))
     return (
         f"{fingerprint.name} ({fingerprint.layout}): {quantity(len(fingerprint.ids), 'case')}, "
-        f"{len(split[0])} to train on, {len(split[1])} held out; {', '.join(fingerprint.modalities)}; {learns}; "
+        f"{len(split[0])} to train on, {len(split[1])} held out; {images}; {learns}; "
         f"{voxels} voxels of {millimetres} mm"
     )
 
@@ -218,7 +219,7 @@ def case_lines(data: TrainingData, config: Config) -> list[str]:
     cases = quantity(len(properties), "case")
     return [
         f"data: {dataset.name} ({layout}), {cases}: {split}",
-        f"  modalities: {', '.join(dataset.modalities)}",
+        f"  modalities: {list_modalities(dataset.modalities)}",
         f"  prepared in {dataset.path}: {sizes[0]} voxels of {sizes[1]} mm",
     ]
 

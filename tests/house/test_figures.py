@@ -100,7 +100,7 @@ def span(errors: list[float]) -> str:
 
 ENCODER, ATTENTION = "time of the encoder, relative to MONAI's ViT", "time of attention, relative to"
 TILES = "tiles a second with augmentation `full`, relative to batchgenerators with"
-WHOLE_PASS = "speed of a whole pass over 240 x 240 x 155, relative to sliding windows"
+WHOLE_PASS = "speed of a whole pass over 240 × 240 × 155, relative to sliding windows"
 ULYSSES = ("DeepSpeed Ulysses",)
 STEP = "time of a UNETR step, relative to MONAI's"
 KEPT = f"{STEP} with freed memory kept"

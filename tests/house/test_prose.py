@@ -56,6 +56,13 @@ def test_a_page_is_short_and_begins_with_whom_it_is_for(page: Path) -> None:
         assert first[0].isupper() and first.rstrip()[-1] in ".:", "a sentence that says who needs the page"
 
 
+@pytest.mark.parametrize("page", sorted({*PAGES} - GENERATED), ids=lambda page: str(page.relative_to(ROOT)))
+def test_sizes_have_one_sign(page: Path) -> None:
+    """A program prints x, and x can be typed: both are code."""
+    prose = re.sub(r"`[^`]*`|\*\*tile [^*]*\*\*", "code", without_code(page.read_text()))
+    assert re.findall(r"\d(?: x |x)\d", prose) == []
+
+
 @pytest.mark.parametrize("page", START, ids=lambda page: page.name)
 def test_pages_for_newcomers_are_easy_to_read(page: Path) -> None:
     text = page.read_text()

@@ -2,7 +2,7 @@
 
 import math
 
-from seqpar.text import millilitres, quantity
+from seqpar.text import list_modalities, millilitres, name_images, quantity
 
 
 def test_one_has_no_plural() -> None:
@@ -14,3 +14,10 @@ def test_one_has_no_plural() -> None:
 def test_volumes_of_a_litre_are_written_without_an_exponent() -> None:
     written = {0.0: "0", 0.1254: "0.125", 9.876: "9.88", 99.96: "100", 934.2: "934", 1003.1: "1003", 1042.42: "1042"}
     assert {volume: millilitres(volume) for volume in written} == written and millilitres(math.nan) == "nan"
+
+
+def test_modalities_without_a_name_are_images() -> None:
+    alone, several, named = ["channel 0"], ["channel 0", "channel 1"], ["T1", "channel 1"]
+    assert [name_images(names) for names in (alone, several, named)] == [["image"], ["image 1", "image 2"], named]
+    assert (list_modalities(alone), list_modalities(several)) == ("one, unnamed", "2, unnamed")
+    assert list_modalities(named) == "T1, channel 1"

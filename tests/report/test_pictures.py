@@ -3,6 +3,7 @@
 import json
 import math
 import re
+from importlib import resources
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,7 @@ from seqpar.report.cases import _plane, viewer_section
 from seqpar.report.curves import NEUTRAL, Diagram, Line
 from seqpar.report.embedded_volumes import ShownCase, coarsen, coarsen_label, embed, encode, outline, png, sheet
 from seqpar.report.pictures import PicturedCase, figure_of_cases
-from seqpar.report.planes import COLOURS, LINES, ranks_of
+from seqpar.report.planes import COLOURS, DISPUTED, LINES, ranks_of
 from seqpar.report.plots import draw_chart
 from seqpar.report.rendering import _environment
 from seqpar.report.tables import Strips, make_strips
@@ -107,6 +108,24 @@ def test_a_rare_label_within_a_common_one_has_a_line_of_its_own() -> None:
     panel = figure_of_cases([picture], ["core", "edge"], 1, False).axes[0]
     colours = [to_hex(one.get_edgecolor()[0]) for one in panel.collections]
     assert colours == [COLOURS[1], COLOURS[0]], "the rarer one is above"
+
+
+def test_a_picture_shows_where_readers_disagree_and_is_read_on_bone() -> None:
+    labels, bone = np.zeros((8, 8, 8), np.uint8), np.ones((8, 8, 8))
+    labels[2:6, 2:6, 2:6] = 1
+    disputed = np.zeros(labels.shape, bool)
+    disputed[2, 2:6, 2:6] = True
+    known = bone, labels, labels, (1.0,) * 3, own_slices(labels.shape)
+    alone, doubted = PicturedCase("a", *known), PicturedCase("b", *known, disputed=disputed)
+    figure = figure_of_cases([alone, doubted], ["core"], 2, False)
+    assert [text.get_text() for text in figure.legends[0].texts] == ["truth", "prediction", "core", "readers disagree"]
+    areas = [list(panel.images[1:]) for panel in figure.axes]
+    assert [len(area) for area in areas] == [0, 0, 0, 1, 1, 1], "above the image of the case with readers alone"
+    assert to_hex(areas[4][0].cmap(1.0)) == DISPUTED and areas[4][0].get_alpha().any()
+    assert not figure_of_cases([alone], ["core"], 1, False).legends[0].texts[3:]
+    assert all(text.get_path_effects() for panel in figure.axes for text in panel.texts), "white letters have an edge"
+    css = resources.files("seqpar.report").joinpath("template/page.css").read_text()
+    assert css.count(DISPUTED) == 2 and css.count("disputed") == 2, "the page shows it in the same colour"
 
 
 def drawn(strips: Strips | None) -> str:

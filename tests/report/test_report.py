@@ -298,8 +298,12 @@ def test_a_page_of_phantoms_says_so_above_its_scores(finished: Path, page: Page,
     assert alone.index(told) < alone.index("reached a mean Dice") and "(generated, not patients)" not in alone
     content = json.loads((finished / "config.json").read_text())
     content["dataset"] |= {"generated": True, "layout": "BraTS (2023)"}
-    said = main_settings(RunRecord(finished, content, None, {}))["data"]
-    assert "(generated phantoms, in the layout of BraTS 2023)" in said, "their folder has moved"
+    main = main_settings(RunRecord(finished, content, None, {}))
+    assert "(generated phantoms, in the layout of BraTS 2023)" in main["data"], "their folder has moved"
+    assert "blocks × " in main["network"], "sizes have one sign"
+    assert not re.search(r"\d ?x ?\d", " ".join(main.values()))
+    content["config"] |= {"network": "nnunet-plain"}
+    assert re.search(r" of \d+ × \d+ × \d+ voxels", main_settings(RunRecord(finished, content, None, {}))["tile"])
 
 
 def test_means_and_deviations_that_predict_wrote_are_on_the_page(finished: Path, tmp_path: Path) -> None:

@@ -70,7 +70,7 @@ def test_time_machine_and_size_are_there(html: str, copied: Path) -> None:
     few |= {"stages": "333:111 333:222 333:222 333:222"}
     (copied / "config.json").write_text(json.dumps(content | {"config": few}))
     html = written(copied).text
-    assert "1 epoch × 1 step, " in html and "8 × 8 × 8 voxels, 1 cube of 8x8x8 voxels" in html
+    assert "1 epoch × 1 step, " in html and "8 × 8 × 8 voxels, 1 cube of 8 × 8 × 8 voxels" in html
     # as an older version wrote it
     content["layout"] = {name: content["layout"][name] for name in ("ranks", "data", "seqpar")}
     (copied / "config.json").write_text(json.dumps(content))
@@ -85,9 +85,9 @@ def test_an_encoder_of_stages_has_its_blocks_and_tokens_and_a_plain_one_its_wind
     sizes = {"tile": [32, 32, 64], "patch": [4, 4, 4], "embed_dim": 24, "heads": 2, "depth": 7, "decoder": "unetr"}
     hierarchical = {"encoder": "hierarchical", "stage_depths": [1, 2, 1], "window": 0}
     for network, described in (
-        (hierarchical, ("stages of 1 x 24 + 2 x 48 + 1 x 96, from 2 heads", "1024 tokens, merged to 128, then 16")),
+        (hierarchical, ("stages of 1 × 24 + 2 × 48 + 1 × 96, from 2 heads", "1024 tokens, merged to 128, then 16")),
         (hierarchical | {"window": 3}, ("from 2 heads in windows of 3 tokens a side", "merged to 128, then 16")),
-        ({"window": 4}, ("7 blocks x 24, 2 heads in windows of 4 tokens a side", "patch 4: 1024 tokens")),
+        ({"window": 4}, ("7 blocks × 24, 2 heads in windows of 4 tokens a side", "patch 4: 1024 tokens")),
     ):
         (copied / "config.json").write_text(json.dumps(content | {"config": content["config"] | sizes | network}))
         written(copied)
@@ -415,7 +415,7 @@ def test_it_is_said_how_many_cases_lack_a_class_and_how_they_count() -> None:
     classes = {"lesion": (1,)}
     scored = scores_of(1.0, classes, (full, full), (empty, full), (empty, full), (empty, empty))
     assert what_is_absent(scored) == (
-        "lesion is absent from the truth of 3 of 4 cases: where some is predicted (2 cases), the Dice counts as 0; "
+        "The truth of 3 of 4 cases has no lesion: where some is predicted (2 cases), the Dice counts as 0; "
         "where none is predicted (1 case), the case is left out."
     )
     assert what_is_absent(scored) in metrics_table(scored).note
@@ -428,10 +428,10 @@ def test_it_is_said_how_many_cases_lack_a_class_and_how_they_count() -> None:
     as_brats = replace(scored, settings={"empty": "brats"})
     assert what_is_absent(as_brats).endswith("where none is predicted (1 case), the Dice counts as 1.")
     one = what_is_absent(scores_of(1.0, classes, (empty, full)))
-    assert one.startswith("lesion is absent from the truth of 1 of 1 case: where some is predicted (1 case), the Dice")
+    assert one.startswith("The truth of 1 of 1 case has no lesion: where some is predicted (1 case), the Dice")
     assert what_is_absent(scores_of(1.0, classes, (full, full))) == "The truth of the case has every class."
     hidden = replace(scored, cases=(replace(scored.cases[0], scores={"lesion": {"n_ref": math.nan}}),))
-    assert what_is_absent(hidden) == "lesion is not annotated in 1 of 1 case, left out."
+    assert what_is_absent(hidden) == "Cases that are not annotated for lesion, and left out: 1 of 1."
 
 
 def test_a_class_that_a_case_is_not_annotated_for_has_no_numbers_in_it() -> None:

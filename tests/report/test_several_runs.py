@@ -171,6 +171,9 @@ def test_weights_of_a_pretraining_that_learned_little_are_named(finished: Path, 
     changed(worse, lambda content: content["config"].update(weights=str(pretraining / "model.safetensors")))
     said = f"worse: the run began with the weights of a pretraining, {pretraining}. Little was learned: the best error"
     assert said in compared(finished, worse).text
+    assert run(report.act, [str(pretraining)]) == 0
+    page = (pretraining / "report.html").read_text()
+    assert "<h2>Errors</h2>" in page and "<h2>Scores</h2>" not in page
     (pretraining / "metrics.jsonl").write_text(json.dumps(row | {"loss": 0.5}) + "\n")
     assert "Little was learned" not in compared(finished, worse).text
     changed(worse, lambda content: content["config"].update(weights=str(finished)))

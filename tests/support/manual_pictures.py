@@ -73,7 +73,7 @@ def split() -> Drawing:
         drawing.rect(400, 44 + 28 * rank, 16, 16, colour)
         drawing.text(422, 57 + 28 * rank, f"rank {rank}")
     drawing.text(
-        20, 190, "One square is a token, such as 8 x 8 x 8 voxels. A tile has three directions; two are drawn.", "small"
+        20, 190, "One square is a token, such as 8 × 8 × 8 voxels. A tile has three directions; two are drawn.", "small"
     )
     drawing.text(
         20, 210, "Boxes have short borders. Convolutions exchange the voxels next to these borders, the halo.", "small"
@@ -82,9 +82,9 @@ def split() -> Drawing:
 
 
 def halo() -> Drawing:
-    """A rank's box, and the voxels that a convolution of 3 x 3 x 3 fetches from neighbours."""
+    """A rank's box, and the voxels that a convolution of 3 × 3 × 3 fetches from neighbours."""
     drawing = Drawing(
-        560, 245, "The box of one rank and its halo: one voxel from each neighbour, for a convolution of 3 x 3 x 3"
+        560, 245, "The box of one rank and its halo: one voxel from each neighbour, for a convolution of 3 × 3 × 3"
     )
     layout = Layout.of((12, 12), (1, 1), 4)
     (low, high), (left, right) = layout.box(0)
@@ -175,7 +175,7 @@ def memory() -> Drawing:
     drawing = Drawing(
         520, 40 + 34 * len(rows) + 40, "Planned memory on each rank, by the number of ranks that share a tile"
     )
-    drawing.text(20, 24, "GiB on each rank, ViT-B on a whole volume of 240 x 240 x 155")
+    drawing.text(20, 24, "GiB on each rank, ViT-B on a whole volume of 240 × 240 × 155")
     for at, (ranks, total) in enumerate(rows):
         y = 40 + 34 * at
         drawing.text(84, y + 19, f"{ranks} rank{'s' * (ranks > 1)}", anchor="end")

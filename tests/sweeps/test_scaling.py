@@ -7,6 +7,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -66,6 +67,14 @@ def test_measured_and_simulated_speedups_stand_in_columns_of_their_own() -> None
     assert "bound" in head and "measured in the paper" in head
     assert lines[-1].split() == ["32", "1:00:00", "32.00", "1:19:12", "24.48", "32.00", "15.19,", "13.18"]
     assert "15.19" not in "".join(table(rows, 32, False))
+
+
+def test_the_picture_of_a_short_sweep_is_in_seconds_and_of_a_long_one_in_hours(monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn = list[Any]()
+    monkeypatch.setattr(scaling_plan, "draw_figure", lambda title, diagrams, *_: drawn.append(diagrams[0]))
+    for length, unit, most in ((25.0, "seconds", 25.0), (600.0, "minutes", 10.0), (36000.0, "hours", 10.0)):
+        scaling_plan.draw_scaling([scaling_plan.Scaling(1, length, math.nan)], False, Path("scaling.png"))
+        assert (drawn[-1].quantity, drawn[-1].lines[0].rows[0][0]) == (unit, most)
 
 
 def test_a_way_that_needs_other_devices_is_not_planned_and_the_quicker_one_is_named() -> None:

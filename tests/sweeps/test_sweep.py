@@ -176,7 +176,7 @@ def test_the_page_of_a_sweep_says_how_sure_the_order_of_its_first_points_is(made
     assert run(report.act, [str(made)]) == 0
     text = Page((made / "report.html").read_text()).text
     assert "is not known: scores of single cases are kept only of the last validation, and " in text
-    assert "lr-0.001_batch-2 had its best before." in text and "These are their best" not in text
+    assert "lr-0.001_batch-2 had its best before." in text and "This compares their best" not in text
     lines = [
         line for line in (second / "metrics.jsonl").read_text().splitlines() if '"step": 2, "loss": 1.0' not in line
     ]

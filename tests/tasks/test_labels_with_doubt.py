@@ -6,16 +6,19 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
+import matplotlib.pyplot as plt
 import numpy as np
 import pytest
 
 from seqpar.cli import evaluate, report
 from seqpar.cluster.exit_codes import run
 from seqpar.data.errors import DataError
+from seqpar.report.record import CaseScores, ScoredCase, mean_of_numbers
 from seqpar.scores.label_files import Doubt, read_label_map, read_reference
 from seqpar.scores.label_scores import score_readers
 from seqpar.settings.command_line import parse
 from seqpar.tasks.segment.data import open_data, read_headers
+from seqpar.tasks.segment.page import _readers
 from tests.support.folders import OBLIQUE, label_array, save, several_readers
 from tests.support.report_page import Page, unroll
 from tests.support.training_runs import TINY, farthest, losses, prepare, trained
@@ -40,7 +43,7 @@ def test_a_run_on_several_readers_is_the_same_on_two_ranks_and_reports_their_agr
     flags = flags_of(tmp_path, "--precision", "fp64", "--mode", "halo", "--foreground", "1")
     prepare(flags)
     first = trained(1, flags, tmp_path / "one")
-    trained(2, [*flags, "--seqpar", "2"], tmp_path / "two")
+    trained(2, [*flags, "--seqpar", "2"], tmp_path / "two", pictures=True)
     assert farthest(losses(tmp_path / "one"), losses(tmp_path / "two")) < 1e-9
     assert "the target is the mean of 3 readers: ann, ben, cy" in first.said()
 
@@ -51,6 +54,9 @@ def test_a_run_on_several_readers_is_the_same_on_two_ranks_and_reports_their_agr
     assert rows[0]["InterReaderDice"] == pytest.approx(2 / 3) and 0.9 < rows[1]["InterReaderDice"] < 1
     assert 0 < rows[1]["DisputedMl"] < rows[0]["DisputedMl"]
 
+    red, green, blue = plt.imread(tmp_path / "two" / "validation.png")[..., :3].transpose(2, 0, 1)
+    violet = (blue > green + 0.2) & (red > green + 0.1)
+    assert violet[: violet.shape[0] * 9 // 10].any(), "its pictures show where readers disagree, not its legend alone"
     assert run(report.act, [str(tmp_path / "two")]) == 0
     page = (tmp_path / "two" / "report.html").read_text()
     assert 'id="readers"' in page and 'id="readers-per-case"' in page and "two readers" in page
@@ -139,3 +145,19 @@ def test_the_agreement_of_readers_is_the_mean_over_pairs() -> None:
     assert math.isnan(scores["none"]["InterReaderDice"]) and scores["none"]["DisputedMl"] == 0
     perfect = score_readers({"a": one, "b": two}, one, {"none": (4,)}, (1, 1, 2), "brats")["none"]
     assert perfect["ReaderDice"] == perfect["InterReaderDice"] == 1
+
+
+def test_agreements_over_different_cases_say_how_many_these_are() -> None:
+    doubt = Doubt({reader: Path(reader) for reader in READERS})
+    agree = {"Dice": 1.0, "ReaderDice": 1.0, "InterReaderDice": 1.0, "DisputedMl": 0.0}
+    agree |= {f"Dice_{reader}": 1.0 for reader in READERS}
+    invented = dict.fromkeys(agree, 0.0) | {"InterReaderDice": math.nan}  # predicted where no reader saw it
+    cases = [ScoredCase(str(n), None, Path(), {"t": row}, doubt) for n, row in enumerate((agree, invented))]
+    mean = {"t": {key: mean_of_numbers(case.scores["t"][key] for case in cases) for key in agree}}
+    table = (_readers(CaseScores("", {"t": "1"}, tuple(cases), {"mean": mean}, {})) or ())[0]
+    assert [getattr(cell, "text", cell) for cell in table.rows[0].cells[:3]] == [
+        "0.500 (n = 2)", "0.500 (n = 2)", "1.000 (n = 1)"
+    ]  # fmt: skip
+    assert "Compare scores of the same n." in table.note and table.heads[-1].text == "Mean disputed, ml"
+    table = (_readers(CaseScores("", {"t": "1"}, (cases[0],), {"mean": {"t": agree}}, {})) or ())[0]
+    assert table.rows[0].cells[2].text == "1.000" and "same n" not in table.note  # type: ignore[union-attr]

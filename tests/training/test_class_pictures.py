@@ -15,7 +15,7 @@ from seqpar.report.embedded_volumes import ShownCase
 from seqpar.report.pictures import draw_evidence, draw_scores
 from seqpar.report.planes import COUNTED, NEAREST
 from seqpar.report.plots import draw_chart
-from seqpar.report.record import RunRecord
+from seqpar.report.record import RunRecord, may_be_chance
 from seqpar.scores.class_scores import describe_share, positive_class, score_classes
 from seqpar.tasks.classify import page
 from seqpar.tasks.classify.page import (
@@ -105,10 +105,10 @@ def test_calibration_is_drawn_by_tenths_with_enough_cases_and_not_by_a_single_on
     assert (diagram.over, diagram.up) == ("probability of the predicted class", "share of correct predictions")
     scores = _scores(of_tenths(4, 4) | {"source": "here"}, None, "")
     assert scores.note == uncalibrated(of_tenths(4, 4)) and [chart.title for chart in scores.charts] == []
-    assert scores.note.startswith("Too few cases for a calibration curve, which needs 5 in each of two tenths")
-    said = "4 of 4 predictions with a mean probability of 0.55 were right, 4 of 4 with 0.65."
+    assert scores.note.startswith("Too few cases for a calibration curve, which needs 5 in at least two of the tenths")
+    said = "Correct predictions, by their mean probability: 4 of 4 with 0.55, 4 of 4 with 0.65."
     assert scores.note.endswith(said)
-    assert ": 40 of 40 predictions with a mean probability of 0.65" in uncalibrated(of_tenths(4, 40)), "most first"
+    assert ": 40 of 40 with 0.65, 4 of 4 with 0.55." in uncalibrated(of_tenths(4, 40)), "most first"
     assert _scores(of_tenths(5, 5) | {"source": "here"}, None, "").note == ""
 
 
@@ -181,7 +181,8 @@ def test_runs_are_compared_on_the_cases_that_all_have_scored(monkeypatch: pytest
     )
     assert "p = 0.25), which may be chance. The interval is Newcombe's for pairs" in sentence
     equal = page._difference("b", "a", [(True, False), (False, True)] + [(True, True)] * 6)
-    assert "b and a have the same accuracy, over 8 cases" in equal and "p = 1), so either may be better. The" in equal
+    assert equal.startswith("The accuracy of b equals that of a, over 8 cases")
+    assert "p = 1), so either may be better. The" in equal
     assert not isinstance(both.scores, str) and not isinstance(both.cases, str)
     rows = {row.name: [getattr(cell, "text", cell) for cell in row.cells] for row in both.scores.rows}
     assert rows["sensitivity (ill)"] == ["1.000 (6 of 6)", "0.833 (5 of 6)"]
@@ -214,6 +215,25 @@ def test_pictures_of_phantoms_in_a_runs_own_report_say_that_they_are_generated(
         record = RunRecord(tmp_path, content, None, {})
         page._picture(record, "a", None, False)
     assert titles == ["a (generated, not a patient)", "a"]
+
+
+@pytest.mark.parametrize(
+    "score, cases, may_be",
+    [(0.5, 40, True), (0.6, 40, True), (0.7, 40, False), (1.0, 2, True), (1.0, 8, False), (0.2, 40, True)],
+)
+def test_a_classifier_that_guessing_could_equal_says_so(score: float, cases: int, may_be: bool, tmp_path: Path) -> None:
+    names = [str(n) for n in range(cases)]
+    classes = {"names": ["healthy", "ill"], "numbers": {name: n % 2 for n, name in enumerate(names)}}
+    content = {"dataset": {"volume_classes": classes, "held_out": names}}
+    rows = [{"step": step, "loss": 1.0, "scores": {"balanced accuracy": score}} for step in (1, 2)]
+    said = may_be_chance(RunRecord(tmp_path, content, None, {}, held_out=tuple(rows)))
+    assert bool(said) == may_be
+    assert not may_be or f"On {cases} held-out cases this run reached a balanced accuracy of {score:.3f}, and" in said
+    rare = {**classes, "numbers": {name: int(n == 0) for n, name in enumerate(names)}}
+    content = {"dataset": {"volume_classes": rare, "held_out": names}}
+    alone = RunRecord(tmp_path, content, None, {}, held_out=tuple(rows))
+    assert bool(may_be_chance(alone)) == (score < 0.95 or cases < 4), "one case of a class tells little of it"
+    assert may_be_chance(RunRecord(tmp_path, {"dataset": {"held_out": names}}, None, {}, held_out=tuple(rows))) == ""
 
 
 def picture_of(
@@ -253,8 +273,8 @@ def test_maps_are_shown_on_planes_through_the_body_with_a_warning_if_their_maxim
     image, seen = np.zeros((20, 20, 20)), np.zeros((20, 20, 20))
     image[4:16, 4:16, 4:16] = 1
     image[10, 10, 17] = 1  # a fragment
-    seen[10, 10, 17] = 0.9
-    seen[8, 9, 10] = 0.5
+    seen[10, 10, 17] = 1
+    seen[8, 9, 10] = 0.56
     assert pictures.evidence_planes(seen, image != 0) == (8, 9, 10), (
         "the strongest point in the body, not in the fragment"
     )
@@ -270,6 +290,10 @@ def test_maps_are_shown_on_planes_through_the_body_with_a_warning_if_their_maxim
     (warning,) = [text for text in outside.texts if text.get_text() == pictures.OUTSIDE]
     lowest = min(panel.get_tightbbox().y0 for panel in outside.axes)
     assert warning.get_window_extent().y1 <= lowest, "it lies over no panel"
+    assert warning.get_window_extent().x0 >= 0 and warning.get_window_extent().x1 <= outside.bbox.width, "it is whole"
+    padded = picture_of(figures, image, 0.3 * (seen == 0.56))
+    assert padded.get_supxlabel() == pictures.OUTSIDE, "nothing in the image is the maximum"
+    assert "30% of its maximum, which is outside the image White line" in padded.get_suptitle().replace("\n", " ")
     assert pictures.evidence_planes(seen, image != 0) == (8, 9, 10), "planes of air are left out"
     assert pictures.evidence_planes(np.zeros_like(seen), image != 0) == (10, 10, 4), "without a map most of the body"
     noise = np.random.default_rng(0).normal(-1, 0.001, image.shape)  # CT: air is not 0

@@ -94,6 +94,7 @@ def test_a_run_ends_with_a_table_of_held_out_classes(one: tuple) -> None:
     said = launch.said()
     assert "class ill: 3 to train on, 1 held out" in said and "outputs: healthy, ill" in said
     assert "tile 40x24x16" in said and "best balanced accuracy" in said
+    assert "warning: On 2 held-out cases this run reached a balanced accuracy of" in said, "which guessing may reach"
     assert "dice" not in said.lower() and not (out / "window.json").exists(), "they are of labels of voxels"
     assert min((out / name).stat().st_size for name in ("progress.png", "validation.png")) > 5000
 
@@ -112,6 +113,7 @@ def test_a_vision_transformer_of_two_ranks_or_two_places_is_that_of_one(vit: tup
     for world in (1, 2):
         launch = predicted(world, out, of(own), tmp_path / f"p{world}", "--explain")
         assert launch.codes == dict.fromkeys(range(world), 0), launch.said()
+        assert "nothing shows that the network has learned. Do not trust its classes" in launch.said()
         maps.append(read_maps(tmp_path / f"p{world}"))
     assert all(np.abs(a - b).max() < 1e-6 for a, b in zip(*maps)) and maps[0][1].max() > 0.99
     with pytest.raises(ValueError, match="--neurological would do nothing: .*explanations has pictures"):

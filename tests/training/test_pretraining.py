@@ -201,9 +201,10 @@ def test_pictures_show_image_masked_rebuilt_and_difference(images, tmp_path, alo
     assert len({panel.images[0].get_clim() for panel in (twice.axes[3], twice.axes[7])}) == 1, "one scale for all tiles"
     assert bar.get_xlabel() == "too dark ← rebuilt − image, in normalised intensity → too bright"
     title = " ".join(figure_of_tiles([tile], False).get_suptitle().split())
-    modality = trainer.data.dataset.modalities[0]
-    assert f"Hidden patches of {modality}, rebuilt" in title and "axial plane through the tile's middle" in title
-    assert "hidden voxels, of all modalities." in title
+    assert trainer.data.dataset.modalities == ("channel 0",), "an image alone and unnamed needs no name"
+    assert "Hidden patches, rebuilt" in title and "axial plane through the tile's middle" in title
+    of_two = " ".join(figure_of_tiles([replace(tile, modality="T1")], False).get_suptitle().split())
+    assert "Hidden patches of T1, rebuilt" in of_two and "hidden voxels, of all modalities." in of_two
     said = f"{tile.axial.numbers[8]} / {tile.axial.total}: image"
     assert titles[0] == f"{trainer.validation.ids[0]}\naxial {said}" and f"{COUNTED}." in title, "planes have numbers"
     masked = np.asarray(figure_of_tiles([tile], False).axes[1].images[0].get_array())

@@ -115,6 +115,13 @@ class Classification(Task):
     ) -> str:
         return ""  # a tile is a whole case
 
+    def next_lines(self, out: Path) -> list[str]:
+        """Returns the commands that usually follow, after a warning if nothing shows that the network has learned."""
+        from seqpar.report.record import may_be_chance, read_record
+
+        caution = may_be_chance(read_record(out))
+        return [*([f"warning: {caution}"] if caution else []), *super().next_lines(out)]
+
     def predict(self, request: Request, members: Sequence[EnsembleMember], mesh: Mesh) -> list[str]:
         from seqpar.tasks.classify.prediction import ClassPrediction
 

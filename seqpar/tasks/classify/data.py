@@ -42,6 +42,11 @@ class ClassData(TrainingData):
         """The classes."""
         return self.volume_classes.names
 
+    @property
+    def kind_of_outputs(self) -> str:
+        """What they are, in words."""
+        return "classes, by a softmax"
+
     def labels_of(self, micro: MicroBatch) -> Tensor:
         """Returns the class numbers ``b`` of a micro-batch's cases."""
         numbers = torch.tensor([self.volume_classes.numbers[case] for case in micro.cases])

@@ -45,7 +45,9 @@ def explain(
     precision: str,
     way: str = "",
 ) -> np.ndarray:
-    """Returns where networks see a class in a prepared image, ``W D H``, from 0 to 1: the mean of their maps.
+    """Returns where networks see a class in a prepared image, ``W D H``: the mean of their maps, up to 1.
+
+    Its maximum, 1, may be outside the image, where the tile is padded.
 
     - ``number``: of the class
     - ``way``: one of the networks' ways, by default the usual one
@@ -58,6 +60,7 @@ def explain(
         fine = evidence.on_voxels(net.layout.tile)
         maps.append(fine / fine.max().clamp(min=1e-300))
     mean = torch.stack(maps).mean(0).cpu().numpy()
+    mean /= max(mean.max(), 1e-300)
     shape = image.shape[1:]
     back = read_box(mean, [-first for first in middle_of(shape, mean.shape)], shape)
     return back.astype(np.float32)

@@ -271,14 +271,11 @@ def calibration_diagrams(summary: Summary) -> list[Diagram]:
 
 def uncalibrated(summary: Summary) -> str:
     """Returns why calibration is not drawn, and how often each tenth of the probability is correct."""
-    (given, right, count), *others = sorted(calibration(*_arrays(summary)), key=lambda tenth: -tenth[2])
-    tenths = [
-        f"{round(right * count)} of {quantity(count, 'prediction')} with a mean probability of {given:.2f} were right",
-        *(f"{round(right * count)} of {count} with {given:.2f}" for given, right, count in others),
-    ]
+    tenths = sorted(calibration(*_arrays(summary)), key=lambda tenth: -tenth[2])
+    shares = [f"{round(right * count)} of {count} with {given:.2f}" for given, right, count in tenths]
     return (
-        f"Too few cases for a calibration curve, which needs {FEW} in each of two tenths of the probability of the "
-        f"predicted class: {', '.join(tenths)}."
+        f"Too few cases for a calibration curve, which needs {FEW} in at least two of the tenths of the probability of "
+        f"the predicted class. Correct predictions, by their mean probability: {', '.join(shares)}."
     )
 
 
@@ -397,7 +394,7 @@ def _difference(name: str, first: str, pairs: Sequence[tuple[bool, bool]]) -> st
         pairs.count(kind) for kind in ((True, True), (True, False), (False, True), (False, False))
     )
     gap, cases = (own - other) / len(pairs), quantity(len(pairs), "case")
-    text = f"{name} and {first} have the same accuracy"
+    text = f"The accuracy of {name} equals that of {first}"
     if gap:
         text = f"The accuracy of {name} is {abs(gap):.3f} {'higher' if gap > 0 else 'lower'} than that of {first}"
     text += f", over {cases}: {own} right by {name} alone, {other} by {first} alone"
@@ -414,10 +411,11 @@ ABOUT_PAIRS = "The interval is Newcombe's for pairs, and p is that of McNemar's 
 def _scores_table(summaries: Mapping[str, Summary], is_compared: bool) -> Table | str:
     """Returns the scores of all cases, the runs side by side; ``is_compared``: a table of their cases follows."""
     kinds = dict.fromkeys(kind for summary in summaries.values() for kind in summary["scores"])
-    rows = [
-        TableRow(kind, [Score(number(summary["scores"].get(kind)), 3) for summary in summaries.values()])
-        for kind in kinds
-    ]
+    rows = list[TableRow]()
+    for kind in kinds:
+        few = [f" ({TOO_FEW})" * (fewest_cases(summary, kind) < FEW) for summary in summaries.values()]
+        values = [number(summary["scores"].get(kind)) for summary in summaries.values()]
+        rows.append(TableRow(kind, [Score(value, 3, end) for value, end in zip(values, few)]))
     classes = dict.fromkeys(name for summary in summaries.values() for name in summary["names"])
     names = list(classes) if len(classes) != 2 else [list(classes)[positive_class(list(classes))]]
     rows += [

@@ -5,6 +5,7 @@ FOLDER/explanations/…         CASE.nii.gz and CASE.png, on request
 """
 
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, cast
 
@@ -12,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from seqpar.data.errors import DataError
 from seqpar.data.files import write_text
 from seqpar.data.formats.dataset import Case
 from seqpar.data.phantom.phantom_files import GENERATED, is_generated
@@ -26,6 +28,7 @@ from seqpar.prediction.run_average import EnsembleMember
 from seqpar.prediction.sliding_window import Image
 from seqpar.report.pictures import MAPS, draw_evidence
 from seqpar.report.planes import slices_of
+from seqpar.report.record import may_be_chance, read_record
 from seqpar.tasks.classify.explanation import class_logits, explain
 from seqpar.tasks.classify.scores import EXPLANATIONS, TABLE, ClassTable, read_class_table
 from seqpar.text import quantity
@@ -109,7 +112,12 @@ class ClassPrediction(CasePrediction):
         return ["--truth", "TRUTH"]
 
     def other_files(self) -> list[str]:
-        return [f"maps of the evidence, with pictures: {self.folder.folder / EXPLANATIONS}"] if self.way else []
+        lines = [f"maps of the evidence, with pictures: {self.folder.folder / EXPLANATIONS}"] if self.way else []
+        for run in (member.run for member in self.members):
+            with suppress(DataError):  # an archive has no scores
+                caution = may_be_chance(read_record(run.path))
+                lines += [f"warning: {run.path}: {caution}"] if caution else []
+        return lines
 
     def predict_case(self, number: int, case: Case, tell: ReportProgress) -> str:
         every, images = list[Tensor](), list[Image]()

@@ -16,6 +16,7 @@ from seqpar.settings.config import Config
 from seqpar.settings.data_settings import prepare_settings
 from seqpar.tasks.training_data import TrainingData, case_lines, describe_images, split_of, unlabelled_tiles
 from seqpar.terminal import ProgressBar
+from seqpar.text import name_images
 
 
 @dataclass(frozen=True)
@@ -30,7 +31,7 @@ class ImageData(TrainingData):
     @property
     def output_names(self) -> tuple[str, ...]:
         """The channels of what is rebuilt."""
-        return self.dataset.modalities
+        return tuple(name_images(self.dataset.modalities))
 
     @property
     def kind_of_outputs(self) -> str:

@@ -37,7 +37,7 @@ from seqpar.report.record import guess_of
 from seqpar.runs.journal import Journal
 from seqpar.runs.metrics_tail import score_of_error
 from seqpar.tasks.case_validation import NUM_PICTURED, CaseValidation, ValidationResult
-from seqpar.text import quantity
+from seqpar.text import name_images, quantity
 from seqpar.vit.dropout import DropoutKey
 
 COLUMNS = ("image", "what the encoder saw", "rebuilt", "rebuilt − image")
@@ -212,7 +212,8 @@ class MaskedValidation(CaseValidation):
         shown = whole[0, self.shown].numpy()
         shown, image, mask = (preparation.canonical(volume, properties) for volume in (shown, image, mask))
         axial, spacing = axial_slices(case, net.layout.tile, preparation)
-        guess, modality = guess_of(self.error.normalised), self.data.dataset.modalities[self.shown]
+        guess, images = guess_of(self.error.normalised), name_images(self.data.dataset.modalities)
+        modality = "" if images == ["image"] else images[self.shown]
         name = f"{case.id}\n{GENERATED}" if is_generated(self.config.data) else case.id
         return RebuiltTile(name, shown, image, mask > 0, spacing, axial, guess=guess, modality=modality)
 

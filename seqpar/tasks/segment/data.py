@@ -27,7 +27,7 @@ from seqpar.tasks.training_data import (
     training_tiles,
 )
 from seqpar.terminal import ProgressBar
-from seqpar.text import quantity
+from seqpar.text import name_images, quantity
 
 MAX_CLASSES = 12  # with lines of their own
 
@@ -76,7 +76,7 @@ def describe_data(fingerprint: Fingerprint, config: Config) -> str:
     """Returns a line on a data set; raises ``ValueError`` where it does not allow the config's split."""
     train_ids, held_out_ids = split_of(fingerprint, config)
     refuse_weights(config, fingerprint.outputs(config.targets))
-    channels = _listed(fingerprint.modalities, "channel")
+    channels = _listed(name_images(fingerprint.modalities), "channel")
     outputs = _listed(fingerprint.outputs(config.targets), "output")
     voxels = "x".join(map(str, fingerprint.shape))
     millimetres = "x".join(f"{size:.3g}" for size in fingerprint.spacing)

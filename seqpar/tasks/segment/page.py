@@ -57,7 +57,7 @@ from seqpar.scores.label_files import MAX_NAMED, dataset_at, match_cases, missin
 from seqpar.scores.label_scores import why_no_dice, without_nan
 from seqpar.tasks.segment.evaluation import ABOUT_CALIBRATION, calibrate, calibration_diagram, trained_on
 from seqpar.tasks.segment.label_map_folder import DICOM_SEG, SavedProbabilities
-from seqpar.text import quantity
+from seqpar.text import name_images, quantity
 
 FOLDER = Path(__file__).parent
 RESEARCH = "For research; not a medical device."
@@ -161,7 +161,7 @@ def _intensities(prediction: Path, scored: CaseScores, schemes: Sequence[str], g
     if changed:
         what = f"{prediction / STATISTICS} is of other label maps than these: {', '.join(changed[:MAX_NAMED])}"
         gaps.append(f"{what}{', …' * (len(changed) > MAX_NAMED)} cannot be shown.")
-    heads = list(map(TableHead, ("Case", "Class", *kinds)))
+    heads = list(map(TableHead, ("Case", "Class", *name_images(kinds))))
     note = (
         "Mean ± standard deviation over the voxels of each predicted class, in the image file's own numbers (CT: HU), "
         f"from {prediction / STATISTICS}. MR has no unit: do not compare its numbers between scans. The standard "
@@ -186,6 +186,9 @@ def _series(prediction: Path, scored: CaseScores) -> Table | None:
     )
 
 
+SHARED_CASES = " n: cases with such a score, as maps that both lack a class have no Dice. Compare scores of the same n."
+
+
 def _readers(scored: CaseScores) -> tuple[Table, Table] | None:
     """Returns how well prediction and readers agree, by class and by case; None without several readers."""
     names = list(dict.fromkeys(name for case in scored.cases if case.doubt for name in case.doubt.readers))
@@ -193,17 +196,20 @@ def _readers(scored: CaseScores) -> tuple[Table, Table] | None:
         return None
     mean, own = scored.summary["mean"], [f"Dice_{name}" for name in names]
     metrics = dict.fromkeys(["Dice", "ReaderDice", "InterReaderDice", *own], 3) | {DISPUTED: 2}
-    rows = [
-        TableRow(kind, [Score(mean[kind].get(one, math.nan), places) for one, places in metrics.items()])
-        for kind in scored.classes
-    ]
+    rows, differ = list[TableRow](), False
+    for kind in scored.classes:
+        found = {one: sum(not math.isnan(c.scores[kind].get(one, math.nan)) for c in scored.cases) for one in metrics}
+        is_uneven = len({*found.values()}) > 1
+        ends, differ = {one: f" (n = {n})" * is_uneven for one, n in found.items()}, differ or is_uneven
+        rows.append(TableRow(kind, [Score(mean[kind].get(o, math.nan), metrics[o], end) for o, end in ends.items()]))
     pairs = ("prediction and consensus", "prediction and a reader", "two readers")
     heads = [TableHead("Class"), TableHead("Mean Dice", pairs), TableHead("Mean Dice of the prediction with", names)]
-    heads.append(TableHead("Disputed, ml"))
+    heads.append(TableHead("Mean disputed, ml"))
     note = (
-        f"The consensus of {quantity(len(names), 'reader')} is the label that most of them gave to a voxel, the "
-        "smallest of equally many. How well two readers agree tells what to expect of a prediction and a reader. "
-        "Disputed is the volume that some readers give to the class, and others do not."
+        f"The consensus of {quantity(len(names), 'reader')} is the label that most of them gave to a voxel; of labels "
+        "given equally often, the smallest. How well two readers agree tells what to expect of a prediction and a "
+        "reader. Disputed is the volume that some readers give to the class, and others do not."
+        f"{SHARED_CASES * differ}"
     )
     shown = {"ReaderDice": 3, "InterReaderDice": 3, DISPUTED: 2}
     cases = [

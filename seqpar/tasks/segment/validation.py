@@ -25,7 +25,7 @@ from seqpar.data.preparation.prepared_case import Preparation
 from seqpar.data.preparation.transforms import resample_label
 from seqpar.data.volumes import write_volume
 from seqpar.data.workers import ReportProgress
-from seqpar.losses import LossParts, SoftLabels
+from seqpar.losses import LossParts, Readers, SoftLabels
 from seqpar.models.network import Network
 from seqpar.parallel.collectives import all_reduce
 from seqpar.prediction.logits_to_labels import slabs_to_labels
@@ -42,7 +42,7 @@ from seqpar.settings.config import Config
 from seqpar.settings.data_settings import prepare_settings
 from seqpar.tasks.case_validation import NUM_PICTURED, CaseValidation, ValidationResult
 from seqpar.terminal import bar
-from seqpar.text import clock, quantity
+from seqpar.text import clock, name_images, quantity
 
 
 def dataset_of(config: Config) -> Dataset:
@@ -273,13 +273,15 @@ class SegmentationValidation(CaseValidation):
         """Returns a case as pictures show it: on the grid of its image, in canonical axes."""
         preparation, properties = self.data.dataset.preparation, case.properties
         truth = self.data.dataset.consensus(case.label)
-        volumes = np.asarray(case.image[shown]), truth, resample_label(ids, truth.shape)
-        image, truth, ids = (preparation.canonical(volume, properties) for volume in volumes)
+        volumes = [np.asarray(case.image[shown]), truth, resample_label(ids, truth.shape)]
+        volumes += [soft.disputed(case.label)] if isinstance(soft := self.data.dataset.soft, Readers) else []
+        image, truth, ids, *disputed = (preparation.canonical(volume, properties) for volume in volumes)
         name = f"{case.id} {GENERATED}" if is_generated(self.config.data) else case.id
         turned = preparation.canonical_properties(properties)
         slices = slices_of(turned.geometry, turned.box, turned.shape)
-        names = self.data.dataset.modalities
-        return PicturedCase(name, image, truth, ids, turned.spacing, slices, names[shown] if len(names) > 1 else "")
+        names = name_images(self.data.dataset.modalities)
+        modality = names[shown] if len(names) > 1 else ""
+        return PicturedCase(name, image, truth, ids, turned.spacing, slices, modality, next(iter(disputed), None))
 
     def _progress(self, journal: Journal, number: int, window: int, began: float) -> ReportProgress:
         """Returns a function that shows which share of a case is done with one of the kinds of window.
