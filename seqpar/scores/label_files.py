@@ -336,17 +336,21 @@ def map_pairs(
             except DataError as error:
                 yield pair, error
         return
-    with ProcessPoolExecutor(workers, multiprocessing.get_context("fork"), become_worker, (os.getpid(),)) as pool:
+    before = multiprocessing.active_children()
+    pool = ProcessPoolExecutor(workers, multiprocessing.get_context("fork"), become_worker, (os.getpid(),))
+    try:
         futures: list[Future[Result]] = [pool.submit(work, pair) for pair in pairs]
-        try:
-            for pair, future in zip(pairs, futures):
-                try:
-                    yield pair, future.result()
-                except DataError as error:
-                    yield pair, error
-        except BrokenProcessPool as error:
-            raise MemoryError(
-                f"a worker was killed, perhaps because memory ran out: lower --workers {workers}"
-            ) from error
-        finally:
-            pool.shutdown(cancel_futures=True)
+    except RuntimeError:  # where no thread can start, this process would wait at its end for those it has started
+        for process in set(multiprocessing.active_children()).difference(before):
+            process.kill()
+        raise
+    try:
+        for pair, future in zip(pairs, futures):
+            try:
+                yield pair, future.result()
+            except DataError as error:
+                yield pair, error
+    except BrokenProcessPool as error:
+        raise MemoryError(f"a worker was killed, perhaps because memory ran out: lower --workers {workers}") from error
+    finally:
+        pool.shutdown(cancel_futures=True)

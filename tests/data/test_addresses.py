@@ -198,7 +198,7 @@ class Hub:
             raise RuntimeError("404 Client Error.\nEntry Not Found")
         if filename in ("mute.pth", "slow.pth"):
             folder.mkdir(parents=True, exist_ok=True)
-            for n in range(50):  # 5 s
+            for _ in range(50):  # 5 s
                 with (folder / "incomplete").open("ab") as file:
                     file.write(b"x" if filename == "mute.pth" else BODY[:100_000])
                 time.sleep(0.1)
@@ -223,7 +223,9 @@ def hub(monkeypatch, tmp_path) -> Hub:
 def test_a_hub_that_sends_a_byte_now_and_then(hub: Hub, monkeypatch) -> None:
     monkeypatch.setattr(addresses, "START_S", 2.0)
     began = time.monotonic()
-    with pytest.raises(DataError, match=r"^hf://owner/name/mute.pth: the download broke off \(nothing has come for 2 s"):
+    with pytest.raises(
+        DataError, match=r"^hf://owner/name/mute.pth: the download broke off \(nothing has come for 2 s"
+    ):
         local_file("hf://owner/name/mute.pth")
     assert time.monotonic() - began < 4.5
     assert local_file("hf://owner/name/slow.pth").read_bytes() == BODY  # which takes longer, and grows
