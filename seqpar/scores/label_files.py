@@ -308,10 +308,11 @@ def score_pair(pair: Pair, labels: Labels, settings: dict[str, Any]) -> Scores:
         raise DataError(pair.prediction, problem)
     check_values(pair.prediction, prediction, labels.declared)
     known: dict[str, Any] = {"ignore": labels.ignore, "hidden": hidden_classes(labels.classes, pair.shown)}
+    known["voxel_ml"] = geometry.voxel_ml
     spacing = geometry.canonical_spacing
     scores = score(truth, prediction, labels.classes, spacing, **known, **settings)
     if readers:
-        agreement = score_readers(readers, prediction, labels.classes, spacing, settings["empty"])
+        agreement = score_readers(readers, prediction, labels.classes, geometry.voxel_ml, settings["empty"])
         scores = {name: row | agreement[name] for name, row in scores.items()}
     return scores
 
