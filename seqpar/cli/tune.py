@@ -61,6 +61,11 @@ def act(arguments: Sequence[str]) -> int:
     print("\n".join(write_results(options.out, sweep)), flush=True)
     if code == exit_codes.PREEMPTED:
         print(f"left early; to continue: {resume_command('tune', options.out)}", flush=True)
+    elif code:
+        exit_codes.report(
+            f"--out {options.out}: not all points have ended, for the reasons above; remove these, and continue by "
+            f"{resume_command('tune', options.out)}"
+        )
     return code
 
 

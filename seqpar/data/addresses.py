@@ -240,8 +240,8 @@ class _OfHub:
     def download(self) -> Path:
         try:
             print(f"downloading {self.text} to {self.folder}", file=sys.stderr, flush=True)
-            return self._ask_hub(local_files_only=False)
-        except MemoryError:
+            return self._ask_while_it_grows()
+        except (MemoryError, DataError):
             raise
         except Exception as error:  # of its many kinds, most are those of the library that it asks by
             why = (str(error).strip() or type(error).__name__).splitlines()[0]
@@ -263,6 +263,28 @@ class _OfHub:
                 path, f"has the checksum {found}, and {wanted} is needed for {self.text}: if that is right, remove "
                 f"{path.resolve()}, and it is downloaded again"
             )  # fmt: skip
+
+    def _ask_while_it_grows(self) -> Path:
+        """Returns the file once the hub has sent it; raises DataError where its folder stops growing.
+
+        A thread asks, since the library's own limits begin anew with each byte. The library writes in steps of 10 MB.
+        """
+        answers, growth = Queue[Any](1), _Growth(self.folder)
+
+        def ask() -> None:
+            try:
+                answers.put(self._ask_hub(local_files_only=False))
+            except BaseException as error:
+                answers.put(error)
+
+        Thread(target=ask, daemon=True).start()
+        while growth.silent_s() < START_S:
+            with suppress(Empty):
+                answer = answers.get(timeout=_POLL_S)
+                if isinstance(answer, BaseException):
+                    raise answer
+                return Path(answer)
+        raise DataError(self.text, f"the download broke off (nothing has come for {START_S:.0f} s); start it again")
 
     def _ask_hub(self, local_files_only: bool) -> Path:
         try:
@@ -321,12 +343,9 @@ def _one_at_a_time(folder: Path, what: str) -> Iterator[None]:
     except OSError as error:
         raise unwritable(folder, error) from error
     with file:
-        size, since = -1, time.monotonic()
+        growth = _Growth(folder)
         while not _locks(file):
-            now = _bytes_in(folder)
-            if now != size:
-                size, since = now, time.monotonic()
-            elif time.monotonic() - since > START_S:
+            if growth.silent_s() > START_S:
                 raise DataError(
                     what, f"another process downloads it to {folder}, and nothing has come for {START_S:.0f} s: end "
                     "that process, and start again"
@@ -345,12 +364,20 @@ def _locks(file: IO[str]) -> bool:
     return True
 
 
-def _bytes_in(folder: Path) -> int:
-    total = 0
-    for path in folder.rglob("*"):
-        with suppress(OSError):
-            total += path.lstat().st_size
-    return total
+class _Growth:
+    """Tells for how long files in a folder have not grown by a piece; a few bytes now and then count as silence."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.size, self.since = folder, -_PIECE, time.monotonic()
+
+    def silent_s(self) -> float:
+        size = 0
+        for path in self.folder.rglob("*"):
+            with suppress(OSError):
+                size += path.lstat().st_size
+        if not self.size - _PIECE < size < self.size + _PIECE:
+            self.size, self.since = size, time.monotonic()
+        return time.monotonic() - self.since
 
 
 def digest_once(kind: str, path: Path) -> str:

@@ -52,6 +52,18 @@ class Geometry:
         a, b, c = _axes(self.orientation)[0]
         return self.spacing[a], self.spacing[b], self.spacing[c]
 
+    @property
+    def slant(self) -> float:
+        """Returns a voxel's volume as a share of an upright box's: below 1 where axes are sheared (a tilted gantry)."""
+        directions = self.affine[:3, :3] / self.spacing
+        is_upright = np.allclose(directions.T @ directions, np.eye(3), rtol=0, atol=1e-5)  # but for rounding
+        return 1.0 if is_upright else float(abs(np.linalg.det(directions)))
+
+    @property
+    def voxel_ml(self) -> float:
+        """Returns the volume of a voxel."""
+        return float(np.prod(self.spacing)) * self.slant / 1000
+
     def to_json(self) -> dict[str, Any]:
         """Returns what `from_json` reads (the header, or affine and shape), plus values for people to read."""
         readable = {"shape": self.shape, "spacing": self.spacing, "orientation": self.orientation, "dtype": self.dtype}

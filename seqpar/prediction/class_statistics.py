@@ -55,10 +55,10 @@ class ClassStatistics:
     def _has_labels(self, case: str) -> bool:
         return any((self.path.parent / f"{case}{suffix}").is_file() for suffix in SUFFIXES)
 
-    def add(self, case: str, labels: np.ndarray, image: np.ndarray, spacing: Sequence[float]) -> None:
+    def add(self, case: str, labels: np.ndarray, image: np.ndarray, voxel_ml: float) -> None:
         """Writes a case's lines; ``labels`` ``W D H`` are the file's values, ``image`` ``c W D H`` its numbers."""
         self._rows = [row for row in self._rows if row[0] != case]
-        self._rows += [[case, *map(_cell, row)] for row in statistics_of(labels, image, spacing, self.classes)]
+        self._rows += [[case, *map(_cell, row)] for row in statistics_of(labels, image, voxel_ml, self.classes)]
         text = io.StringIO(newline="")
         csv.writer(text, lineterminator="\n").writerows([self.columns, *self._rows])
         write_text(self.path, text.getvalue())
@@ -69,7 +69,7 @@ class ClassStatistics:
 
 
 def statistics_of(
-    labels: np.ndarray, image: np.ndarray, spacing: Sequence[float], classes: Mapping[str, Sequence[int]]
+    labels: np.ndarray, image: np.ndarray, voxel_ml: float, classes: Mapping[str, Sequence[int]]
 ) -> list[list[Any]]:
     """Returns a row per class: its name, voxels, ml, then each channel's mean and each one's standard deviation.
 
@@ -90,7 +90,7 @@ def statistics_of(
         )
         deviations = [float(np.sqrt(max(part - mean**2, 0.0))) if count else mean for part, mean in zip(parts, means)]
         own = [mean + middle for mean, middle in zip(means, middles)]
-        rows.append([name, count, count * float(np.prod(spacing)) / 1000, *own, *deviations])
+        rows.append([name, count, count * voxel_ml, *own, *deviations])
     return rows
 
 

@@ -172,7 +172,7 @@ class Predictor:
 
     def to_source(self, ids: np.ndarray, properties: Properties) -> np.ndarray:
         """Returns the file's label values in the file's geometry, without small components, from class ids."""
-        min_voxels = parse_min_component(self.settings.min_component, float(np.prod(properties.geometry.spacing)))
+        min_voxels = parse_min_component(self.settings.min_component, 1000 * properties.geometry.voxel_ml)
         regions, order = self.run.regions.values(), self.run.regions_class_order
         kept = drop_small_components(ids, min_voxels, regions, order)
         return keep_largest(self.run.preparation.labels_to_source(kept, properties), self.settings.postprocessing)

@@ -381,7 +381,7 @@ def measure_folder(prediction: Path, labels: Labels) -> CaseScores:
         except DataError as error:
             faults.append(str(error))
             continue
-        ml = math.prod(geometry.canonical_spacing) / 1000
+        ml = geometry.voxel_ml
         counts = {n: int(class_mask(values, own).sum()) for n, own in labels.classes.items()}
         rows = {n: {"VolumeMl": count * ml, "VoxelMl": ml} for n, count in counts.items()}
         cases.append(ScoredCase(name, None, path, rows))

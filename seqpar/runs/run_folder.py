@@ -1,6 +1,7 @@
 """The files of a run folder: config.json and status.json."""
 
 import json
+import math
 import platform
 import subprocess
 from collections.abc import Mapping, Sequence
@@ -213,6 +214,8 @@ def read_windows(run: Path) -> MeasuredWindows:
             {str(window): float(value) for window, value in content.get(key, {}).items()}
             for key in ("dice", "temperatures")
         )
+        if wrong := [value for value in temperatures.values() if not (math.isfinite(value) and value > 0)]:
+            raise ValueError(f"a temperature is {wrong[0]}")
         return MeasuredWindows(dice, tuple(int(side) for side in content.get("whole_grid", ())), temperatures)
     except FileNotFoundError:
         return MeasuredWindows()

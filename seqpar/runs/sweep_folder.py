@@ -130,6 +130,8 @@ def read_sweep(out: str | Path) -> Sweep:
     path = Path(out) / SWEEP_FILE
     content = read_json(path)
     try:
+        if (version := content.get("version", VERSION)) != VERSION:
+            raise TypeError(f"but of version {version}")
         rows: list[dict[str, Any]] = [
             {name: math.nan if value is None else value for name, value in row.items()} for row in content["points"]
         ]

@@ -308,10 +308,11 @@ def score_pair(pair: Pair, labels: Labels, settings: dict[str, Any]) -> Scores:
         raise DataError(pair.prediction, problem)
     check_values(pair.prediction, prediction, labels.declared)
     known: dict[str, Any] = {"ignore": labels.ignore, "hidden": hidden_classes(labels.classes, pair.shown)}
+    known["voxel_ml"] = geometry.voxel_ml
     spacing = geometry.canonical_spacing
     scores = score(truth, prediction, labels.classes, spacing, **known, **settings)
     if readers:
-        agreement = score_readers(readers, prediction, labels.classes, spacing, settings["empty"])
+        agreement = score_readers(readers, prediction, labels.classes, geometry.voxel_ml, settings["empty"])
         scores = {name: row | agreement[name] for name, row in scores.items()}
     return scores
 
@@ -336,17 +337,21 @@ def map_pairs(
             except DataError as error:
                 yield pair, error
         return
-    with ProcessPoolExecutor(workers, multiprocessing.get_context("fork"), become_worker, (os.getpid(),)) as pool:
+    before = multiprocessing.active_children()
+    pool = ProcessPoolExecutor(workers, multiprocessing.get_context("fork"), become_worker, (os.getpid(),))
+    try:
         futures: list[Future[Result]] = [pool.submit(work, pair) for pair in pairs]
-        try:
-            for pair, future in zip(pairs, futures):
-                try:
-                    yield pair, future.result()
-                except DataError as error:
-                    yield pair, error
-        except BrokenProcessPool as error:
-            raise MemoryError(
-                f"a worker was killed, perhaps because memory ran out: lower --workers {workers}"
-            ) from error
-        finally:
-            pool.shutdown(cancel_futures=True)
+    except RuntimeError:  # where no thread can start, this process would wait at its end for those it has started
+        for process in set(multiprocessing.active_children()).difference(before):
+            process.kill()
+        raise
+    try:
+        for pair, future in zip(pairs, futures):
+            try:
+                yield pair, future.result()
+            except DataError as error:
+                yield pair, error
+    except BrokenProcessPool as error:
+        raise MemoryError(f"a worker was killed, perhaps because memory ran out: lower --workers {workers}") from error
+    finally:
+        pool.shutdown(cancel_futures=True)

@@ -81,6 +81,7 @@ def score(
     empty: EmptyPolicy = "skip",
     surfaces: bool = True,
     hidden: Collection[str] = (),
+    voxel_ml: float | None = None,
 ) -> Scores:
     """Returns the scores of one case per class. Distances, ``spacing`` and ``nsd_tolerance`` are in mm.
 
@@ -89,7 +90,7 @@ def score(
     ``surfaces=False`` leaves out what takes most of the time: ``HD95``, ``NSD``, and how many lesions are found
     (``LesionTP``), missed (``LesionFN``) and false (``LesionFP``). ``VolumeError`` is relative and signed,
     ``VolumeErrorMl``, ``VolumeMl`` and ``TrueVolumeMl`` are in ml. ``hidden`` names classes that the truth does not
-    show: they have no scores.
+    show: they have no scores. ``voxel_ml`` is the volume of a voxel; None: of a box with its ``spacing``.
     """
     if truth.shape != prediction.shape:
         raise ValueError(f"truth has shape {truth.shape}, prediction {prediction.shape}: they must be equal")
@@ -108,7 +109,7 @@ def score(
         if counted is not None:
             true_mask &= counted
             mask &= counted
-        row = score_masks(true_mask, mask, spacing, nsd_tolerance, counted, surfaces)
+        row = score_masks(true_mask, mask, spacing, nsd_tolerance, counted, surfaces, voxel_ml)
         if centreline:
             row["CentrelineRecall"] = centreline_recall(true_mask, mask)
         apply_empty_policy(row, empty, diagonal)
@@ -128,7 +129,7 @@ def score_readers(
     readers: Mapping[str, NDArray[Any]],
     prediction: NDArray[Any],
     classes: Classes,
-    spacing: Sequence[float],
+    voxel_ml: float,
     empty: EmptyPolicy = "skip",
 ) -> Scores:
     """Returns per class how well a prediction and several readers agree, each with each.
@@ -152,7 +153,7 @@ def score_readers(
         row["ReaderDice"] = _mean(row.values())
         row["InterReaderDice"] = _mean(dice(*two) for two in combinations(masks.values(), 2))
         disputed = np.any([*masks.values()], 0) & ~np.all([*masks.values()], 0)
-        row["DisputedMl"] = np.count_nonzero(disputed) * math.prod(spacing) / 1000
+        row["DisputedMl"] = np.count_nonzero(disputed) * voxel_ml
         scores[name] = row
     return scores
 
@@ -169,13 +170,14 @@ def score_masks(
     nsd_tolerance: float,
     counted: Mask | None,
     surfaces: bool = True,
+    voxel_ml: float | None = None,
 ) -> dict[str, float]:
     """Returns the scores of one class as defined, with NaN and infinity; ``counted`` masks the voxels that count."""
     masks = Masks(truth, prediction, tuple(spacing), nsd_tolerance, surfaces)
     c = masks.confusion
     if counted is not None:  # both masks are empty where nothing counts, so only TN is too large
         c = Confusion(c.tp, c.fp, c.fn, c.tn - int(np.count_nonzero(~counted)))
-    voxel = math.prod(spacing)  # mm³
+    ml = math.prod(spacing) / 1000 if voxel_ml is None else voxel_ml
     row = {
         "Dice": c.dice,
         "IoU": c.iou,
@@ -186,9 +188,9 @@ def score_masks(
         "n_pred": c.tp + c.fp,
         "n_ref": c.tp + c.fn,
         "VolumeError": c.volume_error,
-        "VolumeErrorMl": (c.fp - c.fn) * voxel / 1000,
-        "VolumeMl": (c.tp + c.fp) * voxel / 1000,
-        "TrueVolumeMl": (c.tp + c.fn) * voxel / 1000,
+        "VolumeErrorMl": (c.fp - c.fn) * ml,
+        "VolumeMl": (c.tp + c.fp) * ml,
+        "TrueVolumeMl": (c.tp + c.fn) * ml,
         "Sensitivity": c.sensitivity,
         "Specificity": c.specificity,
     }

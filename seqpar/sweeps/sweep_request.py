@@ -10,6 +10,7 @@ from typing import Any
 
 from seqpar.cluster.devices import num_devices
 from seqpar.data.addresses import absolute
+from seqpar.data.errors import DataError
 from seqpar.models.build import NETWORK_NAMES
 from seqpar.runs.run_folder import SWEEP_FILE
 from seqpar.runs.sweep_folder import Point, Sweep, damaged_sweep_error, read_sweep, refresh_points
@@ -230,6 +231,13 @@ def override_by_flags(order: SweepRequest, options: argparse.Namespace) -> Sweep
 def resume_sweep(before: Sweep, options: argparse.Namespace) -> tuple[SweepRequest, Sweep]:
     """Returns the order of a sweep that was begun, and the sweep as it stands."""
     order = override_by_flags(order_of(before.began, options.out), options)
+    if not order.total:
+        own, drawn = ([dict(point.settings) for point in sweep.points] for sweep in (before, order.drawn()))
+        if len(own) != len(drawn) or not (order.space.ranges or all(settings in own for settings in drawn)):
+            raise DataError(
+                options.out / SWEEP_FILE, f"has {quantity(len(own), 'point')}, and its space has "
+                f"{'others' if len(own) == len(drawn) else len(drawn)}: restore it, or begin in another folder"
+            )  # fmt: skip
     return order, refresh_points(options.out, replace(before, began=order.began()))
 
 

@@ -36,6 +36,7 @@ _IMPORTED_LATE = (
     "multiprocessing.popen_fork",
     "multiprocessing.synchronize",
     "scipy.ndimage",
+    "seqpar.tasks.segment.evaluation",
     "sympy",
     "torch._dynamo",
 )

@@ -7,6 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import pytest
 import torch
 
 from seqpar.weights.weight_files import load_torch, read_weights, write_weights
@@ -243,6 +245,71 @@ DATA = [
             ("prepare", "prepare D --out cache"),
             ("a check", "prepare D --out cache --check"),
         )
+    ),
+]
+
+
+SHEARED = np.eye(4)
+SHEARED[0, 1] = 1  # as of a gantry tilted by 45 degrees: slanted voxels of 1 mm³ with sides of 1, 1.41 and 1 mm
+
+
+def _tempered(value: float) -> Callable[[Path], None]:
+    """Returns what makes an image, and a run with this temperature."""
+
+    def make(here: Path) -> None:
+        make_run(here / "run")
+        save(here / "I" / "a_0000.nii.gz", image_array(0))
+        write_json(here / "run" / "window.json", {"dice": {"sliding": 0.5}, "temperatures": {"sliding": value}})
+
+    return make
+
+
+def _probabilities(content: bytes) -> Callable[[Path], None]:
+    """Returns what makes true and predicted label maps, and probabilities of which the file has this content."""
+
+    def make(here: Path) -> None:
+        nnunet(here / "D", 1)
+        for folder in ("T", "out"):
+            save(here / folder / "a.nii.gz", label_array())
+        for name in ("plans.json", "dataset.json"):
+            write_json(here / "out" / "npz" / name, {"labels": {"background": 0, "tumour": 1}})
+        (here / "out" / "npz" / "a.npz").write_bytes(content)
+
+    return make
+
+
+def _not_upright(here: Path, said: str) -> None:
+    assert json.loads((here / "x.json").read_text())["mean"]["1"]["TrueVolumeMl"] == pytest.approx(0.032)
+
+
+DATA += [
+    Attack(
+        "volumes of slanted voxels",
+        types="evaluate T P --regions x=1 --json x.json --csv x.csv",
+        code=0,
+        says="1 case, 1 class: mean Dice 1.0000",
+        make=lambda here: [save(here / folder / "a.nii.gz", label_array(), SHEARED) for folder in "TP"],
+        after=_not_upright,
+    ),
+    *(
+        Attack(
+            f"a temperature of {value} in a run",
+            types="predict run -i I -o out --npz --temperature run",
+            code=3,
+            says=f"run/window.json: is damaged (a temperature is {value}): remove it, and name --window yourself",
+            make=_tempered(value),
+        )
+        for value in (math.nan, math.inf, 0.0, -1.0)
+    ),
+    *(
+        Attack(
+            f"probabilities that are {what}",
+            types="evaluate T out --calibration --dataset D --json x.json --csv x.csv",
+            code=3,
+            says="out/npz/a.npz: cannot be read as probabilities (",
+            make=_probabilities(content),
+        )
+        for what, content in (("an empty file", b""), ("an array of another kind", b"\x93NUMPY" + bytes(9)))
     ),
 ]
 

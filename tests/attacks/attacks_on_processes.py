@@ -94,6 +94,14 @@ ATTACKS += [
         started=True,
         within_s=90,  # 30 where nobody else computes
     ),
+    Attack(
+        "a sweep in which a point fails",
+        types=f"tune --space lr=1e-3,1e+30 {TINY} --data D --cache cache --iterations 4 --epochs 1 --out sweep",
+        make=lambda here: (pytest.importorskip("ray"), nnunet(here / "D", 5)),
+        code=5,
+        says=("lr-1e+30 failed, code 5: ", "1 of 2 points", "error: --out sweep: not all points have ended, for the"),
+        started=True,
+    ),
 ]
 
 
@@ -200,9 +208,9 @@ def _limit(which: int, number: int) -> Callable[[], None]:
     return lambda: resource.setrlimit(which, (number, number))
 
 
-def _start_nothing() -> None:
-    """Lets this process start neither process nor thread; root's numbers are not counted."""
-    resource.setrlimit(resource.RLIMIT_NPROC, (1, 1))
+def _start_nothing(most: int = 1) -> None:
+    """Lets this process start neither process nor thread, or up to ``most`` with it; root's are not counted."""
+    resource.setrlimit(resource.RLIMIT_NPROC, (most, most))
     if os.geteuid() == 0:
         os.setuid(NOBODY)
 
@@ -246,6 +254,12 @@ ATTACKS += [
         *(
             ("with a limit of processes", line, _start_nothing, "1 are allowed; raise the limit, as by ulimit -u 4096")
             for line in ("prepare D --out o", "predict run -i D -o o")
+        ),
+        (
+            "with a limit of processes that its workers use up",
+            "evaluate D/labelsTr D/labelsTr --workers 2 --json x.json --csv x.csv",
+            lambda: _start_nothing(3),
+            "processes and threads: can't start new thread: 3 are allowed; raise the limit, as by ulimit -u 4096",
         ),
         ("from a folder that is gone", "predict run -i D -o out", _lose_folder, "the current folder: was deleted"),
         (

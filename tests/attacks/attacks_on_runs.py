@@ -13,7 +13,7 @@ import pytest
 from seqpar.runs.run_lock import RunLock
 from tests.attacks.attack import TINY, Attack
 from tests.support.folders import image_array, label_array, nnunet, save, write_json
-from tests.support.predictions import make_run
+from tests.support.predictions import RECIPE, make_run
 
 
 def _weights(put: Callable[[Path], object]) -> Callable[[Path], None]:
@@ -125,7 +125,7 @@ ATTACKS += [
 ]
 
 
-def _ended(here: Path) -> None:
+def ended_run(here: Path) -> None:
     """Makes a finished run whose labels a report can show."""
     make_run(here / "run", ignore_label=None, **dict.fromkeys(("name", "layout"), ""), modalities=["T1"])
     path = here / "run" / "config.json"
@@ -138,7 +138,7 @@ def _pipe(name: str) -> Callable[[Path], None]:
     """Returns what makes a run in which a named pipe is in place of a file: to open it may never end."""
 
     def make(here: Path) -> None:
-        _ended(here)
+        ended_run(here)
         nnunet(here / "D", 1)
         (here / "run" / name).parent.mkdir(exist_ok=True)
         (here / "run" / name).unlink(missing_ok=True)
@@ -169,80 +169,11 @@ ATTACKS += [
 ]
 
 
-def _rows(text: str) -> Callable[[Path], None]:
-    """Returns what makes a run whose metrics.jsonl has these lines."""
-
-    def make(here: Path) -> None:
-        _ended(here)
-        (here / "run" / "metrics.jsonl").write_text(text)
-
-    return make
-
-
-def _shows_gap(here: Path, said: str) -> None:
-    assert "The run has not been validated yet." in (here / "run" / "report.html").read_text()
-
-
-ATTACKS += [
-    Attack(
-        f"report a run whose last validation is {row}",
-        types="report run",
-        code=0,
-        says="run/report.html",
-        make=_rows(f'{{"kind": "train", "step": 0, "loss": 1.0}}\n{row}\n'),
-        after=_shows_gap,
-    )
-    for row in (
-        '{"kind": "val", "step": 1, "loss": 1.0, "dice": 3}',
-        '{"kind": "val", "step": 1, "loss": 1.0, "dice": {"tumour": "a"}}',
-        '{"kind": "val", "step": 1, "loss": null, "dice": {"tumour": 0.5}}',
-        '{"kind": "val", "step": 1, "loss": 1.0, "di',
-    )
-]
-
-
-def _summary(text: str) -> Callable[[Path], None]:
-    """Returns what makes a run whose scores of cases are this text."""
-
-    def make(here: Path) -> None:
-        _rows('{"kind": "val", "step": 1, "loss": 1.0, "dice": {"tumour": 0.5}}\n')(here)
-        write_json(here / "run" / "validation" / "summary.json", {}).write_text(text)
-
-    return make
-
-
-def _shows_score(words: str) -> Callable[[Path, str], None]:
-    """Returns what asserts that the page says what is wrong with summary.json, and shows the score that is known."""
-
-    def after(here: Path, said: str) -> None:
-        page = (here / "run" / "report.html").read_text()
-        assert f"run/validation/summary.json: {words}" in page and "0.500" in page
-
-    return after
-
-
-ATTACKS += [
-    Attack(
-        f"report a run whose summary.json is {text or 'empty'}",
-        types="report run",
-        code=0,
-        says="run/report.html",
-        make=_summary(text),
-        after=_shows_score(words),
-    )
-    for text, words in (
-        ("", "cannot be used (0 bytes)"),
-        ('{"metric_per_case": [], "mean": {}}', "cannot be used (no class)"),
-        ('{"classes": {"tumour": "1"}, "metric_per_case": [], "step": 1}', "cannot be used (KeyError"),
-    )
-]
-
-
 def _config(part: str, **values: Any) -> Callable[[Path], None]:
     """Returns what makes a data set, and a run with these values in one part of its config.json."""
 
     def make(here: Path) -> None:
-        _ended(here)
+        ended_run(here)
         nnunet(here / "D", 5)
         path = here / "run" / "config.json"
         content = json.loads(path.read_text())
@@ -253,7 +184,7 @@ def _config(part: str, **values: Any) -> Callable[[Path], None]:
 
 ATTACKS += [
     Attack(
-        f"{line.split()[0]} a run whose {part} has {key} {value}",
+        f"{line.split()[0]} a run whose {part} has {key} {str(value)[:40]}",
         types=line,
         code=3,
         says=("run/config.json: ", words),
@@ -263,6 +194,10 @@ ATTACKS += [
     for line, part, key, value, words in (
         ("report run", "layout", "parameters", True, "lacks what a report needs (AttributeError: "),
         ("report run", "config", "patch", ["x", 4, 4], "patch is ('x', 4, 4)"),
+        *(
+            (line, "dataset", "recipe", {**RECIPE.to_json(), "modalities": [3]}, "the recipe normalises (3,) by ")
+            for line in ("predict run -i D -o out", "export run x.zip")
+        ),
         ("train --resume --out run --device cpu", "config", "tile", [8, 8, []], "tile is (8, 8, [])"),
         ("train --resume --out run --device cpu", "dataset", "train", [["a"]], "'train' of its data is no list"),
     )
@@ -395,7 +330,7 @@ ATTACKS += [
 
 def _outputs(here: Path) -> None:
     """Makes a run that is validated, files of somebody's, and the labels of another data set."""
-    _ended(here)
+    ended_run(here)
     nnunet(here / "D", 1)
     save(here / "T" / "c_000.nii.gz", label_array())
     save(here / "run" / "validation" / "c_000.nii.gz", label_array())

@@ -196,6 +196,12 @@ class Hub:
             raise FileNotFoundError("not in the cache")
         if filename == "gone.pth":
             raise RuntimeError("404 Client Error.\nEntry Not Found")
+        if filename in ("mute.pth", "slow.pth"):
+            folder.mkdir(parents=True, exist_ok=True)
+            for _ in range(50):  # 5 s
+                with (folder / "incomplete").open("ab") as file:
+                    file.write(b"x" if filename == "mute.pth" else BODY[:100_000])
+                time.sleep(0.1)
         git = hashlib.sha1(b"blob %d\0" % len(BODY) + BODY).hexdigest()  # of small files
         blob = folder / "blobs" / (git if filename.endswith(".json") else hashlib.sha256(BODY).hexdigest())
         for path in (blob, link):
@@ -205,12 +211,28 @@ class Hub:
         return str(link)
 
 
-@pytest.mark.parametrize("name", ["net.pth", "some/net.json"])
-def test_a_file_of_the_hub_is_asked_for_once(name: str, tmp_path, monkeypatch, capsys) -> None:
+@pytest.fixture
+def hub(monkeypatch, tmp_path) -> Hub:
     hub, module = Hub(), ModuleType("huggingface_hub")
     module.hf_hub_download = hub.hf_hub_download  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "huggingface_hub", module)
     monkeypatch.setenv("SEQPAR_CACHE", str(tmp_path))
+    return hub
+
+
+def test_a_hub_that_sends_a_byte_now_and_then(hub: Hub, monkeypatch) -> None:
+    monkeypatch.setattr(addresses, "START_S", 2.0)
+    began = time.monotonic()
+    with pytest.raises(
+        DataError, match=r"^hf://owner/name/mute.pth: the download broke off \(nothing has come for 2 s"
+    ):
+        local_file("hf://owner/name/mute.pth")
+    assert time.monotonic() - began < 4.5
+    assert local_file("hf://owner/name/slow.pth").read_bytes() == BODY  # which takes longer, and grows
+
+
+@pytest.mark.parametrize("name", ["net.pth", "some/net.json"])
+def test_a_file_of_the_hub_is_asked_for_once(name: str, hub: Hub, tmp_path, capsys) -> None:
     address = f"hf://owner/name@v1/{name}"
     assert is_missing(address)
     path = local_file(address)

@@ -50,7 +50,7 @@ def test_a_class_has_the_volume_and_the_mean_of_its_voxels(tmp_path, echo, capsy
 def test_each_modality_has_its_mean_and_an_absent_class_none() -> None:
     labels = np.array([[[0, 1, 1, 3]]], np.uint8)
     image = np.array([[[[9, 1, 2, 8]]], [[[0, -4, -8, 1000]]]], np.int16)
-    rows = statistics_of(labels, image, (1.0, 2.0, 5.0), {"a": (1,), "both": (1, 3), "none": (7,)})
+    rows = statistics_of(labels, image, 0.01, {"a": (1,), "both": (1, 3), "none": (7,)})
     assert rows[0] == ["a", 2, 0.02, 1.5, -6.0, pytest.approx(0.5), pytest.approx(2.0)]
     spread = [pytest.approx(np.std(values)) for values in ([1, 2, 8], [-4, -8, 1000])]
     assert rows[1] == ["both", 3, 0.03, pytest.approx(11 / 3), pytest.approx(988 / 3), *spread]

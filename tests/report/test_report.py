@@ -315,7 +315,9 @@ def test_means_and_deviations_that_predict_wrote_are_on_the_page(finished: Path,
     line = (finished, "--prediction", found, "--out", finished / "report.html")
     statistics = ClassStatistics(found, {"NCR": (1,), "ED": (2,), "ET": (3,)}, ("T1",))
     statistics.open(())
-    statistics.add("case-b", labels, image, nibabel.load(found / "case-b.nii.gz").header.get_zooms())
+    statistics.add(
+        "case-b", labels, image, float(np.prod(nibabel.load(found / "case-b.nii.gz").header.get_zooms())) / 1000
+    )
     page = written(*line)
     rows = page.cells["intensities", "case-b"]
     assert rows == pytest.approx([image[0][labels == n].mean() for n in (1, 2, 3)], rel=1e-5)

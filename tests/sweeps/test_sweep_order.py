@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from seqpar.cli import tune
+from seqpar.data.errors import DataError
 from seqpar.runs.sweep_folder import Point, Sweep, write_sweep
 from seqpar.sweeps import sweep_request
 from seqpar.sweeps.ray_cluster import rank_bundle
@@ -51,6 +52,28 @@ def test_a_sweep_goes_on_with_its_way_to_stop_and_to_fail_unless_others_are_type
         del content["began"][name]
     (out / "sweep.json").write_text(json.dumps(content))
     assert resumed() == ("none", 2)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda content: content["points"].clear(), "has 0 points, and its space has 4: restore it, or begin in"),
+        (lambda content: content["points"].pop(), "has 3 points, and its space has 4: restore it"),
+        (lambda content: content["points"][0].update(settings={"lr": 5.0}), "has 4 points, and its space has others"),
+        (lambda content: content.update(version=7), r"is no sweep of this version \(but of version 7\); restore it"),
+    ],
+)
+def test_a_sweep_whose_points_were_edited_does_not_end_as_finished(change, words: str, tmp_path: Path) -> None:
+    out = tmp_path / "s"
+    _, sweep, _ = asked(out)
+    write_sweep(out, sweep)
+    options, rest = tune._parse(["--resume", "--out", str(out)])
+    assert tune._order(options, rest)[1] == sweep
+    content = json.loads((out / "sweep.json").read_text())
+    change(content)
+    (out / "sweep.json").write_text(json.dumps(content))
+    with pytest.raises(DataError, match=words):
+        tune._order(options, rest)
 
 
 def test_a_sweep_of_pretrainings_begins_with_trains_usual_preset(tmp_path: Path) -> None:

@@ -138,12 +138,12 @@ def test_a_reference_of_probabilities_is_the_most_probable_value(tmp_path: Path)
 def test_the_agreement_of_readers_is_the_mean_over_pairs() -> None:
     one, two = label_array((1,)), label_array((1,))
     two[3] = 0  # half of it
-    scores = score_readers({"a": one, "b": two, "c": two}, one, {"t": (1,), "none": (4,)}, (1, 1, 2))
+    scores = score_readers({"a": one, "b": two, "c": two}, one, {"t": (1,), "none": (4,)}, 0.002)
     assert scores["t"]["Dice_a"] == 1 and scores["t"]["Dice_b"] == pytest.approx(2 / 3)
     assert scores["t"]["InterReaderDice"] == pytest.approx((2 / 3 + 2 / 3 + 1) / 3)
     assert scores["t"]["DisputedMl"] == pytest.approx(16 * 2 / 1000)
     assert math.isnan(scores["none"]["InterReaderDice"]) and scores["none"]["DisputedMl"] == 0
-    perfect = score_readers({"a": one, "b": two}, one, {"none": (4,)}, (1, 1, 2), "brats")["none"]
+    perfect = score_readers({"a": one, "b": two}, one, {"none": (4,)}, 0.002, "brats")["none"]
     assert perfect["ReaderDice"] == perfect["InterReaderDice"] == 1
 
 

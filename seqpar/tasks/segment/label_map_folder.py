@@ -11,7 +11,6 @@ Images in .nrrd and .mha get files of their own format, DICOM series .nii.gz.
 
 import pickle
 import re
-import zipfile
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -123,7 +122,9 @@ class SavedProbabilities:
         try:
             with np.load(self.path) as content:
                 array = content["probabilities"].astype(np.float32).transpose(0, 3, 2, 1)
-        except (OSError, ValueError, KeyError, zipfile.BadZipFile) as error:
+        except MemoryError:
+            raise
+        except Exception as error:  # of numpy, zipfile and zlib: a damaged archive has many
             raise DataError(self.path, f"cannot be read as probabilities ({error}): predict the case again") from error
         if str(read_json(self.folder / PLANS).get("image_reader_writer")).endswith("WithReorient"):
             array = from_canonical(array, geometry.orientation)
@@ -294,7 +295,7 @@ class LabelMapFolder(PredictionFolder):
         with self.writable():
             if self.statistics is not None and image is not None:
                 canonical = to_canonical(labels, properties.geometry.orientation)
-                self.statistics.add(case.id, canonical, image, properties.geometry.spacing)
+                self.statistics.add(case.id, canonical, image, properties.geometry.voxel_ml)
             if probabilities is not None and (self.num_probabilities or self.maps):
                 if probabilities.error is not None:
                     raise probabilities.error

@@ -241,7 +241,9 @@ class SegmentationValidation(CaseValidation):
                     self.refuse_taken_over()
                 if kind.folder:
                     kind.folder.add(case, ids, dataset.annotated.get(name))
-                kind.scores.append(score(truth, ids, self.data.classes, spacing, **known, surfaces=False))
+                ml = math.prod(spacing) * case.properties.geometry.slant / 1000
+                own = score(truth, ids, self.data.classes, spacing, **known, surfaces=False, voxel_ml=ml)
+                kind.scores.append(own)
                 if self.mesh.is_first and not at and len(pictured) < NUM_PICTURED:
                     pictured.append(self._pictured(case, ids, shown))
         net.train()
