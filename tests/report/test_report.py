@@ -9,12 +9,11 @@ from pathlib import Path
 import nibabel
 import numpy as np
 import pytest
-from jinja2 import UndefinedError, meta
 
 from seqpar.cli import evaluate, report
 from seqpar.cluster.exit_codes import DATA, USAGE, run
 from seqpar.prediction.class_statistics import ClassStatistics
-from seqpar.report import rendering, run_page, several_runs
+from seqpar.report import rendering
 from seqpar.report.record import RunRecord, reached_in_validation, read_record
 from seqpar.report.run_page import main_settings
 from seqpar.settings.presets import debug
@@ -368,44 +367,6 @@ def test_what_cannot_be_reported_on_is_one_clear_line(finished: Path, tmp_path: 
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == 4 and all(line.startswith("error: ") for line in lines)
     assert not (tmp_path / "report.html").exists()
-
-
-def values_of_none(title: str) -> dict[str, object]:
-    return {"title": title, "gaps": [], "runs": {}, "settings": None, "training": [], "comparisons": [],
-            "cautions": [], "uncompared": "", "generated": ""}  # fmt: skip
-
-
-def test_a_template_gets_just_the_values_that_it_names(
-    finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
-) -> None:
-    given = dict[str, set[str]]()
-    whole = rendering.render
-
-    def noted(template: str, /, folder: Path | None = None, **values: object) -> str:
-        environment = rendering._environment(folder)
-        names, todo = set[str](), [template]
-        while todo:
-            assert environment.loader is not None
-            tree = environment.parse(environment.loader.get_source(environment, todo.pop())[0])
-            names |= meta.find_undeclared_variables(tree)
-            todo += [name for name in meta.find_referenced_templates(tree) if name and "macros" not in name]
-        given[template] = values.keys() - names
-        return whole(template, folder, **values)
-
-    for module in (run_page, several_runs):
-        monkeypatch.setattr(module, "render", noted)
-    written(finished)
-    copy = shutil.copytree(finished, tmp_path / "copy")
-    assert run(report.act, [str(finished), str(copy), "--out", str(tmp_path / "x.html")]) == 0
-    assert given == {"page.html": set(), "comparison.html": set()}, "values that no template names"
-    with pytest.raises(UndefinedError, match="undefined"):
-        whole("comparison.html", title="a")
-    assert "{{ title }}" in whole("comparison.html", **values_of_none(title="{{ title }}")), "filled only once"
-    content = json.loads((finished / "config.json").read_text())
-    del content["config"]["heads"]
-    (tmp_path / "config.json").write_text(json.dumps(content))
-    assert run(report.act, [str(tmp_path)]) == DATA
-    assert "config.json: lacks what a report needs (KeyError: 'heads')" in capsys.readouterr().err
 
 
 def test_the_entropy_is_shown_next_to_the_prediction_and_calibration_below_the_scores(finished, tmp_path) -> None:

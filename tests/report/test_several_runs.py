@@ -8,12 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from jinja2 import UndefinedError, meta
 
 from seqpar.cli import report
-from seqpar.cluster.exit_codes import USAGE, run
+from seqpar.cluster.exit_codes import DATA, USAGE, run
+from seqpar.report import rendering, run_page, several_runs
 from seqpar.report.curves import count_of
 from seqpar.report.planes import RUN_COLOURS
-from tests.support.report_page import NAMES, Page
+from tests.support.report_page import NAMES, Page, written
 
 PERFECT = NAMES[2]  # what is predicted so, as its name comes first
 
@@ -208,3 +210,41 @@ def test_what_several_runs_do_not_have_is_refused_or_noted(
     page = compared(finished, worse)
     assert "worse: there are no scores of the cases" in page.text
     assert page.text.count("Fewer than two runs have scores of cases.") == 1 and "table below" not in page.text
+
+
+def values_of_none(title: str) -> dict[str, object]:
+    return {"title": title, "gaps": [], "runs": {}, "settings": None, "training": [], "comparisons": [],
+            "cautions": [], "uncompared": "", "generated": ""}  # fmt: skip
+
+
+def test_a_template_gets_just_the_values_that_it_names(
+    finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
+) -> None:
+    given = dict[str, set[str]]()
+    whole = rendering.render
+
+    def noted(template: str, /, folder: Path | None = None, **values: object) -> str:
+        environment = rendering._environment(folder)
+        names, todo = set[str](), [template]
+        while todo:
+            assert environment.loader is not None
+            tree = environment.parse(environment.loader.get_source(environment, todo.pop())[0])
+            names |= meta.find_undeclared_variables(tree)
+            todo += [name for name in meta.find_referenced_templates(tree) if name and "macros" not in name]
+        given[template] = values.keys() - names
+        return whole(template, folder, **values)
+
+    for module in (run_page, several_runs):
+        monkeypatch.setattr(module, "render", noted)
+    written(finished)
+    copy = shutil.copytree(finished, tmp_path / "copy")
+    assert run(report.act, [str(finished), str(copy), "--out", str(tmp_path / "x.html")]) == 0
+    assert given == {"page.html": set(), "comparison.html": set()}, "values that no template names"
+    with pytest.raises(UndefinedError, match="undefined"):
+        whole("comparison.html", title="a")
+    assert "{{ title }}" in whole("comparison.html", **values_of_none(title="{{ title }}")), "filled only once"
+    content = json.loads((finished / "config.json").read_text())
+    del content["config"]["heads"]
+    (tmp_path / "config.json").write_text(json.dumps(content))
+    assert run(report.act, [str(tmp_path)]) == DATA
+    assert "config.json: lacks what a report needs (KeyError: 'heads')" in capsys.readouterr().err

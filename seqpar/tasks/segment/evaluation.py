@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import math
 import os
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -41,6 +42,7 @@ from seqpar.scores.label_scores import (
     class_mask,
     format_dice,
     format_table,
+    only_one_map,
     summarise,
     words_of,
 )
@@ -143,7 +145,7 @@ class LabelMapEvaluation(CaseEvaluation):
             {pair.case: scores for pair, scores in cases},
             text,
             f"{quantity(len(cases), 'case')}, {quantity(len(self.labels.classes), 'class')}: "
-            f"mean Dice {rounded(mean['Dice'], 4)}, HD95 {rounded(mean['HD95'], 2)} mm, "
+            f"mean Dice {rounded(mean['Dice'], 4)}, HD95 {rounded(mean['HD95'], 2)} mm{_substituted(cases)}, "
             f"NSD {rounded(mean['NSD'], 4)} at {settings['nsd_tolerance']:g} mm",
             contents,
         )
@@ -240,6 +242,13 @@ class LabelMapEvaluation(CaseEvaluation):
             name = "___".join(("ensemble", *(path.name for path in predictions)))
             return first.parent / "ensembles" / name / POSTPROCESSING
         return (first if first.is_dir() else first.parent) / POSTPROCESSING
+
+
+def _substituted(cases: Sequence[tuple[Pair, Scores]]) -> str:
+    """Returns how many distances between surfaces are no measured ones, as only one map has the class; "" if none."""
+    rows = [row for _, scores in cases for row in scores.values() if not math.isnan(row["HD95"])]
+    count = sum(map(only_one_map, rows))
+    return f" ({count} of {len(rows)} substituted, as only one map has the class)" if count else ""
 
 
 def trained_on(record: RunRecord, truths: Mapping[str, Path | None]) -> list[str]:
