@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Sourced by .ci/run.
 # lanes NUMBER STEP…: runs command lines in their order, NUMBER at a time. When one ends, its output is shown in one piece, with its
-# seconds by the clock and of processors. Runs all of them; fails if one fails.
+# wall-clock and processor seconds. Runs all of them; fails if one fails.
 lanes() {
     local at_once=$1 lock
     shift

@@ -63,7 +63,7 @@ def act(arguments: Sequence[str]) -> int:
         print(f"left early; to continue: {resume_command('tune', options.out)}", flush=True)
     elif code:
         exit_codes.report(
-            f"--out {options.out}: not all points have ended, for the reasons above; remove these, and continue by "
+            f"--out {options.out}: not all points have finished, for the reasons above; mend these, and continue: "
             f"{resume_command('tune', options.out)}"
         )
     return code

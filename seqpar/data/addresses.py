@@ -284,7 +284,7 @@ class _OfHub:
                 if isinstance(answer, BaseException):
                     raise answer
                 return Path(answer)
-        raise DataError(self.text, f"the download broke off (nothing has come for {START_S:.0f} s); start it again")
+        raise DataError(self.text, f"the download broke off (next to nothing came in {START_S:.0f} s); start it again")
 
     def _ask_hub(self, local_files_only: bool) -> Path:
         try:

@@ -298,8 +298,7 @@ class _OverVoxels(Function):
         for (truth, run, drun), own in _windows(label, (logits, dlogits), ctx.inside, ctx.reach):
             with torch.enable_grad():
                 leaf = run.detach().requires_grad_()
-                # a scalar: with a gradient given, torch would import sympy, for a second
-                (dleaf,) = torch.autograd.grad((ctx.sums_of_chunk(leaf, truth, own) * grad).sum(), leaf)
+                (dleaf,) = torch.autograd.grad(ctx.sums_of_chunk(leaf, truth, own), leaf, grad)
             if ctx.reach:  # windows overlap
                 drun.add_(dleaf)
             else:

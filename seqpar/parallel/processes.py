@@ -16,13 +16,16 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor, wait
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from types import FrameType
-from typing import Any
+from typing import Any, TypeVar
 
+Item = TypeVar("Item")
+Result = TypeVar("Result")
 PARENT = "SEQPAR_PARENT"  # variable with the id of the process that started these ranks
 PARENT_OF_FOLD = "SEQPAR_PARENT_OF_FOLD"  # of the process that trains fold after fold
 LEAVE_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)  # these ask a process to leave
@@ -262,6 +265,31 @@ def _answer(results: Connection, parent: int, work: Callable[..., Any], of: Sequ
     except ValueError as error:
         answer = error
     results.send(answer)
+
+
+def calls_in_forks(
+    work: Callable[[Item], Result], items: Sequence[Item], workers: int
+) -> Generator[Future[Result], None, None]:
+    """Yields the finished call of ``work`` with each item, in order, by forks of this process that end with it.
+
+    If a process or thread cannot be started, those that were are killed: this process would wait for them at its end.
+    """
+    before, threads, failed = {*multiprocessing.active_children()}, {*threading.enumerate()}, False
+    pool = ProcessPoolExecutor(workers, multiprocessing.get_context("fork"), become_worker, (os.getpid(),))
+    try:
+        futures = [pool.submit(work, item) for item in items]
+        for future in futures:
+            while not wait([future], timeout=5).done:
+                if {*threading.enumerate()} <= threads:  # the pool's thread could start none itself, and has ended
+                    raise RuntimeError("can't start new thread")
+            yield future
+    except (RuntimeError, OSError):
+        failed = True
+        for process in {*multiprocessing.active_children()} - before:
+            process.kill()
+        raise
+    finally:
+        pool.shutdown(wait=not failed, cancel_futures=True)
 
 
 def become_worker(parent: int) -> None:

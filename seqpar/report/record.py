@@ -7,10 +7,12 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
+from statistics import NormalDist
 from typing import Any
 
 from seqpar.data.errors import DataError
 from seqpar.data.files import read_whole, strip_suffix
+from seqpar.data.formats.splits import sample_cases
 from seqpar.data.phantom.phantom_files import is_generated
 from seqpar.report.planes import colours_of
 from seqpar.runs.archive import ABOUT, is_archive
@@ -231,7 +233,7 @@ def seen_in_training(
     return sentences
 
 
-SURE = 1.645  # standard deviations above its mean that guessing reaches once in twenty times
+SURE = 0.95  # share of guessers whose best validation stays below what shows that a network has learned
 LITTLE = 0.8  # of the error of a mean; above it, a pretraining has learned little
 
 
@@ -261,17 +263,21 @@ def what_was_learned(rows: Iterable[Mapping[str, Any]], normalised: bool) -> tup
 def may_be_chance(record: RunRecord) -> str:
     """Returns a sentence if guessing could reach the scores of a classifier's best validation; else ""."""
     row, numbers = best_validation(record.held_out), (record.dataset.get("volume_classes") or {}).get("numbers", {})
-    counts = Counter(numbers[case] for case in record.dataset.get("held_out", ()) if case in numbers)
-    if row is None or len(counts) < 2:
+    held_out = [case for case in record.dataset.get("held_out", ()) if case in numbers]
+    validated = sample_cases(held_out, min(record.config.get("val_cases", 0), len(held_out)), numbers.__getitem__)
+    counts = Counter(numbers[case] for case in validated)
+    if row is None or not counts:
         return ""
+    if len(counts) == 1:
+        return "The held-out cases are all of one class, so that a constant answer would be right for each of them."
     best, guess = score_of(row), 1 / len(counts)
     deviation = guess * math.sqrt(guess * (1 - guess) * sum(1 / count for count in counts.values()))
-    if best - guess > SURE * deviation:
+    if best - guess > NormalDist().inv_cdf(SURE ** (1 / len(record.held_out))) * deviation:
         return ""
     return (
         f"On {quantity(counts.total(), 'held-out case')} this run reached a balanced accuracy of {best:.3f}, and "
-        f"guessing, with {guess:.3f} on average, may reach as much: nothing shows that the network has learned. Do not "
-        "trust its classes, nor its maps."
+        f"guessing ({guess:.3f} on average) could reach as much: nothing shows that the network has learned. Do not "
+        "trust its classes or its maps."
     )
 
 

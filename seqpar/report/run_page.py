@@ -175,8 +175,8 @@ def main_settings(record: RunRecord) -> dict[str, str]:
     main = {
         "data": f"{data['name']} ({describe_layout(str(data['layout']), record.has_phantoms)}): {cases}",
         "modalities": list_modalities(data["modalities"]),
-        "tile": f"{tile} voxels, {kind.describe_tile(settings)}",
-        "network": kind.describe(settings),
+        "tile": TIMES.sub(" × ", f"{tile} voxels, {kind.describe_tile(settings)}"),
+        "network": TIMES.sub(" × ", kind.describe(settings)),
         "parameters": parameters(layout),
         "training": f"{quantity(config['epochs'], 'epoch')} × {quantity(config['iterations'], 'step')}, "
         f"{config['optimizer']}, learning rate {config['lr']}, {config['precision']}",
@@ -186,7 +186,7 @@ def main_settings(record: RunRecord) -> dict[str, str]:
     }
     if stages := layout.get("placement", ()):
         main["stages"] = str(stages[0])
-    return {name: TIMES.sub(" × ", format_setting(value)) for name, value in main.items()}
+    return {name: format_setting(value) for name, value in main.items()}
 
 
 def all_settings(record: RunRecord) -> dict[str, str]:

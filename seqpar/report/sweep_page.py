@@ -83,8 +83,7 @@ def _lead(records: Mapping[str, RunRecord], first: Sequence[Point], compare: Map
 
 
 LEAD = (
-    "This compares their best validations. It is a mean over cases; the table has a mean over classes, which may "
-    "differ. "
+    "This compares means over cases at their best validations; the table has means over classes, which may differ. "
     "Other seeds may change the order, and the first of several points tends to look better than it is."
 )
 

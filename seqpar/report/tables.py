@@ -13,7 +13,6 @@ from seqpar.report.curves import GREY, number
 from seqpar.report.record import CaseScores, RunRecord, ScoredCase, mean_of_numbers
 from seqpar.scores.class_scores import describe_share
 from seqpar.scores.comparison import FEW, TOO_FEW
-from seqpar.scores.label_scores import only_one_map
 from seqpar.text import millilitres, quantity, rounded
 
 METRICS = (("Dice", 3, ("mean", "median", "global")), ("NSD", 3, ("mean", "median")), ("HD95", 1, ("mean", "median")))
@@ -161,6 +160,12 @@ def what_is_absent(scored: CaseScores) -> str:
         if absent.unknown:
             parts.append(f"Cases that are not annotated for {name}, and left out: {absent.unknown} of {total}.")
     return " ".join(parts) or f"The truth of {'every' if total > 1 else 'the'} case has every class."
+
+
+def only_one_map(row: Mapping[str, float]) -> bool:
+    """Returns whether only one of truth and prediction has a class."""
+    counts = row.get("n_ref", 1), row.get("n_pred", 1)
+    return not any(map(math.isnan, counts)) and bool(counts[0]) != bool(counts[1])  # NaN: the class is not annotated
 
 
 def what_is_missing(name: str, row: Mapping[str, float]) -> str:

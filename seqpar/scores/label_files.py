@@ -1,10 +1,8 @@
 """Label maps on disk: pairs predictions with their true label maps and scores them."""
 
-import multiprocessing
-import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import closing
 from functools import partial, reduce
 from itertools import pairwise
 from pathlib import Path
@@ -21,7 +19,7 @@ from seqpar.data.formats.dataset import Dataset
 from seqpar.data.formats.recognise import describe, find_dataset
 from seqpar.data.geometry import Geometry, geometry_difference, to_canonical
 from seqpar.data.volumes import output_suffix, read_volume
-from seqpar.parallel.processes import become_worker
+from seqpar.parallel.processes import calls_in_forks
 from seqpar.scores.label_classes import Labels, hidden_classes
 from seqpar.scores.label_scores import Scores, score, score_readers
 from seqpar.text import quantity
@@ -337,21 +335,14 @@ def map_pairs(
             except DataError as error:
                 yield pair, error
         return
-    before = multiprocessing.active_children()
-    pool = ProcessPoolExecutor(workers, multiprocessing.get_context("fork"), become_worker, (os.getpid(),))
-    try:
-        futures: list[Future[Result]] = [pool.submit(work, pair) for pair in pairs]
-    except RuntimeError:  # where no thread can start, this process would wait at its end for those it has started
-        for process in set(multiprocessing.active_children()).difference(before):
-            process.kill()
-        raise
-    try:
-        for pair, future in zip(pairs, futures):
-            try:
-                yield pair, future.result()
-            except DataError as error:
-                yield pair, error
-    except BrokenProcessPool as error:
-        raise MemoryError(f"a worker was killed, perhaps because memory ran out: lower --workers {workers}") from error
-    finally:
-        pool.shutdown(cancel_futures=True)
+    with closing(calls_in_forks(work, pairs, workers)) as calls:
+        try:
+            for pair, call in zip(pairs, calls):
+                try:
+                    yield pair, call.result()
+                except DataError as error:
+                    yield pair, error
+        except BrokenProcessPool as error:
+            raise MemoryError(
+                f"a worker was killed, perhaps because memory ran out: lower --workers {workers}"
+            ) from error

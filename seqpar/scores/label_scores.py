@@ -200,12 +200,6 @@ def score_masks(
     return row
 
 
-def only_one_map(row: Mapping[str, float]) -> bool:
-    """Returns whether only one of truth and prediction has a class."""
-    counts = row.get("n_ref", 1), row.get("n_pred", 1)
-    return not any(map(math.isnan, counts)) and bool(counts[0]) != bool(counts[1])  # NaN: the class is not annotated
-
-
 def apply_empty_policy(row: dict[str, float], empty: EmptyPolicy, diagonal: float) -> None:
     """Replaces the scores of a class that is missing in one or both masks by those of the policy."""
     for name in METRICS:  # a distance to a mask that is empty

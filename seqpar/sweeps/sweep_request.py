@@ -232,7 +232,7 @@ def resume_sweep(before: Sweep, options: argparse.Namespace) -> tuple[SweepReque
     """Returns the order of a sweep that was begun, and the sweep as it stands."""
     order = override_by_flags(order_of(before.began, options.out), options)
     if not order.total:
-        own, drawn = ([dict(point.settings) for point in sweep.points] for sweep in (before, order.drawn()))
+        own, drawn = [dict(point.settings) for point in before.points], order.space.points(order.samples)
         if len(own) != len(drawn) or not (order.space.ranges or all(settings in own for settings in drawn)):
             raise DataError(
                 options.out / SWEEP_FILE, f"has {quantity(len(own), 'point')}, and its space has "

@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -99,7 +100,7 @@ ATTACKS += [
         types=f"tune --space lr=1e-3,1e+30 {TINY} --data D --cache cache --iterations 4 --epochs 1 --out sweep",
         make=lambda here: (pytest.importorskip("ray"), nnunet(here / "D", 5)),
         code=5,
-        says=("lr-1e+30 failed, code 5: ", "1 of 2 points", "error: --out sweep: not all points have ended, for the"),
+        says=("lr-1e+30 failed, code 5: ", "1 of 2 points", "error: --out sweep: not all points have finished, for"),
         started=True,
     ),
 ]
@@ -255,11 +256,20 @@ ATTACKS += [
             ("with a limit of processes", line, _start_nothing, "1 are allowed; raise the limit, as by ulimit -u 4096")
             for line in ("prepare D --out o", "predict run -i D -o o")
         ),
-        (
-            "with a limit of processes that its workers use up",
-            "evaluate D/labelsTr D/labelsTr --workers 2 --json x.json --csv x.csv",
-            lambda: _start_nothing(3),
-            "processes and threads: can't start new thread: 3 are allowed; raise the limit, as by ulimit -u 4096",
+        *(
+            (
+                f"with a limit of {most} processes and 2 workers",
+                line,
+                partial(
+                    _start_nothing, most
+                ),  # refused: a worker, or one of the two threads that lead them
+                f"{most} are allowed; raise the limit, as by ulimit -u 4096",
+            )
+            for line, limits in (
+                ("evaluate D/labelsTr D/labelsTr --workers 2 --json x.json --csv x.csv", (2, 3, 4)),
+                ("phantom --out p --cases 4 --size 16 16 16 --workers 2", (2, 4)),
+            )
+            for most in limits
         ),
         ("from a folder that is gone", "predict run -i D -o out", _lose_folder, "the current folder: was deleted"),
         (

@@ -222,12 +222,8 @@ def hub(monkeypatch, tmp_path) -> Hub:
 
 def test_a_hub_that_sends_a_byte_now_and_then(hub: Hub, monkeypatch) -> None:
     monkeypatch.setattr(addresses, "START_S", 2.0)
-    began = time.monotonic()
-    with pytest.raises(
-        DataError, match=r"^hf://owner/name/mute.pth: the download broke off \(nothing has come for 2 s"
-    ):
-        local_file("hf://owner/name/mute.pth")
-    assert time.monotonic() - began < 4.5
+    with pytest.raises(DataError, match=r"^hf://owner/other/mute.pth: .* broke off \(next to nothing came in 2 s"):
+        local_file("hf://owner/other/mute.pth")
     assert local_file("hf://owner/name/slow.pth").read_bytes() == BODY  # which takes longer, and grows
 
 

@@ -6,5 +6,5 @@ import pytest
 
 
 def long_case(*values: Any) -> Any:
-    """Returns a case that computes for long: ``.ci/long`` runs it by hand, ``make test`` the shorter ones."""
+    """Returns a case that computes for long: ``.ci/long``, started by hand, runs it, ``make test`` the shorter ones."""
     return pytest.param(*values, marks=pytest.mark.long)

@@ -2,6 +2,7 @@
 
 import json
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -224,16 +225,20 @@ def test_pictures_of_phantoms_in_a_runs_own_report_say_that_they_are_generated(
 def test_a_classifier_that_guessing_could_equal_says_so(score: float, cases: int, may_be: bool, tmp_path: Path) -> None:
     names = [str(n) for n in range(cases)]
     classes = {"names": ["healthy", "ill"], "numbers": {name: n % 2 for n, name in enumerate(names)}}
-    content = {"dataset": {"volume_classes": classes, "held_out": names}}
-    rows = [{"step": step, "loss": 1.0, "scores": {"balanced accuracy": score}} for step in (1, 2)]
-    said = may_be_chance(RunRecord(tmp_path, content, None, {}, held_out=tuple(rows)))
-    assert bool(said) == may_be
-    assert not may_be or f"On {cases} held-out cases this run reached a balanced accuracy of {score:.3f}, and" in said
-    rare = {**classes, "numbers": {name: int(n == 0) for n, name in enumerate(names)}}
-    content = {"dataset": {"volume_classes": rare, "held_out": names}}
-    alone = RunRecord(tmp_path, content, None, {}, held_out=tuple(rows))
-    assert bool(may_be_chance(alone)) == (score < 0.95 or cases < 4), "one case of a class tells little of it"
-    assert may_be_chance(RunRecord(tmp_path, {"dataset": {"held_out": names}}, None, {}, held_out=tuple(rows))) == ""
+
+    def said(numbers: Mapping[str, int] = classes["numbers"], val_cases: int = 0, validations: int = 2) -> str:
+        dataset = {"volume_classes": {**classes, "numbers": numbers}, "held_out": names}
+        rows = [{"step": n, "loss": 1.0, "scores": {"balanced accuracy": score}} for n in range(validations)]
+        content = {"dataset": dataset, "config": {"val_cases": val_cases}}
+        return may_be_chance(RunRecord(tmp_path, content, None, {}, held_out=tuple(rows)))
+
+    assert bool(said()) == may_be
+    assert not may_be or f"On {cases} held-out cases this run reached a balanced accuracy of {score:.3f}, and" in said()
+    rare = {name: int(n == 0) for n, name in enumerate(names)}
+    assert bool(said(rare, validations=1)) == (score < 0.95 or cases < 4), "one case of a class tells little of it"
+    assert said(val_cases=2).startswith("On 2 held-out cases "), "of which guessing gets both often"
+    assert said(validations=200), "the best of many"
+    assert "all of one class" in said(dict.fromkeys(names, 1)) and said({}) == ""
 
 
 def picture_of(

@@ -20,14 +20,8 @@ CHANNELS, OUTPUTS, SAMPLES = 2, 3, 2
 VIT = Config(
     tile=(12, 8, 8), patch=(4, 4, 4), embed_dim=24, depth=2, heads=2, decoder_width=4, positions="rope", layer_scale=0.5
 )
-BETWEEN = (
-    "mednext-b",
-    "mednext-m",
-    "mednext-l",
-    "mednext-s-k5",
-    "mednext-b-k5",
-    "mednext-m-k5",
-)  # slow, and no other kind
+# MedNeXts between the smallest and the largest: slow, and of no other kind
+BETWEEN = ("mednext-b", "mednext-m", "mednext-l", "mednext-s-k5", "mednext-b-k5", "mednext-m-k5")
 STAGES = "133:111 333:122 333:222 333:211"
 # Bounds of logits, and of loss and gradients: in float32 a value next to a kink or a tie has another gradient.
 BOUNDS = {"fp64": (torch.float64, 1e-10, 1e-10), "fp32": (torch.float32, 1e-4, 2e-2)}

@@ -2,11 +2,9 @@
 
 import gzip
 import json
-import multiprocessing
-import os
 from collections.abc import Iterator
-from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -21,7 +19,7 @@ from seqpar.data.phantom.brain import MODALITIES
 from seqpar.data.phantom.fields import PhantomCase
 from seqpar.data.phantom.kinds import KINDS, PhantomKind
 from seqpar.data.workers import Progress, no_progress
-from seqpar.parallel.processes import become_worker
+from seqpar.parallel.processes import calls_in_forks
 
 LAYOUTS = ("brats", "nnunet", "classes")
 SETTINGS_FILE = "phantom.json"
@@ -177,17 +175,14 @@ def _write_cases(out: Path, settings: PhantomSettings, indices: list[int], worke
     if workers < 2:
         yield from map(write, indices)
         return
-    context = multiprocessing.get_context("fork")
-    with ProcessPoolExecutor(workers, context, become_worker, (os.getpid(),)) as pool:
+    with closing(calls_in_forks(write, indices, workers)) as calls:
         try:
-            yield from pool.map(write, indices)
+            yield from (call.result() for call in calls)
         except BrokenProcessPool:
             raise DataError(
                 out,
                 "a process that wrote cases was killed; start again, what is there is kept (or lower --workers)",
             ) from None
-        finally:
-            pool.shutdown(cancel_futures=True)
 
 
 def _write_case(out: Path, settings: PhantomSettings, index: int) -> int:

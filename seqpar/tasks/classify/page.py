@@ -301,7 +301,9 @@ def _picture(record: RunRecord, case: str, explained: Path | None, neurological:
     """Returns a case's picture as base64: predict's, else one of the prepared image alone."""
     if explained is not None and (path := explained / f"{case}.png").is_file():
         return base64.b64encode(path.read_bytes()).decode()
-    cache = open_cache(str(record.dataset.get("prepared")))
+    if "prepared" not in record.dataset:
+        raise DataError(record.path / "config.json", "names no prepared data")
+    cache = open_cache(record.dataset["prepared"])
     if case not in cache.cases:
         raise DataError(cache.path, f"has no case {case}; predict with --explain, or name the data that the run has")
     image = cache.cases[case].image

@@ -42,7 +42,6 @@ from seqpar.scores.label_scores import (
     class_mask,
     format_dice,
     format_table,
-    only_one_map,
     summarise,
     words_of,
 )
@@ -145,7 +144,7 @@ class LabelMapEvaluation(CaseEvaluation):
             {pair.case: scores for pair, scores in cases},
             text,
             f"{quantity(len(cases), 'case')}, {quantity(len(self.labels.classes), 'class')}: "
-            f"mean Dice {rounded(mean['Dice'], 4)}, HD95 {rounded(mean['HD95'], 2)} mm{_substituted(cases)}, "
+            f"mean Dice {rounded(mean['Dice'], 4)}, HD95 {rounded(mean['HD95'], 2)} mm{_not_measured(cases)}, "
             f"NSD {rounded(mean['NSD'], 4)} at {settings['nsd_tolerance']:g} mm",
             contents,
         )
@@ -244,11 +243,11 @@ class LabelMapEvaluation(CaseEvaluation):
         return (first if first.is_dir() else first.parent) / POSTPROCESSING
 
 
-def _substituted(cases: Sequence[tuple[Pair, Scores]]) -> str:
-    """Returns how many distances between surfaces are no measured ones, as only one map has the class; "" if none."""
+def _not_measured(cases: Sequence[tuple[Pair, Scores]]) -> str:
+    """Returns how many distances between surfaces stand for none, as a map lacks the class; "" if none does."""
     rows = [row for _, scores in cases for row in scores.values() if not math.isnan(row["HD95"])]
-    count = sum(map(only_one_map, rows))
-    return f" ({count} of {len(rows)} substituted, as only one map has the class)" if count else ""
+    count = sum(not (row["n_ref"] and row["n_pred"]) for row in rows)
+    return f" ({count} of {len(rows)} not measured: a map lacks the class)" if count else ""
 
 
 def trained_on(record: RunRecord, truths: Mapping[str, Path | None]) -> list[str]:

@@ -124,7 +124,7 @@ class SavedProbabilities:
                 array = content["probabilities"].astype(np.float32).transpose(0, 3, 2, 1)
         except MemoryError:
             raise
-        except Exception as error:  # of numpy, zipfile and zlib: a damaged archive has many
+        except Exception as error:  # of numpy, zipfile and zlib: a damaged archive raises many kinds
             raise DataError(self.path, f"cannot be read as probabilities ({error}): predict the case again") from error
         if str(read_json(self.folder / PLANS).get("image_reader_writer")).endswith("WithReorient"):
             array = from_canonical(array, geometry.orientation)

@@ -44,6 +44,7 @@ from seqpar.report.tables import (
     last_validation,
     mean_over,
     metrics_table,
+    only_one_map,
     predicted_volumes,
     score_strips,
     sizes_table,
@@ -53,7 +54,7 @@ from seqpar.scores.comparison import FEW as FEW_CASES
 from seqpar.scores.comparison import TOO_FEW, interval_of_mean
 from seqpar.scores.label_classes import Labels
 from seqpar.scores.label_files import MAX_NAMED, dataset_at, match_cases, missing_line
-from seqpar.scores.label_scores import only_one_map, why_no_dice, without_nan
+from seqpar.scores.label_scores import why_no_dice, without_nan
 from seqpar.tasks.segment.evaluation import ABOUT_CALIBRATION, calibrate, calibration_diagram, trained_on
 from seqpar.tasks.segment.label_map_folder import DICOM_SEG, SavedProbabilities
 from seqpar.text import name_images, quantity
