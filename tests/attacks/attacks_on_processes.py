@@ -260,9 +260,7 @@ ATTACKS += [
             (
                 f"with a limit of {most} processes and 2 workers",
                 line,
-                partial(
-                    _start_nothing, most
-                ),  # refused: a worker, or one of the two threads that lead them
+                partial(_start_nothing, most),  # refused: a worker, or one of the two threads that lead them
                 f"{most} are allowed; raise the limit, as by ulimit -u 4096",
             )
             for line, limits in (
