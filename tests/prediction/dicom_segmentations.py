@@ -167,12 +167,14 @@ def test_predict_writes_a_segmentation_of_each_series_and_its_pages_name_nobody(
     told = [page, capfd.readouterr().out, *(path.read_text() for path in (tmp_path / "out").glob("*.[jc]s*"))]
     identifying = [*PERSON.values(), "DOE", "Jane", SERIES.rstrip("."), SERIES]
     assert len(told) == 4 and not [word for word in identifying for text in told if word in text]
-    raw = (tmp_path / "out" / "dicom-seg" / "a.dcm").read_bytes()
+    saved = tmp_path / "out" / "dicom-seg" / "a.dcm"
+    raw, voxels = saved.read_bytes(), pydicom.dcmread(saved).PixelData
     assert all(word.encode() in raw for word in (*list(PERSON.values())[:3], SERIES)), "a control: the files do"
-    (tmp_path / "out" / "dicom-seg" / "a.dcm").write_bytes(raw[:-8])  # pydicom reads it without a word
+    saved.write_bytes(raw[:-8])  # pydicom reads it without a word
+    assert pydicom.dcmread(saved).PixelData != voxels
     assert act(tmp_path, run, "--dicom-seg", "--statistics", "--continue") == 0
     assert "(1 are done)" in capfd.readouterr().out
-    assert len((tmp_path / "out" / "dicom-seg" / "a.dcm").read_bytes()) == len(raw)
+    assert pydicom.dcmread(saved).PixelData == voxels
 
 
 def test_what_cannot_be_segmented_is_refused_before_anything_is_computed(series, tmp_path, echo, capfd) -> None:
