@@ -318,7 +318,8 @@ class Trainer:
             best = f"finished: no {self.task.score}, as no held-out case has a class to score"
         if early:
             best += f"; ended at step {self.progress.step} of {self.config.steps}: {early} (--patience)"
-        self.journal.say("\n".join([best, *describe_results(self.out), *self.task.next_lines(self.out)]))
+        if self.journal.active:  # other ranks may not see the folder
+            self.journal.say("\n".join([best, *describe_results(self.out), *self.task.next_lines(self.out)]))
 
     def _write_weights(self, weights: dict[str, Tensor]) -> None:
         path = self.out / "model.safetensors"

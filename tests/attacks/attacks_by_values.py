@@ -265,7 +265,7 @@ def _tempered(value: float) -> Callable[[Path], None]:
 
 
 def _probabilities(content: bytes) -> Callable[[Path], None]:
-    """Returns what makes true and predicted label maps, and probabilities of which the file has this content."""
+    """Returns what makes true and predicted label maps, and a file of probabilities with this content."""
 
     def make(here: Path) -> None:
         nnunet(here / "D", 1)

@@ -11,6 +11,11 @@ from tests.attacks.attacks_on_runs import ended_run
 from tests.support.folders import write_json
 
 
+def _reported(what: str, make: Callable[[Path], object], after: Callable[[Path, str], None]) -> Attack:
+    """Returns the attack of a damaged run whose page is written all the same."""
+    return Attack(f"report {what}", types="report run", code=0, says="run/report.html", make=make, after=after)
+
+
 def _rows(text: str) -> Callable[[Path], None]:
     """Returns what makes a run whose metrics.jsonl has these lines."""
 
@@ -26,13 +31,10 @@ def _shows_gap(here: Path, said: str) -> None:
 
 
 ATTACKS = [
-    Attack(
-        f"report a run whose last validation is {row}",
-        types="report run",
-        code=0,
-        says="run/report.html",
-        make=_rows(f'{{"kind": "train", "step": 0, "loss": 1.0}}\n{row}\n'),
-        after=_shows_gap,
+    _reported(
+        f"a run whose last validation is {row}",
+        _rows(f'{{"kind": "train", "step": 0, "loss": 1.0}}\n{row}\n'),
+        _shows_gap,
     )
     for row in (
         '{"kind": "val", "step": 1, "loss": 1.0, "dice": 3}',
@@ -64,14 +66,7 @@ def _shows_score(words: str) -> Callable[[Path, str], None]:
 
 
 ATTACKS += [
-    Attack(
-        f"report a run whose summary.json is {text or 'empty'}",
-        types="report run",
-        code=0,
-        says="run/report.html",
-        make=_summary(text),
-        after=_shows_score(words),
-    )
+    _reported(f"a run whose summary.json is {text or 'empty'}", _summary(text), _shows_score(words))
     for text, words in (
         ("", "cannot be used (0 bytes)"),
         ('{"metric_per_case": [], "mean": {}}', "cannot be used (no class)"),
@@ -110,14 +105,7 @@ def _shows_classes(words: str) -> Callable[[Path, str], None]:
 
 
 ATTACKS += [
-    Attack(
-        f"report a classifier whose summary.json {what}",
-        types="report run",
-        code=0,
-        says="run/report.html",
-        make=_classified(change),
-        after=_shows_classes(words),
-    )
+    _reported(f"a classifier whose summary.json {what}", _classified(change), _shows_classes(words))
     for what, change, words in (
         ("is whole", lambda summary: None, "1 of 1 with 0.90"),
         (

@@ -236,7 +236,7 @@ def test_a_classifier_that_guessing_could_equal_says_so(score: float, cases: int
     assert not may_be or f"On {cases} held-out cases this run reached a balanced accuracy of {score:.3f}, and" in said()
     rare = {name: int(n == 0) for n, name in enumerate(names)}
     assert bool(said(rare, validations=1)) == (score < 0.95 or cases < 4), "one case of a class tells little of it"
-    assert said(val_cases=2).startswith("On 2 held-out cases "), "of which guessing gets both often"
+    assert said(val_cases=2).startswith("On 2 held-out cases "), "guessing often gets both right"
     assert said(validations=200), "the best of many"
     assert "all of one class" in said(dict.fromkeys(names, 1)) and said({}) == ""
 
