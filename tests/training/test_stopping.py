@@ -6,6 +6,7 @@ import re
 import signal
 import time
 from contextlib import nullcontext
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -16,7 +17,7 @@ from seqpar.runs.journal import read_metrics
 from seqpar.tasks.case_validation import ValidationResult
 from seqpar.tasks.segment import validation
 from seqpar.tasks.segment.segmentation import Segmentation
-from seqpar.training import after_step, gradients
+from seqpar.training import after_step, gradients, trainer
 from seqpar.training.trainer import CURVES_EVERY_S, Trainer
 from seqpar.weights import checkpoint
 from tests.support.folders import nnunet
@@ -251,3 +252,27 @@ def test_short_epochs_do_not_wait_for_curves() -> None:
     assert Trainer._end_epoch(run, None) and not drawn
     run._curves_at -= CURVES_EVERY_S + 1
     assert Trainer._end_epoch(run, None) and drawn == [1]
+
+
+def test_only_the_rank_that_prints_reads_the_folder_at_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a classification, whose last words depend on its scores; other hosts may not see the folder."""
+    nothing = lambda *_, **__: None  # noqa: E731
+    read, said = list[Path](), list[str]()
+    monkeypatch.setattr(trainer, "run_on_rank0", nothing)
+    for is_active in (False, True):
+        run = SimpleNamespace(
+            gradients=SimpleNamespace(whole_tensors=nothing),
+            net=SimpleNamespace(state_dict=nothing),
+            mesh=SimpleNamespace(is_first=is_active, world=None),
+            after_step=SimpleNamespace(refuse_taken_over=nothing),
+            progress=checkpoint.Progress(step=1, best=0.5, best_step=1),
+            config=SimpleNamespace(task="segment", patience=0, steps=1),
+            journal=SimpleNamespace(active=is_active, say=said.append),
+            task=SimpleNamespace(score="mean Dice", next_lines=lambda out: read.append(out) or ["next: it"]),
+            out=tmp_path,
+            _draw_curves=nothing,
+            _write_status=nothing,
+            _has_score=True,
+        )
+        Trainer._finish(run)
+        assert len(read) == len(said) == is_active
