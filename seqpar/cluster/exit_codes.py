@@ -1,6 +1,7 @@
 """The one place that turns an exception into a message and a code, and output that outlives its reader."""
 
 import errno
+import gc
 import json
 import os
 import signal
@@ -159,6 +160,9 @@ def run(act: Callable[[Sequence[str]], int], arguments: Sequence[str] | None = N
     """
     if signal.getsignal(signal.SIGINT) is _interrupted_early:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+    if not gc.isenabled():
+        gc.freeze()  # what was imported stays
+        gc.enable()
     with safe_output():
         code = _call(act, arguments)
     if code:

@@ -1,4 +1,7 @@
-"""Programs set what torch reads once before it is imported, unless the user has: its threads and a GPU's memory."""
+"""Programs set what torch reads once before it is imported, unless the user has: its threads and a GPU's memory.
+
+And they collect no garbage while they import.
+"""
 
 import json
 import os
@@ -57,7 +60,7 @@ def test_a_control_group_bounds_the_cores(version, quota, cores, tmp_path):
 
 # Prints what is set when each program imports torch, and ends its process there.
 WHEN_TORCH_COMES = """
-import importlib.util, json, os, runpy, sys
+import gc, importlib.util, json, os, runpy, sys
 from seqpar.parallel.launcher import ALLOCATOR  # without torch, which the next line shows
 assert "torch" not in sys.modules
 
@@ -72,7 +75,7 @@ class Finder:
 
 def tell(module):
     names = "OMP_WAIT_POLICY", "MPLBACKEND", *ALLOCATOR
-    print(json.dumps([program, *map(os.environ.get, names)]), flush=True)
+    print(json.dumps([program, gc.isenabled(), *map(os.environ.get, names)]), flush=True)
     os._exit(0)
 
 sys.meta_path.insert(0, Finder())
@@ -96,6 +99,15 @@ def test_every_command_sets_them_before_torch_is_imported():
     done = subprocess.run(line, env=env, capture_output=True, text=True, check=True)
     found = [json.loads(row) for row in done.stdout.splitlines()]
     assert {name for name, *_ in found} >= {name for name in programs if Path(name).stem != "phantom"}, done.stderr
-    for name, policy, drawn, *allocator in found:
+    for name, collects, policy, drawn, *allocator in found:
         assert (policy, drawn) == ("passive", "agg"), name
+        assert collects == (Path(name).stem in ("bench", "figures")), name  # of the laboratory
         assert torch.version.hip or sorted(map(str, allocator)) == ["None", "expandable_segments:True"], name
+
+
+def test_garbage_is_collected_once_a_program_runs():
+    act = "lambda arguments: print(gc.isenabled(), gc.get_freeze_count() > 1000)"
+    start = "import gc, sys; sys.argv = ['train.py']; import seqpar.cli; from seqpar.cluster import exit_codes"
+    told = f"{start}; print(gc.isenabled()); exit_codes.run({act}, [])"
+    done = subprocess.run([sys.executable, "-c", told], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["False", "True", "True"]

@@ -29,9 +29,9 @@ from seqpar.data.volumes import read_volume
 
 TINY = """
     --preset debug --tile 16 --patch 8 --embed-dim 24 --heads 2 --depth 2 --decoder unetr --decoder-width 4 --batch 2
-    --no-batch-dice --augment none --epochs 1 --val-every 0 --val-cases 1 --val-overlap 0 --precision fp64
+    --no-batch-dice --augment none --epochs 1 --val-every 0 --val-cases 0 --precision fp64
 """
-STEPS, LONG = 8, 120
+STEPS = 8
 LIMIT_S = 400.0
 
 
@@ -90,8 +90,9 @@ def check_groups(site: Site) -> Outcome:
 
 def check_stops(site: Site) -> Outcome:
     """Checks that a run resumes after a stop and after losing a rank, with the losses of an undisturbed run."""
+    steps = 120 if site.on_gpu else 40  # enough to be disturbed before the last
     more = "--seqpar 2 --mode halo --workers 1 --checkpoint-minutes 0.01" + " --deterministic" * site.on_gpu
-    whole = train(site, "whole", tiny(LONG, more))
+    whole = train(site, "whole", tiny(steps, more))
     errors, remarks = dict[str, Error](), dict[str, str]()
     for name, disturb, codes in (("stopped", _stop, (75,)), ("rank lost", kill_a_rank, (1, 137))):
         out = name.replace(" ", "-")
@@ -100,10 +101,10 @@ def check_stops(site: Site) -> Outcome:
             if wait_for_steps(pid, site.folder / out, 5):
                 disturb(pid)
 
-        cut = train(site, out, tiny(LONG, more), disturb_it)
+        cut = train(site, out, tiny(steps, more), disturb_it)
         again = train(site, out, ["--resume", *more.split()[-1:] * site.on_gpu])
         errors[f"{name}, resumed"] = Error(again.apart(whole), 1e-7 if site.on_gpu else 0.0 + 1e-300)
-        if cut.ended.code not in codes or not 5 <= len(cut.losses) < LONG:
+        if cut.ended.code not in codes or not 5 <= len(cut.losses) < steps:
             errors[f"{name}, its end"] = Error(float("inf"), 1.0)
             remarks[name] = f"{cut.ended} after {len(cut.losses)} steps"
         elif again.ended.code:
@@ -124,7 +125,8 @@ def _with_remarks(outcome: Outcome, remarks: dict[str, str]) -> Outcome:
 
 def check_presets(site: Site) -> Outcome:
     """Checks that the presets debug and laptop learn: their last losses are below their first ones."""
-    laptop = "--epochs 3" if site.on_gpu else "--epochs 1 --iterations 12 --warmup 0 --val-every 0 --val-cases 1"
+    short = "--epochs 1 --iterations 12 --warmup 0 --val-every 0 --val-cases 1 --val-overlap 0"
+    laptop = "--epochs 3" if site.on_gpu else short
     errors, remarks = dict[str, Error](), dict[str, str]()
     for preset, more in (("debug", ""), ("laptop", f"{laptop} --phantoms 6")):
         run = train(site, preset, ["--preset", preset, *more.split()])
@@ -147,7 +149,7 @@ def check_compiled(site: Site) -> Outcome:
     small = "--tile 32 --embed-dim 48 --heads 4 --depth 2 --workers 0 --augment none --decoder-width 4"
     small += " --iterations 10 --precision fp32"  # on many CPUs a step in bf16 takes seconds
     more = "--iterations 30" if site.on_gpu else small
-    flags = f"--preset modern --batch 1 --epochs 1 --val-every 0 --val-cases 1 --phantoms 6 --warmup 0 {more}".split()
+    flags = f"--preset modern --batch 1 --epochs 1 --val-every 0 --val-cases 0 --phantoms 6 --warmup 0 {more}".split()
     plain, compiled = train(site, "plain", flags), train(site, "compiled", [*flags, "--compile"])
     remarks = {name: str(run.ended) for name, run in (("plain", plain), ("compiled", compiled)) if run.ended.code}
     if not any((site.folder / COMPILED).rglob("*.py")):
@@ -163,7 +165,7 @@ def check_graphs(site: Site) -> Outcome:
     """Compares the losses of the preset modern with and without ``--cuda-graph``, and the seconds of a step."""
     if not site.on_gpu:
         return Outcome(LEFT_OUT, "graphs need a GPU")
-    flags = "--preset modern --batch 1 --accumulate 2 --iterations 20 --epochs 1 --val-every 0 --val-cases 1"
+    flags = "--preset modern --batch 1 --accumulate 2 --iterations 20 --epochs 1 --val-every 0 --val-cases 0"
     flags += " --phantoms 6 --warmup 0 --augment none"
     runs = {
         name: train(site, name, f"{flags} {more}".split())
