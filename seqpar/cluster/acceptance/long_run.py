@@ -22,7 +22,7 @@ from seqpar.training.trainer import Trainer
 
 FLAGS = """
     --preset modern --tile 16 --embed-dim 32 --heads 2 --depth 1 --decoder-width 4 --batch 1 --accumulate 2 --phantoms 6
-    --augment none --epochs 1 --warmup 0 --workers 0 --val-every 0 --val-cases 0
+    --augment none --epochs 1 --warmup 0 --workers 0 --val-every 0 --val-cases 1 --val-overlap 0 --spacing 4,4,4
 """
 FEW, MANY = 12, 40  # steps; DDP times its first ten, and waits in them
 MOST_MIB = 64.0

@@ -29,7 +29,8 @@ from seqpar.data.volumes import read_volume
 
 TINY = """
     --preset debug --tile 16 --patch 8 --embed-dim 24 --heads 2 --depth 2 --decoder unetr --decoder-width 4 --batch 2
-    --no-batch-dice --augment none --epochs 1 --val-every 0 --val-cases 0 --precision fp64
+    --no-batch-dice --augment none --epochs 1 --val-every 0 --val-cases 1 --val-overlap 0 --spacing 4,4,4
+    --precision fp64
 """
 STEPS = 8
 LIMIT_S = 400.0
@@ -147,9 +148,10 @@ def check_compiled(site: Site) -> Outcome:
     if not any(map(shutil.which, compilers)):
         return Outcome(LEFT_OUT, f"torch needs a compiler, and none of {', '.join(compilers)} is installed")
     small = "--tile 32 --embed-dim 48 --heads 4 --depth 2 --workers 0 --augment none --decoder-width 4"
-    small += " --iterations 10 --precision fp32"  # on many CPUs a step in bf16 takes seconds
+    small += " --iterations 10 --val-overlap 0 --spacing 4,4,4"
+    small += " --precision fp32"  # on many CPUs a step in bf16 takes seconds
     more = "--iterations 30" if site.on_gpu else small
-    flags = f"--preset modern --batch 1 --epochs 1 --val-every 0 --val-cases 0 --phantoms 6 --warmup 0 {more}".split()
+    flags = f"--preset modern --batch 1 --epochs 1 --val-every 0 --val-cases 1 --phantoms 6 --warmup 0 {more}".split()
     plain, compiled = train(site, "plain", flags), train(site, "compiled", [*flags, "--compile"])
     remarks = {name: str(run.ended) for name, run in (("plain", plain), ("compiled", compiled)) if run.ended.code}
     if not any((site.folder / COMPILED).rglob("*.py")):
@@ -165,7 +167,7 @@ def check_graphs(site: Site) -> Outcome:
     """Compares the losses of the preset modern with and without ``--cuda-graph``, and the seconds of a step."""
     if not site.on_gpu:
         return Outcome(LEFT_OUT, "graphs need a GPU")
-    flags = "--preset modern --batch 1 --accumulate 2 --iterations 20 --epochs 1 --val-every 0 --val-cases 0"
+    flags = "--preset modern --batch 1 --accumulate 2 --iterations 20 --epochs 1 --val-every 0 --val-cases 1"
     flags += " --phantoms 6 --warmup 0 --augment none"
     runs = {
         name: train(site, name, f"{flags} {more}".split())
