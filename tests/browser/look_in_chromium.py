@@ -133,7 +133,7 @@ def test_a_map_whose_maximum_is_outside_the_body_says_so_above_the_planes(
     (tmp_path / "report.html").write_text(text.replace('"heat_caution": ""', '"heat_caution": "It is outside."', 1))
     page.open((tmp_path / "report.html").as_uri())
     assert page.value(shown) == "It is outside."
-    page.value("(one => { one.selectedIndex = 1; one.dispatchEvent(new Event('change')) })(document.getElementById('case'))")
+    page.value("c = document.getElementById('case'); c.selectedIndex = 1; c.dispatchEvent(new Event('change'))")
     page.wait("document.getElementById('viewer').getAttribute('aria-busy') === 'false'")
     assert page.value(shown) is False, "the other case has none"
 
