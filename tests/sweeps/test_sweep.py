@@ -159,9 +159,7 @@ def test_the_picture_marks_no_winner_by_the_score_of_few_cases(values: int, tmp_
         points = tuple(Point(f"p{n}", {"lr": n / 8}, score=n / 20, cases=cases) for n in range(1, values + 1))
         for point in points:
             (tmp_path / point.name).mkdir(exist_ok=True)
-            (tmp_path / point.name / "metrics.jsonl").write_text(
-                '{"kind": "train", "step": 0, "loss": 1.0, "seconds": 1.0}\n'
-            )
+            (tmp_path / point.name / "metrics.jsonl").write_text(row)
         sweep = Sweep({}, points)
         picture = _figure_of_sweep(tmp_path, sweep)
         paths = [dots.get_paths()[0] for plot in picture.axes for dots in plot.collections if len(dots.get_offsets())]
