@@ -129,6 +129,7 @@ def test_the_table_of_classes_has_intervals_and_that_of_counts_says_what_its_row
     assert "the highest probability (above 0.5). " in two.note
     about = [_scores(summary(names) | {"source": "here"}, None, "").about for names in (NAMES[:2], NAMES)]
     assert ["averaged over classes" in text for text in about] == [False, True]
+    assert "a balanced accuracy of 0.5 and an AUC of 0.5 on" in about[0] and "accuracy of 0.333 and" in about[1]
     counts = confusion_table(content)
     assert [head.text for head in counts.heads] == ["True class", "Predicted class"]
     assert counts.heads[1].below == ("healthy", "b", "c") and "a row for each true class" in counts.note

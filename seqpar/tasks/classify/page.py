@@ -163,7 +163,7 @@ class _Scores:
 def _scores(summary: Summary, positive: str | None, step: str) -> _Scores:
     calibrated = calibration_diagrams(summary)
     charts = draw_charts([*roc_diagrams(summary, positive), *calibrated], width=360)
-    note, about = "" if calibrated else uncalibrated(summary), ABOUT
+    note, about = "" if calibrated else uncalibrated(summary), ABOUT.format(guess=1 / len(summary["names"]))
     if len(summary["names"]) > 2:
         about += " AUC: each class against the others, averaged over classes."
     return _Scores(
@@ -173,7 +173,7 @@ def _scores(summary: Summary, positive: str | None, step: str) -> _Scores:
 
 ABOUT = (
     "95 % intervals: Wilson's of accuracy; of balanced accuracy and AUC by bootstrap (1,000 draws, stratified by "
-    "class). n: cases."
+    "class). n: cases. Guessing gives a balanced accuracy of {guess:.3g} and an AUC of 0.5 on average."
 )
 
 
