@@ -11,7 +11,7 @@ import numpy as np
 
 from seqpar.data.errors import DataError, unreadable
 from seqpar.data.files import SUFFIXES, write_text
-from seqpar.text import millilitres
+from seqpar.text import millilitres, name_images
 
 NAME = "statistics.csv"
 
@@ -40,7 +40,7 @@ class ClassStatistics:
             raise unreadable(self.path, error) from error
         gone = set(predicted)
         self._rows = [line for line in lines[1:] if line and line[0] not in gone and self._has_labels(line[0])]
-        if self._rows and lines[0] != self.columns:
+        if self._rows and self.columns not in (lines[0], _named(lines[0])):
             raise DataError(
                 self.path, f"has the columns {', '.join(lines[0])} for other cases, and these would get "
                 f"{', '.join(self.columns)}; choose another --output"
@@ -115,6 +115,12 @@ def read_statistics(folder: Path) -> tuple[list[str], dict[tuple[str, str], list
         raise unreadable(path, error) from error
     except ValueError as error:
         raise DataError(path, f"is no table that predict --statistics wrote ({error})") from None
+
+
+def _named(columns: Sequence[str]) -> list[str]:
+    """Returns the columns of a table in which older versions called images without a name "channel 0" and so on."""
+    kinds = name_images([name.removeprefix("mean ") for name in columns if name.startswith("mean ")])
+    return [*columns[:4], *(f"{kind} {name}" for kind in ("mean", "sd") for name in kinds)]
 
 
 def _cell(value: Any) -> str:

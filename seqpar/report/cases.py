@@ -416,6 +416,7 @@ def viewer_data(
             "disputed": embedded.disputed,
             "heat": embedded.heat,
             "heat_name": shown.heat_name,
+            "heat_caution": shown.heat_caution,
             "ranks": ranks_of(shown.truth, shown.prediction).tolist(),
             "most_nats": shown.most_nats,
             "ranges": shown.ranges,

@@ -50,8 +50,8 @@ class ShownCase:
     - ``is_ct``: whether these are Hounsfield units
     - ``slices``: of the case's file, along W, D and H
     - ``disputed``: 1 where several readers gave different labels, else 0; None without several readers
-    - ``heat``: a map from 0 to 255; ``heat_name``: what it shows, such as its class; ``most_nats``: what 255 stands for
-      in a map of entropy, and when it has that, in ``most_when``
+    - ``heat``: a map from 0 to 255; ``heat_name``: what it shows, such as its class; ``heat_caution``: what to know
+      before reading it; ``most_nats``: what 255 stands for in a map of entropy, and when it has that, in ``most_when``
     - ``at``: the planes to begin with; None: those that are also drawn
     """
 
@@ -67,6 +67,7 @@ class ShownCase:
     heat: Bytes | None = None
     at: tuple[int, ...] | None = None
     heat_name: str = ""
+    heat_caution: str = ""
     most_nats: float = 0.0
     most_when: str = ""
     disputed: Bytes | None = None

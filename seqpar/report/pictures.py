@@ -307,6 +307,11 @@ def is_outside(seen: NDArray[Any], body: NDArray[np.bool_]) -> bool:
     return _leaves(seen) or bool(seen.any()) and not body[np.unravel_index(int(seen.argmax()), seen.shape)]
 
 
+def with_maximum(seen: NDArray[Any], most: float) -> NDArray[Any]:
+    """Returns a map scaled to a maximum, of which resampling took some away."""
+    return seen / seen.max() * most if seen.any() else seen
+
+
 def evidence_planes(seen: NDArray[Any], body: NDArray[np.bool_]) -> tuple[int, ...]:
     """Returns the planes through a map's strongest point within the body.
 

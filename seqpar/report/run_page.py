@@ -25,7 +25,7 @@ from seqpar.report.record import (
     weights_behind,
 )
 from seqpar.report.rendering import render
-from seqpar.runs.metrics_tail import ERRORS
+from seqpar.runs.metrics_tail import ERRORS, what_is_not_found
 from seqpar.text import clock, list_modalities, quantity
 
 STATES = {
@@ -107,7 +107,7 @@ def render_run(
         run=verdict(record),
         gaps=[*record.gaps, *gaps],
         faults=faults,
-        cautions=[*cautions, *filter(None, [weak_start(record), may_be_chance(record)])],
+        cautions=[*cautions, *filter(None, [weak_start(record), what_is_unlearned(record)])],
         main_settings=main,
         all_settings=every,
         training=draw_charts(
@@ -125,6 +125,11 @@ def _scored(truth: Path | None, prediction: Path) -> str:
         text = f"Scores of the predictions in {prediction} against {truth}, not of the run's own validation."
     weights = weights_behind(prediction)
     return f"{text} Predicted with {weights}." if weights else text
+
+
+def what_is_unlearned(record: RunRecord) -> str:
+    """Returns a sentence if nothing shows that the network has learned a segmentation's class, or to classify."""
+    return may_be_chance(record) or what_is_not_found(record.held_out)
 
 
 def try_reading(read: Callable[[], T], gaps: list[str]) -> T | None:

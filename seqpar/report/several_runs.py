@@ -14,7 +14,7 @@ from seqpar.report.planes import RUN_COLOURS, colours_of
 from seqpar.report.plots import Chart, draw_charts
 from seqpar.report.record import RunRecord, above_scores, chosen_on_them, weak_start
 from seqpar.report.rendering import render
-from seqpar.report.run_page import format_setting, verdict
+from seqpar.report.run_page import format_setting, verdict, what_is_unlearned
 from seqpar.report.tables import Table, TableHead, TableRow, make_strips
 from seqpar.runs.metrics_tail import ERRORS, SCORES, score_of, task_of_row
 from seqpar.scores.comparison import FEW, describe_interval, interval_of_mean
@@ -95,7 +95,7 @@ def page_of_several(records: Sequence[RunRecord], compare: Mapping[str, Compare]
         runs={name: verdict(record) for name, record in named.items()},
         generated=sentence_on_phantoms(named),
         gaps=gaps,
-        cautions=cautions_about(records) + chosen_on_them(*records) + weak_starts(named),
+        cautions=cautions_about(records) + chosen_on_them(*records) + cautions_about_each(named),
         uncompared=""
         if any(one.cases for one in comparisons)
         else f"Fewer than two runs{of_one} have scores of cases.",
@@ -140,9 +140,9 @@ def sentence_on_phantoms(records: Mapping[str, RunRecord]) -> str:
 ABOUT_PHANTOMS = "Scores on phantoms say nothing about real images."
 
 
-def weak_starts(records: Mapping[str, RunRecord]) -> list[str]:
-    """Returns a sentence for each run whose weights came from a pretraining that learned little or nothing."""
-    pairs = ((name, weak_start(record)) for name, record in records.items())
+def cautions_about_each(records: Mapping[str, RunRecord]) -> list[str]:
+    """Returns a sentence for each run that may have learned nothing, or whose pretraining learned little."""
+    pairs = ((name, own(record)) for name, record in records.items() for own in (weak_start, what_is_unlearned))
     return [f"{name}: {sentence[0].lower()}{sentence[1:]}" for name, sentence in pairs if sentence]
 
 

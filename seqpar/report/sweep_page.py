@@ -102,7 +102,6 @@ class SweepCell(NamedTuple):
 
 class PointRow(NamedTuple):
     name: str
-    is_best: bool
     cells: Sequence[SweepCell]
 
 
@@ -118,7 +117,7 @@ def _points(sweep: Sweep) -> list[PointRow]:
         cells.append(_cell(point.state, point.state))
         shown = point if not math.isnan(point.score) else replace(point, at=math.nan)  # type: ignore[arg-type]
         cells += [_number(getattr(shown, name), places) for name, places in NUMBERS.items()]
-        rows.append(PointRow(point.name, point is sweep.best, cells))
+        rows.append(PointRow(point.name, cells))
     return rows
 
 

@@ -323,8 +323,9 @@ def dice_table(scored: CaseScores) -> Table:
 
 
 def _dice(row: Mapping[str, float]) -> Score:
-    none = " (none in truth)" if only_one_map(row) and not row["n_ref"] else ""
-    return Score(row.get("Dice", math.nan), 3, none)
+    if only_one_map(row):
+        return Score(row.get("Dice", math.nan), 3, f" (none {'predicted' if row['n_ref'] else 'in truth'})")
+    return Score(row.get("Dice", math.nan), 3, " (no overlap)" * (row.get("Dice") == 0))
 
 
 def last_validation(record: RunRecord) -> Table | None:

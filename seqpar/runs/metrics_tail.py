@@ -91,3 +91,19 @@ def best_validation(rows: Iterable[Mapping[str, Any]]) -> Mapping[str, Any] | No
         return score_of(row), -loss if isinstance(loss, (int, float)) and math.isfinite(loss) else -math.inf
 
     return max((row for row in rows if "step" in row and not math.isnan(score_of(row))), key=order, default=None)
+
+
+NOTHING = 5e-4  # of a Dice, which pages and programs show as 0.000
+
+
+def what_is_not_found(rows: Iterable[Mapping[str, Any]]) -> str:
+    """Returns a sentence if the best validation of a segmentation has a Dice of 0.000 for some classes; else ""."""
+    best = best_validation(rows) or {}
+    names = [name for name, dice in best.get("dice", {}).items() if dice is not None and dice < NOTHING]
+    if not names:
+        return ""
+    listed = " and ".join(filter(None, [", ".join(names[:-1]), names[-1]]))
+    return (
+        f"At the best validation, the mean Dice of {listed} is 0.000: the predictions hardly overlap the truth. "
+        f"Nothing shows that the network has learned to find {'it' if len(names) == 1 else 'them'}."
+    )

@@ -71,6 +71,11 @@ class Sweep:
         return next(iter(self.ranked), None)
 
     @property
+    def marked(self) -> Point | None:
+        """The best point, which pictures mark; None if its cases are too few to tell that it is the best."""
+        return None if self.best and 0 < self.best.cases < FEW else self.best
+
+    @property
     def ranked(self) -> list[Point]:
         """The points that have a score, the best first."""
         known = [point for point in self.points if not math.isnan(point.score)]

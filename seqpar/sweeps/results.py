@@ -26,7 +26,7 @@ STYLES = (
     LineStyle("#ccd1d6", width=0.8),
 )
 WIDTH, LETTERS = 5.4, 76  # of the picture in inches, and of its lines of text
-STAR = "a star for the highest score"
+STAR = ", a star for the highest score"
 MOST_VALUES = 8  # of a setting, shown next to each other; more are drawn over an axis
 
 
@@ -63,7 +63,7 @@ def _figure_of_sweep(out: Path, sweep: Sweep) -> Any:
     if names:
         panels = below[0].subplots(rows, 2, squeeze=False).flat
         for name, plot in zip(names, panels):
-            _draw_setting(plot, sweep, name, best)
+            _draw_setting(plot, sweep, name, sweep.marked)
             plot.set_ylim(0, top)
         for plot in panels:
             plot.remove()
@@ -74,12 +74,13 @@ def _figure_of_sweep(out: Path, sweep: Sweep) -> Any:
 
 def _note(sweep: Sweep) -> str:
     """Returns what the drawings of settings show; means and spread only if a value was tried more than once."""
+    star = STAR * (sweep.marked is not None)
     effects = [of_values for name, of_values in sweep.main_effects().items() if not _has_range(sweep, name)]
     if all(len(pairs) == 1 for of_values in effects for pairs in of_values.values()):
         drawn = " or ".join(["bar"] * bool(effects) + ["dot"] * (len(effects) < len(sweep.main_effects())))
-        return f"Lower panels: a {drawn} for each point, {STAR}"
+        return f"Lower panels: a {drawn} for each point{star}"
     means = "a bar for the mean at each value, a line from lowest to highest"
-    return f"Lower panels: a dot for each point, {means}, {STAR}"
+    return f"Lower panels: a dot for each point, {means}{star}"
 
 
 def _has_range(sweep: Sweep, name: str) -> bool:
@@ -103,9 +104,9 @@ def _lines(out: Path, sweep: Sweep, quantity_drawn: str) -> list[Line]:
     for point in (*sweep.ranked, *(point for point in sweep.points if point not in sweep.ranked)):
         with suppress(OSError):
             curves[point.name] = read_curve(point.name, [out / point.name], quantity_drawn)
-    lines, best = list[Line](), sweep.best
+    lines, marked = list[Line](), sweep.marked
     for n, (name, curve) in enumerate(curves.items()):
-        label = textwrap.fill(f"{name}{', highest score' * (best is not None and name == best.name)}", LETTERS - 10)
+        label = textwrap.fill(f"{name}{', highest score' * (marked is not None and name == marked.name)}", LETTERS - 10)
         if n >= MOST_CURVES:
             label = f"the other {quantity(len(curves) - MOST_CURVES, 'point')}" if n == MOST_CURVES else ""
         style = min(n, MOST_CURVES)
@@ -113,7 +114,7 @@ def _lines(out: Path, sweep: Sweep, quantity_drawn: str) -> list[Line]:
     return lines[::-1]
 
 
-def _draw_setting(plot: Any, sweep: Sweep, name: str, best: Point | None) -> None:
+def _draw_setting(plot: Any, sweep: Sweep, name: str, marked: Point | None) -> None:
     """Draws the score of each point by a setting's value, with their means and spread."""
     known = [point for point in sweep.points if name in point.settings and not math.isnan(point.score)]
     values = list(dict.fromkeys(format_value(point.settings[name]) for point in known))
@@ -121,7 +122,7 @@ def _draw_setting(plot: Any, sweep: Sweep, name: str, best: Point | None) -> Non
     plot.set_xlabel(flag_name(name))
     plot.grid(alpha=0.3)
     if _has_range(sweep, name):
-        _draw_range(plot, known, name, best)
+        _draw_range(plot, known, name, marked)
         return
     of_values: Mapping[str, Sequence[float]] = {
         value: [point.score for point in known if format_value(point.settings[name]) == value] for value in values
@@ -130,20 +131,19 @@ def _draw_setting(plot: Any, sweep: Sweep, name: str, best: Point | None) -> Non
         plot.bar(at, fmean(scores), 0.6, color="#dfe8ee", edgecolor=OTHERS)
         plot.vlines(at, min(scores), max(scores), color=MEANS, linewidth=1.2)
         plot.scatter([at] * len(scores), scores, s=14, color=OTHERS, zorder=3)
-    if best is not None and name in best.settings:
-        plot.scatter(
-            [values.index(format_value(best.settings[name]))], [best.score], s=60, marker="*", color=BEST, zorder=4
-        )
+    if marked is not None and name in marked.settings:
+        at = values.index(format_value(marked.settings[name]))
+        plot.scatter([at], [marked.score], s=60, marker="*", color=BEST, zorder=4)
     crowded = len(values) > MOST_VALUES
     plot.set_xticks(range(len(values)), values, fontsize=6 if crowded else 7, rotation=90 if crowded else 0)
 
 
-def _draw_range(plot: Any, known: Sequence[Point], name: str, best: Point | None) -> None:
+def _draw_range(plot: Any, known: Sequence[Point], name: str, marked: Point | None) -> None:
     """Draws the score of points over a setting that has many numbers."""
     numbers = [point.settings[name] for point in known]
     plot.scatter(numbers, [point.score for point in known], s=16, color=OTHERS)
-    if best is not None and name in best.settings:
-        plot.scatter([best.settings[name]], [best.score], s=60, marker="*", color=BEST)
+    if marked is not None and name in marked.settings:
+        plot.scatter([marked.settings[name]], [marked.score], s=60, marker="*", color=BEST)
     if min(numbers) > 0 and max(numbers) > 20 * min(numbers):
         plot.set_xscale("log")
 

@@ -123,6 +123,21 @@ def test_where_readers_disagree_is_a_layer_with_a_key(page: Chromium, url: str, 
     assert look(page)["count"] == 0 and "disputed=0" in page.value("location.href")
 
 
+def test_a_map_whose_maximum_is_outside_the_body_says_so_above_the_planes(
+    page: Chromium, url: str, tmp_path: Path
+) -> None:
+    shown = "(one => !one.hidden && one.offsetHeight > 0 && one.textContent)(document.getElementById('heat-caution'))"
+    assert page.value(shown) is False, "cases without a caution"
+    text = Path(url[7:]).read_text()
+    assert '"heat_caution": ""' in text
+    (tmp_path / "report.html").write_text(text.replace('"heat_caution": ""', '"heat_caution": "It is outside."', 1))
+    page.open((tmp_path / "report.html").as_uri())
+    assert page.value(shown) == "It is outside."
+    page.value("c = document.getElementById('case'); c.selectedIndex = 1; c.dispatchEvent(new Event('change'))")
+    page.wait("document.getElementById('viewer').getAttribute('aria-busy') === 'false'")
+    assert page.value(shown) is False, "the other case has none"
+
+
 def test_ct_has_presets_of_window_and_level(page: Chromium) -> None:
     """Those that the image's values do not reach say so; other images begin with all of their greys."""
     assert page.value("document.getElementById('preset').parentElement.hidden")

@@ -1,8 +1,11 @@
 """Pictures on a narrow page: none is wider than the page, nothing scrolls sideways, and their words can be read."""
 
+import base64
+import io
 import json
 from pathlib import Path
 
+import matplotlib.image
 import numpy as np
 import pytest
 
@@ -41,6 +44,28 @@ def test_rebuilt_patches_are_seen_without_scrolling(browser: Chromium, tmp_path:
     draw_tiles(run / "validation.png", [tile] * 3, False)
     assert report.act([str(run)]) == 0
     check(browser, run / "report.html", "figure > img")
+
+
+def test_a_wide_table_has_a_shade_where_there_is_more_of_it(browser: Chromium, tmp_path: Path) -> None:
+    out = make_sweep_folder(tmp_path)
+    assert report.act([str(out)]) == 0
+    browser.ask("Emulation.setDeviceMetricsOverride", width=500, height=900, deviceScaleFactor=1, mobile=False)
+    browser.open((out / "report.html").as_uri())
+    box = browser.value("wide = document.querySelector('.wide'); wide.getBoundingClientRect().toJSON()")
+
+    def grey(left: float) -> float:  # of the lightest pixel below the letters of the last row
+        clip = {"x": left, "y": box["bottom"] - 5, "width": 2, "height": 3, "scale": 1}
+        shot = browser.ask("Page.captureScreenshot", clip=clip)["data"]
+        return float(matplotlib.image.imread(io.BytesIO(base64.b64decode(shot)), format="png")[..., :3].max())
+
+    edges = box["left"], box["right"] - 2
+    at_first = [grey(edge) for edge in edges]
+    browser.value("wide.scrollLeft = (wide.scrollWidth - wide.clientWidth) / 2")
+    between = [grey(edge) for edge in edges]
+    browser.value("wide.scrollLeft = wide.scrollWidth")
+    at_last = [grey(edge) for edge in edges]
+    browser.ask("Emulation.clearDeviceMetricsOverride")
+    assert at_first[0] == 1 and at_first[1] < 0.8 and max(between) < 0.8 and at_last[0] < 0.8 and at_last[1] == 1
 
 
 def check(browser: Chromium, page: Path, picture: str) -> None:

@@ -93,6 +93,17 @@ def test_a_second_set_of_images_keeps_the_lines_of_the_first_while_its_label_map
     assert table.read_text().splitlines() == second and (tmp_path / "out" / "d_000.nii.gz").is_file()
 
 
+def test_images_without_a_name_are_called_as_on_pages_and_older_tables_are_taken_over(images, tmp_path) -> None:
+    run, table = make_run(tmp_path / "run", replace(RECIPE, modalities=("channel 0",))), tmp_path / "out/statistics.csv"
+    assert act(tmp_path, run, "--statistics") == 0
+    whole = table.read_text()
+    assert whole.startswith("case,class,voxels,ml,mean image,sd image\n")
+    table.write_text(whole.replace(" image", " channel 0"))
+    (tmp_path / "out" / "c_001.nii.gz").unlink()
+    assert act(tmp_path, run, "--statistics", "--continue") == 0
+    assert sorted(table.read_text().splitlines()) == sorted(whole.splitlines())
+
+
 def test_a_table_that_predict_did_not_write_is_not_overwritten(images, tmp_path) -> None:
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "statistics.csv").write_text("mine")

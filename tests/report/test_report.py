@@ -239,6 +239,7 @@ def test_a_prediction_without_truth_is_shown_with_its_volumes_and_no_score(
     assert "Dice" not in said[said.index("Cases") : said.index("Configuration")] and "lowest Dice" not in said
     assert "On its 2 held-out cases (too few to tell) this run reached a mean Dice of NCR 0." in said
     assert said.index("For research; not a medical device.") < said.index("On its 2 held-out")
+    assert "held-out case has every class: nothing tells what would be predicted for patients without one." in said
     assert "A volume is that of all labels of its class: WT = NCR + ED + ET; TC = NCR + ET." in said
     assert "Predicted: NCR " in said and "P shows or hides the prediction" in said
     volumes = json.loads(page.scripts["volumes"])["cases"][0]

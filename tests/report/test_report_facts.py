@@ -347,8 +347,7 @@ def test_a_case_that_only_one_map_has_the_class_in_is_told_from_a_measured_one()
     scored = scores_of(1.0, {"lesion": (1,)}, (full, np.roll(full, 2, 0)), (empty, full), (full, empty))
     table = metrics_table(scored)
     assert table.rows[0].cells[-2].text == "2" and table.heads[4].below[-1] == "substituted"  # type: ignore[union-attr]
-    substitutes = ("mean with substitutes", "median with substitutes", "substituted")
-    assert table.heads[4].below == ("measured mean", *substitutes)
+    assert table.heads[4].below == ("measured mean", "mean with substitutes", "median with substitutes", "substituted")
     assert table.rows[0].cells[-5].text == "2.0 (n = 1)" and "The measured mean leaves such cases out" in table.note  # type: ignore[union-attr]
     dice, distance = score_strips(scored, {})
     assert (dice.title, distance.title) == ("Dice of each case", "HD95 of each case, mm")
@@ -362,7 +361,8 @@ def test_a_case_that_only_one_map_has_the_class_in_is_told_from_a_measured_one()
         "case-2: 34.64; substituted, no lesion predicted; 0.125 ml in truth": True,
     }
     rows = {row.name: row.cells[0].text for row in dice_table(scored).rows}  # type: ignore[union-attr]
-    assert rows == {"case-0": "0.600", "case-1": "0.000 (none in truth)", "case-2": "0.000"}
+    assert rows == {"case-0": "0.600", "case-1": "0.000 (none in truth)", "case-2": "0.000 (none predicted)"}
+    assert "' (no overlap)'" in str(dice_table(scores_of(1.0, {"lesion": (1,)}, (full, np.roll(full, 9, 0)))).rows)
     assert metrics_table(scores_of(1.0, {"lesion": (1,)}, (empty, full))).heads[4].below == ("value", "substituted")
     nothing = scores_of(1.0, {"lesion": (1,)}, (full, full), (empty, empty))
     assert metrics_table(nothing).heads[4].below == ("mean", "median", "substituted")

@@ -118,6 +118,15 @@ def test_cases_are_compared_pair_by_pair(finished: Path, worse: Path) -> None:
     assert "The mean Dice of worse is 0.333 lower than that of run (3 cases: too few to tell)." in page.text
 
 
+def test_classes_that_a_run_did_not_find_are_named_on_its_page_and_on_comparisons(finished: Path, worse: Path) -> None:
+    said = "t the best validation, the mean Dice of NCR is 0.000: the predictions hardly overlap the truth."
+    assert said not in compared(finished, worse).text and f"A{said}" not in written(worse).text
+    rows = (worse / "metrics.jsonl").read_text()
+    assert '"NCR": 0.5' in rows
+    (worse / "metrics.jsonl").write_text(rows.replace('"NCR": 0.5', '"NCR": 0.0'))
+    assert f"worse: a{said}" in compared(finished, worse).text and f"A{said}" in written(worse).text
+
+
 def test_runs_with_other_classes_are_compared_on_those_that_all_have(finished: Path, worse: Path) -> None:
     path = worse / "validation" / "summary.json"
     summary = json.loads(path.read_text())

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from seqpar.runs.journal import Journal, read_metrics
-from seqpar.runs.metrics_tail import MetricsTail, best_validation
+from seqpar.runs.metrics_tail import MetricsTail, best_validation, what_is_not_found
 from seqpar.runs.run_lock import RunLock
 from tests.support.folders import child, exit_code
 
@@ -62,6 +62,21 @@ def test_of_equally_good_validations_that_with_the_lowest_loss_is_best() -> None
     del rows[2]["loss"], rows[3]["loss"]
     assert best_validation(rows) is rows[0], "a loss that is not known is not the lowest"
     assert best_validation(rows[4:]) is None and best_validation([]) is None
+
+
+def test_classes_that_the_best_validation_does_not_find_are_named() -> None:
+    def said(**dice: float | None) -> str:
+        return what_is_not_found([{"step": 1, "loss": 1.0, "dice": dice}])
+
+    assert said(a=0.0, b=0.5, c=0.0004, d=None, e=0.0) == (
+        "At the best validation, the mean Dice of a, c and e is 0.000: the predictions hardly overlap the truth. "
+        "Nothing shows that the network has learned to find them."
+    )
+    assert "Dice of a is 0.000" in said(a=0.0, b=0.5) and said(a=0.0).endswith("learned to find it.")
+    assert said(a=0.0005, b=None) == "" and what_is_not_found([]) == ""
+    assert what_is_not_found([{"step": 1, "loss": 1.0, "scores": {"balanced accuracy": 0.0}}]) == ""
+    better = {"step": 2, "loss": 1.0, "dice": {"a": 0.1}}
+    assert what_is_not_found([{"step": 1, "loss": 1.0, "dice": {"a": 0.0}}, better]) == ""
 
 
 def _lose(path: Path, how: str) -> None:

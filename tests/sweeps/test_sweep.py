@@ -21,7 +21,7 @@ from seqpar.report.planes import RUN_COLOURS
 from seqpar.report.sweep_page import page_of_sweep
 from seqpar.runs.run_lock import RunLock
 from seqpar.runs.sweep_folder import Point, Sweep, read_sweep, refresh_points, write_sweep
-from seqpar.sweeps.results import STYLES, _lines, _note, write_results
+from seqpar.sweeps.results import STYLES, _figure_of_sweep, _lines, _note, write_results
 from seqpar.sweeps.sweep_request import check_devices, order_of, tupled_points
 from tests.support.class_folders import class_folder
 from tests.support.report_page import Page
@@ -151,6 +151,27 @@ def test_the_picture_explains_means_and_spread_only_if_they_are_drawn(made: Path
     assert _note(rates) == "Lower panels: a dot for each point, a star for the highest score", "no bars"
 
 
+@pytest.mark.parametrize("values", [3, 12], ids=["bars", "a range"])
+def test_the_picture_marks_no_winner_by_the_score_of_few_cases(values: int, tmp_path: Path) -> None:
+    row = '{"kind": "train", "step": 0, "loss": 1.0, "seconds": 1.0}\n'
+
+    def drawn(cases: int) -> tuple[str, list[str], list[bool]]:
+        points = tuple(Point(f"p{n}", {"lr": n / 8}, score=n / 20, cases=cases) for n in range(1, values + 1))
+        for point in points:
+            (tmp_path / point.name).mkdir(exist_ok=True)
+            (tmp_path / point.name / "metrics.jsonl").write_text(row)
+        sweep = Sweep({}, points)
+        picture = _figure_of_sweep(tmp_path, sweep)
+        paths = [dots.get_paths()[0] for plot in picture.axes for dots in plot.collections if len(dots.get_offsets())]
+        stars = [path for path in paths if len(path.vertices) == 11]
+        return _note(sweep), [line.label for line in _lines(tmp_path, sweep, TRAIN_LOSS)], [bool(stars)]
+
+    note, labels, stars = drawn(5)
+    assert "a star" in note and labels[-1] == f"p{values}, highest score" and stars == [True]
+    note, labels, stars = drawn(4)
+    assert "star" not in note and labels[-1] == f"p{values}" and stars == [False]
+
+
 def test_the_picture_names_the_best_points_in_the_colours_of_the_page(tmp_path: Path) -> None:
     rows = [{"kind": "train", "step": 0, "loss": 1.0, "seconds": 1.0}, {"kind": "val", "step": 1, "loss": 1.0}]
     points = [Point(f"p{n}", {"lr": n}, score=math.nan if n == 3 else n / 12, loss=1.0) for n in range(11)]
@@ -214,7 +235,7 @@ def test_the_page_of_a_sweep_has_all_points_effects_and_the_command_of_the_best(
     text = (made / "report.html").read_text()
     page = Page(text)
     assert "Highest mean Dice: lr-0.001_batch-2, 0.600 after step 2." in page.text
-    assert text.count("<tr data-point=") + text.count('<tr class="best" data-point=') == 4
+    assert text.count("<tr data-point=") == 4, "none of them is marked, as the first lines say how sure the first is"
     assert 'data-effect="batch"' in text and "Mean Dice by lr" in page.text
     assert "a difference between few points may be chance" in page.text
     assert "A point is one combination of settings, trained once." in page.text

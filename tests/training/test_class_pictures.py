@@ -7,6 +7,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import nibabel
 import numpy as np
 import pytest
 
@@ -128,6 +129,7 @@ def test_the_table_of_classes_has_intervals_and_that_of_counts_says_what_its_row
     assert "the highest probability (above 0.5). " in two.note
     about = [_scores(summary(names) | {"source": "here"}, None, "").about for names in (NAMES[:2], NAMES)]
     assert ["averaged over classes" in text for text in about] == [False, True]
+    assert "a balanced accuracy of 0.5 and an AUC of 0.5 on" in about[0] and "accuracy of 0.333 and" in about[1]
     counts = confusion_table(content)
     assert [head.text for head in counts.heads] == ["True class", "Predicted class"]
     assert counts.heads[1].below == ("healthy", "b", "c") and "a row for each true class" in counts.note
@@ -158,6 +160,31 @@ def test_the_viewer_names_the_method_and_class_of_each_map(tmp_path: Path) -> No
     )
     section = viewer_section([(case, case.embedded(10**6))], (), False)
     assert section.volumes["cases"][0]["heat_name"] == "HiResCAM map for ill"
+
+
+@pytest.mark.parametrize("shape", [(12, 12, 12), (9, 9, 9)])  # as the file, and resampled
+def test_a_viewer_says_that_the_maximum_of_a_map_is_outside_the_body(
+    shape: tuple[int, int, int], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    pictured = np.zeros((1, *shape))
+    pictured[0, 2:-2, 2:-2, 2:-2] = 1
+    properties = SimpleNamespace(shape=shape, box=((0, 12),) * 3, spacing=(1.0,) * 3, geometry=None)
+    image = SimpleNamespace(properties=properties, image=pictured)
+    monkeypatch.setattr(page, "grey_images", lambda *_: ({}, {}, False))
+    monkeypatch.setattr(page, "slices_of", lambda *_: own_slices(shape))
+
+    def caution(at: int, most: float = 1.0) -> str:
+        seen = np.zeros((12, 12, 12), np.float32)
+        seen[at, 6, 6] = most
+        nibabel.save(nibabel.Nifti1Image(seen, np.eye(4)), tmp_path / "a.nii.gz")
+        shown = page._viewed("a", image, ["T1"], tmp_path, "map for ill")  # type: ignore[arg-type]
+        assert shown.heat is not None and shown.heat.max() == round(255 * most), "resampling takes nothing from it"
+        section = viewer_section([(shown, shown.embedded(10**6))], (), False)
+        assert section.volumes["cases"][0]["heat_name"] == "map for ill"
+        return str(section.volumes["cases"][0]["heat_caution"])
+
+    assert caution(6) == "" and caution(0) == pictures.OUTSIDE
+    assert caution(6, 0.3) == pictures.OUTSIDE, "nothing in the image is the maximum"
 
 
 def test_runs_are_compared_on_the_cases_that_all_have_scored(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -94,6 +94,7 @@ def test_a_run_ends_with_a_table_of_held_out_classes(one: tuple) -> None:
     said = launch.said()
     assert "class ill: 3 to train on, 1 held out" in said and "outputs: healthy, ill" in said
     assert "tile 40x24x16" in said and "best balanced accuracy" in said
+    assert said.count("\nvalidation on 2 ") > said.count("(in brackets: 95 % confidence intervals)\n") == 1
     assert "warning: On 2 held-out cases this run reached a balanced accuracy of" in said, "which guessing could reach"
     assert "dice" not in said.lower() and not (out / "window.json").exists(), "they are of labels of voxels"
     assert min((out / name).stat().st_size for name in ("progress.png", "validation.png")) > 5000

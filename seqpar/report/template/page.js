@@ -278,6 +278,8 @@
     entry.shape.forEach((side, dim) => (get("slice-" + dim).max = side - 1));
     fillPresets();
     if (get("heat-name")) get("heat-name").textContent = entry.heat_name || "no map of this case";
+    get("heat-caution").textContent = entry.heat_caution;
+    get("heat-caution").hidden = !entry.heat_caution;
     drawAll();
     surfaces?.show(entry, state.volumes);
     viewer.setAttribute("aria-busy", "false");

@@ -25,7 +25,7 @@ from seqpar.report.cases import BUDGET, CaseSection, order_note, viewer_section
 from seqpar.report.curves import CHANCE, INK, Diagram, Line, LineStyle, number, reliability_diagram
 from seqpar.report.embedded_volumes import ShownCase
 from seqpar.report.images import FoundImage, Images, find_images, grey_images, other_voxels, recipe_of, spacings_of
-from seqpar.report.pictures import MAPS, body_of, draw_evidence, evidence_planes
+from seqpar.report.pictures import MAPS, OUTSIDE, body_of, draw_evidence, evidence_planes, is_outside, with_maximum
 from seqpar.report.planes import colours_of, slices_of
 from seqpar.report.plots import Chart, draw_charts
 from seqpar.report.record import DAMAGE, RunRecord, chosen_on_them, step_sentence
@@ -163,7 +163,7 @@ class _Scores:
 def _scores(summary: Summary, positive: str | None, step: str) -> _Scores:
     calibrated = calibration_diagrams(summary)
     charts = draw_charts([*roc_diagrams(summary, positive), *calibrated], width=360)
-    note, about = "" if calibrated else uncalibrated(summary), ABOUT
+    note, about = "" if calibrated else uncalibrated(summary), ABOUT.format(guess=1 / len(summary["names"]))
     if len(summary["names"]) > 2:
         about += " AUC: each class against the others, averaged over classes."
     return _Scores(
@@ -173,7 +173,7 @@ def _scores(summary: Summary, positive: str | None, step: str) -> _Scores:
 
 ABOUT = (
     "95 % intervals: Wilson's of accuracy; of balanced accuracy and AUC by bootstrap (1,000 draws, stratified by "
-    "class). n: cases."
+    "class). n: cases. Guessing gives a balanced accuracy of {guess:.3g} and an AUC of 0.5 on average."
 )
 
 
@@ -351,25 +351,25 @@ def class_viewer(
     for name in names:
         try:
             if (image := images.of(name)) is not None:
-                case = _viewed(name, image, record.dataset["modalities"], explained)
-                shown.append(replace(case, heat_name="" if case.heat is None else maps[name]))
+                shown.append(_viewed(name, image, record.dataset["modalities"], explained, maps[name]))
         except DataError:
             continue  # its picture is on the page all the same
-    budget = BUDGET // max(1, len(shown))
-    return viewer_section([(case, case.embedded(budget)) for case in shown], (), neurological) if shown else None
+    sized = [(case, case.embedded(BUDGET // len(shown))) for case in shown]
+    return viewer_section(sized, (), neurological) if shown else None
 
 
-def _viewed(name: str, image: FoundImage, modalities: Sequence[str], explained: Path | None) -> ShownCase:
-    """Returns a case as the viewer shows it, with the map that predict wrote of it, if there is one."""
+def _viewed(name: str, image: FoundImage, modalities: Sequence[str], explained: Path | None, about: str) -> ShownCase:
+    """Returns a case as the viewer shows it, with the map that predict wrote of it, if there is one; ``about``: it."""
     properties, (pictures, ranges, is_ct) = image.properties, grey_images(image, list(map(str, modalities)))
-    nothing, heat, at = np.zeros(properties.shape, np.uint8), None, None
+    nothing, more = np.zeros(properties.shape, np.uint8), dict[str, Any]()
     if explained is not None and (path := explained / f"{name}.nii.gz").is_file():
         volume = read_volume(path)
-        whole = to_canonical(volume.array[0], volume.geometry.orientation)
-        seen = np.clip(resample(crop(whole, properties.box), properties.shape), 0, 1)
-        heat, at = np.rint(255 * seen).astype(np.uint8), evidence_planes(seen, body_of(image.image[0]))
+        own = np.clip(crop(to_canonical(volume.array[0], volume.geometry.orientation), properties.box), 0, 1)
+        seen, body = with_maximum(resample(own, properties.shape), own.max()), body_of(image.image[0])
+        more = {"heat": np.rint(255 * seen).astype(np.uint8), "heat_name": about, "at": evidence_planes(seen, body)}
+        more["heat_caution"] = OUTSIDE * is_outside(seen, body)
     slices = slices_of(properties.geometry, properties.box, properties.shape)
-    return ShownCase(name, pictures, nothing, nothing, properties.spacing, slices, "", ranges, is_ct, heat, at)
+    return ShownCase(name, pictures, nothing, nothing, properties.spacing, slices, "", ranges, is_ct, **more)
 
 
 def compare_classifiers(records: Mapping[str, RunRecord], gaps: list[str]) -> Comparison:

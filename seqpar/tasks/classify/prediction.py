@@ -26,7 +26,7 @@ from seqpar.prediction.case_stream import CasePrediction, Request, record_of_wei
 from seqpar.prediction.prediction_folder import PredictionFolder, is_whole
 from seqpar.prediction.run_average import EnsembleMember
 from seqpar.prediction.sliding_window import Image
-from seqpar.report.pictures import MAPS, draw_evidence
+from seqpar.report.pictures import MAPS, draw_evidence, with_maximum
 from seqpar.report.planes import slices_of
 from seqpar.report.record import may_be_chance, read_record
 from seqpar.tasks.classify.explanation import class_logits, explain
@@ -148,7 +148,7 @@ class ClassPrediction(CasePrediction):
         neurological = self.run.config.neurological
         with self.folder.writable():
             map_path.parent.mkdir(exist_ok=True)
-            source = self.run.preparation.channel_to_source(seen, properties)
+            source = with_maximum(self.run.preparation.channel_to_source(seen, properties), seen.max())
             write_volume(map_path, source, properties.geometry, np.float32)
             about = f"{MAPS[self.way]} map for {self.run.outputs[number]}"
             slices = slices_of(properties.geometry, properties.box, properties.shape)

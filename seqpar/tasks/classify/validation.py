@@ -26,6 +26,8 @@ from seqpar.text import quantity
 class ClassValidation(CaseValidation):
     """Loss and scores of held-out cases; the same on all ranks. Sequence groups take cases in turn."""
 
+    _is_explained = False  # whether scores have said what is in brackets
+
     @property
     def classes(self) -> VolumeClasses:
         assert isinstance(self.data, ClassData)
@@ -55,7 +57,9 @@ class ClassValidation(CaseValidation):
         lines = [
             f"validation on {quantity(len(self.ids), 'held-out case')}: loss {row['loss']:.4f}",
             *class_lines(summary),
+            *["  (in brackets: 95 % confidence intervals)"] * (not self._is_explained),
         ]
+        self._is_explained = True
         if keep and self.mesh.is_first:
             summary |= {"step": self.config.steps, "run_data": self.data.dataset.name}
             try:

@@ -258,9 +258,14 @@ def _reached(record: RunRecord) -> list[str]:
     found = {name: absent_of(scored, name).cases for name in scored.classes} if scored else {}
     lacking = [f"{name} in {count} of {len(scored.cases)}" for name, count in found.items() if count] if scored else []
     told = f"Classes that the truth of held-out cases lacks: {', '.join(lacking)}." if lacking else ""
-    told = told or ("The truth of each held-out case has every class." if scored else "")
+    told = told or (ALL_HAVE_IT if scored else "")
     rule = ABSENT_RULE if lacking or not scored else ""
     return [*sentences, " ".join(filter(None, [told, rule]))]
+
+
+ALL_HAVE_IT = (
+    "The truth of each held-out case has every class: nothing tells what would be predicted for patients without one."
+)
 
 
 def headline(record: RunRecord, scored: CaseScores | None) -> tuple[list[HeadlineTile], str]:

@@ -33,7 +33,7 @@ from seqpar.tasks.segment.label_map_folder import (
     EnsembleFiles,
     LabelMapFolder,
 )
-from seqpar.text import quantity
+from seqpar.text import name_images, quantity
 from seqpar.weights.weight_files import digest
 
 
@@ -184,7 +184,8 @@ def _classes(run: TrainedRun) -> dict[str, tuple[int, ...]]:
 def _statistics(folder: Path, run: TrainedRun) -> ClassStatistics:
     """Returns the statistics of the run's labels and regions, in the files' label values."""
     names = [
-        f"{name} (HU)" if scheme == "ct" else name for name, scheme in zip(run.recipe.modalities, run.recipe.schemes)
+        f"{name} (HU)" if scheme == "ct" else name
+        for name, scheme in zip(name_images(run.recipe.modalities), run.recipe.schemes)
     ]
     return ClassStatistics(folder, _classes(run), names)
 

@@ -6,11 +6,12 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from seqpar.data.formats.recognise import read_dataset
-from seqpar.runs.metrics_tail import SCORES
+from seqpar.runs.metrics_tail import SCORES, MetricsTail, what_is_not_found
 from seqpar.tasks.task import Task
 
 if TYPE_CHECKING:
     import argparse
+    from pathlib import Path
 
     from seqpar.data.formats.dataset import Dataset
     from seqpar.data.preparation.fingerprint import Fingerprint
@@ -64,6 +65,12 @@ class Segmentation(Task):
         from seqpar.tasks.segment.validation import SegmentationValidation
 
         return SegmentationValidation(config, mesh, data, loss.of_pieces(), refuse_taken_over)
+
+    def next_lines(self, out: Path) -> list[str]:
+        """Returns the commands that usually follow, after a warning if some classes are not found."""
+        rows = MetricsTail(out / "metrics.jsonl").read()
+        caution = what_is_not_found(row for row in rows if row["kind"] == "val")
+        return [*([f"warning: {caution}"] if caution else []), *super().next_lines(out)]
 
     def predict(self, request: Request, members: Sequence[EnsembleMember], mesh: Mesh) -> list[str]:
         from seqpar.tasks.segment.prediction import LabelMapPrediction
