@@ -17,6 +17,8 @@ from nibabel.spatialimages import HeaderDataError
 
 from seqpar.data.errors import DataError
 
+_MM = {1: 1000.0, 3: 0.001}  # of NIfTI's other units of space, metres and micrometres
+
 
 @dataclass(frozen=True, eq=False)
 class Geometry:
@@ -110,6 +112,7 @@ def geometry_of(head: bytes, path: str | Path) -> Geometry:
         raise DataError(path, f"has numbers of type {dtype}; integers or real numbers of 8 to 64 bits are needed")
     try:
         affine = np.asarray(header.get_best_affine(), float)
+        affine[:3] *= _MM.get(int(header["xyzt_units"]) & 7, 1.0)
         slope, inter = header.get_slope_inter()
     except (HeaderDataError, ValueError) as error:
         raise DataError(path, f"its header cannot be used: {error}; write the file again") from error
