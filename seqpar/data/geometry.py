@@ -131,7 +131,7 @@ def place_geometry(
     affine: np.ndarray, shape: tuple[int, int, int], dtype: str, path: str | Path, ndim: int = 3
 ) -> Geometry:
     """Returns the geometry of a file without a NIfTI header; raises DataError if its affine cannot be used."""
-    usable = np.isfinite(affine).all() and abs(np.linalg.det(affine[:3, :3])) >= 1e-9
+    usable = np.isfinite(affine).all() and abs(np.linalg.det(affine[:3, :3])) >= 1e-18
     if not usable or None in aff2axcodes(affine):  # None: one direction is negligible
         raise DataError(
             path, f"its affine {affine[:3].tolist()} gives voxels zero volume; repair it (NIfTI: qform, sform)"
