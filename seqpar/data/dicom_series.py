@@ -81,6 +81,8 @@ def _slices(folder: Path, with_voxels: bool) -> list[_Slice]:
     """Returns the slices of the only series in a folder, in order along their normal."""
     if not is_series(folder):
         raise DataError(folder, "is a folder without DICOM files; give one volume: a file, or the folder of a series")
+    if gone := next((file for file in sorted(folder.glob("[!.]*")) if file.is_symlink() and not file.exists()), None):
+        raise DataError(gone, "is a link that leads nowhere, and may be a slice: copy the series again")
     with faults_of(folder) as itk:
         names = {uid: itk.ImageSeriesReader.GetGDCMSeriesFileNames(str(folder), uid)
                  for uid in itk.ImageSeriesReader.GetGDCMSeriesIDs(str(folder))}  # fmt: skip
@@ -122,13 +124,15 @@ def _slice(file: Path, with_voxels: bool) -> _Slice:
     if reader.GetNumberOfComponents() > 1:
         raise DataError(file, "has colours; one number per voxel is needed")
     position, axes, spacing = (_numbers(tags, key, file) for key in (_POSITION, _ORIENTATION, _SPACING))
-    if (len(position), len(axes), len(spacing)) != (3, 6, 2):
+    is_whole = (len(position), len(axes), len(spacing)) == (3, 6, 2) and min(spacing) > 0
+    rows = np.reshape(axes, (2, -1))
+    if not is_whole or not np.allclose(rows @ rows.T, np.eye(2), atol=0.01):  # two unit vectors at a right angle
         raise DataError(file, "its position, orientation or pixel spacing is damaged; copy the series again")
     thickness = _numbers(tags, _THICKNESS, file)[0] if tags.get(_THICKNESS, "").strip() else 1.0
     return _Slice(
         file,
         np.array(position),
-        np.reshape(axes, (2, 3)),
+        rows,
         (spacing[1], spacing[0]),
         (int(size[0]), int(size[1])),
         dtype,

@@ -163,8 +163,11 @@ def write_bytes(path: Path, content: bytes, durable: bool = True) -> None:
 
 
 def write_text(path: Path, content: str, durable: bool = True) -> None:
-    """Writes a file in UTF-8 whole or not at all; ``durable`` as in `whole_file`."""
-    write_bytes(path, content.encode(), durable)
+    """Writes a file in UTF-8 whole or not at all; ``durable`` as in `whole_file`.
+
+    Bytes of a file's name that are not UTF-8 are written as escapes.
+    """
+    write_bytes(path, content.encode(errors="backslashreplace"), durable)
 
 
 def write_json(path: Path, content: Any, durable: bool = True) -> None:

@@ -17,6 +17,8 @@ from nibabel.spatialimages import HeaderDataError
 
 from seqpar.data.errors import DataError
 
+_MM = {1: 1000.0, 3: 0.001}  # of NIfTI's other units of space, metres and micrometres
+
 
 @dataclass(frozen=True, eq=False)
 class Geometry:
@@ -110,6 +112,7 @@ def geometry_of(head: bytes, path: str | Path) -> Geometry:
         raise DataError(path, f"has numbers of type {dtype}; integers or real numbers of 8 to 64 bits are needed")
     try:
         affine = np.asarray(header.get_best_affine(), float)
+        affine[:3] *= _MM.get(int(header["xyzt_units"]) & 7, 1.0)
         slope, inter = header.get_slope_inter()
     except (HeaderDataError, ValueError) as error:
         raise DataError(path, f"its header cannot be used: {error}; write the file again") from error
@@ -128,7 +131,7 @@ def place_geometry(
     affine: np.ndarray, shape: tuple[int, int, int], dtype: str, path: str | Path, ndim: int = 3
 ) -> Geometry:
     """Returns the geometry of a file without a NIfTI header; raises DataError if its affine cannot be used."""
-    usable = np.isfinite(affine).all() and abs(np.linalg.det(affine[:3, :3])) >= 1e-9
+    usable = np.isfinite(affine).all() and abs(np.linalg.det(affine[:3, :3])) >= 1e-18
     if not usable or None in aff2axcodes(affine):  # None: one direction is negligible
         raise DataError(
             path, f"its affine {affine[:3].tolist()} gives voxels zero volume; repair it (NIfTI: qform, sform)"

@@ -21,7 +21,7 @@ from seqpar.data.workers import ReportProgress, no_item_progress
 from seqpar.parallel.consensus import run_on_rank0
 from seqpar.parallel.mesh import Mesh
 from seqpar.prediction.class_statistics import NAME as STATISTICS
-from seqpar.prediction.prediction_folder import PredictionFolder
+from seqpar.prediction.prediction_folder import PredictionFolder, mixed_line
 from seqpar.prediction.predictor import Predictor
 from seqpar.prediction.run_average import EnsembleMember
 from seqpar.prediction.sliding_window import Image
@@ -209,6 +209,8 @@ class CasePrediction(ABC):
             self.announce(f"{quantity(len(cases), 'case')}{done}")
         if plan["changed"]:
             self.shown.say(f"predicted again, since their images have changed: {', '.join(plan['changed'])}")
+        if plan["others"]:
+            self.shown.say(mixed_line(self.request.output, plan["others"]))
         for fault in faults:
             self.shown.complain(fault)
         predicted = 0
@@ -258,6 +260,7 @@ class CasePrediction(ABC):
             "cases": [[case.id, list(map(str, case.images))] for case in left],
             "num_done": len(cases) - len(left),
             "changed": list(self.folder.changed),
+            "others": list(self.folder.others),
             "faults": list(map(str, [*faults, *unusable.values()])),
         }
 

@@ -3,7 +3,8 @@
 import csv
 import io
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -92,6 +93,18 @@ def statistics_of(
         own = [mean + middle for mean, middle in zip(means, middles)]
         rows.append([name, count, count * voxel_ml, *own, *deviations])
     return rows
+
+
+def drop_cases(folder: Path, cases: Collection[str]) -> None:
+    """Removes the lines of these cases from a folder's statistics.csv, and the file if no line is left."""
+    with suppress(FileNotFoundError):
+        lines = list(csv.reader(io.StringIO((folder / NAME).read_text(encoding="utf-8"))))
+        if kept := [line for line in lines[1:] if line and line[0] not in cases]:
+            text = io.StringIO(newline="")
+            csv.writer(text, lineterminator="\n").writerows([lines[0], *kept])
+            write_text(folder / NAME, text.getvalue())
+        else:
+            (folder / NAME).unlink()
 
 
 def read_statistics(folder: Path) -> tuple[list[str], dict[tuple[str, str], list[float]]]:

@@ -14,7 +14,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from itertools import chain
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import IO, Any
 
 import numpy as np
@@ -23,7 +23,7 @@ from torch import Tensor
 
 from seqpar.cluster.exit_codes import FolderInUse
 from seqpar.data.errors import DataError, reason
-from seqpar.data.files import SUFFIXES, read_json, suffix_of, write_json
+from seqpar.data.files import SUFFIXES, read_json, strip_suffix, suffix_of, write_json
 from seqpar.data.formats.dataset import Case
 from seqpar.data.formats.recognise import is_folder_of_dataset
 from seqpar.data.phantom.phantom_files import is_generated
@@ -31,12 +31,14 @@ from seqpar.data.preparation.cache_index import sources_of
 from seqpar.data.volumes import read_volume
 from seqpar.scores.label_files import ENTROPY
 from seqpar.terminal import coloured
+from seqpar.text import quantity
 
 RECORD = "prediction.json"
 # keys of the record: every file that predict wrote there, or is writing; size and time of each case's images; whether
 # images of generated phantoms are among them; and which series and study a case is, by names that identify nobody
 _FILES, _INPUTS, _GENERATED, SERIES = "files", "inputs", "generated", "series"
 
+MAX_NAMED = 5  # cases that a warning names
 _ENDS = {".json": b"}\n", ".pkl": b".", ".png": b"IEND\xaeB`\x82"}  # the last bytes of a whole file
 
 
@@ -48,6 +50,7 @@ class PredictionFolder(ABC):
     - ``path``: where to find the predictions: the folder, or the one file that holds them
     - ``listed``: the names of files that earlier predictions wrote; known once it is open
     - ``changed``: the cases that are predicted again because their images are others; known once it is open
+    - ``others``: the cases in it that were predicted with other settings, and stay; known once it is open
     """
 
     path: Path
@@ -59,6 +62,7 @@ class PredictionFolder(ABC):
         self.folder = self.path = folder
         self.listed = frozenset[str]()
         self.changed: Sequence[str] = ()
+        self.others: Sequence[str] = ()
 
     def open(self, cases: Sequence[Case], record: dict[str, Any], resume: bool) -> list[Case]:
         """Returns the cases that are still to be predicted; removes what predictions with other settings left of them.
@@ -97,6 +101,7 @@ class PredictionFolder(ABC):
             if self.series:
                 own[SERIES] = {**(series if is_same else {}), **self.series}
             write_json(self.folder / RECORD, {**record, **own})
+            self.others = predicted_otherwise(self.folder)
         return left
 
     def close(self) -> None:
@@ -171,7 +176,7 @@ class PredictionFolder(ABC):
         series = record.pop(SERIES, {}) if isinstance(record, dict) else {}
         if isinstance(record, dict):
             record.pop(_GENERATED, None)
-        is_list = isinstance(files, list) and all(isinstance(name, str) for name in files)
+        is_list = isinstance(files, list) and all(isinstance(name, str) and _is_inside(name) for name in files)
         if files is None or not is_list or not isinstance(inputs, dict | None):
             raise DataError(self.folder / RECORD, "is not a record that predict wrote; choose another --output")
         return record, frozenset(files), inputs, series
@@ -232,6 +237,25 @@ def warn_if_predicting(*folders: Path) -> None:
                 os.close(handle)
 
 
+def predicted_otherwise(folder: Path) -> list[str]:
+    """Returns the cases whose label maps in a folder were predicted with other settings than its record names."""
+    try:
+        record = read_json(folder / RECORD)
+        maps = [name for name in record[_FILES] if "/" not in name and suffix_of(name) and (folder / name).exists()]
+        return sorted({strip_suffix(name) for name in maps}.difference(record[_INPUTS]))
+    except (DataError, KeyError, TypeError):  # nobody predicted it, or an older version did
+        return []
+
+
+def mixed_line(folder: Path, others: Sequence[str]) -> str:
+    """Returns a warning of cases that were predicted with other settings than those in a folder's record."""
+    shown = ", ".join(others[:MAX_NAMED]) + ", …" * (len(others) > MAX_NAMED)
+    return (
+        f"warning: {folder} also holds {quantity(len(others), 'case')} predicted with other settings ({shown}): "
+        "scores over all its cases are of no single network"
+    )
+
+
 def is_whole(path: Path) -> bool:
     """Returns whether a file that predict writes is there and can be read to its end."""
     try:
@@ -243,6 +267,11 @@ def is_whole(path: Path) -> bool:
         return path.read_bytes().endswith(_ENDS[path.suffix])
     except (DataError, OSError, ValueError, EOFError, zipfile.BadZipFile, zlib.error):
         return False
+
+
+def _is_inside(name: str) -> bool:
+    path = PurePosixPath(name)
+    return not path.is_absolute() and ".." not in path.parts
 
 
 def _stamps(case: Case) -> list[Any]:

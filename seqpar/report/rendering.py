@@ -40,7 +40,7 @@ def _environment(folder: Path | None) -> jinja2.Environment:
 
 def asset(name: str) -> Markup:
     """Returns a style sheet or script unchanged."""
-    return Markup((TEMPLATES / name).read_text())
+    return Markup((TEMPLATES / name).read_text(encoding="utf-8"))
 
 
 def nan_to_none(value: Any) -> Any:

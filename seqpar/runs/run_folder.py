@@ -55,6 +55,8 @@ def read_config(run: str | Path) -> dict[str, Any]:
     for name in ("train", "held_out"):
         if not _is_list_of_names(content.get("dataset", {}).get(name, [])):
             raise _damaged(run, f"{name!r} of its data is no list of names")
+    if not isinstance(content.get("dataset", {}).get("digests", {}), dict):
+        raise _damaged(run, "'digests' of its data is no JSON object")
     return content
 
 

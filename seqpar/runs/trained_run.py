@@ -148,6 +148,9 @@ def read_run(path: str | Path) -> TrainedRun:
             tuple(windows.whole_grid),
             windows.temperatures,
         )
+        ids, values = {*run.labels.values()}, run.recipe.values
+        if values and not ids <= {*range(len(values))}:
+            raise ValueError(f"its labels are {run.labels}, and its recipe has the values {values}: it is damaged")
         if is_archive(path):
             _refuse_other_shapes(run)
         return run

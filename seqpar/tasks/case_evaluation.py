@@ -13,7 +13,7 @@ from seqpar.cluster.exit_codes import DATA
 from seqpar.data.errors import DataError
 from seqpar.data.files import read_json
 from seqpar.data.phantom.phantom_files import is_generated
-from seqpar.prediction.prediction_folder import RECORD
+from seqpar.prediction.prediction_folder import RECORD, mixed_line, predicted_otherwise
 from seqpar.report.record import RunRecord, above_scores, chosen_on_them, read_record
 from seqpar.runs.run_folder import holds_run, tested_cases
 from seqpar.scores.label_files import missing_line
@@ -138,6 +138,8 @@ class CaseEvaluation(ABC):
                 record = read_record(run)
                 records.append(record)
                 lines += chosen_on_them(record) if is_run else self.seen_in_training(job, record)
+        if others := predicted_otherwise(prediction):
+            lines.append(mixed_line(prediction, others))
         generated = is_generated(self.options.truth) or is_run and any(record.has_phantoms for record in records)
         on_phantoms = above_scores(generated, any(record.has_phantoms for record in records))
         return [on_phantoms, *dict.fromkeys(lines)]

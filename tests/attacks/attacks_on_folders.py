@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.attacks.attack import TINY, Attack
-from tests.support.folders import image_array, nnunet, save, write_json
+from tests.support.folders import image_array, label_array, nnunet, save, write_json
 from tests.support.predictions import make_run
 
 
@@ -28,7 +28,22 @@ def _copied_truth(here: Path) -> None:
     shutil.copytree(here / "D" / "labelsTr", here / "truth")
 
 
+def _latin1(here: Path) -> None:
+    """Makes label maps and equal predictions of a case whose name is no UTF-8."""
+    for folder in ("truth", "predicted"):
+        path = save(here / folder / "c.nii.gz", label_array())
+        os.rename(path, os.fsencode(path.parent) + b"/\xe4.nii.gz")
+
+
 ATTACKS = [
+    Attack(
+        "evaluate a case whose name is no UTF-8",
+        types="evaluate truth predicted --regions T=1",
+        code=0,
+        says="1 case, 1 class: mean Dice 1.0000",
+        make=_latin1,
+        after=lambda here, _: (here / "predicted" / "metrics.csv").read_text(encoding="utf-8"),
+    ),
     Attack(
         "predict over true label maps",
         types="predict run -i D -o D/labelsTr",

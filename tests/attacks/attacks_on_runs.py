@@ -200,6 +200,8 @@ ATTACKS += [
         ),
         ("train --resume --out run --device cpu", "config", "tile", [8, 8, []], "tile is (8, 8, [])"),
         ("train --resume --out run --device cpu", "dataset", "train", [["a"]], "'train' of its data is no list"),
+        ("train --resume --out run --device cpu", "dataset", "digests", "x", "'digests' of its data is no JSON object"),
+        ("predict run -i D -o out", "dataset", "labels", {"a": 0, "b": 1, "c": 2}, "its recipe has the values (0, 1)"),
     )
 ]
 

@@ -31,6 +31,11 @@ WHOLE_SET: dict[str, tuple[Callable[[Path], object], str, str]] = {
         "dataset.json",
         "UTF-8",
     ),
+    "a background that is not 0": (
+        lambda r: nnunet(r, 2, ("T1", "T2"), labels={"tumour": 0, "background": 1}),
+        "",
+        "they need background 0",
+    ),
     "duplicate case": (
         lambda r: (r / "dataset.json").write_text('{"dataset": {"a": {}, "a": {}}}'),
         "dataset.json",

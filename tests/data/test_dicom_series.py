@@ -1,6 +1,7 @@
 """DICOM series: a folder of slices is a volume where its slices say that they lie, or it is refused by name."""
 
 import shutil
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -100,6 +101,22 @@ def colours(folder: Path, array: np.ndarray) -> None:
     write_dicom(folder / "one.dcm", sitk.GetImageFromArray(np.zeros((7, 9, 3), np.uint8), isVector=True))
 
 
+def gone(folder: Path, array: np.ndarray) -> None:
+    (folder / "last.dcm").symlink_to("nowhere")
+
+
+# what is written of directions and spacing, and what a damaged header has in its place
+DAMAGED = (
+    (rb"1\0\0\0\1\0", rb"2\0\0\0\2\0"), (rb"1\0\0\0\1\0", rb"1\0\0\1\0\0"), (rb"1\1.1", rb"-1\1."),
+)  # fmt: skip
+
+
+def retag(old: bytes, new: bytes, folder: Path, array: np.ndarray) -> None:
+    for file in save_series(folder, array, t0020_0037=r"1\0\0\0\1\0").iterdir():
+        assert old in file.read_bytes()
+        file.write_bytes(file.read_bytes().replace(old, new))
+
+
 @pytest.mark.parametrize(
     "harm,words",
     [
@@ -107,7 +124,9 @@ def colours(folder: Path, array: np.ndarray) -> None:
         (second_series, r"has 2 series: scout \(2 files\), thorax \(6 files\)"),
         (same_place, "slices at the same position"),
         (another_size, "differs in size"), (cut_off, "cannot be read as part of its"), (frames, "has 6 frames"),
-        (colours, "has colours"), (lambda folder, _: shutil.rmtree(folder) or folder.mkdir(), "without DICOM files"),
+        (colours, "has colours"), (gone, "is a link that leads nowhere"),
+        *((partial(retag, old, new), "position, orientation or pixel spacing is damaged") for old, new in DAMAGED),
+        (lambda folder, _: shutil.rmtree(folder) or folder.mkdir(), "without DICOM files"),
     ],
 )  # fmt: skip
 def test_what_is_no_volume_of_evenly_spaced_slices_is_refused(harm, words, tmp_path) -> None:

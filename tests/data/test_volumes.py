@@ -160,3 +160,16 @@ def test_a_header_with_any_byte_damaged_is_read_or_is_a_fault_of_the_file(tmp_pa
         except DataError as fault:
             faults += str(path) in str(fault)
     assert faults > 50
+
+
+def test_metres_and_micrometres_are_read_as_millimetres_and_written_back(tmp_path):
+    array, plain = image_array(0), np.diag([0.5, 0.5, 2, 1])
+    for unit, millimetres in (("meter", 1000), ("micron", 0.001), ("mm", 1), ("unknown", 1)):
+        image = nibabel.Nifti1Image(array, plain)
+        image.header.set_xyzt_units(unit)
+        nibabel.save(image, path := tmp_path / f"{unit}.nii")
+        geometry = read_volume(path).geometry
+        np.testing.assert_allclose(geometry.spacing, millimetres * np.diag(plain)[:3])
+        assert read_geometry(path)[0].spacing == Geometry.from_json(geometry.to_json()).spacing == geometry.spacing
+        write_volume(back := tmp_path / f"{unit}-again.nii", array, geometry)
+        assert back.read_bytes()[:348] == path.read_bytes()[:348]

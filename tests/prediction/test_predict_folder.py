@@ -3,20 +3,23 @@
 import json
 import os
 import resource
+import shutil
 import signal
 from dataclasses import replace
 from typing import Any
 
+import nibabel
+import numpy as np
 import pytest
 import torch
 
-from seqpar.cli import predict
+from seqpar.cli import evaluate, predict
 from seqpar.cluster import exit_codes
 from seqpar.data.errors import DataError
 from seqpar.models.segmentation_network import SegmentationNet
 from seqpar.runs import trained_run
 from seqpar.runs.trained_run import load_nets
-from tests.support.folders import child, image_array, label_array, nnunet, save, tree
+from tests.support.folders import child, image_array, label_array, nnunet, save, tree, write_json
 from tests.support.predictions import RECIPE, act, make_run, on_ranks
 
 
@@ -224,3 +227,42 @@ def test_outputs_that_would_share_a_file_are_refused_before_anything(names: Any,
         act(tmp_path, run, "--probabilities")
     assert not (tmp_path / "out").exists()
     assert act(tmp_path, run) == 0
+
+
+def test_nothing_of_another_prediction_stays_next_to_a_label_map(images, tmp_path, capsys) -> None:
+    run, out = make_run(tmp_path / "run"), tmp_path / "out"
+    own = {"c_001.nii.gz", "npz/c_001.npz", "npz/c_001.pkl", "uncertainty/c_001_entropy.nii.gz"}
+    shutil.copy(images / "c_001_0000.nii.gz", images / "c_001_more_0000.nii.gz")  # its name begins as another's
+    assert act(tmp_path, run, "--npz", "--uncertainty", "--statistics") == 0
+    first = tree(out)
+    assert own <= first.keys()
+    one = str(images / "c_001_0000.nii.gz")
+    capsys.readouterr()
+    assert act(tmp_path, run, "--overlap", "0.25", images=one) == 0
+    second = tree(out)
+    warning = "warning: {} also holds 3 cases predicted with other settings (c_000, c_001_more, c_002)"
+    assert warning.format(out) in capsys.readouterr().out
+    assert first.keys() - second.keys() == own - {"c_001.nii.gz"}
+    assert b"\nc_001," in first["statistics.csv"] and b"\nc_001," not in second["statistics.csv"]
+    assert b"\nc_001_more," in second["statistics.csv"]
+    assert act(tmp_path, run, "--overlap", "0.25", images=one) == 0  # the same again
+    assert warning.format(out) in capsys.readouterr().out
+    for path in out.glob("*.nii.gz"):
+        labels = np.asarray(nibabel.load(path).dataobj).copy()
+        labels[:2, :2, :2] = 1
+        save(tmp_path / "truth" / path.name, labels, nibabel.load(path).affine)
+    assert evaluate.act([str(tmp_path / "truth"), str(out), "--regions", "tumour=1", "--workers", "1"]) == 0
+    assert warning.format(out) in capsys.readouterr().out
+    assert act(tmp_path, run, "--overlap", "0.25") == 0  # all
+    assert "warning" not in capsys.readouterr().out and not (out / "statistics.csv").exists()
+    assert {name for name in tree(out) if "/" in name} <= {"npz/plans.json", "npz/dataset.json"}
+
+
+def test_a_record_that_lists_files_elsewhere_is_refused(images, tmp_path) -> None:
+    run, record = make_run(tmp_path / "run"), tmp_path / "out" / "prediction.json"
+    assert act(tmp_path, run, "--npz") == 0
+    content = json.loads(record.read_text())
+    for name in ("../run/config.json", str(tmp_path / "run" / "config.json"), "npz/../../run/config.json"):
+        write_json(record, {**content, "files": [*content["files"], name]})
+        with pytest.raises(DataError, match="is not a record that predict wrote"):
+            act(tmp_path, run)

@@ -162,7 +162,7 @@ def no_labels_error(dataset: Dataset) -> DataError:
 def _check_labels(dataset: Dataset) -> None:
     """Raises DataError if labels, regions, their order and the ignore label contradict each other."""
     values, root = list(dataset.labels.values()), dataset.root
-    if values[0] != 0 or min(values) < 0 or len(set(values)) != len(values):
+    if values[0] != 0 or min(values) < 0 or len(set(values)) != len(values) or dataset.labels.get("background", 0) != 0:
         raise DataError(root, f"its labels are {dataset.labels}; they need background 0, and each value only once")
     if len(values) < 2:
         raise DataError(root, "declares only background; add at least one label")

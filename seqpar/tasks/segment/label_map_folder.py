@@ -28,7 +28,8 @@ from seqpar.data.formats.nnunet_plans import declaration_of
 from seqpar.data.geometry import Geometry, from_canonical, to_canonical
 from seqpar.data.preparation.prepared_case import Preparation, Properties
 from seqpar.data.volumes import output_suffix, read_volume, write_volume
-from seqpar.prediction.class_statistics import ClassStatistics
+from seqpar.prediction.class_statistics import NAME as STATISTICS
+from seqpar.prediction.class_statistics import ClassStatistics, drop_cases
 from seqpar.prediction.prediction_folder import RECORD, PredictionFolder, ProbabilityFile, is_whole
 from seqpar.runs.nnunet_export import dataset_of
 from seqpar.runs.run_folder import read_config
@@ -232,6 +233,7 @@ class LabelMapFolder(PredictionFolder):
         self._remove_temporary_files(cases)
         for case in left:
             self.label_path(case).unlink(missing_ok=True)
+        self._remove_outdated({case.id for case in left})
 
     def refuse_collisions(self, cases: Sequence[Case]) -> None:
         inputs = {path.absolute() for case in cases for path in case.images}
@@ -244,6 +246,17 @@ class LabelMapFolder(PredictionFolder):
                 twice, f"would hold two of the outputs {', '.join(self.outputs)}: file names do not tell them apart; "
                 "leave --probabilities out, or rename an output in config.json of the run"
             )  # fmt: skip
+
+    def _remove_outdated(self, left: set[str]) -> None:
+        """Removes what earlier predictions wrote of these cases, which may be more than will be written now."""
+        known = left | {strip_suffix(name) for name in self.listed if "/" not in name}
+        for name in self.listed - {STATISTICS}:
+            file = Path(name).name
+            ends = [found.start() for found in re.finditer("[._]", file)]
+            if next((file[:end] for end in reversed(ends) if file[:end] in known), None) in left:
+                (self.folder / name).unlink(missing_ok=True)
+        if self.statistics is None and STATISTICS in self.listed:
+            drop_cases(self.folder, left)
 
     def _remove_temporary_files(self, cases: Sequence[Case]) -> None:
         """Removes what a killed run left half written."""
