@@ -99,7 +99,7 @@ def test_the_verdicts_of_the_manual_are_those_that_are_kept() -> None:
 def test_the_numbers_of_the_manual_are_those_that_are_kept() -> None:
     rows = rows_of_the_manual()
     assert set(rows) == set(FIGURES)
-    for number in range(9, 18):
+    for number in (*range(9, 18), 19):
         numbers = re.findall(r"\d+\.\d+(?:e-\d+)?", rows[number][1])
         missing = [one for one in numbers if one not in " ".join(verdicts(number)) and one != "0.3"]
         assert not missing, f"figure {number}: {missing}"
