@@ -308,7 +308,7 @@ def is_outside(seen: NDArray[Any], body: NDArray[np.bool_]) -> bool:
 
 
 def with_maximum(seen: NDArray[Any], most: float) -> NDArray[Any]:
-    """Returns a map scaled to a maximum, of which resampling took some away."""
+    """Returns a map scaled to the maximum that it had before it was resampled."""
     return seen / seen.max() * most if seen.any() else seen
 
 
