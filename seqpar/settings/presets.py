@@ -32,6 +32,7 @@ def modern() -> Config:
     return Config(
         augment="full",
         fold="90:10",
+        foreground_shift=True,
         patch=(8, 8, 8),
         decoder="unetr",
         decoder_width=16,
@@ -52,6 +53,7 @@ def modern() -> Config:
 def laptop() -> Config:
     """Returns settings for a run of a few minutes on two CPU cores."""
     return Config(
+        foreground_shift=True,
         mode="auto",
         tile=(48, 48, 48),
         patch=(8, 8, 8),

@@ -174,7 +174,7 @@ TRAINER = {
     "dice_smooth": ("--dice-smooth 0.1", lambda t: t.loss.terms[0].smooth),
     "dice_background": ("--dice-background", lambda t: t.loss.terms[0].background),
     "batch_dice": ("--batch-dice", lambda t: t.loss.terms[0].batch),
-    "foreground_shift": ("--foreground-shift", lambda t: t._loader().source.shifted),
+    "foreground_shift": ("--no-foreground-shift", lambda t: t._loader().source.shifted),
     "foreground_by": ("--foreground-by count", lambda t: t._loader().source.step_tiles),
     "val_cases": ("--fold all --val-cases 2", lambda t: len(t.validation.ids)),
     "val_window": ("--val-window both", lambda t: t.validation.windows),
