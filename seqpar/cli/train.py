@@ -70,7 +70,7 @@ def _run(request: RunRequest, launcher: Launcher, meeting: Meeting, log: RunLog)
     config = request.config
     if launcher.rank == 0:
         print(first_lines(request, launcher), flush=True)
-    stopper = StopRequest(parse_duration(config.time_limit))
+    stopper = StopRequest(parse_duration(config.time_limit), is_first=launcher.rank == 0)
     task = task_of(config)
     if request.data is None:
         refuse_other_weights(config)
@@ -94,7 +94,7 @@ def _run(request: RunRequest, launcher: Launcher, meeting: Meeting, log: RunLog)
 
         stopper.begin(mesh, write_preempted, out)
         try:
-            number, text = run_on_rank0(lambda: open_folder(status, lock, config, log), mesh.world)
+            (number, text), status.before = run_on_rank0(lambda: open_folder(status, lock, config, log), mesh.world)
             lock.ticket = (number, text)
             restore_kernel_cache(out)
             finished = run_lessons(request, mesh, data, status, stopper)

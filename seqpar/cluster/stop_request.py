@@ -20,13 +20,15 @@ APART_S = 1.0  # one Ctrl-C may come twice to a fold: from srun to all processes
 class StopRequest:
     """Watches for signals and the clock; ``should_leave`` returns the same on all ranks.
 
-    Before ``begin`` there is nothing to save, and a signal ends this process at once. A second Ctrl-C always does.
+    Before ``begin`` there is nothing to save, and a signal ends this process at once, with a line on the first rank
+    (``is_first``). A second Ctrl-C always does.
     Signals are read from a pipe too, because a Python handler waits for the main thread, which may be in a kernel.
 
     ``time_limit_s``: of the run; ``margin_s``: how long before that, or before the end of the Slurm job, it leaves.
     """
 
-    def __init__(self, time_limit_s: float, margin_s: float = 90.0) -> None:
+    def __init__(self, time_limit_s: float, margin_s: float = 90.0, is_first: bool = True) -> None:
+        self._is_first = is_first
         self._reason = ""  # why this rank needs to leave
         self._interrupted: float | None = None  # when Ctrl-C came first
         self._pipe: int | None = None
@@ -41,6 +43,9 @@ class StopRequest:
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if self._agreement is None:
+            if self._is_first:
+                line = f"left early ({signal.Signals(number).name}) before the run began: give the same command again\n"
+                os.write(2, line.encode())  # a stream may be in the middle of another line
             raise SystemExit(PREEMPTED)
         if number == signal.SIGINT:
             now = time.monotonic()
@@ -97,7 +102,7 @@ class StopRequest:
                 )
         if not self._reason and time.monotonic() > self._deadline:
             self._reason = "time limit"
-        if not self._reason and self._file is not None and self._file.exists():
+        if not self._reason and self._file is not None and self._file.is_file():
             self._reason = f"file {self._file}"
         return self._reason
 

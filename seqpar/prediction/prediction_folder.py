@@ -25,7 +25,7 @@ from seqpar.cluster.exit_codes import FolderInUse
 from seqpar.data.errors import DataError, reason
 from seqpar.data.files import SUFFIXES, read_json, strip_suffix, suffix_of, write_json
 from seqpar.data.formats.dataset import Case
-from seqpar.data.formats.recognise import is_folder_of_dataset
+from seqpar.data.formats.recognise import is_part_of_dataset
 from seqpar.data.phantom.phantom_files import is_generated
 from seqpar.data.preparation.cache_index import sources_of
 from seqpar.data.volumes import read_volume
@@ -197,7 +197,7 @@ class PredictionFolder(ABC):
     def _refuse_data(self, cases: Sequence[Case], is_ours: bool) -> None:
         """Raises DataError if the folder is part of a data set, or holds volumes and was never predicted to."""
         folder = Path(os.path.realpath(self.folder))  # resolve() ends in a RuntimeError in a circle of links
-        if is_folder_of_dataset(folder) or (folder / "dataset.json").is_file():
+        if is_part_of_dataset(folder):
             raise DataError(
                 self.folder, "belongs to a data set, which predict never writes into; choose another --output"
             )

@@ -21,12 +21,14 @@ class StatusFile:
     """Writes ``status.json``: whether a run is running, finished, preempted or failed, and why.
 
     ``step`` is where the run is, ``steps`` where it ends. ``lock``: of the run folder; without holding it, nothing is
-    written.
+    written. ``before``: what the file said when this start began, until ``go_on``. A start that ends before that leaves
+    a finished run finished, and another one at its step.
     """
 
     def __init__(self, out: Path, lock: RunLock | None = None) -> None:
         self.path, self.lock = out / "status.json", lock
         self.step = self.steps = 0
+        self.before: dict[str, Any] = {}
 
     def write(self, state: str, why: str = "", code: int = 0, durable: bool = True) -> None:
         """Writes the state.
@@ -39,6 +41,8 @@ class StatusFile:
             return
         content = {"state": state, "step": self.step, "steps": self.steps, "why": why, "code": code}
         content["time"] = time.time()
+        if self.before and state != "running":
+            content = self.before if self.before.get("state") == "finished" else {**content, **_place_in(self.before)}
         try:
             write_json(self.path, content, durable)
         except OSError:  # of a full disk, which has room in the old file: else a failed run would read as killed
@@ -48,10 +52,19 @@ class StatusFile:
                 file.write(json.dumps(content, indent=2) + "\n")
                 file.truncate()
 
+    def go_on(self) -> None:
+        """Writes that the run goes on, from its own ``step``, unless another rank has written how it ended."""
+        self.before = {}
+        self.write_unless_over("running")
+
     def write_unless_over(self, state: str, why: str = "", code: int = 0, durable: bool = True) -> None:
         """Writes, unless another rank has written how the run ended: the first cause is kept."""
         if read_status(self.path.parent).get("state", "running") == "running":
             self.write(state, why, code, durable)
+
+
+def _place_in(status: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: status[name] for name in ("step", "steps") if name in status}
 
 
 def describe_kill(run: str | Path) -> str:

@@ -11,7 +11,7 @@ from typing import Any
 from seqpar.data.addresses import local_file
 from seqpar.data.errors import DataError
 from seqpar.data.files import refuse_unwritable
-from seqpar.data.formats.recognise import is_folder_of_dataset
+from seqpar.data.formats.recognise import is_part_of_dataset
 from seqpar.data.preparation.fingerprint import Fingerprint
 from seqpar.models.build import NETWORK_NAMES, family_of
 from seqpar.parallel.consensus import run_on_rank0_before_mesh
@@ -274,7 +274,7 @@ def _refuse_start(config: Config, launcher: Launcher) -> None:
 
 def _is_of_data(folder: Path, data: str) -> bool:
     is_same = bool(data) and os.path.realpath(folder) == os.path.realpath(data)
-    return is_same or (folder / "dataset.json").is_file() or is_folder_of_dataset(folder)
+    return is_same or is_part_of_dataset(folder)
 
 
 # what a run writes after its config.json

@@ -342,7 +342,7 @@ def _outputs(here: Path) -> None:
 
 ATTACKS += [
     Attack(
-        f"{line.split()[0]} over {line.split()[-1]}, which another program wrote",
+        f"{line.split()[0]} over or into {line.split()[-1]}, which another program wrote",
         types=line,
         code=3,
         says=words,
@@ -353,6 +353,8 @@ ATTACKS += [
         ("doctor --device cpu --json run/config.json", "run/config.json: is there, and doctor did not write it"),
         ("doctor --device cpu --json D/imagesTr/c_000_0000.nii.gz", "c_000_0000.nii.gz: is there, and doctor did not"),
         ("report run --out page.html", "page.html: is there, and report did not write it: name another file by --out"),
+        ("report run --out D/page.html", "D: belongs to a data set, which report never writes into"),
+        ("report run --out D/imagesTr/page.html", "D/imagesTr: belongs to a data set, which report never writes"),
         (
             "evaluate T --regions tumour=1 run/validation",
             "run/validation/summary.json: is there, and evaluate did not write it: name another file by --json",

@@ -12,6 +12,7 @@ import pytest
 import torch
 from safetensors import SafetensorError
 
+from seqpar.cli import train
 from seqpar.cluster import exit_codes, stop_agreement
 from seqpar.data.errors import DataError
 from seqpar.runs.run_folder import read_status
@@ -48,9 +49,31 @@ def test_what_one_rank_fails_of_while_it_loads_is_the_runs_verdict(flags, tmp_pa
 
     out, more = tmp_path / "run", [*flags, "--seqpar", "2"]
     trained(2, more, out, expect=75, hook=at(after_step.AfterStep, "decide", 0, signalled(signal.SIGTERM), call=3))
+    step = status(out)["step"]
     with Launch(2, ["--resume"], out, at(checkpoint, "load", 1, exhaust)) as launch:
         assert launch.wait() == [1, 4]
-    assert (status(out)["state"], status(out)["code"]) == ("failed", 4)
+    assert [status(out)[name] for name in ("state", "code", "step", "steps")] == ["failed", 4, step, 6] and step
+
+
+def test_a_start_that_fails_before_its_first_step_leaves_a_finished_run_finished(flags, tmp_path):
+    def exhaust() -> None:
+        raise torch.OutOfMemoryError("HIP out of memory")
+
+    out = tmp_path / "run"
+    trained(2, [*flags, "--seqpar", "2"], out)
+    before = status(out)
+    with Launch(2, ["--resume", "--epochs", "5"], out, at(checkpoint, "load", 1, exhaust)) as launch:
+        assert launch.wait() == [1, 4]
+    assert before["state"] == "finished" and status(out) == before
+    trained(2, ["--resume", "--epochs", "5"], out)
+    assert (status(out)["state"], status(out)["step"]) == ("finished", before["step"] // 3 * 5)
+
+
+def test_a_signal_before_the_run_begins_is_named_and_leaves_no_folder(flags, tmp_path):
+    hook = at(train, "set_arithmetic", 0, signalled(signal.SIGTERM))
+    left = trained(1, flags, tmp_path / "run", 75, hook)
+    assert "left early (SIGTERM) before the run began: give the same command again" in left.said(0)
+    assert not (tmp_path / "run").exists()
 
 
 WITH_GROUPS = ("in a step", "in validation", "before a write", "amid a write")  # survivors wait for two others and more

@@ -208,6 +208,7 @@ def test_a_file_named_stop_ends_a_run_after_its_step(flags, undisturbed, tmp_pat
     left = trained(world, [*flags, *more], out, expect=75, hook=put)
     assert status(out)["state"] == "preempted" and status(out)["step"] < 6
     assert f"(file {out}/stop" in left.said(0) and not (out / "stop").exists()
+    (out / "stop").mkdir()  # a folder asks for nothing
     trained(world, ["--resume"], out)
     assert weights(out) == weights(undisturbed(world, *more))
 

@@ -80,6 +80,11 @@ def is_folder_of_dataset(folder: Path) -> bool:
     )
 
 
+def is_part_of_dataset(folder: Path) -> bool:
+    """Returns whether a folder is that of a data set, or holds its images or labels."""
+    return (folder / "dataset.json").is_file() or is_folder_of_dataset(folder)
+
+
 def read_declaration(path: Path) -> tuple[dict[str, int], dict[str, tuple[int, ...]], int | None]:
     """Returns labels, regions and ignore label declared in a JSON file, or in a folder's dataset.json.
 
