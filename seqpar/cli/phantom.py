@@ -40,7 +40,9 @@ def act(arguments: Sequence[str]) -> int:
     root = write_phantom(options.out, options.cases, settings, options.workers, ProgressBar("phantom"))
     print(f"{quantity(options.cases, 'case')} in {root}")
     task = ["--task", "classify"] if KINDS[options.kind].class_of else []
+    test = next_command("predict", "RUN", "-i", root, "-o", "PREDICTIONS")
     print(coloured(f"next: {next_command('train', *task, '--data', root)}  (to train on them)", sys.stdout))
+    print(coloured(f"next: {test}  (to test a network that was trained on others)", sys.stdout))
     return 0
 
 

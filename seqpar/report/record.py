@@ -158,7 +158,8 @@ def step_sentence(own: int, record: RunRecord) -> str:
     if not own or not best:
         return ""
     if own == best:
-        return f"After step {own:,}, the best validation, whose weights predict uses."
+        which = "the best" if len(record.held_out) > 1 else "the only"
+        return f"After step {own:,}, {which} validation, whose weights predict uses."
     text = f"After step {own:,}, the last one. Predict uses the weights of step {best:,}"
     for row in (row for row in record.held_out if row.get("step") == best):
         return f"{text}, whose {SCORES[task_of_row(row)]} was {score_of(row):.3f}."

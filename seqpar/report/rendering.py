@@ -1,6 +1,7 @@
 """Fills the templates of pages: text from files is escaped, and a value that a template lacks is an error."""
 
 import math
+import re
 import time
 from functools import cache
 from pathlib import Path
@@ -34,8 +35,13 @@ def _environment(folder: Path | None) -> jinja2.Environment:
         "version": seqpar.__version__,
         "now": lambda: time.strftime("%Y-%m-%d %H:%M"),
     }
-    environment.filters |= {"nan_to_none": nan_to_none, "short": lambda number: f"{number:.6g}"}
+    environment.filters |= {"nan_to_none": nan_to_none, "short": lambda number: f"{number:.6g}", "minus": with_minus}
     return environment
+
+
+def with_minus(text: str) -> str:
+    """Returns the text with a minus sign before negative numbers, for which programs write a hyphen."""
+    return re.sub(r"(?<![\w.-])-(?=\d)", "\N{MINUS SIGN}", text)
 
 
 def asset(name: str) -> Markup:

@@ -12,7 +12,7 @@ from seqpar.data.errors import DataError
 from seqpar.report.curves import MOST_CURVES
 from seqpar.report.record import RunRecord, read_record
 from seqpar.report.rendering import render
-from seqpar.report.several_runs import Compare, curves_over_each_other, sentence_on_phantoms
+from seqpar.report.several_runs import Compare, cautions_about_each, curves_over_each_other, sentence_on_phantoms
 from seqpar.report.tables import Strips, make_strips, mean_over
 from seqpar.runs.run_folder import read_config
 from seqpar.runs.sweep_folder import Point, Sweep, format_value, read_sweep, refresh_points
@@ -50,6 +50,7 @@ def page_of_sweep(out: Path, compare: Mapping[str, Compare]) -> str:
         generated=sentence_on_phantoms(records),
         headline=headline,
         lead=_lead(records, ranked[:2], compare),
+        cautions=cautions_about_each(records),
         best=best.name if best else "",
         again=_again(out, best),
         gaps=gaps,

@@ -34,30 +34,38 @@ METRICS = {
 COLUMNS = ("Dice", "IoU", *METRICS, "VolumeError", "Sensitivity", "Specificity")
 EXTRA_COLUMNS = ("LesionDice", "LesionHD95", "CentrelineRecall")  # of those who ask for them
 READER_COLUMNS = ("ReaderDice", "InterReaderDice", "DisputedMl")  # of data with several readers
-WORDS = (  # of a table, for people
-    "(mean, median: over cases; global: over the voxels of all cases together; IoU: intersection over union; HD95: "
-    "95th percentile of the distances between the surfaces in mm, or the image's diagonal if only one map has the "
-    "class (with --empty brats: 374); NSD: share of both surfaces that is within --nsd-tolerance of the other; "
-    "VolumeError: predicted minus true volume, as share of the true one, so that errors of both signs cancel in the "
-    "mean; Sensitivity, Specificity: of voxels, not of cases; –: no case has such a score"
-)
-LESION_WORDS = (
-    "; LesionDice, LesionHD95: means over the lesions of a case, in which each missed and each false lesion counts "
-    "with Dice 0 and 374 mm; the rules of BraTS 2023, made for voxels of 1 mm"
-)
-CENTRELINE_WORDS = "; CentrelineRecall: share of the true centre line that is predicted; false branches cost nothing"
-
-
-READER_WORDS = (
-    "; the truth is the label that most readers gave to a voxel, the smallest of equally many; ReaderDice: mean of the "
-    "Dice with each reader; InterReaderDice: mean Dice of each two readers; DisputedMl: volume in ml that some readers "
-    "give to the class, and others do not"
-)
+WORDS = {  # of a table, for people
+    "mean, median": "over cases",
+    "global": "over the voxels of all cases together",
+    "IoU": "intersection over union",
+    "HD95": "95th percentile of the distances between the surfaces, in mm",
+    "": "the image's diagonal (with --empty brats: 374) if only one map has the class",
+    "NSD": "share of both surfaces that is within --nsd-tolerance of the other",
+    "VolumeError": "predicted minus true volume, as share of the true one; in the mean, both signs cancel",
+    "Sensitivity": "share of the true voxels that are predicted",
+    "Specificity": "share of the other voxels that are not predicted",
+    "–": "no case has such a score",
+}
+LESION_WORDS = {
+    "LesionDice": "mean over the lesions of a case; a missed or false one counts as 0",
+    "LesionHD95": "the same in mm; a missed or false one counts as 374 (BraTS 2023, made for voxels of 1 mm)",
+}
+CENTRELINE_WORDS = {"CentrelineRecall": "share of the true centre line that is predicted; false branches cost nothing"}
+READER_WORDS = {
+    "truth": "what most readers say of a voxel, the smallest label of equally many",
+    "ReaderDice": "mean of the Dice with each reader",
+    "InterReaderDice": "mean Dice of each two readers",
+    "DisputedMl": "volume in ml that some readers give to the class, and others do not",
+}
 
 
 def words_of(lesion_wise: bool, centreline: bool, readers: bool = False) -> str:
-    """Returns what the columns of a table mean, for people."""
-    return f"{WORDS}{LESION_WORDS * lesion_wise}{CENTRELINE_WORDS * centreline}{READER_WORDS * readers})"
+    """Returns what the columns of a table mean, a line for each."""
+    words = dict(WORDS)
+    for more, is_wanted in ((LESION_WORDS, lesion_wise), (CENTRELINE_WORDS, centreline), (READER_WORDS, readers)):
+        words |= more if is_wanted else {}
+    width = max(map(len, words))
+    return "\n".join(f"  {name:{width}}  {text}" for name, text in words.items())
 
 
 def class_mask(labels: NDArray[Any], values: Iterable[int]) -> Mask:

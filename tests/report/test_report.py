@@ -128,7 +128,7 @@ def test_scores_on_cases_that_chose_the_weights_are_said_to_be_too_good(page: Pa
 def test_scores_tell_the_step_that_they_are_of(page: Page, copied: Path) -> None:
     """A run that goes on keeps them until it ends again."""
     assert f"after step {debug().steps:,}" in page.text
-    assert f"After step {debug().steps:,}, the best validation, whose weights predict uses." in page.text
+    assert f"After step {debug().steps:,}, the only validation, whose weights predict uses." in page.text
     (copied / "status.json").write_text(json.dumps({"state": "preempted", "step": debug().steps + 7, "why": "SIGTERM"}))
     page = written(copied)
     assert "Preempted" in page.text and f"after step {debug().steps:,}" in page.text

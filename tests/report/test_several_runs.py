@@ -257,3 +257,8 @@ def test_a_template_gets_just_the_values_that_it_names(
     (tmp_path / "config.json").write_text(json.dumps(content))
     assert run(report.act, [str(tmp_path)]) == DATA
     assert "config.json: lacks what a report needs (KeyError: 'heads')" in capsys.readouterr().err
+
+
+def test_negative_numbers_have_a_minus_sign() -> None:
+    texts = {"-0.108": "−0.108", "0.1 (-2 to -1)": "0.1 (−2 to −1)", "1e-4": "1e-4", "lr-1, 2026-11-27": "lr-1, 2026-11-27"}
+    assert {text: rendering.with_minus(text) for text in texts} == texts

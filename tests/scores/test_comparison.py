@@ -98,7 +98,7 @@ def test_several_folders_are_scored_each_and_compared(folders: tuple[Path, Path]
     line = [str(truth), str(worse), str(better), str(run_folder), "--workers", "1"]
     assert run(evaluate.act, line) == 0
     *before, header, first, second, third, verdict = capsys.readouterr().out.splitlines()
-    assert before.count(words_of(lesion_wise=False, centreline=False)) == 1, "they are explained once"
+    assert "\n".join(before).count(words_of(lesion_wise=False, centreline=False)) == 1, "they are explained once"
     assert header.split() == ["cases", "Dice", "HD95", "NSD"]
     assert [Path(row.split()[0]).name for row in (first, second, third)] == ["run", "better", "predicted"]
     assert first.split()[1:3] == ["2", "1.0000"] and re.match(

@@ -227,6 +227,14 @@ def test_the_page_of_a_sweep_says_how_sure_the_order_of_its_first_points_is(made
     assert text.index("Generated phantoms, not patients: these scores say nothing") < text.index("Highest mean Dice")
 
 
+def test_the_page_of_a_sweep_names_classes_that_a_point_does_not_find(made: Path) -> None:
+    assert "Dice of b is 0.000" not in page_of_sweep(made, {})
+    metrics = made / read_sweep(made).points[0].name / "metrics.jsonl"
+    metrics.write_text(metrics.read_text().replace('"b": null', '"b": 0.0001'))
+    text = Page(page_of_sweep(made, {})).text
+    assert "lr-0.001_batch-1: at the best validation, the mean Dice of b is 0.000" in text
+
+
 def test_the_page_of_a_sweep_has_all_points_effects_and_the_command_of_the_best(
     made: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
