@@ -75,7 +75,8 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
         "not called healthy, normal or 0; of more, all)")  # fmt: skip
     add("--cases", type=int, metavar="CASES", help="cases to show, the worst first (6)")
     add("--out", type=Path, metavar="FILE", help="page to write (default: RUN/report.html; with --prediction "
-        "RUN/report-FOLDER.html; of several runs comparison.html in the first)")  # fmt: skip
+        "RUN/report-FOLDER.html, with --truth too RUN/scores-FOLDER.html; of several runs comparison.html in the "
+        "first)")  # fmt: skip
     options = parser.parse_args(arguments)
     sweeps = [str(run) for run in options.runs if holds_sweep(run)]
     if sweeps and len(options.runs) > 1:
@@ -114,7 +115,8 @@ def _usual_name(options: argparse.Namespace) -> str:
     """Returns the name of the page; one on other data leaves the run's own page in place."""
     if len(options.runs) > 1:
         return "comparison.html"
-    return f"report-{Path(os.path.realpath(options.prediction)).name}.html" if options.prediction else "report.html"
+    what = "report" if options.truth is None else "scores"
+    return f"{what}-{Path(os.path.realpath(options.prediction)).name}.html" if options.prediction else "report.html"
 
 
 def main() -> None:

@@ -225,6 +225,17 @@ def over_steps(quantity: str, over: str, curves: Sequence[Curve]) -> Diagram:
     return Diagram(quantity, "step" if over == "step" else "seconds of training", lines, low=low, high=high)
 
 
+WORDS_OF_TERMS = {  # keys of metrics.jsonl
+    "ce_loss": "cross-entropy",
+    "dice_loss": "Dice loss",
+    "dice_per_case_loss": "Dice loss of the lesion, per case",
+    "dice_global_loss": "Dice loss of the lesion, of all cases at once",
+    "focal_loss": "focal loss",
+    "cldice_loss": "centreline Dice loss",
+    "skeleton_recall_loss": "skeleton recall loss",
+}
+
+
 def training_diagrams(
     train: Sequence[Row], held_out: Sequence[Row], loss: str = "loss", classes: Sequence[str] = ()
 ) -> list[Diagram]:
@@ -246,7 +257,14 @@ def training_diagrams(
     for name in loss_terms(train):
         rows = [row for row in train if name in row]
         values = [number(row[name]) for row in rows]
-        terms.append(Line(name.replace("_", " "), [row["step"] + 1 for row in rows], [values], noisy=True))
+        terms.append(
+            Line(
+                WORDS_OF_TERMS.get(name, name.replace("_", " ")),
+                [row["step"] + 1 for row in rows],
+                [values],
+                noisy=True,
+            )
+        )
     key, title = held_out_scores(held_out[-1]) if held_out else ("dice", "Dice")
     names = list(map(str, held_out[-1].get(key, {}))) if held_out else []
     colours = colours_of((*classes, *names)) if key == "dice" else {}

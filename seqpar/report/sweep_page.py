@@ -16,6 +16,7 @@ from seqpar.report.several_runs import Compare, cautions_about_each, curves_over
 from seqpar.report.tables import Strips, make_strips, mean_over
 from seqpar.runs.run_folder import read_config
 from seqpar.runs.sweep_folder import Point, Sweep, format_value, read_sweep, refresh_points
+from seqpar.settings.config import SETTINGS
 from seqpar.terminal import next_command
 from seqpar.text import flag_name
 
@@ -138,6 +139,7 @@ class Effect(NamedTuple):
     """
 
     name: str
+    about: str
     strips: Strips | None
     rows: Sequence[tuple[str, Sequence[str]]]
 
@@ -154,7 +156,7 @@ def _effects(sweep: Sweep) -> list[Effect]:
             scores = [score for score, _ in pairs]
             numbers = fmean(scores), min(scores), max(scores)
             rows.append((value, [*(f"{number:.3f}" for number in numbers), str(len(scores))]))
-        effects.append(Effect(flag_name(name), strips, rows))
+        effects.append(Effect(flag_name(name), SETTINGS[name].help if name in SETTINGS else "", strips, rows))
     return effects
 
 

@@ -37,7 +37,7 @@ def start(words: list[str], *more: str, **places: object) -> int:
 
 @pytest.mark.started
 def test_each_printed_command_works_as_it_stands(line_of, tmp_path: Path) -> None:
-    (of_phantom,) = line_of(phantom.act, "--cases", 5, "--size", 24, 24, 24, "--out", "data", "--workers", 1)
+    of_phantom, of_test = line_of(phantom.act, "--cases", 5, "--size", 24, 24, 24, "--out", "data", "--workers", 1)
     assert start(of_phantom, "--dry-run") == 0
     (of_prepare,) = line_of(prepare.act, "data", "--workers", 1)
     assert start(of_prepare, "--dry-run") == 0
@@ -51,6 +51,7 @@ def test_each_printed_command_works_as_it_stands(line_of, tmp_path: Path) -> Non
     assert start(of_page) == 0 and (tmp_path / "run/report-found.html").is_file()
     (of_scored,) = line_of(evaluate.act, *["data" if word == "TRUTH" else word for word in of_evaluate[2:]])
     assert of_scored[2:] == ["run", "--truth", "data", "--prediction", "found"] and start(of_scored) == 0
+    assert (tmp_path / "run/scores-found.html").is_file() and start(of_test, RUN="run", PREDICTIONS="tested") == 0
 
 
 @pytest.mark.started

@@ -253,8 +253,8 @@ def test_a_report_on_other_data_has_a_name_of_its_own_and_says_what_was_trained_
     assert run(report.act, line) == 0
     said = capsys.readouterr().out
     assert "1 of 2 scored cases was in the run's training data (case-a-t1c): its scores say little" in said
-    assert "report-found.html" in said and Page((copied / "report.html").read_text()).text == own
-    other = (copied / "report-found.html").read_text()
+    assert "scores-found.html" in said and Page((copied / "report.html").read_text()).text == own
+    other = (copied / "scores-found.html").read_text()
     scored = f"Scores of the predictions in {found} against {truth}, not of the run's own validation."
     assert scored in Page(other).text and "<title>moved · truth</title>" in other and "Scores of the pred" not in own
     assert other.index("Scores of the predictions") < other.index('class="tiles"'), "above the cards"

@@ -12,7 +12,8 @@ from jinja2 import UndefinedError, meta
 
 from seqpar.cli import report
 from seqpar.cluster.exit_codes import DATA, USAGE, run
-from seqpar.report import rendering, run_page, several_runs
+from seqpar.losses import LOSSES, make_loss
+from seqpar.report import curves, rendering, run_page, several_runs
 from seqpar.report.curves import count_of
 from seqpar.report.planes import RUN_COLOURS
 from tests.support.report_page import NAMES, Page, written
@@ -260,5 +261,15 @@ def test_a_template_gets_just_the_values_that_it_names(
 
 
 def test_negative_numbers_have_a_minus_sign() -> None:
-    texts = {"-0.108": "−0.108", "0.1 (-2 to -1)": "0.1 (−2 to −1)", "1e-4": "1e-4", "lr-1, 2026-11-27": "lr-1, 2026-11-27"}
+    texts = {
+        "-0.108": "−0.108",
+        "0.1 (-2 to -1)": "0.1 (−2 to −1)",
+        "1e-4": "1e-4",
+        "lr-1, 2026-11-27": "lr-1, 2026-11-27",
+    }
     assert {text: rendering.with_minus(text) for text in texts} == texts
+
+
+def test_each_term_of_a_loss_has_a_name_in_words() -> None:
+    terms = {f"{term}_loss" for name in LOSSES if len(weights := make_loss(name).weights) > 1 for term in weights}
+    assert terms == curves.WORDS_OF_TERMS.keys()

@@ -244,7 +244,9 @@ def test_the_page_of_a_sweep_has_all_points_effects_and_the_command_of_the_best(
     page = Page(text)
     assert "Highest mean Dice: lr-0.001_batch-2, 0.600 after step 2." in page.text
     assert text.count("<tr data-point=") == 4, "none of them is marked, as the first lines say how sure the first is"
-    assert 'data-effect="batch"' in text and "Mean Dice by lr" in page.text
+    assert (
+        'data-effect="batch"' in text and "Mean Dice by lr" in page.text and "lr: highest learning rate." in page.text
+    )
     assert "a difference between few points may be chance" in page.text
     assert "A point is one combination of settings, trained once." in page.text
     assert "To train lr-0.001_batch-2 again:" in page.text
