@@ -33,6 +33,7 @@ class PicturedCase:
     """A case to draw: one modality ``W D H``, the class ids of truth and prediction, and its file's slices.
 
     - ``modality``: its name; "" of the only one
+    - ``is_ct``: whether the image has Hounsfield units; else 0 is outside the body
     - ``disputed``: the mask of what several readers label differently; None without several readers
     """
 
@@ -44,6 +45,7 @@ class PicturedCase:
     slices: Sequence[FileSlices]
     modality: str = ""
     disputed: NDArray[np.bool_] | None = None
+    is_ct: bool = False
 
 
 def draw_cases(
@@ -62,7 +64,10 @@ def figure_of_cases(cases: Sequence[PicturedCase], classes: Sequence[str], held_
     figure = make_figure(10, 3.3 * len(cases) + 1.1)
     first = f"The first {len(cases)} of " * (len(cases) < held_out)
     empty = "" if all(case.truth.any() for case in cases) else ", or of the prediction where the truth is empty"
-    shown = f", shown on {escape_mathtext(cases[0].modality)}" if cases[0].modality else ""
+    window = _limits([case.image for case in cases]) if cases[0].is_ct else None
+    modality = cases[0].modality or ("CT" if window else "")
+    shown = f", shown on {escape_mathtext(modality)}" if modality else ""
+    shown += " from {:.0f} HU (black) to {:.0f} HU (white)".format(*window) if window else ""
     about_lines = f" {LINES}." * (len(classes) > 1)
     figure.suptitle(
         f"{first}{quantity(held_out, 'held-out case')}{shown}, in planes with most of the truth{empty}\n"
@@ -72,9 +77,8 @@ def figure_of_cases(cases: Sequence[PicturedCase], classes: Sequence[str], held_
     panels = figure.subplots(len(cases), 3, squeeze=False)
     for row, case in zip(panels, cases):
         at = fullest_planes(case.truth if case.truth.any() else case.prediction)
-        body = case.image[case.image != 0]  # prepared images are 0 only outside the body
-        low, high = np.percentile(body, (0.5, 99.5)) if body.size else (0.0, 1.0)
-        greys = np.where(case.image == 0, low, case.image), low, max(high, low + 1e-6)
+        low, high = window or _limits([case.image[case.image != 0]])
+        greys = case.image if window else np.where(case.image == 0, low, case.image), low, max(high, low + 1e-6)
         for (plane, dim), panel, letters in zip(PLANES, row, sides(neurological)):
             _draw_plane(panel, case, greys, dim, at[dim], len(classes), neurological)
             mark_plane(panel, letters, case.spacing[dim == 0])
@@ -90,6 +94,13 @@ def figure_of_cases(cases: Sequence[PicturedCase], classes: Sequence[str], held_
         lines.append(Patch(color=DISPUTED, alpha=0.55, label="readers disagree"))
     figure.legend(handles=lines, loc="outside lower center", ncols=len(lines), fontsize=9)
     return figure
+
+
+def _limits(images: Sequence[NDArray[Any]]) -> tuple[float, float]:
+    """Returns what is black and white: all but the darkest and the brightest half percent lie between."""
+    values = np.concatenate([image.ravel() for image in images])
+    low, high = np.percentile(values, (0.5, 99.5)) if values.size else (0.0, 1.0)
+    return float(low), float(high)
 
 
 def _draw_plane(

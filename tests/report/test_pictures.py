@@ -3,9 +3,12 @@
 import json
 import math
 import re
+from dataclasses import replace
 from importlib import resources
+from pathlib import Path
 from typing import Any
 
+import nibabel
 import numpy as np
 import pytest
 from matplotlib.colors import to_hex
@@ -19,6 +22,8 @@ from seqpar.report.planes import COLOURS, DISPUTED, LINES, ranks_of
 from seqpar.report.plots import draw_chart
 from seqpar.report.rendering import _environment
 from seqpar.report.tables import Strips, make_strips
+from tests.support.configs import config_of, trainer_of
+from tests.support.folders import nnunet
 from tests.support.report_page import own_slices, unroll
 
 
@@ -200,3 +205,20 @@ def test_a_long_line_is_drawn_by_mean_and_range_of_its_pieces() -> None:
     for steps, noisy, said in ((100, True, 1), (10, True, 0), (100, False, 0)):
         made = draw_chart(Diagram("Loss", "step", [Line("Loss", range(steps), [values[:steps].tolist()], noisy=noisy)]))
         assert template.render(all=[made]).count("thick: mean of the last 10.") == said
+
+
+def test_a_ct_is_drawn_in_hounsfield_units_with_its_window(tmp_path: Path, alone) -> None:
+    data = nnunet(tmp_path / "D", cases=5, channels=("CT",))
+    small = "--preset debug --tile 16 --patch 8 --device cpu --cache"
+    trainer = trainer_of(config_of([*small.split(), str(tmp_path / "cache"), "--data", str(data)]), alone, tmp_path)
+    cases = trainer.data.dataset.cases.values()
+    drawn = [trainer.validation._pictured(case, np.asarray(case.label), 0) for case in cases]
+    for one in drawn:
+        hounsfield = nibabel.load(data / "imagesTr" / f"{one.name}_0000.nii.gz").get_fdata()
+        assert one.is_ct and np.median(one.image) == pytest.approx(np.median(hounsfield[hounsfield > 0]), rel=0.02)
+    bright = replace(drawn[0], image=drawn[0].image + 500)
+    figure = figure_of_cases([drawn[0], bright], ["tumour"], 2, False)
+    low, high = figure.axes[0].images[0].get_clim()
+    assert figure.axes[3].images[0].get_clim() == (low, high), "all cases have the same window"
+    assert f"shown on CT from {low:.0f} HU (black) to {high:.0f} HU (white), in planes" in figure.get_suptitle()
+    assert "HU" not in figure_of_cases([replace(bright, is_ct=False)], ["tumour"], 1, False).get_suptitle()

@@ -275,7 +275,10 @@ class SegmentationValidation(CaseValidation):
         """Returns a case as pictures show it: on the grid of its image, in canonical axes."""
         preparation, properties = self.data.dataset.preparation, case.properties
         truth = self.data.dataset.consensus(case.label)
-        volumes = [np.asarray(case.image[shown]), truth, resample_label(ids, truth.shape)]
+        image, is_ct = np.asarray(case.image[shown]), properties.schemes[shown] == "ct"
+        if is_ct:
+            image = image * properties.stds[shown] + properties.means[shown]
+        volumes = [image, truth, resample_label(ids, truth.shape)]
         volumes += [soft.disputed(case.label)] if isinstance(soft := self.data.dataset.soft, Readers) else []
         image, truth, ids, *disputed = (preparation.canonical(volume, properties) for volume in volumes)
         name = f"{case.id} {GENERATED}" if is_generated(self.config.data) else case.id
@@ -283,7 +286,8 @@ class SegmentationValidation(CaseValidation):
         slices = slices_of(turned.geometry, turned.box, turned.shape)
         names = name_images(self.data.dataset.modalities)
         modality = names[shown] if len(names) > 1 else ""
-        return PicturedCase(name, image, truth, ids, turned.spacing, slices, modality, next(iter(disputed), None))
+        doubt = next(iter(disputed), None)
+        return PicturedCase(name, image, truth, ids, turned.spacing, slices, modality, doubt, is_ct)
 
     def _progress(self, journal: Journal, number: int, window: int, began: float) -> ReportProgress:
         """Returns a function that shows which share of a case is done with one of the kinds of window.
