@@ -40,7 +40,8 @@ class RunSettings:
     )
     val_cases: int = _watching(
         0,
-        "held-out cases per validation, with --task classify from each class in turn; 0: all",
+        "held-out cases per validation, with --task classify from each class in turn; 0: all (a run "
+        "always validates when it ends)",
         bounds=NOT_NEGATIVE,
         metavar="CASES",
     )
