@@ -1,6 +1,7 @@
 """How planes are looked at in a report's viewer: sides, grey levels, zoom, fill, and what is written on them."""
 
 import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -38,6 +39,19 @@ def test_window_and_level_change_greys_as_on_a_workstation(page: Chromium) -> No
     assert narrow["black"] > usual["black"], "a narrow window cuts more off"
     page.value("document.getElementById('reset').click()")
     assert look(page) == usual
+
+
+def test_without_images_nothing_offers_to_change_their_greys(page: Chromium, tmp_path: Path) -> None:
+    hidden = "[...document.querySelectorAll('#viewer label')].filter(e => e.hidden).map(e => e.textContent.trim())"
+    told = "document.getElementById('look').textContent"
+    assert not {"Window", "Level"} & set(page.value(hidden)) and page.value(told).startswith("Window ")
+    run, found = make_run(tmp_path, ["case_a"]), tmp_path / "found"
+    found.mkdir()
+    shutil.copy(next(tmp_path.glob("data/*/*-seg.nii.gz")), found / "new.nii.gz")
+    assert report.act([str(run), "--prediction", str(found)]) == 0
+    page.open((run / "report-found.html").as_uri())
+    assert {"Window", "Level"} <= set(page.value(hidden))
+    assert page.value(told) == "Only labels: the images are not known."
 
 
 def test_fill_and_outlines_have_their_own_strength(page: Chromium) -> None:

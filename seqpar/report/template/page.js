@@ -235,7 +235,7 @@
   function drawAll() {
     [0, 1, 2].forEach(draw);
     const unit = current().unit ? ` ${current().unit}` : "", width = (inFileWidth) => format(inFile(inFileWidth) - inFile(0));
-    get("look").textContent = range() ? `Window ${width(look("window"))}${unit}, level ${format(inFile(look("level")))}${unit}.` : "";
+    get("look").textContent = range() ? `Window ${width(look("window"))}${unit}, level ${format(inFile(look("level")))}${unit}.` : current().modalities.length ? "" : "Only labels: the images are not known.";
     remember();
   }
 
@@ -271,7 +271,8 @@
     state.at = (at || entry.at).map((n, dim) => Math.min(Math.max(n, 0), entry.shape[dim] - 1));
     get("modality").replaceChildren(...entry.modalities.map((name) => new Option(name)));
     get("modality").value = chosen;
-    get("modality-label").hidden = !entry.modalities.length;
+    for (const label of [get("modality-label"), get("window").parentElement, get("level").parentElement])
+      label.hidden = !entry.modalities.length;
     get("case").selectedIndex = index;
     const [w, d] = entry.shape.map((side, dim) => side * entry.spacing[dim]);
     get("planes").style.gridTemplateColumns = `${d}fr ${w}fr ${w}fr`; // as many pixels to a mm in each plane
