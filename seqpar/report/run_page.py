@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 from seqpar.data.errors import DataError
 from seqpar.data.phantom.phantom_files import describe_layout, is_generated
 from seqpar.models.build import family_of
-from seqpar.report.curves import training_diagrams
+from seqpar.report.curves import training_diagrams, words_of_loss
 from seqpar.report.plots import draw_charts
 from seqpar.report.record import (
     DAMAGE,
@@ -112,7 +112,10 @@ def render_run(
         all_settings=every,
         training=draw_charts(
             training_diagrams(
-                record.train, record.held_out, f"Loss ({loss or record.config.get('loss', 'dice-ce')})", classes
+                record.train,
+                record.held_out,
+                f"Loss ({loss or words_of_loss(record.config.get('loss', 'dice-ce'))})",
+                classes,
             )
         ),
         **parts,

@@ -273,3 +273,5 @@ def test_negative_numbers_have_a_minus_sign() -> None:
 def test_each_term_of_a_loss_has_a_name_in_words() -> None:
     terms = {f"{term}_loss" for name in LOSSES if len(weights := make_loss(name).weights) > 1 for term in weights}
     assert terms == curves.WORDS_OF_TERMS.keys()
+    names = {"ce": "cross-entropy", "dice-ce": "Dice and cross-entropy", "skeleton-recall": "skeleton recall"}
+    assert {name: curves.words_of_loss(name) for name in names} == names
