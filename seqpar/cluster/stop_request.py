@@ -9,7 +9,6 @@ from contextlib import suppress
 from pathlib import Path
 from types import FrameType
 
-from seqpar.cluster.exit_codes import PREEMPTED
 from seqpar.cluster.stop_agreement import StopAgreement
 from seqpar.parallel.mesh import Mesh
 from seqpar.parallel.processes import LEAVE_SIGNALS, PARENT_OF_FOLD, STOP_FILE
@@ -17,10 +16,14 @@ from seqpar.parallel.processes import LEAVE_SIGNALS, PARENT_OF_FOLD, STOP_FILE
 APART_S = 1.0  # one Ctrl-C may come twice to a fold: from srun to all processes, and passed on
 
 
+class LeftBeforeStart(SystemExit):
+    """A signal came before a run could save anything."""
+
+
 class StopRequest:
     """Watches for signals and the clock; ``should_leave`` returns the same on all ranks.
 
-    Before ``begin`` there is nothing to save, and a signal ends this process at once. A second Ctrl-C always does.
+    Before ``begin`` there is nothing to save, and a signal raises ``LeftBeforeStart``. A second Ctrl-C always does.
     Signals are read from a pipe too, because a Python handler waits for the main thread, which may be in a kernel.
 
     ``time_limit_s``: of the run; ``margin_s``: how long before that, or before the end of the Slurm job, it leaves.
@@ -41,7 +44,7 @@ class StopRequest:
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if self._agreement is None:
-            raise SystemExit(PREEMPTED)
+            raise LeftBeforeStart(128 + number)
         if number == signal.SIGINT:
             now = time.monotonic()
             apart_s = APART_S if PARENT_OF_FOLD in os.environ else 0.0
@@ -97,7 +100,7 @@ class StopRequest:
                 )
         if not self._reason and time.monotonic() > self._deadline:
             self._reason = "time limit"
-        if not self._reason and self._file is not None and self._file.exists():
+        if not self._reason and self._file is not None and self._file.is_file():
             self._reason = f"file {self._file}"
         return self._reason
 

@@ -78,7 +78,7 @@ class SideBySide:
                 if watch.table.over > num_over:
                     num_over = watch.table.over
                     self.on_end()
-                if not watch.leaves and (self.signals or time.monotonic() > self.until or (root / STOP_FILE).exists()):
+                if not watch.leaves and (self.signals or time.monotonic() > self.until or (root / STOP_FILE).is_file()):
                     watch.leave()
                 watch.refresh()
                 self._refuse_lost()

@@ -159,7 +159,7 @@ def open_folder(status: StatusFile, lock: RunLock, config: Config, log: RunLog) 
             raise
         for folder in (out, *(path for path in out.glob("validation*") if path.is_dir())):
             remove_leftovers(folder)
-        status.write("running")
+        status.open()
     except OSError as error:
         raise unwritable(f"--out {out}", error) from None
     log.open(out / "train.log")
