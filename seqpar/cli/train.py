@@ -12,7 +12,7 @@ import torch
 from seqpar.cluster import exit_codes
 from seqpar.cluster.exit_codes import report_unless_rank0_did
 from seqpar.cluster.start_ranks import start_missing_ranks
-from seqpar.cluster.stop_request import StopRequest
+from seqpar.cluster.stop_request import LeftBeforeStart, StopRequest
 from seqpar.cluster.torch_setup import restore_kernel_cache, save_kernel_cache, set_arithmetic
 from seqpar.parallel.consensus import broadcast_text, run_on_rank0
 from seqpar.parallel.launcher import Launcher, flight_recorder, read_launcher
@@ -23,7 +23,7 @@ from seqpar.parallel.rendezvous import check_seqpar, start
 from seqpar.planner.feasibility import require_peers
 from seqpar.runs.run_lock import RunLock
 from seqpar.runs.run_log import RunLog, logging_output
-from seqpar.runs.run_status import StatusFile
+from seqpar.runs.run_status import StatusFile, keep_arguments
 from seqpar.settings.data_settings import ALL_FOLDS
 from seqpar.tasks.lookup import task_of
 from seqpar.terminal import resume_command
@@ -53,24 +53,42 @@ def act(arguments: Sequence[str]) -> int:
         check_seqpar(request.config.seqpar, launcher.world, request.config.pipe)
         require_peers(request.config, launcher.world)
         refuse_other_run(request.config)
-        return _train(request, launcher, meeting)
+        return _train(request, launcher, meeting, arguments)
     except ValueError as error:
         if launcher.rank == 0:
             raise
         return report_unless_rank0_did(error, launcher)
 
 
-def _train(request: RunRequest, launcher: Launcher, meeting: Meeting) -> int:
+def _train(request: RunRequest, launcher: Launcher, meeting: Meeting, arguments: Sequence[str]) -> int:
     """Returns the exit code after this rank's share of the run."""
+    out = request.config.out
     with logging_output(launcher.rank == 0) as log:
-        return _run(request, launcher, meeting, log)
+        try:
+            return _run(request, launcher, meeting, log)
+        except LeftBeforeStart:
+            if not out:  # the next start takes another folder
+                raise
+            if launcher.rank == 0:
+                keep_arguments(Path(out), arguments)
+                act = task_of(request.config).train_command[0]
+                again = resume_command(act, out, ranks=_told_ranks(request, launcher))
+                text = f"left before the first step; to begin: {again}"
+                print(text, file=sys.stderr, flush=True)
+                exit_codes.leave_last_words(text)
+            return exit_codes.PREEMPTED
+
+
+def _told_ranks(request: RunRequest, launcher: Launcher) -> int:
+    """Returns how many ranks a line that resumes the run has to start."""
+    return launcher.world if launcher.world > request.config.group_ranks else 1
 
 
 def _run(request: RunRequest, launcher: Launcher, meeting: Meeting, log: RunLog) -> int:
     config = request.config
     if launcher.rank == 0:
         print(first_lines(request, launcher), flush=True)
-    stopper = StopRequest(parse_duration(config.time_limit), is_first=launcher.rank == 0)
+    stopper = StopRequest(parse_duration(config.time_limit))
     task = task_of(config)
     if request.data is None:
         refuse_other_weights(config)
@@ -94,7 +112,7 @@ def _run(request: RunRequest, launcher: Launcher, meeting: Meeting, log: RunLog)
 
         stopper.begin(mesh, write_preempted, out)
         try:
-            (number, text), status.before = run_on_rank0(lambda: open_folder(status, lock, config, log), mesh.world)
+            number, text = run_on_rank0(lambda: open_folder(status, lock, config, log), mesh.world)
             lock.ticket = (number, text)
             restore_kernel_cache(out)
             finished = run_lessons(request, mesh, data, status, stopper)
@@ -106,8 +124,7 @@ def _run(request: RunRequest, launcher: Launcher, meeting: Meeting, log: RunLog)
     if launcher.rank == 0:
         lock.release()
     if not finished:
-        ranks = launcher.world if launcher.world > config.group_ranks else 1
-        again = resume_command(task.train_command[0], out, ranks=ranks)
+        again = resume_command(task.train_command[0], out, ranks=_told_ranks(request, launcher))
         exit_codes.leave_last_words(f"left early ({stopper.reason}); to continue: {again}")
     return 0 if finished else exit_codes.PREEMPTED
 

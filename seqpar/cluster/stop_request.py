@@ -9,7 +9,6 @@ from contextlib import suppress
 from pathlib import Path
 from types import FrameType
 
-from seqpar.cluster.exit_codes import PREEMPTED
 from seqpar.cluster.stop_agreement import StopAgreement
 from seqpar.parallel.mesh import Mesh
 from seqpar.parallel.processes import LEAVE_SIGNALS, PARENT_OF_FOLD, STOP_FILE
@@ -17,18 +16,20 @@ from seqpar.parallel.processes import LEAVE_SIGNALS, PARENT_OF_FOLD, STOP_FILE
 APART_S = 1.0  # one Ctrl-C may come twice to a fold: from srun to all processes, and passed on
 
 
+class LeftBeforeStart(SystemExit):
+    """A signal came before a run could save anything."""
+
+
 class StopRequest:
     """Watches for signals and the clock; ``should_leave`` returns the same on all ranks.
 
-    Before ``begin`` there is nothing to save, and a signal ends this process at once, with a line on the first rank
-    (``is_first``). A second Ctrl-C always does.
+    Before ``begin`` there is nothing to save, and a signal raises ``LeftBeforeStart``. A second Ctrl-C always does.
     Signals are read from a pipe too, because a Python handler waits for the main thread, which may be in a kernel.
 
     ``time_limit_s``: of the run; ``margin_s``: how long before that, or before the end of the Slurm job, it leaves.
     """
 
-    def __init__(self, time_limit_s: float, margin_s: float = 90.0, is_first: bool = True) -> None:
-        self._is_first = is_first
+    def __init__(self, time_limit_s: float, margin_s: float = 90.0) -> None:
         self._reason = ""  # why this rank needs to leave
         self._interrupted: float | None = None  # when Ctrl-C came first
         self._pipe: int | None = None
@@ -43,10 +44,7 @@ class StopRequest:
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if self._agreement is None:
-            if self._is_first:
-                line = f"left early ({signal.Signals(number).name}) before the run began: give the same command again\n"
-                os.write(2, line.encode())  # a stream may be in the middle of another line
-            raise SystemExit(PREEMPTED)
+            raise LeftBeforeStart(128 + number)
         if number == signal.SIGINT:
             now = time.monotonic()
             apart_s = APART_S if PARENT_OF_FOLD in os.environ else 0.0

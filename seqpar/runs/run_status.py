@@ -8,9 +8,10 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+from seqpar.cluster.exit_codes import PREEMPTED
 from seqpar.data.files import write_json
 from seqpar.runs.journal import read_metrics
-from seqpar.runs.run_folder import holds_folds, read_status
+from seqpar.runs.run_folder import holds_folds, holds_run, read_status
 from seqpar.runs.run_lock import RunLock
 from seqpar.settings.config import Config
 from seqpar.terminal import coloured, typed_command
@@ -21,14 +22,25 @@ class StatusFile:
     """Writes ``status.json``: whether a run is running, finished, preempted or failed, and why.
 
     ``step`` is where the run is, ``steps`` where it ends. ``lock``: of the run folder; without holding it, nothing is
-    written. ``before``: what the file said when this start began, until ``go_on``. A start that ends before that leaves
-    a finished run finished, and another one at its step.
+    written.
     """
 
     def __init__(self, out: Path, lock: RunLock | None = None) -> None:
         self.path, self.lock = out / "status.json", lock
         self.step = self.steps = 0
-        self.before: dict[str, Any] = {}
+
+    def open(self) -> None:
+        """Writes that a run is running; what a finished one says stays until ``begin``, as it may not be resumed."""
+        before = read_status(self.path.parent)
+        self.step, self.steps = _whole(before, "step"), _whole(before, "steps")
+        if before.get("state") != "finished":
+            self.write("running")
+
+    def begin(self) -> None:
+        """Writes that a run is running, unless another rank has failed."""
+        if read_status(self.path.parent).get("state") == "finished":
+            self.write("running")
+        self.write_unless_over("running")
 
     def write(self, state: str, why: str = "", code: int = 0, durable: bool = True) -> None:
         """Writes the state.
@@ -41,8 +53,6 @@ class StatusFile:
             return
         content = {"state": state, "step": self.step, "steps": self.steps, "why": why, "code": code}
         content["time"] = time.time()
-        if self.before and state != "running":
-            content = self.before if self.before.get("state") == "finished" else {**content, **_place_in(self.before)}
         try:
             write_json(self.path, content, durable)
         except OSError:  # of a full disk, which has room in the old file: else a failed run would read as killed
@@ -52,19 +62,33 @@ class StatusFile:
                 file.write(json.dumps(content, indent=2) + "\n")
                 file.truncate()
 
-    def go_on(self) -> None:
-        """Writes that the run goes on, from its own ``step``, unless another rank has written how it ended."""
-        self.before = {}
-        self.write_unless_over("running")
-
     def write_unless_over(self, state: str, why: str = "", code: int = 0, durable: bool = True) -> None:
         """Writes, unless another rank has written how the run ended: the first cause is kept."""
-        if read_status(self.path.parent).get("state", "running") == "running":
+        now = read_status(self.path.parent)
+        if now.get("state", "running") == "running":
+            self.step, self.steps = self.step or _whole(now, "step"), self.steps or _whole(now, "steps")
             self.write(state, why, code, durable)
 
 
-def _place_in(status: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: status[name] for name in ("step", "steps") if name in status}
+def _whole(status: Mapping[str, Any], name: str) -> int:
+    return n if isinstance(n := status.get(name), int) else 0
+
+
+def keep_arguments(out: Path, arguments: Sequence[str]) -> None:
+    """Writes the command line of a run that left before its folder had a config.json, so that it can be resumed."""
+    if holds_run(out) or _says_running(out):  # the latter is another training
+        return
+    before = kept_arguments(out)
+    status = {"state": "preempted", "step": 0, "steps": 0, "why": "left before the first step", "code": PREEMPTED}
+    typed = arguments if before == arguments[: len(before)] else [*before, *arguments]
+    out.mkdir(parents=True, exist_ok=True)
+    write_json(out / "status.json", {**status, "time": time.time(), "arguments": list(typed)})
+
+
+def kept_arguments(out: str | Path) -> list[str]:
+    """Returns the command line by which a run begins that left before its first step, [] for any other."""
+    kept = [] if not out or holds_run(out) else read_status(out).get("arguments", [])
+    return kept if isinstance(kept, list) and all(isinstance(word, str) for word in kept) else []
 
 
 def describe_kill(run: str | Path) -> str:

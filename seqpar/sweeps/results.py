@@ -166,7 +166,10 @@ def write_results(out: Path, sweep: Sweep) -> list[str]:
     if best := sweep.best:
         lines.append(sweep.describe_best(best))
         lines.append(f"next: {next_command('report', out)}  (all points on one page)")
-        lines.append(f"next: {next_command('predict', out / best.name, '-i', 'IMAGES', '-o', 'PREDICTIONS')}")
+        if (out / best.name).is_dir():
+            lines.append(f"next: {next_command('predict', out / best.name, '-i', 'IMAGES', '-o', 'PREDICTIONS')}")
+        else:
+            lines.append(f"{out / best.name} is gone: no network of the best point is left to predict with")
     return lines
 
 

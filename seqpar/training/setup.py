@@ -24,7 +24,7 @@ from seqpar.pipeline.stages import StageMap
 from seqpar.planner.chooser import choose_attention
 from seqpar.planner.memory_check import refuse_beyond_free
 from seqpar.planner.printer import describe_decoding, describe_lessons
-from seqpar.runs.run_folder import describe_run, read_config, read_status
+from seqpar.runs.run_folder import describe_run, read_config
 from seqpar.runs.run_lock import RunLock
 from seqpar.runs.run_log import RunLog
 from seqpar.runs.run_status import StatusFile, append_start, changes_line, describe_kill
@@ -137,13 +137,11 @@ def _words(config: Config, world: int) -> str:
     return "; ".join(words)
 
 
-def open_folder(
-    status: StatusFile, lock: RunLock, config: Config, log: RunLog
-) -> tuple[tuple[int, str], dict[str, Any]]:
+def open_folder(status: StatusFile, lock: RunLock, config: Config, log: RunLog) -> tuple[int, str]:
     """Makes the run folder, takes its lock, clears it of what a killed run was writing, writes that it has begun,
     and opens its log file.
 
-    Returns the lock's ticket, and what status.json said before.
+    Returns the lock's ticket.
     """
     out = status.path.parent
     try:
@@ -161,12 +159,11 @@ def open_folder(
             raise
         for folder in (out, *(path for path in out.glob("validation*") if path.is_dir())):
             remove_leftovers(folder)
-        before = read_status(out)
-        status.write("running")
+        status.open()
     except OSError as error:
         raise unwritable(f"--out {out}", error) from None
     log.open(out / "train.log")
-    return lock.ticket, before
+    return lock.ticket
 
 
 def make_trainer(

@@ -131,7 +131,7 @@ class Trainer:
             nothing = "" if self.saved else ": nothing was saved before"
             self.journal.say(f"resumed at step {step} of {self.config.steps}{nothing}")
         self.journal.begin(step, self.config.steps, self.loss.weights)
-        self.journal.attempt(self.status.go_on)
+        self.journal.attempt(self.status.begin)
 
     def _loader(self) -> Loader:
         config = self.config

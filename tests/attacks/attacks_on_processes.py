@@ -1,5 +1,6 @@
 """Attacks on running programs: ranks that are killed, and helpers that never answer."""
 
+import json
 import os
 import resource
 import signal
@@ -46,12 +47,12 @@ def _kill(rank: int, once: str = "") -> Callable[[int, Path], None]:
     return kill
 
 
-def _interrupt(once: str) -> Callable[[int, Path], None]:
-    """Returns what presses Ctrl-C, once a folder is there."""
+def _interrupt(once: str, number: int = signal.SIGINT) -> Callable[[int, Path], None]:
+    """Returns what presses Ctrl-C, or sends another signal, once a folder is there."""
 
     def interrupt(pid: int, here: Path) -> None:
         _wait_for((here / once).exists)
-        os.killpg(pid, signal.SIGINT)
+        os.killpg(pid, number)
 
     return interrupt
 
@@ -156,6 +157,20 @@ def _nobody_works(here: Path, said: str) -> None:
     _wait_for(lambda: not is_left(), 20)
 
 
+def _ends_as_asked(here: Path, said: str) -> None:
+    """Asserts that a run that left before its first step is begun by ``--resume``, with the settings of its line."""
+    assert not (here / "run/config.json").exists(), "it left too late for this row"
+    command = [sys.executable, "-m", "seqpar.cli.train", "--resume", "--out", "run"]
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    resumed = subprocess.run(command, cwd=here, env=env, capture_output=True, text=True, timeout=120)
+    status = json.loads((here / "run/status.json").read_text())
+    assert (resumed.returncode, status["state"], status["step"]) == (0, "finished", 2), resumed
+
+
+def _prepared_only(here: Path, said: str) -> None:
+    assert not (here / "runs").exists()
+
+
 def _predicted(here: Path, said: str) -> None:
     assert len(list((here / "out").glob("*.nii.gz"))) == 5
 
@@ -181,6 +196,26 @@ ATTACKS += [
             started=True,
         )
         for number, code in ((signal.SIGKILL, -signal.SIGKILL), (signal.SIGHUP, -signal.SIGHUP), (signal.SIGTERM, 75))
+    ),
+    Attack(
+        "TERM before the run folder is there",
+        types=f"train {TINY} --data D --cache cache --iterations 2 --epochs 1 --out run",
+        make=lambda here: nnunet(here / "D", 60),
+        meanwhile=_interrupt("cache", signal.SIGTERM),
+        after=_ends_as_asked,
+        code=75,
+        says="",
+        started=True,
+    ),
+    Attack(
+        "TERM before the first step of a run whose folder has no name",
+        types=f"train {TINY} --data D --cache cache --iterations 2 --epochs 1",
+        make=lambda here: nnunet(here / "D", 60),
+        meanwhile=_interrupt("cache", signal.SIGTERM),
+        after=_prepared_only,
+        code=143,
+        says="",
+        started=True,
     ),
     Attack(
         "the launcher is killed while a checkpoint is saved",

@@ -150,6 +150,17 @@ def test_a_case_that_goes_bad_leaves_the_cache(tmp_path):
     assert open_cache(tmp_path / "c").ids == ("c_000",) and not (tmp_path / "c/cases/c_001").exists()
 
 
+def test_cases_whose_folders_were_swapped_are_prepared_again(tmp_path):
+    root, cases = nnunet(tmp_path / "D", 3), tmp_path / "c/cases"
+    prepare(read_dataset(root), tmp_path / "c", workers=0)
+    first = tree(tmp_path / "c")
+    (cases / "c_000").rename(tmp_path / "away")
+    (cases / "c_001").rename(cases / "c_000")
+    (tmp_path / "away").rename(cases / "c_001")
+    assert prepare(read_dataset(root), tmp_path / "c", workers=0).prepared == ("c_000", "c_001")
+    assert tree(tmp_path / "c") == first
+
+
 @pytest.mark.parametrize("file", ["image.npy", "label.npy", "locations.npy", "case.json"])
 def test_check_names_the_file_in_which_a_bit_has_flipped(file, tmp_path):
     prepare(read_dataset(nnunet(tmp_path / "D", 2)), tmp_path / "c", workers=0)

@@ -73,4 +73,8 @@ def test_cases_that_are_predicted_later_join_the_table_of_the_same_settings(tmp_
     assert read_class_table(tmp_path / "predictions.csv").probabilities[:, 0].tolist() == [0.2, 0.7, 0.2, 0.7]
     PredictionTable(tmp_path, names).open([Case("d", ())], record, False)  # killed before its first case
     assert read_class_table(tmp_path / "predictions.csv").cases == ("a", "b", "c"), "d is to be predicted anew"
-    assert predict_as("e", 0.5, {"runs": "second"}) == ("e",)
+    before = (tmp_path / "predictions.csv").read_bytes()
+    with pytest.raises(DataError, match=r"holds 2 cases predicted with other settings, .*choose another --output"):
+        predict_as("ae", 0.5, {"runs": "second"})
+    assert (tmp_path / "predictions.csv").read_bytes() == before
+    assert predict_as("abce", 0.5, {"runs": "second"}) == ("a", "b", "c", "e")

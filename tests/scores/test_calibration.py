@@ -48,10 +48,14 @@ def predicted(request, tmp_path: Path) -> tuple[tuple[Path, Path], dict[str, tup
         true = random_labels(n)
         true[:2] = 3 if n == 1 else true[:2]
         save(truth / f"c{n}.nii.gz", true)
-        save(prediction / f"c{n}.nii.gz", random_labels(n + 10))
         logits = rng.normal(0, 1, (3, *true.shape)) + 3 * np.stack([true == v for v in range(3)])
         shares = (np.exp(logits) / np.exp(logits).sum(0)).astype(np.float32)
-        shares = np.stack([shares[1] + shares[2], shares[2]]) if labels is NESTED else shares
+        chosen = shares.argmax(0)
+        if labels is NESTED:
+            shares = np.stack([shares[1] + shares[2], shares[2]])
+            chosen = np.where(shares[1] > 0.5, 2, shares[0] > 0.5)
+        chosen[3:5] = 0  # as postprocessing may have done
+        save(prediction / f"c{n}.nii.gz", chosen.astype(np.uint8))
         save_probabilities(prediction, f"c{n}", shares, labels)
         if labels is PLAIN:
             classes = {"organ": (shares[1], true == 1), "core": (shares[2], true == 2)}
@@ -79,6 +83,16 @@ def test_calibration_is_that_of_all_voxels_together(predicted, capfd) -> None:
     picture.write_bytes(b"my own")
     assert evaluate_folders(folders, "--calibration") == 3 and picture.read_bytes() == b"my own"
     assert f"{picture}: is there, and evaluate did not write it" in capfd.readouterr().err
+
+
+def test_probabilities_of_another_case_are_refused_by_name(predicted, capfd) -> None:
+    folders, _ = predicted
+    one, other = (folders[1] / "npz" / f"c{n}.npz" for n in (0, 2))
+    one.write_bytes(other.read_bytes())
+    assert evaluate_folders(folders, "--calibration") == 3
+    said = capfd.readouterr().err
+    assert f"{one}: holds probabilities of another prediction than {folders[1] / 'c0.nii.gz'}: in " in said
+    assert said.count("another prediction") == 1
 
 
 def test_a_class_without_a_probable_voxel_has_no_calibration_error_and_each_class_has_the_colour_it_is_given() -> None:

@@ -137,6 +137,11 @@ def test_a_table_and_a_picture_are_written_and_the_best_is_said(made: Path) -> N
     assert [row["score"] for row in rows] == ["0.5", "0.6", "", ""] and rows[0]["lr"] == "0.001"
     assert rows[0]["training_loss"] == "0.7" and "train loss" in text
     assert (made / "sweep.png").read_bytes()[:4] == b"\x89PNG"
+    best = made / sweep.points[1].name
+    assert f" {best} -i IMAGES" in text
+    best.rename(made / "away")
+    text = "\n".join(write_results(made, sweep))
+    assert "-i IMAGES" not in text and f"{best} is gone: no network of the best point is left" in text
 
 
 def test_the_picture_explains_means_and_spread_only_if_they_are_drawn(made: Path) -> None:

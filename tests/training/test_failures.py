@@ -12,7 +12,6 @@ import pytest
 import torch
 from safetensors import SafetensorError
 
-from seqpar.cli import train
 from seqpar.cluster import exit_codes, stop_agreement
 from seqpar.data.errors import DataError
 from seqpar.runs.run_folder import read_status
@@ -67,13 +66,6 @@ def test_a_start_that_fails_before_its_first_step_leaves_a_finished_run_finished
     assert before["state"] == "finished" and status(out) == before
     trained(2, ["--resume", "--epochs", "5"], out)
     assert (status(out)["state"], status(out)["step"]) == ("finished", before["step"] // 3 * 5)
-
-
-def test_a_signal_before_the_run_begins_is_named_and_leaves_no_folder(flags, tmp_path):
-    hook = at(train, "set_arithmetic", 0, signalled(signal.SIGTERM))
-    left = trained(1, flags, tmp_path / "run", 75, hook)
-    assert "left early (SIGTERM) before the run began: give the same command again" in left.said(0)
-    assert not (tmp_path / "run").exists()
 
 
 WITH_GROUPS = ("in a step", "in validation", "before a write", "amid a write")  # survivors wait for two others and more

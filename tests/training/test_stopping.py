@@ -82,11 +82,16 @@ def test_a_run_that_had_to_leave_goes_on_to_the_same_bits(flags, undisturbed, tm
 def test_a_run_that_cannot_go_on_with_other_data_keeps_its_folder(flags, undisturbed, tmp_path):
     out, data = tmp_path / "run", nnunet(tmp_path / "Dataset002_Two", 5, ("CT", "MR"))
     trained(1, flags, out, expect=75, hook=at(after_step.AfterStep, "decide", 0, signalled(signal.SIGTERM), call=3))
-    before = (out / "config.json").read_bytes()
-    refused = trained(1, ["--resume", "--data", str(data), "--cache", str(tmp_path / "cache")], out, expect=3)
+    before, step = (out / "config.json").read_bytes(), status(out)["step"]
+    other = ["--resume", "--data", str(data), "--cache", str(tmp_path / "cache")]
+    refused = trained(1, other, out, expect=3)
     assert "has the channels CT, MR, but the run in" in refused.said() and (out / "config.json").read_bytes() == before
+    assert (status(out)["state"], status(out)["step"]) == ("failed", step)
     trained(1, ["--resume"], out)
     assert weights(out) == weights(undisturbed(1))
+    finished = (out / "status.json").read_bytes()
+    trained(1, other, out, expect=3)
+    assert (out / "status.json").read_bytes() == finished
 
 
 def test_a_validation_that_is_repeated_after_a_kill_is_there_once(flags, tmp_path):
@@ -152,10 +157,15 @@ def test_the_time_limit_and_a_restart_by_the_scheduler(flags, undisturbed, tmp_p
     assert weights(out) == weights(undisturbed(1))
 
 
-def test_before_there_is_work_a_signal_ends_at_once(flags, tmp_path):
-    hook = at(Segmentation, "open_data", 0, signalled(signal.SIGUSR1))
-    trained(1, flags, tmp_path / "run", expect=75, hook=hook)
-    assert not (tmp_path / "run").exists()
+def test_before_there_is_work_a_signal_ends_at_once_and_the_run_begins_when_resumed(flags, undisturbed, tmp_path):
+    out, leave = tmp_path / "run", at(Segmentation, "open_data", 0, signalled(signal.SIGUSR1))
+    left = trained(1, flags, out, expect=75, hook=leave)
+    assert f"left before the first step; to begin: python launch/train.py --resume --out {out}" in left.said(0)
+    assert [path.name for path in out.iterdir()] == ["status.json"]
+    trained(1, ["--resume"], out, expect=75, hook=leave)
+    assert (status(out)["state"], status(out)["step"]) == ("preempted", 0)
+    trained(1, ["--resume"], out)
+    assert weights(out) == weights(undisturbed(1))
 
 
 def test_ctrl_c_leaves_in_order_and_twice_at_once(flags, tmp_path):
@@ -208,9 +218,14 @@ def test_a_file_named_stop_ends_a_run_after_its_step(flags, undisturbed, tmp_pat
     left = trained(world, [*flags, *more], out, expect=75, hook=put)
     assert status(out)["state"] == "preempted" and status(out)["step"] < 6
     assert f"(file {out}/stop" in left.said(0) and not (out / "stop").exists()
-    (out / "stop").mkdir()  # a folder asks for nothing
     trained(world, ["--resume"], out)
     assert weights(out) == weights(undisturbed(world, *more))
+
+
+def test_a_folder_named_stop_stops_nothing(flags, tmp_path):
+    (tmp_path / "run/stop").mkdir(parents=True)
+    trained(1, flags, tmp_path / "run")
+    assert status(tmp_path / "run")["state"] == "finished"
 
 
 def test_of_equally_good_validations_the_one_with_the_lower_loss_is_kept(tmp_path):

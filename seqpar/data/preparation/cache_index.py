@@ -29,7 +29,8 @@ def is_current(dataset: Dataset, out: Path, settings: PrepareSettings) -> bool:
         return False
     try:
         return all(
-            index["cases"][case.id]["sources"] == sources_of(case) and read_record(out, case.id) is not None
+            (record := read_record(out, case.id)) is not None
+            and record["sources"] == index["cases"][case.id]["sources"] == sources_of(case)  # no other case's folder
             for case in dataset.cases
         )
     except DataError:

@@ -50,7 +50,9 @@ class PredictionTable(PredictionFolder):
         return [self.path, *(path for case in explained for path in self.explanation_paths(case))]
 
     def unfinished(self, cases: Sequence[Case], kept: frozenset[str], same_settings: bool) -> list[Case]:
-        """Also keeps the lines of other cases with the same settings."""
+        """Also keeps the lines of other cases with the same settings; refuses to lose those with others."""
+        if not same_settings and self.path.is_file():
+            self._refuse_loss(cases)
         if same_settings and self.path.is_file() and self.path.stat().st_size:  # an emptied one has nothing to keep
             whole = {case.id for case in cases if not self.explains or all(map(is_whole, self.explanation_paths(case)))}
             table, again = read_class_table(self.path, may_be_cut=True), {case.id for case in cases} - (kept & whole)
@@ -58,6 +60,17 @@ class PredictionTable(PredictionFolder):
                 again |= {case.id for case in cases} & {*table.cases[-1:]}
             self.rows = {case: row for case, row in zip(table.cases, table.probabilities) if case not in again}
         return [case for case in cases if case.id not in self.rows]
+
+    def _refuse_loss(self, cases: Sequence[Case]) -> None:
+        """Raises DataError if the table has cases that are not predicted now: it is of one network alone."""
+        others = set[str]()
+        with suppress(DataError):  # what cannot be read is lost already
+            others = {*read_class_table(self.path, may_be_cut=True).cases} - {case.id for case in cases}
+        if others:
+            raise DataError(
+                self.path, f"holds {quantity(len(others), 'case')} predicted with other settings, which would be lost; "
+                "choose another --output"
+            )  # fmt: skip
 
     def clear(self, left: Sequence[Case], cases: Sequence[Case]) -> None:
         if self.rows:

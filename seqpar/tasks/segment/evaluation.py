@@ -283,6 +283,9 @@ def calibrate(pairs: Sequence[Pair], labels: Labels, workers: int, faults: list[
     return {name: tenths[name] for name in labels.classes if name in tenths}
 
 
+CONTRADICTED = 0.01  # share of voxels; postprocessing of nested regions may leave a few
+
+
 def calibrate_pair(pair: Pair, labels: Labels) -> dict[str, Floats]:
     """Returns the tenths of one case, of the classes that its truth shows."""
     saved = SavedProbabilities.of(pair.prediction)
@@ -297,6 +300,11 @@ def calibrate_pair(pair: Pair, labels: Labels) -> dict[str, Floats]:
         )  # fmt: skip
     if not ((probabilities >= 0) & (probabilities <= 1.001)).all():
         raise DataError(saved.path, "holds numbers that are no probabilities: predict the case again")
+    if (share := saved.contradicted(probabilities)) > CONTRADICTED:
+        raise DataError(
+            saved.path, f"holds probabilities of another prediction than {pair.prediction}: in {share:.0%} of its "
+            "labelled voxels, another label is more probable: predict the case again"
+        )  # fmt: skip
     counted = np.ones(truth.shape, bool) if labels.ignore is None else truth != labels.ignore
     hidden, tenths = hidden_classes(labels.classes, pair.shown), dict[str, Floats]()
     for name, own in labels.classes.items():

@@ -95,6 +95,9 @@ class EnsembleFiles:
         plain.write_bytes(pickle.dumps(properties))
 
 
+FAR = 0.05  # rounding changes no probability by so much
+
+
 @dataclass(frozen=True)
 class SavedProbabilities:
     """Probabilities of a case in a file: those that ``--npz`` wrote, or nnU-Net's.
@@ -136,6 +139,21 @@ class SavedProbabilities:
         """The label values that each output stands for: one of a label, those of a region."""
         declared = declaration_of(read_json(self.folder / DATASET), self.folder / DATASET)
         return list(declared.regions.values()) if declared.regions else [(n,) for n in declared.labels.values()]
+
+    def contradicted(self, probabilities: np.ndarray) -> float:
+        """Returns the share of the label map's labelled voxels in which another label is more probable by far.
+
+        Postprocessing may have removed labels, so voxels of background tell nothing.
+        """
+        labels = read_volume(self.label_map)[0][0]
+        inside = labels != 0
+        given, values = probabilities[:, inside], labels[inside]
+        order = declaration_of(read_json(self.folder / DATASET), self.folder / DATASET).regions_class_order
+        most: Any = 0.5 if order else given.max(0, initial=0)
+        wrong = np.ones(values.shape, bool)
+        for channel, value in zip(given, order or [value for (value,) in self.outputs]):
+            wrong &= (values != value) | (most - channel > FAR)
+        return float(wrong.mean()) if wrong.size else 0.0
 
     def write_mean(self, other: "SavedProbabilities", path: Path) -> None:
         """Writes the label map of the mean of both, as ``nnUNetv2_ensemble`` does."""
