@@ -19,7 +19,6 @@ MEASURE_AGAIN = {
     "figures/results/figure-11.txt": ("launch/figures.py 11 --scale laptop", 5),
     "figures/results/figure-14.txt": ("launch/figures.py 14 --scale laptop --reach 0.3", 15),
     "figures/results/figure-15.txt": ("launch/figures.py 15 --scale laptop --seeds 3", 15),
-    "figures/results/figure-17.txt": ("launch/figures.py 17 --scale laptop", 12),
 }
 MADE_BY = re.compile(r"` at ([0-9a-f]{7,40})\b")  # after the command
 
