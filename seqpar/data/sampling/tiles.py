@@ -156,6 +156,12 @@ class TileSource:
             image, label = self.synthesis.read(case, low, need, outside, int(rng.integers(2**63)))
         else:
             image, label = read_box(image, low, need, 0), read_box(label, low, need, outside)
+        if self.soft is None and not 0 <= label.min() <= label.max() < self.num_values:
+            raise DataError(
+                getattr(case.label, "filename", f"case {case.id}"), f"holds labels from {label.min()} to {label.max()}, "
+                f"and 0 to {self.num_values - 1} are known: its bytes have changed (prepare --check finds such files); "
+                "prepare the data again"
+            )  # fmt: skip
         image, label = self.augmentation(image, label, seed)
         if self.marks_skeletons:
             label = mark_skeleton(torch.from_numpy(label)[None], outside or None)[0].numpy()
