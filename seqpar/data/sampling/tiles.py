@@ -156,9 +156,10 @@ class TileSource:
             image, label = self.synthesis.read(case, low, need, outside, int(rng.integers(2**63)))
         else:
             image, label = read_box(image, low, need, 0), read_box(label, low, need, outside)
-        if self.soft is None and not 0 <= label.min() <= label.max() < self.num_values:
+        low_value, high_value = int(label.min()), int(label.max())
+        if self.soft is None and not 0 <= low_value <= high_value < self.num_values:
             raise DataError(
-                getattr(case.label, "filename", f"case {case.id}"), f"holds labels from {label.min()} to {label.max()}, "
+                getattr(case.label, "filename", f"case {case.id}"), f"holds labels from {low_value} to {high_value}, "
                 f"and 0 to {self.num_values - 1} are known: its bytes have changed (prepare --check finds such files); "
                 "prepare the data again"
             )  # fmt: skip
