@@ -5,7 +5,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -40,7 +40,7 @@ from seqpar.report.planes import (
 from seqpar.report.record import CaseScores, RunRecord, ScoredCase
 from seqpar.report.tables import what_is_missing
 from seqpar.scores.label_classes import learned_regions
-from seqpar.scores.label_files import ENTROPY, UNCERTAINTY, read_reference
+from seqpar.scores.label_files import DISAGREEMENT, ENTROPY, UNCERTAINTY, read_reference
 from seqpar.scores.label_scores import format_dice
 from seqpar.text import millilitres
 
@@ -59,7 +59,7 @@ def load(case: ScoredCase, record: RunRecord, images: Images) -> ShownCase:
             difference = geometry_difference(image.properties.geometry, prediction.geometry)
             if difference is None:
                 shown = _on_prepared_grid(case, prediction, image, numbers, list(record.dataset["modalities"]))
-                return _with_entropy(shown, case.prediction, image.properties, record)
+                return _with_uncertainty(shown, case.prediction, image.properties, record)
             note = f"The image does not match the labels ({difference}); only the labels are shown."
     except DataError as error:
         note = f"The image cannot be used ({error}); only the labels are shown."
@@ -117,24 +117,33 @@ def _on_prepared_grid(
     return _with_dispute(shown, disputed)
 
 
-def _with_entropy(shown: ShownCase, prediction: Path, properties: Properties, record: RunRecord) -> ShownCase:
-    """Returns a case with the map of entropy that predict wrote next to its label map, if it did."""
+def _with_uncertainty(shown: ShownCase, prediction: Path, properties: Properties, record: RunRecord) -> ShownCase:
+    """Returns a case with the maps of uncertainty that predict wrote next to its label map, if it did."""
     try:
         is_written = bool(json.loads(read_whole(prediction.parent / "prediction.json")).get("uncertainty"))
     except (OSError, ValueError, AttributeError):
         return shown
-    folder, name = prediction.parent / UNCERTAINTY, f"{strip_suffix(prediction.name)}_{ENTROPY}"
-    files = [path for suffix in SUFFIXES if is_written and (path := folder / f"{name}{suffix}").is_file()]
-    if not files:
-        return shown
-    volume, regions = read_volume(files[0]), record.dataset["regions"]
+    folder, name = prediction.parent / UNCERTAINTY, strip_suffix(prediction.name)
+    regions = record.dataset["regions"]
     regions = learned_regions(record.dataset["labels"], regions, record.network_settings.targets)
     most = len(regions) * math.log(2) if regions else math.log(len(record.dataset["labels"]))
-    whole = to_canonical(volume.array[0], volume.geometry.orientation)
-    seen = transforms.resample(crop(whole, properties.box), properties.shape)
-    heat: Bytes = np.rint(255 * np.clip(seen / most, 0, 1)).astype(np.uint8)
+
+    def greys_of(kind: str) -> Bytes | None:
+        files = [path for suffix in SUFFIXES if (path := folder / f"{name}_{kind}{suffix}").is_file()]
+        if not (is_written and files):
+            return None
+        volume = read_volume(files[0])
+        whole = to_canonical(volume.array[0], volume.geometry.orientation)
+        seen = transforms.resample(crop(whole, properties.box), properties.shape)
+        greys: Bytes = np.rint(255 * np.clip(seen / most, 0, 1)).astype(np.uint8)
+        return greys
+
+    heat = greys_of(ENTROPY)
+    if heat is None:
+        return shown
     when = "each region has a probability of 0.5" if regions else "all labels are equally likely"
-    return replace(shown, heat=heat, heat_name=ENTROPY, most_nats=most, most_when=when)
+    own = {"heat": heat, "heat_name": ENTROPY, "most_nats": most, "most_when": when}
+    return replace(shown, **own, disagreement=greys_of(DISAGREEMENT))
 
 
 def _numbered(values: NDArray[Any], numbers: dict[int, int]) -> Bytes:
@@ -169,27 +178,41 @@ class ShownPlane:
     bar: float
 
 
+class HeatRow(NamedTuple):
+    """Planes of a map of a case; ``most``: what its brightest colour stands for."""
+
+    title: str
+    planes: Sequence[ShownPlane]
+    most: str
+
+
 def planes_of(case: ShownCase, neurological: bool) -> list[ShownPlane]:
     """Returns a case's three planes: through most of the rarest label of the truth, else of the prediction."""
     at = fullest_planes(_shown_best(case)[0])
     return [_plane(case, name, dim, at[dim], neurological) for name, dim in PLANES]
 
 
-def entropy_planes(case: ShownCase, neurological: bool) -> list[ShownPlane]:
-    """Returns the same planes of a case's map of entropy, with the prediction's outlines; none without a map."""
-    if case.heat is None:
-        return []
-    palette, planes, at = heat_palette(), list[ShownPlane](), fullest_planes(_shown_best(case)[0])
-    for (_, dim), plane in zip(PLANES, planes_of(case, neurological)):
-        picture = png(np.ascontiguousarray(plane_of(case.heat, dim, at[dim], neurological)), palette)
-        predicted = [  # in black between their dashes, for some labels have the colours of the map
-            drawn
-            for kind, colour, path in plane.outlines
-            if kind == "prediction"
-            for drawn in (("between", "#000000", path), (kind, colour, path))
-        ]
-        planes.append(replace(plane, png=encode(picture), outlines=predicted, label=f"{ENTROPY} of {plane.label}"))
-    return planes
+def heat_rows(case: ShownCase, neurological: bool) -> list[HeatRow]:
+    """Returns a case's maps of uncertainty in the same planes, with the prediction's outlines; none without maps."""
+    rows, palette, at = list[HeatRow](), heat_palette(), fullest_planes(_shown_best(case)[0])
+    for name, whose, heat in (
+        (ENTROPY, "the prediction", case.heat if case.most_nats else None),
+        (DISAGREEMENT, "the averaged networks, on the same scale", case.disagreement),
+    ):
+        if heat is None:
+            continue
+        planes = list[ShownPlane]()
+        for (_, dim), plane in zip(PLANES, planes_of(case, neurological)):
+            picture = png(np.ascontiguousarray(plane_of(heat, dim, at[dim], neurological)), palette)
+            predicted = [  # in black between their dashes, for some labels have the colours of the map
+                drawn
+                for kind, colour, path in plane.outlines
+                if kind == "prediction"
+                for drawn in (("between", "#000000", path), (kind, colour, path))
+            ]
+            planes.append(replace(plane, png=encode(picture), outlines=predicted, label=f"{name} of {plane.label}"))
+        rows.append(HeatRow(f"{name} of {whose}", planes, f"{case.most_nats:.2f} nats ({case.most_when})"))
+    return rows
 
 
 def _shown_best(case: ShownCase) -> tuple[NDArray[np.bool_], int]:
@@ -267,7 +290,7 @@ def load_worst(
 class CaseView:
     """A case of a page in words and planes; ``columns``: widths of the planes, so that a mm is as long in each.
 
-    ``heats``: the same planes of a map, and in ``most`` what its brightest colour stands for.
+    ``heats``: the same planes of its maps.
     """
 
     name: str
@@ -275,8 +298,7 @@ class CaseView:
     note: str
     columns: str
     planes: Sequence[ShownPlane]
-    heats: Sequence[ShownPlane] = ()
-    most: str = ""
+    heats: Sequence[HeatRow] = ()
 
 
 @dataclass(frozen=True)
@@ -389,8 +411,7 @@ def _case_view(case: ScoredCase, shown: ShownCase, labels: Sequence[str], neurol
         shown.note,
         f"{d:.6g}fr {w:.6g}fr {w:.6g}fr",
         planes_of(shown, neurological),
-        entropy_planes(shown, neurological) if shown.most_nats else (),
-        f"{shown.most_nats:.2f} nats ({shown.most_when})",
+        heat_rows(shown, neurological),
     )
 
 

@@ -52,6 +52,7 @@ class ShownCase:
     - ``disputed``: 1 where several readers gave different labels, else 0; None without several readers
     - ``heat``: a map from 0 to 255; ``heat_name``: what it shows, such as its class; ``heat_caution``: what to know
       before reading it; ``most_nats``: what 255 stands for in a map of entropy, and when it has that, in ``most_when``
+    - ``disagreement``: of several runs, on the scale of the entropy; None of one run
     - ``at``: the planes to begin with; None: those that are also drawn
     """
 
@@ -71,6 +72,7 @@ class ShownCase:
     most_nats: float = 0.0
     most_when: str = ""
     disputed: Bytes | None = None
+    disagreement: Bytes | None = None
 
     def embedded(self, budget: int) -> Embedded:
         """Returns the volumes as a page holds them, CT in 256 levels for windows of few Hounsfield units."""

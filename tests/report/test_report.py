@@ -415,3 +415,11 @@ def test_the_entropy_is_shown_next_to_the_prediction_and_calibration_below_the_s
     assert re.search(r"WT: ECE \(from 0\.1\) 0\.\d{3}", page.text)
     kinds = [value for tag, name, value in page.attributes if (tag, name) == ("path", "class")]
     assert "between" in kinds and kinds[kinds.index("between") + 1] == "prediction", "seen over a map of its own colour"
+    assert "disagreement" not in page.text.lower()
+    shares = entropy[::-1].astype(np.float32) / 4
+    save(predictions / "uncertainty" / "case-b_disagreement.nii.gz", shares, image.affine)
+    page = written_page(uncertainty=True)
+    assert "disagreement of the averaged networks, on the same scale, with the prediction's outlines: 0" in page.text
+    assert "comes from networks that contradict each other" in page.text and page.text.count("2.08 nats") == 3
+    labels = [value for _, name, value in page.attributes if name == "aria-label"]
+    assert sum("disagreement of case-b" in label for label in labels) == 3
