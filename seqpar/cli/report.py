@@ -87,7 +87,7 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
         shown |= {"common": options.common or None}
         for name in (name for name, value in shown.items() if value is not None):
             named = f"{sweeps[0]} is a sweep" if sweeps else f"{len(options.runs)} were named"
-            raise ValueError(f"--{name} shows the cases of one run, and {named}: remove it")
+            raise ValueError(f"--{name} shows the cases of one run, and {named}: leave out --{name}, or name one run")
     options.cases = 6 if options.cases is None else options.cases
     if options.truth is not None and options.prediction is None:
         raise ValueError(f"--truth {options.truth} needs the predictions to score: add --prediction")

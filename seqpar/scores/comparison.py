@@ -8,7 +8,7 @@ from typing import NamedTuple
 from numpy import nan_to_num
 
 from seqpar.late_import import late
-from seqpar.scores.label_scores import Scores, summarise, without_nan
+from seqpar.scores.label_scores import EXTRA_COLUMNS, READER_COLUMNS, Scores, summarise, without_nan
 from seqpar.text import quantity, rounded
 
 special = late("scipy.special")
@@ -79,11 +79,14 @@ def _mean(folder: Scored, cases: Sequence[str] | None) -> Mapping[str, float]:
 
 
 def _table(folders: Sequence[Scored], cases: Sequence[str] | None) -> list[str]:
-    width = max(len(folder.name) for folder in folders)
-    lines = [f"{'':{width}}  cases" + "".join(f"{name:>9}" for name in COLUMNS)]
-    for folder in folders:
-        means = _mean(folder, cases)
-        figures = "".join(f"{rounded(means[name], places):>9}" for name, places in COLUMNS.items())
+    """Returns a line for each folder, with the columns that somebody asked for as well."""
+    width, means = max(len(folder.name) for folder in folders), [_mean(folder, cases) for folder in folders]
+    asked = [name for name in (*EXTRA_COLUMNS, READER_COLUMNS[0]) if all(name in own for own in means)]
+    places = COLUMNS | {name: 2 if name.endswith("HD95") else 4 for name in asked}
+    wide = {name: max(9, len(name) + 2) for name in places}
+    lines = [f"{'':{width}}  cases" + "".join(f"{name:>{wide[name]}}" for name in places)]
+    for folder, own in zip(folders, means):
+        figures = "".join(f"{rounded(own[name], n):>{wide[name]}}" for name, n in places.items())
         lines.append(f"{folder.name:{width}}  {len(cases or folder.cases):5}{figures}")
     return lines
 

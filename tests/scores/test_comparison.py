@@ -116,6 +116,10 @@ def test_several_folders_are_scored_each_and_compared(folders: tuple[Path, Path]
     }
     assert float(second.split()[2]) == pytest.approx(means[better], abs=1e-4) and means[worse] < means[better]
     assert (run_folder / "validation" / "summary.json").read_text() == "as train wrote it"
+    assert run(evaluate.act, [str(truth), str(worse), str(better), "--centreline", "--workers", "1"]) == 0
+    *_, header, first, second, _ = capsys.readouterr().out.splitlines()
+    assert header.split() == ["cases", "Dice", "HD95", "NSD", "CentrelineRecall"]
+    assert len(first.split()) == len(second.split()) == 6 and len(header) == len(first) == len(second)
 
 
 def test_what_cannot_be_compared_is_refused(folders: tuple[Path, Path], capsys) -> None:
