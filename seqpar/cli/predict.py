@@ -26,7 +26,7 @@ from seqpar.prediction.window_grid import DIRECTIONS, SUMS, WEIGHTS, WINDOWS, mi
 from seqpar.runs.fold_folder import expand_folds
 from seqpar.runs.nnunet_run import open_run
 from seqpar.runs.run_folder import tested_cases
-from seqpar.runs.run_status import warn_if_killed
+from seqpar.runs.run_status import warn_if_killed, warn_if_not_validated
 from seqpar.runs.trained_run import TrainedRun
 from seqpar.scores.postprocessing import read_postprocessing
 from seqpar.settings.parser import Parser
@@ -45,6 +45,7 @@ def act(arguments: Sequence[str]) -> int:
     launcher = read_launcher(os.environ)
     if launcher.rank == 0:
         warn_if_killed(*options.run)
+        warn_if_not_validated(*options.run if not options.checkpoint else ())
     request, members = _request(options), _members(options)
     if options.seqpar > launcher.world:
         return start_missing_ranks(options.seqpar, "predict", arguments, launcher)

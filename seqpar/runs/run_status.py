@@ -113,6 +113,17 @@ def warn_if_killed(*folders: Path) -> None:
             print(coloured(line, sys.stderr), file=sys.stderr, flush=True)
 
 
+def warn_if_not_validated(*folders: Path) -> None:
+    """Prints a warning on stderr for each run folder among ``folders`` that has weights, and none that are the best."""
+    for folder in dict.fromkeys(folders):
+        points = folder / "checkpoints"
+        if (points / "latest").is_file() and not (points / "best").is_file():
+            line = (
+                f"warning: {folder} has not been validated, so none of its weights are the best: the latest are taken"
+            )
+            print(coloured(line, sys.stderr), file=sys.stderr, flush=True)
+
+
 def _says_running(run: Path) -> bool:
     return read_status(run).get("state") == "running"
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 from safetensors import SafetensorError
 
+from seqpar.cli import predict
 from seqpar.cluster import exit_codes, stop_agreement
 from seqpar.data.errors import DataError
 from seqpar.runs.run_folder import read_status
@@ -22,6 +23,7 @@ from seqpar.settings.config import Config
 from seqpar.tasks.segment import validation
 from seqpar.training import after_step, gradients, run_request, setup, trainer
 from seqpar.weights import checkpoint, weight_files
+from tests.support.folders import nnunet
 from tests.support.training_runs import Launch, at, die, losses, moments, signalled, status, trained, weights
 
 EVERY_STEP = ["--checkpoint-minutes", "1e-9"]
@@ -336,3 +338,20 @@ def test_a_failed_run_says_so_on_a_full_disk(tmp_path: Path, monkeypatch: pytest
     }  # fmt: skip
     with pytest.raises(OSError, match="No space left"):
         file.write("running")
+
+
+def test_a_run_without_a_validation_is_named_where_its_weights_are_taken(flags, tmp_path, capfd):
+    out, images = tmp_path / "run", nnunet(tmp_path / "Dataset003_New", 1) / "imagesTr"
+    trained(1, flags, out, expect=75, hook=at(after_step.AfterStep, "decide", 0, signalled(signal.SIGTERM), call=2))
+    line, warning = (
+        [str(out), "-i", str(images), "-o", str(tmp_path / "found"), "--device", "cpu"],
+        "has not been validated",
+    )
+    assert exit_codes.run(predict.act, line) == 0
+    assert (
+        f"warning: {out} {warning}, so none of its weights are the best: the latest are taken" in capfd.readouterr().err
+    )
+    assert exit_codes.run(predict.act, [*line, "--checkpoint", "latest"]) == 0
+    assert warning not in capfd.readouterr().err
+    trained(1, ["--resume"], out)
+    assert exit_codes.run(predict.act, line) == 0 and warning not in capfd.readouterr().err
