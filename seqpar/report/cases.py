@@ -142,8 +142,8 @@ def _with_uncertainty(shown: ShownCase, prediction: Path, properties: Properties
     if heat is None:
         return shown
     when = "each region has a probability of 0.5" if regions else "all labels are equally likely"
-    own = {"heat": heat, "heat_name": ENTROPY, "most_nats": most, "most_when": when}
-    return replace(shown, **own, disagreement=greys_of(DISAGREEMENT))
+    doubt = greys_of(DISAGREEMENT)
+    return replace(shown, heat=heat, heat_name=ENTROPY, most_nats=most, most_when=when, disagreement=doubt)
 
 
 def _numbered(values: NDArray[Any], numbers: dict[int, int]) -> Bytes:
