@@ -34,38 +34,38 @@ METRICS = {
 COLUMNS = ("Dice", "IoU", *METRICS, "VolumeError", "Sensitivity", "Specificity")
 EXTRA_COLUMNS = ("LesionDice", "LesionHD95", "CentrelineRecall")  # of those who ask for them
 READER_COLUMNS = ("ReaderDice", "InterReaderDice", "DisputedMl")  # of data with several readers
-WORDS = {  # of a table, for people
-    "mean, median": "over cases",
-    "global": "over the voxels of all cases together",
-    "IoU": "intersection over union",
-    "HD95": "95th percentile of the distances between the surfaces, in mm",
-    "": "the image's diagonal (with --empty brats: 374) if only one map has the class",
-    "NSD": "share of both surfaces that is within --nsd-tolerance of the other",
-    "VolumeError": "predicted minus true volume, as share of the true one; in the mean, both signs cancel",
-    "Sensitivity": "share of the true voxels that are predicted",
-    "Specificity": "share of the other voxels that are not predicted",
-    "–": "no case has such a score",
-}
-LESION_WORDS = {
-    "LesionDice": "mean over the lesions of a case; a missed or false one counts as 0",
-    "LesionHD95": "the same in mm; a missed or false one counts as 374 (BraTS 2023, made for voxels of 1 mm)",
-}
-CENTRELINE_WORDS = {"CentrelineRecall": "share of the true centre line that is predicted; false branches cost nothing"}
-READER_WORDS = {
-    "truth": "what most readers say of a voxel, the smallest label of equally many",
-    "ReaderDice": "mean of the Dice with each reader",
-    "InterReaderDice": "mean Dice of each two readers",
-    "DisputedMl": "volume in ml that some readers give to the class, and others do not",
-}
+WORDS = (  # of a table, for people: a column and what it is
+    ("mean, median", "over cases"),
+    ("global", "over the voxels of all cases together"),
+    ("IoU", "intersection over union"),
+    ("HD95", "95th percentile of the distances between the surfaces, in mm"),
+    ("", "the image's diagonal (with --empty brats: 374) if only one map has the class"),
+    ("NSD", "share of both surfaces that is within --nsd-tolerance of the other"),
+    ("VolumeError", "predicted minus true volume, as share of the true one; in the mean, both signs cancel"),
+    ("Sensitivity", "share of the true voxels that are predicted"),
+    ("Specificity", "share of the other voxels that are not predicted"),
+    ("–", "no case has such a score"),
+)
+LESION_WORDS = (
+    ("LesionDice", "mean over the lesions of a case; a missed or false one counts as 0"),
+    ("LesionHD95", "the same in mm; a missed or false one counts as 374 (BraTS 2023, made for voxels of 1 mm)"),
+)
+CENTRELINE_WORDS = (
+    ("CentrelineRecall", "share of the true centre line that is predicted; false branches cost nothing"),
+)
+READER_WORDS = (
+    ("truth", "what most readers say of a voxel, the smallest label of equally many"),
+    ("ReaderDice", "mean of the Dice with each reader"),
+    ("InterReaderDice", "mean Dice of each two readers"),
+    ("DisputedMl", "volume in ml that some readers give to the class, and others do not"),
+)
 
 
 def words_of(lesion_wise: bool, centreline: bool, readers: bool = False) -> str:
     """Returns what the columns of a table mean, a line for each."""
-    words = dict(WORDS)
-    for more, is_wanted in ((LESION_WORDS, lesion_wise), (CENTRELINE_WORDS, centreline), (READER_WORDS, readers)):
-        words |= more if is_wanted else {}
-    width = max(map(len, words))
-    return "\n".join(f"  {name:{width}}  {text}" for name, text in words.items())
+    words = [*WORDS, *LESION_WORDS * lesion_wise, *CENTRELINE_WORDS * centreline, *READER_WORDS * readers]
+    width = max(len(name) for name, _ in words)
+    return "\n".join(f"  {name:{width}}  {text}" for name, text in words)
 
 
 def class_mask(labels: NDArray[Any], values: Iterable[int]) -> Mask:
