@@ -241,6 +241,9 @@ def _read_saved(line: _CommandLine) -> dict[str, Any]:
             f"--resume --out {out}: that is a file, and training resumes only in the run folder that it wrote: name "
             f"that folder, or start a new one from an exported run's weights (--weights {out})"
         )
+    if Path(out).is_dir() and not holds_run(out):
+        raise ValueError(f"--resume --out {out}: there is no config.json, so no run has begun in it: leave --resume out "
+                         "to begin one, or name another folder")  # fmt: skip
     content = read_config(out)
     lacking = [part for part in ("config", "dataset", "layout") if not isinstance(content.get(part), dict)]
     if not lacking:
