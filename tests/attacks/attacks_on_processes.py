@@ -103,6 +103,7 @@ ATTACKS += [
         code=5,
         says=("lr-1e+30 failed, code 5: ", "1 of 2 points", "error: --out sweep: not all points have finished, for"),
         started=True,
+        within_s=240,
     ),
 ]
 
