@@ -242,8 +242,8 @@ def _read_saved(line: _CommandLine) -> dict[str, Any]:
             f"that folder, or start a new one from an exported run's weights (--weights {out})"
         )
     if Path(out).is_dir() and not holds_run(out):
-        raise ValueError(f"--resume --out {out}: there is no config.json, so no run has begun in it: leave --resume out "
-                         "to begin one, or name another folder")  # fmt: skip
+        raise ValueError(f"--resume --out {out}: no run has begun in it, as there is no config.json: leave out "
+                         "--resume to begin one, or name another folder")  # fmt: skip
     content = read_config(out)
     lacking = [part for part in ("config", "dataset", "layout") if not isinstance(content.get(part), dict)]
     if not lacking:
