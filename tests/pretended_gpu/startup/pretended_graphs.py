@@ -41,7 +41,10 @@ class PretendedGraph:
     def __init__(self, keep_graph: bool = False) -> None:
         self._notes = _Notes()
 
-    def capture_begin(self, *pool: Any, capture_error_mode: str = "global") -> None:
+    def capture_begin(self, *pool: Any, **modes: Any) -> None:
+        """Begins to record; ``modes``: of errors and, from torch 2.14 on, of inputs that are freed, all as usual."""
+        if modes.get("check_input_liveness"):
+            raise NotImplementedError("a recording here keeps its inputs, so it cannot tell which are freed")
         self._notes.__enter__()
 
     def capture_end(self) -> None:
