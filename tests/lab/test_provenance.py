@@ -16,9 +16,7 @@ LAB = ROOT / "launch" / "lab"
 MEASURE_AGAIN = {
     "benches/results/memory.md": ("launch/bench.py memory --large --write", 64),
     "benches/results/unets.md": ("launch/bench.py unets --turns 1 --write", 9),
-    "figures/results/figure-11.txt": ("launch/figures.py 11 --scale laptop", 5),
     "figures/results/figure-14.txt": ("launch/figures.py 14 --scale laptop --reach 0.3", 15),
-    "figures/results/figure-15.txt": ("launch/figures.py 15 --scale laptop --seeds 3", 15),
 }
 MADE_BY = re.compile(r"` at ([0-9a-f]{7,40})\b")  # after the command
 
