@@ -270,8 +270,7 @@ def test_negative_numbers_have_a_minus_sign() -> None:
     assert {text: rendering.with_minus(text) for text in texts} == texts
 
 
-def test_each_term_of_a_loss_has_a_name_in_words() -> None:
+def test_each_loss_and_each_of_its_terms_has_a_name_in_words() -> None:
+    assert curves.WORDS_OF_LOSSES.keys() == LOSSES.keys()
     terms = {f"{term}_loss" for name in LOSSES if len(weights := make_loss(name).weights) > 1 for term in weights}
     assert terms == curves.WORDS_OF_TERMS.keys()
-    names = {"ce": "cross-entropy", "dice-ce": "Dice and cross-entropy", "skeleton-recall": "skeleton recall"}
-    assert {name: curves.words_of_loss(name) for name in names} == names
