@@ -16,6 +16,7 @@ from seqpar.losses import LOSSES, make_loss
 from seqpar.report import curves, rendering, run_page, several_runs
 from seqpar.report.curves import count_of
 from seqpar.report.planes import RUN_COLOURS
+from seqpar.text import with_minus
 from tests.support.report_page import NAMES, Page, written
 
 PERFECT = NAMES[2]  # what is predicted so, as its name comes first
@@ -267,7 +268,7 @@ def test_negative_numbers_have_a_minus_sign() -> None:
         "1e-4": "1e-4",
         "lr-1, 2026-11-27": "lr-1, 2026-11-27",
     }
-    assert {text: rendering.with_minus(text) for text in texts} == texts
+    assert {text: with_minus(text) for text in texts} == texts
 
 
 def test_each_loss_and_each_of_its_terms_has_a_name_in_words() -> None:
