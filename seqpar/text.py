@@ -30,6 +30,11 @@ def rounded(number: float, places: int) -> str:
     return "–" if math.isnan(number) else f"{number:.{places}f}"
 
 
+def with_minus(text: str) -> str:
+    """Returns the text with a minus sign before negative numbers, for which programs write a hyphen."""
+    return re.sub(r"(?<![\w.-])-(?=\d)", "\N{MINUS SIGN}", text)
+
+
 def name_images(modalities: Sequence[str]) -> list[str]:
     """Returns modalities as people read them: "channel 0" and so on stand for none, and become "image 1" and so on."""
     if any(name != f"channel {n}" for n, name in enumerate(modalities)):

@@ -225,12 +225,17 @@ def over_steps(quantity: str, over: str, curves: Sequence[Curve]) -> Diagram:
     return Diagram(quantity, "step" if over == "step" else "seconds of training", lines, low=low, high=high)
 
 
-def words_of_loss(name: str) -> str:
-    """Returns a loss's name as people read it: "Dice and cross-entropy" for ``dice-ce``."""
-    pieces = [{"ce": "cross-entropy", "dice": "Dice"}.get(piece, piece) for piece in name.split("-")]
-    return " and ".join(pieces) if name in ("dice-ce", "dice-focal") else " ".join(pieces)
-
-
+WORDS_OF_LOSSES = {  # values of --loss, as people read them
+    "ce": "cross-entropy",
+    "cldice": "Dice, cross-entropy and centreline Dice",
+    "dice": "Dice",
+    "dice-ce": "Dice and cross-entropy",
+    "dice-focal": "Dice and focal",
+    "focal": "focal",
+    "lesion-dice-ce": "Dice of the lesion and cross-entropy",
+    "skeleton-recall": "Dice, cross-entropy and skeleton recall",
+    "tversky": "Tversky",
+}
 WORDS_OF_TERMS = {  # keys of metrics.jsonl
     "ce_loss": "cross-entropy",
     "dice_loss": "Dice loss",

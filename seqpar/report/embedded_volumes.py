@@ -17,6 +17,7 @@ from einops import rearrange
 from numpy.typing import NDArray
 
 from seqpar.report.planes import FileSlices
+from seqpar.text import with_minus
 
 Bytes = NDArray[np.uint8]
 Factors = tuple[int, int, int]
@@ -259,4 +260,4 @@ def kept_of_ct(ranges: Sequence[tuple[float, float]]) -> str:
     low, high = round(min(low for low, _ in ranges)), round(max(high for _, high in ranges))
     dark, bright = " (such as fat and air)" * (low >= -50), " (such as bone)" * (high <= 300)
     rule = f"everything below{dark} is equally black, everything above{bright} equally white"
-    return f" Of the CT, only {low} to {high} HU are kept: {rule}."
+    return with_minus(f" Of the CT, only {low} to {high} HU are kept: {rule}.")

@@ -25,7 +25,7 @@ from seqpar.report.planes import (
 )
 from seqpar.report.plots import escape_mathtext, make_figure, save_figure
 from seqpar.scores.class_scores import positive_class, roc_label, roc_points
-from seqpar.text import quantity
+from seqpar.text import quantity, with_minus
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,8 @@ def figure_of_cases(cases: Sequence[PicturedCase], classes: Sequence[str], held_
     window = _limits([case.image for case in cases]) if cases[0].is_ct else None
     modality = cases[0].modality or ("CT" if window else "")
     shown = f", shown on {escape_mathtext(modality)}" if modality else ""
-    shown += " from {:.0f} HU (black) to {:.0f} HU (white)".format(*window) if window else ""
+    if window:
+        shown += with_minus(f" from {round(window[0])} HU (black) to {round(window[1])} HU (white)")
     about_lines = f" {LINES}." * (len(classes) > 1)
     figure.suptitle(
         f"{first}{quantity(held_out, 'held-out case')}{shown}, in planes with most of the truth{empty}\n"

@@ -1,7 +1,6 @@
 """Fills the templates of pages: text from files is escaped, and a value that a template lacks is an error."""
 
 import math
-import re
 import time
 from functools import cache
 from pathlib import Path
@@ -11,6 +10,7 @@ import jinja2
 from markupsafe import Markup
 
 import seqpar
+from seqpar.text import with_minus
 
 TEMPLATES = Path(__file__).parent / "template"
 
@@ -37,11 +37,6 @@ def _environment(folder: Path | None) -> jinja2.Environment:
     }
     environment.filters |= {"nan_to_none": nan_to_none, "short": lambda number: f"{number:.6g}", "minus": with_minus}
     return environment
-
-
-def with_minus(text: str) -> str:
-    """Returns the text with a minus sign before negative numbers, for which programs write a hyphen."""
-    return re.sub(r"(?<![\w.-])-(?=\d)", "\N{MINUS SIGN}", text)
 
 
 def asset(name: str) -> Markup:

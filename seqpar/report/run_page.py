@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 from seqpar.data.errors import DataError
 from seqpar.data.phantom.phantom_files import describe_layout, is_generated
 from seqpar.models.build import family_of
-from seqpar.report.curves import training_diagrams, words_of_loss
+from seqpar.report.curves import WORDS_OF_LOSSES, training_diagrams
 from seqpar.report.plots import draw_charts
 from seqpar.report.record import (
     DAMAGE,
@@ -94,6 +94,7 @@ def render_run(
     except DAMAGE as error:
         raise lacking(record.path, error) from None
     what = "volumes and scores" if alone else "errors" if record.network_settings.task in ERRORS else "scores"
+    own = record.config.get("loss", "dice-ce")
     return render(
         "page.html",
         folder,
@@ -114,7 +115,7 @@ def render_run(
             training_diagrams(
                 record.train,
                 record.held_out,
-                f"Loss ({loss or words_of_loss(record.config.get('loss', 'dice-ce'))})",
+                f"Loss ({loss or WORDS_OF_LOSSES.get(own, own)})",
                 classes,
             )
         ),

@@ -278,13 +278,21 @@ def mae() -> Config:
 def mae_laptop() -> Config:
     """Returns a pretraining of the encoder of laptop, of a few minutes on two CPU cores."""
     return replace(
-        laptop(), task="pretrain", mode="gather", batch_dice=False, foreground=0.0, batch=4, epochs=10, val_every=5
+        laptop(),
+        task="pretrain",
+        mode="gather",
+        batch_dice=False,
+        foreground=0.0,
+        foreground_shift=False,
+        batch=4,
+        epochs=10,
+        val_every=5,
     )
 
 
 def mae_debug() -> Config:
     """Returns fifty steps of pretraining the encoder of debug."""
-    return replace(debug(), task="pretrain", mode="gather", foreground=0.0, batch=4)
+    return replace(debug(), task="pretrain", mode="gather", foreground=0.0, foreground_shift=False, batch=4)
 
 
 PRESETS: dict[str, Callable[[], Config]] = {

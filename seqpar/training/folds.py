@@ -6,6 +6,7 @@ next fold begins and how it ended.
 
 import argparse
 import json
+import math
 import os
 import time
 from collections.abc import Mapping, Sequence
@@ -37,8 +38,9 @@ GRACE_S = 60.0  # for other ranks' word on how a fold ended, where it failed on 
 def find_folds(arguments: Sequence[str]) -> "Folds | None":
     """Returns the five trainings that a command line asks for, None where it asks for one."""
     parser = Parser("train", add_help=False, allow_abbrev=False)
-    for name in ("fold", "out", "data", "time-limit"):
+    for name in ("fold", "out", "data"):
         parser.add_argument(f"--{name}", default="")
+    parser.add_argument("--time-limit")
     for name in ("resume", "again", "dry-run"):
         parser.add_argument(f"--{name}", action=argparse.BooleanOptionalAction, default=False)
     own, others = parser.parse_known_args(list(arguments))
@@ -52,9 +54,11 @@ class Folds:
     """
 
     def __init__(self, own: argparse.Namespace, others: Sequence[str]) -> None:
-        self.own, self.typed = own, [*others, *(["--data", own.data] if own.data else [])]
+        limit = [] if own.time_limit is None else ["--time-limit", own.time_limit]
+        self.own, self.typed = own, [*others, *(["--data", own.data] if own.data else []), *limit]
         self.flags = self.typed  # with which folds begin
-        self.until = time.monotonic() + parse_duration(own.time_limit)
+        self.began = time.monotonic()
+        parse_duration(own.time_limit or "")
         self._signals, self._before = list[int](), ""  # the run folder that was trained before, in this start
 
     def train(self, launcher: Launcher) -> int:
@@ -89,6 +93,13 @@ class Folds:
             line = next_command("predict", out, "-i", "IMAGES", "-o", "PREDICTIONS")
             print(f"next: {line}  (the mean of all folds)", flush=True)
         return 0
+
+    @property
+    def until(self) -> float:
+        """When all five have to leave, by ``time.monotonic``: the time limit is for each start, and kept as a run's."""
+        parser = Parser("train", add_help=False, allow_abbrev=False)
+        parser.add_argument("--time-limit", default="")
+        return self.began + parse_duration(parser.parse_known_args(self.flags)[0].time_limit)
 
     def _rehearse(self) -> int:
         """Returns the exit code of the dry run of the first fold, for which ranks need not meet."""
@@ -161,7 +172,7 @@ class Folds:
     def _line(self, fold: int, run: str, resume: bool = False) -> list[str]:
         """Returns the flags of one fold's training; a resumed run has its settings."""
         line = [*(self.typed if resume else self.flags), "--fold", str(fold), "--out", run]
-        if self.own.time_limit:
+        if math.isfinite(self.until):
             line += ["--time-limit", f"{max(self.until - time.monotonic(), 1.0) / 60:.3f}"]
         return [*line, "--resume"] if resume else line
 

@@ -7,7 +7,7 @@ import pytest
 
 from seqpar.cli.prepare import act
 from seqpar.data.errors import DataError
-from seqpar.data.formats.recognise import find_inputs, read_dataset
+from seqpar.data.formats.recognise import find_inputs, is_part_of_dataset, read_dataset
 from seqpar.data.formats.splits import folds, split
 from seqpar.data.preparation.preparation import prepare_case
 from seqpar.data.preparation.recipe import PrepareSettings, draft_recipe
@@ -38,6 +38,20 @@ def test_what_dataset_json_says_otherwise_than_the_files_is_told(tmp_path, capfd
     assert act([str(root), "--out", str(tmp_path / "cache"), "--workers", "0"]) == 0
     assert {f"warning: {note}" for note in notes} <= set(capfd.readouterr().err.splitlines())
     assert not read_dataset(nnunet(tmp_path / "E", 3)).notes and not read_dataset(decathlon(tmp_path / "F")).notes
+
+
+def test_only_a_data_set_with_cases_is_one_that_nothing_is_written_into(tmp_path):
+    """nnU-Net copies dataset.json next to what it predicts."""
+    roots = {nnunet(tmp_path / "D"), decathlon(tmp_path / "MSD"), tmp_path / "listed", tmp_path / "broken"}
+    write_json(tmp_path / "listed" / "dataset.json", {"training": [{"image": "a.nii.gz", "label": "b.nii.gz"}]})
+    write_json(tmp_path / "broken" / "dataset.json", [])
+    kept = {*roots, tmp_path / "D/imagesTr", tmp_path / "D/labelsTr", tmp_path / "MSD/labelsTr"}
+    found = tmp_path / "found"
+    write_json(found / "dataset.json", json.loads((tmp_path / "D/dataset.json").read_text()))
+    write_json(found / "plans.json", {})
+    save(found / "c_000.nii.gz", label_array())
+    others = {found, tmp_path, tmp_path / "new"}
+    assert {folder for folder in kept | others if is_part_of_dataset(folder)} == kept
 
 
 def test_nnunet_raw_is_found_by_name_and_number(tmp_path, monkeypatch):

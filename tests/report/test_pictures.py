@@ -221,4 +221,7 @@ def test_a_ct_is_drawn_in_hounsfield_units_with_its_window(tmp_path: Path, alone
     low, high = figure.axes[0].images[0].get_clim()
     assert figure.axes[3].images[0].get_clim() == (low, high), "all cases have the same window"
     assert f"shown on CT from {low:.0f} HU (black) to {high:.0f} HU (white), in planes" in figure.get_suptitle()
+    dark = replace(drawn[0], image=np.linspace(-160, 0.4, 1000).reshape(10, 10, 10), truth=np.ones((10, 10, 10), int))
+    dark = replace(dark, prediction=dark.truth)
+    assert "from −159 HU (black) to 0 HU (white)" in figure_of_cases([dark], ["tumour"], 1, False).get_suptitle()
     assert "HU" not in figure_of_cases([replace(bright, is_ct=False)], ["tumour"], 1, False).get_suptitle()

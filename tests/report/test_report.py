@@ -197,9 +197,10 @@ def test_a_damaged_summary_is_a_gap(copied: Path) -> None:
 
 
 def test_two_folders_are_reported_instead(finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    truth, predictions, target = tmp_path / "truth", tmp_path / "found", tmp_path / "page.html"
+    truth, predictions, target = tmp_path / "truth", tmp_path / "found", tmp_path / "found" / "page.html"
     truth.mkdir()
     predictions.mkdir()
+    (predictions / "dataset.json").write_text('{"channel_names": {"0": "T1"}}')  # nnU-Net's copy
     for name in NAMES[:2]:
         shutil.copy(finished.parent / "data" / name / f"{name}-seg.nii.gz", truth / f"{name}.nii.gz")
     shutil.copy(truth / "case-b.nii.gz", predictions / "case-b.nii.gz")

@@ -289,7 +289,7 @@ def test_a_page_of_ct_says_which_values_it_keeps() -> None:
     for limits, said in (
         ((6.4, 163.0), "Of the CT, only 6 to 163 HU are kept: everything below (such as fat and air) is equally black, "
          "everything above (such as bone) equally white."),
-        ((-1000.0, 900.0), "everything below is equally black, everything above equally white."),
+        ((-60.0, 900.0), "−60 to 900 HU are kept: everything below is equally black, everything above equally white."),
     ):  # fmt: skip
         case = ShownCase(
             "a", {"CT": nothing}, nothing, nothing, (1.0,) * 3, own_slices((4, 4, 4)), "", {"CT": limits}, True

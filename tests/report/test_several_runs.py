@@ -16,6 +16,7 @@ from seqpar.losses import LOSSES, make_loss
 from seqpar.report import curves, rendering, run_page, several_runs
 from seqpar.report.curves import count_of
 from seqpar.report.planes import RUN_COLOURS
+from seqpar.text import with_minus
 from tests.support.report_page import NAMES, Page, written
 
 PERFECT = NAMES[2]  # what is predicted so, as its name comes first
@@ -267,11 +268,10 @@ def test_negative_numbers_have_a_minus_sign() -> None:
         "1e-4": "1e-4",
         "lr-1, 2026-11-27": "lr-1, 2026-11-27",
     }
-    assert {text: rendering.with_minus(text) for text in texts} == texts
+    assert {text: with_minus(text) for text in texts} == texts
 
 
-def test_each_term_of_a_loss_has_a_name_in_words() -> None:
+def test_each_loss_and_each_of_its_terms_has_a_name_in_words() -> None:
+    assert curves.WORDS_OF_LOSSES.keys() == LOSSES.keys()
     terms = {f"{term}_loss" for name in LOSSES if len(weights := make_loss(name).weights) > 1 for term in weights}
     assert terms == curves.WORDS_OF_TERMS.keys()
-    names = {"ce": "cross-entropy", "dice-ce": "Dice and cross-entropy", "skeleton-recall": "skeleton recall"}
-    assert {name: curves.words_of_loss(name) for name in names} == names

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from seqpar.tasks.segment.evaluation import calibration_diagram, format_calibration
+from seqpar.tasks.segment.label_map_folder import SavedProbabilities
 from tests.support.label_folders import evaluate_folders, random_labels, save, summary_of
 
 PLAIN = {"background": 0, "organ": 1, "core": 2}
@@ -85,14 +86,19 @@ def test_calibration_is_that_of_all_voxels_together(predicted, capfd) -> None:
     assert f"{picture}: is there, and evaluate did not write it" in capfd.readouterr().err
 
 
-def test_probabilities_of_another_case_are_refused_by_name(predicted, capfd) -> None:
-    folders, _ = predicted
+def test_probabilities_of_another_case_are_refused_by_name(predicted, capfd, monkeypatch) -> None:
+    folders, every = predicted
     one, other = (folders[1] / "npz" / f"c{n}.npz" for n in (0, 2))
     one.write_bytes(other.read_bytes())
     assert evaluate_folders(folders, "--calibration") == 3
     said = capfd.readouterr().err
     assert f"{one}: holds probabilities of another prediction than {folders[1] / 'c0.nii.gz'}: in " in said
     assert said.count("another prediction") == 1
+    why = "another label is more probable" if "organ" in every else "the label's region is less probable than not"
+    assert f"% of its labelled voxels, {why}: predict the case again" in said
+    monkeypatch.setattr(SavedProbabilities, "contradicted", lambda *_: 0.014)
+    assert evaluate_folders(folders, "--calibration", "--workers", "1") == 3
+    assert "in 1.4% of its labelled voxels" in capfd.readouterr().err
 
 
 def test_a_class_without_a_probable_voxel_has_no_calibration_error_and_each_class_has_the_colour_it_is_given() -> None:

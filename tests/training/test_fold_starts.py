@@ -17,6 +17,7 @@ from seqpar.parallel.launcher import Launcher
 from seqpar.parallel.mesh import Group, Mesh
 from seqpar.runs.run_folder import read_config
 from seqpar.runs.run_status import describe_kill
+from seqpar.settings.command_line import parse
 from seqpar.training import folds
 from seqpar.training.run_request import read_request
 from tests.support.folders import write_json
@@ -65,6 +66,23 @@ def test_folds_that_have_not_begun_take_the_flags_of_the_first_start(lines_of, t
     code, lines = lines_of("--resume", "--out", out, codes=(0, 0))
     assert code == 0 and lines[0] == ["--fold", "3", "--out", f"{out}/fold3", "--resume"]
     assert lines[1] == [*begun, "--lr", "0.2", "--fold", "4", "--out", f"{out}/fold4"]
+
+
+def test_a_time_limit_is_that_of_all_five_in_each_start(lines_of, flags, tmp_path) -> None:
+    """A fold's own run keeps what was left of it in its config, which would end the next start at once."""
+    out = ["--out", str(tmp_path / "five")]
+    asked = ["--resume", *out]
+    for line, minutes in (
+        ([*flags, "--time-limit", "1:00:00", *out], 60),
+        (asked, 60),
+        ([*asked, "--time-limit=30"], 30),
+    ):
+        _, lines = lines_of(*line, codes=(0, 75))
+        for own in lines:
+            limit = parse(own, "debug")[1].time_limit
+            assert float(limit) == pytest.approx(minutes, abs=0.5)
+    code, lines = lines_of(*asked, "--time-limit", "", codes=(0,) * 2)
+    assert code == 0 and [parse(own, "debug")[1].time_limit for own in lines] == ["", ""]
 
 
 def test_each_fold_has_the_lessons_of_a_curriculum(lines_of, flags, tmp_path) -> None:

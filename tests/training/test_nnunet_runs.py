@@ -4,6 +4,7 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -12,8 +13,10 @@ from torch import Tensor
 from seqpar.cli import plan, prepare
 from seqpar.cluster.devices import DEVICES, GB
 from seqpar.data.formats.recognise import read_dataset
+from seqpar.data.geometry import to_canonical
 from seqpar.data.preparation.cache_index import cache_folder, is_current
 from seqpar.data.preparation.recipe import PrepareSettings
+from seqpar.data.volumes import read_volume
 from seqpar.models.build import build_loss, build_network
 from seqpar.models.unet_families import format_stages, parse_stages
 from seqpar.optimization.optimizers import make_optimizer
@@ -22,11 +25,13 @@ from seqpar.parallel.launcher import read_launcher
 from seqpar.parallel.mesh import Group
 from seqpar.planner import fit
 from seqpar.planner.needs import RunToPlan, plan_complete_config
+from seqpar.report.images import FoundImage, grey_images
 from seqpar.settings.data_settings import prepare_settings
 from seqpar.settings.presets import PRESETS
 from seqpar.training.run_request import read_request
 from seqpar.weights.nnunet_weights import load_nnunet
 from seqpar.weights.weight_files import read_weights
+from tests.support.configs import trainer_of
 from tests.support.folders import nnunet
 from tests.support.nnunet_networks import KINDS, configuration, plans_of, reference, write_results
 from tests.support.training_runs import farthest, losses, scores, status, trained
@@ -172,6 +177,23 @@ def test_prepare_chooses_between_the_plans_way_and_our_own(place) -> None:
     }.items():
         with pytest.raises(ValueError, match=message):
             read_request(flags_of(place, *more), launcher)
+
+
+def test_a_ct_that_its_plan_prepared_is_shown_in_hounsfield_units(place, tmp_path, alone) -> None:
+    """Its record has neither mean nor deviation; the plan has both, and clips at 15 and 400."""
+    line = flags_of(place, "--plans", str(place / "PlainConvUNet" / "plans.json"), "--spacing", "source")
+    trainer = trainer_of(read_request(line, read_launcher({})).config, alone, tmp_path)
+    dataset = trainer.data.dataset
+    for case in dataset.cases.values():
+        drawn = trainer.validation._pictured(case, np.asarray(case.label), 0)
+        volume, geometry, _ = read_volume(place / "Dataset001_Tiny" / "imagesTr" / f"{case.id}_0000.nii.gz")
+        whole = to_canonical(volume, geometry.orientation)[0].clip(15, 400)
+        turned = dataset.preparation.canonical_properties(case.properties)
+        box = tuple(slice(*ends) for ends in turned.box)
+        assert drawn.is_ct and np.allclose(drawn.image, whole[box], atol=1e-3)
+        assert not trainer.validation._pictured(case, np.asarray(case.label), 1).is_ct
+        _, ranges, is_ct = grey_images(FoundImage(case.image, None, turned), dataset.modalities)
+        assert is_ct and 15 <= ranges["CT"][0] < ranges["CT"][1] <= 400
 
 
 def test_a_pretraining_says_network_and_tile_and_the_data_all_else(place, tmp_path) -> None:

@@ -31,6 +31,7 @@ __all__ = [
     "split",
 ]
 _RAW = "nnUNet_raw"
+_PART = re.compile(r"(images|labels)(Tr|Ts|Val)(_[\w-]+)?")  # folders of a data set
 OLD_CACHE = ".prepared"  # suffix of the caches that older versions wrote next to the data
 _KNOWN = (
     "an nnU-Net raw folder or its name or number, an MSD folder, a folder of BraTS cases, "
@@ -74,15 +75,25 @@ def refuse_twice(root: Path, cases: Sequence[Case]) -> None:
 def is_folder_of_dataset(folder: Path) -> bool:
     """Returns whether a folder holds the images or labels of a data set, by its name and the dataset.json above it."""
     folder = Path(os.path.realpath(folder))
-    return (
-        bool(re.fullmatch(r"(images|labels)(Tr|Ts|Val)(_[\w-]+)?", folder.name))
-        and (folder.parent / "dataset.json").is_file()
-    )
+    return bool(_PART.fullmatch(folder.name)) and (folder.parent / "dataset.json").is_file()
 
 
 def is_part_of_dataset(folder: Path) -> bool:
-    """Returns whether a folder is that of a data set, or holds its images or labels."""
-    return (folder / "dataset.json").is_file() or is_folder_of_dataset(folder)
+    """Returns whether a folder is that of a data set, or holds its images or labels.
+
+    A dataset.json without such folders and without a list of cases belongs to predictions of nnU-Net.
+    """
+    declaration = folder / "dataset.json"
+    if is_folder_of_dataset(folder):
+        return True
+    if not declaration.is_file():
+        return False
+    if any(_PART.fullmatch(path.name) for path in folder.iterdir()):
+        return True
+    try:
+        return bool(read_json_object(declaration).keys() & {"dataset", "training", "test"})
+    except DataError:  # it may be a data set's
+        return True
 
 
 def read_declaration(path: Path) -> tuple[dict[str, int], dict[str, tuple[int, ...]], int | None]:

@@ -151,7 +151,7 @@ class NnunetPreparation(Preparation):
         return in_file if self._turns else to_canonical(in_file, properties.geometry.orientation)
 
     def canonical_properties(self, properties: Properties) -> Properties:
-        """Returns the properties of a prepared case in canonical axes."""
+        """Returns the properties of a prepared case in canonical axes, with the plan's statistics of a CT."""
         geometry, back = properties.geometry, np.argsort(self._file_axes).tolist()
         parts: list[Sequence[Any]] = [properties.box, properties.shape, properties.spacing]
         box, shape, spacing = ([part[axis] for axis in back] for part in parts)
@@ -160,7 +160,12 @@ class NnunetPreparation(Preparation):
             box = [(a, b) if up else (n - b, n - a) for (a, b), up, n in zip(box, grows, geometry.shape)]
             box, shape, spacing = (from_file(part, geometry) for part in (box, shape, spacing))
         turned: dict[str, Any] = {"box": tuple(box), "shape": tuple(shape), "spacing": tuple(spacing)}
-        return replace(properties, **turned)
+        units = [
+            ("ct", own["mean"], max(own["std"], _LEAST)) if scheme == "CTNormalization" else (scheme, 0.0, 1.0)
+            for scheme, own in zip(self.plan.schemes, self.plan.intensities)
+        ]
+        schemes, means, stds = zip(*units)
+        return replace(properties, **turned, schemes=schemes, means=means, stds=stds)
 
     @property
     def axes(self) -> str:  # type: ignore[override]

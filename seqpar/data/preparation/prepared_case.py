@@ -143,7 +143,7 @@ class Preparation(ABC):
 
     @abstractmethod
     def canonical_properties(self, properties: Properties) -> Properties:
-        """Returns the properties of a prepared case in canonical axes."""
+        """Returns the properties of a prepared case in canonical axes; a CT's scheme is "ct"."""
 
 
 def load_case(case: Case, recipe: Recipe, step: Step = ignore_step) -> Loaded:

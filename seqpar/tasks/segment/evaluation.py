@@ -301,9 +301,10 @@ def calibrate_pair(pair: Pair, labels: Labels) -> dict[str, Floats]:
     if not ((probabilities >= 0) & (probabilities <= 1.001)).all():
         raise DataError(saved.path, "holds numbers that are no probabilities: predict the case again")
     if (share := saved.contradicted(probabilities)) > CONTRADICTED:
+        why = "another label is more probable" if (0,) in outputs else "the label's region is less probable than not"
         raise DataError(
-            saved.path, f"holds probabilities of another prediction than {pair.prediction}: in {share:.0%} of its "
-            "labelled voxels, another label is more probable: predict the case again"
+            saved.path, f"holds probabilities of another prediction than {pair.prediction}: in {100 * share:.3g}% of "
+            f"its labelled voxels, {why}: predict the case again"
         )  # fmt: skip
     counted = np.ones(truth.shape, bool) if labels.ignore is None else truth != labels.ignore
     hidden, tenths = hidden_classes(labels.classes, pair.shown), dict[str, Floats]()

@@ -275,14 +275,14 @@ class SegmentationValidation(CaseValidation):
         """Returns a case as pictures show it: on the grid of its image, in canonical axes."""
         preparation, properties = self.data.dataset.preparation, case.properties
         truth = self.data.dataset.consensus(case.label)
-        image, is_ct = np.asarray(case.image[shown]), properties.schemes[shown] == "ct"
+        turned = preparation.canonical_properties(properties)
+        image, is_ct = np.asarray(case.image[shown]), turned.schemes[shown] == "ct"
         if is_ct:
-            image = image * properties.stds[shown] + properties.means[shown]
+            image = image * turned.stds[shown] + turned.means[shown]
         volumes = [image, truth, resample_label(ids, truth.shape)]
         volumes += [soft.disputed(case.label)] if isinstance(soft := self.data.dataset.soft, Readers) else []
         image, truth, ids, *disputed = (preparation.canonical(volume, properties) for volume in volumes)
         name = f"{case.id} {GENERATED}" if is_generated(self.config.data) else case.id
-        turned = preparation.canonical_properties(properties)
         slices = slices_of(turned.geometry, turned.box, turned.shape)
         names = name_images(self.data.dataset.modalities)
         modality = names[shown] if len(names) > 1 else ""
