@@ -14,7 +14,7 @@ import sys
 from collections.abc import MutableMapping
 from pathlib import Path
 
-from seqpar.cluster.exit_codes import interrupt_quietly, open_streams
+from seqpar.cluster.exit_codes import interrupt_quietly, leave_deleted_folder, open_streams
 from seqpar.cluster.host_memory import cores_here
 from seqpar.parallel.launcher import gpu_settings, read_launcher
 
@@ -57,5 +57,6 @@ set_gpu(os.environ)
 os.environ["MPLBACKEND"] = "agg"  # pictures are files here, and a notebook's choice, which is inherited, may be missing
 open_streams()
 if is_program(sys.argv[0]):
+    leave_deleted_folder()
     interrupt_quietly()
     gc.disable()

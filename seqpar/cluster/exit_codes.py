@@ -217,6 +217,12 @@ def of_a_file(error: BaseException) -> DataError | None:
     return DataError(error.filename, f"cannot be used ({reason(error)}); check the path, its rights and its disk")
 
 
+def leave_deleted_folder() -> None:
+    """Ends this process if the current folder is gone, before torch is imported: MKL would, with words of its own."""
+    if code := _call(lambda _: 0, ()):
+        sys.exit(code)
+
+
 def refuse_deleted_folder() -> None:
     """Raises DataError if the current folder is gone, so that no path can be found from it."""
     try:

@@ -92,8 +92,11 @@ def _slices(folder: Path, with_voxels: bool) -> list[_Slice]:
         kinds = [f"{_describe(Path(files[0]))} ({len(files)} files)" for files in names.values()]
         raise DataError(folder, f"has {len(names)} series: {', '.join(sorted(kinds))}; give each its own folder")
     (files,) = names.values()
-    if left_out := [file for file in visible_files(folder) if _is_dicom(file) and str(file) not in files]:
-        raise DataError(left_out[0], "is a DICOM file that cannot be read as part of its series; copy it again")
+    suffixes = {Path(file).suffix for file in files}
+    for file in visible_files(folder):
+        is_slice = _is_dicom(file) or (file.suffix in suffixes and (file.suffix or not file.stat().st_size))
+        if is_slice and str(file) not in files:  # the first or the last slice would be missing without a gap
+            raise DataError(file, "cannot be read as part of its series; copy it again, or remove it if it is no slice")
     slices = [_slice(Path(file), with_voxels) for file in files]
     normal = np.cross(*slices[0].axes)
     return sorted(slices, key=lambda one: float(one.position @ normal))

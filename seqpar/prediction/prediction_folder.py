@@ -5,6 +5,7 @@ FOLDER/prediction.json        how everything in it was predicted, from which fil
 FOLDER/…                      what a task writes: label maps, or a table of classes
 """
 
+import errno
 import fcntl
 import os
 import sys
@@ -29,6 +30,7 @@ from seqpar.data.formats.recognise import is_part_of_dataset
 from seqpar.data.phantom.phantom_files import is_generated
 from seqpar.data.preparation.cache_index import sources_of
 from seqpar.data.volumes import read_volume
+from seqpar.runs.run_folder import holds_run
 from seqpar.scores.label_files import ENTROPY
 from seqpar.terminal import coloured
 from seqpar.text import quantity
@@ -201,6 +203,9 @@ class PredictionFolder(ABC):
             raise DataError(
                 self.folder, "belongs to a data set, which predict never writes into; choose another --output"
             )
+        if holds_run(folder):
+            raise DataError(self.folder, "is a run folder, which evaluate takes for its validation; choose another "
+                            "--output, such as a folder in it")  # fmt: skip
         images = ((path, Path(os.path.realpath(path))) for case in cases for path in case.images)
         if any(place == folder for _, place in images if place.is_dir()):
             raise DataError(self.folder, "is a DICOM series to predict; choose another --output")
@@ -214,10 +219,15 @@ class PredictionFolder(ABC):
 
     @contextmanager
     def writable(self) -> Iterator[None]:
-        """Raises whatever fails inside as an error of the folder: no other case would fare better."""
+        """Raises whatever fails inside as an error of the folder, as no other case would fare better, but for names
+        that are too long.
+        """
         try:
             yield
         except (OSError, DataError) as error:
+            cause = error.__cause__ if isinstance(error, DataError) else error
+            if isinstance(cause, OSError) and cause.errno == errno.ENAMETOOLONG:
+                raise DataError(cause.filename, f"cannot be written ({reason(cause)})") from error
             why = error.problem if isinstance(error, DataError) else f"cannot be written ({reason(error)})"
             raise DataError(self.folder, f"{why}; what is finished is kept: make room or choose another "
                               "--output, and go on with --continue") from error  # fmt: skip

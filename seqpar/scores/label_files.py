@@ -127,6 +127,11 @@ def validation_of(path: Path) -> Path | None:
         return path
     if not (path / "config.json").is_file():
         return None
+    if list_label_files(path):
+        raise DataError(
+            path, "holds a run, whose validation would be scored, and label maps next to it: name its folder "
+            "validation, or move the label maps into a folder of their own"
+        )  # fmt: skip
     folder = path / "validation"
     if not folder.is_dir() or not list_label_files(folder):
         raise DataError(folder, "holds no label map: let the run finish, or give a folder of predictions")

@@ -105,17 +105,18 @@ def refuse_foreign(files: Mapping[str, Path], data: Collection[Path] = ()) -> No
             raise DataError(
                 path.parent, f"belongs to a data set, which evaluate never writes into: name another place by --{kind}"
             )
+        if list(files.values()).count(path) > 1:
+            raise ValueError(f"--{kind} {path} is to hold two results: name another file")
         if path.exists() and not _OURS[kind](path):
             raise DataError(path, f"is there, and evaluate did not write it: name another file by --{kind}")
 
 
-def _is_our_json(path: Path) -> bool:
+def _is_our_json(path: Path, key: str = "classes") -> bool:
     try:
         content = read_json(path)
     except DataError:
         return False
-    ours = isinstance(content, dict) and bool({"classes", "written_by"} & set(content))
-    return ours and "step" not in content  # which only a training's own summary has
+    return isinstance(content, dict) and key in content and "step" not in content  # which a training's summary has
 
 
 def _is_our_csv(path: Path) -> bool:
@@ -132,7 +133,10 @@ def _is_our_picture(path: Path) -> bool:
         return False
 
 
-_OURS = {"json": _is_our_json, "csv": _is_our_csv, "find-best": _is_our_json, "calibration": _is_our_picture}
+_OURS: dict[str, Callable[[Path], bool]] = {
+    "json": _is_our_json, "csv": _is_our_csv, "calibration": _is_our_picture,
+    "find-best": lambda path: _is_our_json(path, "written_by"),
+}  # fmt: skip
 
 
 @contextmanager

@@ -3,6 +3,7 @@
 import argparse
 import difflib
 import shutil
+import sys
 import textwrap
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
@@ -26,6 +27,16 @@ class Parser(argparse.ArgumentParser):
     def __init__(self, act: str, **options: Any) -> None:
         usual: dict[str, Any] = {"allow_abbrev": False, "formatter_class": _HelpLines}
         super().__init__(f"seqpar-{act}", **usual | options)
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:  # type: ignore[override]
+        """Parses as argparse does, but refuses empty words: Path("") is the current folder, and --data "" no data."""
+        words = list(sys.argv[1:] if args is None else args)
+        for before, word in zip(["", *words], words):
+            flag, equals, value = word.partition("=")
+            if not word or (word.startswith("--") and equals and not value):
+                what = flag or (before if before.startswith("-") else f"the argument after {before or self.prog}")
+                raise ValueError(f"{what} is empty: give it a value or remove it; is a shell variable not set?")
+        return super().parse_known_args(words, namespace)
 
     def error(self, message: str) -> NoReturn:
         raise ValueError(f"{message}{self._nearest(message)} ({self.lists_all} lists all)")

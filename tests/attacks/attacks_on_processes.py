@@ -302,6 +302,14 @@ ATTACKS += [
 ]
 ATTACKS += [
     Attack(
+        "train, started in a folder that is gone",  # MKL ends a process that imports torch there
+        types=f"train {TINY} --seqpar 2",
+        code=3,
+        says="error: the current folder: was deleted; change to one that exists (cd), and start again",
+        before=_lose_folder,
+        started=True,
+    ),
+    Attack(
         "a stopped worker of a single rank",
         types=f"train {TINY} --workers 1 --data D --cache cache --iterations 9999 --epochs 1 --timeout 10 --out run",
         make=lambda here: nnunet(here / "D", 5),

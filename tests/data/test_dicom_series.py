@@ -89,6 +89,11 @@ def cut_off(folder: Path, array: np.ndarray) -> None:
     file.write_bytes(file.read_bytes()[:-60])
 
 
+def last_cut_off(length: int, folder: Path, array: np.ndarray) -> None:
+    names = {sitk.ReadImage(str(file)).GetMetaData("0020|0013").strip(): file for file in folder.iterdir()}
+    names[str(array.shape[2])].write_bytes(bytes(length))
+
+
 def frames(folder: Path, array: np.ndarray) -> None:
     shutil.rmtree(folder)
     folder.mkdir()
@@ -124,6 +129,7 @@ def retag(old: bytes, new: bytes, folder: Path, array: np.ndarray) -> None:
         (second_series, r"has 2 series: scout \(2 files\), thorax \(6 files\)"),
         (same_place, "slices at the same position"),
         (another_size, "differs in size"), (cut_off, "cannot be read as part of its"), (frames, "has 6 frames"),
+        *((partial(last_cut_off, length), "cannot be read as part of its") for length in (0, 4096)),
         (colours, "has colours"), (gone, "is a link that leads nowhere"),
         *((partial(retag, old, new), "position, orientation or pixel spacing is damaged") for old, new in DAMAGED),
         (lambda folder, _: shutil.rmtree(folder) or folder.mkdir(), "without DICOM files"),

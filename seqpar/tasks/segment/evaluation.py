@@ -100,7 +100,8 @@ class LabelMapEvaluation(CaseEvaluation):
             if options.find_best is not None:
                 for other in {*options.groups.values()}:
                     own = options.groups[path]
-                    refuse_foreign({"find-best": self._place(*dict.fromkeys((own, other)))}, data)
+                    place = self._place(*dict.fromkeys((own, other)))
+                    refuse_foreign({"find-best": place, **files}, data)
             for folder in (file.parent for file in files.values()):
                 if folder.exists() and not os.access(folder, os.W_OK):
                     raise DataError(folder, "cannot be written to: choose other places by --json and --csv")
