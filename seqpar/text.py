@@ -107,8 +107,8 @@ def format_sides(sides: Sequence[int], by: str = " ") -> str:
 
 
 def parse_duration(text: str) -> float:
-    """Returns a time limit in seconds: minutes, H:MM:SS or D-HH:MM:SS; infinity for none."""
-    if not text:
+    """Returns a time limit in seconds: minutes, H:MM:SS or D-HH:MM:SS; infinity for "none" or an empty text."""
+    if text in ("", "none"):
         return math.inf
     match = re.fullmatch(r"(?:(\d+)-)?(\d+):(\d\d):(\d\d)", text)
     if re.fullmatch(r"\d+(\.\d+)?", text):
@@ -117,7 +117,7 @@ def parse_duration(text: str) -> float:
         days, hours, minutes, rest = (int(piece or 0) for piece in match.groups())
         seconds = float(((days * 24 + hours) * 60 + minutes) * 60 + rest)
     else:
-        raise ValueError(f"--time-limit {text}: give minutes (110) or H:MM:SS (1:50:00)")
+        raise ValueError(f"--time-limit {text}: give minutes (110), H:MM:SS (1:50:00) or none")
     if not seconds:
-        raise ValueError(f"--time-limit {text}: it must be above 0; remove it for no limit")
+        raise ValueError(f"--time-limit {text}: it must be above 0; give none for no limit")
     return seconds

@@ -128,7 +128,7 @@ class RunSettings:
     device: str = _device("auto", "device; auto: a GPU if there is one", choices=DEVICE_KINDS, common=True)
 
     time_limit: str = _limits(
-        "", "save and leave before this time has passed: minutes or H:MM:SS", metavar="TIME", common=True
+        "", "save and leave before this time has passed: minutes, H:MM:SS or none", metavar="TIME", common=True
     )
     start_timeout: float = _limits(
         START_S, "seconds that ranks may wait until step 1 is done", bounds=SECONDS, metavar="SECONDS"

@@ -60,7 +60,7 @@ class OneByOne:
         if self.until < float("inf"):
             line += ["--time-limit", f"{max(self.until - time.monotonic(), 1.0) / 60:.3f}"]
         elif resume:  # else it would have what was left of an earlier limit
-            line += ["--time-limit", ""]
+            line += ["--time-limit", "none"]
         code = self.start(planned.ranks, line, self.signals)
         if self.signals and code and not has_finished(run):  # a signal also ends a process that cannot act on it yet
             return PREEMPTED

@@ -81,8 +81,8 @@ def test_a_time_limit_is_that_of_all_five_in_each_start(lines_of, flags, tmp_pat
         for own in lines:
             limit = parse(own, "debug")[1].time_limit
             assert float(limit) == pytest.approx(minutes, abs=0.5)
-    code, lines = lines_of(*asked, "--time-limit", "", codes=(0,) * 2)
-    assert code == 0 and [parse(own, "debug")[1].time_limit for own in lines] == ["", ""]
+    code, lines = lines_of(*asked, "--time-limit", "none", codes=(0,) * 2)
+    assert code == 0 and [parse(own, "debug")[1].time_limit for own in lines] == ["none", "none"]
 
 
 def test_each_fold_has_the_lessons_of_a_curriculum(lines_of, flags, tmp_path) -> None:
