@@ -4,11 +4,11 @@ import filecmp
 import json
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from statistics import NormalDist
-from typing import Any
+from typing import Any, NamedTuple
 
 from seqpar.data.errors import DataError
 from seqpar.data.files import read_whole, strip_suffix
@@ -17,7 +17,7 @@ from seqpar.data.phantom.phantom_files import is_generated
 from seqpar.report.planes import colours_of
 from seqpar.runs.archive import ABOUT, is_archive
 from seqpar.runs.journal import read_metrics
-from seqpar.runs.metrics_tail import SCORES, best_validation, score_of, task_of_row
+from seqpar.runs.metrics_tail import SCORES, best_validation, score_of, task_of_row, what_was_learned
 from seqpar.runs.run_folder import read_config
 from seqpar.runs.run_status import describe_kill
 from seqpar.scores.comparison import FEW, TOO_FEW
@@ -203,10 +203,41 @@ def reached_in_validation(record: RunRecord) -> list[str]:
     return []
 
 
-def seen_in_training(
+class Seen(NamedTuple):
+    """Which of ``total`` scored cases a run was trained on.
+
+    - ``same``: those with the same file; ``namesakes``: those that may be other cases of the same name
+    """
+
+    same: Sequence[str]
+    namesakes: Sequence[str]
+    total: int
+
+    @property
+    def names(self) -> frozenset[str]:
+        return frozenset((*self.same, *self.namesakes))
+
+    @property
+    def sentences(self) -> list[str]:
+        """One for either kind, if there are any."""
+        sentences = list[str]()
+        for found, one, many in (
+            (self.same, "was in the run's training data", "were in the run's training data"),
+            (self.namesakes, "has the name of a training case", "have the names of training cases"),
+        ):
+            if found:
+                shown = ", ".join(found[:MAX_NAMED]) + ", …" * (len(found) > MAX_NAMED)
+                what, whose = (one, "its scores") if len(found) == 1 else (many, "their scores")
+                if_so = f"if {'it is' if len(found) == 1 else 'they are'} the same, " * (found is self.namesakes)
+                of = f"{len(found)} of {quantity(self.total, 'scored case')} {what} ({shown})"
+                sentences.append(f"{of}: {if_so}{whose} say little about new cases.")
+        return sentences
+
+
+def find_seen(
     record: RunRecord, scored: Mapping[str, Path | None], read_files: Callable[[], Mapping[str, Path]]
-) -> list[str]:
-    """Returns a sentence if scored cases are among those that the run was trained on.
+) -> Seen:
+    """Returns which scored cases are among those that the run was trained on.
 
     - ``scored``: a file of each case by name, None if it is not known
     - ``read_files``: returns the same file of each case of the run's data set; cases of another data set may have the
@@ -220,45 +251,10 @@ def seen_in_training(
     both = {name: (scored[name], files.get(name)) for name in names}
     unknown = [name for name, pair in both.items() if not all(path and path.is_file() for path in pair)]
     same = [n for n, (a, b) in both.items() if n not in unknown and a and b and filecmp.cmp(a, b, shallow=False)]
-    sentences = list[str]()
-    for found, one, many in (
-        (same, "was in the run's training data", "were in the run's training data"),
-        (unknown, "has the name of a training case", "have the names of training cases"),
-    ):
-        if found:
-            shown = ", ".join(found[:MAX_NAMED]) + ", …" * (len(found) > MAX_NAMED)
-            what, whose = (one, "its scores") if len(found) == 1 else (many, "their scores")
-            if_so = f"if {'it is' if len(found) == 1 else 'they are'} the same, " * (found is unknown)
-            of = f"{len(found)} of {len(scored)} scored cases {what} ({shown})"
-            sentences.append(f"{of}: {if_so}{whose} say little about new cases.")
-    return sentences
+    return Seen(same, unknown, len(scored))
 
 
 SURE = 0.95  # share of guessers whose best validation stays below what shows that a network has learned
-LITTLE = 0.8  # of the error of a mean; above it, a pretraining has learned little
-
-
-def guess_of(normalised: bool) -> str:
-    """Returns with what a pretraining is compared: a mean in place of what is hidden, in words."""
-    return "each patch's own mean" if normalised else "the tile's mean"
-
-
-def what_was_learned(rows: Iterable[Mapping[str, Any]], normalised: bool) -> tuple[str, str]:
-    """Returns a sentence that compares the best error with that of a mean, and a caution if it is no better or close.
-
-    - ``rows``: of the validations
-    - ``normalised``: whether patches are rebuilt without their mean
-    """
-    known = [(row["loss"], row["error_of_mean"]) for row in rows if isinstance(row.get("error_of_mean"), float)]
-    known = [pair for pair in known if all(isinstance(error, float) and math.isfinite(error) for error in pair)]
-    if not known:
-        return "", ""
-    (error, of_mean), guess = min(known), guess_of(normalised)
-    sentence = f"The best error is {error:.4f}. Filling the hidden voxels with {guess} would give {of_mean:.4f}."
-    if error <= LITTLE * of_mean:
-        return sentence, ""
-    learned = "Little was learned" if error < of_mean else "Nothing was learned"
-    return sentence, f"{learned}: the best error is {error:.4f}, and that of {guess} is {of_mean:.4f}. Train longer."
 
 
 def may_be_chance(record: RunRecord) -> str:
