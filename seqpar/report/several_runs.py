@@ -146,12 +146,12 @@ def cautions_about_each(records: Mapping[str, RunRecord]) -> list[str]:
     return [f"{name}: {sentence[0].lower()}{sentence[1:]}" for name, sentence in pairs if sentence]
 
 
-def difference_sentence(measure: str, name: str, first: str, pairs: Sequence[tuple[float, str]]) -> str:
+def difference_sentence(measure: str, name: str, first: str, gaps: Sequence[float]) -> str:
     """Returns how far a run's score is above that of the first, over cases, and how sure that is.
 
-    - ``pairs``: the difference in each case, and its name
+    - ``gaps``: the difference in each case
     """
-    known = [gap for gap, _ in pairs if math.isfinite(gap)]
+    known = [gap for gap in gaps if math.isfinite(gap)]
     if not known:
         return f"No case has a {measure} in both {name} and {first}."
     mean, cases = fmean(known), quantity(len(known), "case")

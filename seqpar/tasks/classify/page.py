@@ -200,7 +200,7 @@ def seen_table(new: Summary, old: Summary) -> Table:
     rows = [TableRow(kind, [Score(number(one["scores"][kind]), 3) for one in (new, old)]) for kind in new["scores"]]
     rows.append(TableRow("cases", [Score(one["cases"], 0) for one in (new, old)]))
     heads = [TableHead(text) for text in ("Score", f"Not {SEEN}", SEEN.capitalize())]
-    note = f"Cases {SEEN} say little about new ones: everything else on this page is of the others."
+    note = f"Cases {SEEN} say little about new ones: the charts and the other tables are of the others."
     return Table(SEEN.replace(" ", "-"), heads, rows, "class", note)
 
 

@@ -51,13 +51,13 @@ from seqpar.report.tables import (
     volumes_table,
 )
 from seqpar.scores.comparison import FEW as FEW_CASES
-from seqpar.scores.comparison import TOO_FEW, interval_of_mean
+from seqpar.scores.comparison import TOO_FEW, interval_of_mean, values_of_cases
 from seqpar.scores.label_classes import Labels
 from seqpar.scores.label_files import MAX_NAMED, dataset_at, match_cases, missing_line
 from seqpar.scores.label_scores import why_no_dice, without_nan
 from seqpar.tasks.segment.evaluation import ABOUT_CALIBRATION, calibrate, calibration_diagram, trained_on
 from seqpar.tasks.segment.label_map_folder import DICOM_SEG, SavedProbabilities
-from seqpar.text import name_images, quantity
+from seqpar.text import name_images, quantity, rounded
 
 FOLDER = Path(__file__).parent
 RESEARCH = "For research; not a medical device."
@@ -385,9 +385,25 @@ def _differences(scored: Mapping[str, CaseScores]) -> tuple[Table | str, Sequenc
     is_partial = any(len(one.classes) > len(shared) for one in scored.values())
     only = f"Only classes that all runs have count: {', '.join(shared)}." if is_partial else ""
     note = " ".join(filter(None, [only, mean_over(shared, "of a case "), ABSENT_RULE]))
-    sentences = [difference_sentence("mean Dice", name, first, pairs) for name, pairs in gaps.items()]
+    sentences = [_difference(scored, name, first, shared, common) for name in gaps]
     return (
         Table("pairs", list(map(TableHead, heads)), rows, "case", note),
         sentences,
         [dots] * any(any(math.isfinite(gap) for gap, _ in pairs) for pairs in gaps.values()),
     )
+
+
+def _difference(
+    scored: Mapping[str, CaseScores], name: str, first: str, classes: Sequence[str], cases: Sequence[str]
+) -> str:
+    """Returns how far a run's mean Dice, that over classes, is above the first run's, and the Dice of each class."""
+    every = [{case.name: case.scores for case in scored[run].cases} for run in (name, first)]
+    rows = [[{kind: own[case][kind] for kind in classes} for case in cases] for own in every]
+    has_dice = [
+        any(not math.isnan(row[kind].get("Dice", math.nan)) for row in pair for kind in classes) for pair in zip(*rows)
+    ]
+    own, other = (values_of_cases([row for row, known in zip(run, has_dice) if known]) for run in rows)
+    sentence = difference_sentence("mean Dice", name, first, [a - b for a, b in zip(own, other)])
+    means = [[mean_of_numbers(row[kind].get("Dice", math.nan) for row in run) for run in rows] for kind in classes]
+    listed = ", ".join(f"{kind} {rounded(a, 3)} and {rounded(b, 3)}" for kind, (a, b) in zip(classes, means))
+    return f"{sentence} By class, {name} and {first}: {listed}." if len(classes) > 1 else sentence
