@@ -17,7 +17,7 @@ from seqpar.data.phantom.phantom_files import is_generated
 from seqpar.report.planes import colours_of
 from seqpar.runs.archive import ABOUT, is_archive
 from seqpar.runs.journal import read_metrics
-from seqpar.runs.metrics_tail import SCORES, best_validation, score_of, task_of_row, what_was_learned
+from seqpar.runs.metrics_tail import SCORES, best_validation, score_of, task_of_row
 from seqpar.runs.run_folder import read_config
 from seqpar.runs.run_status import describe_kill
 from seqpar.scores.comparison import FEW, TOO_FEW
@@ -149,6 +149,12 @@ def best_step(record: RunRecord) -> int | None:
         return None if row is None else int(row["step"])
 
 
+def row_of_best(record: RunRecord) -> Row | None:
+    """Returns the validation of the weights that predict takes; None if the journal does not have it."""
+    best = best_step(record)
+    return next((row for row in record.held_out if best and row.get("step") == best), None)
+
+
 def step_sentence(own: int, record: RunRecord) -> str:
     """Returns which step a run's scores are of, and whether predict takes its weights; "" if either is not known.
 
@@ -160,10 +166,13 @@ def step_sentence(own: int, record: RunRecord) -> str:
     if own == best:
         which = "the best" if len(record.held_out) > 1 else "the only"
         return f"After step {own:,}, {which} validation, whose weights predict uses."
-    text = f"After step {own:,}, the last one. Predict uses the weights of step {best:,}"
-    for row in (row for row in record.held_out if row.get("step") == best):
-        return f"{text}, whose {SCORES[task_of_row(row)]} was {score_of(row):.3f}."
-    return f"{text}."
+    last = f"of step {own:,}, the last one: predict uses the weights of step {best:,}"
+    if (row := row_of_best(record)) is None:
+        return f"All scores are {last}."
+    return (
+        f"All other scores, those of single cases included, are {last}, whose {SCORES[task_of_row(row)]} was "
+        f"{score_of(row):.3f}. The large numbers are of these."
+    )
 
 
 TRAINED_ON_PHANTOMS = (
@@ -192,7 +201,7 @@ def chosen_on_them(*records: RunRecord) -> list[str]:
 
 def reached_in_validation(record: RunRecord) -> list[str]:
     """Returns a sentence about the best validation, for a reader of predictions that no truth can score."""
-    for row in (row for row in record.held_out if row.get("step") == best_step(record) and row.get("dice")):
+    for row in (row for row in (row_of_best(record),) if row and row.get("dice")):
         cases = quantity(row["cases"], "held-out case") if "cases" in row else "held-out cases"
         scores = ", ".join(f"{name} {value:.3f}" for name, value in row["dice"].items() if isinstance(value, float))
         few = f" ({TOO_FEW})" * (row.get("cases", FEW) < FEW)
@@ -276,25 +285,6 @@ def may_be_chance(record: RunRecord) -> str:
         f"guessing ({guess:.3f} on average) could reach as much: nothing shows that the network has learned. Do not "
         "trust its classes or its maps."
     )
-
-
-def weak_start(record: RunRecord) -> str:
-    """Returns a sentence if a run's weights came from a pretraining that learned little or nothing; else ""."""
-    weights = Path(str(record.config.get("weights") or ""))
-    folder = next((place for place in (weights, *weights.parents[:3]) if (place / "metrics.jsonl").is_file()), None)
-    if not record.config.get("weights") or folder is None:
-        return ""
-    try:
-        start = read_record(folder)
-    except DataError:
-        return ""
-    if start.network_settings.task != "pretrain":
-        return ""
-    caution = what_was_learned(start.held_out, bool(start.config.get("normalised_targets")))[1]
-    if not caution:
-        return ""
-    learned = f"{caution.removesuffix(' Train longer.')} So this run says little about pretraining."
-    return f"The run began with the weights of a pretraining, {folder}. {learned}"
 
 
 def lacking(run: Path, error: Exception) -> DataError:

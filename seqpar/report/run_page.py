@@ -21,11 +21,11 @@ from seqpar.report.record import (
     is_of_phantoms,
     lacking,
     may_be_chance,
-    weak_start,
+    read_record,
     weights_behind,
 )
 from seqpar.report.rendering import render
-from seqpar.runs.metrics_tail import ERRORS, what_is_not_found
+from seqpar.runs.metrics_tail import ERRORS, what_is_not_found, what_was_learned
 from seqpar.text import clock, list_modalities, quantity
 
 STATES = {
@@ -133,6 +133,25 @@ def _scored(truth: Path | None, prediction: Path) -> str:
 def what_is_unlearned(record: RunRecord) -> str:
     """Returns a sentence if nothing shows that the network has learned a segmentation's class, or to classify."""
     return may_be_chance(record) or what_is_not_found(record.held_out)
+
+
+def weak_start(record: RunRecord) -> str:
+    """Returns a sentence if a run's weights came from a pretraining that learned little or nothing; else ""."""
+    weights = Path(str(record.config.get("weights") or ""))
+    folder = next((place for place in (weights, *weights.parents[:3]) if (place / "metrics.jsonl").is_file()), None)
+    if not record.config.get("weights") or folder is None:
+        return ""
+    try:
+        start = read_record(folder)
+    except DataError:
+        return ""
+    if start.network_settings.task != "pretrain":
+        return ""
+    caution = what_was_learned(start.held_out, bool(start.config.get("normalised_targets")))[1]
+    if not caution:
+        return ""
+    learned = f"{caution.removesuffix(' Train longer.')} So this run says little about pretraining."
+    return f"The run began with the weights of a pretraining, {folder}. {learned}"
 
 
 def try_reading(read: Callable[[], T], gaps: list[str]) -> T | None:

@@ -11,11 +11,11 @@ from typing import NamedTuple, TypeVar
 from seqpar.data.errors import DataError
 from seqpar.report.curves import OF_RUNS, Diagram, Line, count_of, number, step_axis
 from seqpar.report.planes import RUN_COLOURS, colours_of
-from seqpar.report.plots import Chart, draw_charts
-from seqpar.report.record import RunRecord, above_scores, chosen_on_them, weak_start
+from seqpar.report.plots import Chart, draw_charts, make_strips
+from seqpar.report.record import RunRecord, above_scores, chosen_on_them
 from seqpar.report.rendering import render
-from seqpar.report.run_page import format_setting, verdict, what_is_unlearned
-from seqpar.report.tables import Table, TableHead, TableRow, make_strips
+from seqpar.report.run_page import format_setting, verdict, weak_start, what_is_unlearned
+from seqpar.report.tables import Table, TableHead, TableRow
 from seqpar.runs.metrics_tail import ERRORS, SCORES, score_of, task_of_row
 from seqpar.scores.comparison import FEW, describe_interval, interval_of_mean
 from seqpar.settings.config import SETTINGS

@@ -10,10 +10,11 @@ from typing import NamedTuple
 
 from seqpar.data.errors import DataError
 from seqpar.report.curves import MOST_CURVES, number
+from seqpar.report.plots import Strips, make_strips
 from seqpar.report.record import RunRecord, read_record
 from seqpar.report.rendering import render
 from seqpar.report.several_runs import Compare, cautions_about_each, curves_over_each_other, sentence_on_phantoms
-from seqpar.report.tables import Strips, make_strips, mean_over
+from seqpar.report.tables import mean_over
 from seqpar.runs.run_folder import read_config
 from seqpar.runs.sweep_folder import Point, Sweep, format_value, read_sweep, refresh_points
 from seqpar.settings.config import SETTINGS

@@ -19,9 +19,8 @@ from seqpar.report.curves import NEUTRAL, Diagram, Line
 from seqpar.report.embedded_volumes import ShownCase, coarsen, coarsen_label, embed, encode, outline, png, sheet
 from seqpar.report.pictures import PicturedCase, figure_of_cases
 from seqpar.report.planes import COLOURS, DISPUTED, LINES, ranks_of
-from seqpar.report.plots import draw_chart
+from seqpar.report.plots import Strips, draw_chart, make_strips
 from seqpar.report.rendering import _environment
-from seqpar.report.tables import Strips, make_strips
 from tests.support.configs import config_of, trainer_of
 from tests.support.folders import nnunet
 from tests.support.report_page import own_slices, unroll

@@ -382,17 +382,17 @@ def test_a_single_case_has_no_means(finished: Path) -> None:
 
 
 def test_regions_found_have_an_interval_by_their_number_and_false_ones_are_counted_per_case() -> None:
-    truth, prediction = np.zeros((40, 40, 8), np.uint8), np.zeros((40, 40, 8), np.uint8)
+    truth, prediction, none = np.zeros((3, 40, 40, 8), np.uint8)
     for n in range(8):
         truth[5 * n : 5 * n + 3, :3, :3] = 1
     prediction[:33, :1, :1] = 1  # touches the first seven by a column
     prediction[0, 20::4, 0] = prediction[0, 20, 0:2] = 1  # five specks that touch none
-    scored = scores_of(3.5, {"lesion": (1,)}, (truth, prediction), (truth, truth))
+    scored = scores_of(3.5, {"lesion": (1,)}, (truth, prediction), (truth, truth), (none, none), (none, none))
     table = sizes_table(scored)
     assert table is not None
     low, high = stats.binomtest(15, 16).proportion_ci(method="wilson")
     texts = [cell if isinstance(cell, str) else cell.text for cell in table.rows[0].cells]
-    assert texts[3:] == ["15 of 16", "5 (2.5 per case)", f"0.938 ({low:.3f} to {high:.3f})"]
+    assert texts[3:] == ["15 of 16", "5 (1.25 per case)", f"0.938 ({low:.3f} to {high:.3f})"]
     assert table.heads[2].below == ("regions found", "false regions", "sensitivity (regions)")
     assert "voxels larger than 3 mm have none" in table.note and "by as little as one voxel" in table.note
     few = sizes_table(scores_of(3.5, {"lesion": (1,)}, *[(truth[:15], truth[:15])] * 1))

@@ -27,9 +27,9 @@ from seqpar.report.images import FoundImage, Images, find_images, grey_images, o
 from seqpar.report.pictures import MAPS, OUTSIDE, body_of, draw_evidence, evidence_planes, is_outside, with_maximum
 from seqpar.report.planes import colours_of, slices_of
 from seqpar.report.plots import Chart, draw_charts
-from seqpar.report.record import DAMAGE, RunRecord, Seen, chosen_on_them, step_sentence
+from seqpar.report.record import DAMAGE, RunRecord, Seen, chosen_on_them, row_of_best, step_sentence
 from seqpar.report.run_page import FinishedPage, is_neurological, render_run, try_reading
-from seqpar.report.tables import HeadlineTile, Score, Table, TableHead, TableRow
+from seqpar.report.tables import HeadlineTile, Score, Table, TableHead, TableRow, tiles_of_steps
 from seqpar.scores.class_scores import (
     calibration,
     describe_share,
@@ -132,6 +132,9 @@ def class_page(options: argparse.Namespace, record: RunRecord) -> FinishedPage:
     elif summary:
         cautions, step = chosen_on_them(record), step_sentence(int(summary.get("step") or 0), record)
     scores = _scores(summary, options.positive, step, seen.names) if summary else None
+    if scores and summary and not is_other:
+        tiles = tiles_of_steps(scores.tiles, int(summary.get("step") or 0), row_of_best(record), "scores")
+        scores = replace(scores, tiles=tiles)
     cases = [replace(c, verdict=f"{SEEN.capitalize()}. {c.verdict}") if c.name in seen.names else c for c in cases]
     viewer = None
     if summary and cases:

@@ -26,6 +26,7 @@ from seqpar.report.record import (
     measure_folder,
     reached_in_validation,
     read_scores,
+    row_of_best,
     score_folders,
     step_sentence,
 )
@@ -33,6 +34,7 @@ from seqpar.report.run_page import FinishedPage, is_neurological, render_run, tr
 from seqpar.report.several_runs import Comparison, Dots, difference_sentence, read_all
 from seqpar.report.tables import (
     ABSENT_RULE,
+    Absent,
     HeadlineTile,
     Score,
     Table,
@@ -48,6 +50,7 @@ from seqpar.report.tables import (
     predicted_volumes,
     score_strips,
     sizes_table,
+    tiles_of_steps,
     volumes_table,
 )
 from seqpar.scores.comparison import FEW as FEW_CASES
@@ -90,6 +93,8 @@ def segment_page(options: argparse.Namespace, record: RunRecord) -> FinishedPage
     if scored and shown:
         cases = case_section(record, scored, shown, is_neurological(options.neurological, record))
     tiles, note = headline(record, scored) if not alone else ([], "")
+    step = scored.step if scored else 0
+    tiles = tiles_of_steps(tiles, step, row_of_best(record), "dice")
     colours = record.class_colours(scored.classes if scored else ())
     tables: dict[str, object] = {"metrics": last_validation(record), "sizes": None, "intensities": None, "series": None}
     tables["readers"] = None
@@ -120,7 +125,8 @@ def segment_page(options: argparse.Namespace, record: RunRecord) -> FinishedPage
         "about_calibration": calibration[1],
         "tiles": tiles,
         "note": note,
-        "step": step_sentence(scored.step, record) if scored else "",
+        "step": step_sentence(step, record),
+        "of_step": f"after step {step:,}, " * bool(step),
         "is_scored": scored is not None and not alone,
         "cases": cases,
         **tables,
@@ -255,12 +261,22 @@ def _reached(record: RunRecord) -> list[str]:
     if not sentences:
         return []
     scored = try_reading(lambda: read_scores(record.path), [])
-    found = {name: absent_of(scored, name).cases for name in scored.classes} if scored else {}
-    lacking = [f"{name} in {count} of {len(scored.cases)}" for name, count in found.items() if count] if scored else []
-    told = f"Classes that the truth of held-out cases lacks: {', '.join(lacking)}." if lacking else ""
-    told = told or (ALL_HAVE_IT if scored else "")
-    rule = ABSENT_RULE if lacking or not scored else ""
-    return [*sentences, " ".join(filter(None, [told, rule]))]
+    found = {name: absent_of(scored, name) for name in scored.classes} if scored else {}
+    told = [_found_in_none(name, absent) for name, absent in found.items() if absent.cases]
+    told = told or [ALL_HAVE_IT] * bool(scored)
+    rule = [ABSENT_RULE] * (told != [ALL_HAVE_IT])
+    return [*sentences, " ".join([*told, *rule])]
+
+
+def _found_in_none(name: str, absent: Absent) -> str:
+    """Returns in how many cases without a class some was predicted, which is what a new patient's label may be."""
+    count, predicted = absent.cases, absent.predicted
+    which = f"{predicted} of the {count} held-out cases"
+    if predicted == count or not predicted:
+        which = f"{'none of ' * (not predicted)}the {quantity(count, 'held-out case')}"
+        which = which.replace("none of the 1 ", "the 1 ")
+    did = "predicted some" if predicted or count > 1 else "predicted none"
+    return f"In {which} without {name} it {did}."
 
 
 ALL_HAVE_IT = (
