@@ -17,7 +17,18 @@ from seqpar.data.geometry import from_canonical, geometry_difference, to_canonic
 from seqpar.data.preparation import transforms
 from seqpar.data.preparation.prepared_case import Properties
 from seqpar.data.volumes import Volume, read_volume
-from seqpar.report.embedded_volumes import Bytes, Embedded, ShownCase, encode, kept_of_ct, outline, png, viewer_note
+from seqpar.report.embedded_volumes import (
+    Bytes,
+    Embedded,
+    ShownCase,
+    encode,
+    kept_of_ct,
+    outline,
+    png,
+    shown_best,
+    viewer_data,
+    viewer_note,
+)
 from seqpar.report.images import FoundImage, Images, grey_images
 from seqpar.report.pictures import heat_colours, heat_palette
 from seqpar.report.planes import (
@@ -188,13 +199,13 @@ class HeatRow(NamedTuple):
 
 def planes_of(case: ShownCase, neurological: bool) -> list[ShownPlane]:
     """Returns a case's three planes: through most of the rarest label of the truth, else of the prediction."""
-    at = fullest_planes(_shown_best(case)[0])
+    at = fullest_planes(shown_best(case)[0])
     return [_plane(case, name, dim, at[dim], neurological) for name, dim in PLANES]
 
 
 def heat_rows(case: ShownCase, neurological: bool) -> list[HeatRow]:
     """Returns a case's maps of uncertainty in the same planes, with the prediction's outlines; none without maps."""
-    rows, palette, at = list[HeatRow](), heat_palette(), fullest_planes(_shown_best(case)[0])
+    rows, palette, at = list[HeatRow](), heat_palette(), fullest_planes(shown_best(case)[0])
     for name, whose, heat in (
         (ENTROPY, "the prediction", case.heat if case.most_nats else None),
         (DISAGREEMENT, "the averaged networks, on the same scale", case.disagreement),
@@ -213,20 +224,6 @@ def heat_rows(case: ShownCase, neurological: bool) -> list[HeatRow]:
             planes.append(replace(plane, png=encode(picture), outlines=predicted, label=f"{name} of {plane.label}"))
         rows.append(HeatRow(f"{name} of {whose}", planes, f"{case.most_nats:.2f} nats ({case.most_when})"))
     return rows
-
-
-def _shown_best(case: ShownCase) -> tuple[NDArray[np.bool_], int]:
-    """Returns the voxels through which planes are chosen, and their label: the rarest, for large ones are seen anyway.
-
-    The label is 0 if the case has only one, or none.
-    """
-    labels = case.truth if case.truth.any() else case.prediction
-    counts = np.bincount(labels.ravel())
-    present = [number for number in np.flatnonzero(counts).tolist() if number]
-    if len(present) < 2:
-        return labels > 0, 0
-    rarest = min(present, key=lambda number: int(counts[number]))
-    return labels == rarest, rarest
 
 
 def _plane(case: ShownCase, name: str, dim: int, at: int, neurological: bool) -> ShownPlane:
@@ -307,7 +304,7 @@ class CaseSection:
 
     - ``labels``: colour and name
     - ``volumes``: what the viewer reads; ``note``: what was left out of them
-    - ``heat``: colours of a map from 0 to its maximum; "" without one; ``most``: what that maximum is
+    - ``heat``: colours of a map from 0 to its maximum, over an image and alone; ``most``: what that maximum is
     - ``has_readers``: whether the cases show where readers disagree
     - ``order``: which cases are shown
     """
@@ -317,7 +314,7 @@ class CaseSection:
     note: str
     shown: Sequence[CaseView]
     volumes: Mapping[str, Any]
-    heat: str = ""
+    heat: Sequence[str] = ()
     most: str = "its maximum"
     has_truth: bool = True
     has_readers: bool = False
@@ -359,6 +356,8 @@ def viewer_section(
     - ``labels``: names of the labels, in the order of their numbers
     - ``views``: cases that are also shown in planes
     """
+    has_heat = any(case.heat is not None for case, _ in shown)
+    heat = (", ".join(heat_colours(over_grey=True)), ", ".join(heat_colours())) if has_heat else ()
     kept = kept_of_ct([limits for case, _ in shown if case.is_ct for limits in case.ranges.values()])
     told = [counted(case.slices for case, _ in shown), LINES * (len(labels) > 1), repeated(labels)]
     return CaseSection(
@@ -367,7 +366,7 @@ def viewer_section(
         viewer_note([embedded for _, embedded in shown], any(case.is_ct for case, _ in shown)) + kept,
         views,
         viewer_data(labels, shown, neurological),
-        ", ".join(heat_colours()) if any(case.heat is not None for case, _ in shown) else "",
+        heat,
         next((f"{case.most_nats:.2f} nats" for case, _ in shown if case.most_nats), "its maximum"),
         has_readers=any(case.disputed is not None for case, _ in shown),
     )
@@ -375,7 +374,7 @@ def viewer_section(
 
 def planes_note(case: ScoredCase, shown: ShownCase, labels: Sequence[str]) -> str:
     """Returns which planes of a case are shown, and what was predicted where the truth has none of the labels."""
-    rarest = _shown_best(shown)[1]
+    rarest = shown_best(shown)[1]
     of_label = f"{labels[rarest - 1]} in the " if rarest else ""
     if shown.truth.any():
         return f"planes with most of the {of_label}truth"
@@ -413,38 +412,3 @@ def _case_view(case: ScoredCase, shown: ShownCase, labels: Sequence[str], neurol
         planes_of(shown, neurological),
         heat_rows(shown, neurological),
     )
-
-
-def viewer_data(
-    names: Sequence[str], cases: Sequence[tuple[ShownCase, Embedded]], neurological: bool
-) -> dict[str, Any]:
-    """Returns the data that the viewer reads: labels with colours, and each case's sheets."""
-    labels = [{"name": name, "colour": colour} for name, colour in colours_of(names).items()]
-    entries = [
-        {
-            "name": shown.name,
-            "shape": embedded.shape,
-            "slices": [own.coarsened(f) for own, f in zip(shown.slices, embedded.factors)],
-            "counts": [own.total for own in shown.slices],
-            "factors": embedded.factors,
-            "spacing": [s * f for s, f in zip(shown.spacing, embedded.factors)],
-            "columns": embedded.columns,
-            "modalities": list(shown.images),
-            "favourite": best_modality(list(shown.images)),
-            "images": embedded.images,
-            "truth": embedded.truth,
-            "prediction": embedded.prediction,
-            "disputed": embedded.disputed,
-            "heat": embedded.heat,
-            "heat_name": shown.heat_name,
-            "heat_caution": shown.heat_caution,
-            "ranks": ranks_of(shown.truth, shown.prediction).tolist(),
-            "most_nats": shown.most_nats,
-            "ranges": shown.ranges,
-            "unit": "HU" if shown.is_ct else "",
-            "at": [n // f for n, f in zip(shown.at or fullest_planes(_shown_best(shown)[0]), embedded.factors)],
-        }
-        for shown, embedded in cases
-    ]
-    more = {"heat_colours": heat_colours()} if any(case.heat is not None for case, _ in cases) else {}
-    return {"labels": labels, "sides": sides(neurological), "mirrored": not neurological, "cases": entries, **more}

@@ -16,7 +16,8 @@ import numpy as np
 from einops import rearrange
 from numpy.typing import NDArray
 
-from seqpar.report.planes import FileSlices
+from seqpar.report.pictures import heat_colours
+from seqpar.report.planes import FileSlices, best_modality, colours_of, fullest_planes, ranks_of, sides
 
 Bytes = NDArray[np.uint8]
 Factors = tuple[int, int, int]
@@ -260,3 +261,52 @@ def kept_of_ct(ranges: Sequence[tuple[float, float]]) -> str:
     dark, bright = " (such as fat and air)" * (low >= -50), " (such as bone)" * (high <= 300)
     rule = f"everything below{dark} is equally black, everything above{bright} equally white"
     return f" Of the CT, only {low} to {high} HU are kept: {rule}."
+
+
+def shown_best(case: ShownCase) -> tuple[NDArray[np.bool_], int]:
+    """Returns the voxels through which planes are chosen, and their label: the rarest, for large ones are seen anyway.
+
+    The label is 0 if the case has only one, or none.
+    """
+    labels = case.truth if case.truth.any() else case.prediction
+    counts = np.bincount(labels.ravel())
+    present = [number for number in np.flatnonzero(counts).tolist() if number]
+    if len(present) < 2:
+        return labels > 0, 0
+    rarest = min(present, key=lambda number: int(counts[number]))
+    return labels == rarest, rarest
+
+
+def viewer_data(
+    names: Sequence[str], cases: Sequence[tuple[ShownCase, Embedded]], neurological: bool
+) -> dict[str, Any]:
+    """Returns the data that the viewer reads: labels with colours, and each case's sheets."""
+    labels = [{"name": name, "colour": colour} for name, colour in colours_of(names).items()]
+    entries = [
+        {
+            "name": shown.name,
+            "shape": embedded.shape,
+            "slices": [own.coarsened(f) for own, f in zip(shown.slices, embedded.factors)],
+            "counts": [own.total for own in shown.slices],
+            "factors": embedded.factors,
+            "spacing": [s * f for s, f in zip(shown.spacing, embedded.factors)],
+            "columns": embedded.columns,
+            "modalities": list(shown.images),
+            "favourite": best_modality(list(shown.images)),
+            "images": embedded.images,
+            "truth": embedded.truth,
+            "prediction": embedded.prediction,
+            "disputed": embedded.disputed,
+            "heat": embedded.heat,
+            "heat_name": shown.heat_name,
+            "heat_caution": shown.heat_caution,
+            "ranks": ranks_of(shown.truth, shown.prediction).tolist(),
+            "most_nats": shown.most_nats,
+            "ranges": shown.ranges,
+            "unit": "HU" if shown.is_ct else "",
+            "at": [n // f for n, f in zip(shown.at or fullest_planes(shown_best(shown)[0]), embedded.factors)],
+        }
+        for shown, embedded in cases
+    ]
+    more = {"heat_colours": heat_colours()} if any(case.heat is not None for case, _ in cases) else {}
+    return {"labels": labels, "sides": sides(neurological), "mirrored": not neurological, "cases": entries, **more}

@@ -209,8 +209,10 @@ def test_a_viewer_says_that_the_maximum_of_a_map_is_outside_the_body(
         assert section.volumes["cases"][0]["heat_name"] == "map for ill"
         return str(section.volumes["cases"][0]["heat_caution"])
 
-    assert caution(6) == "" and caution(0) == pictures.OUTSIDE
-    assert caution(6, 0.3) == pictures.OUTSIDE, "nothing in the image is the maximum"
+    assert caution(6) == "" and caution(0).startswith(
+        "The map's maximum is outside the body, and so is 100% of the map"
+    )
+    assert caution(6, 0.3) == OUTSIDE_THE_IMAGE, "nothing in the image is the maximum"
 
 
 def test_runs_are_compared_on_the_cases_that_all_have_scored() -> None:
@@ -293,6 +295,31 @@ def test_a_classifier_that_guessing_could_equal_says_so(score: float, cases: int
     assert "all of one class" in said(dict.fromkeys(names, 1)) and said({}) == ""
 
 
+OUTSIDE_THE_IMAGE = "The map's maximum is outside the image, in what pads it: do not read it as a reason."
+
+
+def test_a_map_is_warned_of_by_its_share_outside_the_body_too() -> None:
+    body, seen = np.zeros((4, 4, 4), bool), np.zeros((4, 4, 4))
+    body[:2], seen[0, 0, 0] = True, 1.0
+    assert pictures.caution_about(seen, body) == "" == pictures.caution_about(0 * seen, body)
+    seen[3] = 0.02
+    assert pictures.caution_about(seen, body) == "", "24%: a coarse map reaches over the edge"
+    seen[3] = 0.03
+    assert pictures.caution_about(seen, body) == "32% of the map is outside the body: do not read it as a reason."
+    said = "outside the image, in what pads it, and 32% of the rest outside the body: do not"
+    assert said in pictures.caution_about(0.5 * seen, body)
+    assert pictures.caution_about(np.where(body, 0.9 * seen, 0) + (np.arange(64).reshape(4, 4, 4) == 63), ~body) == (
+        "47% of the map is outside the body: do not read it as a reason."
+    )
+
+
+def test_the_colours_of_a_maps_key_are_those_over_the_image() -> None:
+    alone, over = pictures.heat_colours(), pictures.heat_colours(over_grey=True)
+    assert (alone[0], over[0]) == ("#000004", "#808080"), "what is 0 is transparent"
+    mixed = [0.65 * int(alone[-1][at : at + 2], 16) + 0.35 * 127.5 for at in (1, 3, 5)]
+    assert [int(over[-1][at : at + 2], 16) for at in (1, 3, 5)] == pytest.approx(mixed, abs=1)
+
+
 def picture_of(
     figures: list[Any],
     image: np.ndarray,
@@ -343,13 +370,14 @@ def test_maps_are_shown_on_planes_through_the_body_with_a_warning_if_their_maxim
     ) in inside.get_suptitle().replace("\n", " ")
     seen[1, 1, 1] = 1
     outside = picture_of(figures, image, seen)
-    assert outside.get_supxlabel() == pictures.OUTSIDE
-    (warning,) = [text for text in outside.texts if text.get_text() == pictures.OUTSIDE]
+    told = "The map's maximum is outside the body, and so is 39% of the map: do not\nread it as a reason."
+    assert outside.get_supxlabel() == told
+    (warning,) = [text for text in outside.texts if text.get_text() == told]
     lowest = min(panel.get_tightbbox().y0 for panel in outside.axes)
     assert warning.get_window_extent().y1 <= lowest, "it lies over no panel"
     assert warning.get_window_extent().x0 >= 0 and warning.get_window_extent().x1 <= outside.bbox.width, "it is whole"
     padded = picture_of(figures, image, 0.3 * (seen == 0.56))
-    assert padded.get_supxlabel() == pictures.OUTSIDE, "nothing in the image is the maximum"
+    assert padded.get_supxlabel().replace("\n", " ") == OUTSIDE_THE_IMAGE, "nothing in the image is the maximum"
     assert "30% of its maximum, which is outside the image White line" in padded.get_suptitle().replace("\n", " ")
     assert pictures.evidence_planes(seen, image != 0) == (8, 9, 10), "planes of air are left out"
     assert pictures.evidence_planes(np.zeros_like(seen), image != 0) == (10, 10, 4), "without a map most of the body"

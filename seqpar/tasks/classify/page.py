@@ -24,7 +24,7 @@ from seqpar.report.cases import BUDGET, CaseSection, order_note, viewer_section
 from seqpar.report.curves import CHANCE, INK, Diagram, Line, LineStyle, number, reliability_diagram
 from seqpar.report.embedded_volumes import ShownCase
 from seqpar.report.images import FoundImage, Images, find_images, grey_images, other_voxels, recipe_of, spacings_of
-from seqpar.report.pictures import MAPS, OUTSIDE, body_of, draw_evidence, evidence_planes, is_outside, with_maximum
+from seqpar.report.pictures import MAPS, body_of, caution_about, draw_evidence, evidence_planes, with_maximum
 from seqpar.report.planes import colours_of, slices_of
 from seqpar.report.plots import Chart, draw_charts
 from seqpar.report.record import DAMAGE, RunRecord, Seen, chosen_on_them, row_of_best, step_sentence
@@ -394,6 +394,6 @@ def _viewed(name: str, image: FoundImage, modalities: Sequence[str], explained: 
         own = np.clip(crop(to_canonical(volume.array[0], volume.geometry.orientation), properties.box), 0, 1)
         seen, body = with_maximum(resample(own, properties.shape), own.max()), body_of(image.image[0])
         more = {"heat": np.rint(255 * seen).astype(np.uint8), "heat_name": about, "at": evidence_planes(seen, body)}
-        more["heat_caution"] = OUTSIDE * is_outside(seen, body)
+        more["heat_caution"] = caution_about(seen, body)
     slices = slices_of(properties.geometry, properties.box, properties.shape)
     return ShownCase(name, pictures, nothing, nothing, properties.spacing, slices, "", ranges, is_ct, **more)
