@@ -23,7 +23,7 @@ from seqpar.parallel.rendezvous import check_seqpar, start
 from seqpar.planner.feasibility import require_peers
 from seqpar.runs.run_lock import RunLock
 from seqpar.runs.run_log import RunLog, logging_output
-from seqpar.runs.run_status import StatusFile, keep_arguments
+from seqpar.runs.run_status import StatusFile
 from seqpar.settings.data_settings import ALL_FOLDS
 from seqpar.tasks.lookup import task_of
 from seqpar.terminal import resume_command
@@ -53,42 +53,31 @@ def act(arguments: Sequence[str]) -> int:
         check_seqpar(request.config.seqpar, launcher.world, request.config.pipe)
         require_peers(request.config, launcher.world)
         refuse_other_run(request.config)
-        return _train(request, launcher, meeting, arguments)
+        return _train(request, launcher, meeting)
     except ValueError as error:
         if launcher.rank == 0:
             raise
         return report_unless_rank0_did(error, launcher)
 
 
-def _train(request: RunRequest, launcher: Launcher, meeting: Meeting, arguments: Sequence[str]) -> int:
+def _train(request: RunRequest, launcher: Launcher, meeting: Meeting) -> int:
     """Returns the exit code after this rank's share of the run."""
-    out = request.config.out
     with logging_output(launcher.rank == 0) as log:
         try:
             return _run(request, launcher, meeting, log)
         except LeftBeforeStart:
-            if not out:  # the next start takes another folder
-                raise
+            text = "left before it had begun: give the same command again"
             if launcher.rank == 0:
-                keep_arguments(Path(out), arguments)
-                act = task_of(request.config).train_command[0]
-                again = resume_command(act, out, ranks=_told_ranks(request, launcher))
-                text = f"left before the first step; to begin: {again}"
                 print(text, file=sys.stderr, flush=True)
-                exit_codes.leave_last_words(text)
-            return exit_codes.PREEMPTED
-
-
-def _told_ranks(request: RunRequest, launcher: Launcher) -> int:
-    """Returns how many ranks a line that resumes the run has to start."""
-    return launcher.world if launcher.world > request.config.group_ranks else 1
+            exit_codes.leave_last_words(text)
+            raise
 
 
 def _run(request: RunRequest, launcher: Launcher, meeting: Meeting, log: RunLog) -> int:
     config = request.config
     if launcher.rank == 0:
         print(first_lines(request, launcher), flush=True)
-    stopper = StopRequest(parse_duration(config.time_limit))
+    stopper = StopRequest(parse_duration(config.time_limit), resumes=config.resume)
     task = task_of(config)
     if request.data is None:
         refuse_other_weights(config)
@@ -124,7 +113,8 @@ def _run(request: RunRequest, launcher: Launcher, meeting: Meeting, log: RunLog)
     if launcher.rank == 0:
         lock.release()
     if not finished:
-        again = resume_command(task.train_command[0], out, ranks=_told_ranks(request, launcher))
+        ranks = launcher.world if launcher.world > config.group_ranks else 1
+        again = resume_command(task.train_command[0], out, ranks=ranks)
         exit_codes.leave_last_words(f"left early ({stopper.reason}); to continue: {again}")
     return 0 if finished else exit_codes.PREEMPTED
 

@@ -9,6 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 from types import FrameType
 
+from seqpar.cluster.exit_codes import PREEMPTED
 from seqpar.cluster.stop_agreement import StopAgreement
 from seqpar.parallel.mesh import Mesh
 from seqpar.parallel.processes import LEAVE_SIGNALS, PARENT_OF_FOLD, STOP_FILE
@@ -17,19 +18,22 @@ APART_S = 1.0  # one Ctrl-C may come twice to a fold: from srun to all processes
 
 
 class LeftBeforeStart(SystemExit):
-    """A signal came before a run could save anything."""
+    """A signal came before a run had anything to save."""
 
 
 class StopRequest:
     """Watches for signals and the clock; ``should_leave`` returns the same on all ranks.
 
-    Before ``begin`` there is nothing to save, and a signal raises ``LeftBeforeStart``. A second Ctrl-C always does.
-    Signals are read from a pipe too, because a Python handler waits for the main thread, which may be in a kernel.
+    Before ``begin`` there is nothing to save, and a signal raises ``LeftBeforeStart``, with the code of that signal;
+    after it, a second Ctrl-C leaves at once. Signals are read from a pipe too, because a Python handler waits for the
+    main thread, which may be in a kernel.
 
-    ``time_limit_s``: of the run; ``margin_s``: how long before that, or before the end of the Slurm job, it leaves.
+    - ``time_limit_s``: of the run; ``margin_s``: how long before that, or before the end of the Slurm job, it leaves
+    - ``resumes``: whether the run has begun before, so that it can be resumed even where it leaves before ``begin``
     """
 
-    def __init__(self, time_limit_s: float, margin_s: float = 90.0) -> None:
+    def __init__(self, time_limit_s: float, margin_s: float = 90.0, resumes: bool = False) -> None:
+        self._resumes = resumes
         self._reason = ""  # why this rank needs to leave
         self._interrupted: float | None = None  # when Ctrl-C came first
         self._pipe: int | None = None
@@ -44,7 +48,7 @@ class StopRequest:
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if self._agreement is None:
-            raise LeftBeforeStart(128 + number)
+            raise LeftBeforeStart(PREEMPTED if self._resumes else 128 + number)
         if number == signal.SIGINT:
             now = time.monotonic()
             apart_s = APART_S if PARENT_OF_FOLD in os.environ else 0.0

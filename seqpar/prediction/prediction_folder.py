@@ -247,6 +247,14 @@ def predicted_otherwise(folder: Path) -> list[str]:
         return []
 
 
+def inputs_of(folder: Path) -> dict[str, list[list[Any]]]:
+    """Returns name, size and time of the files from which each case of a folder was predicted; empty if unknown."""
+    try:
+        return dict(read_json(folder / RECORD)[_INPUTS])
+    except (DataError, KeyError, TypeError, ValueError):  # nobody predicted it, or an older version did
+        return {}
+
+
 def mixed_line(folder: Path, others: Sequence[str]) -> str:
     """Returns a warning of cases that were predicted with other settings than those in a folder's record."""
     shown = ", ".join(others[:MAX_NAMED]) + ", …" * (len(others) > MAX_NAMED)

@@ -1,8 +1,9 @@
 """Where a report finds the images of its cases: files that the caller names, else prepared data; sizes of voxels."""
 
+import os
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -11,8 +12,8 @@ from numpy.typing import NDArray
 
 from seqpar.data.errors import DataError
 from seqpar.data.formats.dataset import Case
-from seqpar.data.formats.recognise import find_inputs
-from seqpar.data.preparation.cache import PreparedDataset, open_cache
+from seqpar.data.formats.recognise import find_inputs, is_folder_of_dataset
+from seqpar.data.preparation.cache import PreparedCase, PreparedDataset, open_cache, read_record
 from seqpar.data.preparation.preparation import preparation_of, prepare_case
 from seqpar.data.preparation.prepared_case import Properties
 from seqpar.data.preparation.recipe import Recipe
@@ -22,6 +23,8 @@ from seqpar.report.embedded_volumes import Bytes
 from seqpar.report.record import RunRecord
 from seqpar.scores.label_files import dataset_at, list_label_files
 from seqpar.text import name_images, quantity
+
+Stamps = Mapping[str, Sequence[Sequence[Any]]]  # name, size and time of each file of a case, by the case's name
 
 
 class FoundImage(NamedTuple):
@@ -86,33 +89,59 @@ def recipe_of(record: RunRecord) -> Recipe:
         raise DataError(record.path / "config.json", problem) from None
 
 
-def find_images(record: RunRecord, folder: Path | None, truth: Path | None, gaps: list[str]) -> Images:
+def find_images(
+    record: RunRecord, folder: Path | None, truth: Path | None, predicted: Stamps | None, gaps: list[str]
+) -> Images:
     """Returns the images of a run's data, and of the cases in ``folder``, which come first.
 
-    Without a folder, ``truth`` may be a data set, which has images too. What is lacking is added to ``gaps``; a folder
-    without any usable case raises DataError.
+    - ``truth``: without a folder, the data set that this is, or is a part of, has the images
+    - ``predicted``: the files of each case, if all were predicted after the run: they may have the names of the run's
+      own cases, whose prepared images are shown only where they were made from these very files
+    - ``gaps``: what is lacking is added to them; a folder without any usable case raises DataError
     """
     recipe, place = recipe_of(record), record.dataset.get("prepared")
     try:
         cache = open_cache(Path(str(place))) if place else None
     except DataError:
         cache = None
+    has_cache = cache is not None
+    if cache is not None and predicted is not None:
+        cache = replace(cache, cases=_same_files(cache, predicted))
     if folder is not None:
         cases, faults = find_inputs((folder,), recipe.modalities)
         if not cases and faults:
             raise faults[0]
         gaps += [f"An image is left out: {fault}." for fault in faults]
         return Images(recipe, cache, {case.id: case for case in cases}, str(folder))
-    if truth is not None and dataset_at(truth) is not None:
+    if truth is not None and (images := images_beside(truth)) is not None:
         try:
-            cases, _ = find_inputs((truth,), recipe.modalities)  # what is wrong with some is said by their scores
-            return Images(recipe, cache, {case.id: case for case in cases}, str(truth))
+            cases, _ = find_inputs((images,), recipe.modalities)  # what is wrong with some is said by their scores
+            return Images(recipe, cache, {case.id: case for case in cases}, str(images))
         except DataError as error:
             gaps.append(f"The images of the data set cannot be shown: {error}.")
-    elif cache is None:
+    elif not has_cache and predicted is None:
         gaps.append(f"The prepared data are not where the run had them ({place or 'no folder is recorded'}): name the "
                     "folder of the images by --images to see them.")  # fmt: skip
     return Images(recipe, cache)
+
+
+def images_beside(truth: Path) -> Path | None:
+    """Returns where the images of a truth are: a data set itself, the images beside a data set's folder of labels."""
+    folder = Path(os.path.realpath(truth))
+    if folder.name.startswith("labels") and is_folder_of_dataset(folder):
+        images = folder.with_name("images" + folder.name.removeprefix("labels"))
+        return images if images.is_dir() else None
+    return truth if dataset_at(truth) is not None else None
+
+
+def _same_files(cache: PreparedDataset, stamps: Stamps) -> dict[str, PreparedCase]:
+    """Returns the cases of a cache that were prepared from these very files."""
+    same = dict[str, PreparedCase]()
+    for name in set(stamps).intersection(cache.cases):
+        record, files = read_record(cache.path, name), stamps[name]
+        if record is not None and files and all(file in record["sources"] for file in files):
+            same[name] = cache.cases[name]
+    return same
 
 
 OTHER_SIZE = 1.25  # times as long as the longest side of a run's voxels, or as short as the shortest

@@ -8,10 +8,9 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from seqpar.cluster.exit_codes import PREEMPTED
 from seqpar.data.files import write_json
 from seqpar.runs.journal import read_metrics
-from seqpar.runs.run_folder import holds_folds, holds_run, read_status
+from seqpar.runs.run_folder import holds_folds, read_status
 from seqpar.runs.run_lock import RunLock
 from seqpar.settings.config import Config
 from seqpar.terminal import coloured, typed_command
@@ -72,23 +71,6 @@ class StatusFile:
 
 def _whole(status: Mapping[str, Any], name: str) -> int:
     return n if isinstance(n := status.get(name), int) else 0
-
-
-def keep_arguments(out: Path, arguments: Sequence[str]) -> None:
-    """Writes the command line of a run that left before its folder had a config.json, so that it can be resumed."""
-    if holds_run(out) or _says_running(out):  # the latter is another training
-        return
-    before = kept_arguments(out)
-    status = {"state": "preempted", "step": 0, "steps": 0, "why": "left before the first step", "code": PREEMPTED}
-    typed = arguments if before == arguments[: len(before)] else [*before, *arguments]
-    out.mkdir(parents=True, exist_ok=True)
-    write_json(out / "status.json", {**status, "time": time.time(), "arguments": list(typed)})
-
-
-def kept_arguments(out: str | Path) -> list[str]:
-    """Returns the command line by which a run begins that left before its first step, [] for any other."""
-    kept = [] if not out or holds_run(out) else read_status(out).get("arguments", [])
-    return kept if isinstance(kept, list) and all(isinstance(word, str) for word in kept) else []
 
 
 def describe_kill(run: str | Path) -> str:

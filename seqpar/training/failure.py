@@ -12,6 +12,7 @@ from seqpar.cluster.stop_agreement import ShutdownSteps
 from seqpar.parallel.mesh import Mesh
 from seqpar.parallel.watchdog import CollectiveMismatch, is_lost_contact
 from seqpar.planner.batch_size import runs_over_micro_batch
+from seqpar.runs.run_folder import read_status
 from seqpar.runs.run_status import StatusFile
 from seqpar.settings.config import Config
 from seqpar.settings.rules import setting_applies
@@ -30,7 +31,7 @@ def end_failed_run(error: BaseException, config: Config, mesh: Mesh, status: Sta
     try:
         last = ShutdownSteps()
         last.take(lambda: status.write_unless_over("failed", text, code, durable=False))
-        if code == exit_codes.IN_USE:  # status.json is the other training's
+        if code == exit_codes.IN_USE or _says_finished(status):  # status.json is of the other training, or an earlier
             last.take(lambda: exit_codes.write_verdict(code))
         last.take(lambda: _say(error, code, text, aloud=is_own or mesh.is_first))
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -42,6 +43,11 @@ def end_failed_run(error: BaseException, config: Config, mesh: Mesh, status: Sta
         last.take(_flush)
     finally:
         os._exit(code)
+
+
+def _says_finished(status: StatusFile) -> bool:
+    """Returns whether the run has finished before, which stays true where a further start fails at once."""
+    return bool(read_status(status.path.parent).get("state") == "finished")
 
 
 def _say(error: BaseException, code: int, text: str, aloud: bool) -> None:

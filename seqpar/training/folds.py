@@ -17,7 +17,7 @@ from seqpar.data.formats.splits import FOLDS
 from seqpar.parallel.consensus import run_on_rank0_before_mesh
 from seqpar.parallel.launcher import MEETING, Launcher
 from seqpar.parallel.meeting import START_S, Meeting
-from seqpar.parallel.processes import PARENT_OF_FOLD, forward_signals, most_informative_code, start_python
+from seqpar.parallel.processes import PARENT_OF_FOLD, forward_signals, most_informative_code, shell_code, start_python
 from seqpar.runs.fold_folder import all_ended, has_ended, has_finished, read_flags, runs_of, started_folds, write_flags
 from seqpar.runs.run_folder import holds_folds, holds_run, read_status
 from seqpar.runs.run_log import FOLD_BEFORE
@@ -170,7 +170,8 @@ class Folds:
         child = start_python(command, {**os.environ, **typed_variable(command), **env})
         with forward_signals([child], self._signals):
             code = child.wait()
-        return exit_codes.PREEMPTED if -code in self._signals else exit_codes.code_of_processes(code, ())
+        early = shell_code(code) - 128 in self._signals
+        return exit_codes.PREEMPTED if early else exit_codes.code_of_processes(code, ())
 
     def _end(self, code: int, out: str, fold: int, launcher: Launcher) -> int:
         """Writes and says how it ended, on the first rank; returns the exit code."""

@@ -25,7 +25,7 @@ from seqpar.planner.preset_from_data import plan_from_data
 from seqpar.runs.archive import is_archive
 from seqpar.runs.fold_folder import has_ended, runs_of
 from seqpar.runs.run_folder import SWEEP_FILE, holds_folds, holds_run, read_config
-from seqpar.runs.run_status import changed_settings, describe_kill, kept_arguments
+from seqpar.runs.run_status import changed_settings, describe_kill
 from seqpar.settings.checks import check_network
 from seqpar.settings.command_line import default_preset, naming_preset, parse, shortened_warmup, wants_gpu
 from seqpar.settings.config import Config
@@ -197,11 +197,6 @@ def _read_line(arguments: Sequence[str], launcher: Launcher) -> _CommandLine:
     """Returns the command line; where a scheduler starts a run's line again, it resumes that run."""
     on_gpu = wants_gpu(arguments)
     preset, config, flags = parse(arguments, default_preset(arguments, on_gpu), NETWORK_NAMES)
-    if config.resume and (before := kept_arguments(config.out)):
-        arguments = [*before, *arguments]
-        on_gpu = wants_gpu(arguments)
-        preset, config, flags = parse(arguments, default_preset(arguments, on_gpu), NETWORK_NAMES)
-        config, flags = replace(config, resume=False, again=False), flags - {"resume", "again"}
     asked_out, planned = config.out, frozenset[str]()
     if config.weights and not config.dry_run:
         local_file(config.weights)  # an address is downloaded before anything asks whether it is there
@@ -246,6 +241,9 @@ def _read_saved(line: _CommandLine) -> dict[str, Any]:
             f"--resume --out {out}: that is a file, and training resumes only in the run folder that it wrote: name "
             f"that folder, or start a new one from an exported run's weights (--weights {out})"
         )
+    if Path(out).is_dir() and not holds_run(out):
+        raise ValueError(f"--resume --out {out}: no run has begun in it, as there is no config.json: leave out "
+                         "--resume to begin one, or name another folder")  # fmt: skip
     content = read_config(out)
     lacking = [part for part in ("config", "dataset", "layout") if not isinstance(content.get(part), dict)]
     if not lacking:

@@ -103,6 +103,7 @@ ATTACKS += [
         code=5,
         says=("lr-1e+30 failed, code 5: ", "1 of 2 points", "error: --out sweep: not all points have finished, for"),
         started=True,
+        within_s=240,
     ),
 ]
 
@@ -157,18 +158,14 @@ def _nobody_works(here: Path, said: str) -> None:
     _wait_for(lambda: not is_left(), 20)
 
 
-def _ends_as_asked(here: Path, said: str) -> None:
-    """Asserts that a run that left before its first step is begun by ``--resume``, with the settings of its line."""
-    assert not (here / "run/config.json").exists(), "it left too late for this row"
-    command = [sys.executable, "-m", "seqpar.cli.train", "--resume", "--out", "run"]
+def _begins_when_typed_again(here: Path, said: str) -> None:
+    assert not (here / "run").exists(), "it left too late for this row"
+    words = f"train {TINY} --data D --cache cache --iterations 2 --epochs 1 --out run".split()
+    command = [sys.executable, "-m", f"seqpar.cli.{words[0]}", *words[1:]]
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
-    resumed = subprocess.run(command, cwd=here, env=env, capture_output=True, text=True, timeout=120)
+    again = subprocess.run(command, cwd=here, env=env, capture_output=True, text=True, timeout=120)
     status = json.loads((here / "run/status.json").read_text())
-    assert (resumed.returncode, status["state"], status["step"]) == (0, "finished", 2), resumed
-
-
-def _prepared_only(here: Path, said: str) -> None:
-    assert not (here / "runs").exists()
+    assert (again.returncode, status["state"], status["step"]) == (0, "finished", 2), again
 
 
 def _predicted(here: Path, said: str) -> None:
@@ -202,19 +199,9 @@ ATTACKS += [
         types=f"train {TINY} --data D --cache cache --iterations 2 --epochs 1 --out run",
         make=lambda here: nnunet(here / "D", 60),
         meanwhile=_interrupt("cache", signal.SIGTERM),
-        after=_ends_as_asked,
-        code=75,
-        says="",
-        started=True,
-    ),
-    Attack(
-        "TERM before the first step of a run whose folder has no name",
-        types=f"train {TINY} --data D --cache cache --iterations 2 --epochs 1",
-        make=lambda here: nnunet(here / "D", 60),
-        meanwhile=_interrupt("cache", signal.SIGTERM),
-        after=_prepared_only,
+        after=_begins_when_typed_again,
         code=143,
-        says="",
+        says="left before it had begun: give the same command again",
         started=True,
     ),
     Attack(

@@ -144,6 +144,48 @@ def test_a_test_set_is_shown_with_its_images(finished: Path, test_set: dict[str,
         assert {name: case[name] for name in names} == {name: own[NAMES[number]][name] for name in names}
 
 
+def test_images_of_the_run_are_shown_only_where_they_were_predicted(finished: Path, tmp_path: Path) -> None:
+    data, found = finished.parent / "data", tmp_path / "found"
+    truth, line = tmp_path / "truth", ["--truth", str(tmp_path / "truth"), "--prediction", str(found)]
+    stamps = dict[str, list[list[object]]]()
+    for folder in (truth, found):
+        folder.mkdir()
+        for name in NAMES[:2]:
+            shutil.copy(data / name / f"{name}-seg.nii.gz", folder / f"{name}.nii.gz")
+    for name in NAMES[:2]:
+        files = [data / name / f"{name}-{kind}.nii.gz" for kind in ("t1c", "t1n", "t2f", "t2w")]
+        stamps[name] = [[path.name, path.stat().st_size, path.stat().st_mtime_ns] for path in files]
+
+    def shown(**inputs: object) -> list[int]:
+        if inputs:
+            (found / "prediction.json").write_text(json.dumps({"files": [], **inputs}))
+        assert run(report.act, [str(finished), *line, "--out", str(tmp_path / "page.html")]) == 0
+        made = Page((tmp_path / "page.html").read_text())
+        numbers = [len(case["images"]) for case in json.loads(made.scripts["volumes"])["cases"]]
+        assert made.text.count("The images of this case are not known") == numbers.count(0)
+        return numbers
+
+    assert shown() == [0, 0], "nothing tells that these are not other patients with the same names"
+    assert shown(inputs=stamps) == [4, 4]
+    other = {**stamps, NAMES[1]: [[name, size + 1, time] for name, size, time in stamps[NAMES[1]]]}
+    assert shown(inputs=other) == [4, 0]
+    assert shown(inputs={}) == [0, 0] and shown(inputs=dict.fromkeys(NAMES[:2], [])) == [0, 0]
+    line = line[2:]
+    assert shown(inputs=other) == [4, 0], "without a truth just so"
+
+
+def test_a_folder_of_labels_has_the_images_beside_it(finished: Path, test_set: dict[str, Path]) -> None:
+    root = test_set["labels"].parent / "Dataset009_Balls"
+    for kind, name in (("images", "imagesTs"), ("labels", "labelsTs")):
+        shutil.copytree(test_set[kind], root / name)
+    assert len(list((root / "imagesTs").iterdir())) == 8
+    places = {**test_set, "labels": root / "labelsTs"}
+    assert json.loads(report_on(finished, places)[1].scripts["volumes"])["cases"][0]["images"] == []
+    (root / "dataset.json").write_text("{}")
+    code, shown = report_on(finished, places)
+    assert code == 0 and [len(case["images"]) for case in json.loads(shown.scripts["volumes"])["cases"]] == [4, 4]
+
+
 def test_an_image_that_is_missing_or_elsewhere_is_said(finished: Path, test_set: dict[str, Path], capsys) -> None:
     (test_set["images"] / "new1_0002.nii.gz").unlink()
     code, some = report_on(finished, test_set, "--images", test_set["images"])

@@ -90,8 +90,8 @@ def test_a_run_that_cannot_go_on_with_other_data_keeps_its_folder(flags, undistu
     trained(1, ["--resume"], out)
     assert weights(out) == weights(undisturbed(1))
     finished = (out / "status.json").read_bytes()
-    trained(1, other, out, expect=3)
-    assert (out / "status.json").read_bytes() == finished
+    trained(1, other, out, expect=3, SEQPAR_VERDICT=str(tmp_path / "verdict"))
+    assert (out / "status.json").read_bytes() == finished and (tmp_path / "verdict").read_text() == "3\n"
 
 
 def test_a_validation_that_is_repeated_after_a_kill_is_there_once(flags, tmp_path):
@@ -157,13 +157,24 @@ def test_the_time_limit_and_a_restart_by_the_scheduler(flags, undisturbed, tmp_p
     assert weights(out) == weights(undisturbed(1))
 
 
-def test_before_there_is_work_a_signal_ends_at_once_and_the_run_begins_when_resumed(flags, undisturbed, tmp_path):
-    out, leave = tmp_path / "run", at(Segmentation, "open_data", 0, signalled(signal.SIGUSR1))
-    left = trained(1, flags, out, expect=75, hook=leave)
-    assert f"left before the first step; to begin: python launch/train.py --resume --out {out}" in left.said(0)
-    assert [path.name for path in out.iterdir()] == ["status.json"]
-    trained(1, ["--resume"], out, expect=75, hook=leave)
-    assert (status(out)["state"], status(out)["step"]) == ("preempted", 0)
+def test_before_there_is_work_a_signal_ends_at_once_and_the_same_command_begins(flags, undisturbed, tmp_path):
+    out, told = tmp_path / "run", "left before it had begun: give the same command again"
+    for number in (signal.SIGUSR1, signal.SIGTERM):
+        left = trained(1, flags, out, expect=128 + number, hook=at(Segmentation, "open_data", 0, signalled(number)))
+        assert told in left.said(0) and not out.exists()
+
+    def twice() -> None:
+        try:
+            os.kill(os.getpid(), signal.SIGUSR1)
+        finally:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    trained(1, flags, out, expect=128 + signal.SIGTERM, hook=at(Segmentation, "open_data", 0, twice))
+    trained(1, flags, out, expect=75, hook=at(after_step.AfterStep, "decide", 0, signalled(signal.SIGTERM), call=3))
+    before = (out / "status.json").read_bytes()
+    leave = at(Segmentation, "open_data", 0, signalled(signal.SIGTERM))
+    left = trained(1, ["--resume"], out, expect=75, hook=leave)  # what was saved before can be resumed
+    assert told in left.said(0) and (out / "status.json").read_bytes() == before
     trained(1, ["--resume"], out)
     assert weights(out) == weights(undisturbed(1))
 

@@ -369,9 +369,9 @@ def class_viewer(
     try:
         images = Images(recipe_of(record), None)
         if truth is None:
-            images = find_images(record, None, None, [])
+            images = find_images(record, None, None, None, [])
         elif truth.is_dir():  # without the cache: the run's own cases may have the names of these
-            images = replace(find_images(record, truth, None, []), cache=None)
+            images = replace(find_images(record, truth, None, None, []), cache=None)
     except DataError:
         return None
     shown = list[ShownCase]()

@@ -4,7 +4,6 @@ import argparse
 import math
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ from seqpar.data.errors import DataError
 from seqpar.data.files import read_json
 from seqpar.prediction.class_statistics import NAME as STATISTICS
 from seqpar.prediction.class_statistics import read_statistics
-from seqpar.prediction.prediction_folder import RECORD, SERIES
+from seqpar.prediction.prediction_folder import RECORD, SERIES, inputs_of
 from seqpar.report.cases import case_section, load_worst
 from seqpar.report.curves import number
 from seqpar.report.images import find_images, other_voxels, spacings_of
@@ -86,9 +85,8 @@ def segment_page(options: argparse.Namespace, record: RunRecord) -> FinishedPage
         scored = try_reading(lambda: read_scores(record.path), gaps)
     cases, shown = None, []
     if scored and options.cases:
-        images = find_images(record, options.images, options.truth, gaps)
-        if alone and options.images is None:
-            images = replace(images, cache=None)  # the run's own cases may have the names of these
+        predicted = None if options.prediction is None else inputs_of(options.prediction)
+        images = find_images(record, options.images, options.truth, predicted, gaps)
         shown = load_worst(record, scored, options.cases, images, gaps)
     if scored and shown:
         cases = case_section(record, scored, shown, is_neurological(options.neurological, record))
