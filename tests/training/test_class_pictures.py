@@ -196,7 +196,7 @@ def test_a_viewer_says_that_the_maximum_of_a_map_is_outside_the_body(
     pictured[0, 2:-2, 2:-2, 2:-2] = 1
     properties = SimpleNamespace(shape=shape, box=((0, 12),) * 3, spacing=(1.0,) * 3, geometry=None)
     image = SimpleNamespace(properties=properties, image=pictured)
-    monkeypatch.setattr(page, "grey_images", lambda *_: ({}, {}, False))
+    monkeypatch.setattr(page, "greys_of", lambda *_: ({}, {}, False))
     monkeypatch.setattr(page, "slices_of", lambda *_: own_slices(shape))
 
     def caution(at: int, most: float = 1.0) -> str:

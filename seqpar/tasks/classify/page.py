@@ -20,10 +20,10 @@ from seqpar.data.preparation.cache import open_cache
 from seqpar.data.preparation.transforms import resample
 from seqpar.data.volumes import read_volume
 from seqpar.prediction.prediction_folder import RECORD
-from seqpar.report.cases import BUDGET, CaseSection, order_note, viewer_section
+from seqpar.report.cases import BUDGET, CaseSection, greys_of, order_note, viewer_section, with_wide_ct
 from seqpar.report.curves import CHANCE, INK, Diagram, Line, LineStyle, number, reliability_diagram
 from seqpar.report.embedded_volumes import ShownCase
-from seqpar.report.images import FoundImage, Images, find_images, grey_images, other_voxels, recipe_of, spacings_of
+from seqpar.report.images import FoundImage, Images, find_images, other_voxels, recipe_of, spacings_of
 from seqpar.report.pictures import MAPS, body_of, caution_about, draw_evidence, evidence_planes, with_maximum
 from seqpar.report.planes import colours_of, slices_of
 from seqpar.report.plots import Chart, draw_charts
@@ -374,7 +374,7 @@ def class_viewer(
             images = replace(find_images(record, truth, None, None, []), cache=None)
     except DataError:
         return None
-    shown = list[ShownCase]()
+    images, shown = with_wide_ct(images, record, names), list[ShownCase]()
     for name in names:
         try:
             if (image := images.of(name)) is not None:
@@ -387,7 +387,7 @@ def class_viewer(
 
 def _viewed(name: str, image: FoundImage, modalities: Sequence[str], explained: Path | None, about: str) -> ShownCase:
     """Returns a case as the viewer shows it, with the map that predict wrote of it, if there is one; ``about``: it."""
-    properties, (pictures, ranges, is_ct) = image.properties, grey_images(image, list(map(str, modalities)))
+    properties, (pictures, ranges, is_ct) = image.properties, greys_of(image, list(map(str, modalities)))
     nothing, more = np.zeros(properties.shape, np.uint8), dict[str, Any]()
     if explained is not None and (path := explained / f"{name}.nii.gz").is_file():
         volume = read_volume(path)
