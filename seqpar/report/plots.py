@@ -262,7 +262,7 @@ def _smoothed(diagrams: Sequence[Diagram]) -> str:
     """Returns what thin and thick lines are; "" without a running mean."""
     windows = {_window(len(line.points())) for one in diagrams for line in one.lines if line.noisy} - {1}
     ends = " to ".join(map(str, sorted({min(windows), max(windows)}))) if windows else ""
-    return f"Thin: each step; thick: mean of the last {ends}." if windows else ""
+    return f"Pale: each step; solid: mean of the last {ends}." if windows else ""
 
 
 STROKES = {"--": (7, 3), ":": (2, 3), "-.": (9, 3, 2, 3)}  # of a key, in px: drawn and left out, in turn
@@ -333,7 +333,7 @@ class Strip(NamedTuple):
 
 @dataclass(frozen=True)
 class Strips:
-    """A strip of dots for each class over one axis."""
+    """A strip of dots for each class over one axis; ``is_measured``: hollow dots have no part in the medians."""
 
     title: str
     left: float
@@ -341,6 +341,7 @@ class Strips:
     height: int
     ticks: Sequence[tuple[float, str]]
     rows: Sequence[Strip]
+    is_measured: bool = False
 
 
 def make_strips(
@@ -349,11 +350,13 @@ def make_strips(
     low: float,
     high: float,
     colours: Mapping[str, str] = MappingProxyType({}),
+    is_measured: bool = False,
 ) -> Strips | None:
     """Returns a strip per name: a dot per value, quartiles and median; None without values.
 
     - ``rows``: value, case name and, optionally, a note on the value
     - ``colours``: of the names; others are grey
+    - ``is_measured``: whether values with a note only stand for measured ones: quartiles and median leave them out
     """
     from matplotlib.ticker import MaxNLocator
 
@@ -374,7 +377,7 @@ def make_strips(
             shift = (at * 7 % 11 - 5) * 1.1  # the same on every page, and hides no dot behind another
             told = "; ".join([f"{case}: {value:.4g}", *filter(None, notes)]) if len(pairs) <= MAX_TITLES else ""
             dots.append((place(value), round(y + shift, 1), told, any(notes)))
-        values, box = [value for value, *_ in pairs], None
+        values, box = [value for value, _, *notes in pairs if not (is_measured and any(notes))], None
         if len(values) >= FEW_CASES:
             first, third = (place(float(q)) for q in np.percentile(values, (25, 75)))
             box = first, round(third - first, 1)
@@ -382,4 +385,5 @@ def make_strips(
         strips.append(Strip(name, colours.get(own, GREY), y, dots, box, middle))
     marks = map(float, MaxNLocator(5, steps=[1, 2, 5, 10]).tick_values(low, high))
     ticks = [(place(mark), f"{mark:g}") for mark in marks if low - 1e-9 <= mark <= high + 1e-9]
-    return Strips(title, left, width, line * len(strips) + 26, ticks, strips)
+    has_hollow = any(hollow for strip in strips for *_, hollow in strip.dots)
+    return Strips(title, left, width, line * len(strips) + 26, ticks, strips, is_measured and has_hollow)

@@ -66,6 +66,11 @@ class RunRecord:
     def config(self) -> dict[str, Any]:
         return dict(self.content["config"])
 
+    @property
+    def outputs(self) -> list[str]:
+        """The classes of a classifier; none of others."""
+        return list((self.dataset.get("volume_classes") or {}).get("names", ()))
+
     def class_colours(self, classes: Iterable[str] = ()) -> dict[str, str]:
         """Returns the colour of each label and then of each further class, the same in all pictures and tables."""
         return colours_of((*self.label_names.values(), *map(str, self.content["dataset"]["regions"] or ()), *classes))

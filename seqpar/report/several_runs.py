@@ -82,7 +82,9 @@ def page_of_several(records: Sequence[RunRecord], compare: Mapping[str, Compare]
 
     - ``compare``: compares the runs of a task, by the task's name
     """
-    named = dict(zip(names_of(records), records))
+    classes = {name.lower() for record in records for name in record.class_colours(record.outputs)}
+    names = (f"run {name}" if name.lower() in classes else name for name in names_of(records))
+    named = dict(zip(names, records))
     gaps = [f"{name}: {gap}" for name, record in named.items() for gap in record.gaps]
     of_tasks: dict[Compare, dict[str, RunRecord]] = {}
     for name, record in named.items():

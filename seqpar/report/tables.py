@@ -18,15 +18,17 @@ SIZES = ("TrueVolumeMl", "VolumeMl", "LesionTP", "LesionFN", "LesionFP")
 
 
 class Score(NamedTuple):
-    """A number in a cell, rounded to ``places`` decimals."""
+    """A number in a cell, rounded to ``places`` decimals; ``is_signed``: a difference, with + where it is above 0."""
 
     value: float
     places: int
     suffix: str = ""
+    is_signed: bool = False
 
     @property
     def text(self) -> str:
-        return rounded(self.value, self.places) + self.suffix * (not math.isnan(self.value))
+        plus = "+" * (self.is_signed and round(self.value, self.places) > 0) if math.isfinite(self.value) else ""
+        return plus + rounded(self.value, self.places) + self.suffix * (not math.isnan(self.value))
 
     @property
     def exact(self) -> str:
@@ -259,8 +261,10 @@ def sizes_table(scored: CaseScores) -> Table | None:
             continue
         counts[name] = len(cases)
         true_ml, ml, found, missed, false = (sum(row[key] for row in cases) for key in SIZES)
-        error = sum(abs(row["VolumeErrorMl"]) for row in cases) / len(cases)
-        cells: list[Score | str] = [Score(value / len(cases), places) for value in (true_ml, ml, error * len(cases))]
+        error = sum(abs(row["VolumeErrorMl"]) for row in cases)
+        bias = Score((ml - true_ml) / len(cases), places, is_signed=True)
+        true_ml, ml, error = (Score(value / len(cases), places) for value in (true_ml, ml, error))
+        cells: list[Score | str] = [true_ml, ml, bias, error]
         cells += [
             Score(found, 0, f" of {found + missed:.0f}"),
             Score(false, 0, f" ({false / len(cases):.3g} per case)"),
@@ -268,11 +272,12 @@ def sizes_table(scored: CaseScores) -> Table | None:
         cells.append(_found_share(found, int(found + missed)))
         rows.append(TableRow(name, cells))
     are_means = len(scored.cases) > 1
-    error_name = "mean absolute error" if are_means else "absolute error"
-    means = f"Volumes are means over {_over(counts)}." if are_means else ""
+    mean = "mean " * are_means
+    means = f"Volumes are means over {_over(counts)}. " if are_means else ""
+    means += "An error above 0: too much is predicted."
     heads = [
         TableHead("Class"),
-        TableHead("Volume of a case, ml", ("truth", "prediction", error_name)),
+        TableHead("Volume of a case, ml", ("truth", "prediction", f"{mean}error", f"{mean}absolute error")),
         TableHead("Connected regions", ("regions found", "false regions", "sensitivity (regions)")),
     ]
     note = (
@@ -376,4 +381,4 @@ def _strips_of(scored: CaseScores, colours: Mapping[str, str]) -> Iterable[Strip
         instead = "substituted, " if metric == "HD95" else ""
         rows = {name: [_dot(case, name, metric, instead) for case in scored.cases] for name in scored.classes}
         values = [value for row in rows.values() for value, *_ in row if math.isfinite(value)]
-        yield make_strips(title, rows, 0.0, high or max(values, default=1.0) * 1.02 or 1.0, colours)
+        yield make_strips(title, rows, 0.0, high or max(values, default=1.0) * 1.02 or 1.0, colours, metric == "HD95")

@@ -31,7 +31,7 @@ from seqpar.report.embedded_volumes import (
 )
 from seqpar.report.images import Images
 from seqpar.report.pictures import PicturedCase, figure_of_cases
-from seqpar.report.planes import COLOURS, DISPUTED, LINES, ranks_of
+from seqpar.report.planes import COLOURS, DISPUTED, LINES, bar_length, ranks_of
 from seqpar.report.plots import Strips, draw_chart, make_strips
 from seqpar.report.record import RunRecord
 from seqpar.report.rendering import _environment
@@ -171,6 +171,18 @@ def test_a_box_is_drawn_of_five_cases_and_explained() -> None:
     assert "median" not in alone and "<rect" not in alone
 
 
+def test_a_median_of_distances_leaves_substitutes_out() -> None:
+    pairs: list[tuple[float, str] | tuple[float, str, str]] = [(10.0, "a"), (90.0, "b", "substituted")]
+    text = drawn(make_strips("HD95", {"a": pairs}, 0, 100, is_measured=True))
+    assert text.count("hollow") == 1 and "median" not in text, "of the two only one is measured"
+    text = drawn(make_strips("HD95", {"a": [*pairs, (30.0, "c")]}, 0, 100, is_measured=True))
+    assert "Vertical line: median, of HD95 that of the measured distances." in text
+    twenty = drawn(make_strips("HD95", {"a": [(20.0, "d")] * 2}, 0, 100))
+    line = '<line class="median" x1="([0-9.]+)"'
+    assert re.findall(line, text) == re.findall(line, twenty), "halfway between 10 and 30"
+    assert 'class="median"' in drawn(make_strips("Dice", {"a": pairs}, 0, 100)), "a Dice of 0 is a score"
+
+
 def test_a_long_name_leaves_room_for_its_dots() -> None:
     text = drawn(make_strips("Dice", {"n" * 90: [(0.25, "a"), (0.75, "b")], "short": [(1.0, "a")] * 5}, 0, 1))
     places = [float(x) for x in re.findall(r'cx="([-.0-9]+)"', text)]
@@ -217,7 +229,7 @@ def test_a_long_line_is_drawn_by_mean_and_range_of_its_pieces() -> None:
     template = _environment(None).from_string('{% from "macros.html" import charts %}{{ charts(all) }}')
     for steps, noisy, said in ((100, True, 1), (10, True, 0), (100, False, 0)):
         made = draw_chart(Diagram("Loss", "step", [Line("Loss", range(steps), [values[:steps].tolist()], noisy=noisy)]))
-        assert template.render(all=[made]).count("thick: mean of the last 10.") == said
+        assert template.render(all=[made]).count("solid: mean of the last 10.") == said
 
 
 def test_a_ct_is_drawn_in_hounsfield_units_with_its_window(tmp_path: Path, alone) -> None:
@@ -262,3 +274,8 @@ def test_a_ct_keeps_soft_tissue_though_the_network_takes_it_clipped(tmp_path: Pa
     save(path, np.ones((14, 12, 10), np.float32))
     low, high = kept(Images(recipe, cache))
     assert 19 < low < high < 61, "another file of the name is not that of the run: only what was prepared is known"
+
+
+@pytest.mark.parametrize(("width", "length"), [(240, 50), (30, 5), (26, 5), (8, 2), (3.2, 0.5)])
+def test_a_scale_bar_is_round_and_short(width: float, length: float) -> None:
+    assert bar_length(width) == pytest.approx(length)

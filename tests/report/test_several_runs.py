@@ -119,6 +119,8 @@ def test_cases_are_compared_pair_by_pair(finished: Path, worse: Path) -> None:
     for name in NAMES:
         dice, gap = page.cells["pairs", name]
         assert gap == (-dice if name == PERFECT else 0.0)
+    assert "A difference above 0 means that the run's Dice is higher than that of run." in page.text
+    assert "Dice minus that of run" in page.text and page.text.count("Mean Dice\n") == 1
     assert "The mean Dice of worse is 0.333 lower than that of run (3 cases: too few to tell). By class" in page.text
 
 
@@ -142,8 +144,14 @@ def test_the_difference_of_two_runs_is_that_of_their_scores_also_where_a_case_la
     )
 
 
+def test_a_run_with_the_name_of_a_class_is_called_a_run(finished: Path, tmp_path: Path) -> None:
+    named = Path(shutil.copytree(finished, tmp_path / "ncr"))
+    text = compared(finished, named, "--out", finished / "comparison.html").text
+    assert "The mean Dice of run ncr equals that of run to three decimals" in text
+
+
 def test_classes_that_a_run_did_not_find_are_named_on_its_page_and_on_comparisons(finished: Path, worse: Path) -> None:
-    said = "t the best validation, the mean Dice of NCR is 0.000: the predictions hardly overlap the truth."
+    said = "t the best validation, the mean Dice of NCR is 0.000: the predictions do not overlap the truth."
     assert said not in compared(finished, worse).text and f"A{said}" not in written(worse).text
     rows = (worse / "metrics.jsonl").read_text()
     assert '"NCR": 0.5' in rows

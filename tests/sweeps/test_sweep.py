@@ -147,13 +147,13 @@ def test_a_table_and_a_picture_are_written_and_the_best_is_said(made: Path) -> N
 def test_the_picture_explains_means_and_spread_only_if_they_are_drawn(made: Path) -> None:
     sweep = read_sweep(made)
     assert _note(sweep) == (
-        "Lower panels: a dot for each point, a bar for the mean at each value, a line from lowest to highest, "
+        "Scores by setting: a dot for each point, a bar for the mean at each value, a line from lowest to highest, "
         "a star for the highest score"
     )
     one_each = replace(sweep, points=(sweep.points[0], replace(sweep.points[2], score=0.2)))
-    assert _note(one_each) == "Lower panels: a bar for each point, a star for the highest score"
+    assert _note(one_each) == "Scores by setting: a bar for each point, a star for the highest score"
     rates = Sweep({}, tuple(Point(f"p{n}", {"lr": n / 8}, score=0.1) for n in range(9)))
-    assert _note(rates) == "Lower panels: a dot for each point, a star for the highest score", "no bars"
+    assert _note(rates) == "Scores by setting: a dot for each point, a star for the highest score", "no bars"
 
 
 @pytest.mark.parametrize("values", [3, 12], ids=["bars", "a range"])

@@ -332,11 +332,17 @@ def _scores_table(scored: Mapping[str, CaseScores], is_compared: bool) -> Table 
     rows = [
         TableRow(kind, [_lacking(scored, kind), *(_mean(one, kind) for one in scored.values())]) for kind in classes
     ]
-    rows.append(TableRow("cases", ["", *(Score(len(one.cases), 0) for one in scored.values())]))
+    rows.append(TableRow("cases scored", ["", *(Score(len(one.cases), 0) for one in scored.values())]))
     note = "Mean Dice in each run's last validation, over the cases that it has scored"
     note += "; the table below compares the cases that all runs share." if is_compared else "."
     note += f" n: cases with a Dice. {ABSENT_RULE} Means over different cases cannot be compared."
-    return Table("scores", list(map(TableHead, ("Class", "Truth lacks it in", *scored))), rows, "class", note)
+    return Table(
+        "scores",
+        [TableHead("Class"), TableHead("Not in the truth of"), TableHead("Mean Dice", tuple(scored))],
+        rows,
+        "class",
+        note,
+    )
 
 
 def _lacking(scored: Mapping[str, CaseScores], kind: str) -> str:
@@ -385,23 +391,25 @@ def _differences(scored: Mapping[str, CaseScores]) -> tuple[Table | str, Sequenc
             case,
             [
                 Score(dice[first][case], 3),
-                *(Score(pairs[n][0], 3) for pairs in gaps.values()),
+                *(Score(pairs[n][0], 3, is_signed=True) for pairs in gaps.values()),
                 _none_in_truth(of_case[case]),
             ],
         )
         for n, case in enumerate(common)
     ]
-    heads = ["Case", f"{first}: Dice", *(f"{name}: difference" for name in gaps), "Truth lacks"]
+    heads = [TableHead("Case"), TableHead("Dice", (first,)), TableHead(f"Dice minus that of {first}", tuple(gaps))]
+    heads.append(TableHead("Not in the truth"))
     reach = (
         1.05 * max((abs(gap) for pairs in gaps.values() for gap, _ in pairs if math.isfinite(gap)), default=0.0) or 1.0
     )
-    dots = Dots(f"Dice of each case, minus that of {first}", gaps, -reach, reach)
+    dots = Dots(f"Dice of each case, minus that of {first} (right of 0: higher)", gaps, -reach, reach)
     is_partial = any(len(one.classes) > len(shared) for one in scored.values())
     only = f"Only classes that all runs have count: {', '.join(shared)}." if is_partial else ""
-    note = " ".join(filter(None, [only, mean_over(shared, "of a case "), ABSENT_RULE]))
+    sign = f"A difference above 0 means that the run's Dice is higher than that of {first}."
+    note = " ".join(filter(None, [sign, only, mean_over(shared, "of a case "), ABSENT_RULE]))
     sentences = [_difference(scored, name, first, shared, common) for name in gaps]
     return (
-        Table("pairs", list(map(TableHead, heads)), rows, "case", note),
+        Table("pairs", heads, rows, "case", note),
         sentences,
         [dots] * any(any(math.isfinite(gap) for gap, _ in pairs) for pairs in gaps.values()),
     )
