@@ -10,7 +10,7 @@ from seqpar.data.preparation import recipe_survey
 from seqpar.parallel.mesh import Mesh
 from tests.support.ranks import alone_mesh, run_ranks  # its package caps threads before torch is imported
 
-os.environ["RAY_worker_niceness"] = "0"  # noqa: SIM112 - Ray's name; by 15, its default, sweeps wait for other tests
+os.environ["RAY_worker_niceness"] = "0"  # noqa: SIM112 - Ray's name; at 15, its default, sweeps wait for other tests
 os.register_at_fork(after_in_child=gc.freeze)  # a collection would touch, and so copy, all that comes from its parent
 
 

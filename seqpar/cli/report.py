@@ -67,7 +67,7 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     add("--common", action="store_true", help="score only the cases that --truth and --prediction share, and do not "
         "mention others")  # fmt: skip
     add("--images", type=Path, metavar="FOLDER", help="images of the cases, of all modalities, such as imagesTs "
-        "(default: those of the data set that --truth is or is part of, else those that the run prepared, where "
+        "(default: those of the data set that --truth is or is part of, else the run's prepared images, if "
         "--prediction was made from the same files)")  # fmt: skip
     add("--neurological", action=argparse.BooleanOptionalAction,
         help="show the patient's left on the left; --no-neurological: on the right, as radiologists do "

@@ -18,7 +18,7 @@ from seqpar.parallel.consensus import broadcast_text, run_on_rank0
 from seqpar.parallel.launcher import Launcher, flight_recorder, read_launcher
 from seqpar.parallel.meeting import Meeting
 from seqpar.parallel.mesh import seed
-from seqpar.parallel.processes import die_with_parent
+from seqpar.parallel.processes import PARENT_OF_FOLD, die_with_parent
 from seqpar.parallel.rendezvous import check_seqpar, start
 from seqpar.planner.feasibility import require_peers
 from seqpar.runs.run_lock import RunLock
@@ -66,7 +66,9 @@ def _train(request: RunRequest, launcher: Launcher, meeting: Meeting) -> int:
         try:
             return _run(request, launcher, meeting, log)
         except LeftBeforeStart:
-            text = "left before it had begun: give the same command again"
+            text = f"stopped before training {'continued' if request.config.resume else 'began'}"
+            if PARENT_OF_FOLD not in os.environ:  # all five have a command of their own
+                text += "; run the same command again"
             if launcher.rank == 0:
                 print(text, file=sys.stderr, flush=True)
             exit_codes.leave_last_words(text)

@@ -29,7 +29,7 @@ class StopRequest:
     main thread, which may be in a kernel.
 
     - ``time_limit_s``: of the run; ``margin_s``: how long before that, or before the end of the Slurm job, it leaves
-    - ``resumes``: whether the run has begun before, so that it can be resumed even where it leaves before ``begin``
+    - ``resumes``: whether the run has begun before, so that it can be resumed even if it leaves before ``begin``
     """
 
     def __init__(self, time_limit_s: float, margin_s: float = 90.0, resumes: bool = False) -> None:

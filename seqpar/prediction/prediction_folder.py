@@ -257,11 +257,15 @@ def predicted_otherwise(folder: Path) -> list[str]:
         return []
 
 
-def inputs_of(folder: Path) -> dict[str, list[list[Any]]]:
-    """Returns name, size and time of the files from which each case of a folder was predicted; empty if unknown."""
+def inputs_of(prediction: Path) -> dict[str, list[list[Any]]]:
+    """Returns name, size and time of the files that each case was predicted from; empty if nothing tells.
+
+    - ``prediction``: a folder, or a file in it
+    """
     try:
-        return dict(read_json(folder / RECORD)[_INPUTS])
-    except (DataError, KeyError, TypeError, ValueError):  # nobody predicted it, or an older version did
+        inputs = read_json((prediction.parent if prediction.is_file() else prediction) / RECORD)[_INPUTS]
+        return {name: files for name, files in inputs.items() if isinstance(files, list)}
+    except (DataError, AttributeError, KeyError, TypeError):  # nobody predicted it, or an older version did
         return {}
 
 

@@ -2,10 +2,11 @@
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,28 +14,37 @@ from numpy.typing import NDArray
 from seqpar.data.boxes import crop, smallest_box
 from seqpar.data.errors import DataError
 from seqpar.data.files import SUFFIXES, read_whole, strip_suffix
+from seqpar.data.formats.dataset import Case
+from seqpar.data.formats.recognise import find_inputs
 from seqpar.data.geometry import from_canonical, geometry_difference, to_canonical
 from seqpar.data.preparation import transforms
+from seqpar.data.preparation.cache import read_record
+from seqpar.data.preparation.cache_index import sources_of
 from seqpar.data.preparation.prepared_case import Properties
 from seqpar.data.volumes import Volume, read_volume
-from seqpar.report.embedded_volumes import Bytes, Embedded, ShownCase, encode, kept_of_ct, outline, png, viewer_note
+from seqpar.report.embedded_volumes import (
+    Bytes,
+    Embedded,
+    HeatRow,
+    ShownCase,
+    ShownPlane,
+    heat_rows,
+    kept_of_ct,
+    planes_of,
+    shown_best,
+    viewer_data,
+    viewer_note,
+)
 from seqpar.report.images import FoundImage, Images, grey_images
-from seqpar.report.pictures import heat_colours, heat_palette
+from seqpar.report.pictures import heat_colours
 from seqpar.report.planes import (
-    COLOURS,
     LETTERS,
     LINES,
-    PLANES,
-    bar_length,
     best_modality,
     colours_of,
     counted,
-    fullest_planes,
     orientation_text,
-    plane_of,
-    ranks_of,
     repeated,
-    sides,
     slices_of,
 )
 from seqpar.report.record import CaseScores, RunRecord, ScoredCase
@@ -45,7 +55,49 @@ from seqpar.scores.label_scores import format_dice
 from seqpar.text import millilitres
 
 BUDGET = 5_000_000  # bytes of the volumes in a page, which can still be mailed
+KEPT_HU = (-150.0, 250.0)  # of a CT: fat and soft tissue are told apart
 _MARGIN = 8  # voxels shown around the labels if there is no image
+
+
+def with_wide_ct(images: Images, record: RunRecord, names: Collection[str]) -> Images:
+    """Returns images whose CT keeps at least ``KEPT_HU``, if its files are where the run had them; others as they are.
+
+    A network takes CT that is clipped to the values of its labels: fat and air are then equally black.
+
+    - ``names``: of the cases
+    """
+    recipe, cache, own = images.recipe, images.cache, dict[str, Case]()
+    if recipe.plan is not None or "ct" not in recipe.schemes:
+        return images
+    wide = (
+        one and replace(one, low=min(one.low, KEPT_HU[0]), high=max(one.high, KEPT_HU[1])) for one in recipe.intensities
+    )
+    scaled = tuple(new if scheme == "ct" else one for scheme, one, new in zip(recipe.schemes, recipe.intensities, wide))
+    with suppress(DataError, ValueError, OSError):
+        for found in (
+            find_inputs((record.config["data"],), recipe.modalities)[0] if cache and record.config["data"] else ()
+        ):
+            prepared = read_record(cache.path, found.id) if cache and found.id in names else None
+            if prepared and all(file in prepared["sources"] for file in sources_of(found)):
+                own[found.id] = found
+    return replace(images, recipe=replace(recipe, intensities=scaled), files={**own, **images.files})
+
+
+def greys_of(
+    image: FoundImage, modalities: Sequence[str]
+) -> tuple[dict[str, Bytes], dict[str, tuple[float, float]], bool]:
+    """Returns what ``grey_images`` does, of a CT from black to white at least what it has of ``KEPT_HU``."""
+    pictures, ranges, is_ct = grey_images(image, modalities)
+    own = zip(pictures, image.image, image.properties.schemes, image.properties.means, image.properties.stds)
+    for name, channel, mean, std in [
+        (name, np.asarray(one), *unit) for name, one, scheme, *unit in own if scheme == "ct"
+    ]:
+        values = channel * std + mean
+        low = min(ranges[name][0], max(KEPT_HU[0], float(values.min())))
+        high = max(ranges[name][1], min(KEPT_HU[1], float(values.max())))
+        shares = np.clip((values - low) / max(high - low, 1e-6), 0, 1)
+        pictures[name], ranges[name] = np.rint(255 * shares).astype(np.uint8), (low, high)
+    return pictures, ranges, is_ct
 
 
 def load(case: ScoredCase, record: RunRecord, images: Images) -> ShownCase:
@@ -110,7 +162,7 @@ def _on_prepared_grid(
         truth, *disputed = map(to_grid, _read_truth(case, prediction))
     else:
         truth, disputed = transforms.to_values(np.asarray(image.label), properties.values), list(image.disputed)
-    pictures, ranges, is_ct = grey_images(image, modalities)
+    pictures, ranges, is_ct = greys_of(image, modalities)
     slices = slices_of(properties.geometry, properties.box, properties.shape)
     labels = _numbered(truth, numbers), _numbered(to_grid(prediction), numbers)
     shown = ShownCase(case.name, pictures, *labels, properties.spacing, slices, "", ranges, is_ct)
@@ -128,7 +180,7 @@ def _with_uncertainty(shown: ShownCase, prediction: Path, properties: Properties
     regions = learned_regions(record.dataset["labels"], regions, record.network_settings.targets)
     most = len(regions) * math.log(2) if regions else math.log(len(record.dataset["labels"]))
 
-    def greys_of(kind: str) -> Bytes | None:
+    def entropy_greys(kind: str) -> Bytes | None:
         files = [path for suffix in SUFFIXES if (path := folder / f"{name}_{kind}{suffix}").is_file()]
         if not (is_written and files):
             return None
@@ -138,11 +190,11 @@ def _with_uncertainty(shown: ShownCase, prediction: Path, properties: Properties
         greys: Bytes = np.rint(255 * np.clip(seen / most, 0, 1)).astype(np.uint8)
         return greys
 
-    heat = greys_of(ENTROPY)
+    heat = entropy_greys(ENTROPY)
     if heat is None:
         return shown
     when = "each region has a probability of 0.5" if regions else "all labels are equally likely"
-    doubt = greys_of(DISAGREEMENT)
+    doubt = entropy_greys(DISAGREEMENT)
     return replace(shown, heat=heat, heat_name=ENTROPY, most_nats=most, most_when=when, disagreement=doubt)
 
 
@@ -151,118 +203,6 @@ def _numbered(values: NDArray[Any], numbers: dict[int, int]) -> Bytes:
     for value, number in numbers.items():
         numbered[values == value] = number
     return numbered
-
-
-@dataclass(frozen=True)
-class ShownPlane:
-    """A plane of a case as its template draws it, in mm.
-
-    - ``slice``: which slice of the file, of how many
-    - ``across``, ``up``: sides of a pixel
-    - ``outlines``: kind (truth, prediction, or disputed for an area), colour and SVG path in pixels
-    - ``sides``: place and letter of what is at the left, right, top and bottom
-    - ``letter``, ``bar``: height of a letter, the same in all three planes, and length of the scale bar
-    """
-
-    name: str
-    label: str
-    slice: str
-    width: float
-    height: float
-    across: float
-    up: float
-    png: str
-    outlines: Sequence[tuple[str, str, str]]
-    sides: Sequence[tuple[float, float, str]]
-    letter: float
-    bar: float
-
-
-class HeatRow(NamedTuple):
-    """Planes of a map of a case; ``most``: what its brightest colour stands for."""
-
-    title: str
-    planes: Sequence[ShownPlane]
-    most: str
-
-
-def planes_of(case: ShownCase, neurological: bool) -> list[ShownPlane]:
-    """Returns a case's three planes: through most of the rarest label of the truth, else of the prediction."""
-    at = fullest_planes(_shown_best(case)[0])
-    return [_plane(case, name, dim, at[dim], neurological) for name, dim in PLANES]
-
-
-def heat_rows(case: ShownCase, neurological: bool) -> list[HeatRow]:
-    """Returns a case's maps of uncertainty in the same planes, with the prediction's outlines; none without maps."""
-    rows, palette, at = list[HeatRow](), heat_palette(), fullest_planes(_shown_best(case)[0])
-    for name, whose, heat in (
-        (ENTROPY, "the prediction", case.heat if case.most_nats else None),
-        (DISAGREEMENT, "the averaged networks, on the same scale", case.disagreement),
-    ):
-        if heat is None:
-            continue
-        planes = list[ShownPlane]()
-        for (_, dim), plane in zip(PLANES, planes_of(case, neurological)):
-            picture = png(np.ascontiguousarray(plane_of(heat, dim, at[dim], neurological)), palette)
-            predicted = [  # in black between their dashes, for some labels have the colours of the map
-                drawn
-                for kind, colour, path in plane.outlines
-                if kind == "prediction"
-                for drawn in (("between", "#000000", path), (kind, colour, path))
-            ]
-            planes.append(replace(plane, png=encode(picture), outlines=predicted, label=f"{name} of {plane.label}"))
-        rows.append(HeatRow(f"{name} of {whose}", planes, f"{case.most_nats:.2f} nats ({case.most_when})"))
-    return rows
-
-
-def _shown_best(case: ShownCase) -> tuple[NDArray[np.bool_], int]:
-    """Returns the voxels through which planes are chosen, and their label: the rarest, for large ones are seen anyway.
-
-    The label is 0 if the case has only one, or none.
-    """
-    labels = case.truth if case.truth.any() else case.prediction
-    counts = np.bincount(labels.ravel())
-    present = [number for number in np.flatnonzero(counts).tolist() if number]
-    if len(present) < 2:
-        return labels > 0, 0
-    rarest = min(present, key=lambda number: int(counts[number]))
-    return labels == rarest, rarest
-
-
-def _plane(case: ShownCase, name: str, dim: int, at: int, neurological: bool) -> ShownPlane:
-    across, up = (step for n, step in enumerate(case.spacing) if n != dim)
-    truth, prediction = (plane_of(labels, dim, at, neurological) for labels in (case.truth, case.prediction))
-    width, height = truth.shape[1] * across, truth.shape[0] * up
-    picture = ""
-    if case.images:
-        grey = plane_of(case.images[best_modality(list(case.images))], dim, at, neurological)
-        picture = encode(png(np.ascontiguousarray(grey)))
-    ranks = ranks_of(case.truth, case.prediction)
-    outlines = []
-    if case.disputed is not None:  # below the lines
-        outlines.append(("disputed", "none", outline(plane_of(case.disputed, dim, at, neurological))))
-    outlines += [
-        (kind, COLOURS[(number - 1) % len(COLOURS)], outline(ranks[labels], int(ranks[number])))
-        for kind, labels in (("truth", truth), ("prediction", prediction))
-        for number in np.unique(labels[labels > 0]).tolist()
-    ]
-    letter = max(side * step for side, step in zip(case.truth.shape, case.spacing)) / 24
-    far = 0.8 * letter
-    places = ((far, height / 2), (width - far, height / 2), (width / 2, far), (width / 2, height - far))
-    return ShownPlane(
-        name,
-        f"{case.name}, {name} slice {case.slices[dim].text(at)}",
-        case.slices[dim].text(at),
-        width,
-        height,
-        across,
-        up,
-        picture,
-        outlines,
-        [(x, y, side) for (x, y), side in zip(places, sides(neurological)[dim])],
-        letter,
-        bar_length(width),
-    )
 
 
 def load_worst(
@@ -274,6 +214,8 @@ def load_worst(
     """
     shown = list[tuple[ShownCase, Embedded]]()
     budget = BUDGET // max(1, min(count, len(scored.cases)))
+    is_there = [case.name for case in scored.cases if case.truth is None or case.truth.exists()]
+    images = with_wide_ct(images, record, is_there)
     for case in scored.cases:
         if len(shown) == count:
             break
@@ -307,7 +249,7 @@ class CaseSection:
 
     - ``labels``: colour and name
     - ``volumes``: what the viewer reads; ``note``: what was left out of them
-    - ``heat``: colours of a map from 0 to its maximum; "" without one; ``most``: what that maximum is
+    - ``heat``: colours of a map from 0 to its maximum, over an image and alone; ``most``: what that maximum is
     - ``has_readers``: whether the cases show where readers disagree
     - ``order``: which cases are shown
     """
@@ -317,7 +259,7 @@ class CaseSection:
     note: str
     shown: Sequence[CaseView]
     volumes: Mapping[str, Any]
-    heat: str = ""
+    heat: Sequence[str] = ()
     most: str = "its maximum"
     has_truth: bool = True
     has_readers: bool = False
@@ -359,6 +301,8 @@ def viewer_section(
     - ``labels``: names of the labels, in the order of their numbers
     - ``views``: cases that are also shown in planes
     """
+    has_heat = any(case.heat is not None for case, _ in shown)
+    heat = (", ".join(heat_colours(over_grey=True)), ", ".join(heat_colours())) if has_heat else ()
     kept = kept_of_ct([limits for case, _ in shown if case.is_ct for limits in case.ranges.values()])
     told = [counted(case.slices for case, _ in shown), LINES * (len(labels) > 1), repeated(labels)]
     return CaseSection(
@@ -367,7 +311,7 @@ def viewer_section(
         viewer_note([embedded for _, embedded in shown], any(case.is_ct for case, _ in shown)) + kept,
         views,
         viewer_data(labels, shown, neurological),
-        ", ".join(heat_colours()) if any(case.heat is not None for case, _ in shown) else "",
+        heat,
         next((f"{case.most_nats:.2f} nats" for case, _ in shown if case.most_nats), "its maximum"),
         has_readers=any(case.disputed is not None for case, _ in shown),
     )
@@ -375,7 +319,7 @@ def viewer_section(
 
 def planes_note(case: ScoredCase, shown: ShownCase, labels: Sequence[str]) -> str:
     """Returns which planes of a case are shown, and what was predicted where the truth has none of the labels."""
-    rarest = _shown_best(shown)[1]
+    rarest = shown_best(shown)[1]
     of_label = f"{labels[rarest - 1]} in the " if rarest else ""
     if shown.truth.any():
         return f"planes with most of the {of_label}truth"
@@ -413,38 +357,3 @@ def _case_view(case: ScoredCase, shown: ShownCase, labels: Sequence[str], neurol
         planes_of(shown, neurological),
         heat_rows(shown, neurological),
     )
-
-
-def viewer_data(
-    names: Sequence[str], cases: Sequence[tuple[ShownCase, Embedded]], neurological: bool
-) -> dict[str, Any]:
-    """Returns the data that the viewer reads: labels with colours, and each case's sheets."""
-    labels = [{"name": name, "colour": colour} for name, colour in colours_of(names).items()]
-    entries = [
-        {
-            "name": shown.name,
-            "shape": embedded.shape,
-            "slices": [own.coarsened(f) for own, f in zip(shown.slices, embedded.factors)],
-            "counts": [own.total for own in shown.slices],
-            "factors": embedded.factors,
-            "spacing": [s * f for s, f in zip(shown.spacing, embedded.factors)],
-            "columns": embedded.columns,
-            "modalities": list(shown.images),
-            "favourite": best_modality(list(shown.images)),
-            "images": embedded.images,
-            "truth": embedded.truth,
-            "prediction": embedded.prediction,
-            "disputed": embedded.disputed,
-            "heat": embedded.heat,
-            "heat_name": shown.heat_name,
-            "heat_caution": shown.heat_caution,
-            "ranks": ranks_of(shown.truth, shown.prediction).tolist(),
-            "most_nats": shown.most_nats,
-            "ranges": shown.ranges,
-            "unit": "HU" if shown.is_ct else "",
-            "at": [n // f for n, f in zip(shown.at or fullest_planes(_shown_best(shown)[0]), embedded.factors)],
-        }
-        for shown, embedded in cases
-    ]
-    more = {"heat_colours": heat_colours()} if any(case.heat is not None for case, _ in cases) else {}
-    return {"labels": labels, "sides": sides(neurological), "mirrored": not neurological, "cases": entries, **more}

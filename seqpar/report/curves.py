@@ -263,7 +263,7 @@ def training_diagrams(
     ]
     if any("error_of_mean" in row for row in held_out):  # a loss that falls may still be no better
         guess = [[number(row.get("error_of_mean")) for row in held_out]]
-        losses.append(Line("held out, of a guess (the mean)", at, guess, dots=True, dashed=True, style=1))
+        losses.append(Line("held out, if filled in with the mean", at, guess, dots=True, dashed=True, style=1))
     terms = []
     for name in loss_terms(train):
         rows = [row for row in train if name in row]

@@ -1,4 +1,4 @@
-"""Volumes as a page embeds them: coarsened to a budget of bytes, all slices side by side in one PNG sheet.
+"""Volumes as a page embeds them: coarsened to a budget, all slices side by side in one PNG sheet; planes of each.
 
 Legend: ``W D H`` voxels as in canonical volumes. Voxel (w, d, h) lies in its sheet at column ``(h mod n) W + w`` and
 row ``(h div n) D + d``, where n is the number of slices side by side.
@@ -9,14 +9,27 @@ import math
 import struct
 import zlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
 
 import numpy as np
 from einops import rearrange
 from numpy.typing import NDArray
 
-from seqpar.report.planes import FileSlices
+from seqpar.report.pictures import heat_colours, heat_palette
+from seqpar.report.planes import (
+    COLOURS,
+    PLANES,
+    FileSlices,
+    bar_length,
+    best_modality,
+    colours_of,
+    fullest_planes,
+    plane_of,
+    ranks_of,
+    sides,
+)
+from seqpar.scores.label_files import DISAGREEMENT, ENTROPY
 from seqpar.text import with_minus
 
 Bytes = NDArray[np.uint8]
@@ -258,6 +271,154 @@ def kept_of_ct(ranges: Sequence[tuple[float, float]]) -> str:
     if not ranges:
         return ""
     low, high = round(min(low for low, _ in ranges)), round(max(high for _, high in ranges))
-    dark, bright = " (such as fat and air)" * (low >= -50), " (such as bone)" * (high <= 300)
+    dark = " (such as fat and air)" if low >= -50 else " (such as air)" * (low >= -800)
+    bright = " (such as bone)" * (high <= 300)
     rule = f"everything below{dark} is equally black, everything above{bright} equally white"
     return with_minus(f" Of the CT, only {low} to {high} HU are kept: {rule}.")
+
+
+def shown_best(case: ShownCase) -> tuple[NDArray[np.bool_], int]:
+    """Returns the voxels through which planes are chosen, and their label: the rarest, for large ones are seen anyway.
+
+    The label is 0 if the case has only one, or none.
+    """
+    labels = case.truth if case.truth.any() else case.prediction
+    counts = np.bincount(labels.ravel())
+    present = [number for number in np.flatnonzero(counts).tolist() if number]
+    if len(present) < 2:
+        return labels > 0, 0
+    rarest = min(present, key=lambda number: int(counts[number]))
+    return labels == rarest, rarest
+
+
+def viewer_data(
+    names: Sequence[str], cases: Sequence[tuple[ShownCase, Embedded]], neurological: bool
+) -> dict[str, Any]:
+    """Returns the data that the viewer reads: labels with colours, and each case's sheets."""
+    labels = [{"name": name, "colour": colour} for name, colour in colours_of(names).items()]
+    entries = [
+        {
+            "name": shown.name,
+            "shape": embedded.shape,
+            "slices": [own.coarsened(f) for own, f in zip(shown.slices, embedded.factors)],
+            "counts": [own.total for own in shown.slices],
+            "factors": embedded.factors,
+            "spacing": [s * f for s, f in zip(shown.spacing, embedded.factors)],
+            "columns": embedded.columns,
+            "modalities": list(shown.images),
+            "favourite": best_modality(list(shown.images)),
+            "images": embedded.images,
+            "truth": embedded.truth,
+            "prediction": embedded.prediction,
+            "disputed": embedded.disputed,
+            "heat": embedded.heat,
+            "heat_name": shown.heat_name,
+            "heat_caution": shown.heat_caution,
+            "ranks": ranks_of(shown.truth, shown.prediction).tolist(),
+            "most_nats": shown.most_nats,
+            "ranges": shown.ranges,
+            "unit": "HU" if shown.is_ct else "",
+            "at": [n // f for n, f in zip(shown.at or fullest_planes(shown_best(shown)[0]), embedded.factors)],
+        }
+        for shown, embedded in cases
+    ]
+    more = {"heat_colours": heat_colours()} if any(case.heat is not None for case, _ in cases) else {}
+    return {"labels": labels, "sides": sides(neurological), "mirrored": not neurological, "cases": entries, **more}
+
+
+@dataclass(frozen=True)
+class ShownPlane:
+    """A plane of a case as its template draws it, in mm.
+
+    - ``slice``: which slice of the file, of how many
+    - ``across``, ``up``: sides of a pixel
+    - ``outlines``: kind (truth, prediction, or disputed for an area), colour and SVG path in pixels
+    - ``sides``: place and letter of what is at the left, right, top and bottom
+    - ``letter``, ``bar``: height of a letter, the same in all three planes, and length of the scale bar
+    """
+
+    name: str
+    label: str
+    slice: str
+    width: float
+    height: float
+    across: float
+    up: float
+    png: str
+    outlines: Sequence[tuple[str, str, str]]
+    sides: Sequence[tuple[float, float, str]]
+    letter: float
+    bar: float
+
+
+class HeatRow(NamedTuple):
+    """Planes of a map of a case; ``most``: what its brightest colour stands for."""
+
+    title: str
+    planes: Sequence[ShownPlane]
+    most: str
+
+
+def planes_of(case: ShownCase, neurological: bool) -> list[ShownPlane]:
+    """Returns a case's three planes: through most of the rarest label of the truth, else of the prediction."""
+    at = fullest_planes(shown_best(case)[0])
+    return [draw_plane(case, name, dim, at[dim], neurological) for name, dim in PLANES]
+
+
+def heat_rows(case: ShownCase, neurological: bool) -> list[HeatRow]:
+    """Returns a case's maps of uncertainty in the same planes, with the prediction's outlines; none without maps."""
+    rows, palette, at = list[HeatRow](), heat_palette(), fullest_planes(shown_best(case)[0])
+    for name, whose, heat in (
+        (ENTROPY, "the prediction", case.heat if case.most_nats else None),
+        (DISAGREEMENT, "the averaged networks, on the same scale", case.disagreement),
+    ):
+        if heat is None:
+            continue
+        planes = list[ShownPlane]()
+        for (_, dim), plane in zip(PLANES, planes_of(case, neurological)):
+            picture = png(np.ascontiguousarray(plane_of(heat, dim, at[dim], neurological)), palette)
+            predicted = [  # in black between their dashes, for some labels have the colours of the map
+                drawn
+                for kind, colour, path in plane.outlines
+                if kind == "prediction"
+                for drawn in (("between", "#000000", path), (kind, colour, path))
+            ]
+            planes.append(replace(plane, png=encode(picture), outlines=predicted, label=f"{name} of {plane.label}"))
+        rows.append(HeatRow(f"{name} of {whose}", planes, f"{case.most_nats:.2f} nats ({case.most_when})"))
+    return rows
+
+
+def draw_plane(case: ShownCase, name: str, dim: int, at: int, neurological: bool) -> ShownPlane:
+    across, up = (step for n, step in enumerate(case.spacing) if n != dim)
+    truth, prediction = (plane_of(labels, dim, at, neurological) for labels in (case.truth, case.prediction))
+    width, height = truth.shape[1] * across, truth.shape[0] * up
+    picture = ""
+    if case.images:
+        grey = plane_of(case.images[best_modality(list(case.images))], dim, at, neurological)
+        picture = encode(png(np.ascontiguousarray(grey)))
+    ranks = ranks_of(case.truth, case.prediction)
+    outlines = []
+    if case.disputed is not None:  # below the lines
+        outlines.append(("disputed", "none", outline(plane_of(case.disputed, dim, at, neurological))))
+    outlines += [
+        (kind, COLOURS[(number - 1) % len(COLOURS)], outline(ranks[labels], int(ranks[number])))
+        for kind, labels in (("truth", truth), ("prediction", prediction))
+        for number in np.unique(labels[labels > 0]).tolist()
+    ]
+    letter = max(side * step for side, step in zip(case.truth.shape, case.spacing)) / 24
+    far = 0.8 * letter
+    places = ((far, height / 2), (width - far, height / 2), (width / 2, far), (width / 2, height - far))
+    return ShownPlane(
+        name,
+        f"{case.name}, {name} slice {case.slices[dim].text(at)}",
+        case.slices[dim].text(at),
+        width,
+        height,
+        across,
+        up,
+        picture,
+        outlines,
+        [(x, y, side) for (x, y), side in zip(places, sides(neurological)[dim])],
+        letter,
+        bar_length(width),
+    )

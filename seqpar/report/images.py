@@ -95,8 +95,8 @@ def find_images(
     """Returns the images of a run's data, and of the cases in ``folder``, which come first.
 
     - ``truth``: without a folder, the data set that this is, or is a part of, has the images
-    - ``predicted``: the files of each case, if all were predicted after the run: they may have the names of the run's
-      own cases, whose prepared images are shown only where they were made from these very files
+    - ``predicted``: the files that each case was predicted from, None for the run's own validation. Other cases may
+      have the names of the run's own, whose prepared images are shown only if they were made from these files
     - ``gaps``: what is lacking is added to them; a folder without any usable case raises DataError
     """
     recipe, place = recipe_of(record), record.dataset.get("prepared")
@@ -106,7 +106,7 @@ def find_images(
         cache = None
     has_cache = cache is not None
     if cache is not None and predicted is not None:
-        cache = replace(cache, cases=_same_files(cache, predicted))
+        cache = predicted_cases(cache, predicted)
     if folder is not None:
         cases, faults = find_inputs((folder,), recipe.modalities)
         if not cases and faults:
@@ -134,14 +134,14 @@ def images_beside(truth: Path) -> Path | None:
     return truth if dataset_at(truth) is not None else None
 
 
-def _same_files(cache: PreparedDataset, stamps: Stamps) -> dict[str, PreparedCase]:
-    """Returns the cases of a cache that were prepared from these very files."""
+def predicted_cases(cache: PreparedDataset, predicted: Stamps) -> PreparedDataset:
+    """Returns the cache with only those cases that were prepared from the files from which they were predicted."""
     same = dict[str, PreparedCase]()
-    for name in set(stamps).intersection(cache.cases):
-        record, files = read_record(cache.path, name), stamps[name]
+    for name in set(predicted).intersection(cache.cases):
+        record, files = read_record(cache.path, name), predicted[name]
         if record is not None and files and all(file in record["sources"] for file in files):
             same[name] = cache.cases[name]
-    return same
+    return replace(cache, cases=same)
 
 
 OTHER_SIZE = 1.25  # times as long as the longest side of a run's voxels, or as short as the shortest

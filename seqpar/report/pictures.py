@@ -203,10 +203,11 @@ def draw_scores(path: Path, summary: Mapping[str, Any], step: int = 0) -> None:
 
 
 HEAT = "inferno"  # colours of a map, in pictures and in the viewer
+OPACITY = 0.65  # of its maximum; what is less is as much more transparent
 MAPS = {"hirescam": "HiResCAM", "grad-cam": "Grad-CAM", "gradient-x-input": "gradient × input"}
 ALONE = "The map shows what the network used. It does not show a lesion; never read a finding from it alone."
 LINE = 84  # letters
-OUTSIDE = "The map's maximum is outside the body: do not read it as a reason."  # longer words would be cut
+MUCH = 0.25  # of a map; a coarse one reaches a little over the edge of the body it is about
 
 
 def draw_evidence(
@@ -227,7 +228,9 @@ def draw_evidence(
     - ``about``: its method and class, as in "HiResCAM map for dementia"
     """
     body = body_of(image)
-    lines = [title, f"{orientation_text(neurological)}.", f"{counted([slices])}."]
+    lines = [title]
+    if about:  # else it is on a page, which says so once
+        lines += [f"{orientation_text(neurological)}.", f"{counted([slices])}."]
     at = evidence_planes(seen, body)
     if seen.any():
         lines += _planes_of_map(about, seen, at, slices)
@@ -236,10 +239,11 @@ def draw_evidence(
     elif about:
         lines.append(f"{about}: no evidence for the class")
     lines = [part for line in lines for part in textwrap.wrap(line, LINE)]
-    figure = make_figure(6, 2.3 + 0.15 * len(lines))  # narrow, so that its words can be read on a narrow page
+    warned = textwrap.wrap(caution_about(seen, body), LINE - 10)
+    figure = make_figure(6, 2.3 + 0.15 * len(lines) + 0.2 * len(warned))  # narrow, to be read on a narrow page
     figure.suptitle(escape_mathtext("\n".join(lines)), fontsize=9)
-    if is_outside(seen, body):
-        figure.supxlabel(OUTSIDE, fontsize=9, color="#b3261e", weight="bold")  # below the panels, not over them
+    if warned:  # below the panels, not over them
+        figure.supxlabel("\n".join(warned), fontsize=9, color="#b3261e", weight="bold")
     inside = image[body]
     low, high = np.percentile(inside, (0.5, 99.5)) if inside.size else (0.0, 1.0)
     grey = np.where(image == 0, low, image) if (image == 0).any() else image
@@ -249,7 +253,7 @@ def draw_evidence(
         across, up = (step for n, step in enumerate(spacing) if n != dim)
         below, above = (plane_of(volume, dim, at[dim], neurological) for volume in (grey, seen))
         panel.imshow(below, cmap="gray", vmin=low, vmax=max(high, low + 1e-6), aspect=up / across)
-        panel.imshow(above, cmap=HEAT, vmin=0, vmax=1, alpha=0.65 * np.clip(above, 0, 1), aspect=up / across)
+        panel.imshow(above, cmap=HEAT, vmin=0, vmax=1, alpha=OPACITY * np.clip(above, 0, 1), aspect=up / across)
         for colour, width in (("black", 2.6), ("white", 1.2)):
             _outline(panel, above, colour, width)
         mark_plane(panel, letters, across)
@@ -258,9 +262,10 @@ def draw_evidence(
         panel.set_yticks([])
     if seen.any():
         from matplotlib.cm import ScalarMappable
-        from matplotlib.colors import Normalize
+        from matplotlib.colors import ListedColormap, Normalize
 
-        bar = figure.colorbar(ScalarMappable(Normalize(0, 1), HEAT), ax=list(panels), fraction=0.02, pad=0.01)
+        colours = ListedColormap(heat_colours(over_grey=True))  # as they are seen over the image
+        bar = figure.colorbar(ScalarMappable(Normalize(0, 1), colours), ax=list(panels), fraction=0.02, pad=0.01)
         bar.set_label("share of the map's maximum", fontsize=8)
         bar.set_ticks([0, 0.5, 1])
         bar.ax.axhline(0.5, color="white", linewidth=1.2)
@@ -286,12 +291,17 @@ def _leaves(seen: NDArray[Any]) -> bool:
     return bool(0 < seen.max() < 1)
 
 
-def heat_colours() -> list[str]:
-    """Returns colours of a map, from 0 to its maximum."""
+def heat_colours(over_grey: bool = False) -> list[str]:
+    """Returns colours of a map, from 0 to its maximum.
+
+    - ``over_grey``: as they are seen over the middle grey of an image
+    """
     from matplotlib import colormaps
     from matplotlib.colors import to_hex
 
-    return [to_hex(colormaps[HEAT](step / 16)) for step in range(17)]
+    shares = np.linspace(0, 1, 17)
+    parts = OPACITY * shares[:, None] if over_grey else 1.0
+    return list(map(to_hex, 0.5 + (colormaps[HEAT](shares)[:, :3] - 0.5) * parts))
 
 
 def heat_palette() -> bytes:
@@ -314,9 +324,19 @@ def body_of(image: NDArray[Any]) -> NDArray[np.bool_]:
     return bright
 
 
-def is_outside(seen: NDArray[Any], body: NDArray[np.bool_]) -> bool:
-    """Returns whether the maximum of a map is outside the body."""
-    return _leaves(seen) or bool(seen.any()) and not body[np.unravel_index(int(seen.argmax()), seen.shape)]
+def caution_about(seen: NDArray[Any], body: NDArray[np.bool_]) -> str:
+    """Returns why a map is no reason: its maximum, or much of it, is outside the body or the image; else ""."""
+    if not seen.any():
+        return ""
+    outside = float(seen[~body].sum() / seen.sum())
+    much = f"{outside:.0%} of"
+    text = f"{much} the map is outside the body" if outside >= MUCH else ""
+    if _leaves(seen):
+        text = "The map's maximum is outside the image, in what pads it"
+        text += f", and {much} the rest outside the body" * (outside >= MUCH)
+    elif not body[np.unravel_index(int(seen.argmax()), seen.shape)]:
+        text = "The map's maximum is outside the body" + f", and so is {much} the map" * (outside >= MUCH)
+    return f"{text}: do not read it as a reason." if text else ""
 
 
 def with_maximum(seen: NDArray[Any], most: float) -> NDArray[Any]:

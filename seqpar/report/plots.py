@@ -1,13 +1,15 @@
-"""The one place that draws curves: into panels and files by matplotlib, and into pages as inline SVG."""
+"""The one place that draws curves: into panels and files by matplotlib, into pages as inline SVG; strips of dots."""
 
 import io
 import math
 import re
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from statistics import median
+from types import MappingProxyType
+from typing import Any, NamedTuple
 from xml.etree import ElementTree
 
 import numpy as np
@@ -15,9 +17,10 @@ from markupsafe import Markup
 from numpy.typing import NDArray
 
 from seqpar.data.files import whole_file
-from seqpar.report.curves import AGAIN, DISTINCT, GRID, INK, Bars, Diagram, Line, LineStyle, training_diagrams
+from seqpar.report.curves import AGAIN, DISTINCT, GREY, GRID, INK, Bars, Diagram, Line, LineStyle, training_diagrams
 from seqpar.runs.journal import held_out_scores, read_metrics
 from seqpar.runs.run_folder import read_config
+from seqpar.scores.comparison import FEW as FEW_CASES
 
 BUCKETS = 240  # points of a line: a longer one is drawn by the mean and the range of its pieces
 FEW = 60  # points of a line; more have no markers
@@ -259,7 +262,7 @@ def _smoothed(diagrams: Sequence[Diagram]) -> str:
     """Returns what thin and thick lines are; "" without a running mean."""
     windows = {_window(len(line.points())) for one in diagrams for line in one.lines if line.noisy} - {1}
     ends = " to ".join(map(str, sorted({min(windows), max(windows)}))) if windows else ""
-    return f"Thin: each step; thick: mean of the last {ends}." if windows else ""
+    return f"Pale: each step; solid: mean of the last {ends}." if windows else ""
 
 
 STROKES = {"--": (7, 3), ":": (2, 3), "-.": (9, 3, 2, 3)}  # of a key, in px: drawn and left out, in turn
@@ -306,3 +309,81 @@ def _inline(text: str, label: str) -> Markup:
 def _on_page(style: str) -> str:
     """Returns a style with the colours that a page has for text and lines, in the dark and on paper too."""
     return style.replace(INK, "currentColor").replace(GRID, "var(--line)")
+
+
+MAX_NAME = 40  # letters of a class's name next to its strip
+MAX_TITLES = 200  # a strip of more dots does not name their cases
+
+
+class Strip(NamedTuple):
+    """A row of dots, with left end and width of the box of the quartiles, and place of the median.
+
+    Few dots have no box, which would look like a confidence interval, and a single one has no median.
+
+    - ``dots``: place, title, and whether the dot is hollow, which marks a note
+    """
+
+    name: str
+    colour: str
+    y: float
+    dots: Sequence[tuple[float, float, str, bool]]
+    box: tuple[float, float] | None = None
+    median: float | None = None
+
+
+@dataclass(frozen=True)
+class Strips:
+    """A strip of dots for each class over one axis; ``is_measured``: hollow dots have no part in the medians."""
+
+    title: str
+    left: float
+    width: int
+    height: int
+    ticks: Sequence[tuple[float, str]]
+    rows: Sequence[Strip]
+    is_measured: bool = False
+
+
+def make_strips(
+    title: str,
+    rows: Mapping[str, Sequence[tuple[float, str] | tuple[float, str, str]]],
+    low: float,
+    high: float,
+    colours: Mapping[str, str] = MappingProxyType({}),
+    is_measured: bool = False,
+) -> Strips | None:
+    """Returns a strip per name: a dot per value, quartiles and median; None without values.
+
+    - ``rows``: value, case name and, optionally, a note on the value
+    - ``colours``: of the names; others are grey
+    - ``is_measured``: whether values with a note only stand for measured ones: quartiles and median leave them out
+    """
+    from matplotlib.ticker import MaxNLocator
+
+    known = {name: [pair for pair in pairs if math.isfinite(pair[0])] for name, pairs in rows.items()}
+    if not any(known.values()):
+        return None
+    shown = [name if len(name) <= MAX_NAME else f"{name[: MAX_NAME - 1]}…" for name in rows]
+    width, line, left = 520, 30, round(16 + 7.2 * max(map(len, shown)), 1)
+    scale = (width - left - 14) / max(high - low, 1e-12)
+
+    def place(value: float) -> float:
+        return round(left + (value - low) * scale, 1)
+
+    strips = []
+    for n, (name, own, pairs) in enumerate(zip(shown, known, known.values())):
+        y, dots = 4 + line * (n + 0.5), []
+        for at, (value, case, *notes) in enumerate(pairs):
+            shift = (at * 7 % 11 - 5) * 1.1  # the same on every page, and hides no dot behind another
+            told = "; ".join([f"{case}: {value:.4g}", *filter(None, notes)]) if len(pairs) <= MAX_TITLES else ""
+            dots.append((place(value), round(y + shift, 1), told, any(notes)))
+        values, box = [value for value, _, *notes in pairs if not (is_measured and any(notes))], None
+        if len(values) >= FEW_CASES:
+            first, third = (place(float(q)) for q in np.percentile(values, (25, 75)))
+            box = first, round(third - first, 1)
+        middle = place(median(values)) if len(values) > 1 else None
+        strips.append(Strip(name, colours.get(own, GREY), y, dots, box, middle))
+    marks = map(float, MaxNLocator(5, steps=[1, 2, 5, 10]).tick_values(low, high))
+    ticks = [(place(mark), f"{mark:g}") for mark in marks if low - 1e-9 <= mark <= high + 1e-9]
+    has_hollow = any(hollow for strip in strips for *_, hollow in strip.dots)
+    return Strips(title, left, width, line * len(strips) + 26, ticks, strips, is_measured and has_hollow)

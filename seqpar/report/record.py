@@ -4,11 +4,11 @@ import filecmp
 import json
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from statistics import NormalDist
-from typing import Any
+from typing import Any, NamedTuple
 
 from seqpar.data.errors import DataError
 from seqpar.data.files import read_whole, strip_suffix
@@ -65,6 +65,11 @@ class RunRecord:
     @property
     def config(self) -> dict[str, Any]:
         return dict(self.content["config"])
+
+    @property
+    def outputs(self) -> list[str]:
+        """The classes of a classifier; none of others."""
+        return list((self.dataset.get("volume_classes") or {}).get("names", ()))
 
     def class_colours(self, classes: Iterable[str] = ()) -> dict[str, str]:
         """Returns the colour of each label and then of each further class, the same in all pictures and tables."""
@@ -149,6 +154,12 @@ def best_step(record: RunRecord) -> int | None:
         return None if row is None else int(row["step"])
 
 
+def row_of_best(record: RunRecord) -> Row | None:
+    """Returns the validation of the weights that predict takes; None if the journal does not have it."""
+    best = best_step(record)
+    return next((row for row in record.held_out if best and row.get("step") == best), None)
+
+
 def step_sentence(own: int, record: RunRecord) -> str:
     """Returns which step a run's scores are of, and whether predict takes its weights; "" if either is not known.
 
@@ -160,10 +171,13 @@ def step_sentence(own: int, record: RunRecord) -> str:
     if own == best:
         which = "the best" if len(record.held_out) > 1 else "the only"
         return f"After step {own:,}, {which} validation, whose weights predict uses."
-    text = f"After step {own:,}, the last one. Predict uses the weights of step {best:,}"
-    for row in (row for row in record.held_out if row.get("step") == best):
-        return f"{text}, whose {SCORES[task_of_row(row)]} was {score_of(row):.3f}."
-    return f"{text}."
+    last = f"of step {own:,}, the last one: predict uses the weights of step {best:,}"
+    if (row := row_of_best(record)) is None:
+        return f"All scores are {last}."
+    return (
+        f"All other scores, those of single cases included, are {last}, whose {SCORES[task_of_row(row)]} was "
+        f"{score_of(row):.3f}. The large numbers are of these."
+    )
 
 
 TRAINED_ON_PHANTOMS = (
@@ -192,7 +206,7 @@ def chosen_on_them(*records: RunRecord) -> list[str]:
 
 def reached_in_validation(record: RunRecord) -> list[str]:
     """Returns a sentence about the best validation, for a reader of predictions that no truth can score."""
-    for row in (row for row in record.held_out if row.get("step") == best_step(record) and row.get("dice")):
+    for row in (row for row in (row_of_best(record),) if row and row.get("dice")):
         cases = quantity(row["cases"], "held-out case") if "cases" in row else "held-out cases"
         scores = ", ".join(f"{name} {value:.3f}" for name, value in row["dice"].items() if isinstance(value, float))
         few = f" ({TOO_FEW})" * (row.get("cases", FEW) < FEW)
@@ -203,10 +217,41 @@ def reached_in_validation(record: RunRecord) -> list[str]:
     return []
 
 
-def seen_in_training(
+class Seen(NamedTuple):
+    """Which of ``total`` scored cases a run was trained on.
+
+    - ``same``: those with the same file; ``namesakes``: those that may be other cases of the same name
+    """
+
+    same: Sequence[str]
+    namesakes: Sequence[str]
+    total: int
+
+    @property
+    def names(self) -> frozenset[str]:
+        return frozenset((*self.same, *self.namesakes))
+
+    @property
+    def sentences(self) -> list[str]:
+        """One for either kind, if there are any."""
+        sentences = list[str]()
+        for found, one, many in (
+            (self.same, "was in the run's training data", "were in the run's training data"),
+            (self.namesakes, "has the name of a training case", "have the names of training cases"),
+        ):
+            if found:
+                shown = ", ".join(found[:MAX_NAMED]) + ", …" * (len(found) > MAX_NAMED)
+                what, whose = (one, "its scores") if len(found) == 1 else (many, "their scores")
+                if_so = f"if {'it is' if len(found) == 1 else 'they are'} the same, " * (found is self.namesakes)
+                of = f"{len(found)} of {quantity(self.total, 'scored case')} {what} ({shown})"
+                sentences.append(f"{of}: {if_so}{whose} say little about new cases.")
+        return sentences
+
+
+def find_seen(
     record: RunRecord, scored: Mapping[str, Path | None], read_files: Callable[[], Mapping[str, Path]]
-) -> list[str]:
-    """Returns a sentence if scored cases are among those that the run was trained on.
+) -> Seen:
+    """Returns which scored cases are among those that the run was trained on.
 
     - ``scored``: a file of each case by name, None if it is not known
     - ``read_files``: returns the same file of each case of the run's data set; cases of another data set may have the
@@ -220,45 +265,10 @@ def seen_in_training(
     both = {name: (scored[name], files.get(name)) for name in names}
     unknown = [name for name, pair in both.items() if not all(path and path.is_file() for path in pair)]
     same = [n for n, (a, b) in both.items() if n not in unknown and a and b and filecmp.cmp(a, b, shallow=False)]
-    sentences = list[str]()
-    for found, one, many in (
-        (same, "was in the run's training data", "were in the run's training data"),
-        (unknown, "has the name of a training case", "have the names of training cases"),
-    ):
-        if found:
-            shown = ", ".join(found[:MAX_NAMED]) + ", …" * (len(found) > MAX_NAMED)
-            what, whose = (one, "its scores") if len(found) == 1 else (many, "their scores")
-            if_so = f"if {'it is' if len(found) == 1 else 'they are'} the same, " * (found is unknown)
-            of = f"{len(found)} of {len(scored)} scored cases {what} ({shown})"
-            sentences.append(f"{of}: {if_so}{whose} say little about new cases.")
-    return sentences
+    return Seen(same, unknown, len(scored))
 
 
 SURE = 0.95  # share of guessers whose best validation stays below what shows that a network has learned
-LITTLE = 0.8  # of the error of a mean; above it, a pretraining has learned little
-
-
-def guess_of(normalised: bool) -> str:
-    """Returns with what a pretraining is compared: a mean in place of what is hidden, in words."""
-    return "each patch's own mean" if normalised else "the tile's mean"
-
-
-def what_was_learned(rows: Iterable[Mapping[str, Any]], normalised: bool) -> tuple[str, str]:
-    """Returns a sentence that compares the best error with that of a mean, and a caution if it is no better or close.
-
-    - ``rows``: of the validations
-    - ``normalised``: whether patches are rebuilt without their mean
-    """
-    known = [(row["loss"], row["error_of_mean"]) for row in rows if isinstance(row.get("error_of_mean"), float)]
-    known = [pair for pair in known if all(isinstance(error, float) and math.isfinite(error) for error in pair)]
-    if not known:
-        return "", ""
-    (error, of_mean), guess = min(known), guess_of(normalised)
-    sentence = f"The best error is {error:.4f}. Filling the hidden voxels with {guess} would give {of_mean:.4f}."
-    if error <= LITTLE * of_mean:
-        return sentence, ""
-    learned = "Little was learned" if error < of_mean else "Nothing was learned"
-    return sentence, f"{learned}: the best error is {error:.4f}, and that of {guess} is {of_mean:.4f}. Train longer."
 
 
 def may_be_chance(record: RunRecord) -> str:
@@ -280,25 +290,6 @@ def may_be_chance(record: RunRecord) -> str:
         f"guessing ({guess:.3f} on average) could reach as much: nothing shows that the network has learned. Do not "
         "trust its classes or its maps."
     )
-
-
-def weak_start(record: RunRecord) -> str:
-    """Returns a sentence if a run's weights came from a pretraining that learned little or nothing; else ""."""
-    weights = Path(str(record.config.get("weights") or ""))
-    folder = next((place for place in (weights, *weights.parents[:3]) if (place / "metrics.jsonl").is_file()), None)
-    if not record.config.get("weights") or folder is None:
-        return ""
-    try:
-        start = read_record(folder)
-    except DataError:
-        return ""
-    if start.network_settings.task != "pretrain":
-        return ""
-    caution = what_was_learned(start.held_out, bool(start.config.get("normalised_targets")))[1]
-    if not caution:
-        return ""
-    learned = f"{caution.removesuffix(' Train longer.')} So this run says little about pretraining."
-    return f"The run began with the weights of a pretraining, {folder}. {learned}"
 
 
 def lacking(run: Path, error: Exception) -> DataError:

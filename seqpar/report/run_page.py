@@ -21,11 +21,11 @@ from seqpar.report.record import (
     is_of_phantoms,
     lacking,
     may_be_chance,
-    weak_start,
+    read_record,
     weights_behind,
 )
 from seqpar.report.rendering import render
-from seqpar.runs.metrics_tail import ERRORS, what_is_not_found
+from seqpar.runs.metrics_tail import ERRORS, what_is_not_found, what_was_learned
 from seqpar.text import clock, list_modalities, quantity
 
 STATES = {
@@ -36,6 +36,7 @@ STATES = {
     "killed": "Killed",
 }
 TIMES = re.compile(r" x (?=\d)|(?<=\d)x(?=\d)")  # as the terminal writes sizes, which pages write with ×
+NAMES = {"rebuilder": "decoder"}  # of the parts of networks that people know by another name
 T = TypeVar("T")
 
 
@@ -136,6 +137,25 @@ def what_is_unlearned(record: RunRecord) -> str:
     return may_be_chance(record) or what_is_not_found(record.held_out)
 
 
+def weak_start(record: RunRecord) -> str:
+    """Returns a sentence if a run's weights came from a pretraining that learned little or nothing; else ""."""
+    weights = Path(str(record.config.get("weights") or ""))
+    folder = next((place for place in (weights, *weights.parents[:3]) if (place / "metrics.jsonl").is_file()), None)
+    if not record.config.get("weights") or folder is None:
+        return ""
+    try:
+        start = read_record(folder)
+    except DataError:
+        return ""
+    if start.network_settings.task != "pretrain":
+        return ""
+    caution = what_was_learned(start.held_out, bool(start.config.get("normalised_targets")))[1]
+    if not caution:
+        return ""
+    learned = f"{caution.removesuffix(' Train longer.')} So this run says little about pretraining."
+    return f"The run began with the weights of a pretraining, {folder}. {learned}"
+
+
 def try_reading(read: Callable[[], T], gaps: list[str]) -> T | None:
     """Returns the scores of single cases; if there are none, None, and adds why to the gaps."""
     try:
@@ -210,7 +230,7 @@ def all_settings(record: RunRecord) -> dict[str, str]:
 def parameters(layout: Mapping[str, Any]) -> str:
     """Returns the numbers of parameters in words, "" where the run did not record them."""
     counts = layout.get("parameters", {})
-    parts = " + ".join(f"{name} {count / 1e6:.2f} M" for name, count in counts.items())
+    parts = " + ".join(f"{NAMES.get(name, name)} {count / 1e6:.2f} M" for name, count in counts.items())
     total = f"{sum(counts.values()) / 1e6:.2f} M"
     return f"{total}: {parts}" if len(counts) > 1 else total * bool(counts)
 

@@ -11,11 +11,11 @@ from typing import NamedTuple, TypeVar
 from seqpar.data.errors import DataError
 from seqpar.report.curves import OF_RUNS, Diagram, Line, count_of, number, step_axis
 from seqpar.report.planes import RUN_COLOURS, colours_of
-from seqpar.report.plots import Chart, draw_charts
-from seqpar.report.record import RunRecord, above_scores, chosen_on_them, weak_start
+from seqpar.report.plots import Chart, draw_charts, make_strips
+from seqpar.report.record import RunRecord, above_scores, chosen_on_them
 from seqpar.report.rendering import render
-from seqpar.report.run_page import format_setting, verdict, what_is_unlearned
-from seqpar.report.tables import Table, TableHead, TableRow, make_strips
+from seqpar.report.run_page import format_setting, verdict, weak_start, what_is_unlearned
+from seqpar.report.tables import Table, TableHead, TableRow
 from seqpar.runs.metrics_tail import ERRORS, SCORES, score_of, task_of_row
 from seqpar.scores.comparison import FEW, describe_interval, interval_of_mean
 from seqpar.settings.config import SETTINGS
@@ -82,7 +82,9 @@ def page_of_several(records: Sequence[RunRecord], compare: Mapping[str, Compare]
 
     - ``compare``: compares the runs of a task, by the task's name
     """
-    named = dict(zip(names_of(records), records))
+    classes = {name.lower() for record in records for name in record.class_colours(record.outputs)}
+    names = (f"run {name}" if name.lower() in classes else name for name in names_of(records))
+    named = dict(zip(names, records))
     gaps = [f"{name}: {gap}" for name, record in named.items() for gap in record.gaps]
     of_tasks: dict[Compare, dict[str, RunRecord]] = {}
     for name, record in named.items():
@@ -146,12 +148,12 @@ def cautions_about_each(records: Mapping[str, RunRecord]) -> list[str]:
     return [f"{name}: {sentence[0].lower()}{sentence[1:]}" for name, sentence in pairs if sentence]
 
 
-def difference_sentence(measure: str, name: str, first: str, pairs: Sequence[tuple[float, str]]) -> str:
+def difference_sentence(measure: str, name: str, first: str, gaps: Sequence[float]) -> str:
     """Returns how far a run's score is above that of the first, over cases, and how sure that is.
 
-    - ``pairs``: the difference in each case, and its name
+    - ``gaps``: the difference in each case
     """
-    known = [gap for gap, _ in pairs if math.isfinite(gap)]
+    known = [gap for gap in gaps if math.isfinite(gap)]
     if not known:
         return f"No case has a {measure} in both {name} and {first}."
     mean, cases = fmean(known), quantity(len(known), "case")

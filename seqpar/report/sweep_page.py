@@ -9,16 +9,17 @@ from statistics import fmean
 from typing import NamedTuple
 
 from seqpar.data.errors import DataError
-from seqpar.report.curves import MOST_CURVES
+from seqpar.report.curves import MOST_CURVES, number
+from seqpar.report.plots import Strips, make_strips
 from seqpar.report.record import RunRecord, read_record
 from seqpar.report.rendering import render
 from seqpar.report.several_runs import Compare, cautions_about_each, curves_over_each_other, sentence_on_phantoms
-from seqpar.report.tables import Strips, make_strips, mean_over
+from seqpar.report.tables import mean_over
 from seqpar.runs.run_folder import read_config
 from seqpar.runs.sweep_folder import Point, Sweep, format_value, read_sweep, refresh_points
 from seqpar.settings.config import SETTINGS
 from seqpar.terminal import next_command
-from seqpar.text import flag_name
+from seqpar.text import flag_name, rounded
 
 NUMBERS = {"score": 3, "at": 0, "loss": 4, "step": 0, "seconds": 1}  # columns with their decimals
 HEADS = {"at": "at step", "loss": "training loss", "step": "steps done", "seconds": "seconds"}
@@ -43,8 +44,9 @@ def page_of_sweep(out: Path, compare: Mapping[str, Compare]) -> str:
     if best:
         described = sweep.describe_best(best)
         headline += f" {described[0].upper()}{described[1:]}."
-        classes = [list(row.get("dice", ())) for record in records.values() for row in record.held_out[-1:]]
-        headline += " ".join(["", mean_over(classes[0])]).rstrip() if classes else ""
+        rows = records[best.name].held_out if best.name in records else ()
+        dice = next((row["dice"] for row in rows if row.get("step") == best.at and "dice" in row), {})
+        headline += f" {mean_over([f'{name} {rounded(number(value), 3)}' for name, value in dice.items()])}".rstrip()
     return render(
         "sweep.html",
         title=name if name.lower().startswith("sweep") else f"Sweep {name}",
@@ -84,10 +86,7 @@ def _lead(records: Mapping[str, RunRecord], first: Sequence[Point], compare: Map
     return f"{sentences[0]} {LEAD}"
 
 
-LEAD = (
-    "This compares means over cases at their best validations; the table has means over classes, which may differ. "
-    "Other seeds may change the order, and the first of several points tends to look better than it is."
-)
+LEAD = "Other seeds may change the order, and the first of several points tends to look better than it is."
 
 
 def _why_not_over(point: Point) -> str:

@@ -3,13 +3,10 @@
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from statistics import median
-from types import MappingProxyType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-import numpy as np
-
-from seqpar.report.curves import GREY, number
+from seqpar.report.curves import number
+from seqpar.report.plots import Strips, make_strips
 from seqpar.report.record import CaseScores, RunRecord, ScoredCase, mean_of_numbers
 from seqpar.scores.class_scores import describe_share
 from seqpar.scores.comparison import FEW, TOO_FEW
@@ -18,20 +15,20 @@ from seqpar.text import millilitres, quantity, rounded
 METRICS = (("Dice", 3, ("mean", "median", "global")), ("NSD", 3, ("mean", "median")), ("HD95", 1, ("mean", "median")))
 COARSE = 2.0  # mm, the side of a voxel above which rules made for voxels of 1 mm mislead
 SIZES = ("TrueVolumeMl", "VolumeMl", "LesionTP", "LesionFN", "LesionFP")
-MAX_NAME = 40  # letters of a class's name next to its strip
-MAX_TITLES = 200  # a strip of more dots does not name their cases
 
 
 class Score(NamedTuple):
-    """A number in a cell, rounded to ``places`` decimals."""
+    """A number in a cell, rounded to ``places`` decimals; ``is_signed``: a difference, with + where it is above 0."""
 
     value: float
     places: int
     suffix: str = ""
+    is_signed: bool = False
 
     @property
     def text(self) -> str:
-        return rounded(self.value, self.places) + self.suffix * (not math.isnan(self.value))
+        plus = "+" * (self.is_signed and round(self.value, self.places) > 0) if math.isfinite(self.value) else ""
+        return plus + rounded(self.value, self.places) + self.suffix * (not math.isnan(self.value))
 
     @property
     def exact(self) -> str:
@@ -45,6 +42,29 @@ class HeadlineTile(NamedTuple):
     name: str
     score: Score
     more: str
+
+
+def tiles_of_steps(
+    tiles: Sequence[HeadlineTile], own: int, best: Mapping[str, Any] | None, kind: str
+) -> list[HeadlineTile]:
+    """Returns tiles that say their step; they lead with the scores of the weights that predict takes, if these differ.
+
+    - ``own``: the step of the scores, 0 if it is not known
+    - ``best``: the row of the best validation, None if it is not known; ``kind``: where its scores are in it
+    """
+    if not own:
+        return list(tiles)
+    if best is None or best["step"] == own:
+        return [tile._replace(more=f"{tile.more}, step {own:,}") for tile in tiles]
+    count = f"n {'≤' if kind == 'dice' else '='} {best.get('cases', '–')}, step {best['step']:,}"
+    return [
+        HeadlineTile(
+            tile.name,
+            Score(number(best.get(kind, {}).get(tile.name)), 3),
+            f"{count}; step {own:,}: {tile.score.text} ({tile.more})",
+        )
+        for tile in tiles
+    ]
 
 
 class TableHead(NamedTuple):
@@ -241,20 +261,23 @@ def sizes_table(scored: CaseScores) -> Table | None:
             continue
         counts[name] = len(cases)
         true_ml, ml, found, missed, false = (sum(row[key] for row in cases) for key in SIZES)
-        error = sum(abs(row["VolumeErrorMl"]) for row in cases) / len(cases)
-        cells: list[Score | str] = [Score(value / len(cases), places) for value in (true_ml, ml, error * len(cases))]
+        error = sum(abs(row["VolumeErrorMl"]) for row in cases)
+        bias = Score((ml - true_ml) / len(cases), places, is_signed=True)
+        true_ml, ml, error = (Score(value / len(cases), places) for value in (true_ml, ml, error))
+        cells: list[Score | str] = [true_ml, ml, bias, error]
         cells += [
             Score(found, 0, f" of {found + missed:.0f}"),
-            Score(false, 0, f" ({false / len(cases):.1f} per case)"),
+            Score(false, 0, f" ({false / len(cases):.3g} per case)"),
         ]
         cells.append(_found_share(found, int(found + missed)))
         rows.append(TableRow(name, cells))
     are_means = len(scored.cases) > 1
-    error_name = "mean absolute error" if are_means else "absolute error"
-    means = f"Volumes are means over {_over(counts)}." if are_means else ""
+    mean = "mean " * are_means
+    means = f"Volumes are means over {_over(counts)}. " if are_means else ""
+    means += "An error above 0: too much is predicted."
     heads = [
         TableHead("Class"),
-        TableHead("Volume of a case, ml", ("truth", "prediction", error_name)),
+        TableHead("Volume of a case, ml", ("truth", "prediction", f"{mean}error", f"{mean}absolute error")),
         TableHead("Connected regions", ("regions found", "false regions", "sensitivity (regions)")),
     ]
     note = (
@@ -343,76 +366,6 @@ def last_validation(record: RunRecord) -> Table | None:
     return Table("metrics", list(map(TableHead, ("Class", "Dice, mean", "Dice, global"))), rows, "class", note)
 
 
-class Strip(NamedTuple):
-    """A row of dots, with left end and width of the box of the quartiles, and place of the median.
-
-    Few dots have no box, which would look like a confidence interval, and a single one has no median.
-
-    - ``dots``: place, title, and whether the dot is hollow, which marks a note
-    """
-
-    name: str
-    colour: str
-    y: float
-    dots: Sequence[tuple[float, float, str, bool]]
-    box: tuple[float, float] | None = None
-    median: float | None = None
-
-
-@dataclass(frozen=True)
-class Strips:
-    """A strip of dots for each class over one axis."""
-
-    title: str
-    left: float
-    width: int
-    height: int
-    ticks: Sequence[tuple[float, str]]
-    rows: Sequence[Strip]
-
-
-def make_strips(
-    title: str,
-    rows: Mapping[str, Sequence[tuple[float, str] | tuple[float, str, str]]],
-    low: float,
-    high: float,
-    colours: Mapping[str, str] = MappingProxyType({}),
-) -> Strips | None:
-    """Returns a strip per name: a dot per value, quartiles and median; None without values.
-
-    - ``rows``: value, case name and, optionally, a note on the value
-    - ``colours``: of the names; others are grey
-    """
-    from matplotlib.ticker import MaxNLocator
-
-    known = {name: [pair for pair in pairs if math.isfinite(pair[0])] for name, pairs in rows.items()}
-    if not any(known.values()):
-        return None
-    shown = [name if len(name) <= MAX_NAME else f"{name[: MAX_NAME - 1]}…" for name in rows]
-    width, line, left = 520, 30, round(16 + 7.2 * max(map(len, shown)), 1)
-    scale = (width - left - 14) / max(high - low, 1e-12)
-
-    def place(value: float) -> float:
-        return round(left + (value - low) * scale, 1)
-
-    strips = []
-    for n, (name, own, pairs) in enumerate(zip(shown, known, known.values())):
-        y, dots = 4 + line * (n + 0.5), []
-        for at, (value, case, *notes) in enumerate(pairs):
-            shift = (at * 7 % 11 - 5) * 1.1  # the same on every page, and hides no dot behind another
-            told = "; ".join([f"{case}: {value:.4g}", *filter(None, notes)]) if len(pairs) <= MAX_TITLES else ""
-            dots.append((place(value), round(y + shift, 1), told, any(notes)))
-        values, box = [value for value, *_ in pairs], None
-        if len(values) >= FEW:
-            first, third = (place(float(q)) for q in np.percentile(values, (25, 75)))
-            box = first, round(third - first, 1)
-        middle = place(median(values)) if len(values) > 1 else None
-        strips.append(Strip(name, colours.get(own, GREY), y, dots, box, middle))
-    marks = map(float, MaxNLocator(5, steps=[1, 2, 5, 10]).tick_values(low, high))
-    ticks = [(place(mark), f"{mark:g}") for mark in marks if low - 1e-9 <= mark <= high + 1e-9]
-    return Strips(title, left, width, line * len(strips) + 26, ticks, strips)
-
-
 def score_strips(scored: CaseScores, colours: Mapping[str, str]) -> list[Strips]:
     """Returns the distribution of each class's scores over the cases."""
     return list(filter(None, _strips_of(scored, colours)))
@@ -428,4 +381,4 @@ def _strips_of(scored: CaseScores, colours: Mapping[str, str]) -> Iterable[Strip
         instead = "substituted, " if metric == "HD95" else ""
         rows = {name: [_dot(case, name, metric, instead) for case in scored.cases] for name in scored.classes}
         values = [value for row in rows.values() for value, *_ in row if math.isfinite(value)]
-        yield make_strips(title, rows, 0.0, high or max(values, default=1.0) * 1.02 or 1.0, colours)
+        yield make_strips(title, rows, 0.0, high or max(values, default=1.0) * 1.02 or 1.0, colours, metric == "HD95")

@@ -103,7 +103,34 @@ def what_is_not_found(rows: Iterable[Mapping[str, Any]]) -> str:
     if not names:
         return ""
     listed = " and ".join(filter(None, [", ".join(names[:-1]), names[-1]]))
+    overlap = "hardly overlap" if any(best["dice"][name] for name in names) else "do not overlap"
     return (
-        f"At the best validation, the mean Dice of {listed} is 0.000: the predictions hardly overlap the truth. "
+        f"At the best validation, the mean Dice of {listed} is 0.000: the predictions {overlap} the truth. "
         f"Nothing shows that the network has learned to find {'it' if len(names) == 1 else 'them'}."
     )
+
+
+LITTLE = 0.8  # of the error of a mean; above it, a pretraining has learned little
+
+
+def guess_of(normalised: bool) -> str:
+    """Returns with what a pretraining is compared: a mean in place of what is hidden, in words."""
+    return "each patch's own mean" if normalised else "the tile's mean"
+
+
+def what_was_learned(rows: Iterable[Mapping[str, Any]], normalised: bool) -> tuple[str, str]:
+    """Returns a sentence that compares the best error with that of a mean, and a caution if it is no better or close.
+
+    - ``rows``: of the validations
+    - ``normalised``: whether patches are rebuilt without their mean
+    """
+    known = [(row["loss"], row["error_of_mean"]) for row in rows if isinstance(row.get("error_of_mean"), float)]
+    known = [pair for pair in known if all(isinstance(error, float) and math.isfinite(error) for error in pair)]
+    if not known:
+        return "", ""
+    (error, of_mean), guess = min(known), guess_of(normalised)
+    sentence = f"The best error is {error:.4f}. Filling the hidden voxels with {guess} would give {of_mean:.4f}."
+    if error <= LITTLE * of_mean:
+        return sentence, ""
+    learned = "Little was learned" if error < of_mean else "Nothing was learned"
+    return sentence, f"{learned}: the best error is {error:.4f}, and that of {guess} is {of_mean:.4f}. Train longer."

@@ -117,7 +117,7 @@ def score_classes(truth: Sequence[int], probabilities: Floats, names: Sequence[s
         },
         "intervals": {
             "accuracy": list(interval_of_share(float(right.mean()), len(labels)) or ()),
-            "balanced accuracy": bootstrap(labels, lambda times: _balanced_accuracies(labels, right, times)),
+            "balanced accuracy": interval_of_balanced(confusion),
             "AUC": bootstrap(labels, lambda times: _mean_areas(labels, probabilities, times)),
         },
         "classes": classes,
@@ -141,9 +141,17 @@ def bootstrap(truth: Ints, score: Callable[[Ints], Floats]) -> list[float]:
     return [float(value) for value in np.nanquantile(drawn, [tail, 1 - tail])] if np.isfinite(drawn).any() else []
 
 
-def _balanced_accuracies(truth: Ints, right: NDArray[np.bool_], times: Ints) -> Floats:
-    own = [truth == number for number in np.unique(truth)]
-    return np.mean([times[:, rows] @ right[rows] / rows.sum() for rows in own], axis=0)
+def interval_of_balanced(confusion: Ints) -> list[float]:
+    """Returns the interval of balanced accuracy: Wilson's of each class's sensitivity, their reaches added in squares.
+
+    This is Newcombe's way for sums of independent shares (1998). A bootstrap takes a class whose cases are all right
+    for certain, however few they are.
+    """
+    shares, counts = sensitivities(confusion), confusion.sum(1)
+    ends = np.array([_wilson(share, count) for share, count in zip(shares.tolist(), counts.tolist()) if count])
+    middle = shares[counts > 0]
+    reach = np.sqrt(((ends - middle[:, None]) ** 2).sum(0)) / len(middle)
+    return [float(middle.mean() - reach[0]), float(middle.mean() + reach[1])]
 
 
 def cases_behind(cases: int, of_class: int) -> tuple[int, int]:
@@ -202,7 +210,7 @@ def fewest_cases(content: Mapping[str, Any], score: str) -> int:
     return int(content["cases"] if score == "accuracy" else min(counts, default=0))
 
 
-def describe_bootstrap(interval: Sequence[float] | None, count: int) -> str:
+def words_of_interval(interval: Sequence[float] | None, count: int) -> str:
     """Returns the interval of a score in words, "" if there is none; ``count``: of the cases that it rests on."""
     if count < FEW:
         return TOO_FEW

@@ -94,7 +94,7 @@ def _table(folders: Sequence[Scored], cases: Sequence[str] | None) -> list[str]:
 def _verdict(ranked: Sequence[Scored], cases: Sequence[str]) -> list[str]:
     """Returns how sure it is that the first of the folders is better than the second."""
     best, second = ranked[:2]
-    own, other = _case_values(best, cases), _case_values(second, cases)
+    own, other = (values_of_cases([folder.cases[case] for case in cases]) for folder in (best, second))
     if not own or not other:
         return ["highest mean Dice: not known, as no class of these cases has a Dice in both of the first two"]
     differences = [a - b for a, b in zip(own, other)]
@@ -106,14 +106,13 @@ def _verdict(ranked: Sequence[Scored], cases: Sequence[str]) -> list[str]:
     return [line + describe_interval(interval_of_mean(differences, low=-1.0, high=1.0), len(differences))]
 
 
-def _case_values(folder: Scored, cases: Sequence[str]) -> list[float]:
-    """Returns a value per case whose mean is the folder's mean Dice, that over the classes of their means over cases.
+def values_of_cases(rows: Sequence[Scores]) -> list[float]:
+    """Returns a value per case whose mean is the mean Dice: that over the classes of their means over cases.
 
     Where all cases have all classes it is the mean Dice of the case's classes. A class that a case lacks leaves the
     case at the mean; a class that few cases have weighs more in each of them (the mean's linear approximation).
     Empty where no class has a Dice.
     """
-    rows = [folder.cases[case] for case in cases]
     dices = {name: [row[name]["Dice"] for row in rows] for name in rows[0]}
     means = {name: fmean(values) for name, each in dices.items() if (values := without_nan(each))}
     if not means:
@@ -122,6 +121,6 @@ def _case_values(folder: Scored, cases: Sequence[str]) -> list[float]:
     middle = fmean(means.values())
 
     def influence(name: str, dice: float) -> float:
-        return 0.0 if math.isnan(dice) else (dice - means[name]) * len(cases) / counts[name]
+        return 0.0 if math.isnan(dice) else (dice - means[name]) * len(rows) / counts[name]
 
-    return [middle + fmean(influence(name, dices[name][at]) for name in means) for at in range(len(cases))]
+    return [middle + fmean(influence(name, dices[name][at]) for name in means) for at in range(len(rows))]

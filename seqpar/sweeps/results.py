@@ -78,9 +78,9 @@ def _note(sweep: Sweep) -> str:
     effects = [of_values for name, of_values in sweep.main_effects().items() if not _has_range(sweep, name)]
     if all(len(pairs) == 1 for of_values in effects for pairs in of_values.values()):
         drawn = " or ".join(["bar"] * bool(effects) + ["dot"] * (len(effects) < len(sweep.main_effects())))
-        return f"Lower panels: a {drawn} for each point{star}"
+        return f"Scores by setting: a {drawn} for each point{star}"
     means = "a bar for the mean at each value, a line from lowest to highest"
-    return f"Lower panels: a dot for each point, {means}{star}"
+    return f"Scores by setting: a dot for each point, {means}{star}"
 
 
 def _has_range(sweep: Sweep, name: str) -> bool:

@@ -23,6 +23,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from seqpar.cluster.exit_codes import FINAL, PREEMPTED
 from seqpar.data.files import read_json
 from seqpar.parallel.processes import (
+    LEAVE_SIGNALS,
     PARENT,
     STOP_FILE,
     environment_of_ranks,
@@ -183,10 +184,11 @@ class Trial(tune.Trainable):
         """
         self._next_validation()
         code = next((code for code in codes if code in FINAL), max(codes, key=abs))
-        was_asked = code == PREEMPTED and (self._asked_to_leave() or self._has_left_by_file())
+        has_left = code == PREEMPTED or code - 128 in LEAVE_SIGNALS  # the latter: before it had begun
+        was_asked = has_left and (self._asked_to_leave() or self._has_left_by_file())
         if code and code not in FINAL and not was_asked:
             raise RuntimeError(f"the training of {self.task.name} ended with exit code {code}")
-        return self._over(code)
+        return self._over(PREEMPTED if was_asked else code)
 
     def _over(self, code: int) -> dict[str, Any]:
         self.result |= {"code": code, "done": True}

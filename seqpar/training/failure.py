@@ -31,7 +31,7 @@ def end_failed_run(error: BaseException, config: Config, mesh: Mesh, status: Sta
     try:
         last = ShutdownSteps()
         last.take(lambda: status.write_unless_over("failed", text, code, durable=False))
-        if code == exit_codes.IN_USE or _says_finished(status):  # status.json is of the other training, or an earlier
+        if code == exit_codes.IN_USE or _says_finished(status):  # status.json is another's
             last.take(lambda: exit_codes.write_verdict(code))
         last.take(lambda: _say(error, code, text, aloud=is_own or mesh.is_first))
         signal.signal(signal.SIGTERM, signal.SIG_IGN)

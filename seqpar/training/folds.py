@@ -167,7 +167,9 @@ class Folds:
         self._before = run
         if launcher.world > 1:  # ranks of one fold never meet those of another
             env[MEETING] = f"fold{fold}"
-        return self._start([*python_module("train"), *self._line(fold, run, resume)], env)
+        code = self._start([*python_module("train"), *self._line(fold, run, resume)], env)
+        early = not holds_run(run) and shell_code(code) - 128 in self._signals  # a signal before it began
+        return exit_codes.PREEMPTED if early else code
 
     def _line(self, fold: int, run: str, resume: bool = False) -> list[str]:
         """Returns the flags of one fold's training; a resumed run has its settings."""
@@ -181,8 +183,7 @@ class Folds:
         child = start_python(command, {**os.environ, **typed_variable(command), **env})
         with forward_signals([child], self._signals):
             code = child.wait()
-        early = shell_code(code) - 128 in self._signals
-        return exit_codes.PREEMPTED if early else exit_codes.code_of_processes(code, ())
+        return exit_codes.PREEMPTED if -code in self._signals else exit_codes.code_of_processes(code, ())
 
     def _end(self, code: int, out: str, fold: int, launcher: Launcher) -> int:
         """Writes and says how it ended, on the first rank; returns the exit code."""

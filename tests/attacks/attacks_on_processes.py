@@ -201,7 +201,7 @@ ATTACKS += [
         meanwhile=_interrupt("cache", signal.SIGTERM),
         after=_begins_when_typed_again,
         code=143,
-        says="left before it had begun: give the same command again",
+        says="stopped before training began; run the same command again",
         started=True,
     ),
     Attack(

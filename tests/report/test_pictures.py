@@ -13,17 +13,30 @@ import numpy as np
 import pytest
 from matplotlib.colors import to_hex
 
+from seqpar.data.formats.recognise import find_inputs
+from seqpar.data.preparation.prepare_dataset import prepared
 from seqpar.report import plots
-from seqpar.report.cases import _plane, viewer_section
+from seqpar.report.cases import greys_of, viewer_section, with_wide_ct
 from seqpar.report.curves import NEUTRAL, Diagram, Line
-from seqpar.report.embedded_volumes import ShownCase, coarsen, coarsen_label, embed, encode, outline, png, sheet
+from seqpar.report.embedded_volumes import (
+    ShownCase,
+    coarsen,
+    coarsen_label,
+    draw_plane,
+    embed,
+    encode,
+    outline,
+    png,
+    sheet,
+)
+from seqpar.report.images import Images
 from seqpar.report.pictures import PicturedCase, figure_of_cases
-from seqpar.report.planes import COLOURS, DISPUTED, LINES, ranks_of
-from seqpar.report.plots import draw_chart
+from seqpar.report.planes import COLOURS, DISPUTED, LINES, bar_length, ranks_of
+from seqpar.report.plots import Strips, draw_chart, make_strips
+from seqpar.report.record import RunRecord
 from seqpar.report.rendering import _environment
-from seqpar.report.tables import Strips, make_strips
 from tests.support.configs import config_of, trainer_of
-from tests.support.folders import nnunet
+from tests.support.folders import label_array, nnunet, save
 from tests.support.report_page import own_slices, unroll
 
 
@@ -103,7 +116,7 @@ def test_a_rare_label_within_a_common_one_has_a_line_of_its_own() -> None:
     labels[1:7, 1:7, 1:7], labels[1:3, 3:5, 3:5], labels[3, 3, 5] = 2, 1, 4
     assert ranks_of(labels, 0 * labels).tolist() == [0, 2, 1, 4, 3], "a label without a voxel is drawn nowhere"
     case = ShownCase("a", {}, labels, 0 * labels, (1.0,) * 3, own_slices(labels.shape))
-    (truth, colour, path), (_, around, outside) = _plane(case, "sagittal", 0, 1, False).outlines
+    (truth, colour, path), (_, around, outside) = draw_plane(case, "sagittal", 0, 1, False).outlines
     assert (
         (truth, colour, around) == ("truth", COLOURS[0], COLOURS[1]) and path.endswith("z") and outside.count("M") == 1
     )
@@ -158,6 +171,18 @@ def test_a_box_is_drawn_of_five_cases_and_explained() -> None:
     assert "median" not in alone and "<rect" not in alone
 
 
+def test_a_median_of_distances_leaves_substitutes_out() -> None:
+    pairs: list[tuple[float, str] | tuple[float, str, str]] = [(10.0, "a"), (90.0, "b", "substituted")]
+    text = drawn(make_strips("HD95", {"a": pairs}, 0, 100, is_measured=True))
+    assert text.count("hollow") == 1 and "median" not in text, "of the two only one is measured"
+    text = drawn(make_strips("HD95", {"a": [*pairs, (30.0, "c")]}, 0, 100, is_measured=True))
+    assert "Vertical line: median, of HD95 that of the measured distances." in text
+    twenty = drawn(make_strips("HD95", {"a": [(20.0, "d")] * 2}, 0, 100))
+    line = '<line class="median" x1="([0-9.]+)"'
+    assert re.findall(line, text) == re.findall(line, twenty), "halfway between 10 and 30"
+    assert 'class="median"' in drawn(make_strips("Dice", {"a": pairs}, 0, 100)), "a Dice of 0 is a score"
+
+
 def test_a_long_name_leaves_room_for_its_dots() -> None:
     text = drawn(make_strips("Dice", {"n" * 90: [(0.25, "a"), (0.75, "b")], "short": [(1.0, "a")] * 5}, 0, 1))
     places = [float(x) for x in re.findall(r'cx="([-.0-9]+)"', text)]
@@ -204,7 +229,7 @@ def test_a_long_line_is_drawn_by_mean_and_range_of_its_pieces() -> None:
     template = _environment(None).from_string('{% from "macros.html" import charts %}{{ charts(all) }}')
     for steps, noisy, said in ((100, True, 1), (10, True, 0), (100, False, 0)):
         made = draw_chart(Diagram("Loss", "step", [Line("Loss", range(steps), [values[:steps].tolist()], noisy=noisy)]))
-        assert template.render(all=[made]).count("thick: mean of the last 10.") == said
+        assert template.render(all=[made]).count("solid: mean of the last 10.") == said
 
 
 def test_a_ct_is_drawn_in_hounsfield_units_with_its_window(tmp_path: Path, alone) -> None:
@@ -225,3 +250,35 @@ def test_a_ct_is_drawn_in_hounsfield_units_with_its_window(tmp_path: Path, alone
     dark = replace(dark, prediction=dark.truth)
     assert "from −159 HU (black) to 0 HU (white)" in figure_of_cases([dark], ["tumour"], 1, False).get_suptitle()
     assert "HU" not in figure_of_cases([replace(bright, is_ct=False)], ["tumour"], 1, False).get_suptitle()
+
+
+def test_a_ct_keeps_soft_tissue_though_the_network_takes_it_clipped(tmp_path: Path) -> None:
+    """Its files are read once more, if they are those that the run prepared."""
+    data = nnunet(tmp_path / "Dataset007_CT", channels=("CT",))
+    for n in range(3):
+        values, label = np.random.default_rng(n).uniform(-900, 900, (14, 12, 10)), label_array()
+        values[label > 0] = np.random.default_rng(n).uniform(20, 60, (label > 0).sum())
+        save(data / "imagesTr" / f"c_00{n}_0000.nii.gz", values.astype(np.float32))
+    cache = prepared(data, tmp_path / "cache", is_first=True)
+    record = RunRecord(tmp_path, {"config": {"data": str(data)}, "dataset": {}}, None, {})
+    names, recipe = ["c_000"], cache.recipe
+
+    def kept(images: Images) -> tuple[float, float]:
+        found = with_wide_ct(images, record, names).of("c_000")
+        assert found is not None
+        pictures, ranges, is_ct = greys_of(found, ["CT"])
+        assert is_ct and {pictures["CT"].min(), pictures["CT"].max()} == {0, 255}
+        return ranges["CT"]
+
+    assert kept(Images(recipe, cache)) == pytest.approx((-150, 250), abs=0.1)
+    at_file = Images(recipe, None, {case.id: case for case in find_inputs((data,), recipe.modalities)[0]})
+    assert kept(at_file) == pytest.approx((-150, 250), abs=0.1), "and those that were named"
+    path = data / "imagesTr" / "c_000_0000.nii.gz"
+    save(path, np.ones((14, 12, 10), np.float32))
+    low, high = kept(Images(recipe, cache))
+    assert 19 < low < high < 61, "another file of the name is not that of the run: only what was prepared is known"
+
+
+@pytest.mark.parametrize(("width", "length"), [(240, 50), (30, 5), (26, 5), (8, 2), (3.2, 0.5)])
+def test_a_scale_bar_is_round_and_short(width: float, length: float) -> None:
+    assert bar_length(width) == pytest.approx(length)

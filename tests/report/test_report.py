@@ -16,7 +16,9 @@ from seqpar.prediction.class_statistics import ClassStatistics
 from seqpar.report import rendering
 from seqpar.report.record import RunRecord, reached_in_validation, read_record
 from seqpar.report.run_page import main_settings
+from seqpar.report.tables import Absent
 from seqpar.settings.presets import debug
+from seqpar.tasks.segment import page as segment_page
 from tests.support.folders import save, write_json
 from tests.support.report_page import NAMES, Page, unroll, written
 
@@ -119,16 +121,33 @@ def test_scores_on_cases_that_chose_the_weights_are_said_to_be_too_good(page: Pa
     path.write_text(f"{better}\n{path.read_text()}")
     text = written(copied).text
     assert "The weights that predict uses were chosen on these held-out cases" in text
-    last = f"After step {debug().steps:,}, the last one."
-    assert f"{last} Predict uses the weights of step 1, whose mean Dice was 0.750." in text
+    last = f"All other scores, those of single cases included, are of step {debug().steps:,}, the last one: "
+    assert f"{last}predict uses the weights of step 1, whose mean Dice was 0.750. The large numbers are" in text
+    html = (copied / "report.html").read_text()
+    (tile,) = re.findall(r'<div data-class="NCR">.*?</div>', html)
+    own = f"step {debug().steps:,}: {page.cells['metrics', 'NCR'][0]:.3f} (too few to tell, n = 3)"
+    assert "<dd>0.750</dd>" in tile and f"n ≤ 2, step 1; {own}" in tile, "what predict uses leads"
+    assert f"Dice of every case, after step {debug().steps:,}, worst first" in html
     (reached,) = reached_in_validation(read_record(copied))
     assert "NCR 0.750. Its weights are the best of 2 validations on them. Other patients" in reached
+
+
+def test_a_patients_page_says_what_was_predicted_where_the_truth_had_nothing() -> None:
+    counts = ((1, 1), (1, 0), (3, 3), (3, 2), (3, 0))
+    assert [segment_page._found_in_none("lesion", Absent(*both, 0)) for both in counts] == [
+        "In the 1 held-out case without lesion it predicted some.",
+        "In the 1 held-out case without lesion it predicted none.",
+        "In the 3 held-out cases without lesion it predicted some.",
+        "In 2 of the 3 held-out cases without lesion it predicted some.",
+        "In none of the 3 held-out cases without lesion it predicted some.",
+    ]
 
 
 def test_scores_tell_the_step_that_they_are_of(page: Page, copied: Path) -> None:
     """A run that goes on keeps them until it ends again."""
     assert f"after step {debug().steps:,}" in page.text
     assert f"After step {debug().steps:,}, the only validation, whose weights predict uses." in page.text
+    assert page.text.count(f"too few to tell, n = 3, step {debug().steps:,}") == 5, "each tile says it"
     (copied / "status.json").write_text(json.dumps({"state": "preempted", "step": debug().steps + 7, "why": "SIGTERM"}))
     page = written(copied)
     assert "Preempted" in page.text and f"after step {debug().steps:,}" in page.text

@@ -19,7 +19,7 @@ from seqpar.report.cases import _case_view, planes_note, planes_of, viewer_secti
 from seqpar.report.curves import step_axis, training_diagrams
 from seqpar.report.embedded_volumes import ShownCase
 from seqpar.report.pictures import PicturedCase, figure_of_cases
-from seqpar.report.planes import COLOURS, RUN_COLOURS, bar_length
+from seqpar.report.planes import COLOURS, RUN_COLOURS
 from seqpar.report.plots import draw_chart
 from seqpar.report.record import CaseScores, ScoredCase, parse_scores, read_record
 from seqpar.report.tables import (
@@ -120,10 +120,11 @@ def test_volumes_and_lesions_are_those_of_the_files(html: str, page: Page, finis
         assert shown[2:4] == pytest.approx(ml["ED"][-1]) and shown[6:8] == pytest.approx(ml["WT"][-1])
         assert f"ED {ml['ED'][-1][0]:.3g} → {ml['ED'][-1][1]:.3g}" in page.text
     for name, rows in ml.items():
-        errors = [abs(truth - prediction) for truth, prediction in rows]
+        errors = [abs(truth - found) for truth, found in rows]
         cells = page.cells["sizes", name]
-        assert cells[:3] == pytest.approx([*np.mean(rows, 0), np.mean(errors)])
-        assert cells[3:] == [3, 0]  # one lesion a case, each of them touched; too few to tell more
+        bias = np.mean(rows, 0)[1] - np.mean(rows, 0)[0]
+        assert cells[:4] == pytest.approx([*np.mean(rows, 0), bias, np.mean(errors)])
+        assert cells[4:] == [3, 0]  # one lesion a case, each of them touched; too few to tell more
     assert (
         html.count("too few to tell</td>") == 5
         and "mean absolute error" in html
@@ -140,11 +141,6 @@ def test_a_page_of_an_older_summary_has_no_table_of_sizes(copied: Path) -> None:
     path.write_text(re.sub(r'"(TrueVolumeMl|VolumeMl|Lesion..)": [^,}]+,\s*', "", path.read_text()))
     old = written(copied)
     assert not [row for table, row in old.cells if table in ("sizes", "volumes-per-case")] and old.cases
-
-
-@pytest.mark.parametrize(("width", "length"), [(240, 50), (30, 5), (26, 5), (8, 2), (3.2, 0.5)])
-def test_a_scale_bar_is_round_and_short(width: float, length: float) -> None:
-    assert bar_length(width) == pytest.approx(length)
 
 
 def test_a_plane_has_a_scale_bar_of_its_length(html: str) -> None:
@@ -223,7 +219,7 @@ def test_a_chart_of_losses_says_of_how_many_cases_and_steps_they_are() -> None:
     assert [line.label for line in losses.lines] == ["training", "held out (n = 5)"], "each case has a loss"
     assert scores.quantity.endswith("(n ≤ 5)") and losses.over == scores.over == "step (20 an epoch)"
     chart = draw_chart(losses)
-    assert chart and chart.smoothed == "Thin: each step; thick: mean of the last 5."
+    assert chart and chart.smoothed == "Pale: each step; solid: mean of the last 5."
     without = [{"step": 50, "loss": 3.7, "error_of_mean": 3.9, "cases": 2}]
     guess = training_diagrams(steps, without)[0].lines[2]
     assert guess.dashed and guess.rows == [[3.9]], "a pretraining is seen next to a guess"
@@ -382,17 +378,21 @@ def test_a_single_case_has_no_means(finished: Path) -> None:
 
 
 def test_regions_found_have_an_interval_by_their_number_and_false_ones_are_counted_per_case() -> None:
-    truth, prediction = np.zeros((40, 40, 8), np.uint8), np.zeros((40, 40, 8), np.uint8)
+    truth, prediction, none = np.zeros((3, 40, 40, 8), np.uint8)
     for n in range(8):
         truth[5 * n : 5 * n + 3, :3, :3] = 1
     prediction[:33, :1, :1] = 1  # touches the first seven by a column
     prediction[0, 20::4, 0] = prediction[0, 20, 0:2] = 1  # five specks that touch none
-    scored = scores_of(3.5, {"lesion": (1,)}, (truth, prediction), (truth, truth))
+    scored = scores_of(3.5, {"lesion": (1,)}, (truth, prediction), (truth, truth), (none, none), (none, none))
     table = sizes_table(scored)
     assert table is not None
     low, high = stats.binomtest(15, 16).proportion_ci(method="wilson")
     texts = [cell if isinstance(cell, str) else cell.text for cell in table.rows[0].cells]
-    assert texts[3:] == ["15 of 16", "5 (2.5 per case)", f"0.938 ({low:.3f} to {high:.3f})"]
+    assert texts[2] == "-1.90" and texts[4:] == [
+        "15 of 16",
+        "5 (1.25 per case)",
+        f"0.938 ({low:.3f} to {high:.3f})",
+    ]
     assert table.heads[2].below == ("regions found", "false regions", "sensitivity (regions)")
     assert "voxels larger than 3 mm have none" in table.note and "by as little as one voxel" in table.note
     few = sizes_table(scores_of(3.5, {"lesion": (1,)}, *[(truth[:15], truth[:15])] * 1))
@@ -443,7 +443,7 @@ def test_a_class_that_a_case_is_not_annotated_for_has_no_numbers_in_it() -> None
     scored = replace(scored, cases=(first, *scored.cases[1:]))
     table = sizes_table(scored)
     assert table and "over 3 cases (lesion: 2), those without" in table.note
-    assert [row.cells[3].text for row in table.rows] == ["3 of 3", "2 of 2"]  # type: ignore[union-attr]
+    assert [row.cells[4].text for row in table.rows] == ["3 of 3", "2 of 2"]  # type: ignore[union-attr]
     shown = ShownCase("a", {}, full, full, (1.0, 1.0, 1.0), own_slices(full.shape))
     caption = _case_view(first, shown, ["liver", "lesion"], False).caption
     assert "nan" not in caption and "no lesion" not in caption and ", lesion – (not annotated) · ml, truth" in caption

@@ -1,6 +1,7 @@
 """A page about several runs: settings that differ, curves over each other, scores, and differences case by case."""
 
 import json
+import math
 import re
 import shutil
 from collections.abc import Callable
@@ -16,6 +17,8 @@ from seqpar.losses import LOSSES, make_loss
 from seqpar.report import curves, rendering, run_page, several_runs
 from seqpar.report.curves import count_of
 from seqpar.report.planes import RUN_COLOURS
+from seqpar.report.record import CaseScores, ScoredCase
+from seqpar.tasks.segment import page
 from seqpar.text import with_minus
 from tests.support.report_page import NAMES, Page, written
 
@@ -117,11 +120,39 @@ def test_cases_are_compared_pair_by_pair(finished: Path, worse: Path) -> None:
     for name in NAMES:
         dice, gap = page.cells["pairs", name]
         assert gap == (-dice if name == PERFECT else 0.0)
-    assert "The mean Dice of worse is 0.333 lower than that of run (3 cases: too few to tell)." in page.text
+    assert "A difference above 0 means that the run's Dice is higher than that of run." in page.text
+    assert "Dice minus that of run" in page.text and page.text.count("Mean Dice\n") == 1
+    assert "The mean Dice of worse is 0.333 lower than that of run (3 cases: too few to tell). By class" in page.text
+
+
+def test_the_difference_of_two_runs_is_that_of_their_scores_also_where_a_case_lacks_a_class() -> None:
+    """The mean over cases of their mean over classes is another number, and stood next to the score of a sweep."""
+    scored = dict[str, CaseScores]()
+    for run_name, lesions in (("a", [0.9, 0.9, math.nan, math.nan]), ("b", [0.1, 0.3, math.nan, math.nan])):
+        livers = [0.8, 0.8, 0.8, 0.6]
+        cases = [
+            ScoredCase(f"c{n}", None, Path("p"), {"liver": {"Dice": liver}, "lesion": {"Dice": lesion}})
+            for n, (liver, lesion) in enumerate(zip(livers, lesions))
+        ]
+        empty = ScoredCase("c4", None, Path("p"), {"liver": {"Dice": math.nan}, "lesion": {"Dice": math.nan}})
+        scored[run_name] = CaseScores("here", {"liver": "1", "lesion": "2"}, (*cases, empty), {}, {})
+    _, (sentence,), _ = page._differences(scored)
+    score = {name: (0.75 + lesion) / 2 for name, lesion in (("a", 0.9), ("b", 0.2))}
+    assert score["a"] - score["b"] == pytest.approx(0.35)
+    assert sentence == (
+        "The mean Dice of b is 0.350 lower than that of a (4 cases: too few to tell). By class, b and a: "
+        "liver 0.750 and 0.750, lesion 0.200 and 0.900."
+    )
+
+
+def test_a_run_with_the_name_of_a_class_is_called_a_run(finished: Path, tmp_path: Path) -> None:
+    named = Path(shutil.copytree(finished, tmp_path / "ncr"))
+    text = compared(finished, named, "--out", finished / "comparison.html").text
+    assert "The mean Dice of run ncr equals that of run to three decimals" in text
 
 
 def test_classes_that_a_run_did_not_find_are_named_on_its_page_and_on_comparisons(finished: Path, worse: Path) -> None:
-    said = "t the best validation, the mean Dice of NCR is 0.000: the predictions hardly overlap the truth."
+    said = "t the best validation, the mean Dice of NCR is 0.000: the predictions do not overlap the truth."
     assert said not in compared(finished, worse).text and f"A{said}" not in written(worse).text
     rows = (worse / "metrics.jsonl").read_text()
     assert '"NCR": 0.5' in rows

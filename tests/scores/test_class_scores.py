@@ -19,12 +19,13 @@ from seqpar.scores.class_scores import (
     area_under_roc,
     bootstrap,
     calibration,
-    describe_bootstrap,
     describe_share,
     fewest_cases,
+    interval_of_balanced,
     interval_of_share,
     roc_points,
     score_classes,
+    words_of_interval,
 )
 from seqpar.tasks.classify.scores import ClassTable, class_lines, read_class_table
 
@@ -227,9 +228,25 @@ def test_an_interval_without_width_is_not_called_one() -> None:
     perfect = np.repeat(np.eye(2), 4, 0)
     scores = score_classes(np.repeat([0, 1], 4).tolist(), perfect, ["a", "b"])
     assert scores["intervals"]["AUC"] == [1.0, 1.0]
-    assert describe_bootstrap(scores["intervals"]["AUC"], 8) == "no interval: all bootstrap samples give the same value"
-    assert describe_bootstrap([0.25, 0.75], 8) == "0.250 to 0.750" and describe_bootstrap([], 8) == ""
-    assert describe_bootstrap([0.25, 0.75], 4) == "too few to tell"
+    assert words_of_interval(scores["intervals"]["AUC"], 8) == "no interval: all bootstrap samples give the same value"
+    assert words_of_interval([0.25, 0.75], 8) == "0.250 to 0.750" and words_of_interval([], 8) == ""
+    assert words_of_interval([0.25, 0.75], 4) == "too few to tell"
+
+
+def test_the_interval_of_balanced_accuracy_has_a_width_where_all_cases_of_a_class_are_right() -> None:
+    """Newcombe's for a sum of independent shares; of a single class Wilson's own."""
+    one = stats.binomtest(8, 10).proportion_ci(method="wilson")
+    alone = np.array([[8, 2], [0, 0]])
+    assert interval_of_balanced(alone) == pytest.approx([one.low, one.high])
+    assert interval_of_balanced(np.diag([5, 5])) == pytest.approx([1 - (1 - 0.56551) / math.sqrt(2), 1.0], abs=1e-5)
+    other = stats.binomtest(5, 5).proportion_ci(method="wilson")
+    below, above = (math.hypot(0.8 - one.low, 1 - other.low) / 2, math.hypot(one.high - 0.8, 0) / 2)
+    assert interval_of_balanced(np.array([[8, 2], [0, 5]])) == pytest.approx([0.9 - below, 0.9 + above])
+    rng, covered = np.random.default_rng(0), 0
+    for _ in range(1000):
+        low, high = interval_of_balanced(np.array([[n := rng.binomial(8, 0.95), 8 - n], [0, 8]]))
+        covered += low <= 0.975 <= high
+    assert covered > 940, "a bootstrap has no width in the two thirds of draws in which all are right"
 
 
 @pytest.mark.parametrize(("right", "count"), [(0, 10), (8, 10), (10, 10), (3, 7), (95, 100)])

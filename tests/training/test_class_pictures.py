@@ -19,12 +19,12 @@ from seqpar.report.planes import COUNTED, NEAREST
 from seqpar.report.plots import draw_chart
 from seqpar.report.record import RunRecord, may_be_chance
 from seqpar.scores.class_scores import describe_share, positive_class, score_classes
-from seqpar.tasks.classify import page
+from seqpar.tasks.classify import evaluation, page
+from seqpar.tasks.classify.evaluation import compare_classifiers
 from seqpar.tasks.classify.page import (
     _scores,
     calibration_diagrams,
     classes_table,
-    compare_classifiers,
     confusion_table,
     names_of_maps,
     roc_diagrams,
@@ -125,7 +125,7 @@ def test_the_table_of_classes_has_intervals_and_that_of_counts_says_what_its_row
     assert "The predicted class is the one with the highest probability. " in table.note
     two = classes_table(summary(["healthy", "ill"]) | {"source": "here"})
     assert [row.name for row in two.rows] == ["ill"] and "AUC" not in [head.text for head in two.heads], "no mirror"
-    assert "For healthy, sensitivity and specificity exchange places." in two.note and "exchange" not in table.note
+    assert "For healthy, sensitivity and specificity are the other way round." in two.note and "way" not in table.note
     assert "the highest probability (above 0.5). " in two.note
     about = [_scores(summary(names) | {"source": "here"}, None, "").about for names in (NAMES[:2], NAMES)]
     assert ["averaged over classes" in text for text in about] == [False, True]
@@ -133,6 +133,32 @@ def test_the_table_of_classes_has_intervals_and_that_of_counts_says_what_its_row
     counts = confusion_table(content)
     assert [head.text for head in counts.heads] == ["True class", "Predicted class"]
     assert counts.heads[1].below == ("healthy", "b", "c") and "a row for each true class" in counts.note
+
+
+def test_cases_that_were_seen_in_training_are_scored_apart_from_new_ones() -> None:
+    names, right = ["healthy", "ill"], np.tile([[0.9, 0.1], [0.1, 0.9]], (8, 1))
+    given = np.concatenate([right[:12], 1 - right[12:]])  # the four new ones are all wrong
+    cases = [{"case": f"c{n}", "truth": names[n % 2], "probabilities": row.tolist()} for n, row in enumerate(given)]
+    content = {"names": names, "metric_per_case": cases, "source": "here"}
+    content |= score_classes([n % 2 for n in range(16)], given, names)
+    scores = _scores(content, None, "", {f"c{n}" for n in range(12)})
+    assert [tile.score.text for tile in scores.tiles] == ["0.000"] * 3 and scores.tiles[0].more.endswith("n = 4")
+    assert scores.seen == "Scores of the 4 cases not seen in training. The other 12 were seen."
+    assert scores.apart and [head.text for head in scores.apart.heads[1:]] == [
+        "Not seen in training",
+        "Seen in training",
+    ]
+    rows = {row.name: [cell.text for cell in row.cells] for row in scores.apart.rows}  # type: ignore[union-attr]
+    assert rows["accuracy"] == ["0.000", "1.000"] and rows["cases"] == ["4", "12"]
+    assert [row.cells[0].text for row in scores.confusion.rows] == ["0", "2"]  # type: ignore[union-attr]
+    assert [chart.title for chart in scores.charts] == ["ROC curve of ill, not seen in training"]
+    assert scores.classes.note.startswith("Scores of 4 cases: here (not seen in training). ")
+    every = _scores(content, None, "", {f"c{n}" for n in range(16)})
+    assert every.tiles == [] and every.apart is None
+    assert every.seen == "No score of new cases: all 16 were seen in training, and the numbers below are of these."
+    assert every.charts[0].title == "ROC curve of ill, seen in training"
+    unseen = _scores(content, None, "")
+    assert (unseen.seen, unseen.apart, unseen.tiles[0].score.text) == ("", None, "0.750")
 
 
 def test_a_case_is_told_with_its_predicted_class_and_the_probability_of_it() -> None:
@@ -170,7 +196,7 @@ def test_a_viewer_says_that_the_maximum_of_a_map_is_outside_the_body(
     pictured[0, 2:-2, 2:-2, 2:-2] = 1
     properties = SimpleNamespace(shape=shape, box=((0, 12),) * 3, spacing=(1.0,) * 3, geometry=None)
     image = SimpleNamespace(properties=properties, image=pictured)
-    monkeypatch.setattr(page, "grey_images", lambda *_: ({}, {}, False))
+    monkeypatch.setattr(page, "greys_of", lambda *_: ({}, {}, False))
     monkeypatch.setattr(page, "slices_of", lambda *_: own_slices(shape))
 
     def caution(at: int, most: float = 1.0) -> str:
@@ -183,11 +209,13 @@ def test_a_viewer_says_that_the_maximum_of_a_map_is_outside_the_body(
         assert section.volumes["cases"][0]["heat_name"] == "map for ill"
         return str(section.volumes["cases"][0]["heat_caution"])
 
-    assert caution(6) == "" and caution(0) == pictures.OUTSIDE
-    assert caution(6, 0.3) == pictures.OUTSIDE, "nothing in the image is the maximum"
+    assert caution(6) == "" and caution(0).startswith(
+        "The map's maximum is outside the body, and so is 100% of the map"
+    )
+    assert caution(6, 0.3) == OUTSIDE_THE_IMAGE, "nothing in the image is the maximum"
 
 
-def test_runs_are_compared_on_the_cases_that_all_have_scored(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_runs_are_compared_on_the_cases_that_all_have_scored() -> None:
     names, count = ["healthy", "ill"], 12
     truth = np.arange(count) % 2
     every = dict[str, dict]()
@@ -200,15 +228,14 @@ def test_runs_are_compared_on_the_cases_that_all_have_scored(monkeypatch: pytest
         ]
         scores = score_classes(truth.tolist(), table, names)
         every[run] = {"names": names, "metric_per_case": cases, "source": run, **scores}
-    monkeypatch.setattr(page, "read_all", lambda records, read, gaps: {name: every[name] for name in records})
-    both = compare_classifiers({"first": None, "second": None}, [])  # type: ignore[dict-item]
+    both = compare_classifiers(every)
     (sentence,) = both.sentences
     assert sentence.startswith(
         "The accuracy of second is 0.250 lower than that of first, over 12 cases: 0 right by second alone, 3 by first "
         "alone (95 % "
     )
     assert "p = 0.25), which may be chance. The interval is Newcombe's for pairs" in sentence
-    equal = page._difference("b", "a", [(True, False), (False, True)] + [(True, True)] * 6)
+    equal = evaluation._difference("b", "a", [(True, False), (False, True)] + [(True, True)] * 6)
     assert equal.startswith("The accuracy of b equals that of a, over 8 cases")
     assert "p = 1), so either may be better. The" in equal
     assert not isinstance(both.scores, str) and not isinstance(both.cases, str)
@@ -216,7 +243,7 @@ def test_runs_are_compared_on_the_cases_that_all_have_scored(monkeypatch: pytest
     assert rows["sensitivity (ill)"] == ["1.000 (6 of 6)", "0.833 (5 of 6)"]
     assert rows["specificity (ill)"] == ["1.000 (6 of 6)", "0.667 (4 of 6)"]
     assert len(both.cases.rows) == 12 and "the table below" in both.scores.note
-    alone = compare_classifiers({"first": None}, [])  # type: ignore[dict-item]
+    alone = compare_classifiers({"first": every["first"]})
     assert alone.cases == "" and not alone.sentences
     assert not isinstance(alone.scores, str) and "the table below" not in alone.scores.note
 
@@ -266,6 +293,31 @@ def test_a_classifier_that_guessing_could_equal_says_so(score: float, cases: int
     assert said(val_cases=2).startswith("On 2 held-out cases "), "guessing often gets both right"
     assert said(validations=200), "the best of many"
     assert "all of one class" in said(dict.fromkeys(names, 1)) and said({}) == ""
+
+
+OUTSIDE_THE_IMAGE = "The map's maximum is outside the image, in what pads it: do not read it as a reason."
+
+
+def test_a_map_is_warned_of_by_its_share_outside_the_body_too() -> None:
+    body, seen = np.zeros((4, 4, 4), bool), np.zeros((4, 4, 4))
+    body[:2], seen[0, 0, 0] = True, 1.0
+    assert pictures.caution_about(seen, body) == "" == pictures.caution_about(0 * seen, body)
+    seen[3] = 0.02
+    assert pictures.caution_about(seen, body) == "", "24%: a coarse map reaches over the edge"
+    seen[3] = 0.03
+    assert pictures.caution_about(seen, body) == "32% of the map is outside the body: do not read it as a reason."
+    said = "outside the image, in what pads it, and 32% of the rest outside the body: do not"
+    assert said in pictures.caution_about(0.5 * seen, body)
+    assert pictures.caution_about(np.where(body, 0.9 * seen, 0) + (np.arange(64).reshape(4, 4, 4) == 63), ~body) == (
+        "47% of the map is outside the body: do not read it as a reason."
+    )
+
+
+def test_the_colours_of_a_maps_key_are_those_over_the_image() -> None:
+    alone, over = pictures.heat_colours(), pictures.heat_colours(over_grey=True)
+    assert (alone[0], over[0]) == ("#000004", "#808080"), "what is 0 is transparent"
+    mixed = [0.65 * int(alone[-1][at : at + 2], 16) + 0.35 * 127.5 for at in (1, 3, 5)]
+    assert [int(over[-1][at : at + 2], 16) for at in (1, 3, 5)] == pytest.approx(mixed, abs=1)
 
 
 def picture_of(
@@ -318,13 +370,14 @@ def test_maps_are_shown_on_planes_through_the_body_with_a_warning_if_their_maxim
     ) in inside.get_suptitle().replace("\n", " ")
     seen[1, 1, 1] = 1
     outside = picture_of(figures, image, seen)
-    assert outside.get_supxlabel() == pictures.OUTSIDE
-    (warning,) = [text for text in outside.texts if text.get_text() == pictures.OUTSIDE]
+    told = "The map's maximum is outside the body, and so is 39% of the map: do not\nread it as a reason."
+    assert outside.get_supxlabel() == told
+    (warning,) = [text for text in outside.texts if text.get_text() == told]
     lowest = min(panel.get_tightbbox().y0 for panel in outside.axes)
     assert warning.get_window_extent().y1 <= lowest, "it lies over no panel"
     assert warning.get_window_extent().x0 >= 0 and warning.get_window_extent().x1 <= outside.bbox.width, "it is whole"
     padded = picture_of(figures, image, 0.3 * (seen == 0.56))
-    assert padded.get_supxlabel() == pictures.OUTSIDE, "nothing in the image is the maximum"
+    assert padded.get_supxlabel().replace("\n", " ") == OUTSIDE_THE_IMAGE, "nothing in the image is the maximum"
     assert "30% of its maximum, which is outside the image White line" in padded.get_suptitle().replace("\n", " ")
     assert pictures.evidence_planes(seen, image != 0) == (8, 9, 10), "planes of air are left out"
     assert pictures.evidence_planes(np.zeros_like(seen), image != 0) == (10, 10, 4), "without a map most of the body"

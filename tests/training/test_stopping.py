@@ -158,7 +158,7 @@ def test_the_time_limit_and_a_restart_by_the_scheduler(flags, undisturbed, tmp_p
 
 
 def test_before_there_is_work_a_signal_ends_at_once_and_the_same_command_begins(flags, undisturbed, tmp_path):
-    out, told = tmp_path / "run", "left before it had begun: give the same command again"
+    out, told = tmp_path / "run", "stopped before training began; run the same command again"
     for number in (signal.SIGUSR1, signal.SIGTERM):
         left = trained(1, flags, out, expect=128 + number, hook=at(Segmentation, "open_data", 0, signalled(number)))
         assert told in left.said(0) and not out.exists()
@@ -174,7 +174,7 @@ def test_before_there_is_work_a_signal_ends_at_once_and_the_same_command_begins(
     before = (out / "status.json").read_bytes()
     leave = at(Segmentation, "open_data", 0, signalled(signal.SIGTERM))
     left = trained(1, ["--resume"], out, expect=75, hook=leave)  # what was saved before can be resumed
-    assert told in left.said(0) and (out / "status.json").read_bytes() == before
+    assert told.replace("began", "continued") in left.said(0) and (out / "status.json").read_bytes() == before
     trained(1, ["--resume"], out)
     assert weights(out) == weights(undisturbed(1))
 

@@ -144,6 +144,8 @@ class Classification(Task):
         return class_page(options, record)
 
     def compare(self, records: Mapping[str, RunRecord], gaps: list[str]) -> Comparison:
-        from seqpar.tasks.classify.page import compare_classifiers
+        from seqpar.report.several_runs import read_all
+        from seqpar.tasks.classify.evaluation import compare_classifiers
+        from seqpar.tasks.classify.page import read_class_scores
 
-        return compare_classifiers(records, gaps)
+        return compare_classifiers(read_all(records, read_class_scores, gaps))

@@ -1,8 +1,9 @@
-"""Scores tables of classes, and says which of several is best."""
+"""Scores tables of classes, and compares several of them, or of runs."""
 
 import argparse
 import csv
 import io
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,11 @@ import numpy as np
 
 from seqpar.data.errors import DataError
 from seqpar.data.formats.class_lists import read_class_dataset
-from seqpar.report.record import RunRecord, seen_in_training
+from seqpar.report.curves import number
+from seqpar.report.record import RunRecord, Seen, find_seen
+from seqpar.report.several_runs import Comparison
+from seqpar.report.tables import Score, Table, TableHead, TableRow
+from seqpar.scores.class_scores import cases_behind, compare_shares, fewest_cases, positive_class
 from seqpar.scores.comparison import FEW, TOO_FEW
 from seqpar.scores.summary_files import output_files, refuse_foreign
 from seqpar.tasks.case_evaluation import CaseEvaluation, ScoredPrediction, ScoringJob, refuse_duplicates
@@ -21,19 +26,23 @@ from seqpar.tasks.classify.scores import (
     class_lines,
     class_summary,
     find_table,
+    of_truth,
     read_class_table,
     read_truth,
     unknown_cases,
 )
 from seqpar.text import quantity, rounded
 
+Summary = Mapping[str, Any]
+KINDS = ("sensitivity", "specificity")
+
 
 class ClassEvaluation(CaseEvaluation):
     """Scores the tables of predict's folders, and of runs, which stand for their last validation."""
 
     words = (
-        "(95 % intervals: Wilson's of accuracy, sensitivity and specificity, the others by bootstrap, stratified by "
-        "class; AUC: each class against the others, averaged over classes; predicted "
+        "(95 % intervals: Wilson's, for balanced accuracy those of the classes combined, for AUC bootstrap, stratified "
+        "by class; AUC: each class against the others, averaged over classes; predicted "
         "class: the one with the highest probability)"
     )
 
@@ -72,7 +81,8 @@ class ClassEvaluation(CaseEvaluation):
         )
 
     def seen_in_training(self, job: ScoringJob, record: RunRecord) -> list[str]:
-        return trained_on(record, self.options.truth, [case for case in job.cases.cases if case in self.truth])
+        known = [case for case in job.cases.cases if case in self.truth]
+        return trained_on(record, self.options.truth, known).sentences
 
     def compare(self, scored: Sequence[ScoredPrediction]) -> str:
         """Returns which table is best, or the scores of all cases if the tables have none in common, as folds do."""
@@ -111,12 +121,97 @@ def image_files(data: str | Path) -> dict[str, Path]:
         return {}
 
 
-def trained_on(record: RunRecord, truth: Path, cases: Sequence[str]) -> list[str]:
-    """Returns a line if a run was trained on scored cases; ``truth``: a data set, or a table alone."""
+def trained_on(record: RunRecord, truth: Path, cases: Sequence[str]) -> Seen:
+    """Returns the scored cases that a run was trained on; ``truth``: a data set, or a table alone."""
     known = image_files(truth)
-    return seen_in_training(
-        record, {case: known.get(case) for case in cases}, lambda: image_files(record.config["data"])
+    return find_seen(record, {case: known.get(case) for case in cases}, lambda: image_files(record.config["data"]))
+
+
+def shares_of(summary: Summary, name: str) -> list[tuple[Score, int]]:
+    """Returns sensitivity and specificity of a class, and how many cases each is a share of; none of other classes."""
+    shares, row = list[tuple[Score, int]](), summary["classes"].get(name)
+    for kind, count in zip(KINDS, cases_behind(summary["cases"], row["cases"]) if row else ()):
+        share = number(row[kind])
+        right = "" if math.isnan(share) else f" ({round(share * count)} of {count})"
+        shares.append((Score(share, 3, right), count))
+    return shares
+
+
+def compare_classifiers(summaries: Mapping[str, Summary]) -> Comparison:
+    """Returns the scores of several runs side by side, and how sure each is of each case."""
+    table, common = _probabilities_table(summaries) if len(summaries) > 1 else ("", [])
+    sentences = _differences(summaries, common) if common else ()
+    return Comparison(len(summaries), _scores_table(summaries, bool(common)), table, sentences)
+
+
+def _differences(summaries: Mapping[str, Summary], common: Sequence[str]) -> list[str]:
+    """Returns how far the accuracy of each run is above that of the first, over the cases that all of them have."""
+    right = {
+        name: {case["case"]: case["class"] == case["truth"] for case in summary["metric_per_case"]}
+        for name, summary in summaries.items()
+    }
+    (first, reference), *others = right.items()
+    return [_difference(name, first, [(own[case], reference[case]) for case in common]) for name, own in others]
+
+
+def _difference(name: str, first: str, pairs: Sequence[tuple[bool, bool]]) -> str:
+    """Returns how far a run's accuracy is above that of the first; ``pairs``: whether each was right, case by case."""
+    both, own, other, neither = (
+        pairs.count(kind) for kind in ((True, True), (True, False), (False, True), (False, False))
     )
+    gap, cases = (own - other) / len(pairs), quantity(len(pairs), "case")
+    text = f"The accuracy of {name} equals that of {first}"
+    if gap:
+        text = f"The accuracy of {name} is {abs(gap):.3f} {'higher' if gap > 0 else 'lower'} than that of {first}"
+    text += f", over {cases}: {own} right by {name} alone, {other} by {first} alone"
+    if len(pairs) < FEW:
+        return f"{text} ({TOO_FEW})."
+    low, high, p = compare_shares(both, own, other, neither)
+    chance = f", {'which may be chance' if gap else 'so either may be better'}" * (p >= 0.05 or low <= 0 <= high)
+    return f"{text} (95 % confidence interval: {low:+.3f} to {high:+.3f}; p = {p:.2g}){chance}. {ABOUT_PAIRS}"
+
+
+ABOUT_PAIRS = "The interval is Newcombe's for pairs, and p is that of McNemar's exact test."
+
+
+def _scores_table(summaries: Mapping[str, Summary], is_compared: bool) -> Table | str:
+    """Returns the scores of all cases, the runs side by side; ``is_compared``: a table of their cases follows."""
+    kinds = dict.fromkeys(kind for summary in summaries.values() for kind in summary["scores"])
+    rows = list[TableRow]()
+    for kind in kinds:
+        few = [f" ({TOO_FEW})" * (fewest_cases(summary, kind) < FEW) for summary in summaries.values()]
+        values = [number(summary["scores"].get(kind)) for summary in summaries.values()]
+        rows.append(TableRow(kind, [Score(value, 3, end) for value, end in zip(values, few)]))
+    classes = dict.fromkeys(name for summary in summaries.values() for name in summary["names"])
+    names = list(classes) if len(classes) != 2 else [list(classes)[positive_class(list(classes))]]
+    rows += [
+        TableRow(f"{kind} ({name})", [own[n][0] if own else "–" for own in shares])
+        for name, shares in ((name, [shares_of(summary, name) for summary in summaries.values()]) for name in names)
+        for n, kind in enumerate(KINDS)
+    ]
+    if rows:
+        rows.append(TableRow("cases", [Score(summary["cases"], 0) for summary in summaries.values()]))
+    note = "Each run's scores are over its own cases"
+    note += "; the table below compares the cases that all runs share." if is_compared else "."
+    table = Table("class-scores", list(map(TableHead, ("Score", *summaries))), rows, "class", note)
+    return table if rows else "No run has scores of cases."
+
+
+def _probabilities_table(summaries: Mapping[str, Summary]) -> tuple[Table | str, list[str]]:
+    """Returns the probability that each run gives the true class of each case that all of them have, and these cases.
+
+    The cases on which the runs differ most come first.
+    """
+    every = [{case["case"]: case for case in summary["metric_per_case"]} for summary in summaries.values()]
+    lines = []
+    for name, case in every[0].items():
+        if all(name in own for own in every):
+            lines.append((name, case["truth"], [of_truth(own[name], s) for own, s in zip(every, summaries.values())]))
+    lines.sort(key=lambda line: min(line[2]) - max(line[2]))
+    rows = [TableRow(name, [truth, *(Score(value, 3) for value in values)]) for name, truth, values in lines]
+    note = f"The probability of the true class, in the {quantity(len(rows), 'case')} that all runs have scored."
+    table = Table("probabilities", list(map(TableHead, ("Case", "Truth", *summaries))), rows, "case", note)
+    return table if rows else "No case was scored in all of these runs.", [name for name, _, _ in lines]
 
 
 def _csv_text(content: Mapping[str, Any]) -> str:

@@ -1,11 +1,10 @@
-"""The pages about classifiers: scores, ROC, confusion, calibration and worst cases; several runs side by side."""
+"""The page about a classifier: scores, ROC, confusion, calibration and worst cases."""
 
 import argparse
 import base64
 import json
-import math
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -20,39 +19,46 @@ from seqpar.data.phantom.phantom_files import GENERATED
 from seqpar.data.preparation.cache import open_cache
 from seqpar.data.preparation.transforms import resample
 from seqpar.data.volumes import read_volume
-from seqpar.prediction.prediction_folder import RECORD
-from seqpar.report.cases import BUDGET, CaseSection, order_note, viewer_section
+from seqpar.prediction.prediction_folder import RECORD, inputs_of
+from seqpar.report.cases import BUDGET, CaseSection, greys_of, order_note, viewer_section, with_wide_ct
 from seqpar.report.curves import CHANCE, INK, Diagram, Line, LineStyle, number, reliability_diagram
 from seqpar.report.embedded_volumes import ShownCase
-from seqpar.report.images import FoundImage, Images, find_images, grey_images, other_voxels, recipe_of, spacings_of
-from seqpar.report.pictures import MAPS, OUTSIDE, body_of, draw_evidence, evidence_planes, is_outside, with_maximum
+from seqpar.report.images import (
+    FoundImage,
+    Images,
+    Stamps,
+    find_images,
+    other_voxels,
+    predicted_cases,
+    recipe_of,
+    spacings_of,
+)
+from seqpar.report.pictures import MAPS, body_of, caution_about, draw_evidence, evidence_planes, with_maximum
 from seqpar.report.planes import colours_of, slices_of
 from seqpar.report.plots import Chart, draw_charts
-from seqpar.report.record import DAMAGE, RunRecord, chosen_on_them, step_sentence
+from seqpar.report.record import DAMAGE, RunRecord, Seen, chosen_on_them, row_of_best, step_sentence
 from seqpar.report.run_page import FinishedPage, is_neurological, render_run, try_reading
-from seqpar.report.several_runs import Comparison, read_all
-from seqpar.report.tables import HeadlineTile, Score, Table, TableHead, TableRow
+from seqpar.report.tables import HeadlineTile, Score, Table, TableHead, TableRow, tiles_of_steps
 from seqpar.scores.class_scores import (
     calibration,
-    cases_behind,
-    compare_shares,
-    describe_bootstrap,
     describe_share,
     fewest_cases,
+    interval_of_balanced,
     positive_class,
     roc_label,
     roc_points,
+    words_of_interval,
 )
-from seqpar.scores.comparison import FEW, TOO_FEW
+from seqpar.scores.comparison import FEW
 from seqpar.scores.label_files import missing_line
-from seqpar.tasks.classify.evaluation import image_files, trained_on
+from seqpar.tasks.classify.evaluation import image_files, shares_of, trained_on
 from seqpar.tasks.classify.scores import (
     EXPLANATIONS,
     TABLE,
     class_summary,
-    of_truth,
     read_class_table,
     read_truth,
+    rescore,
     unknown_cases,
     verdict_on,
     worst_cases,
@@ -62,7 +68,6 @@ from seqpar.text import quantity
 FOLDER = Path(__file__).parent
 
 Summary = Mapping[str, Any]
-KINDS = ("sensitivity", "specificity")
 
 
 def read_class_scores(
@@ -85,6 +90,8 @@ def read_class_scores(
     path = record.path / "validation" / "summary.json"
     try:
         content = dict(json.loads(read_whole(path)))
+        confusion = np.array(content["confusion"])
+        content["intervals"]["balanced accuracy"] = interval_of_balanced(confusion)  # an older one may have no width
         for case in content["metric_per_case"]:
             verdict_on(case, content)
         _scores(content | {"source": ""}, None, "")  # a damaged file is found here, not while the page is made
@@ -125,12 +132,20 @@ def class_page(options: argparse.Namespace, record: RunRecord) -> FinishedPage:
     else:
         summary = try_reading(lambda: read_class_scores(record), gaps)
     if summary and options.cases:
-        cases = pictured_cases(record, summary, options.cases, explained, neurological, gaps)
+        predicted = None if options.prediction is None else inputs_of(options.prediction)
+        cases = pictured_cases(record, summary, options.cases, explained, predicted, neurological, gaps)
     faults, cautions = summary["faults"] if summary and is_other else (), list[str]()
-    if summary:
-        cautions = _cautions(record, summary, options.truth) if is_other else chosen_on_them(record)
-    step = "" if is_other or not summary else step_sentence(int(summary.get("step") or 0), record)
-    scores = _scores(summary, options.positive, step) if summary else None
+    seen, step = Seen((), (), 0), ""
+    if summary and is_other:
+        seen, told = _cautions(record, summary, options.truth)
+        cautions += told
+    elif summary:
+        cautions, step = chosen_on_them(record), step_sentence(int(summary.get("step") or 0), record)
+    scores = _scores(summary, options.positive, step, seen.names) if summary else None
+    if scores and summary and not is_other:
+        tiles = tiles_of_steps(scores.tiles, int(summary.get("step") or 0), row_of_best(record), "scores")
+        scores = replace(scores, tiles=tiles)
+    cases = [replace(c, verdict=f"{SEEN.capitalize()}. {c.verdict}") if c.name in seen.names else c for c in cases]
     viewer = None
     if summary and cases:
         names, maps = [case.name for case in cases], names_of_maps(summary, options.prediction)
@@ -141,17 +156,23 @@ def class_page(options: argparse.Namespace, record: RunRecord) -> FinishedPage:
     return FinishedPage(text, "", faults, cautions)
 
 
-def _cautions(record: RunRecord, summary: Summary, truth: Path) -> list[str]:
-    """Returns what a reader of the scores of other cases should know first."""
+def _cautions(record: RunRecord, summary: Summary, truth: Path) -> tuple[Seen, list[str]]:
+    """Returns which cases the run was trained on, and what a reader of the scores of other cases should know first."""
     names, images = [case["case"] for case in summary["metric_per_case"]], image_files(truth)
     voxels = spacings_of({name: images[name] for name in names if name in images})
-    lines = [missing_line(summary["missing"]), *trained_on(record, truth, names), other_voxels(record, voxels)]
-    return list(filter(None, lines))
+    seen = trained_on(record, truth, names)
+    lines = [missing_line(summary["missing"]), *seen.sentences, other_voxels(record, voxels)]
+    return seen, list(filter(None, lines))
+
+
+SEEN = "seen in training"
 
 
 @dataclass(frozen=True)
 class _Scores:
     tiles: list[HeadlineTile]
+    seen: str
+    apart: Table | None
     classes: Table
     confusion: Table
     charts: list[Chart]
@@ -160,20 +181,46 @@ class _Scores:
     about: str
 
 
-def _scores(summary: Summary, positive: str | None, step: str) -> _Scores:
-    calibrated = calibration_diagrams(summary)
-    charts = draw_charts([*roc_diagrams(summary, positive), *calibrated], width=360)
-    note, about = "" if calibrated else uncalibrated(summary), ABOUT.format(guess=1 / len(summary["names"]))
+def _scores(summary: Summary, positive: str | None, step: str, seen: Collection[str] = ()) -> _Scores:
+    """Returns the scores of a page; of cases that were seen in training, if all or none are: others are shown alone.
+
+    - ``seen``: their names
+    """
+    cases = [case["case"] for case in summary["metric_per_case"]] if seen else []
+    new, mark, told = [case for case in cases if case not in seen], "", ""
+    shown, apart = summary, None
+    if seen and new:
+        shown, mark = rescore(summary, new), f"not {SEEN}"
+        apart = seen_table(shown, rescore(summary, [case for case in cases if case in seen]))
+        told = f"Scores of the {quantity(len(new), 'case')} {mark}. The other {len(cases) - len(new)} were seen."
+    elif seen:
+        mark = SEEN
+        told = f"No score of new cases: all {len(cases)} were {SEEN}, and the numbers below are of these."
+    shown = shown | {"source": f"{summary['source']}{f' ({mark})' * bool(mark)}"}
+    calibrated = calibration_diagrams(shown)
+    diagrams = [*roc_diagrams(shown, positive), *calibrated]
+    charts = draw_charts([replace(d, quantity=f"{d.quantity}{f', {mark}' * bool(mark)}") for d in diagrams], width=360)
+    note, about = "" if calibrated else uncalibrated(shown), ABOUT.format(guess=1 / len(summary["names"]))
     if len(summary["names"]) > 2:
         about += " AUC: each class against the others, averaged over classes."
-    return _Scores(
-        headline(summary), classes_table(summary, positive), confusion_table(summary), charts, step, note, about
-    )
+    tiles = headline(shown) if new or not seen else []
+    tables = classes_table(shown, positive), confusion_table(shown)
+    return _Scores(tiles, told, apart, *tables, charts, step, note, about)
+
+
+def seen_table(new: Summary, old: Summary) -> Table:
+    """Returns the scores of cases that a run was not trained on next to those of cases that it was trained on."""
+    rows = [TableRow(kind, [Score(number(one["scores"][kind]), 3) for one in (new, old)]) for kind in new["scores"]]
+    rows.append(TableRow("cases", [Score(one["cases"], 0) for one in (new, old)]))
+    heads = [TableHead(text) for text in ("Score", f"Not {SEEN}", SEEN.capitalize())]
+    note = f"Cases {SEEN} say little about new ones: the charts and the other tables are of the others."
+    return Table(SEEN.replace(" ", "-"), heads, rows, "class", note)
 
 
 ABOUT = (
-    "95 % intervals: Wilson's of accuracy; of balanced accuracy and AUC by bootstrap (1,000 draws, stratified by "
-    "class). n: cases. Guessing gives a balanced accuracy of {guess:.3g} and an AUC of 0.5 on average."
+    "95 % intervals: Wilson's of accuracy; of balanced accuracy Wilson's of the classes, combined; of AUC by bootstrap "
+    "(1,000 draws, stratified by class). n: cases. Guessing gives a balanced accuracy of {guess:.3g} and an AUC of 0.5 "
+    "on average."
 )
 
 
@@ -181,7 +228,7 @@ def headline(summary: Summary) -> list[HeadlineTile]:
     """Returns the main scores, with their intervals and the number of cases."""
     tiles = []
     for name, value in summary["scores"].items():
-        sure = describe_bootstrap(summary["intervals"].get(name), fewest_cases(summary, name))
+        sure = words_of_interval(summary["intervals"].get(name), fewest_cases(summary, name))
         tiles.append(HeadlineTile(name, Score(number(value), 3), f"{sure}{', ' * bool(sure)}n = {summary['cases']}"))
     return tiles
 
@@ -193,7 +240,7 @@ def classes_table(summary: Summary, positive: str | None = None) -> Table:
     shown = names if has_areas else [names[positive_class(names, positive)]]
     for name, row in ((name, summary["classes"][name]) for name in shown):
         cells: list[Score | str] = [Score(row["cases"], 0)]
-        for share, count in _shares(summary, name):
+        for share, count in shares_of(summary, name):
             cells += [share, describe_share(share.value, count) or "–"]
         rows.append(TableRow(name, [*cells, *[Score(number(row["AUC"]), 3)] * has_areas]))
     of_share = ("share", "95 % interval")
@@ -202,23 +249,13 @@ def classes_table(summary: Summary, positive: str | None = None) -> Table:
     against = "Each class against all others. "
     if not has_areas:
         (mirrored,) = (name for name in names if name not in shown)
-        against = f"For {mirrored}, sensitivity and specificity exchange places. "
+        against = f"For {mirrored}, sensitivity and specificity are the other way round. "
     note = (
         f"Scores of {quantity(summary['cases'], 'case')}: {summary['source']}. {against}"
         f"The predicted class is the one with the highest probability{' (above 0.5)' * (not has_areas)}. "
         f"The intervals are Wilson's; none is given for fewer than {FEW} cases."
     )
     return Table("metrics", heads, rows, "class", note)
-
-
-def _shares(summary: Summary, name: str) -> list[tuple[Score, int]]:
-    """Returns sensitivity and specificity of a class, and how many cases each is a share of; none of other classes."""
-    shares, row = list[tuple[Score, int]](), summary["classes"].get(name)
-    for kind, count in zip(KINDS, cases_behind(summary["cases"], row["cases"]) if row else ()):
-        share = number(row[kind])
-        right = "" if math.isnan(share) else f" ({round(share * count)} of {count})"
-        shares.append((Score(share, 3, right), count))
-    return shares
 
 
 def confusion_table(summary: Summary) -> Table:
@@ -280,16 +317,23 @@ def uncalibrated(summary: Summary) -> str:
 
 
 def pictured_cases(
-    record: RunRecord, summary: Summary, count: int, explained: Path | None, neurological: bool, gaps: list[str]
+    record: RunRecord,
+    summary: Summary,
+    count: int,
+    explained: Path | None,
+    predicted: Stamps | None,
+    neurological: bool,
+    gaps: list[str],
 ) -> list[WorstCase]:
     """Returns the worst cases, each with three planes and, where predict explained it, what was seen.
 
     - ``explained``: predict's folder of explanations; a case that it lacks is drawn from the run's prepared data
+    - ``predicted``: the files that each case was predicted from, None for the run's own validation
     """
     cases = []
     for case in worst_cases(summary, count):
         try:
-            picture = _picture(record, case["case"], explained, neurological)
+            picture = _picture(record, case["case"], explained, predicted, neurological)
         except DataError as error:
             gaps.append(f"Case {case['case']} cannot be shown: {error}.")
             continue
@@ -297,15 +341,17 @@ def pictured_cases(
     return cases
 
 
-def _picture(record: RunRecord, case: str, explained: Path | None, neurological: bool) -> str:
+def _picture(record: RunRecord, case: str, explained: Path | None, predicted: Stamps | None, neurological: bool) -> str:
     """Returns a case's picture as base64: predict's, else one of the prepared image alone."""
     if explained is not None and (path := explained / f"{case}.png").is_file():
         return base64.b64encode(path.read_bytes()).decode()
     if "prepared" not in record.dataset:
         raise DataError(record.path / "config.json", "names no prepared data")
     cache = open_cache(record.dataset["prepared"])
+    if predicted is not None:
+        cache = predicted_cases(cache, predicted)
     if case not in cache.cases:
-        raise DataError(cache.path, f"has no case {case}; predict with --explain, or name the data that the run has")
+        raise DataError(cache.path, f"has no image that {case} was predicted from; predict with --explain to see it")
     image = cache.cases[case].image
     with tempfile.TemporaryDirectory() as folder:
         path, nothing = Path(folder, "case.png"), np.zeros(image.shape[1:], np.float32)
@@ -347,7 +393,7 @@ def class_viewer(
             images = replace(find_images(record, truth, None, None, []), cache=None)
     except DataError:
         return None
-    shown = list[ShownCase]()
+    images, shown = with_wide_ct(images, record, names), list[ShownCase]()
     for name in names:
         try:
             if (image := images.of(name)) is not None:
@@ -360,91 +406,13 @@ def class_viewer(
 
 def _viewed(name: str, image: FoundImage, modalities: Sequence[str], explained: Path | None, about: str) -> ShownCase:
     """Returns a case as the viewer shows it, with the map that predict wrote of it, if there is one; ``about``: it."""
-    properties, (pictures, ranges, is_ct) = image.properties, grey_images(image, list(map(str, modalities)))
+    properties, (pictures, ranges, is_ct) = image.properties, greys_of(image, list(map(str, modalities)))
     nothing, more = np.zeros(properties.shape, np.uint8), dict[str, Any]()
     if explained is not None and (path := explained / f"{name}.nii.gz").is_file():
         volume = read_volume(path)
         own = np.clip(crop(to_canonical(volume.array[0], volume.geometry.orientation), properties.box), 0, 1)
         seen, body = with_maximum(resample(own, properties.shape), own.max()), body_of(image.image[0])
         more = {"heat": np.rint(255 * seen).astype(np.uint8), "heat_name": about, "at": evidence_planes(seen, body)}
-        more["heat_caution"] = OUTSIDE * is_outside(seen, body)
+        more["heat_caution"] = caution_about(seen, body)
     slices = slices_of(properties.geometry, properties.box, properties.shape)
     return ShownCase(name, pictures, nothing, nothing, properties.spacing, slices, "", ranges, is_ct, **more)
-
-
-def compare_classifiers(records: Mapping[str, RunRecord], gaps: list[str]) -> Comparison:
-    """Returns the scores of several runs side by side, and how sure each is of each case."""
-    summaries = read_all(records, read_class_scores, gaps)
-    table, common = _probabilities_table(summaries) if len(summaries) > 1 else ("", [])
-    sentences = _differences(summaries, common) if common else ()
-    return Comparison(len(summaries), _scores_table(summaries, bool(common)), table, sentences)
-
-
-def _differences(summaries: Mapping[str, Summary], common: Sequence[str]) -> list[str]:
-    """Returns how far the accuracy of each run is above that of the first, over the cases that all of them have."""
-    right = {
-        name: {case["case"]: case["class"] == case["truth"] for case in summary["metric_per_case"]}
-        for name, summary in summaries.items()
-    }
-    (first, reference), *others = right.items()
-    return [_difference(name, first, [(own[case], reference[case]) for case in common]) for name, own in others]
-
-
-def _difference(name: str, first: str, pairs: Sequence[tuple[bool, bool]]) -> str:
-    """Returns how far a run's accuracy is above that of the first; ``pairs``: whether each was right, case by case."""
-    both, own, other, neither = (
-        pairs.count(kind) for kind in ((True, True), (True, False), (False, True), (False, False))
-    )
-    gap, cases = (own - other) / len(pairs), quantity(len(pairs), "case")
-    text = f"The accuracy of {name} equals that of {first}"
-    if gap:
-        text = f"The accuracy of {name} is {abs(gap):.3f} {'higher' if gap > 0 else 'lower'} than that of {first}"
-    text += f", over {cases}: {own} right by {name} alone, {other} by {first} alone"
-    if len(pairs) < FEW:
-        return f"{text} ({TOO_FEW})."
-    low, high, p = compare_shares(both, own, other, neither)
-    chance = f", {'which may be chance' if gap else 'so either may be better'}" * (p >= 0.05 or low <= 0 <= high)
-    return f"{text} (95 % confidence interval: {low:+.3f} to {high:+.3f}; p = {p:.2g}){chance}. {ABOUT_PAIRS}"
-
-
-ABOUT_PAIRS = "The interval is Newcombe's for pairs, and p is that of McNemar's exact test."
-
-
-def _scores_table(summaries: Mapping[str, Summary], is_compared: bool) -> Table | str:
-    """Returns the scores of all cases, the runs side by side; ``is_compared``: a table of their cases follows."""
-    kinds = dict.fromkeys(kind for summary in summaries.values() for kind in summary["scores"])
-    rows = list[TableRow]()
-    for kind in kinds:
-        few = [f" ({TOO_FEW})" * (fewest_cases(summary, kind) < FEW) for summary in summaries.values()]
-        values = [number(summary["scores"].get(kind)) for summary in summaries.values()]
-        rows.append(TableRow(kind, [Score(value, 3, end) for value, end in zip(values, few)]))
-    classes = dict.fromkeys(name for summary in summaries.values() for name in summary["names"])
-    names = list(classes) if len(classes) != 2 else [list(classes)[positive_class(list(classes))]]
-    rows += [
-        TableRow(f"{kind} ({name})", [own[n][0] if own else "–" for own in shares])
-        for name, shares in ((name, [_shares(summary, name) for summary in summaries.values()]) for name in names)
-        for n, kind in enumerate(KINDS)
-    ]
-    if rows:
-        rows.append(TableRow("cases", [Score(summary["cases"], 0) for summary in summaries.values()]))
-    note = "Each run's scores are over its own cases"
-    note += "; the table below compares the cases that all runs share." if is_compared else "."
-    table = Table("class-scores", list(map(TableHead, ("Score", *summaries))), rows, "class", note)
-    return table if rows else "No run has scores of cases."
-
-
-def _probabilities_table(summaries: Mapping[str, Summary]) -> tuple[Table | str, list[str]]:
-    """Returns the probability that each run gives the true class of each case that all of them have, and these cases.
-
-    The cases on which the runs differ most come first.
-    """
-    every = [{case["case"]: case for case in summary["metric_per_case"]} for summary in summaries.values()]
-    lines = []
-    for name, case in every[0].items():
-        if all(name in own for own in every):
-            lines.append((name, case["truth"], [of_truth(own[name], s) for own, s in zip(every, summaries.values())]))
-    lines.sort(key=lambda line: min(line[2]) - max(line[2]))
-    rows = [TableRow(name, [truth, *(Score(value, 3) for value in values)]) for name, truth, values in lines]
-    note = f"The probability of the true class, in the {quantity(len(rows), 'case')} that all runs have scored."
-    table = Table("probabilities", list(map(TableHead, ("Case", "Truth", *summaries))), rows, "case", note)
-    return table if rows else "No case was scored in all of these runs.", [name for name, _, _ in lines]

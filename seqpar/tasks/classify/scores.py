@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from seqpar.data.errors import DataError
 from seqpar.data.formats import dataset
 from seqpar.data.formats.class_lists import read_class_dataset, read_rows
-from seqpar.scores.class_scores import cases_behind, describe_bootstrap, describe_share, fewest_cases, score_classes
+from seqpar.scores.class_scores import cases_behind, describe_share, fewest_cases, score_classes, words_of_interval
 
 TABLE, EXPLANATIONS = "predictions.csv", "explanations"  # in predict's folder
 
@@ -113,6 +113,17 @@ def class_summary(table: ClassTable, truth: Mapping[str, str], path: Path) -> di
     return {"task": "classify", "names": list(table.names), **content, "metric_per_case": cases}
 
 
+def rescore(summary: Mapping[str, Any], cases: Collection[str]) -> dict[str, Any]:
+    """Returns the content of a summary.json whose scores are those of some of its cases alone."""
+    own, names = [case for case in summary["metric_per_case"] if case["case"] in cases], list(summary["names"])
+    given = np.array([case["probabilities"] for case in own], float)
+    return {
+        **summary,
+        **score_classes([names.index(case["truth"]) for case in own], given, names),
+        "metric_per_case": own,
+    }
+
+
 def as_json(content: Mapping[str, Any]) -> str:
     """Returns JSON with null for NaN, which it does not know."""
 
@@ -137,7 +148,7 @@ def class_lines(content: Mapping[str, Any]) -> list[str]:
 
     lines = list[str]()
     for name, value in content["scores"].items():
-        sure = describe_bootstrap(content["intervals"][name], fewest_cases(content, name))
+        sure = words_of_interval(content["intervals"][name], fewest_cases(content, name))
         lines.append(f"  {name:17} {number(value)}" + f"  ({sure})" * bool(sure))
     names = content["names"]
     width = max(len(name) for name in (*names, "true class"))

@@ -101,8 +101,8 @@ class Pretraining(Task):
 
     def next_lines(self, out: Path) -> list[str]:
         """Returns the commands that usually follow, after a warning if little was learned."""
-        from seqpar.report.record import what_was_learned
         from seqpar.runs.journal import read_metrics
+        from seqpar.runs.metrics_tail import what_was_learned
         from seqpar.runs.run_folder import read_config
 
         line = next_command("train", *flags_of_training(out))
@@ -120,8 +120,8 @@ class Pretraining(Task):
 
     def page(self, options: argparse.Namespace, record: RunRecord) -> FinishedPage:
         """Returns the page about a run without labels: its error on held-out cases, and pictures."""
-        from seqpar.report.record import what_was_learned
         from seqpar.report.run_page import FinishedPage, render_run
+        from seqpar.runs.metrics_tail import what_was_learned
 
         if flags := [f"--{name}" for name in ("truth", "prediction", "images", "positive") if getattr(options, name)]:
             raise ValueError(f"{flags[0]}: {record.path} is a pretraining, which predicts no labels: remove it")

@@ -33,9 +33,8 @@ from seqpar.report.planes import (
     slices_of,
 )
 from seqpar.report.plots import escape_mathtext, make_figure, save_figure
-from seqpar.report.record import guess_of
 from seqpar.runs.journal import Journal
-from seqpar.runs.metrics_tail import score_of_error
+from seqpar.runs.metrics_tail import guess_of, score_of_error
 from seqpar.tasks.case_validation import NUM_PICTURED, CaseValidation, ValidationResult
 from seqpar.text import name_images, quantity
 from seqpar.vit.dropout import DropoutKey

@@ -20,7 +20,7 @@ from seqpar.data.geometry import to_canonical
 from seqpar.report.curves import Diagram, reliability_diagram
 from seqpar.report.planes import colours_of
 from seqpar.report.plots import draw_figure
-from seqpar.report.record import RunRecord, seen_in_training
+from seqpar.report.record import RunRecord, find_seen
 from seqpar.runs.run_folder import read_description
 from seqpar.scores.class_scores import Floats, count_tenths, error_of_tenths, filled_tenths
 from seqpar.scores.comparison import FEW, TOO_FEW, Scored, compare
@@ -255,7 +255,7 @@ def trained_on(record: RunRecord, truths: Mapping[str, Path | None]) -> list[str
     """Returns a line if a run was trained on scored cases; ``truths``: their label maps, by name."""
     own = {name: record.config[name] for name in ("data", "phantoms") if name in record.config}
     config = replace(record.network_settings, **own)
-    return seen_in_training(record, truths, lambda: label_files(dataset_of(config)))
+    return find_seen(record, truths, lambda: label_files(dataset_of(config))).sentences
 
 
 def require_probabilities(pairs: Sequence[Pair], flag: str) -> None:

@@ -25,6 +25,7 @@ from seqpar.report.record import (
     measure_folder,
     reached_in_validation,
     read_scores,
+    row_of_best,
     score_folders,
     step_sentence,
 )
@@ -32,6 +33,7 @@ from seqpar.report.run_page import FinishedPage, is_neurological, render_run, tr
 from seqpar.report.several_runs import Comparison, Dots, difference_sentence, read_all
 from seqpar.report.tables import (
     ABSENT_RULE,
+    Absent,
     HeadlineTile,
     Score,
     Table,
@@ -47,16 +49,17 @@ from seqpar.report.tables import (
     predicted_volumes,
     score_strips,
     sizes_table,
+    tiles_of_steps,
     volumes_table,
 )
 from seqpar.scores.comparison import FEW as FEW_CASES
-from seqpar.scores.comparison import TOO_FEW, interval_of_mean
+from seqpar.scores.comparison import TOO_FEW, interval_of_mean, values_of_cases
 from seqpar.scores.label_classes import Labels
 from seqpar.scores.label_files import MAX_NAMED, dataset_at, match_cases, missing_line
 from seqpar.scores.label_scores import why_no_dice, without_nan
 from seqpar.tasks.segment.evaluation import ABOUT_CALIBRATION, calibrate, calibration_diagram, trained_on
 from seqpar.tasks.segment.label_map_folder import DICOM_SEG, SavedProbabilities
-from seqpar.text import name_images, quantity
+from seqpar.text import name_images, quantity, rounded
 
 FOLDER = Path(__file__).parent
 RESEARCH = "For research; not a medical device."
@@ -82,12 +85,14 @@ def segment_page(options: argparse.Namespace, record: RunRecord) -> FinishedPage
         scored = try_reading(lambda: read_scores(record.path), gaps)
     cases, shown = None, []
     if scored and options.cases:
-        predicted = None if options.prediction is None else inputs_of(options.prediction)
+        predicted = None if _is_validation(options.prediction, record) else inputs_of(options.prediction)
         images = find_images(record, options.images, options.truth, predicted, gaps)
         shown = load_worst(record, scored, options.cases, images, gaps)
     if scored and shown:
         cases = case_section(record, scored, shown, is_neurological(options.neurological, record))
     tiles, note = headline(record, scored) if not alone else ([], "")
+    step = scored.step if scored else 0
+    tiles = tiles_of_steps(tiles, step, row_of_best(record), "dice")
     colours = record.class_colours(scored.classes if scored else ())
     tables: dict[str, object] = {"metrics": last_validation(record), "sizes": None, "intensities": None, "series": None}
     tables["readers"] = None
@@ -118,7 +123,8 @@ def segment_page(options: argparse.Namespace, record: RunRecord) -> FinishedPage
         "about_calibration": calibration[1],
         "tiles": tiles,
         "note": note,
-        "step": step_sentence(scored.step, record) if scored else "",
+        "step": step_sentence(step, record),
+        "of_step": f"after step {step:,}, " * bool(step),
         "is_scored": scored is not None and not alone,
         "cases": cases,
         **tables,
@@ -130,6 +136,15 @@ def segment_page(options: argparse.Namespace, record: RunRecord) -> FinishedPage
     text = render_run(FOLDER, record, gaps, faults, told, classes=list(colours), **parts)
     own = faults if options.prediction is not None else ()
     return FinishedPage(text, f"{quantity(len(shown), 'case')} shown, ", own, cautions)
+
+
+def _is_validation(prediction: Path | None, record: RunRecord) -> bool:
+    """Returns whether predictions are a run's own validation, whose cases are those of its data."""
+    if prediction is None:
+        return True
+    folder = Path(os.path.realpath(prediction))
+    own = folder.name.startswith("validation") and folder.parent == Path(os.path.realpath(record.path))
+    return own and not (folder / RECORD).exists()
 
 
 def _intensities(prediction: Path, scored: CaseScores, schemes: Sequence[str], gaps: list[str]) -> Table | None:
@@ -253,12 +268,22 @@ def _reached(record: RunRecord) -> list[str]:
     if not sentences:
         return []
     scored = try_reading(lambda: read_scores(record.path), [])
-    found = {name: absent_of(scored, name).cases for name in scored.classes} if scored else {}
-    lacking = [f"{name} in {count} of {len(scored.cases)}" for name, count in found.items() if count] if scored else []
-    told = f"Classes that the truth of held-out cases lacks: {', '.join(lacking)}." if lacking else ""
-    told = told or (ALL_HAVE_IT if scored else "")
-    rule = ABSENT_RULE if lacking or not scored else ""
-    return [*sentences, " ".join(filter(None, [told, rule]))]
+    found = {name: absent_of(scored, name) for name in scored.classes} if scored else {}
+    told = [_found_in_none(name, absent) for name, absent in found.items() if absent.cases]
+    told = told or [ALL_HAVE_IT] * bool(scored)
+    rule = [ABSENT_RULE] * (told != [ALL_HAVE_IT])
+    return [*sentences, " ".join([*told, *rule])]
+
+
+def _found_in_none(name: str, absent: Absent) -> str:
+    """Returns in how many cases without a class some was predicted, which is what a new patient's label may be."""
+    count, predicted = absent.cases, absent.predicted
+    which = f"{predicted} of the {count} held-out cases"
+    if predicted == count or not predicted:
+        which = f"{'none of ' * (not predicted)}the {quantity(count, 'held-out case')}"
+        which = which.replace("none of the 1 ", "the 1 ")
+    did = "predicted some" if predicted or count > 1 else "predicted none"
+    return f"In {which} without {name} it {did}."
 
 
 ALL_HAVE_IT = (
@@ -316,11 +341,17 @@ def _scores_table(scored: Mapping[str, CaseScores], is_compared: bool) -> Table 
     rows = [
         TableRow(kind, [_lacking(scored, kind), *(_mean(one, kind) for one in scored.values())]) for kind in classes
     ]
-    rows.append(TableRow("cases", ["", *(Score(len(one.cases), 0) for one in scored.values())]))
+    rows.append(TableRow("cases scored", ["", *(Score(len(one.cases), 0) for one in scored.values())]))
     note = "Mean Dice in each run's last validation, over the cases that it has scored"
     note += "; the table below compares the cases that all runs share." if is_compared else "."
     note += f" n: cases with a Dice. {ABSENT_RULE} Means over different cases cannot be compared."
-    return Table("scores", list(map(TableHead, ("Class", "Truth lacks it in", *scored))), rows, "class", note)
+    return Table(
+        "scores",
+        [TableHead("Class"), TableHead("Not in the truth of"), TableHead("Mean Dice", tuple(scored))],
+        rows,
+        "class",
+        note,
+    )
 
 
 def _lacking(scored: Mapping[str, CaseScores], kind: str) -> str:
@@ -369,23 +400,41 @@ def _differences(scored: Mapping[str, CaseScores]) -> tuple[Table | str, Sequenc
             case,
             [
                 Score(dice[first][case], 3),
-                *(Score(pairs[n][0], 3) for pairs in gaps.values()),
+                *(Score(pairs[n][0], 3, is_signed=True) for pairs in gaps.values()),
                 _none_in_truth(of_case[case]),
             ],
         )
         for n, case in enumerate(common)
     ]
-    heads = ["Case", f"{first}: Dice", *(f"{name}: difference" for name in gaps), "Truth lacks"]
+    heads = [TableHead("Case"), TableHead("Dice", (first,)), TableHead(f"Dice minus that of {first}", tuple(gaps))]
+    heads.append(TableHead("Not in the truth"))
     reach = (
         1.05 * max((abs(gap) for pairs in gaps.values() for gap, _ in pairs if math.isfinite(gap)), default=0.0) or 1.0
     )
-    dots = Dots(f"Dice of each case, minus that of {first}", gaps, -reach, reach)
+    dots = Dots(f"Dice of each case, minus that of {first} (right of 0: higher)", gaps, -reach, reach)
     is_partial = any(len(one.classes) > len(shared) for one in scored.values())
     only = f"Only classes that all runs have count: {', '.join(shared)}." if is_partial else ""
-    note = " ".join(filter(None, [only, mean_over(shared, "of a case "), ABSENT_RULE]))
-    sentences = [difference_sentence("mean Dice", name, first, pairs) for name, pairs in gaps.items()]
+    sign = f"A difference above 0 means that the run's Dice is higher than that of {first}."
+    note = " ".join(filter(None, [sign, only, mean_over(shared, "of a case "), ABSENT_RULE]))
+    sentences = [_difference(scored, name, first, shared, common) for name in gaps]
     return (
-        Table("pairs", list(map(TableHead, heads)), rows, "case", note),
+        Table("pairs", heads, rows, "case", note),
         sentences,
         [dots] * any(any(math.isfinite(gap) for gap, _ in pairs) for pairs in gaps.values()),
     )
+
+
+def _difference(
+    scored: Mapping[str, CaseScores], name: str, first: str, classes: Sequence[str], cases: Sequence[str]
+) -> str:
+    """Returns how far a run's mean Dice, that over classes, is above the first run's, and the Dice of each class."""
+    every = [{case.name: case.scores for case in scored[run].cases} for run in (name, first)]
+    rows = [[{kind: own[case][kind] for kind in classes} for case in cases] for own in every]
+    has_dice = [
+        any(not math.isnan(row[kind].get("Dice", math.nan)) for row in pair for kind in classes) for pair in zip(*rows)
+    ]
+    own, other = (values_of_cases([row for row, known in zip(run, has_dice) if known]) for run in rows)
+    sentence = difference_sentence("mean Dice", name, first, [a - b for a, b in zip(own, other)])
+    means = [[mean_of_numbers(row[kind].get("Dice", math.nan) for row in run) for run in rows] for kind in classes]
+    listed = ", ".join(f"{kind} {rounded(a, 3)} and {rounded(b, 3)}" for kind, (a, b) in zip(classes, means))
+    return f"{sentence} By class, {name} and {first}: {listed}." if len(classes) > 1 else sentence
