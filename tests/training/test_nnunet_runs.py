@@ -150,8 +150,6 @@ def test_flags_win_over_plans_and_contradictions_are_refused(place) -> None:
     }.items():
         with pytest.raises(ValueError, match=message):
             read_request(flags_of(place, *plans, *more), launcher)
-    with pytest.raises(ValueError, match="--plans would do nothing: --network vit"):
-        read_request(["--preset", "debug", "--plans", "x.json"], launcher)
 
 
 def test_prepare_chooses_between_the_plans_way_and_our_own(place) -> None:
