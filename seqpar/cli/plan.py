@@ -133,8 +133,8 @@ def _device(own: argparse.Namespace, config: Config) -> Device:
     check_numbers(own, volume=whole_bounds(1, LARGEST_TILE), **dict.fromkeys(names, whole_bounds(1, most)))
     check_numbers(own, classes=whole_bounds(2, most))  # the background and another
     name = own.device or ("" if torch.cuda.is_available() else "mi250x")
-    if name == "cpu":
-        device = measure_cpu(config.precision)
+    if name == "cpu":  # measuring takes minutes with the largest tiles, of which no seconds are printed
+        device = device_here("cpu") if own.largest_tile else measure_cpu(config.precision)
     else:
         device = DEVICES[name] if name else device_here()
     if config.measured:

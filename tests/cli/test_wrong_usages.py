@@ -78,6 +78,8 @@ USAGES = """
 2 export nowhere out.zip | nowhere does not exist
 2 pretrain --tilee 32 | nearest to --tilee is --tile
 2 tune --out out | --space is missing
+3 tune --space lr=1,2 --preset debug --data D --device cpu --out file --plan | --out file: cannot be written
+3 tune --space lr=1,2 --preset debug --data D --device cpu --out D --plan | --out D: belongs to a data set,
 2 bench nothing | there is no bench of nothing
 """
 SHUT = """
