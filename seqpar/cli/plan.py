@@ -44,6 +44,8 @@ def act(arguments: Sequence[str]) -> int:
     preset, config, flags = parse(rest, "paper", NETWORK_NAMES, tuple(parser._option_string_actions), on_gpu)
     if "curriculum" in flags:
         raise ValueError("--curriculum: plan each lesson by itself, with --tile; train --dry-run plans all of them")
+    if config.resume:
+        raise ValueError("--resume: plan does not read the run in --out: train --resume --dry-run plans it")
     _refuse_with_pipe(own, config)
     with naming_preset(preset, flags):
         return _plan(own, preset, config, flags, on_gpu)
@@ -127,11 +129,12 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _device(own: argparse.Namespace, config: Config) -> Device:
-    names = ("ranks", "groups", "node", "channels", "classes", "memory")
-    check_numbers(own, volume=whole_bounds(1, LARGEST_TILE), **dict.fromkeys(names, whole_bounds(1, 1_000_000)))
+    names, most = ("ranks", "groups", "node", "channels", "memory"), 1_000_000
+    check_numbers(own, volume=whole_bounds(1, LARGEST_TILE), **dict.fromkeys(names, whole_bounds(1, most)))
+    check_numbers(own, classes=whole_bounds(2, most))  # the background and another
     name = own.device or ("" if torch.cuda.is_available() else "mi250x")
-    if name == "cpu":
-        device = measure_cpu(config.precision)
+    if name == "cpu":  # measuring takes minutes with the largest tiles, of which no seconds are printed
+        device = device_here("cpu") if own.largest_tile else measure_cpu(config.precision)
     else:
         device = DEVICES[name] if name else device_here()
     if config.measured:

@@ -46,13 +46,13 @@ def act(arguments: Sequence[str]) -> int:
                 return five.train(launcher)
         meeting = Meeting(launcher)
         request = read_request(arguments, launcher, meeting)
+        refuse_other_run(request.config)
         if request.config.dry_run:
             return dry_run(request, launcher)
         if request.config.group_ranks > launcher.world:
             return start_missing_ranks(request.config.seqpar, "train", arguments, launcher, request.config.pipe)
         check_seqpar(request.config.seqpar, launcher.world, request.config.pipe)
         require_peers(request.config, launcher.world)
-        refuse_other_run(request.config)
         return _train(request, launcher, meeting)
     except ValueError as error:
         if launcher.rank == 0:

@@ -12,7 +12,9 @@ from pathlib import Path
 
 from seqpar.cluster import exit_codes
 from seqpar.cluster.devices import num_devices
+from seqpar.data.errors import DataError
 from seqpar.data.files import refuse_unwritable
+from seqpar.data.formats.recognise import is_part_of_dataset
 from seqpar.runs.run_folder import holds_folds, holds_run
 from seqpar.runs.sweep_folder import Sweep, holds_sweep, read_sweep
 from seqpar.settings.command_line import MOST_RANKS, default_preset, wants_gpu
@@ -47,13 +49,15 @@ def act(arguments: Sequence[str]) -> int:
     options, rest = _parse(arguments)
     order, sweep = _order(options, rest)
     devices = options.devices or num_devices(order.on_gpu)
+    if is_part_of_dataset(options.out):
+        raise DataError(f"--out {options.out}", "belongs to a data set, where no sweep writes: name another folder")
+    refuse_unwritable(options.out, f"--out {options.out}")
     if options.plan:
         print_plan(order, sweep, options.out, devices)
         return 0
     if not options.ray:
         check_devices(devices, order.device, order.on_gpu)
         order.runs(order.known(sweep), devices)  # refuses ranks for which there are no devices
-    refuse_unwritable(options.out, f"--out {options.out}")
     require_ray()
     from seqpar.sweeps.sweep_runs import make_sweep  # Ray takes seconds to import
 

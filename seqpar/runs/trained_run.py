@@ -112,8 +112,8 @@ class TrainedRun:
         return True
 
     def weights_of(self, checkpoints: Sequence[str]) -> tuple[Path, ...]:
-        """Returns the files of weights that ``--checkpoint`` names, by default the best."""
-        return tuple(find_weights(self, name) for name in checkpoints or ["best"])
+        """Returns the files of weights that ``--checkpoint`` names, each once, by default the best."""
+        return tuple(dict.fromkeys(find_weights(self, name) for name in checkpoints or ["best"]))
 
     @property
     def rounds_resampled(self) -> bool:

@@ -108,8 +108,7 @@ def _resolve(line: _CommandLine, launcher: Launcher, meeting: Meeting | None, on
         preset, reason = saved.get("preset", preset), f"as the run in {config.out} began"
     family_of(config)  # refuses a network of another task
     refuse_settings_without_effect(config, line.flags)
-    if not config.dry_run:
-        _refuse_start(config, launcher)
+    _refuse_start(config, launcher)
     config, warmup = shortened_warmup(config, line.flags)
     config, dealt = fill_pipeline(config, line.flags)
     plans = preset in FROM_DATA and not config.resume and "prepare" not in line.planned
@@ -268,8 +267,11 @@ def _read_saved(line: _CommandLine) -> dict[str, Any]:
 
 
 def _refuse_start(config: Config, launcher: Launcher) -> None:
-    """Refuses, before anything is prepared, a run without a device, or a run folder that it may not write."""
-    count_gpus(launcher, config.device)
+    """Refuses, before anything is prepared, a run without a device, or a run folder that it may not write; a dry run,
+    which may be typed elsewhere, needs no device.
+    """
+    if not config.dry_run:
+        count_gpus(launcher, config.device)
     if config.out and not config.resume and _is_of_data(Path(config.out), config.data):
         raise DataError(f"--out {config.out}", "belongs to a data set, which no run writes into: name another folder")
     refuse_unwritable(Path(config.out or "runs"), f"--out {config.out}" if config.out else "runs")

@@ -121,3 +121,13 @@ ATTACKS += [
         make=_long,
     )
 ]
+ATTACKS += [
+    Attack(
+        "weights that are named twice",  # of three files, as of best, latest and another, one would count twice
+        types="predict run -i D -o out --checkpoint run/model.safetensors best run/model.safetensors",
+        code=0,
+        says="predicting 2 cases with run/model.safetensors; 1 rank",
+        make=_run,
+        keeps="D run",
+    )
+]

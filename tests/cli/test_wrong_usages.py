@@ -62,6 +62,8 @@ USAGES = """
 2 plan --volume 0 5 5 | --volume 0 5 5: it must be in [1, 65536]
 2 plan --predict --largest-tile --volume 8 8 8 | --largest-tile
 2 plan --pipe x | --pipe: x must be a number of ranks
+2 plan --classes 1 | --classes 1: it must be in [2, 1000000]
+2 plan --resume --out x --device cpu | --resume: plan does not read the run in --out: train --resume --dry-run plans it
 2 doctor --time-limit 1 | --time-limit 1.0: it must be at least 5 seconds
 2 doctor --json D | --json D is a folder
 2 doctor --json nowhere/x.json | --json nowhere/x.json: its folder does not exist
@@ -76,6 +78,8 @@ USAGES = """
 2 export nowhere out.zip | nowhere does not exist
 2 pretrain --tilee 32 | nearest to --tilee is --tile
 2 tune --out out | --space is missing
+3 tune --space lr=1,2 --preset debug --data D --device cpu --out file --plan | --out file: cannot be written
+3 tune --space lr=1,2 --preset debug --data D --device cpu --out D --plan | --out D: belongs to a data set,
 2 bench nothing | there is no bench of nothing
 """
 SHUT = """

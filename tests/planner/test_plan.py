@@ -195,3 +195,11 @@ def test_the_page_shows_a_row_as_it_is_planned_now(capsys):
     assert plan.act([*line.split(), "--seqpar", "16"]) == 0
     row = next(text for text in capsys.readouterr().out.splitlines() if text.startswith("    16 "))
     assert f"python launch/plan.py {line}\n" in page and f"\n{row.rstrip()}\n" in page
+
+
+def test_the_largest_tile_of_a_cpu_is_planned_without_measuring_it(monkeypatch, capsys) -> None:
+    """Measuring the convolutions of the largest tiles takes minutes, and their seconds are not printed."""
+    monkeypatch.setattr(plan, "measure_cpu", lambda _: pytest.fail("measured"))
+    line = ["--largest-tile", "--preset", "debug", "--device", "cpu", "--memory", "1", "--seqpar", "1"]
+    assert plan.act(line) == 0
+    assert "--seqpar 1: --tile " in capsys.readouterr().out

@@ -161,6 +161,11 @@ def test_a_dry_run_looks_at_the_data_and_at_the_memory(flags, tmp_path, monkeypa
     assert "encoder {:.2f} M + decoder {:.2f} M parameters".format(*sizes) in text
     with pytest.raises(ValueError, match="--fold 7: the folds are 0 to 4"):
         rehearsed("--fold", "7")
+    for place, why in ((data, "belongs to a data set"), (data / "imagesTr", "belongs to a data set")):
+        with pytest.raises(DataError, match=why):
+            rehearsed("--out", str(place))
+    with pytest.raises(ValueError, match="no run has begun in it"):
+        rehearsed("--resume", "--out", str(tmp_path))
     here = device_here("cpu")
     monkeypatch.setattr(
         chooser, "device_here", lambda flag: replace(here, memory=0.2 * GIB, reserved_bytes=0.0, group_bytes=0.0)
