@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from seqpar.runs.metrics_tail import MetricsTail
 from seqpar.sweeps import one_by_one
 from seqpar.sweeps.ray_cluster import require_answer
 
@@ -85,6 +86,20 @@ def test_elsewhere_the_ranks_are_started_here(monkeypatch: pytest.MonkeyPatch) -
     signals = list[int]()
     assert one_by_one.start_ranks(2, ["--tile", "16"], signals) == 3
     assert asked == [2, ["-m", "seqpar.cli.train", "--tile", "16"], signals]
+
+
+@pytest.mark.parametrize("code", [75, 138, 143])
+def test_a_training_that_was_asked_to_leave_before_it_began_has_not_failed(code: int, tmp_path: Path) -> None:
+    pytest.importorskip("ray")
+    from seqpar.sweeps import trial
+
+    asked = object.__new__(trial.Trial)  # Ray alone makes them whole
+    asked.task = trial.TrialTask("lr-1", (), 1, str(tmp_path), {})
+    asked.tail, asked.result = MetricsTail(tmp_path / "lr-1/metrics.jsonl"), {}
+    with pytest.raises(RuntimeError, match=f"lr-1 ended with exit code {code}"):
+        asked._ended([code])
+    (tmp_path / trial.LEAVING).touch()
+    assert asked._ended([code]) == {"code": 75, "done": True}
 
 
 def test_ray_writes_below_a_relative_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,9 @@ import nibabel
 import numpy as np
 import pytest
 
-from seqpar.report import pictures
+from seqpar.data.errors import DataError
+from seqpar.data.preparation.cache import PreparedDataset
+from seqpar.report import images, pictures
 from seqpar.report.cases import viewer_section
 from seqpar.report.embedded_volumes import ShownCase
 from seqpar.report.pictures import draw_evidence, draw_scores
@@ -268,8 +270,22 @@ def test_pictures_of_phantoms_in_a_runs_own_report_say_that_they_are_generated(
             (tmp_path / folder / "phantom.json").write_text(mark)
         content = {"dataset": {"prepared": "here"}, "config": {"data": str(tmp_path / folder)}}
         record = RunRecord(tmp_path, content, None, {})
-        page._picture(record, "a", None, False)
+        page._picture(record, "a", None, None, False)
     assert titles == ["a (generated, not a patient)", "a"]
+
+
+def test_the_image_of_a_training_case_is_not_shown_for_another_of_its_name(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    sources = [["a.nii.gz", 10, 20]]
+    cache = PreparedDataset(tmp_path, "D", *[()] * 6, recipe=None, cases={"a": None}, described={})
+    monkeypatch.setattr(page, "open_cache", lambda path: cache)
+    monkeypatch.setattr(images, "read_record", lambda path, name: {"sources": sources})
+    record = RunRecord(tmp_path, {"dataset": {"prepared": "here"}, "config": {}}, None, {})
+    for inputs in ({}, {"b": sources}, {"a": []}, {"a": [["a.nii.gz", 11, 20]]}, {"a": [*sources, ["b.nii.gz", 1, 1]]}):
+        with pytest.raises(DataError, match="has no image that a was predicted from; predict with --explain to see it"):
+            page._picture(record, "a", None, inputs, False)
+    assert images.predicted_cases(cache, {"a": sources}).cases == cache.cases
 
 
 @pytest.mark.parametrize(

@@ -68,6 +68,15 @@ def test_folds_that_have_not_begun_take_the_flags_of_the_first_start(lines_of, t
     assert lines[1] == [*begun, "--lr", "0.2", "--fold", "4", "--out", f"{out}/fold4"]
 
 
+def test_a_signal_before_a_fold_began_leaves_early_and_a_second_ctrl_c_does_not(monkeypatch, tmp_path) -> None:
+    five, run = folds.find_folds(["--fold", "all5"]), tmp_path / "fold0"
+    monkeypatch.setattr(five, "_start", lambda *_: 130)
+    five._signals.append(signal.SIGINT)
+    assert five._train_fold(0, str(run), False, folds.Launcher("test")) == 75
+    write_json(run / "config.json", {})
+    assert five._train_fold(0, str(run), False, folds.Launcher("test")) == 130
+
+
 def test_a_time_limit_is_that_of_all_five_in_each_start(lines_of, flags, tmp_path) -> None:
     """A fold's own run keeps what was left of it in its config, which would end the next start at once."""
     out = ["--out", str(tmp_path / "five")]
