@@ -88,11 +88,11 @@ def greys_of(
 ) -> tuple[dict[str, Bytes], dict[str, tuple[float, float]], bool]:
     """Returns what ``grey_images`` does, of a CT from black to white at least what it has of ``KEPT_HU``."""
     pictures, ranges, is_ct = grey_images(image, modalities)
-    own = zip(pictures, image.image, image.properties.schemes, image.properties.means, image.properties.stds)
-    for name, channel, mean, std in [
-        (name, np.asarray(one), *unit) for name, one, scheme, *unit in own if scheme == "ct"
-    ]:
-        values = channel * std + mean
+    units = zip(image.properties.schemes, image.properties.means, image.properties.stds)
+    for name, channel, (scheme, mean, std) in zip(list(pictures), image.image, units):
+        if scheme != "ct":
+            continue
+        values = np.asarray(channel) * std + mean
         low = min(ranges[name][0], max(KEPT_HU[0], float(values.min())))
         high = max(ranges[name][1], min(KEPT_HU[1], float(values.max())))
         shares = np.clip((values - low) / max(high - low, 1e-6), 0, 1)

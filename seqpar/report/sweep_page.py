@@ -45,7 +45,8 @@ def page_of_sweep(out: Path, compare: Mapping[str, Compare]) -> str:
         described = sweep.describe_best(best)
         headline += f" {described[0].upper()}{described[1:]}."
         rows = records[best.name].held_out if best.name in records else ()
-        dice = next((row["dice"] for row in rows if row.get("step") == best.at and "dice" in row), {})
+        own = (dict(row["dice"]) for row in rows if row.get("step") == best.at and "dice" in row)
+        dice: dict[str, float] = next(own, {})
         headline += f" {mean_over([f'{name} {rounded(number(value), 3)}' for name, value in dice.items()])}".rstrip()
     return render(
         "sweep.html",

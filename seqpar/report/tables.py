@@ -263,8 +263,8 @@ def sizes_table(scored: CaseScores) -> Table | None:
         true_ml, ml, found, missed, false = (sum(row[key] for row in cases) for key in SIZES)
         error = sum(abs(row["VolumeErrorMl"]) for row in cases)
         bias = Score((ml - true_ml) / len(cases), places, is_signed=True)
-        true_ml, ml, error = (Score(value / len(cases), places) for value in (true_ml, ml, error))
-        cells: list[Score | str] = [true_ml, ml, bias, error]
+        true, predicted, off = (Score(value / len(cases), places) for value in (true_ml, ml, error))
+        cells: list[Score | str] = [true, predicted, bias, off]
         cells += [
             Score(found, 0, f" of {found + missed:.0f}"),
             Score(false, 0, f" ({false / len(cases):.3g} per case)"),

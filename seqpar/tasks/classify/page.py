@@ -196,7 +196,7 @@ def _scores(summary: Summary, positive: str | None, step: str, seen: Collection[
     elif seen:
         mark = SEEN
         told = f"No score of new cases: all {len(cases)} were {SEEN}, and the numbers below are of these."
-    shown = shown | {"source": f"{summary['source']}{f' ({mark})' * bool(mark)}"}
+    shown = {**shown, "source": f"{summary['source']}{f' ({mark})' * bool(mark)}"}
     calibrated = calibration_diagrams(shown)
     diagrams = [*roc_diagrams(shown, positive), *calibrated]
     charts = draw_charts([replace(d, quantity=f"{d.quantity}{f', {mark}' * bool(mark)}") for d in diagrams], width=360)
