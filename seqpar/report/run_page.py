@@ -84,8 +84,8 @@ def render_run(
     name, other, alone = record.path.resolve().name, truth or prediction, prediction is not None and truth is None
     kind = "" if name.lower().startswith("run") else "run "  # its own name may be that of a class
     heading = f"{kind.capitalize()}{name}"
-    if alone and prediction:
-        heading = f"Predictions in {prediction.resolve().name}, by {kind}{name}"
+    if prediction:
+        heading = f"{'Predictions in' if alone else 'Scores of'} {prediction.resolve().name}, by {kind}{name}"
         heading = f"{subject}, predicted by {kind}{name}" if subject else heading
     generated = record.has_phantoms
     if prediction:

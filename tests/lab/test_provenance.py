@@ -16,7 +16,6 @@ LAB = ROOT / "launch" / "lab"
 MEASURE_AGAIN = {
     "benches/results/memory.md": ("launch/bench.py memory --large --write", 64),
     "benches/results/unets.md": ("launch/bench.py unets --turns 1 --write", 9),
-    "figures/results/figure-14.txt": ("launch/figures.py 14 --scale laptop --reach 0.3", 15),
 }
 MADE_BY = re.compile(r"` at ([0-9a-f]{7,40})\b")  # after the command
 
