@@ -234,7 +234,7 @@ def draw_evidence(
     at = evidence_planes(seen, body)
     if seen.any():
         lines += _planes_of_map(about, seen, at, slices)
-        lines.append("White line: half of its maximum; what is weak is transparent.")
+        lines.append("White line: half of the maximum; weak values are transparent.")
         lines.append(ALONE)
     elif about:
         lines.append(f"{about}: no evidence for the class")

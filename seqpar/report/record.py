@@ -213,7 +213,7 @@ def reached_in_validation(record: RunRecord) -> list[str]:
         reached = f"On its {cases}{few} this run reached a mean Dice of {scores}."
         if (count := len(record.held_out)) > 1:
             reached += f" Its weights are the best of {count} validations on them."
-        return [f"{reached} Other patients may come out worse."]
+        return [f"{reached} Other patients may score lower."]
     return []
 
 

@@ -129,7 +129,7 @@ def metrics_table(scored: CaseScores) -> Table:
     if isinstance(tolerance, (int, float)):
         note += f" The surface Dice (NSD) has a tolerance of {tolerance:g} mm."
     instead = "374 mm, as BraTS has it" if scored.settings.get("empty") == "brats" else "the image's diagonal"
-    note += f" A case in which only one map has the class has no distance: its HD95 is substituted by {instead}."
+    note += f" A case in which only one map has the class has no distance: its HD95 is replaced by {instead}."
     note += " The measured mean leaves such cases out; n is the number of the others." * has_measured
     return Table("metrics", [TableHead("Class"), TableHead("Labels"), *heads, TableHead("Cases")], rows, "class", note)
 

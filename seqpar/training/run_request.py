@@ -240,9 +240,12 @@ def _read_saved(line: _CommandLine) -> dict[str, Any]:
             f"--resume --out {out}: that is a file, and training resumes only in the run folder that it wrote: name "
             f"that folder, or start a new one from an exported run's weights (--weights {out})"
         )
-    if Path(out).is_dir() and not holds_run(out):
-        raise ValueError(f"--resume --out {out}: no run has begun in it, as there is no config.json: leave out "
-                         "--resume to begin one, or name another folder")  # fmt: skip
+    if not holds_run(out):
+        why = "there is no config.json in it" if Path(out).is_dir() else "it does not exist"
+        raise ValueError(
+            f"--resume --out {out}: no run has begun there, as {why}: leave out --resume to begin one, or name another "
+            "folder"
+        )
     content = read_config(out)
     lacking = [part for part in ("config", "dataset", "layout") if not isinstance(content.get(part), dict)]
     if not lacking:

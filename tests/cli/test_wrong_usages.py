@@ -29,7 +29,7 @@ USAGES = """
 2 train --accumulate 4 --micro-batches 2 | --accumulate and --micro-batches are two names
 2 train --fold 7 --data D --cache cache | --fold 7: the folds are 0 to 4
 2 train --fold 7 | --fold 7: the folds are 0 to 4
-2 train --resume --out nothing | nothing does not exist
+2 train --resume --out nothing | no run has begun there, as it does not exist
 3 train --resume --out no-layout | no-layout/config.json: lacks 'layout'
 3 train --resume --out a-list | a-list/config.json: is damaged (no JSON object)
 3 train --out file --data D --cache cache | --out file: cannot be written

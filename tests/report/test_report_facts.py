@@ -285,7 +285,7 @@ def test_a_page_of_ct_says_which_values_it_keeps() -> None:
     for limits, said in (
         ((6.4, 163.0), "Of the CT, only 6 to 163 HU are kept: everything below (such as fat and air) is equally black, "
          "everything above (such as bone) equally white."),
-        ((-60.0, 900.0), "−60 to 900 HU are kept: everything below is equally black, everything above equally white."),
+        ((-60.0, 900.0), "everything below (such as air) is equally black, everything above equally white."),
     ):  # fmt: skip
         case = ShownCase(
             "a", {"CT": nothing}, nothing, nothing, (1.0,) * 3, own_slices((4, 4, 4)), "", {"CT": limits}, True
@@ -420,7 +420,7 @@ def test_it_is_said_how_many_cases_lack_a_class_and_how_they_count() -> None:
     )
     assert what_is_absent(scored) in metrics_table(scored).note
     (tile,), _ = headline(None, scored)  # type: ignore[arg-type]
-    assert tile.more == "too few to tell, n = 3 (2 as 0: none in the truth)"
+    assert tile.more == "too few to tell, n = 3 (2 cases counted as 0: none in the truth)"
     lacking = scores_of(1.0, classes, *[(empty, empty)] * 2)
     assert headline(None, lacking)[0][0].more == "no case has a Dice, n = 0"  # type: ignore[arg-type]
     (alone,), _ = headline(None, scores_of(1.0, classes, *[(full, full)] * 5))  # type: ignore[arg-type]

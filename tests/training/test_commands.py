@@ -164,7 +164,7 @@ def test_a_dry_run_looks_at_the_data_and_at_the_memory(flags, tmp_path, monkeypa
     for place, why in ((data, "belongs to a data set"), (data / "imagesTr", "belongs to a data set")):
         with pytest.raises(DataError, match=why):
             rehearsed("--out", str(place))
-    with pytest.raises(ValueError, match="no run has begun in it"):
+    with pytest.raises(ValueError, match="no run has begun there"):
         rehearsed("--resume", "--out", str(tmp_path))
     here = device_here("cpu")
     monkeypatch.setattr(

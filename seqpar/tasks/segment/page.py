@@ -316,7 +316,7 @@ def headline(record: RunRecord, scored: CaseScores | None) -> tuple[list[Headlin
                 range_text = f"{TOO_FEW if values else 'no case has a Dice'}, "
             mean = Score(scored.summary["mean"][name].get("Dice", math.nan), 3)
             zeros = absent_of(scored, name).predicted
-            without = f" ({zeros} as 0: none in the truth)" * bool(zeros)
+            without = f" ({quantity(zeros, 'case')} counted as 0: none in the truth)" * bool(zeros)
             tiles.append(HeadlineTile(name, mean, f"{range_text}n = {len(values)}{without}"))
     elif record.held_out:
         last = record.held_out[-1]
