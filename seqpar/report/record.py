@@ -221,11 +221,13 @@ class Seen(NamedTuple):
     """Which of ``total`` scored cases a run was trained on.
 
     - ``same``: those with the same file; ``namesakes``: those that may be other cases of the same name
+    - ``chose``: those that were held out, and on which the best weights were chosen
     """
 
     same: Sequence[str]
     namesakes: Sequence[str]
     total: int
+    chose: Sequence[str] = ()
 
     @property
     def names(self) -> frozenset[str]:
@@ -233,31 +235,33 @@ class Seen(NamedTuple):
 
     @property
     def sentences(self) -> list[str]:
-        """One for either kind, if there are any."""
-        sentences = list[str]()
-        for found, one, many in (
-            (self.same, "was in the run's training data", "were in the run's training data"),
-            (self.namesakes, "has the name of a training case", "have the names of training cases"),
+        """One for each kind, if there are any."""
+        sentences, little = list[str](), "say little about new cases"
+        for found, one, many, told in (
+            (self.same, "was in the run's training data", "were in the run's training data", little),
+            (self.namesakes, "has the name of a training case", "have the names of training cases", little),
+            (self.chose, *["helped to choose the run's weights"] * 2, "tend to be too good"),
         ):
             if found:
                 shown = ", ".join(found[:MAX_NAMED]) + ", …" * (len(found) > MAX_NAMED)
                 what, whose = (one, "its scores") if len(found) == 1 else (many, "their scores")
                 if_so = f"if {'it is' if len(found) == 1 else 'they are'} the same, " * (found is self.namesakes)
                 of = f"{len(found)} of {quantity(self.total, 'scored case')} {what} ({shown})"
-                sentences.append(f"{of}: {if_so}{whose} say little about new cases.")
+                sentences.append(f"{of}: {if_so}{whose} {told}.")
         return sentences
 
 
 def find_seen(
     record: RunRecord, scored: Mapping[str, Path | None], read_files: Callable[[], Mapping[str, Path]]
 ) -> Seen:
-    """Returns which scored cases are among those that the run was trained on.
+    """Returns which scored cases are among those that the run was trained on, or chose its weights by.
 
     - ``scored``: a file of each case by name, None if it is not known
     - ``read_files``: returns the same file of each case of the run's data set; cases of another data set may have the
       names of these
     """
-    names = [name for name in scored if name in set(map(str, record.dataset["train"]))]
+    train, held_out = (set(map(str, record.dataset.get(part, ()))) for part in ("train", "held_out"))
+    names = [name for name in scored if name in train | held_out]
     try:
         files = read_files() if names else {}
     except (DataError, ValueError, OSError):
@@ -265,7 +269,9 @@ def find_seen(
     both = {name: (scored[name], files.get(name)) for name in names}
     unknown = [name for name, pair in both.items() if not all(path and path.is_file() for path in pair)]
     same = [n for n, (a, b) in both.items() if n not in unknown and a and b and filecmp.cmp(a, b, shallow=False)]
-    return Seen(same, unknown, len(scored))
+    chose = [name for name in same if name not in train] if len(record.held_out) > 1 else []
+    seen, namesakes = ([name for name in names if name in train] for names in (same, unknown))
+    return Seen(seen, namesakes, len(scored), chose)
 
 
 SURE = 0.95  # share of guessers whose best validation stays below what shows that a network has learned

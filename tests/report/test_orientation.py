@@ -6,6 +6,7 @@ import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -17,6 +18,7 @@ from seqpar.data.geometry import make_geometry, to_canonical
 from seqpar.report.cases import viewer_section
 from seqpar.report.embedded_volumes import ShownCase
 from seqpar.report.images import other_voxels, spacings_of
+from seqpar.report.record import find_seen
 from seqpar.report.pictures import PicturedCase, figure_of_cases
 from seqpar.report.planes import (
     COUNTED,
@@ -259,3 +261,21 @@ def test_voxels_of_another_size_or_shape_than_in_training_are_named_unless_they_
         )
     files = {name: finished / "validation" / f"{name}.nii.gz" for name in (NAMES[0], "missing")}
     assert spacings_of(files) == {NAMES[0]: pytest.approx(sides)}
+
+
+def test_cases_that_chose_the_weights_are_said_apart_from_those_that_were_trained_on(tmp_path: Path) -> None:
+    """Of other data sets too, whose cases may have the names of these."""
+    files = {name: tmp_path / f"{name}.nii.gz" for name in "abcd"}
+    for name, path in files.items():
+        path.write_text(name)
+    others = {**files, "c": files["a"]}
+
+    def seen(validations: int, scored: dict[str, Path]) -> list[str]:
+        dataset = {"train": ["a", "b"], "held_out": ["c", "d"]}
+        return find_seen(SimpleNamespace(dataset=dataset, held_out=[{}] * validations), scored, lambda: files).sentences
+
+    trained = "2 of 4 scored cases were in the run's training data (a, b): their scores say little about new cases."
+    chose = "{} scored cases helped to choose the run's weights ({}): {} scores tend to be too good."
+    assert seen(1, files) == [trained], "a single validation chooses nothing"
+    assert seen(2, files) == [trained, chose.format("2 of 4", "c, d", "their")]
+    assert seen(2, others) == [trained, chose.format("1 of 4", "d", "its")]
