@@ -18,7 +18,6 @@ from seqpar.data.geometry import make_geometry, to_canonical
 from seqpar.report.cases import viewer_section
 from seqpar.report.embedded_volumes import ShownCase
 from seqpar.report.images import other_voxels, spacings_of
-from seqpar.report.record import find_seen
 from seqpar.report.pictures import PicturedCase, figure_of_cases
 from seqpar.report.planes import (
     COUNTED,
@@ -31,7 +30,7 @@ from seqpar.report.planes import (
     sides,
     slices_of,
 )
-from seqpar.report.record import RunRecord, read_record
+from seqpar.report.record import RunRecord, find_seen, read_record
 from tests.support.report_page import NAMES, Page, decode, own_slices, unroll, written
 
 ENDS = {"R": (0, -1), "L": (0, 0), "A": (1, -1), "P": (1, 0), "S": (2, -1), "I": (2, 0)}  # dim, and which end of it
