@@ -129,7 +129,7 @@ def test_runs_that_were_cut_go_on_and_finished_ones_stay(code: int, tmp_path: Pa
     assert fake([0, code], lines).make(runs, tmp_path) == PREEMPTED
     assert len(lines) == 2 and signal.getsignal(signal.SIGTERM) == usual
     assert fake([0, 0], lines).make(runs, tmp_path) == 0
-    no_limit = ["--time-limit", ""]  # though the run was begun with what was left of one
+    no_limit = ["--time-limit", "none"]  # though the run was begun with what was left of one
     assert lines[2] == ["--resume", "--out", str(tmp_path / runs[1].name), *no_limit]
     assert lines[3] == [*runs[2].flags, "--out", str(tmp_path / runs[2].name)]
     assert fake([], lines).make(runs, tmp_path) == 0
