@@ -342,7 +342,7 @@ def _case_view(case: ScoredCase, shown: ShownCase, labels: Sequence[str], neurol
     missing = "".join(f" · {text}" for name, row in case.scores.items() if (text := what_is_missing(name, row)))
     modality = f" · shown on {(best := best_modality(list(shown.images)))}" if shown.images else ""
     if shown.images and shown.is_ct:
-        modality += " from {:.0f} HU (black) to {:.0f} HU (white)".format(*shown.ranges[best])
+        modality += " from {} HU (black) to {} HU (white)".format(*map(round, shown.ranges[best]))
     spacing = " × ".join(f"{step:.3g}" for step in shown.spacing)
     w, d, _ = (side * step for side, step in zip(shown.truth.shape, shown.spacing))
     scores = f"Dice: {dice}{missing}{case.volumes}"

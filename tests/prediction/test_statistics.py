@@ -2,6 +2,7 @@
 
 import csv
 from dataclasses import replace
+from types import SimpleNamespace
 
 import nibabel
 import numpy as np
@@ -10,6 +11,7 @@ import pytest
 from seqpar.data.errors import DataError
 from seqpar.data.preparation.recipe import Intensity
 from seqpar.prediction.class_statistics import statistics_of
+from seqpar.tasks.segment import prediction
 from seqpar.text import millilitres
 from tests.support.folders import OBLIQUE
 from tests.support.predictions import RECIPE, act, labelled, make_run, voxels
@@ -110,3 +112,11 @@ def test_a_table_that_predict_did_not_write_is_not_overwritten(images, tmp_path)
     with pytest.raises(DataError, match=r"statistics\.csv: would be overwritten"):
         act(tmp_path, make_run(tmp_path / "run"), "--statistics")
     assert (tmp_path / "out" / "statistics.csv").read_text() == "mine"
+
+
+def test_images_in_hounsfield_units_are_named_so(monkeypatch, tmp_path) -> None:
+    monkeypatch.setattr(prediction, "_classes", lambda run: {})
+    monkeypatch.setattr(prediction, "ClassStatistics", lambda folder, classes, names: names)
+    recipe = SimpleNamespace(modalities=("a", "b", "c", "d"), schemes=("ct", "CTNormalization", "zscore", "clip"))
+    names = prediction._statistics(tmp_path, SimpleNamespace(recipe=recipe))
+    assert names == ["a (HU)", "b (HU)", "c", "d"]

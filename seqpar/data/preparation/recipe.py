@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 _CLIP = re.compile(r"clip\b", re.IGNORECASE)
 BY_NAME, BY_VOLUME = "by-name", "volume"
 NORMALISATIONS = (BY_NAME, BY_VOLUME)
+IN_HU = {"ct", "CTNormalization"}  # schemes of images in Hounsfield units: ours, and that of nnU-Net's plans
 SURVEYED = {"ct", "zscore"}  # schemes that depend on what is in the images
 _SCHEMES = {*SURVEYED, "clip", BY_VOLUME, "none"}
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from seqpar.data.errors import DataError
 from seqpar.data.files import read_json
+from seqpar.data.preparation.recipe import IN_HU
 from seqpar.prediction.class_statistics import NAME as STATISTICS
 from seqpar.prediction.class_statistics import read_statistics
 from seqpar.prediction.prediction_folder import RECORD, SERIES, inputs_of
@@ -160,7 +161,7 @@ def _intensities(prediction: Path, scored: CaseScores, schemes: Sequence[str], g
         gaps.append(f"{error}.")
         return None
     rows, changed = list[TableRow](), list[str]()
-    are_hu = [scheme == "ct" for scheme in schemes] if len(schemes) == len(kinds) else [False] * len(kinds)
+    are_hu = [scheme in IN_HU for scheme in schemes] if len(schemes) == len(kinds) else [False] * len(kinds)
     for case in scored.cases:
         for name, volumes in case.scores.items():
             if (case.name, name) not in lines:

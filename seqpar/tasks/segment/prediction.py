@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from seqpar.data.formats.dataset import Case
+from seqpar.data.preparation.recipe import IN_HU
 from seqpar.data.workers import ReportProgress
 from seqpar.parallel.consensus import run_on_rank0
 from seqpar.parallel.mesh import Mesh
@@ -184,7 +185,7 @@ def _classes(run: TrainedRun) -> dict[str, tuple[int, ...]]:
 def _statistics(folder: Path, run: TrainedRun) -> ClassStatistics:
     """Returns the statistics of the run's labels and regions, in the files' label values."""
     names = [
-        f"{name} (HU)" if scheme == "ct" else name
+        f"{name} (HU)" if scheme in IN_HU else name
         for name, scheme in zip(name_images(run.recipe.modalities), run.recipe.schemes)
     ]
     return ClassStatistics(folder, _classes(run), names)
