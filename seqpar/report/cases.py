@@ -18,7 +18,6 @@ from seqpar.data.formats.dataset import Case
 from seqpar.data.formats.recognise import find_inputs
 from seqpar.data.geometry import from_canonical, geometry_difference, to_canonical
 from seqpar.data.preparation import transforms
-from seqpar.data.preparation.cache import read_record
 from seqpar.data.preparation.cache_index import sources_of
 from seqpar.data.preparation.prepared_case import Properties
 from seqpar.data.volumes import Volume, read_volume
@@ -35,7 +34,7 @@ from seqpar.report.embedded_volumes import (
     viewer_data,
     viewer_note,
 )
-from seqpar.report.images import FoundImage, Images, grey_images
+from seqpar.report.images import FoundImage, Images, grey_images, same_cases
 from seqpar.report.pictures import heat_colours
 from seqpar.report.planes import (
     LETTERS,
@@ -74,12 +73,10 @@ def with_wide_ct(images: Images, record: RunRecord, names: Collection[str]) -> I
     )
     scaled = tuple(new if scheme == "ct" else one for scheme, one, new in zip(recipe.schemes, recipe.intensities, wide))
     with suppress(DataError, ValueError, OSError):
-        for found in (
-            find_inputs((record.config["data"],), recipe.modalities)[0] if cache and record.config["data"] else ()
-        ):
-            prepared = read_record(cache.path, found.id) if cache and found.id in names else None
-            if prepared and all(file in prepared["sources"] for file in sources_of(found)):
-                own[found.id] = found
+        if cache is not None and record.config["data"]:
+            known = {found.id: found for found in find_inputs((record.config["data"],), recipe.modalities)[0]}
+            stamps = {name: sources_of(known[name]) for name in names if name in known}
+            own = {name: known[name] for name in same_cases(cache, stamps).cases}
     return replace(images, recipe=replace(recipe, intensities=scaled), files={**own, **images.files})
 
 

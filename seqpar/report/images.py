@@ -106,7 +106,7 @@ def find_images(
         cache = None
     has_cache = cache is not None
     if cache is not None and predicted is not None:
-        cache = predicted_cases(cache, predicted)
+        cache = same_cases(cache, predicted)
     if folder is not None:
         cases, faults = find_inputs((folder,), recipe.modalities)
         if not cases and faults:
@@ -134,11 +134,11 @@ def images_beside(truth: Path) -> Path | None:
     return truth if dataset_at(truth) is not None else None
 
 
-def predicted_cases(cache: PreparedDataset, predicted: Stamps) -> PreparedDataset:
-    """Returns the cache with only those cases that were prepared from the files from which they were predicted."""
+def same_cases(cache: PreparedDataset, stamps: Stamps) -> PreparedDataset:
+    """Returns the cache with only those cases that were prepared from these very files."""
     same = dict[str, PreparedCase]()
-    for name in set(predicted).intersection(cache.cases):
-        record, files = read_record(cache.path, name), predicted[name]
+    for name in set(stamps).intersection(cache.cases):
+        record, files = read_record(cache.path, name), stamps[name]
         if record is not None and files and all(file in record["sources"] for file in files):
             same[name] = cache.cases[name]
     return replace(cache, cases=same)

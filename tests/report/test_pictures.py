@@ -29,7 +29,7 @@ from seqpar.report.embedded_volumes import (
     png,
     sheet,
 )
-from seqpar.report.images import Images
+from seqpar.report.images import Images, same_cases
 from seqpar.report.pictures import PicturedCase, figure_of_cases
 from seqpar.report.planes import COLOURS, DISPUTED, LINES, bar_length, ranks_of
 from seqpar.report.plots import Strips, draw_chart, make_strips
@@ -273,6 +273,8 @@ def test_a_ct_keeps_soft_tissue_though_the_network_takes_it_clipped(tmp_path: Pa
     assert kept(Images(recipe, cache)) == pytest.approx((-150, 250), abs=0.1)
     at_file = Images(recipe, None, {case.id: case for case in find_inputs((data,), recipe.modalities)[0]})
     assert kept(at_file) == pytest.approx((-150, 250), abs=0.1), "and those that were named"
+    of_another = Images(recipe, same_cases(cache, {}))
+    assert with_wide_ct(of_another, record, names).of("c_000") is None, "a case of another data set, by its name"
     path = data / "imagesTr" / "c_000_0000.nii.gz"
     save(path, np.ones((14, 12, 10), np.float32))
     low, high = kept(Images(recipe, cache))

@@ -285,7 +285,7 @@ def test_the_image_of_a_training_case_is_not_shown_for_another_of_its_name(
     for inputs in ({}, {"b": sources}, {"a": []}, {"a": [["a.nii.gz", 11, 20]]}, {"a": [*sources, ["b.nii.gz", 1, 1]]}):
         with pytest.raises(DataError, match="has no image that a was predicted from; predict with --explain to see it"):
             page._picture(record, "a", None, inputs, False)
-    assert images.predicted_cases(cache, {"a": sources}).cases == cache.cases
+    assert images.same_cases(cache, {"a": sources}).cases == cache.cases
 
 
 @pytest.mark.parametrize(

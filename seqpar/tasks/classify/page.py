@@ -29,8 +29,8 @@ from seqpar.report.images import (
     Stamps,
     find_images,
     other_voxels,
-    predicted_cases,
     recipe_of,
+    same_cases,
     spacings_of,
 )
 from seqpar.report.pictures import MAPS, body_of, caution_about, draw_evidence, evidence_planes, with_maximum
@@ -349,7 +349,7 @@ def _picture(record: RunRecord, case: str, explained: Path | None, predicted: St
         raise DataError(record.path / "config.json", "names no prepared data")
     cache = open_cache(record.dataset["prepared"])
     if predicted is not None:
-        cache = predicted_cases(cache, predicted)
+        cache = same_cases(cache, predicted)
     if case not in cache.cases:
         raise DataError(cache.path, f"has no image that {case} was predicted from; predict with --explain to see it")
     image = cache.cases[case].image
