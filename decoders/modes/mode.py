@@ -68,6 +68,11 @@ def concat_blocks(tokens: Sequence[Tensor]) -> Tensor:
 
 def split_blocks(rows: Tensor, tokens: Sequence[Tensor], grid: Sequence[int]) -> list[Tensor]:
     """Returns each block's grid ``b e w d h``, given rows that were made by ``concat_blocks(tokens)``."""
+    if len(tokens) == 1:  # of one piece, the adjoint of split would be a copy
+        rows = rows.view_as(rows)
+        if rows.requires_grad:  # blocks before would copy a gradient that is laid out like a grid, each for itself
+            rows.register_hook(Tensor.contiguous)
+        return [to_grid(rows, grid)]
     return [to_grid(x, grid) for x in rows.split([x.shape[2] for x in tokens], 2)]
 
 

@@ -230,7 +230,7 @@ class Loss(nn.Module):
         voxels, device = loss_groups.voxels, logits.device
 
         def add(logits: Tensor, label: Tensor, weights: Tensor | None, inside: Inside | None = None) -> Tensor:
-            return sum_over_voxels(logits, label, partial(self._sums_of_run, weights, annotated), inside, self.reach)
+            return sum_over_voxels(logits, label, partial(self._columns_of_run, weights, annotated), inside, self.reach)
 
         def fit_and_add() -> tuple[Tensor, Tensor | None]:
             own, weights = self._fitting(logits, label, annotated)
@@ -299,10 +299,10 @@ class Loss(nn.Module):
                     f"class weights of shape {tuple(each.shape)} do not match {tuple(logits.shape[:2])} logits"
                 )
 
-    def _sums_of_run(
+    def _columns_of_run(
         self, weights: Tensor | None, annotated: Tensor | None, logits: Tensor, label: Tensor, inside: Inside
-    ) -> Tensor:
-        """Returns each sample's sums ``b s`` over a chunk of voxels, one term after the other."""
+    ) -> list[Tensor]:
+        """Returns what is to be summed over a chunk of voxels, ``b k ...`` or ``b 1 ...``, one term after the other."""
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         if annotated is not None:  # detached, because softmax would pass gradients to the other logits
             logits = torch.where(_on_voxels(annotated, logits), logits, logits.detach())
@@ -321,7 +321,7 @@ class Loss(nn.Module):
             columns = [column * weight for column in columns]
         if self.reach:
             columns = [column[(slice(None), slice(None), *inside)] for column in columns]
-        return torch.cat([rearrange(column, "b k ... -> b k (...)").sum(2) for column in columns], 1)
+        return columns
 
     def _refuse_unmarked(self, labels: Sequence[Tensor], loss_groups: LossGroups) -> None:
         """Raises ValueError, on all ranks that share samples, if labels lack marks; looks until some have them.

@@ -12,9 +12,11 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from einops import rearrange
 from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
+from torch.autograd.graph import get_gradient_edge
 
 from seqpar.losses.soft_labels import SoftLabels
 from seqpar.parallel.device_constants import cached
@@ -24,7 +26,8 @@ from seqpar.parallel.meta_tensors import device_type, representative_pieces
 RUN, GPU_RUN = 1 << 20, 1 << 26
 NEIGHBOUR_SHARE = 16  # what a logit of terms that read neighbours needs, in those of the others
 Inside = tuple[slice, ...]  # the voxels W D H of a window that count
-SumsOfRun = Callable[[Tensor, Tensor, Inside], Tensor]  # takes logits and labels of a window, returns b s
+# takes logits and labels of a window, returns tensors b k ... to be summed over voxels
+ColumnsOfRun = Callable[[Tensor, Tensor, Inside], Sequence[Tensor]]
 
 
 class Voxels:
@@ -262,9 +265,9 @@ def _spaced(weights: Sequence[float]) -> str:
 
 
 def sum_over_voxels(
-    logits: Tensor, label: Tensor, sums_of_chunk: SumsOfRun, inside: Inside | None = None, reach: int = 0
+    logits: Tensor, label: Tensor, columns_of_chunk: ColumnsOfRun, inside: Inside | None = None, reach: int = 0
 ) -> Tensor:
-    """Returns the sum of ``sums_of_chunk`` over all voxels, ``b s``, computed in chunks.
+    """Returns the sums of ``columns_of_chunk`` over all voxels, ``b s``, computed in chunks.
 
     Probabilities, targets and their products exist for one chunk at a time. Only logits and labels are saved for
     backward, which processes the chunks again.
@@ -273,19 +276,20 @@ def sum_over_voxels(
     - ``reach``: how many neighbours a chunk needs on each side
     """
     inside = inside or (slice(None),) * (label.ndim - 1)
-    return _OverVoxels.apply(logits, label, sums_of_chunk, inside, reach)  # type: ignore[no-any-return]
+    return _OverVoxels.apply(logits, label, columns_of_chunk, inside, reach)  # type: ignore[no-any-return]
 
 
 class _OverVoxels(Function):
     @staticmethod
     def forward(
-        ctx: Any, logits: Tensor, label: Tensor, sums_of_chunk: SumsOfRun, inside: Inside, reach: int
+        ctx: Any, logits: Tensor, label: Tensor, columns_of_chunk: ColumnsOfRun, inside: Inside, reach: int
     ) -> Tensor:
-        ctx.sums_of_chunk, ctx.inside, ctx.reach = sums_of_chunk, inside, reach
+        ctx.columns_of_chunk, ctx.inside, ctx.reach = columns_of_chunk, inside, reach
         ctx.save_for_backward(logits, label)
         total: Tensor | None = None
         for (truth, run), own in _windows(label, (logits,), inside, reach):
-            sums = sums_of_chunk(run, truth, own)
+            columns = columns_of_chunk(run, truth, own)
+            sums = torch.cat([rearrange(column, "b k ... -> b k (...)").sum(2) for column in columns], 1)
             total = sums if total is None else total.add_(sums)
         assert total is not None
         return total
@@ -298,9 +302,17 @@ class _OverVoxels(Function):
         for (truth, run, drun), own in _windows(label, (logits, dlogits), ctx.inside, ctx.reach):
             with torch.enable_grad():
                 leaf = run.detach().requires_grad_()
-                (dleaf,) = torch.autograd.grad(ctx.sums_of_chunk(leaf, truth, own), leaf, grad)
+                columns = ctx.columns_of_chunk(leaf, truth, own)
+            dsums = grad.split([column.shape[1] for column in columns], 1)
+            dcolumns = [dsum[(..., *[None] * len(own))].expand_as(x) for dsum, x in zip(dsums, columns)]
+            # not those of labels alone; an edge does not keep its column in memory
+            edges, dedges = zip(*((get_gradient_edge(x), dx) for x, dx in zip(columns, dcolumns) if x.requires_grad))
+            del columns
+            (dleaf,) = torch.autograd.grad(edges, leaf, dedges)
             if ctx.reach:  # windows overlap
                 drun.add_(dleaf)
+            elif dleaf.shape == logits.shape:  # the only chunk
+                return dleaf, None, None, None, None
             else:
                 drun.copy_(dleaf)
         return dlogits, None, None, None, None

@@ -143,6 +143,8 @@ def _run(check: Check, site: Site) -> Outcome:
 def _judge(check: Check, site: Site) -> Outcome:
     """Returns the outcome of a check. An exception means wrong, out of memory means left out."""
     set_arithmetic("fp32")
+    # In a fork torch remakes its pool of threads at first use: two threads of autograd at once would find none.
+    torch.set_num_threads(torch.get_num_threads())
     try:
         return check.run(site)
     except Exception as error:  # the next check may say more
