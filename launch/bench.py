@@ -109,7 +109,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("subjects", nargs="*", metavar="SUBJECT", help=subjects)
     quick = "measure smaller cases in fewer turns: at most 3 minutes a subject on 2 CPU cores"
     parser.add_argument("--quick", action="store_true", help=quick)
-    large = "measure the large cases instead (15 minutes or more each); only memory and pretrain have some"
+    large = "measure large cases instead (10 minutes or more each); only memory and pretrain have some"
     parser.add_argument("--large", action="store_true", help=large)
     turns = "how often to measure each case (default: more often the more its times vary)"
     parser.add_argument("--turns", type=int, metavar="TURNS", help=turns)

@@ -101,7 +101,7 @@ def test_the_plan_is_benched_on_nets_by_which_it_was_not_calibrated(monkeypatch:
 def test_large_rows_can_run() -> None:
     for config in (*(case.config for case in memory.LARGE), memory_by_ranks.VOLUME):
         check_feasible(config)
-    assert 32**3 == 32768 and 60 * 60 * 39 == 140400
+    assert 60 * 60 * 39 == 140400
     with pytest.raises(ValueError, match="--large is only for memory, pretrain"):
         bench.act(["step", "--large"])
 

@@ -14,7 +14,7 @@ LAB = ROOT / "launch" / "lab"
 # Results without such a commit: the commands that measure them again, and minutes on 2 idle cores, from the last time.
 # Their commits belonged to an earlier history, which no clone has.
 MEASURE_AGAIN = {
-    "benches/results/memory.md": ("launch/bench.py memory --large --write", 64),
+    "benches/results/memory.md": ("launch/bench.py memory --large --write", 14),
     "benches/results/unets.md": ("launch/bench.py unets --turns 1 --write", 9),
 }
 MADE_BY = re.compile(r"` at ([0-9a-f]{7,40})\b")  # after the command
