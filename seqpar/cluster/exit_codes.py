@@ -50,7 +50,7 @@ def _interrupted_early(number: int, frame: FrameType | None) -> None:
 
 
 class SafeStream:
-    """A stream that drops what it cannot write, and everything once its reader has closed the pipe."""
+    """A stream that drops what it cannot write, and everything once its reader, or its terminal, is gone."""
 
     def __init__(self, stream: Any) -> None:
         self._stream = stream
@@ -71,11 +71,12 @@ class SafeStream:
     def _attempt(self, act: Callable[[], object]) -> None:
         try:
             act()
-        except BrokenPipeError:
-            null = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(null, self._stream.fileno())  # the buffer is flushed once more, at the interpreter's exit at least
-            os.close(null)
-        except (OSError, ValueError):  # the disk of a log is full, or the stream is closed
+        except OSError as error:  # EIO: the terminal was closed; others: the disk of a log is full
+            if error.errno in (errno.EPIPE, errno.EIO):
+                null = os.open(os.devnull, os.O_WRONLY)
+                os.dup2(null, self._stream.fileno())  # the buffer is flushed again, at the interpreter's exit at least
+                os.close(null)
+        except ValueError:  # the stream is closed
             pass
 
     def __getattr__(self, name: str) -> Any:

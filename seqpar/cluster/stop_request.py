@@ -12,7 +12,7 @@ from types import FrameType
 from seqpar.cluster.exit_codes import PREEMPTED
 from seqpar.cluster.stop_agreement import StopAgreement
 from seqpar.parallel.mesh import Mesh
-from seqpar.parallel.processes import LEAVE_SIGNALS, PARENT_OF_FOLD, STOP_FILE
+from seqpar.parallel.processes import LEAVE_SIGNALS, PARENT_OF_FOLD, STOP_FILE, handle_leave_signals
 
 APART_S = 1.0  # one Ctrl-C may come twice to a fold: from srun to all processes, and passed on
 
@@ -43,8 +43,7 @@ class StopRequest:
         left_s = slurm_seconds_left()
         if left_s is not None:
             self._deadline = min(self._deadline, time.monotonic() + left_s - margin_s)
-        for number in LEAVE_SIGNALS:
-            signal.signal(number, self._handle)
+        handle_leave_signals(self._handle)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if self._agreement is None:

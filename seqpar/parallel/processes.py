@@ -26,9 +26,10 @@ from typing import Any, TypeVar
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
+Handler = Callable[[int, FrameType | None], object]
 PARENT = "SEQPAR_PARENT"  # variable with the id of the process that started these ranks
 PARENT_OF_FOLD = "SEQPAR_PARENT_OF_FOLD"  # of the process that trains fold after fold
-LEAVE_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)  # these ask a process to leave
+LEAVE_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)  # these ask a process to leave
 STOP_FILE = "stop"  # in the folder of a run or a sweep: it saves and ends, resumable
 # A scheduler warns every process of a job; whether work goes on is for the parent of workers to decide.
 _FOR_PARENT = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
@@ -95,6 +96,16 @@ def free_port(host: str = "127.0.0.1") -> int:
         return int(listener.getsockname()[1])
 
 
+def handle_leave_signals(handler: Handler) -> dict[int, Any]:
+    """Has ``handler`` called for signals that ask this process to leave; returns the handlers before.
+
+    SIGHUP stays ignored where it is, as ``nohup`` starts a program.
+    """
+    is_ignored = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    handled = (number for number in LEAVE_SIGNALS if not (number == signal.SIGHUP and is_ignored))
+    return {number: signal.signal(number, handler) for number in handled}
+
+
 @contextmanager
 def forward_signals(processes: Sequence[subprocess.Popen], signals: list[int]) -> Iterator[None]:
     """Within the block, forwards signals that ask this process to leave, and appends them to ``signals``.
@@ -108,7 +119,7 @@ def forward_signals(processes: Sequence[subprocess.Popen], signals: list[int]) -
             if process.poll() is None:
                 process.send_signal(number)
 
-    before = {number: signal.signal(number, forward) for number in LEAVE_SIGNALS}
+    before = handle_leave_signals(forward)
     try:
         if signals:
             for process in processes:

@@ -1,6 +1,7 @@
 """The Ray that a sweep runs on, and what its nodes have."""
 
 import os
+import signal
 import socket
 import subprocess
 import time
@@ -157,7 +158,9 @@ def _other_group() -> Iterator[None]:
     """Within the block, processes begin in another process group than ours.
 
     So a signal to our group, as ``timeout`` sends it, reaches this process alone: Ray lives until all runs have saved.
+    They ignore a closed terminal, which ends a whole session's leader and its group.
     """
+    hang_up = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     home, leader = os.getpgrp(), subprocess.Popen(["cat"], stdin=subprocess.PIPE, preexec_fn=os.setpgrp)
     try:
         with suppress(OSError):  # who leads a session cannot change its group
@@ -168,6 +171,7 @@ def _other_group() -> Iterator[None]:
             os.setpgid(0, home)
         leader.kill()
         leader.communicate()
+        signal.signal(signal.SIGHUP, hang_up)
 
 
 def _wait_for(nodes: int) -> None:

@@ -1,11 +1,13 @@
 """Attacks on running programs: ranks that are killed, and helpers that never answer."""
 
+import fcntl
 import json
 import os
 import resource
 import signal
 import subprocess
 import sys
+import termios
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -14,6 +16,7 @@ from pathlib import Path
 
 import pytest
 
+from seqpar.parallel.processes import die_with_parent
 from seqpar.weights.checkpoint import find, read_progress
 from tests.attacks.attack import NOBODY, TINY, Attack
 from tests.support.folders import nnunet
@@ -120,10 +123,66 @@ def _kill_launcher(number: int) -> Callable[[int, Path], None]:
     """Returns what sends a signal to the process that started the ranks, once they train."""
 
     def kill(pid: int, here: Path) -> None:
-        _wait_for(lambda: (here / "run/metrics.jsonl").is_file() and (here / "run/metrics.jsonl").stat().st_size)
+        _wait_for(lambda: _trains(here))
         os.kill(pid, number)
 
     return kill
+
+
+class _Terminal:
+    """A terminal that a program is started in."""
+
+    def open(self) -> None:
+        self.ours, self.theirs = os.openpty()
+
+    def enter(self) -> None:
+        """Goes on in a fork, whose terminal it is."""
+        os.close(self.ours)
+        parent = os.getpid()
+        if os.fork():  # this process leads a group, and cannot begin a session
+            os._exit(os.waitstatus_to_exitcode(os.wait()[1]))
+        die_with_parent(parent)
+        os.setsid()
+        fcntl.ioctl(self.theirs, termios.TIOCSCTTY, 0)
+        for stream in (1, 2):
+            os.dup2(self.theirs, stream)
+
+    def close_once_it_trains(self, pid: int, here: Path) -> None:
+        os.close(self.theirs)
+        os.set_blocking(self.ours, False)
+
+        def trains() -> bool:
+            with suppress(OSError):  # nothing is there to be read
+                os.read(self.ours, 1 << 16)
+            return _trains(here)
+
+        _wait_for(trains)
+        os.close(self.ours)
+
+
+TERMINAL = _Terminal()
+
+
+def _trains(here: Path) -> bool:
+    return (here / "run/metrics.jsonl").is_file() and (here / "run/metrics.jsonl").stat().st_size > 0
+
+
+def _hang_up_and_end(pid: int, here: Path) -> None:
+    _wait_for(lambda: _trains(here))
+    os.kill(pid, signal.SIGHUP)
+    os.kill(pid, signal.SIGTERM)
+
+
+def _has_saved(why: str) -> Callable[[Path, str], None]:
+    """Returns what asserts that a run was left for a reason, and saved."""
+
+    def check(here: Path, said: str) -> None:
+        _nobody_works(here, said)
+        status = json.loads((here / "run/status.json").read_text())
+        assert (status["state"], status["code"], status["why"].split()[0]) == ("preempted", 75, why), status
+        assert read_progress(find(here / "run/checkpoints")).step == status["step"] > 0
+
+    return check
 
 
 def _kill_while_saving(pid: int, here: Path) -> None:
@@ -192,7 +251,29 @@ ATTACKS += [
             says="step",
             started=True,
         )
-        for number, code in ((signal.SIGKILL, -signal.SIGKILL), (signal.SIGHUP, -signal.SIGHUP), (signal.SIGTERM, 75))
+        for number, code in ((signal.SIGKILL, -signal.SIGKILL), (signal.SIGHUP, 75), (signal.SIGTERM, 75))
+    ),
+    Attack(
+        "the terminal of a training is closed",
+        types=TWO_RANKS,
+        make=lambda here: (nnunet(here / "D", 5), TERMINAL.open()),
+        before=TERMINAL.enter,
+        meanwhile=TERMINAL.close_once_it_trains,
+        after=_has_saved("SIGHUP"),
+        code=75,
+        says="",
+        started=True,
+    ),
+    Attack(
+        "the terminal of a training by nohup is closed",
+        types=TWO_RANKS,
+        make=lambda here: nnunet(here / "D", 5),
+        before=lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN),
+        meanwhile=_hang_up_and_end,
+        after=_has_saved("SIGTERM"),
+        code=75,
+        says="left at step",
+        started=True,
     ),
     Attack(
         "TERM before the run folder is there",
@@ -246,7 +327,7 @@ def _lose_folder() -> None:
 
 def _stop_worker(pid: int, here: Path) -> None:
     """Stops the worker of a run, once it trains."""
-    _wait_for(lambda: (here / "run/metrics.jsonl").is_file() and (here / "run/metrics.jsonl").stat().st_size)
+    _wait_for(lambda: _trains(here))
     _wait_for(lambda: _children(pid), 20)
     os.kill(_children(pid)[0], signal.SIGSTOP)
 

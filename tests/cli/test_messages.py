@@ -3,6 +3,7 @@
 import importlib.metadata
 import importlib.util
 import io
+import os
 
 import pytest
 
@@ -34,6 +35,15 @@ def test_a_line_that_a_terminal_cannot_show_is_not_lost() -> None:
     SafeStream(shown).write("predictions of Jürgen\n")
     shown.flush()
     assert shown.buffer.getvalue() == b"predictions of J\\xfcrgen\n"
+
+
+def test_what_is_printed_to_a_terminal_that_was_closed_is_dropped() -> None:
+    ours, theirs = os.openpty()
+    with open(theirs, "w") as stream:  # closing it flushes, as the end of Python does, which then exits with 120
+        os.close(ours)
+        shown = SafeStream(stream)
+        shown.write("left at step 3\n")
+        shown.flush()
 
 
 def test_arguments_and_names_in_backticks_become_flags() -> None:

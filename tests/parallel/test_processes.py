@@ -100,6 +100,20 @@ def test_signals_are_forwarded_also_those_that_came_first() -> None:
         assert shell_code(young.wait(20)) == 128 + signal.SIGTERM
 
 
+def test_a_closed_terminal_asks_to_leave_unless_the_program_was_started_to_ignore_it() -> None:
+    before, signals = signal.signal(signal.SIGHUP, signal.SIG_IGN), list[int]()
+    try:
+        with forward_signals([], signals):
+            os.kill(os.getpid(), signal.SIGHUP)
+        assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN and not signals
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)
+        with forward_signals([], signals):
+            os.kill(os.getpid(), signal.SIGHUP)
+        assert signal.getsignal(signal.SIGHUP) == signal.SIG_DFL and signals == [signal.SIGHUP]
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
 def test_a_process_that_does_not_leave_is_killed() -> None:
     stubborn, polite = shell("trap '' TERM; while :; do sleep 0.05; done", "exec sleep 60")
     time.sleep(0.3)

@@ -4,6 +4,7 @@ import contextlib
 import os
 import signal
 import socket
+import subprocess
 import sys
 import threading
 import time
@@ -13,7 +14,7 @@ from typing import Any
 import pytest
 
 from seqpar.runs.metrics_tail import MetricsTail
-from seqpar.sweeps import one_by_one
+from seqpar.sweeps import one_by_one, ray_cluster
 from seqpar.sweeps.ray_cluster import require_answer
 
 SRUN = """#!/bin/bash
@@ -57,6 +58,15 @@ def test_a_signal_reaches_the_step_and_is_known_afterwards(srun: Path, monkeypat
     asking.join()
     assert signals == [signal.SIGTERM] and "told" in srun.read_text()
     assert signal.getsignal(signal.SIGTERM) == usual
+
+
+def test_a_closed_terminal_does_not_end_ray_itself() -> None:
+    """Also where the sweep leads the terminal's session: then Ray's processes are in the group that it is closed to."""
+    usual = signal.getsignal(signal.SIGHUP)
+    with ray_cluster._other_group():
+        asked = "import signal; print(signal.getsignal(signal.SIGHUP).name)"
+        assert subprocess.run([sys.executable, "-c", asked], capture_output=True, text=True).stdout == "SIG_IGN\n"
+    assert signal.getsignal(signal.SIGHUP) == usual
 
 
 def test_a_signal_that_comes_while_the_step_is_started_reaches_it(srun: Path, monkeypatch: pytest.MonkeyPatch) -> None:

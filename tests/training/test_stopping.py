@@ -25,7 +25,7 @@ from tests.support.marks import long_case
 from tests.support.training_runs import Launch, at, die, losses, scores, signalled, status, trained, weights
 
 LEFT = {
-    "alone, TERM in a step": (1, "", at(gradients.Gradients, "_backward", 0, signalled(signal.SIGTERM), call=3)),
+    "alone, HUP in a step": (1, "", at(gradients.Gradients, "_backward", 0, signalled(signal.SIGHUP), call=3)),
     "seq 2, USR1 to one rank": (
         2,
         "--seqpar 2",
@@ -64,7 +64,7 @@ def test_a_run_that_had_to_leave_goes_on_to_the_same_bits(flags, undisturbed, tm
     left = trained(world, [*flags, *more.split()], out, expect=75, hook=twice)
     said = status(out)
     assert said["state"] == "preempted" and said["code"] == 75 and 1 < said["step"] < 6, said
-    assert re.fullmatch(r"SIG(TERM|USR1)( on rank \d, agreed in \d\.\d s)?", said["why"]), said
+    assert re.fullmatch(r"SIG(TERM|USR1|HUP)( on rank \d, agreed in \d\.\d s)?", said["why"]), said
     assert ("rank" in said["why"]) == (world > 1)
     if "micro-batches" in name:
         assert said["step"] == 2, "the step in which it came does not count"
@@ -159,7 +159,7 @@ def test_the_time_limit_and_a_restart_by_the_scheduler(flags, undisturbed, tmp_p
 
 def test_before_there_is_work_a_signal_ends_at_once_and_the_same_command_begins(flags, undisturbed, tmp_path):
     out, told = tmp_path / "run", "stopped before training began; run the same command again"
-    for number in (signal.SIGUSR1, signal.SIGTERM):
+    for number in (signal.SIGUSR1, signal.SIGHUP, signal.SIGTERM):
         left = trained(1, flags, out, expect=128 + number, hook=at(Segmentation, "open_data", 0, signalled(number)))
         assert told in left.said(0) and not out.exists()
 
