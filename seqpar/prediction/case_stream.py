@@ -227,6 +227,8 @@ class CasePrediction(ABC):
                     continue
                 predicted += 1
                 self.shown.say(f"{case.id}: {line}, {time.perf_counter() - began:.1f} s")
+        if self.mesh.is_first and (stay := self.folder.not_replaced):
+            self.shown.say(mixed_line(self.request.output, stay))
         failed = f", {quantity(len(faults), 'fault')}" if faults else ""
         self.shown.say(f"{self.what} of {quantity(predicted, 'case')}{failed}: {self.folder.path}")
         for line in (*self.other_files(), *self._next_lines()) if predicted else ():

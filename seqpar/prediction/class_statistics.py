@@ -31,7 +31,10 @@ class ClassStatistics:
         self._rows: list[list[str]] = []
 
     def open(self, predicted: Iterable[str]) -> None:
-        """Takes over the lines of cases whose label map is next to the table, without those to be ``predicted``."""
+        """Takes over the lines of cases whose label map is next to the table.
+
+        Those of cases to be ``predicted`` stay until they are, if the table keeps its columns.
+        """
         try:
             text = self.path.read_text(encoding="utf-8")
             lines = list(csv.reader(io.StringIO(text[: text.rfind("\n") + 1])))  # the last line may be cut
@@ -39,9 +42,10 @@ class ClassStatistics:
             lines = []
         except OSError as error:
             raise unreadable(self.path, error) from error
-        gone = set(predicted)
+        is_same = bool(lines) and self.columns in (lines[0], _named(lines[0]))
+        gone = set() if is_same else set(predicted)
         self._rows = [line for line in lines[1:] if line and line[0] not in gone and self._has_labels(line[0])]
-        if self._rows and self.columns not in (lines[0], _named(lines[0])):
+        if self._rows and not is_same:
             raise DataError(
                 self.path, f"has the columns {', '.join(lines[0])} for other cases, and these would get "
                 f"{', '.join(self.columns)}; choose another --output"

@@ -53,6 +53,8 @@ class PredictionFolder(ABC):
     - ``listed``: the names of files that earlier predictions wrote; known once it is open
     - ``changed``: the cases that are predicted again because their images are others; known once it is open
     - ``others``: the cases in it that were predicted with other settings, and stay; known once it is open
+
+    An earlier prediction of a case stays until the new one is written, and until then the record speaks of the earlier.
     """
 
     path: Path
@@ -65,9 +67,10 @@ class PredictionFolder(ABC):
         self.listed = frozenset[str]()
         self.changed: Sequence[str] = ()
         self.others: Sequence[str] = ()
+        self._content, self._pending = dict[str, Any](), dict[str, Any]()  # of the record; what will be known of images
 
     def open(self, cases: Sequence[Case], record: dict[str, Any], resume: bool) -> list[Case]:
-        """Returns the cases that are still to be predicted; removes what predictions with other settings left of them.
+        """Returns the cases that are still to be predicted.
 
         - ``record``: the content of prediction.json
         - ``resume``: keep finished cases whose images are the same, which needs an equal record
@@ -84,7 +87,7 @@ class PredictionFolder(ABC):
             )  # fmt: skip
         self._refuse_unlisted([], listed)  # before it is read
         is_same, now = previous == record, {case.id: _stamps(case) for case in cases}
-        before = now if inputs is None else inputs if is_same else {}  # older versions did not record them
+        before = {} if not is_same else now if inputs is None else inputs  # older versions did not record them
         same = frozenset(name for name, stamps in now.items() if before.get(name) == stamps)
         self.changed = [name for name in now if resume and name in before and name not in same]
         left = self.unfinished(cases, same if resume and is_same else frozenset(), is_same)
@@ -99,12 +102,26 @@ class PredictionFolder(ABC):
             files = {name for name in listed if (self.folder / name).exists()}.union(self._names(self.files_of(left)))
             is_phantom = any(is_generated(path) for case in cases for path in case.images[:1])
             phantoms = {_GENERATED: True} if is_phantom else {}
-            own = {_FILES: sorted(files), _INPUTS: {**before, **now}, **phantoms}
+            self._pending = {case.id: now[case.id] for case in left if self.holds(case)}
+            known = {**before, **{name: stamps for name, stamps in now.items() if name not in self._pending}}
+            own = {_FILES: sorted(files), _INPUTS: known, **phantoms}
             if self.series:
                 own[SERIES] = {**(series if is_same else {}), **self.series}
-            write_json(self.folder / RECORD, {**record, **own})
-            self.others = predicted_otherwise(self.folder)
+            self._content = {**record, **own}
+            write_json(self.folder / RECORD, self._content)
+            self.others = sorted({*predicted_otherwise(self.folder)} - {*self._pending})
         return left
+
+    def record_written(self, case: Case) -> None:
+        """Says in the record that what it holds of a case is the new prediction, if it held an earlier one."""
+        if case.id in self._pending:
+            self._content[_INPUTS][case.id] = self._pending.pop(case.id)
+            write_json(self.folder / RECORD, self._content)
+
+    @property
+    def not_replaced(self) -> list[str]:
+        """The cases to predict of which a map that was predicted with other settings is there still."""
+        return sorted(self._pending.keys() & {*predicted_otherwise(self.folder)})
 
     def close(self) -> None:
         """Lets other predictions use the folder."""
@@ -159,7 +176,11 @@ class PredictionFolder(ABC):
 
     @abstractmethod
     def clear(self, left: Sequence[Case], cases: Sequence[Case]) -> None:
-        """Removes files of the cases ``left`` to predict, and what a killed run left half written of ``cases``."""
+        """Removes what a killed run left half written of ``cases``, and what must not stay until ``left`` are done."""
+
+    @abstractmethod
+    def holds(self, case: Case) -> bool:
+        """Returns whether an earlier prediction of a case is there, once the folder was cleared."""
 
     def refuse_collisions(self, cases: Sequence[Case]) -> None:  # noqa: B027 - a single file collides with none
         """Raises DataError if a file would overwrite an input, or another output."""

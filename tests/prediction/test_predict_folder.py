@@ -6,6 +6,7 @@ import resource
 import shutil
 import signal
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import nibabel
@@ -17,10 +18,12 @@ from seqpar.cli import evaluate, predict
 from seqpar.cluster import exit_codes
 from seqpar.data.errors import DataError
 from seqpar.models.segmentation_network import SegmentationNet
+from seqpar.prediction.prediction_folder import predicted_otherwise
 from seqpar.runs import trained_run
 from seqpar.runs.trained_run import load_nets
-from tests.support.folders import child, image_array, label_array, nnunet, save, tree, write_json
-from tests.support.predictions import RECIPE, act, make_run, on_ranks
+from seqpar.tasks.segment.label_map_folder import LabelMapFolder
+from tests.support.folders import child, exit_code, image_array, label_array, nnunet, save, tree, write_json
+from tests.support.predictions import RECIPE, SMALL, act, make_run, on_ranks
 
 
 def test_one_bad_case_is_named_and_the_others_are_predicted(ranks, images, tmp_path, capfd) -> None:
@@ -256,6 +259,49 @@ def test_nothing_of_another_prediction_stays_next_to_a_label_map(images, tmp_pat
     assert act(tmp_path, run, "--overlap", "0.25") == 0  # all
     assert "warning" not in capsys.readouterr().out and not (out / "statistics.csv").exists()
     assert {name for name in tree(out) if "/" in name} <= {"npz/plans.json", "npz/dataset.json"}
+
+
+def test_what_was_predicted_before_stays_until_it_is_predicted_anew(images, tmp_path, capsys, monkeypatch) -> None:
+    """Killed with one of three cases done: the other two are there as before, and the record says whose they are."""
+    old, out = make_run(tmp_path / "old"), tmp_path / "out"
+    new = make_run(tmp_path / "new", config=replace(SMALL, seed=1))
+    flags = ("--npz", "--statistics")
+    assert act(tmp_path, old, *flags) == act(tmp_path, new, *flags, out="whole") == 0
+    before, write = tree(out), LabelMapFolder.write
+
+    def die_before_the_second(folder: LabelMapFolder, case: Any, *more: Any) -> None:
+        if case.id == "c_001":
+            os.kill(os.getpid(), signal.SIGKILL)
+        write(folder, case, *more)
+
+    monkeypatch.setattr(LabelMapFolder, "write", die_before_the_second)
+    assert exit_code(child(lambda: act(tmp_path, new, *flags))) == -signal.SIGKILL
+    monkeypatch.undo()
+    now, record = tree(out), json.loads((out / "prediction.json").read_text())
+    stays = [name for name in before if "c_001" in name or "c_002" in name]
+    assert len(stays) == 2 * 3 and all(now[name] == before[name] for name in stays)
+    assert Path(record["run"]).name == "new" and record["inputs"].keys() == {"c_000"}
+    assert predicted_otherwise(out) == ["c_001", "c_002"]
+    assert len(now["statistics.csv"].splitlines()) == len(before["statistics.csv"].splitlines())
+    capsys.readouterr()
+    assert act(tmp_path, new, *flags, "--continue") == 0
+    said = capsys.readouterr().out
+    assert "2 cases (1 are done)" in said and "warning" not in said
+    after, name = tree(out), "npz/c_001.npz"
+    assert after[name] == tree(tmp_path / "whole")[name] != before[name]
+    assert after.keys() == before.keys() and predicted_otherwise(out) == []
+
+
+def test_a_case_that_cannot_be_predicted_anew_keeps_its_map_and_is_named(images, tmp_path, capsys) -> None:
+    run, kept = make_run(tmp_path / "run"), tmp_path / "out" / "c_001.nii.gz"
+    assert act(tmp_path, run) == 0
+    before = kept.read_bytes()
+    bad = images / "c_001_0000.nii.gz"
+    bad.write_bytes(bad.read_bytes()[:200])
+    capsys.readouterr()
+    assert act(tmp_path, run, "--overlap", "0.25") == exit_codes.DATA
+    assert kept.read_bytes() == before
+    assert f"{tmp_path}/out also holds 1 case predicted with other settings (c_001)" in capsys.readouterr().out
 
 
 def test_a_record_that_lists_files_elsewhere_is_refused(images, tmp_path) -> None:

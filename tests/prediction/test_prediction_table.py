@@ -22,7 +22,7 @@ def test_what_another_run_predicted_is_not_taken_for_ones_own(tmp_path: Path) ->
     table = PredictionTable(tmp_path, names, explains=True)
     table.open(cases, {"runs": "first"}, False)
     table.close()  # as at the end of a prediction: others may come
-    table.add("a", np.array([0.5, 0.5]))
+    table.add(cases[0], np.array([0.5, 0.5]))
     (picture := tmp_path / EXPLANATIONS / "a.png").parent.mkdir()
     picture.touch()
     assert left("first", True) == ["b"] and picture.exists()
@@ -42,19 +42,19 @@ def test_cases_whose_explanation_is_not_whole_are_left(tmp_path: Path) -> None:
             path.parent.mkdir(exist_ok=True)
         save(table.explanation_paths(case)[0], np.zeros((2, 2, 2), np.float32))
         plt.imsave(table.explanation_paths(case)[1], np.zeros((2, 2)))
-        table.add(case.id, np.array([0.5, 0.5]))
+        table.add(case, np.array([0.5, 0.5]))
     table.close()
-    volume, picture = table.explanation_paths(cases[0])[0], table.explanation_paths(cases[2])[1]
+    volume, picture = table.explanation_paths(cases[0])[0], table.explanation_paths(cases[1])[1]
     volume.write_bytes(b"")
     picture.write_bytes(picture.read_bytes()[:-1])
 
     def left() -> list[str]:
         return [case.id for case in PredictionTable(tmp_path, names, explains=True).open(cases, record, True)]
 
-    assert left() == ["a", "c"]
+    assert left() == ["a", "b"]
     table.path.write_bytes(table.path.read_bytes()[:-1])
-    assert left() == ["a", "b", "c"], "the last number of b may be cut off"
-    table.add("a", np.array([0.5, 0.5]))
+    assert left() == ["a", "b", "c"], "the last number of c may be cut off"
+    table.add(cases[0], np.array([0.5, 0.5]))
     table.path.write_bytes(b"")
     assert left() == ["a", "b", "c"], "an emptied table has nothing to keep"
 
@@ -65,16 +65,16 @@ def test_cases_that_are_predicted_later_join_the_table_of_the_same_settings(tmp_
     def predict_as(cases: str, probability: float, own: dict = record) -> tuple[str, ...]:
         table = PredictionTable(tmp_path, names)
         for case in table.open([Case(case, ()) for case in cases], own, False):
-            table.add(case.id, np.array([probability, 1 - probability]))
+            table.add(case, np.array([probability, 1 - probability]))
         return read_class_table(tmp_path / "predictions.csv").cases
 
     assert predict_as("abc", 0.2) == ("a", "b", "c")
     assert predict_as("bd", 0.7) == ("a", "b", "c", "d")
     assert read_class_table(tmp_path / "predictions.csv").probabilities[:, 0].tolist() == [0.2, 0.7, 0.2, 0.7]
     PredictionTable(tmp_path, names).open([Case("d", ())], record, False)  # killed before its first case
-    assert read_class_table(tmp_path / "predictions.csv").cases == ("a", "b", "c"), "d is to be predicted anew"
+    assert read_class_table(tmp_path / "predictions.csv").cases == ("a", "b", "c", "d"), "what it had predicted stays"
     before = (tmp_path / "predictions.csv").read_bytes()
-    with pytest.raises(DataError, match=r"holds 2 cases predicted with other settings, .*choose another --output"):
+    with pytest.raises(DataError, match=r"holds 3 cases predicted with other settings, .*choose another --output"):
         predict_as("ae", 0.5, {"runs": "second"})
     assert (tmp_path / "predictions.csv").read_bytes() == before
-    assert predict_as("abce", 0.5, {"runs": "second"}) == ("a", "b", "c", "e")
+    assert predict_as("abcde", 0.5, {"runs": "second"}) == ("a", "b", "c", "d", "e")

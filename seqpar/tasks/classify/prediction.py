@@ -44,6 +44,7 @@ class PredictionTable(PredictionFolder):
     def __init__(self, folder: Path, names: tuple[str, ...], explains: bool = False) -> None:
         super().__init__(folder)
         self.path, self.names, self.explains, self.rows = folder / TABLE, names, explains, dict[str, np.ndarray]()
+        self._is_outdated = False  # what is there is of other settings, and a table is of one network alone
 
     def files_of(self, cases: Sequence[Case]) -> list[Path]:
         explained = cases if self.explains else ()
@@ -51,15 +52,17 @@ class PredictionTable(PredictionFolder):
 
     def unfinished(self, cases: Sequence[Case], kept: frozenset[str], same_settings: bool) -> list[Case]:
         """Also keeps the lines of other cases with the same settings; refuses to lose those with others."""
+        self._is_outdated, finished = not same_settings, set[str]()
         if not same_settings and self.path.is_file():
             self._refuse_loss(cases)
         if same_settings and self.path.is_file() and self.path.stat().st_size:  # an emptied one has nothing to keep
             whole = {case.id for case in cases if not self.explains or all(map(is_whole, self.explanation_paths(case)))}
-            table, again = read_class_table(self.path, may_be_cut=True), {case.id for case in cases} - (kept & whole)
+            table, cut = read_class_table(self.path, may_be_cut=True), set[str]()
             if not self.path.read_bytes().endswith(b"\n"):  # cut off, maybe within a number
-                again |= {case.id for case in cases} & {*table.cases[-1:]}
-            self.rows = {case: row for case, row in zip(table.cases, table.probabilities) if case not in again}
-        return [case for case in cases if case.id not in self.rows]
+                cut = {case.id for case in cases} & {*table.cases[-1:]}
+            self.rows = {case: row for case, row in zip(table.cases, table.probabilities) if case not in cut}
+            finished = kept & whole & self.rows.keys()
+        return [case for case in cases if case.id not in finished]
 
     def _refuse_loss(self, cases: Sequence[Case]) -> None:
         """Raises DataError if the table has cases that are not predicted now: it is of one network alone."""
@@ -78,19 +81,23 @@ class PredictionTable(PredictionFolder):
         else:
             self.path.unlink(missing_ok=True)
         for path in (path for case in left for path in self.explanation_paths(case)):
-            if path.relative_to(self.folder).as_posix() in self.listed:
+            if self._is_outdated and path.relative_to(self.folder).as_posix() in self.listed:
                 path.unlink(missing_ok=True)
+
+    def holds(self, case: Case) -> bool:
+        return case.id in self.rows
 
     def explanation_paths(self, case: Case) -> tuple[Path, Path]:
         """Returns the map and the picture of where a case's class is seen."""
         folder = self.folder / EXPLANATIONS
         return folder / f"{case.id}.nii.gz", folder / f"{case.id}.png"
 
-    def add(self, case: str, probabilities: np.ndarray) -> None:
+    def add(self, case: Case, probabilities: np.ndarray) -> None:
         """Writes the table with one more case."""
-        self.rows[case] = probabilities
+        self.rows[case.id] = probabilities
         with self.writable():
             self._write()
+            self.record_written(case)
 
     def _write(self) -> None:
         cases = tuple(sorted(self.rows))
@@ -147,7 +154,7 @@ class ClassPrediction(CasePrediction):
         def write() -> None:
             if seen is not None:
                 self._write_explanation(case, seen, probabilities)
-            self.folder.add(case.id, probabilities.numpy())
+            self.folder.add(case, probabilities.numpy())
 
         run_on_rank0(write, self.mesh.world)
         return ", ".join(f"{name} {p:.3f}" for name, p in zip(self.run.outputs, probabilities.tolist()))

@@ -217,6 +217,7 @@ class LabelMapFolder(PredictionFolder):
         super().__init__(folder)
         self.outputs, self.statistics, self.ensemble = tuple(outputs), statistics, ensemble
         self.maps, self.dicom = tuple(maps), dicom
+        self._earlier = dict[str, list[str]]()  # the files of each case that earlier predictions wrote
 
     @property
     def num_probabilities(self) -> int:
@@ -249,9 +250,15 @@ class LabelMapFolder(PredictionFolder):
 
     def clear(self, left: Sequence[Case], cases: Sequence[Case]) -> None:
         self._remove_temporary_files(cases)
-        for case in left:
-            self.label_path(case).unlink(missing_ok=True)
-        self._remove_outdated({case.id for case in left})
+        known = {case.id for case in left} | {strip_suffix(name) for name in self.listed if "/" not in name}
+        for name in sorted(self.listed - {STATISTICS}):
+            file = Path(name).name
+            ends = [found.start() for found in re.finditer("[._]", file)]
+            if owner := next((file[:end] for end in reversed(ends) if file[:end] in known), ""):
+                self._earlier.setdefault(owner, []).append(name)
+
+    def holds(self, case: Case) -> bool:
+        return any((self.folder / name).exists() for name in self._earlier.get(case.id, ()))
 
     def refuse_collisions(self, cases: Sequence[Case]) -> None:
         inputs = {path.absolute() for case in cases for path in case.images}
@@ -265,16 +272,12 @@ class LabelMapFolder(PredictionFolder):
                 "leave --probabilities out, or rename an output in config.json of the run"
             )  # fmt: skip
 
-    def _remove_outdated(self, left: set[str]) -> None:
-        """Removes what earlier predictions wrote of these cases, which may be more than will be written now."""
-        known = left | {strip_suffix(name) for name in self.listed if "/" not in name}
-        for name in self.listed - {STATISTICS}:
-            file = Path(name).name
-            ends = [found.start() for found in re.finditer("[._]", file)]
-            if next((file[:end] for end in reversed(ends) if file[:end] in known), None) in left:
-                (self.folder / name).unlink(missing_ok=True)
+    def _remove_outdated(self, case: Case) -> None:
+        """Removes what earlier predictions wrote of a case and this one does not."""
+        for name in {*self._earlier.get(case.id, ())}.difference(self._names(self.files_of([case]))):
+            (self.folder / name).unlink(missing_ok=True)
         if self.statistics is None and STATISTICS in self.listed:
-            drop_cases(self.folder, left)
+            drop_cases(self.folder, {case.id})
 
     def _remove_temporary_files(self, cases: Sequence[Case]) -> None:
         """Removes what a killed run left half written."""
@@ -319,6 +322,8 @@ class LabelMapFolder(PredictionFolder):
     ) -> None:  # fmt: skip
         """Writes a case's probabilities, if it has some, and then its label map ``W D H`` in the source's geometry.
 
+        Each file replaces that of an earlier prediction whole.
+
         ``image``: canonical, ``c W D H`` in the files' numbers, for the statistics.
         """
         if self.dicom is not None:
@@ -348,6 +353,8 @@ class LabelMapFolder(PredictionFolder):
                     write_volume(path, whole, properties.geometry, np.float32)
                 probabilities.remove()
             write_volume(self.label_path(case), labels, properties.geometry, labels.dtype)
+            self._remove_outdated(case)
+            self.record_written(case)
 
     def _write_segmentation(self, case: Case, labels: np.ndarray, dicom: DicomFiles) -> None:
         """Writes a case's DICOM segmentation; what is wrong with its series is no error of the folder."""
