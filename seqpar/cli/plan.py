@@ -123,8 +123,10 @@ def _parser() -> argparse.ArgumentParser:
     ranks.add_argument("--groups", type=int, metavar="GROUPS", help=groups)
     node = "ranks on a node (default: 8; cpu: all)"
     parser.add_argument("--node", type=int, metavar="RANKS", help=node)
-    parser.add_argument("--channels", type=int, metavar="CHANNELS", help="channels of the images (default: 4)")
-    parser.add_argument("--classes", type=int, metavar="CLASSES", help="classes, background included (default: 4)")
+    channels = "channels of the images (default: those of --data, else 4)"
+    parser.add_argument("--channels", type=int, metavar="CHANNELS", help=channels)
+    classes = "classes, background included (default: those of --data, else 4)"
+    parser.add_argument("--classes", type=int, metavar="CLASSES", help=classes)
     return parser
 
 

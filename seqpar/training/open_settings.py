@@ -1,5 +1,6 @@
 """What a command line leaves open: group size, batch and tile, which the data and the planner decide."""
 
+from seqpar.data.formats.recognise import find_dataset
 from seqpar.data.preparation.fingerprint import Fingerprint
 from seqpar.data.preparation.recipe import PrepareSettings
 from seqpar.parallel.launcher import Launcher
@@ -41,18 +42,22 @@ def choose_open_settings(
 def config_to_plan(
     config: Config, volume: tuple[int, ...], channels: int | None, outputs: int | None
 ) -> tuple[Config, int, int]:
-    """Returns a config to plan, and how many channels and outputs; where data decide on the tile, on these too.
+    """Returns a config to plan, and how many channels and outputs; data decide on what is not asked for.
 
     - ``volume``: what takes the tile's place, () for nothing
     - ``channels``, ``outputs``: those that are asked for; None: the data's, or 4
     """
-    if volume or config.tile:
+    has_tile = bool(volume or config.tile)
+    if has_tile and config.data and channels and outputs:
+        find_dataset(config.data)  # refuses one that is not there
+    if has_tile and (not config.data or (channels and outputs)):
         return config, channels or USUAL, outputs or USUAL
     try:
         fingerprint = task_of(config).read_headers(config)
     except ValueError as error:
         raise error if config.data else ValueError(f"{error}; or give --tile") from None
-    config, own = task_of(config).with_tile(config, fingerprint), sizes_of(fingerprint, config)
+    own = sizes_of(fingerprint, config)
+    config = config if has_tile else task_of(config).with_tile(config, fingerprint)
     return config, channels or own[0], outputs or own[1]
 
 

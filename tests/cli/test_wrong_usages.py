@@ -63,6 +63,8 @@ USAGES = """
 2 plan --predict --largest-tile --volume 8 8 8 | --largest-tile
 2 plan --pipe x | --pipe: x must be a number of ranks
 2 plan --classes 1 | --classes 1: it must be in [2, 1000000]
+3 plan --tile 32 --data nowhere --device a100 | nowhere: does not exist
+3 plan --tile 32 --data nowhere --device a100 --channels 1 --classes 2 | nowhere: does not exist
 2 plan --resume --out x --device cpu | --resume: plan does not read the run in --out: train --resume --dry-run plans it
 2 doctor --time-limit 1 | --time-limit 1.0: it must be at least 5 seconds
 2 doctor --json D | --json D is a folder

@@ -18,6 +18,7 @@ from seqpar.planner.needs import RunToPlan
 from seqpar.settings.command_line import parse
 from seqpar.settings.config import Config
 from seqpar.settings.presets import PRESETS
+from tests.support.folders import nnunet
 
 ROOT = Path(__file__).parents[2]
 # "Long Sequence": ViT-B, tile 96, patch 4, batch 1, fp32; the strategy is left open here
@@ -86,6 +87,15 @@ def test_the_most_tiles_fill_the_memory() -> None:
     tiles = most_tiles(run, one)
     fits, over = (next(plans(replace(run, config=replace(config, batch=n)), (1,))) for n in (tiles, tiles + 1))
     assert 4 < tiles < 32 and fits.fits and not over.fits
+
+
+def test_channels_and_classes_are_the_datas_unless_others_are_asked_for(capsys, tmp_path: Path) -> None:
+    line = ["--tile", "32", "--patch", "8", "--depth", "1", "--seqpar", "1", "--device", "a100"]
+    data = ["--data", str(nnunet(tmp_path / "D", 1))]
+    for more, counts in (([], "4 channels, 4 classes"), (data, "1 channel, 2 classes"),
+                         ([*data, "--classes", "5"], "1 channel, 5 classes")):  # fmt: skip
+        assert plan.act([*line, *more]) == 0
+        assert counts in capsys.readouterr().out
 
 
 def test_nothing_that_fits_is_refused_with_what_takes_less() -> None:
