@@ -12,7 +12,7 @@ from typing import Any
 
 from seqpar.data.errors import DataError, unwritable
 from seqpar.data.files import read_json, write_text
-from seqpar.data.formats.recognise import is_folder_of_dataset
+from seqpar.data.formats.recognise import is_part_of_dataset
 from seqpar.scores.label_classes import Labels
 from seqpar.scores.label_files import Pair
 from seqpar.scores.label_scores import Scores
@@ -94,14 +94,14 @@ def _num_cases(path: Path) -> int:
 def refuse_foreign(files: Mapping[str, Path], data: Collection[Path] = ()) -> None:
     """Raises DataError if a file is there that evaluate did not write, such as nnU-Net's summary.json.
 
-    It does too if a file would be in a folder of a data set.
+    It does too if a file would be in a data set or in one of its folders.
 
     - ``files``: what is to be written, by kind
     - ``data``: folders of the data set that is the truth, as far as they are known
     """
     kept = set(map(os.path.realpath, data))  # resolve() ends in a RuntimeError in a circle of links
     for kind, path in files.items():
-        if os.path.realpath(path.parent) in kept or is_folder_of_dataset(path.parent):
+        if os.path.realpath(path.parent) in kept or is_part_of_dataset(path.parent):
             raise DataError(
                 path.parent, f"belongs to a data set, which evaluate never writes into: name another place by --{kind}"
             )

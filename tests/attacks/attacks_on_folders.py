@@ -106,6 +106,7 @@ ATTACKS += [
         ("D/labelsTr D/labelsTr --json x.json", "D/labelsTr", _data_and_run),
         ("D/labelsTr truth --csv D/imagesTr/x.csv --json x.json", "D/imagesTr", _copied_truth),
         ("truth truth --regions T=1", "truth", _copied_truth),
+        ("truth truth --regions T=1 --json D/x.json --csv x.csv", "D", _copied_truth),
     )
 ]
 ATTACKS += [

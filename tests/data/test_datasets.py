@@ -50,7 +50,17 @@ def test_only_a_data_set_with_cases_is_one_that_nothing_is_written_into(tmp_path
     write_json(found / "dataset.json", json.loads((tmp_path / "D/dataset.json").read_text()))
     write_json(found / "plans.json", {})
     save(found / "c_000.nii.gz", label_array())
-    others = {found, tmp_path, tmp_path / "new"}
+    as_list = json.loads((tmp_path / "MSD/dataset.json").read_text())
+    as_dict = {"labels": as_list["labels"], "dataset": {"a": {"images": ["imagesTr/a.nii"], "label": "labelsTr/a.nii"}}}
+    for name, content in (("found-list", as_list), ("found-dict", as_dict)):
+        write_json(tmp_path / name / "dataset.json", content)
+        write_json(tmp_path / name / "plans.json", {})
+        save(tmp_path / name / "BRATS_000.nii.gz", label_array())
+    listed = {"image": "./BRATS_000.nii.gz", "label": "x"}
+    write_json(save(tmp_path / "own/BRATS_000.nii.gz", label_array()).with_name("plans.json"), {})
+    write_json(tmp_path / "own/dataset.json", {"training": [listed]})
+    kept |= {tmp_path / "own"}
+    others = {found, tmp_path / "found-list", tmp_path / "found-dict", tmp_path, tmp_path / "new"}
     assert {folder for folder in kept | others if is_part_of_dataset(folder)} == kept
 
 

@@ -5,6 +5,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from seqpar.data.errors import DataError, unreadable
 from seqpar.data.files import SUFFIXES, expand_home
@@ -81,7 +82,8 @@ def is_folder_of_dataset(folder: Path) -> bool:
 def is_part_of_dataset(folder: Path) -> bool:
     """Returns whether a folder is that of a data set, or holds its images or labels.
 
-    A dataset.json without such folders and without a list of cases belongs to predictions of nnU-Net.
+    A dataset.json without such folders and without a list of cases belongs to predictions of nnU-Net. So does one with
+    plans.json next to it, if no file of its list is there.
     """
     declaration = folder / "dataset.json"
     if is_folder_of_dataset(folder):
@@ -91,9 +93,20 @@ def is_part_of_dataset(folder: Path) -> bool:
     if any(_PART.fullmatch(path.name) for path in folder.iterdir()):
         return True
     try:
-        return bool(read_json_object(declaration).keys() & {"dataset", "training", "test"})
+        content = read_json_object(declaration)
     except DataError:  # it may be a data set's
         return True
+    lists = [content[key] for key in ("dataset", "training", "test") if key in content]
+    return bool(lists) and (not (folder / "plans.json").is_file() or _holds_any(folder, lists))
+
+
+def _holds_any(folder: Path, listed: Any) -> bool:
+    """Returns whether any file that the lists of a dataset.json name is in a folder."""
+    if isinstance(listed, str):
+        path = os.path.realpath(folder / listed)
+        return os.path.isfile(path) and Path(path).is_relative_to(os.path.realpath(folder))
+    inner = listed.values() if isinstance(listed, dict) else listed if isinstance(listed, list) else ()
+    return any(_holds_any(folder, one) for one in inner)
 
 
 def read_declaration(path: Path) -> tuple[dict[str, int], dict[str, tuple[int, ...]], int | None]:
