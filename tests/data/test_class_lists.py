@@ -117,6 +117,10 @@ BAD: dict[str, tuple[list[str], str]] = {
     "what stands for no class": (["case,class", *EIGHT[:7], "c_07,NaN"], "line 9, case c_07, has the class 'NaN'"),
     "a control character": (["case,class", *EIGHT[:7], "c_07,i\x07ll"], "case c_07, has the class 'i\\x07ll'"),
     "a separator of lines": (["case,class", *EIGHT[:7], "c_07,i\u2028ll"], "case c_07, has the class 'i\\u2028ll'"),
+    "a class in two ways": (
+        ["case,class", *EIGHT[:7], f"c_07,{EIGHT[0].split(',')[1].title()}"],
+        "line 2 has the class 'healthy' and line 9 'Healthy', which would be two classes",
+    ),
     "one class": (
         ["case,class", *(f"c_{n:02d},ill" for n in range(8))],
         "all cases the class ill; at least two classes",

@@ -6,7 +6,7 @@
 
 import csv
 import unicodedata
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -58,6 +58,7 @@ def read_class_dataset(path_or_name: str | Path | int) -> Dataset:
 def read_table(path: Path, cases: Sequence[Case]) -> VolumeClasses:
     """Returns the classes in a table of all cases except those of its test split."""
     rows = read_rows(path, ("case", "class"))
+    _refuse_alike(((row["class"], f"line {number}") for number, row in rows.items()), path)
     listed = _by_case(rows, path, {case.id for case in cases})
     if missing := sorted({case.id for case in cases} - listed.keys()):
         more = f" (and {len(missing) - 1} more)" if len(missing) > 1 else ""
@@ -110,6 +111,21 @@ def refuse_class_name(name: str, whose: str, path: Path) -> None:
     """Raises DataError for what stands where a class is missing or was not read as text."""
     if name.casefold() in ("", "nan") or any(unicodedata.category(letter) in _NO_LETTERS for letter in name):
         raise DataError(path, f"{whose} has the class {name!r}; a class needs a name that can be read, other than nan")
+
+
+def _refuse_alike(named: Iterable[tuple[str, str]], path: Path) -> None:
+    """Raises DataError if the names of two classes differ in upper and lower case alone.
+
+    - ``named``: a name, and where it is
+    """
+    first = dict[str, tuple[str, str]]()
+    for name, place in named:
+        other, before = first.setdefault(name.casefold(), (name, place))
+        if other != name:
+            raise DataError(
+                path, f"{before} has the class {other!r} and {place} {name!r}, which would be two classes; write both "
+                "the same way, or give them names that differ in more than upper and lower case"
+            )  # fmt: skip
 
 
 def _by_case(rows: Mapping[int, Row], path: Path, known: set[str]) -> dict[str, Row]:
@@ -173,6 +189,7 @@ def _read_list(path: Path, cases: Sequence[Case]) -> VolumeClasses:
     if folds and len(folds) < len(labels):
         raise DataError(path, f"gives {len(folds)} of {len(labels)} cases a fold number; give all of them one")
     names = _named(content.get("labels"), labels, path)
+    _refuse_alike(((names[label], f"case {case}") for case, label in labels.items()), path)
     own = tuple(sorted(labels.keys() - set(held_out))), tuple(sorted(held_out))
     splits, numbers = _folds(folds) if folds else ((own,) if held_out else (), ())
     order = tuple(dict.fromkeys(names.values()))
