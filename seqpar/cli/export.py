@@ -7,10 +7,12 @@ its package. A folder ``OUT`` becomes an nnU-Net results folder.
 import argparse
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from seqpar.cluster.exit_codes import run
 from seqpar.data.addresses import local_file
+from seqpar.data.errors import DataError
 from seqpar.runs.archive import write_archive
 from seqpar.runs.fold_folder import expand_folds
 from seqpar.runs.nnunet_export import write_results
@@ -18,6 +20,7 @@ from seqpar.runs.run_folder import read_config, read_windows
 from seqpar.runs.run_status import warn_if_killed, warn_if_not_validated
 from seqpar.runs.trained_run import find_weights, load_run, read_run
 from seqpar.settings.parser import Parser
+from seqpar.tasks.lookup import task_of
 from seqpar.terminal import coloured, next_command
 from seqpar.weights.nnssl import other_normalisation, write_pretrained
 from seqpar.weights.nnunet_weights import write_mednext
@@ -67,9 +70,14 @@ def act(arguments: Sequence[str]) -> int:
     if options.checkpoint != "best":
         windows = windows._replace(temperatures={})  # which was fitted to the best checkpoint
     measured = windows.as_json() if windows.dice else {}
-    about = write_archive(options.out, read_config(options.run), weights, options.licence, measured)
+    caution = ""
+    with suppress(DataError):  # its scores may be gone
+        caution = task_of(trained.config).caution(options.run)
+    about = write_archive(options.out, read_config(options.run), weights, options.licence, measured, caution)
     size = options.out.stat().st_size / 1e6
     print(f"{options.out}: {size:.1f} MB, weights {about['checkpoint']}, licence: {about['licence']}")
+    if caution:
+        print(coloured(f"warning: {caution}", sys.stderr), file=sys.stderr)
     print(coloured(f"next: {next_command('predict', options.out, '-i', 'IMAGES', '-o', 'PREDICTIONS')}", sys.stdout))
     return 0
 

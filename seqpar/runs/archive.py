@@ -2,7 +2,7 @@
 
 config.json                   of the run, without paths, commands and names of cases
 model.safetensors             the weights
-about.json                    licence, checkpoint, version, digest of the weights
+about.json                    licence, checkpoint, version, digest of the weights, a caution if there is one
 """
 
 import hashlib
@@ -24,6 +24,7 @@ from seqpar.data.files import refuse_existing, whole_file
 from seqpar.weights.weight_files import ARCHIVED, read_weights
 
 CONFIG, ABOUT = "config.json", "about.json"
+CAUTION = "caution"  # of about.json
 MOST_JSON = 16 * 2**20  # bytes of a JSON file, unpacked: a few packed ones may become any number
 _PRIVATE = ("data", "out", "cache", "weights", "measured")  # settings that name places on this machine
 _SHARED = ("preset", "versions", "commit")
@@ -43,6 +44,7 @@ def write_archive(
     weights: Path,
     licence: str,
     windows: Mapping[str, Any] = MappingProxyType({}),
+    caution: str = "",
 ) -> dict[str, Any]:
     """Writes the archive, whole or not at all, and returns what about.json says; the same run gives the same bytes.
 
@@ -50,6 +52,7 @@ def write_archive(
     - ``weights``: a file of weights
     - ``licence``: of the weights
     - ``windows``: what the run's validation measured, as in its window.json
+    - ``caution``: why not to trust the run, if there is a reason
     """
     refuse_existing(out)
     body = _packed(weights)
@@ -60,7 +63,7 @@ def write_archive(
         "seqpar": seqpar.__version__, "digest": _digest(body),
         "use": f"seqpar-predict {out.name} -i IMAGES -o FOLDER",
     }  # fmt: skip
-    about |= windows
+    about |= {**windows, **({CAUTION: caution} if caution else {})}
     try:
         with (
             whole_file(out, replaces=False) as temporary,
@@ -110,6 +113,11 @@ def read_archived(path: str | Path, name: str) -> dict[str, Any]:
         ) from error
     except OSError as error:
         raise unreadable(path, error) from error
+
+
+def read_caution(path: str | Path) -> str:
+    """Returns why not to trust the run that an archive holds, "" if it does not say."""
+    return str(read_archived(path, ABOUT).get(CAUTION, ""))
 
 
 def _shared(content: Mapping[str, Any]) -> dict[str, Any]:

@@ -96,6 +96,10 @@ class Task(ABC):
 
         return tile_line(config, flags, preset, source)
 
+    def caution(self, run: Path) -> str:
+        """Returns why not to trust a run or an archive, by the run's validations; "" if they give no reason."""
+        return ""
+
     def next_lines(self, out: Path) -> list[str]:
         """Returns the commands that usually follow a finished run."""
         from seqpar.runs.run_folder import next_lines

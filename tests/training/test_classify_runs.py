@@ -100,6 +100,15 @@ def test_a_run_ends_with_a_table_of_held_out_classes(one: tuple) -> None:
     assert min((out / name).stat().st_size for name in ("progress.png", "validation.png")) > 5000
 
 
+def test_an_archive_says_what_its_run_said_of_guessing(one: tuple, tmp_path: Path, capsys) -> None:
+    out, own, _ = one
+    for source, archive in ((out, tmp_path / "a.zip"), (tmp_path / "a.zip", tmp_path / "again.zip")):
+        assert export.act([str(source), str(archive)]) == 0
+        assert "warning: On 2 held-out cases this run reached a balanced" in capsys.readouterr().err
+    launch = predicted(1, archive, of(own), tmp_path / "p")
+    assert f"warning: {archive}: On 2 held-out cases this run reached a balanced accuracy of" in launch.said()
+
+
 def test_ranks_that_share_volumes_and_have_others_train_as_one_process(one: tuple, tmp_path: Path) -> None:
     out, own, _ = one
     trained(4, [*own, "--seqpar", "2", "--mode", "halo", "--batch", "1"], tmp_path / "four")

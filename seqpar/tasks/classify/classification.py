@@ -115,11 +115,16 @@ class Classification(Task):
     ) -> str:
         return ""  # a tile is a whole case
 
+    def caution(self, run: Path) -> str:
+        """Returns a sentence if nothing shows that the network has learned."""
+        from seqpar.report.record import may_be_chance, read_record
+        from seqpar.runs.archive import is_archive, read_caution
+
+        return read_caution(run) if is_archive(run) else may_be_chance(read_record(run))
+
     def next_lines(self, out: Path) -> list[str]:
         """Returns the commands that usually follow, after a warning if nothing shows that the network has learned."""
-        from seqpar.report.record import may_be_chance, read_record
-
-        caution = may_be_chance(read_record(out))
+        caution = self.caution(out)
         return [*([f"warning: {caution}"] if caution else []), *super().next_lines(out)]
 
     def predict(self, request: Request, members: Sequence[EnsembleMember], mesh: Mesh) -> list[str]:

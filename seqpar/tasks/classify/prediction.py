@@ -29,6 +29,7 @@ from seqpar.prediction.sliding_window import Image
 from seqpar.report.pictures import MAPS, draw_evidence, with_maximum
 from seqpar.report.planes import slices_of
 from seqpar.report.record import may_be_chance, read_record
+from seqpar.runs.archive import is_archive, read_caution
 from seqpar.tasks.classify.explanation import class_logits, explain
 from seqpar.tasks.classify.scores import EXPLANATIONS, TABLE, ClassTable, read_class_table
 from seqpar.text import quantity
@@ -134,8 +135,8 @@ class ClassPrediction(CasePrediction):
     def other_files(self) -> list[str]:
         lines = [f"maps of the evidence, with pictures: {self.folder.folder / EXPLANATIONS}"] if self.way else []
         for run in (member.run for member in self.members):
-            with suppress(DataError):  # an archive has no scores
-                caution = may_be_chance(read_record(run.path))
+            with suppress(DataError):  # its scores may be gone
+                caution = read_caution(run.path) if is_archive(run.path) else may_be_chance(read_record(run.path))
                 lines += [f"warning: {run.path}: {caution}"] if caution else []
         return lines
 
