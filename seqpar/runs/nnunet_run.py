@@ -77,14 +77,10 @@ class NnunetRun(TrainedRun):
         """Returns the smallest of ``sizes`` with which a window fits a rank's memory; the last where none does."""
         return next((size for size in sizes if self.window_bytes(size) <= memory), sizes[-1])
 
-    def can_share(self, size: int) -> bool:
-        """Returns whether ``size`` ranks can share the trained tile."""
+    def check_share(self, size: int, mode: str = "") -> None:
+        """Raises ValueError if ``size`` ranks cannot share the trained tile."""
         assert self.results is not None
-        try:
-            Layout.of(self.config.tile, self.results.architecture.unit, size)
-        except ValueError:
-            return False
-        return True
+        Layout.of(self.config.tile, self.results.architecture.unit, size)
 
     def window_bytes(self, size: int) -> int:
         """Returns the bytes that a window takes on the first of ``size`` ranks that share it, weights included."""

@@ -103,10 +103,14 @@ class TrainedRun:
         """Returns how many ranks of ``memory`` bytes share a window: the most of ``sizes`` that training allows."""
         return max(size for size in sizes if size <= self.config.seqpar)
 
+    def check_share(self, size: int, mode: str = "") -> None:
+        """Raises ValueError if ``size`` ranks cannot share the trained tile; for ``mode`` see ``load_nets``."""
+        layout_of(replace(self.config, seqpar=size, mode=mode or prediction_mode(self), batch=1))
+
     def can_share(self, size: int) -> bool:
         """Returns whether ``size`` ranks can share the trained tile."""
         try:
-            layout_of(replace(self.config, seqpar=size, mode=prediction_mode(self), batch=1))
+            self.check_share(size)
         except ValueError:
             return False
         return True

@@ -96,6 +96,14 @@ def test_ranks_that_cannot_cut_the_trained_tile_form_groups_that_can_and_say_so(
     assert list(fitting) == ([1, 2, 4, 2, 4, 4] if window == "sliding" else [1, 2, 4, 2, 4, 8])
 
 
+def test_more_ranks_than_tokens_are_refused_before_they_start(images, tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(predict, "start_missing_ranks", lambda *_: 0)
+    run = make_run(tmp_path / "run")
+    assert act(tmp_path, run, "--seqpar", "8") == 0, "it would start them"
+    with pytest.raises(ValueError, match="num_ranks=9 is more than the 8 tokens"):
+        act(tmp_path, run, "--seqpar", "9")
+
+
 def test_a_whole_pass_says_what_it_takes(images, tmp_path, capsys) -> None:
     run = make_run(tmp_path / "run")
     assert act(tmp_path, run, "--window", "whole") == 0
