@@ -25,6 +25,7 @@ from seqpar.report.planes import (
     best_modality,
     colours_of,
     fullest_planes,
+    outline_steps,
     plane_of,
     ranks_of,
     sides,
@@ -211,40 +212,11 @@ def encode(data: bytes) -> str:
 
 
 def outline(labels: NDArray[Any], number: int = 1) -> str:
-    """Returns an SVG path around a label of ``[y, x]`` along the edges of its pixels, inside on the right.
-
-    Edges to a label with a higher number are left to that label's path: two dashed lines there would look solid. So
-    numbers are ranks, as ``ranks_of`` gives them.
-    """
-    padded = np.pad(labels.astype(int), 1)
-    core, turns = padded[1:-1, 1:-1] == number, dict[tuple[int, int], list[tuple[int, int, bool]]]()
-    sides = (
-        (padded[:-2, 1:-1], (0, 0), (1, 0)),
-        (padded[1:-1, 2:], (1, 0), (0, 1)),
-        (padded[2:, 1:-1], (1, 1), (-1, 0)),
-        (padded[1:-1, :-2], (0, 1), (0, -1)),
-    )
-    for neighbour, (x0, y0), step in sides:
-        for y, x in zip(*(index.tolist() for index in np.nonzero(core & (neighbour != number)))):
-            turns.setdefault((x + x0, y + y0), []).append((*step, bool(neighbour[y, x] < number)))
+    """Returns an SVG path of ``outline_steps``."""
     path = []
-    while turns:
-        x, y = first = next(iter(turns))
-        steps: list[tuple[int, int, bool]] = []
-        while True:
-            dx, dy, drawn = turns[x, y].pop()
-            if not turns[x, y]:
-                del turns[x, y]
-            x, y = x + dx, y + dy
-            if steps and ((dx != 0) == (steps[-1][0] != 0) and drawn == steps[-1][2]):
-                dx, dy = dx + steps[-1][0], dy + steps[-1][1]
-                steps.pop()
-            steps.append((dx, dy, drawn))
-            if (x, y) == first:
-                break
+    for (x, y), steps in outline_steps(labels, number):
         moves = "".join((f"h{dx}" if dx else f"v{dy}") if drawn else f"m{dx} {dy}" for dx, dy, drawn in steps)
-        if any(drawn for *_, drawn in steps):
-            path.append(f"M{first[0]} {first[1]}{moves}" + "z" * all(drawn for *_, drawn in steps))
+        path.append(f"M{x} {y}{moves}" + "z" * all(drawn for *_, drawn in steps))
     return "".join(path)
 
 

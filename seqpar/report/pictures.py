@@ -19,11 +19,12 @@ from seqpar.report.planes import (
     counted,
     fullest_planes,
     orientation_text,
+    outline_lines,
     plane_of,
     ranks_of,
     sides,
 )
-from seqpar.report.plots import escape_mathtext, make_figure, save_figure
+from seqpar.report.plots import escape_mathtext, make_figure, save_figure, title_of_run
 from seqpar.scores.class_scores import positive_class, roc_label, roc_points
 from seqpar.text import quantity, with_minus
 
@@ -56,12 +57,14 @@ def draw_cases(
     - ``held_out``: the number of held-out cases; these are the first of them
     - ``neurological``: the patient's left is on the left of a picture, and not on the right
     """
-    save_figure(figure_of_cases(cases, classes, held_out, neurological), path)
+    save_figure(figure_of_cases(cases, classes, held_out, neurological, path.parent), path)
 
 
-def figure_of_cases(cases: Sequence[PicturedCase], classes: Sequence[str], held_out: int, neurological: bool) -> Any:
-    """Returns the figure of ``draw_cases``: a row of panels for each case."""
-    figure = make_figure(10, 3.3 * len(cases) + 1.1)
+def figure_of_cases(
+    cases: Sequence[PicturedCase], classes: Sequence[str], held_out: int, neurological: bool, run: Path
+) -> Any:
+    """Returns the figure of ``draw_cases``: a row of panels for each case; ``run``: whose they are."""
+    figure = make_figure(10, 3.3 * len(cases) + 1.25)
     first = f"The first {len(cases)} of " * (len(cases) < held_out)
     empty = "" if all(case.truth.any() for case in cases) else ", or of the prediction where the truth is empty"
     window = _limits([case.image for case in cases]) if cases[0].is_ct else None
@@ -70,11 +73,12 @@ def figure_of_cases(cases: Sequence[PicturedCase], classes: Sequence[str], held_
     if window:
         shown += with_minus(f" from {round(window[0])} HU (black) to {round(window[1])} HU (white)")
     about_lines = f" {LINES}." * (len(classes) > 1)
-    figure.suptitle(
-        f"{first}{quantity(held_out, 'held-out case')}{shown}, in planes with most of the truth{empty}\n"
-        f"{orientation_text(neurological)}.{about_lines}\n{counted(case.slices for case in cases)}.",
-        fontsize=9,
-    )
+    lines = [
+        f"{first}{quantity(held_out, 'held-out case')}{shown}, in planes with most of the truth{empty}",
+        f"{orientation_text(neurological)}.{about_lines}",
+        f"{counted(case.slices for case in cases)}.",
+    ]
+    figure.suptitle(title_of_run(run, *lines), fontsize=9)
     panels = figure.subplots(len(cases), 3, squeeze=False)
     for row, case in zip(panels, cases):
         at = fullest_planes(case.truth if case.truth.any() else case.prediction)
@@ -90,10 +94,10 @@ def figure_of_cases(cases: Sequence[PicturedCase], classes: Sequence[str], held_
     from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
 
-    lines: list[Any] = [Line2D([], [], color=colour, label=name, ls=style) for name, style, colour in marks]
+    keys: list[Any] = [Line2D([], [], color=colour, label=name, ls=style) for name, style, colour in marks]
     if any(case.disputed is not None for case in cases):
-        lines.append(Patch(color=DISPUTED, alpha=0.55, label="readers disagree"))
-    figure.legend(handles=lines, loc="outside lower center", ncols=len(lines), fontsize=9)
+        keys.append(Patch(color=DISPUTED, alpha=0.55, label="readers disagree"))
+    figure.legend(handles=keys, loc="outside lower center", ncols=len(keys), fontsize=9)
     return figure
 
 
@@ -114,6 +118,7 @@ def _draw_plane(
     neurological: bool,
 ) -> None:
     """Draws one plane with its outlines; ``greys``: the image, and what is black and white in it."""
+    from matplotlib.collections import LineCollection
     from matplotlib.colors import ListedColormap
 
     volume, low, high = greys
@@ -124,19 +129,22 @@ def _draw_plane(
         area = plane_of(case.disputed, dim, at, neurological)
         panel.imshow(area, cmap=ListedColormap([DISPUTED]), alpha=0.55 * area, aspect=up / across)
     ranks = ranks_of(case.truth, case.prediction)
-    present = [label for label in range(1, num_classes + 1) if label < len(ranks)]
-    for label in sorted(present, key=lambda label: int(ranks[label])):  # the rarest above the others
-        colour = COLOURS[(label - 1) % len(COLOURS)]
-        for mask, style in ((truth == label, "solid"), (prediction == label, "dashed")):
-            _outline(panel, mask, colour, 1.2, style)
+    ranks[num_classes + 1 :] = 0  # what is ignored has no line, and takes none from its neighbours
+    for labels, style in ((truth, "solid"), (prediction, "dashed")):
+        for rank in range(1, 1 + int(ranks.max())):  # the rarest above the others
+            lines = outline_lines(ranks[labels], rank) if min(labels.shape) > 1 else []  # of no slice on edge
+            if lines:
+                colour = COLOURS[(int(np.argmax(ranks == rank)) - 1) % len(COLOURS)]
+                drawn = LineCollection(lines, colors=colour, linewidths=1.2, linestyles=style)
+                panel.add_collection(drawn, autolim=False)
     panel.set_xticks([])
     panel.set_yticks([])
 
 
-def _outline(panel: Any, plane: NDArray[Any], colour: str, width: float, style: str = "solid") -> None:
+def _outline(panel: Any, plane: NDArray[Any], colour: str, width: float) -> None:
     """Draws a line around what is above 0.5 in a plane, unless the volume has a single slice across it."""
     if min(plane.shape) > 1 and plane.min() < 0.5 < plane.max():
-        panel.contour(plane, levels=[0.5], colors=[colour], linewidths=width, linestyles=style)
+        panel.contour(plane, levels=[0.5], colors=[colour], linewidths=width)
 
 
 def mark_plane(panel: Any, letters: str, across: float) -> None:
@@ -175,7 +183,7 @@ def draw_scores(path: Path, summary: Mapping[str, Any], step: int = 0) -> None:
     shown, after = [escape_mathtext(name) for name in names], f", after step {step:,}" if step else ""
     truth = np.array([names.index(case["truth"]) for case in cases])
     probabilities = np.array([case["probabilities"] for case in cases])
-    figure = make_figure(9, 4.2 + 0.17 * (len(names) if len(names) > 2 else 1))
+    figure = make_figure(9, 4.4 + 0.17 * (len(names) if len(names) > 2 else 1))
     curves, counts = figure.subplots(1, 2)
     curves.plot([0, 1], [0, 1], "--", color="#888888", linewidth=0.8, label="chance")
     for number in range(len(names)) if len(names) > 2 else [positive_class(names)]:
@@ -186,7 +194,7 @@ def draw_scores(path: Path, summary: Mapping[str, Any], step: int = 0) -> None:
             label = roc_label(shown[number], truth == number, probabilities[:, number])
             curves.plot(*points, style, label=label, color=colour, clip_on=False)  # 0 and 1 too
     curves.legend(fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -0.14))  # over no curve
-    figure.suptitle(f"{quantity(len(cases), 'held-out case')}{after}", fontsize=11)
+    figure.suptitle(title_of_run(path.parent, f"{quantity(len(cases), 'held-out case')}{after}"), fontsize=11)
     curves.set_box_aspect(1)
     curves.set(title="ROC curve", xlabel="1 − specificity", ylabel="sensitivity")
     confusion = np.array(summary["confusion"])

@@ -121,6 +121,69 @@ def ranks_of(*maps: NDArray[Any]) -> NDArray[np.uint8]:
     return ranks
 
 
+Steps = list[tuple[int, int, bool]]  # to the right, downwards, and whether a line is drawn
+
+
+def outline_steps(labels: NDArray[Any], number: int) -> list[tuple[tuple[int, int], Steps]]:
+    """Returns where each way around a label of ``[y, x]`` begins, and its steps on the edges of pixels.
+
+    Inside is on the right. Edges to a label with a higher number are left to that label: two dashed lines there would
+    look solid. So numbers are ranks, as ``ranks_of`` gives them.
+    """
+    padded = np.pad(labels.astype(int), 1)
+    core, turns = padded[1:-1, 1:-1] == number, dict[tuple[int, int], Steps]()
+    sides = (
+        (padded[:-2, 1:-1], (0, 0), (1, 0)),
+        (padded[1:-1, 2:], (1, 0), (0, 1)),
+        (padded[2:, 1:-1], (1, 1), (-1, 0)),
+        (padded[1:-1, :-2], (0, 1), (0, -1)),
+    )
+    for neighbour, (x0, y0), step in sides:
+        for y, x in zip(*(index.tolist() for index in np.nonzero(core & (neighbour != number)))):
+            turns.setdefault((x + x0, y + y0), []).append((*step, bool(neighbour[y, x] < number)))
+    ways = list[tuple[tuple[int, int], Steps]]()
+    while turns:
+        x, y = first = next(iter(turns))
+        steps = Steps()
+        while True:
+            dx, dy, drawn = turns[x, y].pop()
+            if not turns[x, y]:
+                del turns[x, y]
+            x, y = x + dx, y + dy
+            if steps and ((dx != 0) == (steps[-1][0] != 0) and drawn == steps[-1][2]):
+                dx, dy = dx + steps[-1][0], dy + steps[-1][1]
+                steps.pop()
+            steps.append((dx, dy, drawn))
+            if (x, y) == first:
+                break
+        if any(drawn for *_, drawn in steps):
+            ways.append((first, steps))
+    return ways
+
+
+def outline_lines(labels: NDArray[Any], number: int) -> list[list[tuple[float, float]]]:
+    """Returns the lines of ``outline_steps`` through the middles of the edges of pixels, each as its points ``x y``.
+
+    The middle of a pixel is a whole number.
+    """
+    lines = list[list[tuple[float, float]]]()
+    for (column, row), steps in outline_steps(labels, number):
+        x, y, goes_on = column - 0.5, row - 0.5, False
+        for dx, dy, drawn in steps:
+            length = abs(dx + dy)
+            if drawn:
+                lines += [[(x, y)]] * (not goes_on)
+                lines[-1] += [(x + dx * part, y + dy * part) for part in (np.arange(length) + 0.5) / length]
+            elif goes_on:
+                lines[-1].append((x, y))
+            x, y, goes_on = x + dx, y + dy, drawn
+        if all(drawn for *_, drawn in steps):
+            lines[-1][0] = lines[-1][-1]
+        elif goes_on:
+            lines[-1].append((x, y))
+    return lines
+
+
 def best_modality(names: Sequence[str]) -> str:
     """Returns the modality on which a tumour is seen best: FLAIR, or else the first one; "" of none."""
     return next((name for name in names if name.lower() in ("flair", "t2f", "t2-flair")), names[0] if names else "")

@@ -4,7 +4,8 @@ import io
 import math
 import re
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
@@ -17,9 +18,10 @@ from markupsafe import Markup
 from numpy.typing import NDArray
 
 from seqpar.data.files import whole_file
+from seqpar.data.phantom.phantom_files import has_phantoms
 from seqpar.report.curves import AGAIN, DISTINCT, GREY, GRID, INK, Bars, Diagram, Line, LineStyle, training_diagrams
 from seqpar.runs.journal import held_out_scores, read_metrics
-from seqpar.runs.run_folder import read_config
+from seqpar.runs.run_folder import FOLDS_FILE, SWEEP_FILE, read_config
 from seqpar.scores.comparison import FEW as FEW_CASES
 
 BUCKETS = 240  # points of a line: a longer one is drawn by the mean and the range of its pieces
@@ -134,6 +136,36 @@ def save_figure(figure: Any, path: Path, durable: bool = False, dpi: int = 110) 
         figure.savefig(temporary, format=path.suffix[1:], dpi=dpi, **own)
 
 
+TITLE = 76  # letters of a line above a narrow picture
+NOT_PATIENTS = "generated phantoms, not patients"
+
+
+def title_of(name: str, generated: bool, *lines: str) -> str:
+    """Returns the text above a picture, which travels without its folder: whose it is, and if it shows phantoms.
+
+    - ``lines``: further ones
+    """
+    first = textwrap.wrap(f"{name}: {NOT_PATIENTS}" if generated else name, TITLE)
+    return "\n".join([escape_mathtext("\n".join(first)), *lines])
+
+
+def title_of_run(out: Path, *lines: str, points: Iterable[Path] = ()) -> str:
+    """Returns ``title_of`` for the folder of a run, or of a sweep with its ``points``."""
+    generated = False
+    for run in points or [out]:
+        with suppress(ValueError, LookupError, TypeError, AttributeError, OSError):  # config.json may not be there yet
+            generated = generated or has_phantoms(read_config(run))
+    return title_of(name_of_run(out, "Sweep" if points else "Run"), generated, *lines)
+
+
+def name_of_run(out: Path, kind: str) -> str:
+    """Returns the name of a run, such as "Run first"; a fold, or the point of a sweep, has its folder's name too."""
+    place = out.resolve()
+    is_part = any((place.parent / name).is_file() for name in (FOLDS_FILE, SWEEP_FILE))
+    name = f"{place.parent.name}/{place.name}" if is_part else place.name
+    return name if name.lower().startswith(kind.lower()) else f"{kind} {name}"
+
+
 def escape_mathtext(text: str) -> str:
     """Returns a name as matplotlib shows it unchanged: it takes what is between two dollars for a formula."""
     return text.replace("$", r"\$")
@@ -179,7 +211,7 @@ def draw_progress(out: Path) -> None:
         return
     diagrams, picture = training_diagrams(train, held_out, "Loss", _classes_of(out)), out / "validation.png"
     has_picture = bool(held_out) and held_out_scores(held_out[-1])[0] not in held_out[-1] and picture.exists()
-    heights, pixels = [4.0], None  # of the panels, in inches
+    heights, pixels = [4.2], None  # of the panels with the title, in inches
     if has_picture:
         from matplotlib.image import imread
 
@@ -194,6 +226,7 @@ def draw_progress(out: Path) -> None:
         plot.grid(alpha=0.3)
         if diagram.has_keys:
             plot.legend(fontsize=8)
+    figure.suptitle(title_of_run(out), fontsize=10)
     if note := _smoothed(diagrams):
         figure.supxlabel(note, fontsize=8)
     if pixels is not None:

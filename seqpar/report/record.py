@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from seqpar.data.errors import DataError
 from seqpar.data.files import read_whole, strip_suffix
 from seqpar.data.formats.splits import sample_cases
-from seqpar.data.phantom.phantom_files import is_generated
+from seqpar.data.phantom.phantom_files import has_phantoms
 from seqpar.report.planes import colours_of
 from seqpar.runs.archive import ABOUT, is_archive
 from seqpar.runs.journal import read_metrics
@@ -96,7 +96,7 @@ class RunRecord:
     @property
     def has_phantoms(self) -> bool:
         """Whether it was trained on generated phantoms."""
-        return bool(self.dataset.get("generated")) or is_generated(self.config.get("data", "unknown"))
+        return has_phantoms(self.content)
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from typing import Any
 from seqpar.data.files import write_text
 from seqpar.report.curves import DICE, MOST_CURVES, TRAIN_LOSS, Curve, Diagram, Line, LineStyle, read_curve
 from seqpar.report.planes import RUN_COLOURS
-from seqpar.report.plots import draw_diagram, make_figure, save_figure
+from seqpar.report.plots import draw_diagram, make_figure, save_figure, title_of_run
 from seqpar.runs.sweep_folder import Point, Sweep, format_value
 from seqpar.terminal import next_command
 from seqpar.text import flag_name, quantity
@@ -45,7 +45,8 @@ def _figure_of_sweep(out: Path, sweep: Sweep) -> Any:
     losses = Diagram(TRAIN_LOSS, "step", _lines(out, sweep, TRAIN_LOSS), low=0.0, styles=STYLES)
     scores = Diagram(sweep.score_name, "step", _lines(out, sweep, DICE), low=0.0, high=top, styles=STYLES)
     keys = sum(line.label.count("\n") + 1 for line in losses.lines if line.label)
-    title = [f"{quantity(len(sweep.points), 'point')}, {sum(point.is_over for point in sweep.points)} ended"]
+    title = title_of_run(out, points=[out / point.name for point in sweep.points]).split("\n")
+    title += [f"{quantity(len(sweep.points), 'point')}, {sum(point.is_over for point in sweep.points)} ended"]
     title += textwrap.wrap(sweep.describe_best(best), LETTERS) if best else []
     note = textwrap.wrap(_note(sweep), LETTERS) if names else []
     heights = [2.4 + 0.15 * (keys + len(title)), 2.3 * rows + 0.15 * len(note)][: 1 + bool(rows)]

@@ -10,7 +10,7 @@ from seqpar.cluster.devices import device_here, usable_cores
 from seqpar.data.errors import DataError
 from seqpar.planner.batch_size import hold_global_batch
 from seqpar.report.curves import Diagram, Line
-from seqpar.report.plots import draw_figure
+from seqpar.report.plots import draw_figure, escape_mathtext, name_of_run
 from seqpar.runs.run_folder import read_config
 from seqpar.runs.sweep_folder import Sweep
 from seqpar.settings.config import Config
@@ -249,7 +249,7 @@ def draw_scaling(rows: Sequence[Scaling], is_distmis: bool, path: Path) -> None:
         ]  # fmt: skip
     note = "planned or recorded lengths of runs, simulated: each run begins where devices are free first"
     draw_figure(
-        "What the sweep takes",
+        f"{escape_mathtext(name_of_run(path.parent, 'Sweep'))}: what it takes",
         [Diagram(name, "devices", times, log=True), Diagram("times as fast", "devices", speeds, log=True)],
         note,
         [path],

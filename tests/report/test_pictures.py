@@ -15,7 +15,7 @@ from matplotlib.colors import to_hex
 
 from seqpar.data.formats.recognise import find_inputs
 from seqpar.data.preparation.prepare_dataset import prepared
-from seqpar.report import plots
+from seqpar.report import pictures, plots
 from seqpar.report.cases import greys_of, viewer_section, with_wide_ct
 from seqpar.report.curves import NEUTRAL, Diagram, Line
 from seqpar.report.embedded_volumes import (
@@ -31,10 +31,13 @@ from seqpar.report.embedded_volumes import (
 )
 from seqpar.report.images import Images, same_cases
 from seqpar.report.pictures import PicturedCase, figure_of_cases
-from seqpar.report.planes import COLOURS, DISPUTED, LINES, bar_length, ranks_of
+from seqpar.report.planes import COLOURS, DISPUTED, LINES, bar_length, fullest_planes, plane_of, ranks_of
 from seqpar.report.plots import Strips, draw_chart, make_strips
 from seqpar.report.record import RunRecord
 from seqpar.report.rendering import _environment
+from seqpar.runs.sweep_folder import Point, Sweep
+from seqpar.sweeps.results import _figure_of_sweep
+from seqpar.tasks.pretrain.validation import RebuiltTile, figure_of_tiles
 from tests.support.configs import config_of, trainer_of
 from tests.support.folders import label_array, nnunet, save
 from tests.support.report_page import own_slices, unroll
@@ -123,9 +126,58 @@ def test_a_rare_label_within_a_common_one_has_a_line_of_its_own() -> None:
     section = viewer_section([(case, case.embedded(10**6))], ["core", "edge"], False)
     assert section.volumes["cases"][0]["ranks"] == [0, 2, 1, 4, 3] and f". {LINES}." in f"{section.orientation}."
     picture = PicturedCase("a", np.ones(labels.shape), labels, 0 * labels, (1.0,) * 3, own_slices(labels.shape))
-    panel = figure_of_cases([picture], ["core", "edge"], 1, False).axes[0]
+    panel = figure_of_cases([picture], ["core", "edge"], 1, False, Path()).axes[0]
     colours = [to_hex(one.get_edgecolor()[0]) for one in panel.collections]
     assert colours == [COLOURS[1], COLOURS[0]], "the rarer one is above"
+
+
+def test_each_edge_between_labels_is_drawn_once_in_a_picture() -> None:
+    """That of a lesion at the edge of an organ too: it is the lesion's alone."""
+    labels = np.zeros((12, 12, 12), np.uint8)
+    labels[2:10, 2:10, 2:10], labels[5:7, 5:7, 7:11], labels[2:4, 4:8, 4:8] = 1, 2, 3
+    labels[0, 0, 0] = 3  # which has no line, as an ignored label
+    picture = PicturedCase("a", np.ones(labels.shape), labels, 0 * labels, (1.0,) * 3, own_slices(labels.shape))
+    for panel, dim in zip(figure_of_cases([picture], ["liver", "lesion"], 1, False, Path()).axes, range(3)):
+        plane = plane_of(labels % 3, dim, fullest_planes(labels)[dim], False)
+        lines = [line for drawn in panel.collections for line in drawn.get_segments()]
+        closed = [bool((line[0] == line[-1]).all()) for line in lines]
+        middles = [(x, y) for line, ends in zip(lines, closed) for x, y in line[ends:].tolist() if (x + y) % 1]
+        padded = np.pad(plane.astype(int), 1)
+        edges = sum(np.count_nonzero(np.diff(padded, axis=axis)) for axis in (0, 1))
+        assert len(set(middles)) == len(middles) == edges
+        assert all(ends or not sum(line[[0, -1]].ravel() % 1 != 0.5) for line, ends in zip(lines, closed)), "they meet"
+
+
+@pytest.mark.parametrize("generated", [True, False])
+def test_a_picture_names_its_run_and_says_that_phantoms_are_generated(tmp_path, monkeypatch, generated: bool) -> None:
+    """It travels without its folder."""
+    figures = list[Any]()
+    for module in (plots, pictures):
+        monkeypatch.setattr(module, "save_figure", lambda figure, path: figures.append(figure))
+    run = tmp_path / "small" / "lr-$1$"
+    run.mkdir(parents=True)
+    (run / "config.json").write_text(json.dumps({"dataset": {"generated": generated}, "config": {"data": "D"}}))
+    (run / "metrics.jsonl").write_text(json.dumps({"kind": "train", "step": 0, "loss": 1.0, "lr": 0.1, "seconds": 1.0}))
+    volume = np.ones((4, 4, 4), np.uint8)
+    summary = {
+        "names": ["a", "b"],
+        "metric_per_case": [{"truth": "a", "probabilities": [1, 0]}],
+        "confusion": [[1, 0], [0, 0]],
+    }
+    tile = RebuiltTile("a", 1.0 * volume, 1.0 * volume, volume > 0, (1.0,) * 3, own_slices(volume.shape)[2])
+    for is_point in (False, True):
+        plots.draw_progress(run)
+        pictures.draw_scores(run / "validation.png", summary)
+        case = PicturedCase("a", volume, volume, volume, (1.0,) * 3, own_slices(volume.shape))
+        figures += [figure_of_cases([case], ["b"], 1, False, run), figure_of_tiles([tile], False, run)]
+        name = "Run small/lr-\\$1\\$" if is_point else "Run lr-\\$1\\$"
+        said = {figure.get_suptitle().split("\n")[0] for figure in figures}
+        assert said == {f"{name}{': generated phantoms, not patients' * generated}"} and len(figures) == 4
+        (run.parent / "sweep.json").write_text("{}")
+        figures.clear()
+    of_sweep = _figure_of_sweep(run.parent, Sweep({}, (Point(run.name, {}),))).subfigs[0].get_suptitle()
+    assert of_sweep.startswith(f"Sweep small{': generated phantoms, not patients' * generated}\n1 point")
+    assert plots.title_of("n" * 190, generated, "more").count("\n") == 3, "a long name is seen whole"
 
 
 def test_a_picture_shows_where_readers_disagree_and_is_read_on_bone() -> None:
@@ -135,12 +187,12 @@ def test_a_picture_shows_where_readers_disagree_and_is_read_on_bone() -> None:
     disputed[2, 2:6, 2:6] = True
     known = bone, labels, labels, (1.0,) * 3, own_slices(labels.shape)
     alone, doubted = PicturedCase("a", *known), PicturedCase("b", *known, disputed=disputed)
-    figure = figure_of_cases([alone, doubted], ["core"], 2, False)
+    figure = figure_of_cases([alone, doubted], ["core"], 2, False, Path())
     assert [text.get_text() for text in figure.legends[0].texts] == ["truth", "prediction", "core", "readers disagree"]
     areas = [list(panel.images[1:]) for panel in figure.axes]
     assert [len(area) for area in areas] == [0, 0, 0, 1, 1, 1], "above the image of the case with readers alone"
     assert to_hex(areas[4][0].cmap(1.0)) == DISPUTED and areas[4][0].get_alpha().any()
-    assert not figure_of_cases([alone], ["core"], 1, False).legends[0].texts[3:]
+    assert not figure_of_cases([alone], ["core"], 1, False, Path()).legends[0].texts[3:]
     assert all(text.get_path_effects() for panel in figure.axes for text in panel.texts), "white letters have an edge"
     css = resources.files("seqpar.report").joinpath("template/page.css").read_text()
     assert css.count(DISPUTED) == 2 and css.count("disputed") == 2, "the page shows it in the same colour"
@@ -242,14 +294,16 @@ def test_a_ct_is_drawn_in_hounsfield_units_with_its_window(tmp_path: Path, alone
         hounsfield = nibabel.load(data / "imagesTr" / f"{one.name}_0000.nii.gz").get_fdata()
         assert one.is_ct and np.median(one.image) == pytest.approx(np.median(hounsfield[hounsfield > 0]), rel=0.02)
     bright = replace(drawn[0], image=drawn[0].image + 500)
-    figure = figure_of_cases([drawn[0], bright], ["tumour"], 2, False)
+    figure = figure_of_cases([drawn[0], bright], ["tumour"], 2, False, Path())
     low, high = figure.axes[0].images[0].get_clim()
     assert figure.axes[3].images[0].get_clim() == (low, high), "all cases have the same window"
     assert f"shown on CT from {low:.0f} HU (black) to {high:.0f} HU (white), in planes" in figure.get_suptitle()
     dark = replace(drawn[0], image=np.linspace(-160, 0.4, 1000).reshape(10, 10, 10), truth=np.ones((10, 10, 10), int))
     dark = replace(dark, prediction=dark.truth)
-    assert "from −159 HU (black) to 0 HU (white)" in figure_of_cases([dark], ["tumour"], 1, False).get_suptitle()
-    assert "HU" not in figure_of_cases([replace(bright, is_ct=False)], ["tumour"], 1, False).get_suptitle()
+    assert (
+        "from −159 HU (black) to 0 HU (white)" in figure_of_cases([dark], ["tumour"], 1, False, Path()).get_suptitle()
+    )
+    assert "HU" not in figure_of_cases([replace(bright, is_ct=False)], ["tumour"], 1, False, Path()).get_suptitle()
 
 
 def test_a_ct_keeps_soft_tissue_though_the_network_takes_it_clipped(tmp_path: Path) -> None:

@@ -155,7 +155,7 @@ def test_colours_are_those_of_the_runs_picture(page: Page) -> None:
     for number in range(1, 4):
         label[2 : 8 - number, 2:6, 2:6] = number
     case = PicturedCase("a", np.ones((8, 8, 8)), label, label, (1.0, 1.0, 1.0), own_slices((8, 8, 8)))
-    figure = figure_of_cases([case], [entry["name"] for entry in labels], 1, False)
+    figure = figure_of_cases([case], [entry["name"] for entry in labels], 1, False, Path())
     lines = {
         text.get_text(): line.get_color() for line, text in zip(figure.legends[0].get_lines(), figure.legends[0].texts)
     }
@@ -172,7 +172,7 @@ def test_a_long_name_is_seen_whole_above_its_pictures() -> None:
         (1.0,) * 3,
         own_slices(label.shape),
     )
-    figure = figure_of_cases([case], ["liver"], 1, False)
+    figure = figure_of_cases([case], ["liver"], 1, False, Path())
     figure.draw_without_rendering()
     boxes = [panel.title.get_window_extent() for panel in figure.axes]
     assert boxes[0].x0 >= 0 and boxes[0].x1 < boxes[1].x0
@@ -182,7 +182,7 @@ def test_a_volume_of_a_single_slice_is_outlined_in_the_slice_alone() -> None:
     label = np.zeros((8, 8, 1), int)
     label[2:5, 3:6] = 1
     case = PicturedCase("a", np.ones((8, 8, 1)), label, 1 - label, (1.0,) * 3, own_slices(label.shape))
-    panels = figure_of_cases([case], ["liver"], 1, False).axes
+    panels = figure_of_cases([case], ["liver"], 1, False, Path()).axes
     assert sorted(len(panel.collections) for panel in panels) == [0, 0, 2]
 
 

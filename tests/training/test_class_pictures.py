@@ -71,7 +71,7 @@ def test_two_classes_have_one_curve_and_more_have_one_each_under_their_names(fig
         assert curves.get_box_aspect() == 1 and (len(names) > 1 or lines[0].get_linestyle() == "-")
         assert (curves.get_xlabel(), curves.get_ylabel()) == ("1 − specificity", "sensitivity")
         assert counts.get_title() == "Confusion matrix: number of cases"
-        assert figure.get_suptitle() == "12 held-out cases, after step 1,600"
+        assert figure.get_suptitle().endswith("\n12 held-out cases, after step 1,600")
         width = figure.bbox.width
         assert all(
             plot.title.get_window_extent().x0 >= 0 and plot.title.get_window_extent().x1 <= width

@@ -184,7 +184,7 @@ def test_pictures_show_image_masked_rebuilt_and_difference(images, tmp_path, alo
     of_mean = float(((tile.image.mean() - tile.image)[tile.hidden] ** 2).mean())
     assert tile.error_of_mean == pytest.approx(of_mean, rel=1e-5)
     assert result.row["error_of_mean"] == pytest.approx(np.mean([one.error_of_mean for one in drawn]))
-    figure = figure_of_tiles([tile], False)
+    figure = figure_of_tiles([tile], False, tmp_path)
     *panels, bar = figure.axes
     titles = [panel.get_title() for panel in panels]
     assert all(name in title for title, name in zip(titles, validation.COLUMNS)) and len(titles) == 4
@@ -197,17 +197,17 @@ def test_pictures_show_image_masked_rebuilt_and_difference(images, tmp_path, alo
     assert np.array_equal(gone[1], ~gone[3]) and 0.5 < gone[1].mean() < 1 and not gone[0].any() and not gone[2].any()
     assert [text.get_text() for text in figure.legends[0].texts] == ["hidden patch", "visible patch, not compared"]
     assert tile.name.split() == [trainer.validation.ids[0]], "it may be a patient's"
-    twice = figure_of_tiles([tile, replace(tile, image=3 * tile.image)], False)
+    twice = figure_of_tiles([tile, replace(tile, image=3 * tile.image)], False, tmp_path)
     assert len({panel.images[0].get_clim() for panel in (twice.axes[3], twice.axes[7])}) == 1, "one scale for all tiles"
     assert bar.get_xlabel() == "too dark ← rebuilt − image, in normalised intensity → too bright"
-    title = " ".join(figure_of_tiles([tile], False).get_suptitle().split())
+    title = " ".join(figure_of_tiles([tile], False, tmp_path).get_suptitle().split())
     assert trainer.data.dataset.modalities == ("channel 0",), "an image alone and unnamed needs no name"
     assert "Hidden patches, rebuilt" in title and "axial plane through the tile's middle" in title
-    of_two = " ".join(figure_of_tiles([replace(tile, modality="T1")], False).get_suptitle().split())
+    of_two = " ".join(figure_of_tiles([replace(tile, modality="T1")], False, tmp_path).get_suptitle().split())
     assert "Hidden patches of T1, rebuilt" in of_two and "hidden voxels, of all modalities." in of_two
     said = f"{tile.axial.numbers[8]} / {tile.axial.total}: image"
     assert titles[0] == f"{trainer.validation.ids[0]}\naxial {said}" and f"{COUNTED}." in title, "planes have numbers"
-    masked = np.asarray(figure_of_tiles([tile], False).axes[1].images[0].get_array())
+    masked = np.asarray(figure_of_tiles([tile], False, tmp_path).axes[1].images[0].get_array())
     shown = pictures.plane_of(np.where(tile.hidden, np.nan, tile.image), 2, 8, False)
     assert np.array_equal(masked[~np.isnan(shown)], shown[~np.isnan(shown)])
 

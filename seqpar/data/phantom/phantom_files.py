@@ -2,7 +2,7 @@
 
 import gzip
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import closing
 from dataclasses import dataclass
@@ -103,6 +103,11 @@ def is_generated(path: str | Path | None) -> bool:
     """Returns whether a data set, or a file of one, holds phantoms; no path stands for the built-in ones."""
     places = (Path(path), *Path(path).parents[:2]) if path else ()
     return not path or any((place / SETTINGS_FILE).is_file() for place in places)
+
+
+def has_phantoms(content: Mapping[str, Any]) -> bool:
+    """Returns whether a run was trained on phantoms; ``content``: of its config.json."""
+    return bool(content["dataset"].get("generated")) or is_generated(content["config"].get("data", "unknown"))
 
 
 def describe_layout(layout: str, generated: bool) -> str:

@@ -28,6 +28,7 @@ from seqpar.prediction.run_average import EnsembleMember
 from seqpar.prediction.sliding_window import Image
 from seqpar.report.pictures import MAPS, draw_evidence, with_maximum
 from seqpar.report.planes import slices_of
+from seqpar.report.plots import name_of_run
 from seqpar.report.record import may_be_chance, read_record
 from seqpar.runs.archive import is_archive, read_caution
 from seqpar.tasks.classify.explanation import class_logits, explain
@@ -165,6 +166,8 @@ class ClassPrediction(CasePrediction):
         prepared, number = self.prepared_cases.taken[0], int(probabilities.argmax())
         properties, (map_path, picture_path) = prepared.properties, self.folder.explanation_paths(case)
         title = f"{case.id}: predicted {self.run.outputs[number]} (probability {probabilities[number]:.3f})"
+        several = f"{len(self.members)} runs, with the map of the first"
+        title += f" by {name_of_run(self.run.path, 'run') if len(self.members) == 1 else several}"
         title += f" {GENERATED}" if is_generated(case.images[0]) else ""
         neurological = self.run.config.neurological
         with self.folder.writable():

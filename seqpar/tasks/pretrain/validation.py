@@ -32,7 +32,7 @@ from seqpar.report.planes import (
     sides,
     slices_of,
 )
-from seqpar.report.plots import escape_mathtext, make_figure, save_figure
+from seqpar.report.plots import escape_mathtext, make_figure, save_figure, title_of_run
 from seqpar.runs.journal import Journal
 from seqpar.runs.metrics_tail import guess_of, score_of_error
 from seqpar.tasks.case_validation import NUM_PICTURED, CaseValidation, ValidationResult
@@ -70,22 +70,22 @@ def draw_tiles(path: Path, tiles: Sequence[RebuiltTile], neurological: bool) -> 
 
     - ``neurological``: the patient's left is on the left of a picture, and not on the right
     """
-    save_figure(figure_of_tiles(tiles, neurological), path, dpi=150)
+    save_figure(figure_of_tiles(tiles, neurological, path.parent), path, dpi=150)
 
 
-def figure_of_tiles(tiles: Sequence[RebuiltTile], neurological: bool) -> Any:
-    """Returns the figure of ``draw_tiles``: the axial plane through the middle of each tile."""
+def figure_of_tiles(tiles: Sequence[RebuiltTile], neurological: bool, run: Path) -> Any:
+    """Returns the figure of ``draw_tiles``: the axial plane through the middle of each tile; ``run``: whose they are."""
     from matplotlib import colormaps
     from matplotlib.patches import Patch
     from matplotlib.ticker import FuncFormatter
 
-    figure = make_figure(5.4, 5.5 * len(tiles) + 1.9)  # narrow, so that it can be read on a narrow page
+    figure = make_figure(5.4, 5.5 * len(tiles) + 2.1)  # narrow, so that it can be read on a narrow page
     of_modality = f" of {escape_mathtext(tiles[0].modality)}" if tiles[0].modality else ""
     what = f"Hidden patches{of_modality}, rebuilt from the visible ones, in the axial plane through the tile's middle"
     errors = f"Errors are mean squared errors of hidden voxels{', of all modalities' * bool(of_modality)}"
     count = counted([tile.axial] for tile in tiles)
     lines = [part for line in (what, orientation_text(neurological), count, errors) for part in wrap(f"{line}.", 76)]
-    figure.suptitle("\n".join(lines), fontsize=9)
+    figure.suptitle(title_of_run(run, *lines), fontsize=9)
     greys, differences = (colormaps[name].with_extremes(bad=bad) for name, bad in (("gray", HIDDEN), ("RdBu_r", SEEN)))
     ranges = [np.percentile(tile.image, (0.5, 99.5)) for tile in tiles]
     most = max(1e-6, *(float(high - low) / 2 for low, high in ranges))  # the same for all tiles

@@ -17,9 +17,10 @@ import numpy as np
 
 from seqpar.data.errors import DataError
 from seqpar.data.geometry import to_canonical
+from seqpar.data.phantom.phantom_files import is_generated
 from seqpar.report.curves import Diagram, reliability_diagram
 from seqpar.report.planes import colours_of
-from seqpar.report.plots import draw_figure
+from seqpar.report.plots import draw_figure, title_of
 from seqpar.report.record import RunRecord, find_seen
 from seqpar.runs.run_folder import read_description
 from seqpar.scores.class_scores import Floats, count_tenths, error_of_tenths, filled_tenths
@@ -137,7 +138,7 @@ class LabelMapEvaluation(CaseEvaluation):
                 diagram = calibration_diagram(
                     tenths, len(cases) - len(job.faults) + known, colours_of(self.labels.classes)
                 )
-                title = f"{job.name}: {diagram.quantity[0].lower()}{diagram.quantity[1:]}"
+                title = title_of(job.name, is_generated(self.options.truth), diagram.quantity)
                 contents["calibration"] = lambda path: draw_figure(title, [diagram], ABOUT_CALIBRATION, [path])
         contents["json"] = json.dumps(content, indent=2) + "\n"
         return ScoredPrediction(
