@@ -18,6 +18,7 @@ from seqpar.report.planes import (
     bar_length,
     counted,
     fullest_planes,
+    limits_of,
     orientation_text,
     outline_lines,
     plane_of,
@@ -67,7 +68,7 @@ def figure_of_cases(
     figure = make_figure(10, 3.3 * len(cases) + 1.25)
     first = f"The first {len(cases)} of " * (len(cases) < held_out)
     empty = "" if all(case.truth.any() for case in cases) else ", or of the prediction where the truth is empty"
-    window = _limits([case.image for case in cases]) if cases[0].is_ct else None
+    window = limits_of([case.image for case in cases]) if cases[0].is_ct else None
     modality = cases[0].modality or ("CT" if window else "")
     shown = f", shown on {escape_mathtext(modality)}" if modality else ""
     if window:
@@ -82,7 +83,7 @@ def figure_of_cases(
     panels = figure.subplots(len(cases), 3, squeeze=False)
     for row, case in zip(panels, cases):
         at = fullest_planes(case.truth if case.truth.any() else case.prediction)
-        low, high = window or _limits([case.image[case.image != 0]])
+        low, high = window or limits_of([case.image[case.image != 0]])
         greys = case.image if window else np.where(case.image == 0, low, case.image), low, max(high, low + 1e-6)
         for (plane, dim), panel, letters in zip(PLANES, row, sides(neurological)):
             _draw_plane(panel, case, greys, dim, at[dim], len(classes), neurological)
@@ -99,13 +100,6 @@ def figure_of_cases(
         keys.append(Patch(color=DISPUTED, alpha=0.55, label="readers disagree"))
     figure.legend(handles=keys, loc="outside lower center", ncols=len(keys), fontsize=9)
     return figure
-
-
-def _limits(images: Sequence[NDArray[Any]]) -> tuple[float, float]:
-    """Returns what is black and white: all but the darkest and the brightest half percent lie between."""
-    values = np.concatenate([image.ravel() for image in images])
-    low, high = np.percentile(values, (0.5, 99.5)) if values.size else (0.0, 1.0)
-    return float(low), float(high)
 
 
 def _draw_plane(

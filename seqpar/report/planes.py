@@ -121,6 +121,13 @@ def ranks_of(*maps: NDArray[Any]) -> NDArray[np.uint8]:
     return ranks
 
 
+def limits_of(images: Sequence[NDArray[Any]]) -> tuple[float, float]:
+    """Returns what is black and white: all but the darkest and the brightest half percent lie between."""
+    values = np.concatenate([image.ravel() for image in images])
+    low, high = np.percentile(values, (0.5, 99.5)) if values.size else (0.0, 1.0)
+    return float(low), float(high)
+
+
 Steps = list[tuple[int, int, bool]]  # to the right, downwards, and whether a line is drawn
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import nibabel
 import numpy as np
 import pytest
 import torch
@@ -28,7 +29,7 @@ from seqpar.tasks.pretrain.pretraining import flags_of_training
 from seqpar.tasks.pretrain.validation import RebuiltTile, figure_of_tiles
 from seqpar.training import gradients
 from tests.support.configs import NoStop, config_of, trainer_of
-from tests.support.folders import image_array, save, write_json
+from tests.support.folders import image_array, nnunet, save, write_json
 from tests.support.messages import refused_with
 from tests.support.training_runs import at, die, farthest, losses, signalled, status, trained, weights
 
@@ -210,6 +211,27 @@ def test_pictures_show_image_masked_rebuilt_and_difference(images, tmp_path, alo
     masked = np.asarray(figure_of_tiles([tile], False, tmp_path).axes[1].images[0].get_array())
     shown = pictures.plane_of(np.where(tile.hidden, np.nan, tile.image), 2, 8, False)
     assert np.array_equal(masked[~np.isnan(shown)], shown[~np.isnan(shown)])
+
+
+def test_pictures_of_ct_have_one_window_in_hounsfield_units(tmp_path, alone, monkeypatch) -> None:
+    line = [*TINY.split(), "--data", str(nnunet(tmp_path / "D", channels=("CT",))), "--cache", str(tmp_path / "cache")]
+    trainer, drawn = trainer_of(config_of(line), alone, tmp_path), list[RebuiltTile]()
+    monkeypatch.setattr(validation, "draw_tiles", lambda path, tiles, _: drawn.extend(tiles))
+    journal = Journal(tmp_path, True, 0)
+    trainer.validation.run(trainer.net, journal, NoStop())
+    journal.close()
+    scan = next(iter((tmp_path / "D" / "imagesTr").glob(f"{drawn[0].name}_*"))).as_posix()
+    assert drawn[0].hounsfield is not None
+    shown, values = drawn[0].image * drawn[0].hounsfield[0] + drawn[0].hounsfield[1], nibabel.load(scan).get_fdata()
+    assert np.median(shown) == pytest.approx(np.median(values[values > 0]), rel=0.05)
+    tiles = [replace(drawn[0], hounsfield=(50.0, 100.0), image=np.full((4, 4, 4), value)) for value in (-3.0, 2.0)]
+    tiles = [replace(tile, rebuilt=tile.image, hidden=tile.image > 9) for tile in tiles]
+    *panels, bar = (figure := figure_of_tiles(tiles, False, tmp_path)).axes
+    assert "shown from −50 HU (black) to 200 HU (white), in the axial" in " ".join(figure.get_suptitle().split())
+    assert panels[0].images[0].get_clim() == panels[4].images[0].get_clim() == (-3, 2), "one window for all tiles"
+    assert bar.get_xlabel() == "too dark ← rebuilt − image, in normalised intensity (1 is 50 HU) → too bright"
+    other = figure_of_tiles([replace(tiles[0], hounsfield=None)], False, tmp_path)
+    assert "HU" not in other.get_suptitle() and "HU" not in other.axes[-1].get_xlabel()
 
 
 class Turned:

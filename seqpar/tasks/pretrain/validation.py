@@ -27,6 +27,7 @@ from seqpar.report.planes import (
     FileSlices,
     best_modality,
     counted,
+    limits_of,
     orientation_text,
     plane_of,
     sides,
@@ -36,7 +37,7 @@ from seqpar.report.plots import escape_mathtext, make_figure, save_figure, title
 from seqpar.runs.journal import Journal
 from seqpar.runs.metrics_tail import guess_of, score_of_error
 from seqpar.tasks.case_validation import NUM_PICTURED, CaseValidation, ValidationResult
-from seqpar.text import name_images, quantity
+from seqpar.text import name_images, quantity, with_minus
 from seqpar.vit.dropout import DropoutKey
 
 COLUMNS = ("image", "what the encoder saw", "rebuilt", "rebuilt − image")
@@ -51,6 +52,7 @@ class RebuiltTile:
     ``axial``: the slices of the case's file at the tile's planes along H
     ``error``, ``error_of_mean``: over all channels, of what was rebuilt and of a mean in its place
     ``guess``: which mean; ``modality``: the one that is shown
+    ``hounsfield``: of a CT, the HU that 1 and 0 of its values stand for: a deviation and a mean
     """
 
     name: str
@@ -63,6 +65,7 @@ class RebuiltTile:
     error_of_mean: float = math.nan
     guess: str = "the tile's mean"
     modality: str = ""
+    hounsfield: tuple[float, float] | None = None
 
 
 def draw_tiles(path: Path, tiles: Sequence[RebuiltTile], neurological: bool) -> None:
@@ -74,20 +77,27 @@ def draw_tiles(path: Path, tiles: Sequence[RebuiltTile], neurological: bool) -> 
 
 
 def figure_of_tiles(tiles: Sequence[RebuiltTile], neurological: bool, run: Path) -> Any:
-    """Returns the figure of ``draw_tiles``: the axial plane through the middle of each tile; ``run``: whose they are."""
+    """Returns the figure of ``draw_tiles``: the axial plane through the middle of each tile; ``run``: of whom."""
     from matplotlib import colormaps
     from matplotlib.patches import Patch
     from matplotlib.ticker import FuncFormatter
 
     figure = make_figure(5.4, 5.5 * len(tiles) + 2.1)  # narrow, so that it can be read on a narrow page
     of_modality = f" of {escape_mathtext(tiles[0].modality)}" if tiles[0].modality else ""
-    what = f"Hidden patches{of_modality}, rebuilt from the visible ones, in the axial plane through the tile's middle"
     errors = f"Errors are mean squared errors of hidden voxels{', of all modalities' * bool(of_modality)}"
     count = counted([tile.axial] for tile in tiles)
-    lines = [part for line in (what, orientation_text(neurological), count, errors) for part in wrap(f"{line}.", 76)]
+    ranges, window, unit = [limits_of([tile.image]) for tile in tiles], "", ""
+    if (hounsfield := tiles[0].hounsfield) is not None:
+        deviation, mean = hounsfield
+        ranges = [limits_of([tile.image for tile in tiles])] * len(tiles)
+        black, white = (round(end * deviation + mean) for end in ranges[0])
+        window = with_minus(f", shown from {black} HU (black) to {white} HU (white)")
+        unit = f" (1 is {deviation:.3g} HU)"
+    what = f"Hidden patches{of_modality}, rebuilt from the visible ones{window}"
+    texts = f"{what}, in the axial plane through the tile's middle", orientation_text(neurological), count, errors
+    lines = [part for text in texts for part in wrap(f"{text}.", 76)]
     figure.suptitle(title_of_run(run, *lines), fontsize=9)
     greys, differences = (colormaps[name].with_extremes(bad=bad) for name, bad in (("gray", HIDDEN), ("RdBu_r", SEEN)))
-    ranges = [np.percentile(tile.image, (0.5, 99.5)) for tile in tiles]
     most = max(1e-6, *(float(high - low) / 2 for low, high in ranges))  # the same for all tiles
     every = figure.subplots(2 * len(tiles), 2, squeeze=False)
     for panels, tile, (low, high) in zip(every.reshape(len(tiles), len(COLUMNS)), tiles, ranges):
@@ -112,7 +122,7 @@ def figure_of_tiles(tiles: Sequence[RebuiltTile], neurological: bool, run: Path)
     form = FuncFormatter(lambda x, _: f"{x:+.3g}".replace("-", "−") if x else "0")
     bar = figure.colorbar(shown, ax=every, location="bottom", aspect=40, pad=0.01, format=form, extend="both")
     bar.ax.tick_params(labelsize=8)
-    bar.set_label("too dark ← rebuilt − image, in normalised intensity → too bright", fontsize=8)
+    bar.set_label(f"too dark ← rebuilt − image, in normalised intensity{unit} → too bright", fontsize=8)
     keys = [Patch(color=HIDDEN, label="hidden patch"), Patch(color=SEEN, label="visible patch, not compared")]
     figure.legend(handles=keys, loc="outside lower center", ncols=2, fontsize=8)
     return figure
@@ -214,7 +224,10 @@ class MaskedValidation(CaseValidation):
         guess, images = guess_of(self.error.normalised), name_images(self.data.dataset.modalities)
         modality = "" if images == ["image"] else images[self.shown]
         name = f"{case.id}\n{GENERATED}" if is_generated(self.config.data) else case.id
-        return RebuiltTile(name, shown, image, mask > 0, spacing, axial, guess=guess, modality=modality)
+        units = (properties.stds[self.shown], properties.means[self.shown])
+        is_ct = properties.schemes[self.shown] == "ct"
+        more = {"guess": guess, "modality": modality, "hounsfield": units if is_ct else None}
+        return RebuiltTile(name, shown, image, mask > 0, spacing, axial, **more)
 
 
 def middle_of(case: PreparedCase, tile: tuple[int, ...]) -> np.ndarray:
