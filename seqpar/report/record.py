@@ -1,14 +1,13 @@
 """Reads what a report shows of a run folder: settings, verdict, journal, scores; gaps are named, not raised."""
 
-import filecmp
 import json
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from statistics import NormalDist
-from typing import Any, NamedTuple
+from typing import Any
 
 from seqpar.data.errors import DataError
 from seqpar.data.files import read_whole, strip_suffix
@@ -23,7 +22,6 @@ from seqpar.runs.run_status import describe_kill
 from seqpar.scores.comparison import FEW, TOO_FEW
 from seqpar.scores.label_classes import Labels, labels_of_run
 from seqpar.scores.label_files import (
-    MAX_NAMED,
     Doubt,
     check_values,
     dataset_at,
@@ -99,6 +97,9 @@ class RunRecord:
         return has_phantoms(self.content)
 
 
+KINDS = ("mean", "median", "global", "num_values")  # of a summary
+
+
 @dataclass(frozen=True)
 class ScoredCase:
     """One case: its files, and its score per class and metric (NaN where it has none); without a truth, volumes."""
@@ -137,6 +138,13 @@ class CaseScores:
     faults: tuple[str, ...] = ()
     missing: tuple[str, ...] = ()  # cases without a prediction
     step: int = 0  # of the validation that they are from, 0 if there was none
+
+    def of(self, names: Collection[str], which: str) -> "CaseScores":
+        """Returns the scores of some of the cases alone; ``which``: what these are, in words."""
+        cases = tuple(case for case in self.cases if case.name in names)
+        summary = summarise([case.scores for case in cases])
+        source = f"{self.source} ({which})"
+        return replace(self, source=source, cases=cases, summary={kind: summary[kind] for kind in KINDS})
 
 
 def mean_of_numbers(values: Iterable[float]) -> float:
@@ -215,63 +223,6 @@ def reached_in_validation(record: RunRecord) -> list[str]:
             reached += f" Its weights are the best of {count} validations on them."
         return [f"{reached} Other patients may score lower."]
     return []
-
-
-class Seen(NamedTuple):
-    """Which of ``total`` scored cases a run was trained on.
-
-    - ``same``: those with the same file; ``namesakes``: those that may be other cases of the same name
-    - ``chose``: those that were held out, and on which the best weights were chosen
-    """
-
-    same: Sequence[str]
-    namesakes: Sequence[str]
-    total: int
-    chose: Sequence[str] = ()
-
-    @property
-    def names(self) -> frozenset[str]:
-        return frozenset((*self.same, *self.namesakes))
-
-    @property
-    def sentences(self) -> list[str]:
-        """One for each kind, if there are any."""
-        sentences, little = list[str](), "say little about new cases"
-        for found, one, many, told in (
-            (self.same, "was in the run's training data", "were in the run's training data", little),
-            (self.namesakes, "has the name of a training case", "have the names of training cases", little),
-            (self.chose, *["helped to choose the run's weights"] * 2, "tend to be too good"),
-        ):
-            if found:
-                shown = ", ".join(found[:MAX_NAMED]) + ", …" * (len(found) > MAX_NAMED)
-                what, whose = (one, "its scores") if len(found) == 1 else (many, "their scores")
-                if_so = f"if {'it is' if len(found) == 1 else 'they are'} the same, " * (found is self.namesakes)
-                of = f"{len(found)} of {quantity(self.total, 'scored case')} {what} ({shown})"
-                sentences.append(f"{of}: {if_so}{whose} {told}.")
-        return sentences
-
-
-def find_seen(
-    record: RunRecord, scored: Mapping[str, Path | None], read_files: Callable[[], Mapping[str, Path]]
-) -> Seen:
-    """Returns which scored cases are among those that the run was trained on, or chose its weights by.
-
-    - ``scored``: a file of each case by name, None if it is not known
-    - ``read_files``: returns the same file of each case of the run's data set; cases of another data set may have the
-      names of these
-    """
-    train, held_out = (set(map(str, record.dataset.get(part, ()))) for part in ("train", "held_out"))
-    names = [name for name in scored if name in train | held_out]
-    try:
-        files = read_files() if names else {}
-    except (DataError, ValueError, OSError):
-        files = {}
-    both = {name: (scored[name], files.get(name)) for name in names}
-    unknown = [name for name, pair in both.items() if not all(path and path.is_file() for path in pair)]
-    same = [n for n, (a, b) in both.items() if n not in unknown and a and b and filecmp.cmp(a, b, shallow=False)]
-    chose = [name for name in same if name not in train] if len(record.held_out) > 1 else []
-    seen, namesakes = ([name for name in names if name in train] for names in (same, unknown))
-    return Seen(seen, namesakes, len(scored), chose)
 
 
 SURE = 0.95  # share of guessers whose best validation stays below what shows that a network has learned
@@ -430,9 +381,8 @@ def parse_scores(content: Mapping[str, Any], source: str, folder: Path | None) -
         doubt = Doubt.from_json(entry.get("doubt"))
         cases.append(ScoredCase(strip_suffix(prediction.name), Path(entry["reference_file"]), path, rows, doubt))
     cases.sort(key=lambda case: (math.inf if math.isnan(case.dice) else case.dice, case.name))
-    kinds = ("mean", "median", "global", "num_values")
     summary = {
-        kind: {name: _numbers(content[kind][key]) for name, key in keys.items()} for kind in kinds if kind in content
+        kind: {name: _numbers(content[kind][key]) for name, key in keys.items()} for kind in KINDS if kind in content
     }
     settings, (faults, missing) = (
         dict(content.get("settings", {})),

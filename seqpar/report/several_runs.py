@@ -12,15 +12,23 @@ from seqpar.data.errors import DataError
 from seqpar.report.curves import OF_RUNS, Diagram, Line, count_of, number, step_axis
 from seqpar.report.planes import RUN_COLOURS, colours_of
 from seqpar.report.plots import Chart, draw_charts, make_strips
-from seqpar.report.record import RunRecord, above_scores, chosen_on_them
+from seqpar.report.record import (
+    CaseScores,
+    RunRecord,
+    ScoredCase,
+    above_scores,
+    chosen_on_them,
+    mean_of_numbers,
+    read_scores,
+)
 from seqpar.report.rendering import render
 from seqpar.report.run_page import format_setting, verdict, weak_start, what_is_unlearned
-from seqpar.report.tables import Table, TableHead, TableRow
+from seqpar.report.tables import ABSENT_RULE, Score, Table, TableHead, TableRow, absent_of, mean_over
 from seqpar.runs.metrics_tail import ERRORS, SCORES, score_of, task_of_row
-from seqpar.scores.comparison import FEW, describe_interval, interval_of_mean
+from seqpar.scores.comparison import FEW, describe_interval, interval_of_mean, values_of_cases
 from seqpar.settings.config import SETTINGS
 from seqpar.settings.rules import setting_applies
-from seqpar.text import quantity
+from seqpar.text import quantity, rounded
 
 T = TypeVar("T")
 
@@ -214,3 +222,122 @@ def curves_over_each_other(records: Mapping[str, RunRecord]) -> list[Chart]:
             for title, lines, high in every
         ]
     )
+
+
+def compare_segmentations(records: Mapping[str, RunRecord], gaps: list[str]) -> Comparison:
+    """Returns the scores of several runs side by side, and how they differ case by case."""
+    scored = read_all(records, lambda record: read_scores(record.path), gaps)
+    differences = _differences(scored)
+    return Comparison(len(scored), _scores_table(scored, isinstance(differences[0], Table)), *differences)
+
+
+def _scores_table(scored: Mapping[str, CaseScores], is_compared: bool) -> Table | str:
+    """Returns the mean Dice of each class, the runs side by side; ``is_compared``: a table of their cases follows."""
+    if not scored:
+        return "No run has scores of cases."
+    classes = dict.fromkeys(name for one in scored.values() for name in one.classes)
+    rows = [
+        TableRow(kind, [_lacking(scored, kind), *(_mean(one, kind) for one in scored.values())]) for kind in classes
+    ]
+    shared = [kind for kind in classes if all(kind in one.classes for one in scored.values())]
+    if len(shared) > 1:
+        of_all = "mean of all classes" if len(shared) == len(classes) else "mean of the classes that all runs have"
+        means = ([one.summary["mean"][kind].get("Dice", math.nan) for kind in shared] for one in scored.values())
+        rows.append(TableRow(of_all, ["", *(Score(mean_of_numbers(own), 3) for own in means)]))
+    rows.append(TableRow("cases scored", ["", *(Score(len(one.cases), 0) for one in scored.values())]))
+    note = "Mean Dice in each run's last validation, over the cases that it has scored"
+    note += "; the table below compares the cases that all runs share." if is_compared else "."
+    note += f" n: cases with a Dice. {ABSENT_RULE} Means over different cases cannot be compared."
+    return Table(
+        "scores",
+        [TableHead("Class"), TableHead("Not in the truth of"), TableHead("Mean Dice", tuple(scored))],
+        rows,
+        "class",
+        note,
+    )
+
+
+def _lacking(scored: Mapping[str, CaseScores], kind: str) -> str:
+    """Returns in how many cases the truth lacks a class, run by run if they differ."""
+    known = {name: one for name, one in scored.items() if kind in one.classes}
+    texts = {name: f"{absent_of(one, kind).cases} of {len(one.cases)}" for name, one in known.items()}
+    shared = set(texts.values())
+    return f"{shared.pop()} cases" if len(shared) == 1 else "; ".join(f"{name}: {text}" for name, text in texts.items())
+
+
+def _mean(one: CaseScores, kind: str) -> Score:
+    """Returns a class's mean Dice, with the cases that it is over."""
+    count, zeros = one.summary.get("num_values", {}).get(kind, {}).get("Dice"), absent_of(one, kind).predicted
+    told = [] if count is None else [f"n = {count:.0f}"]
+    told += [f"{zeros} of them 0: none in the truth"] * bool(zeros)
+    mean = one.summary["mean"].get(kind, {}).get("Dice", math.nan)
+    return Score(mean, 3, f" ({', '.join(told)})" if told else "")
+
+
+def _none_in_truth(case: ScoredCase) -> str:
+    """Returns the classes that the truth of a case lacks, in words."""
+    return ", ".join(name for name, row in case.scores.items() if row.get("n_ref", 1) == 0) or "–"
+
+
+def _differences(scored: Mapping[str, CaseScores]) -> tuple[Table | str, Sequence[str], Sequence[Dots]]:
+    """Returns how far each case's mean Dice is above that of the first run: a table, sentences, strips."""
+    if len(scored) < 2:
+        return "", (), ()
+    (first, reference), *others = scored.items()
+    shared = [kind for kind in reference.classes if all(kind in one.classes for one in scored.values())]
+    if not shared:
+        return "No class is in all of these runs.", (), ()
+    dice = {
+        name: {
+            case.name: mean_of_numbers(case.scores[kind].get("Dice", math.nan) for kind in shared) for case in one.cases
+        }
+        for name, one in scored.items()
+    }
+    common = [case.name for case in reference.cases if all(case.name in own for own in dice.values())]
+    if not common:
+        return "No case was scored in all of these runs.", (), ()
+    gaps = {name: [(dice[name][case] - dice[first][case], case) for case in common] for name, _ in others}
+    of_case = {case.name: case for case in reference.cases}
+    rows = [
+        TableRow(
+            case,
+            [
+                Score(dice[first][case], 3),
+                *(Score(pairs[n][0], 3, is_signed=True) for pairs in gaps.values()),
+                _none_in_truth(of_case[case]),
+            ],
+        )
+        for n, case in enumerate(common)
+    ]
+    heads = [TableHead("Case"), TableHead("Dice", (first,)), TableHead(f"Dice minus that of {first}", tuple(gaps))]
+    heads.append(TableHead("Not in the truth"))
+    reach = (
+        1.05 * max((abs(gap) for pairs in gaps.values() for gap, _ in pairs if math.isfinite(gap)), default=0.0) or 1.0
+    )
+    dots = Dots(f"Dice of each case, minus that of {first} (right of 0: higher)", gaps, -reach, reach)
+    is_partial = any(len(one.classes) > len(shared) for one in scored.values())
+    only = f"Only classes that all runs have count: {', '.join(shared)}." if is_partial else ""
+    sign = f"A difference above 0 means that the run's Dice is higher than that of {first}."
+    note = " ".join(filter(None, [sign, only, mean_over(shared, "of a case "), ABSENT_RULE]))
+    sentences = [_difference(scored, name, first, shared, common) for name in gaps]
+    return (
+        Table("pairs", heads, rows, "case", note),
+        sentences,
+        [dots] * any(any(math.isfinite(gap) for gap, _ in pairs) for pairs in gaps.values()),
+    )
+
+
+def _difference(
+    scored: Mapping[str, CaseScores], name: str, first: str, classes: Sequence[str], cases: Sequence[str]
+) -> str:
+    """Returns how far a run's mean Dice, that over classes, is above the first run's, and the Dice of each class."""
+    every = [{case.name: case.scores for case in scored[run].cases} for run in (name, first)]
+    rows = [[{kind: own[case][kind] for kind in classes} for case in cases] for own in every]
+    has_dice = [
+        any(not math.isnan(row[kind].get("Dice", math.nan)) for row in pair for kind in classes) for pair in zip(*rows)
+    ]
+    own, other = (values_of_cases([row for row, known in zip(run, has_dice) if known]) for run in rows)
+    sentence = difference_sentence("mean Dice", name, first, [a - b for a, b in zip(own, other)])
+    means = [[mean_of_numbers(row[kind].get("Dice", math.nan) for row in run) for run in rows] for kind in classes]
+    listed = ", ".join(f"{kind} {rounded(a, 3)} and {rounded(b, 3)}" for kind, (a, b) in zip(classes, means))
+    return f"{sentence} By class, {name} and {first}: {listed}." if len(classes) > 1 else sentence

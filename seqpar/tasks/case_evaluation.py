@@ -1,13 +1,14 @@
 """What the evaluations of tasks share: predictions are scored one after the other, and several are compared."""
 
 import argparse
+import filecmp
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from seqpar.cluster.exit_codes import DATA
 from seqpar.data.errors import DataError
@@ -15,10 +16,12 @@ from seqpar.data.files import read_json
 from seqpar.data.phantom.phantom_files import is_generated
 from seqpar.prediction.prediction_folder import RECORD, mixed_line, predicted_otherwise
 from seqpar.report.record import RunRecord, above_scores, chosen_on_them, read_record
+from seqpar.report.tables import Score, Table, TableHead, TableRow
 from seqpar.runs.run_folder import holds_run, tested_cases
-from seqpar.scores.label_files import missing_line
+from seqpar.scores.label_files import MAX_NAMED, missing_line
 from seqpar.scores.summary_files import write_output, writing_alone
 from seqpar.terminal import next_command
+from seqpar.text import quantity
 
 
 @dataclass
@@ -155,6 +158,105 @@ class CaseEvaluation(ABC):
         more = ["--common"] if options.common or options.test_of else []
         line = next_command("report", run, "--truth", options.truth, "--prediction", prediction, *more)
         return [f"next: {line}  (scores and cases on one page)"]
+
+
+SEEN, NAMESAKE = "seen in training", "with the name of a training case"
+
+
+class Seen(NamedTuple):
+    """Which of ``total`` scored cases a run was trained on.
+
+    - ``same``: those with the same file; ``namesakes``: those that may be other cases of the same name
+    - ``chose``: those that were held out, and on which the best weights were chosen
+    """
+
+    same: Sequence[str]
+    namesakes: Sequence[str]
+    total: int
+    chose: Sequence[str] = ()
+
+    @property
+    def names(self) -> frozenset[str]:
+        return frozenset((*self.same, *self.namesakes))
+
+    @property
+    def words(self) -> str:
+        """What is known of the cases that are not new."""
+        return " or ".join([SEEN] * bool(self.same) + [NAMESAKE] * bool(self.namesakes))
+
+    def mark(self, case: str) -> str:
+        """Returns what is known of a case before what else is said of it; "" of a new one."""
+        if case in self.namesakes:
+            return "Has the name of a training case. "
+        return f"{SEEN.capitalize()}. " * (case in self.same)
+
+    def apart(self, cases: Iterable[str]) -> tuple[list[str], str]:
+        """Returns which cases are new, and a sentence on which the scores are of; "" if all are new."""
+        new, seen, alike = [case for case in cases if case not in self.names], len(self.same), len(self.namesakes)
+        if not (seen or alike):
+            return new, ""
+        if not new:
+            none_new = f"No score of new cases: all {seen} were {SEEN}, and the numbers below are of these."
+            which = f"All {seen + alike} cases {f'were {SEEN} or ' * bool(seen)}have the names of training cases"
+            return new, f"{which}: if these are the same, no number below is of a new case." if alike else none_new
+        was = "was seen" if seen == 1 else "were seen"
+        has = "has the name of a training case" if alike == 1 else "have the names of training cases"
+        has += " and may have been seen"
+        others = "The other one" if seen + alike == 1 else f"The other {seen + alike}"
+        told = f"Of the other {seen + alike}, {seen} {was}, and {alike} {has}"
+        if not (seen and alike):
+            told = f"{others} {was if seen else has}"
+        return new, f"The scores are of the {quantity(len(new), 'case')} not {SEEN}. {told}."
+
+    @property
+    def sentences(self) -> list[str]:
+        """One for each kind, if there are any."""
+        sentences, little = list[str](), "say little about new cases"
+        for found, one, many, told in (
+            (self.same, "was in the run's training data", "were in the run's training data", little),
+            (self.namesakes, "has the name of a training case", "have the names of training cases", little),
+            (self.chose, *["helped to choose the run's weights"] * 2, "tend to be too good"),
+        ):
+            if found:
+                shown = ", ".join(found[:MAX_NAMED]) + ", …" * (len(found) > MAX_NAMED)
+                what, whose = (one, "its scores") if len(found) == 1 else (many, "their scores")
+                if_so = f"if {'it is' if len(found) == 1 else 'they are'} the same, " * (found is self.namesakes)
+                of = f"{len(found)} of {quantity(self.total, 'scored case')} {what} ({shown})"
+                sentences.append(f"{of}: {if_so}{whose} {told}.")
+        return sentences
+
+
+NONE_SEEN = Seen((), (), 0)
+
+
+def find_seen(
+    record: RunRecord, scored: Mapping[str, Path | None], read_files: Callable[[], Mapping[str, Path]]
+) -> Seen:
+    """Returns which scored cases are among those that the run was trained on, or chose its weights by.
+
+    - ``scored``: a file of each case by name, None if it is not known
+    - ``read_files``: returns the same file of each case of the run's data set; cases of another data set may have the
+      names of these
+    """
+    train, held_out = (set(map(str, record.dataset.get(part, ()))) for part in ("train", "held_out"))
+    names = [name for name in scored if name in train | held_out]
+    try:
+        files = read_files() if names else {}
+    except (DataError, ValueError, OSError):
+        files = {}
+    both = {name: (scored[name], files.get(name)) for name in names}
+    unknown = [name for name, pair in both.items() if not all(path and path.is_file() for path in pair)]
+    same = [n for n, (a, b) in both.items() if n not in unknown and a and b and filecmp.cmp(a, b, shallow=False)]
+    chose = [name for name in same if name not in train] if len(record.held_out) > 1 else []
+    seen, namesakes = ([name for name in names if name in train] for names in (same, unknown))
+    return Seen(seen, namesakes, len(scored), chose)
+
+
+def seen_table(seen: Seen, rows: Mapping[str, Sequence[Score]]) -> Table:
+    """Returns the scores of new cases next to those of the others; ``rows``: both of each kind of score."""
+    heads = [TableHead(text) for text in ("Score", f"Not {SEEN}", seen.words.capitalize())]
+    note = f"Cases {seen.words} say little about new ones: the charts and the other tables are of the others."
+    return Table("seen-in-training", heads, [TableRow(kind, pair) for kind, pair in rows.items()], "class", note)
 
 
 def _runs_behind(prediction: Path) -> list[Path]:

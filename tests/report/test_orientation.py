@@ -30,7 +30,8 @@ from seqpar.report.planes import (
     sides,
     slices_of,
 )
-from seqpar.report.record import RunRecord, find_seen, read_record
+from seqpar.report.record import RunRecord, read_record
+from seqpar.tasks.case_evaluation import Seen, find_seen
 from tests.support.report_page import NAMES, Page, decode, own_slices, unroll, written
 
 ENDS = {"R": (0, -1), "L": (0, 0), "A": (1, -1), "P": (1, 0), "S": (2, -1), "I": (2, 0)}  # dim, and which end of it
@@ -260,6 +261,64 @@ def test_voxels_of_another_size_or_shape_than_in_training_are_named_unless_they_
         )
     files = {name: finished / "validation" / f"{name}.nii.gz" for name in (NAMES[0], "missing")}
     assert spacings_of(files) == {NAMES[0]: pytest.approx(sides)}
+
+
+FILES = {"image": "t1c", "label": "seg"}
+
+
+def test_scores_of_label_maps_are_of_new_cases_next_to_those_that_were_seen(finished, copied, tmp_path: Path) -> None:
+    content, data = json.loads((copied / "config.json").read_text()), finished.parent / "data"
+    truth, found, names = tmp_path / "truth", tmp_path / "found", [f"{name}-t1c" for name in NAMES]
+    truth.mkdir(), found.mkdir()
+    for own, name in zip(NAMES, names):
+        shutil.copy(data / own / f"{own}-seg.nii.gz", truth / f"{name}.nii.gz")
+        shutil.copy(copied / "validation" / f"{own}.nii.gz", found / f"{name}.nii.gz")
+    entries = [{kind: str(data / n / f"{n}-{end}.nii.gz") for kind, end in FILES.items()} for n in NAMES]
+    labels = {"0": "background", "1": "NCR", "2": "ED", "3": "ET"}
+    (tmp_path / "list.json").write_text(json.dumps({"labels": labels, "training": entries}))
+    content["config"]["data"] = str(tmp_path / "list.json")
+    line = [str(copied), "--truth", str(truth), "--prediction", str(found), "--cases", "3"]
+    summary = json.loads((copied / "validation" / "summary.json").read_text())["metric_per_case"]
+    dice = {f"{Path(one['reference_file']).parent.name}-t1c": one["metrics"]["2"]["Dice"] for one in summary}
+
+    def page_of(train: list[str]) -> tuple[str, Page]:
+        content["dataset"] |= {"train": train, "held_out": []}
+        (copied / "config.json").write_text(json.dumps(content))
+        assert run(report.act, line) == 0
+        html = (copied / "scores-found.html").read_text()
+        return html, Page(html)
+
+    html, page = page_of(names[:2])
+    assert "The scores are of the 1 case not seen in training. The other 2 were seen." in page.text
+    new, old = dice[names[2]], (dice[names[0]] + dice[names[1]]) / 2
+    assert page.cells["seen-in-training", "mean Dice of ED"] == pytest.approx([new, old])
+    assert page.cells["seen-in-training", "cases"] == [1, 2] and page.cells["metrics", "ED"][0] == new
+    assert {name for table, name in page.cells if table == "per-case"} == {names[2]}
+    assert "Dice of every case, not seen in training, worst first" in html and "(not seen in training)." in page.text
+    assert html.count('<p class="small">Seen in training. Dice: ') == 2 and len(page.cases) == 3
+    html, page = page_of(names)
+    assert "No score of new cases: all 3 were seen in training, and the numbers below are of these." in page.text
+    assert 'class="tiles"' not in html and page.cells["metrics", "ED"][0] == pytest.approx(sum(dice.values()) / 3)
+
+
+def test_a_namesake_of_a_training_case_is_not_said_to_have_been_seen() -> None:
+    names = list("abcd")
+    said = {
+        kind: Seen(*kind, 4).apart(names)[1] for kind in (("a", ""), ("", "a"), ("", "abcd"), ("ab", "c"), ("", ""))
+    }
+    of_three = "The scores are of the 3 cases not seen in training. The other one "
+    assert said["a", ""] == f"{of_three}was seen." and said["", ""] == ""
+    assert said["", "a"] == f"{of_three}has the name of a training case and may have been seen."
+    assert said["", "abcd"] == (
+        "All 4 cases have the names of training cases: if these are the same, no number below is of a new case."
+    )
+    assert said["ab", "c"] == (
+        "The scores are of the 1 case not seen in training. Of the other 3, 2 were seen, and 1 has the name of a "
+        "training case and may have been seen."
+    )
+    both = Seen(["a"], ["b"], 3)
+    assert [both.mark(name) for name in "abc"] == ["Seen in training. ", "Has the name of a training case. ", ""]
+    assert both.words == "seen in training or with the name of a training case"
 
 
 def test_cases_that_chose_the_weights_are_said_apart_from_those_that_were_trained_on(tmp_path: Path) -> None:

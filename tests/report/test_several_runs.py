@@ -18,7 +18,6 @@ from seqpar.report import curves, rendering, run_page, several_runs
 from seqpar.report.curves import count_of
 from seqpar.report.planes import RUN_COLOURS
 from seqpar.report.record import CaseScores, ScoredCase
-from seqpar.tasks.segment import page
 from seqpar.text import with_minus
 from tests.support.report_page import NAMES, Page, written
 
@@ -120,6 +119,8 @@ def test_cases_are_compared_pair_by_pair(finished: Path, worse: Path) -> None:
     for name in NAMES:
         dice, gap = page.cells["pairs", name]
         assert gap == (-dice if name == PERFECT else 0.0)
+    *classes, means = (page.cells["scores", kind] for kind in ("NCR", "ED", "ET", "WT", "TC", "mean of all classes"))
+    assert means == pytest.approx([sum(own) / 5 for own in zip(*classes)])
     assert "A difference above 0 means that the run's Dice is higher than that of run." in page.text
     assert "Dice minus that of run" in page.text and page.text.count("Mean Dice\n") == 1
     assert "The mean Dice of worse is 0.333 lower than that of run (3 cases: too few to tell). By class" in page.text
@@ -136,7 +137,7 @@ def test_the_difference_of_two_runs_is_that_of_their_scores_also_where_a_case_la
         ]
         empty = ScoredCase("c4", None, Path("p"), {"liver": {"Dice": math.nan}, "lesion": {"Dice": math.nan}})
         scored[run_name] = CaseScores("here", {"liver": "1", "lesion": "2"}, (*cases, empty), {}, {})
-    _, (sentence,), _ = page._differences(scored)
+    _, (sentence,), _ = several_runs._differences(scored)
     score = {name: (0.75 + lesion) / 2 for name, lesion in (("a", 0.9), ("b", 0.2))}
     assert score["a"] - score["b"] == pytest.approx(0.35)
     assert sentence == (
@@ -168,6 +169,7 @@ def test_runs_with_other_classes_are_compared_on_those_that_all_have(finished: P
     path.write_text(json.dumps(summary))
     text = compared(finished, worse).text
     assert f"Only classes that all runs have count: {', '.join(list(summary['classes'])[1:])}. The mean Dice" in text
+    assert "mean of the classes that all runs have" in text and "mean of all" not in text
     assert f"other {name}0 of 3 cases–0." in text.replace("\n", "")
     summary["classes"] = {f"other {one}": own for one, own in summary["classes"].items()}
     path.write_text(json.dumps(summary))

@@ -21,6 +21,7 @@ from seqpar.report.planes import COUNTED, NEAREST
 from seqpar.report.plots import draw_chart
 from seqpar.report.record import RunRecord, may_be_chance
 from seqpar.scores.class_scores import describe_share, positive_class, score_classes
+from seqpar.tasks.case_evaluation import Seen
 from seqpar.tasks.classify import evaluation, page
 from seqpar.tasks.classify.evaluation import compare_classifiers
 from seqpar.tasks.classify.page import (
@@ -143,9 +144,9 @@ def test_cases_that_were_seen_in_training_are_scored_apart_from_new_ones() -> No
     cases = [{"case": f"c{n}", "truth": names[n % 2], "probabilities": row.tolist()} for n, row in enumerate(given)]
     content = {"names": names, "metric_per_case": cases, "source": "here"}
     content |= score_classes([n % 2 for n in range(16)], given, names)
-    scores = _scores(content, None, "", {f"c{n}" for n in range(12)})
+    scores = _scores(content, None, "", Seen([f"c{n}" for n in range(12)], (), 16))
     assert [tile.score.text for tile in scores.tiles] == ["0.000"] * 3 and scores.tiles[0].more.endswith("n = 4")
-    assert scores.seen == "Scores of the 4 cases not seen in training. The other 12 were seen."
+    assert scores.seen == "The scores are of the 4 cases not seen in training. The other 12 were seen."
     assert scores.apart and [head.text for head in scores.apart.heads[1:]] == [
         "Not seen in training",
         "Seen in training",
@@ -155,7 +156,7 @@ def test_cases_that_were_seen_in_training_are_scored_apart_from_new_ones() -> No
     assert [row.cells[0].text for row in scores.confusion.rows] == ["0", "2"]  # type: ignore[union-attr]
     assert [chart.title for chart in scores.charts] == ["ROC curve of ill, not seen in training"]
     assert scores.classes.note.startswith("Scores of 4 cases: here (not seen in training). ")
-    every = _scores(content, None, "", {f"c{n}" for n in range(16)})
+    every = _scores(content, None, "", Seen([f"c{n}" for n in range(16)], (), 16))
     assert every.tiles == [] and every.apart is None
     assert every.seen == "No score of new cases: all 16 were seen in training, and the numbers below are of these."
     assert every.charts[0].title == "ROC curve of ill, seen in training"

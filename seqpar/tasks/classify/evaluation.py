@@ -13,13 +13,20 @@ import numpy as np
 from seqpar.data.errors import DataError
 from seqpar.data.formats.class_lists import read_class_dataset
 from seqpar.report.curves import number
-from seqpar.report.record import RunRecord, Seen, find_seen
+from seqpar.report.record import RunRecord
 from seqpar.report.several_runs import Comparison
 from seqpar.report.tables import Score, Table, TableHead, TableRow
 from seqpar.scores.class_scores import cases_behind, compare_shares, fewest_cases, positive_class
 from seqpar.scores.comparison import FEW, TOO_FEW
 from seqpar.scores.summary_files import output_files, refuse_foreign
-from seqpar.tasks.case_evaluation import CaseEvaluation, ScoredPrediction, ScoringJob, refuse_duplicates
+from seqpar.tasks.case_evaluation import (
+    CaseEvaluation,
+    ScoredPrediction,
+    ScoringJob,
+    Seen,
+    find_seen,
+    refuse_duplicates,
+)
 from seqpar.tasks.classify.scores import (
     ClassTable,
     as_json,

@@ -4,7 +4,7 @@ import argparse
 import base64
 import json
 import tempfile
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -36,7 +36,7 @@ from seqpar.report.images import (
 from seqpar.report.pictures import MAPS, body_of, caution_about, draw_evidence, evidence_planes, with_maximum
 from seqpar.report.planes import colours_of, slices_of
 from seqpar.report.plots import Chart, draw_charts
-from seqpar.report.record import DAMAGE, RunRecord, Seen, chosen_on_them, row_of_best, step_sentence
+from seqpar.report.record import DAMAGE, RunRecord, chosen_on_them, row_of_best, step_sentence
 from seqpar.report.run_page import FinishedPage, is_neurological, render_run, try_reading
 from seqpar.report.tables import HeadlineTile, Score, Table, TableHead, TableRow, tiles_of_steps
 from seqpar.scores.class_scores import (
@@ -51,6 +51,7 @@ from seqpar.scores.class_scores import (
 )
 from seqpar.scores.comparison import FEW
 from seqpar.scores.label_files import missing_line
+from seqpar.tasks.case_evaluation import NONE_SEEN, SEEN, Seen, seen_table
 from seqpar.tasks.classify.evaluation import image_files, shares_of, trained_on
 from seqpar.tasks.classify.scores import (
     EXPLANATIONS,
@@ -135,17 +136,17 @@ def class_page(options: argparse.Namespace, record: RunRecord) -> FinishedPage:
         predicted = None if options.prediction is None else inputs_of(options.prediction)
         cases = pictured_cases(record, summary, options.cases, explained, predicted, neurological, gaps)
     faults, cautions = summary["faults"] if summary and is_other else (), list[str]()
-    seen, step = Seen((), (), 0), ""
+    seen, step = NONE_SEEN, ""
     if summary and is_other:
         seen, told = _cautions(record, summary, options.truth)
         cautions += told
     elif summary:
         cautions, step = chosen_on_them(record), step_sentence(int(summary.get("step") or 0), record)
-    scores = _scores(summary, options.positive, step, seen.names) if summary else None
+    scores = _scores(summary, options.positive, step, seen) if summary else None
     if scores and summary and not is_other:
         tiles = tiles_of_steps(scores.tiles, int(summary.get("step") or 0), row_of_best(record), "scores")
         scores = replace(scores, tiles=tiles)
-    cases = [replace(c, verdict=f"{SEEN.capitalize()}. {c.verdict}") if c.name in seen.names else c for c in cases]
+    cases = [replace(case, verdict=f"{seen.mark(case.name)}{case.verdict}") for case in cases]
     viewer = None
     if summary and cases:
         names, maps = [case.name for case in cases], names_of_maps(summary, options.prediction)
@@ -165,9 +166,6 @@ def _cautions(record: RunRecord, summary: Summary, truth: Path) -> tuple[Seen, l
     return seen, list(filter(None, lines))
 
 
-SEEN = "seen in training"
-
-
 @dataclass(frozen=True)
 class _Scores:
     tiles: list[HeadlineTile]
@@ -181,21 +179,16 @@ class _Scores:
     about: str
 
 
-def _scores(summary: Summary, positive: str | None, step: str, seen: Collection[str] = ()) -> _Scores:
-    """Returns the scores of a page; of cases that were seen in training, if all or none are: others are shown alone.
-
-    - ``seen``: their names
-    """
-    cases = [case["case"] for case in summary["metric_per_case"]] if seen else []
-    new, mark, told = [case for case in cases if case not in seen], "", ""
-    shown, apart = summary, None
-    if seen and new:
-        shown, mark = rescore(summary, new), f"not {SEEN}"
-        apart = seen_table(shown, rescore(summary, [case for case in cases if case in seen]))
-        told = f"Scores of the {quantity(len(new), 'case')} {mark}. The other {len(cases) - len(new)} were seen."
-    elif seen:
-        mark = SEEN
-        told = f"No score of new cases: all {len(cases)} were {SEEN}, and the numbers below are of these."
+def _scores(summary: Summary, positive: str | None, step: str, seen: Seen = NONE_SEEN) -> _Scores:
+    """Returns the scores of a page: of the cases that are new to the run, if any are; others are shown alone."""
+    cases = [case["case"] for case in summary["metric_per_case"]] if seen.names else []
+    (new, told), apart, shown = seen.apart(cases), None, summary
+    mark = f"not {SEEN}" if new else seen.words
+    if new:
+        shown = rescore(summary, new)
+        both = shown, rescore(summary, seen.names)
+        rows = {kind: [Score(number(one["scores"][kind]), 3) for one in both] for kind in shown["scores"]}
+        apart = seen_table(seen, rows | {"cases": [Score(one["cases"], 0) for one in both]})
     shown = {**shown, "source": f"{summary['source']}{f' ({mark})' * bool(mark)}"}
     calibrated = calibration_diagrams(shown)
     diagrams = [*roc_diagrams(shown, positive), *calibrated]
@@ -203,18 +196,9 @@ def _scores(summary: Summary, positive: str | None, step: str, seen: Collection[
     note, about = "" if calibrated else uncalibrated(shown), ABOUT.format(guess=1 / len(summary["names"]))
     if len(summary["names"]) > 2:
         about += " AUC: each class against the others, averaged over classes."
-    tiles = headline(shown) if new or not seen else []
+    tiles = headline(shown) if new or not seen.names else []
     tables = classes_table(shown, positive), confusion_table(shown)
     return _Scores(tiles, told, apart, *tables, charts, step, note, about)
-
-
-def seen_table(new: Summary, old: Summary) -> Table:
-    """Returns the scores of cases that a run was not trained on next to those of cases that it was trained on."""
-    rows = [TableRow(kind, [Score(number(one["scores"][kind]), 3) for one in (new, old)]) for kind in new["scores"]]
-    rows.append(TableRow("cases", [Score(one["cases"], 0) for one in (new, old)]))
-    heads = [TableHead(text) for text in ("Score", f"Not {SEEN}", SEEN.capitalize())]
-    note = f"Cases {SEEN} say little about new ones: the charts and the other tables are of the others."
-    return Table(SEEN.replace(" ", "-"), heads, rows, "class", note)
 
 
 ABOUT = (

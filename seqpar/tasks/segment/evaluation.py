@@ -21,7 +21,7 @@ from seqpar.data.phantom.phantom_files import is_generated
 from seqpar.report.curves import Diagram, reliability_diagram
 from seqpar.report.planes import colours_of
 from seqpar.report.plots import draw_figure, title_of
-from seqpar.report.record import RunRecord, find_seen
+from seqpar.report.record import RunRecord
 from seqpar.runs.run_folder import read_description
 from seqpar.scores.class_scores import Floats, count_tenths, error_of_tenths, filled_tenths
 from seqpar.scores.comparison import FEW, TOO_FEW, Scored, compare
@@ -55,7 +55,14 @@ from seqpar.scores.summary_files import (
     without_larger,
     write_output,
 )
-from seqpar.tasks.case_evaluation import CaseEvaluation, ScoredPrediction, ScoringJob, refuse_duplicates
+from seqpar.tasks.case_evaluation import (
+    CaseEvaluation,
+    ScoredPrediction,
+    ScoringJob,
+    Seen,
+    find_seen,
+    refuse_duplicates,
+)
 from seqpar.tasks.segment.label_map_folder import SavedProbabilities
 from seqpar.tasks.segment.validation import dataset_of, label_files
 from seqpar.terminal import next_command
@@ -152,7 +159,7 @@ class LabelMapEvaluation(CaseEvaluation):
         )
 
     def seen_in_training(self, job: ScoringJob, record: RunRecord) -> list[str]:
-        return trained_on(record, {pair.case: pair.truth for pair in job.cases})
+        return trained_on(record, {pair.case: pair.truth for pair in job.cases}).sentences
 
     def compare(self, scored: Sequence[ScoredPrediction]) -> str:
         return compare([Scored(one.name, one.cases) for one in scored])
@@ -252,11 +259,11 @@ def _not_measured(cases: Sequence[tuple[Pair, Scores]]) -> str:
     return f" ({count} of {len(rows)} not measured: a map lacks the class)" if count else ""
 
 
-def trained_on(record: RunRecord, truths: Mapping[str, Path | None]) -> list[str]:
-    """Returns a line if a run was trained on scored cases; ``truths``: their label maps, by name."""
+def trained_on(record: RunRecord, truths: Mapping[str, Path | None]) -> Seen:
+    """Returns the scored cases that a run was trained on; ``truths``: their label maps, by name."""
     own = {name: record.config[name] for name in ("data", "phantoms") if name in record.config}
     config = replace(record.network_settings, **own)
-    return find_seen(record, truths, lambda: label_files(dataset_of(config))).sentences
+    return find_seen(record, truths, lambda: label_files(dataset_of(config)))
 
 
 def require_probabilities(pairs: Sequence[Pair], flag: str) -> None:

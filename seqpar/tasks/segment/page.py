@@ -4,6 +4,7 @@ import argparse
 import math
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +21,7 @@ from seqpar.report.plots import Chart, draw_charts
 from seqpar.report.record import (
     CaseScores,
     RunRecord,
-    ScoredCase,
     chosen_on_them,
-    mean_of_numbers,
     measure_folder,
     reached_in_validation,
     read_scores,
@@ -31,7 +30,6 @@ from seqpar.report.record import (
     step_sentence,
 )
 from seqpar.report.run_page import FinishedPage, is_neurological, render_run, try_reading
-from seqpar.report.several_runs import Comparison, Dots, difference_sentence, read_all
 from seqpar.report.tables import (
     ABSENT_RULE,
     Absent,
@@ -44,7 +42,6 @@ from seqpar.report.tables import (
     coarse_voxels,
     dice_table,
     last_validation,
-    mean_over,
     metrics_table,
     only_one_map,
     predicted_volumes,
@@ -54,13 +51,14 @@ from seqpar.report.tables import (
     volumes_table,
 )
 from seqpar.scores.comparison import FEW as FEW_CASES
-from seqpar.scores.comparison import TOO_FEW, interval_of_mean, values_of_cases
+from seqpar.scores.comparison import TOO_FEW, interval_of_mean
 from seqpar.scores.label_classes import Labels
 from seqpar.scores.label_files import MAX_NAMED, dataset_at, match_cases, missing_line
 from seqpar.scores.label_scores import why_no_dice, without_nan
+from seqpar.tasks.case_evaluation import NONE_SEEN, SEEN, Seen, seen_table
 from seqpar.tasks.segment.evaluation import ABOUT_CALIBRATION, calibrate, calibration_diagram, trained_on
 from seqpar.tasks.segment.label_map_folder import DICOM_SEG, SavedProbabilities
-from seqpar.text import name_images, quantity, rounded
+from seqpar.text import name_images, quantity
 
 FOLDER = Path(__file__).parent
 RESEARCH = "For research; not a medical device."
@@ -91,7 +89,14 @@ def segment_page(options: argparse.Namespace, record: RunRecord) -> FinishedPage
         shown = load_worst(record, scored, options.cases, images, gaps)
     if scored and shown:
         cases = case_section(record, scored, shown, is_neurological(options.neurological, record))
-    tiles, note = headline(record, scored) if not alone else ([], "")
+    every, seen, apart, told = scored, NONE_SEEN, None, ""
+    if scored and options.truth is not None:
+        seen = trained_on(record, {case.name: case.truth for case in scored.cases})
+        scored, apart, told = _of_new(scored, seen)
+    if cases:
+        marked = [replace(view, caption=f"{seen.mark(view.name)}{view.caption}") for view in cases.shown]
+        cases = replace(cases, shown=marked)
+    tiles, note = headline(record, scored) if not alone and (not told or apart) else ([], "")
     step = scored.step if scored else 0
     tiles = tiles_of_steps(tiles, step, row_of_best(record), "dice")
     colours = record.class_colours(scored.classes if scored else ())
@@ -114,18 +119,21 @@ def segment_page(options: argparse.Namespace, record: RunRecord) -> FinishedPage
     faults: Sequence[str] = scored.faults if scored else ()
     cautions = _reached(record) if alone else []
     if scored and not alone:
-        cautions = _cautions(record, scored) if options.truth is not None else chosen_on_them(record)
-    if scored:
-        files = {case.name: case.prediction for case in scored.cases} if options.prediction is not None else {}
-        cautions += filter(None, [other_voxels(record, spacings_of(files)), coarse_voxels(scored)])
-    calibration = _calibration(options, record.labels, colours) if scored and not alone else ([], "")
+        missing = filter(None, [missing_line(scored.missing)])
+        cautions = [*missing, *seen.sentences] if options.truth is not None else chosen_on_them(record)
+    if every:
+        files = {case.name: case.prediction for case in every.cases} if options.prediction is not None else {}
+        cautions += filter(None, [other_voxels(record, spacings_of(files)), coarse_voxels(every)])
+    calibration = ([], "") if not scored or alone else _calibration(options, scored, record.labels, colours)
     parts: dict[str, Any] = {
         "calibration": calibration[0],
         "about_calibration": calibration[1],
         "tiles": tiles,
         "note": note,
+        "seen": told,
+        "apart": apart,
         "step": step_sentence(step, record),
-        "of_step": f"after step {step:,}, " * bool(step),
+        "of_which": f"after step {step:,}, " * bool(step) + f"not {SEEN}, " * bool(apart),
         "is_scored": scored is not None and not alone,
         "cases": cases,
         **tables,
@@ -242,11 +250,14 @@ def _mean_and_deviation(mean: float, sd: float, in_hu: bool) -> Score:
     return Score(mean, places, "" if math.isnan(sd) else f" ± {sd:.{places}f}")
 
 
-def _calibration(options: argparse.Namespace, labels: Labels, colours: Mapping[str, str]) -> tuple[list[Chart], str]:
+def _calibration(
+    options: argparse.Namespace, scored: CaseScores, labels: Labels, colours: Mapping[str, str]
+) -> tuple[list[Chart], str]:
     """Returns the reliability diagram of predictions whose probabilities were written, and its text; none of others."""
     if options.truth is None:
         return [], ""
-    pairs = match_cases(options.truth, options.prediction, dataset_at(options.truth), None, options.common).pairs
+    own = {case.name for case in scored.cases}
+    pairs = match_cases(options.truth, options.prediction, dataset_at(options.truth), own, options.common).pairs
     if not all(SavedProbabilities.of(pair.prediction) for pair in pairs):
         return [], ""
     faults = list[DataError]()  # of cases, which are those of their scores
@@ -257,10 +268,18 @@ def _calibration(options: argparse.Namespace, labels: Labels, colours: Mapping[s
     return draw_charts([diagram] * bool(tenths), width=360), text
 
 
-def _cautions(record: RunRecord, scored: CaseScores) -> list[str]:
-    """Returns what a reader of the scores of other label maps should know first."""
-    lines = trained_on(record, {case.name: case.truth for case in scored.cases})
-    return [*filter(None, [missing_line(scored.missing)]), *lines]
+def _of_new(scored: CaseScores, seen: Seen) -> tuple[CaseScores, Table | None, str]:
+    """Returns the scores of the cases that are new to the run, next to the others', and a sentence on which these are.
+
+    The scores are those of all cases if none is new, or all.
+    """
+    new, told = seen.apart(case.name for case in scored.cases)
+    if not told or not new:
+        return (scored.of(seen.names, seen.words) if told else scored), None, told
+    both = scored.of(new, f"not {SEEN}"), scored.of(seen.names, seen.words)
+    means = {kind: [one.summary["mean"][kind].get("Dice", math.nan) for one in both] for kind in scored.classes}
+    rows = {f"mean Dice of {kind}": [Score(value, 3) for value in own] for kind, own in means.items()}
+    return both[0], seen_table(seen, rows | {"cases": [Score(len(one.cases), 0) for one in both]}), told
 
 
 def _reached(record: RunRecord) -> list[str]:
@@ -325,117 +344,3 @@ def headline(record: RunRecord, scored: CaseScores | None) -> tuple[list[Headlin
         scores = last.get("dice", {}).items()
         tiles = [HeadlineTile(name, Score(number(value), 3), f"n ≤ {last.get('cases', '–')}") for name, value in scores]
     return tiles, f"{note}."
-
-
-def compare_segmentations(records: Mapping[str, RunRecord], gaps: list[str]) -> Comparison:
-    """Returns the scores of several runs side by side, and how they differ case by case."""
-    scored = read_all(records, lambda record: read_scores(record.path), gaps)
-    differences = _differences(scored)
-    return Comparison(len(scored), _scores_table(scored, isinstance(differences[0], Table)), *differences)
-
-
-def _scores_table(scored: Mapping[str, CaseScores], is_compared: bool) -> Table | str:
-    """Returns the mean Dice of each class, the runs side by side; ``is_compared``: a table of their cases follows."""
-    if not scored:
-        return "No run has scores of cases."
-    classes = dict.fromkeys(name for one in scored.values() for name in one.classes)
-    rows = [
-        TableRow(kind, [_lacking(scored, kind), *(_mean(one, kind) for one in scored.values())]) for kind in classes
-    ]
-    rows.append(TableRow("cases scored", ["", *(Score(len(one.cases), 0) for one in scored.values())]))
-    note = "Mean Dice in each run's last validation, over the cases that it has scored"
-    note += "; the table below compares the cases that all runs share." if is_compared else "."
-    note += f" n: cases with a Dice. {ABSENT_RULE} Means over different cases cannot be compared."
-    return Table(
-        "scores",
-        [TableHead("Class"), TableHead("Not in the truth of"), TableHead("Mean Dice", tuple(scored))],
-        rows,
-        "class",
-        note,
-    )
-
-
-def _lacking(scored: Mapping[str, CaseScores], kind: str) -> str:
-    """Returns in how many cases the truth lacks a class, run by run if they differ."""
-    known = {name: one for name, one in scored.items() if kind in one.classes}
-    texts = {name: f"{absent_of(one, kind).cases} of {len(one.cases)}" for name, one in known.items()}
-    shared = set(texts.values())
-    return f"{shared.pop()} cases" if len(shared) == 1 else "; ".join(f"{name}: {text}" for name, text in texts.items())
-
-
-def _mean(one: CaseScores, kind: str) -> Score:
-    """Returns a class's mean Dice, with the cases that it is over."""
-    count, zeros = one.summary.get("num_values", {}).get(kind, {}).get("Dice"), absent_of(one, kind).predicted
-    told = [] if count is None else [f"n = {count:.0f}"]
-    told += [f"{zeros} of them 0: none in the truth"] * bool(zeros)
-    mean = one.summary["mean"].get(kind, {}).get("Dice", math.nan)
-    return Score(mean, 3, f" ({', '.join(told)})" if told else "")
-
-
-def _none_in_truth(case: ScoredCase) -> str:
-    """Returns the classes that the truth of a case lacks, in words."""
-    return ", ".join(name for name, row in case.scores.items() if row.get("n_ref", 1) == 0) or "–"
-
-
-def _differences(scored: Mapping[str, CaseScores]) -> tuple[Table | str, Sequence[str], Sequence[Dots]]:
-    """Returns how far each case's mean Dice is above that of the first run: a table, sentences, strips."""
-    if len(scored) < 2:
-        return "", (), ()
-    (first, reference), *others = scored.items()
-    shared = [kind for kind in reference.classes if all(kind in one.classes for one in scored.values())]
-    if not shared:
-        return "No class is in all of these runs.", (), ()
-    dice = {
-        name: {
-            case.name: mean_of_numbers(case.scores[kind].get("Dice", math.nan) for kind in shared) for case in one.cases
-        }
-        for name, one in scored.items()
-    }
-    common = [case.name for case in reference.cases if all(case.name in own for own in dice.values())]
-    if not common:
-        return "No case was scored in all of these runs.", (), ()
-    gaps = {name: [(dice[name][case] - dice[first][case], case) for case in common] for name, _ in others}
-    of_case = {case.name: case for case in reference.cases}
-    rows = [
-        TableRow(
-            case,
-            [
-                Score(dice[first][case], 3),
-                *(Score(pairs[n][0], 3, is_signed=True) for pairs in gaps.values()),
-                _none_in_truth(of_case[case]),
-            ],
-        )
-        for n, case in enumerate(common)
-    ]
-    heads = [TableHead("Case"), TableHead("Dice", (first,)), TableHead(f"Dice minus that of {first}", tuple(gaps))]
-    heads.append(TableHead("Not in the truth"))
-    reach = (
-        1.05 * max((abs(gap) for pairs in gaps.values() for gap, _ in pairs if math.isfinite(gap)), default=0.0) or 1.0
-    )
-    dots = Dots(f"Dice of each case, minus that of {first} (right of 0: higher)", gaps, -reach, reach)
-    is_partial = any(len(one.classes) > len(shared) for one in scored.values())
-    only = f"Only classes that all runs have count: {', '.join(shared)}." if is_partial else ""
-    sign = f"A difference above 0 means that the run's Dice is higher than that of {first}."
-    note = " ".join(filter(None, [sign, only, mean_over(shared, "of a case "), ABSENT_RULE]))
-    sentences = [_difference(scored, name, first, shared, common) for name in gaps]
-    return (
-        Table("pairs", heads, rows, "case", note),
-        sentences,
-        [dots] * any(any(math.isfinite(gap) for gap, _ in pairs) for pairs in gaps.values()),
-    )
-
-
-def _difference(
-    scored: Mapping[str, CaseScores], name: str, first: str, classes: Sequence[str], cases: Sequence[str]
-) -> str:
-    """Returns how far a run's mean Dice, that over classes, is above the first run's, and the Dice of each class."""
-    every = [{case.name: case.scores for case in scored[run].cases} for run in (name, first)]
-    rows = [[{kind: own[case][kind] for kind in classes} for case in cases] for own in every]
-    has_dice = [
-        any(not math.isnan(row[kind].get("Dice", math.nan)) for row in pair for kind in classes) for pair in zip(*rows)
-    ]
-    own, other = (values_of_cases([row for row, known in zip(run, has_dice) if known]) for run in rows)
-    sentence = difference_sentence("mean Dice", name, first, [a - b for a, b in zip(own, other)])
-    means = [[mean_of_numbers(row[kind].get("Dice", math.nan) for row in run) for run in rows] for kind in classes]
-    listed = ", ".join(f"{kind} {rounded(a, 3)} and {rounded(b, 3)}" for kind, (a, b) in zip(classes, means))
-    return f"{sentence} By class, {name} and {first}: {listed}." if len(classes) > 1 else sentence

@@ -88,6 +88,6 @@ class Segmentation(Task):
         return segment_page(options, record)
 
     def compare(self, records: Mapping[str, RunRecord], gaps: list[str]) -> Comparison:
-        from seqpar.tasks.segment.page import compare_segmentations
+        from seqpar.report.several_runs import compare_segmentations
 
         return compare_segmentations(records, gaps)
