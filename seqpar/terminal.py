@@ -115,7 +115,7 @@ class Display:
         with self._lock:
             now = time.monotonic()
             if now - self._printed >= self.every_s and self._fields:
-                news = f"  (no news for {clock(now - self._shown)})" if now - self._shown >= 1 else ""
+                news = f"  (no news for {clock(now - self._shown)})" if now - self._shown >= 60 else ""
                 self._print(f"{'  '.join(self._fields)}{news}\n")
 
 

@@ -4,8 +4,7 @@ import io
 import math
 import re
 import textwrap
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
@@ -18,10 +17,9 @@ from markupsafe import Markup
 from numpy.typing import NDArray
 
 from seqpar.data.files import whole_file
-from seqpar.data.phantom.phantom_files import has_phantoms
 from seqpar.report.curves import AGAIN, DISTINCT, GREY, GRID, INK, Bars, Diagram, Line, LineStyle, training_diagrams
 from seqpar.runs.journal import held_out_scores, read_metrics
-from seqpar.runs.run_folder import FOLDS_FILE, SWEEP_FILE, read_config
+from seqpar.runs.run_folder import FOLDS_FILE, SWEEP_FILE, is_of_phantoms, read_config
 from seqpar.scores.comparison import FEW as FEW_CASES
 
 BUCKETS = 240  # points of a line: a longer one is drawn by the mean and the range of its pieces
@@ -149,13 +147,9 @@ def title_of(name: str, generated: bool, *lines: str) -> str:
     return "\n".join([escape_mathtext("\n".join(first)), *lines])
 
 
-def title_of_run(out: Path, *lines: str, points: Iterable[Path] = ()) -> str:
+def title_of_run(out: Path, *lines: str, points: Sequence[Path] = ()) -> str:
     """Returns ``title_of`` for the folder of a run, or of a sweep with its ``points``."""
-    generated = False
-    for run in points or [out]:
-        with suppress(ValueError, LookupError, TypeError, AttributeError, OSError):  # config.json may not be there yet
-            generated = generated or has_phantoms(read_config(run))
-    return title_of(name_of_run(out, "Sweep" if points else "Run"), generated, *lines)
+    return title_of(name_of_run(out, "Sweep" if points else "Run"), any(map(is_of_phantoms, points or [out])), *lines)
 
 
 def name_of_run(out: Path, kind: str) -> str:

@@ -47,7 +47,8 @@ def page_of_sweep(out: Path, compare: Mapping[str, Compare]) -> str:
         rows = records[best.name].held_out if best.name in records else ()
         own = (dict(row["dice"]) for row in rows if row.get("step") == best.at and "dice" in row)
         dice: dict[str, float] = next(own, {})
-        headline += f" {mean_over([f'{name} {rounded(number(value), 3)}' for name, value in dice.items()])}".rstrip()
+        of_classes = mean_over(f"{name} {rounded(number(value), 3)}" for name, value in dice.items())
+        headline += f" {of_classes} Each of these is a mean over cases." * bool(of_classes)
     return render(
         "sweep.html",
         title=name if name.lower().startswith("sweep") else f"Sweep {name}",

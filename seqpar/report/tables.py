@@ -137,7 +137,7 @@ def metrics_table(scored: CaseScores) -> Table:
 def mean_over(classes: Iterable[str], whose: str = "") -> str:
     """Returns a sentence with the classes that a mean Dice covers; "" for a single class."""
     *others, last = list(classes) or [""]
-    return f"The mean Dice {whose}is over {', '.join(others)} and {last}." if others else ""
+    return f"The mean Dice {whose}is the mean of {', '.join(others)} and {last}." if others else ""
 
 
 class Absent(NamedTuple):

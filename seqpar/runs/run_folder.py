@@ -17,6 +17,7 @@ import seqpar
 from seqpar.cluster.torch_setup import arithmetic_now
 from seqpar.data.errors import DataError, unreadable
 from seqpar.data.files import read_whole, write_json
+from seqpar.data.phantom.phantom_files import has_phantoms
 from seqpar.runs.archive import ABOUT, CONFIG, is_archive, read_archived
 from seqpar.scores.label_classes import labels_of_run
 from seqpar.settings.config import Config
@@ -172,10 +173,28 @@ def describe_results(run: Path) -> list[str]:
     return [f"  {run / name}: {what}" for name, what in files.items() if (run / name).exists()]
 
 
+def is_of_phantoms(run: Path) -> bool:
+    """Returns whether a run was trained on phantoms, as far as its folder says."""
+    try:
+        return has_phantoms(read_config(run))
+    except (ValueError, LookupError, TypeError, AttributeError, OSError):
+        return False
+
+
+def predict_command(run: Path) -> str:
+    """Returns the command that predicts with a run; if it was trained on phantoms, with a note on where images are."""
+    command = next_command("predict", run, "-i", "IMAGES", "-o", "PREDICTIONS")
+    if not is_of_phantoms(run):
+        return command
+    return f"{command}  (IMAGES: new cases; {next_command('phantom')} makes some with another --seed)"
+
+
 def next_lines(run: Path) -> list[str]:
     """Returns the commands that usually follow a finished run."""
-    predict = next_command("predict", run, "-i", "IMAGES", "-o", "PREDICTIONS")
-    return [f"next: {predict}", f"next: {next_command('report', run)}  (curves, scores and cases on one page)"]
+    return [
+        f"next: {predict_command(run)}",
+        f"next: {next_command('report', run)}  (curves, scores and cases on one page)",
+    ]
 
 
 class MeasuredWindows(NamedTuple):

@@ -35,6 +35,7 @@ COLUMNS = ("Dice", "IoU", *METRICS, "VolumeError", "Sensitivity", "Specificity")
 EXTRA_COLUMNS = ("LesionDice", "LesionHD95", "CentrelineRecall")  # of those who ask for them
 READER_COLUMNS = ("ReaderDice", "InterReaderDice", "DisputedMl")  # of data with several readers
 WORDS = (  # of a table, for people: a column and what it is
+    ("labels", "the values in the files that make up a class"),
     ("mean, median", "over cases"),
     ("global", "over the voxels of all cases together"),
     ("IoU", "intersection over union"),
@@ -44,8 +45,9 @@ WORDS = (  # of a table, for people: a column and what it is
     ("VolumeError", "predicted minus true volume, as share of the true one; in the mean, both signs cancel"),
     ("Sensitivity", "share of the true voxels that are predicted"),
     ("Specificity", "share of the other voxels that are not predicted"),
-    ("–", "no case has such a score"),
+    ("cases", "how many have a Dice, of all"),
 )
+DASH_WORDS = (("–", "no case has such a score"),)
 LESION_WORDS = (
     ("LesionDice", "mean over the lesions of a case; a missed or false one counts as 0"),
     ("LesionHD95", "the same in mm; a missed or false one counts as 374 (BraTS 2023, made for voxels of 1 mm)"),
@@ -61,11 +63,15 @@ READER_WORDS = (
 )
 
 
-def words_of(lesion_wise: bool, centreline: bool, readers: bool = False) -> str:
-    """Returns what the columns of a table mean, a line for each."""
+def words_of(lesion_wise: bool, centreline: bool, readers: bool, dashes: bool) -> list[str]:
+    """Returns what the columns of a table mean, a line for each.
+
+    - ``dashes``: whether it has cells without a number
+    """
     words = [*WORDS, *LESION_WORDS * lesion_wise, *CENTRELINE_WORDS * centreline, *READER_WORDS * readers]
+    words += DASH_WORDS * dashes
     width = max(len(name) for name, _ in words)
-    return "\n".join(f"  {name:{width}}  {text}" for name, text in words)
+    return [f"  {name:{width}}  {text}" for name, text in words]
 
 
 def class_mask(labels: NDArray[Any], values: Iterable[int]) -> Mask:

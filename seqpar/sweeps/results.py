@@ -14,6 +14,7 @@ from seqpar.data.files import write_text
 from seqpar.report.curves import DICE, MOST_CURVES, TRAIN_LOSS, Curve, Diagram, Line, LineStyle, read_curve
 from seqpar.report.planes import RUN_COLOURS
 from seqpar.report.plots import draw_diagram, make_figure, save_figure, title_of_run
+from seqpar.runs.run_folder import predict_command
 from seqpar.runs.sweep_folder import Point, Sweep, format_value
 from seqpar.terminal import next_command
 from seqpar.text import flag_name, quantity
@@ -168,7 +169,7 @@ def write_results(out: Path, sweep: Sweep) -> list[str]:
         lines.append(sweep.describe_best(best))
         lines.append(f"next: {next_command('report', out)}  (all points on one page)")
         if (out / best.name).is_dir():
-            lines.append(f"next: {next_command('predict', out / best.name, '-i', 'IMAGES', '-o', 'PREDICTIONS')}")
+            lines.append(f"next: {predict_command(out / best.name)}")
         else:
             lines.append(f"{out / best.name} is gone: no network of the best point is left to predict with")
     return lines

@@ -66,10 +66,7 @@ class CaseEvaluation(ABC):
 
     - ``options``: the command line of evaluate
     - ``only``: the cases to score; None for all
-    - ``words``: what the printed scores mean
     """
-
-    words: str
 
     def __init__(self, options: argparse.Namespace) -> None:
         self.options = options
@@ -82,6 +79,10 @@ class CaseEvaluation(ABC):
     @abstractmethod
     def score(self, job: ScoringJob) -> ScoredPrediction | None:
         """Returns the scores of a prediction, None if no case has one; adds to the job's faults."""
+
+    @abstractmethod
+    def words(self, text: str) -> list[str]:
+        """Returns what the scores in a printed text mean, a line for each."""
 
     @abstractmethod
     def seen_in_training(self, job: ScoringJob, record: RunRecord) -> list[str]:
@@ -97,7 +98,7 @@ class CaseEvaluation(ABC):
 
     def run(self) -> int:
         """Returns the exit code: 0, or that of data if something is wrong with a case."""
-        jobs, scored = self.open(), list[ScoredPrediction]()
+        jobs, scored, told = self.open(), list[ScoredPrediction](), set[str]()
         for job in jobs:
             if len(jobs) > 1:
                 print(f"\n{job.name}:", flush=True)
@@ -106,7 +107,9 @@ class CaseEvaluation(ABC):
                 print(on_phantoms, flush=True)  # above the first score
             line = "no case could be scored"
             if result := self.score(job):
-                print(result.text if scored else f"{result.text}\n{self.words}", end="\n\n", flush=True)
+                words = [line for line in self.words(result.text) if line not in told]
+                told.update(words)
+                print("\n".join([result.text, *words]), end="\n\n", flush=True)
                 scored.append(result)
                 line = result.line
                 written = {path: result.contents[kind] for kind, path in job.files.items() if kind in result.contents}

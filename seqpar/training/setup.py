@@ -132,7 +132,7 @@ def _words(config: Config, world: int) -> str:
     words.append("tile: the crop that a step trains on")
     if family_of(config).attends:
         words.append("patch: the voxels of one token")
-    elif config.seqpar > 1:
+    else:
         words.append("cube: the smallest block that a rank can have")
     return "; ".join(words)
 

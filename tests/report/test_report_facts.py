@@ -306,7 +306,7 @@ def test_it_is_said_which_labels_a_volume_and_a_mean_dice_are_of() -> None:
     regions = what_volumes_count({"NCR": "1", "ET": "3", "TC": "(1, 3)"})
     assert regions.endswith("its class: TC = NCR + ET."), "names of labels say more than their numbers"
     assert what_volumes_count({"liver": "1"}) == "" == mean_over(["liver"])
-    assert mean_over(["liver", "lesion"]) == "The mean Dice is over liver and lesion."
+    assert mean_over(["liver", "lesion"]) == "The mean Dice is the mean of liver and lesion."
     full = np.ones((4, 4, 4), np.uint8)
     note = dice_table(scores_of(1.0, {"liver": (1,), "lesion": (2,)}, (full, full))).note
     assert note.startswith("The mean Dice of a case is over liver and lesion. A class that has no Dice")

@@ -6,6 +6,7 @@ import json
 import math
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -27,6 +28,7 @@ from seqpar.scores.class_scores import (
     score_classes,
     words_of_interval,
 )
+from seqpar.tasks.classify.evaluation import ClassEvaluation
 from seqpar.tasks.classify.scores import ClassTable, class_lines, read_class_table
 
 
@@ -135,6 +137,8 @@ def test_evaluate_scores_tables_and_writes_both_files(tmp_path: Path, capsys: py
     text = capsys.readouterr().out
     assert f"{wanted['classes']['Ill']['specificity']:.3f} ({low:.3f} to {high:.3f})" in text
     assert f"accuracy {wanted['scores']['accuracy']:.4f}" in text and "sensitivity" in text
+    several = SimpleNamespace(has_several=True)
+    assert "averaged over classes" not in text and "averaged over classes" in ClassEvaluation.words(several, "")[0]  # type: ignore[arg-type]
     other = draw(30, 2, seed=1)[1]
     table_at(tmp_path / "b/predictions.csv", truth, other)
     assert run(evaluate.act, [str(tmp_path / "labels.csv"), str(tmp_path / "a"), str(tmp_path / "b")]) == 0

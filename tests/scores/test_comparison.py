@@ -98,7 +98,10 @@ def test_several_folders_are_scored_each_and_compared(folders: tuple[Path, Path]
     line = [str(truth), str(worse), str(better), str(run_folder), "--workers", "1"]
     assert run(evaluate.act, line) == 0
     *before, header, first, second, third, verdict = capsys.readouterr().out.splitlines()
-    assert "\n".join(before).count(words_of(lesion_wise=False, centreline=False)) == 1, "they are explained once"
+    words = words_of(lesion_wise=False, centreline=False, readers=False, dashes=True)
+    said = "\n".join(before)
+    assert said.count("\n".join(words[:-1])) == 1 and words[-1] not in said, "what is there is explained once"
+    assert words[-1].split(maxsplit=1) == ["–", "no case has such a score"]
     assert header.split() == ["cases", "Dice", "HD95", "NSD"]
     assert [Path(row.split()[0]).name for row in (first, second, third)] == ["run", "better", "predicted"]
     assert first.split()[1:3] == ["2", "1.0000"] and re.match(

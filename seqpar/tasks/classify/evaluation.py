@@ -47,12 +47,6 @@ KINDS = ("sensitivity", "specificity")
 class ClassEvaluation(CaseEvaluation):
     """Scores the tables of predict's folders, and of runs, which stand for their last validation."""
 
-    words = (
-        "(95 % intervals: Wilson's, for balanced accuracy those of the classes combined, for AUC bootstrap, stratified "
-        "by class; AUC: each class against the others, averaged over classes; predicted "
-        "class: the one with the highest probability)"
-    )
-
     def __init__(self, options: argparse.Namespace) -> None:
         super().__init__(options)
         self.truth = {case: name for case, name in read_truth(options.truth).items() if self._is_scored(case)}
@@ -65,8 +59,10 @@ class ClassEvaluation(CaseEvaluation):
         data = [options.truth] if options.truth.is_dir() else []
         tables = [(named, path) for named in options.prediction if (path := find_table(named))]
         refuse_duplicates(tables)
+        self.has_several = False  # more than two classes
         for named, path in tables:
             table = read_class_table(path)
+            self.has_several |= len(table.names) > 2
             table = table.of([case for case in table.cases if self._is_scored(case)])
             is_run = path.parent.name == "validation" and path.parent.parent == named
             files = output_files(None if is_run else named, options.json, options.csv)
@@ -87,6 +83,13 @@ class ClassEvaluation(CaseEvaluation):
             {"json": as_json(content | left_out), "csv": _csv_text(content)},
         )
 
+    def words(self, text: str) -> list[str]:
+        of_several = " AUC: each class against the others, averaged over classes;" * self.has_several
+        return [
+            "(95 % intervals: Wilson's, for balanced accuracy those of the classes combined, for AUC bootstrap, "
+            f"stratified by class;{of_several} predicted class: the one with the highest probability)"
+        ]
+
     def seen_in_training(self, job: ScoringJob, record: RunRecord) -> list[str]:
         known = [case for case in job.cases.cases if case in self.truth]
         return trained_on(record, self.options.truth, known).sentences
@@ -103,7 +106,7 @@ class ClassEvaluation(CaseEvaluation):
             return ""
         joined = ClassTable(tables[0].names, cases, np.concatenate([table.probabilities for table in tables]))
         content = class_summary(joined, self.truth, self.options.truth)
-        return "\n".join([f"all {content['cases']} cases together:", *class_lines(content), self.words])
+        return "\n".join([f"all {content['cases']} cases together:", *class_lines(content), *self.words("")])
 
     def _best(self, tables: Mapping[str, ClassTable]) -> str:
         """Returns which table scores best over the cases that all of them have."""

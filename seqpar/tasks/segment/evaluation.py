@@ -77,10 +77,7 @@ class LabelMapEvaluation(CaseEvaluation):
 
     def __init__(self, options: argparse.Namespace) -> None:
         super().__init__(options)
-        self.words = words_of(options.lesion_wise, options.centreline)
         self.dataset, self.pairs = dataset_at(options.truth), dict[str, list[Pair]]()
-        if self.dataset and self.dataset.readers:
-            self.words = words_of(options.lesion_wise, options.centreline, readers=True)
         if options.test_of and not (options.regions or options.brats or options.dataset):
             self.labels = labels_of_run(read_description(options.test_of))
         else:
@@ -157,6 +154,10 @@ class LabelMapEvaluation(CaseEvaluation):
             f"NSD {rounded(mean['NSD'], 4)} at {settings['nsd_tolerance']:g} mm",
             contents,
         )
+
+    def words(self, text: str) -> list[str]:
+        has_readers = bool(self.dataset and self.dataset.readers)
+        return words_of(self.options.lesion_wise, self.options.centreline, has_readers, "–" in text)
 
     def seen_in_training(self, job: ScoringJob, record: RunRecord) -> list[str]:
         return trained_on(record, {pair.case: pair.truth for pair in job.cases}).sentences

@@ -313,7 +313,7 @@ ALL_HAVE_IT = (
 
 def headline(record: RunRecord, scored: CaseScores | None) -> tuple[list[HeadlineTile], str]:
     """Returns the mean Dice of each class, with its interval and the number of cases, and what these are."""
-    tiles, note = list[HeadlineTile](), "Mean Dice over cases"
+    tiles, note = list[HeadlineTile](), "Mean Dice of each class over the cases"
     if scored and len(scored.cases) == 1:
         note = "Dice of a single case, which says little about others"
         rows = scored.cases[0].scores
@@ -322,10 +322,10 @@ def headline(record: RunRecord, scored: CaseScores | None) -> tuple[list[Headlin
             for name, row in rows.items()
         ]
     elif scored:
-        note += (
-            f", its 95 % confidence interval (Student's t; from {FEW_CASES} cases on), which is for the mean and not "
+        note = (
+            "Each large number is a class's mean Dice over n cases, those in whose truth or prediction it is. The 95 % "
+            f"confidence interval (Student's t; from {FEW_CASES} cases on) is for this mean, not for one patient"
         )
-        note += "for one patient, and n, the number of cases with a Dice"
         for name in scored.classes:
             values = without_nan(case.scores[name].get("Dice", math.nan) for case in scored.cases)
             interval = interval_of_mean(values, low=0.0, high=1.0)
