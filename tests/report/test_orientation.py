@@ -294,7 +294,7 @@ def test_scores_of_label_maps_are_of_new_cases_next_to_those_that_were_seen(fini
     assert page.cells["seen-in-training", "mean Dice of ED"] == pytest.approx([new, old])
     assert page.cells["seen-in-training", "cases"] == [1, 2] and page.cells["metrics", "ED"][0] == new
     assert {name for table, name in page.cells if table == "per-case"} == {names[2]}
-    assert "Dice of every case, not seen in training, worst first" in html and "(not seen in training)." in page.text
+    assert "Dice of every case not seen in training, worst first" in html and "(not seen in training)." in page.text
     assert html.count('<p class="small">Seen in training. Dice: ') == 2 and len(page.cases) == 3
     html, page = page_of(names)
     assert "No score of new cases: all 3 were seen in training, and the numbers below are of these." in page.text

@@ -35,6 +35,7 @@ from seqpar.report.planes import COLOURS, DISPUTED, LINES, bar_length, fullest_p
 from seqpar.report.plots import Strips, draw_chart, make_strips
 from seqpar.report.record import RunRecord
 from seqpar.report.rendering import _environment
+from seqpar.runs.run_folder import predict_command
 from seqpar.runs.sweep_folder import Point, Sweep
 from seqpar.sweeps.results import _figure_of_sweep
 from seqpar.tasks.pretrain.validation import RebuiltTile, figure_of_tiles
@@ -177,6 +178,9 @@ def test_a_picture_names_its_run_and_says_that_phantoms_are_generated(tmp_path, 
         figures.clear()
     of_sweep = _figure_of_sweep(run.parent, Sweep({}, (Point(run.name, {}),))).subfigs[0].get_suptitle()
     assert of_sweep.startswith(f"Sweep small{': generated phantoms, not patients' * generated}\n1 point")
+    assert plots.name_of_run(run, "run") == "run small/lr-$1$", "within a sentence"
+    said = "  (IMAGES: new cases; python launch/phantom.py makes some with another --seed)"
+    assert predict_command(run).endswith(f" -i IMAGES -o PREDICTIONS{said * generated}")
     assert plots.title_of("n" * 190, generated, "more").count("\n") == 3, "a long name is seen whole"
 
 

@@ -111,6 +111,8 @@ def test_a_presets_warm_up_is_shortened_where_it_leaves_no_epoch_and_ones_own_is
     assert PRESETS["laptop"]().warmup == 1 == order("--epochs", "2").config.warmup
     short = order("--epochs", "1")
     assert short.config.warmup == 0 and short.config.epochs == 1
+    cubes = first_lines(order("--network", "nnunet-plain"), Launcher("alone"))
+    assert " cubes of " in cubes and "cube: the smallest block that a rank can have" in " ".join(cubes.split())
     assert first_lines(short, Launcher("alone")).splitlines()[0] == (
         "--warmup 0 instead of the preset's 1: the run has 1 epoch"
     )

@@ -133,7 +133,7 @@ def segment_page(options: argparse.Namespace, record: RunRecord) -> FinishedPage
         "seen": told,
         "apart": apart,
         "step": step_sentence(step, record),
-        "of_which": f"after step {step:,}, " * bool(step) + f"not {SEEN}, " * bool(apart),
+        "of_which": f", after step {step:,}" * bool(step) + f" not {SEEN}" * bool(apart),
         "is_scored": scored is not None and not alone,
         "cases": cases,
         **tables,
