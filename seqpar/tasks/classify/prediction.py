@@ -63,7 +63,7 @@ class PredictionTable(PredictionFolder):
             if not self.path.read_bytes().endswith(b"\n"):  # cut off, maybe within a number
                 cut = {case.id for case in cases} & {*table.cases[-1:]}
             self.rows = {case: row for case, row in zip(table.cases, table.probabilities) if case not in cut}
-            finished = kept & whole & self.rows.keys()
+            finished = {*kept} & whole & self.rows.keys()
         return [case for case in cases if case.id not in finished]
 
     def _refuse_loss(self, cases: Sequence[Case]) -> None:

@@ -22,7 +22,7 @@ import numpy as np
 
 from seqpar.data.dicom_series import is_series, is_whole_segmentation, name_series, write_segmentation
 from seqpar.data.errors import DataError
-from seqpar.data.files import read_json, strip_suffix, write_json
+from seqpar.data.files import read_json, strip_suffix, whole_file, write_bytes, write_json
 from seqpar.data.formats.dataset import Case
 from seqpar.data.formats.nnunet_plans import declaration_of
 from seqpar.data.geometry import Geometry, from_canonical, to_canonical
@@ -91,8 +91,9 @@ class EnsembleFiles:
             },
             "nibabel_stuff": {"original_affine": geometry.affine, "reoriented_affine": geometry.canonical_affine},
         }
-        np.savez_compressed(array, probabilities=np.stack([channel.T for channel in channels]).astype(np.float32))
-        plain.write_bytes(pickle.dumps(properties))
+        with whole_file(array) as temporary, temporary.open("wb") as file:
+            np.savez_compressed(file, probabilities=np.stack([channel.T for channel in channels]).astype(np.float32))
+        write_bytes(plain, pickle.dumps(properties))
 
 
 FAR = 0.05  # rounding changes no probability by so much
@@ -281,7 +282,7 @@ class LabelMapFolder(PredictionFolder):
 
     def _remove_temporary_files(self, cases: Sequence[Case]) -> None:
         """Removes what a killed run left half written."""
-        places = (self.folder, *(self.folder / name for name in (PROBABILITIES, UNCERTAINTY, DICOM_SEG)))
+        places = (self.folder, *(self.folder / name for name in (PROBABILITIES, UNCERTAINTY, DICOM_SEG, NPZ)))
         for name in (RECORD, *(case.id for case in cases)):
             for place in places:
                 for temporary in place.glob(f".{escape(name)}[._]*.tmp*"):
