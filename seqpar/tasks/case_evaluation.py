@@ -209,7 +209,8 @@ class Seen(NamedTuple):
         told = f"Of the other {seen + alike}, {seen} {was}, and {alike} {has}"
         if not (seen and alike):
             told = f"{others} {was if seen else has}"
-        return new, f"The scores are of the {quantity(len(new), 'case')} not {SEEN}. {told}."
+        chose = f", of which {len(self.chose)} helped to choose the run's weights" * bool(self.chose)
+        return new, f"The scores are of the {quantity(len(new), 'case')} not {SEEN}{chose}. {told}."
 
     @property
     def sentences(self) -> list[str]:

@@ -316,6 +316,8 @@ def test_a_namesake_of_a_training_case_is_not_said_to_have_been_seen() -> None:
         "The scores are of the 1 case not seen in training. Of the other 3, 2 were seen, and 1 has the name of a "
         "training case and may have been seen."
     )
+    chose = Seen(["a"], (), 4, ["c", "d"]).apart(names)[1]
+    assert "3 cases not seen in training, of which 2 helped to choose the run's weights. The other one was" in chose
     both = Seen(["a"], ["b"], 3)
     assert [both.mark(name) for name in "abc"] == ["Seen in training. ", "Has the name of a training case. ", ""]
     assert both.words == "seen in training or with the name of a training case"
