@@ -226,7 +226,7 @@ class MaskedValidation(CaseValidation):
         name = f"{case.id}\n{GENERATED}" if is_generated(self.config.data) else case.id
         units = (properties.stds[self.shown], properties.means[self.shown])
         is_ct = properties.schemes[self.shown] == "ct"
-        more = {"guess": guess, "modality": modality, "hounsfield": units if is_ct else None}
+        more: dict[str, Any] = {"guess": guess, "modality": modality, "hounsfield": units if is_ct else None}
         return RebuiltTile(name, shown, image, mask > 0, spacing, axial, **more)
 
 

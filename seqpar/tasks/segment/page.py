@@ -89,14 +89,14 @@ def segment_page(options: argparse.Namespace, record: RunRecord) -> FinishedPage
         shown = load_worst(record, scored, options.cases, images, gaps)
     if scored and shown:
         cases = case_section(record, scored, shown, is_neurological(options.neurological, record))
-    every, seen, apart, told = scored, NONE_SEEN, None, ""
+    every, seen, apart, of_which = scored, NONE_SEEN, None, ""
     if scored and options.truth is not None:
         seen = trained_on(record, {case.name: case.truth for case in scored.cases})
-        scored, apart, told = _of_new(scored, seen)
+        scored, apart, of_which = _of_new(scored, seen)
     if cases:
         marked = [replace(view, caption=f"{seen.mark(view.name)}{view.caption}") for view in cases.shown]
         cases = replace(cases, shown=marked)
-    tiles, note = headline(record, scored) if not alone and (not told or apart) else ([], "")
+    tiles, note = headline(record, scored) if not alone and (not of_which or apart) else ([], "")
     step = scored.step if scored else 0
     tiles = tiles_of_steps(tiles, step, row_of_best(record), "dice")
     colours = record.class_colours(scored.classes if scored else ())
@@ -130,7 +130,7 @@ def segment_page(options: argparse.Namespace, record: RunRecord) -> FinishedPage
         "about_calibration": calibration[1],
         "tiles": tiles,
         "note": note,
-        "seen": told,
+        "seen": of_which,
         "apart": apart,
         "step": step_sentence(step, record),
         "of_which": f", after step {step:,}" * bool(step) + f" not {SEEN}" * bool(apart),
