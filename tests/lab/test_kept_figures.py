@@ -8,8 +8,11 @@ from pathlib import Path
 import pytest
 
 from figures import FIGURES
-from lab.figures.figure import TOLERANCES, Figure, Results
+from lab.figures.figure import TOLERANCES, Figure, FigureRequest, Results, runs_of, scaling
+from lab.figures.paper_figures import SCALES
 from seqpar.report.curves import DICE, Curve
+from seqpar.settings.command_line import parse
+from seqpar.sweeps.planned_run import config_of
 
 ROOT = Path(__file__).parents[2]
 KEPT = ROOT / "launch" / "lab" / "figures" / "results"
@@ -87,6 +90,32 @@ def test_figures_are_kept_with_commit_command_and_machine() -> None:
         assert (KEPT / f"figure-{number}.csv").stat().st_size < 250_000
     assert "3 seeds" in (KEPT / "figure-15.txt").read_text(), "one says nothing of what pretraining brings"
     assert all(path.stat().st_size < 250_000 for path in KEPT.iterdir())
+
+
+STATED = {  # by the paper, of its base case
+    "tile": "96", "patch": "16", "decoder": "plain", "depth": "12", "embed-dim": "768", "heads": "12",
+    "decoder-width": "128", "batch": "32", "positions": "learned", "iterations": "50", "lr": "0.0001",
+    "precision": "fp32", "augment": "paper",
+}  # fmt: skip
+OF_ITS_FIGURE = {7: {"tile": "128", "batch": "16"}}
+NOTED = re.compile(r"([a-z-]+) ([^ ,]+)(?: \(paper: ([^)]+)\))?")
+
+
+@pytest.mark.parametrize("number", [*range(5, 18), 19])
+def test_a_note_compares_with_what_the_paper_states_of_the_figure(number: int) -> None:
+    (note,) = re.findall(r"^--scale .* seeds?: (.+)$", (KEPT / f"figure-{number}.txt").read_text(), re.M)
+    noted = NOTED.findall(note)
+    stated = {**STATED, **OF_ITS_FIGURE.get(number, {})}
+    assert {name: theirs for name, _, theirs in noted} == {name: stated.get(name, "") for name, *_ in noted}
+    config = parse([word for name, ours, _ in noted for word in (f"--{name}", ours)], "paper")[1]
+    assert scaling(config, FIGURES[number].stated) == note
+
+
+@pytest.mark.parametrize("number", [5, 6, 7, 8])
+def test_at_the_papers_scale_only_what_it_does_not_state_is_noted(number: int) -> None:
+    figure = FIGURES[number]
+    (first, *_), *_ = runs_of(figure, FigureRequest("paper"), SCALES).values()
+    assert scaling(config_of(first), figure.stated) == "phantoms 24, epochs 400"
 
 
 def rows_of_the_manual() -> dict[int, list[str]]:

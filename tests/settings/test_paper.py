@@ -62,6 +62,7 @@ def test_the_figures_that_it_states() -> None:
     (first, *_) = make_optimizer(net_of(small()), small().optimizer_options).param_groups
     taken = (config.epochs, config.dropout, config.mlp, config.mlp_ratio, config.qkv_bias, config.val_overlap)
     assert taken == (400, 0, "gelu", 4, True, 0.5) and first["betas"] == (0.9, 0.999), "what it leaves open"
+    assert (config.clip, config.accumulate, config.drop_path, config.layer_scale) == (0, 1, 0, 0), "nothing of ours"
     assert type(make_optimizer(net_of(small()), small().optimizer_options)) is torch.optim.Adam
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from lab.figures.equal_parameters import match_parameters
+from seqpar.planner.batch_size import PAPER_BATCH
 from seqpar.report.curves import QUANTITIES, Bars, Curve, Diagram, over_steps, read_curve
 from seqpar.runs.run_folder import read_config
 from seqpar.settings.config import Config
@@ -99,6 +100,7 @@ class Figure:
     - ``size_of``: the arm whose number of parameters others match
     - ``of_phantoms``: settings of all its runs, by scale, where no data are named
     - ``data``: makes the data set of a scale, where no data are named and the built-in phantoms will not do
+    - ``stated``: what the paper states of its own figure, where that is not its base case
     """
 
     number: int
@@ -111,6 +113,7 @@ class Figure:
     size_of: str = ""
     of_phantoms: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     data: Callable[[str], Path] | None = None
+    stated: Mapping[str, Any] = field(default_factory=dict)
 
     def with_data(self, order: "FigureRequest") -> "FigureRequest":
         """Returns a request with the figure's own data set, which it makes, unless one is named."""
@@ -202,16 +205,20 @@ def _spelled(value: Any) -> str:
 
 _SHOWN = ("data", "phantoms", "tile", "patch", "decoder", "depth", "embed_dim", "heads", "decoder_width", "batch",
           "train_cases", "positions", "epochs", "iterations", "lr", "precision", "augment")  # fmt: skip
+_OURS = ("data", "phantoms", "epochs")  # the paper has none of these folders, and does not state how long it trained
 
 
-def scaling(config: Config, paper: Config) -> str:
-    """Returns in which settings a run is not the paper's, as "tile 32 (paper: 96), …"; "" where in none."""
-    differing = []
+def scaling(config: Config, stated: Mapping[str, Any]) -> str:
+    """Returns in which settings a run is not the paper's, as "tile 32 (paper: 96), epochs 6, …".
+
+    - ``stated``: what the paper states of the figure besides its base case
+    """
+    paper, differing = replace(PRESETS["paper"](), **{"batch": PAPER_BATCH, **stated}), []
     for name in _SHOWN:
-        ours, theirs = getattr(config, name), getattr(paper, name)
-        if ours != theirs and not (name == "phantoms" and config.data):
-            theirs_text = "" if name in ("data", "phantoms") or not theirs else f" (paper: {_short(theirs)})"
-            differing.append(f"{flag_name(name)} {_short(ours) or 'phantoms'}{theirs_text}")
+        ours, theirs = getattr(config, name), None if name in _OURS else getattr(paper, name)
+        if ours != theirs and name != ("phantoms" if config.data else "data"):
+            beside = f" (paper: {_short(theirs)})" if theirs else ""
+            differing.append(f"{flag_name(name)} {_short(ours)}{beside}")
     return ", ".join(differing)
 
 

@@ -10,7 +10,6 @@ from lab.figures.figure import Figure, Results, scaling
 from seqpar.data.files import write_text
 from seqpar.report.curves import Bars, Diagram, points_of
 from seqpar.report.plots import draw_figure
-from seqpar.settings.presets import paper
 from seqpar.text import quantity
 
 
@@ -18,7 +17,7 @@ def write_figure(figure: Figure, results: Results, scale: str, out: Path) -> lis
     """Writes figure-N.png, .svg, .csv and .txt into a folder; returns the verdicts."""
     start = out / f"figure-{figure.number}"
     verdicts = figure.judge(results)
-    note = note_of(results, scale)
+    note = note_of(figure, results, scale)
     diagrams = figure.draw(results)
     title = f"Figure {figure.number}. {figure.title}"
     draw_figure(title, diagrams, note, [start.with_suffix(suffix) for suffix in (".png", ".svg")])
@@ -27,12 +26,10 @@ def write_figure(figure: Figure, results: Results, scale: str, out: Path) -> lis
     return verdicts
 
 
-def note_of(results: Results, scale: str) -> str:
+def note_of(figure: Figure, results: Results, scale: str) -> str:
     """Returns what the runs of a figure are of: the scale, and in which settings the first is not the paper's."""
     seeds = len(next(iter(results.runs.values())))
-    text = f"--scale {scale}, {quantity(seeds, 'seed')}"
-    differing = scaling(results.config(), paper())
-    return f"{text}: {differing}" if differing else text
+    return f"--scale {scale}, {quantity(seeds, 'seed')}: {scaling(results.config(), figure.stated)}"
 
 
 def points(diagrams: Sequence[Diagram | Bars]) -> str:

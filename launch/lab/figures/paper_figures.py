@@ -149,6 +149,7 @@ PAPER_FIGURES = (
         ),
         judge_splits,
         LARGER_TILE,
+        stated=LARGER_TILE["paper"],
     ),
     Figure(
         8,
