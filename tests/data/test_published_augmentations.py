@@ -127,13 +127,10 @@ def test_lamps_livers_are_flipped_and_turned_in_the_plane_of_the_first_two_axes_
     assert np.array_equal(kept, label) and np.abs(noise).max() <= 0.2 + 1e-6
     assert stats.kstest(noise.ravel()[::7], stats.uniform(-0.2, 0.4).cdf).pvalue > 1e-3
     turned = Augmentation(AugmentationRecipe(quarter_turn=Chance(1.0)), tile)
-    turns = set[int]()
     for seed in range(30):
         got = turned(image, label, seed)
-        (turn,) = [k for k in range(4) if np.array_equal(got[1], np.rot90(label, k))]
-        assert np.array_equal(got[0], np.rot90(image, turn, (1, 2)))
-        turns.add(turn)
-    assert turns == {1, 2, 3}
+        assert np.array_equal(got[1], np.rot90(label)), "by 90 degrees, as the paper says"
+        assert np.array_equal(got[0], np.rot90(image, 1, (1, 2)))
 
 
 def plan_of(seed: int, tile: tuple[int, ...]) -> tuple[str, ...]:

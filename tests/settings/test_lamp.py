@@ -1,13 +1,18 @@
 """``--preset lamp`` is LAMP's training: every figure that it states, in the config and in what the config makes."""
 
+import re
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from seqpar.cli import plan
 from seqpar.cluster.exit_codes import USAGE, run
+from seqpar.data.formats.recognise import read_dataset
 from seqpar.data.formats.splits import five_folds
+from seqpar.data.preparation.recipe import PrepareSettings, draft_recipe
 from seqpar.models.build import build_loss, build_network
 from seqpar.optimization.optimizers import make_optimizer
 from seqpar.optimization.schedules import learning_rate
@@ -20,10 +25,12 @@ from seqpar.settings.lessons import lessons_of
 from seqpar.settings.presets import lamp
 from seqpar.settings.rules import refuse_settings_without_effect
 from seqpar.training.run_request import read_request
+from tests.support.folders import nnunet
 from tests.support.pages import page, shown_commands
 
 PASSES = {64: (4800, 16), 128: (1200, 4), "whole": (300, 1)}  # epochs and batch in the paper
 CASES = 261
+WEIGHTS = (2.22, 1.31, 1.99, 1.13, 1.93, 1.93, 1.0, 1.0, 1.90, 1.98)  # of the release's ten outputs
 
 
 def net_of(config: Config, device: str = "meta"):
@@ -37,6 +44,7 @@ def test_the_figures_that_it_states() -> None:
     )  # fmt: skip
     assert (config.loss, config.loss_weights, config.dice_background) == ("dice-focal", (1.0, 0.5), True)
     assert (config.grad_checkpoint, config.augment, config.val_every) == ("full", "lamp", 10)
+    assert (config.clip, config.weight_decay, config.warmup, config.precision) == (0, 0, 0, "fp32")
     assert config.optimizer_options.betas in ((), (0.0, 0.99)), "RMSProp as torch's, without momentum"
     refuse_settings_without_effect(config, {"features", "grad_checkpoint"})
     small = replace(config, features=2)
@@ -72,9 +80,9 @@ def test_over_a_pipe_its_lessons_have_micro_batches_for_every_place() -> None:
     assert pairs("--pipe 2 --curriculum 32:1:8,whole:1:1") == [(8, 1), (1, 1)]
 
 
-@pytest.mark.parametrize(("features", "millions"), [(32, 22.9), (64, 91.6), (128, 214.3)])
+@pytest.mark.parametrize(("features", "millions"), [(0, 22.9), (32, 22.9), (64, 91.6), (128, 214.3)])
 def test_its_networks_run_on_two_to_eight_ranks(features: int, millions: float) -> None:
-    config = replace(lamp(), features=features)
+    config = replace(lamp(), features=features) if features else lamp()
     assert sum(p.numel() for p in net_of(config).parameters()) / 1e6 == pytest.approx(millions, abs=0.05)
     for ranks in (2, 4, 8):
         for lesson in lessons_of(replace(config, curriculum="64:1:16,128:1:4,whole=352x256x288:1:1", seqpar=ranks)):
@@ -94,8 +102,30 @@ def test_its_livers_are_a_command_with_the_papers_figures() -> None:
     assert (len(train), len(held_out)) == (104, 27)
 
 
+def test_its_livers_are_clipped_to_the_papers_range(tmp_path: Path) -> None:
+    (name,) = re.findall("`(clip .+?)`", page("explanation/presets-lamp").read_text())
+    (scheme,) = draft_recipe(read_dataset(nnunet(tmp_path, 1, (name,))), PrepareSettings()).intensities
+    assert scheme is not None and (scheme.low, scheme.high) == (-21, 89)
+    assert [(value - scheme.mean) / scheme.std for value in (-21, 89)] == [0, 1]
+
+
+def test_its_loss_is_that_of_its_release() -> None:
+    """The mean over samples and outputs of Dice losses times weights, and half of that of focal losses."""
+    (line,) = re.findall(r"`--class-weights (.+?)`", page("explanation/presets-lamp").read_text())
+    assert tuple(map(float, line.split())) == WEIGHTS
+    toss = torch.Generator().manual_seed(0)
+    logits = torch.randn(2, 10, 4, 4, 4, generator=toss, dtype=torch.float64)
+    label = torch.randint(10, (2, 4, 4, 4), generator=toss)
+    p, truth = logits.softmax(1).flatten(2), F.one_hot(label, 10).movedim(-1, 1).double().flatten(2)
+    dice = 1 - (2 * (p * truth).sum(2) + 1e-5) / (p.sum(2) + truth.sum(2) + 1e-5)
+    focal = (-((1 - p) ** 2) * p.log() * truth).mean(2)
+    want = ((dice + 0.5 * focal) * torch.tensor(WEIGHTS, dtype=torch.float64)).mean()
+    loss = build_loss(replace(lamp(), class_weights=WEIGHTS))
+    assert loss(logits, label).item() == pytest.approx(want.item(), rel=1e-12)
+
+
 def test_organs_that_a_case_does_not_show_learn_nothing() -> None:
-    loss_of_run = build_loss(replace(lamp(), class_weights=tuple(range(1, 11))))
+    loss_of_run = build_loss(replace(lamp(), class_weights=WEIGHTS))
     logits = torch.randn(2, 10, 8, 8, 8, dtype=torch.float64, requires_grad=True)
     label, shown = torch.randint(10, (2, 8, 8, 8)), torch.ones(2, 10, dtype=torch.bool)
     shown[1, 4] = shown[1, 0] = False  # an organ, and with it the background

@@ -125,9 +125,8 @@ class Augmentation:
             image = np.ascontiguousarray(np.flip(image, tuple(d + 1 for d in flips)))
             label = np.ascontiguousarray(np.flip(label, flips))
         if "quarter_turn" in draws:
-            turns = int(draws["quarter_turn"].integers(1, 4))
-            image = np.ascontiguousarray(np.rot90(image, turns, (1, 2)))
-            label = np.ascontiguousarray(np.rot90(label, turns))
+            image = np.ascontiguousarray(np.rot90(image, 1, (1, 2)))
+            label = np.ascontiguousarray(np.rot90(label))
         return image, label
 
     def _chances(self) -> Iterator[tuple[str, Chance]]:
