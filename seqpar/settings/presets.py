@@ -200,6 +200,7 @@ def hou() -> Config:
         dropout=0.5,
         output_bias=False,
         batch=16,
+        global_batch=16,
         epochs=1000,
         iterations=500,
         optimizer="adafactor",

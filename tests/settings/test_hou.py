@@ -1,22 +1,30 @@
 """``--preset hou`` is the training of Hou et al.: every figure that it states, or that its release has."""
 
+import re
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from seqpar.data.formats.recognise import read_dataset
+from seqpar.data.preparation.recipe import PrepareSettings, draft_recipe
 from seqpar.data.sampling.augmentation_presets import RECIPES, Chance
 from seqpar.decoders.unets.unet_blocks import VoxelDropout
 from seqpar.losses import LossGroups
 from seqpar.models.build import build_loss, build_network
 from seqpar.optimization.optimizers import make_optimizer
 from seqpar.optimization.schedules import learning_rate
+from seqpar.parallel.launcher import Launcher
 from seqpar.parallel.mesh import Group, Mesh
 from seqpar.planner.feasibility import check_feasible
 from seqpar.settings.presets import hou
 from seqpar.settings.rules import refuse_settings_without_effect
+from seqpar.training.run_request import read_request
+from tests.support.folders import nnunet
+from tests.support.pages import page
 from tests.support.ranks import relative
 
 
@@ -27,6 +35,9 @@ def test_the_figures_that_it_states() -> None:
     assert (config.synthesis, config.synthesis_per, config.augment) == (0.5, "volume", "flips")
     assert RECIPES["flips"]().mirror == Chance(0.5) and config.precision == "bf16"
     assert (config.tile, config.foreground) == ((64, 64, 64), 0), "tiles are drawn anywhere"
+    loops = config.epochs, config.iterations, config.decay_epochs * config.iterations
+    assert loops == (1000, 500, 20_000), "loops of the release, steps of each, steps between two falls of the rate"
+    assert (config.clip, config.fold, config.val_every) == (0, "0", 10), "what both leave open"
     refuse_settings_without_effect(config, {"synthesis_per", "dropout", "loss_weights", "decay_epochs", "precision"})
     net = build_network(replace(config, features=2), 1, 3, Group("seq"), device="cpu")
     assert {m.rate for m in net.modules() if isinstance(m, VoxelDropout)} == {0.5}
@@ -44,6 +55,20 @@ def test_its_networks_have_the_widths_of_their_resolution_and_run_on_many_ranks(
     assert set(net.unet.architecture.encoder) == {4} and (style.slope, style.eps, style.momentum) == (0.1, 1e-6, 0.1)
     for ranks in (2, 8, 16):
         check_feasible(replace(config, seqpar=ranks))
+
+
+@pytest.mark.parametrize(("more", "groups", "tiles"), [("", 1, 16), ("", 2, 16), ("--tile 512 --global-batch 8", 2, 8)])
+def test_its_batch_is_that_of_all_groups_together(more: str, groups: int, tiles: int) -> None:
+    line = f"--preset hou --features 2 --device cpu --dry-run {more}"
+    config = read_request(line.split(), Launcher("test", 0, groups)).config
+    assert (config.batch * groups, config.accumulate) == (tiles, 1)
+
+
+def test_its_intensities_are_those_of_its_release(tmp_path: Path) -> None:
+    """Which divides them by 1024, adds a half, and cuts at 0 and 1."""
+    (name,) = re.findall("`(clip .+?)`", page("explanation/presets-hou").read_text())
+    (scheme,) = draft_recipe(read_dataset(nnunet(tmp_path, 1, (name,))), PrepareSettings()).intensities
+    assert scheme is not None and (scheme.low, scheme.high, scheme.mean, scheme.std) == (-512, 512, -0.5 * 1024, 1024)
 
 
 def test_its_baseline_has_the_same_levels_in_two_dimensions() -> None:
