@@ -57,13 +57,14 @@ def test_postprocessing_is_what_nnunet_determines(tmp_path) -> None:
             write(place / "predicted" / f"c{n}.nii.gz", np.where(noise > 0, noise, truth).astype(np.uint8))
         for name, content in (("plans", PLANS), ("dataset", declaration(regions))):
             (place / f"{name}.json").write_text(json.dumps(content))
-        more = ["--json", place / "o.json", "--csv", place / "o.csv", "--find-best", place / "ours.json"]
+        ours = place / "ours"
+        more = ["--json", ours / "o.json", "--csv", ours / "o.csv", "--find-best", ours / "postprocessing.json"]
         assert evaluate([*map(str, [place / "labelsTr", place / "predicted", "--workers", "1", *more])]) == 0
         files = [place / name for name in ("predicted", "labelsTr", "plans.json", "dataset.json")]
         theirs.append(["postprocessing", *files])
     acts(tmp_path, *theirs)
     for seed in range(4):
-        ours, their = (tmp_path / str(seed) / name for name in ("ours.json", "predicted/postprocessing.json"))
+        ours, their = (tmp_path / str(seed) / name / "postprocessing.json" for name in ("ours", "predicted"))
         assert read_postprocessing(ours) == read_postprocessing(their), seed
         got, want = (json.loads(path.read_text())["postprocessed"]["mean"] for path in (ours, their))
         assert {key: rounded(own["Dice"]) for key, own in got.items()} == {

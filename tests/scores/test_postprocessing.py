@@ -63,9 +63,9 @@ def test_find_best_says_which_and_learns_what_raises_dice(place: Path, capfd) ->
     assert read_postprocessing(place / "specks" / "postprocessing.json") == ((1, 2),)
     assert content["postprocessed"]["foreground_mean"]["Dice"] == 1 > content["input_folder"]["foreground_mean"]["Dice"]
     assert not (place / "shifted" / "postprocessing.json").exists()
-    assert act(place, shifted, "--find-best", str(place / "pp.json")) == 0
+    assert act(place, shifted, "--find-best", str(place / "out" / "pp.json")) == 0
     said = capfd.readouterr().out
-    assert read_postprocessing(place / "pp.json") == () and "raises it for no class" in said
+    assert read_postprocessing(place / "out" / "pp.json") == () and "raises it for no class" in said
     assert "predict.py" not in said, "these are predictions, with plans next to them"
 
 
@@ -152,7 +152,7 @@ def test_a_file_that_evaluate_did_not_write_stays(place: Path, capfd, name: str,
     assert evaluate_folders(folders, "--find-best") == 3 and path.read_text() == text
     assert f"{path}: is there, and evaluate did not write it: name another file by --" in capfd.readouterr().err
     more = [f"--{kind}" for kind in ("json", "csv", "find-best")]
-    places = [str(place / f"own.{kind}") for kind in ("json", "csv", "pp.json")]
+    places = [str(place / "out" / f"own.{kind}") for kind in ("json", "csv", "pp.json")]
     for _ in range(2):  # its own it replaces
         assert evaluate_folders(folders, *(word for pair in zip(more, places) for word in pair)) == 0
     assert path.read_text() == text
