@@ -8,6 +8,7 @@ import torch
 
 from seqpar.models.build import build_loss, build_network
 from seqpar.optimization.optimizers import make_optimizer
+from seqpar.optimization.schedules import learning_rate
 from seqpar.parallel.launcher import Launcher
 from seqpar.parallel.mesh import Group
 from seqpar.planner.feasibility import check_feasible
@@ -29,6 +30,16 @@ def test_the_figures_that_it_states() -> None:
     assert (settings.joins, settings.crop_to) == ((("tumour", (1, 2, 3)),), (240, 240, 152))
     assert settings.normalise == "volume"
     check_feasible(config)
+    assert (config.clip, config.warmup, config.weight_decay, config.precision) == (0, 0, 0, "fp32"), "Keras's own"
+    (first, *_) = make_optimizer(torch.nn.Linear(1, 1), config.optimizer_options).param_groups
+    assert first["betas"] == (0.9, 0.999) and not first["amsgrad"]
+
+
+def test_its_cycles_are_as_the_page_says() -> None:
+    config = parse(["--preset", "distmis", "--schedule", "cyclic"], "paper")[1]
+    rates = [learning_rate(config.schedule_options, epoch * 169) for epoch in (0, 4, 8, 12)]
+    assert rates == pytest.approx([0.25e-4, 1e-4, 0.25e-4, 1e-4], rel=1e-12)
+    assert "8 epochs a cycle, from a quarter of `--lr`" in page("explanation/presets-distmis").read_text()
 
 
 @pytest.mark.parametrize(("flags", "count"), [("", 406_793), ("--network unet-distmis-text", 351_809)])
@@ -46,6 +57,9 @@ def test_its_norm_and_kernels_begin_as_in_keras() -> None:
     net = build_network(config, 4, 1, Group("seq"), device="cpu", has_regions=True)
     norms = [module for module in net.modules() if isinstance(module, torch.nn.BatchNorm3d)]
     assert norms and all((norm.momentum, norm.eps) == (pytest.approx(1 - 0.9), 1e-3) for norm in norms)
+    kernels = [m.weight.detach().flatten() for m in net.modules() if isinstance(m, torch.nn.Conv3d)]
+    spread = float(torch.cat(kernels).std())
+    assert spread == pytest.approx(0.05 * 0.8796, rel=0.01), "0.8796: of a normal of 1 cut off at 2"
     for module in net.modules():
         if isinstance(module, torch.nn.ConvTranspose3d):  # Glorot's: 6 over the sum of both fans, under the root
             bound = math.sqrt(6 / (sum(module.weight.shape[:2]) * 27))
