@@ -1,10 +1,13 @@
 """3D-ResAttNet is the network of torch's own functions; which boxes it refuses, what it has."""
 
+import re
+
 import pytest
 import torch
 
 from seqpar.decoders.resattnet import BLOCKS, STEMS, ResAttNet, refuse_cut
 from tests.support.boxes import numbers
+from tests.support.pages import page
 from tests.support.plain_resattnet import logits_of
 from tests.support.ranks import relative
 
@@ -51,6 +54,30 @@ def test_the_texts_has_only_kernels_of_three_and_attention_after_every_residual_
     few, text = (sum(p.numel() for p in ResAttNet(1, 2, variant=variant).parameters()) for variant in STEMS)
     attention = [(9 * c * c) // 4 + (17 * c) // 8 + 1 for c in (64, 128, 256, 512)]
     assert text == few - 64 * (7**3 - 3**3) - attention[-1] + 2 * sum(attention) == 34_711_610
+
+
+@pytest.mark.parametrize("layers", BLOCKS)
+def test_both_readings_have_the_parameters_that_the_page_says(layers: int) -> None:
+    """Counted by hand: a stem, two convolutions a layer, shortcuts where channels change, attention, a matrix."""
+    blocks = {18: (2, 2, 2, 2), 34: (3, 4, 6, 3)}[layers]  # ResNet's
+    attention = {c: (9 * c * c) // 4 + (17 * c) // 8 + 1 for c in (64, 128, 256, 512)}
+    body, before = 512 * 2 + 2, 64
+    for count, c in zip(blocks, attention):
+        body += 27 * c * before + 27 * c * c * (2 * count - 1) + 2 * 2 * c * count
+        body += (before * c + 2 * c) * (c != before)
+        before = c
+    stems = {"few attentions": 64 * 7**3, "text": 64 * 3**3}
+    added = {
+        "few attentions": attention[512],
+        "text": sum(count * each for count, each in zip(blocks, attention.values())),
+    }
+    text = page("explanation/presets-resattnet").read_text()
+    shown = dict(re.findall(r"^\| `resattnet18(.*?)`, `resattnet34.*?` \| (.+) \|$", text, re.M))
+    for variant, suffix in (("few attentions", ""), ("text", "-text")):
+        net = ResAttNet(1, 2, BLOCKS[layers], variant=variant)
+        total = sum(p.numel() for p in net.parameters())
+        assert total == body + stems[variant] + 2 * 64 + added[variant]
+        assert shown[suffix].split(", ")[layers == 34] == f"{total / 1e6:.1f} M"
 
 
 def test_boxes_that_leave_a_rank_without_a_voxel_are_refused() -> None:

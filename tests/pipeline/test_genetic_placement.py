@@ -10,7 +10,17 @@ import pytest
 
 import seqpar.pipeline.gabra as gabra_module
 from seqpar.pipeline.best_cuts import best_cuts
-from seqpar.pipeline.gabra import OBJECTIVES, Search, cross, gabra, gabra_stages, invert, is_feasible, select
+from seqpar.pipeline.gabra import (
+    OBJECTIVES,
+    Search,
+    cross,
+    gabra,
+    gabra_stages,
+    invert,
+    is_feasible,
+    loads_and_capacities,
+    select,
+)
 from seqpar.pipeline.placement import CellCost, Pipe, StagePlace
 
 
@@ -125,6 +135,15 @@ def test_a_new_feasible_child_takes_the_place_of_the_worst_and_any_other_is_drop
 
 def test_its_search_is_the_papers_where_that_says_it() -> None:
     assert Search() == Search(population=20, turns=500, crossover=0.8, mutation=0.2, seed=0)
+
+
+def test_a_place_holds_a_quarter_more_than_its_share_and_the_longest_cell_at_least() -> None:
+    def capacities(*seconds: float) -> list[float]:
+        costs = [CellCost(each, 0, 10) for each in seconds]
+        takes = tuple((cell - 1,) for cell in range(len(costs)))
+        return loads_and_capacities(Pipe(takes, (len(costs) - 1,), costs, (StagePlace(),) * 2, 2, "1f1b", 0.01))[1]
+
+    assert capacities(4.0, 4.0, 4.0, 4.0) == [1.25 * 8, 1.25 * 8] and capacities(9.0, 1.0) == [9, 9]
 
 
 def test_thirty_seven_partitions_on_eight_devices_take_less_than_a_second() -> None:

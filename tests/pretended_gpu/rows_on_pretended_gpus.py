@@ -61,7 +61,11 @@ PRESETS = {
         "--preset distmis --crop-to 16 16 16 --tile 16 --force --features 4 --batch 2 --epochs 1 --val-every 0"
     ),
     "lamp": Row("--preset lamp --features 2 --curriculum 64x32x32:1:2,whole:1:1 --val-every 0"),
-    "hou": Row("--preset hou --features 4 --tile 32 --batch 2 --global-batch 0 --epochs 1 --val-every 0", data="liver", within=HALF),
+    "hou": Row(
+        "--preset hou --features 4 --tile 32 --batch 2 --global-batch 0 --epochs 1 --val-every 0",
+        data="liver",
+        within=HALF,
+    ),
 }
 DEBUG = Row(f"--preset debug {VIT} --patch 8 --decoder-width 4 --val-every 0 --precision fp32")
 ROWS = {

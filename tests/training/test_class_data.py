@@ -94,7 +94,7 @@ def test_the_published_training_is_sgd_of_six_volumes_from_1e_4_to_1e_6() -> Non
     assert (config.task, config.network, config.optimizer) == ("classify", "resattnet18-text", "sgd")
     assert (config.batch, config.epochs, config.loss) == (6, 50, "ce")
     assert (config.augment, config.betas, config.weight_decay) == ("none", (0.0,), 0.0), "what it does not state"
-    assert (config.fold, config.iterations) == ("0", 100)
+    assert (config.fold, config.iterations, config.val_every, config.tile) == ("0", 100, 5, ()), "whole volumes"
     (group,) = make_optimizer(torch.nn.Linear(1, 1), config.optimizer_options).param_groups[:1]
     assert group["momentum"] == 0 and not group["nesterov"]
     epochs = [learning_rate(replace(config, tile=SHAPE).schedule_options, 100 * epoch) for epoch in range(50)]
