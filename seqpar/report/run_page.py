@@ -31,12 +31,11 @@ from seqpar.text import clock, list_modalities, quantity
 STATES = {
     "finished": "Finished",
     "running": "Running",
-    "preempted": "Preempted",
+    "preempted": "Left early",
     "failed": "Failed",
     "killed": "Killed",
 }
 TIMES = re.compile(r" x (?=\d)|(?<=\d)x(?=\d)")  # as the terminal writes sizes, which pages write with ×
-NAMES = {"rebuilder": "decoder"}  # of the parts of networks that people know by another name
 T = TypeVar("T")
 
 
@@ -230,7 +229,7 @@ def all_settings(record: RunRecord) -> dict[str, str]:
 def parameters(layout: Mapping[str, Any]) -> str:
     """Returns the numbers of parameters in words, "" where the run did not record them."""
     counts = layout.get("parameters", {})
-    parts = " + ".join(f"{NAMES.get(name, name)} {count / 1e6:.2f} M" for name, count in counts.items())
+    parts = " + ".join(f"{name} {count / 1e6:.2f} M" for name, count in counts.items())
     total = f"{sum(counts.values()) / 1e6:.2f} M"
     return f"{total}: {parts}" if len(counts) > 1 else total * bool(counts)
 

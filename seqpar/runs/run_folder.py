@@ -17,7 +17,7 @@ import seqpar
 from seqpar.cluster.torch_setup import arithmetic_now
 from seqpar.data.errors import DataError, unreadable
 from seqpar.data.files import read_whole, write_json
-from seqpar.data.phantom.phantom_files import has_phantoms
+from seqpar.data.phantom.phantom_files import flags_of_others, has_phantoms
 from seqpar.runs.archive import ABOUT, CONFIG, is_archive, read_archived
 from seqpar.scores.label_classes import labels_of_run
 from seqpar.settings.config import Config
@@ -186,7 +186,8 @@ def predict_command(run: Path) -> str:
     command = next_command("predict", run, "-i", "IMAGES", "-o", "PREDICTIONS")
     if not is_of_phantoms(run):
         return command
-    return f"{command}  (IMAGES: new cases; {next_command('phantom')} makes some with another --seed)"
+    others = flags_of_others(str(read_config(run)["config"].get("data") or ""))
+    return f"{command}  (IMAGES: new cases; {next_command('phantom', *others)} makes some)"
 
 
 def next_lines(run: Path) -> list[str]:

@@ -63,8 +63,11 @@ def _make(
     if options.ray:
         require_answer(options.ray)
     over = {point.name for point in record.sweep.points if point.is_over}
+    count = max(len(record.sweep.points), order.total)
+    print(_points_to_train(count, record.num_over), flush=True)
     if order.preset not in FROM_DATA:  # else each run decides by itself how its data are prepared
         _prepare([config for name, config in configs.items() if name not in over])
+    print(f"joining the Ray at {options.ray}" if options.ray else "starting Ray", flush=True)
     with ray_cluster(options.ray, order.device, order.on_gpu, options.devices or 0, options.ray_nodes) as cluster:
         runs, ranks = order.runs(record.sweep, cluster.devices), order.ranks(cluster.devices)
         first_step, last_step = order.validated_steps(configs, ranks)
@@ -81,8 +84,7 @@ def _make(
             suggest=partial(_suggested, order, record, cluster.devices) if order.total else None,
             total=order.total,
         )
-        count = max(len(runs), order.total)
-        print(_first_line(count, record.num_over, ranks, cluster.devices, cluster.on_gpu), flush=True)
+        print(_at_a_time(count - record.num_over, ranks, cluster.devices, cluster.on_gpu), flush=True)
         return engine.make(runs, record.out)
 
 
@@ -142,9 +144,11 @@ def _prepare(configs: list[Config]) -> None:
         task_of(config).open_data(replace(config, out=""), True)
 
 
-def _first_line(count: int, over: int, ranks: int, devices: int, on_gpu: bool) -> str:
+def _points_to_train(count: int, over: int) -> str:
+    return f"{quantity(count, 'point')} to train{f', of which {over} ended before' if over else ''}"
+
+
+def _at_a_time(left: int, ranks: int, devices: int, on_gpu: bool) -> str:
     device = "GPU" if on_gpu else "core"
-    at_a_time = max(1, min(devices // ranks, count - over))
-    there = f", of which {over} ended before" if over else ""
-    here = f"each on {quantity(ranks, device)}, {at_a_time} at a time on {quantity(devices, device)}"
-    return f"{quantity(count, 'point')} to train{there}; {here}"
+    at_a_time = max(1, min(devices // ranks, left))
+    return f"each on {quantity(ranks, device)}, {at_a_time} at a time on {quantity(devices, device)}"

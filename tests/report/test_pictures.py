@@ -157,7 +157,12 @@ def test_a_picture_names_its_run_and_says_that_phantoms_are_generated(tmp_path, 
         monkeypatch.setattr(module, "save_figure", lambda figure, path: figures.append(figure))
     run = tmp_path / "small" / "lr-$1$"
     run.mkdir(parents=True)
-    (run / "config.json").write_text(json.dumps({"dataset": {"generated": generated}, "config": {"data": "D"}}))
+    data = tmp_path / "phantoms" / "Dataset998_PhantomLiver"
+    data.mkdir(parents=True)
+    config = {"dataset": {"generated": generated}, "config": {"data": str(data)}}
+    (run / "config.json").write_text(json.dumps(config))
+    if generated:
+        (data.parent / "phantom.json").write_text(json.dumps({"kind": "liver", "seed": 3}))
     (run / "metrics.jsonl").write_text(json.dumps({"kind": "train", "step": 0, "loss": 1.0, "lr": 0.1, "seconds": 1.0}))
     volume = np.ones((4, 4, 4), np.uint8)
     summary = {
@@ -179,7 +184,7 @@ def test_a_picture_names_its_run_and_says_that_phantoms_are_generated(tmp_path, 
     of_sweep = _figure_of_sweep(run.parent, Sweep({}, (Point(run.name, {}),))).subfigs[0].get_suptitle()
     assert of_sweep.startswith(f"Sweep small{': generated phantoms, not patients' * generated}\n1 point")
     assert plots.name_of_run(run, "run") == "run small/lr-$1$", "within a sentence"
-    said = "  (IMAGES: new cases; python launch/phantom.py makes some with another --seed)"
+    said = "  (IMAGES: new cases; python launch/phantom.py --kind liver --seed 4 --out NEW makes some)"
     assert predict_command(run).endswith(f" -i IMAGES -o PREDICTIONS{said * generated}")
     assert plots.title_of("n" * 190, generated, "more").count("\n") == 3, "a long name is seen whole"
 

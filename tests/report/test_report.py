@@ -150,7 +150,7 @@ def test_scores_tell_the_step_that_they_are_of(page: Page, copied: Path) -> None
     assert page.text.count(f"too few to tell, n = 3, step {debug().steps:,}") == 5, "each tile says it"
     (copied / "status.json").write_text(json.dumps({"state": "preempted", "step": debug().steps + 7, "why": "SIGTERM"}))
     page = written(copied)
-    assert "Preempted" in page.text and f"after step {debug().steps:,}" in page.text
+    assert "Left early" in page.text and f"after step {debug().steps:,}" in page.text
 
 
 def test_validation_leaves_what_evaluate_would_say(finished: Path, tmp_path: Path) -> None:

@@ -111,7 +111,8 @@ def test_every_point_is_run_once_two_at_a_time(undisturbed: Path) -> None:
     together = max(sum(begins[other] <= begins[name] < ends[other] for other in NAMES) for name in NAMES)
     assert together == 2, f"{together} at a time: {begins} {ends} {times}"
     said = (undisturbed / "said.txt").read_text()
-    assert "6 points to train; each on 1 core, 2 at a time on 2 cores" in said and "6 of 6 points have ended" in said
+    assert "starting Ray\neach on 1 core, 2 at a time on 2 cores\n" in said
+    assert "6 points to train\n" in said and "6 of 6 points have ended" in said
     assert {path.name for path in undisturbed.glob("sweep.*")} == {"sweep.json", "sweep.csv", "sweep.png"}
     assert status(undisturbed)["state"] == "finished" and status(undisturbed)["step"] == 6
     typed = {read_json(undisturbed / name / "config.json")["command"][0] for name in NAMES}
@@ -226,7 +227,7 @@ def test_a_run_of_two_ranks_goes_on_when_one_is_killed_and_one_that_cannot_work_
     layouts = [read_json(out / name / "config.json")["layout"] for name in ("lr-0.01", "lr-1e+30")]
     assert [(layout["ranks"], layout["seqpar"]) for layout in layouts] == [(2, 2)] * 2
     said = tune.log.read_text()
-    assert "2 points to train; each on 2 cores, 1 at a time on 2 cores" in said
+    assert "starting Ray\neach on 2 cores, 1 at a time on 2 cores\n" in said
     assert "lr-0.01 resumes: its training was killed" in said
     assert state(out, "lr-0.01") == "finished" and starts(out, "lr-0.01") == 2
     assert farthest(losses(out / "lr-0.01"), losses(undisturbed / "lr-0.01_batch-2")) < 1e-3

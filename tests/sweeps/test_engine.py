@@ -163,8 +163,9 @@ def test_a_cluster_that_does_not_answer_is_refused_soon(said: bytes | None, why:
                 require_answer(address, seconds=0.4)
 
 
-def test_the_first_line_of_a_sweep_says_what_its_numbers_count() -> None:
-    _first_line = pytest.importorskip("seqpar.sweeps.sweep_runs")._first_line
-    assert _first_line(2, 0, 1, 2, False) == "2 points to train; each on 1 core, 2 at a time on 2 cores"
-    ended = "8 points to train, of which 3 ended before; each on 2 GPUs, 2 at a time on 4 GPUs"
-    assert _first_line(8, 3, 2, 4, True) == ended
+def test_the_first_lines_of_a_sweep_say_what_its_numbers_count() -> None:
+    sweep_runs = pytest.importorskip("seqpar.sweeps.sweep_runs")
+    assert sweep_runs._points_to_train(2, 0) == "2 points to train"
+    assert sweep_runs._at_a_time(2, 1, 2, False) == "each on 1 core, 2 at a time on 2 cores"
+    assert sweep_runs._points_to_train(8, 3) == "8 points to train, of which 3 ended before"
+    assert sweep_runs._at_a_time(5, 2, 4, True) == "each on 2 GPUs, 2 at a time on 4 GPUs"

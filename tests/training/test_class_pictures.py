@@ -128,7 +128,7 @@ def test_the_table_of_classes_has_intervals_and_that_of_counts_says_what_its_row
     assert "The predicted class is the one with the highest probability. " in table.note
     two = classes_table(summary(["healthy", "ill"]) | {"source": "here"})
     assert [row.name for row in two.rows] == ["ill"] and "AUC" not in [head.text for head in two.heads], "no mirror"
-    assert "For healthy, sensitivity and specificity are swapped." in two.note and "swapped" not in table.note
+    assert "healthy has no row: its sensitivity is the specificity above" in two.note and "no row" not in table.note
     assert "the highest probability (above 0.5). " in two.note
     about = [_scores(summary(names) | {"source": "here"}, None, "").about for names in (NAMES[:2], NAMES)]
     assert ["averaged over classes" in text for text in about] == [False, True]

@@ -209,6 +209,6 @@ def _ordered(case: Case, modalities: Sequence[str], trained: Sequence[str]) -> C
     if sorted(names) != sorted(needed) or len(case.images) != len(needed) or len(set(names)) < len(names):
         raise DataError(
             case.images[0], f"its modalities are {', '.join(modalities)}, but the network was trained "
-            f"on {', '.join(trained)}; give these, one file each"
+            f"on {', '.join(trained)}; give these, a file for each"
         )  # fmt: skip
     return replace(case, images=tuple(case.images[names.index(name)] for name in needed))

@@ -14,7 +14,7 @@ import nibabel
 from numpy.typing import NDArray
 
 from seqpar.data.errors import DataError, reason
-from seqpar.data.files import is_state, write_bytes, write_json
+from seqpar.data.files import is_state, read_json, write_bytes, write_json
 from seqpar.data.phantom.brain import MODALITIES
 from seqpar.data.phantom.fields import PhantomCase
 from seqpar.data.phantom.kinds import KINDS, PhantomKind
@@ -108,6 +108,15 @@ def is_generated(path: str | Path | None) -> bool:
 def has_phantoms(content: Mapping[str, Any]) -> bool:
     """Returns whether a run was trained on phantoms; ``content``: of its config.json."""
     return bool(content["dataset"].get("generated")) or is_generated(content["config"].get("data", "unknown"))
+
+
+def flags_of_others(data: str) -> list[str]:
+    """Returns flags of ``phantom`` that make new cases as those of a data set; "" stands for the built-in ones."""
+    places = (Path(data), *Path(data).parents[:2]) if data else ()
+    records = (place / SETTINGS_FILE for place in places)
+    record = next((read_json(path) for path in records if path.is_file()), {})
+    kind, seed = record.get("kind", "brain"), record.get("seed", 0)
+    return [*["--kind", kind] * (kind != "brain"), "--seed", str(seed + 1), "--out", "NEW"]
 
 
 def describe_layout(layout: str, generated: bool) -> str:

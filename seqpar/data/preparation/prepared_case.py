@@ -198,7 +198,10 @@ def refuse_mismatch(
         return
     needed = len(modalities) if len(case.images) == 1 else 1
     if num_channels != needed:
-        raise DataError(path, f"has {num_channels} channels; it needs {needed}: {', '.join(modalities)}")
+        names = f"{quantity(num_channels, 'channel')}; it needs {needed}: {', '.join(modalities)}"
+        apart = len(case.images) == 1 and num_channels == 1  # one case may have been given as files of a channel each
+        hint = f"; of one case, give files named CASE_0000 to CASE_{needed - 1:04d}, or its folder" if apart else ""
+        raise DataError(path, f"has {names}{hint}")
     if (how := geometry_difference(geometry, first)) is not None:
         raise DataError(path, f"does not match {case.images[0]}: {how}; register or resample it")
 

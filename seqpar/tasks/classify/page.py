@@ -233,7 +233,7 @@ def classes_table(summary: Summary, positive: str | None = None) -> Table:
     against = "Each class against all others. "
     if not has_areas:
         (mirrored,) = (name for name in names if name not in shown)
-        against = f"For {mirrored}, sensitivity and specificity are swapped. "
+        against = f"{mirrored} has no row: its sensitivity is the specificity above, and the reverse. "
     note = (
         f"Scores of {quantity(summary['cases'], 'case')}: {summary['source']}. {against}"
         f"The predicted class is the one with the highest probability{' (above 0.5)' * (not has_areas)}. "
