@@ -163,13 +163,17 @@ class CaseEvaluation(ABC):
         return [f"next: {line}  (scores and cases on one page)"]
 
 
-SEEN, NAMESAKE = "seen in training", "with the name of a training case"
+NEW, CHOSE = "new to the run", "used to choose the weights"
+SEEN, NAMESAKE = "seen in training", "with the name of one of the run's cases"
+NAMES = "has the name of one of the run's cases", "have the names of the run's cases"
+TOO_GOOD = ", which tend to be too good"
 
 
 class Seen(NamedTuple):
-    """Which of ``total`` scored cases a run was trained on.
+    """Which of ``total`` scored cases a run was trained on, and by which it chose its weights.
 
-    - ``same``: those with the same file; ``namesakes``: those that may be other cases of the same name
+    - ``same``: those with the same file as a training case
+    - ``namesakes``: those that may be other cases of the same name
     - ``chose``: those that were held out, and on which the best weights were chosen
     """
 
@@ -179,38 +183,52 @@ class Seen(NamedTuple):
     chose: Sequence[str] = ()
 
     @property
-    def names(self) -> frozenset[str]:
-        return frozenset((*self.same, *self.namesakes))
-
-    @property
     def words(self) -> str:
-        """What is known of the cases that are not new."""
+        """What is known of the cases that may have been trained on."""
         return " or ".join([SEEN] * bool(self.same) + [NAMESAKE] * bool(self.namesakes))
 
     def mark(self, case: str) -> str:
         """Returns what is known of a case before what else is said of it; "" of a new one."""
         if case in self.namesakes:
-            return "Has the name of a training case. "
-        return f"{SEEN.capitalize()}. " * (case in self.same)
+            return f"{NAMES[0].capitalize()}. "
+        known = SEEN if case in self.same else CHOSE if case in self.chose else ""
+        return f"{known.capitalize()}. " * bool(known)
 
-    def apart(self, cases: Iterable[str]) -> tuple[list[str], str]:
-        """Returns which cases are new, and a sentence on which the scores are of; "" if all are new."""
-        new, seen, alike = [case for case in cases if case not in self.names], len(self.same), len(self.namesakes)
-        if not (seen or alike):
-            return new, ""
-        if not new:
-            none_new = f"No score of new cases: all {seen} were {SEEN}, and the numbers below are of these."
-            which = f"All {seen + alike} cases {f'were {SEEN} or ' * bool(seen)}have the names of training cases"
-            return new, f"{which}: if these are the same, no number below is of a new case." if alike else none_new
-        was = "was seen" if seen == 1 else "were seen"
-        has = "has the name of a training case" if alike == 1 else "have the names of training cases"
-        has += " and may have been seen"
-        others = "The other one" if seen + alike == 1 else f"The other {seen + alike}"
-        told = f"Of the other {seen + alike}, {seen} {was}, and {alike} {has}"
-        if not (seen and alike):
-            told = f"{others} {was if seen else has}"
-        chose = f", of which {len(self.chose)} helped to choose the run's weights" * bool(self.chose)
-        return new, f"The scores are of the {quantity(len(new), 'case')} not {SEEN}{chose}. {told}."
+    def apart(self, cases: Iterable[str]) -> tuple[dict[str, list[str]], str]:
+        """Returns the cases by what is known of them, and a sentence on which the scores are of; "" if all are new.
+
+        Scores are of the first group: the new cases if there are any, then those that chose the weights.
+        """
+        groups: dict[str, list[str]] = {NEW: [], CHOSE: [], self.words: []}
+        for case in cases:
+            is_known = case in self.same or case in self.namesakes
+            groups[self.words if is_known else CHOSE if case in self.chose else NEW].append(case)
+        groups = {which: own for which, own in groups.items() if own}
+        shown = next(iter(groups), NEW)
+        return groups, "" if shown == NEW and len(groups) < 2 else self._tell(shown, len(groups[shown]))
+
+    def _tell(self, shown: str, count: int) -> str:
+        """Returns a sentence on the group of cases whose scores are shown, and one on the others."""
+        seen, alike, chose = len(self.same), len(self.namesakes), len(self.chose) * (shown == NEW)
+        others = [
+            (chose, f"{'was' if chose == 1 else 'were'} {CHOSE}"),
+            (seen, f"{'was' if seen == 1 else 'were'} {SEEN}"),
+            (alike, f"{NAMES[alike > 1]} and may have been seen"),
+        ] * (shown != self.words)
+        others = [(number, what) for number, what in others if number]
+        if shown == self.words and alike:
+            known = f"all {count} {f'were {SEEN} or ' * bool(seen)}{NAMES[1]}" if count > 1 else f"it {NAMES[0]}"
+            return f"No case is known to be new: {known}."
+        if not others:
+            which = f"all {count} were" if count > 1 else "the only one was"
+            return f"No new case: {which} {shown}{TOO_GOOD * (shown == CHOSE)}."
+        told = f"he scores are of the {quantity(count, 'case')} {shown}"
+        told = f"No new case: t{told}{TOO_GOOD}" if shown == CHOSE else f"T{told}"
+        if len(others) == 1:
+            ((number, what),) = others
+            return f"{told}. The other {'one' if number == 1 else number} {what}."
+        *first, last = (f"{number} {what}" for number, what in others)
+        return f"{told}. Of the other {chose + seen + alike}, {', '.join(first)}, and {last}."
 
     @property
     def sentences(self) -> list[str]:
@@ -218,7 +236,7 @@ class Seen(NamedTuple):
         sentences, little = list[str](), "say little about new cases"
         for found, one, many, told in (
             (self.same, "was in the run's training data", "were in the run's training data", little),
-            (self.namesakes, "has the name of a training case", "have the names of training cases", little),
+            (self.namesakes, *NAMES, little),
             (self.chose, *["helped to choose the run's weights"] * 2, "tend to be too good"),
         ):
             if found:
@@ -251,16 +269,23 @@ def find_seen(
     both = {name: (scored[name], files.get(name)) for name in names}
     unknown = [name for name, pair in both.items() if not all(path and path.is_file() for path in pair)]
     same = [n for n, (a, b) in both.items() if n not in unknown and a and b and filecmp.cmp(a, b, shallow=False)]
-    chose = [name for name in same if name not in train] if len(record.held_out) > 1 else []
-    seen, namesakes = ([name for name in names if name in train] for names in (same, unknown))
-    return Seen(seen, namesakes, len(scored), chose)
+    has_chosen = len(record.held_out) > 1
+    seen, chose = ([name for name in same if (name in train) is trained] for trained in (True, False))
+    namesakes = [name for name in unknown if has_chosen or name in train]
+    return Seen(seen, namesakes, len(scored), chose if has_chosen else [])
 
 
-def seen_table(seen: Seen, rows: Mapping[str, Sequence[Score]]) -> Table:
-    """Returns the scores of new cases next to those of the others; ``rows``: both of each kind of score."""
-    heads = [TableHead(text) for text in ("Score", f"Not {SEEN}", seen.words.capitalize())]
-    note = f"Cases {seen.words} say little about new ones: the charts and the other tables are of the others."
-    return Table("seen-in-training", heads, [TableRow(kind, pair) for kind, pair in rows.items()], "class", note)
+def seen_table(groups: Mapping[str, Mapping[str, Score]]) -> Table | None:
+    """Returns the scores of new cases next to those of the others; None of a single group.
+
+    - ``groups``: what is known of cases, and each kind of score over them
+    """
+    if len(groups) < 2:
+        return None
+    first = next(iter(groups))
+    heads = [TableHead(text) for text in ("Score", *(f"{which[0].upper()}{which[1:]}" for which in groups))]
+    rows = [TableRow(kind, [own[kind] for own in groups.values()]) for kind in groups[first]]
+    return Table("seen-in-training", heads, rows, "class", f"The charts and the other tables are of the cases {first}.")
 
 
 def _runs_behind(prediction: Path) -> list[Path]:

@@ -281,46 +281,62 @@ def test_scores_of_label_maps_are_of_new_cases_next_to_those_that_were_seen(fini
     summary = json.loads((copied / "validation" / "summary.json").read_text())["metric_per_case"]
     dice = {f"{Path(one['reference_file']).parent.name}-t1c": one["metrics"]["2"]["Dice"] for one in summary}
 
-    def page_of(train: list[str]) -> tuple[str, Page]:
-        content["dataset"] |= {"train": train, "held_out": []}
+    def page_of(train: list[str], held_out: list[str]) -> tuple[str, Page]:
+        content["dataset"] |= {"train": train, "held_out": held_out}
         (copied / "config.json").write_text(json.dumps(content))
         assert run(report.act, line) == 0
         html = (copied / "scores-found.html").read_text()
         return html, Page(html)
 
-    html, page = page_of(names[:2])
-    assert "The scores are of the 1 case not seen in training. The other 2 were seen." in page.text
+    html, page = page_of(names[:2], [])
+    assert "The scores are of the 1 case new to the run. The other 2 were seen in training." in page.text
     new, old = dice[names[2]], (dice[names[0]] + dice[names[1]]) / 2
     assert page.cells["seen-in-training", "mean Dice of ED"] == pytest.approx([new, old])
     assert page.cells["seen-in-training", "cases"] == [1, 2] and page.cells["metrics", "ED"][0] == new
+    assert f"{old:.3f} (too few to tell)" in html and "The charts and the other tables are of the cases new" in html
     assert {name for table, name in page.cells if table == "per-case"} == {names[2]}
-    assert "Dice of every case not seen in training, worst first" in html and "(not seen in training)." in page.text
+    assert "Dice of every case new to the run, worst first" in html and "(cases new to the run)." in page.text
     assert html.count('<p class="small">Seen in training. Dice: ') == 2 and len(page.cases) == 3
-    html, page = page_of(names)
-    assert "No score of new cases: all 3 were seen in training, and the numbers below are of these." in page.text
+    html, page = page_of(names, [])
+    assert "No new case: all 3 were seen in training." in page.text
     assert 'class="tiles"' not in html and page.cells["metrics", "ED"][0] == pytest.approx(sum(dice.values()) / 3)
+    journal = copied / "metrics.jsonl"
+    journal.write_text(journal.read_text() + journal.read_text())  # several validations, of which one is the best
+    html, page = page_of(names[:1], names[1:2])
+    assert page.cells["seen-in-training", "cases"] == [1, 1, 1] and page.cells["metrics", "ED"][0] == new
+    assert html.count('<p class="small">Used to choose the weights. Dice: ') == 1 and 'class="tiles"' in html
+    html, page = page_of(names[:2], names[2:])
+    assert "No new case: the scores are of the 1 case used to choose the weights, which tend to be too" in page.text
+    assert 'class="tiles"' in html and page.cells["seen-in-training", "mean Dice of ED"] == pytest.approx([new, old])
 
 
-def test_a_namesake_of_a_training_case_is_not_said_to_have_been_seen() -> None:
-    names = list("abcd")
-    said = {
-        kind: Seen(*kind, 4).apart(names)[1] for kind in (("a", ""), ("", "a"), ("", "abcd"), ("ab", "c"), ("", ""))
-    }
-    of_three = "The scores are of the 3 cases not seen in training. The other one "
-    assert said["a", ""] == f"{of_three}was seen." and said["", ""] == ""
-    assert said["", "a"] == f"{of_three}has the name of a training case and may have been seen."
-    assert said["", "abcd"] == (
-        "All 4 cases have the names of training cases: if these are the same, no number below is of a new case."
+def test_scores_are_of_new_cases_else_of_those_that_chose_the_weights_and_not_of_namesakes() -> None:
+    def said(*known: list[str], chose: str = "") -> str:
+        return Seen(*known, 4, chose).apart("abcd")[1]
+
+    of_three = "The scores are of the 3 cases new to the run. The other one "
+    assert said("a", "") == f"{of_three}was seen in training." and said("", "") == ""
+    assert said("", "a") == f"{of_three}has the name of one of the run's cases and may have been seen."
+    assert said("", "abcd") == "No case is known to be new: all 4 have the names of the run's cases."
+    assert said("ab", "c") == (
+        "The scores are of the 1 case new to the run. Of the other 3, 2 were seen in training, and 1 has the name of "
+        "one of the run's cases and may have been seen."
     )
-    assert said["ab", "c"] == (
-        "The scores are of the 1 case not seen in training. Of the other 3, 2 were seen, and 1 has the name of a "
-        "training case and may have been seen."
+    assert said("a", "", chose="cd") == (
+        "The scores are of the 1 case new to the run. Of the other 3, 2 were used to choose the weights, and 1 was "
+        "seen in training."
     )
-    chose = Seen(["a"], (), 4, ["c", "d"]).apart(names)[1]
-    assert "3 cases not seen in training, of which 2 helped to choose the run's weights. The other one was" in chose
-    both = Seen(["a"], ["b"], 3)
-    assert [both.mark(name) for name in "abc"] == ["Seen in training. ", "Has the name of a training case. ", ""]
-    assert both.words == "seen in training or with the name of a training case"
+    too_good = "used to choose the weights, which tend to be too good"
+    assert said("a", "", chose="bcd") == (
+        f"No new case: the scores are of the 3 cases {too_good}. The other one was seen in training."
+    )
+    assert said("", "", chose="abcd") == f"No new case: all 4 were {too_good}."
+    groups, _ = Seen("a", "b", 4, "c").apart("abcd")
+    both = "seen in training or with the name of one of the run's cases"
+    assert groups == {"new to the run": ["d"], "used to choose the weights": ["c"], both: ["a", "b"]}
+    assert [Seen("a", "b", 4, "c").mark(name) for name in "abcd"] == [
+        "Seen in training. ", "Has the name of one of the run's cases. ", "Used to choose the weights. ", ""
+    ]  # fmt: skip
 
 
 def test_cases_that_chose_the_weights_are_said_apart_from_those_that_were_trained_on(tmp_path: Path) -> None:
@@ -339,3 +355,6 @@ def test_cases_that_chose_the_weights_are_said_apart_from_those_that_were_traine
     assert seen(1, files) == [trained], "a single validation chooses nothing"
     assert seen(2, files) == [trained, chose.format("2 of 4", "c, d", "their")]
     assert seen(2, others) == [trained, chose.format("1 of 4", "d", "its")]
+    unknown = {**files, "d": tmp_path / "gone"}
+    named = "1 of 4 scored cases has the name of one of the run's cases (d): if it is the same, its scores say little"
+    assert seen(1, unknown) == [trained] and seen(2, unknown)[1].startswith(named)

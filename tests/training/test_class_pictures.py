@@ -146,20 +146,23 @@ def test_cases_that_were_seen_in_training_are_scored_apart_from_new_ones() -> No
     content |= score_classes([n % 2 for n in range(16)], given, names)
     scores = _scores(content, None, "", Seen([f"c{n}" for n in range(12)], (), 16))
     assert [tile.score.text for tile in scores.tiles] == ["0.000"] * 3 and scores.tiles[0].more.endswith("n = 4")
-    assert scores.seen == "The scores are of the 4 cases not seen in training. The other 12 were seen."
-    assert scores.apart and [head.text for head in scores.apart.heads[1:]] == [
-        "Not seen in training",
-        "Seen in training",
-    ]
+    assert scores.seen == "The scores are of the 4 cases new to the run. The other 12 were seen in training."
+    assert scores.apart and [head.text for head in scores.apart.heads[1:]] == ["New to the run", "Seen in training"]
     rows = {row.name: [cell.text for cell in row.cells] for row in scores.apart.rows}  # type: ignore[union-attr]
-    assert rows["accuracy"] == ["0.000", "1.000"] and rows["cases"] == ["4", "12"]
+    assert rows["accuracy"] == ["0.000 (too few to tell)", "1.000 (0.758 to 1.000)"] and rows["cases"] == ["4", "12"]
     assert [row.cells[0].text for row in scores.confusion.rows] == ["0", "2"]  # type: ignore[union-attr]
-    assert [chart.title for chart in scores.charts] == ["ROC curve of ill, not seen in training"]
-    assert scores.classes.note.startswith("Scores of 4 cases: here (not seen in training). ")
+    assert [chart.title for chart in scores.charts] == ["ROC curve of ill, cases new to the run"]
+    assert scores.classes.note.startswith("Scores of 4 cases: here (cases new to the run). ")
     every = _scores(content, None, "", Seen([f"c{n}" for n in range(16)], (), 16))
     assert every.tiles == [] and every.apart is None
-    assert every.seen == "No score of new cases: all 16 were seen in training, and the numbers below are of these."
-    assert every.charts[0].title == "ROC curve of ill, seen in training"
+    assert every.seen == "No new case: all 16 were seen in training."
+    assert every.charts[0].title == "ROC curve of ill, cases seen in training"
+    chose = Seen([f"c{n}" for n in range(6)], (), 16, [f"c{n}" for n in range(6, 12)])
+    scores = _scores(content, None, "", chose)
+    assert scores.apart and [cell.text for cell in scores.apart.rows[-1].cells] == ["4", "6", "6"]
+    scores = _scores(content, None, "", chose._replace(chose=[f"c{n}" for n in range(6, 16)]))
+    assert [tile.score.text for tile in scores.tiles][:1] == ["0.600"] and scores.seen.startswith("No new case: the ")
+    assert scores.charts[0].title == "ROC curve of ill, cases used to choose the weights"
     unseen = _scores(content, None, "")
     assert (unseen.seen, unseen.apart, unseen.tiles[0].score.text) == ("", None, "0.750")
 

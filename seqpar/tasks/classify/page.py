@@ -51,7 +51,7 @@ from seqpar.scores.class_scores import (
 )
 from seqpar.scores.comparison import FEW
 from seqpar.scores.label_files import missing_line
-from seqpar.tasks.case_evaluation import NONE_SEEN, SEEN, Seen, seen_table
+from seqpar.tasks.case_evaluation import CHOSE, NEW, NONE_SEEN, Seen, seen_table
 from seqpar.tasks.classify.evaluation import image_files, shares_of, trained_on
 from seqpar.tasks.classify.scores import (
     EXPLANATIONS,
@@ -181,14 +181,10 @@ class _Scores:
 
 def _scores(summary: Summary, positive: str | None, step: str, seen: Seen = NONE_SEEN) -> _Scores:
     """Returns the scores of a page: of the cases that are new to the run, if any are; others are shown alone."""
-    cases = [case["case"] for case in summary["metric_per_case"]] if seen.names else []
-    (new, told), apart, shown = seen.apart(cases), None, summary
-    mark = f"not {SEEN}" if new else seen.words
-    if new:
-        shown = rescore(summary, new)
-        both = shown, rescore(summary, seen.names)
-        rows = {kind: [Score(number(one["scores"][kind]), 3) for one in both] for kind in shown["scores"]}
-        apart = seen_table(seen, rows | {"cases": [Score(one["cases"], 0) for one in both]})
+    groups, told = seen.apart(case["case"] for case in summary["metric_per_case"]) if seen != NONE_SEEN else ({}, "")
+    each = {which: rescore(summary, own) for which, own in groups.items()} if told else {"": summary}
+    mark, shown = next(iter(each.items()))
+    apart, mark = seen_table({which: _row_of(one) for which, one in each.items()}), f"cases {mark}" if mark else ""
     shown = {**shown, "source": f"{summary['source']}{f' ({mark})' * bool(mark)}"}
     calibrated = calibration_diagrams(shown)
     diagrams = [*roc_diagrams(shown, positive), *calibrated]
@@ -196,9 +192,19 @@ def _scores(summary: Summary, positive: str | None, step: str, seen: Seen = NONE
     note, about = "" if calibrated else uncalibrated(shown), ABOUT.format(guess=1 / len(summary["names"]))
     if len(summary["names"]) > 2:
         about += " AUC: each class against the others, averaged over classes."
-    tiles = headline(shown) if new or not seen.names else []
+    tiles = headline(shown) if not told or next(iter(each)) in (NEW, CHOSE) else []
     tables = classes_table(shown, positive), confusion_table(shown)
     return _Scores(tiles, told, apart, *tables, charts, step, note, about)
+
+
+def _row_of(summary: Summary) -> dict[str, Score]:
+    """Returns the scores of a group of cases, each with its interval, and their number."""
+    sure = {
+        kind: words_of_interval(summary["intervals"].get(kind), fewest_cases(summary, kind))
+        for kind in summary["scores"]
+    }
+    scores = {kind: Score(number(summary["scores"][kind]), 3, f" ({text})" * bool(text)) for kind, text in sure.items()}
+    return scores | {"cases": Score(summary["cases"], 0)}
 
 
 ABOUT = (

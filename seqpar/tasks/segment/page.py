@@ -55,7 +55,7 @@ from seqpar.scores.comparison import TOO_FEW, interval_of_mean
 from seqpar.scores.label_classes import Labels
 from seqpar.scores.label_files import MAX_NAMED, dataset_at, match_cases, missing_line
 from seqpar.scores.label_scores import why_no_dice, without_nan
-from seqpar.tasks.case_evaluation import NONE_SEEN, SEEN, Seen, seen_table
+from seqpar.tasks.case_evaluation import CHOSE, NEW, NONE_SEEN, Seen, seen_table
 from seqpar.tasks.segment.evaluation import ABOUT_CALIBRATION, calibrate, calibration_diagram, trained_on
 from seqpar.tasks.segment.label_map_folder import DICOM_SEG, SavedProbabilities
 from seqpar.text import name_images, quantity
@@ -89,14 +89,14 @@ def segment_page(options: argparse.Namespace, record: RunRecord) -> FinishedPage
         shown = load_worst(record, scored, options.cases, images, gaps)
     if scored and shown:
         cases = case_section(record, scored, shown, is_neurological(options.neurological, record))
-    every, seen, apart, of_which = scored, NONE_SEEN, None, ""
+    every, seen, apart, of_which, which = scored, NONE_SEEN, None, "", ""
     if scored and options.truth is not None:
         seen = trained_on(record, {case.name: case.truth for case in scored.cases})
-        scored, apart, of_which = _of_new(scored, seen)
+        scored, apart, of_which, which = _of_new(scored, seen)
     if cases:
         marked = [replace(view, caption=f"{seen.mark(view.name)}{view.caption}") for view in cases.shown]
         cases = replace(cases, shown=marked)
-    tiles, note = headline(record, scored) if not alone and (not of_which or apart) else ([], "")
+    tiles, note = headline(record, scored) if not alone and which in ("", NEW, CHOSE) else ([], "")
     step = scored.step if scored else 0
     tiles = tiles_of_steps(tiles, step, row_of_best(record), "dice")
     colours = record.class_colours(scored.classes if scored else ())
@@ -133,7 +133,7 @@ def segment_page(options: argparse.Namespace, record: RunRecord) -> FinishedPage
         "seen": of_which,
         "apart": apart,
         "step": step_sentence(step, record),
-        "of_which": f", after step {step:,}" * bool(step) + f" not {SEEN}" * bool(apart),
+        "of_which": f", after step {step:,}" * bool(step) + f" {which}" * bool(which),
         "is_scored": scored is not None and not alone,
         "cases": cases,
         **tables,
@@ -268,18 +268,36 @@ def _calibration(
     return draw_charts([diagram] * bool(tenths), width=360), text
 
 
-def _of_new(scored: CaseScores, seen: Seen) -> tuple[CaseScores, Table | None, str]:
-    """Returns the scores of the cases that are new to the run, next to the others', and a sentence on which these are.
+def _of_new(scored: CaseScores, seen: Seen) -> tuple[CaseScores, Table | None, str, str]:
+    """Returns the scores of the cases that a page shows, next to the others', a sentence on which these are, and which.
 
-    The scores are those of all cases if none is new, or all.
+    They are the new ones, if there are any.
     """
-    new, told = seen.apart(case.name for case in scored.cases)
-    if not told or not new:
-        return (scored.of(seen.names, seen.words) if told else scored), None, told
-    both = scored.of(new, f"not {SEEN}"), scored.of(seen.names, seen.words)
-    means = {kind: [one.summary["mean"][kind].get("Dice", math.nan) for one in both] for kind in scored.classes}
-    rows = {f"mean Dice of {kind}": [Score(value, 3) for value in own] for kind, own in means.items()}
-    return both[0], seen_table(seen, rows | {"cases": [Score(len(one.cases), 0) for one in both]}), told
+    groups, told = seen.apart(case.name for case in scored.cases)
+    if not told:
+        return scored, None, "", ""
+    each = {which: scored.of(own, f"cases {which}") for which, own in groups.items()}
+    which, shown = next(iter(each.items()))
+    rows = {
+        which: {f"mean Dice of {kind}": _mean_dice(one, kind) for kind in scored.classes} for which, one in each.items()
+    }
+    table = seen_table({which: row | {"cases": Score(len(groups[which]), 0)} for which, row in rows.items()})
+    return shown, table, told, which
+
+
+def _mean_dice(scored: CaseScores, name: str) -> Score:
+    """Returns the mean Dice of a class with its interval."""
+    values = without_nan(case.scores[name].get("Dice", math.nan) for case in scored.cases)
+    mean = scored.summary["mean"][name].get("Dice", math.nan)
+    return Score(mean, 3, f" ({sure})" if (sure := _how_sure(values)) else "")
+
+
+def _how_sure(values: Sequence[float]) -> str:
+    """Returns the interval of a mean Dice in words; "" if there is no Dice."""
+    if len(values) < FEW_CASES:
+        return TOO_FEW if values else ""
+    low, high = interval_of_mean(values, low=0.0, high=1.0) or (0.0, 1.0)
+    return f"{low:.3f} to {high:.3f}" if high - low >= NO_SPREAD else "all cases alike"
 
 
 def _reached(record: RunRecord) -> list[str]:
@@ -328,12 +346,7 @@ def headline(record: RunRecord, scored: CaseScores | None) -> tuple[list[Headlin
         )
         for name in scored.classes:
             values = without_nan(case.scores[name].get("Dice", math.nan) for case in scored.cases)
-            interval = interval_of_mean(values, low=0.0, high=1.0)
-            range_text = f"{interval[0]:.3f} to {interval[1]:.3f}, " if interval else ""
-            if interval and interval[1] - interval[0] < NO_SPREAD:
-                range_text = "all cases alike, "
-            if len(values) < FEW_CASES:
-                range_text = f"{TOO_FEW if values else 'no case has a Dice'}, "
+            range_text = f"{_how_sure(values) or 'no case has a Dice'}, "
             mean = Score(scored.summary["mean"][name].get("Dice", math.nan), 3)
             zeros = absent_of(scored, name).predicted
             without = f" ({quantity(zeros, 'case')} counted as 0: none in the truth)" * bool(zeros)
