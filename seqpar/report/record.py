@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from statistics import NormalDist
+from statistics import NormalDist, fmean
 from typing import Any
 
 from seqpar.data.errors import DataError
@@ -240,13 +240,17 @@ def may_be_chance(record: RunRecord) -> str:
         return "The held-out cases are all of one class, so that a constant answer would be right for each of them."
     best, guess = score_of(row), 1 / len(counts)
     deviation = guess * math.sqrt(guess * (1 - guess) * sum(1 / count for count in counts.values()))
-    if best - guess > NormalDist().inv_cdf(SURE ** (1 / len(record.held_out))) * deviation:
+    limit, cases = NormalDist().inv_cdf(SURE ** (1 / len(record.held_out))), counts.total()
+    if best - guess > limit * deviation:
         return ""
-    return (
-        f"On {quantity(counts.total(), 'held-out case')} this run reached a balanced accuracy of {best:.3f}, and "
-        f"guessing ({guess:.3f} on average) could reach as much: nothing shows that the network has learned. Do not "
-        "trust its classes or its maps."
-    )
+    reached = f"On {quantity(cases, 'held-out case')} this run reached a balanced accuracy of {best:.3f}"
+    chance = f", and guessing ({guess:.3f} on average) could reach as much"
+    area, spreads = row["scores"].get("AUC"), [math.sqrt((cases + 1) / (12 * n * (cases - n))) for n in counts.values()]
+    if isinstance(area, float) and area - 0.5 > limit * fmean(spreads):  # Mann and Whitney's, of each class
+        at = " at the 0.5 threshold" * (len(record.dataset["volume_classes"]["names"]) == 2)
+        better = f"Its ranking of the cases is better than chance (AUC {area:.3f}, guessing 0.5)"
+        return f"{reached}{at}{chance}. {better}, so that it has learned, but do not trust its classes."
+    return f"{reached}{chance}: nothing shows that the network has learned. Do not trust its classes or its maps."
 
 
 def lacking(run: Path, error: Exception) -> DataError:

@@ -300,9 +300,11 @@ def test_a_classifier_that_guessing_could_equal_says_so(score: float, cases: int
     names = [str(n) for n in range(cases)]
     classes = {"names": ["healthy", "ill"], "numbers": {name: n % 2 for n, name in enumerate(names)}}
 
-    def said(numbers: Mapping[str, int] = classes["numbers"], val_cases: int = 0, validations: int = 2) -> str:
+    def said(
+        numbers: Mapping[str, int] = classes["numbers"], val_cases: int = 0, validations: int = 2, **auc: Any
+    ) -> str:
         dataset = {"volume_classes": {**classes, "numbers": numbers}, "held_out": names}
-        rows = [{"step": n, "loss": 1.0, "scores": {"balanced accuracy": score}} for n in range(validations)]
+        rows = [{"step": n, "loss": 1.0, "scores": {"balanced accuracy": score, **auc}} for n in range(validations)]
         content = {"dataset": dataset, "config": {"val_cases": val_cases}}
         return may_be_chance(RunRecord(tmp_path, content, None, {}, held_out=tuple(rows)))
 
@@ -312,6 +314,14 @@ def test_a_classifier_that_guessing_could_equal_says_so(score: float, cases: int
     assert bool(said(rare, validations=1)) == (score < 0.95 or cases < 4), "one case of a class tells little of it"
     assert said(val_cases=2).startswith("On 2 held-out cases "), "guessing often gets both right"
     assert said(validations=200), "the best of many"
+    known = [said(AUC=area) for area in (0.891, 0.6, None)]
+    assert ["has learned, but do not trust its classes." in text for text in known] == [
+        may_be and cases > 2,
+        False,
+        False,
+    ]
+    assert not may_be or cases < 3 or "at the 0.5 threshold, and guessing (0.500 on average) could reach" in known[0]
+    assert not may_be or "nothing shows" in known[1], "an AUC that guessing reaches"
     assert "all of one class" in said(dict.fromkeys(names, 1)) and said({}) == ""
 
 
