@@ -232,23 +232,26 @@ def _labels_of(key: str) -> str:
     return key.strip("()").rstrip(",").replace(", ", " + ")
 
 
-def coarse_voxels(scored: CaseScores) -> str:
-    """Returns a sentence if voxels are too coarse for some scores, else ""."""
+def coarse_voxels(scored: CaseScores, largest: float = 0.0) -> str:
+    """Returns a sentence if voxels are too coarse for some scores, else "".
+
+    - ``largest``: the longest side of a voxel in mm, 0 if it is not known
+    """
     size, tolerance = 1000 * voxel_ml(scored), scored.settings.get("nsd_tolerance")
-    side = size ** (1 / 3)
-    if side <= COARSE:
-        return ""
-    text = f"Voxels are coarse, of up to {size:.3g} mm³: "
-    if not scored.summary:
-        return f"{text}outlines are rough, and so are the volumes of small structures."
-    text += "a single voxel "
-    text += "may count as a region, and regions that touch as one." if size > 50 else "changes small regions much."
-    if isinstance(tolerance, (int, float)) and tolerance < side:
-        text += (
-            f" The tolerance of {tolerance:g} mm is less than a voxel, so a boundary that is one voxel off counts as "
+    side, sentences = max(largest, size ** (1 / 3)), list[str]()
+    if size ** (1 / 3) > COARSE:
+        text = f"Voxels are coarse, of up to {size:.3g} mm³: "
+        if not scored.summary:
+            return f"{text}outlines are rough, and so are the volumes of small structures."
+        text += "a single voxel "
+        text += "may count as a region, and regions that touch as one." if size > 50 else "changes small regions much."
+        sentences.append(text)
+    if scored.summary and isinstance(tolerance, (int, float)) and tolerance * (1 + 1e-6) < side:
+        sentences.append(
+            f"The surface Dice (NSD) has a tolerance of {tolerance:g} mm, and voxels have sides of up to {side:.3g} "
+            "mm: a boundary that is one voxel off may count as wrong, so compare it only at the same voxel size."
         )
-        text += "wrong for the surface Dice (NSD): compare it only at the same voxel size."
-    return text
+    return " ".join(sentences)
 
 
 def sizes_table(scored: CaseScores) -> Table | None:
@@ -269,7 +272,7 @@ def sizes_table(scored: CaseScores) -> Table | None:
             Score(found, 0, f" of {found + missed:.0f}"),
             Score(false, 0, f" ({false / len(cases):.3g} per case)"),
         ]
-        cells.append(_found_share(found, int(found + missed)))
+        cells.append(_found_share(found, int(found + missed), false))
         rows.append(TableRow(name, cells))
     are_means = len(scored.cases) > 1
     mean = "mean " * are_means
@@ -301,11 +304,29 @@ def _over(counts: Mapping[str, int]) -> str:
     return f"{quantity(most, 'case')}{f' ({others})' if others else ''}, those without the class included"
 
 
-def _found_share(found: float, regions: int) -> Score | str:
-    """Returns the share of regions that are found with its interval; of few regions that they are few."""
+def _found_share(found: float, regions: int, false: float) -> Score | str:
+    """Returns the share of found regions, its interval and the false ones; of few regions that they are few."""
     if regions < FEW:
         return TOO_FEW if regions else "–"
-    return Score(found / regions, 3, f" ({describe_share(found / regions, regions)})")
+    return Score(found / regions, 3, f" ({describe_share(found / regions, regions)}), with {false:.0f} false")
+
+
+MANY = 3  # times the true volume: at most a third of what is predicted is right
+
+
+def too_much(scored: CaseScores) -> str:
+    """Returns a sentence on each class of which much more is predicted than there is; "" if there is none."""
+    sentences = list[str]()
+    for name in scored.classes:
+        pairs = [tuple(case.scores[name].get(key, math.nan) for key in SIZES[:2]) for case in scored.cases]
+        known = [pair for pair in pairs if not any(map(math.isnan, pair))]
+        true_ml, ml = (sum(pair[at] for pair in known) for at in range(2))
+        if true_ml and ml >= MANY * true_ml:
+            sentences.append(
+                f"The predicted volume of {name}, {millilitres(ml)} ml, is {ml / true_ml:.3g} times the true one, "
+                f"{millilitres(true_ml)} ml: most of it is wrong, and regions may be found by chance."
+            )
+    return " ".join(sentences)
 
 
 def volumes_table(scored: CaseScores) -> Table:

@@ -10,7 +10,6 @@ from pathlib import Path
 import nibabel
 import numpy as np
 import pytest
-from scipy import stats
 
 import seqpar
 from seqpar.cli import report
@@ -21,24 +20,8 @@ from seqpar.report.embedded_volumes import ShownCase
 from seqpar.report.pictures import PicturedCase, figure_of_cases
 from seqpar.report.planes import COLOURS, RUN_COLOURS
 from seqpar.report.plots import draw_chart
-from seqpar.report.record import CaseScores, ScoredCase, parse_scores, read_record
-from seqpar.report.tables import (
-    coarse_voxels,
-    dice_table,
-    mean_over,
-    metrics_table,
-    score_strips,
-    sizes_table,
-    volumes_table,
-    what_is_absent,
-    what_volumes_count,
-)
-from seqpar.scores.label_classes import Labels
-from seqpar.scores.label_files import Pair
-from seqpar.scores.label_scores import DEFAULT_SETTINGS, score, summarise
-from seqpar.scores.summary_files import summary_content
+from seqpar.report.record import ScoredCase
 from seqpar.settings.presets import debug
-from seqpar.tasks.segment.page import headline
 from tests.support.folders import save
 from tests.support.report_page import NAMES, Page, own_slices, written
 
@@ -297,154 +280,3 @@ def test_a_page_of_ct_says_which_values_it_keeps() -> None:
     mr = replace(case, is_ct=False)
     assert " HU" not in _case_view(ScoredCase("a", None, Path("a"), {}), mr, (), False).caption
     assert "HU" not in viewer_section([(mr, mr.embedded(10**6))], (), False).note
-
-
-def test_it_is_said_which_labels_a_volume_and_a_mean_dice_are_of() -> None:
-    alone = "Each volume counts only the label of its class: an organ's leaves out lesions with a label of their own."
-    assert what_volumes_count({"liver": "1", "lesion": "2"}).strip() == alone
-    assert what_volumes_count({"liver": "(1, 2)", "lesion": "2"}).endswith("all labels of its class: liver = 1 + 2.")
-    regions = what_volumes_count({"NCR": "1", "ET": "3", "TC": "(1, 3)"})
-    assert regions.endswith("its class: TC = NCR + ET."), "names of labels say more than their numbers"
-    assert what_volumes_count({"liver": "1"}) == "" == mean_over(["liver"])
-    assert mean_over(["liver", "lesion"]) == "The mean Dice is the mean of liver and lesion."
-    full = np.ones((4, 4, 4), np.uint8)
-    note = dice_table(scores_of(1.0, {"liver": (1,), "lesion": (2,)}, (full, full))).note
-    assert note.startswith("The mean Dice of a case is over liver and lesion. A class that has no Dice")
-    assert dice_table(scores_of(1.0, {"liver": (1,)}, (full, full))).note == ""
-
-
-def test_labels_that_share_a_colour_are_named() -> None:
-    names = [f"organ {n}" for n in range(len(COLOURS) + 1)]
-    said = f"Colours repeat after {len(COLOURS)} labels, as in organ 0 and organ 8: point at a plane to read its label"
-    assert viewer_section([], names, False).orientation.endswith(said)
-    assert "repeat" not in viewer_section([], names[:-1], False).orientation
-
-
-def test_volumes_are_no_finer_than_their_voxels() -> None:
-    full = np.zeros((20, 20, 20), np.uint8)
-    full[4:9, 4:9, 4:9] = 1
-    for mm, text in ((1.0, "0.12"), (6.0, "27.0"), (12.0, "216")):
-        table = volumes_table(scores_of(mm, {"liver": (1,)}, (full, full)))
-        assert [cell.text for cell in table.rows[0].cells] == [text] * 2  # type: ignore[union-attr]
-
-
-def scores_of(mm: float, classes: dict[str, tuple[int, ...]], *maps: tuple[np.ndarray, np.ndarray]) -> CaseScores:
-    """Scores of cases with voxels of ``mm``; the first map of each is the truth."""
-    rows = [score(truth, prediction, classes, (mm, mm, mm)) for truth, prediction in maps]
-    pairs = [Pair(f"case-{n}", Path("t.nii.gz"), Path(f"case-{n}.nii.gz")) for n in range(len(maps))]
-    labels = Labels(classes, frozenset(range(9)), None)
-    content = summary_content(list(zip(pairs, rows)), labels, summarise(rows)) | {"settings": DEFAULT_SETTINGS}
-    return parse_scores(content, "here", None)
-
-
-def test_a_case_that_only_one_map_has_the_class_in_is_told_from_a_measured_one() -> None:
-    full, empty = np.zeros((20, 20, 20), np.uint8), np.zeros((20, 20, 20), np.uint8)
-    full[4:9, 4:9, 4:9] = 1
-    scored = scores_of(1.0, {"lesion": (1,)}, (full, np.roll(full, 2, 0)), (empty, full), (full, empty))
-    table = metrics_table(scored)
-    assert table.rows[0].cells[-2].text == "2" and table.heads[4].below[-1] == "substituted"  # type: ignore[union-attr]
-    assert table.heads[4].below == ("measured mean", "mean with substitutes", "median with substitutes", "substituted")
-    assert table.rows[0].cells[-5].text == "2.0 (n = 1)" and "The measured mean leaves such cases out" in table.note  # type: ignore[union-attr]
-    dice, distance = score_strips(scored, {})
-    assert (dice.title, distance.title) == ("Dice of each case", "HD95 of each case, mm")
-    dots = {title: hollow for _, _, title, hollow in (*dice.rows[0].dots, *distance.rows[0].dots)}
-    assert dots == {
-        "case-0: 0.6": False,
-        "case-1: 0; no lesion in truth; 0.125 ml predicted": True,
-        "case-2: 0; no lesion predicted; 0.125 ml in truth": True,
-        "case-0: 2": False,
-        "case-1: 34.64; substituted, no lesion in truth; 0.125 ml predicted": True,
-        "case-2: 34.64; substituted, no lesion predicted; 0.125 ml in truth": True,
-    }
-    rows = {row.name: row.cells[0].text for row in dice_table(scored).rows}  # type: ignore[union-attr]
-    assert rows == {"case-0": "0.600", "case-1": "0.000 (none in truth)", "case-2": "0.000 (none predicted)"}
-    assert "' (no overlap)'" in str(dice_table(scores_of(1.0, {"lesion": (1,)}, (full, np.roll(full, 9, 0)))).rows)
-    assert metrics_table(scores_of(1.0, {"lesion": (1,)}, (empty, full))).heads[4].below == ("value", "substituted")
-    nothing = scores_of(1.0, {"lesion": (1,)}, (full, full), (empty, empty))
-    assert metrics_table(nothing).heads[4].below == ("mean", "median", "substituted")
-    assert metrics_table(nothing).rows[0].cells[-2].text == "0"  # type: ignore[union-attr]
-
-
-def test_a_single_case_has_no_means(finished: Path) -> None:
-    full = np.zeros((20, 20, 20), np.uint8)
-    full[4:9, 4:9, 4:9] = 1
-    one = scores_of(1.0, {"lesion": (1,)}, (full, np.roll(full, 2, 0)))
-    (tile,), note = headline(read_record(finished), one)
-    assert (tile.score.text, tile.more) == ("0.600", "n = 1")
-    assert note == "Dice of a single case, which says little about others."
-    table = sizes_table(one)
-    assert table and table.heads[1].below[-1] == "absolute error"
-    assert " mean" not in table.note.partition(" A region")[0]
-
-
-def test_regions_found_have_an_interval_by_their_number_and_false_ones_are_counted_per_case() -> None:
-    truth, prediction, none = np.zeros((3, 40, 40, 8), np.uint8)
-    for n in range(8):
-        truth[5 * n : 5 * n + 3, :3, :3] = 1
-    prediction[:33, :1, :1] = 1  # touches the first seven by a column
-    prediction[0, 20::4, 0] = prediction[0, 20, 0:2] = 1  # five specks that touch none
-    scored = scores_of(3.5, {"lesion": (1,)}, (truth, prediction), (truth, truth), (none, none), (none, none))
-    table = sizes_table(scored)
-    assert table is not None
-    low, high = stats.binomtest(15, 16).proportion_ci(method="wilson")
-    texts = [cell if isinstance(cell, str) else cell.text for cell in table.rows[0].cells]
-    assert texts[2] == "-1.90" and texts[4:] == [
-        "15 of 16",
-        "5 (1.25 per case)",
-        f"0.938 ({low:.3f} to {high:.3f})",
-    ]
-    assert table.heads[2].below == ("regions found", "false regions", "sensitivity (regions)")
-    assert "voxels larger than 3 mm have none" in table.note and "by as little as one voxel" in table.note
-    few = sizes_table(scores_of(3.5, {"lesion": (1,)}, *[(truth[:15], truth[:15])] * 1))
-    assert few is not None and few.rows[0].cells[-1] == "too few to tell"
-
-
-def test_coarse_voxels_are_warned_of() -> None:
-    full = np.zeros((20, 20, 20), np.uint8)
-    full[4:9, 4:9, 4:9] = 1
-    said = coarse_voxels(scores_of(6.0, {"liver": (1,)}, (full, full)))
-    assert "coarse, of up to 216 mm³: a single voxel may count as a region" in said
-    assert "one voxel off counts as wrong for the surface Dice (NSD)" in said and "low because" not in said
-    assert "changes small regions much" in coarse_voxels(scores_of(3.0, {"liver": (1,)}, (full, full)))
-    assert not coarse_voxels(scores_of(1.5, {"liver": (1,)}, (full, full)))
-
-
-def test_it_is_said_how_many_cases_lack_a_class_and_how_they_count() -> None:
-    full, empty = np.zeros((20, 20, 20), np.uint8), np.zeros((20, 20, 20), np.uint8)
-    full[4:9, 4:9, 4:9] = 1
-    classes = {"lesion": (1,)}
-    scored = scores_of(1.0, classes, (full, full), (empty, full), (empty, full), (empty, empty))
-    assert what_is_absent(scored) == (
-        "The truth of 3 of 4 cases has no lesion: where some is predicted (2 cases), the Dice counts as 0; "
-        "where none is predicted (1 case), the case is left out."
-    )
-    assert what_is_absent(scored) in metrics_table(scored).note
-    (tile,), _ = headline(None, scored)  # type: ignore[arg-type]
-    assert tile.more == "too few to tell, n = 3 (2 cases counted as 0: none in the truth)"
-    lacking = scores_of(1.0, classes, *[(empty, empty)] * 2)
-    assert headline(None, lacking)[0][0].more == "no case has a Dice, n = 0"  # type: ignore[arg-type]
-    (alone,), _ = headline(None, scores_of(1.0, classes, *[(full, full)] * 5))  # type: ignore[arg-type]
-    assert alone.more == "all cases alike, n = 5", "an interval from 1 to 1 would look like certainty"
-    as_brats = replace(scored, settings={"empty": "brats"})
-    assert what_is_absent(as_brats).endswith("where none is predicted (1 case), the Dice counts as 1.")
-    one = what_is_absent(scores_of(1.0, classes, (empty, full)))
-    assert one.startswith("The truth of 1 of 1 case has no lesion: where some is predicted (1 case), the Dice")
-    assert what_is_absent(scores_of(1.0, classes, (full, full))) == "The truth of the case has every class."
-    hidden = replace(scored, cases=(replace(scored.cases[0], scores={"lesion": {"n_ref": math.nan}}),))
-    assert what_is_absent(hidden) == "Cases that are not annotated for lesion, and left out: 1 of 1."
-
-
-def test_a_class_that_a_case_is_not_annotated_for_has_no_numbers_in_it() -> None:
-    full = np.zeros((20, 20, 20), np.uint8)
-    full[4:9, 4:9, 4:9], full[12:16, 12:16, 12:16] = 1, 2
-    scored = scores_of(1.0, {"liver": (1,), "lesion": (2,)}, (full, full), (full, full), (full, full))
-    first = scored.cases[0]
-    first = replace(first, scores=first.scores | {"lesion": dict.fromkeys(first.scores["lesion"], math.nan)})
-    scored = replace(scored, cases=(first, *scored.cases[1:]))
-    table = sizes_table(scored)
-    assert table and "over 3 cases (lesion: 2), those without" in table.note
-    assert [row.cells[4].text for row in table.rows] == ["3 of 3", "2 of 2"]  # type: ignore[union-attr]
-    shown = ShownCase("a", {}, full, full, (1.0, 1.0, 1.0), own_slices(full.shape))
-    caption = _case_view(first, shown, ["liver", "lesion"], False).caption
-    assert "nan" not in caption and "no lesion" not in caption and ", lesion – (not annotated) · ml, truth" in caption
-    assert not any(hollow for strips in score_strips(scored, {}) for row in strips.rows for *_, hollow in row.dots)

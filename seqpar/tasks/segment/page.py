@@ -48,6 +48,7 @@ from seqpar.report.tables import (
     score_strips,
     sizes_table,
     tiles_of_steps,
+    too_much,
     volumes_table,
 )
 from seqpar.scores.comparison import FEW as FEW_CASES
@@ -121,9 +122,11 @@ def segment_page(options: argparse.Namespace, record: RunRecord) -> FinishedPage
     if scored and not alone:
         missing = filter(None, [missing_line(scored.missing)])
         cautions = [*missing, *seen.sentences] if options.truth is not None else chosen_on_them(record)
+        cautions += filter(None, [too_much(scored)])
     if every:
-        files = {case.name: case.prediction for case in every.cases} if options.prediction is not None else {}
-        cautions += filter(None, [other_voxels(record, spacings_of(files)), coarse_voxels(every)])
+        voxels = spacings_of({case.name: case.prediction for case in every.cases})
+        coarse = coarse_voxels(every, max(map(max, voxels.values()), default=0.0))
+        cautions += filter(None, [other_voxels(record, voxels) if options.prediction is not None else "", coarse])
     calibration = ([], "") if not scored or alone else _calibration(options, scored, record.labels, colours)
     parts: dict[str, Any] = {
         "calibration": calibration[0],
