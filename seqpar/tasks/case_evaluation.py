@@ -23,146 +23,6 @@ from seqpar.scores.summary_files import write_output, writing_alone
 from seqpar.terminal import next_command
 from seqpar.text import quantity
 
-
-@dataclass
-class ScoringJob:
-    """One prediction to score.
-
-    - ``name``: as the command line names it
-    - ``cases``: what a task scores of it
-    - ``files``: to write, by kind: "json", "csv" and "calibration", a picture
-    - ``faults``: what is wrong with other cases
-    - ``missing``: cases of the truth without a prediction
-    - ``note``: a line on files that are not written
-    """
-
-    name: str
-    cases: Any
-    files: Mapping[str, Path]
-    faults: list[DataError] = field(default_factory=list)
-    missing: Sequence[str] = ()
-    note: str = ""
-
-
-@dataclass(frozen=True)
-class ScoredPrediction:
-    """The scores of a prediction.
-
-    - ``cases``: what the comparison needs of each
-    - ``text``: what is printed
-    - ``line``: one line that sums up
-    - ``contents``: of the files, by kind, or what writes it
-    """
-
-    name: str
-    cases: Any
-    text: str
-    line: str
-    contents: Mapping[str, str | Callable[[Path], object]]
-
-
-class CaseEvaluation(ABC):
-    """Scores predictions, prints and writes the scores and, of several predictions, says which is best.
-
-    - ``options``: the command line of evaluate
-    - ``only``: the cases to score; None for all
-    """
-
-    def __init__(self, options: argparse.Namespace) -> None:
-        self.options = options
-        self.only = tested_cases(options.test_of) if options.test_of else None
-
-    @abstractmethod
-    def open(self) -> list[ScoringJob]:
-        """Returns what is to be scored; raises what cannot be, before an hour of distances."""
-
-    @abstractmethod
-    def score(self, job: ScoringJob) -> ScoredPrediction | None:
-        """Returns the scores of a prediction, None if no case has one; adds to the job's faults."""
-
-    @abstractmethod
-    def words(self, text: str) -> list[str]:
-        """Returns what the scores in a printed text mean, a line for each."""
-
-    @abstractmethod
-    def seen_in_training(self, job: ScoringJob, record: RunRecord) -> list[str]:
-        """Returns a line if a run was trained on scored cases."""
-
-    @abstractmethod
-    def compare(self, scored: Sequence[ScoredPrediction]) -> str:
-        """Returns which of several predictions is best, on the cases that all of them have."""
-
-    def find_best(self, scored: Sequence[ScoredPrediction]) -> str:
-        """Returns which prediction is best, folds taken together, and what postprocessing raises its score."""
-        raise ValueError("--find-best is for label maps: remove it")
-
-    def run(self) -> int:
-        """Returns the exit code: 0, or that of data if something is wrong with a case."""
-        jobs, scored, told = self.open(), list[ScoredPrediction](), set[str]()
-        for job in jobs:
-            if len(jobs) > 1:
-                print(f"\n{job.name}:", flush=True)
-            on_phantoms, *cautions = self._cautions(job)
-            if on_phantoms:
-                print(on_phantoms, flush=True)  # above the first score
-            line = "no case could be scored"
-            if result := self.score(job):
-                words = [line for line in self.words(result.text) if line not in told]
-                told.update(words)
-                print("\n".join([result.text, *words]), end="\n\n", flush=True)
-                scored.append(result)
-                line = result.line
-                written = {path: result.contents[kind] for kind, path in job.files.items() if kind in result.contents}
-                with writing_alone(written):
-                    for path, content in written.items():
-                        try:
-                            write_output(path, content)
-                            line += f"; {path}"
-                        except DataError as error:
-                            job.faults.append(error)
-            for text in filter(None, [job.note, missing_line(job.missing), *cautions]):
-                print(text, flush=True)
-            for fault in job.faults:
-                print(f"error: {fault}", file=sys.stderr, flush=True)
-            print(line + (f"; faults {len(job.faults)}" if job.faults else ""), flush=True)
-        if len(scored) > 1:
-            print(f"\n{self.compare(scored)}", flush=True)
-        if self.options.find_best is not None and scored:
-            print(f"\n{self.find_best(scored)}", flush=True)
-        if len(jobs) == len(scored) == 1:
-            for text in self._next_lines():
-                print(text, flush=True)
-        return DATA if any(job.faults for job in jobs) else 0
-
-    def _cautions(self, job: ScoringJob) -> list[str]:
-        """Returns what a report on the same scores says: of phantoms, or "", and of cases that the runs have seen."""
-        prediction = Path(job.name)
-        is_run = holds_run(prediction)
-        records, lines = list[RunRecord](), list[str]()
-        for run in filter(holds_run, [prediction] if is_run else _runs_behind(prediction)):  # others have no record
-            with suppress(DataError, ValueError, OSError):  # data may have moved since: scores do not need them
-                record = read_record(run)
-                records.append(record)
-                lines += chosen_on_them(record) if is_run else self.seen_in_training(job, record)
-        if others := predicted_otherwise(prediction):
-            lines.append(mixed_line(prediction, others))
-        generated = is_generated(self.options.truth) or is_run and any(record.has_phantoms for record in records)
-        on_phantoms = above_scores(generated, any(record.has_phantoms for record in records))
-        return [on_phantoms, *dict.fromkeys(lines)]
-
-    def _next_lines(self) -> list[str]:
-        """Returns the command that shows the scored cases, if a single run folder predicted them."""
-        options, (prediction,) = self.options, self.options.prediction
-        runs = _runs_behind(prediction)
-        if not (options.truth.is_dir() and len(runs) == 1 and holds_run(runs[0])):
-            return []
-        run = runs[0]
-        run = run.relative_to(Path.cwd()) if run.is_relative_to(Path.cwd()) else run
-        more = ["--common"] if options.common or options.test_of else []
-        line = next_command("report", run, "--truth", options.truth, "--prediction", prediction, *more)
-        return [f"next: {line}  (scores and cases on one page)"]
-
-
 NEW, CHOSE = "new to the run", "used to choose the weights"
 SEEN, NAMESAKE = "seen in training", "with the name of one of the run's cases"
 NAMES = "has the name of one of the run's cases", "have the names of the run's cases"
@@ -181,6 +41,13 @@ class Seen(NamedTuple):
     namesakes: Sequence[str]
     total: int
     chose: Sequence[str] = ()
+
+    @staticmethod
+    def by_any(runs: Sequence["Seen"]) -> "Seen":
+        """Returns what is known of cases that several runs predicted together: what any of them has seen is not new."""
+        same, namesakes = {name for run in runs for name in run.same}, {name for run in runs for name in run.namesakes}
+        chose = {name for run in runs for name in run.chose}
+        return Seen(sorted(same), sorted(namesakes - same), runs[0].total, sorted(chose - same - namesakes))
 
     @property
     def words(self) -> str:
@@ -251,6 +118,156 @@ class Seen(NamedTuple):
 NONE_SEEN = Seen((), (), 0)
 
 
+@dataclass
+class ScoringJob:
+    """One prediction to score.
+
+    - ``name``: as the command line names it
+    - ``cases``: what a task scores of it
+    - ``files``: to write, by kind: "json", "csv" and "calibration", a picture
+    - ``faults``: what is wrong with other cases
+    - ``missing``: cases of the truth without a prediction
+    - ``note``: a line on files that are not written
+    - ``seen``: which cases are not new to the runs behind it
+    """
+
+    name: str
+    cases: Any
+    files: Mapping[str, Path]
+    faults: list[DataError] = field(default_factory=list)
+    missing: Sequence[str] = ()
+    note: str = ""
+    seen: Seen = NONE_SEEN
+
+
+@dataclass(frozen=True)
+class ScoredPrediction:
+    """The scores of a prediction.
+
+    - ``cases``: what the comparison needs of each
+    - ``text``: what is printed
+    - ``line``: one line that sums up
+    - ``contents``: of the files, by kind, or what writes it
+    """
+
+    name: str
+    cases: Any
+    text: str
+    line: str
+    contents: Mapping[str, str | Callable[[Path], object]]
+
+
+class CaseEvaluation(ABC):
+    """Scores predictions, prints and writes the scores and, of several predictions, says which is best.
+
+    - ``options``: the command line of evaluate
+    - ``only``: the cases to score; None for all
+    """
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        self.options = options
+        self.only = tested_cases(options.test_of) if options.test_of else None
+
+    @abstractmethod
+    def open(self) -> list[ScoringJob]:
+        """Returns what is to be scored; raises what cannot be, before an hour of distances."""
+
+    @abstractmethod
+    def score(self, job: ScoringJob) -> ScoredPrediction | None:
+        """Returns the scores of a prediction, None if no case has one; adds to the job's faults."""
+
+    @abstractmethod
+    def words(self, text: str) -> list[str]:
+        """Returns what the scores in a printed text mean, a line for each."""
+
+    @abstractmethod
+    def find_seen(self, job: ScoringJob, record: RunRecord) -> Seen:
+        """Returns which scored cases a run was trained on, or chose its weights by."""
+
+    @abstractmethod
+    def compare(self, scored: Sequence[ScoredPrediction]) -> str:
+        """Returns which of several predictions is best, on the cases that all of them have."""
+
+    def find_best(self, scored: Sequence[ScoredPrediction]) -> str:
+        """Returns which prediction is best, folds taken together, and what postprocessing raises its score."""
+        raise ValueError("--find-best is for label maps: remove it")
+
+    def run(self) -> int:
+        """Returns the exit code: 0, or that of data if something is wrong with a case."""
+        jobs, scored, told = self.open(), list[ScoredPrediction](), set[str]()
+        for job in jobs:
+            if len(jobs) > 1:
+                print(f"\n{job.name}:", flush=True)
+            on_phantoms, *cautions = self._cautions(job)
+            if on_phantoms:
+                print(on_phantoms, flush=True)  # above the first score
+            line = "no case could be scored"
+            if result := self.score(job):
+                words = [line for line in self.words(result.text) if line not in told]
+                told.update(words)
+                print("\n".join([result.text, *words]), end="\n\n", flush=True)
+                scored.append(result)
+                line = result.line
+                written = {path: result.contents[kind] for kind, path in job.files.items() if kind in result.contents}
+                with writing_alone(written):
+                    for path, content in written.items():
+                        try:
+                            write_output(path, content)
+                            line += f"; {path}"
+                        except DataError as error:
+                            job.faults.append(error)
+            for text in filter(None, [job.note, missing_line(job.missing), *cautions]):
+                print(text, flush=True)
+            for fault in job.faults:
+                print(f"error: {fault}", file=sys.stderr, flush=True)
+            print(line + (f"; faults {len(job.faults)}" if job.faults else ""), flush=True)
+        if len(scored) > 1:
+            print(f"\n{self.compare(scored)}", flush=True)
+        if self.options.find_best is not None and scored:
+            print(f"\n{self.find_best(scored)}", flush=True)
+        if len(jobs) == len(scored) == 1:
+            for text in self._next_lines():
+                print(text, flush=True)
+        return DATA if any(job.faults for job in jobs) else 0
+
+    def _cautions(self, job: ScoringJob) -> list[str]:
+        """Returns what a report on the same scores says: of phantoms, or "", and of cases that the runs have seen.
+
+        The job gets the latter.
+        """
+        prediction = Path(job.name)
+        is_run = holds_run(prediction)
+        records, lines, found = list[RunRecord](), list[str](), list[Seen]()
+        for run in filter(holds_run, [prediction] if is_run else _runs_behind(prediction)):  # others have no record
+            with suppress(DataError, ValueError, OSError):  # data may have moved since: scores do not need them
+                record = read_record(run)
+                records.append(record)
+                if is_run:
+                    lines += chosen_on_them(record)
+                else:
+                    found.append(self.find_seen(job, record))
+        if found:
+            job.seen = Seen.by_any(found)
+            lines += job.seen.sentences
+        if others := predicted_otherwise(prediction):
+            lines.append(mixed_line(prediction, others))
+        generated = is_generated(self.options.truth) or is_run and any(record.has_phantoms for record in records)
+        on_phantoms = above_scores(generated, any(record.has_phantoms for record in records))
+        return [on_phantoms, *dict.fromkeys(lines)]
+
+    def _next_lines(self) -> list[str]:
+        """Returns the command that shows the scored cases, if a single run folder predicted them."""
+        options, (prediction,) = self.options, self.options.prediction
+        runs = _runs_behind(prediction)
+        if not (options.truth.is_dir() and len(runs) == 1 and holds_run(runs[0])):
+            return []
+        run = runs[0]
+        run = run.relative_to(Path.cwd()) if run.is_relative_to(Path.cwd()) else run
+        more = ["--common"] if options.common or options.test_of else []
+        line = next_command("report", run, "--truth", options.truth, "--prediction", prediction, *more)
+        return [f"next: {line}  (scores and cases on one page)"]
+
+
 def find_seen(
     record: RunRecord, scored: Mapping[str, Path | None], read_files: Callable[[], Mapping[str, Path]]
 ) -> Seen:
@@ -273,6 +290,15 @@ def find_seen(
     seen, chose = ([name for name in same if (name in train) is trained] for trained in (True, False))
     namesakes = [name for name in unknown if has_chosen or name in train]
     return Seen(seen, namesakes, len(scored), chose if has_chosen else [])
+
+
+def lead_with_new(told: str, tables: Mapping[str, str], every: str, count: int) -> str:
+    """Returns the scores of the first of ``tables``, one for each group of cases, and below it those of all cases.
+
+    - ``told``: which these are; ``every``: the table of all ``count`` cases
+    """
+    first = [told] * bool(told) + [*tables.values()][:1]
+    return "\n".join([*first, *[f"\nall {count} cases together, new or not:", every] * (len(tables) > 1)])
 
 
 def seen_table(groups: Mapping[str, Mapping[str, Score]]) -> Table | None:

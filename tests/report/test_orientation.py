@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from scipy.spatial.transform import Rotation
 
-from seqpar.cli import report
+from seqpar.cli import evaluate, report
 from seqpar.cluster.exit_codes import DATA, USAGE, run
 from seqpar.data.geometry import make_geometry, to_canonical
 from seqpar.report.cases import viewer_section
@@ -266,7 +266,9 @@ def test_voxels_of_another_size_or_shape_than_in_training_are_named_unless_they_
 FILES = {"image": "t1c", "label": "seg"}
 
 
-def test_scores_of_label_maps_are_of_new_cases_next_to_those_that_were_seen(finished, copied, tmp_path: Path) -> None:
+def test_scores_of_label_maps_are_of_new_cases_next_to_those_that_were_seen(
+    finished: Path, copied: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     content, data = json.loads((copied / "config.json").read_text()), finished.parent / "data"
     truth, found, names = tmp_path / "truth", tmp_path / "found", [f"{name}-t1c" for name in NAMES]
     truth.mkdir(), found.mkdir()
@@ -308,6 +310,21 @@ def test_scores_of_label_maps_are_of_new_cases_next_to_those_that_were_seen(fini
     html, page = page_of(names[:2], names[2:])
     assert "No new case: the scores are of the 1 case used to choose the weights, which tend to be too" in page.text
     assert 'class="tiles"' in html and page.cells["seen-in-training", "mean Dice of ED"] == pytest.approx([new, old])
+    page_of(names[:1], names[1:2])
+    (found / "prediction.json").write_text(json.dumps({"run": str(copied), "files": []}))
+    capsys.readouterr()
+    regions = [part for name in ("NCR=1", "ED=2", "ET=3") for part in ("--regions", name)]
+    assert run(evaluate.act, [str(truth), str(found), *regions]) == 0
+    said = capsys.readouterr().out
+    told = (
+        "The scores are of the 1 case new to the run. Of the other 2, 1 was used to choose the weights, and 1 was seen"
+    )
+    assert (
+        said.index(told) < said.index("all 3 cases together, new or not:") and "\n1 case new to the run, 3 cl" in said
+    )
+    groups = json.loads((found / "summary.json").read_text())["groups"]
+    assert groups["new to the run"]["cases"] == names[2:] and groups["new to the run"]["mean"]["2"]["Dice"] == new
+    assert [own["cases"] for own in groups.values()] == [names[2:], names[1:2], names[:1]]
 
 
 def test_scores_are_of_new_cases_else_of_those_that_chose_the_weights_and_not_of_namesakes() -> None:
@@ -331,6 +348,8 @@ def test_scores_are_of_new_cases_else_of_those_that_chose_the_weights_and_not_of
         f"No new case: the scores are of the 3 cases {too_good}. The other one was seen in training."
     )
     assert said("", "", chose="abcd") == f"No new case: all 4 were {too_good}."
+    several = Seen.by_any([Seen("a", "b", 4, "cd"), Seen("b", "a", 4, "a")])
+    assert several == (["a", "b"], [], 4, ["c", "d"]), "what one of several runs has seen is not new"
     groups, _ = Seen("a", "b", 4, "c").apart("abcd")
     both = "seen in training or with the name of one of the run's cases"
     assert groups == {"new to the run": ["d"], "used to choose the weights": ["c"], both: ["a", "b"]}

@@ -28,6 +28,7 @@ from seqpar.scores.class_scores import (
     score_classes,
     words_of_interval,
 )
+from seqpar.tasks.case_evaluation import Seen
 from seqpar.tasks.classify.evaluation import ClassEvaluation
 from seqpar.tasks.classify.scores import ClassTable, class_lines, read_class_table
 
@@ -143,6 +144,34 @@ def test_evaluate_scores_tables_and_writes_both_files(tmp_path: Path, capsys: py
     table_at(tmp_path / "b/predictions.csv", truth, other)
     assert run(evaluate.act, [str(tmp_path / "labels.csv"), str(tmp_path / "a"), str(tmp_path / "b")]) == 0
     assert "balanced accuracy over the 30 cases that all tables have" in capsys.readouterr().out
+
+
+def test_evaluate_leads_with_cases_that_are_new_to_the_run(tmp_path: Path) -> None:
+    truth, probabilities = draw(20, 2)
+    lines = table_at(tmp_path / "a/predictions.csv", truth, probabilities)
+    (tmp_path / "labels.csv").write_text("\n".join(["case,class", *lines]))
+    options = SimpleNamespace(truth=tmp_path, prediction=[tmp_path / "a"], json=None, csv=None, test_of=None)
+    (job,) = (evaluation := ClassEvaluation(options)).open()  # type: ignore[arg-type]
+    every = evaluation.score(job)
+    assert every and every.line.startswith("20 cases: accuracy ") and "groups" not in str(every.contents["json"])
+    names = list(job.cases.cases)
+    job.seen = Seen(names[:8], (), 20, names[8:14])
+    lead = evaluation.score(job)
+    assert lead and lead.line.startswith("6 cases new to the run: accuracy ")
+    told, first, *rest = lead.text.splitlines()
+    assert (
+        told.startswith("The scores are of the 6 cases new to the run. Of the other 14, 6 were") and first == "6 cases"
+    )
+    assert lead.text.endswith(f"\nall 20 cases together, new or not:\n{every.text}") and rest
+    rows = list(csv.DictReader(str(lead.contents["csv"]).splitlines()))
+    counts = {
+        which: sum(int(row["cases"]) for row in rows if row["group"] == which) for which in ("new to the run", "all")
+    }
+    assert counts == {"new to the run": 6, "all": 20}
+    groups = json.loads(str(lead.contents["json"]))["groups"]
+    assert [len(own["cases"]) for own in groups.values()] == [6, 6, 8]
+    right = (probabilities[14:].argmax(1) == truth[14:]).mean()
+    assert groups["new to the run"]["scores"]["accuracy"] == pytest.approx(right)
 
 
 def test_tables_without_a_common_case_are_scored_together(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:

@@ -25,6 +25,7 @@ from seqpar.tasks.case_evaluation import (
     ScoringJob,
     Seen,
     find_seen,
+    lead_with_new,
     refuse_duplicates,
 )
 from seqpar.tasks.classify.scores import (
@@ -36,6 +37,7 @@ from seqpar.tasks.classify.scores import (
     of_truth,
     read_class_table,
     read_truth,
+    rescore,
     unknown_cases,
 )
 from seqpar.text import quantity, rounded
@@ -73,14 +75,24 @@ class ClassEvaluation(CaseEvaluation):
 
     def score(self, job: ScoringJob) -> ScoredPrediction | None:
         content = class_summary(job.cases, self.truth, Path(job.name))
-        accuracy, auc = content["scores"]["accuracy"], content["scores"]["AUC"]
-        left_out = {"faults": list(map(str, job.faults)), "missing": list(job.missing)}
+        groups, told = job.seen.apart(case["case"] for case in content["metric_per_case"])
+        each = {which: rescore(content, own) for which, own in groups.items()} if told else {"": content}
+        texts = {which: _text_of(one) for which, one in each.items()}
+        which, first = next(iter(each.items()))
+        accuracy, auc = first["scores"]["accuracy"], first["scores"]["AUC"]
+        written: dict[str, Any] = {"faults": list(map(str, job.faults)), "missing": list(job.missing)}
+        if told:
+            kept = ("scores", "intervals", "classes", "confusion")
+            written["groups"] = {
+                name: {"cases": groups[name], **{k: one[k] for k in kept}} for name, one in each.items()
+            }
         return ScoredPrediction(
             job.name,
             job.cases,
-            "\n".join([quantity(content["cases"], "case"), *class_lines(content)]),
-            f"{quantity(content['cases'], 'case')}: accuracy {rounded(accuracy, 4)}, AUC {rounded(auc, 4)}",
-            {"json": as_json(content | left_out), "csv": _csv_text(content)},
+            lead_with_new(told, texts, _text_of(content), content["cases"]),
+            f"{quantity(first['cases'], 'case')}{f' {which}' * bool(which)}: "
+            f"accuracy {rounded(accuracy, 4)}, AUC {rounded(auc, 4)}",
+            {"json": as_json(content | written), "csv": _csv_text(content, each if told else {})},
         )
 
     def words(self, text: str) -> list[str]:
@@ -90,9 +102,8 @@ class ClassEvaluation(CaseEvaluation):
             f"stratified by class;{of_several} predicted class: the one with the highest probability)"
         ]
 
-    def seen_in_training(self, job: ScoringJob, record: RunRecord) -> list[str]:
-        known = [case for case in job.cases.cases if case in self.truth]
-        return trained_on(record, self.options.truth, known).sentences
+    def find_seen(self, job: ScoringJob, record: RunRecord) -> Seen:
+        return trained_on(record, self.options.truth, [case for case in job.cases.cases if case in self.truth])
 
     def compare(self, scored: Sequence[ScoredPrediction]) -> str:
         """Returns which table is best, or the scores of all cases if the tables have none in common, as folds do."""
@@ -224,13 +235,19 @@ def _probabilities_table(summaries: Mapping[str, Summary]) -> tuple[Table | str,
     return table if rows else "No case was scored in all of these runs.", [name for name, _, _ in lines]
 
 
-def _csv_text(content: Mapping[str, Any]) -> str:
-    """Returns the content of metrics.csv: a line per class."""
+def _text_of(content: Summary) -> str:
+    return "\n".join([quantity(content["cases"], "case"), *class_lines(content)])
+
+
+def _csv_text(content: Summary, groups: Mapping[str, Summary]) -> str:
+    """Returns the content of metrics.csv: a line per class; those of each group of cases, with its name, come first."""
     text = io.StringIO(newline="")
     writer = csv.writer(text, lineterminator="\n")
     ends = [f"{kind} {end}" for kind in ("sensitivity", "specificity") for end in ("low", "high")]
-    writer.writerow(["class", "cases", "sensitivity", "specificity", "AUC", *ends])
-    for name, row in content["classes"].items():
-        intervals = [number for interval in row["intervals"].values() for number in interval or ("", "")]
-        writer.writerow([name, *(row[kind] for kind in ("cases", "sensitivity", "specificity", "AUC")), *intervals])
+    columns = ("cases", "sensitivity", "specificity", "AUC")
+    writer.writerow(["class", *columns, *ends, *["group"] * bool(groups)])
+    for which, own in {**groups, "all": content}.items():
+        for name, row in own["classes"].items():
+            intervals = [number for interval in row["intervals"].values() for number in interval or ("", "")]
+            writer.writerow([name, *(row[kind] for kind in columns), *intervals, *[which] * bool(groups)])
     return text.getvalue()

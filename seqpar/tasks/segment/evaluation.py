@@ -61,6 +61,7 @@ from seqpar.tasks.case_evaluation import (
     ScoringJob,
     Seen,
     find_seen,
+    lead_with_new,
     refuse_duplicates,
 )
 from seqpar.tasks.segment.label_map_folder import SavedProbabilities
@@ -131,7 +132,23 @@ class LabelMapEvaluation(CaseEvaluation):
         summary = summarise([scores for _, scores in cases])
         content = summary_content(cases, self.labels, summary)
         content |= {"settings": settings, "faults": list(map(str, job.faults)), "missing": list(job.missing)}
-        mean, text = summary["foreground_mean"], f"\n{format_table(summary, self.labels.classes)}"
+        groups, told = job.seen.apart(pair.case for pair, _ in cases)
+        each = (
+            {which: [one for one in cases if one[0].case in own] for which, own in groups.items()}
+            if told
+            else {"": cases}
+        )
+        summaries = {which: summarise([scores for _, scores in own]) for which, own in each.items()}
+        tables = {which: format_table(one, self.labels.classes) for which, one in summaries.items()}
+        text = f"\n{lead_with_new(told, tables, format_table(summary, self.labels.classes), len(cases))}"
+        which, shown = next(iter(each.items()))
+        mean = summaries[which]["foreground_mean"]
+        if told:
+            parts = {name: summary_content(own, self.labels, summaries[name]) for name, own in each.items()}
+            kept = ("foreground_mean", "mean", "median", "num_values", "global")
+            content["groups"] = {
+                name: {"cases": groups[name], **{kind: part[kind] for kind in kept}} for name, part in parts.items()
+            }
         contents: dict[str, str | Callable[[Path], object]] = {"csv": csv_text(cases, self.labels)}
         if self.options.calibration:
             known = len(job.faults)
@@ -149,8 +166,9 @@ class LabelMapEvaluation(CaseEvaluation):
             job.name,
             {pair.case: scores for pair, scores in cases},
             text,
-            f"{quantity(len(cases), 'case')}, {quantity(len(self.labels.classes), 'class')}: "
-            f"mean Dice {rounded(mean['Dice'], 4)}, HD95 {rounded(mean['HD95'], 2)} mm{_not_measured(cases)}, "
+            f"{quantity(len(shown), 'case')}{f' {which}' * bool(which)}, "
+            f"{quantity(len(self.labels.classes), 'class')}: "
+            f"mean Dice {rounded(mean['Dice'], 4)}, HD95 {rounded(mean['HD95'], 2)} mm{_not_measured(shown)}, "
             f"NSD {rounded(mean['NSD'], 4)} at {settings['nsd_tolerance']:g} mm",
             contents,
         )
@@ -159,8 +177,8 @@ class LabelMapEvaluation(CaseEvaluation):
         has_readers = bool(self.dataset and self.dataset.readers)
         return words_of(self.options.lesion_wise, self.options.centreline, has_readers, "–" in text)
 
-    def seen_in_training(self, job: ScoringJob, record: RunRecord) -> list[str]:
-        return trained_on(record, {pair.case: pair.truth for pair in job.cases}).sentences
+    def find_seen(self, job: ScoringJob, record: RunRecord) -> Seen:
+        return trained_on(record, {pair.case: pair.truth for pair in job.cases})
 
     def compare(self, scored: Sequence[ScoredPrediction]) -> str:
         return compare([Scored(one.name, one.cases) for one in scored])
