@@ -28,7 +28,6 @@ from seqpar.report.embedded_volumes import (
     ShownCase,
     ShownPlane,
     heat_rows,
-    kept_of_ct,
     planes_of,
     shown_best,
     viewer_data,
@@ -37,11 +36,14 @@ from seqpar.report.embedded_volumes import (
 from seqpar.report.images import FoundImage, Images, grey_images, same_cases
 from seqpar.report.pictures import heat_colours
 from seqpar.report.planes import (
+    KEPT_HU,
     LETTERS,
     LINES,
     best_modality,
     colours_of,
     counted,
+    ct_window,
+    kept_of_ct,
     orientation_text,
     repeated,
     slices_of,
@@ -54,7 +56,6 @@ from seqpar.scores.label_scores import format_dice
 from seqpar.text import millilitres
 
 BUDGET = 5_000_000  # bytes of the volumes in a page, which can still be mailed
-KEPT_HU = (-150.0, 250.0)  # of a CT: fat and soft tissue are told apart
 _MARGIN = 8  # voxels shown around the labels if there is no image
 
 
@@ -90,8 +91,7 @@ def greys_of(
         if scheme != "ct":
             continue
         values = np.asarray(channel) * std + mean
-        low = min(ranges[name][0], max(KEPT_HU[0], float(values.min())))
-        high = max(ranges[name][1], min(KEPT_HU[1], float(values.max())))
+        low, high = ct_window(ranges[name], [values])
         shares = np.clip((values - low) / max(high - low, 1e-6), 0, 1)
         pictures[name], ranges[name] = np.rint(255 * shares).astype(np.uint8), (low, high)
     return pictures, ranges, is_ct

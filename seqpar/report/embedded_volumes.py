@@ -31,7 +31,6 @@ from seqpar.report.planes import (
     sides,
 )
 from seqpar.scores.label_files import DISAGREEMENT, ENTROPY
-from seqpar.text import with_minus
 
 Bytes = NDArray[np.uint8]
 Factors = tuple[int, int, int]
@@ -233,20 +232,6 @@ def viewer_note(volumes: Sequence[Embedded], is_ct: bool = False) -> str:
     blocks = "; ".join(sorted(" × ".join(map(str, block)) for block in factors))
     note += f" To keep the page small, blocks of {blocks} voxels became one"
     return f"{note} (images by their mean, labels by their middle voxel)."
-
-
-def kept_of_ct(ranges: Sequence[tuple[float, float]]) -> str:
-    """Returns which Hounsfield units a page still tells apart; "" without a CT.
-
-    - ``ranges``: what black and white are
-    """
-    if not ranges:
-        return ""
-    low, high = round(min(low for low, _ in ranges)), round(max(high for _, high in ranges))
-    dark = " (such as fat and air)" if low >= -50 else " (such as air)" * (low >= -800)
-    bright = " (such as bone)" * (high <= 300)
-    rule = f"everything below{dark} is equally black, everything above{bright} equally white"
-    return with_minus(f" Of the CT, only {low} to {high} HU are kept: {rule}.")
 
 
 def shown_best(case: ShownCase) -> tuple[NDArray[np.bool_], int]:

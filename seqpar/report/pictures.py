@@ -12,12 +12,15 @@ from numpy.typing import NDArray
 from seqpar.report.planes import (
     COLOURS,
     DISPUTED,
+    KEPT_HU,
     LINES,
     PLANES,
     FileSlices,
     bar_length,
     counted,
+    ct_window,
     fullest_planes,
+    kept_of_ct,
     limits_of,
     orientation_text,
     outline_lines,
@@ -65,10 +68,10 @@ def figure_of_cases(
     cases: Sequence[PicturedCase], classes: Sequence[str], held_out: int, neurological: bool, run: Path
 ) -> Any:
     """Returns the figure of ``draw_cases``: a row of panels for each case; ``run``: whose they are."""
-    figure = make_figure(10, 3.3 * len(cases) + 1.25)
     first = f"The first {len(cases)} of " * (len(cases) < held_out)
     empty = "" if all(case.truth.any() for case in cases) else ", or of the prediction where the truth is empty"
-    window = limits_of([case.image for case in cases]) if cases[0].is_ct else None
+    images = [case.image for case in cases]
+    window = ct_window(limits_of(images), images) if cases[0].is_ct else None
     modality = cases[0].modality or ("CT" if window else "")
     shown = f", shown on {escape_mathtext(modality)}" if modality else ""
     if window:
@@ -79,6 +82,9 @@ def figure_of_cases(
         f"{orientation_text(neurological)}.{about_lines}",
         f"{counted(case.slices for case in cases)}.",
     ]
+    if window and window[0] > KEPT_HU[0]:  # the network takes it clipped
+        lines += textwrap.wrap(kept_of_ct([window]), 120)
+    figure = make_figure(10, 3.3 * len(cases) + 1.25 + 0.15 * len(lines[3:]))
     figure.suptitle(title_of_run(run, *lines), fontsize=9)
     panels = figure.subplots(len(cases), 3, squeeze=False)
     for row, case in zip(panels, cases):

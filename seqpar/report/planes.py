@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from seqpar.text import with_minus
+
 if TYPE_CHECKING:
     from seqpar.data.boxes import Box
     from seqpar.data.geometry import Geometry
@@ -22,6 +24,7 @@ COLOURS = ("#e69f00", "#56b4e9", "#cc79a7", "#009e73", "#d55e00", "#f0e442", "#0
 RUN_COLOURS = ("#8a63d2", "#a0703c", "#d6336c", "#1f9e9e", "#7f8790", "#8f9a1f", "#c05bd6", "#5a7bd8")
 DISPUTED = "#a838ff"  # where readers disagree; no class is violet
 PLANES = (("sagittal", 0), ("coronal", 1), ("axial", 2))  # a plane's name, and the direction that it is across
+KEPT_HU = (-150.0, 250.0)  # of a CT: fat and soft tissue are told apart
 COUNTED = "Slice numbers are those of the image file, counted from 1"
 NEAREST = "; where voxels were resampled, of the nearest slice"
 LINES = "A line between two labels has the colour of the rarer one"
@@ -126,6 +129,31 @@ def limits_of(images: Sequence[NDArray[Any]]) -> tuple[float, float]:
     values = np.concatenate([image.ravel() for image in images])
     low, high = np.percentile(values, (0.5, 99.5)) if values.size else (0.0, 1.0)
     return float(low), float(high)
+
+
+def ct_window(limits: tuple[float, float], images: Sequence[NDArray[Any]]) -> tuple[float, float]:
+    """Returns what is black and white in CT: ``limits``, and at least what its images have of ``KEPT_HU``.
+
+    Of images clipped to brighter values it is as wide as that, as far as they go: most of their voxels are equal.
+    """
+    least, most = min(float(image.min()) for image in images), max(float(image.max()) for image in images)
+    low = min(limits[0], max(KEPT_HU[0], least))
+    return low, max(limits[1], min(max(KEPT_HU[1], low + KEPT_HU[1] - KEPT_HU[0]), most))
+
+
+def kept_of_ct(ranges: Sequence[tuple[float, float]]) -> str:
+    """Returns which Hounsfield units a page still tells apart; "" without a CT.
+
+    - ``ranges``: what black and white are
+    """
+    if not ranges:
+        return ""
+    low, high = round(min(low for low, _ in ranges)), round(max(high for _, high in ranges))
+    names = ((60, " (such as soft tissue, fat and air)"), (-50, " (such as fat and air)"), (-800, " (such as air)"))
+    dark = next((name for least, name in names if low >= least), "")
+    bright = " (such as bone)" * (high <= 300)
+    rule = f"everything below{dark} is equally black, everything above{bright} equally white"
+    return with_minus(f" Of the CT, only {low} to {high} HU are kept: {rule}.")
 
 
 Steps = list[tuple[int, int, bool]]  # to the right, downwards, and whether a line is drawn

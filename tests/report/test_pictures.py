@@ -313,6 +313,13 @@ def test_a_ct_is_drawn_in_hounsfield_units_with_its_window(tmp_path: Path, alone
         "from −159 HU (black) to 0 HU (white)" in figure_of_cases([dark], ["tumour"], 1, False, Path()).get_suptitle()
     )
     assert "HU" not in figure_of_cases([replace(bright, is_ct=False)], ["tumour"], 1, False, Path()).get_suptitle()
+    for low, high in ((117, 300), (288, 353)):  # of thin vessels, darker than which the network takes nothing
+        clipped = np.full((10, 10, 10), float(low))
+        clipped[4, 4, :4] = np.linspace(low, high, 4)
+        figure = figure_of_cases([replace(dark, image=clipped)], ["vessel"], 1, False, Path())
+        assert figure.axes[0].images[0].get_clim() == (low, high), "a window has a width"
+        said = figure.get_suptitle().replace("\n", " ")
+        assert f"from {low} HU (black) to {high} HU (white), in" in said and "(such as soft tissue, fat and air)" in said
 
 
 def test_a_ct_keeps_soft_tissue_though_the_network_takes_it_clipped(tmp_path: Path) -> None:
