@@ -52,6 +52,10 @@ class Evidence(NamedTuple):
         beyond = [n for side, own in zip(reversed(tile), reversed(sides)) for n in (0, side - own)]
         return F.pad(F.interpolate(x, sides, mode="trilinear", align_corners=True), beyond, mode="replicate")[0, 0]
 
+    def step(self, tile: Sequence[int]) -> tuple[float, ...]:
+        """Returns how many voxels of a tile are from one point to the next, along W, D and H."""
+        return tuple(self.stride or side / count for side, count in zip(tile, self.points.shape))
+
 
 class Classifier(Network):
     """Logits ``b k 1 1 1`` of whole volumes, whichever ranks share them; labels are class numbers ``b``."""

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from seqpar.late_import import late
 from seqpar.report.planes import (
     COLOURS,
     DISPUTED,
@@ -31,6 +32,8 @@ from seqpar.report.planes import (
 from seqpar.report.plots import escape_mathtext, make_figure, save_figure, title_of_run
 from seqpar.scores.class_scores import positive_class, roc_label, roc_points
 from seqpar.text import quantity, with_minus
+
+ndimage = late("scipy.ndimage")
 
 
 @dataclass(frozen=True)
@@ -227,6 +230,7 @@ def draw_evidence(
     slices: Sequence[FileSlices],
     neurological: bool,
     about: str = "",
+    step: Sequence[float] = (),
 ) -> None:
     """Draws three planes through the strongest point of a map in the body, over one modality ``W D H``.
 
@@ -234,6 +238,7 @@ def draw_evidence(
       zeros; half of it has an outline, which shows in grey too
     - ``slices``: of the image's file
     - ``about``: its method and class, as in "HiResCAM map for dementia"
+    - ``step``: voxels between the points of the map
     """
     body = body_of(image)
     lines = [title]
@@ -243,7 +248,7 @@ def draw_evidence(
     if seen.any():
         lines += _planes_of_map(about, seen, at, slices)
         lines.append("White line: half of the maximum; weak values are transparent.")
-        lines.append(ALONE)
+        lines += [*_about_points([side * count for side, count in zip(spacing, step)]), ALONE]
     elif about:
         lines.append(f"{about}: no evidence for the class")
     lines = [part for line in lines for part in textwrap.wrap(line, LINE)]
@@ -294,6 +299,13 @@ def _planes_of_map(about: str, seen: NDArray[Any], at: Sequence[int], slices: Se
     ]
 
 
+def _about_points(sides: Sequence[float]) -> list[str]:
+    """Returns how coarse a map is, if that is known; ``sides``: mm between its points."""
+    texts = [f"{side:.3g}" for side in sides]
+    every = " × ".join(texts if len({*texts}) > 1 else texts[:1])
+    return [f"One map point every {every} mm; values and outlines between them are interpolated."] * bool(texts)
+
+
 def _leaves(seen: NDArray[Any]) -> bool:
     """Returns whether the maximum of a map is outside the image, in what it was padded with."""
     return bool(0 < seen.max() < 1)
@@ -333,7 +345,10 @@ def body_of(image: NDArray[Any]) -> NDArray[np.bool_]:
 
 
 def caution_about(seen: NDArray[Any], body: NDArray[np.bool_]) -> str:
-    """Returns why a map is no reason: its maximum, or much of it, is outside the body or the image; else ""."""
+    """Returns why a map is no reason; else "".
+
+    Its maximum, much of it, or most of what a white line is drawn around is outside the body or the image.
+    """
     if not seen.any():
         return ""
     outside = float(seen[~body].sum() / seen.sum())
@@ -344,6 +359,12 @@ def caution_about(seen: NDArray[Any], body: NDArray[np.bool_]) -> str:
         text += f", and {much} the rest outside the body" * (outside >= MUCH)
     elif not body[np.unravel_index(int(seen.argmax()), seen.shape)]:
         text = "The map's maximum is outside the body" + f", and so is {much} the map" * (outside >= MUCH)
+    if not text:
+        foci, count = ndimage.label(seen > 0.5)
+        sizes, of_body = (np.bincount(foci[where], minlength=count + 1)[1:] for where in (foci > 0, body))
+        num = int((2 * of_body < sizes).sum())
+        of_several = f"{num} of {count} outlined areas {'is' if num == 1 else 'are'}"
+        text = f"{of_several if count > 1 else 'The outlined area is'} mostly outside the body" if num else ""
     return f"{text}: do not read it as a reason." if text else ""
 
 

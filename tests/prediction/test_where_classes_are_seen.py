@@ -62,7 +62,7 @@ def masses(net: VolumeClassifier, way: str) -> tuple[float, float]:
     pairs = []
     for image, region, brain, number in cases(1, 24):
         if number:
-            seen = explain([net], image, number, CPU, "fp32", way)
+            seen, _ = explain([net], image, number, CPU, "fp32", way)
             assert seen.shape == SIZE
             pairs.append([share_over_chance(seen, region, within) for within in (np.ones(SIZE, bool), brain)])
     of_volume, of_brain = np.mean(pairs, 0)
@@ -102,7 +102,8 @@ def test_one_bright_voxel_is_seen_where_it_is(tile: tuple[int, int, int]) -> Non
         image = np.zeros((1, *(side + 2 * margin for side in tile)), np.float32)
         image[:, 32 + margin, 32 + margin, 32 + margin] = 1
         for way in net.ways:
-            seen = explain([net], image, 1, CPU, "fp32", way)
+            seen, step = explain([net], image, 1, CPU, "fp32", way)
+            assert step == (4, 4, 4)
             assert np.argwhere(seen == seen.max()).tolist() == [[32 + margin] * 3], way
 
 

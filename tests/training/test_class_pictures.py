@@ -343,6 +343,18 @@ def test_a_map_is_warned_of_by_its_share_outside_the_body_too() -> None:
     )
 
 
+def test_an_outlined_area_that_is_mostly_air_is_warned_of_though_most_of_the_map_is_in_the_body() -> None:
+    body, seen = np.zeros((12, 12, 12), bool), np.zeros((12, 12, 12))
+    body[:6] = True
+    seen[2:5, 2:5, 2:5], seen[5:8, 9, 9] = 1.0, 0.6
+    assert pictures.caution_about(seen, body) == (
+        "1 of 2 outlined areas is mostly outside the body: do not read it as a reason."
+    )
+    assert pictures.caution_about(np.where(seen == 0.6, 0.4, seen), body) == "", "it has no outline"
+    seen[3:5, 9, 9] = 0.6
+    assert pictures.caution_about(seen, body) == "", "most of it is in the body"
+
+
 def test_the_colours_of_a_maps_key_are_those_over_the_image() -> None:
     alone, over = pictures.heat_colours(), pictures.heat_colours(over_grey=True)
     assert (alone[0], over[0]) == ("#000004", "#808080"), "what is 0 is transparent"
@@ -356,9 +368,10 @@ def picture_of(
     seen: np.ndarray,
     about: str = "HiResCAM map for ill",
     resampled: bool = False,
+    step: tuple[float, ...] = (),
 ) -> Any:
     slices = [own._replace(resampled=resampled) for own in own_slices(image.shape)]
-    draw_evidence(Path("c.png"), "a$\\case$: ill 0.9", image, seen, (1.0, 1.0, 2.0), slices, False, about)
+    draw_evidence(Path("c.png"), "a$\\case$: ill 0.9", image, seen, (1.0, 1.0, 2.0), slices, False, about, step)
     return figures[-1]
 
 
@@ -376,6 +389,10 @@ def test_a_map_says_its_method_and_class_and_half_of_it_has_an_outline(figures: 
     assert [len(panel.collections) for panel in nothing.axes] == [0] * 3, "no colour bar either"
     assert [len(panel.collections) for panel in something.axes[:3]] == [2] * 3, "black below white"
     assert "HiResCAM map for ill, in planes through its maximum\nWhite line: half" in something.get_suptitle()
+    coarse = [picture_of(figures, image, seen, step=step) for step in ((8, 8, 4), (4, 4, 4))]
+    for figure, between in zip(coarse, ("8 mm", "4 × 4 × 8 mm")):
+        told = f"One map point every {between}; values and outlines between them are interpolated."
+        assert told in figure.get_suptitle().replace("\n", " ")
     assert "HiResCAM map for ill: no evidence for the class" in nothing.get_suptitle()
     said = [figure.get_suptitle().replace("\n", " ") for figure in (something, nothing)]
     assert [pictures.ALONE in text for text in said] == [True, False]

@@ -44,23 +44,24 @@ def explain(
     device: torch.device,
     precision: str,
     way: str = "",
-) -> np.ndarray:
+) -> tuple[np.ndarray, tuple[float, ...]]:
     """Returns where networks see a class in a prepared image, ``W D H``: the mean of their maps, up to 1.
 
-    Its maximum, 1, may be outside the image, where the tile is padded.
+    Its maximum, 1, may be outside the image, where the tile is padded. Then how many voxels are between the points of
+    a map: what is between them is interpolated.
 
     - ``number``: of the class
     - ``way``: one of the networks' ways, by default the usual one
     """
-    maps = []
+    maps, step = [], tuple[float, ...]()
     for net in nets:
         with torch.enable_grad(), autocast(precision, device):
             part = part_of(net, crop_or_pad(image, net.layout.tile), device)
             evidence = cast(Classifier, net).evidence(part, net.layout, number, way)
-        fine = evidence.on_voxels(net.layout.tile)
+        fine, step = evidence.on_voxels(net.layout.tile), evidence.step(net.layout.tile)
         maps.append(fine / fine.max().clamp(min=1e-300))
     mean = torch.stack(maps).mean(0).cpu().numpy()
     mean /= max(mean.max(), 1e-300)
     shape = image.shape[1:]
     back = read_box(mean, [-first for first in middle_of(shape, mean.shape)], shape)
-    return back.astype(np.float32)
+    return back.astype(np.float32), step

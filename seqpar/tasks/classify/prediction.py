@@ -148,20 +148,22 @@ class ClassPrediction(CasePrediction):
             logits = class_logits(predictor.nets, image, self.mesh.device, predictor.settings.precision)
             every.append(logits.softmax(0))
         probabilities = torch.stack(every).mean(0).cpu()
-        seen: np.ndarray | None = None
+        seen: tuple[np.ndarray, tuple[float, ...]] | None = None
         if self.way:
             first, own = self.predictors[0], int(probabilities.argmax())
             seen = explain(first.nets, images[0], own, self.mesh.device, first.settings.precision, self.way)
 
         def write() -> None:
             if seen is not None:
-                self._write_explanation(case, seen, probabilities)
+                self._write_explanation(case, *seen, probabilities)
             self.folder.add(case, probabilities.numpy())
 
         run_on_rank0(write, self.mesh.world)
         return ", ".join(f"{name} {p:.3f}" for name, p in zip(self.run.outputs, probabilities.tolist()))
 
-    def _write_explanation(self, case: Case, seen: np.ndarray, probabilities: Tensor) -> None:
+    def _write_explanation(
+        self, case: Case, seen: np.ndarray, step: Sequence[float], probabilities: Tensor
+    ) -> None:
         """Writes where a class is seen, in the source's geometry, and a picture of it over the first modality."""
         prepared, number = self.prepared_cases.taken[0], int(probabilities.argmax())
         properties, (map_path, picture_path) = prepared.properties, self.folder.explanation_paths(case)
@@ -177,4 +179,5 @@ class ClassPrediction(CasePrediction):
             about = f"{MAPS[self.way]} map for {self.run.outputs[number]}"
             slices = slices_of(properties.geometry, properties.box, properties.shape)
             image = prepared.image[0]
-            draw_evidence(picture_path, title, image, seen, properties.spacing, slices, neurological, about)
+            drawn = image, seen, properties.spacing, slices, neurological, about, step
+            draw_evidence(picture_path, title, *drawn)
