@@ -169,15 +169,17 @@ def _on_prepared_grid(
 def _with_uncertainty(shown: ShownCase, prediction: Path, properties: Properties, record: RunRecord) -> ShownCase:
     """Returns a case with the maps of uncertainty that predict wrote next to its label map, if it did."""
     try:
-        is_written = bool(json.loads(read_whole(prediction.parent / "prediction.json")).get("uncertainty"))
+        content = json.loads(read_whole(prediction.parent / "prediction.json"))
+        is_written, networks = bool(content.get("uncertainty")), len(content.get("runs", [content]))
     except (OSError, ValueError, AttributeError):
         return shown
     folder, name = prediction.parent / UNCERTAINTY, strip_suffix(prediction.name)
     regions = record.dataset["regions"]
     regions = learned_regions(record.dataset["labels"], regions, record.network_settings.targets)
     most = len(regions) * math.log(2) if regions else math.log(len(record.dataset["labels"]))
+    apart = most_disagreement(networks, len(record.dataset["labels"]), len(regions or ()))
 
-    def entropy_greys(kind: str) -> Bytes | None:
+    def entropy_greys(kind: str, most: float) -> Bytes | None:
         files = [path for suffix in SUFFIXES if (path := folder / f"{name}_{kind}{suffix}").is_file()]
         if not (is_written and files):
             return None
@@ -187,12 +189,25 @@ def _with_uncertainty(shown: ShownCase, prediction: Path, properties: Properties
         greys: Bytes = np.rint(255 * np.clip(seen / most, 0, 1)).astype(np.uint8)
         return greys
 
-    heat = entropy_greys(ENTROPY)
+    heat = entropy_greys(ENTROPY, most)
     if heat is None:
         return shown
     when = "each region has a probability of 0.5" if regions else "all labels are equally likely"
-    doubt = entropy_greys(DISAGREEMENT)
-    return replace(shown, heat=heat, heat_name=ENTROPY, most_nats=most, most_when=when, disagreement=doubt)
+    shown = replace(shown, heat=heat, heat_name=ENTROPY, most_nats=most, most_when=when)
+    if networks == 1:
+        return shown
+    most_apart = f"{apart:.2f} nats (the most that {networks} networks can have)"
+    return replace(shown, disagreement=entropy_greys(DISAGREEMENT, apart), most_apart=most_apart)
+
+
+def most_disagreement(networks: int, labels: int, regions: int = 0) -> float:
+    """Returns the largest disagreement of averaged networks in nats, if each is certain of one of the labels.
+
+    - ``regions``: how many they learned instead, each of which has a disagreement of its own; 0: none
+    """
+    choices = 2 if regions else labels
+    shares = [len(range(n, networks, choices)) / networks for n in range(min(networks, choices))]
+    return max(regions, 1) * sum(-share * math.log(share) for share in shares)
 
 
 def _numbered(values: NDArray[Any], numbers: dict[int, int]) -> Bytes:

@@ -66,7 +66,7 @@ class ShownCase:
     - ``disputed``: 1 where several readers gave different labels, else 0; None without several readers
     - ``heat``: a map from 0 to 255; ``heat_name``: what it shows, such as its class; ``heat_caution``: what to know
       before reading it; ``most_nats``: what 255 stands for in a map of entropy, and when it has that, in ``most_when``
-    - ``disagreement``: of several runs, on the scale of the entropy; None of one run
+    - ``disagreement``: of several runs, from 0 to 255, which stands for ``most_apart``; None of one run
     - ``at``: the planes to begin with; None: those that are also drawn
     """
 
@@ -87,6 +87,7 @@ class ShownCase:
     most_when: str = ""
     disputed: Bytes | None = None
     disagreement: Bytes | None = None
+    most_apart: str = ""
 
     def embedded(self, budget: int) -> Embedded:
         """Returns the volumes as a page holds them, CT in 256 levels for windows of few Hounsfield units."""
@@ -325,9 +326,10 @@ def planes_of(case: ShownCase, neurological: bool) -> list[ShownPlane]:
 def heat_rows(case: ShownCase, neurological: bool) -> list[HeatRow]:
     """Returns a case's maps of uncertainty in the same planes, with the prediction's outlines; none without maps."""
     rows, palette, at = list[HeatRow](), heat_palette(), fullest_planes(shown_best(case)[0])
-    for name, whose, heat in (
-        (ENTROPY, "the prediction", case.heat if case.most_nats else None),
-        (DISAGREEMENT, "the averaged networks, on the same scale", case.disagreement),
+    of_entropy = f"{case.most_nats:.2f} nats ({case.most_when})"
+    for name, whose, heat, most in (
+        (ENTROPY, "the prediction", case.heat if case.most_nats else None, of_entropy),
+        (DISAGREEMENT, "the averaged networks", case.disagreement, case.most_apart),
     ):
         if heat is None:
             continue
@@ -341,7 +343,7 @@ def heat_rows(case: ShownCase, neurological: bool) -> list[HeatRow]:
                 for drawn in (("between", "#000000", path), (kind, colour, path))
             ]
             planes.append(replace(plane, png=encode(picture), outlines=predicted, label=f"{name} of {plane.label}"))
-        rows.append(HeatRow(f"{name} of {whose}", planes, f"{case.most_nats:.2f} nats ({case.most_when})"))
+        rows.append(HeatRow(f"{name} of {whose}", planes, most))
     return rows
 
 

@@ -5,6 +5,7 @@ import math
 import re
 from dataclasses import replace
 from importlib import resources
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from matplotlib.colors import to_hex
 from seqpar.data.formats.recognise import find_inputs
 from seqpar.data.preparation.prepare_dataset import prepared
 from seqpar.report import pictures, plots
-from seqpar.report.cases import greys_of, viewer_section, with_wide_ct
+from seqpar.report.cases import greys_of, most_disagreement, viewer_section, with_wide_ct
 from seqpar.report.curves import NEUTRAL, Diagram, Line
 from seqpar.report.embedded_volumes import (
     ShownCase,
@@ -319,7 +320,7 @@ def test_a_ct_is_drawn_in_hounsfield_units_with_its_window(tmp_path: Path, alone
         figure = figure_of_cases([replace(dark, image=clipped)], ["vessel"], 1, False, Path())
         assert figure.axes[0].images[0].get_clim() == (low, high), "a window has a width"
         said = figure.get_suptitle().replace("\n", " ")
-        assert f"from {low} HU (black) to {high} HU (white), in" in said and "(such as soft tissue, fat and air)" in said
+        assert f"from {low} HU (black) to {high} HU (white), in" in said and "below (such as soft tissue, fat" in said
 
 
 def test_a_ct_keeps_soft_tissue_though_the_network_takes_it_clipped(tmp_path: Path) -> None:
@@ -349,6 +350,15 @@ def test_a_ct_keeps_soft_tissue_though_the_network_takes_it_clipped(tmp_path: Pa
     save(path, np.ones((14, 12, 10), np.float32))
     low, high = kept(Images(recipe, cache))
     assert 19 < low < high < 61, "another file of the name is not that of the run: only what was prepared is known"
+
+
+@pytest.mark.parametrize(("networks", "labels"), [(2, 2), (2, 3), (3, 3), (3, 2), (5, 3), (1, 3)])
+def test_the_most_disagreement_is_what_certain_networks_can_have(networks: int, labels: int) -> None:
+    """Of the entropy of the mean minus the mean entropy, over all that certain networks can say."""
+    means = (np.bincount(said, minlength=labels) / networks for said in product(range(labels), repeat=networks))
+    entropies = [-(mean[mean > 0] * np.log(mean[mean > 0])).sum() for mean in means]
+    assert most_disagreement(networks, labels) == pytest.approx(max(entropies))
+    assert most_disagreement(2, 9, regions=3) == pytest.approx(3 * math.log(2))
 
 
 @pytest.mark.parametrize(("width", "length"), [(240, 50), (30, 5), (26, 5), (8, 2), (3.2, 0.5)])

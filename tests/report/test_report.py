@@ -404,7 +404,7 @@ def test_the_entropy_is_shown_next_to_the_prediction_and_calibration_below_the_s
     line = [str(finished), "--truth", str(tmp_path / "truth"), "--prediction", str(predictions)]
     line += ["--images", str(tmp_path / "images"), "--out", str(target)]
 
-    def written_page(**record: bool) -> Page:
+    def written_page(**record: object) -> Page:
         write_json(predictions / "prediction.json", {"run": "r", "weights": {}, **record})
         assert run(report.act, line) == 0
         return Page(target.read_text())
@@ -438,8 +438,9 @@ def test_the_entropy_is_shown_next_to_the_prediction_and_calibration_below_the_s
     assert "disagreement" not in page.text.lower()
     shares = entropy[::-1].astype(np.float32) / 4
     save(predictions / "uncertainty" / "case-b_disagreement.nii.gz", shares, image.affine)
-    page = written_page(uncertainty=True)
-    assert "disagreement of the averaged networks, on the same scale, with the prediction's outlines: 0" in page.text
-    assert "comes from networks that contradict each other" in page.text and page.text.count("2.08 nats") == 3
+    page = written_page(uncertainty=True, runs=[{"weights": {}}] * 3)
+    assert "disagreement of the averaged networks, with the prediction's outlines: 0" in page.text
+    assert "comes from networks that contradict each other" in page.text
+    assert page.text.count("2.08 nats") == 2 and "1.91 nats (the most that 3 networks can have)" in page.text
     labels = [value for _, name, value in page.attributes if name == "aria-label"]
     assert sum("disagreement of case-b" in label for label in labels) == 3

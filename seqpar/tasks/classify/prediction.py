@@ -161,9 +161,7 @@ class ClassPrediction(CasePrediction):
         run_on_rank0(write, self.mesh.world)
         return ", ".join(f"{name} {p:.3f}" for name, p in zip(self.run.outputs, probabilities.tolist()))
 
-    def _write_explanation(
-        self, case: Case, seen: np.ndarray, step: Sequence[float], probabilities: Tensor
-    ) -> None:
+    def _write_explanation(self, case: Case, seen: np.ndarray, step: Sequence[float], probabilities: Tensor) -> None:
         """Writes where a class is seen, in the source's geometry, and a picture of it over the first modality."""
         prepared, number = self.prepared_cases.taken[0], int(probabilities.argmax())
         properties, (map_path, picture_path) = prepared.properties, self.folder.explanation_paths(case)
