@@ -1,5 +1,6 @@
 """The page about a run: what every run shows, and how a task adds its scores and cases."""
 
+import json
 import re
 import time
 from collections import Counter
@@ -10,10 +11,12 @@ from statistics import median
 from typing import Any, TypeVar
 
 from seqpar.data.errors import DataError
+from seqpar.data.files import read_whole
 from seqpar.data.phantom.phantom_files import describe_layout, is_generated
 from seqpar.models.build import family_of
+from seqpar.prediction.prediction_folder import RECORD
 from seqpar.report.curves import WORDS_OF_LOSSES, training_diagrams
-from seqpar.report.plots import draw_charts
+from seqpar.report.plots import draw_charts, name_of_run
 from seqpar.report.record import (
     DAMAGE,
     RunRecord,
@@ -82,10 +85,15 @@ def render_run(
     """
     name, other, alone = record.path.resolve().name, truth or prediction, prediction is not None and truth is None
     kind = "" if name.lower().startswith("run") else "run "  # its own name may be that of a class
-    heading = f"{kind.capitalize()}{name}"
+    heading, averaged = f"{kind.capitalize()}{name}", averaged_runs(prediction) if prediction else ""
     if prediction:
-        heading = f"{'Predictions in' if alone else 'Scores of'} {prediction.resolve().name}, by {kind}{name}"
-        heading = f"{subject}, predicted by {kind}{name}" if subject else heading
+        by = f"the mean of {averaged}" if averaged else f"{kind}{name}"
+        heading = f"{'Predictions in' if alone else 'Scores of'} {prediction.resolve().name}, by {by}"
+        heading = f"{subject}, predicted by {by}" if subject else heading
+    if averaged:
+        unscored = "; no score of this mean exists" * alone
+        about = f"Configuration and training are those of {name} alone."
+        cautions = [f"The prediction is the mean of {averaged}{unscored}. {about}", *cautions]
     generated = record.has_phantoms
     if prediction:
         generated = is_generated(images or truth or "unknown") or is_of_phantoms(prediction)
@@ -98,7 +106,7 @@ def render_run(
     return render(
         "page.html",
         folder,
-        title=f"{name} · {other.resolve().name if other else record.dataset['name']}",
+        title=f"{averaged or name} · {other.resolve().name if other else record.dataset['name']}",
         name=heading,
         alone=alone,
         what=what,
@@ -121,6 +129,16 @@ def render_run(
         ),
         **parts,
     )
+
+
+def averaged_runs(prediction: Path) -> str:
+    """Returns the names of the runs whose mean a folder was predicted with; "" of one run, or if it does not say."""
+    try:
+        runs = json.loads(read_whole(prediction / RECORD)).get("runs", [])
+        names = [name_of_run(Path(run["run"]), "") for run in runs]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return ""
+    return f"{', '.join(names[:-1])} and {names[-1]}" if len(names) > 1 else ""
 
 
 def _scored(truth: Path | None, prediction: Path) -> str:

@@ -276,6 +276,10 @@ def test_a_prediction_without_truth_is_shown_with_its_volumes_and_no_score(
         shutil.copy(case / f"case-b-{kind}.nii.gz", tmp_path / "images" / f"case-b_{channel:04d}.nii.gz")
     assert run(report.act, [*line, "--images", str(tmp_path / "images")]) == 0
     assert json.loads(Page(target.read_text()).scripts["volumes"])["cases"][0]["images"]
+    runs = [{"run": f"/runs/{name}", "weights": {}} for name in ("first", "second")]
+    (predictions / "prediction.json").write_text(json.dumps({"runs": runs}))
+    assert run(report.act, line) == 0 and "reached a mean Dice" not in (said := Page(target.read_text()).text)
+    assert "case-b, predicted by the mean of first and second" in said and "; no score of this mean exists. " in said
     (predictions / "case-b.nii.gz").unlink()
     assert run(report.act, line) == DATA and "holds no label map" in capsys.readouterr().err
 
