@@ -3,7 +3,7 @@
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from statistics import fmean
 from typing import NamedTuple, TypeVar
@@ -26,7 +26,8 @@ from seqpar.report.run_page import format_setting, verdict, weak_start, what_is_
 from seqpar.report.tables import ABSENT_RULE, Score, Table, TableHead, TableRow, absent_of, mean_over
 from seqpar.runs.metrics_tail import ERRORS, SCORES, score_of, task_of_row
 from seqpar.scores.comparison import FEW, describe_interval, interval_of_mean, values_of_cases
-from seqpar.settings.config import SETTINGS
+from seqpar.settings.config import SETTINGS, Config
+from seqpar.settings.loss_settings import LossSettings
 from seqpar.settings.rules import setting_applies
 from seqpar.text import quantity, rounded
 
@@ -34,6 +35,7 @@ T = TypeVar("T")
 
 SAME_DATA = ("name", "modalities", "labels", "volume_classes")  # of config.json
 NOT_A_SETTING = ("out", "resume", "again", "take_over", "dry_run")  # where and how a run was started
+OF_LOSS = (*(each.name for each in fields(LossSettings)), "targets", "deep_supervision", "normalised_targets")
 
 
 def names_of(records: Sequence[RunRecord]) -> list[str]:
@@ -123,9 +125,20 @@ def cautions_about(records: Sequence[RunRecord]) -> list[str]:
     if len(tasks) > 1 or len(data) > 1 or _differ_in_files(records):
         text = "These runs were trained on different data or tasks; their curves cannot be compared."
         return [f"{text} Cases with the same name may be different cases."]
+    sentences = list[str]()
+    if differ := _losses_that_differ(records):
+        names = ", ".join(differ)
+        sentences.append(f"These runs differ in their losses ({names}); their loss curves cannot be compared.")
     if len({tuple(sorted(map(str, record.dataset["held_out"]))) for record in records}) > 1:
-        return ["These runs held out different cases; their curves on held-out cases cannot be compared."]
-    return []
+        sentences.append("These runs held out different cases; their curves on held-out cases cannot be compared.")
+    return sentences
+
+
+def _losses_that_differ(records: Sequence[RunRecord]) -> list[str]:
+    """Returns the settings in which runs of one task differ, and on which the size of a loss depends."""
+    acts = (name for name in OF_LOSS if all(setting_applies(record.network_settings, name) for record in records))
+    values = {name: {json.dumps(record.config.get(name, getattr(Config, name))) for record in records} for name in acts}
+    return [name for name, own in values.items() if len(own) > 1]
 
 
 def _differ_in_files(records: Sequence[RunRecord]) -> bool:

@@ -101,8 +101,12 @@ def test_settings_of_other_networks_are_not_shown_and_scores_of_tasks_have_chart
 
 def test_curves_of_other_data_or_tasks_are_not_to_be_compared(finished: Path, worse: Path) -> None:
     assert "Read with care" not in compared(finished, worse).text
+    changed(worse, lambda content: content["config"].update(loss="ce", dice_smooth=1.0))
+    said = "These runs differ in their losses (loss, dice_smooth); their loss curves cannot be compared."
+    assert said in compared(finished, worse).text
     changed(worse, lambda content: content["dataset"]["held_out"].pop())
-    assert "These runs held out different cases; their curves on" in compared(finished, worse).text
+    assert "These runs held out different cases; their curves on" in (text := compared(finished, worse).text)
+    assert said in text
     changed(worse, lambda content: content["dataset"].update(digests={NAMES[0]: "b"}))
     changed(finished, lambda content: content["dataset"].update(digests={NAMES[0]: "a"}))
     assert "Cases with the same name may be different cases." in compared(finished, worse).text
