@@ -18,6 +18,12 @@ from seqpar.scores.label_files import Pair
 from seqpar.scores.label_scores import Scores
 
 _TURN_S = 10.0  # for which an evaluation waits until another one has written its files
+# what only our summaries have together, those of label maps and of classes, and how only our tables begin
+_SUMMARY_KEYS = (
+    {"metric_per_case", "classes", "num_values", "global"},
+    {"metric_per_case", "classes", "names", "confusion"},
+)
+_TABLE_HEADS = (b"case,class,labels,Dice,IoU,FP,TP,FN,TN,n_pred,n_ref,", b"class,cases,sensitivity,specificity,AUC")
 
 
 def class_key(labels: tuple[int, ...]) -> str:
@@ -111,18 +117,29 @@ def refuse_foreign(files: Mapping[str, Path], data: Collection[Path] = ()) -> No
             raise DataError(path, f"is there, and evaluate did not write it: name another file by --{kind}")
 
 
-def _is_our_json(path: Path, key: str = "classes") -> bool:
+def _is_our_json(path: Path) -> bool:
+    content = _content_of(path)  # a training's summary has its step
+    return "step" not in content and any(keys <= content.keys() for keys in _SUMMARY_KEYS)
+
+
+def _is_our_postprocessing(path: Path) -> bool:
+    return _content_of(path).get("written_by") == "seqpar"
+
+
+def _content_of(path: Path) -> dict[str, Any]:
+    """Returns what a JSON file holds, an empty dict unless it is an object."""
     try:
         content = read_json(path)
     except DataError:
-        return False
-    return isinstance(content, dict) and key in content and "step" not in content  # which a training's summary has
+        return {}
+    return content if isinstance(content, dict) else {}
 
 
 def _is_our_csv(path: Path) -> bool:
     try:
-        return path.read_text()[:20].startswith(("case,class,labels,", "class,"))
-    except (OSError, UnicodeDecodeError):
+        with open(path, "rb") as file:
+            return file.read(100).startswith(_TABLE_HEADS)
+    except OSError:
         return False
 
 
@@ -135,7 +152,7 @@ def _is_our_picture(path: Path) -> bool:
 
 _OURS: dict[str, Callable[[Path], bool]] = {
     "json": _is_our_json, "csv": _is_our_csv, "calibration": _is_our_picture,
-    "find-best": lambda path: _is_our_json(path, "written_by"),
+    "find-best": _is_our_postprocessing,
 }  # fmt: skip
 
 

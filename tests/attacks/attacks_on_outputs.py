@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from tests.attacks.attack import TINY, Attack
-from tests.support.folders import image_array, nnunet, save
+from tests.support.folders import image_array, nnunet, save, write_json
 from tests.support.predictions import make_run
 
 
@@ -131,3 +131,52 @@ ATTACKS += [
         keeps="D run",
     )
 ]
+
+
+def _foreign_tables(here: Path) -> None:
+    """Makes predicted label maps and classes with their truth, and files that share a key or a column with ours."""
+    nnunet(here / "D", 2)
+    for n in range(2):
+        save(here / "P" / f"c_00{n}.nii.gz", image_array(0) * 0)
+    (here / "S").mkdir()
+    (here / "S" / "predictions.csv").write_text("case,class,p(a),p(b)\nc_000,a,1.0,0.0\nc_001,b,0.0,1.0\n")
+    (here / "labels.csv").write_text("class,case\na,c_000\n")
+    entries = [{"image": f"D/imagesTr/c_00{n}_0000.nii.gz", "label": name} for n, name in enumerate("ab")]
+    write_json(here / "list.json", {"classes": ["a", "b"], "training": entries})
+    (here / "old.csv").write_text("class,cases,sensitivity,specificity,AUC\n")  # as older versions began
+    (here / "mine.csv").write_text("class,dice,my comment\n")
+    (here / "mine.json").write_text('{"classes": {}, "metric_per_case": [], "author": "me"}')
+
+
+ATTACKS += [
+    Attack(
+        f"evaluate {line}, which another program wrote",
+        types=f"evaluate {line} --workers 1",
+        code=3,
+        says=f"{name}: is there, and evaluate did not write it: name another file by --{kind}",
+        make=_foreign_tables,
+        keeps="D P S labels.csv list.json mine.csv mine.json",
+    )
+    for line, name, kind in (
+        ("labels.csv S --csv labels.csv", "labels.csv", "csv"),
+        ("D/labelsTr P --csv labels.csv", "labels.csv", "csv"),
+        ("D/labelsTr P --csv mine.csv", "mine.csv", "csv"),
+        ("list.json S --json list.json", "list.json", "json"),
+        ("D/labelsTr P --json mine.json", "mine.json", "json"),
+    )
+]
+ATTACKS += [
+    Attack(
+        "evaluate over a table that an older version wrote",
+        types="evaluate list.json S --csv old.csv",
+        code=0,
+        says="S/summary.json; old.csv",
+        make=_foreign_tables,
+        after=lambda here, _: _is_scored(here / "old.csv"),
+        keeps="D P list.json",
+    )
+]
+
+
+def _is_scored(table: Path) -> None:
+    assert table.read_text().splitlines()[1].startswith("a,1,1.0,1.0,1.0,")
