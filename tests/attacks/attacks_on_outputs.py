@@ -139,8 +139,8 @@ def _foreign_tables(here: Path) -> None:
     for n in range(2):
         save(here / "P" / f"c_00{n}.nii.gz", image_array(0) * 0)
     (here / "S").mkdir()
-    (here / "S" / "predictions.csv").write_text("case,class,p(a),p(b)\nc_000,a,1.0,0.0\nc_001,b,0.0,1.0\n")
-    (here / "labels.csv").write_text("class,case\na,c_000\n")
+    (here / "S" / "predictions.csv").write_text("case,class,p(a),p(b)\nc_000_0000,a,1.0,0.0\nc_001_0000,b,0.0,1.0\n")
+    (here / "labels.csv").write_text("class,case\na,c_000_0000\nb,c_001_0000\n")
     entries = [{"image": f"D/imagesTr/c_00{n}_0000.nii.gz", "label": name} for n, name in enumerate("ab")]
     write_json(here / "list.json", {"classes": ["a", "b"], "training": entries})
     (here / "old.csv").write_text("class,cases,sensitivity,specificity,AUC\n")  # as older versions began

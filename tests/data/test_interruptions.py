@@ -199,6 +199,22 @@ def test_somebody_elses_folder_is_left_alone(tmp_path):
     assert open_cache(tmp_path / "c").name == "D"
 
 
+@pytest.mark.parametrize("name", ["cases/p1/notes.txt", "cases/c_000/notes.txt", "cases/notes.txt"])
+def test_somebody_elses_cases_are_left_alone_next_to_a_lock(name, tmp_path):
+    """Many programs call a lock ``.lock``."""
+    file = tmp_path / "mine" / name
+    file.parent.mkdir(parents=True)
+    for own in (file, tmp_path / "mine/.lock", tmp_path / "mine/.mine.tmp"):
+        own.write_text("mine")
+    before = tree(tmp_path / "mine")
+    with pytest.raises(CacheError, match=f"has {name}, which prepare did not write; give another folder"):
+        prepare(read_dataset(nnunet(tmp_path / "D", 1)), tmp_path / "mine", workers=0)
+    assert tree(tmp_path / "mine") == before
+    file.unlink()
+    prepare(read_dataset(tmp_path / "D"), tmp_path / "mine", workers=0)
+    assert (tmp_path / "mine/.mine.tmp").exists()
+
+
 @pytest.mark.parametrize("left", ["cases/", "state-0a.json", ".state-0a.json.node1.77.tmp"])
 def test_what_a_preparation_leaves_that_ended_at_once_is_no_obstacle(left, tmp_path):
     (tmp_path / "c").mkdir()

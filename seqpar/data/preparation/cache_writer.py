@@ -22,6 +22,8 @@ from seqpar.data.preparation.recipe import Recipe
 _STALE = 3600.0  # seconds after which nobody reads such a file
 ELSEWHERE = "give another folder (prepare: --out, train: --cache, built-in phantoms: SEQPAR_CACHE)"
 _WRITING, _OLD = ".writing-", ".old-"
+_OF_A_CASE = ("image.npy", "label.npy", "locations.npy", "truth.npy", "case.json")
+_PARTS = (".cache.json*.tmp", "cases/*/.case.json*.tmp", f".{STATE}*.tmp", f"{STATE}*.json")  # if a writer was killed
 
 
 class CacheError(DataError):
@@ -70,7 +72,7 @@ def remove_partial_files(path: Path, names: set[str]) -> None:
             if not folder.name.startswith((_WRITING, _OLD)):
                 invalidate_cache(path)
             shutil.rmtree(folder)
-    for file in [*path.glob(".*.tmp"), *path.glob("cases/*/.*.tmp"), *path.glob(f"{STATE}*.json")]:
+    for file in [found for pattern in _PARTS for found in path.glob(pattern)]:
         if not is_state(file) or _age(file) > _STALE:
             file.unlink(missing_ok=True)
 
@@ -99,6 +101,7 @@ def cache_lock(path: Path, waiting: Callable[[], None]) -> Iterator[None]:
             time.sleep(0.2)
         with as_cache_error(path):
             (path / "cases").mkdir(exist_ok=True)
+            _refuse_foreign_cases(path)
         yield
     finally:
         os.close(handle)
@@ -111,6 +114,16 @@ def refuse_foreign(path: Path) -> None:
             return
         if foreign := sorted(filter(_is_foreign, path.iterdir())):
             raise CacheError(path, f"has {foreign[0].name} but no cache; {ELSEWHERE}, so that nothing is lost")
+
+
+def _refuse_foreign_cases(path: Path) -> None:
+    """Raises CacheError if a file is among the cases that no preparation has made, as cases are removed whole."""
+    for folder in sorted((path / "cases").glob("[!.]*")):
+        files = sorted(folder.glob("[!.]*")) if folder.is_dir() else [folder]
+        if foreign := next((file for file in files if file.name not in _OF_A_CASE), None):
+            raise CacheError(
+                path, f"has {foreign.relative_to(path)}, which prepare did not write; {ELSEWHERE}, so that nothing is lost"
+            )
 
 
 @contextmanager
@@ -131,7 +144,7 @@ def _is_foreign(file: Path) -> bool:
     """Returns whether a file in a folder without a lock is not from a preparation that was killed early."""
     if file.name == "cases" and file.is_dir():
         return any(file.iterdir())
-    return not is_state(file) and not (file.name.startswith(".") and file.name.endswith(".tmp"))
+    return not is_state(file) and not file.match(_PARTS[0])
 
 
 def _age(file: Path) -> float:
