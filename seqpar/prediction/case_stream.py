@@ -230,7 +230,8 @@ class CasePrediction(ABC):
         if self.mesh.is_first and (stay := self.folder.not_replaced):
             self.shown.say(mixed_line(self.request.output, stay))
         failed = f", {quantity(len(faults), 'fault')}" if faults else ""
-        self.shown.say(f"{self.what} of {quantity(predicted, 'case')}{failed}: {self.folder.path}")
+        where = f": {self.folder.path}" if self.folder.path.exists() else ""
+        self.shown.say(f"{self.what} of {quantity(predicted, 'case')}{failed}{where}")
         for line in (*self.other_files(), *self._next_lines()) if predicted else ():
             self.shown.say(line)
         return faults

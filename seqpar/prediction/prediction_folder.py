@@ -79,18 +79,19 @@ class PredictionFolder(ABC):
         previous, listed, inputs, series = self._read_record()
         self.refuse_collisions(cases)
         self._refuse_data(cases, is_ours=previous is not None)
-        if resume and previous is not None and previous != record:
+        stays = previous is not None and self.must_stay(previous, record, listed)
+        if previous is not None and previous != record and (resume or stays):
             changed = [name for name in {**record, **previous} if previous.get(name) != record.get(name)]
+            again = "" if stays else ", or leave --continue out to predict everything again"
             raise DataError(
-                self.folder, f"was predicted with other settings ({', '.join(changed)}); choose another --output, or "
-                "leave --continue out to predict everything again"
-            )  # fmt: skip
+                self.folder, f"was predicted with other settings ({', '.join(changed)}); choose another --output{again}"
+            )
         self._refuse_unlisted([], listed)  # before it is read
         is_same, now = previous == record, {case.id: _stamps(case) for case in cases}
         before = {} if not is_same else now if inputs is None else inputs  # older versions did not record them
         same = frozenset(name for name, stamps in now.items() if before.get(name) == stamps)
         self.changed = [name for name in now if resume and name in before and name not in same]
-        left = self.unfinished(cases, same if resume and is_same else frozenset(), is_same)
+        left = self.unfinished(cases, same if resume and is_same else frozenset())
         self._refuse_unlisted(left, listed)
         self.listed = listed
         with self.writable():
@@ -166,17 +167,22 @@ class PredictionFolder(ABC):
         """
         return {}
 
+    def must_stay(self, previous: Mapping[str, Any], record: Mapping[str, Any], listed: frozenset[str]) -> bool:
+        """Returns whether what is there cannot be replaced case by case, and these settings would replace it.
+
+        - ``previous``: the settings that it was predicted with; ``record``: those of now
+        """
+        return False
+
     @abstractmethod
-    def unfinished(self, cases: Sequence[Case], kept: frozenset[str], same_settings: bool) -> list[Case]:
+    def unfinished(self, cases: Sequence[Case], kept: frozenset[str]) -> list[Case]:
         """Reads what is there; returns the cases to predict.
 
         - ``kept``: the cases that are not predicted again if they are finished
-        - ``same_settings``: whether the folder was predicted with the settings of now
         """
 
-    @abstractmethod
-    def clear(self, left: Sequence[Case], cases: Sequence[Case]) -> None:
-        """Removes what a killed run left half written of ``cases``, and what must not stay until ``left`` are done."""
+    def clear(self, left: Sequence[Case], cases: Sequence[Case]) -> None:  # noqa: B027 - a table has nothing to clear
+        """Removes what a killed run left half written of ``cases``, and learns what is there of ``left``."""
 
     @abstractmethod
     def holds(self, case: Case) -> bool:

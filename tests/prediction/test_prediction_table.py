@@ -10,7 +10,7 @@ from seqpar.data.errors import DataError
 from seqpar.data.formats.dataset import Case
 from seqpar.tasks.classify.prediction import PredictionTable
 from seqpar.tasks.classify.scores import EXPLANATIONS, read_class_table
-from tests.support.folders import save
+from tests.support.folders import save, tree
 
 
 def test_what_another_run_predicted_is_not_taken_for_ones_own(tmp_path: Path) -> None:
@@ -24,9 +24,18 @@ def test_what_another_run_predicted_is_not_taken_for_ones_own(tmp_path: Path) ->
     table.close()  # as at the end of a prediction: others may come
     table.add(cases[0], np.array([0.5, 0.5]))
     (picture := tmp_path / EXPLANATIONS / "a.png").parent.mkdir()
-    picture.touch()
+    picture.write_bytes(b"a picture")
     assert left("first", True) == ["b"] and picture.exists()
-    assert left("second", False) == ["a", "b"] and not picture.exists()
+    before = tree(tmp_path)
+    for resume in (True, False):
+        with pytest.raises(DataError, match=r"was predicted with other settings \(runs\); choose another --output$"):
+            left("second", resume)
+    assert tree(tmp_path) == before, "the table and its explanations are of another network"
+    table.path.unlink()
+    with pytest.raises(DataError, match="other settings"):
+        left("second", False)
+    picture.unlink()
+    assert left("second", False) == ["a", "b"]
     picture.touch()  # somebody else's
     assert left("second", True) == ["a", "b"], "it was killed before its first case"
     assert picture.exists()
@@ -74,7 +83,56 @@ def test_cases_that_are_predicted_later_join_the_table_of_the_same_settings(tmp_
     PredictionTable(tmp_path, names).open([Case("d", ())], record, False)  # killed before its first case
     assert read_class_table(tmp_path / "predictions.csv").cases == ("a", "b", "c", "d"), "what it had predicted stays"
     before = (tmp_path / "predictions.csv").read_bytes()
-    with pytest.raises(DataError, match=r"holds 3 cases predicted with other settings, .*choose another --output"):
-        predict_as("ae", 0.5, {"runs": "second"})
+    for cases in ("ae", "abcde"):
+        with pytest.raises(DataError, match=r"was predicted with other settings \(runs\); choose another --output"):
+            predict_as(cases, 0.5, {"runs": "second"})
     assert (tmp_path / "predictions.csv").read_bytes() == before
-    assert predict_as("abcde", 0.5, {"runs": "second"}) == ("a", "b", "c", "d", "e")
+
+
+def test_explanations_join_a_table_that_has_none(tmp_path: Path) -> None:
+    def opened(way: str, resume: bool = False) -> PredictionTable:
+        table = PredictionTable(tmp_path, ("healthy", "ill"), bool(way))
+        assert len(table.open([Case("a", ())], {"runs": "first", "explained": way}, resume)) == 1
+        return table
+
+    opened("").add(Case("a", ()), np.array([0.5, 0.5]))
+    with pytest.raises(DataError, match=r"settings \(explained\); choose another --output, or leave --continue out"):
+        opened("hirescam", resume=True)
+    table = opened("hirescam")
+    assert read_class_table(table.path).cases == ("a",)
+    (picture := table.explanation_paths(Case("a", ()))[1]).parent.mkdir()
+    picture.write_bytes(b"a picture")
+    table.close()
+    for way in ("grad-cam", ""):
+        with pytest.raises(DataError, match=r"settings \(explained\); choose another --output$"):
+            opened(way)
+
+
+def test_a_table_whose_columns_were_moved_or_added_is_read_by_their_names(tmp_path: Path) -> None:
+    """As a spreadsheet leaves it. It is written only if a case joins it, and never without somebody's columns."""
+    names, record, path = ("healthy", "ill"), {"runs": "first"}, tmp_path / "predictions.csv"
+
+    def left(cases: str) -> tuple[PredictionTable, list[Case]]:
+        table = PredictionTable(tmp_path, names)
+        return table, table.open([Case(case, ()) for case in cases], record, True)
+
+    table, (case,) = left("a")
+    table.add(case, np.array([0.75, 0.25]))
+    table.close()
+    for text in ("case,class,p(ill),p(healthy)\na,healthy,0.25,0.75\n",
+                 "case,remark,class,p(healthy),p(ill)\na,mine,healthy,0.75,0.25\n"):  # fmt: skip
+        path.write_text(text)
+        table, cases = left("a")
+        assert cases == [] and path.read_text() == text
+        table.close()
+    with pytest.raises(DataError, match=r"predictions\.csv: has columns that .*\(remark\).* another --output"):
+        left("ab")
+    assert path.read_text() == text
+    path.write_text("case,class,p(ill),p(healthy)\na,healthy,0.25,0.75\n")
+    table, (case,) = left("ab")
+    table.add(case, np.array([0.0, 1.0]))
+    table.close()
+    assert path.read_text() == "case,class,p(healthy),p(ill)\na,healthy,0.75,0.25\nb,ill,0.0,1.0\n"
+    path.write_text("case,class,p(healthy),p(odd)\na,healthy,0.75,0.25\n")
+    with pytest.raises(DataError, match="has the classes healthy, odd, and the network healthy, ill; choose another"):
+        left("ab")

@@ -4,7 +4,7 @@ FOLDER/predictions.csv        written anew after each case, whole
 FOLDER/explanations/…         CASE.nii.gz and CASE.png, on request
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, cast
@@ -46,45 +46,41 @@ class PredictionTable(PredictionFolder):
     def __init__(self, folder: Path, names: tuple[str, ...], explains: bool = False) -> None:
         super().__init__(folder)
         self.path, self.names, self.explains, self.rows = folder / TABLE, names, explains, dict[str, np.ndarray]()
-        self._is_outdated = False  # what is there is of other settings, and a table is of one network alone
 
     def files_of(self, cases: Sequence[Case]) -> list[Path]:
         explained = cases if self.explains else ()
         return [self.path, *(path for case in explained for path in self.explanation_paths(case))]
 
-    def unfinished(self, cases: Sequence[Case], kept: frozenset[str], same_settings: bool) -> list[Case]:
-        """Also keeps the lines of other cases with the same settings; refuses to lose those with others."""
-        self._is_outdated, finished = not same_settings, set[str]()
-        if not same_settings and self.path.is_file():
-            self._refuse_loss(cases)
-        if same_settings and self.path.is_file() and self.path.stat().st_size:  # an emptied one has nothing to keep
+    def must_stay(self, previous: Mapping[str, Any], record: Mapping[str, Any], listed: frozenset[str]) -> bool:
+        """A table and its explanations are of one network alone; explanations may join a table that has none."""
+        if dict(previous) in (record, {**record, "explained": ""}):
+            return False
+        files = (self.folder / name for name in listed if name == TABLE or name.startswith(f"{EXPLANATIONS}/"))
+        return any(path.is_file() and path.stat().st_size for path in files)
+
+    def unfinished(self, cases: Sequence[Case], kept: frozenset[str]) -> list[Case]:
+        """Also keeps the lines of other cases."""
+        finished, others = set[str](), tuple[str, ...]()
+        if self.path.is_file() and self.path.stat().st_size:  # an emptied one has nothing to keep
             whole = {case.id for case in cases if not self.explains or all(map(is_whole, self.explanation_paths(case)))}
             table, cut = read_class_table(self.path, may_be_cut=True), set[str]()
             if not self.path.read_bytes().endswith(b"\n"):  # cut off, maybe within a number
                 cut = {case.id for case in cases} & {*table.cases[-1:]}
-            self.rows = {case: row for case, row in zip(table.cases, table.probabilities) if case not in cut}
+            if {*table.names} != {*self.names}:
+                raise DataError(
+                    self.path, f"has the classes {', '.join(table.names)}, and the network {', '.join(self.names)}; "
+                    "choose another --output"
+                )  # fmt: skip
+            order, others = [table.names.index(name) for name in self.names], table.others
+            self.rows = {case: row[order] for case, row in zip(table.cases, table.probabilities) if case not in cut}
             finished = {*kept} & whole & self.rows.keys()
-        return [case for case in cases if case.id not in finished]
-
-    def _refuse_loss(self, cases: Sequence[Case]) -> None:
-        """Raises DataError if the table has cases that are not predicted now: it is of one network alone."""
-        others = set[str]()
-        with suppress(DataError):  # what cannot be read is lost already
-            others = {*read_class_table(self.path, may_be_cut=True).cases} - {case.id for case in cases}
-        if others:
+        left = [case for case in cases if case.id not in finished]
+        if left and others:
             raise DataError(
-                self.path, f"holds {quantity(len(others), 'case')} predicted with other settings, which would be lost; "
-                "choose another --output"
+                self.path, f"has columns that predict did not write and would remove ({', '.join(others)}); move them "
+                "to another file, or choose another --output"
             )  # fmt: skip
-
-    def clear(self, left: Sequence[Case], cases: Sequence[Case]) -> None:
-        if self.rows:
-            self._write()
-        else:
-            self.path.unlink(missing_ok=True)
-        for path in (path for case in left for path in self.explanation_paths(case)):
-            if self._is_outdated and path.relative_to(self.folder).as_posix() in self.listed:
-                path.unlink(missing_ok=True)
+        return left
 
     def holds(self, case: Case) -> bool:
         return case.id in self.rows

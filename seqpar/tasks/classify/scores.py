@@ -22,11 +22,15 @@ TABLE, EXPLANATIONS = "predictions.csv", "explanations"  # in predict's folder
 
 @dataclass(frozen=True)
 class ClassTable:
-    """Probabilities ``n k`` of cases, in the order of ``names``, the classes."""
+    """Probabilities ``n k`` of cases, in the order of ``names``, the classes.
+
+    ``others``: columns of the file that predict did not write.
+    """
 
     names: tuple[str, ...]
     cases: tuple[str, ...]
     probabilities: NDArray[np.float64]
+    others: tuple[str, ...] = ()
 
     def of(self, cases: Collection[str]) -> "ClassTable":
         """Returns the lines of those of its cases that are among these."""
@@ -85,7 +89,8 @@ def read_class_table(path: Path, may_be_cut: bool = False) -> ClassTable:
                 path, f"case {row['case']} has the class {row['class']}, and {names[int(given.argmax())]} is more "
                 "probable; correct either"
             )  # fmt: skip
-    return ClassTable(names, tuple(row["case"] for row in rows), values)
+    others = tuple(name for name in rows[0] if name not in ("case", "class", *columns))
+    return ClassTable(names, tuple(row["case"] for row in rows), values, others)
 
 
 def class_summary(table: ClassTable, truth: Mapping[str, str], path: Path) -> dict[str, Any]:

@@ -236,7 +236,7 @@ class LabelMapFolder(PredictionFolder):
         self.series, unusable = DicomFiles.name_series(cases) if self.dicom else ({}, {})
         return unusable
 
-    def unfinished(self, cases: Sequence[Case], kept: frozenset[str], same_settings: bool) -> list[Case]:
+    def unfinished(self, cases: Sequence[Case], kept: frozenset[str]) -> list[Case]:
         finished = {case.id for case in cases if case.id in kept and self._is_finished(case)}
         if self.statistics is not None:
             self.statistics.open(case.id for case in cases if case.id not in finished)
