@@ -12,7 +12,7 @@ import sys
 import zipfile
 import zlib
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from itertools import chain
 from pathlib import Path, PurePosixPath
@@ -118,6 +118,10 @@ class PredictionFolder(ABC):
         if case.id in self._pending:
             self._content[_INPUTS][case.id] = self._pending.pop(case.id)
             write_json(self.folder / RECORD, self._content)
+
+    def forget(self, names: Collection[str]) -> None:
+        """Takes files that were removed from the record, which `record_written` then writes."""
+        self._content[_FILES] = [name for name in self._content[_FILES] if name not in names]
 
     @property
     def not_replaced(self) -> list[str]:

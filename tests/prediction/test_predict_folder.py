@@ -261,6 +261,22 @@ def test_nothing_of_another_prediction_stays_next_to_a_label_map(images, tmp_pat
     assert {name for name in tree(out) if "/" in name} <= {"npz/plans.json", "npz/dataset.json"}
 
 
+def test_probabilities_of_a_case_whose_output_is_anothers_name_stay(images, tmp_path) -> None:
+    run, out = make_run(tmp_path / "run"), tmp_path / "out"
+    other = images / "c_001_label-1_0000.nii.gz"  # as c_001's probabilities are called
+    shutil.copy(images / "c_001_0000.nii.gz", other)
+    assert act(tmp_path, run, "--probabilities", "--statistics") == 0
+    first = tree(out)
+    own = {f"probabilities/c_001_label-1_label-{number}.nii.gz" for number in (0, 1)}
+    assert own <= first.keys() and "probabilities/c_001_label-1.nii.gz" in first
+    assert act(tmp_path, run, images=str(other)) == 0
+    assert first.keys() - tree(out).keys() == own
+    assert {*json.loads((out / "prediction.json").read_text())["files"]} == tree(out).keys() - {"prediction.json"}
+    assert act(tmp_path, run) == 0
+    assert {*json.loads((out / "prediction.json").read_text())["files"]} == tree(out).keys() - {"prediction.json"}
+    assert not (out / "statistics.csv").exists()
+
+
 def test_what_was_predicted_before_stays_until_it_is_predicted_anew(images, tmp_path, capsys, monkeypatch) -> None:
     """Killed with one of three cases done: the other two are there as before, and the record says whose they are."""
     old, out = make_run(tmp_path / "old"), tmp_path / "out"

@@ -12,7 +12,7 @@ Images in .nrrd and .mha get files of their own format, DICOM series .nii.gz.
 import pickle
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from glob import escape
 from pathlib import Path
@@ -22,7 +22,7 @@ import numpy as np
 
 from seqpar.data.dicom_series import is_series, is_whole_segmentation, name_series, write_segmentation
 from seqpar.data.errors import DataError
-from seqpar.data.files import read_json, strip_suffix, whole_file, write_bytes, write_json
+from seqpar.data.files import read_json, strip_suffix, suffix_of, whole_file, write_bytes, write_json
 from seqpar.data.formats.dataset import Case
 from seqpar.data.formats.nnunet_plans import declaration_of
 from seqpar.data.geometry import Geometry, from_canonical, to_canonical
@@ -252,10 +252,8 @@ class LabelMapFolder(PredictionFolder):
     def clear(self, left: Sequence[Case], cases: Sequence[Case]) -> None:
         self._remove_temporary_files(cases)
         known = {case.id for case in left} | {strip_suffix(name) for name in self.listed if "/" not in name}
-        for name in sorted(self.listed - {STATISTICS}):
-            file = Path(name).name
-            ends = [found.start() for found in re.finditer("[._]", file)]
-            if owner := next((file[:end] for end in reversed(ends) if file[:end] in known), ""):
+        for name in sorted(self.listed):
+            if owner := _owner_of(name, known):
                 self._earlier.setdefault(owner, []).append(name)
 
     def holds(self, case: Case) -> bool:
@@ -275,10 +273,14 @@ class LabelMapFolder(PredictionFolder):
 
     def _remove_outdated(self, case: Case) -> None:
         """Removes what earlier predictions wrote of a case and this one does not."""
-        for name in {*self._earlier.get(case.id, ())}.difference(self._names(self.files_of([case]))):
+        outdated = {*self._earlier.get(case.id, ())}.difference(self._names(self.files_of([case])))
+        for name in outdated:
             (self.folder / name).unlink(missing_ok=True)
         if self.statistics is None and STATISTICS in self.listed:
             drop_cases(self.folder, {case.id})
+            if not (self.folder / STATISTICS).exists():
+                outdated.add(STATISTICS)
+        self.forget(outdated)
 
     def _remove_temporary_files(self, cases: Sequence[Case]) -> None:
         """Removes what a killed run left half written."""
@@ -366,6 +368,17 @@ class LabelMapFolder(PredictionFolder):
         except OSError as error:
             with self.writable():
                 raise error
+
+
+def _owner_of(name: str, cases: Collection[str]) -> str:
+    """Returns which of these cases a file of the folder is of, by its name; "" for none."""
+    place, _, file = name.rpartition("/")
+    stem = strip_suffix(file) if suffix_of(file) else Path(file).stem
+    if place in (PROBABILITIES, UNCERTAINTY):  # CASE_OUTPUT, and either may have more underscores
+        ends = [found.start() for found in re.finditer("_", stem)]
+        return next((stem[:end] for end in reversed(ends) if stem[:end] in cases), "")
+    is_ours = place in (DICOM_SEG, NPZ) or not place and bool(suffix_of(file))
+    return stem if is_ours and stem in cases else ""
 
 
 def _packed_suffix(case: Case) -> str:
