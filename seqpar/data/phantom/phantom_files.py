@@ -114,7 +114,7 @@ def flags_of_others(data: str) -> list[str]:
     """Returns flags of ``phantom`` that make new cases as those of a data set; "" stands for the built-in ones."""
     places = (Path(data), *Path(data).parents[:2]) if data else ()
     records = (place / SETTINGS_FILE for place in places)
-    record = next((read_json(path) for path in records if path.is_file()), {})
+    record: dict[str, Any] = next((read_json(path) for path in records if path.is_file()), {})
     kind, seed = record.get("kind", "brain"), record.get("seed", 0)
     return [*["--kind", kind] * (kind != "brain"), "--seed", str(seed + 1), "--out", "NEW"]
 

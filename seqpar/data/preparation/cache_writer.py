@@ -122,7 +122,8 @@ def _refuse_foreign_cases(path: Path) -> None:
         files = sorted(folder.glob("[!.]*")) if folder.is_dir() else [folder]
         if foreign := next((file for file in files if file.name not in _OF_A_CASE), None):
             raise CacheError(
-                path, f"has {foreign.relative_to(path)}, which prepare did not write; {ELSEWHERE}, so that nothing is lost"
+                path,
+                f"has {foreign.relative_to(path)}, which prepare did not write; {ELSEWHERE}, so that nothing is lost",
             )
 
 
