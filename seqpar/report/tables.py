@@ -270,7 +270,7 @@ def sizes_table(scored: CaseScores) -> Table | None:
         cells: list[Score | str] = [true, predicted, bias, off]
         cells += [
             Score(found, 0, f" of {found + missed:.0f}"),
-            Score(false, 0, f" ({false / len(cases):.3g} per case)"),
+            Score(false, 0, f" ({false / len(cases):{'.3g' if false < 100 * len(cases) else ',.0f'}} per case)"),
         ]
         cells.append(_found_share(found, int(found + missed), false))
         rows.append(TableRow(name, cells))
@@ -323,7 +323,7 @@ def too_much(scored: CaseScores) -> str:
         true_ml, ml = (sum(pair[at] for pair in known) for at in range(2))
         if true_ml and ml >= MANY * true_ml:
             sentences.append(
-                f"The predicted volume of {name}, {millilitres(ml)} ml, is {ml / true_ml:.3g} times the true one, "
+                f"The predicted volume of {name}, {millilitres(ml)} ml, is {ml / true_ml:,.0f} times the true one, "
                 f"{millilitres(true_ml)} ml: most of it is wrong, and regions may be found by chance."
             )
     return " ".join(sentences)

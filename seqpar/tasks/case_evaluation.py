@@ -311,7 +311,8 @@ def seen_table(groups: Mapping[str, Mapping[str, Score]]) -> Table | None:
     first = next(iter(groups))
     heads = [TableHead(text) for text in ("Score", *(f"{which[0].upper()}{which[1:]}" for which in groups))]
     rows = [TableRow(kind, [own[kind] for own in groups.values()]) for kind in groups[first]]
-    return Table("seen-in-training", heads, rows, "class", f"The charts and the other tables are of the cases {first}.")
+    note = f"In brackets: 95 % confidence intervals. The charts and the other tables are of the cases {first}."
+    return Table("seen-in-training", heads, rows, "class", note)
 
 
 def _runs_behind(prediction: Path) -> list[Path]:

@@ -128,6 +128,10 @@ def test_regions_found_have_an_interval_by_their_number_and_false_ones_are_count
     assert table.heads[2].below == ("regions found", "false regions", "sensitivity (regions)")
     assert "voxels larger than 3 mm have none" in table.note and "by as little as one voxel" in table.note
     few = sizes_table(scores_of(3.5, {"lesion": (1,)}, *[(truth[:15], truth[:15])] * 1))
+    specks = np.zeros((24, 24, 24), np.uint8)
+    specks[::2, ::2, ::2] = 1
+    many = sizes_table(scores_of(1.0, {"vessel": (1,)}, (0 * specks, specks)))
+    assert many is not None and many.rows[0].cells[5].text == "1728 (1,728 per case)"  # type: ignore[union-attr]
     assert few is not None and few.rows[0].cells[-1] == "too few to tell"
 
 
