@@ -30,6 +30,7 @@ from seqpar.report.planes import (
     sides,
 )
 from seqpar.report.plots import escape_mathtext, make_figure, save_figure, title_of_run
+from seqpar.runs.metrics_tail import with_other_weights
 from seqpar.scores.class_scores import positive_class, roc_label, roc_points
 from seqpar.text import quantity, with_minus
 
@@ -175,15 +176,17 @@ STYLES = ("-", "--", "-.", ":")  # of curves, which are told apart in grey too
 WIDEST = 30  # letters of classes that stand side by side
 
 
-def draw_scores(path: Path, summary: Mapping[str, Any], step: int = 0) -> None:
+def draw_scores(path: Path, summary: Mapping[str, Any], step: int = 0, best: int | None = None) -> None:
     """Draws the ROC curve of each class, and which classes its cases were predicted as; ``summary``: summary.json's.
 
     Of two classes it is the positive one's, as they mirror each other.
 
     - ``step``: of the validation; 0: not known
+    - ``best``: that of the best one so far, whose weights predict uses
     """
     names, cases = list(summary["names"]), summary["metric_per_case"]
-    shown, after = [escape_mathtext(name) for name in names], f", after step {step:,}" if step else ""
+    shown = [escape_mathtext(name) for name in names]
+    after = f",{with_other_weights(step, best) or f' after step {step:,}'}" if step else ""
     truth = np.array([names.index(case["truth"]) for case in cases])
     probabilities = np.array([case["probabilities"] for case in cases])
     figure = make_figure(9, 4.4 + 0.17 * (len(names) if len(names) > 2 else 1))

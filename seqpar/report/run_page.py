@@ -69,6 +69,7 @@ def render_run(
     prediction: Path | None = None,
     images: Path | None = None,
     subject: str = "",
+    unused: str = "",
     **parts: Any,
 ) -> str:
     """Returns the page about a run.
@@ -81,6 +82,7 @@ def render_run(
     - ``truth``, ``prediction``: the folders whose scores are shown; None: the run's own validation
     - ``images``: the folder of the images of their cases, if it was named
     - ``subject``: what a prediction without a truth is of; "": of several cases, in its folder
+    - ``unused``: which step the scores are of, if predict uses the weights of another
     - ``parts``: what else the task's page.html shows
     """
     name, other, alone = record.path.resolve().name, truth or prediction, prediction is not None and truth is None
@@ -113,6 +115,7 @@ def render_run(
         scored=_scored(truth, prediction) if prediction else "",
         generated=above_scores(generated, record.has_phantoms, what),
         shows_phantoms=generated,
+        unused=unused,
         run=verdict(record),
         gaps=[*record.gaps, *gaps],
         faults=faults,

@@ -9,14 +9,17 @@ from statistics import fmean
 from typing import NamedTuple, TypeVar
 
 from seqpar.data.errors import DataError
+from seqpar.data.files import read_whole
 from seqpar.report.curves import OF_RUNS, Diagram, Line, count_of, number, step_axis
 from seqpar.report.planes import RUN_COLOURS, colours_of
 from seqpar.report.plots import Chart, draw_charts, make_strips
 from seqpar.report.record import (
+    DAMAGE,
     CaseScores,
     RunRecord,
     ScoredCase,
     above_scores,
+    best_step,
     chosen_on_them,
     mean_of_numbers,
     read_scores,
@@ -24,7 +27,7 @@ from seqpar.report.record import (
 from seqpar.report.rendering import render
 from seqpar.report.run_page import format_setting, verdict, weak_start, what_is_unlearned
 from seqpar.report.tables import ABSENT_RULE, Score, Table, TableHead, TableRow, absent_of, mean_over
-from seqpar.runs.metrics_tail import ERRORS, SCORES, score_of, task_of_row
+from seqpar.runs.metrics_tail import ERRORS, SCORES, score_of, task_of_row, with_other_weights
 from seqpar.scores.comparison import FEW, describe_interval, interval_of_mean, values_of_cases
 from seqpar.settings.config import SETTINGS, Config
 from seqpar.settings.loss_settings import LossSettings
@@ -164,9 +167,20 @@ ABOUT_PHANTOMS = "Scores on phantoms say nothing about real images."
 
 
 def cautions_about_each(records: Mapping[str, RunRecord]) -> list[str]:
-    """Returns a sentence for each run that may have learned nothing, or whose pretraining learned little."""
-    pairs = ((name, own(record)) for name, record in records.items() for own in (weak_start, what_is_unlearned))
+    """Returns a sentence for each run that may have learned nothing, or whose scores say less than they seem to."""
+    tests = (weak_start, what_is_unlearned, _other_weights)
+    pairs = ((name, own(record)) for name, record in records.items() for own in tests)
     return [f"{name}: {sentence[0].lower()}{sentence[1:]}" for name, sentence in pairs if sentence]
+
+
+def _other_weights(record: RunRecord) -> str:
+    """Returns a sentence if the scores of a run's cases are not those of the weights that predict uses; else ""."""
+    try:
+        step = int(json.loads(read_whole(record.path / "validation" / "summary.json"))["step"])
+    except (OSError, *DAMAGE):
+        return ""
+    unused = with_other_weights(step, best_step(record))
+    return f"Scores of its cases are those{unused}." if unused else ""
 
 
 def difference_sentence(measure: str, name: str, first: str, gaps: Sequence[float]) -> str:

@@ -93,6 +93,13 @@ def best_validation(rows: Iterable[Mapping[str, Any]]) -> Mapping[str, Any] | No
     return max((row for row in rows if "step" in row and not math.isnan(score_of(row))), key=order, default=None)
 
 
+def with_other_weights(step: int, best: int | None) -> str:
+    """Returns what scores after ``step`` are not of, if predict uses the weights of another, ``best``; else ""."""
+    if not step or not best or step == best:
+        return ""
+    return f" after step {step:,}, not with the weights that predict uses (step {best:,})"
+
+
 NOTHING = 5e-4  # of a Dice, which pages and programs show as 0.000
 
 

@@ -117,6 +117,17 @@ def test_curves_of_other_data_or_tasks_are_not_to_be_compared(finished: Path, wo
     assert "These runs were trained on different data or tasks; their curves cannot be compared." in text
 
 
+def test_scores_of_weights_that_predict_does_not_use_say_so(finished: Path, worse: Path) -> None:
+    step = json.loads((worse / "validation" / "summary.json").read_text())["step"]
+    unused = f"after step {step}, not with the weights that predict uses (step 1)"
+    assert unused not in compared(finished, worse).text
+    (worse / "checkpoints").mkdir(exist_ok=True)
+    (worse / "checkpoints" / "best").write_text("step-00000001")
+    assert f"worse: scores of its cases are those {unused}." in compared(finished, worse).text
+    text = written(worse).text
+    assert f"Scores {unused}" in text and f"Cases {unused}" in text
+
+
 def test_cases_are_compared_pair_by_pair(finished: Path, worse: Path) -> None:
     page = compared(finished, worse)
     assert "Trained again with other seeds, they may rank differently" in page.text

@@ -237,6 +237,15 @@ def test_predictions_go_on_and_are_scored_and_shown(one: tuple, tmp_path: Path, 
     assert report.act([str(out), str(other)]) == 0
     page = (out / "comparison.html").read_text()
     assert 'id="class-scores"' in page and 'id="probabilities"' in page and "Balanced accuracy on held-out" in page
+    kept = (best := other / "checkpoints/best").read_text()
+    best.write_text("step-00000001")
+    assert report.act([str(other)]) == 0 and report.act([str(out), str(other)]) == 0
+    best.write_text(kept)
+    step = json.loads((out / "validation/summary.json").read_text())["step"]
+    unused = f"after step {step}, not with the weights that predict uses (step 1)"
+    for heading in ("<h2>Scores ", "<h2>Cases ", "<h3>Confusion matrix ", "<figcaption>ROC curve of ill, "):
+        assert f"{heading}{unused}" in (other / "report.html").read_text() and unused not in page
+    assert f"copy: scores of its cases are those {unused}." in (out / "comparison.html").read_text()
     assert report.act([str(out), "--truth", data, "--prediction", str(folder), "--out", str(tmp_path / "p.html")]) == 0
     assert (tmp_path / "p.html").read_text().count("<img") == 6
     (folder / "predictions.csv").write_text("\n".join(whole.splitlines()[:4]) + "\n")

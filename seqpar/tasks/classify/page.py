@@ -36,9 +36,10 @@ from seqpar.report.images import (
 from seqpar.report.pictures import MAPS, body_of, caution_about, draw_evidence, evidence_planes, with_maximum
 from seqpar.report.planes import colours_of, slices_of
 from seqpar.report.plots import Chart, draw_charts
-from seqpar.report.record import DAMAGE, RunRecord, chosen_on_them, row_of_best, step_sentence
+from seqpar.report.record import DAMAGE, RunRecord, best_step, chosen_on_them, row_of_best, step_sentence
 from seqpar.report.run_page import FinishedPage, is_neurological, render_run, try_reading
 from seqpar.report.tables import HeadlineTile, Score, Table, TableHead, TableRow, tiles_of_steps
+from seqpar.runs.metrics_tail import with_other_weights
 from seqpar.scores.class_scores import (
     calibration,
     describe_share,
@@ -136,7 +137,7 @@ def class_page(options: argparse.Namespace, record: RunRecord) -> FinishedPage:
         predicted = None if options.prediction is None else inputs_of(options.prediction)
         cases = pictured_cases(record, summary, options.cases, explained, predicted, neurological, gaps)
     faults, cautions = summary["faults"] if summary and is_other else (), list[str]()
-    seen, step = NONE_SEEN, ""
+    seen, step, unused = NONE_SEEN, "", ""
     if summary and is_other:
         seen, told = _cautions(record, summary, options.truth)
         cautions += told
@@ -145,7 +146,9 @@ def class_page(options: argparse.Namespace, record: RunRecord) -> FinishedPage:
     scores = _scores(summary, options.positive, step, seen) if summary else None
     if scores and summary and not is_other:
         tiles = tiles_of_steps(scores.tiles, int(summary.get("step") or 0), row_of_best(record), "scores")
-        scores = replace(scores, tiles=tiles)
+        unused = with_other_weights(int(summary.get("step") or 0), best_step(record))
+        charts = [replace(chart, title=f"{chart.title}{unused and ','}{unused}") for chart in scores.charts]
+        scores = replace(scores, tiles=tiles, charts=charts)
     cases = [replace(case, verdict=f"{seen.mark(case.name)}{case.verdict}") for case in cases]
     viewer = None
     if summary and cases:
@@ -153,7 +156,7 @@ def class_page(options: argparse.Namespace, record: RunRecord) -> FinishedPage:
         viewer = class_viewer(record, names, explained, options.truth, neurological, maps)
     parts = {"truth": options.truth, "prediction": options.prediction, "cases": cases, "scores": scores}
     parts["order"] = order_note(len(cases), summary["cases"], "probability of the true class") if summary else ""
-    text = render_run(FOLDER, record, gaps, faults, cautions, **parts, viewer=viewer)
+    text = render_run(FOLDER, record, gaps, faults, cautions, **parts, viewer=viewer, unused=unused)
     return FinishedPage(text, "", faults, cautions)
 
 

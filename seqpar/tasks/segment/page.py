@@ -21,6 +21,7 @@ from seqpar.report.plots import Chart, draw_charts
 from seqpar.report.record import (
     CaseScores,
     RunRecord,
+    best_step,
     chosen_on_them,
     measure_folder,
     reached_in_validation,
@@ -51,6 +52,7 @@ from seqpar.report.tables import (
     too_much,
     volumes_table,
 )
+from seqpar.runs.metrics_tail import with_other_weights
 from seqpar.scores.comparison import FEW as FEW_CASES
 from seqpar.scores.comparison import TOO_FEW, interval_of_mean
 from seqpar.scores.label_classes import Labels
@@ -136,6 +138,7 @@ def segment_page(options: argparse.Namespace, record: RunRecord) -> FinishedPage
         "seen": of_which,
         "apart": apart,
         "step": step_sentence(step, record),
+        "unused": with_other_weights(step, best_step(record)),
         "of_which": f", after step {step:,}" * bool(step) + f" {which}" * bool(which),
         "is_scored": scored is not None and not alone,
         "cases": cases,
