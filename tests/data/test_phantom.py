@@ -153,6 +153,18 @@ def test_nothing_is_written_among_the_files_of_others(kind, tmp_path):
     assert (tmp_path / "labels.csv").read_text() == "case,class\na,ill\n"
 
 
+def test_a_table_that_somebody_changed_is_not_replaced(tmp_path):
+    settings = PhantomSettings.of("dementia", None, TINY)
+    table = write_phantom(tmp_path, 1, settings) / "labels.csv"
+    table.write_text(table.read_text() + "mine,healthy\n")
+    with pytest.raises(DataError, match="labels.csv: is not as phantom wrote it"):
+        write_phantom(tmp_path, 2, settings)
+    assert table.read_text().endswith("mine,healthy\n") and len(list(tmp_path.glob("*.nii.gz"))) == 1
+    table.write_text(table.read_text().removesuffix("mine,healthy\n"))
+    write_phantom(tmp_path, 2, settings)
+    assert len(table.read_text().splitlines()) == 3
+
+
 def test_the_built_in_phantom_is_written_into_an_empty_cache(tmp_path, monkeypatch):
     monkeypatch.setenv("SEQPAR_CACHE", str(tmp_path))
     monkeypatch.setattr(builtin, "PhantomSettings", lambda: PhantomSettings(size=TINY))

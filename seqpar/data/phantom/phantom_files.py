@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from seqpar.data.errors import DataError, reason
 from seqpar.data.files import is_state, read_json, write_bytes, write_json
+from seqpar.data.formats.dataset import TABLE
 from seqpar.data.phantom.brain import MODALITIES
 from seqpar.data.phantom.fields import PhantomCase
 from seqpar.data.phantom.kinds import KINDS, PhantomKind
@@ -145,6 +146,8 @@ def write_phantom(
     root = settings.root(out)
     try:
         _claim(root, settings)
+        if settings.layout == "classes" and (root / TABLE).exists():
+            _refuse_changed(root / TABLE, settings)
         missing = [i for i in range(cases) if not all(f.exists() for f in settings.files(out, i))]
         done = cases - len(missing)
         for _ in _write_cases(out, settings, missing, min(workers, len(missing))):
@@ -153,7 +156,7 @@ def write_phantom(
         if settings.layout == "nnunet":
             write_json(root / "dataset.json", _nnunet_description(out, settings))
         if settings.layout == "classes":
-            write_bytes(root / "labels.csv", _class_table(root, settings).encode())
+            write_bytes(root / TABLE, _class_table(settings, len(list(root.glob(IMAGES)))))
     except OSError as error:
         raise DataError(
             error.filename or root,
@@ -218,12 +221,19 @@ def _nifti(volume: NDArray[Any], case: PhantomCase) -> bytes:
     return gzip.compress(image.to_bytes(), compresslevel=1, mtime=0)
 
 
-def _class_table(root: Path, settings: PhantomSettings) -> str:
-    """Returns the content of labels.csv, with all existing cases."""
+def _class_table(settings: PhantomSettings, cases: int) -> bytes:
+    """Returns the content of labels.csv, with the first ``cases``."""
     class_of = settings.of_kind.class_of
     assert class_of is not None
-    names = {settings.case_name(index): class_of(settings.seed, index) for index in range(len(list(root.glob(IMAGES))))}
-    return "".join(f"{line}\n" for line in ("case,class", *(f"{case},{name}" for case, name in names.items())))
+    lines = ("case,class", *(f"{settings.case_name(index)},{class_of(settings.seed, index)}" for index in range(cases)))
+    return "".join(f"{line}\n" for line in lines).encode()
+
+
+def _refuse_changed(table: Path, settings: PhantomSettings) -> None:
+    """Raises DataError for a labels.csv that somebody has changed, as more cases replace it."""
+    content = table.read_bytes()
+    if content != _class_table(settings, min(content.count(b"\n") - 1, MOST_CASES)):
+        raise DataError(table, "is not as phantom wrote it, and would be replaced; choose another --out")
 
 
 def _nnunet_description(out: Path, settings: PhantomSettings) -> dict[str, Any]:
