@@ -3,7 +3,7 @@
 import csv
 import io
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -30,25 +30,14 @@ class ClassStatistics:
         self.columns = ["case", "class", "voxels", "ml", *kinds]
         self._rows: list[list[str]] = []
 
-    def open(self, predicted: Iterable[str]) -> None:
-        """Takes over the lines of cases whose label map is next to the table.
-
-        Those of cases to be ``predicted`` stay until they are, if the table keeps its columns.
-        """
-        try:
-            text = self.path.read_text(encoding="utf-8")
-            lines = list(csv.reader(io.StringIO(text[: text.rfind("\n") + 1])))  # the last line may be cut
-        except FileNotFoundError:
-            lines = []
-        except OSError as error:
-            raise unreadable(self.path, error) from error
-        is_same = bool(lines) and self.columns in (lines[0], _named(lines[0]))
-        gone = set() if is_same else set(predicted)
-        self._rows = [line for line in lines[1:] if line and line[0] not in gone and self._has_labels(line[0])]
-        if self._rows and not is_same:
+    def open(self) -> None:
+        """Takes over the lines of cases whose label map is next to the table; refuses a table with other columns."""
+        lines = read_lines(self.path, may_be_cut=True)
+        self._rows = [line for line in lines[1:] if line and self._has_labels(line[0])]
+        if self._rows and self.columns not in (lines[0], _named(lines[0])):
             raise DataError(
-                self.path, f"has the columns {', '.join(lines[0])} for other cases, and these would get "
-                f"{', '.join(self.columns)}; choose another --output"
+                self.path, f"has the columns {', '.join(lines[0])}, and predict would write {', '.join(self.columns)}; "
+                "choose another --output"
             )  # fmt: skip
 
     @property
@@ -99,10 +88,28 @@ def statistics_of(
     return rows
 
 
+def read_lines(path: Path, may_be_cut: bool = False) -> list[list[str]]:
+    """Returns the lines of a table, none if it is not there; raises DataError if it cannot be read.
+
+    - ``may_be_cut``: leave a last line out that lacks its end
+    """
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+        return list(csv.reader(io.StringIO(text[: text.rfind("\n") + 1] if may_be_cut else text)))
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise unreadable(path, error) from error
+    except (UnicodeDecodeError, csv.Error) as error:
+        raise DataError(
+            path, f"cannot be read ({error}); save it as CSV in UTF-8, or choose another --output"
+        ) from error
+
+
 def drop_cases(folder: Path, cases: Collection[str]) -> None:
     """Removes the lines of these cases from a folder's statistics.csv, and the file if no line is left."""
+    lines = read_lines(folder / NAME)
     with suppress(FileNotFoundError):
-        lines = list(csv.reader(io.StringIO((folder / NAME).read_text(encoding="utf-8"))))
         if kept := [line for line in lines[1:] if line and line[0] not in cases]:
             text = io.StringIO(newline="")
             csv.writer(text, lineterminator="\n").writerows([lines[0], *kept])
@@ -118,7 +125,7 @@ def read_statistics(folder: Path) -> tuple[list[str], dict[tuple[str, str], list
     """
     path = folder / NAME
     try:
-        head, *lines = csv.reader(io.StringIO(path.read_text(encoding="utf-8")))
+        head, *lines = csv.reader(io.StringIO(path.read_text(encoding="utf-8-sig")))
         kinds = [name.removeprefix("mean ") for name in head if name.startswith("mean ")]
         if head != ["case", "class", "voxels", "ml", *(f"{kind} {name}" for kind in ("mean", "sd") for name in kinds)]:
             raise ValueError(f"its columns are {', '.join(head)}")
@@ -136,8 +143,9 @@ def read_statistics(folder: Path) -> tuple[list[str], dict[tuple[str, str], list
 
 def _named(columns: Sequence[str]) -> list[str]:
     """Returns the columns of a table in which older versions called images without a name "channel 0" and so on."""
-    kinds = name_images([name.removeprefix("mean ") for name in columns if name.startswith("mean ")])
-    return [*columns[:4], *(f"{kind} {name}" for kind in ("mean", "sd") for name in kinds)]
+    images = [name.removeprefix("mean ") for name in columns if name.startswith("mean ")]
+    names = {f"{kind} {a}": f"{kind} {b}" for kind in ("mean", "sd") for a, b in zip(images, name_images(images))}
+    return [names.get(name, name) for name in columns]
 
 
 def _cell(value: Any) -> str:

@@ -50,7 +50,7 @@ class PredictionFolder(ABC):
     Only files that an earlier prediction lists are ever replaced or removed.
 
     - ``path``: where to find the predictions: the folder, or the one file that holds them
-    - ``listed``: the names of files that earlier predictions wrote; known once it is open
+    - ``listed``: the names of files that earlier predictions wrote; known once it is read
     - ``changed``: the cases that are predicted again because their images are others; known once it is open
     - ``others``: the cases in it that were predicted with other settings, and stay; known once it is open
 
@@ -91,9 +91,9 @@ class PredictionFolder(ABC):
         before = {} if not is_same else now if inputs is None else inputs  # older versions did not record them
         same = frozenset(name for name, stamps in now.items() if before.get(name) == stamps)
         self.changed = [name for name in now if resume and name in before and name not in same]
+        self.listed = listed
         left = self.unfinished(cases, same if resume and is_same else frozenset())
         self._refuse_unlisted(left, listed)
-        self.listed = listed
         with self.writable():
             self.folder.mkdir(parents=True, exist_ok=True)
             self._lock()

@@ -1,6 +1,7 @@
 """--statistics: voxels, ml and mean intensity per case and class, in the files' own numbers."""
 
 import csv
+import itertools
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -13,7 +14,7 @@ from seqpar.data.preparation.recipe import Intensity
 from seqpar.prediction.class_statistics import statistics_of
 from seqpar.tasks.segment import prediction
 from seqpar.text import millilitres
-from tests.support.folders import OBLIQUE
+from tests.support.folders import OBLIQUE, tree
 from tests.support.predictions import RECIPE, act, labelled, make_run, voxels
 
 
@@ -112,6 +113,29 @@ def test_a_table_that_predict_did_not_write_is_not_overwritten(images, tmp_path)
     with pytest.raises(DataError, match=r"statistics\.csv: would be overwritten"):
         act(tmp_path, make_run(tmp_path / "run"), "--statistics")
     assert (tmp_path / "out" / "statistics.csv").read_text() == "mine"
+
+
+def test_a_table_that_somebody_changed_is_refused_before_anything_is_written(images, tmp_path) -> None:
+    run, table = make_run(tmp_path / "run"), tmp_path / "out" / "statistics.csv"
+    assert act(tmp_path, run, "--statistics") == 0
+    text = table.read_text()
+    table.write_text(text, encoding="utf-8-sig")  # as a spreadsheet saves it
+    assert act(tmp_path, run, "--statistics", "--continue") == 0
+    more_columns = "".join(f"{line},{n or 'remark'}\n" for n, line in enumerate(text.splitlines()))
+    rows = [line.split(",") for line in text.splitlines()]
+    moved_columns = "".join(",".join([*row[:-2], row[-1], row[-2]]) + "\n" for row in rows)
+    for changed, more in itertools.product((more_columns, moved_columns), ((), ("--continue",))):
+        table.write_text(changed)
+        before = tree(tmp_path)
+        with pytest.raises(DataError, match=r"statistics\.csv: has the columns case, .*; choose another --output"):
+            act(tmp_path, run, "--statistics", *more)
+        assert tree(tmp_path) == before
+    table.write_text(text.replace("label 1", "Höhle"), encoding="latin-1")
+    before = tree(tmp_path)
+    for flags in (("--statistics",), ("--statistics", "--continue"), ()):
+        with pytest.raises(DataError, match=r"statistics\.csv: cannot be read \('utf-8' .*save it as CSV in UTF-8"):
+            act(tmp_path, run, *flags)
+    assert tree(tmp_path) == before
 
 
 def test_images_in_hounsfield_units_are_named_so(monkeypatch, tmp_path) -> None:

@@ -29,7 +29,7 @@ from seqpar.data.geometry import Geometry, from_canonical, to_canonical
 from seqpar.data.preparation.prepared_case import Preparation, Properties
 from seqpar.data.volumes import output_suffix, read_volume, write_volume
 from seqpar.prediction.class_statistics import NAME as STATISTICS
-from seqpar.prediction.class_statistics import ClassStatistics, drop_cases
+from seqpar.prediction.class_statistics import ClassStatistics, drop_cases, read_lines
 from seqpar.prediction.prediction_folder import RECORD, PredictionFolder, ProbabilityFile, is_whole
 from seqpar.runs.nnunet_export import dataset_of
 from seqpar.runs.run_folder import read_config
@@ -239,9 +239,12 @@ class LabelMapFolder(PredictionFolder):
     def unfinished(self, cases: Sequence[Case], kept: frozenset[str]) -> list[Case]:
         finished = {case.id for case in cases if case.id in kept and self._is_finished(case)}
         if self.statistics is not None:
-            self.statistics.open(case.id for case in cases if case.id not in finished)
+            self.statistics.open()
             finished &= self.statistics.cases
-        return [case for case in cases if case.id not in finished]
+        left = [case for case in cases if case.id not in finished]
+        if self.statistics is None and left and STATISTICS in self.listed:
+            read_lines(self.folder / STATISTICS)  # raises before anything is written; lines of these cases will go
+        return left
 
     def _is_finished(self, case: Case) -> bool:
         """Returns whether all files of a case are whole."""
