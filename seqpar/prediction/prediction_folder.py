@@ -79,18 +79,19 @@ class PredictionFolder(ABC):
         previous, listed, inputs, series = self._read_record()
         self.refuse_collisions(cases)
         self._refuse_data(cases, is_ours=previous is not None)
-        stays = previous is not None and self.must_stay(previous, record, listed)
-        if previous is not None and previous != record and (resume or stays):
-            changed = [name for name in {**record, **previous} if previous.get(name) != record.get(name)]
+        now, earlier = comparable(record), comparable(previous)
+        stays = earlier is not None and self.must_stay(earlier, now, listed)
+        if earlier is not None and earlier != now and (resume or stays):
+            changed = [name for name in {**now, **earlier} if earlier.get(name) != now.get(name)]
             again = "" if stays else ", or leave --continue out to predict everything again"
             raise DataError(
                 self.folder, f"was predicted with other settings ({', '.join(changed)}); choose another --output{again}"
             )
         self._refuse_unlisted([], listed)  # before it is read
-        is_same, now = previous == record, {case.id: _stamps(case) for case in cases}
-        before = {} if not is_same else now if inputs is None else inputs  # older versions did not record them
-        same = frozenset(name for name, stamps in now.items() if before.get(name) == stamps)
-        self.changed = [name for name in now if resume and name in before and name not in same]
+        is_same, images = earlier == now, {case.id: _stamps(case) for case in cases}
+        before = {} if not is_same else images if inputs is None else inputs  # older versions did not record them
+        same = frozenset(name for name, stamps in images.items() if before.get(name) == stamps)
+        self.changed = [name for name in images if resume and name in before and name not in same]
         self.listed = listed
         left = self.unfinished(cases, same if resume and is_same else frozenset())
         self._refuse_unlisted(left, listed)
@@ -103,8 +104,8 @@ class PredictionFolder(ABC):
             files = {name for name in listed if (self.folder / name).exists()}.union(self._names(self.files_of(left)))
             is_phantom = any(is_generated(path) for case in cases for path in case.images[:1])
             phantoms = {_GENERATED: True} if is_phantom else {}
-            self._pending = {case.id: now[case.id] for case in left if self.holds(case)}
-            known = {**before, **{name: stamps for name, stamps in now.items() if name not in self._pending}}
+            self._pending = {case.id: images[case.id] for case in left if self.holds(case)}
+            known = {**before, **{name: stamps for name, stamps in images.items() if name not in self._pending}}
             own = {_FILES: sorted(files), _INPUTS: known, **phantoms}
             if self.series:
                 own[SERIES] = {**(series if is_same else {}), **self.series}
@@ -174,7 +175,7 @@ class PredictionFolder(ABC):
     def must_stay(self, previous: Mapping[str, Any], record: Mapping[str, Any], listed: frozenset[str]) -> bool:
         """Returns whether what is there cannot be replaced case by case, and these settings would replace it.
 
-        - ``previous``: the settings that it was predicted with; ``record``: those of now
+        - ``previous``: the settings that it was predicted with; ``record``: those of now, both made `comparable`
         """
         return False
 
@@ -307,6 +308,18 @@ def mixed_line(folder: Path, others: Sequence[str]) -> str:
         f"warning: {folder} also holds {quantity(len(others), 'case')} predicted with other settings ({shown}): "
         "scores over all its cases are of no single network"
     )
+
+
+def comparable(settings: Any) -> Any:
+    """Returns settings that do not depend on how paths were typed: weights by content, runs by where they are."""
+    if isinstance(settings, list):
+        return list(map(comparable, settings))
+    if not isinstance(settings, dict):
+        return settings
+    own = {name: comparable(value) for name, value in settings.items()}
+    if isinstance(own.get("weights"), dict):  # digests by path; those of windows have a name
+        own["weights"] = sorted(map(str, own["weights"].values()))
+    return own | ({"run": os.path.realpath(own["run"])} if isinstance(own.get("run"), str) else {})
 
 
 def is_whole(path: Path) -> bool:

@@ -129,6 +129,23 @@ def test_continue_predicts_again_what_has_another_image_or_other_settings(images
     assert "2 cases (1 are done)" in capsys.readouterr().out  # and not three by two settings
 
 
+def test_continue_knows_the_same_run_by_another_path(images, tmp_path, capsys, monkeypatch) -> None:
+    run = make_run(tmp_path / "run")
+    make_run(tmp_path / "other", config=replace(SMALL, seed=1))
+    (tmp_path / "link").symlink_to("run")
+    monkeypatch.chdir(tmp_path)
+    assert act(tmp_path, Path("run")) == 0
+    for path in (run, tmp_path / "other" / ".." / "run", Path("link")):
+        capsys.readouterr()
+        assert act(tmp_path, path, "--continue") == 0
+        assert "0 cases (3 are done)" in capsys.readouterr().out, path
+    with pytest.raises(DataError, match=r"other settings \(run, weights\)"):
+        act(tmp_path, Path("other"), "--continue")
+    shutil.copy(tmp_path / "other/model.safetensors", run)
+    with pytest.raises(DataError, match=r"other settings \(weights\)"):
+        act(tmp_path, run, "--continue")
+
+
 def test_continue_refuses_other_settings(images, tmp_path) -> None:
     run = make_run(tmp_path / "run")
     assert act(tmp_path, run) == 0
