@@ -47,9 +47,10 @@ def act(arguments: Sequence[str]) -> int:
         warn_if_killed(*options.run)
         warn_if_not_validated(*options.run if not options.checkpoint else ())
     request, members = _request(options), _members(options)
-    if options.seqpar > launcher.world:
+    if options.seqpar > 1:
         for member in members:
             member.run.check_share(options.seqpar, request.mode)
+    if options.seqpar > launcher.world:
         return start_missing_ranks(options.seqpar, "predict", arguments, launcher)
     memory = device_here(options.device).of(launcher.world).memory
     seqpar, line = (options.seqpar, "") if options.seqpar else fitting_seqpar(members, launcher.world, memory)

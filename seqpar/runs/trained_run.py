@@ -105,7 +105,10 @@ class TrainedRun:
 
     def check_share(self, size: int, mode: str = "") -> None:
         """Raises ValueError if ``size`` ranks cannot share the trained tile; for ``mode`` see ``load_nets``."""
-        layout_of(replace(self.config, seqpar=size, mode=mode or prediction_mode(self), batch=1))
+        try:
+            layout_of(replace(self.config, seqpar=size, mode=mode or prediction_mode(self), batch=1))
+        except ValueError as error:  # which may advise what a trained run cannot change
+            raise ValueError(f"{str(error).rpartition(': use ')[0] or error}: use a smaller `seqpar`") from error
 
     def can_share(self, size: int) -> bool:
         """Returns whether ``size`` ranks can share the trained tile."""

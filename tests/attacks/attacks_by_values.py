@@ -332,7 +332,7 @@ ATTACKS = [
         )
         for program, line, words in (
             ("train", TINY, f"--seqpar: {HUGE} must be a number of ranks, at most 100000"),
-            ("predict", "run -i D -o out", f"--seqpar {HUGE} is more than the 8 tokens of --tile 8 8 8"),
+            ("predict", "run -i D -o out", (f"--seqpar {HUGE} is more than the 8 tokens", "4: use a smaller --seqpar")),
             ("doctor", "--device cpu", f"--seqpar {HUGE}: it must be in [1, 100000]"),
         )
     ),

@@ -90,7 +90,8 @@ def test_ranks_that_cannot_cut_the_trained_tile_form_groups_that_can_and_say_so(
         assert (voxels(tmp_path / "out" / name) == voxels(tmp_path / "alone" / name)).mean() > 1 - 1e-3
     with Launch(3, [*flags, "--seqpar", "3"], tmp_path / "refused", act=predict_there) as launch:
         assert set(launch.wait()) == {2}
-    assert "--seqpar 3" in launch.said() and not (tmp_path / "refused").exists()
+    assert "--seqpar 3 cannot cut the token grid (2, 2, 2) into boxes: use a smaller --seqpar\n" in launch.said()
+    assert not (tmp_path / "refused").exists()
     member = EnsembleMember(read_run(run), PredictionSettings(window), ())
     fitting = (predict.fitting_seqpar([member], world, 1e12)[0] for world in (1, 2, 4, 6, 12, 16))
     assert list(fitting) == ([1, 2, 4, 2, 4, 4] if window == "sliding" else [1, 2, 4, 2, 4, 8])
