@@ -28,6 +28,11 @@ def _copied_truth(here: Path) -> None:
     shutil.copytree(here / "D" / "labelsTr", here / "truth")
 
 
+def _classes_and_truth(here: Path) -> None:
+    _copied_truth(here)
+    save(here / "C" / "a.nii.gz", image_array(0)).with_name("labels.csv").write_text("case,class\na,b\n")
+
+
 def _latin1(here: Path) -> None:
     """Makes label maps and equal predictions of a case whose name is no UTF-8."""
     for folder in ("truth", "predicted"):
@@ -107,6 +112,8 @@ ATTACKS += [
         ("D/labelsTr truth --csv D/imagesTr/x.csv --json x.json", "D/imagesTr", _copied_truth),
         ("truth truth --regions T=1", "truth", _copied_truth),
         ("truth truth --regions T=1 --json D/x.json --csv x.csv", "D", _copied_truth),
+        ("truth truth --regions T=1 --json D/new/x.json --csv x.csv", "D/new", _copied_truth),
+        ("truth truth --regions T=1 --json C/x.json --csv x.csv", "C", _classes_and_truth),
     )
 ]
 ATTACKS += [
@@ -254,8 +261,8 @@ ATTACKS += [
         ("tune", f"--space lr=1e-3 {TINY}"),
     )
     for out, why in (
-        ("D/dataset.json", "Not a directory"),
-        ("D/dataset.json/x", "Not a directory"),
+        ("run/config.json", "Not a directory"),
+        ("run/config.json/x", "Not a directory"),
         ("gone", "gone is a link to nowhere, which leads nowhere"),
         ("l/x", "Too many levels of symbolic links"),
     )

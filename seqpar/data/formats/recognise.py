@@ -12,7 +12,7 @@ from seqpar.data.files import SUFFIXES, expand_home
 from seqpar.data.formats.annotations import with_annotations
 from seqpar.data.formats.brats import meaning_with, read_brats
 from seqpar.data.formats.case_lists import read_decathlon, read_fold_json
-from seqpar.data.formats.dataset import Case, Dataset, Split
+from seqpar.data.formats.dataset import TABLE, Case, Dataset, Split
 from seqpar.data.formats.dataset_json import labels_of, read_json_object
 from seqpar.data.formats.nnunet_folders import has_channel_files, of_images, read_images, read_nnunet
 from seqpar.data.formats.splits import folds, read_splits, split
@@ -80,24 +80,40 @@ def is_folder_of_dataset(folder: Path) -> bool:
 
 
 def is_part_of_dataset(folder: Path) -> bool:
-    """Returns whether a folder is that of a data set, or holds its images or labels.
+    """Returns whether a folder is that of a data set, or is in one that has folders of images or labels.
 
     A dataset.json without such folders and without a list of cases belongs to predictions of nnU-Net. So does one with
     plans.json next to it, if no file of its list is there.
     """
+    places = {Path(os.path.abspath(folder)), Path(os.path.realpath(folder))}
+    return any(_is_dataset(place) or any(map(_has_parts, (place, *place.parents))) for place in places)
+
+
+def _has_parts(folder: Path) -> bool:
+    """Returns whether a folder has a dataset.json, and folders of images or labels next to it."""
+    return os.path.isfile(folder / "dataset.json") and any(map(_PART.fullmatch, _names(folder)))
+
+
+def _is_dataset(folder: Path) -> bool:
+    """Returns whether a folder has a list of its cases, or images with a class each."""
+    if os.path.isfile(folder / TABLE) and any(is_volume(folder / name) for name in _names(folder)):
+        return True
     declaration = folder / "dataset.json"
-    if is_folder_of_dataset(folder):
-        return True
-    if not declaration.is_file():
+    if not os.path.isfile(declaration):
         return False
-    if any(_PART.fullmatch(path.name) for path in folder.iterdir()):
-        return True
     try:
         content = read_json_object(declaration)
     except DataError:  # it may be a data set's
         return True
     lists = [content[key] for key in ("dataset", "training", "test") if key in content]
     return bool(lists) and (not (folder / "plans.json").is_file() or _holds_any(folder, lists))
+
+
+def _names(folder: Path) -> list[str]:
+    try:
+        return os.listdir(folder)
+    except OSError:  # nobody may look into it
+        return []
 
 
 def _holds_any(folder: Path, listed: Any) -> bool:
