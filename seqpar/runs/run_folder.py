@@ -3,6 +3,7 @@
 import json
 import math
 import platform
+import re
 import subprocess
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -25,6 +26,7 @@ from seqpar.terminal import next_command, typed_command
 
 FOLDS_FILE = "folds.json"  # is in a folder of five folds
 SWEEP_FILE = "sweep.json"  # is in the folder of a sweep
+_STATUS = re.compile(rb'\{\n  "state": "\w+",\n  "step": ')  # how each status.json of a run begins
 
 
 def read_config(run: str | Path) -> dict[str, Any]:
@@ -128,6 +130,14 @@ def read_status(out: str | Path) -> dict[str, Any]:
         return dict(json.loads(read_whole(Path(out) / "status.json")))
     except (OSError, ValueError, TypeError):
         return {}
+
+
+def refuse_foreign_status(out: str | Path) -> None:
+    """Raises ``ValueError`` if a folder has a status.json that no run began."""
+    path = Path(out) / "status.json"
+    if path.is_file() and (start := path.read_bytes()[:100]) and not _STATUS.match(start):  # empty: of a full disk
+        raise ValueError(f"--out {out} holds a status.json that train did not write, and that it would replace: name "
+                         "another folder")  # fmt: skip
 
 
 def describe_run(

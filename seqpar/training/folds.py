@@ -20,7 +20,7 @@ from seqpar.parallel.launcher import MEETING, Launcher
 from seqpar.parallel.meeting import START_S, Meeting
 from seqpar.parallel.processes import PARENT_OF_FOLD, forward_signals, most_informative_code, shell_code, start_python
 from seqpar.runs.fold_folder import all_ended, has_ended, has_finished, read_flags, runs_of, started_folds, write_flags
-from seqpar.runs.run_folder import holds_folds, holds_run, read_status
+from seqpar.runs.run_folder import holds_folds, holds_run, read_status, refuse_foreign_status
 from seqpar.runs.run_log import FOLD_BEFORE
 from seqpar.runs.run_status import StatusFile
 from seqpar.settings.command_line import parse
@@ -112,6 +112,8 @@ class Folds:
         """Returns where the runs are and with which flags folds begin, after making and marking the place."""
         self._refuse()
         out = self._folder(is_requeued(launcher))
+        read_flags(out)  # raises for a file of another program
+        refuse_foreign_status(out)
         write_flags(out, self.flags)
         return {"out": out, "flags": list(self.flags)}
 

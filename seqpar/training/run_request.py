@@ -24,7 +24,7 @@ from seqpar.planner.feasibility import check_lessons
 from seqpar.planner.preset_from_data import plan_from_data
 from seqpar.runs.archive import is_archive
 from seqpar.runs.fold_folder import has_ended, runs_of
-from seqpar.runs.run_folder import SWEEP_FILE, holds_folds, holds_run, read_config
+from seqpar.runs.run_folder import SWEEP_FILE, holds_folds, holds_run, read_config, refuse_foreign_status
 from seqpar.runs.run_status import changed_settings, describe_kill
 from seqpar.settings.checks import check_network
 from seqpar.settings.command_line import default_preset, naming_preset, parse, shortened_warmup, wants_gpu
@@ -288,6 +288,7 @@ def _is_of_data(folder: Path, data: str) -> bool:
 # what a run writes after its config.json
 _OF_A_RUN = (
     "metrics.jsonl", "model.safetensors", "window.json", "validation*", "progress.png", "checkpoints/step-*",
+    "checkpoints/best", "checkpoints/latest",
 )  # fmt: skip
 
 
@@ -311,6 +312,8 @@ def refuse_other_run(config: Config) -> None:
             f"--out {config.out} holds {left[0].name}, which would be lost, and no config.json: restore that of the "
             "run, or name another folder"
         )
+    if config.out and not config.resume:
+        refuse_foreign_status(config.out)
 
 
 def refuse_folder_of_five(config: Config) -> None:

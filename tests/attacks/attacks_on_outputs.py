@@ -1,5 +1,6 @@
 """Attacks by what an output is called, and by arguments that are empty because a variable of the shell is not set."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 from tests.attacks.attack import TINY, Attack
@@ -65,6 +66,17 @@ ATTACKS += [
         make=_predicted,
         keeps="D run",
     ),
+]
+ATTACKS += [
+    Attack(
+        f"predict into {folder}, a new folder of a data set",
+        types=f"predict run -i D -o {folder}",
+        code=3,
+        says=f"{folder}: belongs to a data set, which predict never writes into",
+        make=_run,
+        keeps="D run",
+    )
+    for folder in ("D/imagesTr/sub", "D/new/other")
 ]
 ATTACKS += [
     Attack(
@@ -180,3 +192,32 @@ ATTACKS += [
 
 def _is_scored(table: Path) -> None:
     assert table.read_text().splitlines()[1].startswith("a,1,1.0,1.0,1.0,")
+
+
+def _own_file(name: str) -> Callable[[Path], None]:
+    """Returns what makes a data set, and a folder that holds a file of another program, named as one of a run's."""
+
+    def make(here: Path) -> None:
+        nnunet(here / "D", 5)
+        write_json(here / "out" / name, {"state": "ready"})
+
+    return make
+
+
+ATTACKS += [
+    Attack(
+        f"train {fold} into a folder with somebody's {name}",
+        types=f"train {TINY} --data D --cache cache --out out {fold}",
+        code=code,
+        says=words,
+        make=_own_file(name),
+        keeps="D out",
+    )
+    for name, fold, code, words in (
+        ("status.json", "", 2, "--out out holds a status.json that train did not write"),
+        ("status.json", "--fold all5", 2, "--out out holds a status.json that train did not write"),
+        ("folds.json", "--fold all5", 3, "out/folds.json: is damaged (no list of flags): restore it, or name another"),
+        ("checkpoints/best", "", 2, "--out out holds best, which would be lost"),
+        ("checkpoints/latest", "", 2, "--out out holds latest, which would be lost"),
+    )
+]
