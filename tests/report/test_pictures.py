@@ -7,6 +7,7 @@ from dataclasses import replace
 from importlib import resources
 from itertools import product
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import nibabel
@@ -39,6 +40,7 @@ from seqpar.report.rendering import _environment
 from seqpar.runs.run_folder import predict_command
 from seqpar.runs.sweep_folder import Point, Sweep
 from seqpar.sweeps.results import _figure_of_sweep
+from seqpar.tasks.classify.validation import ClassValidation
 from seqpar.tasks.pretrain.validation import RebuiltTile, figure_of_tiles
 from tests.support.configs import config_of, trainer_of
 from tests.support.folders import label_array, nnunet, save
@@ -321,6 +323,24 @@ def test_a_ct_is_drawn_in_hounsfield_units_with_its_window(tmp_path: Path, alone
         assert figure.axes[0].images[0].get_clim() == (low, high), "a window has a width"
         said = figure.get_suptitle().replace("\n", " ")
         assert f"from {low} HU (black) to {high} HU (white), in" in said and "below (such as soft tissue, fat" in said
+
+
+def test_the_picture_of_a_validation_says_if_an_earlier_one_was_better(tmp_path: Path, monkeypatch) -> None:
+    def row(step: int, score: float) -> dict[str, Any]:
+        return {"kind": "val", "step": step, "loss": 1.0, "scores": {"balanced accuracy": score}}
+
+    figures = list[Any]()
+    monkeypatch.setattr(pictures, "save_figure", lambda figure, path: figures.append(figure))
+    (tmp_path / "metrics.jsonl").write_text("\n".join(json.dumps(row(n, n / 1000)) for n in (1, 300, 900)) + "\n")
+    journal: Any = SimpleNamespace(path=tmp_path / "metrics.jsonl", steps_done=700)
+    cases = [{"truth": name, "probabilities": [0.4, 0.6]} for name in ("a", "b")]
+    for score in (0.2, 0.4):
+        summary = {"names": ["a", "b"], "metric_per_case": cases, "confusion": [[0, 1], [0, 1]]}
+        ClassValidation._draw(journal, summary, row(700, score))
+    worse, better = (figure.get_suptitle() for figure in figures)
+    assert worse.endswith("\n2 held-out cases, after step 700, not with the weights that predict uses (step 300)")
+    assert better.endswith("\n2 held-out cases, after step 700"), "a later row is of a run that was resumed before it"
+    assert figures[0]._suptitle.get_window_extent().x1 <= figures[0].bbox.width
 
 
 def test_a_ct_keeps_soft_tissue_though_the_network_takes_it_clipped(tmp_path: Path) -> None:

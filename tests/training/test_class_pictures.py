@@ -34,7 +34,6 @@ from seqpar.tasks.classify.page import (
     uncalibrated,
 )
 from seqpar.tasks.classify.scores import verdict_on
-from seqpar.tasks.classify.validation import ClassValidation
 from tests.support.report_page import own_slices
 
 NAMES = ["healthy", "a$b$", "$\\frac$"]
@@ -361,20 +360,6 @@ def test_the_colours_of_a_maps_key_are_those_over_the_image() -> None:
     assert (alone[0], over[0]) == ("#000004", "#808080"), "what is 0 is transparent"
     mixed = [0.65 * int(alone[-1][at : at + 2], 16) + 0.35 * 127.5 for at in (1, 3, 5)]
     assert [int(over[-1][at : at + 2], 16) for at in (1, 3, 5)] == pytest.approx(mixed, abs=1)
-
-
-def test_the_picture_of_a_validation_says_if_an_earlier_one_was_better(figures: list[Any], tmp_path: Path) -> None:
-    def row(step: int, score: float) -> dict[str, Any]:
-        return {"kind": "val", "step": step, "loss": 1.0, "scores": {"balanced accuracy": score}}
-
-    (tmp_path / "metrics.jsonl").write_text("\n".join(json.dumps(row(n, n / 1000)) for n in (1, 300, 900)) + "\n")
-    journal = SimpleNamespace(path=tmp_path / "metrics.jsonl", steps_done=700)
-    for score in (0.2, 0.4):
-        ClassValidation._draw(journal, summary(NAMES[:2]), row(700, score))  # type: ignore[arg-type]
-    worse, better = (figure.get_suptitle() for figure in figures)
-    assert worse.endswith("\n12 held-out cases, after step 700, not with the weights that predict uses (step 300)")
-    assert better.endswith("\n12 held-out cases, after step 700"), "a later row is of a run that was resumed before it"
-    assert figures[0]._suptitle.get_window_extent().x1 <= figures[0].bbox.width
 
 
 def picture_of(
