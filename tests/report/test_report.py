@@ -338,7 +338,7 @@ def test_means_and_deviations_that_predict_wrote_are_on_the_page(finished: Path,
     image = np.random.default_rng(0).normal(100, 20, (1, *labels.shape))
     line = (finished, "--prediction", found, "--out", finished / "report.html")
     statistics = ClassStatistics(found, {"NCR": (1,), "ED": (2,), "ET": (3,)}, ("T1",))
-    statistics.open(())
+    statistics.open()
     statistics.add(
         "case-b", labels, image, float(np.prod(nibabel.load(found / "case-b.nii.gz").header.get_zooms())) / 1000
     )
