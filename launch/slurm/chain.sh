@@ -49,7 +49,13 @@ if [ -z "$out" ]; then
 fi
 
 mkdir -p "$out"
-rm -f "$out/jobs.txt"  # what an earlier chain met does not count
+if [ -s "$out/jobs.txt" ]; then
+    if ! head -n 1 "$out/jobs.txt" | grep -q '^[^ ]* job [^ ]* restart '; then
+        echo "error: $out/jobs.txt is there, and no chain wrote it: name another folder by --out" >&2
+        exit 3
+    fi
+    mv -f "$out/jobs.txt" "$out/.jobs.txt"  # what an earlier chain met does not count
+fi
 path=$(cd "$out" && pwd -P)
 name=seqpar-$(basename "$path")-$(printf %s "$path" | cksum | cut -c1-5)  # one chain at a time works on a run
 home=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
@@ -58,6 +64,10 @@ for ((n = 0; n < count; n++)); do
         sbatch --parsable "${options[@]}" -J "$name" -d singleton --no-requeue -o "$out/jobs.out" "$@") || break
     echo "job ${job%%;*}"
 done
-[ "$n" -gt 0 ] || exit 1
+if [ "$n" = 0 ]; then
+    [ ! -e "$out/.jobs.txt" ] || mv "$out/.jobs.txt" "$out/jobs.txt"
+    exit 1
+fi
+rm -f "$out/.jobs.txt"
 echo "$n of $count jobs wait as $name; their log is $out/jobs.out; stop them with: scancel --name $name"
 [ "$n" = "$count" ]

@@ -26,7 +26,7 @@ from seqpar.terminal import next_command, typed_command
 
 FOLDS_FILE = "folds.json"  # is in a folder of five folds
 SWEEP_FILE = "sweep.json"  # is in the folder of a sweep
-_STATUS = re.compile(rb'\{\n  "state": "\w+",\n  "step": ')  # how each status.json of a run begins
+_STATUS = re.compile(rb'\{\s*"state": "\w+",\s*"step": ')  # how each status.json of a run begins
 
 
 def read_config(run: str | Path) -> dict[str, Any]:

@@ -255,6 +255,24 @@ def test_chain_submits_all_its_jobs_under_the_runs_own_name(jobs: Jobs, tmp_path
     assert len(jobs.calls("sbatch")) == 13 and not (tmp_path / "other" / "run").exists()
 
 
+def test_chain_keeps_what_jobs_said_until_slurm_takes_the_next_ones(jobs: Jobs, tmp_path: Path) -> None:
+    said, line = tmp_path / "run" / "jobs.txt", [SLURM / "generic.sbatch", "--out", "run"]
+
+    def chain() -> tuple[int, str]:
+        done = subprocess.run(["bash", SLURM / "chain.sh", *line], env=jobs.env, cwd=tmp_path, capture_output=True)
+        return done.returncode, done.stderr.decode()
+
+    said.parent.mkdir(exist_ok=True)
+    said.write_text("my jobs\n")
+    assert chain() == (3, "error: run/jobs.txt is there, and no chain wrote it: name another folder by --out\n")
+    assert said.read_text() == "my jobs\n" and not jobs.calls("sbatch")
+    said.write_text(of_jobs := "step-100 job 7 restart 0 on node1, today\nover: ended with code 3\n")
+    (tmp_path / "sbatch.act").write_text("exit 1")
+    assert chain()[0] == 1 and said.read_text() == of_jobs
+    (tmp_path / "sbatch.act").write_text("echo 8")
+    assert chain()[0] == 0 and not [path for path in said.parent.iterdir() if "jobs" in path.name]
+
+
 class Node:
     """Runs job scripts as on a node, with stand-ins: srun runs its line, apptainer the line in an image, each noted."""
 

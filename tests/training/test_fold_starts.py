@@ -144,7 +144,7 @@ def test_again_takes_the_next_folder_after_a_failure_that_would_come_again(lines
     assert code == 75 and lines[0] == ["--lr", "0.2", "--fold", "0", "--out", f"{out}-2/fold0"]
     assert lines_of(*again)[1][0] == ["--fold", "0", "--out", f"{out}-2/fold0", "--resume"]
     assert lines_of(*again)[1][0][-1] == f"{out}-3/fold0", "both have ended"
-    write_json(tmp_path / "mistyped" / "status.json", {"state": "failed", "code": 2})
+    write_json(tmp_path / "mistyped" / "status.json", {"state": "failed", "step": 0, "code": 2})
     write_json(tmp_path / "mistyped" / "folds.json", {"flags": ["--heads", "5"]})
     assert lines_of("--again", "--out", str(tmp_path / "mistyped"))[1][0][0] == "--fold", "not by those flags"
     with pytest.raises(ValueError, match="--again needs no --resume: leave one of both out"):
