@@ -98,11 +98,10 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
         raise ValueError(f"--cases is {options.cases}: 0 or more are needed")
     if options.images is not None and not options.cases:
         raise ValueError("--images would do nothing: --cases 0 shows no case; leave one of both out")
-    is_named = options.out is not None
     options.out = options.out or options.runs[0] / _usual_name(options)
     if options.out.is_dir():
         raise ValueError(f"--out {options.out} is a folder: name a file")
-    if is_named and is_part_of_dataset(options.out.parent):  # an old run's own folder may be in one
+    if is_part_of_dataset(options.out.parent):
         raise DataError(
             options.out.parent, "belongs to a data set, which report never writes into; name another file by --out"
         )

@@ -112,7 +112,7 @@ ATTACKS += [
         ("D/labelsTr truth --csv D/imagesTr/x.csv --json x.json", "D/imagesTr", _copied_truth),
         ("truth truth --regions T=1", "truth", _copied_truth),
         ("truth truth --regions T=1 --json D/x.json --csv x.csv", "D", _copied_truth),
-        ("truth truth --regions T=1 --json D/new/x.json --csv x.csv", "D/new", _copied_truth),
+        ("truth truth --regions T=1 --json D/labelsTr/sub/x.json --csv x.csv", "D/labelsTr/sub", _copied_truth),
         ("truth truth --regions T=1 --json C/x.json --csv x.csv", "C", _classes_and_truth),
     )
 ]
@@ -261,8 +261,8 @@ ATTACKS += [
         ("tune", f"--space lr=1e-3 {TINY}"),
     )
     for out, why in (
-        ("run/config.json", "Not a directory"),
-        ("run/config.json/x", "Not a directory"),
+        ("D/dataset.json", "Not a directory"),
+        ("D/dataset.json/x", "Not a directory"),
         ("gone", "gone is a link to nowhere, which leads nowhere"),
         ("l/x", "Too many levels of symbolic links"),
     )

@@ -41,7 +41,7 @@ def test_what_dataset_json_says_otherwise_than_the_files_is_told(tmp_path, capfd
 
 
 def test_only_a_data_set_with_cases_is_one_that_nothing_is_written_into(tmp_path):
-    """nnU-Net copies dataset.json next to what it predicts; the folder of a list may be that of all work."""
+    """nnU-Net copies dataset.json next to what it predicts, and predictions may be next to imagesTr."""
     roots = {nnunet(tmp_path / "D"), decathlon(tmp_path / "MSD"), tmp_path / "listed", tmp_path / "broken"}
     write_json(tmp_path / "listed" / "dataset.json", {"training": [{"image": "a.nii.gz", "label": "b.nii.gz"}]})
     write_json(tmp_path / "broken" / "dataset.json", [])
@@ -59,10 +59,10 @@ def test_only_a_data_set_with_cases_is_one_that_nothing_is_written_into(tmp_path
     listed = {"image": "./BRATS_000.nii.gz", "label": "x"}
     write_json(save(tmp_path / "own/BRATS_000.nii.gz", label_array()).with_name("plans.json"), {})
     write_json(tmp_path / "own/dataset.json", {"training": [listed]})
-    kept |= {tmp_path / "own", tmp_path / "D/imagesTr/sub", tmp_path / "D/new/other", tmp_path / "classes"}
+    kept |= {tmp_path / "own", tmp_path / "D/imagesTr/sub", tmp_path / "classes"}
     save(tmp_path / "classes/a.nii.gz", image_array(0)).with_name("labels.csv").write_text("case,class\na,b\n")
     write_json(tmp_path / "tables/other.json", {}).with_name("labels.csv").write_text("case,class\na,b\n")
-    others = {tmp_path / "tables", tmp_path / "classes/new", tmp_path / "listed/new"}
+    others = {tmp_path / "tables", tmp_path / "classes/new", tmp_path / "D/new"}
     others |= {found, tmp_path / "found-list", tmp_path / "found-dict", tmp_path, tmp_path / "new"}
     assert {folder for folder in kept | others if is_part_of_dataset(folder)} == kept
 

@@ -76,31 +76,28 @@ def refuse_twice(root: Path, cases: Sequence[Case]) -> None:
 def is_folder_of_dataset(folder: Path) -> bool:
     """Returns whether a folder holds the images or labels of a data set, by its name and the dataset.json above it."""
     folder = Path(os.path.realpath(folder))
-    return bool(_PART.fullmatch(folder.name)) and (folder.parent / "dataset.json").is_file()
+    return bool(_PART.fullmatch(folder.name)) and os.path.isfile(folder.parent / "dataset.json")
 
 
 def is_part_of_dataset(folder: Path) -> bool:
-    """Returns whether a folder is that of a data set, or is in one that has folders of images or labels.
+    """Returns whether a folder is that of a data set, or holds its images or labels, or is in such a folder.
 
     A dataset.json without such folders and without a list of cases belongs to predictions of nnU-Net. So does one with
     plans.json next to it, if no file of its list is there.
     """
-    places = {Path(os.path.abspath(folder)), Path(os.path.realpath(folder))}
-    return any(_is_dataset(place) or any(map(_has_parts, (place, *place.parents))) for place in places)
-
-
-def _has_parts(folder: Path) -> bool:
-    """Returns whether a folder has a dataset.json, and folders of images or labels next to it."""
-    return os.path.isfile(folder / "dataset.json") and any(map(_PART.fullmatch, _names(folder)))
+    place = Path(os.path.realpath(folder))
+    return _is_dataset(place) or any(map(is_folder_of_dataset, (place, *place.parents)))
 
 
 def _is_dataset(folder: Path) -> bool:
-    """Returns whether a folder has a list of its cases, or images with a class each."""
+    """Returns whether a folder has folders of images or labels, a list of its cases, or images with a class each."""
     if os.path.isfile(folder / TABLE) and any(is_volume(folder / name) for name in _names(folder)):
         return True
     declaration = folder / "dataset.json"
     if not os.path.isfile(declaration):
         return False
+    if any(map(_PART.fullmatch, _names(folder))):
+        return True
     try:
         content = read_json_object(declaration)
     except DataError:  # it may be a data set's
