@@ -107,7 +107,10 @@ class TrainedRun:
         """Raises ValueError if ``size`` ranks cannot share the trained tile; for ``mode`` see ``load_nets``."""
         try:
             layout_of(replace(self.config, seqpar=size, mode=mode or prediction_mode(self), batch=1))
-        except ValueError as error:  # which may advise what a trained run cannot change
+        except ValueError as error:
+            if str(error).startswith(("mode=", "--mode")):
+                raise
+            # it may advise what a trained run cannot change
             raise ValueError(f"{str(error).rpartition(': use ')[0] or error}: use a smaller `seqpar`") from error
 
     def can_share(self, size: int) -> bool:

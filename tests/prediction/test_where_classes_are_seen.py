@@ -86,8 +86,8 @@ def test_a_point_of_a_map_lies_where_convolutions_centre_it(stride: int) -> None
     assert torch.equal((seen == seen.max()).nonzero().double().mean(0), middle.double())
 
 
-@pytest.mark.parametrize("tile", [(40, 48, 40), (64, 56, 48)])  # whose maps have 4 and 8 voxels a point
-def test_one_bright_voxel_is_seen_where_it_is(tile: tuple[int, int, int]) -> None:
+@pytest.mark.parametrize(("tile", "apart"), [((40, 48, 40), 4), ((64, 56, 48), 8)])
+def test_one_bright_voxel_is_seen_where_it_is(tile: tuple[int, int, int], apart: int) -> None:
     """By a network whose kernels take their middle alone, of an image that is smaller than the tile, or larger."""
     network = ResAttNet(1, 2, (1, 1, 1, 1), 1)
     with torch.no_grad():
@@ -103,7 +103,7 @@ def test_one_bright_voxel_is_seen_where_it_is(tile: tuple[int, int, int]) -> Non
         image[:, 32 + margin, 32 + margin, 32 + margin] = 1
         for way in net.ways:
             seen, step = explain([net], image, 1, CPU, "fp32", way)
-            assert step == (4, 4, 4)
+            assert step == (apart,) * 3, "voxels from one point of the map to the next"
             assert np.argwhere(seen == seen.max()).tolist() == [[32 + margin] * 3], way
 
 
