@@ -14,7 +14,6 @@ from seqpar.data.errors import DataError
 from seqpar.data.files import read_whole
 from seqpar.data.phantom.phantom_files import describe_layout, is_generated
 from seqpar.models.build import family_of
-from seqpar.prediction.prediction_folder import RECORD
 from seqpar.report.curves import WORDS_OF_LOSSES, training_diagrams
 from seqpar.report.plots import draw_charts, name_of_run
 from seqpar.report.record import (
@@ -137,7 +136,7 @@ def render_run(
 def averaged_runs(prediction: Path) -> str:
     """Returns the names of the runs whose mean a folder was predicted with; "" of one run, or if it does not say."""
     try:
-        runs = json.loads(read_whole(prediction / RECORD)).get("runs", [])
+        runs = json.loads(read_whole(prediction / "prediction.json")).get("runs", [])
         names = [name_of_run(Path(run["run"]), "") for run in runs]
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return ""
