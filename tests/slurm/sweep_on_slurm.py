@@ -42,7 +42,7 @@ def test_a_sweep_over_two_nodes_saves_before_the_end_of_its_job_and_the_same_lin
     desk.ended(again, 0)
     assert [status(out / name)["state"] for name in POINTS] == ["finished"] * 3
     assert len(json.loads((out / POINTS[0] / "config.json").read_text())["history"]) == 2
-    assert "3 points to train; each on 1 core, 2 at a time on 2 cores" in desk.log(job)
+    assert "3 points to train\n" in desk.log(job) and "each on 1 core, 2 at a time on 2 cores\n" in desk.log(job)
     assert "3 of 3 points have ended" in desk.log(again)
 
 
