@@ -49,7 +49,7 @@ def test_rebuilt_patches_are_seen_without_scrolling(browser: Chromium, tmp_path:
 def test_a_wide_table_has_a_shade_where_there_is_more_of_it(browser: Chromium, tmp_path: Path) -> None:
     out = make_sweep_folder(tmp_path)
     assert report.act([str(out)]) == 0
-    browser.ask("Emulation.setDeviceMetricsOverride", width=500, height=900, deviceScaleFactor=1, mobile=False)
+    browser.ask("Emulation.setDeviceMetricsOverride", width=500, height=1200, deviceScaleFactor=1, mobile=False)
     browser.open((out / "report.html").as_uri())
     box = browser.value("wide = document.querySelector('.wide'); wide.getBoundingClientRect().toJSON()")
 
