@@ -126,7 +126,7 @@ class PredictionFolder(ABC):
 
     @property
     def not_replaced(self) -> list[str]:
-        """The cases to predict of which a map that was predicted with other settings is there still."""
+        """The cases to predict that still have a map from other settings."""
         return sorted(self._pending.keys() & {*predicted_otherwise(self.folder)})
 
     def close(self) -> None:

@@ -30,7 +30,7 @@ TOO_GOOD = ", which tend to be too good"
 
 
 class Seen(NamedTuple):
-    """Which of ``total`` scored cases a run was trained on, and by which it chose its weights.
+    """Which of ``total`` scored cases a run was trained on, and which it used to choose its weights.
 
     - ``same``: those with the same file as a training case
     - ``namesakes``: those that may be other cases of the same name

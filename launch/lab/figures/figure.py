@@ -217,8 +217,8 @@ def scaling(config: Config, stated: Mapping[str, Any]) -> str:
     for name in _SHOWN:
         ours, theirs = getattr(config, name), None if name in _OURS else getattr(paper, name)
         if ours != theirs and name != ("phantoms" if config.data else "data"):
-            beside = f" (paper: {_short(theirs)})" if theirs else ""
-            differing.append(f"{flag_name(name)} {_short(ours)}{beside}")
+            of_paper = f" (paper: {_short(theirs)})" if theirs else ""
+            differing.append(f"{flag_name(name)} {_short(ours)}{of_paper}")
     return ", ".join(differing)
 
 
