@@ -32,7 +32,8 @@ def test_rows_compare_placements_with_one_process_and_with_equal_cuts(ranks: Cal
     rows = {case: pipe.way_row(case, 4, runs) for case in runs}
     assert len({tuple(row) for row in rows.values()}) == 1, "one table has one set of columns"
     assert rows["equal"]["to equal"] == rows["equal"]["foretold to equal"] == 1 and rows["cuts"]["to equal"] > 0
-    assert rows["cuts"]["foretold to equal"] <= 1 <= rows["gabra paper"]["s foretold"] / rows["cuts"]["s foretold"]
+    others = 1.0, rows["gabra paper"]["foretold to equal"]
+    assert rows["cuts"]["foretold to equal"] <= 1.05 * min(others), "exact in the slowest place, not in the whole step"
     assert rows["cuts"]["s foretold"] == rows[pipe.TORCH]["s foretold"] and rows[pipe.TORCH]["s a step"] > 0
     assert rows["cuts"]["(K-1)/(M+K-1)"] == 1 / 5 and 0 < rows["cuts"]["bubble foretold"] < 1
     assert rows["cuts"]["bubble"] == 1 - alone["seconds"] / (2 * first["ways"]["cuts"]["seconds"])
