@@ -15,7 +15,6 @@ LAB = ROOT / "launch" / "lab"
 # Their commits belonged to an earlier history, which no clone has.
 MEASURE_AGAIN = {
     "benches/results/memory.md": ("launch/bench.py memory --large --write", 14),
-    "benches/results/unets.md": ("launch/bench.py unets --turns 1 --write", 9),
 }
 MADE_BY = re.compile(r"` at ([0-9a-f]{7,40})\b")  # after the command
 
