@@ -209,7 +209,7 @@ def test_primus_computes_here_what_its_package_computes(version, worlds) -> None
     want.square().sum().backward()
     state, gradients = net.state_dict(), {name: p.grad for name, p in net.named_parameters()}
     for world in worlds:
-        for far in run_ranks(world, on_ranks, state, image, want.detach(), gradients):
+        for far in run_ranks(world, on_ranks, state, image, want.detach(), gradients, timeout=600):
             assert far.keys() == gradients.keys() | {"logits"}
             assert max(far.values()) <= 1e-12, max(far, key=lambda name: far[name])
     back = export_primus(load_primus(state, sides, num_heads=4))
