@@ -141,10 +141,8 @@ def _network_of(run: TrainedRun, net: Network) -> tuple[str, State, dict[str, An
         state = export_nnunet(net, images_of(run.recipe, run.path).transpose_forward)
         trainer, architecture = "nnUNetTrainer", _architecture_of(net.unet.architecture, run)
     elif run.config.decoder == "primus" and run.config.task == "segment":
-        if run.recipe.plan is not None:
-            raise ValueError(f"{run.path}: a Primus that is prepared by a plan is not exported")
         name = primus_name(net)
-        state = export_primus(net, reverse_axes=True)
+        state = export_primus(net, True, images_of(run.recipe, run.path).transpose_forward)
         # its trainer builds the network by itself; a plan has an architecture in any case
         trainer, architecture = f"nnUNet_{_trained_name(name)}_Trainer", {
             "network_class_name": f"dynamic_network_architectures.architectures.primus.{name}",

@@ -4,6 +4,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -19,8 +20,18 @@ from seqpar.parallel.mesh import Group, Mesh
 from seqpar.planner.memory_counter import MemoryCounter
 from seqpar.runs.trained_run import TrainedRun, read_run
 from seqpar.settings.config import Config
-from seqpar.weights.nnunet_results import CHECKPOINT, REFUSE, TAKE, NnunetResults, fold_files, is_results, read_results
+from seqpar.weights.nnunet_results import (
+    CHECKPOINT,
+    REFUSE,
+    TAKE,
+    FoldCheckpoint,
+    NnunetResults,
+    fold_files,
+    is_results,
+    read_results,
+)
 from seqpar.weights.nnunet_weights import nets_of
+from seqpar.weights.primus_weights import load_primus, settings_of_primus
 
 NAMES = {"best": "checkpoint_best.pth", "latest": "checkpoint_latest.pth", "final": CHECKPOINT}
 
@@ -40,6 +51,11 @@ class NnunetRun(TrainedRun):
         """How cases are prepared: by the plan."""
         assert self.results is not None
         return NnunetPreparation.of(self.results.plan, self.results.declaration)
+
+    @property
+    def is_primus(self) -> bool:
+        """Whether the networks are transformers, rather than the plan's U-Net."""
+        return self.config.network == "vit"
 
     @property
     def averaged(self) -> str:
@@ -67,6 +83,11 @@ class NnunetRun(TrainedRun):
     @property
     def why_not_whole(self) -> str:
         """Why a whole pass is another function than these networks were trained for."""
+        if self.is_primus:
+            return (
+                "it would be another function than nnU-Net trained: a Primus has positions for windows of "
+                f"{'x'.join(map(str, self.config.tile))}, and none beyond"
+            )
         return (
             "it would be another function than nnU-Net trained: instance norm would take its statistics over the whole "
             f"volume instead of windows of {'x'.join(map(str, self.config.tile))}, and zeros would lie elsewhere, so "
@@ -80,17 +101,22 @@ class NnunetRun(TrainedRun):
     def check_share(self, size: int, mode: str = "") -> None:
         """Raises ValueError if ``size`` ranks cannot share the trained tile."""
         assert self.results is not None
-        Layout.of(self.config.tile, self.results.architecture.unit, size)
+        architecture = self.results.architecture
+        Layout.of(self.config.tile, self.config.patch if architecture is None else architecture.unit, size)
 
     def window_bytes(self, size: int) -> int:
         """Returns the bytes that a window takes on the first of ``size`` ranks that share it, weights included."""
         assert self.results is not None
         group = Group("seq", tuple(range(size)))
-        with torch.device("meta"):
-            unet = network(self.results.architecture)
-        net = VolumeNet(unet, self.config.tile, choose_mode("auto", group)).eval()
+        net: Network
+        if self.results.architecture is None:
+            net = self._primus(self.results.folds[0], group, "auto").to("meta").eval()
+        else:
+            with torch.device("meta"):
+                unet = network(self.results.architecture)
+            net = VolumeNet(unet, self.config.tile, choose_mode("auto", group)).eval()
         layout = net.layout
-        part = torch.empty((1, layout.counts[0], net.in_channels, *layout.patch), device="meta")
+        part = torch.empty((1, layout.counts[0], len(self.recipe.modalities), *layout.patch), device="meta")
         with torch.no_grad(), MemoryCounter() as counter:
             net(part)
         return counter.most + len(self.files) * sum(p.nbytes for p in net.parameters())
@@ -102,12 +128,20 @@ class NnunetRun(TrainedRun):
     def load_nets(self, files: Sequence[Path], mesh: Mesh, mode: str = "") -> list[Network]:
         """Returns the network of each fold."""
         assert self.results is not None and tuple(files) == self.files
-        nets = nets_of(self.results, mesh.seq, mode or "auto")
+        nets: Sequence[Network] = (
+            [self._primus(fold, mesh.seq, mode or "auto") for fold in self.results.folds]
+            if self.is_primus
+            else nets_of(self.results, mesh.seq, mode or "auto")
+        )
         if mesh.is_first and self.results.trainer_line:
             print(self.results.trainer_line, flush=True)
         if mesh.is_first and self.results.changes_line:
             print(self.results.changes_line, file=sys.stderr, flush=True)
         return [net.to(mesh.device, torch.float32).eval() for net in nets]
+
+    def _primus(self, fold: FoldCheckpoint, group: Group, mode: str) -> Network:
+        """Returns the network of a fold's Primus, for images in nnU-Net's axes."""
+        return load_primus(fold.weights, self.config.tile, group=group, mode=mode)
 
 
 def read_nnunet_run(
@@ -123,12 +157,13 @@ def read_nnunet_run(
         results.refuse_unknown_trainers()
     plan, declaration = results.plan, results.declaration
     sides = plan.patch_size
-    config = Config(
-        network="nnunet-plain" if results.architecture.block == "plain" else "nnunet-resenc",
-        tile=sides,
-        mode="auto",
-        targets="regions" if declaration.regions else "labels",
-    )
+    settings: dict[str, Any]
+    if results.architecture is None:
+        settings = settings_of_primus(results.folds[0].weights)
+    else:
+        settings = {"network": "nnunet-plain" if results.architecture.block == "plain" else "nnunet-resenc"}
+    targets = "regions" if declaration.regions else "labels"
+    config = Config(**settings, tile=sides, mode="auto", targets=targets)
     return NnunetRun(
         Path(path),
         config,

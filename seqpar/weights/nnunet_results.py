@@ -19,13 +19,13 @@ PRETRAINING = "nnssl_adaptation_plan"  # an entry that nnssl's checkpoints have 
 PLANS, DATASET, CHECKPOINT = "plans.json", "dataset.json", "checkpoint_final.pth"
 RESULTS, TRAINER, PLANS_NAME = "nnUNet_results", "nnUNetTrainer", "nnUNetPlans"
 TAKE, REFUSE = UNKNOWN_TRAINERS
-# What names of nnU-Net's own trainers say, where their network is the plan's: epochs, augmentation, loss, optimizer.
+# What names of nnU-Net's own trainers say, where their network is the plan's or a Primus: epochs, augmentation, loss.
 _WORDS = (
     r"\d+epochs?|NoMirroring|onlyMirror01|\d+ep|NoDA|noDA|DA5|Segord0|ord0|DAOrd0|DASegOrd0|CELoss|DiceLoss|DiceCELoss|"
     r"noSmooth|Topk10Loss|DiceTopK10Loss|LS01|Vanilla|R?Adam|Adan|CosAnneal|\d+en\d|[nN]oDeepSupervision|Benchmark|"
     r"noDataLoading|warmup|SeqPar|probabilisticOversampling|\d{3}|lr"
 )
-_TRAINER = re.compile(rf"nnUNetTrainer(_?({_WORDS}))*")
+_TRAINER = re.compile(rf"nnUNetTrainer(_?({_WORDS}))*|nnUNet_Primus(_|V[23])[SBML]_Trainer(_BS8(_2e4)?)?")
 
 
 @dataclass(frozen=True)
@@ -50,13 +50,14 @@ class FoldCheckpoint:
 class NnunetResults:
     """A results folder: the plan and data that its networks predict with, and the folds that were read.
 
+    - ``architecture``: of the plan's U-Net; None if the folds are Primus
     - ``changed``: what these say otherwise than the checkpoints, by name
     """
 
     path: Path
     plan: NnunetPlan
     declaration: NnunetDeclaration
-    architecture: Architecture
+    architecture: Architecture | None
     folds: tuple[FoldCheckpoint, ...]
     changed: tuple[str, ...] = ()
 
@@ -165,6 +166,13 @@ def holds_unet(content: Mapping[str, Any]) -> bool:
     return is_checkpoint(content) and PRETRAINING not in content and not is_primus(unwrap(content))
 
 
+def holds_primus(content: Mapping[str, Any]) -> bool:
+    """Returns whether a file's content is an nnU-Net checkpoint with a Primus, which its trainer built, and plans."""
+    arguments = content.get("init_args")
+    planned = isinstance(arguments, Mapping) and {"plans", "configuration"} <= arguments.keys()
+    return planned and is_checkpoint(content) and PRETRAINING not in content and is_primus(unwrap(content))
+
+
 def is_primus(state: Mapping[str, Any]) -> bool:
     """Returns whether a state dict has the names of Primus."""
     return any(name.startswith("eva.") for name in state)
@@ -181,13 +189,6 @@ def _results(
             plans_path, f"normalises {len(plan.schemes)} channels, and {len(declaration.channels)} are declared "
             f"({', '.join(declaration.channels)}): take plans and {DATASET} of one training"
         )  # fmt: skip
-    try:
-        architecture = of_plan(
-            plan.network_class, plan.network_arguments, len(declaration.channels), declaration.num_outputs
-        )
-        architecture.refuse_extents(plan.patch_size)
-    except (ValueError, KeyError, TypeError) as error:
-        raise DataError(plans_path, f"its network cannot be built: {error}") from error
     folds = tuple(
         FoldCheckpoint(
             file,
@@ -198,6 +199,15 @@ def _results(
         for file, checkpoint in checkpoints.items()
     )
     names = dict.fromkeys(name for file in checkpoints.items() for name in _changed(plan, declaration, *file))
+    architecture = None
+    if not is_primus(folds[0].weights):  # which its trainer built, whatever the plans say
+        try:
+            architecture = of_plan(
+                plan.network_class, plan.network_arguments, len(declaration.channels), declaration.num_outputs
+            )
+            architecture.refuse_extents(plan.patch_size)
+        except (ValueError, KeyError, TypeError) as error:
+            raise DataError(plans_path, f"its network cannot be built: {error}") from error
     return NnunetResults(path, plan, declaration, architecture, folds, tuple(names))
 
 

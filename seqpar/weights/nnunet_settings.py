@@ -16,9 +16,11 @@ from seqpar.decoders.unets.nnunet import of_plan
 from seqpar.models.unet_families import Stages, format_stages
 from seqpar.settings.config import Config
 from seqpar.settings.data_settings import OWN, planned
+from seqpar.settings.field import VOXELS
 from seqpar.text import flag_name
 from seqpar.weights.nnssl import holds_pretrained_unet, read_pretrained_unet
-from seqpar.weights.nnunet_results import REFUSE, holds_unet, read_checkpoint
+from seqpar.weights.nnunet_results import REFUSE, holds_primus, holds_unet, read_checkpoint
+from seqpar.weights.primus_weights import settings_of_primus
 from seqpar.weights.weight_files import checkpoint_of, is_of_torch
 
 USUAL = "3d_fullres"
@@ -29,8 +31,8 @@ def with_plans(config: Config, flags: Collection[str]) -> tuple[Config, frozense
     """Returns the config with the settings of ``--plans`` or of nnU-Net's ``--weights``, where no flag says otherwise.
 
     Then the names of these settings. Nothing of the plans is needed afterwards: they are spelled out in the settings.
-    An nnssl pretraining says the network and the tile; data are prepared as without it. An address whose file has not
-    been downloaded brings no settings.
+    So are those of a Primus that nnU-Net trained. An nnssl pretraining says the network and the tile; data are prepared
+    as without it. An address whose file has not been downloaded brings no settings.
 
     - ``flags``: the settings on the command line
     """
@@ -46,9 +48,11 @@ def with_plans(config: Config, flags: Collection[str]) -> tuple[Config, frozense
         if config.trainer_unknown == REFUSE:
             results.refuse_unknown_trainers()
         plan = results.plan
-        flipped = [letter for letter, axis in zip("WDH", plan.file_axes) if axis in results.folds[0].mirror]
-        settings = settings_of(plan, config.weights) | {"val_mirror": "".join(flipped) or "none"}
-        settings |= _fold_of(checkpoint["init_args"], config.data)
+        settings = settings_of(plan, config.weights) | _training_of(checkpoint, plan, config.data)
+    elif config.task in VOXELS and holds_primus(checkpoint):
+        arguments = checkpoint["init_args"]
+        plan = plan_of(arguments["plans"], arguments["configuration"], weights)
+        settings = settings_of_primus(checkpoint) | _data_of(plan) | _training_of(checkpoint, plan, config.data)
     elif holds_pretrained_unet(checkpoint):
         pretrained = read_pretrained_unet(checkpoint, config.weights)
         tile = tuple(pretrained.patch_size[axis] for axis in pretrained.file_axes)
@@ -72,14 +76,15 @@ def with_plans(config: Config, flags: Collection[str]) -> tuple[Config, frozense
     return replace(config, plans="", **taken), frozenset(taken)
 
 
-def _fold_of(arguments: Mapping[str, Any], data: str) -> dict[str, str]:
-    """Returns ``--fold`` of a checkpoint that learned from the same data set, so that no case that it saw is held out.
-
-    - ``arguments``: init_args of the checkpoint
+def _training_of(checkpoint: Mapping[str, Any], plan: NnunetPlan, data: str) -> dict[str, str]:
+    """Returns ``--val-mirror`` of a checkpoint, and its ``--fold`` if it learned from the same data set, so that no
+    case that it saw is held out.
     """
+    mirror, arguments = checkpoint.get("inference_allowed_mirroring_axes") or (), checkpoint["init_args"]
+    flipped = {"val_mirror": "".join(axis for axis, own in zip("WDH", plan.file_axes) if own in mirror) or "none"}
     name, learned = Path(data).name, str(arguments["plans"].get("dataset_name"))
     is_same = learned.startswith(f"Dataset{int(name):03d}_") if name.isdecimal() else learned == name
-    return {"fold": str(arguments["fold"])} if is_same and "fold" in arguments else {}
+    return flipped | ({"fold": str(arguments["fold"])} if is_same and "fold" in arguments else {})
 
 
 def _preparation(plan: NnunetPlan, config: Config, flags: Collection[str]) -> str:
@@ -135,7 +140,12 @@ def settings_of(plan: NnunetPlan, source: str | Path) -> dict[str, Any]:
         a = of_plan(plan.network_class, plan.network_arguments, 1, 2)
     except (ValueError, KeyError, TypeError) as error:
         raise DataError(source, f"its network cannot be built: {error}") from error
-    return network_of(a, plan.file_axes, source) | {
+    return network_of(a, plan.file_axes, source) | _data_of(plan)
+
+
+def _data_of(plan: NnunetPlan) -> dict[str, Any]:
+    """Returns the settings of ``Config`` that a plan determines whatever the network is, by name."""
+    return {
         "tile": tuple(plan.patch_size[axis] for axis in plan.file_axes),
         "batch": plan.batch_size,
         "batch_dice": plan.batch_dice,

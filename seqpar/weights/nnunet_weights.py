@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from seqpar.data.addresses import local_file
-from seqpar.data.errors import unwritable
+from seqpar.data.errors import DataError, unwritable
 from seqpar.data.files import refuse_existing, whole_file
 from seqpar.decoders.modes.named_modes import choose_mode
 from seqpar.decoders.unets.architecture import ONE, Architecture, three
@@ -73,6 +73,8 @@ def nets_of(
     deep_supervision: bool = False,
 ) -> list[VolumeNet]:
     """Returns the network of each fold; for the arguments see ``load_nnunet``."""
+    if results.architecture is None:
+        raise DataError(results.path, "holds a Primus: load its checkpoints by load_primus")
     nets = []
     for fold in results.folds:
         with torch.random.fork_rng(devices=[]):  # what the constructors draw is overwritten

@@ -72,7 +72,8 @@ def load_primus(
       pretrainings and in Primus before July 2025), or "auto": for a pretraining, what its trainer used (hwd if a
       second network rebuilds hidden patches), else whd
     - ``reverse_axes``: for images whose axes are in the order of their files, and ``tile`` too. nnU-Net, and so
-      Primus, reads the last axis first; ``trained_tile`` is always in that order
+      Primus, reads the last axis first, then transposes as the plans in a checkpoint say; ``trained_tile`` is
+      always in that order
     """
     encoder, ours = _encoder(state_dict, tile, num_heads, group, split, trained_tile, token_order, reverse_axes)
     if "decoder.classes.bias" not in ours:
@@ -130,12 +131,13 @@ def _encoder(
     if exchanged:
         exchange_tokens(ours, heads, trained_tile and [side // p for side, p in zip(trained_tile, cube)])
     sides = (tile,) * len(cube) if isinstance(tile, int) else tuple(tile)
-    theirs = sides[::-1] if reverse_axes else sides
+    order = file_axes(checkpoint) if reverse_axes else (0, 1, 2)
+    theirs = tuple(sides[order.index(axis)] for axis in range(3))
     if has[POSITIONS]:
         ours["encoder.pos_embed"] = fit_positions(ours["encoder.pos_embed"], cube, theirs, trained_tile)
     if reverse_axes:
-        reverse_images(ours, heads, [side // p for side, p in zip(theirs, cube)])
-        cube = cube[::-1]
+        turn_images(ours, heads, order, [side // p for side, p in zip(theirs, cube)])
+        cube = [cube[axis] for axis in order]
     if stem is not None:
         stem.group = as_group(group)
     for at in range(depth):
@@ -149,6 +151,33 @@ def _encoder(
             patch_embed=stem, group=group, split=split, mlp="swiglu", attention_norm=has["attn.norm"],
         )  # fmt: skip
     return encoder, ours
+
+
+def file_axes(checkpoint: Mapping[str, Any]) -> tuple[int, ...]:
+    """Returns the axis of a Primus for each axis W D H of a file: by nnU-Net's plans if it has any, else reversed."""
+    settings = checkpoint.get("init_args")
+    try:
+        forward = list(settings["plans"]["transpose_forward"])  # type: ignore[index]
+        return tuple(forward.index(2 - axis) for axis in range(3))
+    except (ValueError, KeyError, TypeError):  # a pretraining, or somebody else's
+        return 2, 1, 0
+
+
+def settings_of_primus(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the settings of a run whose network has these weights; the heads only if the size was published."""
+    state = unwrap(checkpoint)
+    embed_dim, _, *cube = _embedding(state)
+    has = {piece: any(piece in name for name in state) for piece in _OPTIONS}
+    version = "primus-v3" if any("proj_to_tokens" in name for name in state) else "primus-v2"
+    published = next(({"heads": heads} for width, _, heads in SIZES.values() if width == embed_dim), {})
+    return published | {
+        "network": "vit", "encoder": "plain", "decoder": "primus", "stem": version if FINAL in state else "patch",
+        "patch": tuple(cube[axis] for axis in file_axes(checkpoint)), "embed_dim": embed_dim,
+        "depth": last_number(state, r"eva\.blocks\.") + 1, "mlp": "swiglu",
+        "mlp_ratio": len(state["eva.blocks.0.mlp.fc1_x.weight"]) / embed_dim, "qkv_bias": has["q_proj.bias"],
+        "attention_norm": has["attn.norm"], "positions": "learned+rope" if has[POSITIONS] else "rope",
+        "layer_scale": 0.1 if has["gamma_1"] else 0.0,
+    }  # fmt: skip
 
 
 def planned_tile(checkpoint: Mapping[str, Any]) -> tuple[int, ...] | None:
@@ -198,7 +227,7 @@ def has_exchanged_axes(checkpoint: Mapping[str, Any], token_order: str) -> bool:
     return orders[0] == "hwd"
 
 
-def export_primus(net: nn.Module, reverse_axes: bool = False) -> State:
+def export_primus(net: nn.Module, reverse_axes: bool = False, transpose_forward: Sequence[int] = (0, 1, 2)) -> State:
     """Returns the network's weights as the state dict that Primus loads with ``strict=True``.
 
     Of a masked autoencoder, only those of the encoder, which are what nnU-Net takes from a pretraining.
@@ -206,7 +235,13 @@ def export_primus(net: nn.Module, reverse_axes: bool = False) -> State:
     - ``net``: a network such as ``load_primus`` returns, or a masked autoencoder
     - ``reverse_axes``: for a network that was trained here, on images in the axis order of their files; the exported
       one takes the last axis first, as nnU-Net does
+    - ``transpose_forward``: then, of the plans that will use the weights
     """
+    if sorted(transpose_forward) != [0, 1, 2] or (tuple(transpose_forward) != (0, 1, 2) and not reverse_axes):
+        raise ValueError(
+            f"transpose_forward {tuple(transpose_forward)}: the axes 0, 1 and 2 in some order are needed, and "
+            "reverse_axes=True"
+        )
     decodes = isinstance(net, SegmentationNet) and isinstance(net.decoder, PrimusDecoder)
     if not (decodes or isinstance(net, MaskedNet)):
         raise ValueError(
@@ -224,7 +259,7 @@ def export_primus(net: nn.Module, reverse_axes: bool = False) -> State:
         weights = state.pop(f"{block}qkv.weight").chunk(3)
         state |= {f"{block}{kind}.weight": weight.clone() for kind, weight in zip("qkv", weights)}
     if reverse_axes:
-        reverse_images(state, encoder.num_heads, encoder.layout.grid)
+        turn_images(state, encoder.num_heads, [2 - axis for axis in transpose_forward], encoder.layout.grid)
     has = {option: ours in state for option, ours in _OPTIONS.items()}
     stem = encoder.patch_embed if isinstance(encoder.patch_embed, ConvStem) else None
     stages = len(net.decoder.ups) + 1 if decodes else 0  # type: ignore[union-attr, arg-type]
@@ -353,28 +388,29 @@ def exchange_tokens(state: State, num_heads: int, grid: Sequence[int] | None = N
             f"token order hwd: the weights have {count} positions, which are no cube{known}: weights trained with "
             "exchanged axes only fit a grid whose first two sides are equal"
         )
-    _exchange_positions(state, num_heads, sides, 0, 1)
+    _turn_positions(state, num_heads, (1, 0, 2), sides)
 
 
-def reverse_images(state: State, num_heads: int, grid: Sequence[int]) -> None:
-    """Makes weights for images ``c W D H``, under our names, those of the same network for images ``c H D W``.
+def turn_images(state: State, num_heads: int, order: Sequence[int], grid: Sequence[int]) -> None:
+    """Makes weights, under our names, those of the same network for images whose axes are in another order.
 
-    - ``grid``: of the learned positions, along W, D and H
+    - ``order``: the axis before of each axis afterwards
+    - ``grid``: of the learned positions, along the axes before
     """
     for name, tensor in state.items():
         if tensor.ndim == 5:  # kernels
-            state[name] = tensor.transpose(2, 4).contiguous()
-    _exchange_positions(state, num_heads, grid, 0, 2)
+            state[name] = tensor.permute(0, 1, *(2 + axis for axis in order)).contiguous()
+    _turn_positions(state, num_heads, order, grid)
 
 
-def _exchange_positions(state: State, num_heads: int, grid: Sequence[int], first: int, second: int) -> None:
-    """Exchanges two axes of learned positions, and what rotary ones of these axes turn."""
+def _turn_positions(state: State, num_heads: int, order: Sequence[int], grid: Sequence[int]) -> None:
+    """Reorders the axes of learned positions, and what rotary ones of these axes turn."""
     if TABLE in state:
-        state[TABLE] = state[TABLE].unflatten(1, tuple(grid)).transpose(1 + first, 1 + second).flatten(1, 3)
+        whole = state[TABLE].unflatten(1, tuple(grid))
+        state[TABLE] = whole.permute(0, *(1 + axis for axis in order), 4).flatten(1, 3)
     for name, tensor in state.items():
         if name.endswith(OF_AXES):
             by_head = tensor.unflatten(0, (num_heads, -1))  # a f e, or a f
             third = by_head.shape[1] // 6 * 2
             *pieces, rest = by_head.split([third, third, third, by_head.shape[1] - 3 * third], 1)
-            pieces[first], pieces[second] = pieces[second], pieces[first]
-            state[name] = torch.cat([*pieces, rest], 1).flatten(0, 1)
+            state[name] = torch.cat([*(pieces[axis] for axis in order), rest], 1).flatten(0, 1)

@@ -130,7 +130,7 @@ class Killed(BaseException):
 def use_small_trainers(out: Path, ends: bool) -> Any:
     """Lets nnU-Net's command make trainers of two epochs of five iterations, for CPUs; returns its module.
 
-    - ``out``: file to which the first rank adds the losses
+    - ``out``: file to which the first rank adds the losses; next to it, as .pth, are the weights that it begins with
     - ``ends``: end the training after the first epoch, as if it had been killed
     """
     let_torchvision_load()
@@ -150,6 +150,8 @@ def use_small_trainers(out: Path, ends: bool) -> Any:
         losses, step, end = list[float](), trainer.train_step, trainer.on_epoch_end
 
         def recorded(batch: dict[str, Any]) -> dict[str, Any]:
+            if not out.exists() and not losses and trainer.local_rank == 0:
+                torch.save(trainer.network.state_dict(), out.with_suffix(".pth"))
             result = step(batch)
             losses.append(float(result["loss"]))
             return result  # type: ignore[no-any-return]
@@ -179,6 +181,21 @@ def train_by_command(name: str, trainer: str, out: Path, part: str) -> None:
     command = use_small_trainers(out, part == "begin")
     with suppress(Killed):
         command.run_training(name, "3d_fullres", 1, trainer, PLANS[name], continue_training=part == "continue")
+
+
+def train_on(root: Path, name: str, model: Path, out: Path) -> None:
+    """Trains an epoch on fold 2 from what was handed back, by -pretrained_weights and the plans that came with it."""
+    from nnunetv2.experiment_planning import plan_and_preprocess_api as api
+
+    plans = json.loads((model / "plans.json").read_text())["plans_name"]
+    (root / "nnUNet_preprocessed" / name / f"{plans}.json").write_text((model / "plans.json").read_text())
+    os.environ |= {"nnUNet_n_proc_DA": "1"}  # as preprocessing needs it
+    api.preprocess([int(name[7:10])], plans, ["3d_fullres"], [1])
+    trainer, _, _ = model.name.partition("__")
+    command = use_small_trainers(out, True)
+    with suppress(Killed):
+        weights = str(model / "fold_0" / "checkpoint_final.pth")
+        command.run_training(name, "3d_fullres", 2, trainer, plans, pretrained_weights=weights)
 
 
 def begin_by_num_gpus(rank: int, name: str, trainer: str, out: Path) -> None:
@@ -291,6 +308,7 @@ def find_best(root: Path, name: str, trainers: Sequence[str], out: Path) -> None
 
 def act(root: Path, what: str, *words: str) -> None:
     """Does one of: ours PROGRAM ARGUMENTS; train NAME; losses NAME TRAINER OUT PART; num_gpus NAME TRAINER OUT;
+    on NAME MODEL OUT;
     predict MODEL IMAGES OUT SUMS; ensemble A B OUT; postprocessing PREDICTIONS TRUTH PLANS DATASET;
     best NAME TRAINERS OUT; fingerprints OUT.
     """
@@ -301,6 +319,8 @@ def act(root: Path, what: str, *words: str) -> None:
         train_by_command(words[0], words[1], Path(words[2]), words[3])
     elif what == "num_gpus":
         start_num_gpus(words[0], words[1], Path(words[2]))
+    elif what == "on":
+        train_on(root, words[0], Path(words[1]), Path(words[2]))
     elif what == "ours":
         from seqpar.data.preparation import recipe_survey
 

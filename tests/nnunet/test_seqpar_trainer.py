@@ -24,9 +24,9 @@ class Net(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.fine, self.down = nn.Conv3d(1, 4, 3, padding=1), nn.Conv3d(4, 6, 3, stride=2, padding=1)
-        self.norm, self.up = nn.InstanceNorm3d(6, affine=True), nn.ConvTranspose3d(6, 4, 2, stride=2)
-        self.heads = nn.ModuleList([nn.Conv3d(4, 2, 1), nn.Conv3d(6, 2, 1)])
+        self.fine, self.down = nn.Conv3d(1, 12, 3, padding=1), nn.Conv3d(12, 6, 3, stride=2, padding=1)
+        self.norm, self.up = nn.InstanceNorm3d(6, affine=True), nn.ConvTranspose3d(6, 12, 2, stride=2)
+        self.heads = nn.ModuleList([nn.Conv3d(12, 2, 1), nn.Conv3d(6, 2, 1)])
         self.decoder = nn.Identity()
         self.decoder.deep_supervision = True
 
@@ -108,18 +108,26 @@ def trainer_class(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def trained(mesh: Mesh | None, kind: Any) -> dict[str, Any]:
-    """Returns the losses of three steps and a validation, and what was saved."""
+    """Returns the losses of three steps and a validation, what was saved, and the bytes held for backward."""
     trainer = kind({}, "3d_fullres", 0, {}, torch.device("cpu"))
     trainer.initialize()
     training, validation = trainer.get_dataloaders()
-    losses = [trainer.train_step(next(training))["loss"] for _ in range(3)]
+    held = dict[int, int]()
+
+    def hold(saved: Tensor) -> Tensor:
+        held[saved.untyped_storage().data_ptr()] = saved.untyped_storage().nbytes()
+        return saved
+
+    with torch.autograd.graph.saved_tensors_hooks(hold, lambda saved: saved):
+        losses = [trainer.train_step(next(training))["loss"]]
+    losses += [trainer.train_step(next(training))["loss"] for _ in range(2)]
     with torch.no_grad():
         losses.append(trainer.validation_step(next(validation))["loss"])
     trainer.set_deep_supervision_enabled(False)
     trainer.perform_actual_validation()
     trainer.save_checkpoint("")
     assert type(trainer) is kind and not trainer.is_ddp
-    return {"losses": losses, "flips": trainer.flips, **trainer.saved}
+    return {"losses": losses, "flips": trainer.flips, "held": sum(held.values()), **trainer.saved}
 
 
 @pytest.mark.parametrize("world", [1, 2])
@@ -133,6 +141,7 @@ def test_ranks_that_share_each_tile_train_as_one_process(trainer_class: Any, wor
         )
         for name, tensor in alone["network_weights"].items():
             assert (run["network_weights"][name] - tensor).abs().max() < 1e-5, name
+        assert 0 < run["held"] <= (0.65 if world > 1 else 1) * alone["held"]
         assert run["share"] == (rank if world > 1 else None, Net), "each rank validates other cases, alone"
 
 

@@ -37,6 +37,7 @@ CHANGES = [  # spacings before and after, and the shape: all at once, slices apa
     ((1, 1, 1), (1.3, 0.8, 1.1), (8, 14, 11)), ((4, 1, 1), (1.1, 1.2, 0.8), (30, 9, 14)),
     ((1, 1, 1), (1, 1, 4.0), (9, 10, 3)), ((1, 4, 4), (1, 2, 2), (9, 20, 20)),
 ]  # fmt: skip
+TRAINERS = {"stem": "nnUNet_PrimusV2S_Trainer"}
 PARTS = {PLAIN: ("begin", "continue"), REGIONS: ("whole",)}
 NETWORKS = {PLAIN: ("nnunet-plain", "24 24 16", "1,1,2"), REGIONS: ("nnunet-resenc", "24 24 24", "source")}
 
@@ -73,12 +74,17 @@ def refuse_different(ours: Path, theirs: Path) -> None:
         assert np.count_nonzero(got != want) <= want.size / 10_000, name
 
 
+def back(root: Path, run: str) -> Path:
+    """Returns the folder in which a run is handed back, whose name says trainer and plans."""
+    return root / f"{TRAINERS.get(run, 'nnUNetTrainer')}__{run}Plans__3d_fullres"
+
+
 @pytest.fixture(scope="module")
 def answers(trained) -> dict[str, tuple[Path, Path]]:
     """The label maps of runs by seqpar and, from what it hands back, by nnU-Net.
 
-    "follow" has the weights of nnU-Net's training, "own" was trained here, "stem" too, on two ranks, and "half" is
-    nnU-Net's training with half-precision sums.
+    "follow" has the weights of nnU-Net's training, "own" was trained here, "stem" too, on two ranks. "back" is what was
+    handed back of that, "again" has its weights, and "half" is nnU-Net's training with half-precision sums.
     """
     root, name, results = trained
     images = root / "images"
@@ -89,21 +95,30 @@ def answers(trained) -> dict[str, tuple[Path, Path]]:
     learns = f"--network {network} --tile {tile} --spacing {spacing} --features 6 --lr 0.03 --iterations 12"
     follows = f"--weights {results}/fold_0/checkpoint_final.pth --lr 1e-30 --iterations 1"
     runs = {"follow": follows, "own": learns} | ({"stem": PRIMUS} if name == PLAIN else {})
-    lines, theirs = list[list[object]](), list[list[object]]()
-    for run, flags in runs.items():
+    lines, theirs, same = list[list[object]](), list[list[object]](), {run: run for run in (*runs, "half")}
+
+    def train(run: str, flags: str) -> list[object]:
         data = ["--data", root / "nnUNet_raw" / name, "--cache", root / "cache", "--out", root / run]
-        lines.append([*TRAIN.split(), *data, *flags.split()])
+        return [*TRAIN.split(), *data, *flags.split()]
+
+    lines = [train(run, flags) for run, flags in runs.items()]
     if name == PLAIN:
         acts(root, lines.pop(), ranks=2)
-    lines += [["ours", "export", root / run, root / f"back-{run}"] for run in runs]
-    for run in (*runs, "half"):
+    lines += [["ours", "export", root / run, back(root, run)] for run in runs]
+    if name == PLAIN:
+        same |= {"again": "stem", "back": "stem"}
+        weights = back(root, "stem") / "fold_0" / "checkpoint_final.pth"
+        lines.append(train("again", f"--weights {weights} --lr 1e-30 --iterations 1 --val-overlap 0"))
+    for run in same:
         model, sums = (results, ["-f", 0, "--sums", "half"]) if run == "half" else (root / run, [])
+        model = back(root, "stem") if run == "back" else model
         lines.append(["ours", "predict", model, "-i", images, "-o", root / f"ours-{run}", "--device", "cpu", *sums])
-        model = results if run == "half" else root / f"back-{run}"
+    for run in (*runs, "half"):
+        model = results if run == "half" else back(root, run)
         theirs.append(["predict", model, images, root / f"theirs-{run}", "half" if run == "half" else "float"])
     acts(root, *lines)
     acts(root, *theirs)
-    return {run: (root / f"ours-{run}", root / f"theirs-{run}") for run in (*runs, "half")}
+    return {run: (root / f"ours-{run}", root / f"theirs-{their}") for run, their in same.items()}
 
 
 def test_nnunet_predicts_from_what_is_handed_back_as_seqpar_does(answers) -> None:
@@ -119,6 +134,19 @@ def test_unchanged_weights_validate_as_nnunet_did(trained, answers) -> None:
     want, got = (json.loads((folder / "validation" / "summary.json").read_text()) for folder in folders)
     theirs = [mean["Dice"] for mean in want["mean"].values()]
     assert sorted(mean["Dice"] for mean in got["mean"].values()) == pytest.approx(sorted(theirs), abs=1e-3)
+
+
+def test_nnunet_trains_on_from_what_is_handed_back(trained, answers) -> None:
+    root, name, _ = trained
+    runs = answers.keys() - {"half", "again", "back"}
+    acts(root, *(["on", name, back(root, run), root / f"on-{run}.json"] for run in runs))
+    for run in runs:
+        want = load_torch(back(root, run) / "fold_0" / "checkpoint_final.pth")["network_weights"]
+        begun = load_torch(root / f"on-{run}.pth")
+        kept = [key for key in begun if ".seg_layers." not in key]  # these nnU-Net begins afresh
+        assert len(kept) > 20 and all(torch.equal(begun[key], want[key]) for key in kept), run
+        losses = json.loads((root / f"on-{run}.json").read_text())["losses"]
+        assert len(losses) == 5 and np.isfinite(losses).all(), run
 
 
 @pytest.mark.parametrize("separate", [None, False])
@@ -181,7 +209,7 @@ def test_primus_computes_here_what_its_package_computes(version, worlds) -> None
     want.square().sum().backward()
     state, gradients = net.state_dict(), {name: p.grad for name, p in net.named_parameters()}
     for world in worlds:
-        for far in run_ranks(world, on_ranks, state, image, want.detach(), gradients):
+        for far in run_ranks(world, on_ranks, state, image, want.detach(), gradients, timeout=600):
             assert far.keys() == gradients.keys() | {"logits"}
             assert max(far.values()) <= 1e-12, max(far, key=lambda name: far[name])
     back = export_primus(load_primus(state, sides, num_heads=4))

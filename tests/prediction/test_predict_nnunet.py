@@ -19,7 +19,9 @@ from seqpar.prediction.sliding_window import join_rows, sliding_window
 from seqpar.prediction.window_grid import Sliding
 from seqpar.runs.nnunet_run import open_run
 from seqpar.scores.postprocessing import keep_largest
-from tests.support import nnunet_prediction
+from seqpar.weights import nnssl
+from seqpar.weights.nnunet_weights import load_nnunet
+from tests.support import nnunet_prediction, references
 from tests.support.folders import image_array, save
 from tests.support.nnunet_networks import DATASET, Reference, configuration, plans_of, reference, write_results
 from tests.support.predictions import act, make_run, on_ranks, voxels
@@ -94,6 +96,31 @@ def test_what_nnunet_predicted_of_its_own_comes_out_on_two_ranks(tmp_path: Path)
     got, want = (nibabel.load(folder / "case_0.nii.gz") for folder in (tmp_path / "out", GOLDEN / "expected"))
     assert np.count_nonzero(np.asarray(got.dataobj) != np.asarray(want.dataobj)) <= 5
     assert np.allclose(got.affine, want.affine, atol=1e-3) and got.get_data_dtype() == want.get_data_dtype()
+
+
+@pytest.mark.started
+def test_a_primus_that_nnunet_trained_predicts_as_it_does_on_one_rank_and_two(tmp_path: Path, monkeypatch) -> None:
+    """Its plans name a U-Net, which its trainer does not build."""
+    monkeypatch.setitem(nnssl.SIZES, "PrimusXS", (72, 2, 4))
+    state = references.draw(references.primus_shapes(2, 3, 8, (1, 2, 2), 72, 2, [32, 16]), dtype=torch.float32)
+    own = {**own_of("PlainConvUNet"), "patch_size": [8, 16, 16]}
+    plans, model = plans_of(own, transpose_forward=[1, 0, 2]), tmp_path / "model"
+    trained = {"trainer_name": "nnUNet_Primus_M_Trainer", "inference_allowed_mirroring_axes": MIRROR}
+    write_results(model, [reference("PlainConvUNet")], plans, network_weights=state, **trained)
+    paths = case(tmp_path / "images", 0, (17, 14, 12), np.diag([-1.0, 0.8, 4.2, 1.0]))
+    want = nnunet_prediction.labels([lambda x: references.primus(state, x, 4)], paths, plans, own, MIRROR)
+    assert act(tmp_path, model, "--trainer-unknown", "refuse") == 0
+    line = [str(model), "-i", str(tmp_path / "images"), "-o", str(tmp_path / "two")]
+    run_ranks(2, on_ranks, *line, seqpar=2)
+    for folder in ("out", "two"):
+        assert np.count_nonzero(voxels(tmp_path / folder / "c0.nii.gz") != want) <= 1, folder
+    assert len(np.unique(want)) > 1
+    alone, shared = (open_run(model).window_bytes(size) for size in (1, 2))
+    assert sum(tensor.nbytes for tensor in state.values()) / 2 < shared < alone  # both hold the weights
+    with pytest.raises(ValueError, match="holds a Primus: load its checkpoints by load_primus"):
+        load_nnunet(model)
+    with pytest.raises(ValueError, match="positions for windows of 8x16x16, and none beyond"):
+        act(tmp_path, model, "--window", "whole", out="none")
 
 
 def test_folds_flips_windows_and_weights_act(place: Path) -> None:

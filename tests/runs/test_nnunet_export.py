@@ -65,6 +65,12 @@ def test_plans_data_set_and_checkpoint_are_plain_and_in_nnunets_axes(tmp_path: P
 REFUSED: dict[str, tuple[Config, Recipe, dict[str, Any], str]] = {
     "a fixed crop": (NET, replace(CT, crop_to=(9, 9, 9)), {}, "cuts volumes to 9 9 9 voxels"),
     "gaps": (NET, replace(CT, values=(0, 1, 4)), {}, r"labels of the values \[0, 1, 4\]"),
+    "a sigmoid for each label": (
+        replace(NET, targets="regions"),
+        CT,
+        {"regions": {"all": [1], "core": [2]}},
+        "learns all, core by a sigmoid each",
+    ),
     "another network": (Config(tile=(8, 8, 8), patch=4, embed_dim=12, depth=1, heads=2), CT, {}, "has the network vit"),
 }
 

@@ -15,6 +15,7 @@ from seqpar.training.run_request import read_request
 from seqpar.weights import nnssl
 from seqpar.weights.pretrained import load_pretrained
 from tests.support import references
+from tests.support.nnunet_networks import configuration, plans_of
 
 FLAGS = """
     --preset debug --tile 16 8 24 --patch 8 --embed-dim 72 --depth 2 --heads 4 --mlp swiglu
@@ -22,7 +23,7 @@ FLAGS = """
     --attention-norm --positions learned+rope --layer-scale 0.1 --decoder primus --no-output-bias
 """
 PRIMUS = {"c": 1, "k": 3, "patch": 8, "grid": (3, 1, 2), "e": 72, "depth": 2, "widths": [32, 16]}
-PLANS = {"configurations": {"3d_fullres": {"patch_size": [24, 8, 16]}}}
+PLANS = plans_of({**configuration("PlainConvUNet"), "patch_size": [24, 8, 16]})
 
 
 def write_own(path: Path, config: Config) -> None:

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from seqpar.cli import plan, prepare
+from seqpar.cli import export, plan, prepare
 from seqpar.cluster.devices import DEVICES, GB
 from seqpar.data.formats.recognise import read_dataset
 from seqpar.data.geometry import to_canonical
@@ -29,8 +29,10 @@ from seqpar.report.images import FoundImage, grey_images
 from seqpar.settings.data_settings import prepare_settings
 from seqpar.settings.presets import PRESETS
 from seqpar.training.run_request import read_request
+from seqpar.weights import nnssl
 from seqpar.weights.nnunet_weights import load_nnunet
-from seqpar.weights.weight_files import read_weights
+from seqpar.weights.weight_files import load_torch, read_weights
+from tests.support import references
 from tests.support.configs import trainer_of
 from tests.support.folders import nnunet
 from tests.support.nnunet_networks import KINDS, configuration, plans_of, reference, write_results
@@ -96,6 +98,34 @@ def test_weights_by_a_trainer_of_another_name_are_taken_with_a_line_or_refused(p
     assert "by nnUNetTrainerOfMine, which is not one of its own" in (tmp_path / "run" / "train.log").read_text()
     with pytest.raises(ValueError, match="nnUNetTrainerOfMine.*--trainer-unknown is refuse"):
         read_request(flags_of(place, *weights, "--trainer-unknown", "refuse"), read_launcher({}))
+
+
+def test_a_primus_that_nnunet_trained_brings_its_network_and_how_its_plans_prepare(
+    place, tmp_path, monkeypatch
+) -> None:
+    """And goes back as it came, by plans that transpose."""
+    monkeypatch.setitem(nnssl.SIZES, "PrimusXS", (72, 2, 4))
+    state = references.draw(references.primus_shapes(2, 2, 8, (1, 2, 3), 72, 2, [24, 8]), dtype=torch.float32)
+    own = {**configuration("PlainConvUNet"), "patch_size": [8, 16, 24], "spacing": [1.9, 1.2, 1.1]}
+    plans = plans_of(own, transpose_forward=[1, 0, 2], dataset_name="Dataset001_Tiny")
+    file, run = tmp_path / "checkpoint_final.pth", tmp_path / "run"
+    arguments = {"plans": plans, "configuration": "3d_fullres", "dataset_json": {}, "fold": 2}
+    torch.save({"network_weights": state, "trainer_name": "nnUNet_Primus_M_Trainer", "init_args": arguments,
+                "inference_allowed_mirroring_axes": (0, 2)}, file)  # fmt: skip
+    said = trained(1, flags_of(place, "--weights", str(file), "--lr", "1e-30", "--iterations", "1"), run).said()
+    config = json.loads((run / "config.json").read_text())["config"]
+    assert [config[name] for name in ("network", "decoder", "embed_dim", "heads")] == ["vit", "primus", 72, 4]
+    assert (config["tile"], config["spacing"], config["batch"]) == ([24, 8, 16], "1.1,1.9,1.2", 2)
+    assert (config["val_mirror"], config["fold"]) == ("WD", "2") and "as nnU-Net's plan says: in the file's" in said
+    assert export.act([str(run), str(tmp_path / "back")]) == 0
+    back = load_torch(tmp_path / "back" / "fold_2" / "checkpoint_final.pth")
+    assert back["trainer_name"] == "nnUNet_PrimusXS_Trainer" and back["inference_allowed_mirroring_axes"] == (0, 2)
+    assert back["init_args"]["plans"]["transpose_forward"] == [1, 0, 2]
+    assert back["init_args"]["plans"]["configurations"]["3d_fullres"]["patch_size"] == [8, 16, 24]
+    for name in state.keys() - {"mask_token"}:
+        assert torch.allclose(back["network_weights"][name], state[name], atol=1e-6), name
+    line = flags_of(place, "--weights", str(file), "--prepare", "own", "--dry-run")
+    assert prepare_settings(read_request(line, read_launcher({})).config).plan is None
 
 
 def features(net, image: Tensor) -> Tensor:

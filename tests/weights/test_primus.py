@@ -264,6 +264,22 @@ def test_positions_of_a_primus_that_nnunet_trained_are_resized_from_its_plans_pa
     load_pretrained(build_network(fitting, 2, 3, Group("seq")).double(), fitting)
 
 
+@pytest.mark.parametrize("forward", [(0, 1, 2), (1, 0, 2), (2, 0, 1), (1, 2, 0)])
+@pytest.mark.parametrize("kind", ["patch", *STEMS])
+def test_axes_that_nnunets_plans_transpose_are_those_of_files_again(kind: str, forward: tuple[int, ...]) -> None:
+    state = stemmed(kind) if kind in STEMS else references.draw(references.primus_shapes(**PRIMUS))  # type: ignore[arg-type]
+    checkpoint = {"network_weights": state, "init_args": {"plans": {"transpose_forward": list(forward)}}}
+    x, order = image(*PRIMUS_TILE), [2 + forward.index(2 - axis) for axis in range(3)]
+    in_file = x.permute(0, 1, *order)
+    net = load_primus(checkpoint, tuple(in_file.shape[2:]), num_heads=4, reverse_axes=True)
+    want = references.primus(state, x, 4).permute(0, 1, *order)
+    assert (out(net, in_file) - want).abs().max() < 1e-12
+    back = export_primus(net, True, forward)
+    assert all(torch.equal(back[name], tensor) for name, tensor in state.items() if name != "mask_token")
+    with pytest.raises(ValueError, match=r"transpose_forward \(1, 0, 2\).* reverse_axes=True"):
+        export_primus(net, transpose_forward=(1, 0, 2))
+
+
 @pytest.mark.parametrize("patch", [(8, 8, 8), (4, 8, 8)])
 def test_a_primus_of_reversed_axes_is_the_same_function_of_images_in_their_files_axes(patch: tuple[int, ...]) -> None:
     sizes = {**PRIMUS, "patch": patch}
