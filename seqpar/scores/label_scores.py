@@ -257,6 +257,24 @@ def without_nan(values: Iterable[float]) -> list[float]:
     return [value for value in values if not math.isnan(value)]
 
 
+HARDLY = 0.3  # of a Dice: most of what is below is wrong
+
+
+def what_is_hardly_learned(dice: float, cases: int) -> str:
+    """Returns what a low Dice means; "" of one that is not, and of none; ``cases``: how many it is a mean over."""
+    if math.isnan(dice) or dice >= HARDLY:
+        return ""
+    return "the network has hardly learned this class" if cases > 1 else "the prediction hardly overlaps the truth"
+
+
+def hardly_learned_lines(summary: Mapping[str, Any]) -> list[str]:
+    """Returns a line on each class of a summary that has a low Dice."""
+    count = summary["num_cases"]
+    told = {name: (row["Dice"], what_is_hardly_learned(row["Dice"], count)) for name, row in summary["mean"].items()}
+    kind = "mean Dice" if count > 1 else "Dice"
+    return [f"{name}: {kind} {rounded(dice, 4)}: {what}" for name, (dice, what) in told.items() if what]
+
+
 def why_no_dice(row: Mapping[str, float]) -> str:
     """Returns why a class has no Dice in a case; "" if it has one."""
     if not math.isnan(row.get("Dice", math.nan)):

@@ -90,6 +90,21 @@ def test_scores_in_large_numbers_have_interval_and_number_of_cases(html: str, pa
     assert "in the validation after step" in journal.text and "n ≤ 2" in journal.text
 
 
+def test_a_low_dice_has_a_caution_next_to_it(copied: Path) -> None:
+    path, caution = copied / "validation" / "summary.json", "the network has hardly learned this class"
+    content, key = json.loads(path.read_text()), "1"  # NCR
+
+    def tile() -> str:
+        written(copied)
+        (found,) = re.findall(r'<div data-class="NCR">.*?</div>', (copied / "report.html").read_text())
+        return found
+
+    for dice, is_low in ((0.3, False), (0.2999, True), (math.nan, False)):
+        content["mean"][key]["Dice"] = dice
+        path.write_text(json.dumps(content))
+        assert (caution in tile()) == is_low, dice
+
+
 def test_volumes_and_lesions_are_those_of_the_files(html: str, page: Page, finished: Path) -> None:
     ml: dict[str, list[tuple[float, float]]] = {"ED": [], "WT": []}
     for case in NAMES:

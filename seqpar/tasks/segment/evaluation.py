@@ -43,6 +43,7 @@ from seqpar.scores.label_scores import (
     class_mask,
     format_dice,
     format_table,
+    hardly_learned_lines,
     summarise,
     words_of,
 )
@@ -139,7 +140,10 @@ class LabelMapEvaluation(CaseEvaluation):
             else {"": cases}
         )
         summaries = {which: summarise([scores for _, scores in own]) for which, own in each.items()}
-        tables = {which: format_table(one, self.labels.classes) for which, one in summaries.items()}
+        tables = {
+            which: "\n".join([format_table(one, self.labels.classes), *hardly_learned_lines(one)])
+            for which, one in summaries.items()
+        }
         text = f"\n{lead_with_new(told, tables, format_table(summary, self.labels.classes), len(cases))}"
         which, shown = next(iter(each.items()))
         mean = summaries[which]["foreground_mean"]

@@ -57,7 +57,7 @@ from seqpar.scores.comparison import FEW as FEW_CASES
 from seqpar.scores.comparison import TOO_FEW, interval_of_mean
 from seqpar.scores.label_classes import Labels
 from seqpar.scores.label_files import MAX_NAMED, dataset_at, match_cases, missing_line
-from seqpar.scores.label_scores import why_no_dice, without_nan
+from seqpar.scores.label_scores import what_is_hardly_learned, why_no_dice, without_nan
 from seqpar.tasks.case_evaluation import CHOSE, NEW, NONE_SEEN, Seen, seen_table
 from seqpar.tasks.segment.evaluation import ABOUT_CALIBRATION, calibrate, calibration_diagram, trained_on
 from seqpar.tasks.segment.label_map_folder import DICOM_SEG, SavedProbabilities
@@ -102,6 +102,8 @@ def segment_page(options: argparse.Namespace, record: RunRecord) -> FinishedPage
     tiles, note = headline(record, scored) if not alone and which in ("", NEW, CHOSE) else ([], "")
     step = scored.step if scored else 0
     tiles = tiles_of_steps(tiles, step, row_of_best(record), "dice")
+    count = len(scored.cases if scored else record.dataset["held_out"])
+    tiles = [tile._replace(caution=what_is_hardly_learned(tile.score.value, count)) for tile in tiles]
     colours = record.class_colours(scored.classes if scored else ())
     tables: dict[str, object] = {"metrics": last_validation(record), "sizes": None, "intensities": None, "series": None}
     tables["readers"] = None
