@@ -40,7 +40,7 @@ from seqpar.report.rendering import _environment
 from seqpar.runs.run_folder import predict_command
 from seqpar.runs.sweep_folder import Point, Sweep
 from seqpar.sweeps.results import _figure_of_sweep
-from seqpar.tasks.classify.validation import ClassValidation
+from seqpar.tasks.case_validation import when_validated
 from seqpar.tasks.pretrain.validation import RebuiltTile, figure_of_tiles
 from tests.support.configs import config_of, trainer_of
 from tests.support.folders import label_array, nnunet, save
@@ -334,13 +334,24 @@ def test_the_picture_of_a_validation_says_if_an_earlier_one_was_better(tmp_path:
     (tmp_path / "metrics.jsonl").write_text("\n".join(json.dumps(row(n, n / 1000)) for n in (1, 300, 900)) + "\n")
     journal: Any = SimpleNamespace(path=tmp_path / "metrics.jsonl", steps_done=700)
     cases = [{"truth": name, "probabilities": [0.4, 0.6]} for name in ("a", "b")]
+    summary = {"names": ["a", "b"], "metric_per_case": cases, "confusion": [[0, 1], [0, 1]]}
+    labels = np.ones((8, 8, 8), np.uint8)
+    picture = PicturedCase("a", 1.0 * labels, labels, labels, (1.0,) * 3, own_slices(labels.shape))
+    tile = RebuiltTile("a", 1.0 * labels, 1.0 * labels, labels > 0, (1.0,) * 3, own_slices(labels.shape)[2])
     for score in (0.2, 0.4):
-        summary = {"names": ["a", "b"], "metric_per_case": cases, "confusion": [[0, 1], [0, 1]]}
-        ClassValidation._draw(journal, summary, row(700, score))
-    worse, better = (figure.get_suptitle() for figure in figures)
-    assert worse.endswith("\n2 held-out cases, after step 700, not with the weights that predict uses (step 300)")
-    assert better.endswith("\n2 held-out cases, after step 700"), "a later row is of a run that was resumed before it"
-    assert figures[0]._suptitle.get_window_extent().x1 <= figures[0].bbox.width
+        when = when_validated(journal, row(700, score))
+        pictures.draw_scores(tmp_path / "validation.png", summary, when)
+        pictures.draw_cases(tmp_path / "validation.png", [picture], ["b"], 1, when, False)
+        figures.append(figure_of_tiles([tile], False, tmp_path, when))
+    after = "fter step 700, not with the weights that predict uses (step 300)", "fter step 700, the best so far"
+    for told, own in zip(after, (figures[:3], figures[3:])):  # a later row is of a run that was resumed before it
+        scores, drawn, rebuilt = (figure.get_suptitle().split("\n") for figure in own)
+        assert scores[-1] == f"2 held-out cases, a{told}" and drawn[1] == f"A{told}."
+        assert f"A{told}: hidden patches" in " ".join(rebuilt)
+    assert all(figure._suptitle.get_window_extent().x1 <= figure.bbox.width for figure in figures)
+    journal.path.unlink()
+    assert when_validated(journal, row(700, 0.2)) == f"a{after[1]}", "the first one"
+    assert when_validated(journal, row(700, math.nan)) == "after step 700", "no case has a class"
 
 
 def test_a_ct_keeps_soft_tissue_though_the_network_takes_it_clipped(tmp_path: Path) -> None:
