@@ -238,12 +238,20 @@ def main_settings(record: RunRecord) -> dict[str, str]:
 
 
 def all_settings(record: RunRecord) -> dict[str, str]:
-    """Returns every setting, with versions and the command."""
+    """Returns every setting, with versions and the commands."""
     versions = record.content.get("versions", {})
     every = {"preset": record.content.get("preset"), "commit": record.content.get("commit")}
     every |= {f"version of {name}": version for name, version in versions.items()}  # seqpar is a setting too
-    every |= {"command": " ".join(map(str, record.content.get("command", ()))), **record.config}
+    every |= {**commands_of(record), **record.config}
     return {str(name): format_setting(value) for name, value in every.items()}
+
+
+def commands_of(record: RunRecord) -> dict[str, str]:
+    """Returns the command that began a run, and those that resumed it, each with the step from which it did."""
+    history = record.content.get("history") or [{"command": record.content.get("command", ())}]  # of an older run
+    first, *others = (" ".join(map(str, start.get("command", ()))) for start in history)
+    resumed = [f"{line} (from step {start.get('step', 0):,})" for line, start in zip(others, history[1:])]
+    return {"command": first} | ({"resumed with": "; ".join(resumed)} if resumed else {})
 
 
 def parameters(layout: Mapping[str, Any]) -> str:

@@ -42,6 +42,24 @@ def test_version_and_number_of_ranks_are_both_there(html: str) -> None:
     assert setting(html, "seqpar") == [str(debug().seqpar)]
 
 
+def test_a_resumed_run_shows_the_command_that_began_it_and_those_that_resumed_it(copied: Path) -> None:
+    path = copied / "config.json"
+    content = json.loads(path.read_text())
+    lines = [["train", "--preset", "debug"], ["train", "--resume"], ["train", "--resume", "--epochs", "9"]]
+
+    def shown(**more: object) -> list[list[str]]:
+        path.write_text(json.dumps({**content, "command": lines[-1], **more}))
+        written(copied)
+        html = (copied / "report.html").read_text()
+        return [setting(html, name) for name in ("command", "resumed with")]
+
+    starts = [{"step": 40 * n, "command": line} for n, line in enumerate(lines)]
+    later = "train --resume (from step 40); train --resume --epochs 9 (from step 80)"
+    assert shown(history=starts) == [["train --preset debug"], [later]]
+    assert shown(history=starts[:1]) == [["train --preset debug"], []]
+    assert shown() == [["train --resume --epochs 9"], []], "an older run knows its last one alone"
+
+
 def test_time_machine_and_size_are_there(html: str, copied: Path) -> None:
     seconds = 2 * debug().steps + 65
     assert setting(html, "training time")[0].startswith(f"{seconds // 60}:{seconds % 60:02d}: {debug().steps} steps")
