@@ -56,20 +56,30 @@ CENTRELINE_WORDS = (
     ("CentrelineRecall", "share of the true centre line that is predicted; false branches cost nothing"),
 )
 READER_WORDS = (
-    ("truth", "what most readers say of a voxel, the smallest label of equally many"),
     ("ReaderDice", "mean of the Dice with each reader"),
     ("InterReaderDice", "mean Dice of each two readers"),
     ("DisputedMl", "volume in ml that some readers give to the class, and others do not"),
 )
 
 
-def words_of(lesion_wise: bool, centreline: bool, readers: bool, dashes: bool) -> list[str]:
+def describe_consensus(readers: int) -> str:
+    """Returns the label that a truth with doubt has in each voxel, in words; ``readers``: none of probabilities."""
+    if not readers:
+        return "the most probable label of a voxel"
+    if readers == 2:
+        return "the label that both readers gave a voxel; if they differ, the smaller one, mostly the background"
+    return f"the label that most of the {readers} readers gave a voxel; of equally many, the smallest"
+
+
+def words_of(lesion_wise: bool, centreline: bool, dashes: bool, readers: int | None = None) -> list[str]:
     """Returns what the columns of a table mean, a line for each.
 
     - ``dashes``: whether it has cells without a number
+    - ``readers``: of the truth; 0 if it has probabilities, None without doubt
     """
-    words = [*WORDS, *LESION_WORDS * lesion_wise, *CENTRELINE_WORDS * centreline, *READER_WORDS * readers]
+    words = [*WORDS, *LESION_WORDS * lesion_wise, *CENTRELINE_WORDS * centreline, *READER_WORDS * bool(readers)]
     words += DASH_WORDS * dashes
+    words[:0] = [] if readers is None else [("truth", describe_consensus(readers))]
     width = max(len(name) for name, _ in words)
     return [f"  {name:{width}}  {text}" for name, text in words]
 

@@ -98,7 +98,7 @@ def test_several_folders_are_scored_each_and_compared(folders: tuple[Path, Path]
     line = [str(truth), str(worse), str(better), str(run_folder), "--workers", "1"]
     assert run(evaluate.act, line) == 0
     *before, header, first, second, third, verdict = capsys.readouterr().out.splitlines()
-    words = words_of(lesion_wise=False, centreline=False, readers=False, dashes=True)
+    words = words_of(lesion_wise=False, centreline=False, dashes=True)
     said = "\n".join(before)
     assert said.count("\n".join(words[:-1])) == 1 and words[-1] not in said, "what is there is explained once"
     assert words[-1].split(maxsplit=1) == ["–", "no case has such a score"]

@@ -178,8 +178,9 @@ class LabelMapEvaluation(CaseEvaluation):
         )
 
     def words(self, text: str) -> list[str]:
-        has_readers = bool(self.dataset and self.dataset.readers)
-        return words_of(self.options.lesion_wise, self.options.centreline, has_readers, "–" in text)
+        doubtful = self.dataset if self.dataset and self.dataset.soft else None
+        readers = len(doubtful.readers) if doubtful else None
+        return words_of(self.options.lesion_wise, self.options.centreline, "–" in text, readers)
 
     def find_seen(self, job: ScoringJob, record: RunRecord) -> Seen:
         return trained_on(record, {pair.case: pair.truth for pair in job.cases})

@@ -57,7 +57,7 @@ from seqpar.scores.comparison import FEW as FEW_CASES
 from seqpar.scores.comparison import TOO_FEW, interval_of_mean
 from seqpar.scores.label_classes import Labels
 from seqpar.scores.label_files import MAX_NAMED, dataset_at, match_cases, missing_line
-from seqpar.scores.label_scores import what_is_hardly_learned, why_no_dice, without_nan
+from seqpar.scores.label_scores import describe_consensus, what_is_hardly_learned, why_no_dice, without_nan
 from seqpar.tasks.case_evaluation import CHOSE, NEW, NONE_SEEN, Seen, seen_table
 from seqpar.tasks.segment.evaluation import ABOUT_CALIBRATION, calibrate, calibration_diagram, trained_on
 from seqpar.tasks.segment.label_map_folder import DICOM_SEG, SavedProbabilities
@@ -236,8 +236,7 @@ def _readers(scored: CaseScores) -> tuple[Table, Table] | None:
     heads = [TableHead("Class"), TableHead("Mean Dice", pairs), TableHead("Mean Dice of the prediction with", names)]
     heads.append(TableHead("Mean disputed, ml"))
     note = (
-        f"The consensus of {quantity(len(names), 'reader')} is the label that most of them gave to a voxel; of labels "
-        "given equally often, the smallest. How well two readers agree tells what to expect of a prediction and a "
+        f"The consensus is {describe_consensus(len(names))}. How well two readers agree tells what to expect of a prediction and a "
         "reader. Disputed is the volume that some readers give to the class, and others do not."
         f"{SHARED_CASES * differ}"
     )
@@ -364,4 +363,13 @@ def headline(record: RunRecord, scored: CaseScores | None) -> tuple[list[Headlin
         note += f" in the validation after step {last['step']:,}"
         scores = last.get("dice", {}).items()
         tiles = [HeadlineTile(name, Score(number(value), 3), f"n ≤ {last.get('cases', '–')}") for name, value in scores]
-    return tiles, f"{note}."
+    return tiles, f"{note}.{_compared_with(record, scored)}"
+
+
+def _compared_with(record: RunRecord, scored: CaseScores | None) -> str:
+    """Returns what a Dice compares with, if the truth has doubt: several readers, or probabilities; else ""."""
+    doubts = [case.doubt.consensus for case in scored.cases if case.doubt] if scored else []
+    readers = record.dataset.get("readers", ())
+    if not scored and (readers or record.dataset.get("soft_labels")):
+        doubts = [describe_consensus(len(readers))]
+    return f" It compares with {doubts[0]}." if doubts else ""
