@@ -16,6 +16,8 @@ from seqpar.report.planes import (
     KEPT_HU,
     LINES,
     PLANES,
+    SHADE,
+    SHADED,
     FileSlices,
     bar_length,
     counted,
@@ -112,6 +114,7 @@ def figure_of_cases(
     from matplotlib.patches import Patch
 
     keys: list[Any] = [Line2D([], [], color=colour, label=name, ls=style) for name, style, colour in marks]
+    keys.append(Patch(color="#555555", alpha=2 * SHADE, label=SHADED))
     if any(case.disputed is not None for case in cases):
         keys.append(Patch(color=DISPUTED, alpha=0.55, label="readers disagree"))
     figure.legend(handles=keys, loc="outside lower center", ncols=len(keys), fontsize=9)
@@ -138,6 +141,8 @@ def _draw_plane(
     if case.disputed is not None:  # below the lines
         area = plane_of(case.disputed, dim, at, neurological)
         panel.imshow(area, cmap=ListedColormap([DISPUTED]), alpha=0.55 * area, aspect=up / across)
+    for labels in (truth, prediction):
+        panel.imshow(_shade(labels, num_classes), aspect=up / across)
     ranks = ranks_of(case.truth, case.prediction)
     ranks[num_classes + 1 :] = 0  # what is ignored has no line, and takes none from its neighbours
     for labels, style in ((truth, "solid"), (prediction, "dashed")):
@@ -149,6 +154,15 @@ def _draw_plane(
                 panel.add_collection(drawn, autolim=False)
     panel.set_xticks([])
     panel.set_yticks([])
+
+
+def _shade(labels: NDArray[Any], num_classes: int) -> NDArray[Any]:
+    """Returns the colours of labels in a plane, all but transparent, ``y x 4``; what is ignored has none."""
+    from matplotlib.colors import to_rgb
+
+    colours = np.array([to_rgb(colour) for colour in COLOURS])[(labels.astype(int) - 1) % len(COLOURS)]
+    opacity = SHADE * ((labels > 0) & (labels <= num_classes))
+    return np.concatenate([colours, opacity[..., None]], -1)
 
 
 def _outline(panel: Any, plane: NDArray[Any], colour: str, width: float) -> None:

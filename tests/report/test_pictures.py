@@ -33,7 +33,17 @@ from seqpar.report.embedded_volumes import (
 )
 from seqpar.report.images import Images, same_cases
 from seqpar.report.pictures import PicturedCase, figure_of_cases
-from seqpar.report.planes import COLOURS, DISPUTED, LINES, bar_length, fullest_planes, plane_of, ranks_of
+from seqpar.report.planes import (
+    COLOURS,
+    DISPUTED,
+    LINES,
+    SHADE,
+    SHADED,
+    bar_length,
+    fullest_planes,
+    plane_of,
+    ranks_of,
+)
 from seqpar.report.plots import Strips, draw_chart, make_strips
 from seqpar.report.record import RunRecord
 from seqpar.report.rendering import _environment
@@ -192,6 +202,26 @@ def test_a_picture_names_its_run_and_says_that_phantoms_are_generated(tmp_path, 
     assert plots.title_of("n" * 190, generated, "more").count("\n") == 3, "a long name is seen whole"
 
 
+def test_the_inside_of_a_ring_is_shaded_and_its_hole_is_not() -> None:
+    """Two lines alone are a ring, or a disc within a disc."""
+    ring, inner = np.zeros((16, 16, 16), np.uint8), np.zeros((16, 16, 16), np.uint8)
+    ring[3:13, 3:13, 3:13], ring[6:10, 6:10, 6:10], inner[6:10, 6:10, 6:10] = 1, 0, 1
+    ring[0, 0, 0] = 2  # ignored
+    case = PicturedCase("a", np.ones(ring.shape), ring, inner, (1.0,) * 3, own_slices(ring.shape))
+    figure = figure_of_cases([case], ["tumour"], 1, False, Path())
+    for panel, dim in zip(figure.axes, range(3)):
+        for labels, shade in zip((ring, inner), panel.images[1:]):
+            plane = plane_of(labels, dim, fullest_planes(ring)[dim], False) == 1
+            assert plane.any() and np.array_equal(np.asarray(shade.get_array())[..., 3], SHADE * plane)
+    shown = ShownCase("a", {}, ring % 2, inner, (1.0,) * 3, own_slices(ring.shape))
+    drawn = draw_plane(shown, "axial", 2, 8, False).outlines
+    assert [kind for kind, _, _ in drawn] == ["inside", "inside", "truth", "prediction"], "lines are above"
+    assert [path for _, _, path in drawn[:2]] == [outline(plane_of(one, 2, 8, False) == 1) for one in (ring, inner)]
+    assert drawn[0][2].count("M") == 2 and drawn[1][2].count("M") == 1, "a hole is a way of its own, the other way round"
+    css = resources.files("seqpar.report").joinpath("template/page.css").read_text()
+    assert f"path.inside {{ fill-opacity: {SHADE:g}".replace("0.", ".") in css
+
+
 def test_a_picture_shows_where_readers_disagree_and_is_read_on_bone() -> None:
     labels, bone = np.zeros((8, 8, 8), np.uint8), np.ones((8, 8, 8))
     labels[2:6, 2:6, 2:6] = 1
@@ -200,11 +230,11 @@ def test_a_picture_shows_where_readers_disagree_and_is_read_on_bone() -> None:
     known = bone, labels, labels, (1.0,) * 3, own_slices(labels.shape)
     alone, doubted = PicturedCase("a", *known), PicturedCase("b", *known, disputed=disputed)
     figure = figure_of_cases([alone, doubted], ["core"], 2, False, Path())
-    assert [text.get_text() for text in figure.legends[0].texts] == ["truth", "prediction", "core", "readers disagree"]
-    areas = [list(panel.images[1:]) for panel in figure.axes]
+    assert [text.get_text() for text in figure.legends[0].texts] == ["truth", "prediction", "core", SHADED, "readers disagree"]
+    areas = [list(panel.images[1:-2]) for panel in figure.axes]  # below what is inside the lines
     assert [len(area) for area in areas] == [0, 0, 0, 1, 1, 1], "above the image of the case with readers alone"
     assert to_hex(areas[4][0].cmap(1.0)) == DISPUTED and areas[4][0].get_alpha().any()
-    assert not figure_of_cases([alone], ["core"], 1, False, Path()).legends[0].texts[3:]
+    assert not figure_of_cases([alone], ["core"], 1, False, Path()).legends[0].texts[4:]
     assert all(text.get_path_effects() for panel in figure.axes for text in panel.texts), "white letters have an edge"
     css = resources.files("seqpar.report").joinpath("template/page.css").read_text()
     assert css.count(DISPUTED) == 2 and css.count("disputed") == 2, "the page shows it in the same colour"

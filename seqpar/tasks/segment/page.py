@@ -236,8 +236,8 @@ def _readers(scored: CaseScores) -> tuple[Table, Table] | None:
     heads = [TableHead("Class"), TableHead("Mean Dice", pairs), TableHead("Mean Dice of the prediction with", names)]
     heads.append(TableHead("Mean disputed, ml"))
     note = (
-        f"The consensus is {describe_consensus(len(names))}. How well two readers agree tells what to expect of a prediction and a "
-        "reader. Disputed is the volume that some readers give to the class, and others do not."
+        f"The consensus is {describe_consensus(len(names))}. How well two readers agree tells what to expect of a "
+        "prediction and a reader. Disputed is the volume that some readers give to the class, and others do not."
         f"{SHARED_CASES * differ}"
     )
     shown = {"ReaderDice": 3, "InterReaderDice": 3, DISPUTED: 2}
