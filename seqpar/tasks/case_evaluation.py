@@ -6,7 +6,7 @@ import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -129,6 +129,7 @@ class ScoringJob:
     - ``missing``: cases of the truth without a prediction
     - ``note``: a line on files that are not written
     - ``seen``: which cases are not new to the runs behind it
+    - ``known``: the same next to other predictions, where the validation of a run counts as well
     """
 
     name: str
@@ -138,12 +139,14 @@ class ScoringJob:
     missing: Sequence[str] = ()
     note: str = ""
     seen: Seen = NONE_SEEN
+    known: Seen = NONE_SEEN
 
 
 @dataclass(frozen=True)
 class ScoredPrediction:
     """The scores of a prediction.
 
+    - ``names``: of its cases
     - ``cases``: what the comparison needs of each
     - ``text``: what is printed
     - ``line``: one line that sums up
@@ -151,6 +154,7 @@ class ScoredPrediction:
     """
 
     name: str
+    names: Sequence[str]
     cases: Any
     text: str
     line: str
@@ -183,6 +187,10 @@ class CaseEvaluation(ABC):
     @abstractmethod
     def find_seen(self, job: ScoringJob, record: RunRecord) -> Seen:
         """Returns which scored cases a run was trained on, or chose its weights by."""
+
+    @abstractmethod
+    def of(self, cases: Any, names: Sequence[str]) -> Any:
+        """Returns what the comparison needs of some cases alone."""
 
     @abstractmethod
     def compare(self, scored: Sequence[ScoredPrediction]) -> str:
@@ -221,14 +229,35 @@ class CaseEvaluation(ABC):
             for fault in job.faults:
                 print(f"error: {fault}", file=sys.stderr, flush=True)
             print(line + (f"; faults {len(job.faults)}" if job.faults else ""), flush=True)
+        first, told, every = self._first_of(jobs, scored) if scored else ([], "", False)
         if len(scored) > 1:
-            print(f"\n{self.compare(scored)}", flush=True)
+            lines = [told] * bool(told) + [self.compare(first)]
+            lines += [f"\nall cases together, new or not:\n{self.compare(scored)}"] * every
+            print("\n" + "\n".join(lines), flush=True)
         if self.options.find_best is not None and scored:
-            print(f"\n{self.find_best(scored)}", flush=True)
+            lines = [told] * (bool(told) and len(scored) == 1) + [self.find_best(first)]
+            print("\n" + "\n".join(lines), flush=True)
         if len(jobs) == len(scored) == 1:
             for text in self._next_lines():
                 print(text, flush=True)
         return DATA if any(job.faults for job in jobs) else 0
+
+    def _first_of(
+        self, jobs: Sequence[ScoringJob], scored: Sequence[ScoredPrediction]
+    ) -> tuple[Sequence[ScoredPrediction], str, bool]:
+        """Returns predictions with the cases that lead their comparison, a sentence on which, and if there are others.
+
+        They are new to all runs behind the predictions, if any are.
+        """
+        names = [set(one.names) for one in scored]
+        cases = sorted(set.intersection(*names) or set.union(*names))
+        groups, told = Seen.by_any([job.known for job in jobs]).apart(cases)
+        led = next(iter(groups.values()))
+        first = [replace(one, names=own, cases=self.of(one.cases, own)) for one in scored
+                 if (own := [name for name in one.names if name in led])]  # fmt: skip
+        if not told or len(first) < len(scored):  # folds, of which some have no such case
+            return scored, "", False
+        return first, told.replace(NEW, "new to all runs") if len(scored) > 1 else told, len(groups) > 1
 
     def _cautions(self, job: ScoringJob) -> list[str]:
         """Returns what a report on the same scores says: of phantoms, or "", and of cases that the runs have seen.
@@ -244,10 +273,10 @@ class CaseEvaluation(ABC):
                 records.append(record)
                 if is_run:
                     lines += chosen_on_them(record)
-                else:
-                    found.append(self.find_seen(job, record))
+                found.append(self.find_seen(job, record))
         if found:
-            job.seen = Seen.by_any(found)
+            job.known = Seen.by_any(found)
+            job.seen = NONE_SEEN if is_run else job.known
             lines += job.seen.sentences
         if others := predicted_otherwise(prediction):
             lines.append(mixed_line(prediction, others))

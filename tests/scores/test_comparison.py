@@ -14,6 +14,7 @@ from seqpar.cli import evaluate
 from seqpar.cluster.exit_codes import DATA, run
 from seqpar.scores.comparison import Scored, compare
 from seqpar.scores.label_scores import words_of
+from seqpar.tasks.case_evaluation import CaseEvaluation, ScoringJob, Seen
 from tests.support.label_folders import random_labels, save
 
 
@@ -162,3 +163,40 @@ def test_five_folds_in_a_folder_are_compared_as_their_runs(folders: tuple[Path, 
         (five / f"fold{fold}" / "status.json").write_text('{"state": "running"}')
     with pytest.raises(ValueError, match="five is to hold five folds, and fold0, fold1, fold2 have finished"):
         evaluate.act(line)
+
+
+def test_several_predictions_are_compared_on_cases_that_are_new_to_all(
+    folders: tuple[Path, Path], capsys, monkeypatch
+) -> None:
+    """By the others, seen by one of them, the worse would win."""
+    truth, first = folders
+    second, seen = first.with_name("second"), {"predicted": Seen(["case_1"], [], 3), "second": Seen([], [], 3, ["case_2"])}
+    right = [random_labels(case) for case in range(3)]
+    for folder, wrong in ((first, (0,)), (second, (1, 2))):
+        for case, labels in enumerate(right):
+            save(folder / f"case_{case}.nii.gz", np.roll(labels, 2, 0) if case in wrong else labels)
+
+    def cautions(self: CaseEvaluation, job: ScoringJob) -> list[str]:
+        job.seen = job.known = seen[Path(job.name).name]
+        return [""]
+
+    line = [*map(str, (truth, first, second)), "--workers", "1", "--find-best"]
+    assert run(evaluate.act, line) == 0
+    assert f"over 3 cases (too few to tell): {first}" in capsys.readouterr().out
+    monkeypatch.setattr(CaseEvaluation, "_cautions", cautions)
+    assert run(evaluate.act, line) == 0
+    said = capsys.readouterr().out
+    told = (
+        "The scores are of the 1 case new to all runs. Of the other 2, 1 was used to choose the weights, and 1 was seen"
+    )
+    best = "highest mean Dice over {} (other seeds may differ): {},"
+    places = [told, best.format("1 case", second), "all cases together, new or not:", best.format("3 cases", first)]
+    places.append(f"highest mean Dice of 2 over 1 case (too few to tell): {second}\n")
+    assert [said.count(place) for place in places] == [1] * 5
+    assert sorted(places, key=said.index) == places, "the new ones lead"
+    assert (second / "postprocessing.json").is_file()
+    everything = Seen(["case_0", "case_1", "case_2"], [], 3)
+    seen.update(predicted=everything, second=everything)
+    assert run(evaluate.act, line) == 0
+    said = capsys.readouterr().out
+    assert "No new case: all 3 were seen in training." in said and "all cases together" not in said

@@ -88,6 +88,7 @@ class ClassEvaluation(CaseEvaluation):
             }
         return ScoredPrediction(
             job.name,
+            [case["case"] for case in content["metric_per_case"]],
             job.cases,
             lead_with_new(told, texts, _text_of(content), content["cases"]),
             f"{quantity(first['cases'], 'case')}{f' {which}' * bool(which)}: "
@@ -104,6 +105,9 @@ class ClassEvaluation(CaseEvaluation):
 
     def find_seen(self, job: ScoringJob, record: RunRecord) -> Seen:
         return trained_on(record, self.options.truth, [case for case in job.cases.cases if case in self.truth])
+
+    def of(self, cases: ClassTable, names: Sequence[str]) -> ClassTable:
+        return cases.of(names)
 
     def compare(self, scored: Sequence[ScoredPrediction]) -> str:
         """Returns which table is best, or the scores of all cases if the tables have none in common, as folds do."""
