@@ -170,7 +170,8 @@ def test_several_predictions_are_compared_on_cases_that_are_new_to_all(
 ) -> None:
     """By the others, seen by one of them, the worse would win."""
     truth, first = folders
-    second, seen = first.with_name("second"), {"predicted": Seen(["case_1"], [], 3), "second": Seen([], [], 3, ["case_2"])}
+    second = first.with_name("second")
+    seen = {"predicted": Seen(["case_1"], [], 3), "second": Seen([], [], 3, ["case_2"])}
     right = [random_labels(case) for case in range(3)]
     for folder, wrong in ((first, (0,)), (second, (1, 2))):
         for case, labels in enumerate(right):
