@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 from seqpar.data.errors import DataError
 from seqpar.data.files import read_whole
+from seqpar.data.formats.splits import patients_on_both_sides
 from seqpar.data.phantom.phantom_files import describe_layout, is_generated
 from seqpar.models.build import family_of
 from seqpar.report.curves import WORDS_OF_LOSSES, training_diagrams
@@ -118,7 +119,10 @@ def render_run(
         run=verdict(record),
         gaps=[*record.gaps, *gaps],
         faults=faults,
-        cautions=[*cautions, *filter(None, [weak_start(record), what_is_unlearned(record)])],
+        cautions=[
+            *cautions,
+            *filter(None, [patients_on_both_sides(record.dataset), weak_start(record), what_is_unlearned(record)]),
+        ],
         main_settings=main,
         all_settings=every,
         training=draw_charts(

@@ -10,6 +10,7 @@ from typing import NamedTuple, TypeVar
 
 from seqpar.data.errors import DataError
 from seqpar.data.files import read_whole
+from seqpar.data.formats.splits import patients_on_both_sides
 from seqpar.report.curves import OF_RUNS, Diagram, Line, count_of, number, step_axis
 from seqpar.report.planes import RUN_COLOURS, colours_of
 from seqpar.report.plots import Chart, draw_charts, make_strips
@@ -28,7 +29,7 @@ from seqpar.report.rendering import render
 from seqpar.report.run_page import format_setting, verdict, weak_start, what_is_unlearned
 from seqpar.report.tables import ABSENT_RULE, Score, Table, TableHead, TableRow, absent_of, mean_over
 from seqpar.runs.metrics_tail import ERRORS, SCORES, score_of, task_of_row, with_other_weights
-from seqpar.scores.comparison import FEW, describe_interval, interval_of_mean, values_of_cases
+from seqpar.scores.comparison import FEW, about_scans, describe_interval, interval_of_mean, values_of_cases
 from seqpar.settings.config import SETTINGS, Config
 from seqpar.settings.loss_settings import LossSettings
 from seqpar.settings.rules import setting_applies
@@ -110,7 +111,7 @@ def page_of_several(records: Sequence[RunRecord], compare: Mapping[str, Compare]
         runs={name: verdict(record) for name, record in named.items()},
         generated=sentence_on_phantoms(named),
         gaps=gaps,
-        cautions=cautions_about(records) + chosen_on_them(*records) + cautions_about_each(named),
+        cautions=cautions_about(records) + chosen_on_them(*records) + _scans(records) + cautions_about_each(named),
         uncompared=""
         if any(one.cases for one in comparisons)
         else f"Fewer than two runs{of_one} have scores of cases.",
@@ -168,9 +169,20 @@ ABOUT_PHANTOMS = "Scores on phantoms say nothing about real images."
 
 def cautions_about_each(records: Mapping[str, RunRecord]) -> list[str]:
     """Returns a sentence for each run that may have learned nothing, or whose scores say less than they seem to."""
-    tests = (weak_start, what_is_unlearned, _other_weights)
+    tests = (_divided, weak_start, what_is_unlearned, _other_weights)
     pairs = ((name, own(record)) for name, record in records.items() for own in tests)
     return [f"{name}: {sentence[0].lower()}{sentence[1:]}" for name, sentence in pairs if sentence]
+
+
+def _divided(record: RunRecord) -> str:
+    return patients_on_both_sides(record.dataset)
+
+
+def _scans(records: Sequence[RunRecord]) -> list[str]:
+    """Returns a sentence if some patients have several of the cases that the runs held out."""
+    cases = {str(case) for record in records for case in record.dataset["held_out"]}
+    subjects = {case: patient for record in records for case, patient in record.subjects.items()}
+    return [sentence] if (sentence := about_scans(cases, subjects)) else []
 
 
 def _other_weights(record: RunRecord) -> str:

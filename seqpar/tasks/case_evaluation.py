@@ -18,6 +18,7 @@ from seqpar.prediction.prediction_folder import RECORD, mixed_line, predicted_ot
 from seqpar.report.record import RunRecord, above_scores, chosen_on_them, read_record
 from seqpar.report.tables import Score, Table, TableHead, TableRow
 from seqpar.runs.run_folder import holds_run, tested_cases
+from seqpar.scores.comparison import about_scans
 from seqpar.scores.label_files import MAX_NAMED, missing_line
 from seqpar.scores.summary_files import write_output, writing_alone
 from seqpar.terminal import next_command
@@ -171,6 +172,7 @@ class CaseEvaluation(ABC):
     def __init__(self, options: argparse.Namespace) -> None:
         self.options = options
         self.only = tested_cases(options.test_of) if options.test_of else None
+        self.subjects: Mapping[str, str] = {}  # the patient of each case, if a table names it
 
     @abstractmethod
     def open(self) -> list[ScoringJob]:
@@ -202,7 +204,7 @@ class CaseEvaluation(ABC):
 
     def run(self) -> int:
         """Returns the exit code: 0, or that of data if something is wrong with a case."""
-        jobs, scored, told = self.open(), list[ScoredPrediction](), set[str]()
+        jobs, scored, told, scans = self.open(), list[ScoredPrediction](), set[str](), ""
         for job in jobs:
             if len(jobs) > 1:
                 print(f"\n{job.name}:", flush=True)
@@ -215,7 +217,7 @@ class CaseEvaluation(ABC):
                 told.update(words)
                 print("\n".join([result.text, *words]), end="\n\n", flush=True)
                 scored.append(result)
-                line = result.line
+                line, scans = result.line, about_scans(result.names, self.subjects)
                 written = {path: result.contents[kind] for kind, path in job.files.items() if kind in result.contents}
                 with writing_alone(written):
                     for path, content in written.items():
@@ -224,7 +226,7 @@ class CaseEvaluation(ABC):
                             line += f"; {path}"
                         except DataError as error:
                             job.faults.append(error)
-            for text in filter(None, [job.note, missing_line(job.missing), *cautions]):
+            for text in filter(None, [job.note, missing_line(job.missing), *cautions, scans]):
                 print(text, flush=True)
             for fault in job.faults:
                 print(f"error: {fault}", file=sys.stderr, flush=True)

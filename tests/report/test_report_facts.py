@@ -20,10 +20,13 @@ from seqpar.report.embedded_volumes import ShownCase
 from seqpar.report.pictures import PicturedCase, figure_of_cases
 from seqpar.report.planes import COLOURS, RUN_COLOURS
 from seqpar.report.plots import draw_chart
-from seqpar.report.record import ScoredCase
+from seqpar.report.record import ScoredCase, read_record
+from seqpar.report.several_runs import page_of_several
 from seqpar.settings.presets import debug
+from seqpar.tasks.lookup import TASKS
 from tests.support.folders import save
 from tests.support.report_page import NAMES, Page, own_slices, written
+from tests.support.reported_run import make_run
 
 TEN = own_slices((10, 10, 10))
 
@@ -106,6 +109,22 @@ def test_scores_in_large_numbers_have_interval_and_number_of_cases(html: str, pa
     (copied / "validation" / "summary.json").unlink()
     journal = written(copied)
     assert "in the validation after step" in journal.text and "n ≤ 2" in journal.text
+
+
+def test_scans_of_one_patient_are_said_to_be_no_independent_cases(tmp_path: Path) -> None:
+    run_folder = make_run(tmp_path, ["sub-1_ses-1", "sub-1_ses-2", "sub-2"])
+    said = "3 scans of 2 patients: intervals take scans as independent, so they are too narrow."
+    leak = "Of 2 of the 3 held-out cases, the run trains on another scan of the same patient"
+    text = written(run_folder).text
+    assert said in text and leak not in text
+    path = run_folder / "config.json"
+    content = json.loads(path.read_text())
+    content["dataset"]["train"] = ["sub-1_ses-3"]
+    path.write_text(json.dumps(content))
+    assert leak in written(run_folder).text
+    other = shutil.copytree(run_folder, tmp_path / "other")
+    text = page_of_several([read_record(run_folder), read_record(other)], {"segment": TASKS["segment"].compare})[0]
+    assert said in text and text.count(leak.replace("Of 2", "of 2")) == 2
 
 
 def test_a_low_dice_has_a_caution_next_to_it(copied: Path) -> None:

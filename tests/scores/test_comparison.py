@@ -12,10 +12,10 @@ from scipy import stats
 
 from seqpar.cli import evaluate
 from seqpar.cluster.exit_codes import DATA, run
-from seqpar.scores.comparison import Scored, compare
+from seqpar.scores.comparison import Scored, about_scans, compare
 from seqpar.scores.label_scores import words_of
 from seqpar.tasks.case_evaluation import CaseEvaluation, ScoringJob, Seen
-from tests.support.label_folders import random_labels, save
+from tests.support.label_folders import evaluate_folders, random_labels, save
 
 
 def scored(name: str, **dices: float) -> Scored:
@@ -201,3 +201,14 @@ def test_several_predictions_are_compared_on_cases_that_are_new_to_all(
     assert run(evaluate.act, line) == 0
     said = capsys.readouterr().out
     assert "No new case: all 3 were seen in training." in said and "all cases together" not in said
+
+
+def test_it_is_said_how_many_patients_scans_are_of(folders: tuple[Path, Path], capsys) -> None:
+    assert about_scans(["sub-1_ses-1", "sub-1_ses-2", "sub-2"], {}).startswith("3 scans of 2 patients: intervals take")
+    assert about_scans(["a", "b", "c"], {}) == "" and about_scans(["a", "b"], {"a": "p", "b": "p", "c": "p"}) != ""
+    said = "3 scans of 2 patients: intervals take scans as independent, so they are too narrow."
+    assert evaluate_folders(folders) == 0 and said not in capsys.readouterr().out
+    for folder in folders:
+        for case, name in enumerate(("BraTS-GLI-00005-000", "BraTS-GLI-00005-001", "BraTS-GLI-00006-000")):
+            (folder / f"case_{case}.nii.gz").rename(folder / f"{name}.nii.gz")
+    assert evaluate_folders(folders) == 0 and said in capsys.readouterr().out

@@ -36,6 +36,7 @@ from seqpar.tasks.classify.scores import (
     find_table,
     of_truth,
     read_class_table,
+    read_subjects,
     read_truth,
     rescore,
     unknown_cases,
@@ -52,6 +53,7 @@ class ClassEvaluation(CaseEvaluation):
     def __init__(self, options: argparse.Namespace) -> None:
         super().__init__(options)
         self.truth = {case: name for case, name in read_truth(options.truth).items() if self._is_scored(case)}
+        self.subjects = read_subjects(options.truth)
 
     def _is_scored(self, case: str) -> bool:
         return self.only is None or case in self.only

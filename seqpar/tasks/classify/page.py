@@ -51,7 +51,7 @@ from seqpar.scores.class_scores import (
     roc_points,
     words_of_interval,
 )
-from seqpar.scores.comparison import FEW
+from seqpar.scores.comparison import FEW, about_scans
 from seqpar.scores.label_files import missing_line
 from seqpar.tasks.case_evaluation import CHOSE, NEW, NONE_SEEN, Seen, seen_table
 from seqpar.tasks.classify.evaluation import image_files, shares_of, trained_on
@@ -62,6 +62,7 @@ from seqpar.tasks.classify.scores import (
     class_summary,
     place_of_maximum,
     read_class_table,
+    read_subjects,
     read_truth,
     rescore,
     unknown_cases,
@@ -149,6 +150,10 @@ def class_page(options: argparse.Namespace, record: RunRecord) -> FinishedPage:
         cautions, step = chosen_on_them(record), step_sentence(int(summary.get("step") or 0), record)
     if summary and explained and explained.is_dir():
         cautions += filter(None, [what_maps_share(places_of_maps(summary, explained), predicted_classes(summary))])
+    if summary:
+        subjects = read_subjects(options.truth) if is_other else record.subjects
+        groups, _ = seen.apart(case["case"] for case in summary["metric_per_case"])
+        cautions += filter(None, [about_scans(next(iter(groups.values())), subjects)])
     scores = _scores(summary, options.positive, step, seen) if summary else None
     if scores and summary and not is_other:
         tiles = tiles_of_steps(scores.tiles, int(summary.get("step") or 0), row_of_best(record), "scores")

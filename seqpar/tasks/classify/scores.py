@@ -183,6 +183,16 @@ def read_truth(path: Path) -> dict[str, str]:
     return {case: classes.names[number] for case, number in classes.numbers.items()}
 
 
+def read_subjects(path: Path) -> dict[str, str]:
+    """Returns the subject of each case by name, as far as what ``read_truth`` reads names it."""
+    table = path / dataset.TABLE if path.is_dir() else path
+    if table.suffix == ".csv" and table.is_file():
+        rows = read_rows(table, ("case", "class")).values()
+        return {row["case"]: row["subject"] for row in rows if row.get("subject")}
+    classes = read_class_dataset(path).volume_classes
+    return dict(classes.subjects) if classes else {}
+
+
 def unknown_cases(table: ClassTable, classes: Mapping[str, str], path: Path) -> list[DataError]:
     """Returns an error for each case of a table that has no true class.
 

@@ -54,7 +54,7 @@ from seqpar.report.tables import (
 )
 from seqpar.runs.metrics_tail import with_other_weights
 from seqpar.scores.comparison import FEW as FEW_CASES
-from seqpar.scores.comparison import TOO_FEW, interval_of_mean
+from seqpar.scores.comparison import TOO_FEW, about_scans, interval_of_mean
 from seqpar.scores.label_classes import Labels
 from seqpar.scores.label_files import MAX_NAMED, dataset_at, match_cases, missing_line
 from seqpar.scores.label_scores import describe_consensus, what_is_hardly_learned, why_no_dice, without_nan
@@ -126,7 +126,7 @@ def segment_page(options: argparse.Namespace, record: RunRecord) -> FinishedPage
     if scored and not alone:
         missing = filter(None, [missing_line(scored.missing)])
         cautions = [*missing, *seen.sentences] if options.truth is not None else chosen_on_them(record)
-        cautions += filter(None, [too_much(scored)])
+        cautions += filter(None, [about_scans([case.name for case in scored.cases], {}), too_much(scored)])
     if every:
         voxels = spacings_of({case.name: case.prediction for case in every.cases})
         coarse = coarse_voxels(every, max(map(max, voxels.values()), default=0.0))
