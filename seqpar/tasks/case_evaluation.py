@@ -231,13 +231,13 @@ class CaseEvaluation(ABC):
             for fault in job.faults:
                 print(f"error: {fault}", file=sys.stderr, flush=True)
             print(line + (f"; faults {len(job.faults)}" if job.faults else ""), flush=True)
-        first, told, every = self._first_of(jobs, scored) if scored else ([], "", False)
+        first, which, every = self._first_of(jobs, scored) if scored else ([], "", False)
         if len(scored) > 1:
-            lines = [told] * bool(told) + [self.compare(first)]
+            lines = [which] * bool(which) + [self.compare(first)]
             lines += [f"\nall cases together, new or not:\n{self.compare(scored)}"] * every
             print("\n" + "\n".join(lines), flush=True)
         if self.options.find_best is not None and scored:
-            lines = [told] * (bool(told) and len(scored) == 1) + [self.find_best(first)]
+            lines = [which] * (bool(which) and len(scored) == 1) + [self.find_best(first)]
             print("\n" + "\n".join(lines), flush=True)
         if len(jobs) == len(scored) == 1:
             for text in self._next_lines():

@@ -212,7 +212,7 @@ def make_trainer(
         print("\n".join(_lesson_lines(request, number, resizing)), flush=True)
         changed = data_that_changed(data_before.get("digests", {}), data_now["digests"])
         divided = patients_on_both_sides(data_now)
-        divided = f"warning: {divided[0].lower()}{divided[1:]}" if divided else ""
+        divided = f"warning: {divided}" if divided else ""
         for warning in filter(None, (changed, cases_that_changed_sides(data_before, data_now), divided)):
             print(warning, flush=True)
         here = Circumstances(declares_regions=bool(data.dataset.regions), learns_regions=bool(data.regions))

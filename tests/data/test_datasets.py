@@ -9,8 +9,9 @@ import pytest
 
 from seqpar.cli.prepare import act
 from seqpar.data.errors import DataError
+from seqpar.data.formats import splits
 from seqpar.data.formats.recognise import find_inputs, is_part_of_dataset, read_dataset
-from seqpar.data.formats.splits import folds, patients_of, patients_on_both_sides, split, tested_ids
+from seqpar.data.formats.splits import folds, patients_of, patients_on_both_sides, split
 from seqpar.data.preparation.preparation import prepare_case
 from seqpar.data.preparation.recipe import PrepareSettings, draft_recipe
 from seqpar.settings.config import Config
@@ -310,7 +311,7 @@ def test_scans_of_a_patient_stay_on_one_side_of_each_split(tmp_path):
     assert all(train and held_out and not divided(train, held_out) for train, held_out in every)
     assert sorted(case for _, held_out in every[:5] for case in held_out) == ids
     assert all(list(part) == sorted(part) for parts in every for part in parts)
-    tests = tested_ids(dataset, "60:20:20")
+    tests = splits.tested_ids(dataset, "60:20:20")
     assert sorted([*every[-1][0], *every[-1][1], *tests]) == ids
     assert not divided(tests, every[-1][0]) and not divided(tests, every[-1][1])
     assert any(divided(*split(dataset, fold, by_patient=False)) for fold in range(5)), "as nnU-Net does, and old runs"
@@ -321,7 +322,7 @@ def test_scans_of_a_patient_stay_on_one_side_of_each_split(tmp_path):
     with pytest.raises(ValueError, match="5 folds need at least 5 patients, and there are 4"):
         split(few, 0)
     two = {"train": ids[:1], "held_out": ids[1:3]}
-    assert patients_on_both_sides(two).startswith("Of 1 of the 2 held-out cases, the run trains on another scan of the")
+    assert patients_on_both_sides(two).startswith("1 of 2 held-out cases is another scan of a patient whom the run")
     told = {"subjects": {ids[1]: "a", ids[2]: "b"}}
     assert not patients_on_both_sides({**two, "volume_classes": told}), "a table knows better"
     assert not patients_on_both_sides({"train": ids, "held_out": ids})

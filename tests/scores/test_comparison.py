@@ -200,7 +200,7 @@ def test_several_predictions_are_compared_on_cases_that_are_new_to_all(
     seen.update(predicted=everything, second=everything)
     assert run(evaluate.act, line) == 0
     said = capsys.readouterr().out
-    assert "No new case: all 3 were seen in training." in said and "all cases together" not in said
+    assert "No new case: all 3 were seen in training." in said and "together, new or not" not in said
 
 
 def test_it_is_said_how_many_patients_scans_are_of(folders: tuple[Path, Path], capsys) -> None:

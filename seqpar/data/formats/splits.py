@@ -7,7 +7,7 @@ with each class on both sides.
 import os
 import re
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -65,10 +65,9 @@ def patients_on_both_sides(described: Mapping[str, Any]) -> str:
     divided = [case for case in held_out - train if patients[case] in trained]
     if not divided:
         return ""
-    return (
-        f"Of {len(divided)} of the {quantity(len(held_out), 'held-out case')}, the run trains on another scan of the same "
-        "patient: its scores in validation are too good."
-    )
+    which = "is another scan of a patient" if len(divided) == 1 else "are other scans of patients"
+    of = f"{len(divided)} of {quantity(len(held_out), 'held-out case')} {which}"
+    return f"{of} whom the run was trained on: scores in validation are too good."
 
 
 def _rows(ids: Sequence[str], by_patient: bool) -> list[list[str]]:

@@ -141,7 +141,8 @@ class ClassPrediction(CasePrediction):
     def other_files(self) -> list[str]:
         lines = [f"maps of the evidence, with pictures: {self.folder.folder / EXPLANATIONS}"] if self.way else []
         given = {case: self.run.outputs[int(row.argmax())] for case, row in self.folder.rows.items()}
-        lines += [f"warning: {shared}"] * bool(shared := what_maps_share(self.places, given))
+        if shared := what_maps_share(self.places, given):
+            lines.append(f"warning: {shared}")
         for run in (member.run for member in self.members):
             with suppress(DataError):  # its scores may be gone
                 caution = read_caution(run.path) if is_archive(run.path) else may_be_chance(read_record(run.path))

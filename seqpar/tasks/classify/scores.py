@@ -244,11 +244,11 @@ def what_maps_share(places: Mapping[str, Place], classes: Mapping[str, str]) -> 
     own = near[int(near.sum(1).argmax())]
     given = np.array([classes[case] for case in places])
     names = [str(name) for name in np.unique(given)]
-    shared = [name for name in names if 2 * int(own[given == name].sum()) > int((given == name).sum())]
+    shared = [name for name in names if 2 * int(own[given == name].sum()) >= int((given == name).sum())]
     if 2 * int(own.sum()) <= len(own) or len(shared) < min(2, len(names)):  # a place of one class is its own
         return ""
-    text = f"In {own.sum()} of {len(own)} cases the maximum of the map is at the same place, to within {NEAR:.0%} of the "
-    text += "image's extent"
+    text = f"In {own.sum()} of {len(own)} cases the maximum of the map is at the same place, to within {NEAR:.0%} of "
+    text += "the image's extent"
     if len(names) > 1:
         return f"{text}, whichever class was predicted: the maps show a habit of the network, not the single case."
     return f"{text}. All were predicted as {names[0]}: it may be a habit of the network, and not tell about the case."

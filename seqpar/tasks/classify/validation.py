@@ -4,6 +4,7 @@ Legend: n cases, k classes.
 """
 
 import math
+
 import torch
 from torch import Tensor
 

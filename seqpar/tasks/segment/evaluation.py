@@ -420,7 +420,7 @@ def format_calibration(tenths: Mapping[str, Floats], classes: Collection[str], w
     """Returns the calibration errors as a table in lines; ``which``: what is known of the cases."""
     width = max(len(name) for name in (*classes, "class"))
     lines = [f"calibration over the voxels of {f'the cases {which}' if which else 'all cases'}"]
-    lines.append("(ECE: expected calibration error; from 0.1, and in the last two columns: without voxels of a lower one)")
+    lines.append("(ECE: expected calibration error; from 0.1 and in the last two columns: without voxels below 0.1)")
     lines.append(f"{'class':{width}}  {'ECE':>6}  {'from 0.1':>8}  {'mean probability':>16}  {'share there':>11}")
     for name, own in tenths.items():
         count, given, right = own[1:].sum(0)

@@ -368,8 +368,9 @@ def headline(record: RunRecord, scored: CaseScores | None) -> tuple[list[Headlin
 
 def _compared_with(record: RunRecord, scored: CaseScores | None) -> str:
     """Returns what a Dice compares with, if the truth has doubt: several readers, or probabilities; else ""."""
-    doubts = [case.doubt.consensus for case in scored.cases if case.doubt] if scored else []
-    readers = record.dataset.get("readers", ())
-    if not scored and (readers or record.dataset.get("soft_labels")):
-        doubts = [describe_consensus(len(readers))]
-    return f" It compares with {doubts[0]}." if doubts else ""
+    if scored:
+        told = next((case.doubt.consensus for case in scored.cases if case.doubt), "")
+    else:
+        readers = record.dataset.get("readers", ())
+        told = describe_consensus(len(readers)) if readers or record.dataset.get("soft_labels") else ""
+    return f" It compares with {told}." if told else ""
