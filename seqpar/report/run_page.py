@@ -104,7 +104,10 @@ def render_run(
     except DAMAGE as error:
         raise lacking(record.path, error) from None
     what = "volumes and scores" if alone else "errors" if record.network_settings.task in ERRORS else "scores"
-    own = record.config.get("loss", "dice-ce")
+    own, told = record.config.get("loss", "dice-ce"), [weak_start(record), what_is_unlearned(record)]
+    told = list(filter(None, [patients_on_both_sides(record.dataset), *told]))
+    if averaged:
+        told = [f"Of {name} alone: {sentence[0].lower()}{sentence[1:]}" for sentence in told]
     return render(
         "page.html",
         folder,
@@ -119,10 +122,7 @@ def render_run(
         run=verdict(record),
         gaps=[*record.gaps, *gaps],
         faults=faults,
-        cautions=[
-            *cautions,
-            *filter(None, [patients_on_both_sides(record.dataset), weak_start(record), what_is_unlearned(record)]),
-        ],
+        cautions=[*cautions, *told],
         main_settings=main,
         all_settings=every,
         training=draw_charts(

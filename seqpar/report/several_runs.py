@@ -124,9 +124,7 @@ def page_of_several(records: Sequence[RunRecord], compare: Mapping[str, Compare]
 
 def cautions_about(records: Sequence[RunRecord]) -> list[str]:
     """Returns a sentence if curves of the runs cannot be compared, as they are of different data or tasks."""
-    tasks = {record.network_settings.task for record in records}
-    data = {json.dumps([record.dataset.get(part) for part in SAME_DATA]) for record in records}
-    if len(tasks) > 1 or len(data) > 1 or _differ_in_files(records):
+    if _differ_in_data(records):
         text = "These runs were trained on different data or tasks; their curves cannot be compared."
         return [f"{text} Cases with the same name may be different cases."]
     sentences = list[str]()
@@ -136,6 +134,13 @@ def cautions_about(records: Sequence[RunRecord]) -> list[str]:
     if len({tuple(sorted(map(str, record.dataset["held_out"]))) for record in records}) > 1:
         sentences.append("These runs held out different cases; their curves on held-out cases cannot be compared.")
     return sentences
+
+
+def _differ_in_data(records: Sequence[RunRecord]) -> bool:
+    """Returns whether runs were trained on different data or tasks."""
+    tasks = {record.network_settings.task for record in records}
+    data = {json.dumps([record.dataset.get(part) for part in SAME_DATA]) for record in records}
+    return len(tasks) > 1 or len(data) > 1 or _differ_in_files(records)
 
 
 def _losses_that_differ(records: Sequence[RunRecord]) -> list[str]:
@@ -246,9 +251,11 @@ def curves_over_each_other(records: Mapping[str, RunRecord]) -> list[Chart]:
         values = [score_of(row) for row in record.held_out]
         scores.setdefault(record.network_settings.task, []).append(Line(name, at, [values], dots=True, style=n))
     validations = [row for record in records.values() for row in record.held_out]
+    runs = list(records.values())
+    of_loss = ", not comparable" * bool(_differ_in_data(runs) or _losses_that_differ(runs))
     every: list[tuple[str, list[Line], float | None]] = [
-        ("Loss in training", losses, None),
-        (f"Loss on held-out cases{count_of(validations, '=')}", held_out, None),
+        (f"Loss in training{of_loss}", losses, None),
+        (f"Loss on held-out cases{count_of(validations, '=')}{of_loss}", held_out, None),
     ]
     for task, lines in scores.items():  # a chart each, for what one task is scored by is nothing to another
         own = [row for row in validations if task_of_row(row) == task]

@@ -323,6 +323,19 @@ def find_seen(
     return Seen(seen, namesakes, len(scored), chose if has_chosen else [])
 
 
+def seen_by_runs(record: RunRecord, prediction: Path | None, find: Callable[[RunRecord], Seen]) -> Seen:
+    """Returns which cases a run, or another one behind the same prediction, has seen.
+
+    - ``find``: returns which a run has seen
+    """
+    found = [find(record)]
+    for run in _runs_behind(prediction) if prediction else ():
+        if holds_run(run) and run.resolve() != record.path.resolve():
+            with suppress(DataError, ValueError, OSError):  # its folder may be damaged: scores do not need it
+                found.append(find(read_record(run)))
+    return Seen.by_any(found)
+
+
 def lead_with_new(told: str, tables: Mapping[str, str], every: str, count: int) -> str:
     """Returns the scores of the first of ``tables``, one for each group of cases, and below it those of all cases.
 

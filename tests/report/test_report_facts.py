@@ -21,6 +21,7 @@ from seqpar.report.pictures import PicturedCase, figure_of_cases
 from seqpar.report.planes import COLOURS, RUN_COLOURS
 from seqpar.report.plots import draw_chart
 from seqpar.report.record import ScoredCase, read_record
+from seqpar.report.rendering import _environment
 from seqpar.report.several_runs import page_of_several
 from seqpar.settings.presets import debug
 from seqpar.tasks.lookup import TASKS
@@ -313,6 +314,16 @@ def test_a_case_without_the_class_says_so_and_what_was_predicted() -> None:
     both = ShownCase("a", {}, prediction, truth, (1.0, 1.0, 1.0), TEN)
     assert planes_note(case, both, ["liver", "tumour"]) == "planes with most of the tumour in the truth"
     assert planes_of(both, False)[0].slice == "3 / 10"
+
+
+def test_a_map_of_doubt_hides_no_image_until_it_is_asked_for() -> None:
+    """A classifier's map is what its viewer is for."""
+    ball = np.ones((10, 10, 10), np.uint8)
+    case = ShownCase("a", {"T1": ball}, ball, ball, (1.0,) * 3, TEN, heat=ball, heat_name="entropy")
+    template = _environment(None).from_string('{% from "cases.html" import viewer %}{{ viewer(cases) }}')
+    for labels, opacity in ((["tumour"], 0), ([], 65)):
+        section = viewer_section([(case, case.embedded(10**6))], labels, False)
+        assert f'id="heat" min="0" max="100" value="{opacity}"' in template.render(cases=section)
 
 
 def test_a_page_of_ct_says_which_values_it_keeps() -> None:

@@ -53,7 +53,7 @@ from seqpar.scores.class_scores import (
 )
 from seqpar.scores.comparison import FEW, about_scans
 from seqpar.scores.label_files import missing_line
-from seqpar.tasks.case_evaluation import CHOSE, NEW, NONE_SEEN, Seen, seen_table
+from seqpar.tasks.case_evaluation import CHOSE, NEW, NONE_SEEN, Seen, seen_by_runs, seen_table
 from seqpar.tasks.classify.evaluation import image_files, shares_of, trained_on
 from seqpar.tasks.classify.scores import (
     EXPLANATIONS,
@@ -144,7 +144,7 @@ def class_page(options: argparse.Namespace, record: RunRecord) -> FinishedPage:
     faults, cautions = summary["faults"] if summary and is_other else (), list[str]()
     seen, step, unused = NONE_SEEN, "", ""
     if summary and is_other:
-        seen, told = _cautions(record, summary, options.truth)
+        seen, told = _cautions(record, summary, options.truth, options.prediction)
         cautions += told
     elif summary:
         cautions, step = chosen_on_them(record), step_sentence(int(summary.get("step") or 0), record)
@@ -171,11 +171,11 @@ def class_page(options: argparse.Namespace, record: RunRecord) -> FinishedPage:
     return FinishedPage(text, "", faults, cautions)
 
 
-def _cautions(record: RunRecord, summary: Summary, truth: Path) -> tuple[Seen, list[str]]:
+def _cautions(record: RunRecord, summary: Summary, truth: Path, prediction: Path) -> tuple[Seen, list[str]]:
     """Returns which cases the run was trained on, and what a reader of the scores of other cases should know first."""
     names, images = [case["case"] for case in summary["metric_per_case"]], image_files(truth)
     voxels = spacings_of({name: images[name] for name in names if name in images})
-    seen = trained_on(record, truth, names)
+    seen = seen_by_runs(record, prediction, lambda run: trained_on(run, truth, names))
     lines = [missing_line(summary["missing"]), *seen.sentences, other_voxels(record, voxels)]
     return seen, list(filter(None, lines))
 

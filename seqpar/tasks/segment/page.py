@@ -58,7 +58,7 @@ from seqpar.scores.comparison import TOO_FEW, about_scans, interval_of_mean
 from seqpar.scores.label_classes import Labels
 from seqpar.scores.label_files import MAX_NAMED, dataset_at, match_cases, missing_line
 from seqpar.scores.label_scores import describe_consensus, what_is_hardly_learned, why_no_dice, without_nan
-from seqpar.tasks.case_evaluation import CHOSE, NEW, NONE_SEEN, Seen, seen_table
+from seqpar.tasks.case_evaluation import CHOSE, NEW, NONE_SEEN, Seen, seen_by_runs, seen_table
 from seqpar.tasks.segment.evaluation import ABOUT_CALIBRATION, calibrate, calibration_diagram, trained_on
 from seqpar.tasks.segment.label_map_folder import DICOM_SEG, SavedProbabilities
 from seqpar.text import name_images, quantity
@@ -94,7 +94,8 @@ def segment_page(options: argparse.Namespace, record: RunRecord) -> FinishedPage
         cases = case_section(record, scored, shown, is_neurological(options.neurological, record))
     every, seen, apart, of_which, which = scored, NONE_SEEN, None, "", ""
     if scored and options.truth is not None:
-        seen = trained_on(record, {case.name: case.truth for case in scored.cases})
+        truths = {case.name: case.truth for case in scored.cases}
+        seen = seen_by_runs(record, options.prediction, lambda run: trained_on(run, truths))
         scored, apart, of_which, which = _of_new(scored, seen)
     if cases:
         marked = [replace(view, caption=f"{seen.mark(view.name)}{view.caption}") for view in cases.shown]
