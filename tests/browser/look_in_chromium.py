@@ -132,7 +132,7 @@ def test_where_readers_disagree_is_a_layer_with_a_key(page: Chromium, url: str, 
     disputed = re.sub(r'"disputed": "", (.*?"truth": )("[^"]+")', r'"disputed": \2, \1\2', told)
     (tmp_path / "report.html").write_text(start + disputed + rest)
     page.open((tmp_path / "report.html").as_uri())
-    assert look(page, lines=0)["count"] > 0
+    assert look(page, lines=0, fill=0)["count"] > 0
     page.ask("Input.dispatchMouseEvent", type="mouseMoved", **middle(page, "plane-2"))
     assert "readers disagree" in page.value("document.getElementById('value').textContent")
     press(page, "r")
