@@ -263,6 +263,7 @@ class CaseSection:
     - ``volumes``: what the viewer reads; ``note``: what was left out of them
     - ``heat``: colours of a map from 0 to its maximum, over an image and alone; ``most``: what that maximum is
     - ``has_readers``: whether the cases show where readers disagree
+    - ``consensus``: the label that a truth by several readers has
     - ``order``: which cases are shown
     """
 
@@ -275,6 +276,7 @@ class CaseSection:
     most: str = "its maximum"
     has_truth: bool = True
     has_readers: bool = False
+    consensus: str = ""
     order: str = ""
 
 
@@ -290,7 +292,8 @@ def case_section(
     section = viewer_section(shown, labels, neurological, views)
     has_truth = any(case.truth is not None for case in scored.cases)
     order = order_note(len(shown), len(scored.cases), "mean Dice") if has_truth else ""
-    return replace(section, has_truth=has_truth, order=order)
+    consensus = next((case.doubt.consensus for case in scored.cases if case.doubt), "")
+    return replace(section, has_truth=has_truth, order=order, consensus=consensus)
 
 
 def order_note(shown: int, total: int, score: str) -> str:

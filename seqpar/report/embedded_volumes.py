@@ -290,7 +290,7 @@ class ShownPlane:
 
     - ``slice``: which slice of the file, of how many
     - ``across``, ``up``: sides of a pixel
-    - ``outlines``: kind (truth, prediction, or disputed for an area), colour and SVG path in pixels
+    - ``outlines``: kind (truth, prediction, or of areas disputed and inside), colour and SVG path in pixels
     - ``sides``: place and letter of what is at the left, right, top and bottom
     - ``letter``, ``bar``: height of a letter, the same in all three planes, and length of the scale bar
     """
@@ -359,10 +359,11 @@ def draw_plane(case: ShownCase, name: str, dim: int, at: int, neurological: bool
     outlines = []
     if case.disputed is not None:  # below the lines
         outlines.append(("disputed", "none", outline(plane_of(case.disputed, dim, at, neurological))))
+    parts = [(kind, labels, n) for kind, labels in (("truth", truth), ("prediction", prediction))
+             for n in np.unique(labels[labels > 0]).tolist()]  # fmt: skip
+    outlines += [("inside", COLOURS[(n - 1) % len(COLOURS)], outline(labels == n)) for _, labels, n in parts]
     outlines += [
-        (kind, COLOURS[(number - 1) % len(COLOURS)], outline(ranks[labels], int(ranks[number])))
-        for kind, labels in (("truth", truth), ("prediction", prediction))
-        for number in np.unique(labels[labels > 0]).tolist()
+        (kind, COLOURS[(n - 1) % len(COLOURS)], outline(ranks[labels], int(ranks[n]))) for kind, labels, n in parts
     ]
     letter = max(side * step for side, step in zip(case.truth.shape, case.spacing)) / 24
     far = 0.8 * letter

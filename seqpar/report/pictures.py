@@ -16,6 +16,8 @@ from seqpar.report.planes import (
     KEPT_HU,
     LINES,
     PLANES,
+    SHADE,
+    SHADED,
     FileSlices,
     bar_length,
     counted,
@@ -30,7 +32,6 @@ from seqpar.report.planes import (
     sides,
 )
 from seqpar.report.plots import escape_mathtext, make_figure, save_figure, title_of_run
-from seqpar.runs.metrics_tail import with_other_weights
 from seqpar.scores.class_scores import positive_class, roc_label, roc_points
 from seqpar.text import quantity, with_minus
 
@@ -58,18 +59,24 @@ class PicturedCase:
 
 
 def draw_cases(
-    path: Path, cases: Sequence[PicturedCase], classes: Sequence[str], held_out: int, neurological: bool
+    path: Path, cases: Sequence[PicturedCase], classes: Sequence[str], held_out: int, when: str, neurological: bool
 ) -> None:
     """Draws three planes of each case with the outlines of truth (solid) and prediction (dashed).
 
     - ``held_out``: the number of held-out cases; these are the first of them
+    - ``when``: after which step
     - ``neurological``: the patient's left is on the left of a picture, and not on the right
     """
-    save_figure(figure_of_cases(cases, classes, held_out, neurological, path.parent), path)
+    save_figure(figure_of_cases(cases, classes, held_out, neurological, path.parent, when), path)
 
 
 def figure_of_cases(
-    cases: Sequence[PicturedCase], classes: Sequence[str], held_out: int, neurological: bool, run: Path
+    cases: Sequence[PicturedCase],
+    classes: Sequence[str],
+    held_out: int,
+    neurological: bool,
+    run: Path,
+    when: str = "",
 ) -> Any:
     """Returns the figure of ``draw_cases``: a row of panels for each case; ``run``: whose they are."""
     first = f"The first {len(cases)} of " * (len(cases) < held_out)
@@ -82,6 +89,7 @@ def figure_of_cases(
         shown += with_minus(f" from {round(window[0])} HU (black) to {round(window[1])} HU (white)")
     about_lines = f" {LINES}." * (len(classes) > 1)
     lines = [
+        *[f"{when[:1].upper()}{when[1:]}."] * bool(when),
         f"{first}{quantity(held_out, 'held-out case')}{shown}, in planes with most of the truth{empty}",
         f"{orientation_text(neurological)}.{about_lines}",
         f"{counted(case.slices for case in cases)}.",
@@ -106,6 +114,7 @@ def figure_of_cases(
     from matplotlib.patches import Patch
 
     keys: list[Any] = [Line2D([], [], color=colour, label=name, ls=style) for name, style, colour in marks]
+    keys.append(Patch(color="#555555", alpha=2 * SHADE, label=SHADED))
     if any(case.disputed is not None for case in cases):
         keys.append(Patch(color=DISPUTED, alpha=0.55, label="readers disagree"))
     figure.legend(handles=keys, loc="outside lower center", ncols=len(keys), fontsize=9)
@@ -132,6 +141,8 @@ def _draw_plane(
     if case.disputed is not None:  # below the lines
         area = plane_of(case.disputed, dim, at, neurological)
         panel.imshow(area, cmap=ListedColormap([DISPUTED]), alpha=0.55 * area, aspect=up / across)
+    for labels in (truth, prediction):
+        panel.imshow(_shade(labels, num_classes), aspect=up / across)
     ranks = ranks_of(case.truth, case.prediction)
     ranks[num_classes + 1 :] = 0  # what is ignored has no line, and takes none from its neighbours
     for labels, style in ((truth, "solid"), (prediction, "dashed")):
@@ -143,6 +154,15 @@ def _draw_plane(
                 panel.add_collection(drawn, autolim=False)
     panel.set_xticks([])
     panel.set_yticks([])
+
+
+def _shade(labels: NDArray[Any], num_classes: int) -> NDArray[Any]:
+    """Returns the colours of labels in a plane, all but transparent, ``y x 4``; what is ignored has none."""
+    from matplotlib.colors import to_rgb
+
+    colours = np.array([to_rgb(colour) for colour in COLOURS])[(labels.astype(int) - 1) % len(COLOURS)]
+    opacity = SHADE * ((labels > 0) & (labels <= num_classes))
+    return np.concatenate([colours, opacity[..., None]], -1)
 
 
 def _outline(panel: Any, plane: NDArray[Any], colour: str, width: float) -> None:
@@ -176,17 +196,16 @@ STYLES = ("-", "--", "-.", ":")  # of curves, which are told apart in grey too
 WIDEST = 30  # letters of classes that stand side by side
 
 
-def draw_scores(path: Path, summary: Mapping[str, Any], step: int = 0, best: int | None = None) -> None:
+def draw_scores(path: Path, summary: Mapping[str, Any], when: str = "") -> None:
     """Draws the ROC curve of each class, and which classes its cases were predicted as; ``summary``: summary.json's.
 
     Of two classes it is the positive one's, as they mirror each other.
 
-    - ``step``: of the validation; 0: not known
-    - ``best``: that of the best one so far, whose weights predict uses
+    - ``when``: after which step
     """
     names, cases = list(summary["names"]), summary["metric_per_case"]
     shown = [escape_mathtext(name) for name in names]
-    after = f",{with_other_weights(step, best) or f' after step {step:,}'}" if step else ""
+    after = f", {when}" * bool(when)
     truth = np.array([names.index(case["truth"]) for case in cases])
     probabilities = np.array([case["probabilities"] for case in cases])
     figure = make_figure(9, 4.4 + 0.17 * (len(names) if len(names) > 2 else 1))

@@ -23,6 +23,8 @@ COLOURS = ("#e69f00", "#56b4e9", "#cc79a7", "#009e73", "#d55e00", "#f0e442", "#0
 # Runs have other colours than classes. All of these can be read on white and on black.
 RUN_COLOURS = ("#8a63d2", "#a0703c", "#d6336c", "#1f9e9e", "#7f8790", "#8f9a1f", "#c05bd6", "#5a7bd8")
 DISPUTED = "#a838ff"  # where readers disagree; no class is violet
+SHADE = 0.15  # opacity of what is inside the line of truth or prediction: with both it is darker, and shows a lesion
+SHADED = "shaded: inside a line"
 PLANES = (("sagittal", 0), ("coronal", 1), ("axial", 2))  # a plane's name, and the direction that it is across
 KEPT_HU = (-150.0, 250.0)  # of a CT: fat and soft tissue are told apart
 COUNTED = "Slice numbers are those of the image file, counted from 1"

@@ -69,6 +69,11 @@ class RunRecord:
         """The classes of a classifier; none of others."""
         return list((self.dataset.get("volume_classes") or {}).get("names", ()))
 
+    @property
+    def subjects(self) -> dict[str, str]:
+        """The patient of each case of a classifier, if its table names it."""
+        return dict((self.dataset.get("volume_classes") or {}).get("subjects", {}))
+
     def class_colours(self, classes: Iterable[str] = ()) -> dict[str, str]:
         """Returns the colour of each label and then of each further class, the same in all pictures and tables."""
         return colours_of((*self.label_names.values(), *map(str, self.content["dataset"]["regions"] or ()), *classes))

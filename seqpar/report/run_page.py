@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 from seqpar.data.errors import DataError
 from seqpar.data.files import read_whole
+from seqpar.data.formats.splits import patients_on_both_sides
 from seqpar.data.phantom.phantom_files import describe_layout, is_generated
 from seqpar.models.build import family_of
 from seqpar.report.curves import WORDS_OF_LOSSES, training_diagrams
@@ -103,7 +104,10 @@ def render_run(
     except DAMAGE as error:
         raise lacking(record.path, error) from None
     what = "volumes and scores" if alone else "errors" if record.network_settings.task in ERRORS else "scores"
-    own = record.config.get("loss", "dice-ce")
+    own, told = record.config.get("loss", "dice-ce"), [weak_start(record), what_is_unlearned(record)]
+    told = list(filter(None, [patients_on_both_sides(record.dataset), *told]))
+    if averaged:
+        told = [f"Of {name} alone: {sentence[0].lower()}{sentence[1:]}" for sentence in told]
     return render(
         "page.html",
         folder,
@@ -118,7 +122,7 @@ def render_run(
         run=verdict(record),
         gaps=[*record.gaps, *gaps],
         faults=faults,
-        cautions=[*cautions, *filter(None, [weak_start(record), what_is_unlearned(record)])],
+        cautions=[*cautions, *told],
         main_settings=main,
         all_settings=every,
         training=draw_charts(
@@ -238,12 +242,20 @@ def main_settings(record: RunRecord) -> dict[str, str]:
 
 
 def all_settings(record: RunRecord) -> dict[str, str]:
-    """Returns every setting, with versions and the command."""
+    """Returns every setting, with versions and the commands."""
     versions = record.content.get("versions", {})
     every = {"preset": record.content.get("preset"), "commit": record.content.get("commit")}
     every |= {f"version of {name}": version for name, version in versions.items()}  # seqpar is a setting too
-    every |= {"command": " ".join(map(str, record.content.get("command", ()))), **record.config}
+    every |= {**commands_of(record), **record.config}
     return {str(name): format_setting(value) for name, value in every.items()}
+
+
+def commands_of(record: RunRecord) -> dict[str, str]:
+    """Returns the command that began a run, and those that resumed it, each with the step from which it did."""
+    history = record.content.get("history") or [{"command": record.content.get("command", ())}]  # of an older run
+    first, *others = (" ".join(map(str, start.get("command", ()))) for start in history)
+    resumed = [f"{line} (from step {start.get('step', 0):,})" for line, start in zip(others, history[1:])]
+    return {"command": first} | ({"resumed with": "; ".join(resumed)} if resumed else {})
 
 
 def parameters(layout: Mapping[str, Any]) -> str:

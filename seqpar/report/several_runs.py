@@ -10,6 +10,7 @@ from typing import NamedTuple, TypeVar
 
 from seqpar.data.errors import DataError
 from seqpar.data.files import read_whole
+from seqpar.data.formats.splits import patients_on_both_sides
 from seqpar.report.curves import OF_RUNS, Diagram, Line, count_of, number, step_axis
 from seqpar.report.planes import RUN_COLOURS, colours_of
 from seqpar.report.plots import Chart, draw_charts, make_strips
@@ -28,7 +29,7 @@ from seqpar.report.rendering import render
 from seqpar.report.run_page import format_setting, verdict, weak_start, what_is_unlearned
 from seqpar.report.tables import ABSENT_RULE, Score, Table, TableHead, TableRow, absent_of, mean_over
 from seqpar.runs.metrics_tail import ERRORS, SCORES, score_of, task_of_row, with_other_weights
-from seqpar.scores.comparison import FEW, describe_interval, interval_of_mean, values_of_cases
+from seqpar.scores.comparison import FEW, about_scans, describe_interval, interval_of_mean, values_of_cases
 from seqpar.settings.config import SETTINGS, Config
 from seqpar.settings.loss_settings import LossSettings
 from seqpar.settings.rules import setting_applies
@@ -110,7 +111,7 @@ def page_of_several(records: Sequence[RunRecord], compare: Mapping[str, Compare]
         runs={name: verdict(record) for name, record in named.items()},
         generated=sentence_on_phantoms(named),
         gaps=gaps,
-        cautions=cautions_about(records) + chosen_on_them(*records) + cautions_about_each(named),
+        cautions=cautions_about(records) + chosen_on_them(*records) + _scans(records) + cautions_about_each(named),
         uncompared=""
         if any(one.cases for one in comparisons)
         else f"Fewer than two runs{of_one} have scores of cases.",
@@ -123,9 +124,7 @@ def page_of_several(records: Sequence[RunRecord], compare: Mapping[str, Compare]
 
 def cautions_about(records: Sequence[RunRecord]) -> list[str]:
     """Returns a sentence if curves of the runs cannot be compared, as they are of different data or tasks."""
-    tasks = {record.network_settings.task for record in records}
-    data = {json.dumps([record.dataset.get(part) for part in SAME_DATA]) for record in records}
-    if len(tasks) > 1 or len(data) > 1 or _differ_in_files(records):
+    if _differ_in_data(records):
         text = "These runs were trained on different data or tasks; their curves cannot be compared."
         return [f"{text} Cases with the same name may be different cases."]
     sentences = list[str]()
@@ -135,6 +134,13 @@ def cautions_about(records: Sequence[RunRecord]) -> list[str]:
     if len({tuple(sorted(map(str, record.dataset["held_out"]))) for record in records}) > 1:
         sentences.append("These runs held out different cases; their curves on held-out cases cannot be compared.")
     return sentences
+
+
+def _differ_in_data(records: Sequence[RunRecord]) -> bool:
+    """Returns whether runs were trained on different data or tasks."""
+    tasks = {record.network_settings.task for record in records}
+    data = {json.dumps([record.dataset.get(part) for part in SAME_DATA]) for record in records}
+    return len(tasks) > 1 or len(data) > 1 or _differ_in_files(records)
 
 
 def _losses_that_differ(records: Sequence[RunRecord]) -> list[str]:
@@ -168,9 +174,20 @@ ABOUT_PHANTOMS = "Scores on phantoms say nothing about real images."
 
 def cautions_about_each(records: Mapping[str, RunRecord]) -> list[str]:
     """Returns a sentence for each run that may have learned nothing, or whose scores say less than they seem to."""
-    tests = (weak_start, what_is_unlearned, _other_weights)
+    tests = (_divided, weak_start, what_is_unlearned, _other_weights)
     pairs = ((name, own(record)) for name, record in records.items() for own in tests)
     return [f"{name}: {sentence[0].lower()}{sentence[1:]}" for name, sentence in pairs if sentence]
+
+
+def _divided(record: RunRecord) -> str:
+    return patients_on_both_sides(record.dataset)
+
+
+def _scans(records: Sequence[RunRecord]) -> list[str]:
+    """Returns a sentence if some patients have several of the cases that the runs held out."""
+    cases = {str(case) for record in records for case in record.dataset["held_out"]}
+    subjects = {case: patient for record in records for case, patient in record.subjects.items()}
+    return [sentence] if (sentence := about_scans(cases, subjects)) else []
 
 
 def _other_weights(record: RunRecord) -> str:
@@ -234,9 +251,11 @@ def curves_over_each_other(records: Mapping[str, RunRecord]) -> list[Chart]:
         values = [score_of(row) for row in record.held_out]
         scores.setdefault(record.network_settings.task, []).append(Line(name, at, [values], dots=True, style=n))
     validations = [row for record in records.values() for row in record.held_out]
+    runs = list(records.values())
+    of_loss = ", not comparable" * bool(_differ_in_data(runs) or _losses_that_differ(runs))
     every: list[tuple[str, list[Line], float | None]] = [
-        ("Loss in training", losses, None),
-        (f"Loss on held-out cases{count_of(validations, '=')}", held_out, None),
+        (f"Loss in training{of_loss}", losses, None),
+        (f"Loss on held-out cases{count_of(validations, '=')}{of_loss}", held_out, None),
     ]
     for task, lines in scores.items():  # a chart each, for what one task is scored by is nothing to another
         own = [row for row in validations if task_of_row(row) == task]

@@ -37,11 +37,12 @@ class Score(NamedTuple):
 
 
 class HeadlineTile(NamedTuple):
-    """A headline number; ``more``: its interval and number of cases."""
+    """A headline number; ``more``: its interval and number of cases; ``caution``: what a low one means."""
 
     name: str
     score: Score
     more: str
+    caution: str = ""
 
 
 def tiles_of_steps(

@@ -1,12 +1,13 @@
 """Which of several folders is best, case by case, and how sure a mean is."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from statistics import fmean, stdev
 from typing import NamedTuple
 
 from numpy import nan_to_num
 
+from seqpar.data.formats.splits import patients_of
 from seqpar.late_import import late
 from seqpar.scores.label_scores import EXTRA_COLUMNS, READER_COLUMNS, Scores, summarise, without_nan
 from seqpar.text import quantity, rounded
@@ -15,6 +16,20 @@ special = late("scipy.special")
 
 
 FEW, TOO_FEW = 5, "too few to tell"  # cases; what is said instead of an interval of fewer
+
+
+def about_scans(cases: Collection[str], subjects: Mapping[str, str]) -> str:
+    """Returns a sentence if some patients have several of the cases, as far as that is known; else "".
+
+    - ``subjects``: of cases whose patient a table names; names tell the others'
+    """
+    patients = patients_of(cases) | {case: subjects[case] for case in cases if case in subjects}
+    scans, count = len(patients), len({*patients.values()})
+    if scans == count:
+        return ""
+    return (
+        f"{scans} scans of {quantity(count, 'patient')}: intervals take scans as independent, so they are too narrow."
+    )
 
 
 def describe_interval(interval: tuple[float, float] | None, count: int, form: str = "+.4f") -> str:

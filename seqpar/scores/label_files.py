@@ -21,7 +21,7 @@ from seqpar.data.geometry import Geometry, geometry_difference, to_canonical
 from seqpar.data.volumes import output_suffix, read_volume
 from seqpar.parallel.processes import calls_in_forks
 from seqpar.scores.label_classes import Labels, hidden_classes
-from seqpar.scores.label_scores import Scores, score, score_readers
+from seqpar.scores.label_scores import Scores, describe_consensus, score, score_readers
 from seqpar.text import quantity
 
 UNCERTAINTY, ENTROPY, DISAGREEMENT = "uncertainty", "entropy", "disagreement"  # a folder next to label maps, and maps
@@ -40,6 +40,11 @@ class Doubt(NamedTuple):
     readers: dict[str, Path]
     channels: tuple[int, ...] = ()
     joined: tuple[tuple[int, int], ...] = ()
+
+    @property
+    def consensus(self) -> str:
+        """The label that the truth has in each voxel, in words."""
+        return describe_consensus(len(self.readers))
 
     def to_json(self) -> dict[str, Any]:
         """Returns what ``from_json`` reads."""

@@ -56,20 +56,30 @@ CENTRELINE_WORDS = (
     ("CentrelineRecall", "share of the true centre line that is predicted; false branches cost nothing"),
 )
 READER_WORDS = (
-    ("truth", "what most readers say of a voxel, the smallest label of equally many"),
     ("ReaderDice", "mean of the Dice with each reader"),
     ("InterReaderDice", "mean Dice of each two readers"),
     ("DisputedMl", "volume in ml that some readers give to the class, and others do not"),
 )
 
 
-def words_of(lesion_wise: bool, centreline: bool, readers: bool, dashes: bool) -> list[str]:
+def describe_consensus(readers: int) -> str:
+    """Returns the label that a truth with doubt has in each voxel, in words; ``readers``: none of probabilities."""
+    if not readers:
+        return "the most probable label of a voxel"
+    if readers == 2:
+        return "the label that both readers gave a voxel; if they differ, the smaller one, mostly the background"
+    return f"the label that most of the {readers} readers gave a voxel; of equally many, the smallest"
+
+
+def words_of(lesion_wise: bool, centreline: bool, dashes: bool, readers: int | None = None) -> list[str]:
     """Returns what the columns of a table mean, a line for each.
 
     - ``dashes``: whether it has cells without a number
+    - ``readers``: of the truth; 0 if it has probabilities, None without doubt
     """
-    words = [*WORDS, *LESION_WORDS * lesion_wise, *CENTRELINE_WORDS * centreline, *READER_WORDS * readers]
+    words = [*WORDS, *LESION_WORDS * lesion_wise, *CENTRELINE_WORDS * centreline, *READER_WORDS * bool(readers)]
     words += DASH_WORDS * dashes
+    words[:0] = [] if readers is None else [("truth", describe_consensus(readers))]
     width = max(len(name) for name, _ in words)
     return [f"  {name:{width}}  {text}" for name, text in words]
 
@@ -255,6 +265,24 @@ def summarise(rows: Sequence[Scores]) -> dict[str, Any]:
 def without_nan(values: Iterable[float]) -> list[float]:
     """Returns the values that are not NaN."""
     return [value for value in values if not math.isnan(value)]
+
+
+HARDLY = 0.3  # of a Dice: most of what is below is wrong
+
+
+def what_is_hardly_learned(dice: float, cases: int) -> str:
+    """Returns what a low Dice means; "" of one that is not, and of none; ``cases``: how many it is a mean over."""
+    if math.isnan(dice) or dice >= HARDLY:
+        return ""
+    return "the network has hardly learned this class" if cases > 1 else "the prediction hardly overlaps the truth"
+
+
+def hardly_learned_lines(summary: Mapping[str, Any]) -> list[str]:
+    """Returns a line on each class of a summary that has a low Dice."""
+    count = summary["num_cases"]
+    told = {name: (row["Dice"], what_is_hardly_learned(row["Dice"], count)) for name, row in summary["mean"].items()}
+    kind = "mean Dice" if count > 1 else "Dice"
+    return [f"{name}: {kind} {rounded(dice, 4)}: {what}" for name, (dice, what) in told.items() if what]
 
 
 def why_no_dice(row: Mapping[str, float]) -> str:

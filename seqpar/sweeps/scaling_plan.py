@@ -236,7 +236,7 @@ def draw_scaling(rows: Sequence[Scaling], is_distmis: bool, path: Path) -> None:
     speeds = [
         Line("side by side", sizes, [[first.side_by_side / row.side_by_side for row in rows]], dots=True),
         Line("one after the other", sizes, [[first.one_by_one / row.one_by_one for row in rows]], dots=True),
-        Line("as many times as there are devices", sizes, [[size / sizes[0] for size in sizes]], dots=True),
+        Line("ideal: twice the devices, twice as fast", sizes, [[size / sizes[0] for size in sizes]], dots=True),
     ]
     if is_distmis:
         paper = list(TABLE_I.values())
@@ -249,7 +249,7 @@ def draw_scaling(rows: Sequence[Scaling], is_distmis: bool, path: Path) -> None:
         ]  # fmt: skip
     note = "planned or recorded lengths of runs, simulated: each run begins where devices are free first"
     draw_figure(
-        f"{escape_mathtext(name_of_run(path.parent, 'Sweep'))}: what it takes",
+        f"{escape_mathtext(name_of_run(path.parent, 'Sweep'))}: planned time on several devices",
         [Diagram(name, "devices", times, log=True), Diagram("times as fast", "devices", speeds, log=True)],
         note,
         [path],

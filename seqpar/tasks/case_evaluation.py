@@ -6,7 +6,7 @@ import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,6 +18,7 @@ from seqpar.prediction.prediction_folder import RECORD, mixed_line, predicted_ot
 from seqpar.report.record import RunRecord, above_scores, chosen_on_them, read_record
 from seqpar.report.tables import Score, Table, TableHead, TableRow
 from seqpar.runs.run_folder import holds_run, tested_cases
+from seqpar.scores.comparison import about_scans
 from seqpar.scores.label_files import MAX_NAMED, missing_line
 from seqpar.scores.summary_files import write_output, writing_alone
 from seqpar.terminal import next_command
@@ -129,6 +130,7 @@ class ScoringJob:
     - ``missing``: cases of the truth without a prediction
     - ``note``: a line on files that are not written
     - ``seen``: which cases are not new to the runs behind it
+    - ``known``: the same next to other predictions, where the validation of a run counts as well
     """
 
     name: str
@@ -138,12 +140,14 @@ class ScoringJob:
     missing: Sequence[str] = ()
     note: str = ""
     seen: Seen = NONE_SEEN
+    known: Seen = NONE_SEEN
 
 
 @dataclass(frozen=True)
 class ScoredPrediction:
     """The scores of a prediction.
 
+    - ``names``: of its cases
     - ``cases``: what the comparison needs of each
     - ``text``: what is printed
     - ``line``: one line that sums up
@@ -151,6 +155,7 @@ class ScoredPrediction:
     """
 
     name: str
+    names: Sequence[str]
     cases: Any
     text: str
     line: str
@@ -167,6 +172,7 @@ class CaseEvaluation(ABC):
     def __init__(self, options: argparse.Namespace) -> None:
         self.options = options
         self.only = tested_cases(options.test_of) if options.test_of else None
+        self.subjects: Mapping[str, str] = {}  # the patient of each case, if a table names it
 
     @abstractmethod
     def open(self) -> list[ScoringJob]:
@@ -185,6 +191,10 @@ class CaseEvaluation(ABC):
         """Returns which scored cases a run was trained on, or chose its weights by."""
 
     @abstractmethod
+    def of(self, cases: Any, names: Sequence[str]) -> Any:
+        """Returns what the comparison needs of some cases alone."""
+
+    @abstractmethod
     def compare(self, scored: Sequence[ScoredPrediction]) -> str:
         """Returns which of several predictions is best, on the cases that all of them have."""
 
@@ -194,7 +204,7 @@ class CaseEvaluation(ABC):
 
     def run(self) -> int:
         """Returns the exit code: 0, or that of data if something is wrong with a case."""
-        jobs, scored, told = self.open(), list[ScoredPrediction](), set[str]()
+        jobs, scored, told, scans = self.open(), list[ScoredPrediction](), set[str](), ""
         for job in jobs:
             if len(jobs) > 1:
                 print(f"\n{job.name}:", flush=True)
@@ -207,7 +217,7 @@ class CaseEvaluation(ABC):
                 told.update(words)
                 print("\n".join([result.text, *words]), end="\n\n", flush=True)
                 scored.append(result)
-                line = result.line
+                line, scans = result.line, about_scans(result.names, self.subjects)
                 written = {path: result.contents[kind] for kind, path in job.files.items() if kind in result.contents}
                 with writing_alone(written):
                     for path, content in written.items():
@@ -216,19 +226,40 @@ class CaseEvaluation(ABC):
                             line += f"; {path}"
                         except DataError as error:
                             job.faults.append(error)
-            for text in filter(None, [job.note, missing_line(job.missing), *cautions]):
+            for text in filter(None, [job.note, missing_line(job.missing), *cautions, scans]):
                 print(text, flush=True)
             for fault in job.faults:
                 print(f"error: {fault}", file=sys.stderr, flush=True)
             print(line + (f"; faults {len(job.faults)}" if job.faults else ""), flush=True)
+        first, which, every = self._first_of(jobs, scored) if scored else ([], "", False)
         if len(scored) > 1:
-            print(f"\n{self.compare(scored)}", flush=True)
+            lines = [which] * bool(which) + [self.compare(first)]
+            lines += [f"\nall cases together, new or not:\n{self.compare(scored)}"] * every
+            print("\n" + "\n".join(lines), flush=True)
         if self.options.find_best is not None and scored:
-            print(f"\n{self.find_best(scored)}", flush=True)
+            lines = [which] * (bool(which) and len(scored) == 1) + [self.find_best(first)]
+            print("\n" + "\n".join(lines), flush=True)
         if len(jobs) == len(scored) == 1:
             for text in self._next_lines():
                 print(text, flush=True)
         return DATA if any(job.faults for job in jobs) else 0
+
+    def _first_of(
+        self, jobs: Sequence[ScoringJob], scored: Sequence[ScoredPrediction]
+    ) -> tuple[Sequence[ScoredPrediction], str, bool]:
+        """Returns predictions with the cases that lead their comparison, a sentence on which, and if there are others.
+
+        They are new to all runs behind the predictions, if any are.
+        """
+        names = [set(one.names) for one in scored]
+        cases = sorted(set.intersection(*names) or set.union(*names))
+        groups, told = Seen.by_any([job.known for job in jobs]).apart(cases)
+        led = next(iter(groups.values()))
+        first = [replace(one, names=own, cases=self.of(one.cases, own)) for one in scored
+                 if (own := [name for name in one.names if name in led])]  # fmt: skip
+        if not told or len(first) < len(scored):  # folds, of which some have no such case
+            return scored, "", False
+        return first, told.replace(NEW, "new to all runs") if len(scored) > 1 else told, len(groups) > 1
 
     def _cautions(self, job: ScoringJob) -> list[str]:
         """Returns what a report on the same scores says: of phantoms, or "", and of cases that the runs have seen.
@@ -244,10 +275,10 @@ class CaseEvaluation(ABC):
                 records.append(record)
                 if is_run:
                     lines += chosen_on_them(record)
-                else:
-                    found.append(self.find_seen(job, record))
+                found.append(self.find_seen(job, record))
         if found:
-            job.seen = Seen.by_any(found)
+            job.known = Seen.by_any(found)
+            job.seen = NONE_SEEN if is_run else job.known
             lines += job.seen.sentences
         if others := predicted_otherwise(prediction):
             lines.append(mixed_line(prediction, others))
@@ -290,6 +321,19 @@ def find_seen(
     seen, chose = ([name for name in same if (name in train) is trained] for trained in (True, False))
     namesakes = [name for name in unknown if has_chosen or name in train]
     return Seen(seen, namesakes, len(scored), chose if has_chosen else [])
+
+
+def seen_by_runs(record: RunRecord, prediction: Path | None, find: Callable[[RunRecord], Seen]) -> Seen:
+    """Returns which cases a run, or another one behind the same prediction, has seen.
+
+    - ``find``: returns which a run has seen
+    """
+    found = [find(record)]
+    for run in _runs_behind(prediction) if prediction else ():
+        if holds_run(run) and run.resolve() != record.path.resolve():
+            with suppress(DataError, ValueError, OSError):  # its folder may be damaged: scores do not need it
+                found.append(find(read_record(run)))
+    return Seen.by_any(found)
 
 
 def lead_with_new(told: str, tables: Mapping[str, str], every: str, count: int) -> str:

@@ -10,7 +10,8 @@ from seqpar.cluster.stop_request import StopRequest
 from seqpar.losses import Loss
 from seqpar.models.network import Network
 from seqpar.parallel.mesh import Mesh
-from seqpar.runs.journal import Journal
+from seqpar.runs.journal import Journal, read_metrics
+from seqpar.runs.metrics_tail import best_validation, with_other_weights
 from seqpar.settings.config import Config
 from seqpar.tasks.training_data import TrainingData
 from seqpar.terminal import bar
@@ -33,6 +34,17 @@ class ValidationResult:
     windows: dict[str, float]
     whole_grid: tuple[int, ...] = ()
     temperatures: Mapping[str, float] = field(default_factory=dict)
+
+
+def when_validated(journal: Journal, row: Mapping[str, Any]) -> str:
+    """Returns after which step a validation is, and whether predict would use its weights; ``row``: its scores."""
+    step, before = journal.steps_done, list[Mapping[str, Any]]()
+    if journal.path.is_file():
+        before = [one for one in read_metrics(journal.path) if one["kind"] == "val" and one["step"] < step]
+    best = best_validation([*before, {**row, "step": step}])
+    if best is None:
+        return f"after step {step:,}"
+    return with_other_weights(step, best["step"]).strip() or f"after step {step:,}, the best so far"
 
 
 class CaseValidation(ABC):

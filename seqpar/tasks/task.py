@@ -79,7 +79,7 @@ class Task(ABC):
         """Returns the numbers of a data set's folds: its own, or nnU-Net's."""
         from seqpar.data.formats.splits import folds
 
-        return range(len(folds(self.read_dataset(data))))
+        return range(len(folds(self.read_dataset(data), by_patient=False)))
 
     def with_tile(self, config: Config, source: Fingerprint | TrainingData) -> Config:
         """Returns the config with a tile, if the config leaves it to the data."""

@@ -2,6 +2,7 @@
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -23,6 +24,8 @@ from seqpar.decoders.modes.mode import Mode
 from seqpar.losses import LOSSES, SoftLabels, needs_marks, takes_soft_labels
 from seqpar.parallel.device_constants import copy_to_device
 from seqpar.planner.tile_choice import tile_advice
+from seqpar.runs.fold_folder import started_folds
+from seqpar.runs.run_folder import holds_folds, read_config
 from seqpar.scores.label_classes import hidden_classes, labels_of_declaration, learned_regions
 from seqpar.settings.config import Config
 from seqpar.settings.presets import FROM_DATA
@@ -31,7 +34,10 @@ from seqpar.text import list_modalities, name_images, quantity
 
 @dataclass(frozen=True)
 class TrainingData:
-    """A prepared data set, the ids of its cases to train on, to hold out and to test on, and the source of tiles."""
+    """A prepared data set, the ids of its cases to train on, to hold out and to test on, and the source of tiles.
+
+    - ``by_patient``: whether scans of a patient were kept on one side
+    """
 
     dataset: PreparedDataset
     train_ids: tuple[str, ...]
@@ -39,6 +45,7 @@ class TrainingData:
     tiles: TileSource
     targets: str = "regions"
     test_ids: tuple[str, ...] = ()
+    by_patient: bool = False
 
     @property
     def num_channels(self) -> int:
@@ -110,8 +117,8 @@ class TrainingData:
         description = {name: value for name, value in self.dataset.described.items() if name != "splits"}
         ids = {"train": self.train_ids, "held_out": self.held_out_ids}
         ids |= {"test": self.test_ids} if self.test_ids else {}
-        recipe = self.dataset.recipe.to_json()
-        return {**description, "recipe": recipe, "prepared": str(self.dataset.path.absolute()), **ids}
+        recipe, how = self.dataset.recipe.to_json(), {BY_PATIENT: True} if self.by_patient else {}
+        return {**description, "recipe": recipe, "prepared": str(self.dataset.path.absolute()), **ids, **how}
 
     def digests(self) -> dict[str, str]:
         """Returns a digest of each case's prepared arrays; reads a small file of each."""
@@ -146,9 +153,24 @@ def refuse_for_soft_labels(config: Config, soft: SoftLabels | None) -> None:
         raise ValueError(f"--synthesis {config.synthesis}: no tumours are made in labels with doubt: remove it")
 
 
+BY_PATIENT = "by_patient"  # in config.json; runs of earlier versions lack it, and are split by case
+
+
+def splits_by_patient(config: Config) -> bool:
+    """Returns whether a run keeps all scans of a patient on one side; one that has begun stays as it was.
+
+    The same holds for the further folds of a training of five.
+    """
+    if not config.resume and not (config.out and holds_folds(Path(config.out).parent)):
+        return True
+    begun = [config.out] if config.resume else started_folds(Path(config.out).parent)
+    return all(read_config(run).get("dataset", {}).get(BY_PATIENT) is True for run in begun[:1])
+
+
 def split_of(dataset: HasCases, config: Config) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Returns the ids of the cases to train on and to hold out."""
-    train_ids, held_out_ids = split(dataset, int(config.fold) if config.fold.isdigit() else config.fold)
+    fold = int(config.fold) if config.fold.isdigit() else config.fold
+    train_ids, held_out_ids = split(dataset, fold, splits_by_patient(config))
     return sample_cases(train_ids, config.train_cases), tuple(held_out_ids)
 
 

@@ -14,6 +14,7 @@ from seqpar.cluster.torch_setup import check_precision
 from seqpar.data.addresses import local_file
 from seqpar.data.errors import DataError, unwritable
 from seqpar.data.files import remove_leftovers
+from seqpar.data.formats.splits import patients_on_both_sides
 from seqpar.data.phantom.phantom_files import is_generated
 from seqpar.models.build import build_network, family_of
 from seqpar.models.network import Network, Resizing
@@ -210,7 +211,9 @@ def make_trainer(
     if mesh.is_first:
         print("\n".join(_lesson_lines(request, number, resizing)), flush=True)
         changed = data_that_changed(data_before.get("digests", {}), data_now["digests"])
-        for warning in filter(None, (changed, cases_that_changed_sides(data_before, data_now))):
+        divided = patients_on_both_sides(data_now)
+        divided = f"warning: {divided}" if divided else ""
+        for warning in filter(None, (changed, cases_that_changed_sides(data_before, data_now), divided)):
             print(warning, flush=True)
         here = Circumstances(declares_regions=bool(data.dataset.regions), learns_regions=bool(data.regions))
         if is_first and (idle := describe_settings_without_effect(config, request.flags, here)):

@@ -56,9 +56,11 @@ def test_without_images_nothing_offers_to_change_their_greys(page: Chromium, tmp
 
 def test_fill_and_outlines_have_their_own_strength(page: Chromium) -> None:
     usual = look(page)
-    assert look(page, fill=60)["count"] > 2 * usual["count"]
+    bare = look(page, fill=0)
+    assert bare["count"] < usual["count"], "what is inside is shaded from the start"
+    assert look(page, fill=60)["count"] > 2 * bare["count"]
     assert look(page, fill=0, lines=0)["count"] == 0
-    assert look(page, lines=100) == usual
+    assert look(page, fill=15, lines=100) == usual
 
 
 def test_zoom_enlarges_around_the_place_where_the_planes_meet(page: Chromium) -> None:
@@ -130,7 +132,7 @@ def test_where_readers_disagree_is_a_layer_with_a_key(page: Chromium, url: str, 
     disputed = re.sub(r'"disputed": "", (.*?"truth": )("[^"]+")', r'"disputed": \2, \1\2', told)
     (tmp_path / "report.html").write_text(start + disputed + rest)
     page.open((tmp_path / "report.html").as_uri())
-    assert look(page, lines=0)["count"] > 0
+    assert look(page, lines=0, fill=0)["count"] > 0
     page.ask("Input.dispatchMouseEvent", type="mouseMoved", **middle(page, "plane-2"))
     assert "readers disagree" in page.value("document.getElementById('value').textContent")
     press(page, "r")

@@ -41,7 +41,7 @@ def test_rebuilt_patches_are_seen_without_scrolling(browser: Chromium, tmp_path:
     (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     image, slices = np.random.default_rng(0).random((16, 16, 16)), FileSlices(range(1, 17), 16)
     tile = RebuiltTile("one", image, image**2, image > 0.5, (1.0, 1.0, 1.0), slices, 0.5, 0.6, modality="FLAIR")
-    draw_tiles(run / "validation.png", [tile] * 3, False)
+    draw_tiles(run / "validation.png", [tile] * 3, "after step 150, the best so far", False)
     assert report.act([str(run)]) == 0
     check(browser, run / "report.html", "figure > img")
 

@@ -217,6 +217,10 @@ def test_folds_are_stratified_and_keep_subjects_together() -> None:
     numbers = {f"c{n:03d}": int(n % 4 == 0) for n in range(100)}
     subjects = {case: f"s{int(case[1:]) // 4}" for case in numbers if int(case[1:]) >= 40}
     classes = VolumeClasses(("a", "b"), numbers, subjects)
+    scans = VolumeClasses(("a", "b"), {f"sub-{n}_ses-{scan}": n % 2 for n in range(10) for scan in range(2)})
+    for by_patient in (True, False):  # without a table's subjects, names tell them
+        sides = [[{case[:5] for case in side} for side in own] for own in class_folds(scans, 5, by_patient)]
+        assert any(train & held_out for train, held_out in sides) is not by_patient
     folds = class_folds(classes, 5)
     assert sorted(case for _, held_out in folds for case in held_out) == sorted(numbers)
     for train, held_out in folds:

@@ -1,16 +1,21 @@
 """Data sets: every format that people have becomes the same description; folds are nnU-Net's."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from seqpar.cli.prepare import act
 from seqpar.data.errors import DataError
+from seqpar.data.formats import splits
 from seqpar.data.formats.recognise import find_inputs, is_part_of_dataset, read_dataset
-from seqpar.data.formats.splits import folds, split
+from seqpar.data.formats.splits import folds, patients_of, patients_on_both_sides, split
 from seqpar.data.preparation.preparation import prepare_case
 from seqpar.data.preparation.recipe import PrepareSettings, draft_recipe
+from seqpar.settings.config import Config
+from seqpar.tasks.training_data import split_of
 from tests.support.folders import NEW, OLD, brats, decathlon, image_array, label_array, nnunet, save, write_json
 
 
@@ -274,6 +279,73 @@ def test_the_other_splits(tmp_path):
             split(data, wrong)
     with pytest.raises(ValueError, match="5 folds need at least 5 cases, and there are 2"):
         split(read_dataset(nnunet(tmp_path / "E", 2)), 0)
+
+
+def test_names_tell_the_patients_of_scans_only_where_they_are_numbers_behind_an_id():
+    def told(*ids: str) -> list[str]:
+        return list(patients_of(ids).values())
+
+    bids = "sub-01_ses-1", "sub-01_ses-2_run-1", "sub-02", "sub-011_ses-1"
+    assert told(*bids) == ["sub-01", "sub-01", "sub-02", "sub-011"]
+    glioma = "BraTS-GLI-00005-000", "BraTS-GLI-00005-001", "BraTS-MEN-RT-0012-1", "BraTS-GoAT-00000"
+    assert told(*glioma) == ["BraTS-GLI-00005", "BraTS-GLI-00005", "BraTS-MEN-RT-0012", "BraTS-GoAT-00000"]
+    assert told("p12-000", "p12-001", "p3-000") == ["p12", "p12", "p3"]
+    for ids in (
+        [f"2021-{n:03d}" for n in range(9)] + [f"2022-{n:03d}" for n in range(9)],  # two years, of nine patients each
+        ["p12-000", "p12-001", "other"],
+        ["case-000", "case-001", "case-002"],
+        ["d1-000", "d1-001"],
+        ["BRATS_001", "BRATS_002", "Brats18_CBICA_AAB_1"],
+    ):
+        assert told(*ids) == ids
+
+
+def test_scans_of_a_patient_stay_on_one_side_of_each_split(tmp_path):
+    ids = [f"BraTS-GLI-{n:05d}-{scan:03d}" for n in range(23) for scan in range(1 + (n % 3 == 0))]
+    dataset = SimpleNamespace(ids=ids, splits=())
+
+    def divided(train: Sequence[str], held_out: Sequence[str]) -> set[str]:
+        return {case[:-4] for case in train} & {case[:-4] for case in held_out}
+
+    every = [split(dataset, fold) for fold in (0, 1, 2, 3, 4, "90:10", "60:20:20")]
+    assert all(train and held_out and not divided(train, held_out) for train, held_out in every)
+    assert sorted(case for _, held_out in every[:5] for case in held_out) == ids
+    assert all(list(part) == sorted(part) for parts in every for part in parts)
+    tests = splits.tested_ids(dataset, "60:20:20")
+    assert sorted([*every[-1][0], *every[-1][1], *tests]) == ids
+    assert not divided(tests, every[-1][0]) and not divided(tests, every[-1][1])
+    assert any(divided(*split(dataset, fold, by_patient=False)) for fold in range(5)), "as nnU-Net does, and old runs"
+    alone = SimpleNamespace(ids=[f"sub-{n}_ses-1" for n in range(12)], splits=())  # sub-10_ses-1 before sub-1_ses-1
+    for fold in (0, 4, "90:10", "70:15:15"):
+        assert split(alone, fold) == split(alone, fold, by_patient=False)
+    few = SimpleNamespace(ids=ids[:6], splits=())
+    with pytest.raises(ValueError, match="5 folds need at least 5 patients, and there are 4"):
+        split(few, 0)
+    two = {"train": ids[:1], "held_out": ids[1:3]}
+    assert patients_on_both_sides(two).startswith("1 of 2 held-out cases is another scan of a patient whom the run")
+    told = {"subjects": {ids[1]: "a", ids[2]: "b"}}
+    assert not patients_on_both_sides({**two, "volume_classes": told}), "a table knows better"
+    assert not patients_on_both_sides({"train": ids, "held_out": ids})
+
+
+def test_a_run_that_has_begun_keeps_its_way_of_splitting(tmp_path):
+    """So do the further folds of a training of five."""
+    old, new, fold = tmp_path / "old", tmp_path / "five/fold0", str(tmp_path / "five/fold1")
+    for run, dataset in ((old, {}), (new, {"by_patient": True})):
+        write_json(run / "config.json", {"dataset": dataset})
+    ids = [f"p{n}-{scan:03d}" for n in range(9) for scan in range(2)]
+    dataset = SimpleNamespace(ids=ids, splits=())
+
+    def held_out(out: Path | str, resume: bool) -> tuple[str, ...]:
+        return split_of(dataset, Config(fold="0", out=str(out), resume=resume))[1]
+
+    by_case, by_patient = (split(dataset, 0, by_patient=way)[1] for way in (False, True))
+    assert by_case != by_patient and held_out("", False) == held_out(tmp_path / "next", False) == by_patient
+    assert held_out(old, True) == by_case and held_out(new, True) == by_patient
+    write_json(tmp_path / "five/folds.json", {})
+    assert held_out(fold, False) == by_patient
+    write_json(new / "config.json", {"dataset": {}})
+    assert held_out(fold, False) == by_case
 
 
 def test_hidden_files_and_notes_are_no_cases(tmp_path):

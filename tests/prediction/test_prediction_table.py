@@ -1,15 +1,17 @@
-"""predictions.csv: whose cases stay when others are predicted into its folder."""
+"""predictions.csv: whose cases stay when others are predicted into its folder; what the maps of its cases share."""
 
 from pathlib import Path
 
 import matplotlib.pyplot as plt
+import nibabel
 import numpy as np
 import pytest
 
 from seqpar.data.errors import DataError
 from seqpar.data.formats.dataset import Case
+from seqpar.tasks.classify import page
 from seqpar.tasks.classify.prediction import PredictionTable
-from seqpar.tasks.classify.scores import EXPLANATIONS, read_class_table
+from seqpar.tasks.classify.scores import EXPLANATIONS, place_of_maximum, read_class_table, what_maps_share
 from tests.support.folders import save, tree
 
 
@@ -136,3 +138,38 @@ def test_a_table_whose_columns_were_moved_or_added_is_read_by_their_names(tmp_pa
     path.write_text("case,class,p(healthy),p(odd)\na,healthy,0.75,0.25\n")
     with pytest.raises(DataError, match="has the classes healthy, odd, and the network healthy, ill; choose another"):
         left("ab")
+
+
+def test_maxima_at_one_place_whatever_is_predicted_are_a_habit_of_the_network() -> None:
+    rng = np.random.default_rng(0)
+    spread = {f"c{n}": tuple(rng.uniform(0, 1, 3)) for n in range(12)}
+    close = {f"c{n}": tuple(0.4 + rng.uniform(-0.04, 0.04, 3)) for n in range(12)}
+    both = {f"c{n}": ("healthy", "ill")[n % 2] for n in range(12)}
+    habit = " of 12 cases the maximum of the map is at the same place, to within 10% of the image's extent, whichever"
+    assert what_maps_share(spread, both) == ""
+    assert what_maps_share(close, both).startswith(f"In 12{habit} class was predicted: the maps show a habit of the")
+    most = close | {f"c{n}": spread[f"c{n}"] for n in range(5)}
+    assert what_maps_share(most, both).startswith(f"In 7{habit}")
+    of_ill = {case: spread[case] if name == "healthy" else close[case] for case, name in both.items()}
+    assert what_maps_share(of_ill | {"c0": close["c0"]}, both) == "", "ill cases may well share a place"
+    alone = what_maps_share(close, dict.fromkeys(close, "ill"))
+    assert "extent. All were predicted as ill: it may be a habit" in alone
+    assert what_maps_share(dict(list(close.items())[:4]), both) == "", "too few to tell"
+    seen = np.zeros((10, 20, 4))
+    assert place_of_maximum(seen) is None
+    seen[3, 19, 0] = 0.5
+    assert place_of_maximum(seen) == (0.35, 0.975, 0.125)
+
+
+def test_a_page_says_that_maps_have_their_maxima_at_one_place(tmp_path: Path) -> None:
+    """In the axes of each file."""
+    cases = [{"case": f"c{n}", "class": ("healthy", "ill")[n % 2]} for n in range(6)]
+    for n, case in enumerate(cases):
+        seen = np.zeros((20, 20, 20), np.float32)
+        seen[(17 if n % 3 else 2), 5, 5] = 1
+        affine = np.diag([1 if n % 3 else -1, 1, 1, 1])
+        nibabel.save(nibabel.Nifti1Image(seen, affine), tmp_path / f"{case['case']}.nii.gz")
+    (tmp_path / "c5.nii.gz").write_bytes(b"damaged")
+    places = page.places_of_maps({"metric_per_case": cases}, tmp_path)
+    assert places == {f"c{n}": (0.875, 0.275, 0.275) for n in range(5)}
+    assert "In 5 of 5 cases" in what_maps_share(places, page.predicted_classes({"metric_per_case": cases}))

@@ -325,6 +325,16 @@ def test_scores_of_label_maps_are_of_new_cases_next_to_those_that_were_seen(
     groups = json.loads((found / "summary.json").read_text())["groups"]
     assert groups["new to the run"]["cases"] == names[2:] and groups["new to the run"]["mean"]["2"]["Dice"] == new
     assert [own["cases"] for own in groups.values()] == [names[2:], names[1:2], names[:1]]
+    other = Path(shutil.copytree(copied, tmp_path / "other"))
+    content["dataset"] |= {"train": names, "held_out": []}
+    (other / "config.json").write_text(json.dumps(content))
+    rows = (copied / "metrics.jsonl").read_text()
+    (copied / "metrics.jsonl").write_text(rows.replace('"NCR": 0.5', '"NCR": 0.0'))
+    runs = [{"run": str(folder), "weights": {}} for folder in (copied, other)]
+    (found / "prediction.json").write_text(json.dumps({"runs": runs, "files": []}))
+    _, page = page_of(names[:1], names[1:2])
+    assert "No new case: all 3 were seen in training." in page.text, "by the other run, whose mean with this one it is"
+    assert "Of moved alone: at the best validation, the mean Dice of NCR is 0.000" in page.text
 
 
 def test_scores_are_of_new_cases_else_of_those_that_chose_the_weights_and_not_of_namesakes() -> None:

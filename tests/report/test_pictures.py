@@ -33,14 +33,24 @@ from seqpar.report.embedded_volumes import (
 )
 from seqpar.report.images import Images, same_cases
 from seqpar.report.pictures import PicturedCase, figure_of_cases
-from seqpar.report.planes import COLOURS, DISPUTED, LINES, bar_length, fullest_planes, plane_of, ranks_of
+from seqpar.report.planes import (
+    COLOURS,
+    DISPUTED,
+    LINES,
+    SHADE,
+    SHADED,
+    bar_length,
+    fullest_planes,
+    plane_of,
+    ranks_of,
+)
 from seqpar.report.plots import Strips, draw_chart, make_strips
 from seqpar.report.record import RunRecord
 from seqpar.report.rendering import _environment
 from seqpar.runs.run_folder import predict_command
 from seqpar.runs.sweep_folder import Point, Sweep
 from seqpar.sweeps.results import _figure_of_sweep
-from seqpar.tasks.classify.validation import ClassValidation
+from seqpar.tasks.case_validation import when_validated
 from seqpar.tasks.pretrain.validation import RebuiltTile, figure_of_tiles
 from tests.support.configs import config_of, trainer_of
 from tests.support.folders import label_array, nnunet, save
@@ -123,7 +133,7 @@ def test_a_rare_label_within_a_common_one_has_a_line_of_its_own() -> None:
     labels[1:7, 1:7, 1:7], labels[1:3, 3:5, 3:5], labels[3, 3, 5] = 2, 1, 4
     assert ranks_of(labels, 0 * labels).tolist() == [0, 2, 1, 4, 3], "a label without a voxel is drawn nowhere"
     case = ShownCase("a", {}, labels, 0 * labels, (1.0,) * 3, own_slices(labels.shape))
-    (truth, colour, path), (_, around, outside) = draw_plane(case, "sagittal", 0, 1, False).outlines
+    (truth, colour, path), (_, around, outside) = draw_plane(case, "sagittal", 0, 1, False).outlines[2:]  # lines
     assert (
         (truth, colour, around) == ("truth", COLOURS[0], COLOURS[1]) and path.endswith("z") and outside.count("M") == 1
     )
@@ -192,6 +202,26 @@ def test_a_picture_names_its_run_and_says_that_phantoms_are_generated(tmp_path, 
     assert plots.title_of("n" * 190, generated, "more").count("\n") == 3, "a long name is seen whole"
 
 
+def test_the_inside_of_a_ring_is_shaded_and_its_hole_is_not() -> None:
+    """Two lines alone are a ring, or a disc within a disc."""
+    ring, inner = np.zeros((16, 16, 16), np.uint8), np.zeros((16, 16, 16), np.uint8)
+    ring[3:13, 3:13, 3:13], ring[3:13, 6:10, 6:10], inner[3:13, 6:10, 6:10] = 1, 0, 1
+    ring[0, 0, 0] = 2  # ignored
+    case = PicturedCase("a", np.ones(ring.shape), ring, inner, (1.0,) * 3, own_slices(ring.shape))
+    figure = figure_of_cases([case], ["tumour"], 1, False, Path())
+    for panel, dim in zip(figure.axes, range(3)):
+        for labels, shade in zip((ring, inner), panel.images[1:]):
+            plane = plane_of(labels, dim, fullest_planes(ring)[dim], False) == 1
+            assert np.allclose(np.asarray(shade.get_array())[..., 3], SHADE * plane) and (dim or plane.any())
+    shown = ShownCase("a", {}, ring % 2, inner, (1.0,) * 3, own_slices(ring.shape))
+    drawn = draw_plane(shown, "sagittal", 0, 8, False).outlines
+    assert [kind for kind, _, _ in drawn] == ["inside", "inside", "truth", "prediction"], "lines are above"
+    assert [path for _, _, path in drawn[:2]] == [outline(plane_of(one, 0, 8, False) == 1) for one in (ring, inner)]
+    assert drawn[0][2].count("M") == 2 and drawn[1][2].count("M") == 1, "a hole is a way of its own"
+    css = resources.files("seqpar.report").joinpath("template/page.css").read_text()
+    assert f"path.inside {{ fill-opacity: {SHADE:g}".replace("0.", ".") in css
+
+
 def test_a_picture_shows_where_readers_disagree_and_is_read_on_bone() -> None:
     labels, bone = np.zeros((8, 8, 8), np.uint8), np.ones((8, 8, 8))
     labels[2:6, 2:6, 2:6] = 1
@@ -200,11 +230,12 @@ def test_a_picture_shows_where_readers_disagree_and_is_read_on_bone() -> None:
     known = bone, labels, labels, (1.0,) * 3, own_slices(labels.shape)
     alone, doubted = PicturedCase("a", *known), PicturedCase("b", *known, disputed=disputed)
     figure = figure_of_cases([alone, doubted], ["core"], 2, False, Path())
-    assert [text.get_text() for text in figure.legends[0].texts] == ["truth", "prediction", "core", "readers disagree"]
-    areas = [list(panel.images[1:]) for panel in figure.axes]
+    told = [text.get_text() for text in figure.legends[0].texts]
+    assert told == ["truth", "prediction", "core", SHADED, "readers disagree"]
+    areas = [list(panel.images[1:-2]) for panel in figure.axes]  # below what is inside the lines
     assert [len(area) for area in areas] == [0, 0, 0, 1, 1, 1], "above the image of the case with readers alone"
     assert to_hex(areas[4][0].cmap(1.0)) == DISPUTED and areas[4][0].get_alpha().any()
-    assert not figure_of_cases([alone], ["core"], 1, False, Path()).legends[0].texts[3:]
+    assert not figure_of_cases([alone], ["core"], 1, False, Path()).legends[0].texts[4:]
     assert all(text.get_path_effects() for panel in figure.axes for text in panel.texts), "white letters have an edge"
     css = resources.files("seqpar.report").joinpath("template/page.css").read_text()
     assert css.count(DISPUTED) == 2 and css.count("disputed") == 2, "the page shows it in the same colour"
@@ -334,13 +365,24 @@ def test_the_picture_of_a_validation_says_if_an_earlier_one_was_better(tmp_path:
     (tmp_path / "metrics.jsonl").write_text("\n".join(json.dumps(row(n, n / 1000)) for n in (1, 300, 900)) + "\n")
     journal: Any = SimpleNamespace(path=tmp_path / "metrics.jsonl", steps_done=700)
     cases = [{"truth": name, "probabilities": [0.4, 0.6]} for name in ("a", "b")]
+    summary = {"names": ["a", "b"], "metric_per_case": cases, "confusion": [[0, 1], [0, 1]]}
+    labels = np.ones((8, 8, 8), np.uint8)
+    picture = PicturedCase("a", 1.0 * labels, labels, labels, (1.0,) * 3, own_slices(labels.shape))
+    tile = RebuiltTile("a", 1.0 * labels, 1.0 * labels, labels > 0, (1.0,) * 3, own_slices(labels.shape)[2])
     for score in (0.2, 0.4):
-        summary = {"names": ["a", "b"], "metric_per_case": cases, "confusion": [[0, 1], [0, 1]]}
-        ClassValidation._draw(journal, summary, row(700, score))
-    worse, better = (figure.get_suptitle() for figure in figures)
-    assert worse.endswith("\n2 held-out cases, after step 700, not with the weights that predict uses (step 300)")
-    assert better.endswith("\n2 held-out cases, after step 700"), "a later row is of a run that was resumed before it"
-    assert figures[0]._suptitle.get_window_extent().x1 <= figures[0].bbox.width
+        when = when_validated(journal, row(700, score))
+        pictures.draw_scores(tmp_path / "validation.png", summary, when)
+        pictures.draw_cases(tmp_path / "validation.png", [picture], ["b"], 1, when, False)
+        figures.append(figure_of_tiles([tile], False, tmp_path, when))
+    after = "fter step 700, not with the weights that predict uses (step 300)", "fter step 700, the best so far"
+    for told, own in zip(after, (figures[:3], figures[3:])):  # a later row is of a run that was resumed before it
+        scores, drawn, rebuilt = (figure.get_suptitle().split("\n") for figure in own)
+        assert scores[-1] == f"2 held-out cases, a{told}" and drawn[1] == f"A{told}."
+        assert f"A{told}: hidden patches" in " ".join(rebuilt)
+    assert all(figure._suptitle.get_window_extent().x1 <= figure.bbox.width for figure in figures)
+    journal.path.unlink()
+    assert when_validated(journal, row(700, 0.2)) == f"a{after[1]}", "the first one"
+    assert when_validated(journal, row(700, math.nan)) == "after step 700", "no case has a class"
 
 
 def test_a_ct_keeps_soft_tissue_though_the_network_takes_it_clipped(tmp_path: Path) -> None:

@@ -20,10 +20,14 @@ from seqpar.report.embedded_volumes import ShownCase
 from seqpar.report.pictures import PicturedCase, figure_of_cases
 from seqpar.report.planes import COLOURS, RUN_COLOURS
 from seqpar.report.plots import draw_chart
-from seqpar.report.record import ScoredCase
+from seqpar.report.record import ScoredCase, read_record
+from seqpar.report.rendering import _environment
+from seqpar.report.several_runs import page_of_several
 from seqpar.settings.presets import debug
+from seqpar.tasks.lookup import TASKS
 from tests.support.folders import save
 from tests.support.report_page import NAMES, Page, own_slices, written
+from tests.support.reported_run import make_run
 
 TEN = own_slices((10, 10, 10))
 
@@ -40,6 +44,24 @@ def setting(html: str, name: str) -> list[str]:
 def test_version_and_number_of_ranks_are_both_there(html: str) -> None:
     assert setting(html, "version of seqpar") == [seqpar.__version__]
     assert setting(html, "seqpar") == [str(debug().seqpar)]
+
+
+def test_a_resumed_run_shows_the_command_that_began_it_and_those_that_resumed_it(copied: Path) -> None:
+    path = copied / "config.json"
+    content = json.loads(path.read_text())
+    lines = [["train", "--preset", "debug"], ["train", "--resume"], ["train", "--resume", "--epochs", "9"]]
+
+    def shown(**more: object) -> list[list[str]]:
+        path.write_text(json.dumps({**content, "command": lines[-1], **more}))
+        written(copied)
+        html = (copied / "report.html").read_text()
+        return [setting(html, name) for name in ("command", "resumed with")]
+
+    starts = [{"step": 40 * n, "command": line} for n, line in enumerate(lines)]
+    later = "train --resume (from step 40); train --resume --epochs 9 (from step 80)"
+    assert shown(history=starts) == [["train --preset debug"], [later]]
+    assert shown(history=starts[:1]) == [["train --preset debug"], []]
+    assert shown() == [["train --resume --epochs 9"], []], "an older run knows its last one alone"
 
 
 def test_time_machine_and_size_are_there(html: str, copied: Path) -> None:
@@ -88,6 +110,37 @@ def test_scores_in_large_numbers_have_interval_and_number_of_cases(html: str, pa
     (copied / "validation" / "summary.json").unlink()
     journal = written(copied)
     assert "in the validation after step" in journal.text and "n ≤ 2" in journal.text
+
+
+def test_scans_of_one_patient_are_said_to_be_no_independent_cases(tmp_path: Path) -> None:
+    run_folder = make_run(tmp_path, ["sub-1_ses-1", "sub-1_ses-2", "sub-2"])
+    said = "3 scans of 2 patients: intervals take scans as independent, so they are too narrow."
+    leak = "2 of 3 held-out cases are other scans of patients whom the run was trained on: scores in validation are too"
+    text = written(run_folder).text
+    assert said in text and leak not in text
+    path = run_folder / "config.json"
+    content = json.loads(path.read_text())
+    content["dataset"]["train"] = ["sub-1_ses-3"]
+    path.write_text(json.dumps(content))
+    assert leak in written(run_folder).text
+    other = shutil.copytree(run_folder, tmp_path / "other")
+    text = page_of_several([read_record(run_folder), read_record(other)], {"segment": TASKS["segment"].compare})[0]
+    assert said in text and text.count(leak) == 2
+
+
+def test_a_low_dice_has_a_caution_next_to_it(copied: Path) -> None:
+    path, caution = copied / "validation" / "summary.json", "the network has hardly learned this class"
+    content, key = json.loads(path.read_text()), "1"  # NCR
+
+    def tile() -> str:
+        written(copied)
+        (found,) = re.findall(r'<div data-class="NCR">.*?</div>', (copied / "report.html").read_text())
+        return found
+
+    for dice, is_low in ((0.3, False), (0.2999, True), (math.nan, False)):
+        content["mean"][key]["Dice"] = dice
+        path.write_text(json.dumps(content))
+        assert (caution in tile()) == is_low, dice
 
 
 def test_volumes_and_lesions_are_those_of_the_files(html: str, page: Page, finished: Path) -> None:
@@ -261,6 +314,16 @@ def test_a_case_without_the_class_says_so_and_what_was_predicted() -> None:
     both = ShownCase("a", {}, prediction, truth, (1.0, 1.0, 1.0), TEN)
     assert planes_note(case, both, ["liver", "tumour"]) == "planes with most of the tumour in the truth"
     assert planes_of(both, False)[0].slice == "3 / 10"
+
+
+def test_a_map_of_doubt_hides_no_image_until_it_is_asked_for() -> None:
+    """A classifier's map is what its viewer is for."""
+    ball = np.ones((10, 10, 10), np.uint8)
+    case = ShownCase("a", {"T1": ball}, ball, ball, (1.0,) * 3, TEN, heat=ball, heat_name="entropy")
+    template = _environment(None).from_string('{% from "cases.html" import viewer %}{{ viewer(cases) }}')
+    for labels, opacity in ((["tumour"], 0), ([], 65)):
+        section = viewer_section([(case, case.embedded(10**6))], labels, False)
+        assert f'id="heat" min="0" max="100" value="{opacity}"' in template.render(cases=section)
 
 
 def test_a_page_of_ct_says_which_values_it_keeps() -> None:

@@ -100,10 +100,12 @@ def test_settings_of_other_networks_are_not_shown_and_scores_of_tasks_have_chart
 
 
 def test_curves_of_other_data_or_tasks_are_not_to_be_compared(finished: Path, worse: Path) -> None:
-    assert "Read with care" not in compared(finished, worse).text
+    text = compared(finished, worse).text
+    assert "Read with care" not in text and ", not comparable" not in text
     changed(worse, lambda content: content["config"].update(loss="ce", dice_smooth=1.0))
     said = "These runs differ in their losses (loss, dice_smooth); their loss curves cannot be compared."
-    assert said in compared(finished, worse).text
+    assert said in (text := compared(finished, worse).text)
+    assert text.count(", not comparable") == 2 and "Loss in training, not comparable" in text, "on the curves too"
     changed(worse, lambda content: content["dataset"]["held_out"].pop())
     assert "These runs held out different cases; their curves on" in (text := compared(finished, worse).text)
     assert said in text

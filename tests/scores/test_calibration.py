@@ -8,6 +8,7 @@ import nibabel
 import numpy as np
 import pytest
 
+from seqpar.tasks.case_evaluation import CaseEvaluation, ScoringJob, Seen
 from seqpar.tasks.segment.evaluation import calibration_diagram, format_calibration
 from seqpar.tasks.segment.label_map_folder import SavedProbabilities
 from tests.support.label_folders import evaluate_folders, random_labels, save, summary_of
@@ -84,6 +85,26 @@ def test_calibration_is_that_of_all_voxels_together(predicted, capfd) -> None:
     picture.write_bytes(b"my own")
     assert evaluate_folders(folders, "--calibration") == 3 and picture.read_bytes() == b"my own"
     assert f"{picture}: is there, and evaluate did not write it" in capfd.readouterr().err
+
+
+def test_calibration_of_new_cases_leads_and_all_together_stay_in_the_summary(predicted, capfd, monkeypatch) -> None:
+    folders, every = predicted
+
+    def cautions(self: CaseEvaluation, job: ScoringJob) -> list[str]:
+        job.seen = Seen(["c1"], [], 3, ["c2"])
+        return [""]
+
+    monkeypatch.setattr(CaseEvaluation, "_cautions", cautions)
+    assert evaluate_folders(folders, "--calibration") == 0
+    summary, said = summary_of(folders), capfd.readouterr().out
+    assert "calibration over the voxels of the cases new to the run\n" in said
+    voxels = np.prod(random_labels(0).shape)
+    counts = [sum(t["voxels"] for t in own["calibration"]["core"]["tenths"]) for own in summary["groups"].values()]
+    assert counts == [voxels, voxels, 10 * voxels // 12], "new, chose the weights, and seen with its ignored slab"
+    for name, (given, right) in every.items():
+        assert summary["calibration"][name]["ECE"] == pytest.approx(expected_error(given, right), abs=1e-6)
+        own = summary["groups"]["new to the run"]["calibration"][name]["ECE"]
+        assert own == pytest.approx(expected_error(given[:voxels], right[:voxels]), abs=1e-6) and f"{own:.4f}" in said
 
 
 def test_probabilities_of_another_case_are_refused_by_name(predicted, capfd, monkeypatch) -> None:

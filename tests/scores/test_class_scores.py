@@ -28,7 +28,7 @@ from seqpar.scores.class_scores import (
     score_classes,
     words_of_interval,
 )
-from seqpar.tasks.case_evaluation import Seen
+from seqpar.tasks.case_evaluation import ScoringJob, Seen
 from seqpar.tasks.classify.evaluation import ClassEvaluation
 from seqpar.tasks.classify.scores import ClassTable, class_lines, read_class_table
 
@@ -146,7 +146,7 @@ def test_evaluate_scores_tables_and_writes_both_files(tmp_path: Path, capsys: py
     assert "balanced accuracy over the 30 cases that all tables have" in capsys.readouterr().out
 
 
-def test_evaluate_leads_with_cases_that_are_new_to_the_run(tmp_path: Path) -> None:
+def test_evaluate_leads_with_cases_that_are_new_to_the_run(tmp_path: Path, capsys, monkeypatch) -> None:
     truth, probabilities = draw(20, 2)
     lines = table_at(tmp_path / "a/predictions.csv", truth, probabilities)
     (tmp_path / "labels.csv").write_text("\n".join(["case,class", *lines]))
@@ -163,6 +163,18 @@ def test_evaluate_leads_with_cases_that_are_new_to_the_run(tmp_path: Path) -> No
         told.startswith("The scores are of the 6 cases new to the run. Of the other 14, 6 were") and first == "6 cases"
     )
     assert lead.text.endswith(f"\nall 20 cases together, new or not:\n{every.text}") and rest
+
+    def cautions(self: ClassEvaluation, other: ScoringJob) -> list[str]:
+        other.seen = other.known = job.seen
+        return [""]
+
+    monkeypatch.setattr(ClassEvaluation, "_cautions", cautions)
+    table_at(tmp_path / "b/predictions.csv", truth, draw(20, 2, seed=1)[1])
+    assert run(evaluate.act, [str(tmp_path / "labels.csv"), str(tmp_path / "a"), str(tmp_path / "b")]) == 0
+    of_new, of_all = capsys.readouterr().out.split("\nall cases together, new or not:\n")
+    assert "The scores are of the 6 cases new to all runs." in of_new
+    assert "over the 6 cases that all tables have" in of_new
+    assert "balanced accuracy over the 20 cases that all tables have" in of_all
     rows = list(csv.DictReader(str(lead.contents["csv"]).splitlines()))
     counts = {
         which: sum(int(row["cases"]) for row in rows if row["group"] == which) for which in ("new to the run", "all")

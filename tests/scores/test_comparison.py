@@ -12,9 +12,10 @@ from scipy import stats
 
 from seqpar.cli import evaluate
 from seqpar.cluster.exit_codes import DATA, run
-from seqpar.scores.comparison import Scored, compare
+from seqpar.scores.comparison import Scored, about_scans, compare
 from seqpar.scores.label_scores import words_of
-from tests.support.label_folders import random_labels, save
+from seqpar.tasks.case_evaluation import CaseEvaluation, ScoringJob, Seen
+from tests.support.label_folders import evaluate_folders, random_labels, save
 
 
 def scored(name: str, **dices: float) -> Scored:
@@ -98,7 +99,7 @@ def test_several_folders_are_scored_each_and_compared(folders: tuple[Path, Path]
     line = [str(truth), str(worse), str(better), str(run_folder), "--workers", "1"]
     assert run(evaluate.act, line) == 0
     *before, header, first, second, third, verdict = capsys.readouterr().out.splitlines()
-    words = words_of(lesion_wise=False, centreline=False, readers=False, dashes=True)
+    words = words_of(lesion_wise=False, centreline=False, dashes=True)
     said = "\n".join(before)
     assert said.count("\n".join(words[:-1])) == 1 and words[-1] not in said, "what is there is explained once"
     assert words[-1].split(maxsplit=1) == ["–", "no case has such a score"]
@@ -162,3 +163,52 @@ def test_five_folds_in_a_folder_are_compared_as_their_runs(folders: tuple[Path, 
         (five / f"fold{fold}" / "status.json").write_text('{"state": "running"}')
     with pytest.raises(ValueError, match="five is to hold five folds, and fold0, fold1, fold2 have finished"):
         evaluate.act(line)
+
+
+def test_several_predictions_are_compared_on_cases_that_are_new_to_all(
+    folders: tuple[Path, Path], capsys, monkeypatch
+) -> None:
+    """By the others, seen by one of them, the worse would win."""
+    truth, first = folders
+    second = first.with_name("second")
+    seen = {"predicted": Seen(["case_1"], [], 3), "second": Seen([], [], 3, ["case_2"])}
+    right = [random_labels(case) for case in range(3)]
+    for folder, wrong in ((first, (0,)), (second, (1, 2))):
+        for case, labels in enumerate(right):
+            save(folder / f"case_{case}.nii.gz", np.roll(labels, 2, 0) if case in wrong else labels)
+
+    def cautions(self: CaseEvaluation, job: ScoringJob) -> list[str]:
+        job.seen = job.known = seen[Path(job.name).name]
+        return [""]
+
+    line = [*map(str, (truth, first, second)), "--workers", "1", "--find-best"]
+    assert run(evaluate.act, line) == 0
+    assert f"over 3 cases (too few to tell): {first}" in capsys.readouterr().out
+    monkeypatch.setattr(CaseEvaluation, "_cautions", cautions)
+    assert run(evaluate.act, line) == 0
+    said = capsys.readouterr().out
+    told = (
+        "The scores are of the 1 case new to all runs. Of the other 2, 1 was used to choose the weights, and 1 was seen"
+    )
+    best = "highest mean Dice over {} (other seeds may differ): {},"
+    places = [told, best.format("1 case", second), "all cases together, new or not:", best.format("3 cases", first)]
+    places.append(f"highest mean Dice of 2 over 1 case (too few to tell): {second}\n")
+    assert [said.count(place) for place in places] == [1] * 5
+    assert sorted(places, key=said.index) == places, "the new ones lead"
+    assert (second / "postprocessing.json").is_file()
+    everything = Seen(["case_0", "case_1", "case_2"], [], 3)
+    seen.update(predicted=everything, second=everything)
+    assert run(evaluate.act, line) == 0
+    said = capsys.readouterr().out
+    assert "No new case: all 3 were seen in training." in said and "together, new or not" not in said
+
+
+def test_it_is_said_how_many_patients_scans_are_of(folders: tuple[Path, Path], capsys) -> None:
+    assert about_scans(["sub-1_ses-1", "sub-1_ses-2", "sub-2"], {}).startswith("3 scans of 2 patients: intervals take")
+    assert about_scans(["a", "b", "c"], {}) == "" and about_scans(["a", "b"], {"a": "p", "b": "p", "c": "p"}) != ""
+    said = "3 scans of 2 patients: intervals take scans as independent, so they are too narrow."
+    assert evaluate_folders(folders) == 0 and said not in capsys.readouterr().out
+    for folder in folders:
+        for case, name in enumerate(("BraTS-GLI-00005-000", "BraTS-GLI-00005-001", "BraTS-GLI-00006-000")):
+            (folder / f"case_{case}.nii.gz").rename(folder / f"{name}.nii.gz")
+    assert evaluate_folders(folders) == 0 and said in capsys.readouterr().out

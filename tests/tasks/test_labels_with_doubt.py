@@ -2,9 +2,13 @@
 
 import json
 import math
+import re
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import matplotlib.pyplot as plt
 import numpy as np
@@ -18,7 +22,7 @@ from seqpar.scores.label_files import Doubt, read_label_map, read_reference
 from seqpar.scores.label_scores import score_readers
 from seqpar.settings.command_line import parse
 from seqpar.tasks.segment.data import open_data, read_headers
-from seqpar.tasks.segment.page import _readers
+from seqpar.tasks.segment.page import _readers, headline
 from tests.support.folders import OBLIQUE, label_array, save, several_readers
 from tests.support.report_page import Page, unroll
 from tests.support.training_runs import TINY, farthest, losses, prepare, trained
@@ -62,6 +66,8 @@ def test_a_run_on_several_readers_is_the_same_on_two_ranks_and_reports_their_agr
     assert 'id="readers"' in page and 'id="readers-per-case"' in page and "two readers" in page
     assert page.index(">Readers<") < page.index(">Volumes and connected regions<"), "what follows has its own head"
     assert "Violet areas show where the readers disagree" in page
+    assert page.count("the label that most of the 3 readers gave a voxel; of equally many, the smallest") == 3
+    assert page.index("It compares with the label") < page.index(">Configuration<"), "next to the large numbers"
     data = tmp_path / "Dataset001_Tiny"
     seen = disputed_in(page)
     for name, shown in seen.items():
@@ -81,6 +87,7 @@ def test_a_run_on_several_readers_is_the_same_on_two_ranks_and_reports_their_agr
     assert run(evaluate.act, [str(tmp_path / "Dataset001_Tiny"), str(predicted), "--workers", "1"]) == 0
     said = capsys.readouterr().out
     assert "InterReaderDice" in said and "mean Dice of each two readers" in said
+    assert re.search(r"^  truth +the label that most of the 3 readers gave a voxel; of equally many,", said, re.M)
     mean = json.loads((predicted / "summary.json").read_text())["mean"]["1"]
     assert mean["Dice_ben"] == 1 and mean["Dice_ann"] == pytest.approx(2 / 3)
     assert mean["ReaderDice"] == pytest.approx((1 + 2 / 3 + 2 / 3) / 3)
@@ -107,6 +114,22 @@ def test_settings_without_a_meaning_are_refused_before_anything_is_prepared(
 def reference_of(tmp_path: Path, maps: list[np.ndarray], **more: object) -> Doubt:
     names = "abcdef"[: len(maps)]
     return Doubt({name: save(tmp_path / name / "c.nii.gz", one) for name, one in zip(names, maps)}, **more)
+
+
+def test_it_is_said_what_the_truth_of_two_readers_is(tmp_path: Path) -> None:
+    one, two = np.zeros((2, 4, 4, 4), np.uint8)
+    one[:2], two[1:3] = 1, 1
+    doubt = reference_of(tmp_path, [one, two])
+    assert read_reference(doubt.readers["a"], doubt).values.sum() == (one & two).sum() == 16
+    case = ScoredCase("c", doubt.readers["a"], Path("c.nii.gz"), {"t": {"Dice": 0.8}}, doubt)
+    record: Any = SimpleNamespace(dataset={}, held_out=())
+    told = " It compares with the label that both readers gave a voxel; if they differ, the smaller one, mostly the"
+    note = headline(record, CaseScores("", {"t": "1"}, (case,), {"mean": {}}, {}))[1]
+    assert note.endswith(f"others.{told} background.")
+    assert "It compares" not in headline(record, CaseScores("", {"t": "1"}, (replace(case, doubt=None),), {}, {}))[1]
+    assert Doubt({}, (0, 1)).consensus == "the most probable label of a voxel"
+    for more in ({"readers": ["a", "b"]}, {"soft_labels": True}):
+        assert "It compares with" in headline(SimpleNamespace(dataset=more, held_out=()), None)[1]  # type: ignore[arg-type]
 
 
 def test_a_reference_is_the_value_that_most_readers_gave(tmp_path: Path) -> None:

@@ -61,7 +61,7 @@ def summary(names: list[str]) -> dict:
 
 def test_two_classes_have_one_curve_and_more_have_one_each_under_their_names(figures: list[Any]) -> None:
     for names in (NAMES[:2], NAMES):
-        draw_scores(Path("scores.png"), summary(names), 1600)
+        draw_scores(Path("scores.png"), summary(names), "after step 1,600")
     for figure, names in zip(figures, (NAMES[1:2], NAMES)):
         curves, counts = figure.axes
         lines = curves.get_lines()[1:]  # behind that of chance

@@ -169,7 +169,7 @@ def test_memory_falls_with_what_is_hidden(images) -> None:
 
 def test_pictures_show_image_masked_rebuilt_and_difference(images, tmp_path, alone, monkeypatch) -> None:
     trainer, drawn = trainer_of(config_of(images), alone, tmp_path), list[RebuiltTile]()
-    monkeypatch.setattr(validation, "draw_tiles", lambda path, tiles, _: drawn.extend(tiles))
+    monkeypatch.setattr(validation, "draw_tiles", lambda path, tiles, *_: drawn.extend(tiles))
     journal = Journal(tmp_path, True, 0)
     result = trainer.validation.run(trainer.net, journal, NoStop())
     journal.close()
@@ -216,7 +216,7 @@ def test_pictures_show_image_masked_rebuilt_and_difference(images, tmp_path, alo
 def test_pictures_of_ct_have_one_window_in_hounsfield_units(tmp_path, alone, monkeypatch) -> None:
     line = [*TINY.split(), "--data", str(nnunet(tmp_path / "D", channels=("CT",))), "--cache", str(tmp_path / "cache")]
     trainer, drawn = trainer_of(config_of(line), alone, tmp_path), list[RebuiltTile]()
-    monkeypatch.setattr(validation, "draw_tiles", lambda path, tiles, _: drawn.extend(tiles))
+    monkeypatch.setattr(validation, "draw_tiles", lambda path, tiles, *_: drawn.extend(tiles))
     journal = Journal(tmp_path, True, 0)
     trainer.validation.run(trainer.net, journal, NoStop())
     journal.close()

@@ -1,20 +1,22 @@
 """Splits into training and validation cases: nnU-Net's five folds, percentages, or the data set's own.
 
-Cases with one class each are split by subject, with each class on both sides.
+Scans of a patient stay on one side, as far as names of cases tell them. Cases with one class each are split by subject,
+with each class on both sides.
 """
 
 import os
 import re
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
 from seqpar.data.errors import DataError
 from seqpar.data.files import read_json
 from seqpar.data.formats.dataset import Split, VolumeClasses
+from seqpar.text import quantity
 
 FOLDS, SEED = 5, 12345  # nnU-Net's
 _PREPROCESSED = "nnUNet_preprocessed"
@@ -29,15 +31,70 @@ class HasCases(Protocol):
     def splits(self) -> tuple[Split, ...]: ...
 
 
-def folds(dataset: HasCases) -> list[Split]:
+# BIDS's subject, and what comes before the number of a scan in BraTS since 2023
+_PATIENT = re.compile(r"(sub-[A-Za-z0-9]+)(?:_.*)?|(BraTS-[A-Za-z]+(?:-[A-Za-z]+)?-\d{4,5})-\d{1,3}")
+_SCAN = re.compile(r"(.*\d)-\d{3}")
+_MOST_SCANS = 4  # of a patient, on average: "2021-001" is no scan of a patient 2021
+
+
+def patients_of(ids: Iterable[str]) -> dict[str, str]:
+    """Returns the patient of each case, as far as names tell it; else the case itself is one.
+
+    They tell it in ``sub-01_ses-1`` and ``BraTS-GLI-00005-000``, and in other names with three digits after an id, as
+    in ``p12-000``, if all of the others have them, of a few scans per patient.
+    """
+    known = {case: _PATIENT.fullmatch(case) for case in ids}
+    patients = {case: match[1] or match[2] for case, match in known.items() if match}
+    others = [case for case in known if case not in patients]
+    numbered = [match[1] for case in others if (match := _SCAN.fullmatch(case))]
+    count = len(set(numbered))
+    if len(numbered) == len(others) <= _MOST_SCANS * count and count > 1:
+        patients |= dict(zip(others, numbered))
+    return {case: patients.get(case, case) for case in known}
+
+
+def patients_on_both_sides(described: Mapping[str, Any]) -> str:
+    """Returns a sentence if a run trains on other scans of patients that it holds out; else "".
+
+    - ``described``: its data, as config.json has them: a table may name the patients, else names of cases tell them
+    """
+    train, held_out = (set(map(str, described[part])) for part in ("train", "held_out"))
+    every, subjects = train | held_out, (described.get("volume_classes") or {}).get("subjects", {})
+    patients = patients_of(every) | {case: patient for case, patient in subjects.items() if case in every}
+    trained = {patients[case] for case in train}
+    divided = [case for case in held_out - train if patients[case] in trained]
+    if not divided:
+        return ""
+    which = "is another scan of a patient" if len(divided) == 1 else "are other scans of patients"
+    of = f"{len(divided)} of {quantity(len(held_out), 'held-out case')} {which}"
+    return f"{of} whom the run was trained on: scores in validation are too good."
+
+
+def _rows(ids: Sequence[str], by_patient: bool) -> list[list[str]]:
+    """Returns what a split does not divide: the scans of each patient, in the order of their first ones."""
+    patients, rows = patients_of(ids) if by_patient else {}, dict[str, list[str]]()
+    for case in sorted(ids):
+        rows.setdefault(patients.get(case, case), []).append(case)
+    return list(rows.values())
+
+
+def _cases(rows: Sequence[Sequence[str]], chosen: Iterable[int]) -> tuple[str, ...]:
+    return tuple(sorted(case for number in chosen for case in rows[number]))
+
+
+def _units(rows: Sequence[Sequence[str]]) -> str:
+    return "patients" if any(len(row) > 1 for row in rows) else "cases"
+
+
+def folds(dataset: HasCases, by_patient: bool = True) -> list[Split]:
     """Returns the data set's own splits, or nnU-Net's five folds if it has none."""
-    return list(dataset.splits) or five_folds(dataset.ids)
+    return list(dataset.splits) or five_folds(dataset.ids, by_patient)
 
 
-def tested_ids(dataset: HasCases, fold: int | str) -> tuple[str, ...]:
+def tested_ids(dataset: HasCases, fold: int | str, by_patient: bool = True) -> tuple[str, ...]:
     """Returns the ids of the test cases, which only percentages such as "70:15:15" set aside."""
     shares = parse_percentages(str(fold))
-    return _by_shares(sorted(dataset.ids), shares, str(fold))[2] if shares else ()
+    return _by_shares(_rows(dataset.ids, by_patient), shares, str(fold))[2] if shares else ()
 
 
 def parse_percentages(fold: str) -> tuple[int, ...]:
@@ -51,15 +108,16 @@ def parse_percentages(fold: str) -> tuple[int, ...]:
     return shares
 
 
-def _by_shares(ids: Sequence[str], shares: Sequence[int], fold: str) -> tuple[tuple[str, ...], ...]:
-    """Returns the sorted ids of each part; cases are shuffled by nnU-Net's seed."""
-    mixed = np.random.RandomState(SEED).permutation(len(ids)).tolist()
-    held_out, test = (max(1, round(len(ids) * share / 100)) for share in shares[1:])
-    rest = len(ids) - held_out - test
+def _by_shares(rows: Sequence[Sequence[str]], shares: Sequence[int], fold: str) -> tuple[tuple[str, ...], ...]:
+    """Returns the sorted ids of each part; patients are shuffled by nnU-Net's seed."""
+    mixed = np.random.RandomState(SEED).permutation(len(rows)).tolist()
+    held_out, test = (max(1, round(len(rows) * share / 100)) for share in shares[1:])
+    rest = len(rows) - held_out - test
     if rest < 1:
-        raise ValueError(f"fold {fold} leaves none of {len(ids)} cases to train on; use fold all, or other percentages")
+        which = f"{len(rows)} {_units(rows)}"
+        raise ValueError(f"fold {fold} leaves none of {which} to train on; use fold all, or other percentages")
     parts = mixed[:rest], mixed[rest : rest + held_out], mixed[rest + held_out :]
-    return tuple(tuple(ids[n] for n in sorted(part)) for part in parts)
+    return tuple(_cases(rows, part) for part in parts)
 
 
 def sample_cases(ids: Sequence[str], count: int, class_of: Callable[[str], int] = lambda case: 0) -> tuple[str, ...]:
@@ -75,26 +133,27 @@ def sample_cases(ids: Sequence[str], count: int, class_of: Callable[[str], int] 
     return tuple(case for case in ids if case in chosen)
 
 
-def split(dataset: HasCases, fold: int | str) -> Split:
+def split(dataset: HasCases, fold: int | str, by_patient: bool = True) -> Split:
     """Returns the ids to train on and to validate on.
 
     fold: a fold number, "all" (every case in both), "90:10", or three percentages such as "70:15:15".
+    by_patient: keep all scans of a patient on one side.
     """
-    ids = sorted(dataset.ids)
+    ids, rows = sorted(dataset.ids), _rows(dataset.ids, by_patient)
     if shares := parse_percentages(str(fold)):
-        train, held_out, _ = _by_shares(ids, shares, str(fold))
+        train, held_out, _ = _by_shares(rows, shares, str(fold))
         return train, held_out
     if fold == "all":
         return tuple(ids), tuple(ids)
     if fold == "90:10":
-        if len(ids) < 2:
-            raise ValueError(f"fold 90:10 needs at least 2 cases and got {len(ids)}; use fold all")
-        mixed = np.random.RandomState(SEED).permutation(len(ids))
-        chosen = set(mixed[: max(1, round(len(ids) / 10))].tolist())
-        return tuple(ids[n] for n in range(len(ids)) if n not in chosen), tuple(ids[n] for n in sorted(chosen))
+        if len(rows) < 2:
+            raise ValueError(f"fold 90:10 needs at least 2 {_units(rows)} and got {len(rows)}; use fold all")
+        mixed = np.random.RandomState(SEED).permutation(len(rows))
+        chosen = set(mixed[: max(1, round(len(rows) / 10))].tolist())
+        return _cases(rows, set(range(len(rows))) - chosen), _cases(rows, chosen)
     if not str(fold).isdigit():
         raise ValueError(f"fold is {fold!r}; it must be a number, all, 90:10 or 70:15:15")
-    all_folds = folds(dataset)
+    all_folds = folds(dataset, by_patient)
     if int(fold) >= len(all_folds):
         raise ValueError(f"--fold {fold}: the folds are 0 to {len(all_folds) - 1}, all and 90:10")
     train, held_out = all_folds[int(fold)]
@@ -104,23 +163,20 @@ def split(dataset: HasCases, fold: int | str) -> Split:
     return train, held_out
 
 
-def five_folds(ids: Sequence[str]) -> list[Split]:
-    """Returns the same folds of the sorted ids as scikit-learn's KFold(5, shuffle=True, random_state=12345)."""
-    ids = sorted(ids)
-    if len(ids) < FOLDS:
-        raise ValueError(
-            f"{FOLDS} folds need at least {FOLDS} cases, and there are {len(ids)}: use --fold all or --fold 90:10"
-        )
-    mixed = np.arange(len(ids))
+def five_folds(ids: Sequence[str], by_patient: bool = True) -> list[Split]:
+    """Returns the same folds of the sorted ids as scikit-learn's KFold(5, shuffle=True, random_state=12345).
+
+    They are folds of patients where names tell that some have several scans; nnU-Net's would divide these.
+    """
+    rows = _rows(ids, by_patient)
+    if len(rows) < FOLDS:
+        needed = f"{FOLDS} folds need at least {FOLDS} {_units(rows)}, and there are {len(rows)}"
+        raise ValueError(f"{needed}: use --fold all or --fold 90:10")
+    mixed = np.arange(len(rows))
     np.random.RandomState(SEED).shuffle(mixed)
-    splits = []
-    for held_out in np.array_split(mixed, FOLDS):
-        chosen = set(held_out.tolist())
-        splits.append((
-            tuple(ids[n] for n in range(len(ids)) if n not in chosen),
-            tuple(ids[n] for n in sorted(chosen)),
-        ))  # fmt: skip
-    return splits
+    every = set(range(len(rows)))
+    held_out = [set(part.tolist()) for part in np.array_split(mixed, FOLDS)]
+    return [(_cases(rows, every - chosen), _cases(rows, chosen)) for chosen in held_out]
 
 
 def read_splits(root: Path, ids: Sequence[str]) -> tuple[Split, ...]:
@@ -146,17 +202,18 @@ def read_splits(root: Path, ids: Sequence[str]) -> tuple[Split, ...]:
     return splits
 
 
-def split_classes(classes: VolumeClasses, fold: str) -> Split:
+def split_classes(classes: VolumeClasses, fold: str, by_patient: bool = True) -> Split:
     """Returns the cases to train on and to hold out.
 
     - ``fold``: a fold number (the data set's own, or 0 to 4), "90:10", or "all" (every case in both)
+    - ``by_patient``: names tell the patients of cases, unless a table does
     """
     if fold == "all":
         ids = tuple(sorted(classes.numbers))
         return ids, ids
     if fold == "90:10":
-        return class_folds(classes, 10)[0]
-    splits = numbered_splits(classes)
+        return class_folds(classes, 10, by_patient)[0]
+    splits = numbered_splits(classes, by_patient)
     if int(fold) not in splits:
         numbers = list(splits)
         in_turn = numbers == list(range(numbers[0], numbers[-1] + 1))
@@ -165,23 +222,25 @@ def split_classes(classes: VolumeClasses, fold: str) -> Split:
     return splits[int(fold)]
 
 
-def numbered_splits(classes: VolumeClasses) -> dict[int, Split]:
+def numbered_splits(classes: VolumeClasses, by_patient: bool = True) -> dict[int, Split]:
     """Returns the splits by fold number: the data set's own, numbered from 0 unless it numbers them, or else five.
 
     If the data set gives each case a fold number, that fold holds the case out.
     """
-    splits = classes.splits or class_folds(classes, FOLDS)
+    splits = classes.splits or class_folds(classes, FOLDS, by_patient)
     return dict(zip(classes.folds or range(len(splits)), splits))
 
 
-def class_folds(classes: VolumeClasses, count: int) -> list[Split]:
+def class_folds(classes: VolumeClasses, count: int, by_patient: bool = True) -> list[Split]:
     """Returns ``count`` folds, over which the subjects of each class are spread evenly, shuffled by nnU-Net's seed.
 
     With fewer subjects than folds, each subject is a fold.
     """
-    cases_of = dict[str, list[str]]()
+    cases_of, patients = dict[str, list[str]](), dict[str, str]()
+    if by_patient and not classes.subjects:
+        patients = patients_of(classes.numbers)
     for case in sorted(classes.numbers):
-        cases_of.setdefault(classes.subject_of(case), []).append(case)
+        cases_of.setdefault(patients.get(case, classes.subject_of(case)), []).append(case)
     rng, rows = np.random.RandomState(SEED), list[list[str]]()
     for number in range(len(classes.names)):  # a subject belongs to the class of its first case
         subjects = [name for name, cases in sorted(cases_of.items()) if classes.numbers[cases[0]] == number]

@@ -98,7 +98,7 @@ class Classification(Task):
 
         classes = read_class_dataset(data).volume_classes
         assert classes is not None
-        return list(numbered_splits(classes))
+        return list(numbered_splits(classes, by_patient=False))
 
     def with_tile(self, config: Config, source: Fingerprint | TrainingData) -> Config:
         """Returns the config with a tile that holds every case."""

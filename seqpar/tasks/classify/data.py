@@ -18,7 +18,14 @@ from seqpar.models.build import family_of
 from seqpar.parallel.device_constants import copy_to_device
 from seqpar.settings.config import Config
 from seqpar.settings.data_settings import prepare_settings
-from seqpar.tasks.training_data import TrainingData, case_lines, describe_images, refuse_weights, unlabelled_tiles
+from seqpar.tasks.training_data import (
+    TrainingData,
+    case_lines,
+    describe_images,
+    refuse_weights,
+    splits_by_patient,
+    unlabelled_tiles,
+)
 from seqpar.terminal import ProgressBar
 
 
@@ -79,7 +86,8 @@ def open_class_data(config: Config, is_first: bool) -> ClassData:
     shapes = [case.properties.shape for case in dataset.cases.values()]
     config = with_tile(config, [max(sides) for sides in zip(*shapes)])
     tiles = unlabelled_tiles(dataset, train_ids, config, from_middle=True)
-    return ClassData(dataset, train_ids, held_out_ids, tiles, test_ids=dataset.volume_classes.tests)
+    test_ids, by_patient = dataset.volume_classes.tests, splits_by_patient(config)
+    return ClassData(dataset, train_ids, held_out_ids, tiles, test_ids=test_ids, by_patient=by_patient)
 
 
 def read_class_headers(config: Config) -> Fingerprint:
@@ -112,7 +120,7 @@ def class_split(classes: VolumeClasses, config: Config) -> tuple[tuple[str, ...]
             f"--fold {config.fold} with --task {config.task}: cases for tests are those whose split is test in "
             "labels.csv: write it there, and use 90:10 or a fold's number"
         )
-    train_ids, held_out_ids = split_classes(classes, config.fold)
+    train_ids, held_out_ids = split_classes(classes, config.fold, splits_by_patient(config))
     train_ids = sample_cases(train_ids, config.train_cases, classes.numbers.__getitem__)
     for name, count in zip(classes.names, classes.counts(train_ids)):
         if not count:

@@ -36,6 +36,7 @@ from seqpar.tasks.classify.scores import (
     find_table,
     of_truth,
     read_class_table,
+    read_subjects,
     read_truth,
     rescore,
     unknown_cases,
@@ -52,6 +53,7 @@ class ClassEvaluation(CaseEvaluation):
     def __init__(self, options: argparse.Namespace) -> None:
         super().__init__(options)
         self.truth = {case: name for case, name in read_truth(options.truth).items() if self._is_scored(case)}
+        self.subjects = read_subjects(options.truth)
 
     def _is_scored(self, case: str) -> bool:
         return self.only is None or case in self.only
@@ -88,6 +90,7 @@ class ClassEvaluation(CaseEvaluation):
             }
         return ScoredPrediction(
             job.name,
+            [case["case"] for case in content["metric_per_case"]],
             job.cases,
             lead_with_new(told, texts, _text_of(content), content["cases"]),
             f"{quantity(first['cases'], 'case')}{f' {which}' * bool(which)}: "
@@ -104,6 +107,9 @@ class ClassEvaluation(CaseEvaluation):
 
     def find_seen(self, job: ScoringJob, record: RunRecord) -> Seen:
         return trained_on(record, self.options.truth, [case for case in job.cases.cases if case in self.truth])
+
+    def of(self, cases: ClassTable, names: Sequence[str]) -> ClassTable:
+        return cases.of(names)
 
     def compare(self, scored: Sequence[ScoredPrediction]) -> str:
         """Returns which table is best, or the scores of all cases if the tables have none in common, as folds do."""

@@ -5,6 +5,7 @@ import base64
 import json
 import tempfile
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -50,19 +51,23 @@ from seqpar.scores.class_scores import (
     roc_points,
     words_of_interval,
 )
-from seqpar.scores.comparison import FEW
+from seqpar.scores.comparison import FEW, about_scans
 from seqpar.scores.label_files import missing_line
-from seqpar.tasks.case_evaluation import CHOSE, NEW, NONE_SEEN, Seen, seen_table
+from seqpar.tasks.case_evaluation import CHOSE, NEW, NONE_SEEN, Seen, seen_by_runs, seen_table
 from seqpar.tasks.classify.evaluation import image_files, shares_of, trained_on
 from seqpar.tasks.classify.scores import (
     EXPLANATIONS,
     TABLE,
+    Place,
     class_summary,
+    place_of_maximum,
     read_class_table,
+    read_subjects,
     read_truth,
     rescore,
     unknown_cases,
     verdict_on,
+    what_maps_share,
     worst_cases,
 )
 from seqpar.text import quantity
@@ -139,10 +144,16 @@ def class_page(options: argparse.Namespace, record: RunRecord) -> FinishedPage:
     faults, cautions = summary["faults"] if summary and is_other else (), list[str]()
     seen, step, unused = NONE_SEEN, "", ""
     if summary and is_other:
-        seen, told = _cautions(record, summary, options.truth)
+        seen, told = _cautions(record, summary, options.truth, options.prediction)
         cautions += told
     elif summary:
         cautions, step = chosen_on_them(record), step_sentence(int(summary.get("step") or 0), record)
+    if summary and explained and explained.is_dir():
+        cautions += filter(None, [what_maps_share(places_of_maps(summary, explained), predicted_classes(summary))])
+    if summary:
+        subjects = read_subjects(options.truth) if is_other else record.subjects
+        groups, _ = seen.apart(case["case"] for case in summary["metric_per_case"])
+        cautions += filter(None, [about_scans(next(iter(groups.values())), subjects)])
     scores = _scores(summary, options.positive, step, seen) if summary else None
     if scores and summary and not is_other:
         tiles = tiles_of_steps(scores.tiles, int(summary.get("step") or 0), row_of_best(record), "scores")
@@ -160,11 +171,11 @@ def class_page(options: argparse.Namespace, record: RunRecord) -> FinishedPage:
     return FinishedPage(text, "", faults, cautions)
 
 
-def _cautions(record: RunRecord, summary: Summary, truth: Path) -> tuple[Seen, list[str]]:
+def _cautions(record: RunRecord, summary: Summary, truth: Path, prediction: Path) -> tuple[Seen, list[str]]:
     """Returns which cases the run was trained on, and what a reader of the scores of other cases should know first."""
     names, images = [case["case"] for case in summary["metric_per_case"]], image_files(truth)
     voxels = spacings_of({name: images[name] for name in names if name in images})
-    seen = trained_on(record, truth, names)
+    seen = seen_by_runs(record, prediction, lambda run: trained_on(run, truth, names))
     lines = [missing_line(summary["missing"]), *seen.sentences, other_voxels(record, voxels)]
     return seen, list(filter(None, lines))
 
@@ -355,6 +366,26 @@ def _picture(record: RunRecord, case: str, explained: Path | None, predicted: St
         return base64.b64encode(path.read_bytes()).decode()
 
 
+MOST_MAPS = 100  # that are read for what they have in common, which takes up to a second each
+
+
+def places_of_maps(summary: Summary, explained: Path) -> dict[str, Place]:
+    """Returns where the maximum of each case's map is, if predict wrote one that can be read."""
+    places, names = dict[str, Place](), [case["case"] for case in summary["metric_per_case"]]
+    files = {name: path for name in names if (path := explained / f"{name}.nii.gz").is_file()}
+    for name in list(files)[:MOST_MAPS]:
+        with suppress(DataError):
+            volume = read_volume(files[name])
+            place = place_of_maximum(to_canonical(volume.array[0], volume.geometry.orientation))
+            places |= {name: place} if place else {}
+    return places
+
+
+def predicted_classes(summary: Summary) -> dict[str, str]:
+    """Returns the class that each case was given."""
+    return {case["case"]: case["class"] for case in summary["metric_per_case"]}
+
+
 def names_of_maps(summary: Summary, prediction: Path | None) -> dict[str, str]:
     """Returns what the map of each case shows: its method and the class that was predicted."""
     try:
@@ -362,7 +393,7 @@ def names_of_maps(summary: Summary, prediction: Path | None) -> dict[str, str]:
     except (OSError, ValueError, KeyError, TypeError):
         way = ""  # written by an older version
     method = f"{MAPS[way]} map" if way in MAPS else "map of the evidence"
-    return {case["case"]: f"{method} for {case['class']}" for case in summary["metric_per_case"]}
+    return {case: f"{method} for {given}" for case, given in predicted_classes(summary).items()}
 
 
 def class_viewer(

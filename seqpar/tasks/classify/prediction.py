@@ -32,7 +32,15 @@ from seqpar.report.plots import name_of_run
 from seqpar.report.record import may_be_chance, read_record
 from seqpar.runs.archive import is_archive, read_caution
 from seqpar.tasks.classify.explanation import class_logits, explain
-from seqpar.tasks.classify.scores import EXPLANATIONS, TABLE, ClassTable, read_class_table
+from seqpar.tasks.classify.scores import (
+    EXPLANATIONS,
+    TABLE,
+    ClassTable,
+    Place,
+    place_of_maximum,
+    read_class_table,
+    what_maps_share,
+)
 from seqpar.text import quantity
 
 
@@ -114,6 +122,7 @@ class ClassPrediction(CasePrediction):
     def __init__(self, request: Request, members: Sequence[EnsembleMember], mesh: Mesh) -> None:
         super().__init__(request, members, mesh)
         self.way = ""  # in which an explanation is found
+        self.places = dict[str, Place]()  # of the maxima of explanations
         if request.explain_by is not None:
             self.way = cast(Classifier, self.predictors[0].nets[0]).known_way(request.explain_by)
         self.folder = PredictionTable(request.output, self.run.outputs, bool(self.way))
@@ -131,6 +140,9 @@ class ClassPrediction(CasePrediction):
 
     def other_files(self) -> list[str]:
         lines = [f"maps of the evidence, with pictures: {self.folder.folder / EXPLANATIONS}"] if self.way else []
+        given = {case: self.run.outputs[int(row.argmax())] for case, row in self.folder.rows.items()}
+        if shared := what_maps_share(self.places, given):
+            lines.append(f"warning: {shared}")
         for run in (member.run for member in self.members):
             with suppress(DataError):  # its scores may be gone
                 caution = read_caution(run.path) if is_archive(run.path) else may_be_chance(read_record(run.path))
@@ -166,6 +178,8 @@ class ClassPrediction(CasePrediction):
         title += f" by {name_of_run(self.run.path, 'run') if len(self.members) == 1 else several}"
         title += f" {GENERATED}" if is_generated(case.images[0]) else ""
         neurological = self.run.config.neurological
+        if (place := place_of_maximum(seen)) is not None:
+            self.places[case.id] = place
         with self.folder.writable():
             map_path.parent.mkdir(exist_ok=True)
             source = with_maximum(self.run.preparation.channel_to_source(seen, properties), seen.max())

@@ -1,4 +1,4 @@
-"""predictions.csv, and the scores of the classes in it."""
+"""predictions.csv, the scores of the classes in it, and what the maps of its cases have in common."""
 
 import csv
 import io
@@ -16,6 +16,7 @@ from seqpar.data.errors import DataError
 from seqpar.data.formats import dataset
 from seqpar.data.formats.class_lists import read_class_dataset, read_rows
 from seqpar.scores.class_scores import cases_behind, describe_share, fewest_cases, score_classes, words_of_interval
+from seqpar.scores.comparison import FEW
 
 TABLE, EXPLANATIONS = "predictions.csv", "explanations"  # in predict's folder
 
@@ -182,6 +183,16 @@ def read_truth(path: Path) -> dict[str, str]:
     return {case: classes.names[number] for case, number in classes.numbers.items()}
 
 
+def read_subjects(path: Path) -> dict[str, str]:
+    """Returns the subject of each case by name, as far as what ``read_truth`` reads names it."""
+    table = path / dataset.TABLE if path.is_dir() else path
+    if table.suffix == ".csv" and table.is_file():
+        rows = read_rows(table, ("case", "class")).values()
+        return {row["case"]: row["subject"] for row in rows if row.get("subject")}
+    classes = read_class_dataset(path).volume_classes
+    return dict(classes.subjects) if classes else {}
+
+
 def unknown_cases(table: ClassTable, classes: Mapping[str, str], path: Path) -> list[DataError]:
     """Returns an error for each case of a table that has no true class.
 
@@ -209,3 +220,35 @@ def verdict_on(case: Mapping[str, Any], summary: Mapping[str, Any]) -> str:
     if len(names) > 2 and not is_right:
         text += f" Probability of the true class: {of_truth(case, summary):.3f}."
     return f"True class: {case['truth']}. {text}"
+
+
+NEAR = 0.1  # of the image's extent along each direction
+Place = tuple[float, ...]
+
+
+def place_of_maximum(seen: NDArray[Any]) -> Place | None:
+    """Returns where the maximum of a map ``W D H`` is, in shares of its extents; None of an empty map."""
+    at = np.unravel_index(int(seen.argmax()), seen.shape)
+    return tuple((int(n) + 0.5) / side for n, side in zip(at, seen.shape)) if seen.any() else None
+
+
+def what_maps_share(places: Mapping[str, Place], classes: Mapping[str, str]) -> str:
+    """Returns a sentence if the maxima of most maps are at the same place, whichever class was predicted; else "".
+
+    - ``places``: where each case's maximum is; ``classes``: which class each was given
+    """
+    if len(places) < FEW:
+        return ""
+    every = np.array(list(places.values()))
+    near = (np.abs(every[:, None] - every) <= NEAR).all(-1)
+    own = near[int(near.sum(1).argmax())]
+    given = np.array([classes[case] for case in places])
+    names = [str(name) for name in np.unique(given)]
+    shared = [name for name in names if 2 * int(own[given == name].sum()) >= int((given == name).sum())]
+    if 2 * int(own.sum()) <= len(own) or len(shared) < min(2, len(names)):  # a place of one class is its own
+        return ""
+    text = f"In {own.sum()} of {len(own)} cases the maximum of the map is at the same place, to within {NEAR:.0%} of "
+    text += "the image's extent"
+    if len(names) > 1:
+        return f"{text}, whichever class was predicted: the maps show a habit of the network, not the single case."
+    return f"{text}. All were predicted as {names[0]}: it may be a habit of the network, and not tell about the case."

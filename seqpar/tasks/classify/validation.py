@@ -4,8 +4,6 @@ Legend: n cases, k classes.
 """
 
 import math
-from collections.abc import Mapping
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,10 +14,9 @@ from seqpar.data.formats.dataset import VolumeClasses
 from seqpar.models.network import Network
 from seqpar.parallel.collectives import all_reduce
 from seqpar.report.pictures import draw_scores
-from seqpar.runs.journal import Journal, read_metrics
-from seqpar.runs.metrics_tail import best_validation
+from seqpar.runs.journal import Journal
 from seqpar.scores.summary_files import write_output
-from seqpar.tasks.case_validation import CaseValidation, ValidationResult
+from seqpar.tasks.case_validation import CaseValidation, ValidationResult, when_validated
 from seqpar.tasks.classify.data import ClassData
 from seqpar.tasks.classify.explanation import class_logits
 from seqpar.tasks.classify.scores import TABLE, ClassTable, as_json, class_lines, class_summary
@@ -70,17 +67,10 @@ class ClassValidation(CaseValidation):
                 write_output(folder / "summary.json", as_json(summary))
             except DataError as error:
                 lines.append(f"warning: {error}")
-        journal.attempt(lambda: self._draw(journal, summary, row))
+        picture = journal.path.parent / "validation.png"
+        journal.attempt(lambda: draw_scores(picture, summary, when_validated(journal, row)))
         best = summary["scores"]["balanced accuracy"]
         return ValidationResult(row, "\n".join(lines), best, {})
-
-    @staticmethod
-    def _draw(journal: Journal, summary: Mapping[str, Any], row: Mapping[str, Any]) -> None:
-        """Draws the scores of a validation, and says if an earlier one, whose weights predict uses, was better."""
-        step = journal.steps_done
-        rows = [one for one in read_metrics(journal.path) if one["kind"] == "val" and one["step"] < step]
-        best = best_validation([*rows, {**row, "step": step}])
-        draw_scores(journal.path.parent / "validation.png", summary, step, best["step"] if best else None)
 
     def _logits(self, net: Network, journal: Journal, stopper: StopRequest) -> Tensor | None:
         """Returns the logits ``n k`` of all cases, float64, None where all ranks leave before the last one."""

@@ -14,7 +14,14 @@ from seqpar.data.sampling.loader import MicroBatch
 from seqpar.data.workers import no_progress
 from seqpar.settings.config import Config
 from seqpar.settings.data_settings import prepare_settings
-from seqpar.tasks.training_data import TrainingData, case_lines, describe_images, split_of, unlabelled_tiles
+from seqpar.tasks.training_data import (
+    TrainingData,
+    case_lines,
+    describe_images,
+    split_of,
+    splits_by_patient,
+    unlabelled_tiles,
+)
 from seqpar.terminal import ProgressBar
 from seqpar.text import name_images
 
@@ -68,7 +75,8 @@ def open_image_data(config: Config, is_first: bool) -> ImageData:
         split_of(source, config)  # before a preparation that may take hours
     dataset = prepared(source, cache, settings, is_first=is_first, progress=progress("preparing"), labelled=False)
     train_ids, held_out_ids = split_of(dataset, config)
-    return ImageData(dataset, train_ids, held_out_ids, unlabelled_tiles(dataset, train_ids, config))
+    tiles = unlabelled_tiles(dataset, train_ids, config)
+    return ImageData(dataset, train_ids, held_out_ids, tiles, by_patient=splits_by_patient(config))
 
 
 def read_image_headers(config: Config) -> Fingerprint:

@@ -36,7 +36,7 @@ from seqpar.report.planes import (
 from seqpar.report.plots import escape_mathtext, make_figure, save_figure, title_of_run
 from seqpar.runs.journal import Journal
 from seqpar.runs.metrics_tail import guess_of, score_of_error
-from seqpar.tasks.case_validation import NUM_PICTURED, CaseValidation, ValidationResult
+from seqpar.tasks.case_validation import NUM_PICTURED, CaseValidation, ValidationResult, when_validated
 from seqpar.text import name_images, quantity, with_minus
 from seqpar.vit.dropout import DropoutKey
 
@@ -68,15 +68,16 @@ class RebuiltTile:
     hounsfield: tuple[float, float] | None = None
 
 
-def draw_tiles(path: Path, tiles: Sequence[RebuiltTile], neurological: bool) -> None:
+def draw_tiles(path: Path, tiles: Sequence[RebuiltTile], when: str, neurological: bool) -> None:
     """Draws four pictures of each tile, two in a row: image, what the encoder saw, rebuilt, and the difference.
 
+    - ``when``: after which step
     - ``neurological``: the patient's left is on the left of a picture, and not on the right
     """
-    save_figure(figure_of_tiles(tiles, neurological, path.parent), path, dpi=150)
+    save_figure(figure_of_tiles(tiles, neurological, path.parent, when), path, dpi=150)
 
 
-def figure_of_tiles(tiles: Sequence[RebuiltTile], neurological: bool, run: Path) -> Any:
+def figure_of_tiles(tiles: Sequence[RebuiltTile], neurological: bool, run: Path, when: str = "") -> Any:
     """Returns the figure of ``draw_tiles``: the axial plane through the middle of each tile; ``run``: of whom."""
     from matplotlib import colormaps
     from matplotlib.patches import Patch
@@ -94,6 +95,7 @@ def figure_of_tiles(tiles: Sequence[RebuiltTile], neurological: bool, run: Path)
         window = with_minus(f", shown from {black} HU (black) to {white} HU (white)")
         unit = f" (1 is {deviation:.3g} HU)"
     what = f"Hidden patches{of_modality}, rebuilt from the visible ones{window}"
+    what = f"{when[:1].upper()}{when[1:]}: {what[:1].lower()}{what[1:]}" if when else what
     texts = f"{what}, in the axial plane through the tile's middle", orientation_text(neurological), count, errors
     lines = [part for text in texts for part in wrap(f"{text}.", 76)]
     figure.suptitle(title_of_run(run, *lines), fontsize=9)
@@ -159,13 +161,15 @@ class MaskedValidation(CaseValidation):
         mean, of_mean = means
         self.refuse_taken_over()
         picture = journal.path.parent / "validation.png"
+        row = {"loss": mean, "error_of_mean": of_mean, "cases": len(self.ids)}
         if tiles:
-            journal.attempt(lambda: draw_tiles(picture, tiles, self.config.neurological))
+            journal.attempt(
+                lambda: draw_tiles(picture, tiles, when_validated(journal, row), self.config.neurological)
+            )
         text = (
             f"validation on {quantity(len(self.ids), 'held-out case')}: mean squared error of hidden voxels {mean:.4f} "
             f"(error of {guess_of(self.error.normalised)} in their place: {of_mean:.4f})"
         )
-        row = {"loss": mean, "error_of_mean": of_mean, "cases": len(self.ids)}
         return ValidationResult(row, text, score_of_error(mean), {})
 
     def _means(

@@ -24,6 +24,7 @@ from seqpar.tasks.training_data import (
     refuse_for_soft_labels,
     refuse_weights,
     split_of,
+    splits_by_patient,
     training_tiles,
 )
 from seqpar.terminal import ProgressBar
@@ -50,7 +51,9 @@ def open_data(config: Config, is_first: bool) -> TrainingData:
         print(line, flush=True)
     train_ids, held_out_ids = split_of(dataset, config)
     tiles = training_tiles(dataset, train_ids, config)
-    return TrainingData(dataset, train_ids, held_out_ids, tiles, config.targets, tested_ids(dataset, config.fold))
+    by_patient = splits_by_patient(config)
+    test_ids = tested_ids(dataset, config.fold, by_patient)
+    return TrainingData(dataset, train_ids, held_out_ids, tiles, config.targets, test_ids, by_patient)
 
 
 def _refuse_unprepared(source: Dataset, config: Config) -> None:

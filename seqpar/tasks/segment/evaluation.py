@@ -5,7 +5,7 @@ import json
 import math
 import os
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import chain, combinations
@@ -43,6 +43,7 @@ from seqpar.scores.label_scores import (
     class_mask,
     format_dice,
     format_table,
+    hardly_learned_lines,
     summarise,
     words_of,
 )
@@ -133,13 +134,13 @@ class LabelMapEvaluation(CaseEvaluation):
         content = summary_content(cases, self.labels, summary)
         content |= {"settings": settings, "faults": list(map(str, job.faults)), "missing": list(job.missing)}
         groups, told = job.seen.apart(pair.case for pair, _ in cases)
-        each = (
-            {which: [one for one in cases if one[0].case in own] for which, own in groups.items()}
-            if told
-            else {"": cases}
-        )
+        each = {which: [one for one in cases if one[0].case in own] for which, own in groups.items()} if told else {}
+        each = each or {"": cases}
         summaries = {which: summarise([scores for _, scores in own]) for which, own in each.items()}
-        tables = {which: format_table(one, self.labels.classes) for which, one in summaries.items()}
+        tables = {
+            which: "\n".join([format_table(one, self.labels.classes), *hardly_learned_lines(one)])
+            for which, one in summaries.items()
+        }
         text = f"\n{lead_with_new(told, tables, format_table(summary, self.labels.classes), len(cases))}"
         which, shown = next(iter(each.items()))
         mean = summaries[which]["foreground_mean"]
@@ -151,19 +152,25 @@ class LabelMapEvaluation(CaseEvaluation):
             }
         contents: dict[str, str | Callable[[Path], object]] = {"csv": csv_text(cases, self.labels)}
         if self.options.calibration:
-            known = len(job.faults)
-            tenths = calibrate([pair for pair, _ in cases], self.labels, self._workers(job.cases), job.faults)
-            content["calibration"] = calibration_content(tenths)
-            text += f"\n\n{format_calibration(tenths, self.labels.classes)}"
+            parts, faults = dict[str, dict[str, Floats]](), {name: list[DataError]() for name in each}
+            for name, own in each.items():
+                pairs = [pair for pair, _ in own]
+                parts[name] = calibrate(pairs, self.labels, self._workers(job.cases), faults[name])
+                job.faults += faults[name]
+            content["calibration"] = calibration_content(_added(parts.values()))
+            for name, group in content.get("groups", {}).items():
+                group["calibration"] = calibration_content(parts[name])
+            tenths = parts[which]
+            text += f"\n\n{format_calibration(tenths, self.labels.classes, which)}"
             if tenths:
-                diagram = calibration_diagram(
-                    tenths, len(cases) - len(job.faults) + known, colours_of(self.labels.classes)
-                )
+                num, colours = len(shown) - len(faults[which]), colours_of(self.labels.classes)
+                diagram = calibration_diagram(tenths, num, colours, which)
                 title = title_of(job.name, is_generated(self.options.truth), diagram.quantity)
                 contents["calibration"] = lambda path: draw_figure(title, [diagram], ABOUT_CALIBRATION, [path])
         contents["json"] = json.dumps(content, indent=2) + "\n"
         return ScoredPrediction(
             job.name,
+            [pair.case for pair, _ in cases],
             {pair.case: scores for pair, scores in cases},
             text,
             f"{quantity(len(shown), 'case')}{f' {which}' * bool(which)}, "
@@ -174,11 +181,15 @@ class LabelMapEvaluation(CaseEvaluation):
         )
 
     def words(self, text: str) -> list[str]:
-        has_readers = bool(self.dataset and self.dataset.readers)
-        return words_of(self.options.lesion_wise, self.options.centreline, has_readers, "–" in text)
+        doubtful = self.dataset if self.dataset and self.dataset.soft else None
+        readers = len(doubtful.readers) if doubtful else None
+        return words_of(self.options.lesion_wise, self.options.centreline, "–" in text, readers)
 
     def find_seen(self, job: ScoringJob, record: RunRecord) -> Seen:
         return trained_on(record, {pair.case: pair.truth for pair in job.cases})
+
+    def of(self, cases: dict[str, Scores], names: Sequence[str]) -> dict[str, Scores]:
+        return {name: cases[name] for name in names}
 
     def compare(self, scored: Sequence[ScoredPrediction]) -> str:
         return compare([Scored(one.name, one.cases) for one in scored])
@@ -301,14 +312,18 @@ def calibrate(pairs: Sequence[Pair], labels: Labels, workers: int, faults: list[
 
     - ``faults``: gets what is wrong with a case
     """
-    tenths = dict[str, Floats]()
+    every = list[dict[str, Floats]]()  # small
     for _, result in map_pairs(partial(calibrate_pair, labels=labels), pairs, workers):
-        if isinstance(result, DataError):
-            faults.append(result)
-            continue
-        for name, own in result.items():
-            tenths[name] = tenths[name] + own if name in tenths else own
+        faults.append(result) if isinstance(result, DataError) else every.append(result)
+    tenths = _added(every)
     return {name: tenths[name] for name in labels.classes if name in tenths}
+
+
+def _added(parts: Iterable[Mapping[str, Floats]]) -> dict[str, Floats]:
+    tenths = dict[str, Floats]()
+    for name, own in chain.from_iterable(part.items() for part in parts):
+        tenths[name] = tenths[name] + own if name in tenths else own
+    return tenths
 
 
 CONTRADICTED = 0.01  # share of voxels; postprocessing of nested regions may leave a few
@@ -368,8 +383,10 @@ ABOUT_CALIBRATION = (
 )
 
 
-def calibration_diagram(tenths: Mapping[str, Floats], cases: int, class_colours: Mapping[str, str]) -> Diagram:
-    """Returns the reliability diagram of classes over the voxels of cases."""
+def calibration_diagram(
+    tenths: Mapping[str, Floats], cases: int, class_colours: Mapping[str, str], which: str = ""
+) -> Diagram:
+    """Returns the reliability diagram of classes over the voxels of cases; ``which``: what is known of these."""
     errors = {name: error_of_tenths(own[1:]) for name, own in tenths.items()}
     labels = {
         name: f"{name}: " + (f"ECE (from 0.1) {error:.3f}" if np.isfinite(error) else "no voxel above 0.1")
@@ -380,7 +397,8 @@ def calibration_diagram(tenths: Mapping[str, Floats], cases: int, class_colours:
     }
     colours = {labels[name]: class_colours[name] for name in tenths}
     over, up = "probability of the class", "share of voxels of the class"
-    return reliability_diagram(f"Calibration of the voxels of {quantity(cases, 'case')}", over, up, points, colours)
+    title = f"Calibration of the voxels of {quantity(cases, 'case')}{f' {which}' * bool(which)}"
+    return reliability_diagram(title, over, up, points, colours)
 
 
 def calibration_content(tenths: Mapping[str, Floats]) -> dict[str, Any]:
@@ -398,11 +416,11 @@ def calibration_content(tenths: Mapping[str, Floats]) -> dict[str, Any]:
     }
 
 
-def format_calibration(tenths: Mapping[str, Floats], classes: Collection[str]) -> str:
-    """Returns the calibration errors as a table in lines."""
+def format_calibration(tenths: Mapping[str, Floats], classes: Collection[str], which: str = "") -> str:
+    """Returns the calibration errors as a table in lines; ``which``: what is known of the cases."""
     width = max(len(name) for name in (*classes, "class"))
-    lines = ["calibration over the voxels of all cases (ECE: expected calibration error; from 0.1, and in the last two"]
-    lines.append("columns: without the voxels whose probability of the class is lower)")
+    lines = [f"calibration over the voxels of {f'the cases {which}' if which else 'all cases'}"]
+    lines.append("(ECE: expected calibration error; from 0.1 and in the last two columns: without voxels below 0.1)")
     lines.append(f"{'class':{width}}  {'ECE':>6}  {'from 0.1':>8}  {'mean probability':>16}  {'share there':>11}")
     for name, own in tenths.items():
         count, given, right = own[1:].sum(0)

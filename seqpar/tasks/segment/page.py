@@ -54,11 +54,11 @@ from seqpar.report.tables import (
 )
 from seqpar.runs.metrics_tail import with_other_weights
 from seqpar.scores.comparison import FEW as FEW_CASES
-from seqpar.scores.comparison import TOO_FEW, interval_of_mean
+from seqpar.scores.comparison import TOO_FEW, about_scans, interval_of_mean
 from seqpar.scores.label_classes import Labels
 from seqpar.scores.label_files import MAX_NAMED, dataset_at, match_cases, missing_line
-from seqpar.scores.label_scores import why_no_dice, without_nan
-from seqpar.tasks.case_evaluation import CHOSE, NEW, NONE_SEEN, Seen, seen_table
+from seqpar.scores.label_scores import describe_consensus, what_is_hardly_learned, why_no_dice, without_nan
+from seqpar.tasks.case_evaluation import CHOSE, NEW, NONE_SEEN, Seen, seen_by_runs, seen_table
 from seqpar.tasks.segment.evaluation import ABOUT_CALIBRATION, calibrate, calibration_diagram, trained_on
 from seqpar.tasks.segment.label_map_folder import DICOM_SEG, SavedProbabilities
 from seqpar.text import name_images, quantity
@@ -94,7 +94,8 @@ def segment_page(options: argparse.Namespace, record: RunRecord) -> FinishedPage
         cases = case_section(record, scored, shown, is_neurological(options.neurological, record))
     every, seen, apart, of_which, which = scored, NONE_SEEN, None, "", ""
     if scored and options.truth is not None:
-        seen = trained_on(record, {case.name: case.truth for case in scored.cases})
+        truths = {case.name: case.truth for case in scored.cases}
+        seen = seen_by_runs(record, options.prediction, lambda run: trained_on(run, truths))
         scored, apart, of_which, which = _of_new(scored, seen)
     if cases:
         marked = [replace(view, caption=f"{seen.mark(view.name)}{view.caption}") for view in cases.shown]
@@ -102,6 +103,8 @@ def segment_page(options: argparse.Namespace, record: RunRecord) -> FinishedPage
     tiles, note = headline(record, scored) if not alone and which in ("", NEW, CHOSE) else ([], "")
     step = scored.step if scored else 0
     tiles = tiles_of_steps(tiles, step, row_of_best(record), "dice")
+    count = len(scored.cases if scored else record.dataset["held_out"])
+    tiles = [tile._replace(caution=what_is_hardly_learned(tile.score.value, count)) for tile in tiles]
     colours = record.class_colours(scored.classes if scored else ())
     tables: dict[str, object] = {"metrics": last_validation(record), "sizes": None, "intensities": None, "series": None}
     tables["readers"] = None
@@ -124,7 +127,7 @@ def segment_page(options: argparse.Namespace, record: RunRecord) -> FinishedPage
     if scored and not alone:
         missing = filter(None, [missing_line(scored.missing)])
         cautions = [*missing, *seen.sentences] if options.truth is not None else chosen_on_them(record)
-        cautions += filter(None, [too_much(scored)])
+        cautions += filter(None, [about_scans([case.name for case in scored.cases], {}), too_much(scored)])
     if every:
         voxels = spacings_of({case.name: case.prediction for case in every.cases})
         coarse = coarse_voxels(every, max(map(max, voxels.values()), default=0.0))
@@ -234,9 +237,8 @@ def _readers(scored: CaseScores) -> tuple[Table, Table] | None:
     heads = [TableHead("Class"), TableHead("Mean Dice", pairs), TableHead("Mean Dice of the prediction with", names)]
     heads.append(TableHead("Mean disputed, ml"))
     note = (
-        f"The consensus of {quantity(len(names), 'reader')} is the label that most of them gave to a voxel; of labels "
-        "given equally often, the smallest. How well two readers agree tells what to expect of a prediction and a "
-        "reader. Disputed is the volume that some readers give to the class, and others do not."
+        f"The consensus is {describe_consensus(len(names))}. How well two readers agree tells what to expect of a "
+        "prediction and a reader. Disputed is the volume that some readers give to the class, and others do not."
         f"{SHARED_CASES * differ}"
     )
     shown = {"ReaderDice": 3, "InterReaderDice": 3, DISPUTED: 2}
@@ -362,4 +364,14 @@ def headline(record: RunRecord, scored: CaseScores | None) -> tuple[list[Headlin
         note += f" in the validation after step {last['step']:,}"
         scores = last.get("dice", {}).items()
         tiles = [HeadlineTile(name, Score(number(value), 3), f"n ≤ {last.get('cases', '–')}") for name, value in scores]
-    return tiles, f"{note}."
+    return tiles, f"{note}.{_compared_with(record, scored)}"
+
+
+def _compared_with(record: RunRecord, scored: CaseScores | None) -> str:
+    """Returns what a Dice compares with, if the truth has doubt: several readers, or probabilities; else ""."""
+    if scored:
+        told = next((case.doubt.consensus for case in scored.cases if case.doubt), "")
+    else:
+        readers = record.dataset.get("readers", ())
+        told = describe_consensus(len(readers)) if readers or record.dataset.get("soft_labels") else ""
+    return f" It compares with {told}." if told else ""

@@ -40,7 +40,7 @@ from seqpar.scores.label_scores import DEFAULT_SETTINGS, Scores, score, summaris
 from seqpar.scores.summary_files import summary_content, write_output
 from seqpar.settings.config import Config
 from seqpar.settings.data_settings import prepare_settings
-from seqpar.tasks.case_validation import NUM_PICTURED, CaseValidation, ValidationResult
+from seqpar.tasks.case_validation import NUM_PICTURED, CaseValidation, ValidationResult, when_validated
 from seqpar.terminal import bar
 from seqpar.text import clock, name_images, quantity
 
@@ -249,9 +249,13 @@ class SegmentationValidation(CaseValidation):
         net.train()
         self.refuse_taken_over()
         classes = [name for name, value in dataset.labels.items() if value]
-        picture = out / "validation.png"
-        journal.attempt(lambda: draw_cases(picture, pictured, classes, len(self.ids), self.config.neurological))
-        result = _better([self._summary(kind) for kind in kinds])
+        result, picture = _better([self._summary(kind) for kind in kinds]), out / "validation.png"
+
+        def draw() -> None:
+            when = when_validated(journal, result.row)
+            draw_cases(picture, pictured, classes, len(self.ids), when, self.config.neurological)
+
+        journal.attempt(draw)
         lines = [result.text, *(line for kind in kinds if kind.folder for line in kind.folder.close())]
         if not self._is_explained:
             lines.insert(1, "  (Dice: mean over cases; global: over the voxels of all cases together)")
