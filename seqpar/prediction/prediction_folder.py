@@ -311,15 +311,15 @@ def mixed_line(folder: Path, others: Sequence[str]) -> str:
 
 
 def comparable(settings: Any) -> Any:
-    """Returns settings that do not depend on how paths were typed: weights by content, runs by where they are."""
+    """Returns settings that do not depend on paths, as a run may be moved: it counts by the content of its weights."""
     if isinstance(settings, list):
         return list(map(comparable, settings))
     if not isinstance(settings, dict):
         return settings
-    own = {name: comparable(value) for name, value in settings.items()}
+    own = {name: comparable(value) for name, value in settings.items() if name != "run"}
     if isinstance(own.get("weights"), dict):  # digests by path; those of windows have a name
         own["weights"] = sorted(map(str, own["weights"].values()))
-    return own | ({"run": os.path.realpath(own["run"])} if isinstance(own.get("run"), str) else {})
+    return own
 
 
 def is_whole(path: Path) -> bool:

@@ -139,11 +139,16 @@ def test_continue_knows_the_same_run_by_another_path(images, tmp_path, capsys, m
         capsys.readouterr()
         assert act(tmp_path, path, "--continue") == 0
         assert "0 cases (3 are done)" in capsys.readouterr().out, path
-    with pytest.raises(DataError, match=r"other settings \(run, weights\)"):
-        act(tmp_path, Path("other"), "--continue")
-    shutil.copy(tmp_path / "other/model.safetensors", run)
+    (tmp_path / "archived").mkdir()
+    moved = run.rename(tmp_path / "archived" / "moved")
+    assert act(tmp_path, moved, "--continue") == 0
+    assert "0 cases (3 are done)" in capsys.readouterr().out
+    assert json.loads((tmp_path / "out" / "prediction.json").read_text())["run"] == str(moved)
     with pytest.raises(DataError, match=r"other settings \(weights\)"):
-        act(tmp_path, run, "--continue")
+        act(tmp_path, Path("other"), "--continue")
+    shutil.copy(tmp_path / "other/model.safetensors", moved)
+    with pytest.raises(DataError, match=r"other settings \(weights\)"):
+        act(tmp_path, moved, "--continue")
 
 
 def test_continue_refuses_other_settings(images, tmp_path) -> None:
