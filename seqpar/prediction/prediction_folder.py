@@ -80,6 +80,9 @@ class PredictionFolder(ABC):
         self.refuse_collisions(cases)
         self._refuse_data(cases, is_ours=previous is not None)
         now, earlier = comparable(record), comparable(previous)
+        is_there = any((self.folder / name).exists() for name in listed)
+        if earlier is not None and earlier.get("task") != now.get("task") and is_there:
+            raise DataError(self.folder, "holds predictions of a run with another --task; choose another --output")
         stays = earlier is not None and self.must_stay(earlier, now, listed)
         if earlier is not None and earlier != now and (resume or stays):
             changed = [name for name in {**now, **earlier} if earlier.get(name) != now.get(name)]

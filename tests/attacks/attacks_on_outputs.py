@@ -189,6 +189,30 @@ ATTACKS += [
 ]
 
 
+def _two_tasks(here: Path) -> None:
+    """Makes a run, and a folder with the classes that another one predicted, and label maps."""
+    _run(here)
+    save(here / "P" / "c_000.nii.gz", image_array(0) * 0)
+    (here / "P" / "predictions.csv").write_text("case,class,p(a),p(b)\nc_000,a,1.0,0.0\n")
+    write_json(here / "P" / "prediction.json", {"task": "classify", "runs": [], "files": ["predictions.csv"]})
+
+
+ATTACKS += [
+    Attack(
+        f"{line.split()[0]} where label maps and classes would be in one folder",
+        types=line,
+        code=3,
+        says=words,
+        make=_two_tasks,
+        keeps="D P run",
+    )
+    for line, words in (
+        ("predict run -i D -o P", "P: holds predictions of a run with another --task; choose another --output"),
+        ("evaluate D P", "P: holds label maps and predictions.csv: name P/predictions.csv to score the classes, or move"),
+    )
+]
+
+
 def _is_scored(table: Path) -> None:
     assert table.read_text().splitlines()[1].startswith("a,1,1.0,1.0,1.0,")
 

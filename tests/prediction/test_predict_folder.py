@@ -151,6 +151,26 @@ def test_continue_knows_the_same_run_by_another_path(images, tmp_path, capsys, m
         act(tmp_path, moved, "--continue")
 
 
+def test_evaluate_says_that_the_run_is_gone_or_another_one_has_its_place(images, tmp_path, capsys) -> None:
+    run = make_run(tmp_path / "run")
+    assert act(tmp_path, run) == 0
+    shutil.copytree(tmp_path / "out", tmp_path / "truth", ignore=shutil.ignore_patterns("*.json"))
+    write_json(tmp_path / "dataset.json", {"labels": {"background": 0, "tumour": 1}})
+
+    def said() -> str:
+        capsys.readouterr()
+        assert evaluate.act([str(tmp_path / "truth"), str(tmp_path / "out"), "--workers", "1"]) == 0
+        return capsys.readouterr().out
+
+    unknown = ": whether they were in its training data is not known."
+    assert f"report.py {run} --truth" in (own := said()) and unknown not in own
+    run.rename(tmp_path / "moved")
+    assert f"{run}, which predicted these cases, is no longer there{unknown}" in (moved := said())
+    make_run(run, config=replace(SMALL, seed=1))
+    assert f"{run} holds other weights than those that predicted these cases{unknown}" in (other := said())
+    assert "next: " not in moved + other
+
+
 def test_continue_refuses_other_settings(images, tmp_path) -> None:
     run = make_run(tmp_path / "run")
     assert act(tmp_path, run) == 0
