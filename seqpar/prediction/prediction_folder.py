@@ -28,7 +28,7 @@ from seqpar.data.files import SUFFIXES, read_json, strip_suffix, suffix_of, writ
 from seqpar.data.formats.dataset import Case
 from seqpar.data.formats.recognise import is_part_of_dataset
 from seqpar.data.phantom.phantom_files import is_generated
-from seqpar.data.preparation.cache_index import sources_of
+from seqpar.data.preparation.cache_index import same_sources, sources_of
 from seqpar.data.volumes import read_volume
 from seqpar.runs.run_folder import holds_run
 from seqpar.scores.label_files import ENTROPY
@@ -36,8 +36,8 @@ from seqpar.terminal import coloured
 from seqpar.text import quantity
 
 RECORD = "prediction.json"
-# keys of the record: every file that predict wrote there, or is writing; size and time of each case's images; whether
-# images of generated phantoms are among them; and which series and study a case is, by names that identify nobody
+# keys of the record: every file that predict wrote there, or is writing; what tells each case's images; whether images
+# of generated phantoms are among them; and which series and study a case is, by names that identify nobody
 _FILES, _INPUTS, _GENERATED, SERIES = "files", "inputs", "generated", "series"
 
 MAX_NAMED = 5  # cases that a warning names
@@ -93,7 +93,7 @@ class PredictionFolder(ABC):
         self._refuse_unlisted([], listed)  # before it is read
         is_same, images = earlier == now, {case.id: _stamps(case) for case in cases}
         before = {} if not is_same else images if inputs is None else inputs  # older versions did not record them
-        same = frozenset(name for name, stamps in images.items() if before.get(name) == stamps)
+        same = frozenset(name for name, stamps in images.items() if same_sources(before.get(name), stamps))
         self.changed = [name for name in images if resume and name in before and name not in same]
         self.listed = listed
         left = self.unfinished(cases, same if resume and is_same else frozenset())
@@ -293,7 +293,7 @@ def predicted_otherwise(folder: Path) -> list[str]:
 
 
 def inputs_of(prediction: Path) -> dict[str, list[list[Any]]]:
-    """Returns name, size and time of the files that each case was predicted from; empty if nothing tells.
+    """Returns name, size, time and a digest of the files that each case was predicted from; empty if nothing tells.
 
     - ``prediction``: a folder, or a file in it
     """

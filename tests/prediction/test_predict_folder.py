@@ -129,6 +129,26 @@ def test_continue_predicts_again_what_has_another_image_or_other_settings(images
     assert "2 cases (1 are done)" in capsys.readouterr().out  # and not three by two settings
 
 
+def test_continue_predicts_again_what_was_replaced_by_an_image_of_its_size_and_time(tmp_path, capsys) -> None:
+    run, plain = make_run(tmp_path / "run"), tmp_path / "plain"
+    files = [save(plain / f"c_00{n}_0000.nii", image_array(n)) for n in range(2)]
+    assert act(tmp_path, run, images=str(plain)) == 0
+    before = files[1].stat()
+    save(files[1], image_array(7))
+    os.utime(files[1], ns=(before.st_atime_ns, before.st_mtime_ns))
+    assert files[1].stat().st_size == before.st_size
+    capsys.readouterr()
+    assert act(tmp_path, run, "--continue", images=str(plain)) == 0
+    assert "1 case (1 are done)" in (said := capsys.readouterr().out)
+    assert "predicted again, since their images have changed: c_001" in said
+    record = tmp_path / "out" / "prediction.json"
+    content = json.loads(record.read_text())
+    content["inputs"] = {name: [file[:3] for file in files] for name, files in content["inputs"].items()}
+    write_json(record, content)  # as older versions wrote it
+    assert act(tmp_path, run, "--continue", images=str(plain)) == 0
+    assert "0 cases (2 are done)" in capsys.readouterr().out
+
+
 def test_continue_knows_the_same_run_by_another_path(images, tmp_path, capsys, monkeypatch) -> None:
     run = make_run(tmp_path / "run")
     make_run(tmp_path / "other", config=replace(SMALL, seed=1))
