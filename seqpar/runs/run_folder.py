@@ -137,8 +137,8 @@ def refuse_foreign_status(out: str | Path) -> None:
     """Raises ``ValueError`` if a folder has a status.json that no run began."""
     path = Path(out) / "status.json"
     if path.is_file() and (start := path.read_bytes()[:100]) and not _STATUS.match(start):  # empty: of a full disk
-        raise ValueError(f"--out {out} holds a status.json that train did not write, and that it would replace: name "
-                         "another folder")  # fmt: skip
+        raise ValueError(f"--out {out} holds a status.json that no run wrote, and that would be replaced: name another "
+                         "folder")  # fmt: skip
 
 
 def describe_run(

@@ -237,10 +237,21 @@ ATTACKS += [
         keeps="D out",
     )
     for name, fold, code, words in (
-        ("status.json", "", 2, "--out out holds a status.json that train did not write"),
-        ("status.json", "--fold all5", 2, "--out out holds a status.json that train did not write"),
+        ("status.json", "", 2, "--out out holds a status.json that no run wrote"),
+        ("status.json", "--fold all5", 2, "--out out holds a status.json that no run wrote"),
         ("folds.json", "--fold all5", 3, "out/folds.json: is damaged (no list of flags): restore it, or name another"),
         ("checkpoints/best", "", 2, "--out out holds best, which would be lost"),
         ("checkpoints/latest", "", 2, "--out out holds latest, which would be lost"),
     )
+]
+ATTACKS += [
+    Attack(
+        f"tune {flags} into a folder with somebody's status.json",
+        types=f"tune {TINY} --data D --cache cache --out out --space lr=1e-3,1e-4 --devices 1 {flags}",
+        code=2,
+        says="--out out holds a status.json that no run wrote, and that would be replaced",
+        make=_own_file("status.json"),
+        keeps="D out",
+    )
+    for flags in ("", "--plan")
 ]
