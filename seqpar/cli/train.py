@@ -29,7 +29,7 @@ from seqpar.tasks.lookup import task_of
 from seqpar.terminal import resume_command
 from seqpar.text import parse_duration
 from seqpar.training.failure import end_failed_run
-from seqpar.training.run import dry_run, refuse_other_weights, run_lessons
+from seqpar.training.run import describe_finished, dry_run, refuse_other_weights, run_lessons
 from seqpar.training.run_request import RunRequest, read_request, refuse_other_run
 from seqpar.training.setup import first_lines, open_folder
 
@@ -49,6 +49,9 @@ def act(arguments: Sequence[str]) -> int:
         refuse_other_run(request.config)
         if request.config.dry_run:
             return dry_run(request, launcher)
+        if finished := describe_finished(request):
+            print(finished if launcher.rank == 0 else "", end="", flush=True)
+            return 0
         if request.config.group_ranks > launcher.world:
             return start_missing_ranks(request.config.seqpar, "train", arguments, launcher, request.config.pipe)
         check_seqpar(request.config.seqpar, launcher.world, request.config.pipe)

@@ -19,6 +19,7 @@ from seqpar.settings.config import Config
 from seqpar.settings.presets import PRESETS
 from seqpar.settings.rules import refuse_settings_without_effect, settings_on_resume
 from seqpar.training import run_request
+from seqpar.training.run import describe_finished
 from seqpar.training.setup import first_lines
 from tests.support.configs import config_of
 from tests.support.folders import nnunet, write_json
@@ -171,6 +172,26 @@ def test_a_run_goes_on_from_another_folder_with_the_data_that_it_began_with(tmp_
     for typed, place in named.items():
         data = describe_run(replace(began, data=typed), "", {}, {})["config"]["data"]
         assert os.path.isabs(data) and os.path.samefile(data, tmp_path / "raw" / place), typed
+
+
+def test_a_run_that_is_over_is_left_alone_and_goes_on_with_more_epochs_or_patience(tmp_path):
+    config = replace(PRESETS["debug"](), batch=2, epochs=3, iterations=2, patience=1, out=str(tmp_path))
+    write_json(tmp_path / "config.json", describe_run(config, "debug", {}, {"data": 1}))
+    (tmp_path / "model.safetensors").touch()
+
+    def said(step: int, *more: str, state: str = "finished", why: str = "") -> str:
+        write_json(tmp_path / "status.json", {"state": state, "step": step, "steps": 6, "why": why})
+        line = ["--resume", "--out", str(tmp_path), *more]
+        return describe_finished(run_request.read_request(line, Launcher("alone")))
+
+    assert said(6).startswith(f"{tmp_path} has finished at step 6 of 6: nothing is left to do")
+    assert "step 4 of 6 (no better Dice in 1 validations): nothing" in said(4, why="no better Dice in 1 validations")
+    for more in ("--patience 2", "--epochs 4", "--data elsewhere"):
+        assert not said(4, *more.split()), "it may go on, or be refused"
+    assert said(6, "--epochs", "3"), "as a scheduler repeats the line"
+    assert not said(6, state="preempted") and not said(4, state="running")
+    (tmp_path / "model.safetensors").unlink()
+    assert not said(6), "what is lacking is written"
 
 
 @pytest.mark.parametrize(("groups", "expected"), [(1, (2, 4)), (2, (2, 2)), (4, (2, 1)), (8, (1, 1))])
