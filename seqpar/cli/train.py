@@ -14,7 +14,7 @@ from seqpar.cluster.exit_codes import report_unless_rank0_did
 from seqpar.cluster.start_ranks import start_missing_ranks
 from seqpar.cluster.stop_request import LeftBeforeStart, StopRequest
 from seqpar.cluster.torch_setup import restore_kernel_cache, save_kernel_cache, set_arithmetic
-from seqpar.parallel.consensus import broadcast_text, run_on_rank0
+from seqpar.parallel.consensus import broadcast_text, gather_texts, run_on_rank0
 from seqpar.parallel.launcher import Launcher, flight_recorder, read_launcher
 from seqpar.parallel.meeting import Meeting
 from seqpar.parallel.mesh import seed
@@ -112,9 +112,10 @@ def _run(request: RunRequest, launcher: Launcher, meeting: Meeting, log: RunLog)
             finished = run_lessons(request, mesh, data, status, stopper)
             if mesh.is_first:
                 save_kernel_cache(out)
+            gather_texts("", mesh.world)  # all have come to their end, so that none asks another where to leave
+            stopper.close()  # before the rank leaves that keeps the store
         except (Exception, KeyboardInterrupt) as error:
             end_failed_run(error, config, mesh, status)
-    stopper.close()
     if launcher.rank == 0:
         lock.release()
     if not finished:
