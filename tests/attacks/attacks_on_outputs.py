@@ -255,3 +255,24 @@ ATTACKS += [
     )
     for flags in ("", "--plan")
 ]
+
+
+def _preprocessed(here: Path) -> None:
+    """Makes a run, a folder that nnU-Net preprocessed, of which only the labels are shown, and predictions."""
+    _run(here)
+    (here / "D" / "imagesTr").rename(here / "images")
+    (here / "D" / "labelsTr").rename(here / "D" / "gt_segmentations")
+    save(here / "P" / "c_000.nii.gz", image_array(0) * 0)
+    save(here / "P" / "c_001.nii.gz", image_array(0) * 0)
+
+
+ATTACKS += [
+    Attack(line, types=line, code=code, says=words, make=_preprocessed, keeps="D images run")
+    for line, code, words in (
+        ("evaluate D/gt_segmentations P --workers 1", 0, "2 cases, 1 class: mean Dice 0.0000"),
+        ("evaluate D P --workers 1", 3, "nnU-Net preprocessed this one: name the raw folder, or D/gt_segmentations"),
+        ("train --data D --out out --preset debug", 3, "nnU-Net preprocessed this one: name the raw folder"),
+        ("predict run -i images -o D/gt_segmentations/out", 3, "belongs to a data set, which predict never writes"),
+        ("predict run -i images -o D", 3, "D: belongs to a data set, which predict never writes into"),
+    )
+]
