@@ -208,7 +208,7 @@ ATTACKS += [
     )
     for line, words in (
         ("predict run -i D -o P", "P: holds predictions of a run with another --task; choose another --output"),
-        ("evaluate D P", "P: holds label maps and predictions.csv: name P/predictions.csv to score the classes, or move"),
+        ("evaluate D P", "P: holds label maps and predictions.csv: name P/predictions.csv to score the classes"),
     )
 ]
 
