@@ -14,7 +14,7 @@ from seqpar.cluster.exit_codes import report_unless_rank0_did
 from seqpar.cluster.start_ranks import start_missing_ranks
 from seqpar.cluster.stop_request import LeftBeforeStart, StopRequest
 from seqpar.cluster.torch_setup import restore_kernel_cache, save_kernel_cache, set_arithmetic
-from seqpar.parallel.consensus import broadcast_text, run_on_rank0
+from seqpar.parallel.consensus import broadcast_text, gather_texts, run_on_rank0
 from seqpar.parallel.launcher import Launcher, flight_recorder, read_launcher
 from seqpar.parallel.meeting import Meeting
 from seqpar.parallel.mesh import seed
@@ -29,7 +29,7 @@ from seqpar.tasks.lookup import task_of
 from seqpar.terminal import resume_command
 from seqpar.text import parse_duration
 from seqpar.training.failure import end_failed_run
-from seqpar.training.run import dry_run, refuse_other_weights, run_lessons
+from seqpar.training.run import describe_finished, dry_run, refuse_other_weights, run_lessons
 from seqpar.training.run_request import RunRequest, read_request, refuse_other_run
 from seqpar.training.setup import first_lines, open_folder
 
@@ -49,6 +49,9 @@ def act(arguments: Sequence[str]) -> int:
         refuse_other_run(request.config)
         if request.config.dry_run:
             return dry_run(request, launcher)
+        if finished := describe_finished(request):
+            print(finished if launcher.rank == 0 else "", end="", flush=True)
+            return 0
         if request.config.group_ranks > launcher.world:
             return start_missing_ranks(request.config.seqpar, "train", arguments, launcher, request.config.pipe)
         check_seqpar(request.config.seqpar, launcher.world, request.config.pipe)
@@ -109,9 +112,10 @@ def _run(request: RunRequest, launcher: Launcher, meeting: Meeting, log: RunLog)
             finished = run_lessons(request, mesh, data, status, stopper)
             if mesh.is_first:
                 save_kernel_cache(out)
+            gather_texts("", mesh.world)  # all have come to their end, so that none asks another where to leave
+            stopper.close()  # before the rank leaves that keeps the store
         except (Exception, KeyboardInterrupt) as error:
             end_failed_run(error, config, mesh, status)
-    stopper.close()
     if launcher.rank == 0:
         lock.release()
     if not finished:

@@ -15,7 +15,7 @@ from seqpar.cluster.devices import num_devices
 from seqpar.data.errors import DataError
 from seqpar.data.files import refuse_unwritable
 from seqpar.data.formats.recognise import is_part_of_dataset
-from seqpar.runs.run_folder import holds_folds, holds_run
+from seqpar.runs.run_folder import holds_folds, holds_run, refuse_foreign_status
 from seqpar.runs.sweep_folder import Sweep, holds_sweep, read_sweep
 from seqpar.settings.command_line import MOST_RANKS, default_preset, wants_gpu
 from seqpar.settings.field import whole_bounds
@@ -83,6 +83,7 @@ def _order(options: argparse.Namespace, rest: Sequence[str]) -> tuple[SweepReque
         raise ValueError("--space is missing: name flags of train and their values, as in --space lr=1e-4,1e-3")
     if holds_run(out) or holds_folds(out):
         raise ValueError(f"--out {out} holds a run, whose status would be lost: name another folder")
+    refuse_foreign_status(out)
     if typed is not None and (not is_there or not has_begun_points(out)):
         return typed, typed.sweep()
     if not options.resume and not options.plan:

@@ -18,7 +18,7 @@ import threading
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, wait
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from types import FrameType
@@ -208,6 +208,30 @@ def _exit_without(parent: int) -> None:
     os._exit(1)
 
 
+@contextmanager
+def signals_held() -> Iterator[dict[int, Any]]:
+    """Lets signals to this process wait for the end of the block, in which it forks; yields their handlers.
+
+    Python drops an exception, such as that of Ctrl-C, which a handler raises within a callback of a fork. To block
+    signals is not enough, as the kernel gives them to any thread that does not.
+    """
+    came, handlers = list[int](), dict[int, Any]()
+
+    def deliver() -> None:
+        for number in came:
+            handlers[number](number, None)
+
+    with ExitStack() as stack:
+        stack.callback(deliver)  # last of all
+        is_main = threading.current_thread() is threading.main_thread()  # no other runs handlers, or may set them
+        for number in _FOR_PARENT if is_main else ():
+            if callable(handler := signal.getsignal(number)):
+                handlers[number] = handler
+                stack.callback(signal.signal, number, handler)
+                signal.signal(number, lambda number, frame: came.append(number))
+        yield handlers
+
+
 def start_worker(
     serve: Callable[..., object], arguments: Sequence[Any] = (), method: str = "fork"
 ) -> tuple[BaseProcess, Connection]:
@@ -221,12 +245,17 @@ def start_worker(
     pipe, theirs = context.Pipe()
     parent = os.getpid() if method == "fork" else None
     # A fork inherits the handlers of this process, which must not run there: signals wait until it ignores them.
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, _FOR_PARENT)
+    process: BaseProcess = context.Process(target=_serve, args=(serve, theirs, arguments, parent), daemon=True)
     try:
-        process = context.Process(target=_serve, args=(serve, theirs, arguments, parent), daemon=True)
-        process.start()
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        with signals_held():
+            before = signal.pthread_sigmask(signal.SIG_BLOCK, _FOR_PARENT)
+            try:
+                process.start()
+            finally:
+                signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    except BaseException:  # of a signal: nobody else knows of the process yet
+        _kill(process)
+        raise
     theirs.close()
     return process, pipe
 
@@ -249,10 +278,13 @@ def call_in_fork(work: Callable[..., Any], *of: Any, limit_s: float = math.inf) 
     """
     context = multiprocessing.get_context("fork")
     results, sending = context.Pipe(duplex=False)
-    process = context.Process(target=_answer, args=(sending, os.getpid(), work, of))
-    process.start()
-    sending.close()
+    handlers = dict[int, Any]()  # for the fork, which begins with those of the block
+    process = context.Process(target=_answer, args=(sending, os.getpid(), handlers, work, of))
     try:
+        with signals_held() as held:
+            handlers.update(held)
+            process.start()
+        sending.close()
         if not results.poll(None if math.isinf(limit_s) else max(0.0, limit_s)):
             raise TimeoutError
         answer = results.recv()
@@ -262,15 +294,24 @@ def call_in_fork(work: Callable[..., Any], *of: Any, limit_s: float = math.inf) 
         how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
         raise ChildProcessError(f"its process {how} without a result") from None
     finally:
-        process.kill()
-        process.join()
+        _kill(process)
     if isinstance(answer, ValueError):
         raise answer
     return answer
 
 
-def _answer(results: Connection, parent: int, work: Callable[..., Any], of: Sequence[Any]) -> None:
+def _kill(process: BaseProcess) -> None:
+    if process.pid is not None:  # it was started
+        process.kill()
+        process.join()
+
+
+def _answer(
+    results: Connection, parent: int, handlers: Mapping[int, Any], work: Callable[..., Any], of: Sequence[Any]
+) -> None:
     die_with_parent(parent)
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
     try:
         answer = work(*of)
     except ValueError as error:
@@ -288,7 +329,8 @@ def calls_in_forks(
     before, threads, failed = {*multiprocessing.active_children()}, {*threading.enumerate()}, False
     pool = ProcessPoolExecutor(workers, multiprocessing.get_context("fork"), become_worker, (os.getpid(),))
     try:
-        futures = [pool.submit(work, item) for item in items]
+        with signals_held():
+            futures = [pool.submit(work, item) for item in items]
         for future in futures:
             while not wait([future], timeout=5).done:
                 if {*threading.enumerate()} <= threads:  # the pool's thread could start none itself, and has ended

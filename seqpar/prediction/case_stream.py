@@ -61,7 +61,7 @@ class Request:
 
 def record_of_weights(member: EnsembleMember) -> dict[str, Any]:
     """Returns what prediction.json says about a run and its weights."""
-    weights = {str(path): digest(path) for path in member.weights}
+    weights = {str(path.absolute()): digest(path) for path in member.weights}
     return {"run": str(member.run.path.absolute()), "weights": weights}
 
 

@@ -28,7 +28,7 @@ from seqpar.data.files import SUFFIXES, read_json, strip_suffix, suffix_of, writ
 from seqpar.data.formats.dataset import Case
 from seqpar.data.formats.recognise import is_part_of_dataset
 from seqpar.data.phantom.phantom_files import is_generated
-from seqpar.data.preparation.cache_index import sources_of
+from seqpar.data.preparation.cache_index import same_sources, sources_of
 from seqpar.data.volumes import read_volume
 from seqpar.runs.run_folder import holds_run
 from seqpar.scores.label_files import ENTROPY
@@ -36,8 +36,8 @@ from seqpar.terminal import coloured
 from seqpar.text import quantity
 
 RECORD = "prediction.json"
-# keys of the record: every file that predict wrote there, or is writing; size and time of each case's images; whether
-# images of generated phantoms are among them; and which series and study a case is, by names that identify nobody
+# keys of the record: every file that predict wrote there, or is writing; what tells each case's images; whether images
+# of generated phantoms are among them; and which series and study a case is, by names that identify nobody
 _FILES, _INPUTS, _GENERATED, SERIES = "files", "inputs", "generated", "series"
 
 MAX_NAMED = 5  # cases that a warning names
@@ -80,6 +80,9 @@ class PredictionFolder(ABC):
         self.refuse_collisions(cases)
         self._refuse_data(cases, is_ours=previous is not None)
         now, earlier = comparable(record), comparable(previous)
+        is_there = any((self.folder / name).exists() for name in listed)
+        if earlier is not None and earlier.get("task") != now.get("task") and is_there:
+            raise DataError(self.folder, "holds predictions of a run with another --task; choose another --output")
         stays = earlier is not None and self.must_stay(earlier, now, listed)
         if earlier is not None and earlier != now and (resume or stays):
             changed = [name for name in {**now, **earlier} if earlier.get(name) != now.get(name)]
@@ -90,7 +93,7 @@ class PredictionFolder(ABC):
         self._refuse_unlisted([], listed)  # before it is read
         is_same, images = earlier == now, {case.id: _stamps(case) for case in cases}
         before = {} if not is_same else images if inputs is None else inputs  # older versions did not record them
-        same = frozenset(name for name, stamps in images.items() if before.get(name) == stamps)
+        same = frozenset(name for name, stamps in images.items() if same_sources(before.get(name), stamps))
         self.changed = [name for name in images if resume and name in before and name not in same]
         self.listed = listed
         left = self.unfinished(cases, same if resume and is_same else frozenset())
@@ -290,7 +293,7 @@ def predicted_otherwise(folder: Path) -> list[str]:
 
 
 def inputs_of(prediction: Path) -> dict[str, list[list[Any]]]:
-    """Returns name, size and time of the files that each case was predicted from; empty if nothing tells.
+    """Returns name, size, time and a digest of the files that each case was predicted from; empty if nothing tells.
 
     - ``prediction``: a folder, or a file in it
     """
@@ -311,15 +314,15 @@ def mixed_line(folder: Path, others: Sequence[str]) -> str:
 
 
 def comparable(settings: Any) -> Any:
-    """Returns settings that do not depend on how paths were typed: weights by content, runs by where they are."""
+    """Returns settings that do not depend on paths, as a run may be moved: it counts by the content of its weights."""
     if isinstance(settings, list):
         return list(map(comparable, settings))
     if not isinstance(settings, dict):
         return settings
-    own = {name: comparable(value) for name, value in settings.items()}
+    own = {name: comparable(value) for name, value in settings.items() if name != "run"}
     if isinstance(own.get("weights"), dict):  # digests by path; those of windows have a name
         own["weights"] = sorted(map(str, own["weights"].values()))
-    return own | ({"run": os.path.realpath(own["run"])} if isinstance(own.get("run"), str) else {})
+    return own
 
 
 def is_whole(path: Path) -> bool:

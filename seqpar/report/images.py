@@ -14,6 +14,7 @@ from seqpar.data.errors import DataError
 from seqpar.data.formats.dataset import Case
 from seqpar.data.formats.recognise import find_inputs, is_folder_of_dataset
 from seqpar.data.preparation.cache import PreparedCase, PreparedDataset, open_cache, read_record
+from seqpar.data.preparation.cache_index import same_source
 from seqpar.data.preparation.preparation import preparation_of, prepare_case
 from seqpar.data.preparation.prepared_case import Properties
 from seqpar.data.preparation.recipe import Recipe
@@ -139,7 +140,8 @@ def same_cases(cache: PreparedDataset, stamps: Stamps) -> PreparedDataset:
     same = dict[str, PreparedCase]()
     for name in set(stamps).intersection(cache.cases):
         record, files = read_record(cache.path, name), stamps[name]
-        if record is not None and files and all(file in record["sources"] for file in files):
+        own = record["sources"] if record is not None else []
+        if files and all(any(same_source(one, file) for one in own) for file in files):
             same[name] = cache.cases[name]
     return replace(cache, cases=same)
 

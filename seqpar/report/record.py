@@ -324,11 +324,18 @@ def is_of_phantoms(prediction: Path) -> bool:
         return False
 
 
+def from_here(value: object) -> object:
+    """Returns an absolute path below the current folder as a relative one, which is shorter."""
+    path = Path(value) if isinstance(value, str) else Path()
+    inside = path.is_absolute() and path.is_relative_to(Path.cwd())
+    return str(path.relative_to(Path.cwd())) if inside else value
+
+
 def weights_behind(prediction: Path) -> str:
     """Returns the files of weights that a folder was predicted with, in words; "" if it does not say."""
     try:
         content = json.loads(read_whole(prediction / "prediction.json"))
-        return ", ".join(str(path) for run in content.get("runs", [content]) for path in run["weights"])
+        return ", ".join(str(from_here(path)) for run in content.get("runs", [content]) for path in run["weights"])
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return ""
 

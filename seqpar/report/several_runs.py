@@ -4,7 +4,6 @@ import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
-from pathlib import Path
 from statistics import fmean
 from typing import NamedTuple, TypeVar
 
@@ -22,6 +21,7 @@ from seqpar.report.record import (
     above_scores,
     best_step,
     chosen_on_them,
+    from_here,
     mean_of_numbers,
     read_scores,
 )
@@ -226,17 +226,10 @@ def settings_table(records: Mapping[str, RunRecord]) -> Table | None:
         network = record.network_settings
         for setting, value in facts.items():
             if setting not in NOT_A_SETTING and (setting not in SETTINGS or setting_applies(network, setting)):
-                every.setdefault(setting, {})[name] = format_setting(_from_here(value))
+                every.setdefault(setting, {})[name] = format_setting(from_here(value))
     differ = {setting: values for setting, values in every.items() if len(set(values.values())) > 1}
     rows = [TableRow(setting, [values.get(name, "–") for name in records]) for setting, values in differ.items()]
     return Table("settings-that-differ", list(map(TableHead, ("Setting", *records))), rows, "class") if rows else None
-
-
-def _from_here(value: object) -> object:
-    """Returns an absolute path below the current folder as a relative one, as it may be next to relative ones."""
-    path = Path(value) if isinstance(value, str) else Path()
-    inside = path.is_absolute() and path.is_relative_to(Path.cwd())
-    return str(path.relative_to(Path.cwd())) if inside else value
 
 
 def curves_over_each_other(records: Mapping[str, RunRecord]) -> list[Chart]:

@@ -21,12 +21,13 @@ from safetensors.torch import save
 import seqpar
 from seqpar.data.errors import DataError, unreadable, unwritable
 from seqpar.data.files import refuse_existing, whole_file
+from seqpar.settings.rules import FILES
 from seqpar.weights.weight_files import ARCHIVED, read_weights
 
 CONFIG, ABOUT = "config.json", "about.json"
 CAUTION = "caution"  # of about.json
 MOST_JSON = 16 * 2**20  # bytes of a JSON file, unpacked: a few packed ones may become any number
-_PRIVATE = ("data", "out", "cache", "weights", "measured")  # settings that name places on this machine
+_PRIVATE = ("out", *FILES)  # settings that name places on this machine
 _SHARED = ("preset", "versions", "commit")
 _DATASET = (
     "name", "layout", "modalities", "labels", "regions", "regions_class_order", "ignore_label", "values", "recipe",

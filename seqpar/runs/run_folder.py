@@ -22,6 +22,7 @@ from seqpar.data.phantom.phantom_files import flags_of_others, has_phantoms
 from seqpar.runs.archive import ABOUT, CONFIG, is_archive, read_archived
 from seqpar.scores.label_classes import labels_of_run
 from seqpar.settings.config import Config
+from seqpar.settings.rules import with_absolute_paths
 from seqpar.terminal import next_command, typed_command
 
 FOLDS_FILE = "folds.json"  # is in a folder of five folds
@@ -136,8 +137,8 @@ def refuse_foreign_status(out: str | Path) -> None:
     """Raises ``ValueError`` if a folder has a status.json that no run began."""
     path = Path(out) / "status.json"
     if path.is_file() and (start := path.read_bytes()[:100]) and not _STATUS.match(start):  # empty: of a full disk
-        raise ValueError(f"--out {out} holds a status.json that train did not write, and that it would replace: name "
-                         "another folder")  # fmt: skip
+        raise ValueError(f"--out {out} holds a status.json that no run wrote, and that would be replaced: name another "
+                         "folder")  # fmt: skip
 
 
 def describe_run(
@@ -148,7 +149,7 @@ def describe_run(
     ``history``: the starts of the run so far, this one included, with the settings that each changed.
     """
     return {
-        "config": json.loads(config.to_json()),
+        "config": json.loads(with_absolute_paths(config).to_json()),
         "preset": preset,
         "dataset": dataset,
         "layout": layout,

@@ -13,6 +13,7 @@ from seqpar.runs.journal import read_metrics
 from seqpar.runs.run_folder import holds_folds, read_status
 from seqpar.runs.run_lock import RunLock
 from seqpar.settings.config import Config
+from seqpar.settings.rules import with_absolute_paths
 from seqpar.terminal import coloured, typed_command
 from seqpar.text import flag_name
 
@@ -124,6 +125,7 @@ _OF_ONE_START = ("out", "resume", "again", "take_over", "dry_run")  # these say 
 
 def changed_settings(before: Config, now: Config) -> dict[str, list[Any]]:
     """Returns the settings that differ, each with what it was and what it is."""
+    before, now = map(with_absolute_paths, (before, now))
     pairs = {f.name: [getattr(before, f.name), getattr(now, f.name)] for f in fields(Config)}
     return {name: pair for name, pair in pairs.items() if pair[0] != pair[1] and name not in _OF_ONE_START}
 

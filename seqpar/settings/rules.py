@@ -1,14 +1,39 @@
 """What the declarations say of a config: settings without effect, and what a resumed run keeps."""
 
+import os
 from collections.abc import Collection
 from dataclasses import replace
 from typing import Any
 
-from seqpar.data.addresses import absolute
+from seqpar.data.addresses import absolute, is_address
+from seqpar.data.errors import DataError
+from seqpar.data.files import expand_home
+from seqpar.data.formats.recognise import find_dataset
 from seqpar.settings.config import SETTINGS, Config
 from seqpar.settings.curriculum import is_same
 from seqpar.settings.field import Circumstances
 from seqpar.text import flag_name
+
+FILES = ("data", "cache", "weights", "measured", "plans")  # settings that name a file or folder
+
+
+def from_anywhere(name: str, value: str) -> str:
+    """Returns the value of a setting of ``FILES`` that means the same in any folder; "" stays."""
+    if not value or is_address(value):
+        return value
+    try:
+        path = find_dataset(value) if name == "data" else expand_home(value)  # nnU-Net's have names and numbers, too
+    except DataError:
+        return os.path.abspath(value)
+    plain = os.path.abspath(path)
+    is_same = not path.exists() or os.path.exists(plain) and os.path.samefile(path, plain)
+    return plain if is_same else str(path.absolute())  # ".." after a link
+
+
+def with_absolute_paths(config: Config) -> Config:
+    """Returns the config as a run records it, since it may be resumed or read from another folder."""
+    absolute_paths: dict[str, Any] = {name: from_anywhere(name, getattr(config, name)) for name in FILES}
+    return replace(config, **absolute_paths)
 
 
 def setting_applies(config: Config, name: str) -> bool:

@@ -14,17 +14,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_type_hints
 
-from seqpar.data.addresses import absolute
 from seqpar.data.errors import DataError
 from seqpar.data.files import read_json
 from seqpar.runs.sweep_folder import format_value
 from seqpar.settings.config import Config
 from seqpar.settings.data_settings import ALL_FOLDS
+from seqpar.settings.rules import FILES, from_anywhere
 from seqpar.text import flag_name
 
 RANGES = ("log", "uniform")
 OF_ONE_RUN = ("out", "resume", "again", "take_over", "dry_run", "time_limit", "preset")  # a sweep sets these itself
-FILES = ("data", "cache", "weights", "measured", "plans")  # named from where a person types; trials run elsewhere
 SWITCHES = {"yes": True, "no": False, "on": True, "off": False, "true": True, "false": False}
 LONGEST_NAME = 120  # letters of a run folder's name; a longer one is cut, and ends in a digest
 TRIES = 50  # for a point that is not there yet
@@ -135,7 +134,7 @@ def _value(name: str, text: str) -> Any:
     """Returns a value of a setting from its word."""
     kind = get_type_hints(Config)[name]
     if name in FILES:
-        return absolute(text) if text else ""
+        return from_anywhere(name, text)
     if name == "fold" and text == ALL_FOLDS:
         raise ValueError(f"--space fold={ALL_FOLDS} is five runs: compare folds by --space fold=0,1,2,3,4")
     try:

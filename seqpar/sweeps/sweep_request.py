@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from seqpar.cluster.devices import num_devices
-from seqpar.data.addresses import absolute
 from seqpar.data.errors import DataError
 from seqpar.models.build import NETWORK_NAMES
 from seqpar.runs.run_folder import SWEEP_FILE
@@ -18,9 +17,10 @@ from seqpar.settings.command_line import parse, wants_gpu
 from seqpar.settings.config import Config
 from seqpar.settings.data_settings import ALL_FOLDS
 from seqpar.settings.presets import PRESETS
+from seqpar.settings.rules import FILES, from_anywhere
 from seqpar.settings.scaled_rate import settings_at_start
 from seqpar.sweeps.planned_run import PlannedRun, config_of, has_begun
-from seqpar.sweeps.space import FILES, OF_ONE_RUN, Range, Space, name_of_point
+from seqpar.sweeps.space import OF_ONE_RUN, Range, Space, name_of_point
 from seqpar.text import flag_name, install_hint, quantity
 
 OPTUNA = "optuna"
@@ -205,7 +205,7 @@ def typed_settings(
     if config.fold == ALL_FOLDS:
         raise ValueError(f"--fold {ALL_FOLDS} is five runs: compare folds by --space fold=0,1,2,3,4")
     typed = {name: getattr(config, name) for name in sorted(names)}
-    return preset, typed | {name: absolute(typed[name]) for name in FILES if typed.get(name)}
+    return preset, typed | {name: from_anywhere(name, typed[name]) for name in FILES if name in typed}
 
 
 def check_same_sweep(before: Mapping[str, Any], now: Mapping[str, Any], out: str) -> None:

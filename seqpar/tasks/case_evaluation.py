@@ -23,6 +23,7 @@ from seqpar.scores.label_files import MAX_NAMED, missing_line
 from seqpar.scores.summary_files import write_output, writing_alone
 from seqpar.terminal import next_command
 from seqpar.text import quantity
+from seqpar.weights.weight_files import digest
 
 NEW, CHOSE = "new to the run", "used to choose the weights"
 SEEN, NAMESAKE = "seen in training", "with the name of one of the run's cases"
@@ -130,6 +131,7 @@ class ScoringJob:
     - ``missing``: cases of the truth without a prediction
     - ``note``: a line on files that are not written
     - ``seen``: which cases are not new to the runs behind it
+    - ``runs``: those that predicted it, if all are still there
     - ``known``: the same next to other predictions, where the validation of a run counts as well
     """
 
@@ -140,6 +142,7 @@ class ScoringJob:
     missing: Sequence[str] = ()
     note: str = ""
     seen: Seen = NONE_SEEN
+    runs: Sequence[Path] = ()
     known: Seen = NONE_SEEN
 
 
@@ -240,7 +243,7 @@ class CaseEvaluation(ABC):
             lines = [which] * (bool(which) and len(scored) == 1) + [self.find_best(first)]
             print("\n" + "\n".join(lines), flush=True)
         if len(jobs) == len(scored) == 1:
-            for text in self._next_lines():
+            for text in self._next_lines(jobs[0].runs):
                 print(text, flush=True)
         return DATA if any(job.faults for job in jobs) else 0
 
@@ -269,13 +272,16 @@ class CaseEvaluation(ABC):
         prediction = Path(job.name)
         is_run = holds_run(prediction)
         records, lines, found = list[RunRecord](), list[str](), list[Seen]()
-        for run in filter(holds_run, [prediction] if is_run else _runs_behind(prediction)):  # others have no record
+        runs, gone = ([prediction], []) if is_run else _runs_behind(prediction)
+        job.runs = () if is_run or gone else runs
+        for run in filter(holds_run, runs):  # others have no record
             with suppress(DataError, ValueError, OSError):  # data may have moved since: scores do not need them
                 record = read_record(run)
                 records.append(record)
                 if is_run:
                     lines += chosen_on_them(record)
                 found.append(self.find_seen(job, record))
+        lines += gone
         if found:
             job.known = Seen.by_any(found)
             job.seen = NONE_SEEN if is_run else job.known
@@ -286,10 +292,9 @@ class CaseEvaluation(ABC):
         on_phantoms = above_scores(generated, any(record.has_phantoms for record in records))
         return [on_phantoms, *dict.fromkeys(lines)]
 
-    def _next_lines(self) -> list[str]:
+    def _next_lines(self, runs: Sequence[Path]) -> list[str]:
         """Returns the command that shows the scored cases, if a single run folder predicted them."""
         options, (prediction,) = self.options, self.options.prediction
-        runs = _runs_behind(prediction)
         if not (options.truth.is_dir() and len(runs) == 1 and holds_run(runs[0])):
             return []
         run = runs[0]
@@ -359,13 +364,22 @@ def seen_table(groups: Mapping[str, Mapping[str, Score]]) -> Table | None:
     return Table("seen-in-training", heads, rows, "class", note)
 
 
-def _runs_behind(prediction: Path) -> list[Path]:
-    """Returns the runs that predicted a folder, none if it does not say."""
-    try:
+def _runs_behind(prediction: Path) -> tuple[list[Path], list[str]]:
+    """Returns the runs that predicted a folder, and a sentence on each whose place is empty or another run's by now."""
+    runs, sentences = list[Path](), list[str]()
+    with suppress(DataError, OSError, ValueError, KeyError, TypeError, AttributeError):  # it does not say
         content = read_json(prediction / RECORD)
-        return [Path(made["run"]) for made in content.get("runs", [content])]
-    except (DataError, ValueError, KeyError, TypeError, AttributeError):
-        return []
+        for run, weights in [(Path(made["run"]), made["weights"]) for made in content.get("runs", [content])]:
+            files = [path for path in map(Path, weights if holds_run(run) else ()) if path.is_absolute()]
+            if not run.exists():
+                known = f"{run}, which predicted these cases, is no longer there"
+            elif any(digest(path) != weights[str(path)] for path in files if path.is_file()):
+                known = f"{run} holds other weights than those that predicted these cases"
+            else:
+                runs.append(run)
+                continue
+            sentences.append(f"{known}: whether they were in its training data is not known.")
+    return runs, sentences
 
 
 def refuse_duplicates(places: Iterable[tuple[Path, Path]]) -> None:

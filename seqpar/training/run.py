@@ -16,6 +16,7 @@ from seqpar.parallel.rendezvous import check_seqpar
 from seqpar.planner.chooser import plan_here
 from seqpar.planner.feasibility import require_peers
 from seqpar.planner.printer import describe_dry_run
+from seqpar.runs.run_folder import describe_results, read_status
 from seqpar.runs.run_status import StatusFile, warn_if_killed
 from seqpar.settings.config import Config
 from seqpar.settings.data_settings import prepare_settings
@@ -26,6 +27,7 @@ from seqpar.training.open_settings import sizes_of
 from seqpar.training.run_request import RunRequest
 from seqpar.training.setup import first_lines, make_trainer
 from seqpar.weights import checkpoint
+from seqpar.weights.facts import WEIGHTS
 
 
 def dry_run(request: RunRequest, launcher: Launcher) -> int:
@@ -56,6 +58,21 @@ def dry_run(request: RunRequest, launcher: Launcher) -> int:
         if advice := task.tile_advice(config, request.flags, request.preset, request.fingerprint):
             print(advice)
     return 0
+
+
+def describe_finished(request: RunRequest) -> str:
+    """Returns the lines of a resumed run that has finished, so that nothing is written; "" for others.
+
+    With other settings it is not over: it may have more steps or patience, or these may have to be refused.
+    """
+    config, out = request.config, Path(request.config.out)
+    status = read_status(out) if config.resume and not request.changes else {}
+    if status.get("state") != "finished" or not (out / WEIGHTS).is_file():
+        return ""
+    why = f" ({status['why']})" if status.get("why") else ""
+    first = f"{out} has finished at step {status.get('step')} of {config.steps}{why}: nothing is left to do; more "
+    first += "--epochs train on"
+    return "".join(f"{line}\n" for line in (first, *describe_results(out), *task_of(config).next_lines(out)))
 
 
 def refuse_other_weights(config: Config) -> None:

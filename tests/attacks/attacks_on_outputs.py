@@ -189,6 +189,30 @@ ATTACKS += [
 ]
 
 
+def _two_tasks(here: Path) -> None:
+    """Makes a run, and a folder with the classes that another one predicted, and label maps."""
+    _run(here)
+    save(here / "P" / "c_000.nii.gz", image_array(0) * 0)
+    (here / "P" / "predictions.csv").write_text("case,class,p(a),p(b)\nc_000,a,1.0,0.0\n")
+    write_json(here / "P" / "prediction.json", {"task": "classify", "runs": [], "files": ["predictions.csv"]})
+
+
+ATTACKS += [
+    Attack(
+        f"{line.split()[0]} where label maps and classes would be in one folder",
+        types=line,
+        code=3,
+        says=words,
+        make=_two_tasks,
+        keeps="D P run",
+    )
+    for line, words in (
+        ("predict run -i D -o P", "P: holds predictions of a run with another --task; choose another --output"),
+        ("evaluate D P", "P: holds label maps and predictions.csv: name P/predictions.csv to score the classes"),
+    )
+]
+
+
 def _is_scored(table: Path) -> None:
     assert table.read_text().splitlines()[1].startswith("a,1,1.0,1.0,1.0,")
 
@@ -213,10 +237,42 @@ ATTACKS += [
         keeps="D out",
     )
     for name, fold, code, words in (
-        ("status.json", "", 2, "--out out holds a status.json that train did not write"),
-        ("status.json", "--fold all5", 2, "--out out holds a status.json that train did not write"),
+        ("status.json", "", 2, "--out out holds a status.json that no run wrote"),
+        ("status.json", "--fold all5", 2, "--out out holds a status.json that no run wrote"),
         ("folds.json", "--fold all5", 3, "out/folds.json: is damaged (no list of flags): restore it, or name another"),
         ("checkpoints/best", "", 2, "--out out holds best, which would be lost"),
         ("checkpoints/latest", "", 2, "--out out holds latest, which would be lost"),
+    )
+]
+ATTACKS += [
+    Attack(
+        f"tune {flags} into a folder with somebody's status.json",
+        types=f"tune {TINY} --data D --cache cache --out out --space lr=1e-3,1e-4 --devices 1 {flags}",
+        code=2,
+        says="--out out holds a status.json that no run wrote, and that would be replaced",
+        make=_own_file("status.json"),
+        keeps="D out",
+    )
+    for flags in ("", "--plan")
+]
+
+
+def _preprocessed(here: Path) -> None:
+    """Makes a run, a folder that nnU-Net preprocessed, of which only the labels are shown, and predictions."""
+    _run(here)
+    (here / "D" / "imagesTr").rename(here / "images")
+    (here / "D" / "labelsTr").rename(here / "D" / "gt_segmentations")
+    save(here / "P" / "c_000.nii.gz", image_array(0) * 0)
+    save(here / "P" / "c_001.nii.gz", image_array(0) * 0)
+
+
+ATTACKS += [
+    Attack(line, types=line, code=code, says=words, make=_preprocessed, keeps="D images run")
+    for line, code, words in (
+        ("evaluate D/gt_segmentations P --workers 1", 0, "2 cases, 1 class: mean Dice 0.0000"),
+        ("evaluate D P --workers 1", 3, "nnU-Net preprocessed this one: name the raw folder, or D/gt_segmentations"),
+        ("train --data D --out out --preset debug", 3, "nnU-Net preprocessed this one: name the raw folder"),
+        ("predict run -i images -o D/gt_segmentations/out", 3, "belongs to a data set, which predict never writes"),
+        ("predict run -i images -o D", 3, "D: belongs to a data set, which predict never writes into"),
     )
 ]

@@ -134,6 +134,32 @@ def ended_run(here: Path) -> None:
     write_json(path, {**content, "layout": {"ranks": 1, "data": 1, "seqpar": 1}})
 
 
+def _finished(here: Path) -> None:
+    """Makes a run that has taken all its steps."""
+    ended_run(here)
+    content = json.loads((here / "run" / "config.json").read_text())
+    content["config"] |= {"batch": 2, "epochs": 3, "iterations": 2, "warmup": 0}
+    write_json(here / "run" / "config.json", content)
+    write_json(here / "run" / "status.json", {"state": "finished", "step": 6, "steps": 6, "why": "", "code": 0})
+
+
+ATTACKS += [
+    Attack(
+        "train --resume of a finished run",
+        types="train --resume --out run",
+        code=0,
+        says=("run has finished at step 6 of 6: nothing is left to do; more --epochs train on\n", "\nnext: python "),
+        make=_finished,
+        after=lambda here, _: _nothing_else(here),
+        keeps="run",
+    )
+]
+
+
+def _nothing_else(here: Path) -> None:
+    assert [path.name for path in here.iterdir()] == ["run"]
+
+
 def _pipe(name: str) -> Callable[[Path], None]:
     """Returns what makes a run in which a named pipe is in place of a file: to open it may never end."""
 

@@ -12,13 +12,13 @@ from seqpar.data.errors import DataError
 from seqpar.data.formats.recognise import read_dataset
 from seqpar.data.formats.splits import split
 from seqpar.data.preparation.cache import check_cache, open_cache
-from seqpar.data.preparation.cache_index import cache_folder, outdated_cache
+from seqpar.data.preparation.cache_index import cache_folder, is_current, outdated_cache
 from seqpar.data.preparation.prepare_dataset import prepare, prepared
 from seqpar.data.preparation.prepared_case import labels_to_source
 from seqpar.data.preparation.recipe import PrepareSettings, Recipe
 from seqpar.tasks.segment.data import open_data
 from tests.support.configs import config_of
-from tests.support.folders import NEW, OLD, brats, image_array, label_array, nnunet, save, tree
+from tests.support.folders import NEW, OLD, brats, image_array, label_array, nnunet, save, tree, write_json
 
 
 def test_the_cache_maps_what_the_description_says(tmp_path):
@@ -140,6 +140,29 @@ def test_a_second_run_does_nothing_and_a_change_prepares_what_it_touches(tmp_pat
     assert open_cache(tmp_path / "c").ids == ("c_000", "c_001")
     prepare(read_dataset(root), tmp_path / "d", PrepareSettings(locations=9), workers=2)
     assert tree(tmp_path / "c") == tree(tmp_path / "d")
+
+
+def test_a_file_is_known_by_more_than_size_and_time_unless_its_cache_is_older(tmp_path):
+    root = nnunet(tmp_path / "D", 3, file_ending=".nii")
+    for path in list(root.glob("*Tr/*.nii.gz")):  # uncompressed, all are equally long
+        save(path.with_suffix(""), np.asarray(nibabel.load(path).dataobj))
+        path.unlink()
+    prepare(read_dataset(root), tmp_path / "c", workers=0)
+    image = root / "imagesTr/c_001_0000.nii"
+    before = image.stat()
+    save(image, image_array(77))
+    os.utime(image, ns=(before.st_atime_ns, before.st_mtime_ns))
+    assert image.stat().st_size == before.st_size
+    assert prepare(read_dataset(root), tmp_path / "c", workers=0).prepared == ("c_001",)
+    cases = list((tmp_path / "c").glob("cases/*/case.json"))
+    for path in (*cases, tmp_path / "c/cache.json"):  # as older versions wrote them
+        content = json.loads(path.read_text())
+        for record in content["cases"].values() if "cases" in content else [content]:
+            record["sources"] = [file[:3] for file in record["sources"]]
+        write_json(path, content)
+    assert is_current(read_dataset(root), tmp_path / "c", PrepareSettings())
+    os.utime(image, (1, 1))
+    assert not is_current(read_dataset(root), tmp_path / "c", PrepareSettings())
 
 
 def test_a_case_that_goes_bad_leaves_the_cache(tmp_path):

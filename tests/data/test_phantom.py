@@ -165,6 +165,23 @@ def test_a_table_that_somebody_changed_is_not_replaced(tmp_path):
     assert len(table.read_text().splitlines()) == 3
 
 
+@pytest.mark.parametrize("kind", ["brain", "liver"])
+def test_a_dataset_json_that_somebody_changed_is_not_replaced(kind, tmp_path):
+    settings = PhantomSettings.of(kind, "nnunet", TINY)
+    about = write_phantom(tmp_path, 1, settings) / "dataset.json"
+    write_phantom(tmp_path, 2, settings)
+    written = about.read_text()
+    assert '"numTraining": 2' in written
+    for changed in (written.replace('"numTraining"', '"licence": "mine", "numTraining"'), "{}", ""):
+        about.write_text(changed)
+        with pytest.raises(DataError, match="dataset.json: is not as phantom wrote it"):
+            write_phantom(tmp_path, 3, settings)
+        assert about.read_text() == changed and len(list(about.parent.glob("labelsTr/*"))) == 2
+    about.write_text(written)
+    write_phantom(tmp_path, 3, settings)
+    assert '"numTraining": 3' in about.read_text()
+
+
 def test_the_built_in_phantom_is_written_into_an_empty_cache(tmp_path, monkeypatch):
     monkeypatch.setenv("SEQPAR_CACHE", str(tmp_path))
     monkeypatch.setattr(builtin, "PhantomSettings", lambda: PhantomSettings(size=TINY))

@@ -2,6 +2,7 @@
 
 import gzip
 import itertools
+import os
 from pathlib import Path
 
 import nibabel
@@ -11,7 +12,7 @@ from nibabel.testing import data_path
 
 from seqpar.data.errors import DataError
 from seqpar.data.geometry import Geometry, from_canonical, geometry_difference, make_geometry, to_canonical
-from seqpar.data.volumes import digest_file, read_geometry, read_volume, write_volume
+from seqpar.data.volumes import digest_file, digest_samples, read_geometry, read_volume, write_volume
 from tests.support.folders import OBLIQUE, image_array, save
 
 SAMPLES = (
@@ -173,3 +174,14 @@ def test_metres_and_micrometres_are_read_as_millimetres_and_written_back(tmp_pat
         assert read_geometry(path)[0].spacing == Geometry.from_json(geometry.to_json()).spacing == geometry.spacing
         write_volume(back := tmp_path / f"{unit}-again.nii", array, geometry)
         assert back.read_bytes()[:348] == path.read_bytes()[:348]
+
+
+def test_samples_of_files_differ_where_only_the_inner_voxels_do(tmp_path: Path) -> None:
+    image = np.zeros((64, 64, 64), np.float32)
+    first = digest_samples(save(tmp_path / "a.nii", image)), digest_samples(save(tmp_path / "a.nii.gz", image))
+    image[24:40, 24:40, 24:40] = 1
+    assert digest_samples(save(tmp_path / "b.nii", image)) != first[0]
+    image[:], image[3, 4, 5] = 0, 1  # a checksum of all voxels ends a gzip file
+    assert digest_samples(save(tmp_path / "b.nii.gz", image)) != first[1]
+    os.mkfifo(tmp_path / "pipe")
+    assert digest_samples(tmp_path / "pipe"), "nobody waits for a pipe"

@@ -1,10 +1,12 @@
 """Started processes end with their parent and get its signals; the exit code that tells most is passed on."""
 
 import ast
+import multiprocessing
 import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from multiprocessing.connection import Connection
@@ -12,9 +14,12 @@ from pathlib import Path
 
 import pytest
 
+from seqpar.data.workers import map_in_processes
 from seqpar.parallel import processes
 from seqpar.parallel.processes import (
     PARENT,
+    call_in_fork,
+    calls_in_forks,
     end_process,
     environment_of_ranks,
     forward_signals,
@@ -23,6 +28,7 @@ from seqpar.parallel.processes import (
     start_worker,
     wait_for_all,
 )
+from tests.support.folders import child, exit_code
 
 # starts a process that would run for long, prints its id and waits to be killed itself
 STARTER = """
@@ -149,6 +155,43 @@ def test_a_worker_ignores_signals_and_ends_with_the_process_that_it_works_for(me
     pipe.close()
     process.join(20)
     assert process.exitcode == (0 if method == "fork" else 1)
+
+
+def interrupted_in_a_fork(start: Callable[[], object]) -> None:
+    """Has Ctrl-C come within a callback of a fork, where Python drops exceptions; raises if it is lost."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    threading.Thread(target=time.sleep, args=(60,), daemon=True).start()  # takes what the main thread blocks
+    os.register_at_fork(before=lambda: (os.kill(os.getpid(), signal.SIGINT), time.sleep(0.2)))
+    try:
+        start()
+    except KeyboardInterrupt:
+        assert not multiprocessing.active_children()
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+        return
+    raise AssertionError("the signal was lost")
+
+
+@pytest.mark.parametrize(
+    "start",
+    [
+        lambda: start_worker(answer, (7,)),
+        lambda: call_in_fork(time.sleep, 20),
+        lambda: list(calls_in_forks(abs, [1, 2], 2)),
+        lambda: list(map_in_processes(lambda item, tell: time.sleep(20), [1, 2], 2)),
+    ],
+    ids=["start_worker", "call_in_fork", "calls_in_forks", "map_in_processes"],
+)
+def test_a_signal_within_a_fork_is_not_lost(start: Callable[[], object]) -> None:
+    assert exit_code(child(lambda: interrupted_in_a_fork(start))) == 0
+
+
+def test_a_fork_that_computes_has_the_handlers_of_its_parent() -> None:
+    before = signal.signal(signal.SIGTERM, handler := lambda number, frame: None)
+    try:
+        assert call_in_fork(lambda: signal.getsignal(signal.SIGTERM) is handler)
+        assert signal.getsignal(signal.SIGTERM) is handler
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def starts_a_process(path: Path) -> bool:

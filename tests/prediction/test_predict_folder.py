@@ -129,6 +129,26 @@ def test_continue_predicts_again_what_has_another_image_or_other_settings(images
     assert "2 cases (1 are done)" in capsys.readouterr().out  # and not three by two settings
 
 
+def test_continue_predicts_again_what_was_replaced_by_an_image_of_its_size_and_time(tmp_path, capsys) -> None:
+    run, plain = make_run(tmp_path / "run"), tmp_path / "plain"
+    files = [save(plain / f"c_00{n}_0000.nii", image_array(n)) for n in range(2)]
+    assert act(tmp_path, run, images=str(plain)) == 0
+    before = files[1].stat()
+    save(files[1], image_array(7))
+    os.utime(files[1], ns=(before.st_atime_ns, before.st_mtime_ns))
+    assert files[1].stat().st_size == before.st_size
+    capsys.readouterr()
+    assert act(tmp_path, run, "--continue", images=str(plain)) == 0
+    assert "1 case (1 are done)" in (said := capsys.readouterr().out)
+    assert "predicted again, since their images have changed: c_001" in said
+    record = tmp_path / "out" / "prediction.json"
+    content = json.loads(record.read_text())
+    content["inputs"] = {name: [file[:3] for file in files] for name, files in content["inputs"].items()}
+    write_json(record, content)  # as older versions wrote it
+    assert act(tmp_path, run, "--continue", images=str(plain)) == 0
+    assert "0 cases (2 are done)" in capsys.readouterr().out
+
+
 def test_continue_knows_the_same_run_by_another_path(images, tmp_path, capsys, monkeypatch) -> None:
     run = make_run(tmp_path / "run")
     make_run(tmp_path / "other", config=replace(SMALL, seed=1))
@@ -139,11 +159,36 @@ def test_continue_knows_the_same_run_by_another_path(images, tmp_path, capsys, m
         capsys.readouterr()
         assert act(tmp_path, path, "--continue") == 0
         assert "0 cases (3 are done)" in capsys.readouterr().out, path
-    with pytest.raises(DataError, match=r"other settings \(run, weights\)"):
-        act(tmp_path, Path("other"), "--continue")
-    shutil.copy(tmp_path / "other/model.safetensors", run)
+    (tmp_path / "archived").mkdir()
+    moved = run.rename(tmp_path / "archived" / "moved")
+    assert act(tmp_path, moved, "--continue") == 0
+    assert "0 cases (3 are done)" in capsys.readouterr().out
+    assert json.loads((tmp_path / "out" / "prediction.json").read_text())["run"] == str(moved)
     with pytest.raises(DataError, match=r"other settings \(weights\)"):
-        act(tmp_path, run, "--continue")
+        act(tmp_path, Path("other"), "--continue")
+    shutil.copy(tmp_path / "other/model.safetensors", moved)
+    with pytest.raises(DataError, match=r"other settings \(weights\)"):
+        act(tmp_path, moved, "--continue")
+
+
+def test_evaluate_says_that_the_run_is_gone_or_another_one_has_its_place(images, tmp_path, capsys) -> None:
+    run = make_run(tmp_path / "run")
+    assert act(tmp_path, run) == 0
+    shutil.copytree(tmp_path / "out", tmp_path / "truth", ignore=shutil.ignore_patterns("*.json"))
+    write_json(tmp_path / "dataset.json", {"labels": {"background": 0, "tumour": 1}})
+
+    def said() -> str:
+        capsys.readouterr()
+        assert evaluate.act([str(tmp_path / "truth"), str(tmp_path / "out"), "--workers", "1"]) == 0
+        return capsys.readouterr().out
+
+    unknown = ": whether they were in its training data is not known."
+    assert f"report.py {run} --truth" in (own := said()) and unknown not in own
+    run.rename(tmp_path / "moved")
+    assert f"{run}, which predicted these cases, is no longer there{unknown}" in (moved := said())
+    make_run(run, config=replace(SMALL, seed=1))
+    assert f"{run} holds other weights than those that predicted these cases{unknown}" in (other := said())
+    assert "next: " not in moved + other
 
 
 def test_continue_refuses_other_settings(images, tmp_path) -> None:

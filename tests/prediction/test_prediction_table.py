@@ -12,7 +12,7 @@ from seqpar.data.formats.dataset import Case
 from seqpar.tasks.classify import page
 from seqpar.tasks.classify.prediction import PredictionTable
 from seqpar.tasks.classify.scores import EXPLANATIONS, place_of_maximum, read_class_table, what_maps_share
-from tests.support.folders import save, tree
+from tests.support.folders import save, tree, write_json
 
 
 def test_what_another_run_predicted_is_not_taken_for_ones_own(tmp_path: Path) -> None:
@@ -89,6 +89,18 @@ def test_cases_that_are_predicted_later_join_the_table_of_the_same_settings(tmp_
         with pytest.raises(DataError, match=r"was predicted with other settings \(runs\); choose another --output"):
             predict_as(cases, 0.5, {"runs": "second"})
     assert (tmp_path / "predictions.csv").read_bytes() == before
+
+
+def test_a_table_does_not_join_what_another_task_predicted(tmp_path: Path) -> None:
+    write_json(tmp_path / "prediction.json", {"weights": {"w": "0"}, "files": ["a.nii.gz"], "inputs": {}})
+    record = {"task": "classify", "runs": [{"weights": {"w": "1"}}]}
+    assert PredictionTable(tmp_path, ("healthy", "ill")).open([Case("a", ())], record, False), "its label map is gone"
+    write_json(tmp_path / "prediction.json", {"weights": {"w": "0"}, "files": ["a.nii.gz"], "inputs": {}})
+    save(tmp_path / "a.nii.gz", np.zeros((2, 2, 2), np.float32))
+    before = tree(tmp_path)
+    with pytest.raises(DataError, match="holds predictions of a run with another --task; choose another --output"):
+        PredictionTable(tmp_path, ("healthy", "ill")).open([Case("a", ())], record, False)
+    assert tree(tmp_path) == before
 
 
 def test_explanations_join_a_table_that_has_none(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """Settings of a resumed run: what it keeps, what may change, and its tiles per step."""
 
+import os
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -18,9 +19,10 @@ from seqpar.settings.config import Config
 from seqpar.settings.presets import PRESETS
 from seqpar.settings.rules import refuse_settings_without_effect, settings_on_resume
 from seqpar.training import run_request
+from seqpar.training.run import describe_finished
 from seqpar.training.setup import first_lines
 from tests.support.configs import config_of
-from tests.support.folders import write_json
+from tests.support.folders import nnunet, write_json
 from tests.support.pages import ROOT
 
 
@@ -138,6 +140,58 @@ def test_what_a_resumed_run_changes_is_announced_and_kept(tmp_path):
     assert [(start["step"], start["ranks"]) for start in history] == [(0, 1), (30, 4)]
     same = run_request.read_request(["--resume", "--out", str(tmp_path), "--lr", "0.002"], Launcher("alone"))
     assert same.changes == {} and "changed" not in first_lines(same, Launcher("alone"))
+
+
+def test_a_run_goes_on_from_another_folder_with_the_data_that_it_began_with(tmp_path, monkeypatch):
+    for folder in ("here", "elsewhere"):  # both have a D
+        nnunet(tmp_path / folder / "D", 2)
+    nnunet(tmp_path / "raw" / "Dataset007_Liver", 2)
+    (tmp_path / "here" / "link").symlink_to("../raw")
+    monkeypatch.setenv("nnUNet_raw", str(tmp_path / "raw"))
+    monkeypatch.chdir(tmp_path / "here")
+    began = replace(PRESETS["debug"](), batch=2, data="D", cache="cache")
+    content = describe_run(began, "debug", {}, {"data": 1})
+    older = {**content, "config": {**content["config"], "data": "D", "cache": "cache"}}
+
+    def order(*more: str):
+        return run_request.read_request(["--resume", "--out", str(tmp_path / "run"), *more], Launcher("alone"))
+
+    for kept, folder in ((older, "here"), (content, "here"), (content, "elsewhere")):
+        write_json(tmp_path / "run" / "config.json", kept)
+        monkeypatch.chdir(tmp_path / folder)
+        resumed = order()
+        assert resumed.changes == {} and os.path.samefile(resumed.config.data, tmp_path / "here" / "D")
+        assert describe_run(resumed.config, "debug", {}, {})["config"] == {
+            **content["config"], "resume": True, "out": str(tmp_path / "run")
+        }  # fmt: skip
+    assert list(order("--data", "D").changes) == ["data"]
+    monkeypatch.chdir(tmp_path / "here")
+    assert order("--data", "D", "--cache", "cache").changes == {}
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    named = {"7": "Dataset007_Liver", "Dataset007_Liver": "Dataset007_Liver", "../here/link/../here/D": "../here/D"}
+    for typed, place in named.items():
+        data = describe_run(replace(began, data=typed), "", {}, {})["config"]["data"]
+        assert os.path.isabs(data) and os.path.samefile(data, tmp_path / "raw" / place), typed
+
+
+def test_a_run_that_is_over_is_left_alone_and_goes_on_with_more_epochs_or_patience(tmp_path):
+    config = replace(PRESETS["debug"](), batch=2, epochs=3, iterations=2, patience=1, out=str(tmp_path))
+    write_json(tmp_path / "config.json", describe_run(config, "debug", {}, {"data": 1}))
+    (tmp_path / "model.safetensors").touch()
+
+    def said(step: int, *more: str, state: str = "finished", why: str = "") -> str:
+        write_json(tmp_path / "status.json", {"state": state, "step": step, "steps": 6, "why": why})
+        line = ["--resume", "--out", str(tmp_path), *more]
+        return describe_finished(run_request.read_request(line, Launcher("alone")))
+
+    assert said(6).startswith(f"{tmp_path} has finished at step 6 of 6: nothing is left to do")
+    assert "step 4 of 6 (no better Dice in 1 validations): nothing" in said(4, why="no better Dice in 1 validations")
+    for more in ("--patience 2", "--epochs 4", "--data elsewhere"):
+        assert not said(4, *more.split()), "it may go on, or be refused"
+    assert said(6, "--epochs", "3"), "as a scheduler repeats the line"
+    assert not said(6, state="preempted") and not said(4, state="running")
+    (tmp_path / "model.safetensors").unlink()
+    assert not said(6), "what is lacking is written"
 
 
 @pytest.mark.parametrize(("groups", "expected"), [(1, (2, 4)), (2, (2, 2)), (4, (2, 1)), (8, (1, 1))])

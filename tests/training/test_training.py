@@ -5,10 +5,12 @@ import re
 import shutil
 import signal
 import sys
+import time
 
 import pytest
 import torch
 
+from seqpar.cluster.stop_request import StopRequest
 from seqpar.runs.journal import read_metrics
 from seqpar.runs.run_folder import read_config
 from seqpar.training import after_step
@@ -88,7 +90,8 @@ KEYS = "step epoch loss dice_loss ce_loss lr grad_norm tokens_per_s seconds data
 
 def test_what_people_watch(flags, tmp_path):
     out = tmp_path / "run"
-    run = trained(2, [*flags, "--seqpar", "2"], out, pictures=True)
+    hook = at(StopRequest, "close", 1, lambda: time.sleep(2))  # the store would be gone, as on a busy machine
+    run = trained(2, [*flags, "--seqpar", "2"], out, pictures=True, hook=hook)
     rows = read_metrics(out / "metrics.jsonl")
     train_rows, val_rows = ([row for row in rows if row["kind"] == kind] for kind in ("train", "val"))
     assert len(train_rows) == 6 and all(set(KEYS.split()) <= row.keys() for row in train_rows)

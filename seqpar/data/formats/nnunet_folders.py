@@ -24,6 +24,7 @@ from seqpar.data.formats.dataset_json import (
 )
 from seqpar.data.volumes import is_volume
 
+GT_SEGMENTATIONS = "gt_segmentations"  # next to what nnU-Net preprocessed: label maps as in labelsTr
 _CHANNEL = re.compile(r"^(.+)_(\d{4})(\.nii|\.nii\.gz|\.nrrd|\.mha)?$", re.DOTALL)  # a DICOM series has no suffix
 
 
@@ -102,6 +103,8 @@ def _scanned(
     for folder in (images, *folders):
         if not folder.is_dir():
             more = f"; the readers {', '.join(readers)} have a folder labelsTr_READER each" if readers else ""
+            if (truth := root / GT_SEGMENTATIONS).is_dir():
+                more = f"; nnU-Net preprocessed this one: name the raw folder, or {truth} as the truth of scores"
             raise DataError(folder, f"is missing; an nnU-Net raw folder has imagesTr and labelsTr{more}")
     cases: list[Case] = []
     files = [file for file in sorted(images.iterdir()) if _is_image(file, ending)]

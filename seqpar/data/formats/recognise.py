@@ -14,7 +14,7 @@ from seqpar.data.formats.brats import meaning_with, read_brats
 from seqpar.data.formats.case_lists import read_decathlon, read_fold_json
 from seqpar.data.formats.dataset import TABLE, Case, Dataset, Split
 from seqpar.data.formats.dataset_json import labels_of, read_json_object
-from seqpar.data.formats.nnunet_folders import has_channel_files, of_images, read_images, read_nnunet
+from seqpar.data.formats.nnunet_folders import GT_SEGMENTATIONS, has_channel_files, of_images, read_images, read_nnunet
 from seqpar.data.formats.splits import folds, read_splits, split
 from seqpar.data.volumes import is_volume
 
@@ -32,7 +32,7 @@ __all__ = [
     "split",
 ]
 _RAW = "nnUNet_raw"
-_PART = re.compile(r"(images|labels)(Tr|Ts|Val)(_[\w-]+)?")  # folders of a data set
+_PART = re.compile(rf"(images|labels)(Tr|Ts|Val)(_[\w-]+)?|{GT_SEGMENTATIONS}")  # folders of a data set
 OLD_CACHE = ".prepared"  # suffix of the caches that older versions wrote next to the data
 _KNOWN = (
     "an nnU-Net raw folder or its name or number, an MSD folder, a folder of BraTS cases, "

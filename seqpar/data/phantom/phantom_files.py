@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import re
 from collections.abc import Iterator, Mapping
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import closing
@@ -146,17 +147,19 @@ def write_phantom(
     root = settings.root(out)
     try:
         _claim(root, settings)
-        if settings.layout == "classes" and (root / TABLE).exists():
-            _refuse_changed(root / TABLE, settings)
+        about = root / (TABLE if settings.layout == "classes" else "dataset.json")
+        if settings.layout != "brats" and about.exists():
+            _refuse_changed(about, settings)
         missing = [i for i in range(cases) if not all(f.exists() for f in settings.files(out, i))]
         done = cases - len(missing)
         for _ in _write_cases(out, settings, missing, min(workers, len(missing))):
             done += 1
             progress(done, cases)
         if settings.layout == "nnunet":
-            write_json(root / "dataset.json", _nnunet_description(out, settings))
+            written = len(list((root / "labelsTr").glob("*.nii.gz")))
+            write_bytes(about, _nnunet_description(settings, written))
         if settings.layout == "classes":
-            write_bytes(root / TABLE, _class_table(settings, len(list(root.glob(IMAGES)))))
+            write_bytes(about, _class_table(settings, len(list(root.glob(IMAGES)))))
     except OSError as error:
         raise DataError(
             error.filename or root,
@@ -229,16 +232,24 @@ def _class_table(settings: PhantomSettings, cases: int) -> bytes:
     return "".join(f"{line}\n" for line in lines).encode()
 
 
-def _refuse_changed(table: Path, settings: PhantomSettings) -> None:
-    """Raises DataError for a labels.csv that somebody has changed, as more cases replace it."""
-    content = table.read_bytes()
-    if content != _class_table(settings, min(content.count(b"\n") - 1, MOST_CASES)):
-        raise DataError(table, "is not as phantom wrote it, and would be replaced; choose another --out")
+def _refuse_changed(path: Path, settings: PhantomSettings) -> None:
+    """Raises DataError for a labels.csv or dataset.json that somebody has changed, as more cases replace it."""
+    content = path.read_bytes()
+    if settings.layout == "classes":
+        own = _class_table(settings, min(content.count(b"\n") - 1, MOST_CASES))
+    else:
+        count = re.search(rb'"numTraining": (\d{1,6})\b', content)
+        own = _nnunet_description(settings, int(count[1]) if count else 0)
+    if content != own:
+        raise DataError(path, "is not as phantom wrote it, and would be replaced; choose another --out")
 
 
-def _nnunet_description(out: Path, settings: PhantomSettings) -> dict[str, Any]:
-    """Returns the content of dataset.json: the kind's, and the annotated classes of cases that do not show all."""
-    kind, written = settings.of_kind, len(list((settings.root(out) / "labelsTr").glob("*.nii.gz")))
+def _nnunet_description(settings: PhantomSettings, written: int) -> bytes:
+    """Returns the content of dataset.json: the kind's, and the annotated classes of cases that do not show all.
+
+    - ``written``: how many cases there are
+    """
+    kind = settings.of_kind
     content = {
         "name": kind.title,
         "description": kind.description,
@@ -249,4 +260,5 @@ def _nnunet_description(out: Path, settings: PhantomSettings) -> dict[str, Any]:
     }
     shown = {settings.case_name(index): kind.annotated(settings.seed, index) for index in range(written)}
     partly = {case: list(names) for case, names in shown.items() if names is not None}
-    return {**content, "annotated": partly} if partly else content
+    content |= {"annotated": partly} if partly else {}
+    return (json.dumps(content, indent=2) + "\n").encode()

@@ -3,6 +3,9 @@
 import hashlib
 import json
 import os
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +16,10 @@ from seqpar.data.formats.recognise import OLD_CACHE
 from seqpar.data.preparation.cache import VERSION, digest_of, read_index, read_record
 from seqpar.data.preparation.cache_writer import ELSEWHERE, as_cache_error, invalidate_cache
 from seqpar.data.preparation.recipe import PrepareSettings, Recipe
-from seqpar.data.volumes import size_and_mtime
+from seqpar.data.volumes import digest_samples, size_and_mtime
+
+_STAMP = ("name", "size", "time")  # what is recorded of each file, at least
+_READERS = 8  # threads
 
 
 def is_current(dataset: Dataset, out: Path, settings: PrepareSettings) -> bool:
@@ -27,12 +33,17 @@ def is_current(dataset: Dataset, out: Path, settings: PrepareSettings) -> bool:
         return False
     if set(index["cases"]) != set(dataset.ids):
         return False
+    cases = index["cases"]
+
+    def is_same(case: Case) -> bool:
+        record = read_record(out, case.id)
+        if record is None or record["sources"] != cases[case.id]["sources"]:  # another case's folder
+            return False
+        return same_sources(record["sources"], sources_of(case))
+
     try:
-        return all(
-            (record := read_record(out, case.id)) is not None
-            and record["sources"] == index["cases"][case.id]["sources"] == sources_of(case)  # no other case's folder
-            for case in dataset.cases
-        )
+        with ThreadPoolExecutor(_READERS) as pool:  # a file system of a cluster takes milliseconds to answer
+            return all(pool.map(is_same, dataset.cases))
     except DataError:
         return False
 
@@ -127,14 +138,31 @@ def describe_dataset(dataset: Dataset) -> dict[str, Any]:
 
 
 def sources_of(case: Case) -> list[list[Any]]:
-    """Returns name, size and modification time of each file of a case."""
-    sources = []
+    """Returns name, size and modification time of each file of a case, and a digest of some of its bytes.
+
+    Files that cannot be read have no digest.
+    """
+    sources = list[list[Any]]()
     for path in case.files:
         try:
             sources.append([path.name, *size_and_mtime(path)])
         except OSError as error:
             raise unreadable(path, error) from error
+        with suppress(OSError):
+            sources[-1].append(digest_samples(path))
     return sources
+
+
+def same_source(before: Any, now: Any) -> bool:
+    """Returns whether a file is the same by what was recorded of it; older versions recorded no digest."""
+    if not isinstance(before, list) or not isinstance(now, list):
+        return False
+    return min(len(before), len(now)) >= len(_STAMP) and all(a == b for a, b in zip(before, now))
+
+
+def same_sources(before: Any, now: Sequence[Any]) -> bool:
+    """Returns whether the files of a case are the same by what was recorded of each."""
+    return isinstance(before, list) and len(before) == len(now) and all(map(same_source, before, now))
 
 
 def json_round_trip(value: Any) -> Any:

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from seqpar.data.errors import DataError
 from seqpar.data.formats.class_lists import read_class_dataset
 from seqpar.runs.metrics_tail import SCORES
 from seqpar.tasks.task import Task
@@ -133,9 +134,16 @@ class Classification(Task):
         return ClassPrediction(request, members, mesh).predict()
 
     def has_predictions(self, path: Path) -> bool:
+        from seqpar.scores.label_files import list_label_files
         from seqpar.tasks.classify.scores import find_table
 
-        return find_table(path) is not None
+        table = find_table(path)
+        if table is not None and path.is_dir() and any(map(list_label_files, (path, table.parent))):
+            raise DataError(
+                path, f"holds label maps and {table.name}: name {table} to score the classes, or move it elsewhere to "
+                "score the label maps"
+            )  # fmt: skip
+        return table is not None
 
     def evaluate(self, options: argparse.Namespace) -> int:
         from seqpar.tasks.classify.evaluation import ClassEvaluation
