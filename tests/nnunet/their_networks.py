@@ -7,12 +7,12 @@ import pytest
 import torch
 from dynamic_network_architectures.architectures import unet
 from torch import Tensor, nn
-from torchvision.models.video import r3d_18
 
 from seqpar.parallel.mesh import Mesh
 from tests.support.converted import Answers, answers, gaps
 from tests.support.ranks import run_ranks
 
+OPERATORS = torch.library.Library("torchvision", "FRAGMENT")
 SIZES: dict[str, Any] = {
     "features_per_stage": (4, 8, 16), "conv_op": nn.Conv3d, "kernel_sizes": ((1, 3, 3), 3, 3), "strides": (1, 2, 2),
     "conv_bias": True, "norm_op": nn.InstanceNorm3d, "norm_op_kwargs": {"eps": 1e-5, "affine": True},
@@ -20,12 +20,23 @@ SIZES: dict[str, Any] = {
 }  # fmt: skip
 
 
+def r3d_18() -> Callable[[], Any]:
+    """Returns torchvision's function, also from a build for another torch: this network needs no compiled operator."""
+    try:
+        from torchvision.models import video
+    except RuntimeError:
+        for name in ("nms", "qnms"):
+            OPERATORS.define(f"{name}(Tensor boxes, Tensor scores, float iou_threshold) -> Tensor")
+        from torchvision.models import video
+    return video.r3d_18  # type: ignore[no-any-return]
+
+
 class BeforePooling(nn.Module):
     """r3d_18 without its pooling and its last layer."""
 
     def __init__(self) -> None:
         super().__init__()
-        net = r3d_18()
+        net = r3d_18()()
         self.layers = nn.Sequential(net.stem, net.layer1, net.layer2, net.layer3, net.layer4)
 
     def forward(self, x: Tensor) -> Tensor:
