@@ -25,7 +25,8 @@ class UNet(CellNet, BoxNetwork):
     architecture. Train it as a ``ParallelModel``, or call ``loss``, ``on_whole``, ``shard`` and ``unshard``, which all
     networks have.
 
-    - ``architecture``: its stages and the style of its layers
+    - ``architecture``: its stages and the style of its layers, such as ``seqpar.decoders.Architecture.of(1, 3, (32, 64,
+      128))`` of 1 channel, 3 outputs and 3 stages
     - ``supervised``: number of levels whose logits are trained, starting with the finest. Heads of other levels exist,
       so that the weights have all their names, but are frozen and do not run
     - ``group``: the ranks that share an image: ``mesh.seq``, torch's ``ProcessGroup``, or a one-dimensional
@@ -33,6 +34,11 @@ class UNet(CellNet, BoxNetwork):
     """
 
     def __init__(self, architecture: Architecture, supervised: int = 1, group: AnyGroup | None = None) -> None:
+        if not isinstance(architecture, Architecture):
+            raise ValueError(
+                f"architecture={architecture!r}: give numbers of channels, as seqpar.decoders.Architecture.of(1, 3, "
+                "(32, 64, 128)) for 1 channel, 3 outputs and 3 stages"
+            )
         if not 1 <= supervised <= architecture.heads:
             raise ValueError(f"supervised={supervised}: the network can supervise 1 to {architecture.heads} levels")
         cells = CellList()
@@ -63,7 +69,7 @@ class UNet(CellNet, BoxNetwork):
             )
         if self.group.size > 1:
             self._meet_peers(image)
-        logits = [x if at is None else self._seen.remember(x, at) for x, at in self.on_boxes(plain_tensor(image), grid)]
+        logits = [x if at is None else self._output(x, at) for x, at in self.on_boxes(plain_tensor(image), grid)]
         return logits if self.training and len(logits) > 1 else logits[0]
 
     def on_boxes(self, image: Tensor, grid: BoxGrid | None, key: DropoutKey | None = None) -> list[Value]:

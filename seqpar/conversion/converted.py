@@ -155,7 +155,7 @@ class Converted(BoxNetwork):
                 raise mode.refusal("forward", f"returned a tensor {shape} whose last axes are not those of the image")
             grid = BoxGrid.even(spread.grid.extents, self._box_group)
             assert grid is not None
-            return self._seen.remember(mode.recut(y, grid), grid)
+            return self._output(mode.recut(y, grid), grid)
         if not isinstance(y, Tensor) or y.ndim != self._box_dims + 2:
             return y
         for grid in inputs:
@@ -170,7 +170,7 @@ class Converted(BoxNetwork):
         if box is None or even is None:
             self._seen.kept_whole.add(tuple(y.shape[2:]))
             return y
-        return self._seen.remember(box, even)
+        return self._output(box, even)
 
     def _find_grid(self, box: Tensor, what: str) -> BoxGrid:
         """Returns the grid of a box, whose extents all ranks tell each other."""

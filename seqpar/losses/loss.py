@@ -32,7 +32,7 @@ from seqpar.parallel.collectives import all_reduce, all_sum
 from seqpar.parallel.consensus import raise_over_groups
 from seqpar.parallel.layout import plain_tensor
 from seqpar.parallel.mesh import Group, as_group
-from seqpar.spatial.box_grid import BoxGrid
+from seqpar.spatial.box_grid import BoxGrid, refuse_box_alone
 from seqpar.spatial.halos import fetch_rows
 
 Work = TypeVar("Work")
@@ -169,10 +169,10 @@ class Loss(nn.Module):
         self, logits: Tensor, label: Tensor, loss_groups: LossGroups | None = None, annotated: Tensor | None = None
     ) -> LossParts:
         """Returns the loss and its terms."""
-        logits, label = plain_tensor(logits), plain_tensor(label)
-        loss_groups = loss_groups or LossGroups()
-        sums, weights = self._sums(logits, label, annotated, loss_groups)
-        return self._of(sums, self._totals([label], [annotated], loss_groups), loss_groups, weights)
+        refuse_box_alone(logits, loss_groups)
+        logits, label, groups = plain_tensor(logits), plain_tensor(label), loss_groups or LossGroups()
+        sums, weights = self._sums(logits, label, annotated, groups)
+        return self._of(sums, self._totals([label], [annotated], groups), groups, weights)
 
     def of_step(
         self, labels: Sequence[Tensor], loss_groups: LossGroups | None = None, annotated: Sequence[Tensor | None] = ()

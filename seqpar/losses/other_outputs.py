@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from seqpar.losses.loss import Loss, LossGroups, LossOf, LossParts
 from seqpar.parallel.collectives import all_reduce, all_sum
+from seqpar.spatial.box_grid import refuse_box_alone
 
 SMALLEST = 1e-6  # added to the variance, for constant patches
 Levels = Sequence[Tensor]  # logits, the finest first
@@ -42,6 +43,7 @@ class DeepSupervision(nn.Module):
         self, logits: Levels, label: Tensor, loss_groups: LossGroups | None = None, annotated: Tensor | None = None
     ) -> LossParts:
         """Returns the loss and its terms, each the weighted sum over levels."""
+        refuse_box_alone(logits[0], loss_groups)
         (loss_of,) = self.of_step([label], loss_groups, [annotated])
         return loss_of(logits)
 

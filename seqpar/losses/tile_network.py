@@ -20,7 +20,7 @@ from seqpar.parallel.collectives import all_sum, with_mean_gradient
 from seqpar.parallel.consensus import refuse_different_tiles, require_peers
 from seqpar.parallel.layout import fingerprint_of, plain_tensor
 from seqpar.parallel.mesh import AnyGroup, Group, as_group
-from seqpar.spatial.box_grid import BoxGrid
+from seqpar.spatial.box_grid import BoxGrid, as_box
 from seqpar.spatial.halos import fetch_rows
 
 LossFunction = Callable[..., Tensor]  # of logits and label
@@ -212,6 +212,10 @@ class BoxNetwork(TileNetwork):
         channels = y.shape[1:-dims]  # none of a label; two axes of outputs that the network has stacked
         whole = fetch_rows(y.reshape(len(y), -1, *y.shape[-dims:]), grid, rows)
         return whole.reshape(len(y), *channels, *whole.shape[2:])
+
+    def _output(self, y: Tensor, grid: BoxGrid) -> Tensor:
+        """Returns this rank's box of an output, whose grid is known from now on."""
+        return as_box(self._seen.remember(y, grid)) if grid.group.size > 1 else self._seen.remember(y, grid)
 
     def _meet_peers(self, box: Tensor) -> None:
         """Raises on all ranks if only some call the network, or if they cut boxes of different tiles."""

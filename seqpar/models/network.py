@@ -24,6 +24,7 @@ from seqpar.parallel.half_precision import weights_cast_at_once
 from seqpar.parallel.layout import Layout
 from seqpar.parallel.mesh import Group
 from seqpar.pipeline.engine import StagedNet
+from seqpar.spatial.box_grid import as_box
 from seqpar.text import quantity
 from seqpar.vit.dropout import DropoutKey
 from seqpar.vit.tokens import resize_positions
@@ -88,6 +89,7 @@ class Network(TileNetwork):
         """
         require_peers_of(self, part)
         sides = None  # of a whole tile, before it is padded to the patch
+        is_box = self.group.size > 1 and self.loss_groups(None, len(part)).voxels is not None
         if part.ndim == len(self.layout.tile) + 2:
             sides = part.shape[2:]
             part, layout = self.layout.place(part)
@@ -101,6 +103,8 @@ class Network(TileNetwork):
                 )
             inside: tuple[Any, ...] = (..., *(slice(side) for side in sides))
             first = first[inside]
+        if is_box:
+            first, *others = map(as_box, (first, *others))
         return [first, *others] if others else first
 
     @abstractmethod

@@ -49,6 +49,10 @@ class Layout:
     def __post_init__(self) -> None:
         if self.split not in SPLITS:
             raise ValueError(f"split={self.split!r}: choose {' or '.join(SPLITS)}")
+        if not (isinstance(self.tile, tuple) and isinstance(self.patch, tuple)):
+            sides = per_axis(self.tile, "tile")
+            object.__setattr__(self, "tile", sides)
+            object.__setattr__(self, "patch", per_axis(self.patch, "patch", len(sides)))
         if len(self.patch) != len(self.tile):
             raise ValueError(f"tile={self.tile} and patch={self.patch} have different numbers of axes")
         if min(self.tile) < 1 or min(self.patch) < 1 or self.num_ranks < 1:
@@ -215,9 +219,10 @@ class Layout:
         """Returns this layout if its parts form a grid of boxes, else the spatial one."""
         return self if self.cuts is not None else Layout(self.tile, self.patch, self.num_ranks, "spatial")
 
-    def of_tile(self, tile: Sequence[int]) -> "Layout":
+    def of_tile(self, tile: int | Sequence[int]) -> "Layout":
         """Returns the same split of another tile."""
-        return self if tuple(tile) == self.tile else Layout(tuple(tile), self.patch, self.num_ranks, self.split)
+        sides = (tile,) * len(self.tile) if isinstance(tile, int) else tuple(tile)
+        return self if sides == self.tile else Layout(sides, self.patch, self.num_ranks, self.split)
 
     def place(self, whole: Tensor) -> tuple[Tensor, "Layout"]:
         """Pads a whole image ``b c W D H`` to the patch; returns it as the part of a group of one, with its layout."""

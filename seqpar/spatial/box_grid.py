@@ -100,6 +100,22 @@ class BoxGrid:
             )
 
 
+def as_box(logits: Tensor) -> Tensor:
+    """Returns logits, noted as those of one rank's box."""
+    logits.is_box = True  # type: ignore[attr-defined]
+    return logits
+
+
+def refuse_box_alone(logits: Tensor, loss_groups: object) -> None:
+    """Raises ValueError for logits of one rank's box if None says over which ranks their loss sums."""
+    if loss_groups is None and getattr(logits, "is_box", False):
+        raise ValueError(
+            f"logits of shape {tuple(logits.shape)} came without loss_groups, and are those of this rank's box alone: "
+            "call net.loss(loss_fn, image, label), or give the ranks over which the loss sums, such as "
+            "net.mode.loss_groups(mesh.data)"
+        )
+
+
 def _round_edges(extent: int, count: int) -> Bounds:
     unit = extent & -extent  # the largest power of two that divides the extent
     while True:

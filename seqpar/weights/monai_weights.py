@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from seqpar.decoders.modes.named_modes import choose_mode
 from seqpar.decoders.unetr import USUAL, BlockStyle, UnetrDecoder, skip_blocks
 from seqpar.models.segmentation_network import SegmentationNet
-from seqpar.parallel.layout import Layout
+from seqpar.parallel.layout import Layout, per_axis
 from seqpar.parallel.mesh import AnyGroup
 from seqpar.vit.blocks import Mlp
 from seqpar.vit.encoder import SeqParViT
@@ -50,8 +50,8 @@ def load_monai(
     group: AnyGroup | None = None,
     mode: str = "auto",
     split: str = "spatial",
-    trained_tile: Sequence[int] | None = None,
-    patch: Sequence[int] | None = None,
+    trained_tile: int | Sequence[int] | None = None,
+    patch: int | Sequence[int] | None = None,
 ) -> SeqParViT | SegmentationNet:
     """Returns a network with the weights of MONAI's ``UNETR``, or an encoder with those of its ``ViT``.
 
@@ -70,8 +70,8 @@ def load_monai(
     ours, levels, style = _translated(unwrap(checkpoint), trained_tile or tile, patch)
     depth, has_bias = last_number(ours, r"encoder\.blocks\.") + 1, "encoder.blocks.0.attn.q_bias" in ours
     embed_dim, in_channels, *cube = ours["encoder.patch_embed.proj.weight"].shape
-    if patch is not None and tuple(patch) != tuple(cube):
-        raise ValueError(f"patch={tuple(patch)}, but the weights have patch {tuple(cube)}; leave patch= out")
+    if patch is not None and per_axis(patch, "patch", len(cube)) != tuple(cube):
+        raise ValueError(f"{patch=}, but the weights have patch {tuple(cube)}; leave patch= out")
     expected = (1 << levels,) * len(cube)
     if levels and tuple(cube) != expected:
         raise ValueError(f"a UNETR of {levels} levels has patch {expected}, but the weights have {tuple(cube)}")
@@ -86,13 +86,14 @@ def load_monai(
         raise ValueError(
             f"tile={sides}: the weights are for images of {len(cube)} dimensions: give {len(cube)} numbers"
         )
+    trained = None if trained_tile is None else per_axis(trained_tile, "trained_tile", len(cube))
     hidden_dim = ours["encoder.blocks.0.mlp.fc1.weight"].shape[0]
     with torch.random.fork_rng(devices=[]):  # what the constructors draw is overwritten
         encoder = SeqParViT(
             in_channels, sides, cube, embed_dim, depth, num_heads, hidden_dim / embed_dim, has_bias,
             group=group, split=split,
         )  # fmt: skip
-        ours["encoder.pos_embed"] = fit_positions(ours["encoder.pos_embed"], cube, sides, trained_tile)
+        ours["encoder.pos_embed"] = fit_positions(ours["encoder.pos_embed"], cube, sides, trained)
         if not levels:
             load_strict(encoder, {name.removeprefix("encoder."): tensor for name, tensor in ours.items()})
             return encoder
@@ -103,7 +104,9 @@ def load_monai(
     return net
 
 
-def _translated(state: State, tile: int | Sequence[int], patch: Sequence[int] | None) -> tuple[State, int, BlockStyle]:
+def _translated(
+    state: State, tile: int | Sequence[int], patch: int | Sequence[int] | None
+) -> tuple[State, int, BlockStyle]:
     """Returns the state under our names, the number of levels of the decoder (0 for a ViT), and its blocks' style."""
     if any(name.startswith("swinViT.") for name in state):
         raise ValueError(
@@ -240,7 +243,7 @@ def _idle_shortcuts(state: State) -> list[str]:
     return [name for name, first in shortcuts.items() if first in state and not _widens(state, first)]
 
 
-def _convolved(state: State, tile: int | Sequence[int], patch: Sequence[int] | None) -> State:
+def _convolved(state: State, tile: int | Sequence[int], patch: int | Sequence[int] | None) -> State:
     """Returns the state with a perceptron embedding (channels fastest) rewritten as the equal convolution."""
     if f"{EMBED}.1.weight" not in state:
         return state
@@ -255,7 +258,7 @@ def _convolved(state: State, tile: int | Sequence[int], patch: Sequence[int] | N
     else:
         per_patch = 0.0
     edge = round(per_patch ** (1 / dims))
-    cube = (edge,) * dims if patch is None else tuple(patch)
+    cube = (edge,) * dims if patch is None else per_axis(patch, "patch", dims)
     if edge**dims != per_patch and patch is None or not math.prod(cube) or weight.shape[1] % math.prod(cube):
         raise ValueError(
             f"a perceptron embedding of {weight.shape[1]} inputs fits no cubic patch of tile {tile}: give patch=, the "

@@ -16,6 +16,7 @@ from seqpar.decoders.modes.named_modes import choose_mode
 from seqpar.decoders.primus import ConvStem, PrimusDecoder, StemKind
 from seqpar.models.masked_network import MaskedNet
 from seqpar.models.segmentation_network import SegmentationNet
+from seqpar.parallel.layout import per_axis
 from seqpar.parallel.mesh import AnyGroup, as_group
 from seqpar.settings.run_settings import TOKEN_ORDERS
 from seqpar.vit.blocks import GatedMlp
@@ -54,7 +55,7 @@ def load_primus(
     group: AnyGroup | None = None,
     mode: str = "auto",
     split: str = "spatial",
-    trained_tile: Sequence[int] | None = None,
+    trained_tile: int | Sequence[int] | None = None,
     token_order: str = "auto",
     reverse_axes: bool = False,
 ) -> SegmentationNet:
@@ -110,7 +111,7 @@ def _encoder(
     num_heads: int | None,
     group: AnyGroup | None,
     split: str,
-    trained_tile: Sequence[int] | None,
+    trained_tile: int | Sequence[int] | None,
     token_order: str,
     reverse_axes: bool,
 ) -> tuple[SeqParViT, State]:
@@ -128,13 +129,14 @@ def _encoder(
     heads = num_heads or next((heads for width, _, heads in SIZES.values() if width == embed_dim), None)
     if heads is None:
         raise ValueError(f"no published Primus has an embedding of {embed_dim}: give num_heads=")
+    trained = None if trained_tile is None else per_axis(trained_tile, "trained_tile", len(cube))
     if exchanged:
-        exchange_tokens(ours, heads, trained_tile and [side // p for side, p in zip(trained_tile, cube)])
+        exchange_tokens(ours, heads, trained and [side // p for side, p in zip(trained, cube)])
     sides = (tile,) * len(cube) if isinstance(tile, int) else tuple(tile)
     order = file_axes(checkpoint) if reverse_axes else (0, 1, 2)
     theirs = tuple(sides[order.index(axis)] for axis in range(3))
     if has[POSITIONS]:
-        ours["encoder.pos_embed"] = fit_positions(ours["encoder.pos_embed"], cube, theirs, trained_tile)
+        ours["encoder.pos_embed"] = fit_positions(ours["encoder.pos_embed"], cube, theirs, trained)
     if reverse_axes:
         turn_images(ours, heads, order, [side // p for side, p in zip(theirs, cube)])
         cube = [cube[axis] for axis in order]

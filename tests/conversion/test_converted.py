@@ -40,6 +40,15 @@ def test_a_group_of_one_is_the_module_itself_at_no_cost() -> None:
     assert torch.equal(net(x), module(x))
 
 
+def test_in_one_process_it_is_compiled_and_exported_as_the_module() -> None:
+    module, x = small().eval(), torch.randn(1, 1, 6, 5, 4)
+    net = convert(module)
+    compiled = torch.compile(net, backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(compiled(x), module(x))
+    program = torch.export.export(net, (x,))
+    torch.testing.assert_close(program.module()(x + 1), module(x + 1))
+
+
 def copies(mesh: Mesh) -> list[float]:
     """Returns the differences of copies' outputs from the original's."""
     net = convert(small(), mesh.seq).eval()

@@ -91,6 +91,15 @@ def pooled(net: Own, x: Tensor) -> Tensor:
     return F.adaptive_avg_pool3d(y, (4, 2, 2)) + F.adaptive_max_pool3d(y, (4, 2, 2))
 
 
+def flat(net: Own, x: Tensor) -> Tensor:
+    """Pooling, resizing, padding and norms in two dimensions."""
+    y = F.max_pool2d(x, 3, 2, padding=1, ceil_mode=True) + F.avg_pool2d(x, 3, 2, 1, True, False)
+    y = F.interpolate(F.instance_norm(y), size=(9, 21), mode="bilinear", align_corners=True)
+    y = F.pad(F.pad(y, (1, 2, 0, 3), value=0.5), (2, 1, 1, 1), mode="reflect")[:, :, 1:, ::2]
+    y = F.interpolate(F.group_norm(F.dropout2d(y), 4), size=x.shape[2:], mode="nearest")
+    return x * torch.sigmoid(F.adaptive_avg_pool2d(y, 1)) + y - F.adaptive_max_pool2d(x, 1)
+
+
 def shuffled(net: Own, x: Tensor) -> Tensor:
     """Patches to channels and back, whose edges are not those of the boxes."""
     b, c, w, d, h = x.shape
@@ -160,6 +169,7 @@ CASES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "resized": (lambda: Own(resized), (1, 2, 17, 14, 9)),
     "padded": (lambda: Own(padded), (1, 2, 13, 9, 8)),
     "pooled": (lambda: Own(pooled), (1, 2, 15, 7, 7)),
+    "flat": (lambda: Own(flat, 2), (2, 2, 15, 11)),
     "shuffled": (lambda: Own(shuffled), (1, 2, 20, 12, 8)),
     "tokens": (lambda: Own(as_tokens), (1, 2, 20, 12, 8)),
     "drawn": (lambda: Own(drawn), (2, 2, 9, 8, 6)),

@@ -1,6 +1,6 @@
 """Networks of others, converted, equal one process: outputs, gradients, running statistics, on 1 to 8 ranks."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import pytest
 import torch
@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from seqpar.parallel.mesh import Mesh
 from tests.support.converted import Answers, answers, gaps
+from tests.support.marks import long_case
 from tests.support.nnunet_networks import reference
 
 MONAI: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
@@ -110,18 +111,22 @@ def check(mesh: Mesh, want: Answers) -> dict[str, float]:
     return gaps(mesh, want)
 
 
-def compare(want: Answers, number: int, ranks: Callable[..., list]) -> None:
-    """Compares a network on two ranks and on one other number of them, each network on the next."""
-    for world in (2, (1, 3, 8, 4)[number % 4]):
+EVERY = MONAI | OTHERS
+NEXT = {name: (1, 3, 8, 4)[number % 4] for number, name in enumerate(EVERY)}  # where a network is compared usually
+
+
+def compare(name: str, worlds: Iterable[int], ranks: Callable[..., list]) -> None:
+    want = answers(*EVERY[name])
+    for world in worlds:
         for found in ranks(world, check, want, timeout=240):
             assert max(found.values()) < 1e-12, (world, found)
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.started) if n in SLOW else n for n in MONAI])
-def test_monais_networks_equal_one_process(name: str, ranks: Callable[..., list]) -> None:
-    compare(answers(*MONAI[name]), [*MONAI].index(name), ranks)
+@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.started) if n in SLOW else n for n in EVERY])
+def test_each_network_equals_one_process_on_two_ranks_and_another_number(name: str, ranks: Callable[..., list]) -> None:
+    compare(name, (2, NEXT[name]), ranks)
 
 
-@pytest.mark.parametrize("name", OTHERS)
-def test_other_networks_equal_one_process(name: str, ranks: Callable[..., list]) -> None:
-    compare(answers(*OTHERS[name]), [*OTHERS].index(name), ranks)
+@pytest.mark.parametrize("name", [long_case(name) for name in EVERY])
+def test_each_network_equals_one_process_on_all_numbers_of_ranks(name: str, ranks: Callable[..., list]) -> None:
+    compare(name, {1, 3, 4, 8} - {NEXT[name]}, ranks)

@@ -43,6 +43,16 @@ def test_other_skips_and_patches_are_refused() -> None:
             UnetrDecoder(1, 24, 2, patch)
 
 
+def test_a_decoder_says_what_it_needs() -> None:
+    decoder, grid = small()[0], torch.zeros(1, nets.EMBED, 2, 2, 2)
+    image = torch.zeros(1, nets.CHANNELS, *[2 * nets.PATCH] * 3)
+    needed = decoder.num_features
+    with pytest.raises(ValueError, match=f"expected {needed} token grids and the image, got {needed} and no image"):
+        decoder([grid] * needed, None)
+    with pytest.raises(ValueError, match=f"expected {needed} token grids and the image, got 1 and an image"):
+        decoder([grid], image)
+
+
 @pytest.mark.parametrize("patch, depth", [(2, 1), (4, 3), (8, 3), (8, 5), (16, 4)])
 def test_each_patch_has_its_levels(patch: int, depth: int) -> None:
     grid = (2, 1, 3) if patch > 4 else (3, 4, 2)

@@ -355,6 +355,7 @@ BAD: dict[str, tuple[Callable[[], object], str]] = {
     "even kernels": (lambda: Architecture.of(1, 2, (4, 8), 2), "odd"),
     "no tail": (lambda: Architecture.of(1, 2, (4, 8), strides=(2, 2)), "needs a tail"),
     "heads": (lambda: Architecture.of(1, 2, (4, 8), heads=2), "2 stages can have 1 to 1"),
+    "a number": (lambda: UNet(3), r"architecture=3: give .*Architecture.of\(1, 3,"),  # type: ignore[arg-type]
     "supervised": (lambda: UNet(Architecture.of(1, 2, (4, 8, 8)), 2), "supervise 1 to 1 levels"),
     "norm": (lambda: Style("layer"), "instance, batch"),
     "length": (lambda: Style("instance", length=8), "only batch and group norm take the last axis, not 'instance'"),

@@ -2,6 +2,7 @@
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 import sysconfig
@@ -90,23 +91,31 @@ seqpar.SeqParVit
 """
 
 
+KINDS = {"mypy": ("[arg-type]", "[attr-defined]"), "pyright": ("(reportArgumentType)", "(reportAttributeAccessIssue)")}
+
+
 @pytest.mark.started
+@pytest.mark.parametrize("checker", KINDS)
 @pytest.mark.parametrize("is_editable", [False, True], ids=["wheel", "editable"])
 def test_type_checkers_see_the_types_of_an_installed_package(
-    is_editable: bool, clean: Path, source: Path, tmp_path: Path
+    checker: str, is_editable: bool, clean: Path, source: Path, tmp_path: Path
 ) -> None:
+    if checker == "pyright" and shutil.which(checker) is None:
+        pytest.skip("pyright is not installed (pip install pyright[nodejs])")
     installed = environment(tmp_path / "environment", "-e", str(source)) if is_editable else clean
     (tmp_path / "right.py").write_text(RIGHT)
     (tmp_path / "wrong.py").write_text(WRONG)
     cached = ["--cache-dir", str(clean.parent / "mypy")]  # torch's types are read once for both
     check = [sys.executable, "-m", "mypy", *cached, "--python-executable", str(installed / "bin" / "python")]
+    if checker == "pyright":
+        check = ["pyright", "--pythonpath", str(installed / "bin" / "python")]
     env = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "MYPYPATH")}
     said = subprocess.run(
         [*check, "right.py", "wrong.py"], cwd=tmp_path, capture_output=True, text=True, env=env
     ).stdout
-    errors = [line for line in said.splitlines() if ": error:" in line]
-    assert [line.partition(":")[0] for line in errors] == ["wrong.py"] * 2, said
-    assert "[arg-type]" in errors[0] and "[attr-defined]" in errors[1]
+    errors = [line for line in said.splitlines() if re.search(r"(: error:| - error:)", line)]
+    assert [Path(line.strip().partition(":")[0]).name for line in errors] == ["wrong.py"] * 2, said
+    assert all(kind in said for kind in KINDS[checker])
 
 
 SRUN = """#!/bin/bash

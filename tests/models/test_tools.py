@@ -11,12 +11,14 @@ import pytest
 import torch
 from monai.data import MetaTensor
 from monai.losses import DiceFocalLoss
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel
 
-from seqpar import DiceCE, SegmentationNet, SeqParViT, UnetrDecoder, choose_mode, compile_blocks
+from seqpar import DiceCE, LossGroups, SegmentationNet, SeqParViT, UnetrDecoder, choose_mode, compile_blocks, convert
 from seqpar.decoders import nnunet
+from seqpar.losses import DeepSupervision
+from seqpar.losses.tile_network import TileNetwork
 from seqpar.models.cell_network import VolumeNet
 from seqpar.models.network import Network
 from seqpar.parallel.mesh import Mesh
@@ -140,6 +142,27 @@ def refusals(mesh: Mesh) -> dict[str, str]:
         box(torch.zeros(1, 1, 8, 16, 24))
     texts["box"] = str(caught.value)
     assert box(torch.zeros(1, 1, 8, 16, 24), grid).shape == (1, 3, 8, 16, 24)
+    return texts | lone_boxes(mesh)
+
+
+def lone_boxes(mesh: Mesh) -> dict[str, str]:
+    """Returns what is said of a loss of a box that does not know the other ranks."""
+    nets: dict[str, TileNetwork] = {"UNETR": unetr("halo", mesh.seq), "VolumeNet": unet(mesh.seq)}
+    nets["UNet"] = nnunet(1, 3, TILE, features=2, group=mesh.seq).double()
+    nets["converted"] = convert(nn.Conv3d(1, 3, 3, padding=1).double(), mesh.seq)
+    image, label = tiles()
+    texts = {}
+    for name, net in nets.items():
+        logits, target = net(net.shard(image)), net.shard(label)
+        for loss_fn, given in ((DiceCE(), logits), (DeepSupervision(DiceCE(), [(1, 1, 1)]), [logits])):
+            with pytest.raises(ValueError) as caught:
+                loss_fn(given, target)
+            texts[f"{name}, {type(loss_fn).__name__}"] = str(caught.value)
+            loss_fn(given, target, LossGroups(mesh.seq))
+        DiceCE()(net.unshard(logits), label)  # the whole is what it seems
+    for mode in ("gather", "swap"):
+        net = unetr(mode, mesh.seq)
+        DiceCE()(net(net.shard(image)), net.shard(label))  # whole tiles, or whole samples
     return texts
 
 
@@ -183,6 +206,14 @@ def test_different_tiles_and_a_box_without_its_grid_are_refused_on_all_ranks(two
         for name in ("UNETR", "U-Net"):
             assert "the seq group of ranks 0, 1 shares one tile, but rank 1 cut another than rank 0" in texts[name]
         assert "came without its grid" in texts["box"] and "or grid=" in texts["box"]
+
+
+def test_a_loss_of_a_box_that_does_not_know_the_other_ranks_is_refused(two: list) -> None:
+    for *_, texts in two:
+        alone = {name: text for name, text in texts.items() if "," in name}
+        assert len(alone) == 8
+        for name, text in alone.items():
+            assert "came without loss_groups, and are those of this rank's box alone: call net.loss(" in text, name
 
 
 def test_a_pickle_of_several_ranks_says_where_it_can_be_loaded(tmp_path: Path) -> None:

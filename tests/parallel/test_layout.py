@@ -110,6 +110,13 @@ def test_what_cannot_work_is_refused_with_what_does(wrong: dict, says: str) -> N
         Layout.of(**wrong)
 
 
+def test_one_number_or_a_list_stands_for_a_tuple() -> None:
+    layout = Layout((16, 16, 16), (8, 8, 8), 2)
+    assert Layout(16, 8, 2) == Layout([16, 16, 16], 8, 2) == Layout.of(16, 8, 2) == layout  # type: ignore[arg-type]
+    assert layout.of_tile(32) == layout.of_tile([32] * 3) == Layout.of(32, 8, 2)
+    assert hash(Layout([16, 24], 8)) == hash(Layout.of((16, 24), 8))  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("shape", [(1, 1, 32, 16, 16), (1, 20, 16, 16), (16, 16, 16), (1, 1, 1, 16, 16, 16)])
 def test_a_tensor_of_another_tile_is_refused(shape: tuple[int, ...]) -> None:
     with pytest.raises(ValueError, match=r"with tile=\(16, 16, 16\), got a tensor of shape"):

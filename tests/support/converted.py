@@ -45,8 +45,10 @@ def answers(make: Callable[[], nn.Module], shape: Sequence[int], seed: int = 0, 
 
 def gaps(mesh: Mesh, want: Answers, seed: int = 0) -> dict[str, float]:
     """Returns the largest relative differences of outputs, gradients and buffers."""
-    net = convert(copy.deepcopy(want.module), mesh.seq)
-    assert list(net.state_dict()) == list(want.module.state_dict())
+    module = copy.deepcopy(want.module)
+    net = convert(module, mesh.seq)
+    assert list(net.state_dict()) == list(module.state_dict())
+    assert all(ours is theirs for ours, theirs in zip(net.parameters(), module.parameters()))
     image = net.shard(want.image).requires_grad_()
     torch.manual_seed(seed + mesh.seq.index)  # of what is dropped: the first rank's counts
     outputs = tensors(net(image))

@@ -106,6 +106,7 @@ def test_a_perceptron_of_an_unknown_tile_asks_for_its_patch() -> None:
         load_monai(as_perceptron(state, ""), (16, 16, 32), HEADS)
     net, x = load_monai(as_perceptron(state, ""), (16, 16, 32), HEADS, patch=(8, 8, 8)), image(16, 16, 32)
     assert (out(net, x) - out(load_monai(state, (16, 16, 32), HEADS), x)).abs().max() < 1e-12
+    assert torch.equal(out(load_monai(as_perceptron(state, ""), (16, 16, 32), HEADS, patch=8), x), out(net, x))
     with pytest.raises(ValueError, match="the weights have patch"):
         load_monai(state, (16, 16, 32), HEADS, patch=(4, 4, 4))
 
@@ -116,6 +117,7 @@ def test_positions_are_resized_where_the_grid_differs() -> None:
     resized = nn.functional.interpolate(table.mT.reshape(1, -1, 2, 2, 2), (2, 3, 1), mode="trilinear").flatten(2).mT
     expected = references.unetr({**state, "vit.patch_embedding.position_embeddings": resized}, x, HEADS)
     assert (out(load_monai(state, (32, 48, 16), HEADS), x) - expected).abs().max() < 1e-12
+    assert (out(load_monai(state, (32, 48, 16), HEADS, trained_tile=32), x) - expected).abs().max() < 1e-12
 
 
 def test_the_tile_that_positions_were_trained_on_is_asked_for_where_it_is_open() -> None:

@@ -50,6 +50,17 @@ def test_monai_itself_loads_what_is_exported(bias: bool) -> None:
     assert (out(encoder, x) - vit.eval()(x)[0]).abs().max() < 1e-12
 
 
+def test_a_perceptron_vit_goes_there_and_back() -> None:
+    vit = pytest.importorskip("monai.networks.nets").ViT(2, TILE, 16, 24, 40, 2, HEADS, "perceptron").double().eval()
+    state = {name: tensor + 0.05 * torch.randn_like(tensor) for name, tensor in vit.state_dict().items()}
+    vit.load_state_dict(state)
+    encoder, x = load_monai(state, TILE, HEADS), image(*TILE)
+    assert isinstance(encoder, seqpar.SeqParViT) and (out(encoder, x) - vit(x)[0]).abs().max() < 1e-12
+    back = export_monai(encoder, sys.modules["monai"].__version__, "perceptron")
+    assert back.keys() == state.keys()
+    assert all(torch.equal(back[name], state[name]) for name in state if "cross_attn" not in name)
+
+
 KINDS = {
     "perceptron": {"proj_type": "perceptron"},
     "batch norm": {"norm_name": "batch"},
