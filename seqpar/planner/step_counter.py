@@ -181,7 +181,9 @@ def _forward_and_backward(
     """Returns the bytes saved for backward before the decoder and in all, and the operations forward."""
     config, (image, label) = setup.config, part
     loss_groups = net.loss_groups(data, config.batch)
-    loss_fn = net.training_loss(build_loss(config))
+    by_themselves = config.targets == "sigmoids" or setup.outputs == 1
+    regions = [(value,) for value in range(1, setup.outputs + 1)] if by_themselves else ()
+    loss_fn = net.training_loss(build_loss(config, regions))
     for p in trainable_parameters(net):
         p.register_post_accumulate_grad_hook(_drop_gradient)  # gradients are counted by themselves
     with Saved(net, (image, label)) as saved:

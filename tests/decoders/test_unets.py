@@ -89,6 +89,8 @@ def test_distmis_has_its_parameters_with_the_moving_statistics_of_its_last_axis(
     assert sorted(set(lengths)) == [19, 38, 76, 152]
     groups = [m.num_groups for m in distmis(4, 1, norm="group").modules() if isinstance(m, nn.GroupNorm)]
     assert groups == [19] * 14
+    text = [m.num_groups for m in distmis(4, 1, variant="text", norm="group").modules() if isinstance(m, nn.GroupNorm)]
+    assert text == [8] * 14, "groups of channels"
 
 
 def test_squeeze_excite_is_what_the_second_lamp_has_more() -> None:

@@ -93,9 +93,9 @@ def test_figures_are_kept_with_commit_command_and_machine() -> None:
 
 
 STATED = {  # by the paper, of its base case
-    "tile": "96", "patch": "16", "decoder": "plain", "depth": "12", "embed-dim": "768", "heads": "12",
-    "decoder-width": "128", "batch": "32", "positions": "learned", "iterations": "50", "lr": "0.0001",
-    "precision": "fp32", "augment": "paper",
+    "network": "vit", "tile": "96", "patch": "16", "decoder": "plain", "depth": "12", "embed-dim": "768", "heads": "12",
+    "decoder-width": "128", "batch": "32", "iterations": "50", "lr": "0.0001", "precision": "fp32", "dice": "squared",
+    "fold": "90:10", "foreground": "0", "augment": "paper",
 }  # fmt: skip
 OF_ITS_FIGURE = {7: {"tile": "128", "batch": "16"}}
 NOTED = re.compile(r"([a-z-]+) ([^ ,]+)(?: \(paper: ([^)]+)\))?")
@@ -107,8 +107,9 @@ def test_a_note_compares_with_what_the_paper_states_of_the_figure(number: int) -
     noted = NOTED.findall(note)
     stated = {**STATED, **OF_ITS_FIGURE.get(number, {})}
     assert {name: theirs for name, _, theirs in noted} == {name: stated.get(name, "") for name, *_ in noted}
-    config = parse([word for name, ours, _ in noted for word in (f"--{name}", ours)], "paper")[1]
-    assert scaling(config, FIGURES[number].stated) == note
+    flags = [[f"--{name}", *[ours] * (ours != "yes")] for name, ours, _ in noted]
+    assert scaling(parse([word for flag in flags for word in flag], "paper")[1], FIGURES[number].stated) == note
+    assert {"dice", "fold", "foreground", "clip"} <= {name for name, *_ in noted}, "of the loss and the tiles too"
 
 
 @pytest.mark.parametrize("number", [5, 6, 7, 8])

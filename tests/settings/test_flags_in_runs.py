@@ -5,6 +5,7 @@ import os
 import signal
 import time
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,13 +14,17 @@ from seqpar.models.build import build_network
 from seqpar.parallel.launcher import Launcher
 from seqpar.parallel.mesh import Group
 from seqpar.parallel.rendezvous import pick_device
+from seqpar.planner import memory_check
 from seqpar.planner.feasibility import check_feasible
+from seqpar.runs.journal import read_metrics
 from seqpar.tasks.lookup import task_of
 from seqpar.tasks.segment.data import open_data
+from seqpar.training import setup
 from seqpar.training import trainer as training
 from tests.support.class_folders import class_folder
 from tests.support.configs import NoStop, config_of, trainer_of
 from tests.support.folders import nnunet, write_json
+from tests.support.training_runs import trained
 
 
 def test_full_augmentation_keeps_zero_background_where_scores_are_of_what_is_not_zero(flags, tmp_path):
@@ -154,3 +159,25 @@ def test_ranks_wait_for_the_phantom_that_the_first_one_makes(tmp_path, monkeypat
     builtin.phantom(config.phantoms, True)
     _, code = os.waitpid(pid, 0)
     assert os.waitstatus_to_exitcode(code) == 0
+
+
+RECIPES = {  # published, in small: of one output, of lesions in an organ, of a curriculum
+    "distmis": "--join-labels tumour=1,2 --crop-to 16 16 16 --tile 16",
+    "hou": "--tile 16 --global-batch 2 --batch 2",
+    "lamp": "--curriculum 32:1:2,whole:1:2 --grad-checkpoint none",
+}
+
+
+def plan_memory(rank: int) -> None:
+    """Lets a run plan its memory first, as all but those of tests do."""
+    setup.refuse_beyond_free = memory_check.refuse_beyond_free
+
+
+@pytest.mark.parametrize("preset", RECIPES)
+def test_a_published_recipe_trains_from_the_command_line_to_a_validation(preset: str, tmp_path: Path) -> None:
+    data = nnunet(tmp_path / "D", cases=8, labels={"background": 0, "liver": 1, "tumour": 2})
+    line = f"--preset {preset} --features 2 --iterations 1 --workers 0 --device cpu {RECIPES[preset]} --data {data}"
+    line += "" if preset == "lamp" else " --epochs 1"
+    trained(1, [*line.split(), "--cache", str(tmp_path / "cache")], tmp_path / "out", hook=plan_memory)
+    rows = read_metrics(tmp_path / "out" / "metrics.jsonl")
+    assert [row["kind"] for row in rows if row["kind"] in ("train", "val")][-2:] == ["train", "val"]

@@ -203,9 +203,11 @@ def _spelled(value: Any) -> str:
     return "x".join(map(str, value)) if isinstance(value, tuple) else str(value).replace(":", ".")
 
 
-_SHOWN = ("data", "phantoms", "tile", "patch", "decoder", "depth", "embed_dim", "heads", "decoder_width", "batch",
-          "train_cases", "positions", "epochs", "iterations", "lr", "precision", "augment")  # fmt: skip
+_SHOWN = ("data", "phantoms", "network", "tile", "patch", "decoder", "depth", "embed_dim", "heads", "decoder_width",
+          "batch", "train_cases", "positions", "epochs", "iterations", "optimizer", "lr", "schedule", "warmup", "clip",
+          "precision", "loss", "dice", "batch_dice", "fold", "foreground", "foreground_shift", "augment")  # fmt: skip
 _OURS = ("data", "phantoms", "epochs")  # the paper has none of these folders, and does not state how long it trained
+_LEFT_OPEN = ("train_cases", "positions", "warmup", "clip", "batch_dice", "foreground_shift")  # by the paper as well
 
 
 def scaling(config: Config, stated: Mapping[str, Any]) -> str:
@@ -215,13 +217,17 @@ def scaling(config: Config, stated: Mapping[str, Any]) -> str:
     """
     paper, differing = replace(PRESETS["paper"](), **{"batch": PAPER_BATCH, **stated}), []
     for name in _SHOWN:
-        ours, theirs = getattr(config, name), None if name in _OURS else getattr(paper, name)
-        if ours != theirs and name != ("phantoms" if config.data else "data"):
-            of_paper = f" (paper: {_short(theirs)})" if theirs else ""
+        ours, theirs = getattr(config, name), getattr(paper, name)
+        acts = setting_applies(config, name) and name != ("phantoms" if config.data else "data")
+        if acts and (ours != theirs or name in _OURS):
+            of_paper = "" if name in (*_OURS, *_LEFT_OPEN) else f" (paper: {_short(theirs)})"
             differing.append(f"{flag_name(name)} {_short(ours)}{of_paper}")
     return ", ".join(differing)
 
 
 def _short(value: Any) -> str:
+    if isinstance(value, bool):
+        return "yes" if value else "no"
     sides = value if isinstance(value, tuple) else (value,)
-    return "x".join(map(str, sides if len(set(sides)) > 1 else sides[:1]))
+    texts = [f"{side:g}" if isinstance(side, float) else str(side) for side in sides]
+    return "x".join(texts if len(set(texts)) > 1 else texts[:1])
