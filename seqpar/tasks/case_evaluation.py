@@ -334,7 +334,8 @@ def seen_by_runs(record: RunRecord, prediction: Path | None, find: Callable[[Run
     - ``find``: returns which a run has seen
     """
     found = [find(record)]
-    for run in _runs_behind(prediction) if prediction else ():
+    runs, _ = _runs_behind(prediction) if prediction else ([], [])
+    for run in runs:
         if holds_run(run) and run.resolve() != record.path.resolve():
             with suppress(DataError, ValueError, OSError):  # its folder may be damaged: scores do not need it
                 found.append(find(read_record(run)))
