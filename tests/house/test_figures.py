@@ -79,6 +79,12 @@ def planned_bytes() -> list[float]:
     return sorted(100 * (float(row["planned MB"]) / float(row["alive MB"]) - 1) for row in newest_plans())
 
 
+def published(column: str) -> str:
+    """Returns by how much plans differ from what nnU-Net published of its networks."""
+    table = (RESULTS / "plan.md").read_text().rpartition("## plan (published),")[2].split("\n## ")[0]
+    return span(sorted(float(row[column].rstrip("%")) for row in table_rows(table)))
+
+
 def in_log(*words: str) -> bool:
     """Returns whether an entry of LOG has all of these words."""
     entries = re.split(r"\n(?=- |#)", (ROOT / "LOG.md").read_text())
@@ -137,6 +143,8 @@ FIGURES: dict[str, Callable[[], Any] | None] = {
     "error of the planned seconds: 1": lambda: span(plan_errors(1)),
     "error of the planned seconds: 2": lambda: span(plan_errors(2)),
     "error of the planned seconds: 4": lambda: span(plan_errors(4)),
+    "error of the planned memory of nnU-Net's four networks": lambda: published("error"),
+    "error of the planned hours of nnU-Net's four networks": lambda: published("error of hours"),
     "a training step on a whole volume": lambda: (
         f"{of('memory', 'peak MiB, all ranks', case='a whole volume of 240 x 240 x 155') / 1024:.1f} GiB"
     ),
