@@ -43,16 +43,13 @@ def with_plans(config: Config, flags: Collection[str]) -> tuple[Config, frozense
     if config.plans:
         plan, source = read_plan(config.plans), f"--plans {config.plans}"
         settings = settings_of(plan, config.plans)
-    elif holds_unet(checkpoint):
+    elif holds_unet(checkpoint) or config.task in VOXELS and holds_primus(checkpoint):
         results = read_checkpoint(weights)
         if config.trainer_unknown == REFUSE:
             results.refuse_unknown_trainers()
-        plan = results.plan
-        settings = settings_of(plan, config.weights) | _training_of(checkpoint, plan, config.data)
-    elif config.task in VOXELS and holds_primus(checkpoint):
-        arguments = checkpoint["init_args"]
-        plan = plan_of(arguments["plans"], arguments["configuration"], weights)
-        settings = settings_of_primus(checkpoint) | _data_of(plan) | _training_of(checkpoint, plan, config.data)
+        plan, is_unet = results.plan, results.architecture is not None
+        settings = settings_of(plan, config.weights) if is_unet else settings_of_primus(checkpoint) | _data_of(plan)
+        settings |= _training_of(checkpoint, plan, config.data)
     elif holds_pretrained_unet(checkpoint):
         pretrained = read_pretrained_unet(checkpoint, config.weights)
         tile = tuple(pretrained.patch_size[axis] for axis in pretrained.file_axes)

@@ -15,7 +15,7 @@ from seqpar.training.run_request import read_request
 from seqpar.weights import nnssl
 from seqpar.weights.pretrained import load_pretrained
 from tests.support import references
-from tests.support.nnunet_networks import configuration, plans_of
+from tests.support.nnunet_networks import DATASET, configuration, plans_of
 
 FLAGS = """
     --preset debug --tile 16 8 24 --patch 8 --embed-dim 72 --depth 2 --heads 4 --mlp swiglu
@@ -45,7 +45,7 @@ def test_pretrainings_and_primus_start_a_training_from_the_command_line(
     if kind == "own":
         write_own(file, read_request(FLAGS.split(), launcher).config)
     elif kind == "primus":
-        settings = {"plans": PLANS, "configuration": "3d_fullres", "dataset_json": {}, "fold": 0}
+        settings = {"plans": PLANS, "configuration": "3d_fullres", "dataset_json": DATASET, "fold": 0}
         write_theirs(file, trainer_name="nnUNet_Primus_M_Trainer", init_args=settings)
     else:
         write_theirs(file, trainer_name="SimMIMEvaTrainer", nnssl_adaptation_plan={"pretrain_patch_size": [24, 8, 16]})

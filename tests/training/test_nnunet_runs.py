@@ -35,7 +35,7 @@ from seqpar.weights.weight_files import load_torch, read_weights
 from tests.support import references
 from tests.support.configs import trainer_of
 from tests.support.folders import nnunet
-from tests.support.nnunet_networks import KINDS, configuration, plans_of, reference, write_results
+from tests.support.nnunet_networks import DATASET, KINDS, configuration, plans_of, reference, write_results
 from tests.support.training_runs import farthest, losses, scores, status, trained
 
 SHORT = """
@@ -109,7 +109,7 @@ def test_a_primus_that_nnunet_trained_brings_its_network_and_how_its_plans_prepa
     own = {**configuration("PlainConvUNet"), "patch_size": [8, 16, 24], "spacing": [1.9, 1.2, 1.1]}
     plans = plans_of(own, transpose_forward=[1, 0, 2], dataset_name="Dataset001_Tiny")
     file, run = tmp_path / "checkpoint_final.pth", tmp_path / "run"
-    arguments = {"plans": plans, "configuration": "3d_fullres", "dataset_json": {}, "fold": 2}
+    arguments = {"plans": plans, "configuration": "3d_fullres", "dataset_json": DATASET, "fold": 2}
     torch.save({"network_weights": state, "trainer_name": "nnUNet_Primus_M_Trainer", "init_args": arguments,
                 "inference_allowed_mirroring_axes": (0, 2)}, file)  # fmt: skip
     said = trained(1, flags_of(place, "--weights", str(file), "--lr", "1e-30", "--iterations", "1"), run).said()
@@ -126,6 +126,10 @@ def test_a_primus_that_nnunet_trained_brings_its_network_and_how_its_plans_prepa
         assert torch.allclose(back["network_weights"][name], state[name], atol=1e-6), name
     line = flags_of(place, "--weights", str(file), "--prepare", "own", "--dry-run")
     assert prepare_settings(read_request(line, read_launcher({})).config).plan is None
+    torch.save({**load_torch(file), "trainer_name": "nnUNetTrainerOfMine"}, file)
+    assert read_request(line, read_launcher({})).config.fold == "2"
+    with pytest.raises(ValueError, match="was trained by nnUNetTrainerOfMine.*--trainer-unknown is refuse"):
+        read_request([*line, "--trainer-unknown", "refuse"], read_launcher({}))
 
 
 def features(net, image: Tensor) -> Tensor:
