@@ -370,7 +370,7 @@ def _runs_behind(prediction: Path) -> tuple[list[Path], list[str]]:
     runs, sentences = list[Path](), list[str]()
     with suppress(DataError, OSError, ValueError, KeyError, TypeError, AttributeError):  # it does not say
         content = read_json(prediction / RECORD)
-        for run, weights in [(Path(made["run"]), made["weights"]) for made in content.get("runs", [content])]:
+        for run, weights in [(Path(made["run"]), made.get("weights", {})) for made in content.get("runs", [content])]:
             files = [path for path in map(Path, weights if holds_run(run) else ()) if path.is_absolute()]
             if not run.exists():
                 known = f"{run}, which predicted these cases, is no longer there"

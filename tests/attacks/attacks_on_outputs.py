@@ -270,7 +270,7 @@ ATTACKS += [
     Attack(line, types=line, code=code, says=words, make=_preprocessed, keeps="D images run")
     for line, code, words in (
         ("evaluate D/gt_segmentations P --workers 1", 0, "2 cases, 1 class: mean Dice 0.0000"),
-        ("evaluate D P --workers 1", 3, "nnU-Net preprocessed this one: name the raw folder, or D/gt_segmentations"),
+        ("evaluate D P --workers 1", 3, ("name the raw folder, or ", "D/gt_segmentations as the truth of scores")),
         ("train --data D --out out --preset debug", 3, "nnU-Net preprocessed this one: name the raw folder"),
         ("predict run -i images -o D/gt_segmentations/out", 3, "belongs to a data set, which predict never writes"),
         ("predict run -i images -o D", 3, "D: belongs to a data set, which predict never writes into"),
