@@ -215,7 +215,8 @@ class BoxNetwork(TileNetwork):
 
     def _output(self, y: Tensor, grid: BoxGrid) -> Tensor:
         """Returns this rank's box of an output, whose grid is known from now on."""
-        return as_box(self._seen.remember(y, grid)) if grid.group.size > 1 else self._seen.remember(y, grid)
+        y = self._seen.remember(y, grid)
+        return as_box(y) if grid.group.size > 1 else y
 
     def _meet_peers(self, box: Tensor) -> None:
         """Raises on all ranks if only some call the network, or if they cut boxes of different tiles."""

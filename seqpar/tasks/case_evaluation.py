@@ -260,7 +260,7 @@ class CaseEvaluation(ABC):
         led = next(iter(groups.values()))
         first = [replace(one, names=own, cases=self.of(one.cases, own)) for one in scored
                  if (own := [name for name in one.names if name in led])]  # fmt: skip
-        if not told or len(first) < len(scored):  # folds, of which some have no such case
+        if not told or len(first) < len(scored):  # some folds have no such case
             return scored, "", False
         return first, told.replace(NEW, "new to all runs") if len(scored) > 1 else told, len(groups) > 1
 

@@ -258,7 +258,7 @@ ATTACKS += [
 
 
 def _preprocessed(here: Path) -> None:
-    """Makes a run, a folder that nnU-Net preprocessed, of which only the labels are shown, and predictions."""
+    """Makes a run, a folder that nnU-Net preprocessed, with its labels alone, and predictions."""
     _run(here)
     (here / "D" / "imagesTr").rename(here / "images")
     (here / "D" / "labelsTr").rename(here / "D" / "gt_segmentations")
