@@ -15,7 +15,7 @@ from torch import Tensor
 from seqpar.parallel.meta_tensors import device_type
 from seqpar.spatial.memory_format import is_channels_last
 
-_AT_ONCE = 1 << 18  # values
+_AT_ONCE = 1 << 19  # values a thread: smaller pieces wait more for threads than they gain from the cache
 _GPU_AT_ONCE = 1 << 28  # values, of whole samples
 _LINE = 1024  # adjacent values, if channels are innermost
 Optionals = Sequence[Tensor | None]
@@ -92,7 +92,7 @@ class Pieces:
         """Yields whole rows, as many at once as fit in the cache."""
         num_voxels = self.shape.numel() // self.num_rows
         rows = [v if v is None else v.view(self.num_rows, num_voxels) for v in volumes]
-        at_once = max(1, _AT_ONCE // num_voxels) if self.device.type == "cpu" else self.num_rows
+        at_once = max(1, _values_at_once() // num_voxels) if self.device.type == "cpu" else self.num_rows
         for first in range(0, self.num_rows, at_once):
             at = slice(first, first + at_once)
             values = tuple(row if row is None else row[at] for row in rows)
@@ -104,7 +104,7 @@ class Pieces:
         flat = [v if v is None else rearrange(v, "b c w d h -> b (w d h c)") for v in volumes]
         length = self.shape[1:].numel()
         line = num * max(1, min(_LINE // num, length // num))
-        at_once = line * max(1, _AT_ONCE // line) if self.device.type == "cpu" else length
+        at_once = line * max(1, _values_at_once() // line) if self.device.type == "cpu" else length
         for sample in range(self.shape[0]):
             at = slice(sample * num, (sample + 1) * num)
             tiled = [c if c is None else c[at].repeat(line // num)[None] for c in columns]
@@ -121,3 +121,8 @@ class Pieces:
 def fits_whole_samples(x: Tensor) -> bool:
     """Returns whether volumes are processed in whole samples, as many at once as fit in memory: true on a GPU."""
     return device_type(x) != "cpu"
+
+
+def _values_at_once() -> int:
+    """Returns how many values a piece has on a CPU, whose threads share each piece."""
+    return _AT_ONCE * torch.get_num_threads()
