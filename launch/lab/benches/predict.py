@@ -123,11 +123,11 @@ def _measure(
     with profile(activities=[ProfilerActivity.CPU]) if profiled else nullcontext(), torch.no_grad():
         net(torch.zeros(1, 1, *config.tile))  # excludes one-time work, such as starting the profiler
     profiler = profile(activities=[ProfilerActivity.CPU]) if profiled else None
-    before, began = _peak(), time.process_time()
-    with profiler or nullcontext():
+    with profiler or nullcontext():  # whose own end takes a second
+        before, began = _peak(), time.process_time()
         slabs = sliding_window([net], image, sliding, mesh) if tile else whole_volume([net], image, mesh)
         logits = torch.cat([slab.logits for slab in slabs], 1)
-    seconds, peak = time.process_time() - began, _peak() - before
+        seconds, peak = time.process_time() - began, _peak() - before
     padded = (-(-side // p) * p for side, p in zip(shape, net.layout.patch))
     voxels = len(window_grid.corners) * tile**3 if tile else math.prod(padded)
     measured: dict[str, Any] = {

@@ -73,10 +73,10 @@ def _worker(mode: str) -> None:
         step = Step(unetr(mode, mesh), image, label, mesh)
         step()  # the first one takes longer
         mesh.world.watch.clock.measure()
-        began, processor = time.perf_counter(), time.process_time()
         with profile(activities=[ProfilerActivity.CPU]) as profiled:
+            began, processor = time.perf_counter(), time.process_time()
             step.differentiate()
-        clock, processor = time.perf_counter() - began, time.process_time() - processor
+            clock, processor = time.perf_counter() - began, time.process_time() - processor
         waits, began = mesh.world.watch.clock.take_waited(), time.perf_counter()
         average_gradients(step.net, mesh)
         sums = time.perf_counter() - began
