@@ -18,6 +18,7 @@ from seqpar.runs.archive import digest_of, is_archive
 from seqpar.runs.trained_run import TrainedRun
 from seqpar.scores.label_files import DISAGREEMENT, ENTROPY
 from seqpar.text import quantity
+from seqpar.weights.weight_files import digest as digest_of_bytes
 
 
 @dataclass(frozen=True)
@@ -45,13 +46,14 @@ def check_compatible_runs(runs: Sequence[TrainedRun]) -> None:
 
 
 def check_no_duplicates(members: Iterable[EnsembleMember]) -> list[EnsembleMember]:
-    """Returns the members; raises ValueError where an exported run comes twice, or with the run that it is of."""
+    """Returns the members; raises ValueError where one has the weights of another, such as a copy or an export."""
     every, seen = list(members), dict[str, Path]()
-    if len(every) == 1 or not any(is_archive(member.run.path) for member in every):
-        return every  # folders are told apart by their paths
+    if len(every) == 1:
+        return every
+    has_archive = any(is_archive(member.run.path) for member in every)  # whose bytes are those of a zip
     for member in every:
         for file in member.weights:
-            digest = digest_of(member.run.path, file)
+            digest = digest_of(member.run.path, file) if has_archive else digest_of_bytes(file)
             if other := seen.get(digest):
                 raise ValueError(
                     f"{other} and {member.run.path} hold the same weights, which would count twice: name one of them"

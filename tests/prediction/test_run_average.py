@@ -3,6 +3,7 @@
 import json
 from dataclasses import replace
 from pathlib import Path
+from shutil import copytree
 from typing import Any
 
 import numpy as np
@@ -125,6 +126,13 @@ def test_the_mean_is_the_same_on_any_number_of_ranks(ranks, place, tmp_path) -> 
     written = [{name: text for name, text in files.items() if name not in maps} for files in written[:3]]
     assert written[0] == written[1] == written[2]
     assert set(written[0]) == {"c_000.nii.gz", "c_001.nii.gz", "c_002.nii.gz", "prediction.json", "statistics.csv"}
+
+
+def test_a_copy_of_a_run_does_not_count_twice(place, tmp_path) -> None:
+    copytree(place / "a", tmp_path / "copy")
+    with pytest.raises(ValueError, match="/a and .*copy hold the same weights, which would count twice"):
+        line = [str(place / "b"), str(place / "a"), str(tmp_path / "copy"), "-i", str(place / "images")]
+        predict.act([*line, "-o", str(tmp_path / "out")])
 
 
 def test_an_exported_run_does_not_count_twice(place, tmp_path) -> None:
