@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 from seqpar.cluster.exit_codes import DATA
 from seqpar.data.errors import DataError
 from seqpar.data.files import read_json
+from seqpar.data.formats.splits import patients_of
 from seqpar.data.phantom.phantom_files import is_generated
 from seqpar.prediction.prediction_folder import RECORD, mixed_line, predicted_otherwise
 from seqpar.report.record import RunRecord, above_scores, chosen_on_them, read_record
@@ -26,8 +27,8 @@ from seqpar.text import quantity
 from seqpar.weights.weight_files import digest
 
 NEW, CHOSE = "new to the run", "used to choose the weights"
-SEEN, NAMESAKE = "seen in training", "with the name of one of the run's cases"
-NAMES = "has the name of one of the run's cases", "have the names of the run's cases"
+SEEN, NAMESAKE = "seen in training", "with the name of one of the run's cases or patients"
+NAMES = "has the name of one of the run's cases or patients", "have the names of the run's cases or patients"
 TOO_GOOD = ", which tend to be too good"
 
 
@@ -35,7 +36,7 @@ class Seen(NamedTuple):
     """Which of ``total`` scored cases a run was trained on, and which it used to choose its weights.
 
     - ``same``: those with the same file as a training case
-    - ``namesakes``: those that may be other cases of the same name
+    - ``namesakes``: those that may be other cases of the same name, and further scans of the same patients
     - ``chose``: those that were held out, and on which the best weights were chosen
     """
 
@@ -314,6 +315,10 @@ def find_seen(
       names of these
     """
     train, held_out = (set(map(str, record.dataset.get(part, ()))) for part in ("train", "held_out"))
+    patients = patients_of(train | held_out | scored.keys()) | record.subjects
+    has_chosen = len(record.held_out) > 1
+    known = {patients[name] for name in (train | held_out if has_chosen else train)}
+    further = [name for name in scored if name not in train | held_out and patients[name] in known]
     names = [name for name in scored if name in train | held_out]
     try:
         files = read_files() if names else {}
@@ -322,10 +327,9 @@ def find_seen(
     both = {name: (scored[name], files.get(name)) for name in names}
     unknown = [name for name, pair in both.items() if not all(path and path.is_file() for path in pair)]
     same = [n for n, (a, b) in both.items() if n not in unknown and a and b and filecmp.cmp(a, b, shallow=False)]
-    has_chosen = len(record.held_out) > 1
     seen, chose = ([name for name in same if (name in train) is trained] for trained in (True, False))
     namesakes = [name for name in unknown if has_chosen or name in train]
-    return Seen(seen, namesakes, len(scored), chose if has_chosen else [])
+    return Seen(seen, namesakes + further, len(scored), chose if has_chosen else [])
 
 
 def seen_by_runs(record: RunRecord, prediction: Path | None, find: Callable[[RunRecord], Seen]) -> Seen:

@@ -4,6 +4,7 @@ import base64
 import json
 import re
 import shutil
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -343,11 +344,11 @@ def test_scores_are_of_new_cases_else_of_those_that_chose_the_weights_and_not_of
 
     of_three = "The scores are of the 3 cases new to the run. The other one "
     assert said("a", "") == f"{of_three}was seen in training." and said("", "") == ""
-    assert said("", "a") == f"{of_three}has the name of one of the run's cases and may have been seen."
-    assert said("", "abcd") == "No case is known to be new: all 4 have the names of the run's cases."
+    assert said("", "a") == f"{of_three}has the name of one of the run's cases or patients and may have been seen."
+    assert said("", "abcd") == "No case is known to be new: all 4 have the names of the run's cases or patients."
     assert said("ab", "c") == (
         "The scores are of the 1 case new to the run. Of the other 3, 2 were seen in training, and 1 has the name of "
-        "one of the run's cases and may have been seen."
+        "one of the run's cases or patients and may have been seen."
     )
     assert said("a", "", chose="cd") == (
         "The scores are of the 1 case new to the run. Of the other 3, 2 were used to choose the weights, and 1 was "
@@ -361,10 +362,10 @@ def test_scores_are_of_new_cases_else_of_those_that_chose_the_weights_and_not_of
     several = Seen.by_any([Seen("a", "b", 4, "cd"), Seen("b", "a", 4, "a")])
     assert several == (["a", "b"], [], 4, ["c", "d"]), "what one of several runs has seen is not new"
     groups, _ = Seen("a", "b", 4, "c").apart("abcd")
-    both = "seen in training or with the name of one of the run's cases"
+    both = "seen in training or with the name of one of the run's cases or patients"
     assert groups == {"new to the run": ["d"], "used to choose the weights": ["c"], both: ["a", "b"]}
     assert [Seen("a", "b", 4, "c").mark(name) for name in "abcd"] == [
-        "Seen in training. ", "Has the name of one of the run's cases. ", "Used to choose the weights. ", ""
+        "Seen in training. ", "Has the name of one of the run's cases or patients. ", "Used to choose the weights. ", ""
     ]  # fmt: skip
 
 
@@ -377,7 +378,8 @@ def test_cases_that_chose_the_weights_are_said_apart_from_those_that_were_traine
 
     def seen(validations: int, scored: dict[str, Path]) -> list[str]:
         dataset = {"train": ["a", "b"], "held_out": ["c", "d"]}
-        return find_seen(SimpleNamespace(dataset=dataset, held_out=[{}] * validations), scored, lambda: files).sentences
+        record = SimpleNamespace(dataset=dataset, held_out=[{}] * validations, subjects={})
+        return find_seen(record, scored, lambda: files).sentences
 
     trained = "2 of 4 scored cases were in the run's training data (a, b): their scores say little about new cases."
     chose = "{} scored cases helped to choose the run's weights ({}): {} scores tend to be too good."
@@ -385,5 +387,18 @@ def test_cases_that_chose_the_weights_are_said_apart_from_those_that_were_traine
     assert seen(2, files) == [trained, chose.format("2 of 4", "c, d", "their")]
     assert seen(2, others) == [trained, chose.format("1 of 4", "d", "its")]
     unknown = {**files, "d": tmp_path / "gone"}
-    named = "1 of 4 scored cases has the name of one of the run's cases (d): if it is the same, its scores say little"
+    named = "1 of 4 scored cases has the name of one of the run's cases or patients (d): if it is the same, its scores say"
     assert seen(1, unknown) == [trained] and seen(2, unknown)[1].startswith(named)
+
+
+def test_a_further_scan_of_a_patient_is_not_new() -> None:
+    scored = dict.fromkeys(("sub-01_ses-2", "sub-02_ses-2", "sub-03_ses-2", "d2"))
+
+    def found(validations: int, subjects: Mapping[str, str]) -> Sequence[str]:
+        dataset = {"train": ["sub-01_ses-1", "d1"], "held_out": ["sub-02_ses-1"]}
+        record = SimpleNamespace(dataset=dataset, held_out=[{}] * validations, subjects=subjects)
+        return find_seen(record, scored, dict).namesakes
+
+    assert found(2, {}) == ["sub-01_ses-2", "sub-02_ses-2"]
+    assert found(1, {}) == ["sub-01_ses-2"], "a single validation chooses nothing"
+    assert found(1, {"d1": "d", "d2": "d"}) == ["sub-01_ses-2", "d2"], "as a table says"
