@@ -6,16 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from bench import SUBJECTS
-from figures import FIGURES
 from tests.support.pages import ROOT
 
 LAB = ROOT / "launch" / "lab"
-# Results without such a commit: the commands that measure them again, and minutes on 2 idle cores, from the last time.
-# Their commits belonged to an earlier history, which no clone has.
-MEASURE_AGAIN = {
-    "benches/results/memory.md": ("launch/bench.py memory --large --write", 14),
-}
 MADE_BY = re.compile(r"` at ([0-9a-f]{7,40})\b")  # after the command
 
 
@@ -42,12 +35,5 @@ def test_every_figure_and_table_names_a_commit_of_this_history(history: list[str
     short = {commit[:length] for commit in history for length in range(7, 41)}
     named = {path: [re.findall(MADE_BY, text) for text in texts] for path, texts in every_result().items()}
     assert len(named) > 15 and all(named.values())
-    lacking = {path for path, tables in named.items() if not all(len(one) == 1 and one[0] in short for one in tables)}
-    assert lacking == set(MEASURE_AGAIN), "measure what names another commit again; drop what is measured from the list"
-
-
-def test_what_is_to_be_measured_again_has_a_command() -> None:
-    for path, (command, minutes) in MEASURE_AGAIN.items():
-        program, subject, *_ = command.split()
-        known = [str(number) for number in FIGURES] if program == "launch/figures.py" else SUBJECTS
-        assert subject in known and subject == Path(path).stem.removeprefix("figure-") and minutes > 0, path
+    lacking = [path for path, tables in named.items() if not all(len(one) == 1 and one[0] in short for one in tables)]
+    assert not lacking, "measure again what names another commit"
