@@ -387,7 +387,7 @@ def test_cases_that_chose_the_weights_are_said_apart_from_those_that_were_traine
     assert seen(2, files) == [trained, chose.format("2 of 4", "c, d", "their")]
     assert seen(2, others) == [trained, chose.format("1 of 4", "d", "its")]
     unknown = {**files, "d": tmp_path / "gone"}
-    named = "1 of 4 scored cases has the name of one of the run's cases or patients (d): if it is the same, its scores say"
+    named = "1 of 4 scored cases has the name of one of the run's cases or patients (d): if it is the same, its scores"
     assert seen(1, unknown) == [trained] and seen(2, unknown)[1].startswith(named)
 
 
