@@ -14,9 +14,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.weak import WeakIdKeyDictionary
+from torch.utils.weak import TensorWeakRef, WeakIdKeyDictionary
 
 from seqpar.parallel.collectives import all_gather
 from seqpar.parallel.mesh import Group
@@ -62,6 +63,7 @@ class BoxMode(TorchFunctionMode):
         self.group, self.num_dims = group, num_dims
         self.handlers, self.whole_handlers = handlers, whole_handlers
         self._spread = WeakIdKeyDictionary()
+        self._copies = dict[StorageWeakRef, tuple[TensorWeakRef, int]]()  # where torch has views: of what, its version
         self._draws_alike, self._with_grad = False, torch.is_grad_enabled()
         self._handling = 0  # how many handlers are under way
 
@@ -71,6 +73,21 @@ class BoxMode(TorchFunctionMode):
         kwargs = {"dim" if key == "axis" else key: value for key, value in (kwargs or {}).items()}  # torch takes both
         name = name_of(func)
         tensors = list(tensors_in((*args, *kwargs.values())))
+        copies = {x: at for x in tensors if (at := _memory_of(x)) in self._copies} if self._copies else {}
+        if not copies:
+            return self._computed(name, func, tensors, args, kwargs)
+        for at in copies.values():
+            source, version = self._copies[at]
+            if (x := source()) is not None and _version_of(x) != version:
+                raise self.refusal(name, f"takes what was a view of a tensor that has been written to since, {_COPY}")
+        versions = [_version_of(x) for x in copies]
+        result = self._computed(name, func, tensors, args, kwargs)
+        writes = is_in_place(name) or kwargs.get("inplace")  # all that is known in inference mode
+        if [_version_of(x) for x in copies] != versions or writes and tensors[0] in copies:
+            raise self.refusal(name, f"writes to a view of another tensor, {_COPY}")
+        return result
+
+    def _computed(self, name: str, func: Callable[..., Any], tensors: Sequence[Tensor], args: Any, kwargs: Any) -> Any:
         if any(x in self._spread for x in tensors):
             handler = self.handlers.get(name) or (pointwise if is_pointwise(name) else None)
             if handler is None:
@@ -115,6 +132,12 @@ class BoxMode(TorchFunctionMode):
     def mark_volume(self, y: Tensor, grid: BoxGrid) -> Tensor:
         """Records that ``y``, ``b c W D H``, is spread over the boxes of ``grid``."""
         return self.mark(y, Spread(grid, tuple(range(2, y.ndim))))  # type: ignore[no-any-return]
+
+    def mark_copy(self, y: Tensor, source: Tensor) -> Tensor:
+        """Records that ``y`` is a copy where torch has a view of ``source``, so that neither may be written to."""
+        if (at := _memory_of(y)) is not None:
+            self._copies[at] = TensorWeakRef(source), _version_of(source)
+        return y
 
     def volume(self, x: Tensor, name: str) -> BoxGrid:
         """Returns the grid of a volume ``b c W D H`` that ``name`` takes; refuses other orders of dimensions."""
@@ -169,6 +192,20 @@ class BoxMode(TorchFunctionMode):
             every = all_gather(state.to(device)[None], self.group, 0, [1] * self.group.size, "random state")
             torch.cuda.set_rng_state(every[0].cpu(), device) if on_gpu else torch.set_rng_state(every[0])
             self._draws_alike = True
+
+
+_COPY = "which is a copy of rows on other ranks"
+
+
+def _memory_of(x: Tensor) -> StorageWeakRef | None:
+    """Returns what tells whether tensors share memory; None of tensors that have none of their own."""
+    has_none = x.layout is not torch.strided or torch._C._functorch.is_functorch_wrapped_tensor(x)
+    return None if has_none else StorageWeakRef(x.untyped_storage())
+
+
+def _version_of(x: Tensor) -> int:
+    """Returns how often a tensor or a view of it was written to; 0 in inference mode, which does not count."""
+    return 0 if x.is_inference() else x._version
 
 
 class BareBoxes(TorchDispatchMode):
@@ -253,6 +290,11 @@ def is_pointwise(name: str) -> bool:
     return torch.Tag.pointwise in tags and torch.Tag.nondeterministic_seeded not in tags
 
 
+def is_in_place(name: str) -> bool:
+    """Returns whether the function writes to its first argument."""
+    return (name.endswith("_") and not name.endswith("__")) or (name.startswith("__i") and name != "__invert__")
+
+
 def pointwise(boxes: BoxMode, func: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
     """Computes a function of each place by itself: tensors are brought to the boxes of the first spread one."""
     positional, named, spread = aligned(boxes, name_of(func), args, kwargs)
@@ -270,8 +312,7 @@ def aligned(
     first = next(x for x in tensors if boxes.spread_of(x) is not None)
     spread = boxes._spread[first]
     like = Spread(spread.grid, tuple(dim - first.ndim for dim in spread.dims))
-    in_place = (name.endswith("_") and not name.endswith("__")) or name.startswith("__i")
-    if in_place and name != "__invert__" and tensors[0] is not first:
+    if is_in_place(name) and tensors[0] is not first:
         raise boxes.refusal(name, "would write boxes into a tensor that is whole")
 
     def convert(value: Any) -> Any:

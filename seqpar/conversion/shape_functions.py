@@ -160,9 +160,9 @@ def getitem(boxes: BoxMode, func: Function, /, input: Tensor, index: Any) -> Ten
                 raise boxes.refusal("an index", "of one place along a dimension of space is on one rank only")
             sliced, items[place] = rows_of(boxes, sliced, dim, item), slice(None)
         dim += 1
-    if boxes.spread_of(sliced) is None:  # too small to be cut
-        return func(sliced, tuple(items))  # type: ignore[no-any-return]
-    return local(boxes, func, sliced, tuple(items))  # type: ignore[no-any-return]
+    is_small = boxes.spread_of(sliced) is None  # too small to be cut
+    y = func(sliced, tuple(items)) if is_small else local(boxes, func, sliced, tuple(items))
+    return y if sliced is input else boxes.mark_copy(y, input)
 
 
 def expand(boxes: BoxMode, func: Function, /, input: Tensor, *sizes: Any) -> Tensor:
@@ -228,7 +228,7 @@ def reshape(boxes: BoxMode, func: Function, /, input: Tensor, *sizes: Any, **kwa
     refusal = boxes.refusal(
         name_of(func), f"of {tuple(old)} to {tuple(asked)} joins dimensions of space with others, which boxes cannot"
     )
-    edges, dims = list(spread.grid.edges), list(spread.dims)
+    edges, dims, source = list(spread.grid.edges), list(spread.dims), input
     for before, behind in _matching(old, asked):
         inside = [dim for dim in before if dim in spread.dims]
         there = [dim for dim in before if old[dim] != 1 or dim in inside]
@@ -237,7 +237,7 @@ def reshape(boxes: BoxMode, func: Function, /, input: Tensor, *sizes: Any, **kwa
             continue
         at = spread.dims.index(inside[0])
         if tuple(inside) == spread.dims and len(there) == len(inside) > 1 and len(new) == 1:
-            return boxes.gathered(input).reshape(asked)  # tokens, b c n
+            return boxes.mark_copy(boxes.gathered(input).reshape(asked), input)  # tokens, b c n
         if len(inside) > 1 or not new or there[0] != inside[0] or len(there) > 1 < len(new):
             raise refusal
         dims[at] = new[0]
@@ -258,7 +258,8 @@ def reshape(boxes: BoxMode, func: Function, /, input: Tensor, *sizes: Any, **kwa
     for dim, side in zip(after.dims, after.grid.sides):
         asked[dim] = side
     change = input.view if name_of(func).startswith("view") else input.reshape
-    return boxes.mark(change(asked), after)  # type: ignore[no-any-return]
+    y: Tensor = boxes.mark(change(asked), after)
+    return y if input is source else boxes.mark_copy(y, source)
 
 
 def _matching(old: Sequence[int], new: Sequence[int]) -> Iterator[tuple[range, range]]:

@@ -174,6 +174,7 @@ CASES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "tokens": (lambda: Own(as_tokens), (1, 2, 20, 12, 8)),
     "drawn": (lambda: Own(drawn), (2, 2, 9, 8, 6)),
     "dropped": (lambda: Own(dropped), (2, 2, 9, 8, 6)),
+    "written": (lambda: Own(written_apart), (1, 2, 9, 8, 6)),
     "other layers": (OtherLayers, (1, 2, 17, 12, 10)),
 }
 
@@ -201,6 +202,21 @@ def test_a_convolution_of_bare_boxes_differs() -> None:
 
     want = answers(lambda: nn.Conv3d(2, 3, 3, padding=1), (1, 2, 9, 8, 6))
     assert min(run_ranks(2, bare, want)) > 1e-2
+
+
+def written_after(net: Own, x: Tensor) -> Tensor:
+    """In one process the rows change with the volume that they are a view of."""
+    y = x.clone()
+    rows = y[:, :, 2:5]
+    y.relu_()
+    return rows * 2
+
+
+def written_apart(net: Own, x: Tensor) -> Tensor:
+    """What was written to belongs to the copy in one process too."""
+    rows = x[:, :, 1:].clone()
+    rows.relu_()
+    return F.leaky_relu_(x.flatten(2) * 2).view(x.shape) + F.pad(rows, (0, 0, 0, 0, 1, 0))
 
 
 def each_voxel(net: Own, x: Tensor) -> Tensor:
@@ -234,6 +250,10 @@ REFUSED: dict[str, tuple[Callable[[Own, Tensor], Tensor], str]] = {
     "a kernel from a volume": (lambda net, x: F.conv3d(x, F.interpolate(x[:, :, :4], size=(4, 4, 4))), "conv3d with"),
     "indices of a pool": (lambda net, x: F.max_pool3d(x, 2, return_indices=True)[0], "max_pool3d"),
     "a scripted function": (lambda net, x: x * gate(x * x), "torch.jit.script"),
+    "writing to rows": (lambda net, x: x.clone()[:, :, 2:5].mul_(3), "mul_ writes to a view"),
+    "writing to a view of rows": (lambda net, x: F.relu(x.clone()[:, :, 3:][..., 1:], True), "relu writes to a view"),
+    "writing to tokens": (lambda net, x: x.clone().flatten(2).transpose(1, 2).add_(1), "add_ writes to a view"),
+    "rows of what was written since": (written_after, "mul takes what was a view"),
     "a map over samples": (lambda net, x: torch.vmap(lambda each: each / each.mean())(x), "torch.vmap"),
     "a map of a convolution": (lambda net, x: torch.vmap(net.down)(x), "torch.vmap"),
     "a checkpoint": (
@@ -256,6 +276,9 @@ def refusals(mesh: Mesh) -> dict[str, str]:
         with pytest.raises(ValueError) as error:
             net(box)
         words[name] = str(error.value)
+        if name.startswith("writing to") and "view of" not in name:
+            with pytest.raises(ValueError, match=r"_ writes to a view"), torch.inference_mode():
+                net(box.detach())
     return words
 
 
