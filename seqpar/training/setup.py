@@ -193,7 +193,7 @@ def make_trainer(
     refuse_other_outputs(data_before, data_now, config.data, out)
     net, attention_reasons = _build_net(config, mesh, data, before["layout"] if saved and is_first else {})
     mode_line = describe_decoding(net, config)
-    weights_line = _load_weights(net, config, mesh) if config.weights and not saved else ""
+    weights_line = _load_weights(net, config, data_now, mesh) if config.weights and not saved else ""
     layout = {"ranks": mesh.world.size, "data": mesh.data.size, "seqpar": mesh.seq.size, "hosts": mesh.hosts}
     step, history = checkpoint.read_progress(saved).step if saved else 0, before.get("history", ())
     # the stages of a lesson before have other costs
@@ -266,17 +266,22 @@ def _stages(
     return choose_stages(config, mesh, net, recorded)
 
 
-def _load_weights(net: Network, config: Config, mesh: Mesh) -> str:
-    """Returns the line of ``load_pretrained``; an error on one rank is raised on all."""
+def _load_weights(net: Network, config: Config, described: Mapping[str, Any], mesh: Mesh) -> str:
+    """Returns the line of ``load_pretrained``, with a caution if names moved; an error on one rank is raised on all.
+
+    - ``described``: the data, as config.json will have them
+    """
     from seqpar.runs.trained_run import read_run
-    from seqpar.weights.pretrained import load_pretrained  # it knows the names of four libraries
+    from seqpar.weights.facts import read_dataset, reordered_names
+    from seqpar.weights.pretrained import load_pretrained, weights_file  # it knows the names of four libraries
 
     line: str = ""
     error: Exception | None = None
     try:
         if is_exported(path := local_file(config.weights)):
             read_run(path)  # refuses weights of other sizes than its network's
-        line = load_pretrained(net, config)
+        moved = reordered_names(read_dataset(weights_file(config.weights)), described)
+        line = "; ".join([load_pretrained(net, config), *moved])
     except Exception as problem:
         error = problem
     raise_on_all_ranks(error, mesh.world)

@@ -3,6 +3,7 @@
 import json
 import zipfile
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -40,6 +41,44 @@ def read_facts(path: str | Path) -> dict[str, Any]:
         return _facts(json.loads(path.with_name(SETTINGS).read_text())["config"])
     except (OSError, ValueError, KeyError, TypeError, SafetensorError, zipfile.BadZipFile):
         return {}  # a file of somebody else's
+
+
+def read_dataset(path: str | Path) -> dict[str, Any]:
+    """Returns what a run recorded of its data, from any file of its weights; {} for others."""
+    path = Path(path)
+    with suppress(OSError, ValueError, KeyError, TypeError, zipfile.BadZipFile):  # a file of somebody else's
+        if path.is_file() and zipfile.is_zipfile(path):
+            with zipfile.ZipFile(path) as archive:
+                return dict(json.loads(archive.read(SETTINGS))["dataset"])
+        for folder in path.absolute().parents[:3]:  # that of a run, or of a checkpoint in it
+            if (folder / SETTINGS).is_file() and "dataset" in (content := json.loads((folder / SETTINGS).read_text())):
+                return dict(content["dataset"])
+    return {}
+
+
+def reordered_names(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """Returns a sentence for channels, labels and classes that weights have in another order than the data.
+
+    - ``before``, ``now``: what runs record of their data
+    """
+    lines = []
+    for what in ("channels", "labels", "classes"):
+        theirs, ours = (_names(described, what) for described in (before, now))
+        if any(name in ours and ours.index(name) != n for n, name in enumerate(theirs)):
+            lines.append(
+                f"caution: their {what} are {', '.join(theirs)}, and here {', '.join(ours)}, so that some begin with "
+                "the weights of others"
+            )
+    return lines
+
+
+def _names(described: Mapping[str, Any], what: str) -> list[str]:
+    if what == "channels":
+        return list(described.get("modalities", ()))
+    if what == "classes":
+        return list((described.get("volume_classes") or {}).get("names", ()))
+    labels: dict[str, int] = described.get("labels", {})
+    return sorted(labels, key=lambda name: labels[name])
 
 
 def _facts(settings: Any) -> dict[str, Any]:

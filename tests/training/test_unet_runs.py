@@ -1,8 +1,10 @@
 """Runs of networks without tokens: any number of ranks, resumed, in shards, predicted, planned, reported."""
 
+import json
 import re
 import signal
 from pathlib import Path
+from shutil import copyfile
 
 import numpy as np
 import pytest
@@ -15,7 +17,7 @@ from seqpar.data.volumes import read_volume
 from seqpar.runs.journal import read_metrics
 from seqpar.training import after_step
 from seqpar.weights.weight_files import read_weights
-from tests.support.folders import nnunet
+from tests.support.folders import nnunet, write_json
 from tests.support.training_runs import Launch, at, farthest, losses, prepare, scores, signalled, trained
 
 TINY = """
@@ -124,8 +126,14 @@ def test_a_run_is_loaded_reported_and_begun_from(flags, deep, tmp_path) -> None:
         assert net(torch.zeros(1, 1, 15, 16, 20, dtype=torch.float64)).shape == (1, 2, 15, 16, 20)
     assert report.act([str(deep), "--out", str(tmp_path / "page.html")]) == 0
     assert "nnunet-plain from 2 features" in (tmp_path / "page.html").read_text()
-    more = [*DEEP.split(), "--weights", str(deep / "model.safetensors"), "--lr", "1e-30", "--epochs", "1"]
+    described = json.loads((deep / "config.json").read_text())
+    (name,) = described["dataset"]["labels"].keys() - {"background"}
+    described["dataset"]["labels"] = {"background": 0, "another": 1, name: 2}
+    other = write_json(tmp_path / "renamed" / "config.json", described).with_name("model.safetensors")
+    copyfile(deep / "model.safetensors", other)
+    more = [*DEEP.split(), "--weights", str(other), "--lr", "1e-30", "--epochs", "1"]
     launch = trained(1, [*flags, *more], tmp_path / "begun")
+    assert f"caution: their labels are background, another, {name}, and here background, {name}" in launch.said()
     assert "weights from" in launch.said() and apart(tmp_path / "begun", deep) < 1e-6  # they pass through float32
     with Launch(1, [*flags, *more, "--features", "4"], tmp_path / "other") as refused:
         assert refused.wait() == [2]

@@ -14,6 +14,7 @@ from seqpar.parallel.mesh import Group
 from seqpar.runs.trained_run import load_run
 from seqpar.settings.config import Config
 from seqpar.weights import checkpoint
+from seqpar.weights.facts import read_dataset, reordered_names
 from seqpar.weights.pretrained import load_pretrained
 from seqpar.weights.weight_files import write_weights
 from tests.support.predictions import SMALL, make_run
@@ -121,3 +122,25 @@ def test_prediction_refuses_weights_of_other_windows(tmp_path):
         with pytest.raises(DataError, match=f"trained with --window {flags[0]}, and {run} has --window {flags[1]}"):
             load_run(run, str(file))
         assert load_run(run, str(run / "model.safetensors"))
+
+
+def test_channels_and_labels_in_another_order_are_told(tmp_path):
+    before = {"modalities": ["T1", "FLAIR"], "labels": {"background": 0, "edema": 1, "core": 2}}
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "config.json").write_text(json.dumps({"dataset": before}))
+    saved = run / "checkpoints" / "step-1"
+    saved.mkdir(parents=True)
+    for file in (run / "model.safetensors", saved / "model.safetensors"):
+        assert read_dataset(file) == before
+    assert read_dataset(tmp_path / "elsewhere" / "model.safetensors") == {}
+    others = {"labels": {"background": 0, "necrosis": 1}}
+    assert reordered_names(before, before) == reordered_names(before, {**before, **others}) == []
+    now = {"modalities": ["FLAIR", "T1"], "labels": {"background": 0, "core": 1, "edema": 2}}
+    assert reordered_names(before, now) == [
+        "caution: their channels are T1, FLAIR, and here FLAIR, T1, so that some begin with the weights of others",
+        "caution: their labels are background, edema, core, and here background, core, edema, so that some begin with "
+        "the weights of others",
+    ]
+    classes = [{"volume_classes": {"names": names}} for names in (["healthy", "ill"], ["ill", "healthy"])]
+    assert "their classes are healthy, ill, and here ill, healthy" in reordered_names(*classes)[0]
