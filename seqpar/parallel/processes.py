@@ -342,7 +342,8 @@ def calls_in_forks(
             process.kill()
         raise
     finally:
-        pool.shutdown(wait=not failed, cancel_futures=True)
+        with signals_held():  # one that broke this off would leave workers that this process waits for at its end
+            pool.shutdown(wait=not failed, cancel_futures=True)
 
 
 def become_worker(parent: int) -> None:

@@ -40,6 +40,21 @@ print(child.pid, flush=True)
 signal.pause()
 """
 
+# gets Ctrl-C while forks work, and again while it waits for them
+TWICE = """
+import os, signal, threading, time
+from seqpar.parallel.processes import calls_in_forks
+
+def interrupt():
+    for seconds in (0.7, 0.5):
+        time.sleep(seconds)
+        os.kill(os.getpid(), signal.SIGINT)
+
+threading.Thread(target=interrupt, daemon=True).start()
+for call in calls_in_forks(time.sleep, [2] * 8, 2):
+    call.result()
+"""
+
 
 def runs(pid: int) -> bool:
     try:
@@ -183,6 +198,15 @@ def interrupted_in_a_fork(start: Callable[[], object]) -> None:
 )
 def test_a_signal_within_a_fork_is_not_lost(start: Callable[[], object]) -> None:
     assert exit_code(child(lambda: interrupted_in_a_fork(start))) == 0
+
+
+def test_a_second_signal_does_not_keep_a_process_that_waits_for_its_forks() -> None:
+    process = start_process([sys.executable, "-c", TWICE], stderr=subprocess.PIPE, text=True)
+    try:
+        _, said = process.communicate(timeout=40)
+    finally:
+        process.kill()
+    assert process.returncode == -signal.SIGINT and "KeyboardInterrupt" in said
 
 
 def test_a_fork_that_computes_has_the_handlers_of_its_parent() -> None:
