@@ -31,7 +31,7 @@ from seqpar.text import parse_duration
 from seqpar.training.failure import end_failed_run
 from seqpar.training.run import describe_finished, dry_run, refuse_other_weights, run_lessons
 from seqpar.training.run_request import RunRequest, read_request, refuse_other_run
-from seqpar.training.setup import first_lines, open_folder
+from seqpar.training.setup import first_lines, open_folder, refuse_unequal_ranks
 
 
 def act(arguments: Sequence[str]) -> int:
@@ -94,6 +94,7 @@ def _run(request: RunRequest, launcher: Launcher, meeting: Meeting, log: RunLog)
     set_arithmetic(config.precision, config.deterministic)
     check = config.debug_collectives
     with start(config.seqpar, None, config.device, config.start_timeout, check, config.pipe, meeting) as mesh:
+        refuse_unequal_ranks(config, data, mesh.world)
         seed(config.seed)
         out = Path(config.out or broadcast_text(_new_folder(request.preset), 0, mesh.world))
         lock = RunLock(out)

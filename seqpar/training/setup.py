@@ -1,8 +1,10 @@
 """Sets a run up: folder, network, trainer, the lines that say what it will do; what a resumed run must keep."""
 
+import hashlib
+import json
 import textwrap
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +22,7 @@ from seqpar.models.build import build_network, family_of
 from seqpar.models.network import Network, Resizing
 from seqpar.parallel.consensus import gather_texts, raise_on_all_ranks, run_on_rank0
 from seqpar.parallel.launcher import Launcher
-from seqpar.parallel.mesh import Mesh
+from seqpar.parallel.mesh import Group, Mesh
 from seqpar.pipeline.stages import StageMap
 from seqpar.planner.chooser import choose_attention
 from seqpar.planner.memory_check import refuse_beyond_free
@@ -32,7 +34,7 @@ from seqpar.runs.run_status import StatusFile, append_start, changes_line, descr
 from seqpar.settings.config import Config
 from seqpar.settings.field import Circumstances
 from seqpar.settings.lessons import Lesson
-from seqpar.settings.rules import describe_settings_without_effect
+from seqpar.settings.rules import FILES, describe_settings_without_effect
 from seqpar.tasks.training_data import TrainingData
 from seqpar.text import quantity
 from seqpar.training.run_request import RunRequest, refuse_other_run
@@ -58,6 +60,33 @@ def refuse_other_outputs(began: Mapping[str, Any], now: Mapping[str, Any], data:
                 f"has the {word} {_listed(has)}, but the run in {out} learned {_listed(had)}: restore them, or start "
                 f"another run from its weights (--weights {out} with another --out)",
             )
+
+
+_MAY_DIFFER = (*FILES, "workers", "device", "time_limit", "start_timeout", "timeout")  # between hosts
+
+
+def refuse_unequal_ranks(config: Config, data: TrainingData, group: Group) -> None:
+    """Raises ValueError on every rank if some were started with other settings or data than the first.
+
+    Of the data, the description and two prepared cases are compared: hosts may keep them in folders of their own.
+    """
+    described = {name: value for name, value in data.describe().items() if name != "prepared"}
+    digests = [data.dataset.cases[case].digest for case in (*data.train_ids[:1], *data.train_ids[-1:])]
+    own = {name: value for name, value in asdict(config).items() if name not in _MAY_DIFFER}
+    own["data"] = _digest(json.dumps([described, digests], default=str))
+    text = json.dumps(own, default=str)
+    if len({*gather_texts(_digest(text), group)}) == 1:
+        return
+    first, *others = map(json.loads, gather_texts(text, group))
+    rank, other = next((rank, other) for rank, other in enumerate(others, 1) if other != first)
+    names = [name for name in first if first[name] != other[name] and name != "data"]
+    theirs, ours = (", ".join(f"{name} {each[name]}" for name in names) for each in (other, first))
+    told = f"has {theirs}, and rank 0 has {ours}" if names else "finds other data than rank 0 in its --data"
+    raise ValueError(f"rank {rank} {told}: start all ranks with the same command, on the same data")
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def cases_that_changed_sides(began: Mapping[str, Any], now: Mapping[str, Any]) -> str:
