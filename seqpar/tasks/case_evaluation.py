@@ -20,6 +20,7 @@ from seqpar.report.record import RunRecord, above_scores, chosen_on_them, read_r
 from seqpar.report.tables import Score, Table, TableHead, TableRow
 from seqpar.runs.run_folder import holds_run, tested_cases
 from seqpar.scores.comparison import about_scans
+from seqpar.scores.label_classes import Labels, labels_of_run
 from seqpar.scores.label_files import MAX_NAMED, missing_line
 from seqpar.scores.summary_files import write_output, writing_alone
 from seqpar.terminal import next_command
@@ -171,7 +172,10 @@ class CaseEvaluation(ABC):
 
     - ``options``: the command line of evaluate
     - ``only``: the cases to score; None for all
+    - ``labels``: that are scored; None of classes
     """
+
+    labels: Labels | None = None
 
     def __init__(self, options: argparse.Namespace) -> None:
         self.options = options
@@ -281,6 +285,8 @@ class CaseEvaluation(ABC):
                 records.append(record)
                 if is_run:
                     lines += chosen_on_them(record)
+                if self.labels is not None:
+                    lines += other_values(run, labels_of_run(record.dataset), self.labels)
                 found.append(self.find_seen(job, record))
         lines += gone
         if found:
@@ -303,6 +309,16 @@ class CaseEvaluation(ABC):
         more = ["--common"] if options.common or options.test_of else []
         line = next_command("report", run, "--truth", options.truth, "--prediction", prediction, *more)
         return [f"next: {line}  (scores and cases on one page)"]
+
+
+def other_values(run: Path, written: Labels, scored: Labels) -> list[str]:
+    """Returns a caution if a run writes some classes as other values than those that are scored under their names."""
+    others = [
+        f"{name} as {' and '.join(map(str, values))}, which is scored as {' and '.join(map(str, scored.classes[name]))}"
+        for name, values in written.classes.items()
+        if name in scored.classes and {*scored.classes[name]} != {*values}
+    ]
+    return [f"Caution: {run} writes {'; '.join(others)}. The scores compare other classes."] * bool(others)
 
 
 def find_seen(

@@ -12,7 +12,8 @@ from seqpar.cluster.exit_codes import DATA, USAGE
 from seqpar.data.errors import DataError
 from seqpar.data.formats.brats import LABEL_SCHEMES
 from seqpar.data.formats.recognise import read_dataset
-from seqpar.scores.label_classes import BRATS, labels_of_dataset, read_declared_labels
+from seqpar.scores.label_classes import BRATS, labels_of_dataset, labels_of_declaration, read_declared_labels
+from seqpar.tasks.case_evaluation import other_values
 from tests.support.folders import NEW, brats, decathlon, nnunet, write_json
 from tests.support.label_folders import evaluate_folders, random_labels, save, summary_of
 
@@ -161,3 +162,17 @@ def test_labels_that_are_not_declared_or_twice_are_a_usage_error(
     assert "--regions" in capsys.readouterr().err
     for text in ("core", "=1", "a=x"):
         assert evaluate_folders(folders, "--regions", text) == USAGE
+
+
+def test_a_run_that_writes_a_class_as_another_value_is_told() -> None:
+    scored = labels_of_declaration({"background": 0, "a": 1, "b": 2}, {}, None)
+    written = labels_of_declaration({"background": 0, "a": 2, "b": 1, "c": 3}, {}, None)
+    assert other_values(Path("run"), scored, scored) == []
+    assert other_values(Path("run"), written, scored) == [
+        "Caution: run writes a as 2, which is scored as 1; b as 1, which is scored as 2. The scores compare other "
+        "classes."
+    ]
+    regions = [{"whole": members} for members in ((1, 2), (2, 1), (2,))]
+    same, turned, smaller = (labels_of_declaration({"background": 0, "a": 1, "b": 2}, own, None) for own in regions)
+    assert other_values(Path("run"), turned, same) == []
+    assert "whole as 2, which is scored as 1 and 2" in other_values(Path("run"), smaller, same)[0]

@@ -77,6 +77,8 @@ Cases = dict[str, tuple[Pair, Scores]]
 class LabelMapEvaluation(CaseEvaluation):
     """Scores folders of label maps, single label maps, and runs, which stand for their last validation."""
 
+    labels: Labels
+
     def __init__(self, options: argparse.Namespace) -> None:
         super().__init__(options)
         self.dataset, self.pairs = dataset_at(options.truth), dict[str, list[Pair]]()
