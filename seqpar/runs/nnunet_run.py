@@ -187,8 +187,8 @@ def open_run(
     """
     if is_results(path):
         return read_nnunet_run(path, folds, checkpoints, trainer_unknown)
-    if folds:
-        raise ValueError(f"--folds {' '.join(folds)}: {path} is no nnU-Net results folder; remove it")
+    if folds and Path(path).exists():  # else read_run says that there is nothing
+        raise ValueError(f"--folds {' '.join(folds)}: {path} is no nnU-Net results folder: remove --folds")
     run = read_run(path)
     if run.config.task == "pretrain":
         raise ValueError(f"{path} is a pretraining, which predicts no labels: train --weights {path} starts from it")

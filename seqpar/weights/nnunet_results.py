@@ -110,7 +110,10 @@ def find_results(dataset: str, configuration: str, trainer: str, plans: str) -> 
     pattern = f"Dataset{int(dataset):03d}_*" if dataset.isdecimal() else dataset
     folders = [folder for folder in sorted(Path(place).glob(pattern)) if folder.is_dir()]
     if len(folders) != 1:
-        raise DataError(place, f"-d {dataset}: {len(folders)} folders match {pattern}, and one must")
+        found = "no folder matches" if not folders else f"{len(folders)} folders match"
+        raise DataError(
+            place, f"-d {dataset}: {found} {pattern} in ${RESULTS}, and one must: train it there, or name its folder"
+        )
     folder = folders[0] / f"{trainer}__{plans}__{configuration}"
     if not folder.is_dir():
         there = ", ".join(sorted(other.name for other in folders[0].glob("*__*__*"))) or "none"
