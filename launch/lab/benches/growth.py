@@ -93,7 +93,7 @@ def series(quick: bool = False) -> list[Series]:
             what,
             tuple(cases),
             1,
-            90.0 if quick else 400.0,
+            90.0 if quick else 240.0,
             measure,
             lambda name, runs: row_of(cases[name], runs[name]),
             lambda _: absent(),
