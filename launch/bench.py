@@ -22,6 +22,7 @@ SUBJECTS = {
     "attention": ("attention",),
     "convert": ("unets.converted",),
     "encoder": ("encoder", "rank"),
+    "growth": ("growth",),
     "hierarchical": ("memory_by_ranks.stages",),
     "launches": ("launches",),
     "memory": ("memory",),

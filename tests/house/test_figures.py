@@ -6,29 +6,10 @@ from typing import Any
 
 import pytest
 
-from tests.support.pages import ROOT
+from tests.support.growth_picture import newest_rows
+from tests.support.pages import ROOT, Row, table_rows
 
 RESULTS = ROOT / "launch" / "lab" / "benches" / "results"
-Row = dict[str, str]
-
-
-def cells(line: str) -> list[str]:
-    return [cell.strip() for cell in line.strip().strip("|").split("|")]
-
-
-def table_rows(text: str) -> list[Row]:
-    """Returns the rows of all Markdown tables of a text, in order."""
-    rows, columns = [], list[str]()
-    lines = text.splitlines()
-    for number, line in enumerate(lines):
-        if not line.startswith("|"):
-            columns = []
-        elif not columns:
-            columns = cells(line)
-            assert set(lines[number + 1]) <= set("|- "), "a table has a line below its head"
-        elif set(line) - set("|- "):
-            rows.append(dict(zip(columns, cells(line))))
-    return rows
 
 
 def of(subject: str, column: str, **where: object) -> float:
@@ -113,6 +94,12 @@ ATTENTION = "time of attention, relative to"
 TILES, BY_FIRST = "tiles a second with augmentation `full`, relative to", "batchgenerators, nnU-Net default, order"
 PEER = "batchgeneratorsv2, nnU-Net default, linear"
 WHOLE_PASS = "speed of a whole pass over 240 × 240 × 155, relative to sliding windows"
+TO_PEERS = "speed of a whole pass over 240 × 240 × 155, relative to"
+PEERS = {
+    "nnU-Net's windows of 96, default but not mirrored": "sliding 96, overlap 0.5, nnU-Net",
+    "nnU-Net's windows of 96, default (mirrored)": "sliding 96, overlap 0.5, nnU-Net, mirrored",
+    "MONAI's windows of 96, default": "sliding 96, overlap 0.25, MONAI",
+}
 ULYSSES = ("DeepSpeed Ulysses",)
 STEP = "time of a UNETR step, relative to MONAI's"
 KEPT = f"{STEP} with freed memory kept"
@@ -145,6 +132,10 @@ FIGURES: dict[str, Callable[[], Any] | None] = {
     f"{TILES} its predecessor batchgenerators with nnU-Net's": lambda: tiles(f"{BY_FIRST} 3/1"),
     f"{TILES} its predecessor batchgenerators with linear": lambda: tiles(f"{BY_FIRST} 1/0"),
     f"{WHOLE_PASS} of 96": lambda: f"{of('predict', 'times_whole', name='sliding 96, overlap 0.5'):.1f}",
+    **{
+        f"{TO_PEERS} {name}": (lambda row=row: f"{of('predict', 'times_whole', name=row):.1f}")
+        for name, row in PEERS.items()
+    },
     f"{WHOLE_PASS} of 64": lambda: f"{of('predict', 'times_whole', name='sliding 64, overlap 0.5'):.1f}",
     "error of the planned bytes": lambda: span(planned_bytes()),
     "error of the planned seconds: 1": lambda: span(plan_errors(1)),
@@ -173,6 +164,59 @@ def test_each_figure_of_the_tables_is_the_benchs(start: str) -> None:
     (row,) = [row for row in MEASURED if row["what"].startswith(start)]
     figures = FIGURES[start]
     assert figures and row["figure"] == figures(), start
+
+
+def growth(rows: list[Row], **where: str) -> Row:
+    """Returns the one row of the bench of growth with these values; ``of``: how it begins."""
+    start = where.pop("of")
+    (row,) = [row for row in rows if row["of"].startswith(start) and all(row[k] == v for k, v in where.items())]
+    return row
+
+
+def rounded(*numbers: float) -> list[str]:
+    """Returns numbers as the page writes them: two or three digits, no more than needed."""
+    return [
+        f"{number:.3f}" if number < 0.1 else f"{number:.2g}" if number < 10 else f"{number:.0f}" for number in numbers
+    ]
+
+
+def test_the_tables_of_growth_are_the_benchs() -> None:
+    section = MEASURED_PAGE.split("\n## How it grows")[1].split("\n## ")[0]
+    rows, told = newest_rows(), table_rows(section)
+    names = {"gather-x": "gather-x, projected", "DeepSpeed's Ulysses": "DeepSpeed Ulysses"}
+    names |= {f"torch's ring with {way}": f"torch ring, {way}" for way in ("all-gather", "all-to-all")}
+    strategies, steps = ([row for row in told if first in row] for first in ("strategy", "voxels a side"))
+    for row in strategies:
+        name = row["strategy"].replace("`", "").removesuffix(", projections included")
+        bench = growth(rows, of=names.get(name, name), ranks="8", grows="ranks")
+        expected = f"{float(bench['TFLOP']):.3f}", *(f"{float(bench[c]):.0f}" for c in ("sent MiB", "peak MiB"))
+        assert (row["TFLOP a rank"], row["MiB sent"], row["peak MiB"]) == expected, name
+    of_8 = [row for row in rows if row["ranks"] == "8" and row["grows"] == "ranks"]
+    assert len(strategies) == len(of_8) and len(steps) == 4
+    for row in steps:
+        side = row["voxels a side"].replace(",", "")
+        of = {device: f"step of {side} voxels a side, {device}" for device in ("h100", "mi250x")}
+        devices = [
+            next(one for one in rows if one["of"].startswith(start) and one["ranks"] == row["ranks"])
+            for start in of.values()
+        ]
+        assert row["tokens"] == f"{int(devices[0]['tokens']):,}"
+        assert row["GiB a rank"] == f"{float(devices[0]['peak MiB']) / 1024:.1f}"
+        assert [row["s, H100"], row["s, MI250X die"]] == rounded(*(float(one["s"]) for one in devices))
+        assert {one["limited by"].split(", ")[0] for one in devices} == {row["what takes most of the time"]}
+    prose = " ".join(section.split())
+    alone, short, long = (
+        growth(rows, of="step of 1024 voxels a side, h100, auto", ranks="64"),
+        growth(rows, of="encoder", tokens="1024"),
+        growth(rows, of="encoder", tokens="65536"),
+    )
+    assert f"from {float(short['TFLOP']):.3f} to {float(long['TFLOP']):.0f} TFLOP" in prose
+    assert f"from {float(short['peak MiB']):.0f} to {float(long['peak MiB']):,.0f} MiB" in prose
+    assert f"on 64 it needs {float(alone['peak MiB']) / 1024:.0f} GiB and {float(alone['s']):.0f} s" in prose
+    for name, share in (("gather-kv", "46%"), ("ulysses", "heads: 12 for 512 ranks")):
+        bench = growth(rows, of=f"step of 1024 voxels a side, h100, {name}")
+        assert f"`{name}` " in prose and f" {rounded(float(bench['s']))[0]} s" in prose and share in bench["limited by"]
+    assert growth(rows, of="step of 1024 voxels a side, h100", ranks="8")["limited by"] == "memory: 160 of 75 GiB"
 
 
 def test_augmentation_is_compared_with_what_nnunet_uses_now() -> None:

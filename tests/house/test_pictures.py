@@ -6,6 +6,7 @@ import xml.etree.ElementTree as ET
 import pytest
 
 from seqpar.pipeline.schedule import Act
+from tests.support.growth_picture import growth, newest_rows, panels
 from tests.support.manual_pictures import DRAWINGS, memory, pictures, timed
 from tests.support.pages import PAGES
 
@@ -35,3 +36,20 @@ def test_a_timetable_waits_for_what_it_needs() -> None:
 
 def test_memory_is_that_of_the_page_about_plans() -> None:
     assert all(f">{total}<" in str(memory()) for total in ("57.72", "33.93", "21.68", "16.09", "12.84"))
+
+
+def test_growth_shows_each_figure_of_the_newest_table() -> None:
+    shown = {panel.title: panel.lines for panel in panels()}
+    for row in newest_rows():
+        place = float(row["ranks"])
+        if row["grows"] == "ranks" and row["ranks"] != "1":
+            for title, column in (("MiB sent by a rank", "sent MiB"), ("peak MiB of a rank", "peak MiB")):
+                assert (place, float(row[column])) in shown[title][row["of"]]
+        elif row["grows"] == "tokens" and row["s"]:
+            assert (float(row["tokens"]), float(row["s"])) in shown["TFLOP and seconds"]["seconds"]
+    steps = shown["seconds of a step, planned"]
+    assert {name: [ranks for ranks, _ in points] for name, points in steps.items()} == {
+        name: [1, 8, 64, 512] for name in ("H100", "MI250X die")
+    }
+    points = [point for lines in shown.values() for line in lines.values() for point in line]
+    assert str(growth()).count("<circle") == len(points) > 70

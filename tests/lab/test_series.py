@@ -99,9 +99,11 @@ def test_every_subject_has_an_estimate_and_a_quick_form_of_three_minutes_at_most
         assert 0 < quick <= 180 and quick < whole and once <= whole, (subject, quick, whole)
 
 
+COUNTED = ("operations", "attention", "sent", "held", "peak")
 RUNS = {  # by function, what a case comes to in a turn
     "attention": {"auto": "ulysses", "sent": 2.0**20, "ms": 3.0, "cpu_ms": 2.0, "growth": 2.0**20},
     "encoder": {"seconds": 2.0, "saved": 1e6},
+    "growth": {"s": 2.0, "limit": "", "strategy": "ulysses", **dict.fromkeys(COUNTED, 1e6)},
     "launches": (628, 4.3e10),
     "rank": {**dict.fromkeys(rank.MEASURED, 1.0)},
     "memory_by_ranks.masked": {"held": 2.0**20, "state": 1.0, "peak": 1.0, "seconds": 1.0, "tokens": 64},

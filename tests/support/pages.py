@@ -12,6 +12,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 INDEX = ROOT / "docs" / "README.md"
 LINK = re.compile(r"(?<!!)\[[^\]]*\]\(([^)\s]+)\)")
+Row = dict[str, str]  # of a table, by column
 CLUSTER = ("sbatch", "launch/slurm/chain.sh")  # these hand in jobs
 MAKE = ("make train", "make test")  # run by .ci/run, in a fresh clone
 
@@ -27,6 +28,25 @@ def links(page: Path) -> Iterator[tuple[Path, str]]:
 def without_code(text: str) -> str:
     """Returns a page's text without fenced blocks."""
     return re.sub(r"^( *)(```+).*?^\1\2 *$", "", text, flags=re.S | re.M)
+
+
+def _cells(line: str) -> list[str]:
+    return [cell.strip() for cell in line.strip().strip("|").split("|")]
+
+
+def table_rows(text: str) -> list[Row]:
+    """Returns the rows of all Markdown tables of a text, in order."""
+    rows, columns = [], list[str]()
+    lines = text.splitlines()
+    for number, line in enumerate(lines):
+        if not line.startswith("|"):
+            columns = []
+        elif not columns:
+            columns = _cells(line)
+            assert set(lines[number + 1]) <= set("|-: "), "a table has a line below its head"
+        elif set(line) - set("|-: "):
+            rows.append(dict(zip(columns, _cells(line))))
+    return rows
 
 
 def _pages() -> list[Path]:

@@ -59,7 +59,7 @@ def fewer_turns(turns: int, tokens: int) -> int:
 def _times(ranks: int, tokens: int, turns: int) -> Series:
     what = f"forward and backward of one attention, {tokens} tokens on {ranks} ranks"
     measure, row = partial(_stream, "time", ranks, tokens), partial(time_row, ranks, tokens)
-    return Series(what, tuple(_makes(ranks)), turns, TURN_S.get(tokens, 30.0), measure, row)
+    return Series(what, tuple(makes(ranks)), turns, TURN_S.get(tokens, 30.0), measure, row)
 
 
 def _growth(ranks: int, tokens: int) -> Series:
@@ -68,7 +68,7 @@ def _growth(ranks: int, tokens: int) -> Series:
         return {"ranks": ranks, "tokens": tokens, "strategy": case, "growth_mib": growth}
 
     what = f"growth of memory in forward and backward of one attention, {tokens} tokens on {ranks} ranks"
-    return Series(what, tuple(_makes(ranks)), 1, 60.0, partial(_stream, "memory", ranks, tokens), row)
+    return Series(what, tuple(makes(ranks)), 1, 60.0, partial(_stream, "memory", ranks, tokens), row)
 
 
 def _stream(measure: str, ranks: int, tokens: int, turns: int) -> Generator[tuple[str, Any], None, None]:
@@ -137,12 +137,13 @@ def _projected(name: str, mesh: Mesh, sizes: Sequence[int]) -> Act:
     return act
 
 
-def _makes(size: int) -> dict[str, Make]:
+def makes(size: int) -> dict[str, Make]:
     """Returns the strategies and peers to measure on ``size`` ranks."""
     names = ["gather-kv", "ulysses"] + (["hybrid:2"] if size % 2 == 0 and size > 2 else [])
     result: dict[str, Make] = {name: partial(_exchanged, name) for name in names}
     result |= {f"{name}{PROJECTED}": partial(_projected, name) for name in names[:2]}
-    return {**result, f"gather-x{PROJECTED}": _gathered, **attention_peers(HEADS, WIDTH // HEADS)}
+    peers = attention_peers(HEADS, WIDTH // HEADS) if size > 1 else {}  # which need a process group
+    return {**result, f"gather-x{PROJECTED}": _gathered, **peers}
 
 
 def _shares(tokens: int, size: int) -> list[int]:
@@ -152,7 +153,7 @@ def _shares(tokens: int, size: int) -> list[int]:
 def measure_times(mesh: Mesh, turns: int, tokens: int) -> Generator[dict[str, Any], None, None]:
     """Yields each strategy's times on this rank, turn after turn, with ``auto``'s choice and the bytes sent."""
     sizes = _shares(tokens, mesh.seq.size)
-    acts = {name: make(mesh, sizes) for name, make in _makes(mesh.seq.size).items()}
+    acts = {name: make(mesh, sizes) for name, make in makes(mesh.seq.size).items()}
     auto = str(fastest_strategy(Layer(tuple(sizes), HEADS, WIDTH), CPU)[0])
     sent = {}
     for name, act in acts.items():
@@ -173,7 +174,7 @@ def measure_times(mesh: Mesh, turns: int, tokens: int) -> Generator[dict[str, An
 def measure_growth(mesh: Mesh, turns: int, tokens: int) -> Generator[dict[str, Any], None, None]:
     """Yields by how much each strategy raises the resident size of the rank where it grows most."""
     for _ in range(turns):
-        for name, make in _makes(mesh.seq.size).items():
+        for name, make in makes(mesh.seq.size).items():
             make(mesh, _shares(64 * mesh.seq.size, mesh.seq.size))()  # makes connections and threads
             act = make(mesh, _shares(tokens, mesh.seq.size))
             Path("/proc/self/clear_refs").write_text("5")  # resets the highest size

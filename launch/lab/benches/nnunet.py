@@ -13,13 +13,12 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from types import SimpleNamespace
 
 import numpy as np
 import torch
 from torch import nn
 
-from lab.benches.other_libraries import UNETS
+from lab.benches.other_libraries import UNETS, nnunets_predictor
 from lab.benches.series import Row, Runs, Series, alternate, measure_apart, ratio, spread
 from seqpar.cluster.torch_setup import keep_memory
 from seqpar.models.build import build_loss, build_network
@@ -157,16 +156,7 @@ def _their_step(net: nn.Module) -> Callable[[], object]:
 
 
 def _their_prediction(net: nn.Module) -> Callable[[], object]:
-    from nnunetv2.inference.predict_from_raw_data import (  # type: ignore[import-not-found, unused-ignore]
-        nnUNetPredictor,
-    )
-
-    predictor = nnUNetPredictor(
-        use_mirroring=False, perform_everything_on_device=False, device=torch.device("cpu"), allow_tqdm=False
-    )
-    predictor.configuration_manager = SimpleNamespace(patch_size=list(TILE))
-    predictor.label_manager = SimpleNamespace(num_segmentation_heads=CLASSES)
-    predictor.network, predictor.allowed_mirroring_axes = net.eval(), None
+    predictor = nnunets_predictor(net, TILE, CLASSES, mirror=False)
     image = torch.randn(1, *SHAPE)
 
     def predict() -> object:

@@ -3,7 +3,8 @@
 Attention: DeepSpeed's ``DistributedAttention`` (Ulysses), and the ring of torch's context parallelism, called with
 torch's CPU kernel because its public function refuses the CPU. U-Nets: nnU-Net's own
 (``dynamic-network-architectures``; install it with ``--no-deps``, or pip brings another torch), MONAI's, and one of
-torch's modules alone. Pipelining: torch's own, one stage a rank, of our U-Net and with our cut.
+torch's modules alone. Pipelining: torch's own, one stage a rank, of our U-Net and with our cut. Windows over a volume:
+nnU-Net's predictor and MONAI's ``sliding_window_inference``.
 """
 
 import importlib
@@ -11,7 +12,7 @@ import importlib.util
 import itertools
 from collections.abc import Callable, Sequence
 from functools import partial
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -201,6 +202,50 @@ def _by_kind(net: nn.Module) -> list[list[nn.Module]]:
         elif isinstance(module, nn.Conv3d):
             (heads if max(module.kernel_size) == 1 else convs).append(module)
     return [convs, ups, norms, heads[::-1]]
+
+
+def nnunets_predictor(net: nn.Module, tile: Sequence[int], num_classes: int, mirror: bool) -> Any:
+    """Returns nnU-Net's own predictor of a network, on the CPU and else at its defaults.
+
+    - ``mirror``: also predict all flips of each window, which is its default
+    """
+    from nnunetv2.inference.predict_from_raw_data import (  # type: ignore[import-not-found, unused-ignore]
+        nnUNetPredictor,
+    )
+
+    predictor = nnUNetPredictor(
+        use_mirroring=mirror, perform_everything_on_device=False, device=torch.device("cpu"), allow_tqdm=False
+    )
+    predictor.configuration_manager = SimpleNamespace(patch_size=list(tile))
+    predictor.label_manager = SimpleNamespace(num_segmentation_heads=num_classes)
+    predictor.network, predictor.allowed_mirroring_axes = net.eval(), (0, 1, 2) if mirror else None
+    return predictor
+
+
+def _nnunets_windows(net: nn.Module, image: Tensor, tile: Sequence[int], num_classes: int, mirror: bool) -> Tensor:
+    logits: Tensor = nnunets_predictor(net, tile, num_classes, mirror).predict_sliding_window_return_logits(image)
+    return logits
+
+
+def _monais_windows(net: nn.Module, image: Tensor, tile: Sequence[int], num_classes: int, mirror: bool) -> Tensor:
+    from monai.inferers import sliding_window_inference  # type: ignore[import-not-found, unused-ignore]
+
+    assert not mirror, "MONAI flips no windows"
+    logits: Any = sliding_window_inference(image[None], tuple(tile), 1, net)
+    return logits[0]  # type: ignore[no-any-return]
+
+
+# name → what predicts a volume ``c W D H`` by its windows, given network, image, tile, classes, and whether to mirror
+WINDOWS: dict[str, Callable[[nn.Module, Tensor, Sequence[int], int, bool], Tensor]] = {
+    "nnU-Net": _nnunets_windows,
+    "MONAI": _monais_windows,
+}
+
+
+def windows_here() -> list[str]:
+    """Returns the libraries whose windows can be computed here."""
+    packages = {"nnU-Net": "nnunetv2", "MONAI": "monai"}
+    return [name for name in WINDOWS if importlib.util.find_spec(packages[name])]
 
 
 _PIPELINING = "torch.distributed.pipelining"

@@ -1,8 +1,11 @@
 """Compares a pass over a whole volume with sliding windows: time, memory, and seams at the borders of windows.
 
-Each run has a new process, so that its peak memory is its own. Times are CPU seconds, which a busy machine affects
-little. Ratios are relative to the first row, the whole pass. ``seam`` says how many times more the probabilities change
-between neighbouring rows of voxels at window borders than elsewhere. ``parts`` shows where the time goes.
+Windows are ours, and those of nnU-Net and MONAI at their defaults: with nnU-Net a step of half a tile, Gaussian weights
+and all mirrored views, with MONAI an overlap of 0.25 and equal weights. Where nnU-Net is not installed, our code
+computes its windows, and the row says so. Each run has a new process, so that its peak memory is its own. Times are CPU
+seconds, which a busy machine affects little. Ratios are relative to the first row, the whole pass. ``seam`` says how
+many times more the probabilities change between neighbouring rows of voxels at window borders than elsewhere.
+``parts`` shows where the time goes.
 """
 
 import math
@@ -13,7 +16,7 @@ import statistics
 import time
 from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -21,6 +24,7 @@ import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
+from lab.benches.other_libraries import WINDOWS, windows_here
 from lab.benches.series import Row, Runs, Series, alternate, ratio
 from lab.benches.step_profile import KINDS, seconds_by_kind
 from seqpar.cluster.torch_setup import keep_memory
@@ -29,10 +33,11 @@ from seqpar.parallel.launcher import Launcher
 from seqpar.parallel.mesh import Group
 from seqpar.parallel.rendezvous import join
 from seqpar.prediction.sliding_window import sliding_window, whole_volume
-from seqpar.prediction.window_grid import Sliding, WindowGrid
+from seqpar.prediction.window_grid import Sliding, WindowGrid, mirrors
 from seqpar.settings.config import Config
 
 SHAPE, TILES, OVERLAP = (240, 240, 155), (96, 64), 0.5
+NNUNET, MONAI = "nnU-Net", "MONAI"
 NETWORK = Config(
     tile=(96, 96, 96), patch=(16, 16, 16), embed_dim=192, depth=6, heads=6, decoder_width=32, positions="sincos"
 )
@@ -41,19 +46,58 @@ U_NET = Config(network="nnunet-plain", tile=(96, 96, 96), stages=STAGES, feature
 PARTS = (*(name for name in KINDS if name != "messages"), "norms, sums, activations", "between operators")
 
 
+@dataclass(frozen=True)
+class Way:
+    """How a volume is predicted: by windows of ``tile`` voxels a side; 0: in one pass.
+
+    - ``by``: whose code slides the window; "": ours
+    - ``rule``: where windows start and what their voxels weigh
+    - ``is_mirrored``: whether all flips of each window are predicted too
+    """
+
+    tile: int = 0
+    by: str = ""
+    rule: str = "stride"
+    overlap: float = OVERLAP
+    is_mirrored: bool = False
+
+    def __str__(self) -> str:
+        if not self.tile:
+            return "whole"
+        own = self.by or ("" if self.rule == "stride" else f"as {self.rule}, by our code")
+        words = [f"sliding {self.tile}", f"overlap {self.overlap}", *[own] * bool(own)]
+        return ", ".join([*words, *["mirrored"] * self.is_mirrored])
+
+    @property
+    def sliding(self) -> Sliding:
+        """The windows as ours; nnU-Net's are summed in half precision."""
+        sums = "half" if self.rule == "nnU-Net" else "float"
+        mirror = (0, 1, 2) if self.is_mirrored else ()
+        return Sliding((self.tile,) * 3, self.overlap, "gaussian", 1, mirror, self.rule, sums)
+
+
+def peers(tile: int) -> list[Way]:
+    """Returns nnU-Net's windows, without mirrored views and with them, and those of MONAI if it is installed."""
+    nnunet = NNUNET if NNUNET in windows_here() else ""
+    monai = [Way(tile, MONAI, overlap=0.25)] if MONAI in windows_here() else []
+    return [Way(tile, nnunet, NNUNET), *monai, Way(tile, nnunet, NNUNET, is_mirrored=True)]
+
+
 def series(quick: bool = False) -> list[Series]:
-    """Returns a series for a ViT and one for a U-Net; if quick, with windows of the first tile only."""
+    """Returns a series for a ViT and one for a U-Net; if quick, with windows of the first tile, none mirrored."""
     tiles = TILES[:1] if quick else TILES
-    return [of_network(config, SHAPE, tiles, 4) for config in (NETWORK, U_NET)]
+    ways = [Way(), *map(Way, tiles), *(way for way in peers(tiles[0]) if not (quick and way.is_mirrored))]
+    return [of_network(config, SHAPE, ways, 4) for config in (NETWORK, U_NET)]
 
 
-def of_network(config: Config, shape: Sequence[int], tiles: Sequence[int], num_classes: int) -> Series:
-    """Returns a network's series: a whole pass, and sliding windows of each tile."""
-    cases = {_name(tile): tile for tile in (0, *tiles)}
+def of_network(config: Config, shape: Sequence[int], ways: Sequence[Way], num_classes: int) -> Series:
+    """Returns a network's series; the first of ``ways`` is what others are compared with."""
+    cases = {str(way): way for way in ways}
+    first = str(ways[0])
 
     def row(case: str, runs: Runs) -> Row:
         def to_whole(column: str) -> float | str:
-            return ratio(*([run[column] for run in runs[name]] for name in (case, _name(0))))
+            return ratio(*([run[column] for run in runs[name]] for name in (case, first)))
 
         columns = {name: statistics.median(run[name] for run in runs[case]) for name in runs[case][0]}
         network = "" if config.network == "vit" else f", {config.network}"
@@ -69,36 +113,27 @@ def of_network(config: Config, shape: Sequence[int], tiles: Sequence[int], num_c
     measure = partial(
         alternate, tuple(cases), lambda case: predict_apart(tuple(shape), cases[case], config, num_classes)
     )
-    return Series(what, tuple(cases), 1, 15.0 * len(cases), measure, row)
-
-
-def _name(tile: int) -> str:
-    return f"sliding {tile}, overlap {OVERLAP}" if tile else "whole"
+    seconds = sum(100.0 if way.is_mirrored else 15.0 for way in ways)
+    missing = "" if MONAI in windows_here() else "MONAI is not installed: without a row."
+    return Series(what, tuple(cases), 1, seconds, measure, row, lambda _: missing)
 
 
 def predict_apart(
-    shape: tuple[int, ...],
-    tile: int,
-    config: Config,
-    num_classes: int,
-    overlap: float = OVERLAP,
-    profiled: bool = False,
+    shape: tuple[int, ...], way: Way, config: Config, num_classes: int, profiled: bool = False
 ) -> dict[str, Any]:
-    """Returns what a new process measures of a prediction by windows of ``tile``; 0: by a whole pass.
+    """Returns what a new process measures of a prediction.
 
     If ``profiled``, ``kinds`` has the seconds of its operators by kind; profiling slows the pass down.
     """
     context = multiprocessing.get_context("spawn")
     reader, writer = context.Pipe(duplex=False)
-    child = context.Process(target=_measure, args=(writer, shape, tile, config, num_classes, overlap, profiled))
+    child = context.Process(target=_measure, args=(writer, shape, way, config, num_classes, profiled))
     child.start()
     writer.close()
     try:
         run: dict[str, Any] = reader.recv()
     except EOFError:
-        raise MemoryError(
-            f"predicting {shape} voxels by tile {tile or 'whole'} ended without a result, as when killed"
-        ) from None
+        raise MemoryError(f"predicting {shape} voxels ({way}) ended without a result, as when killed") from None
     except KeyboardInterrupt:
         child.kill()
         raise
@@ -107,34 +142,39 @@ def predict_apart(
     return run
 
 
-def _measure(
-    result: Any, shape: tuple[int, ...], tile: int, config: Config, num_classes: int, overlap: float, profiled: bool
-) -> None:
+def _measure(result: Any, shape: tuple[int, ...], way: Way, config: Config, num_classes: int, profiled: bool) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process that started this one
     torch.set_num_threads(1)
     keep_memory()  # as predict does
     mesh = join(Launcher("bench"), None, 1, torch.device("cpu"))
-    if tile:  # the same weights: sine-cosine positions fit every tile
-        config = replace(config, tile=(tile,) * 3)
+    if way.tile:  # the same weights: sine-cosine positions fit every tile
+        config = replace(config, tile=(way.tile,) * 3)
     net = build_network(config, 1, num_classes, Group("seq")).eval()
     image = torch.randn(1, *shape, generator=torch.Generator().manual_seed(0))
-    sliding = Sliding((tile or config.tile[0],) * 3, overlap)
+    sliding = way.sliding if way.tile else Sliding(config.tile, way.overlap)
     window_grid = WindowGrid.of(shape, sliding)
-    with profile(activities=[ProfilerActivity.CPU]) if profiled else nullcontext(), torch.no_grad():
-        net(torch.zeros(1, 1, *config.tile))  # excludes one-time work, such as starting the profiler
-    profiler = profile(activities=[ProfilerActivity.CPU]) if profiled else None
-    with profiler or nullcontext():  # whose own end takes a second
-        before, began = _peak(), time.process_time()
-        slabs = sliding_window([net], image, sliding, mesh) if tile else whole_volume([net], image, mesh)
-        logits = torch.cat([slab.logits for slab in slabs], 1)
-        seconds, peak = time.process_time() - began, _peak() - before
     padded = (-(-side // p) * p for side, p in zip(shape, net.layout.patch))
-    voxels = len(window_grid.corners) * tile**3 if tile else math.prod(padded)
+    views = len(mirrors(sliding.mirror, 3))
+    voxels = views * len(window_grid.corners) * way.tile**3 if way.tile else math.prod(padded)
+
+    def predict(image: Tensor) -> Tensor:
+        if way.by:
+            return WINDOWS[way.by](net, image, config.tile, num_classes, way.is_mirrored)
+        slabs = sliding_window([net], image, sliding, mesh) if way.tile else whole_volume([net], image, mesh)
+        return torch.cat([slab.logits for slab in slabs], 1)
+
+    with profile(activities=[ProfilerActivity.CPU]) if profiled else nullcontext(), torch.no_grad():
+        predict(torch.zeros(1, *config.tile))  # excludes one-time work, such as starting the profiler
+    profiler = profile(activities=[ProfilerActivity.CPU]) if profiled else None
+    with profiler or nullcontext(), torch.no_grad():  # the profiler's own end takes a second
+        before, began = _peak(), time.process_time()
+        logits = predict(image)
+        seconds, peak = time.process_time() - began, _peak() - before
     measured: dict[str, Any] = {
         "cpu_s": seconds,
         "peak_mb": peak,
         "voxels": voxels,
-        "seam": seam_strength(logits.softmax(0), window_grid),
+        "seam": seam_strength(logits.float().softmax(0), window_grid),
     }
     if profiler:
         measured["kinds"] = seconds_by_kind(profiler.key_averages())
@@ -160,7 +200,7 @@ def parts_of(configs: Sequence[Config], shape: tuple[int, ...], tile: int, turns
 
     def measure(case: str) -> dict[str, float]:
         config, windows = cases[case]
-        run = predict_apart(shape, windows, config, 4, profiled=True)
+        run = predict_apart(shape, Way(windows), config, 4, profiled=True)
         seconds = [run["kinds"][name] for name in PARTS[:-2]] + [run["kinds"][""]]
         seconds.append(run["cpu_s"] - sum(seconds))
         return {"all": 1e9 * run["cpu_s"] / run["voxels"]} | {
