@@ -5,6 +5,7 @@ import os
 import re
 import sys
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 
 from seqpar.cluster import exit_codes
@@ -15,6 +16,7 @@ from seqpar.data.addresses import local_file
 from seqpar.data.dicom_series import load_highdicom
 from seqpar.decoders.modes.named_modes import MODES
 from seqpar.models.classifier import WAYS
+from seqpar.parallel.consensus import refuse_unequal
 from seqpar.parallel.launcher import read_launcher
 from seqpar.parallel.mesh import Mesh
 from seqpar.parallel.processes import die_with_parent
@@ -33,6 +35,7 @@ from seqpar.settings.parser import Parser
 from seqpar.settings.run_settings import DEVICE_KINDS, UNKNOWN_TRAINERS
 from seqpar.tasks.lookup import task_of
 from seqpar.weights.nnunet_results import PLANS_NAME, TRAINER, find_results
+from seqpar.weights.weight_files import digest
 
 RUN = "run"  # the temperature that a run's validation fitted
 
@@ -59,10 +62,22 @@ def act(arguments: Sequence[str]) -> int:
     set_arithmetic("tf32" if all(member.settings.precision == "tf32" for member in members) else "fp32")
     with start(seqpar, device=options.device) as mesh:
         try:
+            _refuse_unequal_ranks(request, members, mesh)
             faults = task_of(members[0].run.config).predict(request, members, mesh)
         except Exception as error:
             return _exit_code(error, mesh)
     return exit_codes.DATA if faults else 0
+
+
+def _refuse_unequal_ranks(request: Request, members: Sequence[EnsembleMember], mesh: Mesh) -> None:
+    """Raises ValueError on every rank if some predict otherwise than the first, or with other weights."""
+    if mesh.world.size > 1:  # weights are read whole for this
+        settings = {name: value for name, value in asdict(request).items() if name not in ("inputs", "output", "only")}
+        for number, member in enumerate(members, 1):
+            which = f" of run {number}" * (len(members) > 1)
+            settings |= {f"{name}{which}": value for name, value in asdict(member.settings).items()}
+        weights = [[digest(path) for path in member.weights] for member in members]
+        refuse_unequal(settings, {"has other weights than rank 0 in its RUN": weights}, mesh.world)
 
 
 def _exit_code(error: Exception, mesh: Mesh) -> int:
@@ -207,7 +222,7 @@ def _parser() -> Parser:
         help="nnU-Net's networks by a trainer that is not one of its own: take them if all tensors fit the plan's "
         "network (default), or refuse them")  # fmt: skip
     add("--checkpoint", nargs="+", action="extend", metavar="WHICH",
-        help="best (default; of nnU-Net's: final), latest or a file of weights; logits of several are averaged")  # fmt: skip
+        help="best (nnU-Net: final), latest or a file of weights; logits of several are averaged")  # fmt: skip
     add("--window", choices=WINDOWS,
         help="windows of the training tile, or one pass (default: as validated)")  # fmt: skip
     add("--force", action="store_true", help="predict whole volumes with nnU-Net's networks anyway")

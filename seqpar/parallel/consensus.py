@@ -3,11 +3,12 @@
 Everything here travels on the CPU, independently of the device's work, and is not counted as the groups' traffic.
 """
 
+import hashlib
 import json
 import pickle
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -145,6 +146,29 @@ def gather_texts(text: str, group: Group) -> list[str]:
     page[: len(letters)] = letters
     pages = gather_rows(page, group)
     return [bytes(page[: int(length)].tolist()).decode() for page, length in zip(pages, lengths)]
+
+
+def refuse_unequal(settings: Mapping[str, Any], content: Mapping[str, Any], group: Group) -> None:
+    """Raises ValueError on every rank if some were started with other settings than the first, or work on other files.
+
+    - ``settings``: by name, as the error shows them
+    - ``content``: what is compared only, by what the error says of a rank where it differs
+    """
+    own = {**settings, **{told: _digest(json.dumps(value, default=str)) for told, value in content.items()}}
+    text = json.dumps(own, default=str)
+    if group.size == 1 or len({*gather_texts(_digest(text), group)}) == 1:
+        return
+    first, *others = map(json.loads, gather_texts(text, group))
+    rank, other = next((rank, other) for rank, other in enumerate(others, 1) if other != first)
+    names = [name for name in {**first, **other} if name not in content and first.get(name) != other.get(name)]
+    theirs, ours = (", ".join(f"{name} {each.get(name)}" for name in names) for each in (other, first))
+    differing = next((told for told in content if first[told] != other[told]), "")
+    told = f"has {theirs}, and rank 0 has {ours}" if names else differing
+    raise ValueError(f"rank {rank} {told}: start all ranks with the same command, on the same files")
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def _letters(text: str) -> Tensor:

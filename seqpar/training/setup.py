@@ -1,7 +1,5 @@
 """Sets a run up: folder, network, trainer, the lines that say what it will do; what a resumed run must keep."""
 
-import hashlib
-import json
 import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
@@ -20,7 +18,7 @@ from seqpar.data.formats.splits import patients_on_both_sides
 from seqpar.data.phantom.phantom_files import is_generated
 from seqpar.models.build import build_network, family_of
 from seqpar.models.network import Network, Resizing
-from seqpar.parallel.consensus import gather_texts, raise_on_all_ranks, run_on_rank0
+from seqpar.parallel.consensus import gather_texts, raise_on_all_ranks, refuse_unequal, run_on_rank0
 from seqpar.parallel.launcher import Launcher
 from seqpar.parallel.mesh import Group, Mesh
 from seqpar.pipeline.stages import StageMap
@@ -72,21 +70,8 @@ def refuse_unequal_ranks(config: Config, data: TrainingData, group: Group) -> No
     """
     described = {name: value for name, value in data.describe().items() if name != "prepared"}
     digests = [data.dataset.cases[case].digest for case in (*data.train_ids[:1], *data.train_ids[-1:])]
-    own = {name: value for name, value in asdict(config).items() if name not in _MAY_DIFFER}
-    own["data"] = _digest(json.dumps([described, digests], default=str))
-    text = json.dumps(own, default=str)
-    if len({*gather_texts(_digest(text), group)}) == 1:
-        return
-    first, *others = map(json.loads, gather_texts(text, group))
-    rank, other = next((rank, other) for rank, other in enumerate(others, 1) if other != first)
-    names = [name for name in first if first[name] != other[name] and name != "data"]
-    theirs, ours = (", ".join(f"{name} {each[name]}" for name in names) for each in (other, first))
-    told = f"has {theirs}, and rank 0 has {ours}" if names else "finds other data than rank 0 in its --data"
-    raise ValueError(f"rank {rank} {told}: start all ranks with the same command, on the same data")
-
-
-def _digest(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()
+    settings = {name: value for name, value in asdict(config).items() if name not in _MAY_DIFFER}
+    refuse_unequal(settings, {"finds other data than rank 0 in its --data": [described, digests]}, group)
 
 
 def cases_that_changed_sides(began: Mapping[str, Any], now: Mapping[str, Any]) -> str:

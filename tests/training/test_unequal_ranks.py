@@ -1,14 +1,16 @@
-"""Ranks that were started with other flags or data than the first are refused, on all of them and before a step."""
+"""Ranks that were started with other flags or data than the first are refused, on all of them and before they begin."""
 
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from seqpar.cli import train
+from seqpar.cli import predict, train
 from seqpar.cluster.exit_codes import USAGE
 from tests.support.folders import nnunet
+from tests.support.predictions import SMALL, make_run, write_images
 from tests.support.training_runs import Launch, prepare, tiny_data
 
 
@@ -35,3 +37,27 @@ def test_ranks_with_other_flags_or_data_are_refused(tmp_path: Path, second: Sequ
         assert launch.wait() == [USAGE if says else 0] * 2, launch.said()
     assert says in launch.said(0)
     assert (tmp_path / "run" / "metrics.jsonl").exists() is not bool(says)
+
+
+@pytest.mark.parametrize(
+    ("run", "more", "says"),
+    [
+        ("other", [], "rank 1 has other weights than rank 0 in its RUN"),
+        ("run", ["--overlap", "0.25"], "rank 1 has overlap 0.25, and rank 0 has overlap 0.5"),
+        ("run", [], ""),
+    ],
+    ids=["weights", "flags", "alike"],
+)
+def test_ranks_that_predict_otherwise_are_refused(tmp_path: Path, run: str, more: Sequence[str], says: str) -> None:
+    images, out = write_images(tmp_path / "images"), tmp_path / "predictions"
+    for name, seed in (("run", 0), ("other", 1)):
+        make_run(tmp_path / name, config=replace(SMALL, seed=seed))
+    line = ["-i", str(images), "-o", str(out), "--device", "cpu"]
+
+    def act(arguments: Sequence[str]) -> int:
+        is_second = os.environ["RANK"] == "1"
+        return predict.act([str(tmp_path / (run if is_second else "run")), *line, *(more if is_second else ())])
+
+    with Launch(2, [], tmp_path / "unused", act=act) as launch:
+        assert launch.wait() == [USAGE if says else 0] * 2, launch.said()
+    assert says in launch.said(0) and out.exists() is not bool(says)
