@@ -208,6 +208,7 @@ class ProgressBar:
 
     def __init__(self, activity: str) -> None:
         self.activity, self.start, self.tenth = activity, time.monotonic(), -1
+        self._first: tuple[float, float] | None = None  # what was done first, and after how long: work begins slowly
         self._display = Display("stderr")
 
     def __call__(self, done: float, total: int) -> None:
@@ -217,7 +218,11 @@ class ProgressBar:
         spent, is_over = time.monotonic() - self.start, done >= total
         fields = [f"{self.activity} {quantity(total, 'case')} {bar(done / total)} {done / total:.0%}"]
         if not is_over:
-            fields.append(f"{clock(spent / done * (total - done))} left" if done else "? left")
+            if done and self._first is None:
+                self._first = spent, done
+            first_s, first = self._first or (0.0, done)
+            rest = f"{clock((spent - first_s) / (done - first) * (total - done))} left" if done > first else "? left"
+            fields.append(rest)
         fields.append(f"{clock(spent)} so far" if not is_over else f"in {spent:.0f} s")
         tenth = int(done * 10 / total)
         if is_over and self.tenth == 10:

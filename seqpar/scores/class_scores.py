@@ -210,6 +210,31 @@ def fewest_cases(content: Mapping[str, Any], score: str) -> int:
     return int(content["cases"] if score == "accuracy" else min(counts, default=0))
 
 
+def baseline(summary: Mapping[str, Any]) -> str:
+    """Returns what a constant answer reaches, next to which an accuracy is to be read."""
+    name, row = max(summary["classes"].items(), key=lambda item: item[1]["cases"])
+    return f"Always answering {name} has an accuracy of {row['cases'] / max(1, summary['cases']):.3f}."
+
+
+def caution_of_guesses(summary: Mapping[str, Any]) -> str:
+    """Returns a sentence if a constant answer, chance or exchanged classes explain the scores; else ""."""
+    present = [name for name, row in summary["classes"].items() if row["cases"]]
+    if len(present) == 1:
+        return (
+            f"All cases are of the class {present[0]}, so that a constant answer would be right for each of them: the "
+            "balanced accuracy is this class's sensitivity alone, and nothing tells how often others are taken for it."
+        )
+    low, high = summary["intervals"].get("AUC") or (1.0, 1.0)
+    if high < 0.5:
+        return (
+            f"The AUC is below 0.5, also within its interval ({low:.3f} to {high:.3f}): the network ranks the cases "
+            "the wrong way round, as when classes are exchanged in the labels of either data set."
+        )
+    if low <= 0.5:
+        return f"Guessing could reach these scores: the interval of the AUC ({low:.3f} to {high:.3f}) includes 0.5."
+    return ""
+
+
 def words_of_interval(interval: Sequence[float] | None, count: int) -> str:
     """Returns the interval of a score in words, "" if there is none; ``count``: of the cases that it rests on."""
     if count < FEW:

@@ -114,14 +114,14 @@ def test_a_bar_over_cases_shows_parts_of_cases_and_what_is_left(monkeypatch: pyt
     monkeypatch.setattr(sys, "stderr", log := io.StringIO())
     clock = stopped_clock(monkeypatch)
     show = ProgressBar("preparing")
-    clock[0] += 30
-    for done in (0, 0.31, 0.35, 1.5, 2, 2):
+    for seconds, done in ((30, 0), (0, 0.31), (0, 0.35), (23, 1.5), (10, 2), (0, 2)):
+        clock[0] += seconds
         show(done, 2)
     lines = log.getvalue().splitlines()
     assert [line.split("  ")[:2] for line in lines[1:]] == [
-        ["preparing 2 cases ██·········· 16%", "2:43 left"],
-        ["preparing 2 cases █████████··· 75%", "0:10 left"],
-        ["preparing 2 cases ████████████ 100%", "in 30 s"],
+        ["preparing 2 cases ██·········· 16%", "? left"],
+        ["preparing 2 cases █████████··· 75%", "0:09 left"],
+        ["preparing 2 cases ████████████ 100%", "in 63 s"],
     ]
     assert lines[0] == "preparing 2 cases ············ 0%  ? left  0:30 so far"
 

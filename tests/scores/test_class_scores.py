@@ -18,8 +18,10 @@ from seqpar.data.errors import DataError
 from seqpar.scores import class_scores
 from seqpar.scores.class_scores import (
     area_under_roc,
+    baseline,
     bootstrap,
     calibration,
+    caution_of_guesses,
     describe_share,
     fewest_cases,
     interval_of_balanced,
@@ -323,3 +325,17 @@ def test_printed_counts_stand_under_the_class_that_was_predicted() -> None:
     head, healthy, ill = class_lines(content)[-3:]
     ends = [head.index(f"predicted {name}") + len(f"predicted {name}") for name in ("healthy", "ill")]
     assert [[row[:end].split()[-1] for end in ends] for row in (healthy, ill)] == [["1", "1"], ["0", "1"]]
+
+
+def test_scores_that_a_guess_could_have_are_cautioned() -> None:
+    def caution(truth: list[int], ill: list[float]) -> str:
+        probabilities = np.stack([1 - np.array(ill), np.array(ill)], 1)
+        return caution_of_guesses(score_classes(truth, probabilities, ["healthy", "ill"]))
+
+    one, other = [0] * 10 + [1] * 10, [0.1] * 10 + [0.9] * 10
+    assert caution(one, other) == ""
+    assert caution(one, [0.5] * 10 + [0.4, 0.6] * 5).startswith("Guessing could reach these scores")
+    assert "the wrong way round" in caution(one, other[::-1])
+    assert "All cases are of the class ill" in caution([1] * 10, [0.9] * 10)
+    summary = score_classes([0] * 9 + [1], np.full((10, 2), 0.5), ["healthy", "ill"])
+    assert baseline(summary) == "Always answering healthy has an accuracy of 0.900."

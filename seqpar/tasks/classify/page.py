@@ -42,7 +42,9 @@ from seqpar.report.run_page import FinishedPage, is_neurological, render_run, tr
 from seqpar.report.tables import HeadlineTile, Score, Table, TableHead, TableRow, tiles_of_steps
 from seqpar.runs.metrics_tail import with_other_weights
 from seqpar.scores.class_scores import (
+    baseline,
     calibration,
+    caution_of_guesses,
     describe_share,
     fewest_cases,
     interval_of_balanced,
@@ -155,6 +157,7 @@ def class_page(options: argparse.Namespace, record: RunRecord) -> FinishedPage:
         groups, _ = seen.apart(case["case"] for case in summary["metric_per_case"])
         cautions += filter(None, [about_scans(next(iter(groups.values())), subjects)])
     scores = _scores(summary, options.positive, step, seen) if summary else None
+    cautions += filter(None, [scores.caution]) if scores else []
     if scores and summary and not is_other:
         tiles = tiles_of_steps(scores.tiles, int(summary.get("step") or 0), row_of_best(record), "scores")
         unused = with_other_weights(int(summary.get("step") or 0), best_step(record))
@@ -191,6 +194,7 @@ class _Scores:
     step: str
     note: str
     about: str
+    caution: str
 
 
 def _scores(summary: Summary, positive: str | None, step: str, seen: Seen = NONE_SEEN) -> _Scores:
@@ -204,11 +208,12 @@ def _scores(summary: Summary, positive: str | None, step: str, seen: Seen = NONE
     diagrams = [*roc_diagrams(shown, positive), *calibrated]
     charts = draw_charts([replace(d, quantity=f"{d.quantity}{f', {mark}' * bool(mark)}") for d in diagrams], width=360)
     note, about = "" if calibrated else uncalibrated(shown), ABOUT.format(guess=1 / len(summary["names"]))
+    about += f" {baseline(shown)}"
     if len(summary["names"]) > 2:
         about += " AUC: each class against the others, averaged over classes."
     tiles = headline(shown) if not told or next(iter(each)) in (NEW, CHOSE) else []
     tables = classes_table(shown, positive), confusion_table(shown)
-    return _Scores(tiles, told, apart, *tables, charts, step, note, about)
+    return _Scores(tiles, told, apart, *tables, charts, step, note, about, caution_of_guesses(shown))
 
 
 def _row_of(summary: Summary) -> dict[str, Score]:
