@@ -36,6 +36,11 @@ class Site:
         return self.device.type == "cuda"
 
     @property
+    def full_size(self) -> bool:
+        """Whether networks and volumes are as large as on a GPU; tests turn it off there."""
+        return self.on_gpu
+
+    @property
     def left_s(self) -> float:
         return self.until - time.monotonic()
 

@@ -58,7 +58,7 @@ def check_convolutions(site: Site) -> Outcome:
     """Compares bf16 convolutions with float32 ones of the same numbers, in both memory formats."""
     errors = dict[str, Error]()
     torch.manual_seed(0)
-    for channels, out, grid in ON_GPU if site.on_gpu else ON_CPU:
+    for channels, out, grid in ON_GPU if site.full_size else ON_CPU:
         x = torch.randn(1, channels, *grid, device=site.device).bfloat16()
         weight = (torch.randn(out, channels, 3, 3, 3, device=site.device) / (27 * channels) ** 0.5).bfloat16()
         grad = torch.randn(1, out, *grid, device=site.device).bfloat16()

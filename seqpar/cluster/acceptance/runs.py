@@ -32,6 +32,7 @@ TINY = """
     --no-batch-dice --augment none --epochs 1 --val-every 0 --val-cases 1 --val-overlap 0 --spacing 4,4,4
     --precision fp64
 """
+SMALL = "--tile 32 --embed-dim 48 --heads 2 --depth 2 --workers 0 --decoder-width 4 --val-overlap 0 --spacing 4,4,4"
 STEPS = 8
 LIMIT_S = 400.0
 
@@ -91,7 +92,7 @@ def check_groups(site: Site) -> Outcome:
 
 def check_stops(site: Site) -> Outcome:
     """Checks that a run resumes after a stop and after losing a rank, with the losses of an undisturbed run."""
-    steps = 120 if site.on_gpu else 40  # enough to be disturbed before the last
+    steps = 120 if site.full_size else 40  # enough to be disturbed before the last
     more = "--seqpar 2 --mode halo --workers 1 --checkpoint-minutes 0.01" + " --deterministic" * site.on_gpu
     whole = train(site, "whole", tiny(steps, more))
     errors, remarks = dict[str, Error](), dict[str, str]()
@@ -127,7 +128,7 @@ def _with_remarks(outcome: Outcome, remarks: dict[str, str]) -> Outcome:
 def check_presets(site: Site) -> Outcome:
     """Checks that the presets debug and laptop learn: their last losses are below their first ones."""
     short = "--epochs 1 --iterations 12 --warmup 0 --val-every 0 --val-cases 1 --val-overlap 0"
-    laptop = "--epochs 3" if site.on_gpu else short
+    laptop = "--epochs 3" if site.full_size else short
     errors, remarks = dict[str, Error](), dict[str, str]()
     for preset, more in (("debug", ""), ("laptop", f"{laptop} --phantoms 6")):
         run = train(site, preset, ["--preset", preset, *more.split()])
@@ -147,10 +148,8 @@ def check_compiled(site: Site) -> Outcome:
     compilers = (os.environ.get("CC", "gcc"), "cc", "clang") if site.on_gpu else (os.environ.get("CXX", "g++"),)
     if not any(map(shutil.which, compilers)):
         return Outcome(LEFT_OUT, f"torch needs a compiler, and none of {', '.join(compilers)} is installed")
-    small = "--tile 32 --embed-dim 48 --heads 4 --depth 2 --workers 0 --augment none --decoder-width 4"
-    small += " --iterations 10 --val-overlap 0 --spacing 4,4,4"
-    small += " --precision fp32"  # on many CPUs a step in bf16 takes seconds
-    more = "--iterations 30" if site.on_gpu else small
+    # in float32, as on many CPUs a step in bf16 takes seconds
+    more = "--iterations 30" if site.full_size else f"{SMALL} --augment none --iterations 10 --precision fp32"
     flags = f"--preset modern --batch 1 --epochs 1 --val-every 0 --val-cases 1 --phantoms 6 --warmup 0 {more}".split()
     plain, compiled = train(site, "plain", flags), train(site, "compiled", [*flags, "--compile"])
     remarks = {name: str(run.ended) for name, run in (("plain", plain), ("compiled", compiled)) if run.ended.code}
@@ -158,7 +157,7 @@ def check_compiled(site: Site) -> Outcome:
         remarks["compiled"] = f"nothing was compiled; {compiled.ended}"
         return Outcome(WRONG, remarks["compiled"], {"remarks": remarks})
     figures = {"plain_s": plain.ended.seconds, "compiled_s": compiled.ended.seconds}
-    count, bound = (10, 0.1) if site.on_gpu else (1, 1e-2)
+    count, bound = (10, 0.1) if site.full_size else (1, 1e-2)
     error = Error(compiled.averaged(count).apart(plain.averaged(count)), bound)
     return _with_remarks(judged({"losses, compiled": error}, figures), remarks)
 
@@ -168,7 +167,7 @@ def check_graphs(site: Site) -> Outcome:
     if not site.on_gpu:
         return Outcome(LEFT_OUT, "graphs need a GPU")
     flags = "--preset modern --batch 1 --accumulate 2 --iterations 20 --epochs 1 --val-every 0 --val-cases 1"
-    flags += " --phantoms 6 --warmup 0 --augment none"
+    flags += f" --phantoms 6 --warmup 0 --augment none {'' if site.full_size else SMALL}"
     runs = {
         name: train(site, name, f"{flags} {more}".split())
         for name, more in (("one by one", ""), ("graphs", "--cuda-graph"))

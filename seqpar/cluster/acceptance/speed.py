@@ -54,9 +54,9 @@ def measure_steps(site: Site) -> Outcome:
     figures = dict[str, Any]()
     for name, config in step_configs().items():
         config = replace(config, batch=1, attention="gather-kv")
-        if not site.on_gpu:
+        if not site.full_size:
             config = replace(config, tile=(32, 32, 32), patch=(8, 8, 8), embed_dim=96, heads=config.heads // 3)
-            config = replace(config, depth=2, precision="fp32")
+            config = replace(config, depth=2, precision=config.precision if site.on_gpu else "fp32")
         plan = plan_complete_config(RunToPlan(config, device_here(site.device.type), CHANNELS, OUTPUTS), 1)
         if site.on_gpu and plan.total > torch.cuda.get_device_properties(site.device).total_memory:
             figures[name] = {"seconds": None, "planned_gib": plan.total / GIB}
@@ -111,7 +111,7 @@ def _step(config: Config, site: Site) -> tuple[float, float]:
 
 def measure_attention(site: Site) -> Outcome:
     """Times attention of one of eight ranks that share a whole brain, by kernel and by heads at a time."""
-    queries, keys, heads = (17550, 140400, 12) if site.on_gpu else (256, 1024, 4)
+    queries, keys, heads = (17550, 140400, 12) if site.full_size else (256, 1024, 4)
     dtype = torch.bfloat16 if site.on_gpu else torch.float32
     q, grad = (torch.randn(1, heads, queries, 64, device=site.device, dtype=dtype) for _ in range(2))
     k, v = (torch.randn(1, heads, keys, 64, device=site.device, dtype=dtype) for _ in range(2))
