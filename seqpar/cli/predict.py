@@ -222,7 +222,7 @@ def _parser() -> Parser:
         help="nnU-Net's networks by a trainer that is not one of its own: take them if all tensors fit the plan's "
         "network (default), or refuse them")  # fmt: skip
     add("--checkpoint", nargs="+", action="extend", metavar="WHICH",
-        help="best (nnU-Net: final), latest or a file of weights; logits of several are averaged")  # fmt: skip
+        help="best (nnU-Net: final), latest or a file; logits of several are averaged")  # fmt: skip
     add("--window", choices=WINDOWS,
         help="windows of the training tile, or one pass (default: as validated)")  # fmt: skip
     add("--force", action="store_true", help="predict whole volumes with nnU-Net's networks anyway")
