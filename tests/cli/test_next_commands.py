@@ -1,6 +1,7 @@
 """Programs end with the command that usually comes next, and it works as it stands."""
 
 import importlib
+import json
 import shlex
 import shutil
 from collections.abc import Iterator
@@ -8,10 +9,14 @@ from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
+from safetensors import safe_open
+from safetensors.torch import save_file
 
 from seqpar.cli import evaluate, export, phantom, predict, prepare, pretrain, train
 from seqpar.cluster.exit_codes import USAGE, run
 from seqpar.training import folds
+from seqpar.weights.weight_files import digest
+from tests.support.folders import write_json
 from tests.support.pages import ROOT
 
 TINY = ["--iterations", "2", "--epochs", "1", "--workers", "0", "--device", "cpu"]
@@ -68,9 +73,18 @@ def test_a_pretraining_names_a_training_that_takes_its_encoder(line_of, tmp_path
     assert "Rebuilt patches are invented: never read a finding" in (tmp_path / "mae/report.html").read_text()
 
 
+def change_weights(file: Path, by: float) -> None:
+    """Adds to all weights of a run folder or of a checkpoint, and says so in the checkpoint's manifest."""
+    with safe_open(file, "pt") as stored:
+        weights, metadata = {name: stored.get_tensor(name) + by for name in stored.keys()}, stored.metadata()  # noqa: SIM118
+    save_file(weights, file, metadata)
+    if (manifest := file.with_name("manifest.json")).exists():
+        write_json(manifest, json.loads(manifest.read_text()) | {file.name: digest(file)})
+
+
 @pytest.mark.started
 def test_five_folds_name_a_prediction_by_their_mean(line_of, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first fold is trained in a process of its own; copies of it stand for the others, which take as long."""
+    """The first fold is trained in a process of its own; copies with other weights stand for the others."""
     line_of(phantom.act, "--cases", 5, "--size", 24, 24, 24, "--out", "data", "--workers", 1)
     small = ["--preset", "debug", "--data", "data", "--tile", "16", "16", "16", *TINY]
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
@@ -81,6 +95,8 @@ def test_five_folds_name_a_prediction_by_their_mean(line_of, tmp_path: Path, mon
         if run == "five/fold0":
             return begin(command, env)
         shutil.copytree("five/fold0", run)
+        for file in Path(run).rglob("model.safetensors"):
+            change_weights(file, 1e-3 * int(run[-1]))
         return copied
 
     monkeypatch.setattr(folds, "start_python", start_or_copy)
