@@ -1,7 +1,7 @@
 """Verdicts on curves, in words with their figure: whether they coincide, differ beyond the seeds' spread, or cross.
 
-All of them are computed from the points of the curves alone. Of a Dice that stays below ``LEARNED`` nothing is said but
-that the network has not learned.
+All of them are computed from the points of the curves alone. If Dice is below ``LEARNED`` over the last half of the
+steps, they only say that the network has not learned.
 """
 
 import math
@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from seqpar.report.curves import DICE, Curve
 
 EXACT = 1e-9  # within which curves simply coincide; else the bound is told
-LEARNED = 0.3  # Dice, the mean over seeds
+LEARNED = 0.3  # Dice, the mean over seeds and over the last half of the steps, as the levels that are compared
 
 
 @dataclass(frozen=True)
@@ -84,25 +84,32 @@ def _crossings(differences: NDArray[np.float64], steps: Sequence[int]) -> tuple[
 
 
 def has_learned(quantity: str, curve: Curve) -> bool:
-    """Returns False for a Dice whose mean over the seeds is below ``LEARNED`` at every step."""
-    return quantity != DICE or bool(np.nanmax(curve.mean, initial=0.0) >= LEARNED)
+    """Returns False for a Dice that is below ``LEARNED`` over the last half of the steps."""
+    return quantity != DICE or _last_half(curve) >= LEARNED
 
 
-def _not_learned(subject: str, quantity: str, curves: Sequence[Curve]) -> str:
+def _last_half(curve: Curve) -> float:
+    """Returns a curve's mean over its seeds and the last half of its steps, without what is not a number; or 0."""
+    values = curve.values[:, len(curve.steps) // 2 :]
+    values = values[~np.isnan(values)]
+    return float(values.mean()) if values.size else 0.0
+
+
+def not_learned(quantity: str, curves: Sequence[Curve]) -> str:
     """Returns which curves have not learned, "" if all have."""
     idle = [curve for curve in curves if not has_learned(quantity, curve)]
     if not idle:
         return ""
-    best = max(float(np.nanmax(curve.mean, initial=0.0)) for curve in idle)
-    verb = "has" if len(idle) == 1 else "have"
+    best = max(map(_last_half, idle))
+    verb, most = ("has", "is") if len(idle) == 1 else ("have", "is at most")
     labels = listed([curve.label for curve in idle])
-    return f"{subject}: {labels} {verb} not learned: Dice is at most {best:.3f}, and {LEARNED} is needed to compare"
+    return f"{labels} {verb} not learned: over the last half Dice {most} {best:.3f}, and {LEARNED} is needed to compare"
 
 
 def coincide(subject: str, quantity: str, curves: Sequence[Curve], tolerance: float) -> str:
     """Returns whether all curves are those of the first one, up to ``tolerance`` at every step of every seed."""
-    if text := _not_learned(subject, quantity, curves):
-        return text
+    if text := not_learned(quantity, curves):
+        return f"{subject}: {text}"
     pairs = [(difference(curves[0], curve), curve) for curve in curves[1:]]
     worst, other = max(pairs, key=lambda pair: pair[0].largest)
     labels = listed([curve.label for curve in curves])
@@ -117,8 +124,8 @@ def coincide(subject: str, quantity: str, curves: Sequence[Curve], tolerance: fl
 
 def differ(subject: str, quantity: str, reference: Curve, other: Curve) -> str:
     """Returns how a curve differs from a reference: by how much at most, where it lies, whether beyond the seeds."""
-    if text := _not_learned(subject, quantity, [reference, other]):
-        return text
+    if text := not_learned(quantity, [reference, other]):
+        return f"{subject}: {text}"
     d = difference(reference, other)
     start, of = f"{subject}: {other.label}", f"largest difference of the {quantity}"
     if not d.largest:
