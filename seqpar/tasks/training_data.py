@@ -124,6 +124,19 @@ class TrainingData:
         """Returns a digest of each case's prepared arrays; reads a small file of each."""
         return {case: self.dataset.cases[case].digest for case in (*self.train_ids, *self.held_out_ids)}
 
+    def medians(self) -> dict[str, list[float]]:
+        """Returns median sizes of the cases, W D H: prepared, and cropped at the files' spacing; reads a small file of
+        each.
+        """
+        cases = [self.dataset.cases[case].properties for case in (*self.train_ids, *self.held_out_ids)]
+        is_turned = self.dataset.recipe.plan is None or self.dataset.recipe.plan.turns
+        sizes = {
+            "shape": [case.shape for case in cases],
+            "cropped_shape": [case.box_shape for case in cases],
+            "file_spacing": [case.geometry.canonical_spacing if is_turned else case.geometry.spacing for case in cases],
+        }
+        return {name: np.median(rows, axis=0).tolist() for name, rows in sizes.items()}
+
 
 def outputs_shown(data: TrainingData, cases: Sequence[str], mode: Mode, device: torch.device) -> Tensor | None:
     """Returns which outputs the labels of this rank's samples show, of the group's ``cases``; None where all do."""

@@ -203,7 +203,7 @@ def make_trainer(
     before = read_config(out) if config.resume or not is_first else {}
     data_before = before.get("dataset", {})
     data_now = data.describe() | ({"generated": True} if is_generated(config.data) else {})
-    data_now |= {"digests": run_on_rank0(data.digests, mesh.world)}
+    data_now |= run_on_rank0(lambda: {"digests": data.digests(), "medians": data.medians()}, mesh.world)
     refuse_other_outputs(data_before, data_now, config.data, out)
     net, attention_reasons = _build_net(config, mesh, data, before["layout"] if saved and is_first else {})
     mode_line = describe_decoding(net, config)

@@ -107,7 +107,7 @@ def describe_preparation(config: Config) -> str:
     if config.prepare == OWN:
         return ""
     plan = planned(config)
-    axes = "turned to canonical axes" if plan.reader.endswith("WithReorient") else "in the file's axes"
+    axes = "turned to canonical axes" if plan.turns else "in the file's axes"
     mirror = "" if config.val_mirror == "none" else f"; validation averages over flips ({config.val_mirror})"
     sizes = " x ".join(f"{plan.spacing[axis]:.4g}" for axis in plan.file_axes)
     spacing = f"{sizes} mm" if plan.resamples else "each with its own spacing"
