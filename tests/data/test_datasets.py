@@ -240,6 +240,18 @@ def test_a_stray_file_among_channel_files_is_reported_and_changes_nothing_else(t
     assert "no channel number" in faults[0].problem
 
 
+def test_files_named_one_by_one_have_the_channels_that_their_data_set_declares(tmp_path):
+    folders = [
+        nnunet(tmp_path / name, 1, names) / "imagesTr" for name, names in (("D", ("T2", "T1")), ("E", ("T1", "T2")))
+    ]
+    files = [sorted(folder.iterdir()) for folder in folders]
+    for inputs in ([folders[0]], files[0]):
+        (case,), faults = find_inputs(inputs, ("T1", "T2"))
+        assert case.images == tuple(files[0][::-1]) and not faults
+    with pytest.raises(DataError, match=f"{files[1][1]}: is of a data set with other channels than the first file"):
+        find_inputs([files[0][0], files[1][1]], ("T1", "T2"))
+
+
 def test_of_a_case_that_is_there_twice_both_files_are_named(tmp_path):
     files = [save(tmp_path / name, image_array(0)) for name in ("one/a.nii", "one/a.nii.gz", "two/a.nii")]
     with pytest.raises(DataError, match=f"case a twice, as {files[0]} and {files[1]}; keep one"):
