@@ -130,7 +130,7 @@ class TrainingData:
         """
         cases = [self.dataset.cases[case].properties for case in (*self.train_ids, *self.held_out_ids)]
         is_turned = self.dataset.recipe.plan is None or self.dataset.recipe.plan.turns
-        sizes = {
+        sizes: dict[str, list[tuple[float, ...]]] = {
             "shape": [case.shape for case in cases],
             "cropped_shape": [case.box_shape for case in cases],
             "file_spacing": [case.geometry.canonical_spacing if is_turned else case.geometry.spacing for case in cases],
