@@ -281,21 +281,29 @@ def _stages(
 
 
 def _load_weights(net: Network, config: Config, described: Mapping[str, Any], mesh: Mesh) -> str:
-    """Returns the line of ``load_pretrained``, with a caution if names moved; an error on one rank is raised on all.
+    """Returns the line of ``load_pretrained``, with cautions if names moved or held-out cases were learned before.
+
+    An error on one rank is raised on all.
 
     - ``described``: the data, as config.json will have them
     """
     from seqpar.runs.trained_run import read_run
-    from seqpar.weights.facts import read_dataset, reordered_names
+    from seqpar.weights.facts import cases_learned_before, fold_learned_before, read_dataset, reordered_names
+    from seqpar.weights.nnunet_settings import fold_of_training
     from seqpar.weights.pretrained import load_pretrained, weights_file  # it knows the names of four libraries
+    from seqpar.weights.weight_files import checkpoint_of, is_of_torch
 
     line: str = ""
     error: Exception | None = None
     try:
         if is_exported(path := local_file(config.weights)):
             read_run(path)  # refuses weights of other sizes than its network's
-        moved = reordered_names(read_dataset(weights_file(config.weights)), described)
-        line = "; ".join([load_pretrained(net, config), *moved])
+        before = read_dataset(weights_file(config.weights))
+        cautions = [*reordered_names(before, described), *cases_learned_before(before, described)]
+        if is_of_torch(path):
+            fold = fold_of_training(checkpoint_of(path, mapped=True), config.data)
+            cautions += fold_learned_before(fold, config.fold)
+        line = "; ".join([load_pretrained(net, config), *cautions])
     except Exception as problem:
         error = problem
     raise_on_all_ranks(error, mesh.world)

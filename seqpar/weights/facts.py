@@ -12,6 +12,7 @@ from safetensors import SafetensorError, safe_open
 
 from seqpar.settings.config import Config
 from seqpar.settings.rules import setting_applies
+from seqpar.text import quantity
 
 SETTINGS, WEIGHTS = "config.json", "model.safetensors"  # in a run folder, a checkpoint and an exported run
 _ENTRY = "seqpar"  # of a file's metadata
@@ -70,6 +71,32 @@ def reordered_names(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[s
                 "the weights of others"
             )
     return lines
+
+
+def cases_learned_before(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """Returns a sentence for held-out cases whose labels the weights have learned; none for those of pretrainings.
+
+    - ``before``, ``now``: what runs record of their data
+    """
+    if not before.get("labels") and not before.get("volume_classes"):
+        return []
+    held_out, learned = list(now.get("held_out", ())), set(before.get("train", ()))
+    theirs, ours = (described.get("digests", {}) for described in (before, now))
+    if theirs and ours and before.get("recipe") == now.get("recipe"):  # prepared alike: the same scans have one digest
+        contents = {theirs.get(case) for case in learned}
+        seen = [case for case in held_out if ours.get(case) in contents]
+    else:
+        seen = [case for case in held_out if case in learned] if before.get("name") == now.get("name") else []
+    return [_learned(f"{quantity(len(seen), 'held-out case')}, such as {seen[0]},")] if seen else []
+
+
+def fold_learned_before(fold: str, now: str) -> list[str]:
+    """Returns a sentence where nnU-Net trained weights on another fold of the same data; "" is that of other data."""
+    return [_learned(f"cases that --fold {now} holds out,")] if fold and fold != now and now.isdecimal() else []
+
+
+def _learned(what: str) -> str:
+    return f"caution: they have learned from {what} whose scores therefore say nothing of new cases"
 
 
 def _names(described: Mapping[str, Any], what: str) -> list[str]:

@@ -179,7 +179,7 @@ def test_monai_fold_list_keeps_its_channel_order_and_folds(tmp_path):
     brats(tmp_path / "TrainingData", names, OLD, "_", (1, 2, 4))
     entries = [
         {
-            "fold": n % 2,
+            "fold": (0, "1", 0.0, "1.0")[n],  # as programs write tables
             "image": [f"TrainingData/{name}/{name}_{kind}.nii.gz" for kind in ("flair", "t1ce", "t1", "t2")],
             "label": f"TrainingData/{name}/{name}_seg.nii.gz",
         }
@@ -189,6 +189,10 @@ def test_monai_fold_list_keeps_its_channel_order_and_folds(tmp_path):
     assert data.modalities == ("FLAIR", "T1c", "T1", "T2") and data.labels["ET"] == 4
     assert data.ids == tuple(names)
     assert split(data, 1) == ((names[0], names[2]), (names[1], names[3])) and len(folds(data)) == 2
+    for fold in ("one", 0.5, -1, True):
+        entries[0]["fold"] = fold
+        (fault, *_) = read_dataset(write_json(tmp_path / "brats21_folds.json", {"training": entries})).faults
+        assert f"gives case {names[0]} the fold {fold!r}; a fold is a whole number" in fault.problem
 
 
 def test_cases_of_a_monai_list_follow_the_firsts_order_of_modalities(tmp_path):

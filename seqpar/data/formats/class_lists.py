@@ -14,7 +14,7 @@ from typing import Any
 from seqpar.data.errors import DataError, unreadable
 from seqpar.data.files import SUFFIXES
 from seqpar.data.formats.dataset import TABLE, Case, Dataset, Split, VolumeClasses
-from seqpar.data.formats.dataset_json import read_json_object, resolve_path
+from seqpar.data.formats.dataset_json import fold_number, read_json_object, resolve_path
 from seqpar.data.formats.recognise import describe, find_dataset
 from seqpar.data.formats.splits import check_classes
 from seqpar.text import quantity
@@ -183,8 +183,8 @@ def _read_list(path: Path, cases: Sequence[Case]) -> VolumeClasses:
             labels[case] = _label_of(entry, case, path)
             if (subject := entry.get("subject")) is not None:
                 subjects[case] = str(subject)
-            if isinstance(entry.get("fold"), int):
-                folds[case] = entry["fold"]
+            if entry.get("fold") is not None:
+                folds[case] = fold_number(entry["fold"], case, path)
             held_out += [case] * (key == "validation")
     if folds and len(folds) < len(labels):
         raise DataError(path, f"gives {len(folds)} of {len(labels)} cases a fold number; give all of them one")
