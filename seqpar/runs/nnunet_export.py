@@ -248,7 +248,7 @@ def dataset_of(run: TrainedRun, description: Mapping[str, Any]) -> dict[str, Any
         labels["ignore"] = values[-1]
     content: dict[str, Any] = {
         "channel_names": {str(n): name for n, name in enumerate(recipe.modalities)}, "labels": labels,
-        "numTraining": len(description.get("train", ())) + len(description.get("held_out", ())),
+        "numTraining": len({*description.get("train", ()), *description.get("held_out", ())}),
         "file_ending": _file_ending(run), "name": _name_of(run, description),
     }  # fmt: skip
     if run.learns_regions:
