@@ -73,12 +73,14 @@ def act(arguments: Sequence[str]) -> int:
     caution = ""
     with suppress(DataError):  # its scores may be gone
         caution = task_of(trained.config).caution(options.run)
-    about = write_archive(options.out, read_config(options.run), weights, options.licence, measured, caution)
+    task = task_of(trained.config)
+    use = task.use_of(Path(options.out.name), options.run)
+    about = write_archive(options.out, read_config(options.run), weights, options.licence, measured, caution, use)
     size = options.out.stat().st_size / 1e6
     print(f"{options.out}: {size:.1f} MB, weights {about['checkpoint']}, licence: {about['licence']}")
     if caution:
         print(coloured(f"warning: {caution}", sys.stderr), file=sys.stderr)
-    print(coloured(f"next: {next_command('predict', options.out, '-i', 'IMAGES', '-o', 'PREDICTIONS')}", sys.stdout))
+    print(coloured(f"next: {next_command(*task.use_of(options.out, options.run))}", sys.stdout))
     return 0
 
 

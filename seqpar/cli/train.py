@@ -5,6 +5,7 @@ import os
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 
 import torch
@@ -14,6 +15,7 @@ from seqpar.cluster.exit_codes import report_unless_rank0_did
 from seqpar.cluster.start_ranks import start_missing_ranks
 from seqpar.cluster.stop_request import LeftBeforeStart, StopRequest
 from seqpar.cluster.torch_setup import restore_kernel_cache, save_kernel_cache, set_arithmetic
+from seqpar.data.preparation.cache_writer import reading
 from seqpar.parallel.consensus import broadcast_text, gather_texts, run_on_rank0
 from seqpar.parallel.launcher import Launcher, flight_recorder, read_launcher
 from seqpar.parallel.meeting import Meeting
@@ -93,7 +95,10 @@ def _run(request: RunRequest, launcher: Launcher, meeting: Meeting, log: RunLog)
     os.environ.update(flight_recorder(os.environ, config.out, torch.__version__))
     set_arithmetic(config.precision, config.deterministic)
     check = config.debug_collectives
-    with start(config.seqpar, None, config.device, config.start_timeout, check, config.pipe, meeting) as mesh:
+    with (
+        reading(data.dataset.path) if launcher.rank == 0 else nullcontext(),
+        start(config.seqpar, None, config.device, config.start_timeout, check, config.pipe, meeting) as mesh,
+    ):
         refuse_unequal_ranks(config, data, mesh.world)
         seed(config.seed)
         out = Path(config.out or broadcast_text(_new_folder(request.preset), 0, mesh.world))

@@ -46,8 +46,18 @@ class _Slice(NamedTuple):
 
 
 def is_series(path: Path) -> bool:
-    """Returns whether a path is a folder with DICOM files."""
-    return path.is_dir() and any(_is_dicom(file) for file in visible_files(path))
+    """Returns whether a path is a folder with DICOM files.
+
+    A file that may not be read counts as none: who reads it says so.
+    """
+
+    def is_dicom(file: Path) -> bool:
+        try:
+            return _is_dicom(file)
+        except OSError:
+            return False
+
+    return path.is_dir() and any(map(is_dicom, visible_files(path)))
 
 
 def visible_files(folder: Path) -> list[Path]:

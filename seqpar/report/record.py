@@ -211,17 +211,17 @@ def above_scores(generated: bool, trained_on_phantoms: bool, what: str = "scores
 
 def chosen_on_them(*records: RunRecord) -> list[str]:
     """Returns a sentence if several validations chose weights on the cases that any of the runs held out, and one if a
-    run began with weights that had learned from some of them.
+    run had learned from some of them before.
     """
     chosen = (
         "The weights that predict uses were chosen on these held-out cases, so their scores on them tend to be too "
         "good: only a test set tells how good these weights are."
     )
     learned = (
-        "The weights that training began with had already learned from some of these held-out cases (--weights), so "
-        "that the scores say nothing of new cases."
+        "The weights had already learned from some of these held-out cases, by another split or by those that training "
+        "began with, so that the scores say nothing of new cases."
     )
-    is_learned = any(record.dataset.get(LEARNED) for record in records)
+    is_learned = any({*record.dataset.get(LEARNED, ())} & {*record.dataset.get("held_out", ())} for record in records)
     return [learned] * is_learned + [chosen] * any(len(record.held_out) > 1 for record in records)
 
 

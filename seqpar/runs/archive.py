@@ -9,9 +9,10 @@ import hashlib
 import json
 import lzma
 import re
+import shlex
 import zipfile
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -46,6 +47,7 @@ def write_archive(
     licence: str,
     windows: Mapping[str, Any] = MappingProxyType({}),
     caution: str = "",
+    use: Sequence[str] = (),
 ) -> dict[str, Any]:
     """Writes the archive, whole or not at all, and returns what about.json says; the same run gives the same bytes.
 
@@ -54,15 +56,17 @@ def write_archive(
     - ``licence``: of the weights
     - ``windows``: what the run's validation measured, as in its window.json
     - ``caution``: why not to trust the run, if there is a reason
+    - ``use``: the act that takes it, and its arguments; (): predict
     """
     refuse_existing(out)
+    act, *arguments = use or ("predict", out.name, "-i", "IMAGES", "-o", "PREDICTIONS")
     body = _packed(weights)
     is_own = weights.name == ARCHIVED  # another file's name, as a run folder's, may tell what is nobody's business
     step = f"{weights.parent.name}/" if re.fullmatch(r"step-\d+", weights.parent.name) else ""
     about: dict[str, Any] = {
         "format": "seqpar run", "licence": licence, "checkpoint": f"{step}{ARCHIVED}" if is_own else "another file",
         "seqpar": seqpar.__version__, "digest": _digest(body),
-        "use": f"seqpar-predict {out.name} -i IMAGES -o FOLDER",
+        "use": f"seqpar-{act} {shlex.join(arguments)}",
     }  # fmt: skip
     about |= {**windows, **({CAUTION: caution} if caution else {})}
     try:

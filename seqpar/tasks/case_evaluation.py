@@ -332,7 +332,7 @@ def find_seen(
       names of these
     """
     train, held_out = (set(map(str, record.dataset.get(part, ()))) for part in ("train", "held_out"))
-    learned = set(map(str, record.dataset.get(LEARNED, ())))  # by the weights that it began with
+    learned = set(map(str, record.dataset.get(LEARNED, ())))
     train, held_out = train | learned, held_out - learned
     patients = patients_of(train | held_out | scored.keys()) | record.subjects
     has_chosen = len(record.held_out) > 1

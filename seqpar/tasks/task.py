@@ -100,6 +100,10 @@ class Task(ABC):
         """Returns why not to trust a run or an archive, by the run's validations; "" if they give no reason."""
         return ""
 
+    def use_of(self, archive: Path, run: Path) -> list[str]:
+        """Returns the act that takes the archive of a run, and its arguments."""
+        return ["predict", str(archive), "-i", "IMAGES", "-o", "PREDICTIONS"]
+
     def next_lines(self, out: Path) -> list[str]:
         """Returns the commands that usually follow a finished run."""
         from seqpar.runs.run_folder import next_lines

@@ -84,7 +84,8 @@ def refuse_unequal_ranks(config: Config, data: TrainingData, group: Group) -> No
 
 def cases_that_changed_sides(began: Mapping[str, Any], now: Mapping[str, Any]) -> str:
     """Returns a line on cases that the run trained on and that are held out now, "" if there are none."""
-    moved = sorted((set(began.get("train", ())) - set(began.get("held_out", ()))) & set(now["held_out"]))
+    trained = ({*began.get("train", ())} - {*began.get("held_out", ())}) | {*began.get(LEARNED, ())}
+    moved = sorted(trained & {*now["held_out"]})
     if not moved:
         return ""
     return (
@@ -215,10 +216,11 @@ def make_trainer(
     refuse_other_outputs(data_before, data_now, config.data, out)
     net, attention_reasons = _build_net(config, mesh, data, before["layout"] if saved and is_first else {})
     mode_line = describe_decoding(net, config)
-    weights_line, learned = "", data_before.get(LEARNED, [])
+    weights_line, learned = "", {*data_before.get("train", ()), *data_before.get(LEARNED, ())} - {*data_now["train"]}
     if config.weights and not saved:
-        weights_line, learned = _load_weights(net, config, data_now, mesh)
-    data_now |= {LEARNED: learned} if learned else {}
+        weights_line, more = _load_weights(net, config, data_now, mesh)
+        learned |= {*more}
+    data_now |= {LEARNED: sorted(learned)} if learned else {}
     layout = {"ranks": mesh.world.size, "data": mesh.data.size, "seqpar": mesh.seq.size, "hosts": mesh.hosts}
     step, history = checkpoint.read_progress(saved).step if saved else 0, before.get("history", ())
     # the stages of a lesson before have other costs

@@ -14,7 +14,7 @@ from seqpar.settings.config import Config
 from seqpar.settings.rules import setting_applies
 from seqpar.text import quantity
 
-LEARNED = "learned_before"  # in config.json, of its data: cases held out that the weights it began with had learned
+LEARNED = "learned_before"  # in config.json, of its data: what earlier starts or first weights learned, and train lacks
 SETTINGS, WEIGHTS = "config.json", "model.safetensors"  # in a run folder, a checkpoint and an exported run
 _ENTRY = "seqpar"  # of a file's metadata
 _ENCODER = ("network", "heads", "mlp", "positions", "window")

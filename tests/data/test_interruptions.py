@@ -15,7 +15,7 @@ from seqpar.cluster.exit_codes import run
 from seqpar.data.errors import DataError
 from seqpar.data.formats.recognise import read_dataset
 from seqpar.data.preparation.cache import check_cache, open_cache
-from seqpar.data.preparation.cache_writer import CacheError
+from seqpar.data.preparation.cache_writer import CacheError, reading
 from seqpar.data.preparation.prepare_dataset import prepare, prepared
 from seqpar.data.preparation.recipe import PrepareSettings
 from seqpar.data.workers import map_in_processes
@@ -248,3 +248,24 @@ def test_a_cache_stays_finished_until_a_case_has_to_be_made_again(tmp_path):
     prepare(read_dataset(root), out, None, 0, look)
     assert all(finished.values()), "the bad case has gone already"
     assert open_cache(out).ids == ("c_000", "c_002")
+
+
+def test_cases_that_a_training_reads_are_neither_replaced_nor_removed(tmp_path):
+    root, out = nnunet(tmp_path / "D", 3), tmp_path / "c"
+    prepare(read_dataset(root), out, workers=0)
+    before, image = tree(out / "cases"), (root / "imagesTr/c_001_0000.nii.gz").read_bytes()
+    with reading(out):
+        nnunet(root, 4)  # the same three, and another case
+        assert prepare(read_dataset(root), out, workers=0).prepared == ("c_003",)
+        save(root / "imagesTr/c_001_0000.nii.gz", image_array(9))
+        with pytest.raises(CacheError, match="is being read by a training, and the files of some"):
+            prepare(read_dataset(root), out, workers=0)
+        (root / "imagesTr/c_001_0000.nii.gz").write_bytes(image)
+        for path in root.glob("*/c_002*"):
+            path.unlink()
+        with pytest.raises(CacheError, match="is being read by a training"):
+            prepare(read_dataset(root), out, workers=0)
+        kept = tree(out / "cases")
+        assert all(kept[name] == content for name, content in before.items() if not name.endswith("case.json"))
+    prepare(read_dataset(root), out, workers=0)
+    assert sorted(path.name for path in (out / "cases").iterdir()) == ["c_000", "c_001", "c_003"]

@@ -3,6 +3,7 @@
 import json
 import shutil
 import signal
+import zipfile
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,7 +15,7 @@ import pytest
 import torch
 
 from seqpar import DropoutKey
-from seqpar.cli import predict, prepare, pretrain, train
+from seqpar.cli import export, predict, prepare, pretrain, train
 from seqpar.data.geometry import make_geometry
 from seqpar.planner.step_counter import StepSetup, count_step
 from seqpar.report import pictures
@@ -106,6 +107,13 @@ def test_training_starts_from_a_pretraining_and_prediction_does_not(images, flag
     assert "left out: rebuilder (" in line
     with pytest.raises(ValueError, match="is a pretraining, which predicts no labels: train --weights"):
         predict.act([str(out), "-i", str(tmp_path), "-o", str(tmp_path / "labels")])
+    capsys.readouterr()
+    assert export.act([str(out), str(tmp_path / "mae.zip")]) == 0
+    archive = f"--preset debug --weights {tmp_path / 'mae.zip'} --data LABELLED"
+    assert f"next: python launch/train.py {archive}" in capsys.readouterr().out
+    with zipfile.ZipFile(tmp_path / "mae.zip") as file:
+        use = json.loads(file.read("about.json"))["use"]
+    assert use.startswith("seqpar-train --preset debug --weights mae.zip --data LABELLED") and str(tmp_path) not in use
 
 
 @pytest.mark.parametrize(

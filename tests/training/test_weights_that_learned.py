@@ -27,3 +27,19 @@ def test_cases_that_the_first_weights_had_learned_are_said_by_train_and_evaluate
     assert predict.act([str(second), "-i", str(data / "imagesTr"), "-o", str(out), "--device", "cpu"]) == 0
     assert evaluate.act([str(data), str(out)]) == 0
     assert "5 of 5 scored cases were in the run's training data" in capsys.readouterr().out
+
+
+def test_what_earlier_starts_learned_stays_known_and_their_label_maps_go(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags, data, run = [*tiny_data(tmp_path), "--epochs", "1"], tmp_path / "Dataset001_Tiny", tmp_path / "run"
+    trained(1, [*flags, "--fold", "0"], run)
+    for epochs in ("2", "3"):
+        said = trained(1, ["--resume", "--epochs", epochs, "--fold", "1", "--device", "cpu"], run).said()
+        assert "this run trained on 1 case that it holds out now" in " ".join(said.split())
+    described = json.loads((run / "config.json").read_text())["dataset"]
+    assert described["learned_before"] == described["held_out"] and len(described["held_out"]) == 1
+    maps = [path.name.removesuffix(".nii.gz") for path in (run / "validation").glob("*.nii.gz")]
+    assert maps == described["held_out"]
+    assert evaluate.act([str(data), str(run)]) == 0
+    assert "had already learned from some of these held-out cases" in capsys.readouterr().out

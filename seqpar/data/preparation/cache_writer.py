@@ -7,7 +7,7 @@ import os
 import shutil
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from seqpar.data.preparation.recipe import Recipe
 
 _STALE = 3600.0  # seconds after which nobody reads such a file
 ELSEWHERE = "give another folder (prepare: --out, train: --cache, built-in phantoms: SEQPAR_CACHE)"
-_WRITING, _OLD = ".writing-", ".old-"
+_WRITING, _OLD, _READERS = ".writing-", ".old-", ".readers"
 _OF_A_CASE = ("image.npy", "label.npy", "locations.npy", "truth.npy", "case.json")
 _PARTS = (".cache.json*.tmp", "cases/*/.case.json*.tmp", f".{STATE}*.tmp", f"{STATE}*.json")  # if a writer was killed
 
@@ -51,6 +51,8 @@ def write_case(path: Path, name: str, case: Prepared, recipe: Recipe, sources: l
         }
         write_json(writing / "case.json", record)
         fsync_folder(writing)
+        if final.exists():
+            _refuse_while_read(path)
         invalidate_cache(path)
         if final.exists():
             shutil.rmtree(old, ignore_errors=True)
@@ -70,6 +72,7 @@ def remove_partial_files(path: Path, names: set[str]) -> None:
     for folder in (path / "cases").iterdir():
         if folder.name not in names:
             if not folder.name.startswith((_WRITING, _OLD)):
+                _refuse_while_read(path)
                 invalidate_cache(path)
             shutil.rmtree(folder)
     for file in [found for pattern in _PARTS for found in path.glob(pattern)]:
@@ -81,6 +84,7 @@ def discard(path: Path, name: str) -> None:
     """Removes a case whose files can no longer be prepared."""
     with as_cache_error(path):
         if (path / "cases" / name).exists():
+            _refuse_while_read(path)
             invalidate_cache(path)
             shutil.rmtree(path / "cases" / name, ignore_errors=True)
 
@@ -105,6 +109,38 @@ def cache_lock(path: Path, waiting: Callable[[], None]) -> Iterator[None]:
         yield
     finally:
         os.close(handle)
+
+
+@contextmanager
+def reading(path: Path) -> Iterator[None]:
+    """Marks a cache as read until the block ends, so that no preparation replaces or removes its cases meanwhile.
+
+    Where nothing may be written, and on file systems without locks, it is not marked.
+    """
+    handle = None
+    with suppress(OSError):
+        handle = os.open(path / _READERS, os.O_RDWR | os.O_CREAT, 0o644)
+        fcntl.flock(handle, fcntl.LOCK_SH)
+    try:
+        yield
+    finally:
+        if handle is not None:
+            os.close(handle)
+
+
+def _refuse_while_read(path: Path) -> None:
+    """Raises CacheError if a training reads the cache: it would go on with other images and labels."""
+    with suppress(FileNotFoundError):
+        handle = os.open(path / _READERS, os.O_RDWR)
+        try:
+            if not _lock(handle):
+                raise CacheError(
+                    path,
+                    "is being read by a training, and the files of some of its cases have changed or gone: wait for "
+                    f"its end, or {ELSEWHERE}",
+                )
+        finally:
+            os.close(handle)
 
 
 def refuse_foreign(path: Path) -> None:

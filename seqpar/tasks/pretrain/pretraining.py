@@ -33,8 +33,11 @@ PARTNERS = {"mae": "modern", "mae-laptop": "laptop", "mae-debug": "debug", "auto
 WITH_ENCODER = ("tile", "patch", "spacing", "seqpar")  # and the settings of the network
 
 
-def flags_of_training(out: Path) -> list[str]:
-    """Returns the flags that train on labels from the encoder in a run folder: a preset, and what differs from it."""
+def flags_of_training(out: Path, archive: Path | None = None) -> list[str]:
+    """Returns the flags that train on labels from the encoder in a run folder: a preset, and what differs from it.
+
+    - ``archive``: the run as it is handed on, where its data are not
+    """
     from seqpar.runs.run_folder import read_config
     from seqpar.settings.config import SETTINGS, Config
     from seqpar.settings.network_settings import NetworkSettings
@@ -46,9 +49,10 @@ def flags_of_training(out: Path) -> list[str]:
     preset = PARTNERS.get(preset, preset if preset in PRESETS else "modern")
     other = replace(PRESETS[preset](), task="segment")
     names = [f.name for f in fields(NetworkSettings) if {"pretrain", "segment"} <= set(SETTINGS[f.name].tasks)]
-    flags = ["--preset", preset, "--weights", str(out)]
+    flags = ["--preset", preset, "--weights", str(archive or out)]
     if own.data:
-        flags += ["--data", own.data if any(content["dataset"]["labels"].values()) else LABELLED]
+        has_labels = not archive and any(content["dataset"]["labels"].values())
+        flags += ["--data", own.data if has_labels else LABELLED]
     for name in (*WITH_ENCODER, "phantoms", *names):
         value = getattr(own, name)
         if value != getattr(other, name) and setting_applies(own, name) and name not in ("dropout", "drop_path"):
@@ -98,6 +102,10 @@ class Pretraining(Task):
         from seqpar.tasks.pretrain.validation import MaskedValidation
 
         return MaskedValidation(config, mesh, data, loss, refuse_taken_over)
+
+    def use_of(self, archive: Path, run: Path) -> list[str]:
+        """Returns the act that takes the archive of a run, and its arguments."""
+        return ["train", *flags_of_training(run, archive)]
 
     def next_lines(self, out: Path) -> list[str]:
         """Returns the commands that usually follow, after a warning if little was learned."""
