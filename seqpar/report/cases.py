@@ -43,8 +43,10 @@ from seqpar.report.planes import (
     colours_of,
     counted,
     ct_window,
+    fullest_planes,
     kept_of_ct,
     orientation_text,
+    outside_planes,
     repeated,
     slices_of,
 )
@@ -107,7 +109,7 @@ def load(case: ScoredCase, record: RunRecord, images: Images) -> ShownCase:
         if image is not None:
             difference = geometry_difference(image.properties.geometry, prediction.geometry)
             if difference is None:
-                shown = _on_prepared_grid(case, prediction, image, numbers, list(record.dataset["modalities"]))
+                shown = _on_prepared_grid(case, prediction, image, numbers, record)
                 return _with_uncertainty(shown, case.prediction, image.properties, record)
             note = f"The image does not match the labels ({difference}); only the labels are shown."
     except DataError as error:
@@ -119,7 +121,13 @@ def load(case: ScoredCase, record: RunRecord, images: Images) -> ShownCase:
     predicted, truth, *disputed = (crop(labels, (w, d, h)) for labels in every)
     slices, spacing = slices_of(geometry, (w, d, h), truth.shape), geometry.canonical_spacing
     maps = _numbered(truth, numbers), _numbered(predicted, numbers)
-    return _with_dispute(ShownCase(case.name, {}, *maps, spacing, slices, note), disputed)
+    shown = ShownCase(case.name, {}, *maps, spacing, slices, note, ignored=_ignored(truth, record))
+    return _with_dispute(shown, disputed)
+
+
+def _ignored(truth: NDArray[Any], record: RunRecord) -> NDArray[np.bool_] | None:
+    value = record.labels.ignore if record.labels else None
+    return None if value is None else np.asarray(truth == value)
 
 
 def _with_dispute(shown: ShownCase, disputed: Sequence[NDArray[Any]]) -> ShownCase:
@@ -146,7 +154,7 @@ def _read_truth(case: ScoredCase, prediction: Volume) -> list[Volume]:
 
 
 def _on_prepared_grid(
-    case: ScoredCase, prediction: Volume, image: FoundImage, numbers: dict[int, int], modalities: list[str]
+    case: ScoredCase, prediction: Volume, image: FoundImage, numbers: dict[int, int], record: RunRecord
 ) -> ShownCase:
     """Returns a case on the grid of its prepared image, with the prepared truth if the file of the truth is gone."""
     properties = image.properties
@@ -159,10 +167,11 @@ def _on_prepared_grid(
         truth, *disputed = map(to_grid, _read_truth(case, prediction))
     else:
         truth, disputed = transforms.to_values(np.asarray(image.label), properties.values), list(image.disputed)
-    pictures, ranges, is_ct = greys_of(image, modalities)
+    pictures, ranges, is_ct = greys_of(image, list(record.dataset["modalities"]))
     slices = slices_of(properties.geometry, properties.box, properties.shape)
     labels = _numbered(truth, numbers), _numbered(to_grid(prediction), numbers)
-    shown = ShownCase(case.name, pictures, *labels, properties.spacing, slices, "", ranges, is_ct)
+    known = {"ranges": ranges, "is_ct": is_ct, "ignored": _ignored(truth, record)}
+    shown = ShownCase(case.name, pictures, *labels, properties.spacing, slices, **known)
     return _with_dispute(shown, disputed)
 
 
@@ -351,6 +360,17 @@ def planes_note(case: ScoredCase, shown: ShownCase, labels: Sequence[str]) -> st
     return f"no {' or '.join(labels)}; predicted {what or 'none'} · {planes}"
 
 
+def elsewhere_note(case: ScoredCase, shown: ShownCase, labels: Sequence[str]) -> str:
+    """Returns which false and missed regions none of a case's planes cuts; "" of none, or where nothing is known."""
+    truth, names = shown.truth.astype(int), list(labels)
+    hidden = [n for n, name in enumerate(names, 1) if math.isnan(case.scores.get(name, {}).get("n_ref", 0))]
+    prediction = np.where(np.isin(shown.prediction, hidden), 0, shown.prediction)
+    if shown.ignored is not None:
+        truth[shown.ignored] = len(names) + 1
+    at, has_truth = fullest_planes(shown_best(shown)[0]), case.truth is not None
+    return outside_planes(truth, prediction, names, shown.spacing, shown.slices, at, has_truth)
+
+
 def _case_view(case: ScoredCase, shown: ShownCase, labels: Sequence[str], neurological: bool) -> CaseView:
     """Returns one case with its scores and three planes."""
     dice = ", ".join(f"{name} {format_dice(row, 3)}" for name, row in case.scores.items())
@@ -361,12 +381,13 @@ def _case_view(case: ScoredCase, shown: ShownCase, labels: Sequence[str], neurol
     spacing = " × ".join(f"{step:.3g}" for step in shown.spacing)
     w, d, _ = (side * step for side, step in zip(shown.truth.shape, shown.spacing))
     scores = f"Dice: {dice}{missing}{case.volumes}"
+    elsewhere = f" · {text}" if (text := elsewhere_note(case, shown, labels)) else ""
     if case.truth is None:
         volumes = (f"{name} {millilitres(row['VolumeMl'])} ml" for name, row in case.scores.items())
         scores = f"Predicted: {', '.join(volumes)}"
     return CaseView(
         case.name,
-        f"{scores} · {planes_note(case, shown, labels)}{modality} · voxels of {spacing} mm",
+        f"{scores} · {planes_note(case, shown, labels)}{elsewhere}{modality} · voxels of {spacing} mm",
         shown.note,
         f"{d:.6g}fr {w:.6g}fr {w:.6g}fr",
         planes_of(shown, neurological),

@@ -27,6 +27,7 @@ from seqpar.report.planes import (
     limits_of,
     orientation_text,
     outline_lines,
+    outside_planes,
     plane_of,
     ranks_of,
     sides,
@@ -94,13 +95,16 @@ def figure_of_cases(
         f"{orientation_text(neurological)}.{about_lines}",
         f"{counted(case.slices for case in cases)}.",
     ]
+    planes = [fullest_planes(case.truth if case.truth.any() else case.prediction) for case in cases]
+    for case, at in zip(cases, planes):
+        if text := outside_planes(case.truth, case.prediction, classes, case.spacing, case.slices, at):
+            lines += textwrap.wrap(f"{escape_mathtext(case.name)}, {escape_mathtext(text)}.", 120)
     if window and window[0] > KEPT_HU[0]:  # the network takes it clipped
         lines += textwrap.wrap(kept_of_ct([window]), 120)
     figure = make_figure(10, 3.3 * len(cases) + 1.25 + 0.15 * len(lines[3:]))
     figure.suptitle(title_of_run(run, *lines), fontsize=9)
     panels = figure.subplots(len(cases), 3, squeeze=False)
-    for row, case in zip(panels, cases):
-        at = fullest_planes(case.truth if case.truth.any() else case.prediction)
+    for row, case, at in zip(panels, cases, planes):
         low, high = window or limits_of([case.image[case.image != 0]])
         greys = case.image if window else np.where(case.image == 0, low, case.image), low, max(high, low + 1e-6)
         for (plane, dim), panel, letters in zip(PLANES, row, sides(neurological)):

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from seqpar.text import with_minus
+from seqpar.scores.lesions import Part, unmatched_parts
+from seqpar.text import millilitres, quantity, with_minus
 
 if TYPE_CHECKING:
     from seqpar.data.boxes import Box
@@ -108,6 +109,38 @@ def slices_of(geometry: Geometry, box: Box, shape: Sequence[int]) -> tuple[FileS
         numbers = at + 1 if letter in geometry.orientation else whole - at
         slices.append(FileSlices(numbers.tolist(), whole, side != stop - start))
     return tuple(slices)
+
+
+def outside_planes(
+    truth: NDArray[Any],
+    prediction: NDArray[Any],
+    labels: Sequence[str],
+    spacing: Sequence[float],
+    slices: Sequence[FileSlices],
+    at: Sequence[int],
+    has_truth: bool = True,
+) -> str:
+    """Returns which false and missed regions of label maps no shown plane cuts, and where they are; "" of none.
+
+    - ``labels``: names of the labels from number 1 on; what has a higher number in the truth is ignored
+    - ``at``: the shown planes
+    - ``has_truth``: without a truth, predicted regions are neither right nor false
+    """
+    told, known = list[str](), truth <= len(labels)
+
+    def words_of(kind: str, name: str, parts: Sequence[Part]) -> str:
+        out = [part for part in parts if not any(own.start <= n < own.stop for own, n in zip(part.box, at))]
+        if not out:
+            return ""
+        place = ", ".join(f"{plane} {slices[dim].numbers[out[0].fullest[dim]]}" for plane, dim in PLANES)
+        size = f"{millilitres(out[0].voxels * math.prod(spacing) / 1000)} ml, at {place}"
+        return f"{quantity(len(out), f'{kind} region')} of {name} ({'the largest: ' * (len(out) > 1)}{size})"
+
+    for number, name in enumerate(labels, 1):
+        false, missed = unmatched_parts(truth == number, (prediction == number) & known, spacing)
+        told += [words_of("false" if has_truth else "predicted", name, false), words_of("missed", name, missed)]
+    listed = ", ".join(filter(None, told))
+    return f"in none of these planes: {listed}" if listed else ""
 
 
 def counted(cases: Iterable[Sequence[FileSlices]]) -> str:
