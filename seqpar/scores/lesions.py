@@ -18,11 +18,12 @@ MARGIN, MIN_VOLUME = 3.0, 50.0  # mm and mm³, as in BraTS 2023
 
 
 class Detection(NamedTuple):
-    """How many lesions of a case are found, missed, and predicted where there is none."""
+    """How many lesions of a case are found, missed, predicted where there is none, and too small to count."""
 
     found: int
     missed: int
     false: int
+    small: int = 0
 
 
 class LesionScores(NamedTuple):
@@ -65,13 +66,13 @@ def lesion_wise(
     if not count:
         return LesionScores(1.0, 0.0, 0, 0, 0)
     distance = (sum(distances) + missed_distance * detection.false) / count
-    return LesionScores(sum(dices) / count, distance, *detection)
+    return LesionScores(sum(dices) / count, distance, *detection[:3])
 
 
 def detect(
     truth: Mask, prediction: Mask, spacing: Sequence[float], margin: float = MARGIN, min_volume: float = MIN_VOLUME
 ) -> Detection:
-    """Returns how many lesions are found, missed and falsely predicted.
+    """Returns how many lesions are found, missed, falsely predicted, and too small to count.
 
     The rules are those of ``lesion_wise``, with dilations by ``margin`` mm, rounded down to whole voxels in each
     direction. At 1 mm they are the same; coarse voxels join no lesions that are far apart.
@@ -140,7 +141,8 @@ class _Matching:
     def detection(self) -> Detection:
         matched = len(set(self.counted) & set(self.matches[0].tolist()))
         false = int(self.components.max(initial=0)) - len(np.unique(self.matches[1]))
-        return Detection(matched, len(self.counted) - matched, false)
+        small = int(self.lesions.max(initial=0)) - len(self.counted)
+        return Detection(matched, len(self.counted) - matched, false, small)
 
     def masks(self, lesion: int) -> tuple[Mask, Mask]:
         """Returns a lesion and what matches it, in the box around both."""
