@@ -300,15 +300,18 @@ def case_section(
     views = [_case_view(by_name[case.name], case, labels, neurological) for case, _ in shown]
     section = viewer_section(shown, labels, neurological, views)
     has_truth = any(case.truth is not None for case in scored.cases)
-    order = order_note(len(shown), len(scored.cases), "mean Dice") if has_truth else ""
+    order = order_note(len(shown), len(scored.cases), "mean Dice" if has_truth else "")
     consensus = next((case.doubt.consensus for case in scored.cases if case.doubt), "")
     return replace(section, has_truth=has_truth, order=order, consensus=consensus)
 
 
 def order_note(shown: int, total: int, score: str) -> str:
-    """Returns which cases are shown, those with the lowest of a score; "" of a single case."""
+    """Returns which cases are shown, those with the lowest of a score, "" of cases by name; "" of a single case."""
     if total < 2:
         return ""
+    if not score:
+        more = f"; the others are not on this page (--cases {total} shows all)" * (shown < total)
+        return f"{shown} of {total} cases, in the order of their names{more}."
     if shown == total:
         return f"All {total} cases, the lowest {score} first."
     return f"The {shown} of {total} cases with the lowest {score}, the lowest first."
