@@ -49,6 +49,7 @@ from seqpar.report.planes import (
     outside_planes,
     repeated,
     slices_of,
+    tilt_of,
 )
 from seqpar.report.record import CaseScores, RunRecord, ScoredCase
 from seqpar.report.tables import what_is_missing
@@ -378,6 +379,7 @@ def _case_view(case: ScoredCase, shown: ShownCase, labels: Sequence[str], neurol
     """Returns one case with its scores and three planes."""
     dice = ", ".join(f"{name} {format_dice(row, 3)}" for name, row in case.scores.items())
     missing = "".join(f" · {text}" for name, row in case.scores.items() if (text := what_is_missing(name, row)))
+    tilted = f" · {text}" if (text := tilt_of(shown.slices)) else ""
     modality = f" · shown on {(best := best_modality(list(shown.images)))}" if shown.images else ""
     if shown.images and shown.is_ct:
         modality += " from {} HU (black) to {} HU (white)".format(*map(round, shown.ranges[best]))
@@ -390,7 +392,7 @@ def _case_view(case: ScoredCase, shown: ShownCase, labels: Sequence[str], neurol
         scores = f"Predicted: {', '.join(volumes)}"
     return CaseView(
         case.name,
-        f"{scores} · {planes_note(case, shown, labels)}{elsewhere}{modality} · voxels of {spacing} mm",
+        f"{scores} · {planes_note(case, shown, labels)}{elsewhere}{modality} · voxels of {spacing} mm{tilted}",
         shown.note,
         f"{d:.6g}fr {w:.6g}fr {w:.6g}fr",
         planes_of(shown, neurological),

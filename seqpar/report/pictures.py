@@ -93,7 +93,7 @@ def figure_of_cases(
         *[f"{when[:1].upper()}{when[1:]}."] * bool(when),
         f"{first}{quantity(held_out, 'held-out case')}{shown}, in planes with most of the truth{empty}",
         f"{orientation_text(neurological)}.{about_lines}",
-        f"{counted(case.slices for case in cases)}.",
+        *textwrap.wrap(f"{counted(case.slices for case in cases)}.", 120),
     ]
     planes = [fullest_planes(case.truth if case.truth.any() else case.prediction) for case in cases]
     for case, at in zip(cases, planes):

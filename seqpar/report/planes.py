@@ -30,6 +30,7 @@ PLANES = (("sagittal", 0), ("coronal", 1), ("axial", 2))  # a plane's name, and 
 KEPT_HU = (-150.0, 250.0)  # of a CT: fat and soft tissue are told apart
 COUNTED = "Slice numbers are those of the image file, counted from 1"
 NEAREST = "; where voxels were resampled, of the nearest slice"
+TILTED = 5.0  # degrees, from which on an image is called oblique
 LINES = "A line between two labels has the colour of the rarer one"
 LETTERS = "R right, L left, A front (anterior), P back (posterior), S top (superior), I bottom (inferior)"
 
@@ -82,11 +83,13 @@ class FileSlices(NamedTuple):
     """The slices of a case's file along a direction: the number of each plane's, from 1, and how many the file has.
 
     - ``resampled``: the planes lie between the slices, and their numbers are those of the nearest ones
+    - ``tilt``: the largest angle between an axis of the file and the patient's, in degrees
     """
 
     numbers: Sequence[int]
     total: int
     resampled: bool = False
+    tilt: float = 0.0
 
     def text(self, at: int) -> str:
         """Returns which slice a plane is, of how many."""
@@ -107,7 +110,7 @@ def slices_of(geometry: Geometry, box: Box, shape: Sequence[int]) -> tuple[FileS
     for letter, (start, stop), side, whole in zip("RAS", box, shape, geometry.canonical_shape):
         at = start + np.floor((np.arange(side) + 0.5) * (stop - start) / side).astype(int)
         numbers = at + 1 if letter in geometry.orientation else whole - at
-        slices.append(FileSlices(numbers.tolist(), whole, side != stop - start))
+        slices.append(FileSlices(numbers.tolist(), whole, side != stop - start, geometry.tilt))
     return tuple(slices)
 
 
@@ -144,8 +147,17 @@ def outside_planes(
 
 
 def counted(cases: Iterable[Sequence[FileSlices]]) -> str:
-    """Returns how the slices of cases are numbered, a sentence without its full stop."""
-    return COUNTED + NEAREST * any(own.resampled for slices in cases for own in slices)
+    """Returns how the slices of cases are numbered and tilted, sentences without the last full stop."""
+    every = [own for slices in cases for own in slices]
+    tilt = max((own.tilt for own in every), default=0.0)
+    told = f". Oblique images: planes are tilted by up to {tilt:.0f}°, letters name the nearest sides"
+    return COUNTED + NEAREST * any(own.resampled for own in every) + told * (tilt >= TILTED)
+
+
+def tilt_of(slices: Sequence[FileSlices]) -> str:
+    """Returns by how much a case's planes are tilted against the patient's axes; "" if that is a few degrees."""
+    tilt = max(own.tilt for own in slices)
+    return f"tilted by {tilt:.0f}°" if tilt >= TILTED else ""
 
 
 def ranks_of(*maps: NDArray[Any]) -> NDArray[np.uint8]:

@@ -16,7 +16,7 @@ from scipy.spatial.transform import Rotation
 from seqpar.cli import evaluate, report
 from seqpar.cluster.exit_codes import DATA, USAGE, run
 from seqpar.data.geometry import make_geometry, to_canonical
-from seqpar.report.cases import viewer_section
+from seqpar.report.cases import _case_view, viewer_section
 from seqpar.report.embedded_volumes import ShownCase
 from seqpar.report.images import other_voxels, spacings_of
 from seqpar.report.pictures import PicturedCase, figure_of_cases
@@ -31,7 +31,7 @@ from seqpar.report.planes import (
     sides,
     slices_of,
 )
-from seqpar.report.record import RunRecord, read_record
+from seqpar.report.record import RunRecord, ScoredCase, read_record
 from seqpar.tasks.case_evaluation import Seen, find_seen
 from tests.support.report_page import NAMES, Page, decode, own_slices, unroll, written
 
@@ -221,6 +221,25 @@ def test_slices_have_the_numbers_that_the_file_gives_them(orientation: str) -> N
         assert slices.total == shape[axis] and slices.text(0) == f"{slices.numbers[0]} / {shape[axis]}"
     coarse = slices_of(geometry, box, (3, 3, 3))[1], slices_of(geometry, box, (6, 6, 6))[1]
     assert list(coarse[0].numbers) == coarse[1].coarsened(2) and len(coarse[1].coarsened(4)) == 2
+
+
+@pytest.mark.parametrize("angle", [0.0, 4.0, 14.0, -30.0])
+def test_the_tilt_of_an_oblique_image_is_said_from_five_degrees_on(angle: float) -> None:
+    affine = np.diag((-1.0, 1.0, 3.0, 1.0))  # as LAS, of thick slices
+    affine[:3, :3] = Rotation.from_euler("x", angle, degrees=True).as_matrix() @ affine[:3, :3]
+    slices, label = slices_of(make_geometry((6, 6, 6), affine), ((0, 6),) * 3, (6, 6, 6)), np.zeros((6, 6, 6), np.uint8)
+    label[2:4, 2:4, 2:4] = 1
+    shown = ShownCase("a", {}, label, label, (1.0, 1.0, 3.0), slices)
+    case = ScoredCase("a", Path("t"), Path("p"), {"lesion": {"Dice": 1.0}})
+    caption, above = _case_view(case, shown, ["lesion"], False).caption, counted([slices])
+    picture = PicturedCase("a", 1.0 * label, label, label, (1.0, 1.0, 3.0), slices)
+    title = figure_of_cases([picture], ["lesion"], 1, False, Path()).get_suptitle().replace("\n", " ")
+    if abs(angle) < 5:
+        assert "tilted" not in f"{caption}{above}{title}"
+    else:
+        assert caption.endswith(f" mm · tilted by {abs(angle):.0f}°")
+        assert above.endswith(f". Oblique images: planes are tilted by up to {abs(angle):.0f}°, letters name the nearest "
+                              "sides") and f"{above}." in title  # fmt: skip
 
 
 def test_slices_are_said_to_be_the_nearest_ones_only_where_voxels_were_resampled() -> None:
