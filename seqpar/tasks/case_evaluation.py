@@ -8,13 +8,15 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from seqpar.cluster.exit_codes import DATA
 from seqpar.data.errors import DataError
-from seqpar.data.files import read_json
+from seqpar.data.files import find_copies, read_json
 from seqpar.data.formats.splits import patients_of
 from seqpar.data.phantom.phantom_files import is_generated
+from seqpar.data.volumes import read_volume
 from seqpar.prediction.prediction_folder import RECORD, mixed_line, predicted_otherwise
 from seqpar.report.record import RunRecord, above_scores, chosen_on_them, read_record
 from seqpar.report.tables import Score, Table, TableHead, TableRow
@@ -36,7 +38,7 @@ TOO_GOOD = ", which tend to be too good"
 class Seen(NamedTuple):
     """Which of ``total`` scored cases a run was trained on, and which it used to choose its weights.
 
-    - ``same``: those with the same file as a training case
+    - ``same``: those with the same file as a training case, which may have another name: ``copies`` has it
     - ``namesakes``: those that may be other cases of the same name, and further scans of the same patients
     - ``chose``: those that were held out, and on which the best weights were chosen
     """
@@ -45,13 +47,15 @@ class Seen(NamedTuple):
     namesakes: Sequence[str]
     total: int
     chose: Sequence[str] = ()
+    copies: Mapping[str, str] = MappingProxyType({})
 
     @staticmethod
     def by_any(runs: Sequence["Seen"]) -> "Seen":
         """Returns what is known of cases that several runs predicted together: what any of them has seen is not new."""
         same, namesakes = {name for run in runs for name in run.same}, {name for run in runs for name in run.namesakes}
         chose = {name for run in runs for name in run.chose}
-        return Seen(sorted(same), sorted(namesakes - same), runs[0].total, sorted(chose - same - namesakes))
+        copies = {name: other for run in runs for name, other in run.copies.items()}
+        return Seen(sorted(same), sorted(namesakes - same), runs[0].total, sorted(chose - same - namesakes), copies)
 
     @property
     def words(self) -> str:
@@ -111,7 +115,9 @@ class Seen(NamedTuple):
             (self.chose, *["helped to choose the run's weights"] * 2, "tend to be too good"),
         ):
             if found:
-                shown = ", ".join(found[:MAX_NAMED]) + ", …" * (len(found) > MAX_NAMED)
+                names = [f"{name}, there {self.copies[name]}" if name in self.copies else name for name in found]
+                between = "; " if any(name in self.copies for name in found) else ", "
+                shown = between.join(names[:MAX_NAMED]) + f"{between}…" * (len(found) > MAX_NAMED)
                 what, whose = (one, "its scores") if len(found) == 1 else (many, "their scores")
                 if_so = f"if {'it is' if len(found) == 1 else 'they are'} the same, " * (found is self.namesakes)
                 of = f"{len(found)} of {quantity(self.total, 'scored case')} {what} ({shown})"
@@ -334,18 +340,31 @@ def find_seen(
     patients = patients_of(train | held_out | scored.keys()) | record.subjects
     has_chosen = len(record.held_out) > 1
     known = {patients[name] for name in (train | held_out if has_chosen else train)}
-    further = [name for name in scored if name not in train | held_out and patients[name] in known]
     names = [name for name in scored if name in train | held_out]
+    there = {name: path for name, path in scored.items() if path and path.is_file()}
+    files, same = dict[str, Path](), dict[str, str]()
+    with suppress(DataError, ValueError, OSError):  # nothing is known of files that are gone
+        if names or there and record.config.get("data"):
+            found = sorted(read_files().items(), key=lambda own: own[0] not in train)
+            files = {name: path for name, path in found if name in train | held_out and path.is_file()}
+            both = [name for name in names if name in there and name in files]
+            same = {name: name for name in both if filecmp.cmp(there[name], files[name], shallow=False)}
+            same |= {n: one for n, one in find_copies(there, files).items() if n not in same and _is_of_one(there[n])}
+    unknown = [name for name in names if name not in there or name not in files]
+    further = [n for n in scored if n not in train | held_out and n not in same and patients[n] in known]
+    seen, chose = ([name for name, one in same.items() if (one in train) is trained] for trained in (True, False))
+    namesakes = [name for name in unknown if name not in same and (has_chosen or name in train)]
+    copies = {name: one for name, one in same.items() if name != one}
+    return Seen(seen, namesakes + further, len(scored), chose if has_chosen else [], copies)
+
+
+def _is_of_one(path: Path) -> bool:
+    """Returns whether a volume tells a patient from others: label maps without a label are equal."""
     try:
-        files = read_files() if names else {}
-    except (DataError, ValueError, OSError):
-        files = {}
-    both = {name: (scored[name], files.get(name)) for name in names}
-    unknown = [name for name, pair in both.items() if not all(path and path.is_file() for path in pair)]
-    same = [n for n, (a, b) in both.items() if n not in unknown and a and b and filecmp.cmp(a, b, shallow=False)]
-    seen, chose = ([name for name in same if (name in train) is trained] for trained in (True, False))
-    namesakes = [name for name in unknown if has_chosen or name in train]
-    return Seen(seen, namesakes + further, len(scored), chose if has_chosen else [])
+        array = read_volume(path).array
+    except DataError:
+        return False
+    return bool((array != array.flat[0]).any())
 
 
 def seen_by_runs(record: RunRecord, prediction: Path | None, find: Callable[[RunRecord], Seen]) -> Seen:

@@ -410,6 +410,24 @@ def test_cases_that_chose_the_weights_are_said_apart_from_those_that_were_traine
     assert seen(1, unknown) == [trained] and seen(2, unknown)[1].startswith(named)
 
 
+def test_a_copy_of_a_runs_case_under_another_name_is_not_new(tmp_path: Path) -> None:
+    label, files = np.zeros((8, 8, 8), np.uint8), dict[str, Path]()
+    for number, name in enumerate("abcde"):
+        label[number, 2:4, 2:4] = name != "e"  # of "e" nothing
+        files[name] = save(tmp_path / f"{name}.nii", label * (name != "e"))
+    copies = {new: Path(shutil.copy(files[old], tmp_path / f"{new}.nii")) for new, old in zip("vwxyz", "abcde")}
+    dataset = {"train": ["a", "b", "e"], "held_out": ["c"]}
+    record = SimpleNamespace(dataset=dataset, held_out=[{}] * 2, subjects={}, config={"data": "here"})
+    seen = find_seen(record, {**copies, "b": files["a"]}, lambda: files)
+    assert seen.same == ["v", "w", "b"], "this b is the run's a"
+    assert seen.chose == ["x"] and not seen.namesakes, "y is of no case of the run, and a map without labels tells none"
+    trained, chose = seen.sentences
+    assert "3 of 6 scored cases were in the run's training data (" in trained and "v, there a; w, there b" in trained
+    assert "b, there a" in trained and "(x, there c)" in chose
+    gone = SimpleNamespace(**{**vars(record), "config": {"data": ""}})
+    assert not find_seen(gone, copies, lambda: pytest.fail("it would wait for phantoms")).same
+
+
 def test_a_further_scan_of_a_patient_is_not_new() -> None:
     scored = dict.fromkeys(("sub-01_ses-2", "sub-02_ses-2", "sub-03_ses-2", "d2"))
 
