@@ -29,7 +29,7 @@ from seqpar.terminal import next_command
 from seqpar.text import quantity
 from seqpar.weights.weight_files import digest
 
-NEW, CHOSE = "new to the run", "used to choose the weights"
+NEW, HELD, CHOSE = "new to the run", "held out by the run", "used to choose the weights"
 SEEN, NAMESAKE = "seen in training", "with the name of one of the run's cases or patients"
 NAMES = "has the name of one of the run's cases or patients", "have the names of the run's cases or patients"
 TOO_GOOD = ", which tend to be too good"
@@ -41,21 +41,24 @@ class Seen(NamedTuple):
     - ``same``: those with the same file as a training case, which may have another name: ``copies`` has it
     - ``namesakes``: those that may be other cases of the same name, and further scans of the same patients
     - ``chose``: those that were held out, and on which the best weights were chosen
+    - ``held``: those that were held out and chose nothing, as there was a single validation
     """
 
     same: Sequence[str]
     namesakes: Sequence[str]
     total: int
     chose: Sequence[str] = ()
+    held: Sequence[str] = ()
     copies: Mapping[str, str] = MappingProxyType({})
 
     @staticmethod
     def by_any(runs: Sequence["Seen"]) -> "Seen":
         """Returns what is known of cases that several runs predicted together: what any of them has seen is not new."""
         same, namesakes = {name for run in runs for name in run.same}, {name for run in runs for name in run.namesakes}
-        chose = {name for run in runs for name in run.chose}
+        chose = {name for run in runs for name in run.chose} - same - namesakes
+        held = {name for run in runs for name in run.held} - same - namesakes - chose
         copies = {name: other for run in runs for name, other in run.copies.items()}
-        return Seen(sorted(same), sorted(namesakes - same), runs[0].total, sorted(chose - same - namesakes), copies)
+        return Seen(*map(sorted, (same, namesakes - same)), runs[0].total, sorted(chose), sorted(held), copies)
 
     @property
     def words(self) -> str:
@@ -66,26 +69,32 @@ class Seen(NamedTuple):
         """Returns what is known of a case before what else is said of it; "" of a new one."""
         if case in self.namesakes:
             return f"{NAMES[0].capitalize()}. "
-        known = SEEN if case in self.same else CHOSE if case in self.chose else ""
-        return f"{known.capitalize()}. " * bool(known)
+        known = SEEN if case in self.same else self._of_validation(case)
+        return f"{known.capitalize()}. " * (known != NEW)
+
+    def _of_validation(self, case: str) -> str:
+        return CHOSE if case in self.chose else HELD if case in self.held else NEW
 
     def apart(self, cases: Iterable[str]) -> tuple[dict[str, list[str]], str]:
         """Returns the cases by what is known of them, and a sentence on which the scores are of; "" if all are new.
 
-        Scores are of the first group: the new cases if there are any, then those that chose the weights.
+        Scores are of the first group: the new cases if there are any, then those that were held out, and of these
+        first what did not choose the weights.
         """
-        groups: dict[str, list[str]] = {NEW: [], CHOSE: [], self.words: []}
+        groups: dict[str, list[str]] = {NEW: [], HELD: [], CHOSE: [], self.words: []}
         for case in cases:
             is_known = case in self.same or case in self.namesakes
-            groups[self.words if is_known else CHOSE if case in self.chose else NEW].append(case)
+            groups[self.words if is_known else self._of_validation(case)].append(case)
         groups = {which: own for which, own in groups.items() if own}
         shown = next(iter(groups), NEW)
         return groups, "" if shown == NEW and len(groups) < 2 else self._tell(shown, len(groups[shown]))
 
     def _tell(self, shown: str, count: int) -> str:
         """Returns a sentence on the group of cases whose scores are shown, and one on the others."""
-        seen, alike, chose = len(self.same), len(self.namesakes), len(self.chose) * (shown == NEW)
+        seen, alike, chose = len(self.same), len(self.namesakes), len(self.chose) * (shown in (NEW, HELD))
+        held = len(self.held) * (shown == NEW)
         others = [
+            (held, f"{'was' if held == 1 else 'were'} {HELD}"),
             (chose, f"{'was' if chose == 1 else 'were'} {CHOSE}"),
             (seen, f"{'was' if seen == 1 else 'were'} {SEEN}"),
             (alike, f"{NAMES[alike > 1]} and may have been seen"),
@@ -98,12 +107,12 @@ class Seen(NamedTuple):
             which = f"all {count} were" if count > 1 else "the only one was"
             return f"No new case: {which} {shown}{TOO_GOOD * (shown == CHOSE)}."
         told = f"he scores are of the {quantity(count, 'case')} {shown}"
-        told = f"No new case: t{told}{TOO_GOOD}" if shown == CHOSE else f"T{told}"
+        told = f"T{told}" if shown == NEW else f"No new case: t{told}{TOO_GOOD * (shown == CHOSE)}"
         if len(others) == 1:
             ((number, what),) = others
             return f"{told}. The other {'one' if number == 1 else number} {what}."
         *first, last = (f"{number} {what}" for number, what in others)
-        return f"{told}. Of the other {chose + seen + alike}, {', '.join(first)}, and {last}."
+        return f"{told}. Of the other {held + chose + seen + alike}, {', '.join(first)}, and {last}."
 
     @property
     def sentences(self) -> list[str]:
@@ -113,6 +122,7 @@ class Seen(NamedTuple):
             (self.same, "was in the run's training data", "were in the run's training data", little),
             (self.namesakes, *NAMES, little),
             (self.chose, *["helped to choose the run's weights"] * 2, "tend to be too good"),
+            (self.held, f"was {HELD}", f"were {HELD}", "are those of a validation, not of a test"),
         ):
             if found:
                 names = [f"{name}, there {self.copies[name]}" if name in self.copies else name for name in found]
@@ -330,7 +340,7 @@ def other_values(run: Path, written: Labels, scored: Labels) -> list[str]:
 def find_seen(
     record: RunRecord, scored: Mapping[str, Path | None], read_files: Callable[[], Mapping[str, Path]]
 ) -> Seen:
-    """Returns which scored cases are among those that the run was trained on, or chose its weights by.
+    """Returns which scored cases are among those that the run was trained on, or held out.
 
     - ``scored``: a file of each case by name, None if it is not known
     - ``read_files``: returns the same file of each case of the run's data set; cases of another data set may have the
@@ -353,9 +363,10 @@ def find_seen(
     unknown = [name for name in names if name not in there or name not in files]
     further = [n for n in scored if n not in train | held_out and n not in same and patients[n] in known]
     seen, chose = ([name for name, one in same.items() if (one in train) is trained] for trained in (True, False))
-    namesakes = [name for name in unknown if name not in same and (has_chosen or name in train)]
+    namesakes = [name for name in unknown if name not in same]
     copies = {name: one for name, one in same.items() if name != one}
-    return Seen(seen, namesakes + further, len(scored), chose if has_chosen else [], copies)
+    validated = (chose, []) if has_chosen else ([], chose)
+    return Seen(seen, namesakes + further, len(scored), *validated, copies)
 
 
 def _is_of_one(path: Path) -> bool:

@@ -361,6 +361,7 @@ def test_scores_are_of_new_cases_else_of_those_that_chose_the_weights_and_not_of
     def said(*known: list[str], chose: str = "") -> str:
         return Seen(*known, 4, chose).apart("abcd")[1]
 
+    of_one = "The scores are of the 1 case new to the run."
     of_three = "The scores are of the 3 cases new to the run. The other one "
     assert said("a", "") == f"{of_three}was seen in training." and said("", "") == ""
     assert said("", "a") == f"{of_three}has the name of one of the run's cases or patients and may have been seen."
@@ -379,7 +380,17 @@ def test_scores_are_of_new_cases_else_of_those_that_chose_the_weights_and_not_of
     )
     assert said("", "", chose="abcd") == f"No new case: all 4 were {too_good}."
     several = Seen.by_any([Seen("a", "b", 4, "cd"), Seen("b", "a", 4, "a")])
-    assert several == (["a", "b"], [], 4, ["c", "d"]), "what one of several runs has seen is not new"
+    assert several[:4] == (["a", "b"], [], 4, ["c", "d"]), "what one of several runs has seen is not new"
+    assert Seen.by_any([Seen("a", "", 4, "b", "cd"), Seen("", "", 4, "c")]).held == ["d"]
+    single = Seen("a", "", 4, "", "bc").apart("abcd")[1]
+    assert single == f"{of_one} Of the other 3, 2 were held out by the run, and 1 was seen in training."
+    single = Seen("a", "", 4, "b", "cd").apart("abcd")[1]
+    assert single == (
+        "No new case: the scores are of the 2 cases held out by the run. Of the other 2, 1 was used to choose the "
+        "weights, and 1 was seen in training."
+    )
+    assert Seen("", "", 4, "", "abcd").apart("abcd")[1] == "No new case: all 4 were held out by the run."
+    assert Seen("", "", 4, "", "a").mark("a") == "Held out by the run. "
     groups, _ = Seen("a", "b", 4, "c").apart("abcd")
     both = "seen in training or with the name of one of the run's cases or patients"
     assert groups == {"new to the run": ["d"], "used to choose the weights": ["c"], both: ["a", "b"]}
@@ -402,12 +413,13 @@ def test_cases_that_chose_the_weights_are_said_apart_from_those_that_were_traine
 
     trained = "2 of 4 scored cases were in the run's training data (a, b): their scores say little about new cases."
     chose = "{} scored cases helped to choose the run's weights ({}): {} scores tend to be too good."
-    assert seen(1, files) == [trained], "a single validation chooses nothing"
+    held = "2 of 4 scored cases were held out by the run (c, d): their scores are those of a validation, not of a test."
+    assert seen(1, files) == [trained, held], "a single validation chooses nothing"
     assert seen(2, files) == [trained, chose.format("2 of 4", "c, d", "their")]
     assert seen(2, others) == [trained, chose.format("1 of 4", "d", "its")]
     unknown = {**files, "d": tmp_path / "gone"}
     named = "1 of 4 scored cases has the name of one of the run's cases or patients (d): if it is the same, its scores"
-    assert seen(1, unknown) == [trained] and seen(2, unknown)[1].startswith(named)
+    assert seen(1, unknown)[1].startswith(named) and seen(2, unknown)[1].startswith(named)
 
 
 def test_a_copy_of_a_runs_case_under_another_name_is_not_new(tmp_path: Path) -> None:
