@@ -259,9 +259,12 @@ def classes_table(summary: Summary, positive: str | None = None) -> Table:
     if not has_areas:
         (mirrored,) = (name for name in names if name not in shown)
         against = f"{mirrored} has no row: its sensitivity is the specificity above, and the reverse. "
+    _, probabilities = _arrays(summary)
+    ties = int(((probabilities == probabilities.max(1, keepdims=True)).sum(1) > 1).sum())
+    tied = f"; of equal ones, as in {quantity(ties, 'case')}, it is the first: {', '.join(names)}" if ties else ""
     note = (
         f"Scores of {quantity(summary['cases'], 'case')}: {summary['source']}. {against}"
-        f"The predicted class is the one with the highest probability{' (above 0.5)' * (not has_areas)}. "
+        f"The predicted class is the one with the highest probability{' (above 0.5)' * (not has_areas)}{tied}. "
         f"The intervals are Wilson's; none is given for fewer than {FEW} cases."
     )
     return Table("metrics", heads, rows, "class", note)
