@@ -244,8 +244,9 @@ def find_copies(files: Mapping[str, Path], known: Mapping[str, Path]) -> dict[st
     copies = dict[str, str]()
     for name, size in sizes[0].items():
         candidates = alike.get((size, _middle(files[name], size)), []) if size in shared else []
-        same = (one for one in candidates if filecmp.cmp(files[name], known[one], shallow=False))
-        copies |= {name: one for one in [next(same, "")] if one}
+        for one in candidates:
+            if name not in copies and filecmp.cmp(files[name], known[one], shallow=False):
+                copies[name] = one
     return copies
 
 

@@ -171,8 +171,8 @@ def _on_prepared_grid(
     pictures, ranges, is_ct = greys_of(image, list(record.dataset["modalities"]))
     slices = slices_of(properties.geometry, properties.box, properties.shape)
     labels = _numbered(truth, numbers), _numbered(to_grid(prediction), numbers)
-    known = {"ranges": ranges, "is_ct": is_ct, "ignored": _ignored(truth, record)}
-    shown = ShownCase(case.name, pictures, *labels, properties.spacing, slices, **known)
+    shown = ShownCase(case.name, pictures, *labels, properties.spacing, slices, "", ranges, is_ct)
+    shown = replace(shown, ignored=_ignored(truth, record))
     return _with_dispute(shown, disputed)
 
 

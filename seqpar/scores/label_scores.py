@@ -113,8 +113,9 @@ def score(
     ``centreline`` the share of the true skeleton that is predicted (``CentrelineRecall``).
     ``surfaces=False`` leaves out what takes most of the time: ``HD95``, ``NSD``, and how many lesions are found
     (``LesionTP``), missed (``LesionFN``), false (``LesionFP``) and too small to count (``LesionSmall``).
-    ``VolumeError`` is relative and signed, ``VolumeErrorMl``, ``VolumeMl`` and ``TrueVolumeMl`` are in ml. ``hidden`` names classes that the truth does not
-    show: they have no scores. ``voxel_ml`` is the volume of a voxel; None: of a box with its ``spacing``.
+    ``VolumeError`` is relative and signed, ``VolumeErrorMl``, ``VolumeMl`` and ``TrueVolumeMl`` are in ml. ``hidden``
+    names classes that the truth does not show: they have no scores. ``voxel_ml`` is the volume of a voxel; None: of a
+    box with its ``spacing``.
     """
     if truth.shape != prediction.shape:
         raise ValueError(f"truth has shape {truth.shape}, prediction {prediction.shape}: they must be equal")

@@ -58,7 +58,8 @@ class Seen(NamedTuple):
         chose = {name for run in runs for name in run.chose} - same - namesakes
         held = {name for run in runs for name in run.held} - same - namesakes - chose
         copies = {name: other for run in runs for name, other in run.copies.items()}
-        return Seen(*map(sorted, (same, namesakes - same)), runs[0].total, sorted(chose), sorted(held), copies)
+        total = runs[0].total
+        return Seen(sorted(same), sorted(namesakes - same), total, sorted(chose), sorted(held), copies)
 
     @property
     def words(self) -> str:

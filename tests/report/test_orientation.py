@@ -33,6 +33,7 @@ from seqpar.report.planes import (
 )
 from seqpar.report.record import RunRecord, ScoredCase, read_record
 from seqpar.tasks.case_evaluation import Seen, find_seen
+from tests.support.folders import save
 from tests.support.report_page import NAMES, Page, decode, own_slices, unroll, written
 
 ENDS = {"R": (0, -1), "L": (0, 0), "A": (1, -1), "P": (1, 0), "S": (2, -1), "I": (2, 0)}  # dim, and which end of it
@@ -238,8 +239,8 @@ def test_the_tilt_of_an_oblique_image_is_said_from_five_degrees_on(angle: float)
         assert "tilted" not in f"{caption}{above}{title}"
     else:
         assert caption.endswith(f" mm · tilted by {abs(angle):.0f}°")
-        assert above.endswith(f". Oblique images: planes are tilted by up to {abs(angle):.0f}°, letters name the nearest "
-                              "sides") and f"{above}." in title  # fmt: skip
+        told = f". Oblique images: planes are tilted by up to {abs(angle):.0f}°, letters name the nearest sides"
+        assert above.endswith(told) and f"{above}." in title
 
 
 def test_slices_are_said_to_be_the_nearest_ones_only_where_voxels_were_resampled() -> None:

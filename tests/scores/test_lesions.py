@@ -173,7 +173,8 @@ def test_lesions_are_counted_as_they_are_scored() -> None:
     counts = [detect(truth, prediction, MM) for truth, prediction in cases]
     assert [count[:3] for count in counts] == [lesion_wise(truth, prediction, MM)[2:] for truth, prediction in cases]
     assert counts[:3] == [(0, 0, 0, 0), (0, 0, 1, 0), (0, 1, 0, 0)]
-    assert all(len(set(kind)) > 2 for kind in list(zip(*counts))[:3]), "found, missed and false ones all differ from case to case"
+    kinds = list(zip(*counts))[:3]
+    assert all(len(set(kind)) > 2 for kind in kinds), "found, missed and false ones all differ from case to case"
 
 
 @pytest.mark.parametrize(

@@ -194,10 +194,11 @@ def _read_list(path: Path, cases: Sequence[Case]) -> VolumeClasses:
             if case in labels:
                 raise DataError(path, f"lists case {case} for training and for validation; keep one of them")
             labels[case] = _label_of(entry, case, path)
-            named = {name: entry[name] for name in PATIENTS if entry.get(name) is not None}
-            if len({*map(str, named.values())}) > 1:
-                raise DataError(path, f"gives case {case} two patients ({named}); keep one of them")
-            subjects |= {case: str(patient) for patient in named.values()}
+            named = [str(entry[name]) for name in PATIENTS if entry.get(name) is not None]
+            if len({*named}) > 1:
+                raise DataError(path, f"gives case {case} two patients ({' and '.join(named)}); keep one of them")
+            if named:
+                subjects[case] = named[0]
             if isinstance(entry.get("fold"), int):
                 folds[case] = entry["fold"]
             held_out += [case] * (key == "validation")

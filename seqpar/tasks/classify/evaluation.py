@@ -109,7 +109,8 @@ class ClassEvaluation(CaseEvaluation):
         of_several = " AUC: each class against the others, averaged over classes;" * self.has_several
         return [
             "(95 % intervals: Wilson's, for balanced accuracy those of the classes combined, for AUC bootstrap, "
-            f"stratified by class;{of_several} predicted class: the one with the highest probability, the first of equal ones)"
+            f"stratified by class;{of_several} predicted class: the one with the highest probability, the first of "
+            "equal ones)"
         ]
 
     def find_seen(self, job: ScoringJob, record: RunRecord) -> Seen:

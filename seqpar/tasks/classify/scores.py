@@ -89,7 +89,8 @@ def read_class_table(path: Path, may_be_cut: bool = False) -> ClassTable:
         if row["class"] != (first := names[int(given.argmax())]):
             is_equal = given[names.index(row["class"])] == given.max()
             why = "as probable and comes first" if is_equal else "more probable"
-            raise DataError(path, f"case {row['case']} has the class {row['class']}, and {first} is {why}; correct either")
+            own = row["class"]
+            raise DataError(path, f"case {row['case']} has the class {own}, and {first} is {why}; correct either")
     others = tuple(name for name in rows[0] if name not in ("case", "class", *columns))
     return ClassTable(names, tuple(row["case"] for row in rows), values, others)
 
