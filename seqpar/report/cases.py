@@ -54,7 +54,7 @@ from seqpar.report.planes import (
 from seqpar.report.record import CaseScores, RunRecord, ScoredCase
 from seqpar.report.tables import what_is_missing
 from seqpar.scores.label_classes import learned_regions
-from seqpar.scores.label_files import DISAGREEMENT, ENTROPY, UNCERTAINTY, read_reference
+from seqpar.scores.label_files import DISAGREEMENT, ENTROPY, MAX_NAMED, UNCERTAINTY, read_reference
 from seqpar.scores.label_scores import format_dice
 from seqpar.text import millilitres
 
@@ -236,6 +236,7 @@ def load_worst(
     """
     shown = list[tuple[ShownCase, Embedded]]()
     budget = BUDGET // max(1, min(count, len(scored.cases)))
+    failed = dict[str, DataError]()
     is_there = [case.name for case in scored.cases if case.truth is None or case.truth.exists()]
     images = with_wide_ct(images, record, is_there)
     for case in scored.cases:
@@ -244,10 +245,19 @@ def load_worst(
         try:
             loaded = load(case, record, images)
         except DataError as error:
-            gaps.append(f"Case {case.name} cannot be shown: {error}.")
+            failed[case.name] = error
             continue
         shown.append((loaded, loaded.embedded(budget)))
+    gaps += failed_line(failed)
     return shown
+
+
+def failed_line(failed: Mapping[str, DataError]) -> list[str]:
+    """Returns a sentence on cases that cannot be shown, with the reason of the first; none without any."""
+    if len(failed) < 2:
+        return [f"Case {name} cannot be shown: {error}." for name, error in failed.items()]
+    first, names = next(iter(failed.values())), ", ".join([*failed][:MAX_NAMED]) + ", …" * (len(failed) > MAX_NAMED)
+    return [f"{len(failed)} cases cannot be shown ({names}). The first: {first}."]
 
 
 @dataclass(frozen=True)
@@ -386,14 +396,13 @@ def _case_view(case: ScoredCase, shown: ShownCase, labels: Sequence[str], neurol
     spacing = " × ".join(f"{step:.3g}" for step in shown.spacing)
     w, d, _ = (side * step for side, step in zip(shown.truth.shape, shown.spacing))
     scores = f"Dice: {dice}{missing}{case.volumes}"
-    elsewhere = f" · {text}" if (text := elsewhere_note(case, shown, labels)) else ""
     if case.truth is None:
         volumes = (f"{name} {millilitres(row['VolumeMl'])} ml" for name, row in case.scores.items())
         scores = f"Predicted: {', '.join(volumes)}"
     return CaseView(
         case.name,
-        f"{scores} · {planes_note(case, shown, labels)}{elsewhere}{modality} · voxels of {spacing} mm{tilted}",
-        shown.note,
+        f"{scores} · {planes_note(case, shown, labels)}{modality} · voxels of {spacing} mm{tilted}",
+        " ".join(filter(None, [elsewhere_note(case, shown, labels), shown.note])),
         f"{d:.6g}fr {w:.6g}fr {w:.6g}fr",
         planes_of(shown, neurological),
         heat_rows(shown, neurological),

@@ -98,7 +98,7 @@ def figure_of_cases(
     planes = [fullest_planes(case.truth if case.truth.any() else case.prediction) for case in cases]
     for case, at in zip(cases, planes):
         if text := outside_planes(case.truth, case.prediction, classes, case.spacing, case.slices, at):
-            lines += textwrap.wrap(f"{escape_mathtext(case.name)}, {escape_mathtext(text)}.", 120)
+            lines += textwrap.wrap(escape_mathtext(f"{case.name}: {text[0].lower()}{text[1:]}"), 120)
     if window and window[0] > KEPT_HU[0]:  # the network takes it clipped
         lines += textwrap.wrap(kept_of_ct([window]), 120)
     figure = make_figure(10, 3.3 * len(cases) + 1.25 + 0.15 * len(lines[3:]))

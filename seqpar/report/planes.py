@@ -143,14 +143,14 @@ def outside_planes(
         false, missed = unmatched_parts(truth == number, (prediction == number) & known, spacing)
         told += [words_of("false" if has_truth else "predicted", name, false), words_of("missed", name, missed)]
     listed = ", ".join(filter(None, told))
-    return f"in none of these planes: {listed}" if listed else ""
+    return f"In none of these planes: {listed}." if listed else ""
 
 
 def counted(cases: Iterable[Sequence[FileSlices]]) -> str:
     """Returns how the slices of cases are numbered and tilted, sentences without the last full stop."""
     every = [own for slices in cases for own in slices]
     tilt = max((own.tilt for own in every), default=0.0)
-    told = f". Oblique images: planes are tilted by up to {tilt:.0f}°, letters name the nearest sides"
+    told = f". Oblique images: planes are tilted by up to {tilt:.0f}°; letters name the nearest sides"
     return COUNTED + NEAREST * any(own.resampled for own in every) + told * (tilt >= TILTED)
 
 

@@ -239,7 +239,7 @@ def test_the_tilt_of_an_oblique_image_is_said_from_five_degrees_on(angle: float)
         assert "tilted" not in f"{caption}{above}{title}"
     else:
         assert caption.endswith(f" mm · tilted by {abs(angle):.0f}°")
-        told = f". Oblique images: planes are tilted by up to {abs(angle):.0f}°, letters name the nearest sides"
+        told = f". Oblique images: planes are tilted by up to {abs(angle):.0f}°; letters name the nearest sides"
         assert above.endswith(told) and f"{above}." in title
 
 

@@ -327,27 +327,27 @@ def test_regions_that_no_shown_plane_cuts_are_counted_and_their_place_is_told() 
     shown = ShownCase("a", {}, truth, prediction, (1.0, 1.0, 1.0), own_slices(truth.shape))
     missed = "1 missed region of tumour (0.064 ml, at sagittal 21, coronal 21, axial 21)"
     one = "1 false region of tumour (0.12 ml, at sagittal 31, coronal 31, axial 31)"
-    assert elsewhere_note(case, shown, ["tumour"]) == f"in none of these planes: {one}, {missed}"
+    assert elsewhere_note(case, shown, ["tumour"]) == f"In none of these planes: {one}, {missed}."
     prediction[37, 37, 37] = 1
     two = "2 false regions of tumour (the largest: 0.12 ml, at sagittal 31, coronal 31, axial 31)"
-    assert elsewhere_note(case, shown, ["tumour"]) == f"in none of these planes: {two}, {missed}"
-    caption = _case_view(case, shown, ["tumour"], False).caption
-    assert f"planes with most of the truth · in none of these planes: {two}" in caption
+    assert elsewhere_note(case, shown, ["tumour"]) == f"In none of these planes: {two}, {missed}."
+    view = _case_view(case, replace(shown, note="No image."), ["tumour"], False)
+    assert view.note == f"In none of these planes: {two}, {missed}. No image."
     picture = PicturedCase("a", 1.0 * truth, truth, prediction, (1.0,) * 3, own_slices(truth.shape))
     title = figure_of_cases([picture], ["tumour"], 1, False, Path("run")).get_suptitle()
-    assert f"a, in none of these planes: {two}, {missed}." in title.replace("\n", " ")
+    assert f"a: in none of these planes: {two}, {missed}." in title.replace("\n", " ")
     in_plane = np.where(np.indices(truth.shape)[2] == 4, prediction | (truth > 0), 0 * truth)
     in_plane[30, 30, 4] = 1
     near = replace(shown, truth=np.where(np.arange(40) < 15, truth, 0), prediction=in_plane)
     assert elsewhere_note(case, near, ["tumour"]) == "", "an axial plane shows it"
     open_ = replace(shown, ignored=prediction > truth)
-    assert elsewhere_note(case, open_, ["tumour"]) == f"in none of these planes: {missed}", "the truth leaves it open"
+    assert elsewhere_note(case, open_, ["tumour"]) == f"In none of these planes: {missed}.", "the truth leaves it open"
     hidden = replace(case, scores={"tumour": {"Dice": math.nan, "n_ref": math.nan}})
     assert "false" not in elsewhere_note(hidden, shown, ["tumour"]), "the truth does not show the class"
     patient = replace(case, truth=None, scores={"tumour": {"VolumeMl": 1.0}})
     alone = replace(shown, truth=0 * truth)
     others = "2 predicted regions of tumour (the largest: 0.12 ml, at sagittal 31, coronal 31, axial 31)"
-    assert elsewhere_note(patient, alone, ["tumour"]) == f"in none of these planes: {others}"
+    assert elsewhere_note(patient, alone, ["tumour"]) == f"In none of these planes: {others}."
 
 
 def test_a_map_of_doubt_hides_no_image_until_it_is_asked_for() -> None:

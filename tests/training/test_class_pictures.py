@@ -131,10 +131,10 @@ def test_the_table_of_classes_has_intervals_and_that_of_counts_says_what_its_row
     assert "healthy has no row: its sensitivity is the specificity above" in two.note and "no row" not in table.note
     assert "the highest probability (above 0.5). " in two.note
     tied = {"case": "t", "truth": "ill", "class": "healthy", "probabilities": [0.5, 0.5]}
-    content = summary(["healthy", "ill"]) | {"source": "here"}
-    content["metric_per_case"] = [*content["metric_per_case"], tied]
+    other = summary(["healthy", "ill"]) | {"source": "here"}
+    other["metric_per_case"] = [*other["metric_per_case"], tied]
     equal = "(above 0.5); of equal ones, as in 1 case, it is the first: healthy, ill. "
-    assert equal in classes_table(content).note
+    assert equal in classes_table(other).note
     about = [_scores(summary(names) | {"source": "here"}, None, "").about for names in (NAMES[:2], NAMES)]
     assert ["averaged over classes" in text for text in about] == [False, True]
     assert "a balanced accuracy of 0.5 and an AUC of 0.5 on" in about[0] and "accuracy of 0.333 and" in about[1]

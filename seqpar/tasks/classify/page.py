@@ -21,7 +21,7 @@ from seqpar.data.preparation.cache import open_cache
 from seqpar.data.preparation.transforms import resample
 from seqpar.data.volumes import read_volume
 from seqpar.prediction.prediction_folder import RECORD, inputs_of
-from seqpar.report.cases import BUDGET, CaseSection, greys_of, order_note, viewer_section, with_wide_ct
+from seqpar.report.cases import BUDGET, CaseSection, failed_line, greys_of, order_note, viewer_section, with_wide_ct
 from seqpar.report.curves import CHANCE, INK, Diagram, Line, LineStyle, number, reliability_diagram
 from seqpar.report.embedded_volumes import ShownCase
 from seqpar.report.images import (
@@ -342,14 +342,14 @@ def pictured_cases(
     - ``explained``: predict's folder of explanations; a case that it lacks is drawn from the run's prepared data
     - ``predicted``: the files that each case was predicted from, None for the run's own validation
     """
-    cases = []
+    cases, failed = [], dict[str, DataError]()
     for case in worst_cases(summary, count):
         try:
             picture = _picture(record, case["case"], explained, predicted, neurological)
+            cases.append(WorstCase(case["case"], verdict_on(case, summary), picture))
         except DataError as error:
-            gaps.append(f"Case {case['case']} cannot be shown: {error}.")
-            continue
-        cases.append(WorstCase(case["case"], verdict_on(case, summary), picture))
+            failed[case["case"]] = error
+    gaps += failed_line(failed)
     return cases
 
 
