@@ -382,7 +382,9 @@ def elsewhere_note(case: ScoredCase, shown: ShownCase, labels: Sequence[str]) ->
     if shown.ignored is not None:
         truth[shown.ignored] = len(names) + 1
     at, has_truth = fullest_planes(shown_best(shown)[0]), case.truth is not None
-    return outside_planes(truth, prediction, names, shown.spacing, shown.slices, at, has_truth)
+    found = outside_planes(truth, prediction, names, shown.spacing, at, has_truth)
+    told = ", ".join(own.text(shown.spacing, shown.slices) for own in found)
+    return f"In none of these planes: {told}." if told else ""
 
 
 def _case_view(case: ScoredCase, shown: ShownCase, labels: Sequence[str], neurological: bool) -> CaseView:

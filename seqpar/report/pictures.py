@@ -20,6 +20,7 @@ from seqpar.report.planes import (
     SHADED,
     FileSlices,
     bar_length,
+    count_outside,
     counted,
     ct_window,
     fullest_planes,
@@ -95,23 +96,22 @@ def figure_of_cases(
         f"{orientation_text(neurological)}.{about_lines}",
         *textwrap.wrap(f"{counted(case.slices for case in cases)}.", 120),
     ]
-    planes = [fullest_planes(case.truth if case.truth.any() else case.prediction) for case in cases]
-    for case, at in zip(cases, planes):
-        if text := outside_planes(case.truth, case.prediction, classes, case.spacing, case.slices, at):
-            lines += textwrap.wrap(escape_mathtext(f"{case.name}: {text[0].lower()}{text[1:]}"), 120)
     if window and window[0] > KEPT_HU[0]:  # the network takes it clipped
         lines += textwrap.wrap(kept_of_ct([window]), 120)
     figure = make_figure(10, 3.3 * len(cases) + 1.25 + 0.15 * len(lines[3:]))
     figure.suptitle(title_of_run(run, *lines), fontsize=9)
     panels = figure.subplots(len(cases), 3, squeeze=False)
-    for row, case, at in zip(panels, cases, planes):
+    for row, case in zip(panels, cases):
+        at = fullest_planes(case.truth if case.truth.any() else case.prediction)
+        unseen = count_outside(outside_planes(case.truth, case.prediction, classes, case.spacing, at))
         low, high = window or limits_of([case.image[case.image != 0]])
         greys = case.image if window else np.where(case.image == 0, low, case.image), low, max(high, low + 1e-6)
         for (plane, dim), panel, letters in zip(PLANES, row, sides(neurological)):
             _draw_plane(panel, case, greys, dim, at[dim], len(classes), neurological)
             mark_plane(panel, letters, case.spacing[dim == 0])
             name = f"{plane} {case.slices[dim].text(at[dim])}"
-            panel.set_title(f"{escape_mathtext(case.name)}\n{name}" if dim == 0 else name, fontsize=9)
+            above = [escape_mathtext(case.name), *filter(None, [unseen])] if dim == 0 else []
+            panel.set_title("\n".join([*above, name]), fontsize=9)
     marks = [("truth", "-", "#555555"), ("prediction", "--", "#555555")]
     marks += [(escape_mathtext(name), "-", COLOURS[i % len(COLOURS)]) for i, name in enumerate(classes)]
     from matplotlib.lines import Line2D

@@ -114,36 +114,49 @@ def slices_of(geometry: Geometry, box: Box, shape: Sequence[int]) -> tuple[FileS
     return tuple(slices)
 
 
+class Outside(NamedTuple):
+    """Regions of a label that no shown plane cuts, the largest first; ``kind``: false, missed or predicted."""
+
+    kind: str
+    label: str
+    parts: Sequence[Part]
+
+    def text(self, spacing: Sequence[float], slices: Sequence[FileSlices]) -> str:
+        """Returns how many there are, and how large and where the largest is."""
+        first, several = self.parts[0], "the largest: " * (len(self.parts) > 1)
+        place = ", ".join(f"{plane} {slices[dim].numbers[first.fullest[dim]]}" for plane, dim in PLANES)
+        size = f"{millilitres(first.voxels * math.prod(spacing) / 1000)} ml, at {place}"
+        return f"{quantity(len(self.parts), f'{self.kind} region')} of {self.label} ({several}{size})"
+
+
 def outside_planes(
     truth: NDArray[Any],
     prediction: NDArray[Any],
     labels: Sequence[str],
     spacing: Sequence[float],
-    slices: Sequence[FileSlices],
     at: Sequence[int],
     has_truth: bool = True,
-) -> str:
-    """Returns which false and missed regions of label maps no shown plane cuts, and where they are; "" of none.
+) -> list[Outside]:
+    """Returns the false and missed regions of label maps that no shown plane cuts, by label.
 
     - ``labels``: names of the labels from number 1 on; what has a higher number in the truth is ignored
     - ``at``: the shown planes
     - ``has_truth``: without a truth, predicted regions are neither right nor false
     """
-    told, known = list[str](), truth <= len(labels)
-
-    def words_of(kind: str, name: str, parts: Sequence[Part]) -> str:
-        out = [part for part in parts if not any(own.start <= n < own.stop for own, n in zip(part.box, at))]
-        if not out:
-            return ""
-        place = ", ".join(f"{plane} {slices[dim].numbers[out[0].fullest[dim]]}" for plane, dim in PLANES)
-        size = f"{millilitres(out[0].voxels * math.prod(spacing) / 1000)} ml, at {place}"
-        return f"{quantity(len(out), f'{kind} region')} of {name} ({'the largest: ' * (len(out) > 1)}{size})"
-
+    found, known = list[Outside](), truth <= len(labels)
     for number, name in enumerate(labels, 1):
-        false, missed = unmatched_parts(truth == number, (prediction == number) & known, spacing)
-        told += [words_of("false" if has_truth else "predicted", name, false), words_of("missed", name, missed)]
-    listed = ", ".join(filter(None, told))
-    return f"In none of these planes: {listed}." if listed else ""
+        both = unmatched_parts(truth == number, (prediction == number) & known, spacing)
+        for kind, parts in zip(("false" if has_truth else "predicted", "missed"), both):
+            out = [part for part in parts if not any(own.start <= n < own.stop for own, n in zip(part.box, at))]
+            found += [Outside(kind, name, out)] * bool(out)
+    return found
+
+
+def count_outside(found: Sequence[Outside]) -> str:
+    """Returns how many regions no plane cuts, for a title; "" of none."""
+    counts = {kind: sum(len(own.parts) for own in found if own.kind == kind) for kind in ("false", "missed")}
+    told = " and ".join(f"{count} {kind}" for kind, count in counts.items() if count)
+    return f"{told} region{'s' * (sum(counts.values()) > 1)} in no plane" if told else ""
 
 
 def counted(cases: Iterable[Sequence[FileSlices]]) -> str:

@@ -334,8 +334,9 @@ def test_regions_that_no_shown_plane_cuts_are_counted_and_their_place_is_told() 
     view = _case_view(case, replace(shown, note="No image."), ["tumour"], False)
     assert view.note == f"In none of these planes: {two}, {missed}. No image."
     picture = PicturedCase("a", 1.0 * truth, truth, prediction, (1.0,) * 3, own_slices(truth.shape))
-    title = figure_of_cases([picture], ["tumour"], 1, False, Path("run")).get_suptitle()
-    assert f"a: in none of these planes: {two}, {missed}." in title.replace("\n", " ")
+    first, *others = figure_of_cases([picture], ["tumour"], 1, False, Path("run")).axes
+    assert first.get_title() == "a\n2 false and 1 missed regions in no plane\nsagittal 5 / 40"
+    assert [panel.get_title() for panel in others] == ["coronal 5 / 40", "axial 5 / 40"]
     in_plane = np.where(np.indices(truth.shape)[2] == 4, prediction | (truth > 0), 0 * truth)
     in_plane[30, 30, 4] = 1
     near = replace(shown, truth=np.where(np.arange(40) < 15, truth, 0), prediction=in_plane)
