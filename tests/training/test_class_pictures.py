@@ -106,7 +106,7 @@ def test_calibration_is_drawn_by_tenths_with_enough_cases_and_not_by_a_single_on
     assert calibration_diagrams(of_tenths(4, 4, 4)) == [] and calibration_diagrams(of_tenths(40, 4)) == []
     (diagram,) = calibration_diagrams(of_tenths(5, 4, 6))
     line = diagram.lines[1]
-    assert line.places == pytest.approx([0.55, 0.75]) and line.label == "11 of 15 cases"
+    assert line.places == pytest.approx([0.55, 0.75]) and line.label == "cases per dot: 5, 6 (of 15)"
     assert (diagram.over, diagram.up) == ("probability of the predicted class", "share of correct predictions")
     scores = _scores(of_tenths(4, 4) | {"source": "here"}, None, "")
     assert scores.note == uncalibrated(of_tenths(4, 4)) and [chart.title for chart in scores.charts] == []

@@ -312,7 +312,7 @@ def calibration_diagrams(summary: Summary) -> list[Diagram]:
     points = [point for point in calibration(*_arrays(summary)) if point[2] >= FEW]
     if len(points) < 2:
         return []
-    label = f"{sum(count for _, _, count in points)} of {quantity(summary['cases'], 'case')}"
+    label = f"cases per dot: {', '.join(str(count) for _, _, count in points)} (of {summary['cases']})"
     title = f"Calibration (mean error {number(summary.get('calibration_error')):.3f})"
     over, up = "probability of the predicted class", "share of correct predictions"
     return [reliability_diagram(title, over, up, {label: points})]
