@@ -403,5 +403,4 @@ def _strips_of(scored: CaseScores, colours: Mapping[str, str]) -> Iterable[Strip
     for metric, title, high in (("Dice", "Dice of each case", 1.0), ("HD95", "HD95 of each case, mm", None)):
         instead = "substituted, " if metric == "HD95" else ""
         rows = {name: [_dot(case, name, metric, instead) for case in scored.cases] for name in scored.classes}
-        values = [value for row in rows.values() for value, *_ in row if math.isfinite(value)]
-        yield make_strips(title, rows, 0.0, high or max(values, default=1.0) * 1.02 or 1.0, colours, metric == "HD95")
+        yield make_strips(title, rows, 0.0, high, colours, metric == "HD95")
