@@ -67,9 +67,8 @@ def describe_consensus(readers: int) -> str:
     if not readers:
         return "the most probable label of a voxel"
     if readers == 2:
-        where = "where they differ, the one with the smaller number, mostly the background"
-        return f"the label that both readers gave a voxel; {where}"
-    return f"the label that most of the {readers} readers gave a voxel; in a tie, the one with the smallest number"
+        return "the label that both readers gave a voxel; if they differ, the smaller value, mostly the background"
+    return f"the label that most of the {readers} readers gave a voxel; in a tie, the smallest value"
 
 
 def words_of(lesion_wise: bool, centreline: bool, dashes: bool, readers: int | None = None) -> list[str]:

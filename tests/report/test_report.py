@@ -195,16 +195,6 @@ def test_without_truth_files_the_cache_has_the_truth(copied: Path, page: Page) -
     assert json.loads(written(copied).scripts["volumes"]) == json.loads(page.scripts["volumes"])
 
 
-def test_a_missing_prediction_is_a_gap_and_not_the_end(copied: Path, page: Page) -> None:
-    (copied / "validation" / f"{page.cases[0]}.nii.gz").unlink()
-    bare = written(copied)
-    assert bare.cases == page.cases[1:] and f"Case {page.cases[0]} cannot be shown: " in bare.text
-    (copied / "validation" / f"{page.cases[1]}.nii.gz").unlink()
-    bare = written(copied)
-    assert bare.text.count("cannot be shown") == 1, "one sentence for several"
-    assert f"2 cases cannot be shown ({page.cases[0]}, {page.cases[1]}). The first: " in bare.text
-
-
 def test_a_failed_run_says_why(copied: Path) -> None:
     for name in ("metrics.jsonl", "validation/summary.json"):
         (copied / name).unlink()

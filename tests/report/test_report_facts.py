@@ -351,6 +351,16 @@ def test_regions_that_no_shown_plane_cuts_are_counted_and_their_place_is_told() 
     assert elsewhere_note(patient, alone, ["tumour"]) == f"In none of these planes: {others}."
 
 
+def test_a_missing_prediction_is_a_gap_and_not_the_end(copied: Path, page: Page) -> None:
+    (copied / "validation" / f"{page.cases[0]}.nii.gz").unlink()
+    bare = written(copied)
+    assert bare.cases == page.cases[1:] and f"Case {page.cases[0]} cannot be shown: " in bare.text
+    (copied / "validation" / f"{page.cases[1]}.nii.gz").unlink()
+    bare = written(copied)
+    assert bare.text.count("cannot be shown") == 1, "one sentence for several"
+    assert f"2 cases cannot be shown ({page.cases[0]}, {page.cases[1]}). The first: " in bare.text
+
+
 def test_a_map_of_doubt_hides_no_image_until_it_is_asked_for() -> None:
     """A classifier's map is what its viewer is for."""
     ball = np.ones((10, 10, 10), np.uint8)
