@@ -233,6 +233,7 @@ SAMPLE = 1 << 16  # bytes from the middle of a file, which tell most files of on
 def find_copies(files: Mapping[str, Path], known: Mapping[str, Path]) -> dict[str, str]:
     """Returns the name of the known file of which each file is a copy; those of others are left out.
 
+    A file that equals several known ones tells none of them, as label maps of a template do not.
     Only files of equal size are read, and only those whose middle is equal are read whole.
     """
     sizes = [{name: path.stat().st_size for name, path in own.items() if path.is_file()} for own in (files, known)]
@@ -244,9 +245,9 @@ def find_copies(files: Mapping[str, Path], known: Mapping[str, Path]) -> dict[st
     copies = dict[str, str]()
     for name, size in sizes[0].items():
         candidates = alike.get((size, _middle(files[name], size)), []) if size in shared else []
-        for one in candidates:
-            if name not in copies and filecmp.cmp(files[name], known[one], shallow=False):
-                copies[name] = one
+        same = [one for one in candidates if filecmp.cmp(files[name], known[one], shallow=False)]
+        if len(same) == 1:
+            copies[name] = same[0]
     return copies
 
 

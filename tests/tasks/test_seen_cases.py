@@ -91,6 +91,8 @@ def test_a_copy_of_a_runs_case_under_another_name_is_not_new(tmp_path: Path) -> 
     trained, chose = seen.sentences
     assert "3 of 6 scored cases were in the run's training data (" in trained and "v, there a; w, there b" in trained
     assert "b, there a" in trained and "(x, there c)" in chose
+    template = {**files, "c": copies["v"]}
+    assert "v" not in find_seen(record, copies, lambda: template).same, "two of the run's cases have this map"
     gone = SimpleNamespace(**{**vars(record), "config": {"data": ""}})
     assert not find_seen(gone, copies, lambda: pytest.fail("it would wait for phantoms")).same
 
