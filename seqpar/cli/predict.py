@@ -34,7 +34,7 @@ from seqpar.scores.postprocessing import read_postprocessing
 from seqpar.settings.parser import Parser
 from seqpar.settings.run_settings import DEVICE_KINDS, UNKNOWN_TRAINERS
 from seqpar.tasks.lookup import task_of
-from seqpar.weights.nnunet_results import PLANS_NAME, TRAINER, find_results
+from seqpar.weights.nnunet_results import PLANS_NAME, TRAINER, find_results, is_results
 from seqpar.weights.weight_files import digest
 
 RUN = "run"  # the temperature that a run's validation fitted
@@ -125,7 +125,11 @@ def _runs(options: argparse.Namespace) -> list[Path]:
 def _members(options: argparse.Namespace) -> list[EnsembleMember]:
     """Returns the runs with their settings and weights; refuses runs that cannot be averaged."""
     checkpoints = options.checkpoint or []
-    runs = [open_run(path, checkpoints, options.folds, options.trainer_unknown) for path in options.run]
+    of_nnunet = [path for path in options.run if is_results(path)] or options.run  # else open_run refuses --folds
+    runs = [
+        open_run(path, checkpoints, options.folds if path in of_nnunet else (), options.trainer_unknown)
+        for path in options.run
+    ]
     check_compatible_runs(runs)
     task = task_of(runs[0].config)
     task.refuse_idle_flags("predict", options, f"{runs[0].path} {task.does}")

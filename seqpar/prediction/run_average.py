@@ -39,9 +39,12 @@ def check_compatible_runs(runs: Sequence[TrainedRun]) -> None:
         seen.add(run.path.resolve())
         for what, one in _meaning(first).items():
             if (other := _meaning(run)[what]) != one:
+                advice = "name runs that learn the same from the same channels, or predict with each alone"
+                if what == "axes":
+                    advice = "average two runs, or two results folders of nnU-Net's: seqpar-export makes one of a run"
                 raise ValueError(
                     f"{first.path} and {run.path} do not fit together: their {what} are {_text(one)} and "
-                    f"{_text(other)}; name runs that learn the same from the same channels, or predict with each alone"
+                    f"{_text(other)}; {advice}"
                 )
 
 

@@ -35,6 +35,7 @@ from seqpar.scores.summary_files import class_key, summary_content
 from seqpar.settings.config import Config
 from seqpar.settings.network_settings import NetworkSettings, PretrainingSettings
 from seqpar.text import millilitres, quantity
+from seqpar.weights.facts import LEARNED
 
 Row = Mapping[str, Any]
 # what Python says of a file whose parts are of other kinds, or missing
@@ -209,12 +210,19 @@ def above_scores(generated: bool, trained_on_phantoms: bool, what: str = "scores
 
 
 def chosen_on_them(*records: RunRecord) -> list[str]:
-    """Returns a sentence if several validations chose weights on the cases that any of the runs held out."""
-    text = (
+    """Returns a sentence if several validations chose weights on the cases that any of the runs held out, and one if a
+    run began with weights that had learned from some of them.
+    """
+    chosen = (
         "The weights that predict uses were chosen on these held-out cases, so their scores on them tend to be too "
         "good: only a test set tells how good these weights are."
     )
-    return [text] * any(len(record.held_out) > 1 for record in records)
+    learned = (
+        "The weights that training began with had already learned from some of these held-out cases (--weights), so "
+        "that the scores say nothing of new cases."
+    )
+    is_learned = any(record.dataset.get(LEARNED) for record in records)
+    return [learned] * is_learned + [chosen] * any(len(record.held_out) > 1 for record in records)
 
 
 def reached_in_validation(record: RunRecord) -> list[str]:

@@ -53,7 +53,7 @@ def write_results(
     contents, folds = list[dict[str, Any]](), list[str]()
     for run, description, net in runs:
         trainer, state, architecture = _network_of(run, net)
-        plans = _plans_of(run, _name_of(run, description["dataset"]), plans_name, configuration, architecture)
+        plans = _plans_of(run, description["dataset"], plans_name, configuration, architecture)
         arguments = {
             "plans": plans, "configuration": configuration, "fold": _fold_of(run),
             "dataset_json": dataset_of(run, description["dataset"]),
@@ -166,9 +166,7 @@ def _architecture_of(a: Architecture, run: TrainedRun) -> dict[str, Any]:
     if a.block not in _CLASSES:
         raise ValueError(f"{run.path} has {a.block} blocks, which are not exported: hand on an archive (.zip)")
     residual = a.block == "residual"
-    kernels, strides = (
-        [[sides[_axis_of_file(run, axis)] for axis in range(3)] for sides in every] for every in (a.kernels, a.strides)
-    )
+    kernels, strides = ([_turned(run, sides) for sides in every] for every in (a.kernels, a.strides))
     arguments: dict[str, Any] = {
         "n_stages": len(a.features), "features_per_stage": list(a.features),
         "conv_op": "torch.nn.modules.conv.Conv3d", "kernel_sizes": kernels, "strides": strides,
@@ -190,15 +188,22 @@ def _axis_of_file(run: TrainedRun, axis: int) -> int:
     return 2 - images_of(run.recipe, run.path).transpose_forward[axis]
 
 
+def _turned(run: TrainedRun, sizes: Sequence[float]) -> list[Any]:
+    """Returns sizes W D H of a run's arrays in nnU-Net's axes."""
+    return [sizes[_axis_of_file(run, axis)] for axis in range(3)]
+
+
 def _plans_of(
-    run: TrainedRun, dataset: str, name: str, configuration: str, architecture: Mapping[str, Any]
+    run: TrainedRun, dataset: Mapping[str, Any], name: str, configuration: str, architecture: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Returns the content of plans.json."""
     images, config = images_of(run.recipe, run.path), run.config
-    patch = [config.tile[_axis_of_file(run, axis)] for axis in range(3)]
+    patch, medians = _turned(run, config.tile), dataset.get("medians")  # which older runs lack
+    shape, cropped = (_turned(run, medians[name]) if medians else patch for name in ("shape", "cropped_shape"))
+    spacing = _turned(run, medians["file_spacing"]) if medians else list(images.spacing)
     own: dict[str, Any] = {
         "data_identifier": f"{name}_{configuration}", "preprocessor_name": "DefaultPreprocessor",
-        "batch_size": config.batch, "patch_size": patch, "median_image_size_in_voxels": [float(n) for n in patch],
+        "batch_size": config.batch, "patch_size": patch, "median_image_size_in_voxels": [float(n) for n in shape],
         "spacing": list(images.spacing), "normalization_schemes": list(images.schemes),
         "use_mask_for_norm": list(images.masked),
     }  # fmt: skip
@@ -212,8 +217,8 @@ def _plans_of(
     intensities = {str(n): {"median": i["mean"], "min": i["percentile_00_5"], "max": i["percentile_99_5"], **i}
                    for n, i in enumerate(images.intensities)}  # fmt: skip
     return {
-        "dataset_name": dataset, "plans_name": name, "original_median_spacing_after_transp": list(images.spacing),
-        "original_median_shape_after_transp": patch, "image_reader_writer": images.reader,
+        "dataset_name": _name_of(run, dataset), "plans_name": name, "original_median_spacing_after_transp": spacing,
+        "original_median_shape_after_transp": [round(n) for n in cropped], "image_reader_writer": images.reader,
         "transpose_forward": list(images.transpose_forward),
         "transpose_backward": [images.transpose_forward.index(axis) for axis in range(3)],
         "configurations": {configuration: own}, "experiment_planner_used": "seqpar", "label_manager": "LabelManager",
@@ -243,7 +248,7 @@ def dataset_of(run: TrainedRun, description: Mapping[str, Any]) -> dict[str, Any
         labels["ignore"] = values[-1]
     content: dict[str, Any] = {
         "channel_names": {str(n): name for n, name in enumerate(recipe.modalities)}, "labels": labels,
-        "numTraining": len(description.get("train", ())) + len(description.get("held_out", ())),
+        "numTraining": len({*description.get("train", ()), *description.get("held_out", ())}),
         "file_ending": _file_ending(run), "name": _name_of(run, description),
     }  # fmt: skip
     if run.learns_regions:

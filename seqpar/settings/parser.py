@@ -11,6 +11,26 @@ from typing import Any, NoReturn
 from seqpar.settings.field import Bounds
 from seqpar.text import flag_name
 
+# flags of nnU-Net's, by the command here: what to do in their place
+_OF_NNUNET = {
+    "predict": {
+        "--disable_tta": "use --mirror none",
+        "--save_probabilities": "use --npz",
+        "--continue_prediction": "use --continue",
+        "-step_size": "use --overlap, which is 1 minus the step",
+        "-device": "use --device",
+        "-chk": "use --checkpoint",
+    },
+    "train": {
+        "--c": "use --resume",
+        "--val": "use predict and evaluate",
+        "-num_gpus": "use --seqpar, or torchrun for more data at once",
+        "-pretrained_weights": "use --weights",
+        "-device": "use --device",
+        "-p": "use --plans",
+    },
+}
+
 
 class Parser(argparse.ArgumentParser):
     """A parser whose errors are a user's: one line, with the flag nearest to an unknown one.
@@ -27,12 +47,17 @@ class Parser(argparse.ArgumentParser):
     def __init__(self, act: str, **options: Any) -> None:
         usual: dict[str, Any] = {"allow_abbrev": False, "formatter_class": _HelpLines}
         super().__init__(f"seqpar-{act}", **usual | options)
+        self._of_nnunet = _OF_NNUNET.get(act, {})
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:  # type: ignore[override]
-        """Parses as argparse does, but refuses empty words: Path("") is the current folder, and --data "" no data."""
+        """Parses as argparse does, but refuses empty words, since Path("") is the current folder and --data "" no data,
+        and flags of nnU-Net's, with what to use instead.
+        """
         words = list(sys.argv[1:] if args is None else args)
         for before, word in zip(["", *words], words):
             flag, equals, value = word.partition("=")
+            if flag in self._of_nnunet:
+                raise ValueError(f"{flag} is a flag of nnU-Net's: {self._of_nnunet[flag]}")
             if not word or (word.startswith("--") and equals and not value):
                 what = flag or (before if before.startswith("-") else f"the argument after {before or self.prog}")
                 raise ValueError(f"{what} is empty: give it a value or remove it; is a shell variable not set?")

@@ -27,6 +27,7 @@ from seqpar.scores.label_files import MAX_NAMED, missing_line
 from seqpar.scores.summary_files import write_output, writing_alone
 from seqpar.terminal import next_command
 from seqpar.text import quantity
+from seqpar.weights.facts import LEARNED
 from seqpar.weights.weight_files import digest
 
 NEW, HELD, CHOSE = "new to the run", "held out by the run", "used to choose the weights"
@@ -348,6 +349,8 @@ def find_seen(
       names of these
     """
     train, held_out = (set(map(str, record.dataset.get(part, ()))) for part in ("train", "held_out"))
+    learned = set(map(str, record.dataset.get(LEARNED, ())))  # by the weights that it began with
+    train, held_out = train | learned, held_out - learned
     patients = patients_of(train | held_out | scored.keys()) | record.subjects
     has_chosen = len(record.held_out) > 1
     known = {patients[name] for name in (train | held_out if has_chosen else train)}

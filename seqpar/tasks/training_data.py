@@ -124,6 +124,19 @@ class TrainingData:
         """Returns a digest of each case's prepared arrays; reads a small file of each."""
         return {case: self.dataset.cases[case].digest for case in (*self.train_ids, *self.held_out_ids)}
 
+    def medians(self) -> dict[str, list[float]]:
+        """Returns median sizes of the cases, W D H: prepared, and cropped at the files' spacing; reads a small file of
+        each.
+        """
+        cases = [self.dataset.cases[case].properties for case in (*self.train_ids, *self.held_out_ids)]
+        is_turned = self.dataset.recipe.plan is None or self.dataset.recipe.plan.turns
+        sizes: dict[str, list[tuple[float, ...]]] = {
+            "shape": [case.shape for case in cases],
+            "cropped_shape": [case.box_shape for case in cases],
+            "file_spacing": [case.geometry.canonical_spacing if is_turned else case.geometry.spacing for case in cases],
+        }
+        return {name: np.median(rows, axis=0).tolist() for name, rows in sizes.items()}
+
 
 def outputs_shown(data: TrainingData, cases: Sequence[str], mode: Mode, device: torch.device) -> Tensor | None:
     """Returns which outputs the labels of this rank's samples show, of the group's ``cases``; None where all do."""
@@ -237,6 +250,8 @@ def case_lines(data: TrainingData, config: Config) -> list[str]:
     properties = [case.properties for case in dataset.cases.values()]
     sizes = span([p.shape for p in properties], "{:.0f}"), span([p.spacing for p in properties], "{:.3g}")
     split = f"{len(data.train_ids)} to train on, {len(data.held_out_ids)} held out (fold {config.fold})"
+    if set(data.held_out_ids) <= set(data.train_ids):
+        split = f"all to train on, and to validate on too (fold {config.fold}): scores say nothing of new cases"
     layout = describe_layout(str(dataset.described.get("layout", "prepared")), is_generated(config.data))
     cases = quantity(len(properties), "case")
     return [

@@ -2,13 +2,14 @@
 
 import json
 import os
+import socket
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from seqpar.data.addresses import local_file
+from seqpar.data.addresses import is_address, local_file
 from seqpar.data.errors import DataError
 from seqpar.data.files import refuse_unwritable
 from seqpar.data.formats.recognise import is_part_of_dataset
@@ -33,10 +34,16 @@ from seqpar.settings.data_settings import ALL_FOLDS, OWN
 from seqpar.settings.field import Circumstances
 from seqpar.settings.lessons import Lesson, lessons_of
 from seqpar.settings.presets import FROM_DATA
-from seqpar.settings.rules import describe_settings_without_effect, refuse_settings_without_effect, settings_on_resume
+from seqpar.settings.rules import (
+    FILES,
+    describe_settings_without_effect,
+    refuse_settings_without_effect,
+    settings_on_resume,
+)
 from seqpar.settings.scaled_rate import SCALED, keeps_scaled_rate, scale_learning_rate
 from seqpar.tasks.lookup import task_of
 from seqpar.tasks.training_data import TrainingData
+from seqpar.text import flag_name
 from seqpar.training.open_settings import choose_open_settings
 
 
@@ -109,6 +116,8 @@ def _resolve(line: _CommandLine, launcher: Launcher, meeting: Meeting | None, on
     family_of(config)  # refuses a network of another task
     refuse_settings_without_effect(config, line.flags)
     _refuse_start(config, launcher)
+    if meeting is not None and not config.dry_run and config.group_ranks <= launcher.world:
+        _refuse_other_files(config, meeting)
     config, warmup = shortened_warmup(config, line.flags)
     config, dealt = fill_pipeline(config, line.flags)
     plans = preset in FROM_DATA and not config.resume and "prepare" not in line.planned
@@ -278,6 +287,24 @@ def _refuse_start(config: Config, launcher: Launcher) -> None:
     if config.out and not config.resume and _is_of_data(Path(config.out), config.data):
         raise DataError(f"--out {config.out}", "belongs to a data set, which no run writes into: name another folder")
     refuse_unwritable(Path(config.out or "runs"), f"--out {config.out}" if config.out else "runs")
+
+
+def _refuse_other_files(config: Config, meeting: Meeting) -> None:
+    """Raises ValueError on every rank if one on the first rank's host was started on other files or folders, or in
+    another folder; it would wait for data that nobody prepares.
+    """
+    given = {name: getattr(config, name) for name in (*FILES, "out") if getattr(config, name)}
+    own = {name: value if is_address(value) else os.path.abspath(value) for name, value in given.items()}
+    texts = meeting.gather("files", json.dumps([socket.gethostname(), own]), config.start_timeout)
+    (host, first), *others = map(json.loads, texts)
+    for rank, (where, other) in enumerate(others, 1):
+        names = [name for name in (*FILES, "out") if first.get(name) != other.get(name)]
+        if where == host and names:
+            theirs, ours = (f"--{flag_name(names[0])} {each.get(names[0], 'of its own')}" for each in (other, first))
+            raise ValueError(
+                f"rank {rank} has {theirs}, and rank 0 has {ours}: start all ranks with the same command, in the same "
+                "folder"
+            )
 
 
 def _is_of_data(folder: Path, data: str) -> bool:

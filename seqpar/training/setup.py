@@ -38,7 +38,15 @@ from seqpar.text import quantity
 from seqpar.training.run_request import RunRequest, refuse_other_run
 from seqpar.training.trainer import Trainer, global_batch
 from seqpar.weights import checkpoint
-from seqpar.weights.weight_files import is_exported
+from seqpar.weights.facts import (
+    LEARNED,
+    about_cases_learned,
+    cases_learned_before,
+    cases_of_other_fold,
+    read_dataset,
+    reordered_names,
+)
+from seqpar.weights.weight_files import checkpoint_of, is_exported, is_of_torch
 
 # what config.json says of data, and what it is called; networks know channels and outputs by their order alone
 _MEANINGS = {"modalities": "channels", "labels": "labels", "regions": "regions", "volume_classes": "classes"}
@@ -203,11 +211,14 @@ def make_trainer(
     before = read_config(out) if config.resume or not is_first else {}
     data_before = before.get("dataset", {})
     data_now = data.describe() | ({"generated": True} if is_generated(config.data) else {})
-    data_now |= {"digests": run_on_rank0(data.digests, mesh.world)}
+    data_now |= run_on_rank0(lambda: {"digests": data.digests(), "medians": data.medians()}, mesh.world)
     refuse_other_outputs(data_before, data_now, config.data, out)
     net, attention_reasons = _build_net(config, mesh, data, before["layout"] if saved and is_first else {})
     mode_line = describe_decoding(net, config)
-    weights_line = _load_weights(net, config, data_now, mesh) if config.weights and not saved else ""
+    weights_line, learned = "", data_before.get(LEARNED, [])
+    if config.weights and not saved:
+        weights_line, learned = _load_weights(net, config, data_now, mesh)
+    data_now |= {LEARNED: learned} if learned else {}
     layout = {"ranks": mesh.world.size, "data": mesh.data.size, "seqpar": mesh.seq.size, "hosts": mesh.hosts}
     step, history = checkpoint.read_progress(saved).step if saved else 0, before.get("history", ())
     # the stages of a lesson before have other costs
@@ -280,26 +291,32 @@ def _stages(
     return choose_stages(config, mesh, net, recorded)
 
 
-def _load_weights(net: Network, config: Config, described: Mapping[str, Any], mesh: Mesh) -> str:
-    """Returns the line of ``load_pretrained``, with a caution if names moved; an error on one rank is raised on all.
+def _load_weights(net: Network, config: Config, described: Mapping[str, Any], mesh: Mesh) -> tuple[str, Sequence[str]]:
+    """Returns the line of ``load_pretrained``, with cautions, and the held-out cases that the weights have learned.
+
+    An error on one rank is raised on all.
 
     - ``described``: the data, as config.json will have them
     """
     from seqpar.runs.trained_run import read_run
-    from seqpar.weights.facts import read_dataset, reordered_names
+    from seqpar.weights.nnunet_settings import fold_of_training
     from seqpar.weights.pretrained import load_pretrained, weights_file  # it knows the names of four libraries
 
-    line: str = ""
-    error: Exception | None = None
+    line, learned, error = "", list[str](), None
     try:
         if is_exported(path := local_file(config.weights)):
             read_run(path)  # refuses weights of other sizes than its network's
-        moved = reordered_names(read_dataset(weights_file(config.weights)), described)
-        line = "; ".join([load_pretrained(net, config), *moved])
+        before = read_dataset(weights_file(config.weights))
+        learned = cases_learned_before(before, described)
+        if is_of_torch(path):
+            fold = fold_of_training(checkpoint_of(path, mapped=True), config.data)
+            learned = learned or cases_of_other_fold(fold, config.fold, described)
+        moved = reordered_names(before, described)
+        line = "; ".join([load_pretrained(net, config), *moved, *about_cases_learned(learned)])
     except Exception as problem:
         error = problem
     raise_on_all_ranks(error, mesh.world)
-    return line
+    return line, learned
 
 
 def _size_line(net: Network, lesson: Lesson, mesh: Mesh) -> str:

@@ -2,7 +2,7 @@
 
 import json
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -12,7 +12,9 @@ from safetensors import SafetensorError, safe_open
 
 from seqpar.settings.config import Config
 from seqpar.settings.rules import setting_applies
+from seqpar.text import quantity
 
+LEARNED = "learned_before"  # in config.json, of its data: cases held out that the weights it began with had learned
 SETTINGS, WEIGHTS = "config.json", "model.safetensors"  # in a run folder, a checkpoint and an exported run
 _ENTRY = "seqpar"  # of a file's metadata
 _ENCODER = ("network", "heads", "mlp", "positions", "window")
@@ -70,6 +72,39 @@ def reordered_names(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[s
                 "the weights of others"
             )
     return lines
+
+
+def cases_learned_before(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """Returns the cases held out or kept for tests whose labels weights have learned; none for those of pretrainings.
+
+    - ``before``, ``now``: what runs record of their data
+    """
+    if not before.get("labels") and not before.get("volume_classes"):
+        return []
+    others, learned = _not_trained_on(now), {*before.get("train", ()), *before.get(LEARNED, ())}
+    theirs, ours = (described.get("digests", {}) for described in (before, now))
+    by_name = learned if before.get("name") == now.get("name") else set[str]()
+    if not theirs or before.get("recipe") != now.get("recipe"):
+        return [case for case in others if case in by_name]
+    contents = {theirs[case] for case in learned if case in theirs}  # prepared alike, a scan has one digest
+    return [case for case in others if (ours[case] in contents if case in ours else case in by_name)]
+
+
+def cases_of_other_fold(fold: str, now: str, described: Mapping[str, Any]) -> list[str]:
+    """Returns the cases held out by fold ``now``, where nnU-Net trained weights on another fold; "": on other data."""
+    return _not_trained_on(described) if fold and fold != now and now.isdecimal() else []
+
+
+def about_cases_learned(cases: Sequence[str]) -> list[str]:
+    """Returns a caution about held-out cases whose labels the weights have learned; none without such cases."""
+    if not cases:
+        return []
+    scores = "whose scores therefore say nothing of new cases"
+    return [f"caution: they have learned from {quantity(len(cases), 'held-out case')}, such as {cases[0]}, {scores}"]
+
+
+def _not_trained_on(described: Mapping[str, Any]) -> list[str]:
+    return [*described.get("held_out", ()), *described.get("test", ())]
 
 
 def _names(described: Mapping[str, Any], what: str) -> list[str]:

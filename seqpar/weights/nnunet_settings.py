@@ -77,11 +77,20 @@ def _training_of(checkpoint: Mapping[str, Any], plan: NnunetPlan, data: str) -> 
     """Returns ``--val-mirror`` of a checkpoint, and its ``--fold`` if it learned from the same data set, so that no
     case that it saw is held out.
     """
-    mirror, arguments = checkpoint.get("inference_allowed_mirroring_axes") or (), checkpoint["init_args"]
+    mirror = checkpoint.get("inference_allowed_mirroring_axes") or ()
     flipped = {"val_mirror": "".join(axis for axis, own in zip("WDH", plan.file_axes) if own in mirror) or "none"}
+    fold = fold_of_training(checkpoint, data)
+    return flipped | ({"fold": fold} if fold else {})
+
+
+def fold_of_training(checkpoint: Mapping[str, Any], data: str) -> str:
+    """Returns the fold that nnU-Net trained a checkpoint on, if on this data set; "" elsewhere."""
+    arguments = checkpoint.get("init_args")
+    if not isinstance(arguments, Mapping) or not isinstance(arguments.get("plans"), Mapping):
+        return ""
     name, learned = Path(data).name, str(arguments["plans"].get("dataset_name"))
     is_same = learned.startswith(f"Dataset{int(name):03d}_") if name.isdecimal() else learned == name
-    return flipped | ({"fold": str(arguments["fold"])} if is_same and "fold" in arguments else {})
+    return str(arguments["fold"]) if is_same and "fold" in arguments else ""
 
 
 def _preparation(plan: NnunetPlan, config: Config, flags: Collection[str]) -> str:
@@ -107,7 +116,7 @@ def describe_preparation(config: Config) -> str:
     if config.prepare == OWN:
         return ""
     plan = planned(config)
-    axes = "turned to canonical axes" if plan.reader.endswith("WithReorient") else "in the file's axes"
+    axes = "turned to canonical axes" if plan.turns else "in the file's axes"
     mirror = "" if config.val_mirror == "none" else f"; validation averages over flips ({config.val_mirror})"
     sizes = " x ".join(f"{plan.spacing[axis]:.4g}" for axis in plan.file_axes)
     spacing = f"{sizes} mm" if plan.resamples else "each with its own spacing"

@@ -21,6 +21,10 @@ NOBODY = 65534
 TINY = "--preset debug --tile 16 --patch 8 --device cpu --workers 0 --batch 2"
 USAGES = """
 2 train --tilee 32 | nearest to --tilee is --tile
+2 train --c | --c is a flag of nnU-Net's: use --resume
+2 train -num_gpus 2 | -num_gpus is a flag of nnU-Net's: use --seqpar
+2 predict run -i D -o out --disable_tta | --disable_tta is a flag of nnU-Net's: use --mirror none
+2 predict run -i D -o out -chk checkpoint_best.pth | -chk is a flag of nnU-Net's: use --checkpoint
 2 train --tile 30 --patch 8 | use --tile 32 32 32
 2 train --seqpar x | --seqpar: x must be a number of ranks, at least 1, or auto
 2 train --pipe auto | --pipe: auto must be a number of ranks, at least 1

@@ -179,7 +179,7 @@ def test_monai_fold_list_keeps_its_channel_order_and_folds(tmp_path):
     brats(tmp_path / "TrainingData", names, OLD, "_", (1, 2, 4))
     entries = [
         {
-            "fold": n % 2,
+            "fold": (0, "1", 0.0, "1.0")[n],  # as programs write tables
             "image": [f"TrainingData/{name}/{name}_{kind}.nii.gz" for kind in ("flair", "t1ce", "t1", "t2")],
             "label": f"TrainingData/{name}/{name}_seg.nii.gz",
         }
@@ -189,6 +189,10 @@ def test_monai_fold_list_keeps_its_channel_order_and_folds(tmp_path):
     assert data.modalities == ("FLAIR", "T1c", "T1", "T2") and data.labels["ET"] == 4
     assert data.ids == tuple(names)
     assert split(data, 1) == ((names[0], names[2]), (names[1], names[3])) and len(folds(data)) == 2
+    for fold in ("one", 0.5, -1, True):
+        entries[0]["fold"] = fold
+        (fault, *_) = read_dataset(write_json(tmp_path / "brats21_folds.json", {"training": entries})).faults
+        assert f"gives case {names[0]} the fold {fold!r}; a fold is a whole number" in fault.problem
 
 
 def test_cases_of_a_monai_list_follow_the_firsts_order_of_modalities(tmp_path):
@@ -238,6 +242,18 @@ def test_a_stray_file_among_channel_files_is_reported_and_changes_nothing_else(t
     assert data.ids == tuple(case.id for case in cases) == ("c_000", "c_001") and data.modalities == ("T1", "T2")
     assert [fault.path for fault in data.faults] == [fault.path for fault in faults] == [str(stray)]
     assert "no channel number" in faults[0].problem
+
+
+def test_files_named_one_by_one_have_the_channels_that_their_data_set_declares(tmp_path):
+    folders = [
+        nnunet(tmp_path / name, 1, names) / "imagesTr" for name, names in (("D", ("T2", "T1")), ("E", ("T1", "T2")))
+    ]
+    files = [sorted(folder.iterdir()) for folder in folders]
+    for inputs in ([folders[0]], files[0]):
+        (case,), faults = find_inputs(inputs, ("T1", "T2"))
+        assert case.images == tuple(files[0][::-1]) and not faults
+    with pytest.raises(DataError, match=f"{files[1][1]}: is of a data set with other channels than the first file"):
+        find_inputs([files[0][0], files[1][1]], ("T1", "T2"))
 
 
 def test_of_a_case_that_is_there_twice_both_files_are_named(tmp_path):

@@ -4,13 +4,14 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 
 from seqpar.data.errors import DataError
 from seqpar.data.preparation import waiting
-from seqpar.data.preparation.cache_writer import remove_partial_files
+from seqpar.data.preparation.cache_writer import refuse_foreign, remove_partial_files
 from seqpar.data.preparation.prepare_dataset import prepare, prepared
 from seqpar.data.preparation.waiting import ProgressFile
 from tests.support.folders import child, exit_code, nnunet
@@ -52,6 +53,18 @@ def test_an_earlier_runs_failure_is_not_taken_for_this_ones(tmp_path):
     pid = child(lambda: (time.sleep(1), prepared(root, tmp_path / "c", is_first=True, workers=0, token="new")))
     assert len(prepared(root, tmp_path / "c", is_first=False, token="new", deadline=30).ids) == 2
     assert exit_code(pid) == 0
+
+
+def test_a_cache_that_another_process_begins_just_now_is_not_taken_for_foreign(tmp_path, monkeypatch):
+    folder, listed = tmp_path / "c", Path.iterdir
+    folder.mkdir()
+
+    def begun_meanwhile(path: Path) -> Iterator[Path]:
+        (folder / ".lock").touch()
+        return listed(path)
+
+    monkeypatch.setattr(Path, "iterdir", begun_meanwhile)
+    refuse_foreign(folder)
 
 
 def test_waiting_for_nobody_ends_at_the_deadline(tmp_path):

@@ -127,6 +127,16 @@ def test_nnunet_predicts_from_what_is_handed_back_as_seqpar_does(answers) -> Non
         refuse_different(ours, theirs)
 
 
+def test_the_plans_of_what_is_handed_back_have_the_median_sizes_that_nnunet_found(trained, answers) -> None:
+    root, _, results = trained
+    places = ("original_median_shape_after_transp", 0), ("original_median_spacing_after_transp", 1e-5)
+    want, got = (json.loads((folder / "plans.json").read_text()) for folder in (results, back(root, "follow")))
+    for name, off in places:
+        assert got[name] == pytest.approx(want[name], abs=off), name
+    want, got = (plans["configurations"]["3d_fullres"]["median_image_size_in_voxels"] for plans in (want, got))
+    assert got == pytest.approx(want, abs=1), "nnU-Net resamples the median size, and not each"
+
+
 def test_unchanged_weights_validate_as_nnunet_did(trained, answers) -> None:
     root, _, results = trained
     refuse_different(root / "follow" / "validation", results / "fold_0" / "validation")

@@ -48,12 +48,16 @@ def test_the_folder_predicts_what_the_run_predicts(kind: str, tmp_path: Path) ->
 
 
 def test_plans_data_set_and_checkpoint_are_plain_and_in_nnunets_axes(tmp_path: Path) -> None:
-    run = make_run(tmp_path / "run", CT, NET, name="Made")
+    medians = {"shape": [20, 18, 9.5], "cropped_shape": [24, 18, 8], "file_spacing": [1.0, 0.9, 1.5]}
+    run = make_run(tmp_path / "run", CT, NET, name="Made", medians=medians)
     place = tmp_path / "nnUNetTrainer__mine__3d_lowres"
     assert export([str(run), str(place)]) == 0
     plans, dataset = (json.loads((place / name).read_text()) for name in ("plans.json", "dataset.json"))
     own = plans["configurations"]["3d_lowres"]
     assert own["patch_size"] == [8, 8, 16] and own["spacing"] == [1.3, 0.9, 1.1] and own["batch_size"] == 3
+    assert own["median_image_size_in_voxels"] == [9.5, 18, 20]
+    assert plans["original_median_shape_after_transp"] == [8, 18, 24]
+    assert plans["original_median_spacing_after_transp"] == [1.5, 0.9, 1.0]
     assert plans["plans_name"] == "mine" and plans["image_reader_writer"] == "NibabelIOWithReorient"
     assert plans["foreground_intensity_properties_per_channel"]["0"]["percentile_99_5"] == 2.0
     assert dataset["labels"] == {"background": 0, "label 1": 1, "label 2": 2} and dataset["file_ending"] == ".nii.gz"

@@ -14,7 +14,13 @@ from seqpar.parallel.mesh import Group
 from seqpar.runs.trained_run import load_run
 from seqpar.settings.config import Config
 from seqpar.weights import checkpoint
-from seqpar.weights.facts import read_dataset, reordered_names
+from seqpar.weights.facts import (
+    about_cases_learned,
+    cases_learned_before,
+    cases_of_other_fold,
+    read_dataset,
+    reordered_names,
+)
 from seqpar.weights.pretrained import load_pretrained
 from seqpar.weights.weight_files import write_weights
 from tests.support.predictions import SMALL, make_run
@@ -144,3 +150,21 @@ def test_channels_and_labels_in_another_order_are_told(tmp_path):
     ]
     classes = [{"volume_classes": {"names": names}} for names in (["healthy", "ill"], ["ill", "healthy"])]
     assert "their classes are healthy, ill, and here ill, healthy" in reordered_names(*classes)[0]
+
+
+def test_held_out_cases_that_the_weights_have_learned_are_found() -> None:
+    before = {"labels": {"tumour": 1}, "train": ["a", "b"], "held_out": ["c"], "name": "D"}
+    now = {**before, "train": ["b", "c"], "held_out": ["a"]}
+    assert cases_learned_before(before, now) == ["a"] and cases_learned_before(before, before) == []
+    assert cases_learned_before({**before, "labels": {}}, now) == cases_learned_before({}, now) == []
+    assert cases_learned_before({**before, "name": "E"}, now) == []
+    assert cases_learned_before({**before, "learned_before": ["c"]}, before) == ["c"]
+    old, new = {"a": "1", "b": "2", "c": "3"}, {"a": "4", "b": "2", "c": "3"}
+    assert cases_learned_before({**before, "digests": old}, {**now, "digests": new}) == []  # another scan of that name
+    assert cases_learned_before({**before, "digests": old, "name": "E"}, {**now, "digests": old}) == ["a"]
+    other_recipe = {**now, "digests": new, "recipe": {"spacing": [2, 2, 2]}}
+    assert cases_learned_before({**before, "digests": old}, other_recipe) == ["a"]
+    assert cases_of_other_fold("1", "0", now) == cases_of_other_fold("all", "0", now) == ["a"]
+    assert not any(cases_of_other_fold(*folds, now) for folds in (("0", "0"), ("", "0"), ("1", "all"), ("1", "90:10")))
+    says = "caution: they have learned from 1 held-out case, such as a, whose scores therefore say nothing of new cases"
+    assert about_cases_learned(["a"]) == [says] and about_cases_learned([]) == []

@@ -9,6 +9,7 @@ from seqpar.data.files import strip_suffix
 from seqpar.data.formats.brats import KINDS, LABEL_SCHEMES, kind_of, label_scheme_of, meaning_with
 from seqpar.data.formats.dataset import LISTED, Case, Dataset, Split
 from seqpar.data.formats.dataset_json import (
+    fold_number,
     labels_of,
     listed_labels,
     modalities_of,
@@ -111,8 +112,8 @@ def _listed(
             label, *more = listed_labels(entry["label"], path.parent, readers) if labelled else (None,)
             case = require_files(Case(name, images, label, more_labels=tuple(more)), path)
             first = first or case
-            if labelled and isinstance(entry.get("fold"), int):
-                folds[name] = entry["fold"]
+            if labelled and entry.get("fold") is not None:
+                folds[name] = fold_number(entry["fold"], name, path)
             elif folds:
                 raise DataError(path, f"gives case {name} no fold number, although others have one; add it")
             cases[name] = case

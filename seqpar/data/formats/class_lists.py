@@ -15,7 +15,7 @@ from typing import Any
 from seqpar.data.errors import DataError, unreadable
 from seqpar.data.files import SUFFIXES
 from seqpar.data.formats.dataset import TABLE, Case, Dataset, Split, VolumeClasses
-from seqpar.data.formats.dataset_json import read_json_object, resolve_path
+from seqpar.data.formats.dataset_json import fold_number, read_json_object, resolve_path
 from seqpar.data.formats.recognise import describe, find_dataset
 from seqpar.data.formats.splits import check_classes
 from seqpar.text import quantity
@@ -199,8 +199,8 @@ def _read_list(path: Path, cases: Sequence[Case]) -> VolumeClasses:
                 raise DataError(path, f"gives case {case} two patients ({' and '.join(named)}); keep one of them")
             if named:
                 subjects[case] = named[0]
-            if isinstance(entry.get("fold"), int):
-                folds[case] = entry["fold"]
+            if entry.get("fold") is not None:
+                folds[case] = fold_number(entry["fold"], case, path)
             held_out += [case] * (key == "validation")
     if folds and len(folds) < len(labels):
         raise DataError(path, f"gives {len(folds)} of {len(labels)} cases a fold number; give all of them one")

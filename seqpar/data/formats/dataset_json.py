@@ -77,6 +77,14 @@ def numbered_channels(images: tuple[Path, ...]) -> tuple[str, ...]:
     return tuple(f"channel {n}" for n in range(sum(read_geometry(image)[1] for image in images)))
 
 
+def fold_number(value: Any, case: str, path: Path) -> int:
+    """Returns a case's fold, which may be written as a text or with a decimal point, as tables of programs have it."""
+    number = float(value) if isinstance(value, (int, float, str)) and re.fullmatch(r"\d+(\.0*)?", str(value)) else -1.0
+    if number < 0:
+        raise DataError(path, f"gives case {case} the fold {value!r}; a fold is a whole number, 0 or more")
+    return int(number)
+
+
 def require_files(case: Case, path: Path) -> Case:
     """Returns the case; raises DataError if one of its files is missing."""
     for file in case.files:

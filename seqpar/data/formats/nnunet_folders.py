@@ -51,12 +51,14 @@ def read_nnunet(root: Path, labelled: bool = True) -> Dataset:
 def read_images(root: Path) -> Dataset | None:
     """Returns a data set without labels from a folder of images, or of one DICOM series; None if it has none."""
     files = [root] if is_volume(root) else [file for file in sorted(root.iterdir()) if _is_image(file, SUFFIXES)]
-    if not files:
-        return None
-    described = root.parent / "dataset.json"
+    return of_images(root, files, declared_channels(root)) if files else None
+
+
+def declared_channels(folder: Path) -> tuple[str, ...]:
+    """Returns the channels that the dataset.json above a folder of images names; () where it names none."""
+    described = folder.parent / "dataset.json"
     content = read_json_object(described) if described.is_file() else {}
-    named = "channel_names" in content or "modality" in content
-    return of_images(root, files, modalities_of(content, described) if named else ())
+    return modalities_of(content, described) if content.keys() & {"channel_names", "modality"} else ()
 
 
 def of_images(root: Path, files: list[Path], names: tuple[str, ...] = ()) -> Dataset:

@@ -76,6 +76,11 @@ class ImagePlan:
         return tuple(self.transpose_forward.index(2 - axis) for axis in range(3))
 
     @property
+    def turns(self) -> bool:
+        """Whether volumes are turned to canonical axes before the axes are reversed."""
+        return self.reader.endswith("WithReorient")
+
+    @property
     def of_images(self) -> "ImagePlan":
         """This plan without its network."""
         return ImagePlan(**{own.name: getattr(self, own.name) for own in fields(ImagePlan)})

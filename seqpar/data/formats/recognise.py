@@ -14,7 +14,14 @@ from seqpar.data.formats.brats import meaning_with, read_brats
 from seqpar.data.formats.case_lists import read_decathlon, read_fold_json
 from seqpar.data.formats.dataset import TABLE, Case, Dataset, Split
 from seqpar.data.formats.dataset_json import labels_of, read_json_object
-from seqpar.data.formats.nnunet_folders import GT_SEGMENTATIONS, has_channel_files, of_images, read_images, read_nnunet
+from seqpar.data.formats.nnunet_folders import (
+    GT_SEGMENTATIONS,
+    declared_channels,
+    has_channel_files,
+    of_images,
+    read_images,
+    read_nnunet,
+)
 from seqpar.data.formats.splits import folds, read_splits, split
 from seqpar.data.volumes import is_volume
 
@@ -197,7 +204,13 @@ def find_inputs(paths: Sequence[str | Path], modalities: Sequence[str]) -> tuple
     """Returns the cases to predict, with their files in the order of ``modalities``, and the faults of other cases."""
     places = [find_dataset(path) for path in paths]
     if all(map(is_volume, places)):
-        dataset = of_images(places[0].parent, places, tuple(modalities))
+        declared = {declared_channels(place.parent): place for place in places}
+        if len(declared) > 1:
+            raise DataError(
+                list(declared.values())[1],
+                "is of a data set with other channels than the first file's: predict those of one at a time",
+            )
+        dataset = of_images(places[0].parent, places, next(iter(declared)) or tuple(modalities))
     elif len(places) == 1:
         dataset = describe(places[0], labelled=False)
     else:

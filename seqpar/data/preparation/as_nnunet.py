@@ -139,23 +139,23 @@ class NnunetPreparation(Preparation):
     def channel_to_source(self, channel: np.ndarray, properties: Properties, fill: float = 0) -> np.ndarray:
         """Returns a channel of the crop in the file's geometry, ``fill`` beyond the crop."""
         geometry = properties.geometry
-        sides = geometry.canonical_shape if self._turns else geometry.shape
+        sides = geometry.canonical_shape if self.plan.turns else geometry.shape
         whole = uncrop(channel, properties.box, [sides[axis] for axis in self._file_axes], fill)
         in_file = whole.transpose(np.argsort(self._file_axes))
-        return from_canonical(in_file, geometry.orientation) if self._turns else in_file
+        return from_canonical(in_file, geometry.orientation) if self.plan.turns else in_file
 
     def canonical(self, volume: np.ndarray, properties: Properties) -> np.ndarray:
         """Returns a prepared volume in canonical axes."""
         lead = volume.ndim - 3
         in_file = volume.transpose(*range(lead), *(lead + axis for axis in np.argsort(self._file_axes)))
-        return in_file if self._turns else to_canonical(in_file, properties.geometry.orientation)
+        return in_file if self.plan.turns else to_canonical(in_file, properties.geometry.orientation)
 
     def canonical_properties(self, properties: Properties) -> Properties:
         """Returns the properties of a prepared case in canonical axes, with the plan's statistics of a CT."""
         geometry, back = properties.geometry, np.argsort(self._file_axes).tolist()
         parts: list[Sequence[Any]] = [properties.box, properties.shape, properties.spacing]
         box, shape, spacing = ([part[axis] for axis in back] for part in parts)
-        if not self._turns:
+        if not self.plan.turns:
             grows = [geometry.orientation[axis] in "RAS" for axis in range(3)]
             box = [(a, b) if up else (n - b, n - a) for (a, b), up, n in zip(box, grows, geometry.shape)]
             box, shape, spacing = (from_file(part, geometry) for part in (box, shape, spacing))
@@ -175,11 +175,6 @@ class NnunetPreparation(Preparation):
         return f"nnU-Net's ({self.plan.reader}, transposed {' '.join(map(str, self.plan.transpose_forward))})"
 
     @property
-    def _turns(self) -> bool:
-        """Whether volumes are turned to canonical axes before the axes are reversed."""
-        return self.plan.reader.endswith("WithReorient")
-
-    @property
     def _order(self) -> tuple[int, ...]:
         """The axis of nnU-Net's for each axis of the arrays."""
         return self.plan.file_axes if self.in_file_axes else (0, 1, 2)
@@ -191,7 +186,7 @@ class NnunetPreparation(Preparation):
 
     def _from_canonical(self, image: np.ndarray, geometry: Geometry) -> np.ndarray:
         """Returns ``c x y z`` of an image in canonical axes."""
-        image = image if self._turns else from_canonical(image, geometry.orientation)
+        image = image if self.plan.turns else from_canonical(image, geometry.orientation)
         return image.transpose(0, *(3 - axis for axis in self.plan.transpose_forward))
 
     def _spacing(self, geometry: Geometry) -> tuple[float, ...]:
@@ -199,7 +194,7 @@ class NnunetPreparation(Preparation):
         sizes: Sequence[float] = geometry.spacing
         if geometry.header:
             sizes = parse_header(geometry.header, "header")["pixdim"][1:4].astype(float).tolist()
-        if self._turns:
+        if self.plan.turns:
             sizes = from_file(sizes, geometry)
         return tuple(sizes[2 - axis] for axis in self.plan.transpose_forward)
 

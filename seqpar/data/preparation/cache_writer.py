@@ -110,9 +110,10 @@ def cache_lock(path: Path, waiting: Callable[[], None]) -> Iterator[None]:
 def refuse_foreign(path: Path) -> None:
     """Raises CacheError if a folder holds something, but nothing that a preparation has made."""
     with as_cache_error(path):
-        if not path.is_dir() or (path / ".lock").exists():
+        if not path.is_dir():
             return
-        if foreign := sorted(filter(_is_foreign, path.iterdir())):
+        foreign = sorted(filter(_is_foreign, path.iterdir()))
+        if foreign and not (path / ".lock").exists():  # looked for last: another process may have begun meanwhile
             raise CacheError(path, f"has {foreign[0].name} but no cache; {ELSEWHERE}, so that nothing is lost")
 
 
