@@ -1,12 +1,14 @@
-"""Writes files whole or not at all, reads and writes JSON, and splits the suffix off a volume's name."""
+"""Writes files whole or not at all, reads and writes JSON, finds copies, and splits the suffix off a volume's name."""
 
 import errno
+import filecmp
 import json
 import os
 import socket
 import tempfile
 import time
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -223,6 +225,36 @@ def read_json(path: Path) -> Any:
         raise DataError(path, f"is not UTF-8 text ({error.reason}); write it again") from error
     except OSError as error:
         raise unreadable(path, error) from error
+
+
+SAMPLE = 1 << 16  # bytes from the middle of a file, which tell most files of one size apart
+
+
+def find_copies(files: Mapping[str, Path], known: Mapping[str, Path]) -> dict[str, str]:
+    """Returns the name of the known file of which each file is a copy; those of others are left out.
+
+    A file that equals several known ones tells none of them, as label maps of a template do not.
+    Only files of equal size are read, and only those whose middle is equal are read whole.
+    """
+    sizes = [{name: path.stat().st_size for name, path in own.items() if path.is_file()} for own in (files, known)]
+    shared = set(sizes[0].values()) & set(sizes[1].values())
+    alike = defaultdict[tuple[int, bytes], list[str]](list)
+    for name, size in sizes[1].items():
+        if size in shared:
+            alike[size, _middle(known[name], size)].append(name)
+    copies = dict[str, str]()
+    for name, size in sizes[0].items():
+        candidates = alike.get((size, _middle(files[name], size)), []) if size in shared else []
+        same = [one for one in candidates if filecmp.cmp(files[name], known[one], shallow=False)]
+        if len(same) == 1:
+            copies[name] = same[0]
+    return copies
+
+
+def _middle(path: Path, size: int) -> bytes:
+    with open(path, "rb") as file:
+        file.seek(max(0, size - SAMPLE) // 2)
+        return file.read(SAMPLE)
 
 
 def strip_suffix(name: str) -> str:

@@ -62,6 +62,12 @@ class Geometry:
         return 1.0 if is_upright else float(abs(np.linalg.det(directions)))
 
     @property
+    def tilt(self) -> float:
+        """Returns the largest angle in degrees between an axis of the voxels and the patient's axis nearest to it."""
+        along = np.abs(np.diag(self.canonical_affine[:3, :3])) / self.canonical_spacing
+        return float(np.degrees(np.arccos(np.clip(along, 0, 1))).max())
+
+    @property
     def voxel_ml(self) -> float:
         """Returns the volume of a voxel."""
         return float(np.prod(self.spacing)) * self.slant / 1000

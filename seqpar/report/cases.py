@@ -43,15 +43,18 @@ from seqpar.report.planes import (
     colours_of,
     counted,
     ct_window,
+    fullest_planes,
     kept_of_ct,
     orientation_text,
+    outside_planes,
     repeated,
     slices_of,
+    tilt_of,
 )
 from seqpar.report.record import CaseScores, RunRecord, ScoredCase
 from seqpar.report.tables import what_is_missing
 from seqpar.scores.label_classes import learned_regions
-from seqpar.scores.label_files import DISAGREEMENT, ENTROPY, UNCERTAINTY, read_reference
+from seqpar.scores.label_files import DISAGREEMENT, ENTROPY, MAX_NAMED, UNCERTAINTY, read_reference
 from seqpar.scores.label_scores import format_dice
 from seqpar.text import millilitres
 
@@ -107,7 +110,7 @@ def load(case: ScoredCase, record: RunRecord, images: Images) -> ShownCase:
         if image is not None:
             difference = geometry_difference(image.properties.geometry, prediction.geometry)
             if difference is None:
-                shown = _on_prepared_grid(case, prediction, image, numbers, list(record.dataset["modalities"]))
+                shown = _on_prepared_grid(case, prediction, image, numbers, record)
                 return _with_uncertainty(shown, case.prediction, image.properties, record)
             note = f"The image does not match the labels ({difference}); only the labels are shown."
     except DataError as error:
@@ -119,7 +122,13 @@ def load(case: ScoredCase, record: RunRecord, images: Images) -> ShownCase:
     predicted, truth, *disputed = (crop(labels, (w, d, h)) for labels in every)
     slices, spacing = slices_of(geometry, (w, d, h), truth.shape), geometry.canonical_spacing
     maps = _numbered(truth, numbers), _numbered(predicted, numbers)
-    return _with_dispute(ShownCase(case.name, {}, *maps, spacing, slices, note), disputed)
+    shown = ShownCase(case.name, {}, *maps, spacing, slices, note, ignored=_ignored(truth, record))
+    return _with_dispute(shown, disputed)
+
+
+def _ignored(truth: NDArray[Any], record: RunRecord) -> NDArray[np.bool_] | None:
+    value = record.labels.ignore if record.labels else None
+    return None if value is None else np.asarray(truth == value)
 
 
 def _with_dispute(shown: ShownCase, disputed: Sequence[NDArray[Any]]) -> ShownCase:
@@ -146,7 +155,7 @@ def _read_truth(case: ScoredCase, prediction: Volume) -> list[Volume]:
 
 
 def _on_prepared_grid(
-    case: ScoredCase, prediction: Volume, image: FoundImage, numbers: dict[int, int], modalities: list[str]
+    case: ScoredCase, prediction: Volume, image: FoundImage, numbers: dict[int, int], record: RunRecord
 ) -> ShownCase:
     """Returns a case on the grid of its prepared image, with the prepared truth if the file of the truth is gone."""
     properties = image.properties
@@ -159,10 +168,11 @@ def _on_prepared_grid(
         truth, *disputed = map(to_grid, _read_truth(case, prediction))
     else:
         truth, disputed = transforms.to_values(np.asarray(image.label), properties.values), list(image.disputed)
-    pictures, ranges, is_ct = greys_of(image, modalities)
+    pictures, ranges, is_ct = greys_of(image, list(record.dataset["modalities"]))
     slices = slices_of(properties.geometry, properties.box, properties.shape)
     labels = _numbered(truth, numbers), _numbered(to_grid(prediction), numbers)
     shown = ShownCase(case.name, pictures, *labels, properties.spacing, slices, "", ranges, is_ct)
+    shown = replace(shown, ignored=_ignored(truth, record))
     return _with_dispute(shown, disputed)
 
 
@@ -226,6 +236,7 @@ def load_worst(
     """
     shown = list[tuple[ShownCase, Embedded]]()
     budget = BUDGET // max(1, min(count, len(scored.cases)))
+    failed = dict[str, DataError]()
     is_there = [case.name for case in scored.cases if case.truth is None or case.truth.exists()]
     images = with_wide_ct(images, record, is_there)
     for case in scored.cases:
@@ -234,10 +245,19 @@ def load_worst(
         try:
             loaded = load(case, record, images)
         except DataError as error:
-            gaps.append(f"Case {case.name} cannot be shown: {error}.")
+            failed[case.name] = error
             continue
         shown.append((loaded, loaded.embedded(budget)))
+    gaps += failed_line(failed)
     return shown
+
+
+def failed_line(failed: Mapping[str, DataError]) -> list[str]:
+    """Returns a sentence on cases that cannot be shown, with the reason of the first; none without any."""
+    if len(failed) < 2:
+        return [f"Case {name} cannot be shown: {error}." for name, error in failed.items()]
+    first, names = next(iter(failed.values())), ", ".join([*failed][:MAX_NAMED]) + ", …" * (len(failed) > MAX_NAMED)
+    return [f"{len(failed)} cases cannot be shown ({names}). The first: {first}."]
 
 
 @dataclass(frozen=True)
@@ -291,15 +311,18 @@ def case_section(
     views = [_case_view(by_name[case.name], case, labels, neurological) for case, _ in shown]
     section = viewer_section(shown, labels, neurological, views)
     has_truth = any(case.truth is not None for case in scored.cases)
-    order = order_note(len(shown), len(scored.cases), "mean Dice") if has_truth else ""
+    order = order_note(len(shown), len(scored.cases), "mean Dice" if has_truth else "")
     consensus = next((case.doubt.consensus for case in scored.cases if case.doubt), "")
     return replace(section, has_truth=has_truth, order=order, consensus=consensus)
 
 
 def order_note(shown: int, total: int, score: str) -> str:
-    """Returns which cases are shown, those with the lowest of a score; "" of a single case."""
+    """Returns which cases are shown, those with the lowest of a score, "" of cases by name; "" of a single case."""
     if total < 2:
         return ""
+    if not score:
+        more = f"; the others are not on this page (--cases {total} shows all)" * (shown < total)
+        return f"{shown} of {total} cases, in the order of their names{more}."
     if shown == total:
         return f"All {total} cases, the lowest {score} first."
     return f"The {shown} of {total} cases with the lowest {score}, the lowest first."
@@ -351,10 +374,24 @@ def planes_note(case: ScoredCase, shown: ShownCase, labels: Sequence[str]) -> st
     return f"no {' or '.join(labels)}; predicted {what or 'none'} · {planes}"
 
 
+def elsewhere_note(case: ScoredCase, shown: ShownCase, labels: Sequence[str]) -> str:
+    """Returns which false and missed regions none of a case's planes cuts; "" of none, or where nothing is known."""
+    truth, names = shown.truth.astype(int), list(labels)
+    hidden = [n for n, name in enumerate(names, 1) if math.isnan(case.scores.get(name, {}).get("n_ref", 0))]
+    prediction = np.where(np.isin(shown.prediction, hidden), 0, shown.prediction)
+    if shown.ignored is not None:
+        truth[shown.ignored] = len(names) + 1
+    at, has_truth = fullest_planes(shown_best(shown)[0]), case.truth is not None
+    found = outside_planes(truth, prediction, names, shown.spacing, at, has_truth)
+    told = ", ".join(own.text(shown.spacing, shown.slices) for own in found)
+    return f"In none of these planes: {told}." if told else ""
+
+
 def _case_view(case: ScoredCase, shown: ShownCase, labels: Sequence[str], neurological: bool) -> CaseView:
     """Returns one case with its scores and three planes."""
     dice = ", ".join(f"{name} {format_dice(row, 3)}" for name, row in case.scores.items())
     missing = "".join(f" · {text}" for name, row in case.scores.items() if (text := what_is_missing(name, row)))
+    tilted = f" · {text}" if (text := tilt_of(shown.slices)) else ""
     modality = f" · shown on {(best := best_modality(list(shown.images)))}" if shown.images else ""
     if shown.images and shown.is_ct:
         modality += " from {} HU (black) to {} HU (white)".format(*map(round, shown.ranges[best]))
@@ -366,8 +403,8 @@ def _case_view(case: ScoredCase, shown: ShownCase, labels: Sequence[str], neurol
         scores = f"Predicted: {', '.join(volumes)}"
     return CaseView(
         case.name,
-        f"{scores} · {planes_note(case, shown, labels)}{modality} · voxels of {spacing} mm",
-        shown.note,
+        f"{scores} · {planes_note(case, shown, labels)}{modality} · voxels of {spacing} mm{tilted}",
+        " ".join(filter(None, [elsewhere_note(case, shown, labels), shown.note])),
         f"{d:.6g}fr {w:.6g}fr {w:.6g}fr",
         planes_of(shown, neurological),
         heat_rows(shown, neurological),

@@ -64,6 +64,7 @@ class ShownCase:
     - ``is_ct``: whether these are Hounsfield units
     - ``slices``: of the case's file, along W, D and H
     - ``disputed``: 1 where several readers gave different labels, else 0; None without several readers
+    - ``ignored``: the mask of what the truth leaves open; None of nothing
     - ``heat``: a map from 0 to 255; ``heat_name``: what it shows, such as its class; ``heat_caution``: what to know
       before reading it; ``most_nats``: what 255 stands for in a map of entropy, and when it has that, in ``most_when``
     - ``disagreement``: of several runs, from 0 to 255, which stands for ``most_apart``; None of one run
@@ -86,6 +87,7 @@ class ShownCase:
     most_nats: float = 0.0
     most_when: str = ""
     disputed: Bytes | None = None
+    ignored: NDArray[np.bool_] | None = None
     disagreement: Bytes | None = None
     most_apart: str = ""
 

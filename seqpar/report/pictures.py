@@ -20,6 +20,7 @@ from seqpar.report.planes import (
     SHADED,
     FileSlices,
     bar_length,
+    count_outside,
     counted,
     ct_window,
     fullest_planes,
@@ -27,6 +28,7 @@ from seqpar.report.planes import (
     limits_of,
     orientation_text,
     outline_lines,
+    outside_planes,
     plane_of,
     ranks_of,
     sides,
@@ -92,7 +94,7 @@ def figure_of_cases(
         *[f"{when[:1].upper()}{when[1:]}."] * bool(when),
         f"{first}{quantity(held_out, 'held-out case')}{shown}, in planes with most of the truth{empty}",
         f"{orientation_text(neurological)}.{about_lines}",
-        f"{counted(case.slices for case in cases)}.",
+        *textwrap.wrap(f"{counted(case.slices for case in cases)}.", 120),
     ]
     if window and window[0] > KEPT_HU[0]:  # the network takes it clipped
         lines += textwrap.wrap(kept_of_ct([window]), 120)
@@ -101,13 +103,15 @@ def figure_of_cases(
     panels = figure.subplots(len(cases), 3, squeeze=False)
     for row, case in zip(panels, cases):
         at = fullest_planes(case.truth if case.truth.any() else case.prediction)
+        unseen = count_outside(outside_planes(case.truth, case.prediction, classes, case.spacing, at))
         low, high = window or limits_of([case.image[case.image != 0]])
         greys = case.image if window else np.where(case.image == 0, low, case.image), low, max(high, low + 1e-6)
         for (plane, dim), panel, letters in zip(PLANES, row, sides(neurological)):
             _draw_plane(panel, case, greys, dim, at[dim], len(classes), neurological)
             mark_plane(panel, letters, case.spacing[dim == 0])
             name = f"{plane} {case.slices[dim].text(at[dim])}"
-            panel.set_title(f"{escape_mathtext(case.name)}\n{name}" if dim == 0 else name, fontsize=9)
+            above = [escape_mathtext(case.name), *filter(None, [unseen])] if dim == 0 else []
+            panel.set_title("\n".join([*above, name]), fontsize=9)
     marks = [("truth", "-", "#555555"), ("prediction", "--", "#555555")]
     marks += [(escape_mathtext(name), "-", COLOURS[i % len(COLOURS)]) for i, name in enumerate(classes)]
     from matplotlib.lines import Line2D

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from seqpar.text import with_minus
+from seqpar.scores.lesions import Part, unmatched_parts
+from seqpar.text import millilitres, quantity, with_minus
 
 if TYPE_CHECKING:
     from seqpar.data.boxes import Box
@@ -29,6 +30,7 @@ PLANES = (("sagittal", 0), ("coronal", 1), ("axial", 2))  # a plane's name, and 
 KEPT_HU = (-150.0, 250.0)  # of a CT: fat and soft tissue are told apart
 COUNTED = "Slice numbers are those of the image file, counted from 1"
 NEAREST = "; where voxels were resampled, of the nearest slice"
+TILTED = 5.0  # degrees, from which on an image is called oblique
 LINES = "A line between two labels has the colour of the rarer one"
 LETTERS = "R right, L left, A front (anterior), P back (posterior), S top (superior), I bottom (inferior)"
 
@@ -81,11 +83,13 @@ class FileSlices(NamedTuple):
     """The slices of a case's file along a direction: the number of each plane's, from 1, and how many the file has.
 
     - ``resampled``: the planes lie between the slices, and their numbers are those of the nearest ones
+    - ``tilt``: the largest angle between an axis of the file and the patient's, in degrees
     """
 
     numbers: Sequence[int]
     total: int
     resampled: bool = False
+    tilt: float = 0.0
 
     def text(self, at: int) -> str:
         """Returns which slice a plane is, of how many."""
@@ -106,13 +110,67 @@ def slices_of(geometry: Geometry, box: Box, shape: Sequence[int]) -> tuple[FileS
     for letter, (start, stop), side, whole in zip("RAS", box, shape, geometry.canonical_shape):
         at = start + np.floor((np.arange(side) + 0.5) * (stop - start) / side).astype(int)
         numbers = at + 1 if letter in geometry.orientation else whole - at
-        slices.append(FileSlices(numbers.tolist(), whole, side != stop - start))
+        slices.append(FileSlices(numbers.tolist(), whole, side != stop - start, geometry.tilt))
     return tuple(slices)
 
 
+class Outside(NamedTuple):
+    """Regions of a label that no shown plane cuts, the largest first; ``kind``: false, missed or predicted."""
+
+    kind: str
+    label: str
+    parts: Sequence[Part]
+
+    def text(self, spacing: Sequence[float], slices: Sequence[FileSlices]) -> str:
+        """Returns how many there are, and how large and where the largest is."""
+        first, several = self.parts[0], "the largest: " * (len(self.parts) > 1)
+        place = ", ".join(f"{plane} {slices[dim].numbers[first.fullest[dim]]}" for plane, dim in PLANES)
+        size = f"{millilitres(first.voxels * math.prod(spacing) / 1000)} ml, at {place}"
+        return f"{quantity(len(self.parts), f'{self.kind} region')} of {self.label} ({several}{size})"
+
+
+def outside_planes(
+    truth: NDArray[Any],
+    prediction: NDArray[Any],
+    labels: Sequence[str],
+    spacing: Sequence[float],
+    at: Sequence[int],
+    has_truth: bool = True,
+) -> list[Outside]:
+    """Returns the false and missed regions of label maps that no shown plane cuts, by label.
+
+    - ``labels``: names of the labels from number 1 on; what has a higher number in the truth is ignored
+    - ``at``: the shown planes
+    - ``has_truth``: without a truth, predicted regions are neither right nor false
+    """
+    found, known = list[Outside](), truth <= len(labels)
+    for number, name in enumerate(labels, 1):
+        both = unmatched_parts(truth == number, (prediction == number) & known, spacing)
+        for kind, parts in zip(("false" if has_truth else "predicted", "missed"), both):
+            out = [part for part in parts if not any(own.start <= n < own.stop for own, n in zip(part.box, at))]
+            found += [Outside(kind, name, out)] * bool(out)
+    return found
+
+
+def count_outside(found: Sequence[Outside]) -> str:
+    """Returns how many regions no plane cuts, for a title; "" of none."""
+    counts = {kind: sum(len(own.parts) for own in found if own.kind == kind) for kind in ("false", "missed")}
+    told = " and ".join(f"{count} {kind}" for kind, count in counts.items() if count)
+    return f"{told} region{'s' * (sum(counts.values()) > 1)} in no plane" if told else ""
+
+
 def counted(cases: Iterable[Sequence[FileSlices]]) -> str:
-    """Returns how the slices of cases are numbered, a sentence without its full stop."""
-    return COUNTED + NEAREST * any(own.resampled for slices in cases for own in slices)
+    """Returns how the slices of cases are numbered and tilted, sentences without the last full stop."""
+    every = [own for slices in cases for own in slices]
+    tilt = max((own.tilt for own in every), default=0.0)
+    told = f". Oblique images: planes are tilted by up to {tilt:.0f}°; letters name the nearest sides"
+    return COUNTED + NEAREST * any(own.resampled for own in every) + told * (tilt >= TILTED)
+
+
+def tilt_of(slices: Sequence[FileSlices]) -> str:
+    """Returns by how much a case's planes are tilted against the patient's axes; "" if that is a few degrees."""
+    tilt = max(own.tilt for own in slices)
+    return f"tilted by {tilt:.0f}°" if tilt >= TILTED else ""
 
 
 def ranks_of(*maps: NDArray[Any]) -> NDArray[np.uint8]:

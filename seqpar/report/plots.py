@@ -375,13 +375,14 @@ def make_strips(
     title: str,
     rows: Mapping[str, Sequence[tuple[float, str] | tuple[float, str, str]]],
     low: float,
-    high: float,
+    high: float | None,
     colours: Mapping[str, str] = MappingProxyType({}),
     is_measured: bool = False,
 ) -> Strips | None:
     """Returns a strip per name: a dot per value, quartiles and median; None without values.
 
     - ``rows``: value, case name and, optionally, a note on the value
+    - ``high``: where the strips end; None: at the first mark that no value exceeds
     - ``colours``: of the names; others are grey
     - ``is_measured``: whether values with a note only stand for measured ones: quartiles and median leave them out
     """
@@ -390,6 +391,9 @@ def make_strips(
     known = {name: [pair for pair in pairs if math.isfinite(pair[0])] for name, pairs in rows.items()}
     if not any(known.values()):
         return None
+    most = max(value for pairs in known.values() for value, *_ in pairs) if high is None else high
+    marks = MaxNLocator(5, steps=[1, 2, 5, 10]).tick_values(low, most or 1.0).tolist()
+    high = next((mark for mark in marks if mark >= most > low), marks[-1]) if high is None else high
     shown = [name if len(name) <= MAX_NAME else f"{name[: MAX_NAME - 1]}…" for name in rows]
     width, line, left = 520, 30, round(16 + 7.2 * max(map(len, shown)), 1)
     scale = (width - left - 14) / max(high - low, 1e-12)
@@ -410,7 +414,6 @@ def make_strips(
             box = first, round(third - first, 1)
         middle = place(median(values)) if len(values) > 1 else None
         strips.append(Strip(name, colours.get(own, GREY), y, dots, box, middle))
-    marks = map(float, MaxNLocator(5, steps=[1, 2, 5, 10]).tick_values(low, high))
     ticks = [(place(mark), f"{mark:g}") for mark in marks if low - 1e-9 <= mark <= high + 1e-9]
     has_hollow = any(hollow for strip in strips for *_, hollow in strip.dots)
     return Strips(title, left, width, line * len(strips) + 26, ticks, strips, is_measured and has_hollow)

@@ -269,8 +269,9 @@ def sizes_table(scored: CaseScores) -> Table | None:
         bias = Score((ml - true_ml) / len(cases), places, is_signed=True)
         true, predicted, off = (Score(value / len(cases), places) for value in (true_ml, ml, error))
         cells: list[Score | str] = [true, predicted, bias, off]
+        small = sum(row.get("LesionSmall", 0) for row in cases)  # older summaries do not tell
         cells += [
-            Score(found, 0, f" of {found + missed:.0f}"),
+            Score(found, 0, f" of {found + missed:.0f}{f', {small:.0f} too small' * bool(small)}"),
             Score(false, 0, f" ({false / len(cases):{'.3g' if false < 100 * len(cases) else ',.0f'}} per case)"),
         ]
         cells.append(_found_share(found, int(found + missed), false))
@@ -287,11 +288,11 @@ def sizes_table(scored: CaseScores) -> Table | None:
     note = (
         f"{means}{what_volumes_count(scored.classes)} A region, such as a lesion, is a connected part of the class in "
         "the truth. True parts whose margins touch are one region; a margin is 3 mm "
-        "wide, rounded down to whole voxels, so voxels larger than 3 mm have none. Regions of up to 50 mm³ do not "
-        "count. A region is "
-        "found if a predicted part touches it or its margin, by as little as one voxel: found does not mean outlined. "
-        "Every separate predicted part that touches no region is false, however small. Sensitivity is the share of "
-        "regions found, with Wilson's 95 % interval, which takes regions as independent. The rules are those of "
+        "wide, rounded down to whole voxels, so voxels larger than 3 mm have none. Regions of up to 50 mm³ are too "
+        "small to count: neither found nor missed. A region is found if a predicted part touches it or its margin, by "
+        "as little as one voxel: found does not mean outlined. A separate predicted part is false, however small, if "
+        "it touches no region or margin, not even of a region too small to count. Sensitivity is the share of regions "
+        "found, with Wilson's 95 % interval, which takes regions as independent. The rules are those of "
         "BraTS 2023, made for voxels of 1 mm."
     )
     return Table("sizes", heads, rows, "class", note) if rows else None
@@ -402,5 +403,4 @@ def _strips_of(scored: CaseScores, colours: Mapping[str, str]) -> Iterable[Strip
     for metric, title, high in (("Dice", "Dice of each case", 1.0), ("HD95", "HD95 of each case, mm", None)):
         instead = "substituted, " if metric == "HD95" else ""
         rows = {name: [_dot(case, name, metric, instead) for case in scored.cases] for name in scored.classes}
-        values = [value for row in rows.values() for value, *_ in row if math.isfinite(value)]
-        yield make_strips(title, rows, 0.0, high or max(values, default=1.0) * 1.02 or 1.0, colours, metric == "HD95")
+        yield make_strips(title, rows, 0.0, high, colours, metric == "HD95")

@@ -67,8 +67,8 @@ def describe_consensus(readers: int) -> str:
     if not readers:
         return "the most probable label of a voxel"
     if readers == 2:
-        return "the label that both readers gave a voxel; if they differ, the smaller one, mostly the background"
-    return f"the label that most of the {readers} readers gave a voxel; of equally many, the smallest"
+        return "the label that both readers gave a voxel; if they differ, the smaller value, mostly the background"
+    return f"the label that most of the {readers} readers gave a voxel; in a tie, the smallest value"
 
 
 def words_of(lesion_wise: bool, centreline: bool, dashes: bool, readers: int | None = None) -> list[str]:
@@ -112,9 +112,10 @@ def score(
     ``ignore`` is a true label whose voxels belong to no class. ``lesion_wise`` adds the scores of BraTS 2023,
     ``centreline`` the share of the true skeleton that is predicted (``CentrelineRecall``).
     ``surfaces=False`` leaves out what takes most of the time: ``HD95``, ``NSD``, and how many lesions are found
-    (``LesionTP``), missed (``LesionFN``) and false (``LesionFP``). ``VolumeError`` is relative and signed,
-    ``VolumeErrorMl``, ``VolumeMl`` and ``TrueVolumeMl`` are in ml. ``hidden`` names classes that the truth does not
-    show: they have no scores. ``voxel_ml`` is the volume of a voxel; None: of a box with its ``spacing``.
+    (``LesionTP``), missed (``LesionFN``), false (``LesionFP``) and too small to count (``LesionSmall``).
+    ``VolumeError`` is relative and signed, ``VolumeErrorMl``, ``VolumeMl`` and ``TrueVolumeMl`` are in ml. ``hidden``
+    names classes that the truth does not show: they have no scores. ``voxel_ml`` is the volume of a voxel; None: of a
+    box with its ``spacing``.
     """
     if truth.shape != prediction.shape:
         raise ValueError(f"truth has shape {truth.shape}, prediction {prediction.shape}: they must be equal")
@@ -139,7 +140,7 @@ def score(
         apply_empty_policy(row, empty, diagonal)
         if surfaces:
             detection = lesions.detect(true_mask, mask, spacing)
-            row |= {"LesionTP": detection.found, "LesionFN": detection.missed, "LesionFP": detection.false}
+            row |= {f"Lesion{key}": count for key, count in zip(("TP", "FN", "FP", "Small"), detection)}
         if lesion_wise:
             lesion_scores = lesions.lesion_wise(true_mask, mask, spacing, missed_distance=BRATS_DISTANCE)
             row |= {f"Lesion{key}": value for key, value in zip(("Dice", "HD95", "TP", "FN", "FP"), lesion_scores)}

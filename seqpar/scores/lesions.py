@@ -14,14 +14,16 @@ from seqpar.late_import import late
 from seqpar.scores.metrics import Mask, check_comparable, confusion, hd95
 
 ndimage = late("scipy.ndimage")
+MARGIN, MIN_VOLUME = 3.0, 50.0  # mm and mm³, as in BraTS 2023
 
 
 class Detection(NamedTuple):
-    """How many lesions of a case are found, missed, and predicted where there is none."""
+    """How many lesions of a case are found, missed, predicted where there is none, and too small to count."""
 
     found: int
     missed: int
     false: int
+    small: int = 0
 
 
 class LesionScores(NamedTuple):
@@ -39,7 +41,7 @@ def lesion_wise(
     prediction: Mask,
     spacing: Sequence[float],
     dilation: int = 3,
-    min_volume: float = 50.0,
+    min_volume: float = MIN_VOLUME,
     missed_distance: float = 374.0,
 ) -> LesionScores:
     """Returns the lesion-wise scores of BraTS 2023: every lesion weighs the same, however large.
@@ -64,19 +66,50 @@ def lesion_wise(
     if not count:
         return LesionScores(1.0, 0.0, 0, 0, 0)
     distance = (sum(distances) + missed_distance * detection.false) / count
-    return LesionScores(sum(dices) / count, distance, *detection)
+    return LesionScores(sum(dices) / count, distance, *detection[:3])
 
 
 def detect(
-    truth: Mask, prediction: Mask, spacing: Sequence[float], margin: float = 3.0, min_volume: float = 50.0
+    truth: Mask, prediction: Mask, spacing: Sequence[float], margin: float = MARGIN, min_volume: float = MIN_VOLUME
 ) -> Detection:
-    """Returns how many lesions are found, missed and falsely predicted.
+    """Returns how many lesions are found, missed, falsely predicted, and too small to count.
 
     The rules are those of ``lesion_wise``, with dilations by ``margin`` mm, rounded down to whole voxels in each
     direction. At 1 mm they are the same; coarse voxels join no lesions that are far apart.
     """
-    steps = [math.floor(margin / step + 1e-3) for step in spacing]
-    return _match(truth, prediction, spacing, steps, min_volume).detection
+    return _match(truth, prediction, spacing, _steps_of(margin, spacing), min_volume).detection
+
+
+@dataclass(frozen=True, eq=False)
+class Part:
+    """A connected part of a mask: what has a number in ``cut``, whose place is ``box``; ``voxels``: how many it has."""
+
+    box: tuple[slice, ...]
+    voxels: int
+    number: int
+    cut: NDArray[Any]
+
+    @property
+    def fullest(self) -> tuple[int, ...]:
+        """The plane with most of it in each direction."""
+        mask = self.cut == self.number
+        others = [tuple(d for d in range(mask.ndim) if d != dim) for dim in range(mask.ndim)]
+        return tuple(own.start + int(mask.sum(axes).argmax()) for own, axes in zip(self.box, others))
+
+
+def unmatched_parts(
+    truth: Mask, prediction: Mask, spacing: Sequence[float], margin: float = MARGIN, min_volume: float = MIN_VOLUME
+) -> tuple[list[Part], list[Part]]:
+    """Returns the false and the missed lesions that ``detect`` counts, the largest first."""
+    matching = _match(truth, prediction, spacing, _steps_of(margin, spacing), min_volume)
+    missed = sorted(set(matching.counted) - set(matching.matches[0].tolist()))
+    false = sorted(set(range(1, int(matching.components.max(initial=0)) + 1)) - set(matching.matches[1].tolist()))
+    true_lesions = np.where(matching.truth, matching.lesions, 0)
+    return matching.parts(matching.components, false), matching.parts(true_lesions, missed)
+
+
+def _steps_of(margin: float, spacing: Sequence[float]) -> list[int]:
+    return [math.floor(margin / step + 1e-3) for step in spacing]
 
 
 @dataclass(frozen=True, eq=False)
@@ -84,7 +117,7 @@ class _Matching:
     """Which predicted components match which true lesions.
 
     ``lesions`` and ``components`` number voxels; ``matches`` holds pairs of such numbers, ``counted`` the lesions that
-    are large enough to count.
+    are large enough to count. ``start`` is the first voxel of the masks' box.
     """
 
     truth: Mask
@@ -92,12 +125,24 @@ class _Matching:
     components: NDArray[Any]
     matches: NDArray[Any]  # 2 n
     counted: list[int]
+    start: tuple[int, ...]
+
+    def parts(self, numbered: NDArray[Any], numbers: Sequence[int]) -> list[Part]:
+        """Returns what has these numbers in the box, the largest first."""
+        boxes, voxels = ndimage.find_objects(numbered), np.bincount(numbered.ravel()).tolist()
+        parts = list[Part]()
+        for number in numbers:
+            place = boxes[number - 1]
+            box = tuple(slice(own.start + first, own.stop + first) for own, first in zip(place, self.start))
+            parts.append(Part(box, voxels[number], number, numbered[place]))
+        return sorted(parts, key=lambda part: -part.voxels)
 
     @property
     def detection(self) -> Detection:
         matched = len(set(self.counted) & set(self.matches[0].tolist()))
         false = int(self.components.max(initial=0)) - len(np.unique(self.matches[1]))
-        return Detection(matched, len(self.counted) - matched, false)
+        small = int(self.lesions.max(initial=0)) - len(self.counted)
+        return Detection(matched, len(self.counted) - matched, false, small)
 
     def masks(self, lesion: int) -> tuple[Mask, Mask]:
         """Returns a lesion and what matches it, in the box around both."""
@@ -122,14 +167,15 @@ def _match(
     check_comparable(truth, prediction, spacing)
     if min(dilations) < 0 or min_volume < 0:
         raise ValueError(f"dilation is {min(dilations)}, min_volume {min_volume}: neither can be negative")
+    start = (0,) * truth.ndim
     if truth.any() or prediction.any():
         # No margin for the dilation: what touches outside the box around two voxels touches inside it too.
         box = smallest_box(truth | prediction)
-        truth, prediction = crop(truth, box), crop(prediction, box)
+        truth, prediction, start = crop(truth, box), crop(prediction, box), tuple(first for first, _ in box)
     neighbours = np.ones((3,) * truth.ndim, bool)
     components, _ = ndimage.label(prediction, neighbours)
     if not truth.any():  # nothing to dilate
-        return _Matching(truth, np.zeros(truth.shape, np.int32), components, np.zeros((2, 0), np.int32), [])
+        return _Matching(truth, np.zeros(truth.shape, np.int32), components, np.zeros((2, 0), np.int32), [], start)
     step, dilated = ndimage.generate_binary_structure(truth.ndim, 2), truth
     for number in range(max(dilations)):  # each step only in the directions that still have some to go
         own = tuple(slice(None) if number < count else slice(1, 2) for count in dilations)
@@ -138,7 +184,7 @@ def _match(
     touching = (lesions > 0) & (components > 0)
     matches = np.unique(np.stack([lesions[touching], components[touching]]), axis=1)
     volumes = np.bincount(lesions[truth], minlength=num_lesions + 1) * float(np.prod(spacing))
-    return _Matching(truth, lesions, components, matches, np.flatnonzero(volumes > min_volume).tolist())
+    return _Matching(truth, lesions, components, matches, np.flatnonzero(volumes > min_volume).tolist(), start)
 
 
 def enclosing_box(boxes: Sequence[tuple[slice, ...]]) -> tuple[slice, ...]:

@@ -8,13 +8,15 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from seqpar.cluster.exit_codes import DATA
 from seqpar.data.errors import DataError
-from seqpar.data.files import read_json
+from seqpar.data.files import find_copies, read_json
 from seqpar.data.formats.splits import patients_of
 from seqpar.data.phantom.phantom_files import is_generated
+from seqpar.data.volumes import read_volume
 from seqpar.prediction.prediction_folder import RECORD, mixed_line, predicted_otherwise
 from seqpar.report.record import RunRecord, above_scores, chosen_on_them, read_record
 from seqpar.report.tables import Score, Table, TableHead, TableRow
@@ -28,7 +30,7 @@ from seqpar.text import quantity
 from seqpar.weights.facts import LEARNED
 from seqpar.weights.weight_files import digest
 
-NEW, CHOSE = "new to the run", "used to choose the weights"
+NEW, HELD, CHOSE = "new to the run", "held out by the run", "used to choose the weights"
 SEEN, NAMESAKE = "seen in training", "with the name of one of the run's cases or patients"
 NAMES = "has the name of one of the run's cases or patients", "have the names of the run's cases or patients"
 TOO_GOOD = ", which tend to be too good"
@@ -37,22 +39,28 @@ TOO_GOOD = ", which tend to be too good"
 class Seen(NamedTuple):
     """Which of ``total`` scored cases a run was trained on, and which it used to choose its weights.
 
-    - ``same``: those with the same file as a training case
+    - ``same``: those with the same file as a training case, which may have another name: ``copies`` has it
     - ``namesakes``: those that may be other cases of the same name, and further scans of the same patients
     - ``chose``: those that were held out, and on which the best weights were chosen
+    - ``held``: those that were held out and chose nothing, as there was a single validation
     """
 
     same: Sequence[str]
     namesakes: Sequence[str]
     total: int
     chose: Sequence[str] = ()
+    held: Sequence[str] = ()
+    copies: Mapping[str, str] = MappingProxyType({})
 
     @staticmethod
     def by_any(runs: Sequence["Seen"]) -> "Seen":
         """Returns what is known of cases that several runs predicted together: what any of them has seen is not new."""
         same, namesakes = {name for run in runs for name in run.same}, {name for run in runs for name in run.namesakes}
-        chose = {name for run in runs for name in run.chose}
-        return Seen(sorted(same), sorted(namesakes - same), runs[0].total, sorted(chose - same - namesakes))
+        chose = {name for run in runs for name in run.chose} - same - namesakes
+        held = {name for run in runs for name in run.held} - same - namesakes - chose
+        copies = {name: other for run in runs for name, other in run.copies.items()}
+        total = runs[0].total
+        return Seen(sorted(same), sorted(namesakes - same), total, sorted(chose), sorted(held), copies)
 
     @property
     def words(self) -> str:
@@ -63,26 +71,32 @@ class Seen(NamedTuple):
         """Returns what is known of a case before what else is said of it; "" of a new one."""
         if case in self.namesakes:
             return f"{NAMES[0].capitalize()}. "
-        known = SEEN if case in self.same else CHOSE if case in self.chose else ""
-        return f"{known.capitalize()}. " * bool(known)
+        known = SEEN if case in self.same else self._of_validation(case)
+        return f"{known.capitalize()}. " * (known != NEW)
+
+    def _of_validation(self, case: str) -> str:
+        return CHOSE if case in self.chose else HELD if case in self.held else NEW
 
     def apart(self, cases: Iterable[str]) -> tuple[dict[str, list[str]], str]:
         """Returns the cases by what is known of them, and a sentence on which the scores are of; "" if all are new.
 
-        Scores are of the first group: the new cases if there are any, then those that chose the weights.
+        Scores are of the first group: the new cases if there are any, then those that were held out, and of these
+        first what did not choose the weights.
         """
-        groups: dict[str, list[str]] = {NEW: [], CHOSE: [], self.words: []}
+        groups: dict[str, list[str]] = {NEW: [], HELD: [], CHOSE: [], self.words: []}
         for case in cases:
             is_known = case in self.same or case in self.namesakes
-            groups[self.words if is_known else CHOSE if case in self.chose else NEW].append(case)
+            groups[self.words if is_known else self._of_validation(case)].append(case)
         groups = {which: own for which, own in groups.items() if own}
         shown = next(iter(groups), NEW)
         return groups, "" if shown == NEW and len(groups) < 2 else self._tell(shown, len(groups[shown]))
 
     def _tell(self, shown: str, count: int) -> str:
         """Returns a sentence on the group of cases whose scores are shown, and one on the others."""
-        seen, alike, chose = len(self.same), len(self.namesakes), len(self.chose) * (shown == NEW)
+        seen, alike, chose = len(self.same), len(self.namesakes), len(self.chose) * (shown in (NEW, HELD))
+        held = len(self.held) * (shown == NEW)
         others = [
+            (held, f"{'was' if held == 1 else 'were'} {HELD}"),
             (chose, f"{'was' if chose == 1 else 'were'} {CHOSE}"),
             (seen, f"{'was' if seen == 1 else 'were'} {SEEN}"),
             (alike, f"{NAMES[alike > 1]} and may have been seen"),
@@ -95,12 +109,12 @@ class Seen(NamedTuple):
             which = f"all {count} were" if count > 1 else "the only one was"
             return f"No new case: {which} {shown}{TOO_GOOD * (shown == CHOSE)}."
         told = f"he scores are of the {quantity(count, 'case')} {shown}"
-        told = f"No new case: t{told}{TOO_GOOD}" if shown == CHOSE else f"T{told}"
+        told = f"T{told}" if shown == NEW else f"No new case: t{told}{TOO_GOOD * (shown == CHOSE)}"
         if len(others) == 1:
             ((number, what),) = others
             return f"{told}. The other {'one' if number == 1 else number} {what}."
         *first, last = (f"{number} {what}" for number, what in others)
-        return f"{told}. Of the other {chose + seen + alike}, {', '.join(first)}, and {last}."
+        return f"{told}. Of the other {held + chose + seen + alike}, {', '.join(first)}, and {last}."
 
     @property
     def sentences(self) -> list[str]:
@@ -110,9 +124,12 @@ class Seen(NamedTuple):
             (self.same, "was in the run's training data", "were in the run's training data", little),
             (self.namesakes, *NAMES, little),
             (self.chose, *["helped to choose the run's weights"] * 2, "tend to be too good"),
+            (self.held, f"was {HELD}", f"were {HELD}", "are those of a validation, not of a test"),
         ):
             if found:
-                shown = ", ".join(found[:MAX_NAMED]) + ", …" * (len(found) > MAX_NAMED)
+                names = [f"{name}, there {self.copies[name]}" if name in self.copies else name for name in found]
+                between = "; " if any(name in self.copies for name in found) else ", "
+                shown = between.join(names[:MAX_NAMED]) + f"{between}…" * (len(found) > MAX_NAMED)
                 what, whose = (one, "its scores") if len(found) == 1 else (many, "their scores")
                 if_so = f"if {'it is' if len(found) == 1 else 'they are'} the same, " * (found is self.namesakes)
                 of = f"{len(found)} of {quantity(self.total, 'scored case')} {what} ({shown})"
@@ -325,7 +342,7 @@ def other_values(run: Path, written: Labels, scored: Labels) -> list[str]:
 def find_seen(
     record: RunRecord, scored: Mapping[str, Path | None], read_files: Callable[[], Mapping[str, Path]]
 ) -> Seen:
-    """Returns which scored cases are among those that the run was trained on, or chose its weights by.
+    """Returns which scored cases are among those that the run was trained on, or held out.
 
     - ``scored``: a file of each case by name, None if it is not known
     - ``read_files``: returns the same file of each case of the run's data set; cases of another data set may have the
@@ -337,18 +354,32 @@ def find_seen(
     patients = patients_of(train | held_out | scored.keys()) | record.subjects
     has_chosen = len(record.held_out) > 1
     known = {patients[name] for name in (train | held_out if has_chosen else train)}
-    further = [name for name in scored if name not in train | held_out and patients[name] in known]
     names = [name for name in scored if name in train | held_out]
+    there = {name: path for name, path in scored.items() if path and path.is_file()}
+    files, same = dict[str, Path](), dict[str, str]()
+    with suppress(DataError, ValueError, OSError):  # nothing is known of files that are gone
+        if names or there and record.config.get("data"):
+            found = sorted(read_files().items(), key=lambda own: own[0] not in train)
+            files = {name: path for name, path in found if name in train | held_out and path.is_file()}
+            both = [name for name in names if name in there and name in files]
+            same = {name: name for name in both if filecmp.cmp(there[name], files[name], shallow=False)}
+            same |= {n: one for n, one in find_copies(there, files).items() if n not in same and _is_of_one(there[n])}
+    unknown = [name for name in names if name not in there or name not in files]
+    further = [n for n in scored if n not in train | held_out and n not in same and patients[n] in known]
+    seen, chose = ([name for name, one in same.items() if (one in train) is trained] for trained in (True, False))
+    namesakes = [name for name in unknown if name not in same]
+    copies = {name: one for name, one in same.items() if name != one}
+    validated = (chose, []) if has_chosen else ([], chose)
+    return Seen(seen, namesakes + further, len(scored), *validated, copies)
+
+
+def _is_of_one(path: Path) -> bool:
+    """Returns whether a volume tells a patient from others: label maps without a label are equal."""
     try:
-        files = read_files() if names else {}
-    except (DataError, ValueError, OSError):
-        files = {}
-    both = {name: (scored[name], files.get(name)) for name in names}
-    unknown = [name for name, pair in both.items() if not all(path and path.is_file() for path in pair)]
-    same = [n for n, (a, b) in both.items() if n not in unknown and a and b and filecmp.cmp(a, b, shallow=False)]
-    seen, chose = ([name for name in same if (name in train) is trained] for trained in (True, False))
-    namesakes = [name for name in unknown if has_chosen or name in train]
-    return Seen(seen, namesakes + further, len(scored), chose if has_chosen else [])
+        array = read_volume(path).array
+    except DataError:
+        return False
+    return bool((array != array.flat[0]).any())
 
 
 def seen_by_runs(record: RunRecord, prediction: Path | None, find: Callable[[RunRecord], Seen]) -> Seen:

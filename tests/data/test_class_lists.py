@@ -17,6 +17,7 @@ from seqpar.data.phantom.phantom_files import PhantomSettings, write_phantom
 from seqpar.data.preparation.cache import open_cache
 from seqpar.data.preparation.prepare_dataset import prepare
 from seqpar.data.preparation.recipe import PrepareSettings
+from seqpar.tasks.classify.scores import read_subjects
 from seqpar.tasks.lookup import TASKS
 from seqpar.training.folds import refuse_folds
 from tests.support.class_folders import class_folder
@@ -44,6 +45,23 @@ def test_a_table_beside_images_gives_each_case_its_class(folder: Path) -> None:
     assert [classes.numbers[case] for case in dataset.ids] == [0, 1] * 4
     assert classes.subject_of("c_03") == "s1" and classes.counts(dataset.ids[:3]) == [2, 1]
     assert VolumeClasses.from_json(classes.to_json()) == classes
+
+
+def test_a_column_patient_is_read_as_subject_is_and_both_are_refused(folder: Path) -> None:
+    lines = [f"{line},s{n // 2}" for n, line in enumerate(EIGHT)]
+    classes = read_class_dataset(with_table(folder, "case,class,Patient", *lines)).volume_classes
+    assert classes is not None and classes.subject_of("c_03") == "s1"
+    assert read_subjects(folder) == read_subjects(folder / "labels.csv") == classes.subjects
+    with_table(folder, "case,class,patient,subject", *(f"{line},s1" for line in lines))
+    for read in (read_class_dataset, read_subjects):
+        with pytest.raises(DataError, match="has the columns subject and patient, which both name the patient; keep"):
+            read(folder)
+    entries = [{"image": str(folder / f"c_{n:02d}.nii.gz"), "label": n % 2, "patient": n // 2} for n in range(4)]
+    listed = read_class_dataset(write_json(folder.parent / "patients.json", {"training": entries})).volume_classes
+    assert listed is not None and listed.subject_of("c_03") == "1"
+    entries[0] |= {"subject": 5}
+    with pytest.raises(DataError, match="gives case c_00 two patients"):
+        read_class_dataset(write_json(folder.parent / "patients.json", {"training": entries}))
 
 
 def test_splits_of_a_table_are_taken_and_cases_kept_for_tests_are_left_out(folder: Path) -> None:

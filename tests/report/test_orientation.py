@@ -4,10 +4,8 @@ import base64
 import json
 import re
 import shutil
-from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -16,7 +14,7 @@ from scipy.spatial.transform import Rotation
 from seqpar.cli import evaluate, report
 from seqpar.cluster.exit_codes import DATA, USAGE, run
 from seqpar.data.geometry import make_geometry, to_canonical
-from seqpar.report.cases import viewer_section
+from seqpar.report.cases import _case_view, viewer_section
 from seqpar.report.embedded_volumes import ShownCase
 from seqpar.report.images import other_voxels, spacings_of
 from seqpar.report.pictures import PicturedCase, figure_of_cases
@@ -31,8 +29,7 @@ from seqpar.report.planes import (
     sides,
     slices_of,
 )
-from seqpar.report.record import RunRecord, read_record
-from seqpar.tasks.case_evaluation import Seen, find_seen
+from seqpar.report.record import RunRecord, ScoredCase, read_record
 from tests.support.report_page import NAMES, Page, decode, own_slices, unroll, written
 
 ENDS = {"R": (0, -1), "L": (0, 0), "A": (1, -1), "P": (1, 0), "S": (2, -1), "I": (2, 0)}  # dim, and which end of it
@@ -223,6 +220,25 @@ def test_slices_have_the_numbers_that_the_file_gives_them(orientation: str) -> N
     assert list(coarse[0].numbers) == coarse[1].coarsened(2) and len(coarse[1].coarsened(4)) == 2
 
 
+@pytest.mark.parametrize("angle", [0.0, 4.0, 14.0, -30.0])
+def test_the_tilt_of_an_oblique_image_is_said_from_five_degrees_on(angle: float) -> None:
+    affine = np.diag((-1.0, 1.0, 3.0, 1.0))  # as LAS, of thick slices
+    affine[:3, :3] = Rotation.from_euler("x", angle, degrees=True).as_matrix() @ affine[:3, :3]
+    slices, label = slices_of(make_geometry((6, 6, 6), affine), ((0, 6),) * 3, (6, 6, 6)), np.zeros((6, 6, 6), np.uint8)
+    label[2:4, 2:4, 2:4] = 1
+    shown = ShownCase("a", {}, label, label, (1.0, 1.0, 3.0), slices)
+    case = ScoredCase("a", Path("t"), Path("p"), {"lesion": {"Dice": 1.0}})
+    caption, above = _case_view(case, shown, ["lesion"], False).caption, counted([slices])
+    picture = PicturedCase("a", 1.0 * label, label, label, (1.0, 1.0, 3.0), slices)
+    title = figure_of_cases([picture], ["lesion"], 1, False, Path()).get_suptitle().replace("\n", " ")
+    if abs(angle) < 5:
+        assert "tilted" not in f"{caption}{above}{title}"
+    else:
+        assert caption.endswith(f" mm · tilted by {abs(angle):.0f}°")
+        told = f". Oblique images: planes are tilted by up to {abs(angle):.0f}°; letters name the nearest sides"
+        assert above.endswith(told) and f"{above}." in title
+
+
 def test_slices_are_said_to_be_the_nearest_ones_only_where_voxels_were_resampled() -> None:
     geometry, box = make_geometry((8, 10, 12), np.eye(4)), ((1, 7), (2, 8), (2, 8))
     same, finer = (slices_of(geometry, box, (6, 6, side)) for side in (6, 12))
@@ -336,69 +352,3 @@ def test_scores_of_label_maps_are_of_new_cases_next_to_those_that_were_seen(
     _, page = page_of(names[:1], names[1:2])
     assert "No new case: all 3 were seen in training." in page.text, "by the other run, whose mean with this one it is"
     assert "Of moved alone: at the best validation, the mean Dice of NCR is 0.000" in page.text
-
-
-def test_scores_are_of_new_cases_else_of_those_that_chose_the_weights_and_not_of_namesakes() -> None:
-    def said(*known: list[str], chose: str = "") -> str:
-        return Seen(*known, 4, chose).apart("abcd")[1]
-
-    of_three = "The scores are of the 3 cases new to the run. The other one "
-    assert said("a", "") == f"{of_three}was seen in training." and said("", "") == ""
-    assert said("", "a") == f"{of_three}has the name of one of the run's cases or patients and may have been seen."
-    assert said("", "abcd") == "No case is known to be new: all 4 have the names of the run's cases or patients."
-    assert said("ab", "c") == (
-        "The scores are of the 1 case new to the run. Of the other 3, 2 were seen in training, and 1 has the name of "
-        "one of the run's cases or patients and may have been seen."
-    )
-    assert said("a", "", chose="cd") == (
-        "The scores are of the 1 case new to the run. Of the other 3, 2 were used to choose the weights, and 1 was "
-        "seen in training."
-    )
-    too_good = "used to choose the weights, which tend to be too good"
-    assert said("a", "", chose="bcd") == (
-        f"No new case: the scores are of the 3 cases {too_good}. The other one was seen in training."
-    )
-    assert said("", "", chose="abcd") == f"No new case: all 4 were {too_good}."
-    several = Seen.by_any([Seen("a", "b", 4, "cd"), Seen("b", "a", 4, "a")])
-    assert several == (["a", "b"], [], 4, ["c", "d"]), "what one of several runs has seen is not new"
-    groups, _ = Seen("a", "b", 4, "c").apart("abcd")
-    both = "seen in training or with the name of one of the run's cases or patients"
-    assert groups == {"new to the run": ["d"], "used to choose the weights": ["c"], both: ["a", "b"]}
-    assert [Seen("a", "b", 4, "c").mark(name) for name in "abcd"] == [
-        "Seen in training. ", "Has the name of one of the run's cases or patients. ", "Used to choose the weights. ", ""
-    ]  # fmt: skip
-
-
-def test_cases_that_chose_the_weights_are_said_apart_from_those_that_were_trained_on(tmp_path: Path) -> None:
-    """Of other data sets too, whose cases may have the names of these."""
-    files = {name: tmp_path / f"{name}.nii.gz" for name in "abcd"}
-    for name, path in files.items():
-        path.write_text(name)
-    others = {**files, "c": files["a"]}
-
-    def seen(validations: int, scored: dict[str, Path]) -> list[str]:
-        dataset = {"train": ["a", "b"], "held_out": ["c", "d"]}
-        record = SimpleNamespace(dataset=dataset, held_out=[{}] * validations, subjects={})
-        return find_seen(record, scored, lambda: files).sentences
-
-    trained = "2 of 4 scored cases were in the run's training data (a, b): their scores say little about new cases."
-    chose = "{} scored cases helped to choose the run's weights ({}): {} scores tend to be too good."
-    assert seen(1, files) == [trained], "a single validation chooses nothing"
-    assert seen(2, files) == [trained, chose.format("2 of 4", "c, d", "their")]
-    assert seen(2, others) == [trained, chose.format("1 of 4", "d", "its")]
-    unknown = {**files, "d": tmp_path / "gone"}
-    named = "1 of 4 scored cases has the name of one of the run's cases or patients (d): if it is the same, its scores"
-    assert seen(1, unknown) == [trained] and seen(2, unknown)[1].startswith(named)
-
-
-def test_a_further_scan_of_a_patient_is_not_new() -> None:
-    scored = dict.fromkeys(("sub-01_ses-2", "sub-02_ses-2", "sub-03_ses-2", "d2"))
-
-    def found(validations: int, subjects: Mapping[str, str]) -> Sequence[str]:
-        dataset = {"train": ["sub-01_ses-1", "d1"], "held_out": ["sub-02_ses-1"]}
-        record = SimpleNamespace(dataset=dataset, held_out=[{}] * validations, subjects=subjects)
-        return find_seen(record, scored, dict).namesakes
-
-    assert found(2, {}) == ["sub-01_ses-2", "sub-02_ses-2"]
-    assert found(1, {}) == ["sub-01_ses-2"], "a single validation chooses nothing"
-    assert found(1, {"d1": "d", "d2": "d"}) == ["sub-01_ses-2", "d2"], "as a table says"

@@ -255,6 +255,16 @@ def test_strips_show_each_case_that_has_a_value() -> None:
     assert make_strips("Dice", {"c": [(math.nan, "x")]}, 0, 1) is None
 
 
+@pytest.mark.parametrize(("most", "last"), [(18.1, "20"), (20.0, "20"), (0.37, "0.4"), (374.0, "400"), (0.0, "1")])
+def test_strips_of_distances_end_at_a_mark(most: float, last: str) -> None:
+    strips = make_strips("HD95", {"a": [(most / 2, "x"), (most, "y")]}, 0.0, None)
+    assert strips is not None
+    place, text = strips.ticks[-1]
+    assert text == last and place == pytest.approx(strips.width - 14, abs=0.2)
+    assert max(x for x, *_ in strips.rows[0].dots) <= place
+    assert len(strips.ticks) >= 4
+
+
 def test_a_box_is_drawn_of_five_cases_and_explained() -> None:
     values = [(n / 8, "x") for n in range(6)]
     text = drawn(make_strips("Dice", {"a": values[:5]}, 0, 1))

@@ -195,12 +195,6 @@ def test_without_truth_files_the_cache_has_the_truth(copied: Path, page: Page) -
     assert json.loads(written(copied).scripts["volumes"]) == json.loads(page.scripts["volumes"])
 
 
-def test_a_missing_prediction_is_a_gap_and_not_the_end(copied: Path, page: Page) -> None:
-    (copied / "validation" / f"{page.cases[0]}.nii.gz").unlink()
-    bare = written(copied)
-    assert bare.cases == page.cases[1:] and "cannot be shown" in bare.text
-
-
 def test_a_failed_run_says_why(copied: Path) -> None:
     for name in ("metrics.jsonl", "validation/summary.json"):
         (copied / name).unlink()
@@ -266,6 +260,10 @@ def test_a_prediction_without_truth_is_shown_with_its_volumes_and_no_score(
     assert not unroll(volumes["truth"], volumes["shape"], volumes["columns"]).any() and volumes["images"] == []
     shutil.copy(predictions / "case-b.nii.gz", predictions / "case-c.nii.gz")
     assert run(report.act, line) == 0 and "Predictions in found, by run" in Page(target.read_text()).text
+    assert "2 of 2 cases, in the order of their names." in Page(target.read_text()).text
+    assert run(report.act, [*line, "--cases", "1"]) == 0
+    fewer = "1 of 2 cases, in the order of their names; the others are not on this page (--cases 2 shows all)."
+    assert fewer in Page(target.read_text()).text and "in the order" not in said, "a single case needs no order"
     (predictions / "case-c.nii.gz").unlink()
     shutil.copytree(finished, renamed := tmp_path / "liver")
     assert run(report.act, [str(renamed), *line[1:]]) == 0 and "case-b, predicted by run liver" in target.read_text()

@@ -14,7 +14,7 @@ import pytest
 import seqpar
 from seqpar.cli import report
 from seqpar.cluster.exit_codes import run
-from seqpar.report.cases import _case_view, planes_note, planes_of, viewer_section
+from seqpar.report.cases import _case_view, elsewhere_note, planes_note, planes_of, viewer_section
 from seqpar.report.curves import step_axis, training_diagrams
 from seqpar.report.embedded_volumes import ShownCase
 from seqpar.report.pictures import PicturedCase, figure_of_cases
@@ -314,6 +314,51 @@ def test_a_case_without_the_class_says_so_and_what_was_predicted() -> None:
     both = ShownCase("a", {}, prediction, truth, (1.0, 1.0, 1.0), TEN)
     assert planes_note(case, both, ["liver", "tumour"]) == "planes with most of the tumour in the truth"
     assert planes_of(both, False)[0].slice == "3 / 10"
+
+
+def test_regions_that_no_shown_plane_cuts_are_counted_and_their_place_is_told() -> None:
+    """Planes follow the truth: a false lesion elsewhere would go unseen."""
+    truth, prediction = np.zeros((40, 40, 40), np.uint8), np.zeros((40, 40, 40), np.uint8)
+    truth[4:10, 4:10, 4:10] = 1
+    truth[20:24, 20:24, 20:24] = 1
+    prediction[5:10, 4:10, 4:10] = 1
+    prediction[30:34, 30:35, 30:36] = 1
+    case = ScoredCase("a", Path("t"), Path("p"), {"tumour": {"Dice": 0.5}})
+    shown = ShownCase("a", {}, truth, prediction, (1.0, 1.0, 1.0), own_slices(truth.shape))
+    missed = "1 missed region of tumour (0.064 ml, at sagittal 21, coronal 21, axial 21)"
+    one = "1 false region of tumour (0.12 ml, at sagittal 31, coronal 31, axial 31)"
+    assert elsewhere_note(case, shown, ["tumour"]) == f"In none of these planes: {one}, {missed}."
+    prediction[37, 37, 37] = 1
+    two = "2 false regions of tumour (the largest: 0.12 ml, at sagittal 31, coronal 31, axial 31)"
+    assert elsewhere_note(case, shown, ["tumour"]) == f"In none of these planes: {two}, {missed}."
+    view = _case_view(case, replace(shown, note="No image."), ["tumour"], False)
+    assert view.note == f"In none of these planes: {two}, {missed}. No image."
+    picture = PicturedCase("a", 1.0 * truth, truth, prediction, (1.0,) * 3, own_slices(truth.shape))
+    first, *others = figure_of_cases([picture], ["tumour"], 1, False, Path("run")).axes
+    assert first.get_title() == "a\n2 false and 1 missed regions in no plane\nsagittal 5 / 40"
+    assert [panel.get_title() for panel in others] == ["coronal 5 / 40", "axial 5 / 40"]
+    in_plane = np.where(np.indices(truth.shape)[2] == 4, prediction | (truth > 0), 0 * truth)
+    in_plane[30, 30, 4] = 1
+    near = replace(shown, truth=np.where(np.arange(40) < 15, truth, 0), prediction=in_plane)
+    assert elsewhere_note(case, near, ["tumour"]) == "", "an axial plane shows it"
+    open_ = replace(shown, ignored=prediction > truth)
+    assert elsewhere_note(case, open_, ["tumour"]) == f"In none of these planes: {missed}.", "the truth leaves it open"
+    hidden = replace(case, scores={"tumour": {"Dice": math.nan, "n_ref": math.nan}})
+    assert "false" not in elsewhere_note(hidden, shown, ["tumour"]), "the truth does not show the class"
+    patient = replace(case, truth=None, scores={"tumour": {"VolumeMl": 1.0}})
+    alone = replace(shown, truth=0 * truth)
+    others = "2 predicted regions of tumour (the largest: 0.12 ml, at sagittal 31, coronal 31, axial 31)"
+    assert elsewhere_note(patient, alone, ["tumour"]) == f"In none of these planes: {others}."
+
+
+def test_a_missing_prediction_is_a_gap_and_not_the_end(copied: Path, page: Page) -> None:
+    (copied / "validation" / f"{page.cases[0]}.nii.gz").unlink()
+    bare = written(copied)
+    assert bare.cases == page.cases[1:] and f"Case {page.cases[0]} cannot be shown: " in bare.text
+    (copied / "validation" / f"{page.cases[1]}.nii.gz").unlink()
+    bare = written(copied)
+    assert bare.text.count("cannot be shown") == 1, "one sentence for several"
+    assert f"2 cases cannot be shown ({page.cases[0]}, {page.cases[1]}). The first: " in bare.text
 
 
 def test_a_map_of_doubt_hides_no_image_until_it_is_asked_for() -> None:

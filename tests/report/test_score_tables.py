@@ -12,6 +12,7 @@ from seqpar.report.embedded_volumes import ShownCase
 from seqpar.report.planes import COLOURS
 from seqpar.report.record import CaseScores, parse_scores, read_record
 from seqpar.report.tables import (
+    Score,
     coarse_voxels,
     dice_table,
     mean_over,
@@ -133,6 +134,17 @@ def test_regions_found_have_an_interval_by_their_number_and_false_ones_are_count
     many = sizes_table(scores_of(1.0, {"vessel": (1,)}, (0 * specks, specks)))
     assert many is not None and many.rows[0].cells[5].text == "1728 (1,728 per case)"  # type: ignore[union-attr]
     assert few is not None and few.rows[0].cells[-1] == "too few to tell"
+
+
+def test_regions_too_small_to_count_are_said_and_what_touches_them_is_not_false() -> None:
+    truth, prediction = np.zeros((2, 40, 20, 20), np.uint8)
+    truth[2:8, 2:8, 2:8] = truth[20:22, 2:4, 2:4] = truth[30, 12, 12] = 1  # two of up to 50 mm³
+    prediction[2:8, 2:8, 2:8] = prediction[21, 3, 3] = prediction[36, 18, 18] = 1
+    table = sizes_table(scores_of(1.0, {"lesion": (1,)}, (truth, prediction)))
+    assert table is not None
+    found, false, _ = (cell.text if isinstance(cell, Score) else cell for cell in table.rows[0].cells[4:])
+    assert found == "1 of 1, 2 too small" and false == "1 (1 per case)"
+    assert "it touches no region or margin, not even of a region too small to count" in table.note
 
 
 def test_a_prediction_of_many_times_the_true_volume_is_warned_of() -> None:

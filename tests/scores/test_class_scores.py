@@ -148,6 +148,24 @@ def test_evaluate_scores_tables_and_writes_both_files(tmp_path: Path, capsys: py
     assert "balanced accuracy over the 30 cases that all tables have" in capsys.readouterr().out
 
 
+def test_evaluate_says_what_a_page_says_of_guesses(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    truth = np.arange(20) % 2
+    for name, right in (("guessed", np.arange(20) % 3 > 0), ("known", truth >= 0)):
+        probabilities = np.full((20, 2), 0.2)
+        probabilities[np.arange(20), np.where(right, truth, 1 - truth)] = 0.8
+        lines = table_at(tmp_path / name / "predictions.csv", truth, probabilities)
+    (tmp_path / "labels.csv").write_text("\n".join(["case,class", *lines]))
+    said = dict[str, str]()
+    for name in ("guessed", "known"):
+        assert run(evaluate.act, [str(tmp_path), str(tmp_path / name)]) == 0
+        said[name] = capsys.readouterr().out
+        content = json.loads((tmp_path / name / "summary.json").read_text())
+        assert baseline(content) in said[name]
+        assert caution_of_guesses(content) in said[name]
+    assert "Guessing could reach these scores: the interval of the AUC (" in said["guessed"]
+    assert "Guessing" not in said["known"]
+
+
 def test_evaluate_leads_with_cases_that_are_new_to_the_run(tmp_path: Path, capsys, monkeypatch) -> None:
     truth, probabilities = draw(20, 2)
     lines = table_at(tmp_path / "a/predictions.csv", truth, probabilities)
@@ -264,7 +282,10 @@ def test_what_is_no_table_is_refused_by_name(tmp_path: Path, capsys: pytest.Capt
         with pytest.raises(DataError, match=why):
             read_class_table(table)
     table.write_text("case,class,p(a),p(b)\nc000,b,0.5,0.5\n")
-    assert read_class_table(table).cases == ("c000",), "of equals either may be given"
+    with pytest.raises(DataError, match="case c000 has the class b, and a is as probable and comes first; correct"):
+        read_class_table(table)  # it would be scored as a
+    table.write_text(ClassTable(("a", "b"), ("c000",), np.array([[0.5, 0.5]])).text())
+    assert "c000,a,0.5,0.5" in table.read_text() and read_class_table(table).cases == ("c000",)
     table.write_text("case,class,p(a),p(b)\nc000,a,0.9,0.9\n")
     with pytest.raises(DataError, match="do not sum to 1"):
         read_class_table(table)

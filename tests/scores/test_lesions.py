@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from seqpar.scores.lesions import LesionScores, detect, lesion_wise
+from seqpar.scores.lesions import Detection, LesionScores, detect, lesion_wise, unmatched_parts
 from seqpar.scores.metrics import Mask, hd95
 
 MM = (1.0, 1.0, 1.0)
@@ -120,6 +120,14 @@ def test_what_matches_a_dropped_lesion_is_neither_hit_nor_false_positive() -> No
     assert lesion_wise(boxes(small), boxes(small), MM) == LesionScores(1.0, 0.0, 0, 0, 0)
 
 
+def test_lesions_too_small_to_count_are_counted_apart() -> None:
+    small, elsewhere = (30, 32, 4, 9, 4, 9), (50, 51, 4, 5, 4, 5)
+    assert detect(boxes(CUBE, small), boxes(small, elsewhere), MM) == Detection(0, 1, 1, small=1)
+    ((false,), (missed,)) = unmatched_parts(boxes(CUBE, small), boxes(small, elsewhere), MM)
+    assert (false.box, false.voxels, false.fullest) == ((slice(50, 51), slice(4, 5), slice(4, 5)), 1, (50, 4, 4))
+    assert missed.box == (slice(4, 9),) * 3 and missed.voxels == 125
+
+
 def test_the_volume_of_merged_lesions_is_summed_before_small_ones_are_dropped() -> None:
     halves = boxes((4, 6, 4, 9, 4, 8), (9, 11, 4, 9, 4, 8))  # 40 mm³ each, merged by dilation
     assert lesion_wise(halves, boxes(), MM).missed == 1
@@ -163,9 +171,10 @@ def test_lesions_are_counted_as_they_are_scored() -> None:
         )
         cases.append((truth, prediction))
     counts = [detect(truth, prediction, MM) for truth, prediction in cases]
-    assert counts == [lesion_wise(truth, prediction, MM)[2:] for truth, prediction in cases]
-    assert counts[:3] == [(0, 0, 0), (0, 0, 1), (0, 1, 0)]
-    assert all(len(set(kind)) > 2 for kind in zip(*counts)), "found, missed and false ones all differ from case to case"
+    assert [count[:3] for count in counts] == [lesion_wise(truth, prediction, MM)[2:] for truth, prediction in cases]
+    assert counts[:3] == [(0, 0, 0, 0), (0, 0, 1, 0), (0, 1, 0, 0)]
+    kinds = list(zip(*counts))[:3]
+    assert all(len(set(kind)) > 2 for kind in kinds), "found, missed and false ones all differ from case to case"
 
 
 @pytest.mark.parametrize(
@@ -181,5 +190,5 @@ def test_lesions_are_counted_as_they_are_scored() -> None:
 )
 def test_counted_lesions_are_apart_in_mm(spacing: tuple[float, float, float], gap: int, found: int) -> None:
     both = boxes(CUBE, (9 + gap, 14 + gap, 4, 9, 4, 9))
-    assert detect(both, both, spacing) == (found, 0, 0)
+    assert detect(both, both, spacing) == (found, 0, 0, 0)
     assert lesion_wise(both, both, spacing).found == (1 if gap <= 6 else 2), "BraTS counts voxels"

@@ -66,7 +66,7 @@ def test_a_run_on_several_readers_is_the_same_on_two_ranks_and_reports_their_agr
     assert 'id="readers"' in page and 'id="readers-per-case"' in page and "two readers" in page
     assert page.index(">Readers<") < page.index(">Volumes and connected regions<"), "what follows has its own head"
     assert "Violet areas show where the readers disagree" in page
-    assert page.count("the label that most of the 3 readers gave a voxel; of equally many, the smallest") == 3
+    assert page.count("the label that most of the 3 readers gave a voxel; in a tie, the smallest value") == 3
     assert page.index("It compares with the label") < page.index(">Configuration<"), "next to the large numbers"
     data = tmp_path / "Dataset001_Tiny"
     seen = disputed_in(page)
@@ -87,7 +87,7 @@ def test_a_run_on_several_readers_is_the_same_on_two_ranks_and_reports_their_agr
     assert run(evaluate.act, [str(tmp_path / "Dataset001_Tiny"), str(predicted), "--workers", "1"]) == 0
     said = capsys.readouterr().out
     assert "InterReaderDice" in said and "mean Dice of each two readers" in said
-    assert re.search(r"^  truth +the label that most of the 3 readers gave a voxel; of equally many,", said, re.M)
+    assert re.search(r"^  truth +the label that most of the 3 readers gave a voxel; in a tie,", said, re.M)
     mean = json.loads((predicted / "summary.json").read_text())["mean"]["1"]
     assert mean["Dice_ben"] == 1 and mean["Dice_ann"] == pytest.approx(2 / 3)
     assert mean["ReaderDice"] == pytest.approx((1 + 2 / 3 + 2 / 3) / 3)
@@ -123,7 +123,7 @@ def test_it_is_said_what_the_truth_of_two_readers_is(tmp_path: Path) -> None:
     assert read_reference(doubt.readers["a"], doubt).values.sum() == (one & two).sum() == 16
     case = ScoredCase("c", doubt.readers["a"], Path("c.nii.gz"), {"t": {"Dice": 0.8}}, doubt)
     record: Any = SimpleNamespace(dataset={}, held_out=())
-    told = " It compares with the label that both readers gave a voxel; if they differ, the smaller one, mostly the"
+    told = " It compares with the label that both readers gave a voxel; if they differ, the smaller value, mostly the"
     note = headline(record, CaseScores("", {"t": "1"}, (case,), {"mean": {}}, {}))[1]
     assert note.endswith(f"others.{told} background.")
     assert "It compares" not in headline(record, CaseScores("", {"t": "1"}, (replace(case, doubt=None),), {}, {}))[1]

@@ -106,7 +106,7 @@ def test_calibration_is_drawn_by_tenths_with_enough_cases_and_not_by_a_single_on
     assert calibration_diagrams(of_tenths(4, 4, 4)) == [] and calibration_diagrams(of_tenths(40, 4)) == []
     (diagram,) = calibration_diagrams(of_tenths(5, 4, 6))
     line = diagram.lines[1]
-    assert line.places == pytest.approx([0.55, 0.75]) and line.label == "11 of 15 cases"
+    assert line.places == pytest.approx([0.55, 0.75]) and line.label == "cases per dot: 5, 6 (of 15)"
     assert (diagram.over, diagram.up) == ("probability of the predicted class", "share of correct predictions")
     scores = _scores(of_tenths(4, 4) | {"source": "here"}, None, "")
     assert scores.note == uncalibrated(of_tenths(4, 4)) and [chart.title for chart in scores.charts] == []
@@ -130,6 +130,11 @@ def test_the_table_of_classes_has_intervals_and_that_of_counts_says_what_its_row
     assert [row.name for row in two.rows] == ["ill"] and "AUC" not in [head.text for head in two.heads], "no mirror"
     assert "healthy has no row: its sensitivity is the specificity above" in two.note and "no row" not in table.note
     assert "the highest probability (above 0.5). " in two.note
+    tied = {"case": "t", "truth": "ill", "class": "healthy", "probabilities": [0.5, 0.5]}
+    other = summary(["healthy", "ill"]) | {"source": "here"}
+    other["metric_per_case"] = [*other["metric_per_case"], tied]
+    equal = "(above 0.5); of equal ones, as in 1 case, it is the first: healthy, ill. "
+    assert equal in classes_table(other).note
     about = [_scores(summary(names) | {"source": "here"}, None, "").about for names in (NAMES[:2], NAMES)]
     assert ["averaged over classes" in text for text in about] == [False, True]
     assert "a balanced accuracy of 0.5 and an AUC of 0.5 on" in about[0] and "accuracy of 0.333 and" in about[1]

@@ -1,7 +1,8 @@
 """Reads data sets whose volumes have one class each: labels.csv next to images, or a MONAI list with ``label``.
 
-``labels.csv`` has the columns ``case`` and ``class``, optionally ``subject`` (its cases stay together) and ``split``
-(train, val or test, or a fold number); other columns are ignored. An entry of a list may have ``subject`` too.
+``labels.csv`` has the columns ``case`` and ``class``, optionally ``subject`` or ``patient`` (its cases stay together)
+and ``split`` (train, val or test, or a fold number); other columns are ignored. An entry of a list may have
+``subject`` or ``patient`` too.
 """
 
 import csv
@@ -20,7 +21,8 @@ from seqpar.data.formats.splits import check_classes
 from seqpar.text import quantity
 
 _NO_LETTERS = ("Cc", "Cs", "Zl", "Zp")  # control characters, halves of characters, separators of lines
-COLUMNS = ("case", "class", "subject", "split")
+PATIENTS = ("subject", "patient")  # two names of one column
+COLUMNS = ("case", "class", *PATIENTS, "split")
 SPLITS = {"train": "train", "training": "train", "val": "val", "validation": "val", "test": "test"}
 Row = dict[str, str]
 
@@ -66,7 +68,7 @@ def read_table(path: Path, cases: Sequence[Case]) -> VolumeClasses:
     splits, folds, used = _splits(listed, path)
     names = _sorted_names({row["class"] for row in listed.values()})
     numbers = {case: names.index(listed[case]["class"]) for case in used}
-    subjects = {case: row["subject"] for case, row in listed.items() if row.get("subject")}
+    subjects = subjects_of(listed.values(), path)
     return VolumeClasses(names, numbers, subjects, splits, tuple(sorted(listed.keys() - set(used))), folds)
 
 
@@ -105,6 +107,17 @@ def read_rows(path: Path, needed: Sequence[str]) -> dict[int, Row]:
         seen.add(row[first])
         rows[number] = row
     return rows
+
+
+def subjects_of(rows: Iterable[Row], path: Path) -> dict[str, str]:
+    """Returns the patient of each case that a table names; raises DataError if two columns do."""
+    subjects = dict[str, str]()
+    for row in rows:
+        if all(name in row for name in PATIENTS):
+            raise DataError(path, f"has the columns {' and '.join(PATIENTS)}, which both name the patient; keep one")
+        if patient := next((row[name] for name in PATIENTS if row.get(name)), ""):
+            subjects[row["case"]] = patient
+    return subjects
 
 
 def refuse_class_name(name: str, whose: str, path: Path) -> None:
@@ -181,8 +194,11 @@ def _read_list(path: Path, cases: Sequence[Case]) -> VolumeClasses:
             if case in labels:
                 raise DataError(path, f"lists case {case} for training and for validation; keep one of them")
             labels[case] = _label_of(entry, case, path)
-            if (subject := entry.get("subject")) is not None:
-                subjects[case] = str(subject)
+            named = [str(entry[name]) for name in PATIENTS if entry.get(name) is not None]
+            if len({*named}) > 1:
+                raise DataError(path, f"gives case {case} two patients ({' and '.join(named)}); keep one of them")
+            if named:
+                subjects[case] = named[0]
             if entry.get("fold") is not None:
                 folds[case] = fold_number(entry["fold"], case, path)
             held_out += [case] * (key == "validation")

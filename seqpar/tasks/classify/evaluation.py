@@ -16,7 +16,14 @@ from seqpar.report.curves import number
 from seqpar.report.record import RunRecord
 from seqpar.report.several_runs import Comparison
 from seqpar.report.tables import Score, Table, TableHead, TableRow
-from seqpar.scores.class_scores import cases_behind, compare_shares, fewest_cases, positive_class
+from seqpar.scores.class_scores import (
+    baseline,
+    cases_behind,
+    caution_of_guesses,
+    compare_shares,
+    fewest_cases,
+    positive_class,
+)
 from seqpar.scores.comparison import FEW, TOO_FEW
 from seqpar.scores.summary_files import output_files, refuse_foreign
 from seqpar.tasks.case_evaluation import (
@@ -102,7 +109,8 @@ class ClassEvaluation(CaseEvaluation):
         of_several = " AUC: each class against the others, averaged over classes;" * self.has_several
         return [
             "(95 % intervals: Wilson's, for balanced accuracy those of the classes combined, for AUC bootstrap, "
-            f"stratified by class;{of_several} predicted class: the one with the highest probability)"
+            f"stratified by class;{of_several} predicted class: the one with the highest probability, the first of "
+            "equal ones)"
         ]
 
     def find_seen(self, job: ScoringJob, record: RunRecord) -> Seen:
@@ -123,7 +131,8 @@ class ClassEvaluation(CaseEvaluation):
             return ""
         joined = ClassTable(tables[0].names, cases, np.concatenate([table.probabilities for table in tables]))
         content = class_summary(joined, self.truth, self.options.truth)
-        return "\n".join([f"all {content['cases']} cases together:", *class_lines(content), *self.words("")])
+        lines = [f"all {content['cases']} cases together:", *class_lines(content), *_cautions(content)]
+        return "\n".join([*lines, *self.words("")])
 
     def _best(self, tables: Mapping[str, ClassTable]) -> str:
         """Returns which table scores best over the cases that all of them have."""
@@ -242,7 +251,12 @@ def _probabilities_table(summaries: Mapping[str, Summary]) -> tuple[Table | str,
 
 
 def _text_of(content: Summary) -> str:
-    return "\n".join([quantity(content["cases"], "case"), *class_lines(content)])
+    return "\n".join([quantity(content["cases"], "case"), *class_lines(content), *_cautions(content)])
+
+
+def _cautions(content: Summary) -> list[str]:
+    """Returns what a page says next to these scores: what a constant answer and a guess reach."""
+    return list(filter(None, [baseline(content), caution_of_guesses(content)]))
 
 
 def _csv_text(content: Summary, groups: Mapping[str, Summary]) -> str:

@@ -21,7 +21,7 @@ from seqpar.data.preparation.cache import open_cache
 from seqpar.data.preparation.transforms import resample
 from seqpar.data.volumes import read_volume
 from seqpar.prediction.prediction_folder import RECORD, inputs_of
-from seqpar.report.cases import BUDGET, CaseSection, greys_of, order_note, viewer_section, with_wide_ct
+from seqpar.report.cases import BUDGET, CaseSection, failed_line, greys_of, order_note, viewer_section, with_wide_ct
 from seqpar.report.curves import CHANCE, INK, Diagram, Line, LineStyle, number, reliability_diagram
 from seqpar.report.embedded_volumes import ShownCase
 from seqpar.report.images import (
@@ -55,7 +55,7 @@ from seqpar.scores.class_scores import (
 )
 from seqpar.scores.comparison import FEW, about_scans
 from seqpar.scores.label_files import missing_line
-from seqpar.tasks.case_evaluation import CHOSE, NEW, NONE_SEEN, Seen, seen_by_runs, seen_table
+from seqpar.tasks.case_evaluation import CHOSE, HELD, NEW, NONE_SEEN, Seen, seen_by_runs, seen_table
 from seqpar.tasks.classify.evaluation import image_files, shares_of, trained_on
 from seqpar.tasks.classify.scores import (
     EXPLANATIONS,
@@ -211,7 +211,7 @@ def _scores(summary: Summary, positive: str | None, step: str, seen: Seen = NONE
     about += f" {baseline(shown)}"
     if len(summary["names"]) > 2:
         about += " AUC: each class against the others, averaged over classes."
-    tiles = headline(shown) if not told or next(iter(each)) in (NEW, CHOSE) else []
+    tiles = headline(shown) if not told or next(iter(each)) in (NEW, HELD, CHOSE) else []
     tables = classes_table(shown, positive), confusion_table(shown)
     return _Scores(tiles, told, apart, *tables, charts, step, note, about, caution_of_guesses(shown))
 
@@ -259,9 +259,12 @@ def classes_table(summary: Summary, positive: str | None = None) -> Table:
     if not has_areas:
         (mirrored,) = (name for name in names if name not in shown)
         against = f"{mirrored} has no row: its sensitivity is the specificity above, and the reverse. "
+    _, probabilities = _arrays(summary)
+    ties = int(((probabilities == probabilities.max(1, keepdims=True)).sum(1) > 1).sum())
+    tied = f"; of equal ones, as in {quantity(ties, 'case')}, it is the first: {', '.join(names)}" if ties else ""
     note = (
         f"Scores of {quantity(summary['cases'], 'case')}: {summary['source']}. {against}"
-        f"The predicted class is the one with the highest probability{' (above 0.5)' * (not has_areas)}. "
+        f"The predicted class is the one with the highest probability{' (above 0.5)' * (not has_areas)}{tied}. "
         f"The intervals are Wilson's; none is given for fewer than {FEW} cases."
     )
     return Table("metrics", heads, rows, "class", note)
@@ -309,7 +312,7 @@ def calibration_diagrams(summary: Summary) -> list[Diagram]:
     points = [point for point in calibration(*_arrays(summary)) if point[2] >= FEW]
     if len(points) < 2:
         return []
-    label = f"{sum(count for _, _, count in points)} of {quantity(summary['cases'], 'case')}"
+    label = f"cases per dot: {', '.join(str(count) for _, _, count in points)} (of {summary['cases']})"
     title = f"Calibration (mean error {number(summary.get('calibration_error')):.3f})"
     over, up = "probability of the predicted class", "share of correct predictions"
     return [reliability_diagram(title, over, up, {label: points})]
@@ -339,14 +342,14 @@ def pictured_cases(
     - ``explained``: predict's folder of explanations; a case that it lacks is drawn from the run's prepared data
     - ``predicted``: the files that each case was predicted from, None for the run's own validation
     """
-    cases = []
+    cases, failed = [], dict[str, DataError]()
     for case in worst_cases(summary, count):
         try:
             picture = _picture(record, case["case"], explained, predicted, neurological)
+            cases.append(WorstCase(case["case"], verdict_on(case, summary), picture))
         except DataError as error:
-            gaps.append(f"Case {case['case']} cannot be shown: {error}.")
-            continue
-        cases.append(WorstCase(case["case"], verdict_on(case, summary), picture))
+            failed[case["case"]] = error
+    gaps += failed_line(failed)
     return cases
 
 

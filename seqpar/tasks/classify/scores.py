@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from seqpar.data.errors import DataError
 from seqpar.data.formats import dataset
-from seqpar.data.formats.class_lists import read_class_dataset, read_rows
+from seqpar.data.formats.class_lists import read_class_dataset, read_rows, subjects_of
 from seqpar.scores.class_scores import cases_behind, describe_share, fewest_cases, score_classes, words_of_interval
 from seqpar.scores.comparison import FEW
 
@@ -41,7 +41,8 @@ class ClassTable:
     def text(self) -> str:
         """Returns the content of predictions.csv: case, the class that it is given, the probability of each.
 
-        With all digits: scores that fewer make equal have another area under the ROC curve.
+        The class is the most probable one, of equal ones the first. Probabilities have all digits: scores that fewer
+        make equal have another area under the ROC curve.
         """
         text = io.StringIO(newline="")
         writer = csv.writer(text, lineterminator="\n")
@@ -85,11 +86,11 @@ def read_class_table(path: Path, may_be_cut: bool = False) -> ClassTable:
                 path, f"case {row['case']} has the class {row['class']}, and the probabilities are of "
                 f"{', '.join(names)}; correct either"
             )  # fmt: skip
-        if given[names.index(row["class"])] < given.max():
-            raise DataError(
-                path, f"case {row['case']} has the class {row['class']}, and {names[int(given.argmax())]} is more "
-                "probable; correct either"
-            )  # fmt: skip
+        if row["class"] != (first := names[int(given.argmax())]):
+            is_equal = given[names.index(row["class"])] == given.max()
+            why = "as probable and comes first" if is_equal else "more probable"
+            own = row["class"]
+            raise DataError(path, f"case {row['case']} has the class {own}, and {first} is {why}; correct either")
     others = tuple(name for name in rows[0] if name not in ("case", "class", *columns))
     return ClassTable(names, tuple(row["case"] for row in rows), values, others)
 
@@ -187,8 +188,7 @@ def read_subjects(path: Path) -> dict[str, str]:
     """Returns the subject of each case by name, as far as what ``read_truth`` reads names it."""
     table = path / dataset.TABLE if path.is_dir() else path
     if table.suffix == ".csv" and table.is_file():
-        rows = read_rows(table, ("case", "class")).values()
-        return {row["case"]: row["subject"] for row in rows if row.get("subject")}
+        return subjects_of(read_rows(table, ("case", "class")).values(), table)
     classes = read_class_dataset(path).volume_classes
     return dict(classes.subjects) if classes else {}
 

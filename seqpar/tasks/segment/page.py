@@ -58,7 +58,7 @@ from seqpar.scores.comparison import TOO_FEW, about_scans, interval_of_mean
 from seqpar.scores.label_classes import Labels
 from seqpar.scores.label_files import MAX_NAMED, dataset_at, match_cases, missing_line
 from seqpar.scores.label_scores import describe_consensus, what_is_hardly_learned, why_no_dice, without_nan
-from seqpar.tasks.case_evaluation import CHOSE, NEW, NONE_SEEN, Seen, seen_by_runs, seen_table
+from seqpar.tasks.case_evaluation import CHOSE, HELD, NEW, NONE_SEEN, Seen, seen_by_runs, seen_table
 from seqpar.tasks.segment.evaluation import ABOUT_CALIBRATION, calibrate, calibration_diagram, trained_on
 from seqpar.tasks.segment.label_map_folder import DICOM_SEG, SavedProbabilities
 from seqpar.text import name_images, quantity
@@ -100,7 +100,7 @@ def segment_page(options: argparse.Namespace, record: RunRecord) -> FinishedPage
     if cases:
         marked = [replace(view, caption=f"{seen.mark(view.name)}{view.caption}") for view in cases.shown]
         cases = replace(cases, shown=marked)
-    tiles, note = headline(record, scored) if not alone and which in ("", NEW, CHOSE) else ([], "")
+    tiles, note = headline(record, scored) if not alone and which in ("", NEW, HELD, CHOSE) else ([], "")
     step = scored.step if scored else 0
     tiles = tiles_of_steps(tiles, step, row_of_best(record), "dice")
     count = len(scored.cases if scored else record.dataset["held_out"])

@@ -1,0 +1,110 @@
+"""Which scored cases a run has seen: by their files, their names, and copies under other names."""
+
+import shutil
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from seqpar.tasks.case_evaluation import Seen, find_seen
+from tests.support.folders import save
+
+
+def test_scores_are_of_new_cases_else_of_those_that_chose_the_weights_and_not_of_namesakes() -> None:
+    def said(*known: list[str], chose: str = "") -> str:
+        return Seen(*known, 4, chose).apart("abcd")[1]
+
+    of_one = "The scores are of the 1 case new to the run."
+    of_three = "The scores are of the 3 cases new to the run. The other one "
+    assert said("a", "") == f"{of_three}was seen in training." and said("", "") == ""
+    assert said("", "a") == f"{of_three}has the name of one of the run's cases or patients and may have been seen."
+    assert said("", "abcd") == "No case is known to be new: all 4 have the names of the run's cases or patients."
+    assert said("ab", "c") == (
+        "The scores are of the 1 case new to the run. Of the other 3, 2 were seen in training, and 1 has the name of "
+        "one of the run's cases or patients and may have been seen."
+    )
+    assert said("a", "", chose="cd") == (
+        "The scores are of the 1 case new to the run. Of the other 3, 2 were used to choose the weights, and 1 was "
+        "seen in training."
+    )
+    too_good = "used to choose the weights, which tend to be too good"
+    assert said("a", "", chose="bcd") == (
+        f"No new case: the scores are of the 3 cases {too_good}. The other one was seen in training."
+    )
+    assert said("", "", chose="abcd") == f"No new case: all 4 were {too_good}."
+    several = Seen.by_any([Seen("a", "b", 4, "cd"), Seen("b", "a", 4, "a")])
+    assert several[:4] == (["a", "b"], [], 4, ["c", "d"]), "what one of several runs has seen is not new"
+    assert Seen.by_any([Seen("a", "", 4, "b", "cd"), Seen("", "", 4, "c")]).held == ["d"]
+    single = Seen("a", "", 4, "", "bc").apart("abcd")[1]
+    assert single == f"{of_one} Of the other 3, 2 were held out by the run, and 1 was seen in training."
+    single = Seen("a", "", 4, "b", "cd").apart("abcd")[1]
+    assert single == (
+        "No new case: the scores are of the 2 cases held out by the run. Of the other 2, 1 was used to choose the "
+        "weights, and 1 was seen in training."
+    )
+    assert Seen("", "", 4, "", "abcd").apart("abcd")[1] == "No new case: all 4 were held out by the run."
+    assert Seen("", "", 4, "", "a").mark("a") == "Held out by the run. "
+    groups, _ = Seen("a", "b", 4, "c").apart("abcd")
+    both = "seen in training or with the name of one of the run's cases or patients"
+    assert groups == {"new to the run": ["d"], "used to choose the weights": ["c"], both: ["a", "b"]}
+    assert [Seen("a", "b", 4, "c").mark(name) for name in "abcd"] == [
+        "Seen in training. ", "Has the name of one of the run's cases or patients. ", "Used to choose the weights. ", ""
+    ]  # fmt: skip
+
+
+def test_cases_that_chose_the_weights_are_said_apart_from_those_that_were_trained_on(tmp_path: Path) -> None:
+    """Of other data sets too, whose cases may have the names of these."""
+    files = {name: tmp_path / f"{name}.nii.gz" for name in "abcd"}
+    for name, path in files.items():
+        path.write_text(name)
+    others = {**files, "c": files["a"]}
+
+    def seen(validations: int, scored: dict[str, Path]) -> list[str]:
+        dataset = {"train": ["a", "b"], "held_out": ["c", "d"]}
+        record = SimpleNamespace(dataset=dataset, held_out=[{}] * validations, subjects={})
+        return find_seen(record, scored, lambda: files).sentences
+
+    trained = "2 of 4 scored cases were in the run's training data (a, b): their scores say little about new cases."
+    chose = "{} scored cases helped to choose the run's weights ({}): {} scores tend to be too good."
+    held = "2 of 4 scored cases were held out by the run (c, d): their scores are those of a validation, not of a test."
+    assert seen(1, files) == [trained, held], "a single validation chooses nothing"
+    assert seen(2, files) == [trained, chose.format("2 of 4", "c, d", "their")]
+    assert seen(2, others) == [trained, chose.format("1 of 4", "d", "its")]
+    unknown = {**files, "d": tmp_path / "gone"}
+    named = "1 of 4 scored cases has the name of one of the run's cases or patients (d): if it is the same, its scores"
+    assert seen(1, unknown)[1].startswith(named) and seen(2, unknown)[1].startswith(named)
+
+
+def test_a_copy_of_a_runs_case_under_another_name_is_not_new(tmp_path: Path) -> None:
+    label, files = np.zeros((8, 8, 8), np.uint8), dict[str, Path]()
+    for number, name in enumerate("abcde"):
+        label[number, 2:4, 2:4] = name != "e"  # of "e" nothing
+        files[name] = save(tmp_path / f"{name}.nii", label * (name != "e"))
+    copies = {new: Path(shutil.copy(files[old], tmp_path / f"{new}.nii")) for new, old in zip("vwxyz", "abcde")}
+    dataset = {"train": ["a", "b", "e"], "held_out": ["c"]}
+    record = SimpleNamespace(dataset=dataset, held_out=[{}] * 2, subjects={}, config={"data": "here"})
+    seen = find_seen(record, {**copies, "b": files["a"]}, lambda: files)
+    assert seen.same == ["v", "w", "b"], "this b is the run's a"
+    assert seen.chose == ["x"] and not seen.namesakes, "y is of no case of the run, and a map without labels tells none"
+    trained, chose = seen.sentences
+    assert "3 of 6 scored cases were in the run's training data (" in trained and "v, there a; w, there b" in trained
+    assert "b, there a" in trained and "(x, there c)" in chose
+    template = {**files, "c": copies["v"]}
+    assert "v" not in find_seen(record, copies, lambda: template).same, "two of the run's cases have this map"
+    gone = SimpleNamespace(**{**vars(record), "config": {"data": ""}})
+    assert not find_seen(gone, copies, lambda: pytest.fail("it would wait for phantoms")).same
+
+
+def test_a_further_scan_of_a_patient_is_not_new() -> None:
+    scored = dict.fromkeys(("sub-01_ses-2", "sub-02_ses-2", "sub-03_ses-2", "d2"))
+
+    def found(validations: int, subjects: Mapping[str, str]) -> Sequence[str]:
+        dataset = {"train": ["sub-01_ses-1", "d1"], "held_out": ["sub-02_ses-1"]}
+        record = SimpleNamespace(dataset=dataset, held_out=[{}] * validations, subjects=subjects)
+        return find_seen(record, scored, dict).namesakes
+
+    assert found(2, {}) == ["sub-01_ses-2", "sub-02_ses-2"]
+    assert found(1, {}) == ["sub-01_ses-2"], "a single validation chooses nothing"
+    assert found(1, {"d1": "d", "d2": "d"}) == ["sub-01_ses-2", "d2"], "as a table says"
