@@ -24,7 +24,7 @@ BATCHES = {"debug": (12, 4), "laptop": (7, 2), "paper": (27, 8)}  # of about as 
 WHOLE_BRAINS = (112, 128, 128)  # voxels of a whole case at laptop
 LAPTOP = {"features": 4, "augment": "none", "lr": 5e-3, "epochs": 6, "iterations": 10, "val_every": 1}  # 10 minutes
 BRAINS = {"phantoms": 12, "spacing": "1.3,1.45,1.27", **WHOLE_TUMOUR}
-NETWORK = {"network": "nnunet-plain", "deep_supervision": True, "output_bias": False}
+NETWORK = {"network": "nnunet-plain", "deep_supervision": True}
 SMALL, LARGE, WHOLE = "small tiles", "larger tiles", "whole volumes"
 SLABS, RESOLUTIONS = "slabs", ("coarse", "middle", "fine")
 CUBES = {"debug": (16, 32, 48), "laptop": (64, 96, 128), "paper": (64, 128, 256)}  # voxels along each side
@@ -36,7 +36,6 @@ HOU = {
     "loss_weights": (0.45, 0.45, 0.1),
     "augment": "flips",
     "foreground": 0.0,
-    "output_bias": False,
 }
 BY_RESOLUTION: dict[str, dict[str, Any]] = {
     "debug": HOU,
