@@ -203,11 +203,8 @@ def test_dice_that_grows_is_set_beside_what_a_paper_says() -> None:
         "Reproduced: yes",
     ]
     assert with_question(lines) == lines and with_question(lines[:1]) == [OWN_QUESTION, lines[0]]
-    answers = {
-        "no": [small, large, middle],
-        "cannot tell at this scale": [small, of("wide", 0.4, 0.9), large],
-    }
-    for answer, curves in answers.items():
-        assert growth("A paper", "", curves)[-1] == f"Reproduced: {answer}"
+    assert growth("A paper", "", [small, large, middle])[-1] == "Reproduced: no"
+    for within_spread in (of("below the last", 0.4, 0.6), of("above the last", 0.4, 0.9)):
+        assert growth("A paper", "", [small, within_spread, large])[-1] == "Reproduced: cannot tell at this scale"
     for idle in (of("idle", 0.2, 0.21), of("of one seed", 0.5)):
         assert growth("A paper", "", [small, idle, large])[-1] == "Reproduced: cannot tell at this scale"
