@@ -165,9 +165,7 @@ class NetworkSettings:
     deep_supervision: bool = _network(
         False, "nnunet-…, mednext-…: also train the logits of coarser levels", tasks=VOXELS, networks=SUPERVISED
     )
-    output_bias: bool = _network(
-        True, "let transformers start with output biases that make foreground rare", tasks=VOXELS
-    )
+    output_bias: bool = _encoder(True, "start with output biases that make foreground rare", tasks=VOXELS)
 
     @property
     def window_rule(self) -> str:

@@ -7,7 +7,7 @@ import pytest
 
 from seqpar.data.sampling.augmentation import Augmentation, augment, recipe_of
 from seqpar.data.sampling.augmentation_presets import AugmentationRecipe, Chance
-from seqpar.data.sampling.extra_steps import EXTRA_STEPS
+from seqpar.data.sampling.extra_steps import EXTRA_STEPS, block_of
 
 TILE = (18, 16, 14)
 
@@ -42,6 +42,11 @@ def test_a_shift_is_one_number_per_class_and_channel() -> None:
                 shifts.append(added.mean())
     assert len({round(float(shift), 4) for shift in shifts}) > 200
     assert 0.2 < np.std(shifts) < 0.35 and np.abs(shifts).max() <= 0.6 + 1e-5
+
+
+def test_a_cell_of_coarse_noise_has_a_32nd_of_the_longest_side_and_at_least_two_voxels() -> None:
+    sizes = {(159, 9, 9): 4, (9, 160, 9): 5, (1023, 9, 9): 31, (9, 9, 1024): 32, (9, 9, 9): 2}
+    assert {size: block_of(size) for size in sizes} == sizes
 
 
 @pytest.mark.parametrize("share", [0.1, 0.3])

@@ -123,6 +123,7 @@ def test_lamps_livers_are_flipped_and_turned_in_the_plane_of_the_first_two_axes_
     assert (recipe.mirror.probability, recipe.mirror_axes, recipe.quarter_turn.probability) == (0.1, (0, 1), 0.1)
     image, label = source(tile)
     noisy, kept = augment("lamp-liver", tile)(image, label, next(s for s in range(99) if len(plan_of(s, tile)) == 1))
+    assert all("uniform_noise" in plan_of(seed, tile) for seed in range(99)), "every tile gets noise"
     noise = noisy - image
     assert np.array_equal(kept, label) and np.abs(noise).max() <= 0.2 + 1e-6
     assert stats.kstest(noise.ravel()[::7], stats.uniform(-0.2, 0.4).cdf).pvalue > 1e-3

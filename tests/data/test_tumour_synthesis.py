@@ -42,6 +42,12 @@ def test_synthesis_takes_the_real_contrast_away_and_puts_it_elsewhere():
     assert 0.6 < np.mean(np.array(shares) < 0.051) < 0.95 and max(shares) > 0.08  # most are the smallest
 
 
+@pytest.mark.parametrize(("drawn", "share"), [(-1.0, 0.05), (0.05, 0.1), (1.0, 0.25)])
+def test_a_fake_lesion_has_a_twentieth_to_a_quarter_of_the_volume(drawn, share):
+    rng = SimpleNamespace(normal=lambda mean, spread: drawn)
+    assert TumourSynthesis().draw_share(rng) == pytest.approx(share)
+
+
 def test_synthesis_leaves_alone_what_has_no_lesion_or_no_contrast():
     image, label = liver()
     rng = np.random.default_rng(0)

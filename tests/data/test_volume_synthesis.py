@@ -125,6 +125,15 @@ def test_a_case_without_darker_lesions_stays_as_it_is(synthesis, case):
     assert np.array_equal(image, case.image[(slice(None), *box)]) and np.array_equal(label, case.label[box])
 
 
+@pytest.mark.parametrize(("darker", "changes"), [(8e-5, False), (1e-4, True)])
+def test_the_least_contrast_that_is_moved_is_that_of_the_release(synthesis, darker, changes):
+    """A ten-thousandth, and 1.15 times the difference of the means is looked at."""
+    label = liver().label
+    case = Case("faint", np.where(label == 2, 1 - darker, 1.0)[None].astype(np.float32), label)
+    image, _ = synthesis.read(case, (0, 0, 0), SIZE, 0, 1)
+    assert np.array_equal(image, case.image) != changes
+
+
 def test_a_tile_is_drawn_of_the_changed_case_at_the_same_place(synthesis):
     case = liver()
     plain = TileSource((case,), augment("none", (32, 32, 32)), 1, 3, 0.5)

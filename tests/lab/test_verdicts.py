@@ -7,7 +7,19 @@ import pytest
 
 from lab.figures.figure import Results
 from lab.figures.paper_figures import judge_gather, judge_patches
-from lab.figures.verdicts import coincide, differ, difference, first_to_reach, highest, listed, plateau, reached
+from lab.figures.verdicts import (
+    OWN_QUESTION,
+    coincide,
+    differ,
+    difference,
+    first_to_reach,
+    growth,
+    highest,
+    listed,
+    plateau,
+    reached,
+    with_question,
+)
 from seqpar.report.curves import Curve
 
 
@@ -174,3 +186,25 @@ def test_a_figure_is_set_beside_what_the_paper_says() -> None:
     alike = Seen({"SeqPar 1": low, "SeqPar 2": low})
     assert judge_gather(alike)[-1] == "Reproduced: yes"
     assert judge_gather(Seen({"SeqPar 1": low, "SeqPar 2": every["patch 4"]}))[-1] == "Reproduced: no"
+
+
+def test_dice_that_grows_is_set_beside_what_a_paper_says() -> None:
+    """From each curve to the next; open where one has not learned, or the seeds' spread is larger."""
+
+    def of(label: str, *levels: float) -> Curve:
+        return curve(label, *((0.1, 0.2, level, level) for level in levels))
+
+    small, middle, large = of("small", 0.4, 0.42), of("middle", 0.5, 0.51), of("large", 0.6, 0.62)
+    lines = growth("A paper", "larger is better", [small, middle, large])
+    assert lines == [
+        "A paper says: larger is better",
+        "We see: Dice after 40 steps: small 0.410, middle 0.505, large 0.610; large against small, Dice above by 0.2 "
+        "(beyond the seeds' spread)",
+        "Reproduced: yes",
+    ]
+    assert with_question(lines) == lines and with_question(lines[:1]) == [OWN_QUESTION, lines[0]]
+    assert growth("A paper", "", [small, large, middle])[-1] == "Reproduced: no"
+    for within_spread in (of("below the last", 0.4, 0.6), of("above the last", 0.4, 0.9)):
+        assert growth("A paper", "", [small, within_spread, large])[-1] == "Reproduced: cannot tell at this scale"
+    for idle in (of("idle", 0.2, 0.21), of("of one seed", 0.5)):
+        assert growth("A paper", "", [small, idle, large])[-1] == "Reproduced: cannot tell at this scale"

@@ -25,6 +25,7 @@ def test_the_figures_that_it_states() -> None:
     assert (config.tile, config.batch, config.epochs, config.lr) == ((240, 240, 152), 2, 250, 1e-4)
     assert (config.schedule, config.scale_lr, config.foreground) == ("constant", True, 0)
     assert (config.optimizer, config.fold, config.targets, config.augment) == ("adam", "70:15:15", "sigmoids", "none")
+    assert config.mode == "auto", "two ranks take a whole volume each"
     assert config.iterations == 338 // config.batch, "of 484 cases 338 train"
     settings = prepare_settings(config)
     assert (settings.joins, settings.crop_to) == ((("tumour", (1, 2, 3)),), (240, 240, 152))

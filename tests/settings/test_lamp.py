@@ -89,6 +89,12 @@ def test_its_networks_run_on_two_to_eight_ranks(features: int, millions: float) 
             check_feasible(lesson.config)
 
 
+def test_its_norms_are_torchs_own() -> None:
+    usual = torch.nn.BatchNorm3d(1)
+    norms = [module for module in net_of(replace(lamp(), features=2)).modules() if hasattr(module, "momentum")]
+    assert norms and {(norm.momentum, norm.eps) for norm in norms} == {(usual.momentum, usual.eps)}
+
+
 def test_its_livers_are_a_command_with_the_papers_figures() -> None:
     (line,) = shown_commands(page("explanation/presets-lamp"), "--augment lamp-liver")
     config = parse(line.split()[2:], "lamp")[1]

@@ -26,8 +26,8 @@ attention keep_kv heads_per_chunk mlp_chunks compile
 NNUNET = "features norm stages deep_supervision plans"
 # which of the settings that single networks have each network has
 OF_NETWORKS = {
-    ("segment", "vit", "plain"): f"{TOKENS} stem depth window decoder skips decoder_width",
-    ("segment", "vit", "hierarchical"): f"{TOKENS} stage_depths window decoder decoder_width",
+    ("segment", "vit", "plain"): f"{TOKENS} stem depth window decoder skips decoder_width output_bias",
+    ("segment", "vit", "hierarchical"): f"{TOKENS} stage_depths window decoder decoder_width output_bias",
     ("segment", "nnunet-plain", "plain"): NNUNET,
     ("segment", "nnunet-resenc", "plain"): NNUNET,
     ("segment", "unet-hou", "plain"): "features norm dropout",
@@ -39,12 +39,12 @@ OF_NETWORKS = {
 }
 NOT_OF_CLASSES = """
 targets foreground foreground_by
-foreground_shift synthesis synthesis_per phantoms curriculum dice dice_background batch_dice output_bias
+foreground_shift synthesis synthesis_per phantoms curriculum dice dice_background batch_dice
 val_overlap val_window val_mirror prepare plans join_labels force dice_smooth
 """
 NOT_OF_PRETRAINING = """
 mode targets foreground foreground_by cuda_graph
-foreground_shift synthesis synthesis_per output_bias plans loss loss_weights class_weights
+foreground_shift synthesis synthesis_per plans loss loss_weights class_weights
 focal_gamma dice dice_smooth dice_background batch_dice val_overlap val_window val_mirror prepare join_labels force
 """
 NOT_OF = {"segment": "", "classify": NOT_OF_CLASSES, "pretrain": NOT_OF_PRETRAINING}
@@ -77,10 +77,10 @@ def test_a_network_reads_those_of_its_settings_that_apply_and_no_others():
         config = Watched(task=task, network=network, encoder=encoder, **small)
         read.clear()
         family_of(config).build(config, 1, 2, Group("seq"), None, False)
-        unread = {"plans", "encoder", "skips", "stages", "stage_depths", "depth", "output_bias", "layer_decay"}
+        unread = {"plans", "encoder", "skips", "stages", "stage_depths", "depth", "layer_decay"}
         used = read & set(own)
         applies = {name for name in own if setting_applies(config, name)}
-        depends = {"depth", "stage_depths", "skips", "output_bias", "encoder", "window"}  # read by what networks share
+        depends = {"depth", "stage_depths", "skips", "encoder", "window"}  # read by what networks share
         assert used - depends <= applies, (network, used - applies)
         assert applies - unread <= used, (network, applies - used)
 
@@ -88,6 +88,7 @@ def test_a_network_reads_those_of_its_settings_that_apply_and_no_others():
 def test_what_does_nothing_is_refused_by_name_and_reason():
     for line, error in {
         "--stages 133:111,333:222": "--network vit with --encoder plain does not have it, only nnunet-plain and",
+        "--network nnunet-plain --no-output-bias": "--network nnunet-plain does not have it, only vit: remove it",
         "--task classify --dice squared": "--dice would do nothing: --task classify does not use it: remove it",
         "--task pretrain --mode halo": "--mode would do nothing: --task pretrain does not use it",
         "--encoder hierarchical --depth 3": "--encoder hierarchical does not have it, only vit with --encoder plain",

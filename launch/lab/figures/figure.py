@@ -11,7 +11,7 @@ from seqpar.report.curves import QUANTITIES, Bars, Curve, Diagram, over_steps, r
 from seqpar.runs.run_folder import read_config
 from seqpar.settings.config import Config
 from seqpar.settings.presets import PRESETS
-from seqpar.settings.rules import setting_applies
+from seqpar.settings.rules import setting_applies, why_without_effect
 from seqpar.sweeps.planned_run import PlannedRun
 from seqpar.text import flag_name
 
@@ -20,6 +20,30 @@ LESSON = ("tile", "epochs", "batch")  # what a curriculum's lessons say
 # Within which curves coincide, by arithmetic: rounding grows tenfold in some five steps (figure 9: from 2e-16 at step 8
 # to 1e-8 at step 48), and a voxel whose classes are as likely may change sides.
 TOLERANCES = {"fp64": 1e-5, "fp32": 1e-2, "bf16": 1e-1}
+
+
+@dataclass(frozen=True)
+class Published:
+    """The paper with which a figure's runs are compared.
+
+    - ``name``: in notes
+    - ``preset``: its training, with which runs at ``--scale paper`` begin
+    - ``settings``: what it states of the figure besides
+    - ``left_open``: what it does not state
+    """
+
+    name: str
+    preset: str
+    settings: Mapping[str, Any]
+    left_open: tuple[str, ...]
+
+
+PAPER = Published(
+    "paper",
+    "paper",
+    {"batch": PAPER_BATCH},
+    ("epochs", "train_cases", "positions", "warmup", "clip", "batch_dice", "foreground_shift"),
+)
 
 
 @dataclass(frozen=True)
@@ -40,6 +64,7 @@ class FigureCurve:
     """One curve of a figure: its label, and the settings that are compared with those of the other curves.
 
     - ``at``: settings of single scales
+    - ``scales``: those at which it is drawn; none: at all
     - ``matched``: a number of channels, set so that the network has as many parameters as the figure's ``size_of``
     - ``after``: another training, from whose weights this one starts
     """
@@ -49,6 +74,7 @@ class FigureCurve:
     at: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     matched: str = ""
     after: "FigureCurve | None" = None
+    scales: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -100,7 +126,7 @@ class Figure:
     - ``size_of``: the arm whose number of parameters others match
     - ``of_phantoms``: settings of all its runs, by scale, where no data are named
     - ``data``: makes the data set of a scale, where no data are named and the built-in phantoms will not do
-    - ``stated``: what the paper states of its own figure, where that is not its base case
+    - ``published``: the paper with which its runs are compared
     """
 
     number: int
@@ -113,7 +139,7 @@ class Figure:
     size_of: str = ""
     of_phantoms: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     data: Callable[[str], Path] | None = None
-    stated: Mapping[str, Any] = field(default_factory=dict)
+    published: Published = PAPER
 
     def with_data(self, order: "FigureRequest") -> "FigureRequest":
         """Returns a request with the figure's own data set, which it makes, unless one is named."""
@@ -145,14 +171,17 @@ def runs_of(figure: Figure, order: FigureRequest, scales: Mapping[str, Scale]) -
     for name in sorted(order.typed.keys() & figure.compared()):
         raise ValueError(f"--{flag_name(name)} is what figure {figure.number} compares: remove it")
     scale = scales[order.scale]
+    if scale.preset == PAPER.preset:
+        scale = replace(scale, preset=figure.published.preset)
     start = replace(PRESETS[scale.preset](), **scale.settings)
-    every = {arm.label: _settings(figure, arm, order, scale, start) for arm in figure.arms}
-    for arm in figure.arms:
+    arms = [arm for arm in figure.arms if order.scale in (arm.scales or scales)]
+    every = {arm.label: _settings(figure, arm, order, scale, start) for arm in arms}
+    for arm in arms:
         if arm.matched:
             config, other = (replace(start, **every[label]) for label in (arm.label, figure.size_of))
             every[arm.label] |= {arm.matched: match_parameters(config, arm.matched, other)}
     result = dict[str, list[PlannedRun]]()
-    for arm in figure.arms:
+    for arm in arms:
         before = _of_seeds(_settings(figure, arm.after, order, scale, start), order, scale, start) if arm.after else ()
         result[arm.label] = _of_seeds(every[arm.label], order, scale, start, before)
     return result
@@ -203,26 +232,32 @@ def _spelled(value: Any) -> str:
     return "x".join(map(str, value)) if isinstance(value, tuple) else str(value).replace(":", ".")
 
 
-_SHOWN = ("data", "phantoms", "network", "tile", "patch", "decoder", "depth", "embed_dim", "heads", "decoder_width",
-          "batch", "train_cases", "positions", "epochs", "iterations", "optimizer", "lr", "schedule", "warmup", "clip",
-          "precision", "loss", "dice", "batch_dice", "fold", "foreground", "foreground_shift", "augment")  # fmt: skip
-_OURS = ("data", "phantoms", "epochs")  # the paper has none of these folders, and does not state how long it trained
-_LEFT_OPEN = ("train_cases", "positions", "warmup", "clip", "batch_dice", "foreground_shift")  # by the paper as well
+NOTED_SETTINGS = (
+    "data", "phantoms", "network", "tile", "patch", "decoder", "depth", "embed_dim", "heads", "decoder_width",
+    "features", "dropout", "batch", "train_cases", "positions", "epochs", "iterations", "optimizer", "lr", "schedule",
+    "warmup", "clip", "precision", "loss", "dice", "batch_dice", "fold", "foreground", "foreground_shift", "augment",
+    "synthesis",
+)  # fmt: skip
+_ALWAYS = ("data", "phantoms", "epochs")  # told even if they are the preset's
 
 
-def scaling(config: Config, stated: Mapping[str, Any]) -> str:
-    """Returns in which settings a run is not the paper's, as "tile 32 (paper: 96), epochs 6, …".
-
-    - ``stated``: what the paper states of the figure besides its base case
-    """
-    paper, differing = replace(PRESETS["paper"](), **{"batch": PAPER_BATCH, **stated}), []
-    for name in _SHOWN:
-        ours, theirs = getattr(config, name), getattr(paper, name)
-        acts = setting_applies(config, name) and name != ("phantoms" if config.data else "data")
-        if acts and (ours != theirs or name in _OURS):
-            of_paper = "" if name in (*_OURS, *_LEFT_OPEN) else f" (paper: {_short(theirs)})"
+def scaling(config: Config, published: Published) -> str:
+    """Returns in which settings a run is not a paper's, as "tile 32 (paper: 96), epochs 6, …"."""
+    theirs, differing = replace(PRESETS[published.preset](), **published.settings), []
+    for name in NOTED_SETTINGS:
+        ours, stated = _value(config, name), _value(theirs, name)
+        acts = not why_without_effect(config, name) and name != ("phantoms" if config.data else "data")
+        if acts and (ours != stated or name in _ALWAYS):
+            is_stated = ours != stated and name not in ("data", "phantoms", *published.left_open)
+            is_stated &= not why_without_effect(theirs, name)
+            of_paper = f" ({published.name}: {_short(stated)})" if is_stated else ""
             differing.append(f"{flag_name(name)} {_short(ours)}{of_paper}")
     return ", ".join(differing)
+
+
+def _value(config: Config, name: str) -> Any:
+    """Returns a setting; the batch is that of all sequence groups where ``--global-batch`` sets it."""
+    return config.global_batch or config.batch if name == "batch" else getattr(config, name)
 
 
 def _short(value: Any) -> str:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from lab.benches.series import machine
 from lab.figures.figure import Figure, Results, scaling
+from lab.figures.verdicts import with_question
 from seqpar.data.files import write_text
 from seqpar.report.curves import Bars, Diagram, points_of
 from seqpar.report.plots import draw_figure
@@ -16,7 +17,7 @@ from seqpar.text import quantity
 def write_figure(figure: Figure, results: Results, scale: str, out: Path) -> list[str]:
     """Writes figure-N.png, .svg, .csv and .txt into a folder; returns the verdicts."""
     start = out / f"figure-{figure.number}"
-    verdicts = figure.judge(results)
+    verdicts = with_question(figure.judge(results))
     note = note_of(figure, results, scale)
     diagrams = figure.draw(results)
     title = f"Figure {figure.number}. {figure.title}"
@@ -29,7 +30,7 @@ def write_figure(figure: Figure, results: Results, scale: str, out: Path) -> lis
 def note_of(figure: Figure, results: Results, scale: str) -> str:
     """Returns what the runs of a figure are of: the scale, and in which settings the first is not the paper's."""
     seeds = len(next(iter(results.runs.values())))
-    return f"--scale {scale}, {quantity(seeds, 'seed')}: {scaling(results.config(), figure.stated)}"
+    return f"--scale {scale}, {quantity(seeds, 'seed')}: {scaling(results.config(), figure.published)}"
 
 
 def points(diagrams: Sequence[Diagram | Bars]) -> str:

@@ -1,17 +1,17 @@
 """The paper's figures, 5 to 8: which runs each takes, and what is said of them."""
 
+from dataclasses import replace
 from typing import Any
 
-from lab.figures.figure import Figure, FigureCurve, Results, Scale, losses_and_dice
+from lab.figures.figure import PAPER, Figure, FigureCurve, Results, Scale, losses_and_dice
 from lab.figures.verdicts import (
-    Difference,
     beside_paper,
     coincide,
     differ,
     difference,
     first_to_reach,
-    has_learned,
     highest,
+    is_settled,
     not_learned,
     plateau,
     side,
@@ -62,14 +62,8 @@ def judge_gather(results: Results) -> list[str]:
     return lines + beside_paper(
         says,
         f"no value of any curve differs by more than {largest:.1e}",
-        largest <= results.tolerance if _is_settled(results) else None,
+        largest <= results.tolerance if is_settled(results.curves(DICE)) else None,
     )
-
-
-def _is_settled(results: Results, *differences: Difference) -> bool:
-    """Returns whether all arms have learned, and these differences can be told from those of seeds."""
-    learned = all(has_learned(DICE, curve) for curve in results.curves(DICE))
-    return learned and all(one.spread is not None for one in differences)
 
 
 def judge_no_gather(results: Results) -> list[str]:
@@ -81,7 +75,7 @@ def judge_no_gather(results: Results) -> list[str]:
     loss, dice = (difference(first, last) for first, *_, last in map(results.curves, (TRAIN_LOSS, DICE)))
     says = "with No-Gather, the training loss converges to other values, and validation loss and Dice follow alike"
     sees = f"on the most ranks, {side(TRAIN_LOSS, loss)}, {side(DICE, dice)}"
-    holds = loss.is_beyond_seeds and not dice.is_beyond_seeds if _is_settled(results, loss, dice) else None
+    holds = loss.is_beyond_seeds and not dice.is_beyond_seeds if is_settled(results.curves(DICE), loss, dice) else None
     return lines + beside_paper(says, sees, holds)
 
 
@@ -98,7 +92,8 @@ def judge_splits(results: Results) -> list[str]:
     splits = difference(*results.curves(DICE, *no_gather))
     says = "with No-Gather, the training loss is not that of one rank, and the splits differ little"
     sees = f"without a gather, {side(TRAIN_LOSS, loss)}; of ordered splits against spatial ones, {side(DICE, splits)}"
-    holds = loss.is_beyond_seeds and not splits.is_beyond_seeds if _is_settled(results, loss, splits) else None
+    settled = is_settled(results.curves(DICE), loss, splits)
+    holds = loss.is_beyond_seeds and not splits.is_beyond_seeds if settled else None
     return lines + beside_paper(says, sees, holds)
 
 
@@ -111,7 +106,7 @@ def judge_patches(results: Results) -> list[str]:
     d = difference(coarse, finer[-1])
     says = "patch 4 converges faster than patch 16 to a higher Dice; after convergence both are similar"
     sees = not_learned(DICE, dice) or f"patch 4 against patch 16, {side(DICE, d)}"
-    holds = d.level > 0 if _is_settled(results, d) and d.is_beyond_seeds else None
+    holds = d.level > 0 if is_settled(results.curves(DICE), d) and d.is_beyond_seeds else None
     return lines + beside_paper(says, sees, holds)
 
 
@@ -151,7 +146,7 @@ PAPER_FIGURES = (
         ),
         judge_splits,
         LARGER_TILE,
-        stated=LARGER_TILE["paper"],
+        published=replace(PAPER, settings=LARGER_TILE["paper"]),
     ),
     Figure(
         8,

@@ -6,16 +6,15 @@ smaller than the cases: at ``laptop`` the built-in brains are resampled to 112 x
 tiles of 64 have, and two of 96 but for 4 %.
 
 Figure 18: the study of Hou et al., their network on whole volumes of 64 voxels along each side and more, and their
-two-dimensional one on slabs of five slices. Dice is that of each resolution, as in their Table 1.
+two-dimensional one on slabs of five slices. Each is scored on its own grid. ``--scale paper`` is the preset ``hou``.
 """
 
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from lab.figures.figure import EPOCHS, Figure, FigureCurve, Results
+from lab.figures.figure import EPOCHS, Figure, FigureCurve, Published, Results
 from lab.figures.paper_figures import WHOLE_TUMOUR
-from lab.figures.verdicts import differ, first_to_reach, highest, plateau
+from lab.figures.verdicts import differ, first_to_reach, growth, highest, plateau
 from seqpar.decoders.unets.published import HOU_SLAB
 from seqpar.report.curves import DICE, QUANTITIES, Curve, Diagram, over_steps
 
@@ -24,24 +23,18 @@ BATCHES = {"debug": (12, 4), "laptop": (7, 2), "paper": (27, 8)}  # of about as 
 WHOLE_BRAINS = (112, 128, 128)  # voxels of a whole case at laptop
 LAPTOP = {"features": 4, "augment": "none", "lr": 5e-3, "epochs": 6, "iterations": 10, "val_every": 1}  # 10 minutes
 BRAINS = {"phantoms": 12, "spacing": "1.3,1.45,1.27", **WHOLE_TUMOUR}
-NETWORK = {"network": "nnunet-plain", "deep_supervision": True, "output_bias": False}
+NETWORK = {"network": "nnunet-plain", "deep_supervision": True}
 SMALL, LARGE, WHOLE = "small tiles", "larger tiles", "whole volumes"
-SLABS, RESOLUTIONS = "slabs", ("coarse", "middle", "fine")
-CUBES = {"debug": (16, 32, 48), "laptop": (64, 96, 128), "paper": (64, 128, 256)}  # voxels along each side
+SLABS, RESOLUTIONS = "slabs", ("coarse", "middle", "fine", "finest")
+CUBES = {"debug": (16, 32, 48), "laptop": (64, 96, 128), "paper": (64, 128, 256, 512)}  # voxels along each side
 WIDTH = {"debug": 32, "laptop": 32, "paper": 1}  # what the published numbers of features are divided by
 FINEST = 128, (1.3, 1.45, 1.27)  # along a side of a built-in brain, with these mm between them
 FIELD_MM = 350  # of scans of livers
-HOU = {
-    "loss": "lesion-dice-ce",
-    "loss_weights": (0.45, 0.45, 0.1),
-    "augment": "flips",
-    "foreground": 0.0,
-    "output_bias": False,
-}
+HOU = Published("Hou et al.", "hou", {"features": 256}, ("clip",))
+SMALLER = {"loss": "lesion-dice-ce", "loss_weights": (0.45, 0.45, 0.1), "augment": "flips", "foreground": 0.0}
 BY_RESOLUTION: dict[str, dict[str, Any]] = {
-    "debug": HOU,
-    "laptop": {**HOU, "lr": 5e-3, "epochs": 6, "iterations": 20},
-    "paper": {**HOU, "dropout": 0.5, "optimizer": "adafactor", "lr": 3e-3, "precision": "bf16"},
+    "debug": SMALLER,
+    "laptop": {**SMALLER, "lr": 5e-3, "epochs": 6, "iterations": 20},
 }
 
 
@@ -81,7 +74,7 @@ def judge(results: Results) -> list[str]:
     for label in (SMALL, LARGE):
         if all(side >= most for side, most in zip(results.config(label).tile, whole)):
             lines.append(f"Tiles: {names[label]} holds whole cases of these data: take larger ones (--data)")
-    return lines
+    return lines + growth("LAMP", "larger inputs give a higher Dice", dice)
 
 
 def draw(results: Results) -> list[Diagram]:
@@ -113,36 +106,50 @@ def _spacing(scale: str, side: int) -> str:
     return ",".join(f"{mm:.4g}" for mm in each)
 
 
-def _of_resolution(label: str, place: int) -> FigureCurve:
-    """Returns the arm of a resolution, or of slabs of five slices at it."""
-    at = dict[str, Mapping[str, Any]]()
+def _of_resolution(label: str) -> FigureCurve:
+    """Returns the arm of a resolution, or of slabs of five slices at the highest."""
+    at = dict[str, dict[str, Any]]()
+    is_slab = label == SLABS
     for scale, sides in CUBES.items():
-        side, is_slab = sides[place], label == SLABS
+        place = -1 if is_slab else RESOLUTIONS.index(label)
+        if place == len(sides):
+            continue
+        side = sides[place]
         levels = 3 + sum(side > most for most in (64, 128, 256))
         at[scale] = {
             "network": "unet-hou-2d" if is_slab else "unet-hou",
             "tile": (side, side, HOU_SLAB) if is_slab else (side,) * 3,
             "spacing": _spacing(scale, side),
             "features": (256 >> (levels - 3)) // WIDTH[scale],
-            "batch": 16 if scale == "paper" else 2 * (4 if is_slab else 1),
         }
-    return FigureCurve(label, {}, at)
+        if scale != "paper":
+            at[scale]["batch"] = 8 if is_slab else 2
+        elif side == 512 and not is_slab:
+            at[scale]["global_batch"] = 8
+    return FigureCurve(label, {}, at, scales=tuple(at))
 
 
 def judge_resolutions(results: Results) -> list[str]:
     """Returns which resolution is ahead at equal steps, and how each differs from the coarsest."""
     dice = curves(results, DICE)
     coarse, *others = dice
-    return [highest("Resolutions", DICE, dice), *(differ("Resolutions", DICE, coarse, other) for other in others)]
+    lines = [highest("Resolutions", DICE, dice), *(differ("Resolutions", DICE, coarse, other) for other in others)]
+    says = "a higher resolution gives a higher Dice"
+    return lines + growth("The paper of Hou et al.", says, dice[:-1])  # without the slabs
 
 
 RESOLUTION_FIGURE = Figure(
     18,
     "Whole volumes at higher and higher resolution, and slabs of slices",
-    "Hou et al.'s network on whole volumes of 64, 96 and 128 voxels along a side (debug: 16, 32, 48), and on slabs",
-    (*(_of_resolution(label, place) for place, label in enumerate(RESOLUTIONS)), _of_resolution(SLABS, 2)),
+    "Hou et al.'s network on whole volumes of 64, 96 and 128 voxels a side (paper: to 512), and on slabs",
+    tuple(map(_of_resolution, (*RESOLUTIONS, SLABS))),
     judge_resolutions,
     BY_RESOLUTION,
     draw,
-    of_phantoms={"debug": WHOLE_TUMOUR, "laptop": {"phantoms": 12, **WHOLE_TUMOUR}},
+    of_phantoms={
+        "debug": WHOLE_TUMOUR,
+        "laptop": {"phantoms": 12, **WHOLE_TUMOUR},
+        "paper": {"synthesis_per": "tile", **WHOLE_TUMOUR},  # a built-in brain has no label around its tumours
+    },
+    published=HOU,
 )

@@ -8,6 +8,7 @@ import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,6 +16,8 @@ from numpy.typing import NDArray
 from seqpar.report.curves import DICE, Curve
 
 EXACT = 1e-9  # within which curves simply coincide; else the bound is told
+OWN_QUESTION = "The question is our own: no paper says what is to be seen"
+REPRODUCED = "Reproduced: "
 LEARNED = 0.3  # Dice, the mean over seeds and over the last half of the steps, as the levels that are compared
 
 
@@ -148,10 +151,34 @@ def _level(d: Difference) -> str:
     )
 
 
-def beside_paper(says: str, sees: str, holds: bool | None) -> list[str]:
-    """Returns what the paper says, what is seen here, and whether that is the same; ``holds``: None if it is open."""
+def beside_paper(says: str, sees: str, holds: bool | None, paper: str = "The paper") -> list[str]:
+    """Returns what a paper says, what is seen here, and whether that is the same; ``holds``: None if it is open."""
     answer = {True: "yes", False: "no", None: "cannot tell at this scale"}[holds]
-    return [f"The paper says: {says}", f"We see: {sees}", f"Reproduced: {answer}"]
+    return [f"{paper} says: {says}", f"We see: {sees}", f"{REPRODUCED}{answer}"]
+
+
+def with_question(verdicts: Sequence[str]) -> list[str]:
+    """Returns verdicts, after a line that says so if they answer no paper."""
+    return [*([] if any(line.startswith(REPRODUCED) for line in verdicts) else [OWN_QUESTION]), *verdicts]
+
+
+def is_settled(curves: Sequence[Curve], *differences: Difference) -> bool:
+    """Returns whether all curves of a Dice have learned, and these differences can be told from those of seeds."""
+    return all(has_learned(DICE, curve) for curve in curves) and all(one.spread is not None for one in differences)
+
+
+def growth(paper: str, says: str, curves: Sequence[Curve]) -> list[str]:
+    """Returns whether Dice grows from each curve to the next, as a paper says of it."""
+    steps = [difference(smaller, larger) for smaller, larger in pairwise(curves)]
+    first, *_, last = curves
+    sees = f"{_ends(DICE, curves)}; {last.label} against {first.label}, {side(DICE, difference(first, last))}"
+    holds = None
+    if is_settled(curves, *steps):
+        if all(step.is_beyond_seeds and step.level > 0 for step in steps):
+            holds = True
+        elif any(step.is_beyond_seeds and step.level < 0 for step in steps):
+            holds = False
+    return beside_paper(says, sees, holds, paper)
 
 
 def side(quantity: str, d: Difference) -> str:
@@ -174,14 +201,13 @@ def highest(subject: str, quantity: str, curves: Sequence[Curve]) -> str:
 
     Curves that have not learned have no rank.
     """
-    step = max(set(curves[0].steps).intersection(*(curve.steps for curve in curves)))
+    step = _last_step(curves)
     ends = {curve.label: curve.values[:, curve.steps.index(step)] for curve in curves}
     ranked = sorted(
         (curve for curve in curves if has_learned(quantity, curve)),
         key=lambda curve: -np.nan_to_num(ends[curve.label].mean(), nan=-math.inf),
     )
-    values = ", ".join(f"{curve.label} {ends[curve.label].mean():.3f}" for curve in curves)
-    text = f"{subject}: {quantity} after {step} steps: {values}"
+    text = f"{subject}: {_ends(quantity, curves)}"
     if idle := [curve.label for curve in curves if curve not in ranked]:
         text += f"; {listed(idle)} {'has' if len(idle) == 1 else 'have'} not learned"
     if len(ranked) < 2:
@@ -196,6 +222,18 @@ def highest(subject: str, quantity: str, curves: Sequence[Curve]) -> str:
         return f"{text}; one seed shows no spread (--seeds 3 does)"
     spread = float(np.ptp(ends[first.label][:seeds] - ends[second.label][:seeds]))
     return f"{text}, {'beyond' if gap > spread else 'within'} the seeds' spread of {rounded(spread)}"
+
+
+def _last_step(curves: Sequence[Curve]) -> int:
+    """Returns the last step that all curves have."""
+    return max(set(curves[0].steps).intersection(*(curve.steps for curve in curves)))
+
+
+def _ends(quantity: str, curves: Sequence[Curve]) -> str:
+    """Returns the values of all curves after the same number of steps."""
+    step = _last_step(curves)
+    values = ", ".join(f"{one.label} {one.values[:, one.steps.index(step)].mean():.3f}" for one in curves)
+    return f"{quantity} after {step} steps: {values}"
 
 
 @dataclass(frozen=True)
