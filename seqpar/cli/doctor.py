@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Collection, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import NoReturn
 
@@ -112,6 +113,15 @@ def _refuse_others(options: argparse.Namespace, why: str, taken: Collection[str]
         raise ValueError(f"--{flag_name(idle[0])} would do nothing: {why}")
 
 
+def _refuse_dataset(folder: Path) -> None:
+    """Raises DataError for a folder of a data set; a borrowed machine may lack what tells."""
+    with suppress(ImportError):
+        from seqpar.data.formats.recognise import is_part_of_dataset
+
+        if is_part_of_dataset(folder):
+            raise DataError(folder, "belongs to a data set, which doctor never writes into: name another file")
+
+
 def _refuse_missing_folder(options: argparse.Namespace) -> None:
     """Raises ValueError for a --json that cannot be written, or would replace what doctor did not write."""
     if not options.json:
@@ -119,6 +129,7 @@ def _refuse_missing_folder(options: argparse.Namespace) -> None:
     file = Path(options.json)
     if not file.absolute().parent.is_dir():
         raise ValueError(f"--json {options.json}: its folder does not exist")
+    _refuse_dataset(file.parent)
     files = {file: _BEGINNING}
     if options.accept:
         if file.suffix == ".md":

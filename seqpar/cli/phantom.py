@@ -5,6 +5,7 @@ import sys
 from collections.abc import Sequence
 
 from seqpar.cluster.exit_codes import run
+from seqpar.data.formats.recognise import read_dataset
 from seqpar.data.phantom.kinds import KINDS
 from seqpar.data.phantom.phantom_files import LAYOUTS, PhantomSettings, write_phantom
 from seqpar.settings.field import AT_LEAST_A_PROCESS
@@ -38,7 +39,9 @@ def act(arguments: Sequence[str]) -> int:
     size = options.size and tuple(options.size * 3 if len(options.size) == 1 else options.size)
     settings = PhantomSettings.of(options.kind, options.layout, size, options.seed)
     root = write_phantom(options.out, options.cases, settings, options.workers, ProgressBar("phantom"))
-    print(f"{quantity(options.cases, 'case')} in {root}")
+    there = len(read_dataset(root).cases)
+    more = f" (and {quantity(there - options.cases, 'case')} that were there)" if there > options.cases else ""
+    print(f"{quantity(options.cases, 'case')} in {root}{more}")
     task = ["--task", "classify"] if KINDS[options.kind].class_of else []
     test = next_command("predict", "RUN", "-i", root, "-o", "PREDICTIONS")
     print(coloured(f"next: {next_command('train', *task, '--data', root)}  (to train on them)", sys.stdout))

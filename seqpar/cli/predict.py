@@ -192,7 +192,13 @@ def _settings(options: argparse.Namespace, run: TrainedRun) -> PredictionSetting
     others = {"min_component": options.min_component, "precision": options.precision or run.config.precision}
     others["temperature"] = _temperature_of(options, run, window)
     if options.postprocessing:
-        others["postprocessing"] = read_postprocessing(options.postprocessing)
+        others["postprocessing"] = steps = read_postprocessing(options.postprocessing)
+        written = run.recipe.values or tuple(run.labels.values())
+        if unknown := sorted({value for step in steps for value in step} - {*written}):
+            raise ValueError(
+                f"--postprocessing {options.postprocessing}: is for label {unknown[0]}, which {run.path} does not "
+                f"write (it writes {', '.join(map(str, written))}): give the file of a network that learned the same"
+            )
     try:
         settings = PredictionSettings(window=window, mirror=mirror, force=options.force, **others, **sliding)
     except ValueError as error:  # which names the argument: here it came as a flag

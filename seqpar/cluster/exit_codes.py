@@ -195,11 +195,23 @@ def _call(act: Callable[[Sequence[str]], int], arguments: Sequence[str] | None) 
     except Exception as error:
         error = of_a_file(error) or error
         code = code_of(error)
+        if code is None and (lost := _says_lost(error)):
+            report(lost)
+            return 1
         if code is None:
             leave_last_words(traceback.format_exc())
             raise
         report(str(error) or f"{type(error).__name__} without further words")
         return code
+
+
+def _says_lost(error: BaseException) -> str:
+    """Returns what to say of an error because another rank is gone or late; "" of others."""
+    from seqpar.parallel.watchdog import is_lost_contact  # imports torch
+
+    if not is_lost_contact(error):
+        return ""
+    return f"rank {os.environ.get('RANK', '0')} lost contact with its peers: {str(error).splitlines()[0][:160]}"
 
 
 def of_a_file(error: BaseException) -> DataError | None:

@@ -116,7 +116,8 @@ def slurm_seconds_left() -> float | None:
     """Returns the seconds until Slurm ends this job, None where it does not say."""
     end = os.environ.get("SLURM_JOB_END_TIME", "")
     if end.isdigit():
-        return int(end) - time.time()
+        left = int(end) - time.time()
+        return left if left > 0 else None  # of a job that has ended, as a screen that was opened in it still has
     job = os.environ.get("SLURM_JOB_ID")
     if not job or os.environ.get("SLURM_PROCID", "0") != "0":
         return None

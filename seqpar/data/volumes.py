@@ -140,12 +140,14 @@ def _finite(array: np.ndarray, path: str | Path) -> np.ndarray:
 def digest_samples(path: Path) -> str:
     """Returns a digest of the first, middle and last blocks of a volume's file, which reads next to nothing.
 
-    The end of a gzip file is a checksum of the whole. Of a series, names and the file in the middle stand for all.
+    The end of a gzip file is a checksum of the whole. Of a series, names, sizes and times of all files and what is in
+    the one in the middle stand for all.
     """
     digest = hashlib.blake2b(digest_size=8)
     if path.is_dir():
         files = dicom_series.visible_files(path)
-        digest.update(b"\0".join(os.fsencode(file.name) for file in files))
+        for each in files:
+            digest.update(os.fsencode(each.name) + b"\0%d %d " % size_and_mtime(each))
         path = files[len(files) // 2] if files else path
     if path.is_file():  # to open a pipe may never end
         with open(path, "rb", buffering=0) as file:

@@ -218,10 +218,11 @@ def chosen_on_them(*records: RunRecord) -> list[str]:
         "good: only a test set tells how good these weights are."
     )
     learned = (
-        "The weights had already learned from some of these held-out cases, by another split or by those that training "
-        "began with, so that the scores say nothing of new cases."
+        "The weights have learned from some of these held-out cases (--fold all, another split, or weights that "
+        "training began with), so that the scores say nothing of new cases."
     )
-    is_learned = any({*record.dataset.get(LEARNED, ())} & {*record.dataset.get("held_out", ())} for record in records)
+    known = (({*run.dataset.get("train", ()), *run.dataset.get(LEARNED, ())}, run.dataset) for run in records)
+    is_learned = any(cases & {*described.get("held_out", ())} for cases, described in known)
     return [learned] * is_learned + [chosen] * any(len(record.held_out) > 1 for record in records)
 
 

@@ -49,7 +49,8 @@ def names_of(records: Sequence[RunRecord]) -> list[str]:
         names = ["/".join(path.parts[-depth:]) for path in paths]
         if len(set(names)) == len(names):
             return names
-    raise ValueError(f"{paths[0]} was named twice: name each run once")
+    twice = next(path for path in paths if paths.count(path) > 1)
+    raise ValueError(f"{twice} was named twice: name each run once")
 
 
 class Dots(NamedTuple):

@@ -169,4 +169,6 @@ def _flat(values: Any) -> tuple[int, ...]:
     """Returns the label values of a label, a region, or a list of both."""
     if isinstance(values, int):
         return (values,)
+    if isinstance(values, str):  # whose letters are texts again
+        raise TypeError(f"{values!r} is no label")
     return tuple(sorted({value for each in values for value in _flat(each)}))

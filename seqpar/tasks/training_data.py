@@ -121,8 +121,16 @@ class TrainingData:
         return {**description, "recipe": recipe, "prepared": str(self.dataset.path.absolute()), **ids, **how}
 
     def digests(self) -> dict[str, str]:
-        """Returns a digest of each case's prepared arrays; reads a small file of each."""
-        return {case: self.dataset.cases[case].digest for case in (*self.train_ids, *self.held_out_ids)}
+        """Returns a digest of each case's prepared arrays, with its class and which classes its labels show, if tables
+        say so; reads a small file of each.
+        """
+        data, found = self.dataset, dict[str, str]()
+        for case in (*self.train_ids, *self.held_out_ids):
+            words = [data.cases[case].digest]
+            words += [data.volume_classes.names[data.volume_classes.numbers[case]]] if data.volume_classes else []
+            words += [f"shows {' '.join(map(str, data.annotated[case]))}"] if case in data.annotated else []
+            found[case] = ", ".join(words)
+        return found
 
     def medians(self) -> dict[str, list[float]]:
         """Returns median sizes of the cases, W D H: prepared, and cropped at the files' spacing; reads a small file of

@@ -219,7 +219,7 @@ def make_trainer(
     weights_line, learned = "", {*data_before.get("train", ()), *data_before.get(LEARNED, ())} - {*data_now["train"]}
     if config.weights and not saved:
         weights_line, more = _load_weights(net, config, data_now, mesh)
-        learned |= {*more}
+        learned |= more
     data_now |= {LEARNED: sorted(learned)} if learned else {}
     layout = {"ranks": mesh.world.size, "data": mesh.data.size, "seqpar": mesh.seq.size, "hosts": mesh.hosts}
     step, history = checkpoint.read_progress(saved).step if saved else 0, before.get("history", ())
@@ -293,8 +293,8 @@ def _stages(
     return choose_stages(config, mesh, net, recorded)
 
 
-def _load_weights(net: Network, config: Config, described: Mapping[str, Any], mesh: Mesh) -> tuple[str, Sequence[str]]:
-    """Returns the line of ``load_pretrained``, with cautions, and the held-out cases that the weights have learned.
+def _load_weights(net: Network, config: Config, described: Mapping[str, Any], mesh: Mesh) -> tuple[str, set[str]]:
+    """Returns the line of ``load_pretrained``, with cautions, and the cases besides the run's own that they learned.
 
     An error on one rank is raised on all.
 
@@ -304,7 +304,7 @@ def _load_weights(net: Network, config: Config, described: Mapping[str, Any], me
     from seqpar.weights.nnunet_settings import fold_of_training
     from seqpar.weights.pretrained import load_pretrained, weights_file  # it knows the names of four libraries
 
-    line, learned, error = "", list[str](), None
+    line, learned, error = "", set[str](), None
     try:
         if is_exported(path := local_file(config.weights)):
             read_run(path)  # refuses weights of other sizes than its network's
@@ -312,9 +312,9 @@ def _load_weights(net: Network, config: Config, described: Mapping[str, Any], me
         learned = cases_learned_before(before, described)
         if is_of_torch(path):
             fold = fold_of_training(checkpoint_of(path, mapped=True), config.data)
-            learned = learned or cases_of_other_fold(fold, config.fold, described)
+            learned |= cases_of_other_fold(fold, config.fold, described)
         moved = reordered_names(before, described)
-        line = "; ".join([load_pretrained(net, config), *moved, *about_cases_learned(learned)])
+        line = "; ".join([load_pretrained(net, config), *moved, *about_cases_learned(learned, described)])
     except Exception as problem:
         error = problem
     raise_on_all_ranks(error, mesh.world)

@@ -2,7 +2,7 @@
 
 import json
 import zipfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -46,16 +46,26 @@ def read_facts(path: str | Path) -> dict[str, Any]:
 
 
 def read_dataset(path: str | Path) -> dict[str, Any]:
-    """Returns what a run recorded of its data, from any file of its weights; {} for others."""
+    """Returns what a run recorded of its data, from any file of its weights; {} for others.
+
+    Labels and classes of a pretraining are left out, since it saw none.
+    """
     path = Path(path)
     with suppress(OSError, ValueError, KeyError, TypeError, zipfile.BadZipFile):  # a file of somebody else's
         if path.is_file() and zipfile.is_zipfile(path):
             with zipfile.ZipFile(path) as archive:
-                return dict(json.loads(archive.read(SETTINGS))["dataset"])
+                return _learned_from(json.loads(archive.read(SETTINGS)))
         for folder in path.absolute().parents[:3]:  # that of a run, or of a checkpoint in it
             if (folder / SETTINGS).is_file() and "dataset" in (content := json.loads((folder / SETTINGS).read_text())):
-                return dict(content["dataset"])
+                return _learned_from(content)
     return {}
+
+
+def _learned_from(content: Mapping[str, Any]) -> dict[str, Any]:
+    described = dict(content["dataset"])
+    if content.get("config", {}).get("task") == "pretrain":
+        described |= {"labels": {}, "volume_classes": None}
+    return described
 
 
 def reordered_names(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
@@ -74,37 +84,34 @@ def reordered_names(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[s
     return lines
 
 
-def cases_learned_before(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """Returns the cases held out or kept for tests whose labels weights have learned; none for those of pretrainings.
+def cases_learned_before(before: Mapping[str, Any], now: Mapping[str, Any]) -> set[str]:
+    """Returns the cases whose labels weights have learned and the run does not train on, by the names of its data.
 
     - ``before``, ``now``: what runs record of their data
     """
     if not before.get("labels") and not before.get("volume_classes"):
-        return []
-    others, learned = _not_trained_on(now), {*before.get("train", ()), *before.get(LEARNED, ())}
+        return set()  # a pretraining's, or somebody else's
+    learned = {*before.get("train", ()), *before.get(LEARNED, ())}
     theirs, ours = (described.get("digests", {}) for described in (before, now))
-    by_name = learned if before.get("name") == now.get("name") else set[str]()
-    if not theirs or before.get("recipe") != now.get("recipe"):
-        return [case for case in others if case in by_name]
-    contents = {theirs[case] for case in learned if case in theirs}  # prepared alike, a scan has one digest
-    return [case for case in others if (ours[case] in contents if case in ours else case in by_name)]
+    found = learned if before.get("name") == now.get("name") else set[str]()
+    if before.get("recipe") == now.get("recipe"):  # prepared alike, a scan has one digest
+        contents = {theirs[case] for case in learned if case in theirs}
+        known = ours.keys() if contents else set[str]()
+        found = (found - known) | {case for case in known if ours[case] in contents}
+    return found - {*now.get("train", ())}
 
 
-def cases_of_other_fold(fold: str, now: str, described: Mapping[str, Any]) -> list[str]:
+def cases_of_other_fold(fold: str, now: str, described: Mapping[str, Any]) -> set[str]:
     """Returns the cases held out by fold ``now``, where nnU-Net trained weights on another fold; "": on other data."""
-    return _not_trained_on(described) if fold and fold != now and now.isdecimal() else []
+    return set(described["held_out"]) if fold and fold != now and now.isdecimal() else set()
 
 
-def about_cases_learned(cases: Sequence[str]) -> list[str]:
-    """Returns a caution about held-out cases whose labels the weights have learned; none without such cases."""
-    if not cases:
+def about_cases_learned(learned: Collection[str], now: Mapping[str, Any]) -> list[str]:
+    """Returns a caution about cases held out or kept for tests whose labels the weights have learned, if any."""
+    if not (cases := sorted({*now.get("held_out", ()), *now.get("test", ())} & {*learned})):
         return []
     scores = "whose scores therefore say nothing of new cases"
     return [f"caution: they have learned from {quantity(len(cases), 'held-out case')}, such as {cases[0]}, {scores}"]
-
-
-def _not_trained_on(described: Mapping[str, Any]) -> list[str]:
-    return [*described.get("held_out", ()), *described.get("test", ())]
 
 
 def _names(described: Mapping[str, Any], what: str) -> list[str]:

@@ -377,10 +377,12 @@ ATTACKS += [
     )
     for line, words in (
         ("doctor --device cpu --json run/config.json", "run/config.json: is there, and doctor did not write it"),
-        ("doctor --device cpu --json D/imagesTr/c_000_0000.nii.gz", "c_000_0000.nii.gz: is there, and doctor did not"),
         ("report run --out page.html", "page.html: is there, and report did not write it: name another file by --out"),
         ("report run --out D/page.html", "D: belongs to a data set, which report never writes into"),
         ("report run --out D/imagesTr/page.html", "D/imagesTr: belongs to a data set, which report never writes"),
+        ("export run D/imagesTr/x.zip", "D/imagesTr: belongs to a data set, which export never writes into"),
+        ("export run D/labelsTr", "D/labelsTr: belongs to a data set, which export never writes into"),
+        ("doctor --device cpu --json D/labelsTr/x.json", "D/labelsTr: belongs to a data set, which doctor never"),
         (
             "evaluate T --regions tumour=1 run/validation",
             "run/validation/summary.json: is there, and evaluate did not write it: name another file by --json",

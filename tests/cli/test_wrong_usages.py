@@ -1,6 +1,7 @@
 """What people mistype in every act: one line that names the flag or file and what to change, the code, no traceback."""
 
 import importlib
+import json
 import os
 import shlex
 import sys
@@ -46,6 +47,7 @@ USAGES = """
 2 predict run -i D -o out --mirror none W | --mirror none W: none and directions contradict
 3 predict no-weights -i D -o out | no-weights
 3 predict run -i nan -o out | voxels are NaN or infinite
+2 predict run -i D -o out --postprocessing seven.json | is for label 7, which run does not write
 2 predict run -i D -o out --overlap 1 | overlap
 2 predict run -i D -o out --min-component x | min-component
 2 predict run -i D -o out --temperature 2 | --temperature 2.0 would do nothing: labels do not depend on it
@@ -117,6 +119,10 @@ def place() -> Iterator[Path]:
         (root / "a-list" / "config.json").write_text("[]")
         (root / "not-text" / "config.json").write_bytes(b"\xff\xfe\x80")
         (root / "no-weights" / "model.safetensors").unlink()
+        step = {"labels_or_regions": [7]}
+        names = ["remove_all_but_largest_component_from_segmentation"]
+        steps = {"postprocessing_fns": names, "postprocessing_kwargs": [step]}
+        (root / "seven.json").write_text(json.dumps(steps))
         (root / "shut").mkdir(mode=0)
         yield root
 

@@ -265,8 +265,8 @@ def test_what_several_runs_do_not_have_is_refused_or_noted(
 ) -> None:
     assert run(report.act, [str(finished), str(worse), "--cases", "2"]) == USAGE
     assert "--cases shows the cases of one run, and 2 were named" in capsys.readouterr().err
-    assert run(report.act, [str(finished), str(finished)]) == USAGE
-    assert "was named twice" in capsys.readouterr().err
+    assert run(report.act, [str(finished), str(worse), str(worse)]) == USAGE
+    assert f"{worse.resolve()} was named twice" in capsys.readouterr().err
     shutil.rmtree(worse / "validation")
     page = compared(finished, worse)
     assert "worse: there are no scores of the cases" in page.text

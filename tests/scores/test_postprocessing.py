@@ -10,6 +10,7 @@ import pytest
 
 from seqpar.cli import evaluate
 from seqpar.cluster.exit_codes import run
+from seqpar.data.errors import DataError
 from seqpar.data.geometry import to_canonical
 from seqpar.scores.postprocessing import keep_largest, read_postprocessing
 from tests.support.label_folders import OBLIQUE, evaluate_folders, random_labels, save
@@ -170,3 +171,14 @@ def test_common_scores_what_both_folders_have(place: Path, capfd) -> None:
     assert not printed.err and "without" not in printed.out and "1 case, " in printed.out
     (place / "specks" / "c2.nii.gz").unlink()
     assert evaluate_folders(folders, "--common") == 3 and "holds no prediction of a case" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("values", [["1"], "1", None, [None]])
+def test_labels_of_a_postprocessing_that_are_no_numbers_are_refused(values: object, tmp_path: Path) -> None:
+    content = {
+        "postprocessing_fns": ["remove_all_but_largest_component_from_segmentation"],
+        "postprocessing_kwargs": [{"labels_or_regions": values}],
+    }
+    (tmp_path / "pp.json").write_text(json.dumps(content))
+    with pytest.raises(DataError, match="is no postprocessing.json"):
+        read_postprocessing(tmp_path / "pp.json")

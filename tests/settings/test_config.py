@@ -143,6 +143,8 @@ def test_slurms_end_time_is_seen(monkeypatch):
     assert StopRequest(math.inf).own_reason() == "time limit", "30 s are less than the margin"
     monkeypatch.setenv("SLURM_JOB_END_TIME", str(int(time.time()) + 3600))
     assert not StopRequest(math.inf).own_reason()
+    monkeypatch.setenv("SLURM_JOB_END_TIME", str(int(time.time()) - 60))
+    assert not StopRequest(math.inf).own_reason(), "a screen that was opened in a job that has ended"
 
 
 def test_advice_on_memory_changes_no_result_where_something_else_helps():

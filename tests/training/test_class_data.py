@@ -64,6 +64,9 @@ def test_data_that_changed_since_a_run_was_last_started_are_named(tmp_path: Path
     cases = "1 case changed, such as c_01; 1 case added, such as c_07; 1 case removed, such as c_04"
     assert data_that_changed(began, now).endswith(f"last started: {cases}")
     assert data_that_changed(began, began) == data_that_changed({}, now) == ""
+    table = (folder / "labels.csv").read_text()
+    (folder / "labels.csv").write_text(table.replace("c_02,healthy", "c_02,ill"))
+    assert "1 case changed, such as c_02" in data_that_changed(now, open_class_data(config, True).digests())
 
 
 def test_cases_that_are_validated_are_of_each_class_in_turn(data: ClassData) -> None:

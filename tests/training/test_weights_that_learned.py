@@ -22,7 +22,7 @@ def test_cases_that_the_first_weights_had_learned_are_said_by_train_and_evaluate
     trained(1, ["--resume", "--epochs", "2", "--device", "cpu"], second)
     assert json.loads((second / "config.json").read_text())["dataset"]["learned_before"] == [case]
     assert evaluate.act([str(data), str(second)]) == 0
-    assert "had already learned from some of these held-out cases" in capsys.readouterr().out
+    assert "The weights have learned from some of these held-out cases" in capsys.readouterr().out
     out = tmp_path / "predictions"
     assert predict.act([str(second), "-i", str(data / "imagesTr"), "-o", str(out), "--device", "cpu"]) == 0
     assert evaluate.act([str(data), str(out)]) == 0
@@ -42,4 +42,12 @@ def test_what_earlier_starts_learned_stays_known_and_their_label_maps_go(
     maps = [path.name.removesuffix(".nii.gz") for path in (run / "validation").glob("*.nii.gz")]
     assert maps == described["held_out"]
     assert evaluate.act([str(data), str(run)]) == 0
-    assert "had already learned from some of these held-out cases" in capsys.readouterr().out
+    assert "The weights have learned from some of these held-out cases" in capsys.readouterr().out
+
+
+def test_a_run_of_all_cases_holds_none_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    flags, run = [*tiny_data(tmp_path), "--epochs", "1"], tmp_path / "run"
+    said = trained(1, [*flags, "--fold", "all"], run).said()
+    assert "5 cases: all to train on, and to validate on too (fold all): scores say nothing of new cases" in said
+    assert evaluate.act([str(tmp_path / "Dataset001_Tiny"), str(run)]) == 0
+    assert "The weights have learned from some of these held-out cases (--fold all" in capsys.readouterr().out

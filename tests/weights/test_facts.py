@@ -152,19 +152,26 @@ def test_channels_and_labels_in_another_order_are_told(tmp_path):
     assert "their classes are healthy, ill, and here ill, healthy" in reordered_names(*classes)[0]
 
 
-def test_held_out_cases_that_the_weights_have_learned_are_found() -> None:
+def test_cases_that_the_weights_have_learned_and_the_run_does_not_train_on_are_found() -> None:
     before = {"labels": {"tumour": 1}, "train": ["a", "b"], "held_out": ["c"], "name": "D"}
     now = {**before, "train": ["b", "c"], "held_out": ["a"]}
-    assert cases_learned_before(before, now) == ["a"] and cases_learned_before(before, before) == []
-    assert cases_learned_before({**before, "labels": {}}, now) == cases_learned_before({}, now) == []
-    assert cases_learned_before({**before, "name": "E"}, now) == []
-    assert cases_learned_before({**before, "learned_before": ["c"]}, before) == ["c"]
+    assert cases_learned_before(before, now) == {"a"} and cases_learned_before(before, before) == set()
+    assert cases_learned_before({**before, "labels": {}}, now) == cases_learned_before({}, now) == set()
+    assert cases_learned_before({**before, "name": "E"}, now) == set()
+    assert cases_learned_before({**before, "learned_before": ["x"]}, now) == {"a", "x"}
     old, new = {"a": "1", "b": "2", "c": "3"}, {"a": "4", "b": "2", "c": "3"}
-    assert cases_learned_before({**before, "digests": old}, {**now, "digests": new}) == []  # another scan of that name
-    assert cases_learned_before({**before, "digests": old, "name": "E"}, {**now, "digests": old}) == ["a"]
+    assert cases_learned_before({**before, "digests": old}, {**now, "digests": new}) == set()  # another scan
+    assert cases_learned_before({**before, "digests": old, "name": "E"}, {**now, "digests": old}) == {"a"}
     other_recipe = {**now, "digests": new, "recipe": {"spacing": [2, 2, 2]}}
-    assert cases_learned_before({**before, "digests": old}, other_recipe) == ["a"]
-    assert cases_of_other_fold("1", "0", now) == cases_of_other_fold("all", "0", now) == ["a"]
+    assert cases_learned_before({**before, "digests": old}, other_recipe) == {"a"}
+    assert cases_of_other_fold("1", "0", now) == cases_of_other_fold("all", "0", now) == {"a"}
     assert not any(cases_of_other_fold(*folds, now) for folds in (("0", "0"), ("", "0"), ("1", "all"), ("1", "90:10")))
     says = "caution: they have learned from 1 held-out case, such as a, whose scores therefore say nothing of new cases"
-    assert about_cases_learned(["a"]) == [says] and about_cases_learned([]) == []
+    assert about_cases_learned({"a", "x"}, now) == [says] and about_cases_learned({"x"}, now) == []
+
+
+def test_a_pretraining_has_learned_no_labels(tmp_path) -> None:
+    for task, expected in (("segment", {"tumour": 1}), ("pretrain", {})):
+        content = {"config": {"task": task}, "dataset": {"labels": {"tumour": 1}}}
+        (tmp_path / "config.json").write_text(json.dumps(content))
+        assert read_dataset(tmp_path / "model.safetensors")["labels"] == expected
