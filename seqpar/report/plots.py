@@ -392,7 +392,7 @@ def make_strips(
     if not any(known.values()):
         return None
     most = max(value for pairs in known.values() for value, *_ in pairs) if high is None else high
-    marks = MaxNLocator(5, steps=[1, 2, 5, 10]).tick_values(low, most or 1.0).tolist()
+    marks = list(map(float, MaxNLocator(5, steps=[1, 2, 5, 10]).tick_values(low, most or 1.0)))
     high = next((mark for mark in marks if mark >= most > low), marks[-1]) if high is None else high
     shown = [name if len(name) <= MAX_NAME else f"{name[: MAX_NAME - 1]}…" for name in rows]
     width, line, left = 520, 30, round(16 + 7.2 * max(map(len, shown)), 1)
