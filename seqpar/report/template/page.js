@@ -124,8 +124,11 @@
         if (option.disabled) option.text = `${name}: the image keeps ${format(low)} to ${format(high)} HU`;
         options.push(option);
       }
+    const before = get("preset").value, kept = options.some(({ value, disabled }) => value === before && !disabled);
     get("preset").replaceChildren(...options);
     get("preset").parentElement.hidden = options.length < 2;
+    get("preset").value = kept ? before : "";
+    if (before) usePreset(get("preset").value); // the same units are other greys in each image
   }
 
   function usePreset(name) {
