@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from seqpar.data.boxes import crop, smallest_box
+from seqpar.data.boxes import Box, crop, smallest_box
 from seqpar.data.errors import DataError
 from seqpar.data.files import SUFFIXES, read_whole, strip_suffix
 from seqpar.data.formats.dataset import Case
@@ -164,16 +164,28 @@ def _on_prepared_grid(
         whole = to_canonical(volume.array[0], volume.geometry.orientation)
         return transforms.resample_label(crop(whole, properties.box), properties.shape)
 
+    outside = {"the prediction": _ml_beyond(prediction, properties.box)}
     if case.truth is None or case.truth.exists() or image.label is None:
-        truth, *disputed = map(to_grid, _read_truth(case, prediction))
+        read = _read_truth(case, prediction)
+        truth, *disputed = map(to_grid, read)
+        outside["the truth"] = _ml_beyond(read[0], properties.box)
     else:
         truth, disputed = transforms.to_values(np.asarray(image.label), properties.values), list(image.disputed)
     pictures, ranges, is_ct = greys_of(image, list(record.dataset["modalities"]))
     slices = slices_of(properties.geometry, properties.box, properties.shape)
     labels = _numbered(truth, numbers), _numbered(to_grid(prediction), numbers)
-    shown = ShownCase(case.name, pictures, *labels, properties.spacing, slices, "", ranges, is_ct)
+    parts = [f"{millilitres(ml)} ml of {name}" for name, ml in outside.items() if ml]
+    note = f"Not shown, since the image is 0 there: {' and '.join(parts)}." * bool(parts)
+    shown = ShownCase(case.name, pictures, *labels, properties.spacing, slices, note, ranges, is_ct)
     shown = replace(shown, ignored=_ignored(truth, record))
     return _with_dispute(shown, disputed)
+
+
+def _ml_beyond(volume: Volume, box: Box) -> float:
+    """Returns how much of a label map lies beyond the box that a prepared image has of its file."""
+    labelled = to_canonical(volume.array[0], volume.geometry.orientation) != 0
+    beyond = np.count_nonzero(labelled) - np.count_nonzero(crop(labelled, box))
+    return float(beyond * math.prod(volume.geometry.spacing) / 1000)
 
 
 def _with_uncertainty(shown: ShownCase, prediction: Path, properties: Properties, record: RunRecord) -> ShownCase:

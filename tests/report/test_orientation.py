@@ -7,6 +7,7 @@ import shutil
 from dataclasses import replace
 from pathlib import Path
 
+import nibabel
 import numpy as np
 import pytest
 from scipy.spatial.transform import Rotation
@@ -142,6 +143,22 @@ def test_a_test_set_is_shown_with_its_images(finished: Path, test_set: dict[str,
     for number, case in enumerate(json.loads(shown.scripts["volumes"])["cases"]):
         names = "images", "truth", "shape", "spacing", "modalities", "favourite"
         assert {name: case[name] for name in names} == {name: own[NAMES[number]][name] for name in names}
+
+
+def test_labels_where_the_image_is_0_are_said_to_be_left_out(finished: Path, test_set: dict[str, Path]) -> None:
+    file = test_set["found"] / "new0.nii.gz"
+    image = nibabel.load(file)
+    labels = np.asarray(image.dataobj).copy()
+    assert (
+        not labels[:2, :2, :2].any()
+        and not np.asarray(nibabel.load(next(test_set["images"].iterdir())).dataobj)[0].any()
+    )
+    labels[:2, :2, :2] = 1
+    nibabel.save(nibabel.Nifti1Image(labels, image.affine, image.header), file)
+    volume = 8 * float(np.prod(image.header.get_zooms()[:3])) / 1000
+    code, shown = report_on(finished, test_set, "--images", test_set["images"])
+    note = f"Not shown, since the image is 0 there: {volume:.3g} ml of the prediction."
+    assert code == 0 and shown.text.count("Not shown, since the image is 0 there") == 1 and note in shown.text
 
 
 def test_images_of_the_run_are_shown_only_where_they_were_predicted(finished: Path, tmp_path: Path) -> None:
