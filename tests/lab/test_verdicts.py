@@ -208,3 +208,4 @@ def test_dice_that_grows_is_set_beside_what_a_paper_says() -> None:
         assert growth("A paper", "", [small, within_spread, large])[-1] == "Reproduced: cannot tell at this scale"
     for idle in (of("idle", 0.2, 0.21), of("of one seed", 0.5)):
         assert growth("A paper", "", [small, idle, large])[-1] == "Reproduced: cannot tell at this scale"
+    assert growth("A paper", "", [of("idle", 0.2, 0.21), middle, large])[1].startswith("We see: idle has not learned")

@@ -171,7 +171,8 @@ def growth(paper: str, says: str, curves: Sequence[Curve]) -> list[str]:
     """Returns whether Dice grows from each curve to the next, as a paper says of it."""
     steps = [difference(smaller, larger) for smaller, larger in pairwise(curves)]
     first, *_, last = curves
-    sees = f"{_ends(DICE, curves)}; {last.label} against {first.label}, {side(DICE, difference(first, last))}"
+    ends = f"{_ends(DICE, curves)}; {last.label} against {first.label}, {side(DICE, difference(first, last))}"
+    sees = not_learned(DICE, curves) or ends
     holds = None
     if is_settled(curves, *steps):
         if all(step.is_beyond_seeds and step.level > 0 for step in steps):
