@@ -225,6 +225,9 @@ def caution_of_guesses(summary: Mapping[str, Any]) -> str:
             "balanced accuracy is this class's sensitivity alone, and nothing tells how often others are taken for it."
         )
     low, high = summary["intervals"].get("AUC") or (1.0, 1.0)
+    fewest = fewest_cases(summary, "AUC")
+    if low <= 0.5 and fewest < FEW:
+        return f"Guessing could reach these scores: {quantity(fewest, 'case')} of a class cannot tell."
     if high < 0.5:
         return (
             f"The AUC is below 0.5, also within its interval ({low:.3f} to {high:.3f}): the network ranks the cases "

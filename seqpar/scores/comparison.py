@@ -9,13 +9,20 @@ from numpy import nan_to_num
 
 from seqpar.data.formats.splits import patients_of
 from seqpar.late_import import late
-from seqpar.scores.label_scores import EXTRA_COLUMNS, READER_COLUMNS, Scores, summarise, without_nan
+from seqpar.scores.label_scores import (
+    EXTRA_COLUMNS,
+    FEW,
+    READER_COLUMNS,
+    TOO_FEW,
+    Scores,
+    summarise,
+    without_nan,
+)
 from seqpar.text import quantity, rounded
 
 special = late("scipy.special")
 
 
-FEW, TOO_FEW = 5, "too few to tell"  # cases; what is said instead of an interval of fewer
 
 
 def about_scans(cases: Collection[str], subjects: Mapping[str, str]) -> str:

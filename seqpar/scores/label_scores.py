@@ -268,6 +268,7 @@ def without_nan(values: Iterable[float]) -> list[float]:
     return [value for value in values if not math.isnan(value)]
 
 
+FEW, TOO_FEW = 5, "too few to tell"  # cases; what is said instead of an interval of fewer
 HARDLY = 0.3  # of a Dice: most of what is below is wrong
 
 
@@ -275,7 +276,9 @@ def what_is_hardly_learned(dice: float, cases: int) -> str:
     """Returns what a low Dice means; "" of one that is not, and of none; ``cases``: how many it is a mean over."""
     if math.isnan(dice) or dice >= HARDLY:
         return ""
-    return "the network has hardly learned this class" if cases > 1 else "the prediction hardly overlaps the truth"
+    if cases >= FEW:
+        return "the network has hardly learned this class"
+    return "the predictions hardly overlap the truth" if cases > 1 else "the prediction hardly overlaps the truth"
 
 
 def hardly_learned_lines(summary: Mapping[str, Any]) -> list[str]:

@@ -129,7 +129,7 @@ def test_scans_of_one_patient_are_said_to_be_no_independent_cases(tmp_path: Path
 
 
 def test_a_low_dice_has_a_caution_next_to_it(copied: Path) -> None:
-    path, caution = copied / "validation" / "summary.json", "the network has hardly learned this class"
+    path, caution = copied / "validation" / "summary.json", "the predictions hardly overlap the truth"
     content, key = json.loads(path.read_text()), "1"  # NCR
 
     def tile() -> str:

@@ -357,6 +357,11 @@ def test_scores_that_a_guess_could_have_are_cautioned() -> None:
     assert caution(one, other) == ""
     assert caution(one, [0.5] * 10 + [0.4, 0.6] * 5).startswith("Guessing could reach these scores")
     assert "the wrong way round" in caution(one, other[::-1])
+    few = [0] * 4 + [1] * 4
+    assert (
+        caution(few, [0.5] * 4 + [0.4, 0.6] * 2) == "Guessing could reach these scores: 4 cases of a class cannot tell."
+    )
+    assert caution(few, [0.1] * 4 + [0.9] * 4) == ""
     assert "All cases are of the class ill" in caution([1] * 10, [0.9] * 10)
     summary = score_classes([0] * 9 + [1], np.full((10, 2), 0.5), ["healthy", "ill"])
     assert baseline(summary) == "Always answering healthy has an accuracy of 0.900."

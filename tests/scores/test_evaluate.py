@@ -81,7 +81,7 @@ def test_the_table_ends_with_one_line_that_sums_up(
 
 def test_a_low_dice_has_a_caution_below_its_table(folders: tuple[Path, Path], capsys) -> None:
     one = folders[1] / "case_0.nii.gz"
-    for case in range(3):
+    for case in range(5):
         save(folders[0] / f"case_{case}.nii.gz", np.full((12, 11, 9), 2, np.uint8))
         found = np.full((12, 11, 9), 2, np.uint8)
         found[1:] = 1  # "core" has a Dice of 2 / 13, "whole" of 1
@@ -91,6 +91,11 @@ def test_a_low_dice_has_a_caution_below_its_table(folders: tuple[Path, Path], ca
     assert "core: mean Dice 0.1538: the network has hardly learned this class" in said and "whole: mean" not in said
     assert evaluate_folders((folders[0] / one.name, one)) == 0
     assert "core: Dice 0.1538: the prediction hardly overlaps the truth" in capsys.readouterr().out
+    for case in (3, 4):
+        (folders[1] / f"case_{case}.nii.gz").unlink()
+        (folders[0] / f"case_{case}.nii.gz").unlink()
+    assert evaluate_folders(folders) == 0
+    assert "core: mean Dice 0.1538: the predictions hardly overlap the truth" in capsys.readouterr().out
 
 
 def test_a_class_that_no_case_has_is_named_in_words_and_is_nan_in_files(

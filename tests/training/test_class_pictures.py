@@ -420,6 +420,10 @@ def test_maps_are_shown_on_planes_through_the_body_with_a_warning_if_their_maxim
         "HiResCAM map for ill, in planes that show at least half of the body, through its strongest point there: "
         "56% of its maximum, which is elsewhere, in slices sagittal 11, coronal 11, axial 18 White line"
     ) in inside.get_suptitle().replace("\n", " ")
+    seen[10, 10, 17], seen[8, 9, 17] = 0, 1
+    above = picture_of(figures, image, seen).get_suptitle().replace("\n", " ")
+    assert "which is in slices sagittal 9, coronal 10, axial 18, and seen in the sagittal and coronal planes" in above
+    seen[8, 9, 17], seen[10, 10, 17] = 0, 1
     seen[1, 1, 1] = 1
     outside = picture_of(figures, image, seen)
     told = "The map's maximum is outside the body, and so is 39% of the map: do not\nread it as a reason."
