@@ -30,6 +30,7 @@ from seqpar.report.record import (
 from seqpar.report.rendering import render
 from seqpar.runs.metrics_tail import ERRORS, what_is_not_found, what_was_learned
 from seqpar.text import clock, list_modalities, quantity
+from seqpar.weights.weight_files import digest
 
 STATES = {
     "finished": "Finished",
@@ -88,14 +89,18 @@ def render_run(
     name, other, alone = record.path.resolve().name, truth or prediction, prediction is not None and truth is None
     kind = "" if name.lower().startswith("run") else "run "  # its own name may be that of a class
     heading, averaged = f"{kind.capitalize()}{name}", averaged_runs(prediction) if prediction else ""
+    another = other_run(prediction, record.path) if prediction else ""
     if prediction:
-        by = f"the mean of {averaged}" if averaged else f"{kind}{name}"
+        by = f"the mean of {averaged}" if averaged else another or f"{kind}{name}"
         heading = f"{'Predictions in' if alone else 'Scores of'} {prediction.resolve().name}, by {by}"
         heading = f"{subject}, predicted by {by}" if subject else heading
     if averaged:
         unscored = "; no score of this mean exists" * alone
         about = f"Configuration and training are those of {name} alone."
         cautions = [f"The prediction is the mean of {averaged}{unscored}. {about}", *cautions]
+    if another:
+        about = f"Configuration, training and curves on this page are those of {name}."
+        cautions = [f"The prediction is by the run {another}, and not by {name}. {about}", *cautions]
     generated = record.has_phantoms
     if prediction:
         generated = is_generated(images or truth or "unknown") or is_of_phantoms(prediction)
@@ -106,7 +111,7 @@ def render_run(
     what = "volumes and scores" if alone else "errors" if record.network_settings.task in ERRORS else "scores"
     own, told = record.config.get("loss", "dice-ce"), [weak_start(record), what_is_unlearned(record)]
     told = list(filter(None, [patients_on_both_sides(record.dataset), *told]))
-    if averaged:
+    if averaged or another:
         told = [f"Of {name} alone: {sentence[0].lower()}{sentence[1:]}" for sentence in told]
     return render(
         "page.html",
@@ -139,12 +144,30 @@ def render_run(
 
 def averaged_runs(prediction: Path) -> str:
     """Returns the names of the runs whose mean a folder was predicted with; "" of one run, or if it does not say."""
-    try:
-        runs = json.loads(read_whole(prediction / "prediction.json")).get("runs", [])
-        names = [name_of_run(Path(run["run"]), "") for run in runs]
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return ""
+    names = [name_of_run(Path(made["run"]), "") for made in _made_by(prediction)]
     return f"{', '.join(names[:-1])} and {names[-1]}" if len(names) > 1 else ""
+
+
+def other_run(prediction: Path, run: Path) -> str:
+    """Returns the name of the only run that predicted a folder, "" if it is ``run``, which may have moved since."""
+    made, *others = _made_by(prediction) or [{"run": str(run)}]
+    there = Path(made["run"])
+    if others or there.resolve() == run.resolve():
+        return ""
+    weights = made.get("weights")
+    for path, known in weights.items() if isinstance(weights, dict) else ():
+        if Path(path).is_relative_to(there) and (file := run / Path(path).relative_to(there)).is_file():
+            return "" if digest(file) == known else name_of_run(there, "")
+    return name_of_run(there, "")
+
+
+def _made_by(prediction: Path) -> list[dict[str, Any]]:
+    """Returns what a folder of predictions records of each run behind it; [] if it does not say."""
+    try:
+        content = json.loads(read_whole(prediction / "prediction.json"))
+        return [{**made, "run": str(made["run"])} for made in content.get("runs", [content])]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return []
 
 
 def _scored(truth: Path | None, prediction: Path) -> str:

@@ -225,13 +225,15 @@ def caution_of_guesses(summary: Mapping[str, Any]) -> str:
             "balanced accuracy is this class's sensitivity alone, and nothing tells how often others are taken for it."
         )
     low, high = summary["intervals"].get("AUC") or (1.0, 1.0)
-    fewest = fewest_cases(summary, "AUC")
-    if low <= 0.5 and fewest < FEW:
+    fewest, total = fewest_cases(summary, "AUC"), int(summary["cases"])
+    by_chance = 1 / math.comb(total, fewest)  # that all are ranked rightly, of two classes
+    if fewest < FEW and (low <= 0.5 or by_chance > 0.05):
         return f"Guessing could reach these scores: {quantity(fewest, 'case')} of a class cannot tell."
+    within = f", also within its interval ({low:.3f} to {high:.3f})" * (low < high)
     if high < 0.5:
         return (
-            f"The AUC is below 0.5, also within its interval ({low:.3f} to {high:.3f}): the network ranks the cases "
-            "the wrong way round, as when classes are exchanged in the labels of either data set."
+            f"The AUC is below 0.5{within}: the network ranks the cases the wrong way round, as when classes are "
+            "exchanged in the labels of either data set."
         )
     if low <= 0.5:
         return f"Guessing could reach these scores: the interval of the AUC ({low:.3f} to {high:.3f}) includes 0.5."

@@ -23,8 +23,6 @@ from seqpar.text import quantity, rounded
 special = late("scipy.special")
 
 
-
-
 def about_scans(cases: Collection[str], subjects: Mapping[str, str]) -> str:
     """Returns a sentence if some patients have several of the cases, as far as that is known; else "".
 

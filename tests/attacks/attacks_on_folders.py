@@ -209,15 +209,6 @@ def _read_only(here: Path) -> None:
     (here / "ro").chmod(0o555)
 
 
-def _one_unreadable_image(here: Path) -> None:
-    _data_and_run(here)
-    (here / "D/imagesTr/c_001_0000.nii.gz").chmod(0)
-
-
-def _predicted_the_others(here: Path, said: str) -> None:
-    assert sorted(path.name for path in (here / "out").glob("*.nii.gz")) == [f"c_00{n}.nii.gz" for n in (0, 2, 3, 4)]
-
-
 def _prepared_nothing(here: Path, said: str) -> None:
     assert not (here / "cache").exists() and not (here / "out").exists()
 
@@ -457,14 +448,3 @@ ATTACKS += [
         keeps="S",
     ),
 ]
-ATTACKS.append(
-    Attack(
-        "an image that may not be read, among others",
-        types="predict run -i D/imagesTr -o out",
-        make=_one_unreadable_image,
-        as_nobody=True,
-        code=3,
-        says=("c_001_0000.nii.gz: cannot be read (Permission denied)", "label maps of 4 cases, 1 fault: out"),
-        after=_predicted_the_others,
-    )
-)

@@ -21,6 +21,15 @@ def _predicted(here: Path) -> None:
     save(here / "run" / "c_001.nii.gz", image_array(0) * 0)
 
 
+def _one_unreadable_image(here: Path) -> None:
+    _run(here)
+    (here / "D/imagesTr/c_001_0000.nii.gz").chmod(0)
+
+
+def _predicted_the_other(here: Path, said: str) -> None:
+    assert [path.name for path in (here / "out").glob("*.nii.gz")] == ["c_000.nii.gz"]
+
+
 ATTACKS = [
     Attack(
         f"{line.split()[0]} with an empty {what}",
@@ -276,3 +285,14 @@ ATTACKS += [
         ("predict run -i images -o D", 3, "D: belongs to a data set, which predict never writes into"),
     )
 ]
+ATTACKS.append(
+    Attack(
+        "an image that may not be read, among others",
+        types="predict run -i D/imagesTr -o out",
+        make=_one_unreadable_image,
+        as_nobody=True,
+        code=3,
+        says=("c_001_0000.nii.gz: cannot be read (Permission denied)", "label maps of 1 case, 1 fault: out"),
+        after=_predicted_the_other,
+    )
+)

@@ -31,6 +31,7 @@ from seqpar.report.planes import (
     slices_of,
 )
 from seqpar.report.record import RunRecord, ScoredCase, read_record
+from seqpar.weights.weight_files import digest
 from tests.support.report_page import NAMES, Page, decode, own_slices, unroll, written
 
 ENDS = {"R": (0, -1), "L": (0, 0), "A": (1, -1), "P": (1, 0), "S": (2, -1), "I": (2, 0)}  # dim, and which end of it
@@ -143,6 +144,19 @@ def test_a_test_set_is_shown_with_its_images(finished: Path, test_set: dict[str,
     for number, case in enumerate(json.loads(shown.scripts["volumes"])["cases"]):
         names = "images", "truth", "shape", "spacing", "modalities", "favourite"
         assert {name: case[name] for name in names} == {name: own[NAMES[number]][name] for name in names}
+
+
+def test_a_prediction_by_another_run_is_not_called_this_ones(
+    finished: Path, test_set: dict[str, Path], tmp_path: Path
+) -> None:
+    other, record = shutil.copytree(finished, tmp_path / "elsewhere"), test_set["found"] / "prediction.json"
+    record.write_text(json.dumps({"run": str(other), "weights": {}}))
+    text = report_on(finished, test_set)[1].text
+    assert "found, by elsewhere" in text and "The prediction is by the run elsewhere, and not by run." in text
+    gone = {"run": "/gone/run", "weights": {"/gone/run/config.json": digest(finished / "config.json")}}
+    record.write_text(json.dumps(gone))
+    text = report_on(finished, test_set)[1].text
+    assert "found, by run" in text and "The prediction is by the run" not in text, "it has moved"
 
 
 def test_labels_where_the_image_is_0_are_said_to_be_left_out(finished: Path, test_set: dict[str, Path]) -> None:

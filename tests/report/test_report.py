@@ -238,7 +238,8 @@ def test_a_prediction_without_truth_is_shown_with_its_volumes_and_no_score(
     predictions.mkdir()
     case = finished.parent / "data" / "case-b"
     shutil.copy(case / "case-b-seg.nii.gz", predictions / "case-b.nii.gz")
-    (predictions / "prediction.json").write_text(json.dumps({"run": "r", "weights": {"r/step-7/w.safetensors": "0"}}))
+    record = {"run": str(finished), "weights": {"r/step-7/w.safetensors": "0"}}
+    (predictions / "prediction.json").write_text(json.dumps(record))
     line = [str(finished), "--prediction", str(predictions), "--out", str(target)]
     assert run(report.act, line) == 0
     page = Page(target.read_text())

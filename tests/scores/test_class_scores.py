@@ -361,7 +361,9 @@ def test_scores_that_a_guess_could_have_are_cautioned() -> None:
     assert (
         caution(few, [0.5] * 4 + [0.4, 0.6] * 2) == "Guessing could reach these scores: 4 cases of a class cannot tell."
     )
-    assert caution(few, [0.1] * 4 + [0.9] * 4) == ""
+    assert caution(few, [0.1] * 4 + [0.9] * 4) == "", "chance ranks 4 and 4 rightly in 1 of 70 cases"
+    assert "2 cases of a class cannot tell" in caution([0, 0, 1, 1], [0.1, 0.1, 0.9, 0.9])
+    assert caution([0] * 6 + [1] * 6, [0.9] * 6 + [0.1] * 6).startswith("The AUC is below 0.5: the network ranks")
     assert "All cases are of the class ill" in caution([1] * 10, [0.9] * 10)
     summary = score_classes([0] * 9 + [1], np.full((10, 2), 0.5), ["healthy", "ill"])
     assert baseline(summary) == "Always answering healthy has an accuracy of 0.900."

@@ -30,7 +30,7 @@ from seqpar.report.record import (
     score_folders,
     step_sentence,
 )
-from seqpar.report.run_page import FinishedPage, averaged_runs, is_neurological, render_run, try_reading
+from seqpar.report.run_page import FinishedPage, averaged_runs, is_neurological, other_run, render_run, try_reading
 from seqpar.report.tables import (
     ABSENT_RULE,
     Absent,
@@ -123,7 +123,8 @@ def segment_page(options: argparse.Namespace, record: RunRecord) -> FinishedPage
             "readers": _readers(scored),
         }
     faults: Sequence[str] = scored.faults if scored else ()
-    cautions = _reached(record) if alone and not averaged_runs(options.prediction) else []
+    is_own = alone and not averaged_runs(options.prediction) and not other_run(options.prediction, record.path)
+    cautions = _reached(record) if is_own else []
     if scored and not alone:
         missing = filter(None, [missing_line(scored.missing)])
         cautions = [*missing, *seen.sentences] if options.truth is not None else chosen_on_them(record)
