@@ -272,10 +272,15 @@ FEW, TOO_FEW = 5, "too few to tell"  # cases; what is said instead of an interva
 HARDLY = 0.3  # of a Dice: most of what is below is wrong
 
 
-def what_is_hardly_learned(dice: float, cases: int) -> str:
-    """Returns what a low Dice means; "" of one that is not, and of none; ``cases``: how many it is a mean over."""
+def what_is_hardly_learned(dice: float, cases: int, is_there: bool = True) -> str:
+    """Returns what a low Dice means; "" of one that is not, and of none.
+
+    - ``cases``: how many it is a mean over; ``is_there``: whether the truth of one of them has the class
+    """
     if math.isnan(dice) or dice >= HARDLY:
         return ""
+    if not is_there:
+        return "no case has this class, and what is predicted of it is false"
     if cases >= FEW:
         return "the network has hardly learned this class"
     return "the predictions hardly overlap the truth" if cases > 1 else "the prediction hardly overlaps the truth"
@@ -284,7 +289,11 @@ def what_is_hardly_learned(dice: float, cases: int) -> str:
 def hardly_learned_lines(summary: Mapping[str, Any]) -> list[str]:
     """Returns a line on each class of a summary that has a low Dice."""
     count = summary["num_cases"]
-    told = {name: (row["Dice"], what_is_hardly_learned(row["Dice"], count)) for name, row in summary["mean"].items()}
+    known = {name: not math.isnan(row["Sensitivity"]) for name, row in summary["global"].items()}
+    told = {
+        name: (row["Dice"], what_is_hardly_learned(row["Dice"], count, known[name]))
+        for name, row in summary["mean"].items()
+    }
     kind = "mean Dice" if count > 1 else "Dice"
     return [f"{name}: {kind} {rounded(dice, 4)}: {what}" for name, (dice, what) in told.items() if what]
 

@@ -267,6 +267,7 @@ def test_a_prediction_without_truth_is_shown_with_its_volumes_and_no_score(
     assert fewer in Page(target.read_text()).text and "in the order" not in said, "a single case needs no order"
     (predictions / "case-c.nii.gz").unlink()
     shutil.copytree(finished, renamed := tmp_path / "liver")
+    (predictions / "prediction.json").write_text(json.dumps({**record, "run": str(renamed)}))
     assert run(report.act, [str(renamed), *line[1:]]) == 0 and "case-b, predicted by run liver" in target.read_text()
     assert run(report.act, [str(renamed), "--out", str(target)]) == 0 and "<h1>Run liver</h1>" in target.read_text()
     assert "name their folder by --images" in said, "the run's own case of this name may be another"

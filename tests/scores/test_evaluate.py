@@ -79,6 +79,15 @@ def test_the_table_ends_with_one_line_that_sums_up(
     assert " mm (1 of 6 not measured: a map lacks the class), NSD " in capsys.readouterr().out
 
 
+def test_a_class_that_no_truth_has_is_not_called_hardly_learned(folders: tuple[Path, Path], capsys) -> None:
+    for case in range(5):
+        save(folders[0] / f"case_{case}.nii.gz", np.full((12, 11, 9), 1, np.uint8))
+        save(folders[1] / f"case_{case}.nii.gz", np.full((12, 11, 9), 2, np.uint8))
+    assert evaluate_folders(folders) == 0
+    said = capsys.readouterr().out
+    assert "core: mean Dice 0.0000: no case has this class, and what is predicted of it is false" in said
+
+
 def test_a_low_dice_has_a_caution_below_its_table(folders: tuple[Path, Path], capsys) -> None:
     one = folders[1] / "case_0.nii.gz"
     for case in range(5):

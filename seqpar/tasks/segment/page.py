@@ -104,7 +104,12 @@ def segment_page(options: argparse.Namespace, record: RunRecord) -> FinishedPage
     step = scored.step if scored else 0
     tiles = tiles_of_steps(tiles, step, row_of_best(record), "dice")
     count = len(scored.cases if scored else record.dataset["held_out"])
-    tiles = [tile._replace(caution=what_is_hardly_learned(tile.score.value, count)) for tile in tiles]
+    pooled = scored.summary.get("global", {}) if scored else {}
+    absent = {name for name, row in pooled.items() if math.isnan(row.get("Sensitivity", 0.0))}
+    tiles = [
+        tile._replace(caution=what_is_hardly_learned(tile.score.value, count, tile.name not in absent))
+        for tile in tiles
+    ]
     colours = record.class_colours(scored.classes if scored else ())
     tables: dict[str, object] = {"metrics": last_validation(record), "sizes": None, "intensities": None, "series": None}
     tables["readers"] = None
