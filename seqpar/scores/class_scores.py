@@ -4,6 +4,7 @@ Legend: n cases, k classes, d draws of the bootstrap, t tenths of probability.
 """
 
 import math
+import re
 from collections.abc import Callable, Mapping, Sequence
 from statistics import NormalDist
 from typing import Any
@@ -19,7 +20,10 @@ Ints = NDArray[np.int64]
 DRAWS, LEVEL, SEED = 1000, 0.95, 0
 ALL_ALIKE = "no interval: all bootstrap samples give the same value"  # of an AUC of 1, "1 to 1" would claim certainty
 NUM_BINS = 10  # of a calibration curve
-NEGATIVE = ("healthy", "normal", "control", "controls", "negative", "benign", "no", "none", "0", "cn", "hc")
+NEGATIVE = re.compile(
+    r"healthy|normal|controls?|negative|benign|no|none|0|cn|nc|hc|wild[-_ ]?type|unaffected|"
+    r"(no|non|not|without|control)[-_ ].*|non(?!e|specific).*"
+)
 
 
 def positive_class(names: Sequence[str], asked: str | None = None) -> int:
@@ -29,7 +33,7 @@ def positive_class(names: Sequence[str], asked: str | None = None) -> int:
     """
     if asked is not None and asked not in names:
         raise ValueError(f"--positive {asked}: no class has this name: use {' or '.join(names)}")
-    others = [n for n, name in enumerate(names) if name.strip().lower() not in NEGATIVE]
+    others = [n for n, name in enumerate(names) if not NEGATIVE.fullmatch(name.strip().lower())]
     return list(names).index(asked) if asked is not None else (others or [len(names) - 1])[-1]
 
 

@@ -243,7 +243,8 @@ def summarise(rows: Sequence[Scores]) -> dict[str, Any]:
     """Returns mean, median and number of values over the cases, per class and metric, and global scores.
 
     ``mean`` weighs all cases the same; ``global`` pools the voxels of all cases, so that a case weighs by its size.
-    ``foreground_mean`` is the mean of the classes' means. NaN is left out everywhere.
+    ``foreground_mean`` is the mean of the classes' means, ``present`` the mean Dice over the cases that have a class.
+    NaN is left out everywhere.
     """
     if not rows:
         raise ValueError("there is no case to summarise")
@@ -259,6 +260,7 @@ def summarise(rows: Sequence[Scores]) -> dict[str, Any]:
         summary["global"][name] |= {"Specificity": pooled.specificity, "VolumeError": pooled.volume_error}
     means = list(summary["mean"].values())
     over_classes = {metric: without_nan(mean[metric] for mean in means) for metric in means[0]}
+    summary["present"] = {name: mean_where_present(rows, name) for name in rows[0]}
     summary["foreground_mean"] = {metric: fmean(v) if v else math.nan for metric, v in over_classes.items()}
     return summary
 
@@ -272,15 +274,23 @@ FEW, TOO_FEW = 5, "too few to tell"  # cases; what is said instead of an interva
 HARDLY = 0.3  # of a Dice: most of what is below is wrong
 
 
-def what_is_hardly_learned(dice: float, cases: int, is_there: bool = True) -> str:
+def mean_where_present(rows: Iterable[Scores], name: str) -> float:
+    """Returns the mean Dice of a class over the cases whose truth has it; NaN if none has."""
+    found = without_nan(row[name]["Dice"] for row in rows if name in row and row[name].get("n_ref", 1) != 0)
+    return fmean(found) if found else math.nan
+
+
+def what_is_hardly_learned(dice: float, cases: int, present: float) -> str:
     """Returns what a low Dice means; "" of one that is not, and of none.
 
-    - ``cases``: how many it is a mean over; ``is_there``: whether the truth of one of them has the class
+    - ``cases``: how many it is a mean over; ``present``: the mean over those whose truth has the class
     """
     if math.isnan(dice) or dice >= HARDLY:
         return ""
-    if not is_there:
+    if math.isnan(present):
         return "no case has this class, and what is predicted of it is false"
+    if present >= HARDLY:
+        return f"{rounded(present, 3)} where the truth has this class; where it has none, what is predicted is false"
     if cases >= FEW:
         return "the network has hardly learned this class"
     return "the predictions hardly overlap the truth" if cases > 1 else "the prediction hardly overlaps the truth"
@@ -288,10 +298,9 @@ def what_is_hardly_learned(dice: float, cases: int, is_there: bool = True) -> st
 
 def hardly_learned_lines(summary: Mapping[str, Any]) -> list[str]:
     """Returns a line on each class of a summary that has a low Dice."""
-    count = summary["num_cases"]
-    known = {name: not math.isnan(row["Sensitivity"]) for name, row in summary["global"].items()}
+    count, present = summary["num_cases"], summary["present"]
     told = {
-        name: (row["Dice"], what_is_hardly_learned(row["Dice"], count, known[name]))
+        name: (row["Dice"], what_is_hardly_learned(row["Dice"], count, present[name]))
         for name, row in summary["mean"].items()
     }
     kind = "mean Dice" if count > 1 else "Dice"

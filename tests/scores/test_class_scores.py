@@ -26,6 +26,7 @@ from seqpar.scores.class_scores import (
     fewest_cases,
     interval_of_balanced,
     interval_of_share,
+    positive_class,
     roc_points,
     score_classes,
     words_of_interval,
@@ -367,3 +368,13 @@ def test_scores_that_a_guess_could_have_are_cautioned() -> None:
     assert "All cases are of the class ill" in caution([1] * 10, [0.9] * 10)
     summary = score_classes([0] * 9 + [1], np.full((10, 2), 0.5), ["healthy", "ill"])
     assert baseline(summary) == "Always answering healthy has an accuracy of 0.900."
+
+
+@pytest.mark.parametrize(
+    "names",
+    ["edema|no finding", "disease|no_disease", "demented|nondemented", "COVID|non-COVID", "AD|NC", "tumor|unaffected",
+     "mutant|wildtype", "PD|control_group", "nodule|healthy", "nonenhancing|normal", "ill|0"],
+)  # fmt: skip
+def test_the_class_that_is_looked_for_is_not_the_one_that_says_no(names: str) -> None:
+    found, other = names.split("|")
+    assert positive_class([found, other]) == 0 and positive_class([other, found]) == 1

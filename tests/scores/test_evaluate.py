@@ -86,6 +86,10 @@ def test_a_class_that_no_truth_has_is_not_called_hardly_learned(folders: tuple[P
     assert evaluate_folders(folders) == 0
     said = capsys.readouterr().out
     assert "core: mean Dice 0.0000: no case has this class, and what is predicted of it is false" in said
+    save(folders[0] / "case_0.nii.gz", np.full((12, 11, 9), 2, np.uint8))
+    assert evaluate_folders(folders) == 0
+    said = capsys.readouterr().out
+    assert "core: mean Dice 0.2000: 1.000 where the truth has this class; where it has none, what is pred" in said
 
 
 def test_a_low_dice_has_a_caution_below_its_table(folders: tuple[Path, Path], capsys) -> None:

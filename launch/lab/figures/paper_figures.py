@@ -9,6 +9,7 @@ from lab.figures.verdicts import (
     coincide,
     differ,
     difference,
+    differs_alone,
     first_to_reach,
     highest,
     is_settled,
@@ -75,7 +76,7 @@ def judge_no_gather(results: Results) -> list[str]:
     loss, dice = (difference(first, last) for first, *_, last in map(results.curves, (TRAIN_LOSS, DICE)))
     says = "with No-Gather, the training loss converges to other values, and validation loss and Dice follow alike"
     sees = f"on the most ranks, {side(TRAIN_LOSS, loss)}, {side(DICE, dice)}"
-    holds = loss.is_beyond_seeds and not dice.is_beyond_seeds if is_settled(results.curves(DICE), loss, dice) else None
+    holds = differs_alone(loss, dice) if is_settled(results.curves(DICE), loss, dice) else None
     return lines + beside_paper(says, sees, holds)
 
 
@@ -92,8 +93,7 @@ def judge_splits(results: Results) -> list[str]:
     splits = difference(*results.curves(DICE, *no_gather))
     says = "with No-Gather, the training loss is not that of one rank, and the splits differ little"
     sees = f"without a gather, {side(TRAIN_LOSS, loss)}; of ordered splits against spatial ones, {side(DICE, splits)}"
-    settled = is_settled(results.curves(DICE), loss, splits)
-    holds = loss.is_beyond_seeds and not splits.is_beyond_seeds if settled else None
+    holds = differs_alone(loss, splits) if is_settled(results.curves(DICE), loss, splits) else None
     return lines + beside_paper(says, sees, holds)
 
 

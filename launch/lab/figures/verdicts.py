@@ -167,6 +167,13 @@ def is_settled(curves: Sequence[Curve], *differences: Difference) -> bool:
     return all(has_learned(DICE, curve) for curve in curves) and all(one.spread is not None for one in differences)
 
 
+def differs_alone(one: Difference, other: Difference) -> bool | None:
+    """Returns whether the first of two differences is one beyond the seeds' spread, and the second is not; None if
+    neither is, which tells nothing.
+    """
+    return False if other.is_beyond_seeds else True if one.is_beyond_seeds else None
+
+
 def growth(paper: str, says: str, curves: Sequence[Curve]) -> list[str]:
     """Returns whether Dice grows from each curve to the next, as a paper says of it."""
     steps = [difference(smaller, larger) for smaller, larger in pairwise(curves)]

@@ -57,7 +57,13 @@ from seqpar.scores.comparison import FEW as FEW_CASES
 from seqpar.scores.comparison import TOO_FEW, about_scans, interval_of_mean
 from seqpar.scores.label_classes import Labels
 from seqpar.scores.label_files import MAX_NAMED, dataset_at, match_cases, missing_line
-from seqpar.scores.label_scores import describe_consensus, what_is_hardly_learned, why_no_dice, without_nan
+from seqpar.scores.label_scores import (
+    describe_consensus,
+    mean_where_present,
+    what_is_hardly_learned,
+    why_no_dice,
+    without_nan,
+)
 from seqpar.tasks.case_evaluation import CHOSE, HELD, NEW, NONE_SEEN, Seen, seen_by_runs, seen_table
 from seqpar.tasks.segment.evaluation import ABOUT_CALIBRATION, calibrate, calibration_diagram, trained_on
 from seqpar.tasks.segment.label_map_folder import DICOM_SEG, SavedProbabilities
@@ -104,11 +110,10 @@ def segment_page(options: argparse.Namespace, record: RunRecord) -> FinishedPage
     step = scored.step if scored else 0
     tiles = tiles_of_steps(tiles, step, row_of_best(record), "dice")
     count = len(scored.cases if scored else record.dataset["held_out"])
-    pooled = scored.summary.get("global", {}) if scored else {}
-    absent = {name for name, row in pooled.items() if math.isnan(row.get("Sensitivity", 0.0))}
+    rows = [case.scores for case in scored.cases] if scored else []
+    present = {tile.name: mean_where_present(rows, tile.name) if rows else tile.score.value for tile in tiles}
     tiles = [
-        tile._replace(caution=what_is_hardly_learned(tile.score.value, count, tile.name not in absent))
-        for tile in tiles
+        tile._replace(caution=what_is_hardly_learned(tile.score.value, count, present[tile.name])) for tile in tiles
     ]
     colours = record.class_colours(scored.classes if scored else ())
     tables: dict[str, object] = {"metrics": last_validation(record), "sizes": None, "intensities": None, "series": None}
