@@ -46,6 +46,8 @@ def test_synthesis_takes_the_real_contrast_away_and_puts_it_elsewhere():
 def test_a_fake_lesion_has_a_twentieth_to_a_quarter_of_the_volume(drawn, share):
     rng = SimpleNamespace(normal=lambda mean, spread: drawn)
     assert TumourSynthesis().draw_share(rng) == pytest.approx(share)
+    two_above = SimpleNamespace(normal=lambda mean, spread: mean + 2 * spread)
+    assert TumourSynthesis().draw_share(two_above) == pytest.approx(0.01 + 2 * 0.01 + 2 * 0.05)
 
 
 def test_synthesis_leaves_alone_what_has_no_lesion_or_no_contrast():

@@ -15,6 +15,7 @@ from seqpar.decoders.resattnet import ResAttNet
 from seqpar.decoders.unets import Architecture, Style, UNet, distmis, hou, lamp, mednext, nnunet
 from seqpar.decoders.unets.nnunet import network, of_plan, topology
 from seqpar.decoders.unets.published import SQUEEZE
+from seqpar.decoders.unets.unet_blocks import init_weights
 from seqpar.pipeline.cells import IMAGE, Cell, CellNet
 from tests.support.boxes import numbers
 from tests.support.ranks import relative
@@ -375,3 +376,13 @@ def test_what_cannot_be_is_refused_with_what_can(name: str) -> None:
     act, advice = BAD[name]
     with pytest.raises(ValueError, match=advice):
         act()
+
+
+@pytest.mark.parametrize(("activation", "gain"), [("leaky_relu", 1.0), ("relu", 2.0)])
+def test_kernels_begin_as_hes_for_the_slope_of_leaky_relu(activation: str, gain: float) -> None:
+    """The variance is gain / fan-in: 2 / (1 + slope²) for leaky ReLU, here of a slope of 1."""
+    convolution = torch.nn.Conv3d(64, 64, 3)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        init_weights(convolution, Style(activation=activation, slope=1.0))
+    assert float(convolution.weight.var()) * 64 * 27 == pytest.approx(gain, rel=0.02)
