@@ -11,7 +11,7 @@ from statistics import median
 from typing import Any, TypeVar
 
 from seqpar.data.errors import DataError
-from seqpar.data.files import read_whole
+from seqpar.data.files import SUFFIXES, read_whole
 from seqpar.data.formats.splits import patients_on_both_sides
 from seqpar.data.phantom.phantom_files import describe_layout, is_generated
 from seqpar.models.build import family_of
@@ -159,6 +159,20 @@ def other_run(prediction: Path, run: Path) -> str:
         if Path(path).is_relative_to(there) and (file := run / Path(path).relative_to(there)).is_file():
             return "" if digest(file) == known else name_of_run(there, "")
     return name_of_run(there, "")
+
+
+def not_yet_predicted(prediction: Path) -> list[str]:
+    """Returns a sentence if a prediction was left early: it has fewer label maps than its record lists."""
+    try:
+        named = [str(name) for name in json.loads(read_whole(prediction / "prediction.json"))["files"]]
+    except (OSError, ValueError, KeyError, TypeError):
+        return []
+    maps = [name for name in named if "/" not in name and name.endswith(SUFFIXES)]
+    gone = [name for name in maps if not (prediction / name).is_file()]
+    if not gone:
+        return []
+    listed = f"{len(gone)} of {quantity(len(maps), 'label map')} of this prediction are not there, such as {gone[0]}"
+    return [f"{listed}: it was left early, or they were removed; predict --continue makes them."]
 
 
 def _made_by(prediction: Path) -> list[dict[str, Any]]:

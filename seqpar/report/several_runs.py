@@ -351,9 +351,8 @@ def _differences(scored: Mapping[str, CaseScores]) -> tuple[Table | str, Sequenc
     ]
     heads = [TableHead("Case"), TableHead("Dice", (first,)), TableHead(f"Dice minus that of {first}", tuple(gaps))]
     heads.append(TableHead("Not in the truth"))
-    reach = (
-        1.05 * max((abs(gap) for pairs in gaps.values() for gap, _ in pairs if math.isfinite(gap)), default=0.0) or 1.0
-    )
+    widest = max((abs(gap) for pairs in gaps.values() for gap, _ in pairs if math.isfinite(gap)), default=0.0)
+    reach = max(1.05 * widest, 0.05)  # so that small differences look small
     dots = Dots(f"Dice of each case, minus that of {first} (right of 0: higher)", gaps, -reach, reach)
     is_partial = any(len(one.classes) > len(shared) for one in scored.values())
     only = f"Only classes that all runs have count: {', '.join(shared)}." if is_partial else ""

@@ -49,7 +49,7 @@ WORDS = (  # of a table, for people: a column and what it is
 )
 DASH_WORDS = (("–", "no case has such a score"),)
 LESION_WORDS = (
-    ("LesionDice", "mean over the lesions of a case; a missed or false one counts as 0"),
+    ("LesionDice", "mean over the lesions of a case; a missed or false one counts as 0, a case without any as 1"),
     ("LesionHD95", "the same in mm; a missed or false one counts as 374 (BraTS 2023, made for voxels of 1 mm)"),
 )
 CENTRELINE_WORDS = (

@@ -165,7 +165,7 @@ def test_ct_has_presets_of_window_and_level(page: Chromium, url: str, tmp_path: 
         case["ranges"] = {name: [-100, 155 + 100 * number] for name in case["ranges"]}
     (tmp_path / "report.html").write_text(start + json.dumps(volumes) + rest)
     page.open((tmp_path / "report.html").as_uri())
-    page.wait("document.getElementById('preset').options.length === 5")
+    page.wait("document.getElementById('preset').options.length === 6")
     off = page.value("[...document.getElementById('preset').options].filter(o => o.disabled).map(o => o.text)")
     assert [text.split(":")[0] for text in off] == ["lung", "bone"] and "keeps −100 to 155 HU" in off[0]
     page.value("p = document.getElementById('preset'); p.value = 'brain'; p.dispatchEvent(new Event('change'))")
@@ -175,3 +175,5 @@ def test_ct_has_presets_of_window_and_level(page: Chromium, url: str, tmp_path: 
     page.wait("document.getElementById('viewer').getAttribute('aria-busy') === 'false'")
     name, window, level = re.fullmatch(r"(.*): Window (\d+) HU, level (\d+) HU\.", page.value(shown)).groups()
     assert name == "brain" and abs(int(window) - 80) < 2 and abs(int(level) - 40) < 2, "another case keeps it"
+    page.value("w = document.getElementById('window'); w.value = 90; w.dispatchEvent(new Event('input'))")
+    assert page.value(shown).startswith("hand: Window ")

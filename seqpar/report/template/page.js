@@ -124,14 +124,16 @@
         if (option.disabled) option.text = `${name}: the image keeps ${format(low)} to ${format(high)} HU`;
         options.push(option);
       }
+    options.push(new Option("set by hand", "hand"));
     const before = get("preset").value, kept = options.some(({ value, disabled }) => value === before && !disabled);
     get("preset").replaceChildren(...options);
-    get("preset").parentElement.hidden = options.length < 2;
+    get("preset").parentElement.hidden = options.length < 3;
     get("preset").value = kept ? before : "";
-    if (before) usePreset(get("preset").value); // the same units are other greys in each image
+    if (before && before !== "hand") usePreset(get("preset").value); // the same units are other greys in each image
   }
 
   function usePreset(name) {
+    if (name === "hand") return;
     const [low, high] = range() || [0, 255], [width, level] = PRESETS[name] || [high - low, (low + high) / 2];
     const grey = 255 / (high - low);
     get("window").max = Math.max(255, Math.round(width * grey));
@@ -345,6 +347,7 @@
     drawAll();
   });
   get("preset").addEventListener("change", (event) => usePreset(event.target.value));
+  for (const id of ["window", "level"]) get(id).addEventListener("input", () => (get("preset").value = "hand"));
   get("value").dataset.idle = get("value").textContent;
   get("case").addEventListener("change", (event) => open(event.target.selectedIndex, state.modality));
   get("modality").addEventListener("change", (event) => open(state.case, event.target.value, state.at));
@@ -356,6 +359,8 @@
   for (const id of Object.values(OVERLAYS)) if (asked.has(id)) get(id).checked = asked.get(id) === "1";
   const looks = (asked.get("look") || "").split(",");
   if (looks.length === LOOK.length) LOOK.forEach((id, n) => (get(id).value = looks[n]));
+  const isByHand = ["window", "level"].some((id) => get(id).value !== get(id).defaultValue);
+  if (isByHand) get("preset").replaceChildren(new Option("set by hand", "hand"));
   const at = (asked.get("at") || "").split(",").map(Number);
   surfaces?.restore(asked.get("surfaces") || "");
   viewer.hidden = false;

@@ -30,7 +30,15 @@ from seqpar.report.record import (
     score_folders,
     step_sentence,
 )
-from seqpar.report.run_page import FinishedPage, averaged_runs, is_neurological, other_run, render_run, try_reading
+from seqpar.report.run_page import (
+    FinishedPage,
+    averaged_runs,
+    is_neurological,
+    not_yet_predicted,
+    other_run,
+    render_run,
+    try_reading,
+)
 from seqpar.report.tables import (
     ABSENT_RULE,
     Absent,
@@ -135,9 +143,11 @@ def segment_page(options: argparse.Namespace, record: RunRecord) -> FinishedPage
     faults: Sequence[str] = scored.faults if scored else ()
     is_own = alone and not averaged_runs(options.prediction) and not other_run(options.prediction, record.path)
     cautions = _reached(record) if is_own else []
+    cautions += not_yet_predicted(options.prediction) if alone else []
     if scored and not alone:
         missing = filter(None, [missing_line(scored.missing)])
         cautions = [*missing, *seen.sentences] if options.truth is not None else chosen_on_them(record)
+        cautions += [f"{quantity(len(faults), 'case')} could not be scored, as listed below the tables."] * bool(faults)
         cautions += filter(None, [about_scans([case.name for case in scored.cases], {}), too_much(scored)])
     if every:
         voxels = spacings_of({case.name: case.prediction for case in every.cases})
