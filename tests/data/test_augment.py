@@ -9,7 +9,7 @@ import pytest
 import torch
 from scipy import ndimage
 
-from seqpar.data.sampling.augmentation import Augmentation, augment
+from seqpar.data.sampling.augmentation import Augmentation, _around_one, augment
 from seqpar.data.sampling.augmentation_presets import RECIPES, AugmentationRecipe, Chance, full, light
 from seqpar.data.sampling.extra_steps import EXTRA_STEPS
 from seqpar.data.sampling.tumour_synthesis import TumourSynthesis
@@ -262,3 +262,15 @@ def test_what_cannot_be_is_refused():
     with pytest.raises(ValueError, match="first two sides are equal"):
         augment("lamp-liver", TILE)
     assert list(RECIPES) == ["none", "light", "full", "paper", "lamp", "lamp-liver", "flips"]
+
+
+def test_strengths_of_light_and_factors_around_one() -> None:
+    """Half of the factors lie below one, evenly, and half above."""
+    recipe = light()
+    assert (recipe.scaling.probability, recipe.scaling.low, recipe.scaling.high) == (0.1, 0.85, 1.25)
+    rng = np.random.default_rng(0)
+    factors = np.array([_around_one(rng, recipe.scaling) for _ in range(4000)])
+    assert np.mean(factors < 1) == pytest.approx(0.5, abs=0.03)
+    for part, low, high in ((factors[factors < 1], 0.85, 1.0), (factors[factors >= 1], 1.0, 1.25)):
+        assert part.min() == pytest.approx(low, abs=0.002) and part.max() == pytest.approx(high, abs=0.002)
+        assert part.mean() == pytest.approx((low + high) / 2, abs=0.005)

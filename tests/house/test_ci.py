@@ -48,7 +48,7 @@ def test_what_make_test_leaves_out_is_a_step() -> None:
     assert "-m long\n" in (ROOT / ".ci" / "long").read_text()
 
 
-BY_HAND = {"gpu", "long"}  # .ci/run says why
+BY_HAND = {"long"}  # .ci/run says why
 
 
 def test_every_step_is_run_and_its_tests_are_not_those_of_make_test() -> None:

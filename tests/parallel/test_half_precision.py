@@ -111,3 +111,23 @@ def test_norms_of_a_block_have_hooks_and_may_be_of_another_kind(monkeypatch: pyt
         assert torch.equal(block(x, (8,), tokens, None, None), before)
         hook.remove()
     assert seen == [torch.float32, torch.bfloat16]
+
+
+@pytest.mark.parametrize("version", ["2.8.0+cu128", "2.13.0"])
+def test_products_without_data_are_counted_on_old_versions_of_torch_too(
+    version: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch 2.8 has no shapes of a product with a wider result."""
+    own = torch.mm
+
+    def mm(a: Tensor, b: Tensor, **more: torch.dtype) -> Tensor:
+        if more and a.is_meta and version.startswith("2.8"):
+            raise TypeError("meta_mm() takes 2 positional arguments but 3 were given")
+        return own(a, b, **more)
+
+    monkeypatch.setattr(torch, "__version__", version)
+    monkeypatch.setattr(torch, "mm", mm)
+    monkeypatch.setattr(half_precision, "device_type", lambda x: "cuda")
+    a, b = (torch.empty(sides, dtype=torch.bfloat16, device="meta") for sides in ((2, 3), (3, 4)))
+    result = half_precision.product(a, b, torch.float32)
+    assert result.dtype == torch.float32 and result.shape == (2, 4)
