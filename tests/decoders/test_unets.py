@@ -385,4 +385,4 @@ def test_kernels_begin_as_hes_for_the_slope_of_leaky_relu(activation: str, gain:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         init_weights(convolution, Style(activation=activation, slope=1.0))
-    assert float(convolution.weight.var()) * 64 * 27 == pytest.approx(gain, rel=0.02)
+    assert float(convolution.weight.detach().var()) * 64 * 27 == pytest.approx(gain, rel=0.02)
