@@ -3,7 +3,7 @@
 import math
 from collections.abc import Collection, Mapping, Sequence
 from statistics import fmean, stdev
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from numpy import nan_to_num
 
@@ -21,6 +21,16 @@ from seqpar.scores.label_scores import (
 from seqpar.text import quantity, rounded
 
 special = late("scipy.special")
+
+
+def add_fold(cases: dict[str, Any], fold: Mapping[str, Any]) -> None:
+    """Adds the cases of a fold to those of others; raises ValueError for one that two folds have held out."""
+    if twice := sorted(cases.keys() & fold.keys()):
+        raise ValueError(
+            f"--find-best: {twice[0]} was held out by two folds, which were trained on different splits: train them on "
+            "one (splits_final.json), or predict the cases with each and name these predictions"
+        )
+    cases.update(fold)
 
 
 def about_scans(cases: Collection[str], subjects: Mapping[str, str]) -> str:

@@ -93,6 +93,9 @@ def test_folds_are_taken_together(place: Path, capfd) -> None:
     assert f"highest mean Dice of 2 over 3 cases (too few to tell): {results}" in said
     assert f"predict.py {results} -i IMAGES -o PREDICTIONS --postprocessing {results / 'postprocessing.json'}" in said
     assert all(path.read_text() == '{"mean": {}}' for path in results.glob("fold_*/validation/summary.json"))
+    shutil.copy(place / "specks" / "c0.nii.gz", results / "fold_2" / "validation")
+    assert act(place, str(results), "--find-best") == 2
+    assert "c0 was held out by two folds, which were trained on different splits" in capfd.readouterr().err
     for n in range(3):  # copies, which are no folds
         (results / f"fold_{n}").rename(results / f"fold_{n}_old")
     assert act(place, str(results)) == 3 and "has no fold_N/validation with label maps" in capfd.readouterr().err

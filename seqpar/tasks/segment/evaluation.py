@@ -24,7 +24,7 @@ from seqpar.report.plots import draw_figure, title_of
 from seqpar.report.record import RunRecord
 from seqpar.runs.run_folder import read_description
 from seqpar.scores.class_scores import Floats, count_tenths, error_of_tenths, filled_tenths
-from seqpar.scores.comparison import FEW, TOO_FEW, Scored, compare
+from seqpar.scores.comparison import FEW, TOO_FEW, Scored, add_fold, compare
 from seqpar.scores.label_classes import Labels, choose_labels, hidden_classes, labels_of_run
 from seqpar.scores.label_files import (
     Pair,
@@ -201,12 +201,10 @@ class LabelMapEvaluation(CaseEvaluation):
         for one in scored:
             pairs = {pair.case: pair for pair in self.pairs[one.name]}
             own = {case: (pairs[case], scores) for case, scores in one.cases.items()}
-            groups[self.options.groups[Path(one.name)]] |= own
+            add_fold(groups[self.options.groups[Path(one.name)]], own)
         common = sorted(set.intersection(*map(set, groups.values())))
         if not common:
-            raise ValueError(
-                "--find-best: no case is in all predictions, so that none is best: give predictions of one"
-            )
+            raise ValueError("--find-best: no case is in all predictions, so none is best: give predictions of one")
         with TemporaryDirectory(prefix="seqpar-") as folder:
             tried: dict[Members, Cases] = {(path,): {case: cases[case] for case in common}
                                            for path, cases in groups.items()}  # fmt: skip
