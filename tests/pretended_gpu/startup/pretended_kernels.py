@@ -297,8 +297,19 @@ def mm(a: Tensor, b: Tensor, out_dtype: torch.dtype | None = None, **out: Tensor
     return aten.mm(a, b, **out) if not out else aten.mm.out(a, b, **out)
 
 
+def convolution_backward(grad: Tensor, x: Tensor, weight: Tensor, *of: Any) -> tuple[Tensor | None, ...]:
+    """Returns a convolution's gradients; the CPU's of bfloat16 have numbers that were never written where a kernel is
+    longer than the volume.
+    """
+    if grad.dtype != torch.bfloat16:
+        return aten.convolution_backward(grad, x, weight, *of)  # type: ignore[no-any-return]
+    wide = aten.convolution_backward(grad.float(), x.float(), weight.float(), *of)
+    return tuple(None if one is None else one.to(grad.dtype) for one in wide)
+
+
 SPECIAL: dict[str, Callable[..., Any]] = {
     "mm": mm,
+    "convolution_backward": convolution_backward,
     "_scaled_dot_product_flash_attention": flash,
     "_scaled_dot_product_flash_attention_backward": flash_backward,
     "_scaled_dot_product_efficient_attention": efficient,
