@@ -194,7 +194,7 @@ def _overdue(who: str, limit_s: float) -> NoReturn:
 
 
 def main() -> None:
-    sys.exit(exit_codes.run(act))
+    exit_codes.leave(exit_codes.run(act))
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 """The one place that turns an exception into a message and a code, and output that outlives its reader."""
 
+import atexit
 import errno
 import gc
 import json
@@ -14,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, NoReturn
 
 from seqpar.data.errors import DataError, reason
 from seqpar.parallel.launcher import Launcher
@@ -171,6 +172,22 @@ def run(act: Callable[[Sequence[str]], int], arguments: Sequence[str] | None = N
     if code in (USAGE, DATA, MEMORY):
         write_verdict(code)
     return code
+
+
+def leave(code: int) -> NoReturn:
+    """Ends the program; where it has used a GPU, without the end of Python's own.
+
+    A thread of torch's that computes gradients on a GPU drops the last references a moment after the caller has its
+    results. If that falls into the end of Python, torch aborts the program, whatever it has returned.
+    """
+    torch = sys.modules.get("torch")
+    if torch is None or not torch.cuda.is_initialized():
+        sys.exit(code)
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError):
+            stream.flush()
+    os._exit(code)
 
 
 def write_verdict(code: int) -> None:
