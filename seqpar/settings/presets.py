@@ -114,6 +114,7 @@ def nnunet() -> Config:
         tile=(128, 128, 128),
         network="nnunet-plain",
         deep_supervision=True,
+        output_bias=False,  # of its transformers, with --network vit
         batch=2,
         epochs=1000,
         iterations=250,
