@@ -146,7 +146,7 @@ def _parser() -> Parser:
 
 def main() -> None:
     """Ends the process with the act's exit code."""
-    sys.exit(exit_codes.run(act))
+    exit_codes.leave(exit_codes.run(act))
 
 
 if __name__ == "__main__":

@@ -79,7 +79,7 @@ def act(arguments: Sequence[str]) -> int:
         caution = task_of(trained.config).caution(options.run)
     task = task_of(trained.config)
     use = task.use_of(Path(options.out.name), options.run)
-    about = write_archive(options.out, read_config(options.run), weights, options.licence, measured, caution, use)
+    about = write_archive(options.out, read_config(options.run), weights, options.licence, measured, caution, use=use)
     size = options.out.stat().st_size / 1e6
     print(f"{options.out}: {size:.1f} MB, weights {about['checkpoint']}, licence: {about['licence']}")
     if caution:

@@ -5,7 +5,6 @@ Prints memory, bytes sent, time and MFU for groups of 1 to 64 ranks, and the com
 
 import argparse
 import math
-import sys
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -154,7 +153,7 @@ def _device(own: argparse.Namespace, config: Config) -> Device:
 
 
 def main() -> None:
-    sys.exit(exit_codes.run(act))
+    exit_codes.leave(exit_codes.run(act))
 
 
 if __name__ == "__main__":

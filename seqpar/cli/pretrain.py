@@ -3,7 +3,6 @@
 It is training for the task ``pretrain``: tokens are hidden and rebuilt from the others (a masked autoencoder).
 """
 
-import sys
 from collections.abc import Sequence
 
 from seqpar.cli.train import act as train
@@ -55,7 +54,7 @@ def _parser() -> Parser:
 
 def main() -> None:
     """Ends the process with the act's exit code."""
-    sys.exit(exit_codes.run(act))
+    exit_codes.leave(exit_codes.run(act))
 
 
 if __name__ == "__main__":

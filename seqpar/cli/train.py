@@ -139,7 +139,7 @@ def main() -> None:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # a terminal may not know every sign
-    sys.exit(exit_codes.run(act))
+    exit_codes.leave(exit_codes.run(act))
 
 
 if __name__ == "__main__":

@@ -175,14 +175,15 @@ def run(act: Callable[[Sequence[str]], int], arguments: Sequence[str] | None = N
 
 
 def leave(code: int) -> NoReturn:
-    """Ends the program; where it has used a GPU, without the end of Python's own.
+    """Ends the program with an exit code; if it has used a GPU, without taking the interpreter apart.
 
-    A thread of torch's that computes gradients on a GPU drops the last references a moment after the caller has its
-    results. If that falls into the end of Python, torch aborts the program, whatever it has returned.
+    After a backward on a GPU, a thread of torch's drops its references to tensors. If the interpreter is being taken
+    apart at that moment, the process is aborted, whatever its code. Exit handlers run in either case.
     """
     torch = sys.modules.get("torch")
     if torch is None or not torch.cuda.is_initialized():
         sys.exit(code)
+    threading._shutdown()  # type: ignore[attr-defined]  # waits for threads, as Python does first
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError, ValueError):
@@ -212,7 +213,7 @@ def _call(act: Callable[[Sequence[str]], int], arguments: Sequence[str] | None) 
     except Exception as error:
         error = of_a_file(error) or error
         code = code_of(error)
-        if code is None and (lost := _says_lost(error)):
+        if code is None and (lost := _lost_contact(error)):
             report(lost)
             return 1
         if code is None:
@@ -222,13 +223,16 @@ def _call(act: Callable[[Sequence[str]], int], arguments: Sequence[str] | None) 
         return code
 
 
-def _says_lost(error: BaseException) -> str:
-    """Returns what to say of an error because another rank is gone or late; "" of others."""
-    from seqpar.parallel.watchdog import is_lost_contact  # imports torch
+def _lost_contact(error: BaseException) -> str:
+    """Returns what to say if an error means that another rank is gone or late; "" for others, and for a single rank."""
+    from seqpar.parallel.launcher import read_launcher
+    from seqpar.parallel.watchdog import describe_lost_contact, is_lost_contact  # imports torch
 
-    if not is_lost_contact(error):
-        return ""
-    return f"rank {os.environ.get('RANK', '0')} lost contact with its peers: {str(error).splitlines()[0][:160]}"
+    with suppress(ValueError):  # the launcher's variables may be wrong themselves
+        launcher = read_launcher(os.environ)
+        if launcher.world > 1 and is_lost_contact(error):
+            return describe_lost_contact(error, launcher.rank)
+    return ""
 
 
 def of_a_file(error: BaseException) -> DataError | None:

@@ -231,9 +231,10 @@ SAMPLE = 1 << 16  # bytes from the middle of a file, which tell most files of on
 
 
 def find_copies(files: Mapping[str, Path], known: Mapping[str, Path]) -> dict[str, str]:
-    """Returns the name of the known file of which each file is a copy; those of others are left out.
+    """Returns, for each file that is a copy of a known one, the name of that one.
 
-    A file that equals several known ones tells none of them, as label maps of a template do not.
+    A file that equals several known files is left out, since it does not tell patients apart: the label map of a
+    template, for instance.
     Only files of equal size are read, and only those whose middle is equal are read whole.
     """
     sizes = [{name: path.stat().st_size for name, path in own.items() if path.is_file()} for own in (files, known)]

@@ -135,7 +135,7 @@ def _sums_of_parts(
 
 def product(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
     """Returns the product of two matrices in half precision, summed in float32, in a dtype."""
-    is_known = not a.is_meta or TorchVersion(torch.__version__) >= "2.10"  # 2.8 fails where there are no data
+    is_known = not a.is_meta or TorchVersion(torch.__version__) >= "2.10"  # torch 2.8 cannot infer its shape
     if device_type(a) == "cuda" and torch.version.hip is None and dtype == torch.float32 and is_known:
         return torch.mm(a, b, out_dtype=dtype)
     return (a @ b).to(dtype)

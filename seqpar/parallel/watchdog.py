@@ -37,6 +37,11 @@ def is_lost_contact(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and any(mark in str(error) for mark in _LOST)
 
 
+def describe_lost_contact(error: BaseException, rank: int) -> str:
+    """Returns the message for a collective that failed because a peer is gone or late."""
+    return f"rank {rank} lost contact with its peers: {str(error).strip().splitlines()[0][:160]}"
+
+
 class RankPosition(NamedTuple):
     """What a rank tells the others about its main thread."""
 

@@ -47,7 +47,8 @@ def write_archive(
     licence: str,
     windows: Mapping[str, Any] = MappingProxyType({}),
     caution: str = "",
-    use: Sequence[str] = (),
+    *,
+    use: Sequence[str],
 ) -> dict[str, Any]:
     """Writes the archive, whole or not at all, and returns what about.json says; the same run gives the same bytes.
 
@@ -56,10 +57,10 @@ def write_archive(
     - ``licence``: of the weights
     - ``windows``: what the run's validation measured, as in its window.json
     - ``caution``: why not to trust the run, if there is a reason
-    - ``use``: the act that takes it, and its arguments; (): predict
+    - ``use``: the program that takes the archive, and its arguments
     """
     refuse_existing(out)
-    act, *arguments = use or ("predict", out.name, "-i", "IMAGES", "-o", "PREDICTIONS")
+    act, *arguments = use
     body = _packed(weights)
     is_own = weights.name == ARCHIVED  # another file's name, as a run folder's, may tell what is nobody's business
     step = f"{weights.parent.name}/" if re.fullmatch(r"step-\d+", weights.parent.name) else ""

@@ -18,7 +18,7 @@ MARGIN, MIN_VOLUME = 3.0, 50.0  # mm and mm³, as in BraTS 2023
 
 
 class Detection(NamedTuple):
-    """How many lesions of a case are found, missed, predicted where there is none, and too small to count."""
+    """How many lesions of a case are found, missed, false, and too small to count."""
 
     found: int
     missed: int

@@ -101,7 +101,7 @@ class Task(ABC):
         return ""
 
     def use_of(self, archive: Path, run: Path) -> list[str]:
-        """Returns the act that takes the archive of a run, and its arguments."""
+        """Returns the program that takes the archive of a run, and its arguments."""
         return ["predict", str(archive), "-i", "IMAGES", "-o", "PREDICTIONS"]
 
     def next_lines(self, out: Path) -> list[str]:

@@ -258,8 +258,9 @@ def case_lines(data: TrainingData, config: Config) -> list[str]:
     properties = [case.properties for case in dataset.cases.values()]
     sizes = span([p.shape for p in properties], "{:.0f}"), span([p.spacing for p in properties], "{:.3g}")
     split = f"{len(data.train_ids)} to train on, {len(data.held_out_ids)} held out (fold {config.fold})"
-    if set(data.held_out_ids) <= set(data.train_ids):
-        split = f"all to train on, and to validate on too (fold {config.fold}): scores say nothing of new cases"
+    if data.held_out_ids and set(data.held_out_ids) <= set(data.train_ids):
+        count = len(data.train_ids)
+        split = f"{count} to train on, also used to validate (fold {config.fold}): scores say nothing about new cases"
     layout = describe_layout(str(dataset.described.get("layout", "prepared")), is_generated(config.data))
     cases = quantity(len(properties), "case")
     return [

@@ -10,7 +10,7 @@ from typing import NoReturn
 from seqpar.cluster import exit_codes
 from seqpar.cluster.stop_agreement import ShutdownSteps
 from seqpar.parallel.mesh import Mesh
-from seqpar.parallel.watchdog import CollectiveMismatch, is_lost_contact
+from seqpar.parallel.watchdog import CollectiveMismatch, describe_lost_contact, is_lost_contact
 from seqpar.planner.batch_size import runs_over_micro_batch
 from seqpar.runs.run_folder import read_status
 from seqpar.runs.run_status import StatusFile
@@ -87,7 +87,7 @@ def _judge(error: BaseException, config: Config, rank: int, finding: str = "") -
         return 1, str(error), True
     if is_lost_contact(error):
         cause = f"; {finding}" if finding else ""
-        return 1, f"rank {rank} lost contact with its peers: {lines[0][:160]}{cause}", True
+        return 1, f"{describe_lost_contact(error, rank)}{cause}", True
     if isinstance(error, NotSaved):
         return 1, str(error), False
     if isinstance(error, OSError):

@@ -1,5 +1,6 @@
 """DICOM series: a folder of slices is a volume where its slices say that they lie, or it is refused by name."""
 
+import os
 import shutil
 from functools import partial
 from pathlib import Path
@@ -170,3 +171,7 @@ def test_the_files_of_a_series_are_its_source(tmp_path) -> None:
     content = file.read_bytes()
     file.write_bytes(content[:-2] + b"\x01\x02")
     assert sources_of(case) != before and digest_file(folder) != digest
+    before, first = sources_of(case), sorted(folder.iterdir())[0]
+    first.write_bytes(first.read_bytes()[:-2] + b"\x03\x04")  # as large, and older than the newest
+    os.utime(first, ns=(0, before[0][2] - 10**9))
+    assert sources_of(case)[0][1:3] == before[0][1:3] and sources_of(case) != before

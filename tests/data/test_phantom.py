@@ -239,6 +239,16 @@ def test_the_act_writes_and_its_faults_have_codes(tmp_path, capsys):
     assert "file" in capsys.readouterr().err
 
 
+def test_cases_that_are_there_already_are_counted_apart(tmp_path, capsys) -> None:
+    flags = ["--out", str(tmp_path), "--layout", "nnunet", "--size", "20", "24", "20", "--workers", "1", "--cases"]
+    said = []
+    for cases in ("3", "1"):
+        assert launch_phantom.act([*flags, cases]) == 0
+        said.append(next(line for line in capsys.readouterr().out.splitlines() if " in " in line))
+    assert said[0].startswith("3 cases in ") and "were there" not in said[0]
+    assert said[1].startswith("1 case in ") and said[1].endswith(" (and 2 cases that were there)")
+
+
 def test_files_of_phantoms_are_known_as_generated(tmp_path) -> None:
     root = write_phantom(tmp_path / "a", 1, PhantomSettings.of("brain", None, (16, 16, 16)))
     files = PhantomSettings.of("brain", None, (16, 16, 16)).files(tmp_path / "a", 0)

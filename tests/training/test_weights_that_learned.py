@@ -48,6 +48,6 @@ def test_what_earlier_starts_learned_stays_known_and_their_label_maps_go(
 def test_a_run_of_all_cases_holds_none_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     flags, run = [*tiny_data(tmp_path), "--epochs", "1"], tmp_path / "run"
     said = trained(1, [*flags, "--fold", "all"], run).said()
-    assert "5 cases: all to train on, and to validate on too (fold all): scores say nothing of new cases" in said
+    assert "5 cases: 5 to train on, also used to validate (fold all): scores say nothing about new cases" in said
     assert evaluate.act([str(tmp_path / "Dataset001_Tiny"), str(run)]) == 0
     assert "The weights have learned from some of these held-out cases (--fold all" in capsys.readouterr().out

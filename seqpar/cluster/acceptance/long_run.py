@@ -104,4 +104,4 @@ def act(arguments: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(exit_codes.run(act))
+    exit_codes.leave(exit_codes.run(act))

@@ -7,7 +7,6 @@ reference alone, and writes all errors to a file.
 import argparse
 import json
 import os
-import sys
 import threading
 from collections.abc import Collection, Sequence
 from dataclasses import replace
@@ -160,4 +159,4 @@ def act(arguments: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(exit_codes.run(act))
+    exit_codes.leave(exit_codes.run(act))

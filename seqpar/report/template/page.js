@@ -124,7 +124,9 @@
         if (option.disabled) option.text = `${name}: the image keeps ${format(low)} to ${format(high)} HU`;
         options.push(option);
       }
-    options.push(new Option("set by hand", "hand"));
+    const byHand = new Option("set by hand", "hand");
+    byHand.hidden = true; // shown once it is true, and not to be chosen
+    options.push(byHand);
     const before = get("preset").value, kept = options.some(({ value, disabled }) => value === before && !disabled);
     get("preset").replaceChildren(...options);
     get("preset").parentElement.hidden = options.length < 3;
@@ -133,7 +135,6 @@
   }
 
   function usePreset(name) {
-    if (name === "hand") return;
     const [low, high] = range() || [0, 255], [width, level] = PRESETS[name] || [high - low, (low + high) / 2];
     const grey = 255 / (high - low);
     get("window").max = Math.max(255, Math.round(width * grey));

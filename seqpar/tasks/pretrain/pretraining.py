@@ -36,7 +36,7 @@ WITH_ENCODER = ("tile", "patch", "spacing", "seqpar")  # and the settings of the
 def flags_of_training(out: Path, archive: Path | None = None) -> list[str]:
     """Returns the flags that train on labels from the encoder in a run folder: a preset, and what differs from it.
 
-    - ``archive``: the run as it is handed on, where its data are not
+    - ``archive``: the exported run, for a user who does not have its data
     """
     from seqpar.runs.run_folder import read_config
     from seqpar.settings.config import SETTINGS, Config
@@ -104,7 +104,7 @@ class Pretraining(Task):
         return MaskedValidation(config, mesh, data, loss, refuse_taken_over)
 
     def use_of(self, archive: Path, run: Path) -> list[str]:
-        """Returns the act that takes the archive of a run, and its arguments."""
+        """Returns the program that takes the archive of a run, and its arguments."""
         return ["train", *flags_of_training(run, archive)]
 
     def next_lines(self, out: Path) -> list[str]:
