@@ -293,14 +293,15 @@ def _refuse_other_files(config: Config, meeting: Meeting) -> None:
     """Raises ValueError on every rank if one on the first rank's host was started on other files or folders, or in
     another folder; it would wait for data that nobody prepares.
     """
-    given = {name: getattr(config, name) for name in (*FILES, "out") if getattr(config, name)}
+    names = (*FILES, "out")
+    given = {name: value for name in names if (value := getattr(config, name))}
     own = {name: value if is_address(value) else os.path.abspath(value) for name, value in given.items()}
     texts = meeting.gather("files", json.dumps([socket.gethostname(), own]), config.start_timeout)
     (host, first), *others = map(json.loads, texts)
     for rank, (where, other) in enumerate(others, 1):
-        names = [name for name in (*FILES, "out") if first.get(name) != other.get(name)]
-        if where == host and names:
-            theirs, ours = (f"--{flag_name(names[0])} {each.get(names[0], 'of its own')}" for each in (other, first))
+        name = next((name for name in names if first.get(name) != other.get(name)), "")
+        if where == host and name:
+            theirs, ours = (f"--{flag_name(name)} {each.get(name, 'of its own')}" for each in (other, first))
             raise ValueError(
                 f"rank {rank} has {theirs}, and rank 0 has {ours}: start all ranks with the same command, in the same "
                 "folder"

@@ -298,8 +298,8 @@ def mm(a: Tensor, b: Tensor, out_dtype: torch.dtype | None = None, **out: Tensor
 
 
 def convolution_backward(grad: Tensor, x: Tensor, weight: Tensor, *of: Any) -> tuple[Tensor | None, ...]:
-    """Returns a convolution's gradients; the CPU's of bfloat16 have numbers that were never written where a kernel is
-    longer than the volume.
+    """Returns a convolution's gradients, computed in float32: oneDNN's of bfloat16 contain uninitialized numbers if a
+    kernel is longer than the volume.
     """
     if grad.dtype != torch.bfloat16:
         return aten.convolution_backward(grad, x, weight, *of)  # type: ignore[no-any-return]
