@@ -100,7 +100,7 @@ def render_run(
         cautions = [f"The prediction is the mean of {averaged}{unscored}. {about}", *cautions]
     if another:
         about = f"Configuration, training and curves on this page are those of {name}."
-        cautions = [f"The prediction is by the run {another}, and not by {name}. {about}", *cautions]
+        cautions = [f"This prediction was made by {another}, not by {name}. {about}", *cautions]
     generated = record.has_phantoms
     if prediction:
         generated = is_generated(images or truth or "unknown") or is_of_phantoms(prediction)

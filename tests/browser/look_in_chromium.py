@@ -155,6 +155,14 @@ def test_a_map_whose_maximum_is_outside_the_body_says_so_above_the_planes(
     assert page.value(shown) is False, "the other case has none"
 
 
+def test_each_plane_has_a_slider_that_can_be_moved(page: Chromium) -> None:
+    """Also next to a long text, such as that of pixels with three digits."""
+    widths = page.value("""[0, 1, 2].map(dim => { document.getElementById('told-' + dim).textContent = 'x'.repeat(60);
+      const slider = document.getElementById('slice-' + dim), plane = document.getElementById('plane-' + dim);
+      return [slider.offsetWidth, plane.offsetWidth]; })""")
+    assert all(slider >= 0.9 * plane > 50 for slider, plane in widths), widths
+
+
 def test_ct_has_presets_of_window_and_level(page: Chromium, url: str, tmp_path: Path) -> None:
     """Those that the image's values do not reach say so; other images begin with all of their greys."""
     assert page.value("document.getElementById('preset').parentElement.hidden")

@@ -152,11 +152,11 @@ def test_a_prediction_by_another_run_is_not_called_this_ones(
     other, record = shutil.copytree(finished, tmp_path / "elsewhere"), test_set["found"] / "prediction.json"
     record.write_text(json.dumps({"run": str(other), "weights": {}}))
     text = report_on(finished, test_set)[1].text
-    assert "found, by elsewhere" in text and "The prediction is by the run elsewhere, and not by run." in text
+    assert "found, by elsewhere" in text and "This prediction was made by elsewhere, not by run." in text
     gone = {"run": "/gone/run", "weights": {"/gone/run/config.json": digest(finished / "config.json")}}
     record.write_text(json.dumps(gone))
     text = report_on(finished, test_set)[1].text
-    assert "found, by run" in text and "The prediction is by the run" not in text, "it has moved"
+    assert "found, by run" in text and "This prediction was made by" not in text, "it has moved"
 
 
 def test_labels_where_the_image_is_0_are_said_to_be_left_out(finished: Path, test_set: dict[str, Path]) -> None:
