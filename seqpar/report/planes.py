@@ -155,8 +155,8 @@ def outside_planes(
 def count_outside(found: Sequence[Outside]) -> str:
     """Returns how many regions no plane cuts, for a title; "" of none."""
     counts = {kind: sum(len(own.parts) for own in found if own.kind == kind) for kind in ("false", "missed")}
-    told = " and ".join(quantity(count, f"{kind} region") for kind, count in counts.items() if count)
-    return f"outside these planes: {told}" if told else ""
+    told = ", ".join(f"{count} {kind}" for kind, count in counts.items() if count)
+    return f"regions not shown: {told}" if told else ""
 
 
 def counted(cases: Iterable[Sequence[FileSlices]]) -> str:

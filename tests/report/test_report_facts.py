@@ -338,7 +338,7 @@ def test_regions_that_no_shown_plane_cuts_are_counted_and_their_place_is_told() 
     assert view.note == f"In none of these planes: {two}, {missed}. No image."
     picture = PicturedCase("a", 1.0 * truth, truth, prediction, (1.0,) * 3, own_slices(truth.shape))
     first, *others = figure_of_cases([picture], ["tumour"], 1, False, Path("run")).axes
-    assert first.get_title() == "a\noutside these planes: 2 false regions and 1 missed region\nsagittal 5 / 40"
+    assert first.get_title() == "a\nregions not shown: 2 false, 1 missed\nsagittal 5 / 40"
     assert [panel.get_title() for panel in others] == ["coronal 5 / 40", "axial 5 / 40"]
     in_plane = np.where(np.indices(truth.shape)[2] == 4, prediction | (truth > 0), 0 * truth)
     in_plane[30, 30, 4] = 1
