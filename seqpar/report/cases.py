@@ -41,6 +41,7 @@ from seqpar.report.planes import (
     LINES,
     best_modality,
     colours_of,
+    count_vanished_regions,
     counted,
     ct_window,
     fullest_planes,
@@ -50,9 +51,10 @@ from seqpar.report.planes import (
     repeated,
     slices_of,
     tilt_of,
+    vanished_note,
 )
 from seqpar.report.record import CaseScores, RunRecord, ScoredCase
-from seqpar.report.tables import what_is_missing
+from seqpar.report.tables import CONSENSUS, DISPUTED_ML, what_is_missing
 from seqpar.scores.label_classes import learned_regions
 from seqpar.scores.label_files import DISAGREEMENT, ENTROPY, MAX_NAMED, UNCERTAINTY, read_reference
 from seqpar.scores.label_scores import format_dice
@@ -160,23 +162,29 @@ def _on_prepared_grid(
     """Returns a case on the grid of its prepared image, with the prepared truth if the file of the truth is gone."""
     properties = image.properties
 
+    def in_box(volume: Volume) -> NDArray[Any]:
+        return crop(to_canonical(volume.array[0], volume.geometry.orientation), properties.box)
+
     def to_grid(volume: Volume) -> NDArray[Any]:
-        whole = to_canonical(volume.array[0], volume.geometry.orientation)
-        return transforms.resample_label(crop(whole, properties.box), properties.shape)
+        return transforms.resample_label(in_box(volume), properties.shape)
 
     outside = {"the prediction": _ml_beyond(prediction, properties.box)}
+    predicted = to_grid(prediction)
+    vanished = {"prediction": count_vanished_regions(in_box(prediction), predicted, numbers)}
     if case.truth is None or case.truth.exists() or image.label is None:
         read = _read_truth(case, prediction)
         truth, *disputed = map(to_grid, read)
         outside["the truth"] = _ml_beyond(read[0], properties.box)
+        vanished["truth"] = count_vanished_regions(in_box(read[0]), truth, numbers)
     else:
         truth, disputed = transforms.to_values(np.asarray(image.label), properties.values), list(image.disputed)
     pictures, ranges, is_ct = greys_of(image, list(record.dataset["modalities"]))
     slices = slices_of(properties.geometry, properties.box, properties.shape)
-    labels = _numbered(truth, numbers), _numbered(to_grid(prediction), numbers)
+    labels = _numbered(truth, numbers), _numbered(predicted, numbers)
     parts = [f"{millilitres(ml)} ml of {name}" for name, ml in outside.items() if ml]
-    note = f"Not shown, since the image is 0 there: {' and '.join(parts)}." * bool(parts)
-    shown = ShownCase(case.name, pictures, *labels, properties.spacing, slices, note, ranges, is_ct)
+    notes = [f"Not shown, since the image is 0 there: {' and '.join(parts)}."] * bool(parts)
+    notes += filter(None, [vanished_note(vanished, properties.spacing)])
+    shown = ShownCase(case.name, pictures, *labels, properties.spacing, slices, " ".join(notes), ranges, is_ct)
     shown = replace(shown, ignored=_ignored(truth, record))
     return _with_dispute(shown, disputed)
 
@@ -383,7 +391,8 @@ def planes_note(case: ScoredCase, shown: ShownCase, labels: Sequence[str]) -> st
     predicted = [f"{name} {millilitres(ml)} ml" for name, ml in volumes.items() if ml > 0]
     what = predicted[0].removeprefix(f"{labels[0]} ") if len(labels) == 1 and predicted else ", ".join(predicted)
     planes = f"planes with most of the {of_label}prediction" if predicted else "middle planes"
-    return f"no {' or '.join(labels)}; predicted {what or 'none'} · {planes}"
+    where = f" in {CONSENSUS}" if any(DISPUTED_ML in row for row in case.scores.values()) else ""
+    return f"no {' or '.join(labels)}{where}; predicted {what or 'none'} · {planes}"
 
 
 def elsewhere_note(case: ScoredCase, shown: ShownCase, labels: Sequence[str]) -> str:

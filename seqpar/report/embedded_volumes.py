@@ -225,12 +225,11 @@ def outline(labels: NDArray[Any], number: int = 1) -> str:
 def viewer_note(volumes: Sequence[Embedded], is_ct: bool = False) -> str:
     """Returns a note of what was left out to keep the page small."""
     factors, pictured = {volume.factors for volume in volumes}, [bool(volume.images) for volume in volumes]
-    whole = " and at full resolution" * (factors == {(1, 1, 1)})
     to = "body" if all(pictured) else "labels or the body" if any(pictured) else "labels"
-    note = f"Volumes are cropped to the {to}{whole}."
+    note = f"Volumes are cropped to the {to}."
     if any(pictured):
         note += f" Images are stored in {256 if is_ct else GREYS} grey levels, so values are rounded."
-    if whole:
+    if factors == {(1, 1, 1)}:
         return note
     blocks = "; ".join(sorted(" × ".join(map(str, block)) for block in factors))
     note += f" To keep the page small, blocks of {blocks} voxels became one"

@@ -16,8 +16,8 @@ from seqpar.report.planes import (
     KEPT_HU,
     LINES,
     PLANES,
-    SHADE,
-    SHADED,
+    TINT,
+    TINTED,
     FileSlices,
     bar_length,
     count_outside,
@@ -32,6 +32,7 @@ from seqpar.report.planes import (
     plane_of,
     ranks_of,
     sides,
+    with_brightness,
 )
 from seqpar.report.plots import escape_mathtext, make_figure, save_figure, title_of_run
 from seqpar.scores.class_scores import positive_class, roc_label, roc_points
@@ -118,7 +119,7 @@ def figure_of_cases(
     from matplotlib.patches import Patch
 
     keys: list[Any] = [Line2D([], [], color=colour, label=name, ls=style) for name, style, colour in marks]
-    keys.append(Patch(color="#555555", alpha=2 * SHADE, label=SHADED))
+    keys.append(Patch(color="#555555", alpha=2 * TINT, label=TINTED))
     if any(case.disputed is not None for case in cases):
         keys.append(Patch(color=DISPUTED, alpha=0.55, label="readers disagree"))
     figure.legend(handles=keys, loc="outside lower center", ncols=len(keys), fontsize=9)
@@ -146,7 +147,7 @@ def _draw_plane(
         area = plane_of(case.disputed, dim, at, neurological)
         panel.imshow(area, cmap=ListedColormap([DISPUTED]), alpha=0.55 * area, aspect=up / across)
     for labels in (truth, prediction):
-        panel.imshow(_shade(labels, num_classes), aspect=up / across)
+        panel.imshow(_tint(labels, num_classes, np.clip((image - low) / (high - low), 0, 1)), aspect=up / across)
     ranks = ranks_of(case.truth, case.prediction)
     ranks[num_classes + 1 :] = 0  # what is ignored has no line, and takes none from its neighbours
     for labels, style in ((truth, "solid"), (prediction, "dashed")):
@@ -160,13 +161,16 @@ def _draw_plane(
     panel.set_yticks([])
 
 
-def _shade(labels: NDArray[Any], num_classes: int) -> NDArray[Any]:
-    """Returns the colours of labels in a plane, all but transparent, ``y x 4``; what is ignored has none."""
+def _tint(labels: NDArray[Any], num_classes: int, greys: NDArray[Any]) -> NDArray[Any]:
+    """Returns the colours of labels in a plane, as bright as the image and all but transparent, ``y x 4``.
+
+    What is ignored has none.
+    """
     from matplotlib.colors import to_rgb
 
     colours = np.array([to_rgb(colour) for colour in COLOURS])[(labels.astype(int) - 1) % len(COLOURS)]
-    opacity = SHADE * ((labels > 0) & (labels <= num_classes))
-    return np.concatenate([colours, opacity[..., None]], -1)
+    opacity = TINT * ((labels > 0) & (labels <= num_classes))
+    return np.concatenate([with_brightness(colours, greys), opacity[..., None]], -1)
 
 
 def _outline(panel: Any, plane: NDArray[Any], colour: str, width: float) -> None:

@@ -6,13 +6,13 @@ Legend: ``W D H`` voxels in canonical orientation: they grow to the patient's ri
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from seqpar.scores.lesions import Part, unmatched_parts
+from seqpar.scores.lesions import Part, count_vanished, unmatched_parts
 from seqpar.text import millilitres, quantity, with_minus
 
 if TYPE_CHECKING:
@@ -24,8 +24,8 @@ COLOURS = ("#e69f00", "#56b4e9", "#cc79a7", "#009e73", "#d55e00", "#f0e442", "#0
 # Runs have other colours than classes. All of these can be read on white and on black.
 RUN_COLOURS = ("#8a63d2", "#a0703c", "#d6336c", "#1f9e9e", "#7f8790", "#8f9a1f", "#c05bd6", "#5a7bd8")
 DISPUTED = "#a838ff"  # where readers disagree; no class is violet
-SHADE = 0.15  # opacity of what is inside the line of truth or prediction: with both it is darker, and shows a lesion
-SHADED = "shaded: inside a line"
+TINT = 0.25  # opacity of what is inside the line of truth or prediction, whose colour takes the image's brightness
+TINTED = "tinted: inside a line"
 PLANES = (("sagittal", 0), ("coronal", 1), ("axial", 2))  # a plane's name, and the direction that it is across
 KEPT_HU = (-150.0, 250.0)  # of a CT: fat and soft tissue are told apart
 COUNTED = "Slice numbers are those of the image file, counted from 1"
@@ -77,6 +77,20 @@ def fullest_planes(mask: NDArray[Any]) -> tuple[int, ...]:
         return tuple(side // 2 for side in mask.shape)
     others = [tuple(d for d in range(mask.ndim) if d != dim) for dim in range(mask.ndim)]
     return tuple(int(np.argmax((mask > 0).sum(axis))) for axis in others)
+
+
+def with_brightness(colours: NDArray[Any], greys: NDArray[Any]) -> NDArray[Any]:
+    """Returns colours as bright as an image: a tint that makes dark tissue no brighter. It is CSS's blend mode "color".
+
+    - ``colours``: red, green and blue from 0 to 1, ``... 3``; ``greys``: from 0 to 1, ``...``
+    """
+    grey = greys[..., None]
+    moved = colours + grey - (colours @ np.array([0.3, 0.59, 0.11]))[..., None]
+    low, high = moved.min(-1, keepdims=True), moved.max(-1, keepdims=True)
+    with np.errstate(divide="ignore", invalid="ignore"):  # where it is not asked for
+        moved = np.where(low < 0, grey + (moved - grey) * grey / (grey - low), moved)
+        moved = np.where(high > 1, grey + (moved - grey) * (1 - grey) / (high - grey), moved)
+    return np.asarray(moved)
 
 
 class FileSlices(NamedTuple):
@@ -150,6 +164,26 @@ def outside_planes(
             out = [part for part in parts if not any(own.start <= n < own.stop for own, n in zip(part.box, at))]
             found += [Outside(kind, name, out)] * bool(out)
     return found
+
+
+def count_vanished_regions(fine: NDArray[Any], coarse: NDArray[Any], values: Iterable[int]) -> int:
+    """Returns how many regions of a label map are too small for the grid of a prepared image."""
+    if not any(few < many for few, many in zip(coarse.shape, fine.shape)):
+        return 0
+    return sum(count_vanished(fine == value, coarse == value) for value in values)
+
+
+def vanished_note(counts: Mapping[str, int], spacing: Sequence[float]) -> str:
+    """Returns which regions the network's grid cannot show, a sentence; "" of none."""
+    told = [f"{quantity(count, 'region')} of the {whose}" for whose, count in counts.items() if count]
+    if not told:
+        return ""
+    grid = " × ".join(f"{step:.3g}" for step in spacing)
+    are = "is" if sum(counts.values()) == 1 else "are"
+    return (
+        f"The case is drawn as the network saw it, in voxels of {grid} mm, in which {' and '.join(told)} {are} too "
+        "small to be seen. The tables count the files' own voxels."
+    )
 
 
 def count_outside(found: Sequence[Outside]) -> str:

@@ -144,13 +144,13 @@ def render_run(
 
 def averaged_runs(prediction: Path) -> str:
     """Returns the names of the runs whose mean a folder was predicted with; "" of one run, or if it does not say."""
-    names = [name_of_run(Path(made["run"]), "") for made in _made_by(prediction)]
+    names = [name_of_run(Path(made["run"]), "") for made in made_by(prediction)]
     return f"{', '.join(names[:-1])} and {names[-1]}" if len(names) > 1 else ""
 
 
 def other_run(prediction: Path, run: Path) -> str:
     """Returns the name of the only run that predicted a folder, "" if it is ``run``, which may have moved since."""
-    made, *others = _made_by(prediction) or [{"run": str(run)}]
+    made, *others = made_by(prediction) or [{"run": str(run)}]
     there = Path(made["run"])
     if others or there.resolve() == run.resolve():
         return ""
@@ -175,7 +175,7 @@ def not_yet_predicted(prediction: Path) -> list[str]:
     return [f"{listed}: it was left early, or they were removed; predict --continue makes them."]
 
 
-def _made_by(prediction: Path) -> list[dict[str, Any]]:
+def made_by(prediction: Path) -> list[dict[str, Any]]:
     """Returns what a folder of predictions records of each run behind it; [] if it does not say."""
     try:
         content = json.loads(read_whole(prediction / "prediction.json"))

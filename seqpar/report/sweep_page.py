@@ -21,7 +21,7 @@ from seqpar.settings.config import SETTINGS
 from seqpar.terminal import next_command
 from seqpar.text import flag_name, rounded
 
-NUMBERS = {"score": 3, "at": 0, "loss": 4, "step": 0, "seconds": 1}  # columns with their decimals
+NUMBERS = {"score": 3, "at": 0, "loss": 3, "step": 0, "seconds": 0}  # columns with their decimals
 HEADS = {"at": "at step", "loss": "training loss", "step": "steps done", "seconds": "seconds"}
 
 

@@ -14,6 +14,8 @@ from seqpar.text import millilitres, quantity, rounded
 
 METRICS = (("Dice", 3, ("mean", "median", "global")), ("NSD", 3, ("mean", "median")), ("HD95", 1, ("mean", "median")))
 COARSE = 2.0  # mm, the side of a voxel above which rules made for voxels of 1 mm mislead
+DISPUTED_ML = "DisputedMl"  # of truths by several readers
+CONSENSUS = "the readers' consensus"
 SIZES = ("TrueVolumeMl", "VolumeMl", "LesionTP", "LesionFN", "LesionFP")
 
 
@@ -193,9 +195,12 @@ def what_is_missing(name: str, row: Mapping[str, float]) -> str:
     """Returns which of truth and prediction lacks a class, and how much the other one has; "" if none or both do."""
     if not only_one_map(row):
         return ""
+    truth = CONSENSUS if DISPUTED_ML in row else "truth"
     if row["n_ref"]:
-        return f"no {name} predicted; {millilitres(row.get('TrueVolumeMl', math.nan))} ml in truth"
-    return f"no {name} in truth; {millilitres(row.get('VolumeMl', math.nan))} ml predicted"
+        return f"no {name} predicted; {millilitres(row.get('TrueVolumeMl', math.nan))} ml in {truth}"
+    disputed = row.get(DISPUTED_ML, 0.0)
+    some = f", but {millilitres(disputed)} ml by some readers" * bool(disputed)
+    return f"no {name} in {truth}{some}; {millilitres(row.get('VolumeMl', math.nan))} ml predicted"
 
 
 def voxel_ml(scored: CaseScores) -> float:

@@ -110,10 +110,12 @@ def what_is_not_found(rows: Iterable[Mapping[str, Any]]) -> str:
     if not names:
         return ""
     listed = " and ".join(filter(None, [", ".join(names[:-1]), names[-1]]))
-    overlap = "hardly overlap" if any(best["dice"][name] for name in names) else "do not overlap"
+    overlap, it = "hardly overlap" if any(best["dice"][name] for name in names) else "do not overlap", "it"
+    if len(names) > 1:
+        it = "them"
     return (
-        f"At the best validation, the mean Dice of {listed} is 0.000: the predictions {overlap} the truth. "
-        f"Nothing shows that the network has learned to find {'it' if len(names) == 1 else 'them'}."
+        f"At the best validation, the mean Dice of {listed} is 0.000: where held-out cases have {it}, the predictions "
+        f"{overlap} {it}. Nothing shows that the network has learned to find {it}."
     )
 
 

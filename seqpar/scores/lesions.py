@@ -108,6 +108,23 @@ def unmatched_parts(
     return matching.parts(matching.components, false), matching.parts(true_lesions, missed)
 
 
+def count_vanished(mask: Mask, coarse: Mask) -> int:
+    """Returns how many connected parts of a mask have no voxel in their place on a coarser grid over the same box."""
+    if not mask.any():
+        return 0
+    box = smallest_box(mask)
+    numbered, count = ndimage.label(crop(mask, box), np.ones([3] * mask.ndim))
+    gone = 0
+    for place in ndimage.find_objects(numbered, count):
+        ends = zip(place, box, mask.shape, coarse.shape)
+        there = tuple(
+            slice((own.start + first) * few // many, -(-(own.stop + first) * few // many))
+            for own, (first, _), many, few in ends
+        )
+        gone += not coarse[there].any()
+    return gone
+
+
 def _steps_of(margin: float, spacing: Sequence[float]) -> list[int]:
     return [math.floor(margin / step + 1e-3) for step in spacing]
 

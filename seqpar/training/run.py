@@ -27,7 +27,7 @@ from seqpar.training.open_settings import sizes_of
 from seqpar.training.run_request import RunRequest
 from seqpar.training.setup import first_lines, make_trainer
 from seqpar.weights import checkpoint
-from seqpar.weights.facts import WEIGHTS
+from seqpar.weights.facts import WEIGHTS, describe_cases_behind
 
 
 def dry_run(request: RunRequest, launcher: Launcher) -> int:
@@ -96,9 +96,10 @@ def _check_weights(config: Config, channels: int, outputs: int) -> str:
         return ""
     if is_missing(config.weights):
         return describe_download(config.weights)
-    from seqpar.weights.pretrained import load_pretrained  # it knows the names of four libraries
+    from seqpar.weights.pretrained import load_pretrained, weights_file  # it knows the names of four libraries
 
-    return load_pretrained(build_on_meta(config, Group("seq"), channels, outputs), config)
+    line = load_pretrained(build_on_meta(config, Group("seq"), channels, outputs), config)
+    return "; ".join(filter(None, [line, describe_cases_behind(weights_file(config.weights))]))
 
 
 def run_lessons(request: RunRequest, mesh: Mesh, data: TrainingData, status: StatusFile, stopper: StopRequest) -> bool:

@@ -39,10 +39,12 @@ from seqpar.training.run_request import RunRequest, refuse_other_run
 from seqpar.training.trainer import Trainer, global_batch
 from seqpar.weights import checkpoint
 from seqpar.weights.facts import (
+    CASES_UNKNOWN,
     LEARNED,
     about_cases_learned,
     cases_learned_before,
     cases_of_other_fold,
+    describe_cases_behind,
     read_dataset,
     reordered_names,
 )
@@ -314,7 +316,9 @@ def _load_weights(net: Network, config: Config, described: Mapping[str, Any], me
             fold = fold_of_training(checkpoint_of(path, mapped=True), config.data)
             learned |= cases_of_other_fold(fold, config.fold, described)
         moved = reordered_names(before, described)
-        line = "; ".join([load_pretrained(net, config), *moved, *about_cases_learned(learned, described)])
+        told = about_cases_learned(learned, described)
+        told += [CASES_UNKNOWN] * (describe_cases_behind(weights_file(config.weights)) == CASES_UNKNOWN)
+        line = "; ".join([load_pretrained(net, config), *moved, *told])
     except Exception as problem:
         error = problem
     raise_on_all_ranks(error, mesh.world)

@@ -15,6 +15,7 @@ from seqpar.settings.rules import setting_applies
 from seqpar.text import quantity
 
 LEARNED = "learned_before"  # in config.json, of its data: what earlier starts or first weights learned, and train lacks
+CASES_UNKNOWN = "caution: they do not say from which cases they have learned; of those, scores say nothing of new cases"
 SETTINGS, WEIGHTS = "config.json", "model.safetensors"  # in a run folder, a checkpoint and an exported run
 _ENTRY = "seqpar"  # of a file's metadata
 _ENCODER = ("network", "heads", "mlp", "positions", "window")
@@ -112,6 +113,19 @@ def about_cases_learned(learned: Collection[str], now: Mapping[str, Any]) -> lis
         return []
     scores = "whose scores therefore say nothing of new cases"
     return [f"caution: they have learned from {quantity(len(cases), 'held-out case')}, such as {cases[0]}, {scores}"]
+
+
+def describe_cases_behind(path: str | Path) -> str:
+    """Returns which cases' labels a file of weights has learned, or that it is not known.
+
+    "" of a pretraining, which learned none, and of somebody else's weights.
+    """
+    behind = read_dataset(path)
+    if behind and not behind.get("labels") and not behind.get("volume_classes"):
+        return ""
+    if cases := sorted(behind.get("train", ())):
+        return f"they have learned from {quantity(len(cases), 'case')}, such as {cases[0]}"
+    return CASES_UNKNOWN if read_facts(path) else ""
 
 
 def _names(described: Mapping[str, Any], what: str) -> list[str]:

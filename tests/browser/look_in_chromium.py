@@ -58,10 +58,10 @@ def test_without_images_nothing_offers_to_change_their_greys(page: Chromium, tmp
 def test_fill_and_outlines_have_their_own_strength(page: Chromium) -> None:
     usual = look(page)
     bare = look(page, fill=0)
-    assert bare["count"] < usual["count"], "what is inside is shaded from the start"
+    assert bare["count"] < usual["count"], "what is inside is tinted from the start"
     assert look(page, fill=60)["count"] > 2 * bare["count"]
     assert look(page, fill=0, lines=0)["count"] == 0
-    assert look(page, fill=15, lines=100) == usual
+    assert look(page, fill=25, lines=100) == usual
 
 
 def test_zoom_enlarges_around_the_place_where_the_planes_meet(page: Chromium) -> None:

@@ -5,11 +5,13 @@ import json
 import re
 import shutil
 from dataclasses import replace
+from importlib import resources
 from pathlib import Path
 
 import nibabel
 import numpy as np
 import pytest
+from matplotlib.colors import to_rgb
 from scipy.spatial.transform import Rotation
 
 from seqpar.cli import evaluate, report
@@ -20,6 +22,7 @@ from seqpar.report.embedded_volumes import ShownCase
 from seqpar.report.images import other_voxels, spacings_of
 from seqpar.report.pictures import PicturedCase, figure_of_cases
 from seqpar.report.planes import (
+    COLOURS,
     COUNTED,
     NEAREST,
     PLANES,
@@ -29,6 +32,7 @@ from seqpar.report.planes import (
     plane_of,
     sides,
     slices_of,
+    with_brightness,
 )
 from seqpar.report.record import RunRecord, ScoredCase, read_record
 from seqpar.weights.weight_files import digest
@@ -383,3 +387,15 @@ def test_scores_of_label_maps_are_of_new_cases_next_to_those_that_were_seen(
     _, page = page_of(names[:1], names[1:2])
     assert "No new case: all 3 were seen in training." in page.text, "by the other run, whose mean with this one it is"
     assert "Of moved alone: at the best validation, the mean Dice of NCR is 0.000" in page.text
+
+
+def test_a_tint_is_as_bright_as_the_image() -> None:
+    """A lesion that is darker than its surroundings would look brighter than it is."""
+    greys = np.linspace(0, 1, 11)
+    for colour in COLOURS:
+        tint = with_brightness(np.broadcast_to(np.array(to_rgb(colour)), (11, 3)), greys)
+        assert tint.min() >= -1e-9 and tint.max() <= 1 + 1e-9
+        assert np.allclose(tint @ np.array([0.3, 0.59, 0.11]), greys)
+        assert np.ptp(tint[5]) > 0.2, "and has the colour's hue"
+    css = resources.files("seqpar.report").joinpath("template/page.css").read_text()
+    assert "mix-blend-mode: color" in css, "and so it is on the page"

@@ -37,8 +37,8 @@ from seqpar.report.planes import (
     COLOURS,
     DISPUTED,
     LINES,
-    SHADE,
-    SHADED,
+    TINT,
+    TINTED,
     bar_length,
     fullest_planes,
     plane_of,
@@ -202,7 +202,7 @@ def test_a_picture_names_its_run_and_says_that_phantoms_are_generated(tmp_path, 
     assert plots.title_of("n" * 190, generated, "more").count("\n") == 3, "a long name is seen whole"
 
 
-def test_the_inside_of_a_ring_is_shaded_and_its_hole_is_not() -> None:
+def test_the_inside_of_a_ring_is_tinted_and_its_hole_is_not() -> None:
     """Two lines alone are a ring, or a disc within a disc."""
     ring, inner = np.zeros((16, 16, 16), np.uint8), np.zeros((16, 16, 16), np.uint8)
     ring[3:13, 3:13, 3:13], ring[3:13, 6:10, 6:10], inner[3:13, 6:10, 6:10] = 1, 0, 1
@@ -210,16 +210,16 @@ def test_the_inside_of_a_ring_is_shaded_and_its_hole_is_not() -> None:
     case = PicturedCase("a", np.ones(ring.shape), ring, inner, (1.0,) * 3, own_slices(ring.shape))
     figure = figure_of_cases([case], ["tumour"], 1, False, Path())
     for panel, dim in zip(figure.axes, range(3)):
-        for labels, shade in zip((ring, inner), panel.images[1:]):
+        for labels, tint in zip((ring, inner), panel.images[1:]):
             plane = plane_of(labels, dim, fullest_planes(ring)[dim], False) == 1
-            assert np.allclose(np.asarray(shade.get_array())[..., 3], SHADE * plane) and (dim or plane.any())
+            assert np.allclose(np.asarray(tint.get_array())[..., 3], TINT * plane) and (dim or plane.any())
     shown = ShownCase("a", {}, ring % 2, inner, (1.0,) * 3, own_slices(ring.shape))
     drawn = draw_plane(shown, "sagittal", 0, 8, False).outlines
     assert [kind for kind, _, _ in drawn] == ["inside", "inside", "truth", "prediction"], "lines are above"
     assert [path for _, _, path in drawn[:2]] == [outline(plane_of(one, 0, 8, False) == 1) for one in (ring, inner)]
     assert drawn[0][2].count("M") == 2 and drawn[1][2].count("M") == 1, "a hole is a way of its own"
     css = resources.files("seqpar.report").joinpath("template/page.css").read_text()
-    assert f"path.inside {{ fill-opacity: {SHADE:g}".replace("0.", ".") in css
+    assert f"path.inside {{ fill-opacity: {TINT:g}".replace("0.", ".") in css
 
 
 def test_a_picture_shows_where_readers_disagree_and_is_read_on_bone() -> None:
@@ -231,7 +231,7 @@ def test_a_picture_shows_where_readers_disagree_and_is_read_on_bone() -> None:
     alone, doubted = PicturedCase("a", *known), PicturedCase("b", *known, disputed=disputed)
     figure = figure_of_cases([alone, doubted], ["core"], 2, False, Path())
     told = [text.get_text() for text in figure.legends[0].texts]
-    assert told == ["truth", "prediction", "core", SHADED, "readers disagree"]
+    assert told == ["truth", "prediction", "core", TINTED, "readers disagree"]
     areas = [list(panel.images[1:-2]) for panel in figure.axes]  # below what is inside the lines
     assert [len(area) for area in areas] == [0, 0, 0, 1, 1, 1], "above the image of the case with readers alone"
     assert to_hex(areas[4][0].cmap(1.0)) == DISPUTED and areas[4][0].get_alpha().any()

@@ -183,8 +183,8 @@ def test_without_prepared_images_the_labels_are_shown(copied: Path, page: Page) 
     bare = written(copied)
     assert bare.cases == page.cases
     assert "prepared data are not where" in bare.text
-    assert "cropped to the labels and at full resolution." in bare.text and "grey levels" not in bare.text
-    assert "cropped to the body and at full resolution. Images are stored in 64 grey levels" in page.text
+    assert "cropped to the labels." in bare.text and "grey levels" not in bare.text
+    assert "cropped to the body. Images are stored in 64 grey levels" in page.text
     case = json.loads(bare.scripts["volumes"])["cases"][0]
     assert case["images"] == [] and unroll(case["truth"], case["shape"], case["columns"]).max() == 3
 

@@ -26,6 +26,7 @@ from seqpar.report.run_page import not_yet_predicted
 from seqpar.report.several_runs import page_of_several
 from seqpar.settings.presets import debug
 from seqpar.tasks.lookup import TASKS
+from seqpar.tasks.segment.page import _how_predicted
 from tests.support.folders import save
 from tests.support.report_page import NAMES, Page, own_slices, written
 from tests.support.reported_run import make_run
@@ -127,6 +128,23 @@ def test_scans_of_one_patient_are_said_to_be_no_independent_cases(tmp_path: Path
     other = shutil.copytree(run_folder, tmp_path / "other")
     text = page_of_several([read_record(run_folder), read_record(other)], {"segment": TASKS["segment"].compare})[0]
     assert said in text and text.count(leak) == 2
+
+
+def test_it_is_said_in_which_windows_cases_were_predicted(copied: Path) -> None:
+    path = copied / "config.json"
+    content, summary = json.loads(path.read_text()), copied / "validation" / "prediction.json"
+    content["config"] |= {"val_overlap": 0.25, "val_window": "sliding"}
+    path.write_text(json.dumps(content))
+    assert "windows that overlap by 25 %; another overlap changes scores a little." in written(copied).text
+    content["config"]["val_window"] = "whole"
+    path.write_text(json.dumps(content))
+    assert "Each case was predicted in one pass." in written(copied).text
+    record, ways = read_record(copied), [{"window": "sliding", "overlap": 0.5}, {"window": "whole", "overlap": None}]
+    made = [{"run": str(copied), "weights": {}, "settings": way} for way in ways]
+    for runs, said in ((made[:1], "windows that overlap by 50 %"), (made[1:], "in one pass"), (made, "")):
+        summary.write_text(json.dumps({"runs": runs}))
+        told = _how_predicted(summary.parent, record)
+        assert said in told and bool(said) == bool(told), "of averaged runs that differ nothing is said"
 
 
 def test_a_low_dice_has_a_caution_next_to_it(copied: Path) -> None:

@@ -7,9 +7,10 @@ from pathlib import Path
 import numpy as np
 from scipy import stats
 
+from seqpar.data.preparation.transforms import resample_label
 from seqpar.report.cases import _case_view, viewer_section
 from seqpar.report.embedded_volumes import ShownCase
-from seqpar.report.planes import COLOURS
+from seqpar.report.planes import COLOURS, count_vanished_regions, vanished_note
 from seqpar.report.record import CaseScores, parse_scores, read_record
 from seqpar.report.tables import (
     Score,
@@ -22,6 +23,7 @@ from seqpar.report.tables import (
     too_much,
     volumes_table,
     what_is_absent,
+    what_is_missing,
     what_volumes_count,
 )
 from seqpar.scores.label_classes import Labels
@@ -96,6 +98,31 @@ def test_a_case_that_only_one_map_has_the_class_in_is_told_from_a_measured_one()
     nothing = scores_of(1.0, {"lesion": (1,)}, (full, full), (empty, empty))
     assert metrics_table(nothing).heads[4].below == ("mean", "median", "substituted")
     assert metrics_table(nothing).rows[0].cells[-2].text == "0"  # type: ignore[union-attr]
+
+
+def test_a_class_that_some_readers_outlined_is_not_called_absent_without_a_word() -> None:
+    row = {"n_ref": 0.0, "n_pred": 9.0, "VolumeMl": 153.0, "TrueVolumeMl": 0.0}
+    assert what_is_missing("lesion", row) == "no lesion in truth; 153 ml predicted"
+    said = what_is_missing("lesion", row | {"DisputedMl": 62.7})
+    assert said == "no lesion in the readers' consensus, but 62.7 ml by some readers; 153 ml predicted"
+    assert (
+        what_is_missing("lesion", row | {"DisputedMl": 0.0}) == "no lesion in the readers' consensus; 153 ml predicted"
+    )
+    found = {"n_ref": 9.0, "n_pred": 0.0, "VolumeMl": 0.0, "TrueVolumeMl": 12.0, "DisputedMl": 3.0}
+    assert what_is_missing("lesion", found) == "no lesion predicted; 12 ml in the readers' consensus"
+
+
+def test_regions_that_the_network_s_grid_loses_are_said() -> None:
+    """A network at 4 mm is drawn at 4 mm: a lesion of one voxel of 1 mm is not there."""
+    fine = np.zeros((32, 32, 20), np.uint8)
+    fine[3:19, 3:19, 2:18], fine[28, 28, 10], fine[30, 4, 3] = 1, 1, 2
+    coarse = resample_label(fine, (8, 8, 5))
+    assert count_vanished_regions(fine, coarse, (1, 2)) == 2 and count_vanished_regions(fine, coarse, (2, 3)) == 1
+    assert count_vanished_regions(fine, fine, (1, 2)) == 0 and count_vanished_regions(0 * fine, 0 * coarse, (1,)) == 0
+    said = vanished_note({"prediction": 0, "truth": 2}, (4.0, 4.0, 4.0))
+    assert "voxels of 4 × 4 × 4 mm, in which 2 regions of the truth are too small to be seen." in said
+    assert "1 region of the truth is too small" in vanished_note({"truth": 1}, (4.0,) * 3)
+    assert vanished_note({"prediction": 0, "truth": 0}, (4.0,) * 3) == ""
 
 
 def test_a_single_case_has_no_means(finished: Path) -> None:

@@ -170,7 +170,8 @@ def test_a_run_with_the_name_of_a_class_is_called_a_run(finished: Path, tmp_path
 
 
 def test_classes_that_a_run_did_not_find_are_named_on_its_page_and_on_comparisons(finished: Path, worse: Path) -> None:
-    said = "t the best validation, the mean Dice of NCR is 0.000: the predictions do not overlap the truth."
+    said = "t the best validation, the mean Dice of NCR is 0.000: where held-out cases have it, the predictions do not "
+    said += "overlap it."
     assert said not in compared(finished, worse).text and f"A{said}" not in written(worse).text
     rows = (worse / "metrics.jsonl").read_text()
     assert '"NCR": 0.5' in rows

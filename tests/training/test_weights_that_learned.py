@@ -1,11 +1,12 @@
 """Scores of held-out cases that a run's first weights had learned are not called new, wherever they are shown."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
 
-from seqpar.cli import evaluate, predict
+from seqpar.cli import evaluate, export, predict
 from tests.support.training_runs import tiny_data, trained
 
 
@@ -27,6 +28,22 @@ def test_cases_that_the_first_weights_had_learned_are_said_by_train_and_evaluate
     assert predict.act([str(second), "-i", str(data / "imagesTr"), "-o", str(out), "--device", "cpu"]) == 0
     assert evaluate.act([str(data), str(out)]) == 0
     assert "5 of 5 scored cases were in the run's training data" in capsys.readouterr().out
+
+
+def test_weights_that_do_not_say_what_they_learned_are_said_to(tmp_path: Path) -> None:
+    """A dry run names the cases behind weights; an archive and a copied file tell none, for cases are not exported."""
+    flags, first = [*tiny_data(tmp_path), "--epochs", "1"], tmp_path / "first"
+    trained(1, [*flags, "--fold", "0"], first)
+    archive, copied = tmp_path / "first.zip", tmp_path / "copied.safetensors"
+    assert export.act([str(first), str(archive)]) == 0
+    shutil.copy(first / "model.safetensors", copied)
+    unknown = "caution: they do not say from which cases they have learned"
+    for number, (weights, said) in enumerate(((archive, unknown), (copied, unknown), (first, "learned from 4 cases"))):
+        begin = [*flags, "--fold", "1", "--weights", str(weights)]
+        dry = trained(1, [*begin, "--dry-run"], tmp_path / "dry").said()
+        assert said in " ".join(dry.split())
+        if said == unknown:
+            assert unknown in " ".join(trained(1, begin, tmp_path / f"run{number}").said().split())
 
 
 def test_what_earlier_starts_learned_stays_known_and_their_label_maps_go(

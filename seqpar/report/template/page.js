@@ -172,6 +172,7 @@
     const context = canvas.getContext("2d");
     context.drawImage(greys(dim), left, top, width, height, 0, 0, canvas.width, canvas.height);
     const sx = canvas.width / width, sy = canvas.height / height;
+    const tint = state.volumes.image ? "color" : "source-over";
     for (const kind of ["truth", "prediction"]) {
       if (!get(kind).checked) continue;
       const labels = plane(state.volumes[kind], dim);
@@ -186,7 +187,9 @@
             edges[drawn ? "lineTo" : "moveTo"]((i - left) * sx, (j - top) * sy);
           });
         context.globalAlpha = look("fill") / 100;
+        context.globalCompositeOperation = tint; // dark tissue stays dark
         context.fill(area);
+        context.globalCompositeOperation = "source-over";
         context.globalAlpha = look("lines") / 100;
         context.stroke(edges);
       });

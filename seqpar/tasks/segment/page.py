@@ -34,6 +34,7 @@ from seqpar.report.run_page import (
     FinishedPage,
     averaged_runs,
     is_neurological,
+    made_by,
     not_yet_predicted,
     other_run,
     render_run,
@@ -41,6 +42,7 @@ from seqpar.report.run_page import (
 )
 from seqpar.report.tables import (
     ABSENT_RULE,
+    DISPUTED_ML,
     Absent,
     HeadlineTile,
     Score,
@@ -80,7 +82,6 @@ from seqpar.text import name_images, quantity
 FOLDER = Path(__file__).parent
 RESEARCH = "For research; not a medical device."
 NO_SPREAD = 5e-4  # of a Dice: an interval of less would look like certainty
-DISPUTED = "DisputedMl"
 FEW = 12  # cases whose table is open from the start
 
 
@@ -132,7 +133,9 @@ def segment_page(options: argparse.Namespace, record: RunRecord) -> FinishedPage
         tables |= {"metrics": predicted_volumes(scored), "intensities": intensities}
         tables["series"] = _series(options.prediction, scored)
     elif scored:
-        tables |= {"metrics": metrics_table(scored), "sizes": sizes_table(scored), "volumes": volumes_table(scored)}
+        metrics = metrics_table(scored)
+        metrics = replace(metrics, note=f"{metrics.note} {_how_predicted(options.prediction, record)}".rstrip())
+        tables |= {"metrics": metrics, "sizes": sizes_table(scored), "volumes": volumes_table(scored)}
         tables |= {
             "strips": score_strips(scored, colours),
             "has_hollow": any(only_one_map(row) for case in scored.cases for row in case.scores.values()),
@@ -184,6 +187,27 @@ def _is_validation(prediction: Path | None, record: RunRecord) -> bool:
     folder = Path(os.path.realpath(prediction))
     own = folder.name.startswith("validation") and folder.parent == Path(os.path.realpath(record.path))
     return own and not (folder / RECORD).exists()
+
+
+def _how_predicted(prediction: Path | None, record: RunRecord) -> str:
+    """Returns how a network saw the scored cases, a sentence; "" if it is not known, or if averaged runs differ in it.
+
+    - ``prediction``: a folder of label maps; None: the run's own validation
+    """
+    if _is_validation(prediction, record):
+        config = record.config
+        is_whole = config.get("val_window") == "whole" or (prediction and prediction.name == "validation-whole")
+        ways = [{"window": "whole" if is_whole else "sliding", "overlap": config.get("val_overlap")}]
+    else:
+        ways = [made.get("settings", {}) for made in made_by(prediction)] if prediction else []
+    known = {(own.get("window"), own.get("overlap")) for own in ways}
+    window, overlap = known.pop() if len(known) == 1 else (None, None)
+    if window == "whole":
+        return "Each case was predicted in one pass."
+    if window != "sliding" or not isinstance(overlap, float):
+        return ""
+    told = f"Cases were predicted in windows that overlap by {100 * overlap:.3g} %"
+    return f"{told}; another overlap changes scores a little."
 
 
 def _intensities(prediction: Path, scored: CaseScores, schemes: Sequence[str], gaps: list[str]) -> Table | None:
@@ -247,7 +271,7 @@ def _readers(scored: CaseScores) -> tuple[Table, Table] | None:
     if not names:
         return None
     mean, own = scored.summary["mean"], [f"Dice_{name}" for name in names]
-    metrics = dict.fromkeys(["Dice", "ReaderDice", "InterReaderDice", *own], 3) | {DISPUTED: 2}
+    metrics = dict.fromkeys(["Dice", "ReaderDice", "InterReaderDice", *own], 3) | {DISPUTED_ML: 2}
     rows, differ = list[TableRow](), False
     for kind in scored.classes:
         found = {one: sum(not math.isnan(c.scores[kind].get(one, math.nan)) for c in scored.cases) for one in metrics}
@@ -262,7 +286,7 @@ def _readers(scored: CaseScores) -> tuple[Table, Table] | None:
         "prediction and a reader. Disputed is the volume that some readers give to the class, and others do not."
         f"{SHARED_CASES * differ}"
     )
-    shown = {"ReaderDice": 3, "InterReaderDice": 3, DISPUTED: 2}
+    shown = {"ReaderDice": 3, "InterReaderDice": 3, DISPUTED_ML: 2}
     cases = [
         TableRow(case.name, [Score(case.scores[kind].get(one, math.nan), places)
                              for kind in scored.classes for one, places in shown.items()])
@@ -371,7 +395,8 @@ def headline(record: RunRecord, scored: CaseScores | None) -> tuple[list[Headlin
     elif scored:
         note = (
             "Each large number is a class's mean Dice over n cases, those in whose truth or prediction it is. The 95 % "
-            f"confidence interval (Student's t; from {FEW_CASES} cases on) is for this mean, not for one patient"
+            f"confidence interval (Student's t; from {FEW_CASES} cases on; cut at 0 and 1) is for this mean, not for "
+            "one patient"
         )
         for name in scored.classes:
             values = without_nan(case.scores[name].get("Dice", math.nan) for case in scored.cases)
