@@ -1,7 +1,8 @@
 """Measures matrix products, collectives and clocks for the planner. Each figure is the slowest rank's.
 
 The smallest collective gives the latency, the largest one, less the latency, the bytes a second that a rank sends: time
-= latency + bytes sent / bytes per second, where bytes are what ``Group.traffic`` counts.
+= latency + bytes sent / bytes per second, where bytes are what ``Group.traffic`` counts. Where ranks share cores, the
+latency is that between pieces of work.
 """
 
 import statistics
@@ -12,6 +13,7 @@ from typing import Any
 
 import torch
 
+from seqpar.cluster.devices import usable_cores
 from seqpar.cluster.torch_setup import set_arithmetic
 from seqpar.parallel.collectives import all_gather, all_reduce, exchange_rows
 from seqpar.parallel.consensus import gather_texts, max_over_ranks
@@ -21,6 +23,7 @@ from seqpar.parallel.messages import post
 KINDS = ("all_gather", "all_to_all", "all_reduce")
 OF_PIPE = ("send",)  # what ranks of a pipe do: from one place to the next
 SIZES = (2**12, 2**18, 2**22, 2**25)  # bytes that a rank holds
+WORK, TIMES = 10, 20  # products between two collectives, and how many of these
 PER_CALL_S = 0.5  # larger sizes are left out where one is expected to take longer
 GPU_SIDE, CPU_SIDE = 8192, 768  # of the matrices that are multiplied
 Collective = Callable[[], object]
@@ -60,7 +63,40 @@ def measure(mesh: Mesh, group: Group, until: float, kinds: Sequence[str] = KINDS
                 break
             points.append(_point(mesh, group, kind, size))
         result[kind] = fit(points)
+        if _ranks_share_cores(mesh):
+            result[kind]["latency_s"] = max(result[kind]["latency_s"], _latency_between_work(mesh, group, kind))
     return result
+
+
+def _ranks_share_cores(mesh: Mesh) -> bool:
+    """Returns whether there are more ranks on a host than cores, so that some wait while others compute."""
+    return mesh.device.type == "cpu" and mesh.world.size > max(1, len({*mesh.hosts})) * usable_cores()
+
+
+def _latency_between_work(mesh: Mesh, group: Group, kind: str) -> float:
+    """Returns by how much a small collective lengthens work on cores that ranks share.
+
+    Who comes to it first leaves its core to others, and is late for what follows: a collective alone does not show it.
+    """
+    call, side = _collective(mesh, group, kind, SIZES[0]), torch.randn(256, 256)
+
+    def work() -> None:
+        for _ in range(WORK):
+            side @ side
+
+    def between() -> None:
+        work()
+        call()
+
+    def seconds(act: Collective) -> float:
+        max_over_ranks(0, mesh.world)
+        began = time.perf_counter()
+        for _ in range(TIMES):
+            act()
+        return slowest(time.perf_counter() - began, mesh) / TIMES
+
+    alone = min(seconds(work) for _ in range(3))
+    return max(0.0, statistics.median(seconds(between) for _ in range(3)) - alone)
 
 
 def fit(points: list[tuple[int, float]]) -> dict[str, Any]:

@@ -252,6 +252,17 @@ def test_a_sound_job_ends_with_0_and_the_planners_figures(tmp_path, quick):
             assert [sent for sent, _ in group[kind]["seconds"]] == [share * 2**12, share * 2**16]
 
 
+def test_ranks_that_share_cores_have_the_latency_of_collectives_between_work(tmp_path, quick, monkeypatch):
+    """A collective alone takes a quarter of that: nobody is late for it."""
+    monkeypatch.setattr(link_speed, "_latency_between_work", lambda mesh, group, kind: 7.0)
+    for cores, is_shared in ((1, True), (2, False)):
+        monkeypatch.setattr(link_speed, "usable_cores", lambda: cores)
+        codes, said = codes_of(2, f"--seqpar 2 --json {tmp_path}/{cores}.json", tmp_path / "run")
+        assert codes == [0] * 2, said
+        group = json.loads((tmp_path / f"{cores}.json").read_text())["groups"]["seq"]
+        assert [group[kind]["latency_s"] == 7.0 for kind in link_speed.KINDS] == [is_shared] * 3
+
+
 def test_the_links_of_a_pipe_are_measured(tmp_path, quick):
     codes, said = codes_of(2, f"--pipe 2 --json {tmp_path}/links.json", tmp_path / "run")
     assert codes == [0] * 2, said
