@@ -5,9 +5,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from lab.benches import predict
+from lab.benches import data, predict
 from lab.benches.other_libraries import WINDOWS, windows_here
 from lab.benches.series import Progress, run_series
+from seqpar.data.sampling.augmentation import augment
 from seqpar.models.build import build_network
 from seqpar.parallel.mesh import Group, Mesh
 from seqpar.prediction.sliding_window import sliding_window
@@ -79,3 +80,9 @@ def test_windows_of_other_libraries_are_those_that_the_row_counts(name: str, alo
             with torch.no_grad():
                 ours = torch.cat([rows.logits for rows in sliding_window([net], image, way.sliding, alone)], 1)
             torch.testing.assert_close(logits.float(), ours.float(), rtol=0, atol=2e-2)
+
+
+def test_the_source_of_augmented_tiles_is_large_enough_for_every_seed() -> None:
+    """A source that is too small would be cut from its other end."""
+    sizes = [augment(name, data.TILE).needed_size(seed) for name in data.OURS for seed in range(200)]
+    assert all(need <= there for size in sizes for need, there in zip(size, data.largest_source(), strict=True))

@@ -24,12 +24,13 @@ BATCHGENERATORS = {  # orders of interpolation of image and label
     "batchgenerators, nnU-Net default, order 3/1": (3, 1),
     "batchgenerators, nnU-Net default, order 1/0": (1, 0),
 }
+OURS = ("none", "light", "full", "paper")
 VERSION_2 = "batchgeneratorsv2, nnU-Net default, linear"
 
 
 def series(quick: bool = False) -> list[Series]:
     """Returns one series: every pipeline augments the same number of tiles in a turn."""
-    names = [*BATCHGENERATORS, "none", "light", "full", "paper"]
+    names = [*BATCHGENERATORS, *OURS]
     if importlib.util.find_spec("batchgeneratorsv2"):
         names.insert(0, VERSION_2)
     measure = partial(_measure, names, 5 if quick else 10)
@@ -73,7 +74,7 @@ def _measure(names: Sequence[str], tiles: int, turns: int) -> Generator[tuple[st
 
 def _pipelines(names: Sequence[str]) -> dict[str, Callable[[int], object]]:
     """Returns what augments the tile of a seed, by the pipeline's name."""
-    rng, size = np.random.default_rng(0), augment("full", TILE).source_size
+    rng, size = np.random.default_rng(0), largest_source()
     image = rng.standard_normal((CHANNELS, *size), dtype=np.float32)
     label = rng.integers(0, 4, [n // 8 + 1 for n in size], dtype=np.int16)
     for direction, n in enumerate(size):
@@ -87,6 +88,11 @@ def _pipelines(names: Sequence[str]) -> dict[str, Callable[[int], object]]:
         else:
             pipelines[name] = _ours(augment(name, TILE), image, label)
     return pipelines
+
+
+def largest_source() -> tuple[int, ...]:
+    """Returns the size of a source that is large enough for all augmentations."""
+    return tuple(map(max, *(augment(name, TILE).source_size for name in OURS)))
 
 
 def _ours(augmentation: Augmentation, image: NDArray[Any], label: NDArray[Any]) -> Callable[[int], object]:
