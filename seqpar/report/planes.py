@@ -90,7 +90,7 @@ def with_brightness(colours: NDArray[Any], greys: NDArray[Any]) -> NDArray[Any]:
     with np.errstate(divide="ignore", invalid="ignore"):  # where it is not asked for
         moved = np.where(low < 0, grey + (moved - grey) * grey / (grey - low), moved)
         moved = np.where(high > 1, grey + (moved - grey) * (1 - grey) / (high - grey), moved)
-    return np.asarray(moved)
+    return np.clip(moved, 0, 1)  # rounding
 
 
 class FileSlices(NamedTuple):

@@ -35,7 +35,7 @@ from seqpar.scores.summary_files import class_key, summary_content
 from seqpar.settings.config import Config
 from seqpar.settings.network_settings import NetworkSettings, PretrainingSettings
 from seqpar.text import millilitres, quantity
-from seqpar.weights.facts import LEARNED
+from seqpar.weights.facts import IS_UNKNOWN, LEARNED
 
 Row = Mapping[str, Any]
 # what Python says of a file whose parts are of other kinds, or missing
@@ -209,6 +209,16 @@ def above_scores(generated: bool, trained_on_phantoms: bool, what: str = "scores
     return TRAINED_ON_PHANTOMS if trained_on_phantoms else ""
 
 
+def begun_unknown(record: RunRecord) -> list[str]:
+    """Returns a sentence if a run's first weights do not say from which cases they had learned."""
+    if not record.dataset.get(IS_UNKNOWN):
+        return []
+    return [
+        "Training began with weights that do not say from which cases they have learned: scores of those cases would "
+        "say nothing of new ones."
+    ]
+
+
 def chosen_on_them(*records: RunRecord) -> list[str]:
     """Returns a sentence if several validations chose weights on the cases that any of the runs held out, and one if a
     run had learned from some of them before.
@@ -221,18 +231,22 @@ def chosen_on_them(*records: RunRecord) -> list[str]:
         "The weights have learned from some of these held-out cases (--fold all, another split, or weights that "
         "training began with), so that the scores say nothing of new cases."
     )
+    unknown = list(dict.fromkeys(sentence for run in records for sentence in begun_unknown(run)))
     known = (({*run.dataset.get("train", ()), *run.dataset.get(LEARNED, ())}, run.dataset) for run in records)
     is_learned = any(cases & {*described.get("held_out", ())} for cases, described in known)
-    return [learned] * is_learned + [chosen] * any(len(record.held_out) > 1 for record in records)
+    return [learned] * is_learned + unknown + [chosen] * any(len(record.held_out) > 1 for record in records)
 
 
-def reached_in_validation(record: RunRecord) -> list[str]:
-    """Returns a sentence about the best validation, for a reader of predictions that no truth can score."""
+def reached_in_validation(record: RunRecord, who: str = "this run") -> list[str]:
+    """Returns a sentence about the best validation, for a reader of predictions that no truth can score.
+
+    - ``who``: the run, in words
+    """
     for row in (row for row in (row_of_best(record),) if row and row.get("dice")):
         cases = quantity(row["cases"], "held-out case") if "cases" in row else "held-out cases"
         scores = ", ".join(f"{name} {value:.3f}" for name, value in row["dice"].items() if isinstance(value, float))
         few = f" ({TOO_FEW})" * (row.get("cases", FEW) < FEW)
-        reached = f"On its {cases}{few} this run reached a mean Dice of {scores}."
+        reached = f"On its {cases}{few} {who} reached a mean Dice of {scores}."
         if (count := len(record.held_out)) > 1:
             reached += f" Its weights are the best of {count} validations on them."
         return [f"{reached} Other patients may score lower."]

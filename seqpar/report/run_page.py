@@ -101,6 +101,9 @@ def render_run(
     if another:
         about = f"Configuration, training and curves on this page are those of {name}."
         cautions = [f"This prediction was made by {another}, not by {name}. {about}", *cautions]
+    if prediction and not made_by(prediction) and prediction.resolve().parent != record.path.resolve():
+        about = f"The folder {prediction.name} does not say which network made its label maps"
+        cautions = [f"{about}: that it was {kind}{name} is what whoever asked for this page says.", *cautions]
     generated = record.has_phantoms
     if prediction:
         generated = is_generated(images or truth or "unknown") or is_of_phantoms(prediction)

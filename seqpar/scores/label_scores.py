@@ -260,7 +260,8 @@ def summarise(rows: Sequence[Scores]) -> dict[str, Any]:
         summary["global"][name] |= {"Specificity": pooled.specificity, "VolumeError": pooled.volume_error}
     means = list(summary["mean"].values())
     over_classes = {metric: without_nan(mean[metric] for mean in means) for metric in means[0]}
-    summary["present"] = {name: mean_where_present(rows, name) for name in rows[0]}
+    present = {name: [mean_where_present(rows, name, one) for one in ("Dice", "Sensitivity")] for name in rows[0]}
+    summary["present"] = present
     summary["foreground_mean"] = {metric: fmean(v) if v else math.nan for metric, v in over_classes.items()}
     return summary
 
@@ -272,23 +273,32 @@ def without_nan(values: Iterable[float]) -> list[float]:
 
 FEW, TOO_FEW = 5, "too few to tell"  # cases; what is said instead of an interval of fewer
 HARDLY = 0.3  # of a Dice: most of what is below is wrong
+MOSTLY = 0.5  # of a sensitivity: with a Dice below HARDLY, at least 4.6 times too much is predicted
 
 
-def mean_where_present(rows: Iterable[Scores], name: str) -> float:
-    """Returns the mean Dice of a class over the cases whose truth has it; NaN if none has."""
-    found = without_nan(row[name]["Dice"] for row in rows if name in row and row[name].get("n_ref", 1) != 0)
-    return fmean(found) if found else math.nan
+def mean_where_present(rows: Iterable[Scores], name: str, metric: str = "Dice") -> float:
+    """Returns the mean score of a class over the cases whose truth has it; NaN if none has, or if it is not known."""
+    has_it = (row[name] for row in rows if name in row and row[name].get("n_ref", 1) != 0)
+    return _mean(row.get(metric, math.nan) for row in has_it)
 
 
-def what_is_hardly_learned(dice: float, cases: int, present: float) -> str:
+def what_is_hardly_learned(
+    dice: float, cases: int, present: float, found: float = math.nan, has_readers: bool = False
+) -> str:
     """Returns what a low Dice means; "" of one that is not, and of none.
 
     - ``cases``: how many it is a mean over; ``present``: the mean over those whose truth has the class
+    - ``found``: the mean sensitivity over these; NaN if it is not known
+    - ``has_readers``: whether the truth is the consensus of several readers
     """
     if math.isnan(dice) or dice >= HARDLY:
         return ""
+    if math.isnan(present) and has_readers:
+        return "no case has this class in the readers' consensus"
     if math.isnan(present):
         return "no case has this class, and what is predicted of it is false"
+    if present < HARDLY and found >= MOSTLY:
+        return f"the predictions cover {100 * found:.0f} % of the truth, but are much too large"
     if present >= HARDLY:
         return f"{rounded(present, 3)} where the truth has this class; where it has none, what is predicted is false"
     if cases >= FEW:
@@ -299,10 +309,11 @@ def what_is_hardly_learned(dice: float, cases: int, present: float) -> str:
 def hardly_learned_lines(summary: Mapping[str, Any]) -> list[str]:
     """Returns a line on each class of a summary that has a low Dice."""
     count, present = summary["num_cases"], summary["present"]
-    told = {
-        name: (row["Dice"], what_is_hardly_learned(row["Dice"], count, present[name]))
-        for name, row in summary["mean"].items()
-    }
+    told = dict[str, tuple[float, str]]()
+    for name, row in summary["mean"].items():
+        (of_present, found), has_readers = present[name], READER_COLUMNS[-1] in row
+        own = summary["num_values"][name]["Dice"]
+        told[name] = row["Dice"], what_is_hardly_learned(row["Dice"], own, of_present, found, has_readers)
     kind = "mean Dice" if count > 1 else "Dice"
     return [f"{name}: {kind} {rounded(dice, 4)}: {what}" for name, (dice, what) in told.items() if what]
 

@@ -18,7 +18,7 @@ from seqpar.data.formats.splits import patients_of
 from seqpar.data.phantom.phantom_files import is_generated
 from seqpar.data.volumes import read_volume
 from seqpar.prediction.prediction_folder import RECORD, mixed_line, predicted_otherwise
-from seqpar.report.record import RunRecord, above_scores, chosen_on_them, read_record
+from seqpar.report.record import RunRecord, above_scores, begun_unknown, chosen_on_them, read_record
 from seqpar.report.tables import Score, Table, TableHead, TableRow
 from seqpar.runs.run_folder import holds_run, tested_cases
 from seqpar.scores.comparison import about_scans
@@ -27,7 +27,7 @@ from seqpar.scores.label_files import MAX_NAMED, missing_line
 from seqpar.scores.summary_files import write_output, writing_alone
 from seqpar.terminal import next_command
 from seqpar.text import quantity
-from seqpar.weights.facts import LEARNED
+from seqpar.weights.facts import ANCESTORS, LEARNED
 from seqpar.weights.weight_files import digest
 
 NEW, HELD, CHOSE = "new to the run", "held out by the run", "used to choose the weights"
@@ -301,8 +301,7 @@ class CaseEvaluation(ABC):
             with suppress(DataError, ValueError, OSError):  # data may have moved since: scores do not need them
                 record = read_record(run)
                 records.append(record)
-                if is_run:
-                    lines += chosen_on_them(record)
+                lines += chosen_on_them(record) if is_run else begun_unknown(record)
                 if self.labels is not None:
                     lines += other_values(run, labels_of_run(record.dataset), self.labels)
                 found.append(self.find_seen(job, record))
@@ -351,6 +350,7 @@ def find_seen(
     train, held_out = (set(map(str, record.dataset.get(part, ()))) for part in ("train", "held_out"))
     learned = set(map(str, record.dataset.get(LEARNED, ())))
     train, held_out = train | learned, held_out - learned
+    others = {str(case) for own in record.dataset.get(ANCESTORS, ()) for case in own["train"]} - train - held_out
     patients = patients_of(train | held_out | scored.keys()) | record.subjects
     has_chosen = len(record.held_out) > 1
     known = {patients[name] for name in (train | held_out if has_chosen else train)}
@@ -368,6 +368,7 @@ def find_seen(
     further = [n for n in scored if n not in train | held_out and n not in same and patients[n] in known]
     seen, chose = ([name for name, one in same.items() if (one in train) is trained] for trained in (True, False))
     namesakes = [name for name in unknown if name not in same]
+    namesakes += [name for name in scored if name in others and name not in same and name not in further]
     copies = {name: one for name, one in same.items() if name != one}
     validated = (chose, []) if has_chosen else ([], chose)
     return Seen(seen, namesakes + further, len(scored), *validated, copies)
@@ -383,17 +384,17 @@ def _is_of_one(path: Path) -> bool:
 
 
 def seen_by_runs(record: RunRecord, prediction: Path | None, find: Callable[[RunRecord], Seen]) -> Seen:
-    """Returns which cases a run, or another one behind the same prediction, has seen.
+    """Returns which cases the runs behind a prediction have seen; where it does not name them, and of none, ``record``.
 
     - ``find``: returns which a run has seen
     """
-    found = [find(record)]
-    runs, _ = _runs_behind(prediction) if prediction else ([], [])
-    for run in runs:
-        if holds_run(run) and run.resolve() != record.path.resolve():
-            with suppress(DataError, ValueError, OSError):  # its folder may be damaged: scores do not need it
-                found.append(find(read_record(run)))
-    return Seen.by_any(found)
+    runs, gone = _runs_behind(prediction) if prediction else ([], [])
+    others, found = [run for run in runs if run.resolve() != record.path.resolve()], list[Seen]()
+    for run in filter(holds_run, others):
+        with suppress(DataError, ValueError, OSError):  # its folder may be damaged: scores do not need it
+            found.append(find(read_record(run)))
+    is_by_others = len(others) == len(runs) == len(found) > 0 and not gone
+    return Seen.by_any(found if is_by_others else [find(record), *found])
 
 
 def lead_with_new(told: str, tables: Mapping[str, str], every: str, count: int) -> str:
@@ -430,6 +431,8 @@ def _runs_behind(prediction: Path) -> tuple[list[Path], list[str]]:
                 known = f"{run}, which predicted these cases, is no longer there"
             elif any(digest(path) != weights[str(path)] for path in files if path.is_file()):
                 known = f"{run} holds other weights than those that predicted these cases"
+            elif not holds_run(run):
+                known = f"{run}, which predicted these cases, does not say from which cases it has learned"
             else:
                 runs.append(run)
                 continue

@@ -39,14 +39,17 @@ from seqpar.training.run_request import RunRequest, refuse_other_run
 from seqpar.training.trainer import Trainer, global_batch
 from seqpar.weights import checkpoint
 from seqpar.weights.facts import (
+    ANCESTORS,
     CASES_UNKNOWN,
+    IS_UNKNOWN,
     LEARNED,
     about_cases_learned,
+    are_cases_unknown,
     cases_learned_before,
     cases_of_other_fold,
-    describe_cases_behind,
     read_dataset,
     reordered_names,
+    sets_learned,
 )
 from seqpar.weights.weight_files import checkpoint_of, is_exported, is_of_torch
 
@@ -219,10 +222,11 @@ def make_trainer(
     net, attention_reasons = _build_net(config, mesh, data, before["layout"] if saved and is_first else {})
     mode_line = describe_decoding(net, config)
     weights_line, learned = "", {*data_before.get("train", ()), *data_before.get(LEARNED, ())} - {*data_now["train"]}
+    origin = {name: data_before[name] for name in (ANCESTORS, IS_UNKNOWN) if name in data_before}
     if config.weights and not saved:
-        weights_line, more = _load_weights(net, config, data_now, mesh)
+        weights_line, more, origin = _load_weights(net, config, data_now, mesh)
         learned |= more
-    data_now |= {LEARNED: sorted(learned)} if learned else {}
+    data_now |= origin | ({LEARNED: sorted(learned)} if learned else {})
     layout = {"ranks": mesh.world.size, "data": mesh.data.size, "seqpar": mesh.seq.size, "hosts": mesh.hosts}
     step, history = checkpoint.read_progress(saved).step if saved else 0, before.get("history", ())
     # the stages of a lesson before have other costs
@@ -295,8 +299,11 @@ def _stages(
     return choose_stages(config, mesh, net, recorded)
 
 
-def _load_weights(net: Network, config: Config, described: Mapping[str, Any], mesh: Mesh) -> tuple[str, set[str]]:
-    """Returns the line of ``load_pretrained``, with cautions, and the cases besides the run's own that they learned.
+def _load_weights(
+    net: Network, config: Config, described: Mapping[str, Any], mesh: Mesh
+) -> tuple[str, set[str], dict[str, Any]]:
+    """Returns the line of ``load_pretrained``, with cautions, the cases besides the run's own that they learned, and
+    what config.json says of the data sets that they have learned from.
 
     An error on one rank is raised on all.
 
@@ -306,23 +313,26 @@ def _load_weights(net: Network, config: Config, described: Mapping[str, Any], me
     from seqpar.weights.nnunet_settings import fold_of_training
     from seqpar.weights.pretrained import load_pretrained, weights_file  # it knows the names of four libraries
 
-    line, learned, error = "", set[str](), None
+    line, learned, origin, error = "", set[str](), dict[str, Any](), None
     try:
         if is_exported(path := local_file(config.weights)):
             read_run(path)  # refuses weights of other sizes than its network's
         before = read_dataset(weights_file(config.weights))
         learned = cases_learned_before(before, described)
+        origin = {ANCESTORS: sets} if (sets := sets_learned(before)) else {}
         if is_of_torch(path):
             fold = fold_of_training(checkpoint_of(path, mapped=True), config.data)
             learned |= cases_of_other_fold(fold, config.fold, described)
         moved = reordered_names(before, described)
         told = about_cases_learned(learned, described)
-        told += [CASES_UNKNOWN] * (describe_cases_behind(weights_file(config.weights)) == CASES_UNKNOWN)
+        if are_cases_unknown(weights_file(config.weights), before):
+            origin[IS_UNKNOWN] = True
+            told.append(CASES_UNKNOWN)
         line = "; ".join([load_pretrained(net, config), *moved, *told])
     except Exception as problem:
         error = problem
     raise_on_all_ranks(error, mesh.world)
-    return line, learned
+    return line, learned, origin
 
 
 def _size_line(net: Network, lesson: Lesson, mesh: Mesh) -> str:

@@ -14,7 +14,9 @@ from seqpar.settings.config import Config
 from seqpar.settings.rules import setting_applies
 from seqpar.text import quantity
 
-LEARNED = "learned_before"  # in config.json, of its data: what earlier starts or first weights learned, and train lacks
+# in config.json, of its data: cases that earlier starts or first weights learned, and train lacks; every data set from
+# whose labels first weights learned; whether they do not say that
+LEARNED, ANCESTORS, IS_UNKNOWN = "learned_before", "weights_learned_from", "weights_learned_unknown"
 CASES_UNKNOWN = "caution: they do not say from which cases they have learned; of those, scores say nothing of new cases"
 SETTINGS, WEIGHTS = "config.json", "model.safetensors"  # in a run folder, a checkpoint and an exported run
 _ENTRY = "seqpar"  # of a file's metadata
@@ -85,21 +87,37 @@ def reordered_names(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[s
     return lines
 
 
+def sets_learned(described: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Returns name, recipe, cases and digests of each data set from whose labels weights have learned.
+
+    - ``described``: what the run that wrote them records of its data
+    """
+    learned = sorted({*described.get("train", ()), *described.get(LEARNED, ())})
+    has_labels = described.get("labels") or described.get("volume_classes")  # not of a pretraining, or somebody else's
+    digests = {case: digest for case, digest in described.get("digests", {}).items() if case in learned}
+    own = {name: described.get(name) for name in ("name", "recipe")} | {"train": learned, "digests": digests}
+    return [*[own] * bool(has_labels and learned), *described.get(ANCESTORS, ())]
+
+
 def cases_learned_before(before: Mapping[str, Any], now: Mapping[str, Any]) -> set[str]:
     """Returns the cases whose labels weights have learned and the run does not train on, by the names of its data.
 
     - ``before``, ``now``: what runs record of their data
     """
-    if not before.get("labels") and not before.get("volume_classes"):
-        return set()  # a pretraining's, or somebody else's
-    learned = {*before.get("train", ()), *before.get(LEARNED, ())}
-    theirs, ours = (described.get("digests", {}) for described in (before, now))
-    found = learned if before.get("name") == now.get("name") else set[str]()
-    if before.get("recipe") == now.get("recipe"):  # prepared alike, a scan has one digest
-        contents = {theirs[case] for case in learned if case in theirs}
+    found = set[str]().union(*(_cases_in(own, now) for own in sets_learned(before)))
+    return found - {*now.get("train", ())}
+
+
+def _cases_in(learned: Mapping[str, Any], now: Mapping[str, Any]) -> set[str]:
+    """Returns the cases of a run's data that are among those of one of ``sets_learned``."""
+    cases, theirs, ours = {*learned["train"]}, learned["digests"], now.get("digests", {})
+    found = cases if learned["name"] == now.get("name") else set[str]()
+    recipes = (json.loads(json.dumps(described.get("recipe"))) for described in (learned, now))  # lists, not tuples
+    if next(recipes) == next(recipes):  # prepared alike, a scan has one digest
+        contents = {*theirs.values()}
         known = ours.keys() if contents else set[str]()
         found = (found - known) | {case for case in known if ours[case] in contents}
-    return found - {*now.get("train", ())}
+    return found
 
 
 def cases_of_other_fold(fold: str, now: str, described: Mapping[str, Any]) -> set[str]:
@@ -121,11 +139,20 @@ def describe_cases_behind(path: str | Path) -> str:
     "" of a pretraining, which learned none, and of somebody else's weights.
     """
     behind = read_dataset(path)
-    if behind and not behind.get("labels") and not behind.get("volume_classes"):
-        return ""
-    if cases := sorted(behind.get("train", ())):
-        return f"they have learned from {quantity(len(cases), 'case')}, such as {cases[0]}"
-    return CASES_UNKNOWN if read_facts(path) else ""
+    cases = [case for own in sets_learned(behind) for case in own["train"]]
+    told = [f"they have learned from {quantity(len(cases), 'case')}, such as {cases[0]}"] if cases else []
+    return "; ".join([*told, *[CASES_UNKNOWN] * are_cases_unknown(path, behind)])
+
+
+def are_cases_unknown(path: str | Path, behind: Mapping[str, Any]) -> bool:
+    """Returns whether weights of ours, or what these began with, do not say from which cases they have learned.
+
+    - ``behind``: what ``read_dataset`` knows of their file
+    """
+    if behind.get(IS_UNKNOWN):
+        return True
+    is_pretraining = behind and not behind.get("labels") and not behind.get("volume_classes")
+    return "train" not in behind and not is_pretraining and bool(read_facts(path))
 
 
 def _names(described: Mapping[str, Any], what: str) -> list[str]:

@@ -174,6 +174,20 @@ def test_brats_of_different_meanings_is_refused(tmp_path):
         read_dataset(tmp_path)
 
 
+@pytest.mark.parametrize("numbers", [(1, 2, 3), (0, 2, 3), (-1, 0, 1)])
+def test_a_list_whose_folds_do_not_begin_at_0_is_refused(numbers, tmp_path):
+    """``--fold 1`` would hold out its fold 2 and call it fold 1."""
+    nnunet(tmp_path)
+    names = [f"c_{n:03d}" for n in range(3)]
+    entries = [
+        {"image": f"imagesTr/{name}_0000.nii.gz", "label": f"labelsTr/{name}.nii.gz", "fold": fold}
+        for name, fold in zip(names, numbers)
+    ]
+    path = write_json(tmp_path / "list.json", {"labels": {"0": "background", "1": "core"}, "training": entries})
+    with pytest.raises(DataError, match=f"its folds are {', '.join(map(str, numbers))}; number them 0, 1, 2"):
+        read_dataset(path)
+
+
 def test_monai_fold_list_keeps_its_channel_order_and_folds(tmp_path):
     names = [f"BraTS2021_{n:05d}" for n in range(4)]
     brats(tmp_path / "TrainingData", names, OLD, "_", (1, 2, 4))

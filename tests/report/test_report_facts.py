@@ -159,7 +159,7 @@ def test_a_low_dice_has_a_caution_next_to_it(copied: Path) -> None:
     for dice, is_low in ((0.3, False), (0.2999, True), (math.nan, False)):
         content["mean"][key]["Dice"] = dice
         for case in content["metric_per_case"]:
-            case["metrics"][key]["Dice"] = dice
+            case["metrics"][key] |= {"Dice": dice, "Sensitivity": 0.1}
         path.write_text(json.dumps(content))
         assert (caution in tile()) == is_low, dice
 

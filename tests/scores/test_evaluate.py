@@ -21,7 +21,7 @@ import pytest
 from seqpar.cli import evaluate
 from seqpar.cluster.exit_codes import DATA, USAGE, run
 from seqpar.scores import summary_files
-from seqpar.scores.label_scores import score, words_of
+from seqpar.scores.label_scores import score, what_is_hardly_learned, words_of
 from seqpar.scores.summary_files import write_output, writing_alone
 from seqpar.tasks import case_evaluation
 from tests.support.folders import child, exit_code
@@ -77,6 +77,15 @@ def test_the_table_ends_with_one_line_that_sums_up(
     save(folders[1] / "case_0.nii.gz", np.minimum(random_labels(10), 1))  # without one of the classes
     assert evaluate_folders(folders) == 0
     assert " mm (1 of 6 not measured: a map lacks the class), NSD " in capsys.readouterr().out
+
+
+def test_too_much_is_not_called_hardly_overlapping() -> None:
+    """Of a Dice alone nobody knows which of both it is."""
+    much = "the predictions cover 84 % of the truth, but are much too large"
+    assert what_is_hardly_learned(0.16, 2, 0.16, 0.84) == what_is_hardly_learned(0.16, 9, 0.16, 0.84) == much
+    assert "hardly overlap" in what_is_hardly_learned(0.16, 2, 0.16, 0.4) == what_is_hardly_learned(0.16, 2, 0.16)
+    said = "no case has this class in the readers' consensus"
+    assert what_is_hardly_learned(0.0, 2, math.nan, math.nan, has_readers=True) == said
 
 
 def test_a_class_that_no_truth_has_is_not_called_hardly_learned(folders: tuple[Path, Path], capsys) -> None:

@@ -30,7 +30,9 @@ def test_cases_that_the_first_weights_had_learned_are_said_by_train_and_evaluate
     assert "5 of 5 scored cases were in the run's training data" in capsys.readouterr().out
 
 
-def test_weights_that_do_not_say_what_they_learned_are_said_to(tmp_path: Path) -> None:
+def test_weights_that_do_not_say_what_they_learned_are_said_to(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """A dry run names the cases behind weights; an archive and a copied file tell none, for cases are not exported."""
     flags, first = [*tiny_data(tmp_path), "--epochs", "1"], tmp_path / "first"
     trained(1, [*flags, "--fold", "0"], first)
@@ -44,6 +46,34 @@ def test_weights_that_do_not_say_what_they_learned_are_said_to(tmp_path: Path) -
         assert said in " ".join(dry.split())
         if said == unknown:
             assert unknown in " ".join(trained(1, begin, tmp_path / f"run{number}").said().split())
+    again = [*flags, "--fold", "2", "--weights", str(tmp_path / "run0")]
+    assert unknown in " ".join(trained(1, again, tmp_path / "again").said().split()), (
+        "nor do those that began with them"
+    )
+    data, out = tmp_path / "Dataset001_Tiny", tmp_path / "predictions"
+    begun = "Training began with weights that do not say from which cases they have learned"
+    assert evaluate.act([str(data), str(tmp_path / "again")]) == 0 and begun in capsys.readouterr().out
+    assert predict.act([str(archive), "-i", str(data / "imagesTr"), "-o", str(out), "--device", "cpu"]) == 0
+    assert evaluate.act([str(data), str(out)]) == 0
+    assert "first.zip, which predicted these cases, does not say from which cases" in capsys.readouterr().out
+
+
+def test_weights_do_not_forget_what_they_learned_on_other_data(tmp_path: Path) -> None:
+    """A copy of a data set has the same scans, and a training on it begins with them."""
+    flags, first, second = [*tiny_data(tmp_path), "--epochs", "1"], tmp_path / "first", tmp_path / "second"
+    data, copied = tmp_path / "Dataset001_Tiny", tmp_path / "Dataset002_Copy"
+    trained(1, [*flags, "--fold", "0"], first)
+    shutil.copytree(data, copied)
+    elsewhere = {str(data): str(copied), str(tmp_path / "cache"): str(tmp_path / "cache2")}
+    begin = [elsewhere.get(flag, flag) for flag in flags]
+    said = trained(1, [*begin, "--fold", "1", "--weights", str(first)], second).said()
+    assert "caution: they have learned from 1 held-out case" in " ".join(said.split())
+    described = json.loads((second / "config.json").read_text())["dataset"]
+    assert described["learned_before"] == described["held_out"]
+    (learned,) = described["weights_learned_from"]
+    assert len(learned["train"]) == len(learned["digests"]) == 4
+    trained(1, ["--resume", "--epochs", "2", "--device", "cpu"], second)
+    assert json.loads((second / "config.json").read_text())["dataset"]["weights_learned_from"] == [learned]
 
 
 def test_what_earlier_starts_learned_stays_known_and_their_label_maps_go(
@@ -58,6 +88,11 @@ def test_what_earlier_starts_learned_stays_known_and_their_label_maps_go(
     assert described["learned_before"] == described["held_out"] and len(described["held_out"]) == 1
     maps = [path.name.removesuffix(".nii.gz") for path in (run / "validation").glob("*.nii.gz")]
     assert maps == described["held_out"]
+    trained(1, ["--resume", "--epochs", "4", "--fold", "2", "--train-cases", "2", "--device", "cpu"], run)
+    left = [path.name.removesuffix(".nii.gz") for path in (run / "validation").glob("*.nii.gz")]
+    assert left != maps and left == json.loads((run / "config.json").read_text())["dataset"]["held_out"]
+    trained(1, ["--resume", "--epochs", "5", "--fold", "1", "--device", "cpu"], run)
+    described = json.loads((run / "config.json").read_text())["dataset"]
     assert evaluate.act([str(data), str(run)]) == 0
     assert "The weights have learned from some of these held-out cases" in capsys.readouterr().out
 

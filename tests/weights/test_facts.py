@@ -20,6 +20,7 @@ from seqpar.weights.facts import (
     cases_of_other_fold,
     read_dataset,
     reordered_names,
+    sets_learned,
 )
 from seqpar.weights.pretrained import load_pretrained
 from seqpar.weights.weight_files import write_weights
@@ -162,6 +163,14 @@ def test_cases_that_the_weights_have_learned_and_the_run_does_not_train_on_are_f
     old, new = {"a": "1", "b": "2", "c": "3"}, {"a": "4", "b": "2", "c": "3"}
     assert cases_learned_before({**before, "digests": old}, {**now, "digests": new}) == set()  # another scan
     assert cases_learned_before({**before, "digests": old, "name": "E"}, {**now, "digests": old}) == {"a"}
+    as_in_memory = {**now, "digests": old, "name": "E", "recipe": {"spacing": (1, 1)}}
+    as_read = {**before, "digests": old, "recipe": {"spacing": [1, 1]}}
+    assert cases_learned_before(as_read, as_in_memory) == {"a"}, "a recipe has tuples until it is read"
+    between = {"name": "F", "labels": {"tumour": 1}, "train": ["x"], "weights_learned_from": sets_learned(before)}
+    pretrained = {**between, "labels": {}}  # by labels once, and not since
+    for weights in (between, pretrained):
+        assert cases_learned_before(weights, now) == {"a"}, "weights do not forget"
+    assert [own["train"] for own in sets_learned(between)] == [["x"], ["a", "b"]] and sets_learned({}) == []
     other_recipe = {**now, "digests": new, "recipe": {"spacing": [2, 2, 2]}}
     assert cases_learned_before({**before, "digests": old}, other_recipe) == {"a"}
     assert cases_of_other_fold("1", "0", now) == cases_of_other_fold("all", "0", now) == {"a"}

@@ -74,7 +74,7 @@ def read_fold_json(path: Path, labelled: bool = True) -> Dataset:
     splits: tuple[Split, ...] = ((tuple(cases), tuple(held_out)),) if held_out else ()
     return Dataset(
         str(content.get("name") or path.stem), path.parent, LISTED, tuple(all_cases.values()), modalities,
-        labels, regions, order, ignore, _splits(folds) or splits, tuple(faults + more_faults), readers=readers,
+        labels, regions, order, ignore, _splits(folds, path, labelled) or splits, tuple(faults + more_faults), readers=readers,
         probabilities=probabilities,
     )  # fmt: skip
 
@@ -147,12 +147,16 @@ def _roles(images: tuple[Path, ...]) -> list[str]:
     return [KINDS[kind[1]] for kind in named if kind] if all(kind and kind[1] in KINDS for kind in named) else []
 
 
-def _splits(folds: dict[str, int]) -> tuple[Split, ...]:
+def _splits(folds: dict[str, int], path: Path, labelled: bool) -> tuple[Split, ...]:
     """Returns one split per fold number, in order: the cases of the fold are its validation cases."""
+    numbers = sorted(set(folds.values()))
+    if labelled and len(numbers) > 1 and numbers != list(range(len(numbers))):  # --fold 1 would be the second of 1 to 5
+        listed = ", ".join(map(str, numbers))
+        raise DataError(path, f"its folds are {listed}; number them 0, 1, 2, …, as --fold counts them")
     return tuple(
         (
             tuple(name for name, n in folds.items() if n != fold),
             tuple(name for name, n in folds.items() if n == fold),
         )
-        for fold in sorted(set(folds.values()))
+        for fold in numbers
     )

@@ -4,6 +4,7 @@ import argparse
 import math
 import os
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,14 +18,16 @@ from seqpar.prediction.prediction_folder import RECORD, SERIES, inputs_of
 from seqpar.report.cases import case_section, load_worst
 from seqpar.report.curves import number
 from seqpar.report.images import find_images, other_voxels, spacings_of
-from seqpar.report.plots import Chart, draw_charts
+from seqpar.report.plots import Chart, draw_charts, name_of_run
 from seqpar.report.record import (
     CaseScores,
     RunRecord,
+    begun_unknown,
     best_step,
     chosen_on_them,
     measure_folder,
     reached_in_validation,
+    read_record,
     read_scores,
     row_of_best,
     score_folders,
@@ -68,6 +71,7 @@ from seqpar.scores.comparison import TOO_FEW, about_scans, interval_of_mean
 from seqpar.scores.label_classes import Labels
 from seqpar.scores.label_files import MAX_NAMED, dataset_at, match_cases, missing_line
 from seqpar.scores.label_scores import (
+    Scores,
     describe_consensus,
     mean_where_present,
     what_is_hardly_learned,
@@ -117,13 +121,12 @@ def segment_page(options: argparse.Namespace, record: RunRecord) -> FinishedPage
         cases = replace(cases, shown=marked)
     tiles, note = headline(record, scored) if not alone and which in ("", NEW, HELD, CHOSE) else ([], "")
     step = scored.step if scored else 0
-    tiles = tiles_of_steps(tiles, step, row_of_best(record), "dice")
+    best = row_of_best(record)
+    tiles = tiles_of_steps(tiles, step, best, "dice")
     count = len(scored.cases if scored else record.dataset["held_out"])
-    rows = [case.scores for case in scored.cases] if scored else []
-    present = {tile.name: mean_where_present(rows, tile.name) if rows else tile.score.value for tile in tiles}
-    tiles = [
-        tile._replace(caution=what_is_hardly_learned(tile.score.value, count, present[tile.name])) for tile in tiles
-    ]
+    has_rows = scored is not None and (not step or best is None or best["step"] == step)  # of what the tiles show
+    rows = [case.scores for case in scored.cases] if scored and has_rows else []
+    tiles = [tile._replace(caution=_caution_of(tile, rows, count)) for tile in tiles]
     colours = record.class_colours(scored.classes if scored else ())
     tables: dict[str, object] = {"metrics": last_validation(record), "sizes": None, "intensities": None, "series": None}
     tables["readers"] = None
@@ -145,11 +148,13 @@ def segment_page(options: argparse.Namespace, record: RunRecord) -> FinishedPage
         }
     faults: Sequence[str] = scored.faults if scored else ()
     is_own = alone and not averaged_runs(options.prediction) and not other_run(options.prediction, record.path)
-    cautions = _reached(record) if is_own else []
+    cautions = _reached(record) if is_own else _reached_by_averaged(options.prediction) if alone else []
     cautions += not_yet_predicted(options.prediction) if alone else []
     if scored and not alone:
         missing = filter(None, [missing_line(scored.missing)])
-        cautions = [*missing, *seen.sentences] if options.truth is not None else chosen_on_them(record)
+        cautions = chosen_on_them(record)
+        if options.truth is not None:
+            cautions = [*begun_unknown(record), *missing, *seen.sentences]
         cautions += [f"{quantity(len(faults), 'case')} could not be scored, as listed below the tables."] * bool(faults)
         cautions += filter(None, [about_scans([case.name for case in scored.cases], {}), too_much(scored)])
     if every:
@@ -178,6 +183,19 @@ def segment_page(options: argparse.Namespace, record: RunRecord) -> FinishedPage
     text = render_run(FOLDER, record, gaps, faults, told, classes=list(colours), **parts)
     own = faults if options.prediction is not None else ()
     return FinishedPage(text, f"{quantity(len(shown), 'case')} shown, ", own, cautions)
+
+
+def _caution_of(tile: HeadlineTile, rows: Sequence[Scores], count: int) -> str:
+    """Returns what the low Dice of a tile means, "" of one that is not low.
+
+    - ``rows``: of the cases that it is of; none if only their mean is known; ``count``: of these cases
+    """
+    if not rows:
+        return what_is_hardly_learned(tile.score.value, count, tile.score.value)
+    present, found = (mean_where_present(rows, tile.name, metric) for metric in ("Dice", "Sensitivity"))
+    own = [row[tile.name] for row in rows if tile.name in row]
+    has_readers, count = any(DISPUTED_ML in row for row in own), len(without_nan(row["Dice"] for row in own))
+    return what_is_hardly_learned(tile.score.value, count, present, found, has_readers)
 
 
 def _is_validation(prediction: Path | None, record: RunRecord) -> bool:
@@ -351,6 +369,15 @@ def _how_sure(values: Sequence[float]) -> str:
         return TOO_FEW if values else ""
     low, high = interval_of_mean(values, low=0.0, high=1.0) or (0.0, 1.0)
     return f"{low:.3f} to {high:.3f}" if high - low >= NO_SPREAD else "all cases alike"
+
+
+def _reached_by_averaged(prediction: Path) -> list[str]:
+    """Returns what each of several averaged runs reached in validation, as far as its folder is there."""
+    sentences, runs = list[str](), [Path(made["run"]) for made in made_by(prediction)]
+    for run in runs if len(runs) > 1 else ():
+        with suppress(DataError, ValueError, OSError):
+            sentences += reached_in_validation(read_record(run), f"run {name_of_run(run, '')}")
+    return sentences
 
 
 def _reached(record: RunRecord) -> list[str]:
