@@ -267,6 +267,8 @@ def load_worst(
         except DataError as error:
             failed[case.name] = error
             continue
+        rows = enumerate((case.scores.get(name, {}) for name in record.label_names.values()), 1)
+        loaded = replace(loaded, hidden=[n for n, row in rows if math.isnan(row.get("n_ref", 0))])
         shown.append((loaded, loaded.embedded(budget)))
     gaps += failed_line(failed)
     return shown
@@ -398,8 +400,7 @@ def planes_note(case: ScoredCase, shown: ShownCase, labels: Sequence[str]) -> st
 def elsewhere_note(case: ScoredCase, shown: ShownCase, labels: Sequence[str]) -> str:
     """Returns which false and missed regions none of a case's planes cuts; "" of none, or where nothing is known."""
     truth, names = shown.truth.astype(int), list(labels)
-    hidden = [n for n, name in enumerate(names, 1) if math.isnan(case.scores.get(name, {}).get("n_ref", 0))]
-    prediction = np.where(np.isin(shown.prediction, hidden), 0, shown.prediction)
+    prediction = np.where(np.isin(shown.prediction, shown.hidden), 0, shown.prediction)
     if shown.ignored is not None:
         truth[shown.ignored] = len(names) + 1
     at, has_truth = fullest_planes(shown_best(shown)[0]), case.truth is not None

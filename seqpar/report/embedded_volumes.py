@@ -64,6 +64,7 @@ class ShownCase:
     - ``is_ct``: whether these are Hounsfield units
     - ``slices``: of the case's file, along W, D and H
     - ``disputed``: 1 where several readers gave different labels, else 0; None without several readers
+    - ``hidden``: numbers of the labels that the truth is not annotated for
     - ``ignored``: the mask of what the truth leaves open; None of nothing
     - ``heat``: a map from 0 to 255; ``heat_name``: what it shows, such as its class; ``heat_caution``: what to know
       before reading it; ``most_nats``: what 255 stands for in a map of entropy, and when it has that, in ``most_when``
@@ -90,6 +91,7 @@ class ShownCase:
     ignored: NDArray[np.bool_] | None = None
     disagreement: Bytes | None = None
     most_apart: str = ""
+    hidden: Sequence[int] = ()
 
     def embedded(self, budget: int) -> Embedded:
         """Returns the volumes as a page holds them, CT in 256 levels for windows of few Hounsfield units."""
@@ -274,6 +276,11 @@ def viewer_data(
             "heat_name": shown.heat_name,
             "heat_caution": shown.heat_caution,
             "ranks": ranks_of(shown.truth, shown.prediction).tolist(),
+            "hidden": list(shown.hidden),
+            "present": {  # blocks of voxels may have lost some
+                kind: [n for n in np.unique(labels).tolist() if n]
+                for kind, labels in (("truth", shown.truth), ("prediction", shown.prediction))
+            },
             "most_nats": shown.most_nats,
             "ranges": shown.ranges,
             "unit": "HU" if shown.is_ct else "",

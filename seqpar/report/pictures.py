@@ -47,6 +47,7 @@ class PicturedCase:
 
     - ``modality``: its name; "" of the only one
     - ``is_ct``: whether the image has Hounsfield units; else 0 is outside the body
+    - ``hidden``: ids of the classes that the truth is not annotated for
     - ``disputed``: the mask of what several readers label differently; None without several readers
     """
 
@@ -59,6 +60,7 @@ class PicturedCase:
     modality: str = ""
     disputed: NDArray[np.bool_] | None = None
     is_ct: bool = False
+    hidden: Sequence[int] = ()
 
 
 def draw_cases(
@@ -104,7 +106,8 @@ def figure_of_cases(
     panels = figure.subplots(len(cases), 3, squeeze=False)
     for row, case in zip(panels, cases):
         at = fullest_planes(case.truth if case.truth.any() else case.prediction)
-        unseen = count_outside(outside_planes(case.truth, case.prediction, classes, case.spacing, at))
+        known = np.where(np.isin(case.prediction, case.hidden), 0, case.prediction)
+        unseen = count_outside(outside_planes(case.truth, known, classes, case.spacing, at))
         low, high = window or limits_of([case.image[case.image != 0]])
         greys = case.image if window else np.where(case.image == 0, low, case.image), low, max(high, low + 1e-6)
         for (plane, dim), panel, letters in zip(PLANES, row, sides(neurological)):

@@ -1,6 +1,7 @@
 """The page about a run: what every run shows, and how a task adds its scores and cases."""
 
 import json
+import os
 import re
 import time
 from collections import Counter
@@ -162,6 +163,36 @@ def other_run(prediction: Path, run: Path) -> str:
         if Path(path).is_relative_to(there) and (file := run / Path(path).relative_to(there)).is_file():
             return "" if digest(file) == known else name_of_run(there, "")
     return name_of_run(there, "")
+
+
+def is_validation(prediction: Path | None, record: RunRecord) -> bool:
+    """Returns whether predictions are a run's own validation, whose cases are those of its data."""
+    if prediction is None:
+        return True
+    folder = Path(os.path.realpath(prediction))
+    own = folder.name.startswith("validation") and folder.parent == Path(os.path.realpath(record.path))
+    return own and not (folder / "prediction.json").exists()
+
+
+def how_predicted(prediction: Path | None, record: RunRecord) -> str:
+    """Returns how a network saw the scored cases, a sentence; "" if it is not known, or if averaged runs differ in it.
+
+    - ``prediction``: a folder of label maps; None: the run's own validation
+    """
+    if is_validation(prediction, record):
+        config = record.config
+        is_whole = config.get("val_window") == "whole" or (prediction and prediction.name == "validation-whole")
+        ways = [{"window": "whole" if is_whole else "sliding", "overlap": config.get("val_overlap")}]
+    else:
+        ways = [made.get("settings", {}) for made in made_by(prediction)] if prediction else []
+    known = {(own.get("window"), own.get("overlap")) for own in ways}
+    window, overlap = known.pop() if len(known) == 1 else (None, None)
+    if window == "whole":
+        return "Each case was predicted in one pass."
+    if window != "sliding" or not isinstance(overlap, float):
+        return ""
+    told = f"Cases were predicted in windows that overlap by {100 * overlap:.3g} %"
+    return f"{told}; another overlap changes scores a little."
 
 
 def not_yet_predicted(prediction: Path) -> list[str]:

@@ -1,5 +1,6 @@
 """Label maps on disk: pairs predictions with their true label maps and scores them."""
 
+import json
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import closing
@@ -141,6 +142,21 @@ def validation_of(path: Path) -> Path | None:
     if not folder.is_dir() or not list_label_files(folder):
         raise DataError(folder, "holds no label map: let the run finish, or give a folder of predictions")
     return folder
+
+
+def about_held_out(run: Path) -> str:
+    """Returns a sentence if a run's validation has other label maps than those of its held-out cases; else ""."""
+    try:
+        scored = {*list_label_files(run / "validation")}
+        held_out = {*json.loads((run / "config.json").read_text())["dataset"]["held_out"]}
+    except (OSError, ValueError, KeyError, TypeError):
+        return ""
+    gone, others = sorted(held_out - scored), sorted(scored - held_out)
+    parts = [f"lacks {quantity(len(gone), 'held-out case')}, such as {gone[0]}"] if gone else []
+    parts += (
+        [f"has {quantity(len(others), 'case')} that the run did not hold out, such as {others[0]}"] if others else []
+    )
+    return f"Caution: {run / 'validation'} {' and '.join(parts)}." if parts else ""
 
 
 def refuse_missing(paths: Iterable[Path]) -> None:

@@ -303,7 +303,9 @@ def what_is_hardly_learned(
         return f"{rounded(present, 3)} where the truth has this class; where it has none, what is predicted is false"
     if cases >= FEW:
         return "the network has hardly learned this class"
-    return "the predictions hardly overlap the truth" if cases > 1 else "the prediction hardly overlaps the truth"
+    if cases > 1:
+        return f"the predictions {'hardly' if dice else 'do not'} overlap the truth"
+    return f"the prediction {'hardly overlaps' if dice else 'does not overlap'} the truth"
 
 
 def hardly_learned_lines(summary: Mapping[str, Any]) -> list[str]:

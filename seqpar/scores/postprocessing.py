@@ -158,9 +158,11 @@ def read_postprocessing(path: Path) -> Steps:
         functions, arguments = content["postprocessing_fns"], content["postprocessing_kwargs"]
         steps = [_flat(argument["labels_or_regions"]) for argument in arguments]
         known = len(functions) == len(steps) and set(functions) <= {_KEEP_LARGEST}
-    except (KeyError, TypeError):
+    except (KeyError, TypeError, RecursionError):
         raise DataError(path, "is no postprocessing.json: give what evaluate --find-best, or nnU-Net, wrote") from None
-    if not known or not all(steps):
+    if known and not all(steps):
+        raise DataError(path, "has a step without labels: name some, or remove the step")
+    if not known:
         raise DataError(path, f"has steps other than nnU-Net's {_KEEP_LARGEST}: {functions}; remove it")
     return tuple(steps)
 
@@ -169,6 +171,6 @@ def _flat(values: Any) -> tuple[int, ...]:
     """Returns the label values of a label, a region, or a list of both."""
     if isinstance(values, int):
         return (values,)
-    if isinstance(values, str):  # whose letters are texts again
+    if isinstance(values, str | bool):  # the letters of a text are texts again
         raise TypeError(f"{values!r} is no label")
     return tuple(sorted({value for each in values for value in _flat(each)}))

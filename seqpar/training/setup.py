@@ -54,7 +54,15 @@ from seqpar.weights.facts import (
 from seqpar.weights.weight_files import checkpoint_of, is_exported, is_of_torch
 
 # what config.json says of data, and what it is called; networks know channels and outputs by their order alone
-_MEANINGS = {"modalities": "channels", "labels": "labels", "regions": "regions", "volume_classes": "classes"}
+_MEANINGS = {
+    "modalities": "channels",
+    "labels": "labels",
+    "values": "label values",
+    "regions": "regions",
+    "regions_class_order": "order of regions",
+    "ignore_label": "ignore label",
+    "volume_classes": "classes",
+}
 
 
 def refuse_other_outputs(began: Mapping[str, Any], now: Mapping[str, Any], data: str, out: Path) -> None:
@@ -90,12 +98,12 @@ def refuse_unequal_ranks(config: Config, data: TrainingData, group: Group) -> No
 def cases_that_changed_sides(began: Mapping[str, Any], now: Mapping[str, Any]) -> str:
     """Returns a line on cases that the run trained on and that are held out now, "" if there are none."""
     trained = ({*began.get("train", ())} - {*began.get("held_out", ())}) | {*began.get(LEARNED, ())}
-    moved = sorted(trained & {*now["held_out"]})
+    moved = sorted(trained & {*now["held_out"], *now.get("test", ())})
     if not moved:
         return ""
     return (
-        f"warning: this run trained on {quantity(len(moved), 'case')} that it holds out now, such as {moved[0]}: such "
-        "scores say nothing of new cases"
+        f"warning: this run trained on {quantity(len(moved), 'case')} that it holds out now, or keeps for tests, such "
+        f"as {moved[0]}: such scores say nothing of new cases"
     )
 
 
@@ -119,7 +127,7 @@ def _names(value: Any) -> list[str]:
     """Returns names in the order of their numbers."""
     if isinstance(value, Mapping) and "names" in value:
         value = value["names"]
-    return list(map(str, value or ()))
+    return [str(value)] if isinstance(value, int) else list(map(str, value or ()))
 
 
 def _listed(names: Sequence[str]) -> str:

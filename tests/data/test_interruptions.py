@@ -14,6 +14,7 @@ from seqpar.cli.prepare import act
 from seqpar.cluster.exit_codes import run
 from seqpar.data.errors import DataError
 from seqpar.data.formats.recognise import read_dataset
+from seqpar.data.preparation import cache_writer
 from seqpar.data.preparation.cache import check_cache, open_cache
 from seqpar.data.preparation.cache_writer import CacheError, reading
 from seqpar.data.preparation.prepare_dataset import prepare, prepared
@@ -250,6 +251,28 @@ def test_a_cache_stays_finished_until_a_case_has_to_be_made_again(tmp_path):
     assert open_cache(out).ids == ("c_000", "c_002")
 
 
+def test_who_may_only_read_a_cache_marks_it_too(tmp_path, monkeypatch):
+    """Another user's training would go on with other labels."""
+    root, out = nnunet(tmp_path / "D", 3), tmp_path / "c"
+    prepare(read_dataset(root), out, workers=0)
+    save(root / "imagesTr/c_001_0000.nii.gz", image_array(9))
+    with monkeypatch.context() as denied:
+        denied.setattr(cache_writer, "_readers_of", at_once(PermissionError(13, "Permission denied")))
+        reader = reading(out)
+        reader.__enter__()
+    with pytest.raises(CacheError, match="is being read by a training"):
+        prepare(read_dataset(root), out, workers=0)
+    reader.__exit__(None, None, None)
+    assert prepare(read_dataset(root), out, workers=0).prepared == ("c_001",)
+
+
+def at_once(error):
+    def fail(*arguments):
+        raise error
+
+    return fail
+
+
 def test_cases_that_a_training_reads_are_neither_replaced_nor_removed(tmp_path):
     root, out = nnunet(tmp_path / "D", 3), tmp_path / "c"
     prepare(read_dataset(root), out, workers=0)
@@ -258,7 +281,7 @@ def test_cases_that_a_training_reads_are_neither_replaced_nor_removed(tmp_path):
         nnunet(root, 4)  # the same three, and another case
         assert prepare(read_dataset(root), out, workers=0).prepared == ("c_003",)
         save(root / "imagesTr/c_001_0000.nii.gz", image_array(9))
-        with pytest.raises(CacheError, match="is being read by a training, and the files of some"):
+        with pytest.raises(CacheError, match="is being read by a training, and cases that it reads would be prepared"):
             prepare(read_dataset(root), out, workers=0)
         (root / "imagesTr/c_001_0000.nii.gz").write_bytes(image)
         for path in root.glob("*/c_002*"):

@@ -19,7 +19,7 @@ from seqpar.data.phantom import builtin
 from seqpar.data.phantom.anatomy import FIELD_OF_VIEW
 from seqpar.data.phantom.brain import MODALITIES, make_case
 from seqpar.data.phantom.fields import PhantomCase
-from seqpar.data.phantom.phantom_files import PhantomSettings, is_generated, write_phantom
+from seqpar.data.phantom.phantom_files import PhantomSettings, flags_of_others, is_generated, write_phantom
 from seqpar.data.preparation.fingerprint import read_fingerprint
 
 SIZE = (40, 48, 40)
@@ -254,3 +254,13 @@ def test_files_of_phantoms_are_known_as_generated(tmp_path) -> None:
     files = PhantomSettings.of("brain", None, (16, 16, 16)).files(tmp_path / "a", 0)
     assert is_generated(root) and is_generated(files[0]) and is_generated("")
     assert not is_generated(tmp_path) and not is_generated(tmp_path / "scan.nii.gz")
+
+
+def test_the_flags_that_make_new_cases_have_their_size(tmp_path):
+    """Without it, voxels would have another size than the run's."""
+    settings = PhantomSettings.of("liver", size=(48, 40, 40))
+    (tmp_path / "phantom.json").write_text(json.dumps(settings.record()))
+    flags = ["--kind", "liver", "--size", "48", "40", "40", "--seed", "1", "--out", "NEW"]
+    assert flags_of_others(str(tmp_path)) == flags and flags_of_others("") == ["--seed", "1", "--out", "NEW"]
+    (tmp_path / "phantom.json").write_text(json.dumps(PhantomSettings.of("liver").record()))
+    assert "--size" not in flags_of_others(str(tmp_path))

@@ -22,11 +22,10 @@ from seqpar.report.planes import COLOURS, RUN_COLOURS
 from seqpar.report.plots import draw_chart
 from seqpar.report.record import ScoredCase, read_record
 from seqpar.report.rendering import _environment
-from seqpar.report.run_page import not_yet_predicted
+from seqpar.report.run_page import how_predicted, not_yet_predicted
 from seqpar.report.several_runs import page_of_several
 from seqpar.settings.presets import debug
 from seqpar.tasks.lookup import TASKS
-from seqpar.tasks.segment.page import _how_predicted
 from tests.support.folders import save
 from tests.support.report_page import NAMES, Page, own_slices, written
 from tests.support.reported_run import make_run
@@ -143,7 +142,7 @@ def test_it_is_said_in_which_windows_cases_were_predicted(copied: Path) -> None:
     made = [{"run": str(copied), "weights": {}, "settings": way} for way in ways]
     for runs, said in ((made[:1], "windows that overlap by 50 %"), (made[1:], "in one pass"), (made, "")):
         summary.write_text(json.dumps({"runs": runs}))
-        told = _how_predicted(summary.parent, record)
+        told = how_predicted(summary.parent, record)
         assert said in told and bool(said) == bool(told), "of averaged runs that differ nothing is said"
 
 
@@ -364,8 +363,8 @@ def test_regions_that_no_shown_plane_cuts_are_counted_and_their_place_is_told() 
     assert elsewhere_note(case, near, ["tumour"]) == "", "an axial plane shows it"
     open_ = replace(shown, ignored=prediction > truth)
     assert elsewhere_note(case, open_, ["tumour"]) == f"In none of these planes: {missed}.", "the truth leaves it open"
-    hidden = replace(case, scores={"tumour": {"Dice": math.nan, "n_ref": math.nan}})
-    assert "false" not in elsewhere_note(hidden, shown, ["tumour"]), "the truth does not show the class"
+    hidden = replace(shown, hidden=[1])
+    assert "false" not in elsewhere_note(case, hidden, ["tumour"]), "the truth does not show the class"
     patient = replace(case, truth=None, scores={"tumour": {"VolumeMl": 1.0}})
     alone = replace(shown, truth=0 * truth)
     others = "2 predicted regions of tumour (the largest: 0.12 ml, at sagittal 31, coronal 31, axial 31)"

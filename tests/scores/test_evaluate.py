@@ -21,6 +21,7 @@ import pytest
 from seqpar.cli import evaluate
 from seqpar.cluster.exit_codes import DATA, USAGE, run
 from seqpar.scores import summary_files
+from seqpar.scores.label_files import about_held_out
 from seqpar.scores.label_scores import score, what_is_hardly_learned, words_of
 from seqpar.scores.summary_files import write_output, writing_alone
 from seqpar.tasks import case_evaluation
@@ -79,11 +80,23 @@ def test_the_table_ends_with_one_line_that_sums_up(
     assert " mm (1 of 6 not measured: a map lacks the class), NSD " in capsys.readouterr().out
 
 
+def test_a_validation_of_other_cases_than_were_held_out_is_told(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"dataset": {"held_out": ["a", "b"]}}))
+    for name in ("a", "b"):
+        save(tmp_path / "validation" / f"{name}.nii.gz", np.zeros((4, 4, 4), np.uint8))
+    assert about_held_out(tmp_path) == "" and about_held_out(tmp_path / "validation") == ""
+    save(tmp_path / "validation" / "c.nii.gz", np.zeros((4, 4, 4), np.uint8))
+    (tmp_path / "validation" / "b.nii.gz").unlink()
+    said = "lacks 1 held-out case, such as b and has 1 case that the run did not hold out, such as c."
+    assert about_held_out(tmp_path) == f"Caution: {tmp_path / 'validation'} {said}"
+
+
 def test_too_much_is_not_called_hardly_overlapping() -> None:
     """Of a Dice alone nobody knows which of both it is."""
     much = "the predictions cover 84 % of the truth, but are much too large"
     assert what_is_hardly_learned(0.16, 2, 0.16, 0.84) == what_is_hardly_learned(0.16, 9, 0.16, 0.84) == much
     assert "hardly overlap" in what_is_hardly_learned(0.16, 2, 0.16, 0.4) == what_is_hardly_learned(0.16, 2, 0.16)
+    assert what_is_hardly_learned(0.0, 1, 0.0, 0.0) == "the prediction does not overlap the truth"
     said = "no case has this class in the readers' consensus"
     assert what_is_hardly_learned(0.0, 2, math.nan, math.nan, has_readers=True) == said
 

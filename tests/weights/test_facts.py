@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import asdict, replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from seqpar.models.network import Network
 from seqpar.parallel.mesh import Group
 from seqpar.runs.trained_run import load_run
 from seqpar.settings.config import Config
+from seqpar.training.setup import refuse_other_outputs
 from seqpar.weights import checkpoint
 from seqpar.weights.facts import (
     about_cases_learned,
@@ -184,3 +186,12 @@ def test_a_pretraining_has_learned_no_labels(tmp_path) -> None:
         content = {"config": {"task": task}, "dataset": {"labels": {"tumour": 1}}}
         (tmp_path / "config.json").write_text(json.dumps(content))
         assert read_dataset(tmp_path / "model.safetensors")["labels"] == expected
+
+
+def test_a_run_is_not_resumed_where_labels_mean_something_else() -> None:
+    began = {"labels": {"a": 1}, "values": [0, 1], "regions_class_order": [1, 2], "ignore_label": None}
+    refuse_other_outputs(began, began, "D", Path("run"))
+    changes = {"values": [0, 2], "regions_class_order": [2, 1], "ignore_label": 3}
+    for name, value in changes.items():
+        with pytest.raises(DataError, match="but the run in run learned"):
+            refuse_other_outputs(began, began | {name: value}, "D", Path("run"))

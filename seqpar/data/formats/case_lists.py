@@ -74,8 +74,8 @@ def read_fold_json(path: Path, labelled: bool = True) -> Dataset:
     splits: tuple[Split, ...] = ((tuple(cases), tuple(held_out)),) if held_out else ()
     return Dataset(
         str(content.get("name") or path.stem), path.parent, LISTED, tuple(all_cases.values()), modalities,
-        labels, regions, order, ignore, _splits(folds, path, labelled) or splits, tuple(faults + more_faults), readers=readers,
-        probabilities=probabilities,
+        labels, regions, order, ignore, _splits(folds, path, labelled) or splits, tuple(faults + more_faults),
+        readers=readers, probabilities=probabilities,
     )  # fmt: skip
 
 

@@ -118,7 +118,9 @@ def flags_of_others(data: str) -> list[str]:
     records = (place / SETTINGS_FILE for place in places)
     record: dict[str, Any] = next((read_json(path) for path in records if path.is_file()), {})
     kind, seed = record.get("kind", "brain"), record.get("seed", 0)
-    return [*["--kind", kind] * (kind != "brain"), "--seed", str(seed + 1), "--out", "NEW"]
+    usual, size = list(KINDS[kind].size) if kind in KINDS else [], record.get("size", [])
+    sides = ["--size", *map(str, size)] * bool(size and size != usual)  # else voxels have another size
+    return [*["--kind", kind] * (kind != "brain"), *sides, "--seed", str(seed + 1), "--out", "NEW"]
 
 
 def describe_layout(layout: str, generated: bool) -> str:

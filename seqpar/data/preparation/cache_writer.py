@@ -106,6 +106,7 @@ def cache_lock(path: Path, waiting: Callable[[], None]) -> Iterator[None]:
         with as_cache_error(path):
             (path / "cases").mkdir(exist_ok=True)
             _refuse_foreign_cases(path)
+            os.close(_readers_of(path))  # those who may only read can mark it then
         yield
     finally:
         os.close(handle)
@@ -119,7 +120,10 @@ def reading(path: Path) -> Iterator[None]:
     """
     handle = None
     with suppress(OSError):
-        handle = os.open(path / _READERS, os.O_RDWR | os.O_CREAT, 0o644)
+        try:
+            handle = _readers_of(path)
+        except OSError:  # another user's cache
+            handle = os.open(path / _READERS, os.O_RDONLY)
         fcntl.flock(handle, fcntl.LOCK_SH)
     try:
         yield
@@ -128,19 +132,23 @@ def reading(path: Path) -> Iterator[None]:
             os.close(handle)
 
 
+def _readers_of(path: Path) -> int:
+    """Returns a handle of the file that readers of a cache lock together, and makes it if need be."""
+    return os.open(path / _READERS, os.O_RDWR | os.O_CREAT, 0o644)
+
+
 def _refuse_while_read(path: Path) -> None:
     """Raises CacheError if a training reads the cache: it would go on with other images and labels."""
-    with suppress(FileNotFoundError):
-        handle = os.open(path / _READERS, os.O_RDWR)
-        try:
-            if not _lock(handle):
-                raise CacheError(
-                    path,
-                    "is being read by a training, and the files of some of its cases have changed or gone: wait for "
-                    f"its end, or {ELSEWHERE}",
-                )
-        finally:
-            os.close(handle)
+    handle = _readers_of(path)
+    try:
+        if not _lock(handle):
+            raise CacheError(
+                path,
+                "is being read by a training, and cases that it reads would be prepared anew or removed: wait for its "
+                f"end, or {ELSEWHERE}",
+            )
+    finally:
+        os.close(handle)
 
 
 def refuse_foreign(path: Path) -> None:

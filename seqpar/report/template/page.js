@@ -261,7 +261,8 @@
       words.push(`${state.modality} ${ends}${format(inFile(image[n]))}${unit ? ` ${unit}` : ""}`);
     }
     const name = (number) => (number ? told.labels[number - 1].name : "none");
-    if (told.labels.length) words.push(...(get("truth").parentElement.hidden ? [] : [`truth: ${name(truth[n])}`]), `prediction: ${name(prediction[n])}`);
+    const open = truth[n] ? [] : current().hidden.map(name), unknown = open.length ? ` (not annotated: ${open.join(", ")})` : "";
+    if (told.labels.length) words.push(...(get("truth").parentElement.hidden ? [] : [`truth: ${name(truth[n])}${unknown}`]), `prediction: ${name(prediction[n])}`);
     if (disputed) words.push(disputed[n] ? "readers disagree" : "readers agree");
     const { heat_name: shown, most_nats: most } = current();
     if (heat) words.push(`${shown}: ${((heat[n] / 255) * (most || 1)).toFixed(2)} ${most ? "nats" : "of its maximum"}`);

@@ -123,7 +123,10 @@ const makeSurfaces = ({ told, get, write, drawScale, changed }) => {
   function choice({ name, colour }, n) { // a class: switched off and on, its opacity, and where the case lacks it
     const number = n + 1, part = document.createElement("span"), label = document.createElement("label");
     const lacks = KINDS.filter((kind) => has(kind) && !meshes[kind][number]);
-    const texts = lacks.map((kind) => (kind === "truth" ? "not in the truth" : "not predicted"));
+    const texts = lacks.map((kind) => {
+      if (shown.present[kind].includes(number)) return `${kind} too small for the voxels here`;
+      return kind === "prediction" ? "not predicted" : shown.hidden.includes(number) ? "not annotated" : "not in the truth";
+    });
     const [box, range] = ["checkbox", "range"].map((type) => Object.assign(document.createElement("input"), { type }));
     const swatch = document.createElement("i");
     box.checked = !off.has(number);

@@ -28,6 +28,7 @@ from seqpar.scores.comparison import FEW, TOO_FEW, Scored, add_fold, compare
 from seqpar.scores.label_classes import Labels, choose_labels, hidden_classes, labels_of_run
 from seqpar.scores.label_files import (
     Pair,
+    about_held_out,
     dataset_at,
     folders_of_truth,
     map_pairs,
@@ -115,6 +116,7 @@ class LabelMapEvaluation(CaseEvaluation):
                 if folder.exists() and not os.access(folder, os.W_OK):
                     raise DataError(folder, "cannot be written to: choose other places by --json and --csv")
             says_missing = not (validation or options.common)
+            note = " ".join(filter(None, [note, about_held_out(path)]))
             jobs.append(ScoringJob(str(path), pairs, files, faults, missing if says_missing else [], note))
             self.pairs[str(path)] = pairs
         refuse_unknown(self.labels, chain.from_iterable(self.pairs.values()))

@@ -36,7 +36,9 @@ from seqpar.report.record import (
 from seqpar.report.run_page import (
     FinishedPage,
     averaged_runs,
+    how_predicted,
     is_neurological,
+    is_validation,
     made_by,
     not_yet_predicted,
     other_run,
@@ -86,6 +88,10 @@ from seqpar.text import name_images, quantity
 FOLDER = Path(__file__).parent
 RESEARCH = "For research; not a medical device."
 NO_SPREAD = 5e-4  # of a Dice: an interval of less would look like certainty
+UNLABELLED = (
+    "Where the truth is not labelled (ignore label), nothing counts: neither scores nor the volumes of these tables "
+    "include it, and pictures do not mark it. What is predicted there is neither right nor false."
+)
 FEW = 12  # cases whose table is open from the start
 
 
@@ -106,7 +112,7 @@ def segment_page(options: argparse.Namespace, record: RunRecord) -> FinishedPage
         scored = try_reading(lambda: read_scores(record.path), gaps)
     cases, shown = None, []
     if scored and options.cases:
-        predicted = None if _is_validation(options.prediction, record) else inputs_of(options.prediction)
+        predicted = None if is_validation(options.prediction, record) else inputs_of(options.prediction)
         images = find_images(record, options.images, options.truth, predicted, gaps)
         shown = load_worst(record, scored, options.cases, images, gaps)
     if scored and shown:
@@ -137,7 +143,9 @@ def segment_page(options: argparse.Namespace, record: RunRecord) -> FinishedPage
         tables["series"] = _series(options.prediction, scored)
     elif scored:
         metrics = metrics_table(scored)
-        metrics = replace(metrics, note=f"{metrics.note} {_how_predicted(options.prediction, record)}".rstrip())
+        open_parts = [UNLABELLED] * (record.labels.ignore is not None)
+        told = [metrics.note, *open_parts, how_predicted(options.prediction, record)]
+        metrics = replace(metrics, note=" ".join(filter(None, told)))
         tables |= {"metrics": metrics, "sizes": sizes_table(scored), "volumes": volumes_table(scored)}
         tables |= {
             "strips": score_strips(scored, colours),
@@ -196,36 +204,6 @@ def _caution_of(tile: HeadlineTile, rows: Sequence[Scores], count: int) -> str:
     own = [row[tile.name] for row in rows if tile.name in row]
     has_readers, count = any(DISPUTED_ML in row for row in own), len(without_nan(row["Dice"] for row in own))
     return what_is_hardly_learned(tile.score.value, count, present, found, has_readers)
-
-
-def _is_validation(prediction: Path | None, record: RunRecord) -> bool:
-    """Returns whether predictions are a run's own validation, whose cases are those of its data."""
-    if prediction is None:
-        return True
-    folder = Path(os.path.realpath(prediction))
-    own = folder.name.startswith("validation") and folder.parent == Path(os.path.realpath(record.path))
-    return own and not (folder / RECORD).exists()
-
-
-def _how_predicted(prediction: Path | None, record: RunRecord) -> str:
-    """Returns how a network saw the scored cases, a sentence; "" if it is not known, or if averaged runs differ in it.
-
-    - ``prediction``: a folder of label maps; None: the run's own validation
-    """
-    if _is_validation(prediction, record):
-        config = record.config
-        is_whole = config.get("val_window") == "whole" or (prediction and prediction.name == "validation-whole")
-        ways = [{"window": "whole" if is_whole else "sliding", "overlap": config.get("val_overlap")}]
-    else:
-        ways = [made.get("settings", {}) for made in made_by(prediction)] if prediction else []
-    known = {(own.get("window"), own.get("overlap")) for own in ways}
-    window, overlap = known.pop() if len(known) == 1 else (None, None)
-    if window == "whole":
-        return "Each case was predicted in one pass."
-    if window != "sliding" or not isinstance(overlap, float):
-        return ""
-    told = f"Cases were predicted in windows that overlap by {100 * overlap:.3g} %"
-    return f"{told}; another overlap changes scores a little."
 
 
 def _intensities(prediction: Path, scored: CaseScores, schemes: Sequence[str], gaps: list[str]) -> Table | None:
