@@ -1,6 +1,7 @@
 """What a rank's device can do, by its maker or measured; kinds of operations and their cost."""
 
 import json
+import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -246,8 +247,8 @@ def measured(path: str, base: Device, precision: str) -> Device:
         links = {int(group["size"]): _slowest_link(group) for group in groups.values() if group["size"] > 1}
         name = precision if precision == "tf32" else str(DTYPES[precision]).removeprefix("torch.")
         rate = rates.get(name, 0.0) if isinstance(rates, dict) else rates
-        memory = float(record.get("memory_bytes", 0))
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        rate, memory = _of_speed(rate or 0.0, zero=True), _of_speed(record.get("memory_bytes", 0), zero=True)
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise ValueError(f"--measured {path} is not what launch/doctor.py writes as JSON: {error}") from None
     shares = base.shares
     if rate:  # other kinds of operations are scaled as matrix products are
@@ -269,5 +270,13 @@ def measured(path: str, base: Device, precision: str) -> Device:
 def _slowest_link(group: Mapping[str, Any]) -> Link:
     """Returns the slowest of a group's collectives; each of them sends a message to every other rank."""
     kinds = [group[kind] for kind in ("all_gather", "all_to_all", "all_reduce") if kind in group]
-    latency = max(float(kind["latency_s"]) for kind in kinds) / max(int(group["size"]) - 1, 1)
-    return Link(min(float(kind["bytes_per_s"]) for kind in kinds), latency)
+    latency = max(_of_speed(kind["latency_s"]) for kind in kinds) / max(int(group["size"]) - 1, 1)
+    return Link(min(_of_speed(kind["bytes_per_s"]) for kind in kinds), latency)
+
+
+def _of_speed(value: Any, zero: bool = False) -> float:
+    """Returns a measured number; raises ValueError for one that nothing can have; ``zero``: 0 if it is not known."""
+    number = float(value)
+    if not (math.isfinite(number) and (number > 0 or zero and number == 0)):
+        raise ValueError(f"{value} is no speed, time or size")
+    return number

@@ -32,7 +32,6 @@ from seqpar.report.planes import (
     plane_of,
     ranks_of,
     sides,
-    with_brightness,
 )
 from seqpar.report.plots import escape_mathtext, make_figure, save_figure, title_of_run
 from seqpar.scores.class_scores import positive_class, roc_label, roc_points
@@ -105,7 +104,8 @@ def figure_of_cases(
     figure.suptitle(title_of_run(run, *lines), fontsize=9)
     panels = figure.subplots(len(cases), 3, squeeze=False)
     for row, case in zip(panels, cases):
-        at = fullest_planes(case.truth if case.truth.any() else case.prediction)
+        wanted = np.where(case.truth > len(classes), 0, case.truth)  # without what is ignored
+        at = fullest_planes(wanted if wanted.any() else case.prediction)
         known = np.where(np.isin(case.prediction, case.hidden), 0, case.prediction)
         unseen = count_outside(outside_planes(case.truth, known, classes, case.spacing, at))
         low, high = window or limits_of([case.image[case.image != 0]])
@@ -165,15 +165,15 @@ def _draw_plane(
 
 
 def _tint(labels: NDArray[Any], num_classes: int, greys: NDArray[Any]) -> NDArray[Any]:
-    """Returns the colours of labels in a plane, as bright as the image and all but transparent, ``y x 4``.
+    """Returns the colours of labels in a plane, times the image's greys and all but transparent, ``y x 4``.
 
-    What is ignored has none.
+    Thus they make dark tissue no brighter. What is ignored has none.
     """
     from matplotlib.colors import to_rgb
 
     colours = np.array([to_rgb(colour) for colour in COLOURS])[(labels.astype(int) - 1) % len(COLOURS)]
     opacity = TINT * ((labels > 0) & (labels <= num_classes))
-    return np.concatenate([with_brightness(colours, greys), opacity[..., None]], -1)
+    return np.concatenate([colours * greys[..., None], opacity[..., None]], -1)
 
 
 def _outline(panel: Any, plane: NDArray[Any], colour: str, width: float) -> None:

@@ -24,7 +24,7 @@ COLOURS = ("#e69f00", "#56b4e9", "#cc79a7", "#009e73", "#d55e00", "#f0e442", "#0
 # Runs have other colours than classes. All of these can be read on white and on black.
 RUN_COLOURS = ("#8a63d2", "#a0703c", "#d6336c", "#1f9e9e", "#7f8790", "#8f9a1f", "#c05bd6", "#5a7bd8")
 DISPUTED = "#a838ff"  # where readers disagree; no class is violet
-TINT = 0.25  # opacity of what is inside the line of truth or prediction, whose colour takes the image's brightness
+TINT = 0.25  # opacity of what is inside the line of truth or prediction; its colour is multiplied by the image's greys
 TINTED = "tinted: inside a line"
 PLANES = (("sagittal", 0), ("coronal", 1), ("axial", 2))  # a plane's name, and the direction that it is across
 KEPT_HU = (-150.0, 250.0)  # of a CT: fat and soft tissue are told apart
@@ -77,20 +77,6 @@ def fullest_planes(mask: NDArray[Any]) -> tuple[int, ...]:
         return tuple(side // 2 for side in mask.shape)
     others = [tuple(d for d in range(mask.ndim) if d != dim) for dim in range(mask.ndim)]
     return tuple(int(np.argmax((mask > 0).sum(axis))) for axis in others)
-
-
-def with_brightness(colours: NDArray[Any], greys: NDArray[Any]) -> NDArray[Any]:
-    """Returns colours as bright as an image: a tint that makes dark tissue no brighter. It is CSS's blend mode "color".
-
-    - ``colours``: red, green and blue from 0 to 1, ``... 3``; ``greys``: from 0 to 1, ``...``
-    """
-    grey = greys[..., None]
-    moved = colours + grey - (colours @ np.array([0.3, 0.59, 0.11]))[..., None]
-    low, high = moved.min(-1, keepdims=True), moved.max(-1, keepdims=True)
-    with np.errstate(divide="ignore", invalid="ignore"):  # where it is not asked for
-        moved = np.where(low < 0, grey + (moved - grey) * grey / (grey - low), moved)
-        moved = np.where(high > 1, grey + (moved - grey) * (1 - grey) / (high - grey), moved)
-    return np.clip(moved, 0, 1)  # rounding
 
 
 class FileSlices(NamedTuple):

@@ -7,6 +7,7 @@ from pathlib import Path
 from seqpar.cluster.stop_request import StopRequest
 from seqpar.cluster.torch_setup import keep_memory, recomputes, without_torch_compile
 from seqpar.data.addresses import describe_download, is_missing
+from seqpar.data.errors import DataError
 from seqpar.data.formats.joined_labels import join_labels
 from seqpar.data.preparation.cache_index import cache_folder
 from seqpar.models.build import build_on_meta
@@ -111,6 +112,8 @@ def run_lessons(request: RunRequest, mesh: Mesh, data: TrainingData, status: Sta
     if mesh.device.type == "cpu":
         keep_memory()
     saved = _find(status, mesh) if request.config.resume else None
+    if request.config.resume and saved is None:
+        _refuse_results_without_checkpoint(status.path.parent)
     number = lesson_at(request.config, checkpoint.read_progress(saved).step) if saved else 0
     is_first = True
     while True:
@@ -135,6 +138,17 @@ def _compiler(config: Config) -> AbstractContextManager[None]:
 def _tiles_of(lesson: Lesson, data: TrainingData) -> TrainingData:
     """Returns the data with tiles of the lesson's size and places."""
     return data.with_tiles(replace(lesson.config, foreground=lesson.foreground))
+
+
+def _refuse_results_without_checkpoint(out: Path) -> None:
+    """Raises DataError where a run that would begin anew has results, since a copy may lack its checkpoints."""
+    results = next((name for name in (WEIGHTS, "validation/summary.json") if (out / name).is_file()), None)
+    if results:
+        raise DataError(
+            out,
+            f"has {results} but no checkpoint to continue from, so that it would be replaced: copy its checkpoints as "
+            f"well, or begin another run (--weights {out}, another --out)",
+        )
 
 
 def _find(status: StatusFile, mesh: Mesh) -> Path | None:

@@ -217,6 +217,15 @@ def test_measured_figures_are_taken(tmp_path: Path) -> None:
     file.write_text(json.dumps({"device": "x", "matmul_flops_per_s": 5e12}))
     alone = measured(str(file), GCD, "fp32")
     assert alone.shares["matmul"] * GCD.peak["fp32"] == pytest.approx(5e12) and alone.links == GCD.links
+    for changed in ({"latency_s": -3}, {"bytes_per_s": 0}, {"latency_s": math.nan}):
+        odd = {**group, "all_gather": {**group["all_gather"], **changed}}
+        file.write_text(json.dumps({**figures, "groups": {"seq": odd}}))
+        with pytest.raises(ValueError, match="is no speed, time or size"):
+            measured(str(file), GCD, "fp32")
+    for changed in ({"matmul_flops_per_s": "fast"}, {"memory_bytes": -5}):
+        file.write_text(json.dumps(figures | changed))
+        with pytest.raises(ValueError, match="is not what launch/doctor.py writes as JSON"):
+            measured(str(file), GCD, "fp32")
 
 
 def test_the_papers_long_sequence_in_figures() -> None:

@@ -11,7 +11,6 @@ from pathlib import Path
 import nibabel
 import numpy as np
 import pytest
-from matplotlib.colors import to_rgb
 from scipy.spatial.transform import Rotation
 
 from seqpar.cli import evaluate, report
@@ -20,19 +19,19 @@ from seqpar.data.geometry import make_geometry, to_canonical
 from seqpar.report.cases import _case_view, viewer_section
 from seqpar.report.embedded_volumes import ShownCase
 from seqpar.report.images import other_voxels, spacings_of
-from seqpar.report.pictures import PicturedCase, figure_of_cases
+from seqpar.report.pictures import PicturedCase, _tint, figure_of_cases
 from seqpar.report.planes import (
     COLOURS,
     COUNTED,
     NEAREST,
     PLANES,
+    TINT,
     counted,
     fullest_planes,
     orientation_text,
     plane_of,
     sides,
     slices_of,
-    with_brightness,
 )
 from seqpar.report.record import RunRecord, ScoredCase, read_record
 from seqpar.weights.weight_files import digest
@@ -389,13 +388,12 @@ def test_scores_of_label_maps_are_of_new_cases_next_to_those_that_were_seen(
     assert "Of moved alone: at the best validation, the mean Dice of NCR is 0.000" in page.text
 
 
-def test_a_tint_is_as_bright_as_the_image() -> None:
+def test_a_tint_is_seen_on_white_and_makes_dark_tissue_no_brighter() -> None:
     """A lesion that is darker than its surroundings would look brighter than it is."""
-    greys = np.linspace(0, 1, 11)
-    for colour in COLOURS:
-        tint = with_brightness(np.broadcast_to(np.array(to_rgb(colour)), (11, 3)), greys)
-        assert tint.min() >= 0 and tint.max() <= 1, "matplotlib warns of others"
-        assert np.allclose(tint @ np.array([0.3, 0.59, 0.11]), greys)
-        assert np.ptp(tint[5]) > 0.2, "and has the colour's hue"
+    labels = np.arange(11) % len(COLOURS) + 1
+    for grey in (0.0, 0.1, 0.5, 1.0):
+        *colours, opacity = _tint(labels[None], len(COLOURS), np.full((1, 11), grey))[0].T
+        assert np.all(np.array(colours) <= grey) and np.allclose(opacity, TINT)
+        assert grey < 1 or np.all(np.ptp(np.array(colours), axis=0) > 0.2)
     css = resources.files("seqpar.report").joinpath("template/page.css").read_text()
-    assert "mix-blend-mode: color" in css, "and so it is on the page"
+    assert "mix-blend-mode: multiply" in css, "and so it is on the page"

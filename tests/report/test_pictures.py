@@ -152,7 +152,7 @@ def test_each_edge_between_labels_is_drawn_once_in_a_picture() -> None:
     labels[0, 0, 0] = 3  # which has no line, as an ignored label
     picture = PicturedCase("a", np.ones(labels.shape), labels, 0 * labels, (1.0,) * 3, own_slices(labels.shape))
     for panel, dim in zip(figure_of_cases([picture], ["liver", "lesion"], 1, False, Path()).axes, range(3)):
-        plane = plane_of(labels % 3, dim, fullest_planes(labels)[dim], False)
+        plane = plane_of(labels % 3, dim, fullest_planes(labels % 3)[dim], False)
         lines = [line for drawn in panel.collections for line in drawn.get_segments()]
         closed = [bool((line[0] == line[-1]).all()) for line in lines]
         middles = [(x, y) for line, ends in zip(lines, closed) for x, y in line[ends:].tolist() if (x + y) % 1]

@@ -103,3 +103,16 @@ def test_a_run_of_all_cases_holds_none_out(tmp_path: Path, capsys: pytest.Captur
     assert "5 cases: 5 to train on, also used to validate (fold all): scores say nothing about new cases" in said
     assert evaluate.act([str(tmp_path / "Dataset001_Tiny"), str(run)]) == 0
     assert "The weights have learned from some of these held-out cases (--fold all" in capsys.readouterr().out
+
+
+def test_a_run_without_its_checkpoints_keeps_the_weights_that_it_has(tmp_path: Path) -> None:
+    """A copy may lack them; training would begin anew and replace the weights."""
+    flags, run, copied = [*tiny_data(tmp_path), "--epochs", "1"], tmp_path / "run", tmp_path / "copied"
+    trained(1, [*flags, "--fold", "0"], run)
+    copied.mkdir()
+    for name in ("config.json", "model.safetensors"):
+        shutil.copy(run / name, copied)
+    before = (copied / "model.safetensors").read_bytes()
+    said = trained(1, ["--resume", "--epochs", "2", "--device", "cpu"], copied, expect=3).said()
+    assert "has model.safetensors but no checkpoint to continue from" in " ".join(said.split())
+    assert (copied / "model.safetensors").read_bytes() == before

@@ -157,7 +157,9 @@ def refuse_foreign(path: Path) -> None:
         if not path.is_dir():
             return
         foreign = sorted(filter(_is_foreign, path.iterdir()))
-        if foreign and not (path / ".lock").exists():  # looked for last: another process may have begun meanwhile
+        is_copy = (path / "cache.json").is_file() and (path / "cases").is_dir()  # without hidden files
+        is_ours = is_copy or (path / ".lock").exists()  # looked for last: another process may have begun meanwhile
+        if foreign and not is_ours:
             raise CacheError(path, f"has {foreign[0].name} but no cache; {ELSEWHERE}, so that nothing is lost")
 
 

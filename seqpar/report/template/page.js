@@ -120,7 +120,7 @@
       for (const [name, [width, level]] of Object.entries(PRESETS)) {
         const [low, high] = range(), seen = Math.min(high, level + width / 2) - Math.max(low, level - width / 2);
         const option = new Option(`${name} (W ${width}, L ${String(level).replace("-", "−")})`, name);
-        option.disabled = seen < width / 2;
+        option.disabled = seen < 0.75 * width;
         if (option.disabled) option.text = `${name}: the image keeps ${format(low)} to ${format(high)} HU`;
         options.push(option);
       }
@@ -172,7 +172,7 @@
     const context = canvas.getContext("2d");
     context.drawImage(greys(dim), left, top, width, height, 0, 0, canvas.width, canvas.height);
     const sx = canvas.width / width, sy = canvas.height / height;
-    const tint = state.volumes.image ? "color" : "source-over";
+    const tint = state.volumes.image ? "multiply" : "source-over";
     for (const kind of ["truth", "prediction"]) {
       if (!get(kind).checked) continue;
       const labels = plane(state.volumes[kind], dim);

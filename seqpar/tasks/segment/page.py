@@ -158,6 +158,7 @@ def segment_page(options: argparse.Namespace, record: RunRecord) -> FinishedPage
     is_own = alone and not averaged_runs(options.prediction) and not other_run(options.prediction, record.path)
     cautions = _reached(record) if is_own else _reached_by_averaged(options.prediction) if alone else []
     cautions += not_yet_predicted(options.prediction) if alone else []
+    cautions += _trained_on(record, [case.name for case in scored.cases]) if alone and scored else []
     if scored and not alone:
         missing = filter(None, [missing_line(scored.missing)])
         cautions = chosen_on_them(record)
@@ -349,6 +350,15 @@ def _how_sure(values: Sequence[float]) -> str:
     return f"{low:.3f} to {high:.3f}" if high - low >= NO_SPREAD else "all cases alike"
 
 
+def _trained_on(record: RunRecord, cases: Sequence[str]) -> list[str]:
+    """Returns a sentence if shown cases have the names of cases that a run was trained on."""
+    named = sorted({*cases} & {*record.dataset["train"]})
+    if not named:
+        return []
+    have = f"{len(named)} of {quantity(len(cases), 'case')} {'has the name' if len(named) == 1 else 'have names'}"
+    return [f"{have} of cases that the run was trained on, such as {named[0]}: new cases may look worse."]
+
+
 def _reached_by_averaged(prediction: Path) -> list[str]:
     """Returns what each of several averaged runs reached in validation, as far as its folder is there."""
     sentences, runs = list[str](), [Path(made["run"]) for made in made_by(prediction)]
@@ -364,6 +374,8 @@ def _reached(record: RunRecord) -> list[str]:
     if not sentences:
         return []
     scored = try_reading(lambda: read_scores(record.path), [])
+    if scored and scored.step and scored.step != best_step(record):  # of other weights than those of the sentence
+        return sentences
     found = {name: absent_of(scored, name) for name in scored.classes} if scored else {}
     told = [_found_in_none(name, absent) for name, absent in found.items() if absent.cases]
     told = told or [ALL_HAVE_IT] * bool(scored)

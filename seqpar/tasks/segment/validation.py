@@ -85,9 +85,8 @@ class ValidationFolder:
             (folder / "summary.json").unlink(missing_ok=True)  # it describes other label maps from here on
             dataset = find_dataset()
             self.label_files, self.doubts = label_files(dataset), doubts_of(dataset)
-            known = {*description.get("train", ()), *self.label_files}
-            for case in known - {*description.get("held_out", ())}:
-                (folder / f"{case}.nii.gz").unlink(missing_ok=True)  # held out by another split, and another network's
+            for case in {*description.get("train", ()), *description.get("held_out", ()), *self.label_files}:
+                (folder / f"{case}.nii.gz").unlink(missing_ok=True)  # of an earlier network, whatever becomes of this
         except DataError as error:
             self.faults.append(error)
         except OSError as error:
