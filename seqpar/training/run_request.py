@@ -30,6 +30,7 @@ from seqpar.runs.run_status import changed_settings, describe_kill
 from seqpar.settings.checks import check_network
 from seqpar.settings.command_line import default_preset, naming_preset, parse, shortened_warmup, wants_gpu
 from seqpar.settings.config import Config
+from seqpar.settings.curriculum import parse_curriculum
 from seqpar.settings.data_settings import ALL_FOLDS, OWN
 from seqpar.settings.field import Circumstances
 from seqpar.settings.lessons import Lesson, lessons_of
@@ -195,8 +196,12 @@ def _hold_global_batches(
     lessons: tuple[Lesson, ...], num_groups: int, line: _CommandLine
 ) -> tuple[tuple[Lesson, ...], str]:
     """Returns the lessons with the batches that make ``--global-batch``, and a sentence on how."""
-    flags = line.numbers("batch", "accumulate")
-    now = [replace(each, config=hold_global_batch(each.config, num_groups, flags)) for each in lessons]
+    flags, entries = line.numbers("batch", "accumulate"), parse_curriculum(line.config.curriculum)
+    typed = [flags | {"batch": entry.batch, "accumulate": entry.micros} for entry in entries] or [flags]
+    now = [
+        replace(each, config=hold_global_batch(each.config, num_groups, own))
+        for each, own in zip(lessons, typed, strict=True)
+    ]
     how = dict.fromkeys(describe_global_batch(was.config, own.config, num_groups) for was, own in zip(lessons, now))
     return tuple(now), "; ".join(how)
 

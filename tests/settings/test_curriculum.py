@@ -132,6 +132,9 @@ def test_the_global_batch_of_every_lesson_is_held(flags):
     request = request_of(flags, "--curriculum 8:1:4,16:1:2 --global-batch 8", world=2)
     assert [(o.config.batch, o.config.accumulate) for o in request.lessons] == [(4, 1), (2, 2)]
     assert "accumulate 2" in request.choices["global_batch"][0]
+    for lessons in ("8:1:3,16:1:2", "8:1:4,16:1:2x1"):  # a batch that is not trained would be listed
+        with pytest.raises(ValueError, match="--global-batch 8 is 4 tiles a step for each of 2 groups"):
+            request_of(flags, f"--curriculum {lessons} --global-batch 8", world=2)
 
 
 @pytest.mark.parametrize("more, name", [
