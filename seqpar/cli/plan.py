@@ -65,6 +65,8 @@ def _plan(own: argparse.Namespace, preset: str, config: Config, flags: set[str],
     config, own.channels, own.classes = config_to_plan(config, tuple(own.volume or ()), own.channels, own.classes)
     sizes = [config.seqpar] if config.seqpar != AUTO and "seqpar" in flags else usual_sizes(device.node)
     sizes = [size for size in sizes if size <= (own.ranks or size)]
+    if own.largest_tile and own.volume:
+        raise ValueError("--volume would do nothing: --largest-tile looks for one of its own: remove it")
     if own.predict:
         return print_prediction(config, own.volume or (), device, sizes, own.channels, own.classes)
     tile = tuple(own.volume or config.tile)

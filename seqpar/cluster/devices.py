@@ -250,6 +250,8 @@ def measured(path: str, base: Device, precision: str) -> Device:
         rate, memory = _of_speed(rate or 0.0, zero=True), _of_speed(record.get("memory_bytes", 0), zero=True)
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise ValueError(f"--measured {path} is not what launch/doctor.py writes as JSON: {error}") from None
+    if other := _measured_elsewhere(base, str(record.get("device", "")), rates):
+        raise ValueError(f"--measured {path} was measured on {other}, and the plan is for {base.name}: use --device")
     shares = base.shares
     if rate:  # other kinds of operations are scaled as matrix products are
         ranks_a_core = world / base.cores if base.cores else 1.0
@@ -265,6 +267,18 @@ def measured(path: str, base: Device, precision: str) -> Device:
         far=_slowest_link(groups["world"]) if crosses else base.far,
         source=f"measured, {path}",
     )
+
+
+def _measured_elsewhere(base: Device, made: str, rates: Any) -> str:
+    """Returns on what else than ``base`` the doctor has measured, as far as that is known; else "".
+
+    - ``made``: what torch calls the device; ``rates``: of matrix products by type, which on a CPU has a single one
+    """
+    known = gpu_by_name(made)
+    if base.on_gpu:
+        is_cpu = known is None and isinstance(rates, dict) and set(rates) == {"float32"}
+        return f"a CPU ({made})" if is_cpu else made if known and known.name not in base.name else ""
+    return made if known else ""
 
 
 def _slowest_link(group: Mapping[str, Any]) -> Link:

@@ -246,7 +246,8 @@ def curves_over_each_other(records: Mapping[str, RunRecord]) -> list[Chart]:
         scores.setdefault(record.network_settings.task, []).append(Line(name, at, [values], dots=True, style=n))
     validations = [row for record in records.values() for row in record.held_out]
     runs = list(records.values())
-    of_loss = ", not comparable" * bool(_differ_in_data(runs) or _losses_that_differ(runs))
+    of_data = ", not comparable" * bool(_differ_in_data(runs))
+    of_loss = of_data or ", not comparable" * bool(_losses_that_differ(runs))
     every: list[tuple[str, list[Line], float | None]] = [
         (f"Loss in training{of_loss}", losses, None),
         (f"Loss on held-out cases{count_of(validations, '=')}{of_loss}", held_out, None),
@@ -254,7 +255,8 @@ def curves_over_each_other(records: Mapping[str, RunRecord]) -> list[Chart]:
     for task, lines in scores.items():  # a chart each, for what one task is scored by is nothing to another
         own = [row for row in validations if task_of_row(row) == task]
         if task not in ERRORS:  # these are compared by that loss
-            every.append((f"{SCORES[task][:1].upper()}{SCORES[task][1:]} on held-out cases{count_of(own)}", lines, 1.0))
+            title = f"{SCORES[task][:1].upper()}{SCORES[task][1:]} on held-out cases{count_of(own)}{of_data}"
+            every.append((title, lines, 1.0))
     axis = step_axis([record.train for record in records.values()])
     return draw_charts(
         [

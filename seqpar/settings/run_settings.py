@@ -117,7 +117,7 @@ class RunSettings:
         "replay each step's passes as CUDA graphs, for small tiles",
         tasks=SUPERVISED,
         acts_when=lambda c: c.seqpar == c.pipe == 1 and not c.shard_weights,
-        why="ranks exchange messages within a pass: remove --seqpar, --pipe or --shard-weights",
+        why="ranks exchange messages within a pass (--seqpar, --pipe, --shard-weights)",
         idle_here=lambda c, here: "without a GPU" if here.has_gpu is False and c.cuda_graph else "",
     )
     deterministic: bool = _device(

@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlparse
@@ -49,12 +49,20 @@ def open_blocks(browser: Chromium, url: str, tmp_path: Path) -> Iterator[Open]:
     browser.requests.clear()
 
     def open_them(
-        truth: Bytes, prediction: Bytes, spacing: tuple[float, ...] = (1, 1, 1), spy: str = WEBGL, **more: Any
+        truth: Bytes,
+        prediction: Bytes,
+        spacing: tuple[float, ...] = (1, 1, 1),
+        spy: str = WEBGL,
+        lost: Sequence[int] = (),
+        hidden: Sequence[int] = (),
+        **more: Any,
     ) -> Chromium:
         text = Path(unquote(urlparse(url).path)).read_text()
         start, told, end = re.split(r'(?<=id="volumes">)(.*?)(?=</script>)', text, maxsplit=1, flags=re.S)
         data = json.loads(told)
         truth_sheet, own_sheet = (encode(png(sheet(labels, 4))) for labels in (truth, prediction))
+        present = [sorted({*np.unique(labels).tolist(), *lost} - {0}) for labels in (truth, prediction)]
+        data["cases"][0] |= {"present": dict(zip(("truth", "prediction"), present)), "hidden": list(hidden)}
         data["cases"][0] |= {"shape": SHAPE, "spacing": spacing, "columns": 4, "modalities": [], "images": [],
                              "truth": truth_sheet, "prediction": own_sheet, "at": [4, 5, 5],
                              "slices": [list(range(1, side + 1)) for side in SHAPE]}  # fmt: skip
@@ -116,6 +124,12 @@ def test_classes_are_drawn_where_they_are_and_one_that_is_lacking_is_named(open_
     page.wait("viewer.getAttribute('aria-busy') === 'false'")
     assert seen(page, BLUE, 1)["count"] > 200, "the other case has the class"
     assert page.value("contexts.size") == 1
+
+
+def test_a_class_that_is_too_small_for_the_page_or_not_annotated_is_not_called_absent(open_blocks: Open) -> None:
+    page = open_blocks(*blocks(), lost=[2], hidden=[3])
+    told = page.value("[...document.querySelectorAll('#surface-classes label')].map(one => one.innerText.trim())")
+    assert told == ["NCR", "ED (prediction too small for the voxels here)", "ET (not annotated, not predicted)"]
 
 
 def test_classes_truth_and_prediction_can_be_switched_off(open_blocks: Open) -> None:

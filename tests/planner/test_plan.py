@@ -119,7 +119,13 @@ def doctors(folder: Path, bytes_per_s: float) -> Path:
     """Returns what the doctor of 16 ranks on two nodes writes."""
     kinds = {"all_gather": {"latency_s": 3e-4, "bytes_per_s": bytes_per_s}}
     groups = {name: {"size": size, **kinds} for name, size in (("seq", 4), ("data", 4), ("world", 16))}
-    figures = {"device": "x", "world": 16, "nodes": 2, "matmul_flops_per_s": {"float32": 10e12}, "groups": groups}
+    figures = {
+        "device": "x",
+        "world": 16,
+        "nodes": 2,
+        "matmul_flops_per_s": {"float32": 10e12, "bfloat16": 80e12},
+        "groups": groups,
+    }
     file = folder / f"{bytes_per_s:g}.json"
     file.write_text(json.dumps(figures))
     return file

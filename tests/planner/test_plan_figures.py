@@ -222,6 +222,11 @@ def test_measured_figures_are_taken(tmp_path: Path) -> None:
         file.write_text(json.dumps({**figures, "groups": {"seq": odd}}))
         with pytest.raises(ValueError, match="is no speed, time or size"):
             measured(str(file), GCD, "fp32")
+    elsewhere = {"device": "AMD EPYC", "matmul_flops_per_s": {"float32": 3e10}}, {"device": "NVIDIA H100 80GB HBM3"}
+    for changed in elsewhere:
+        file.write_text(json.dumps(figures | changed))
+        with pytest.raises(ValueError, match=f"was measured on .*{changed['device']}.*, and the plan is for MI250X"):
+            measured(str(file), GCD, "fp32")
     for changed in ({"matmul_flops_per_s": "fast"}, {"memory_bytes": -5}):
         file.write_text(json.dumps(figures | changed))
         with pytest.raises(ValueError, match="is not what launch/doctor.py writes as JSON"):

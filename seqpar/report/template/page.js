@@ -120,7 +120,7 @@
       for (const [name, [width, level]] of Object.entries(PRESETS)) {
         const [low, high] = range(), seen = Math.min(high, level + width / 2) - Math.max(low, level - width / 2);
         const option = new Option(`${name} (W ${width}, L ${String(level).replace("-", "−")})`, name);
-        option.disabled = seen < 0.75 * width;
+        option.disabled = seen < 0.6 * width;
         if (option.disabled) option.text = `${name}: the image keeps ${format(low)} to ${format(high)} HU`;
         options.push(option);
       }
