@@ -346,6 +346,10 @@ def test_a_ct_is_drawn_in_hounsfield_units_with_its_window(tmp_path: Path, alone
     for one in drawn:
         hounsfield = nibabel.load(data / "imagesTr" / f"{one.name}_0000.nii.gz").get_fdata()
         assert one.is_ct and np.median(one.image) == pytest.approx(np.median(hounsfield[hounsfield > 0]), rel=0.02)
+    assert not any(one.hidden for one in drawn)
+    case = next(iter(cases))
+    trainer.data.dataset.annotated[case.id] = ()
+    assert list(trainer.validation._pictured(case, np.asarray(case.label), 0).hidden) == [1], "nobody outlined it"
     bright = replace(drawn[0], image=drawn[0].image + 500)
     figure = figure_of_cases([drawn[0], bright], ["tumour"], 2, False, Path())
     low, high = figure.axes[0].images[0].get_clim()

@@ -26,6 +26,7 @@ from seqpar.report.run_page import how_predicted, not_yet_predicted
 from seqpar.report.several_runs import page_of_several
 from seqpar.settings.presets import debug
 from seqpar.tasks.lookup import TASKS
+from seqpar.tasks.segment.page import _trained_on
 from tests.support.folders import save
 from tests.support.report_page import NAMES, Page, own_slices, written
 from tests.support.reported_run import make_run
@@ -144,6 +145,15 @@ def test_it_is_said_in_which_windows_cases_were_predicted(copied: Path) -> None:
         summary.write_text(json.dumps({"runs": runs}))
         told = how_predicted(summary.parent, record)
         assert said in told and bool(said) == bool(told), "of averaged runs that differ nothing is said"
+
+
+def test_predictions_for_training_cases_are_not_shown_without_a_word(copied: Path) -> None:
+    record, (first, second) = read_record(copied), ("c_000", "c_001")
+    record.content["dataset"]["train"] = [first, second]
+    (one,), (two,) = (_trained_on(record, [*names, "new"]) for names in ([first], [first, second]))
+    assert f"1 of 2 cases has the name of a case that the run was trained on, such as {first}" in one
+    assert "2 of 3 cases have the names of cases that the run was trained on" in two
+    assert _trained_on(record, ["new"]) == []
 
 
 def test_a_low_dice_has_a_caution_next_to_it(copied: Path) -> None:
@@ -357,6 +367,8 @@ def test_regions_that_no_shown_plane_cuts_are_counted_and_their_place_is_told() 
     first, *others = figure_of_cases([picture], ["tumour"], 1, False, Path("run")).axes
     assert first.get_title() == "a\nregions not shown: 2 false, 1 missed\nsagittal 5 / 40"
     assert [panel.get_title() for panel in others] == ["coronal 5 / 40", "axial 5 / 40"]
+    unknown = figure_of_cases([replace(picture, hidden=[1])], ["tumour"], 1, False, Path("run")).axes[0]
+    assert "false" not in unknown.get_title(), "the truth does not show the class"
     in_plane = np.where(np.indices(truth.shape)[2] == 4, prediction | (truth > 0), 0 * truth)
     in_plane[30, 30, 4] = 1
     near = replace(shown, truth=np.where(np.arange(40) < 15, truth, 0), prediction=in_plane)

@@ -355,8 +355,9 @@ def _trained_on(record: RunRecord, cases: Sequence[str]) -> list[str]:
     named = sorted({*cases} & {*record.dataset["train"]})
     if not named:
         return []
-    have = f"{len(named)} of {quantity(len(cases), 'case')} {'has the name' if len(named) == 1 else 'have names'}"
-    return [f"{have} of cases that the run was trained on, such as {named[0]}: new cases may look worse."]
+    have = "has the name of a case" if len(named) == 1 else "have the names of cases"
+    told = f"{len(named)} of {quantity(len(cases), 'case')} {have} that the run was trained on, such as {named[0]}"
+    return [f"{told}: predictions for new cases may be worse."]
 
 
 def _reached_by_averaged(prediction: Path) -> list[str]:

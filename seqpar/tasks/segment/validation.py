@@ -292,8 +292,9 @@ class SegmentationValidation(CaseValidation):
         slices = slices_of(turned.geometry, turned.box, turned.shape)
         names = name_images(self.data.dataset.modalities)
         modality = names[shown] if len(names) > 1 else ""
-        doubt = next(iter(disputed), None)
-        return PicturedCase(name, image, truth, ids, turned.spacing, slices, modality, doubt, is_ct)
+        doubt, unknown = next(iter(disputed), None), self.data.hidden_classes(case.id)
+        hidden = [value for label, value in self.data.dataset.labels.items() if label in unknown]
+        return PicturedCase(name, image, truth, ids, turned.spacing, slices, modality, doubt, is_ct, hidden)
 
     def _progress(self, journal: Journal, number: int, window: int, began: float) -> ReportProgress:
         """Returns a function that shows which share of a case is done with one of the kinds of window.
