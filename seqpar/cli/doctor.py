@@ -51,6 +51,8 @@ def act(arguments: Sequence[str]) -> int:
     some = whole_bounds(1, MOST_RANKS)
     check_numbers(options, seqpar=some, pipe=some, time_limit=SECONDS)
     _refuse_missing_folder(options)
+    if options.out:
+        _refuse_dataset(Path(options.out))
     launcher = read_launcher(os.environ)
     if launcher.world == 1 < options.seqpar * options.pipe:
         if launcher.warning:
@@ -119,7 +121,7 @@ def _refuse_dataset(folder: Path) -> None:
         from seqpar.data.formats.recognise import is_part_of_dataset
 
         if is_part_of_dataset(folder):
-            raise DataError(folder, "belongs to a data set, which doctor never writes into: name another file")
+            raise DataError(folder, "belongs to a data set, which doctor never writes into: name another place")
 
 
 def _refuse_missing_folder(options: argparse.Namespace) -> None:

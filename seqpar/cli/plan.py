@@ -108,7 +108,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = Parser("plan", description=about, epilog="All flags of train are taken as well: seqpar-train --help all.")
     device = "device to plan for (default: this machine's GPU, else mi250x); cpu: this machine, measured for seconds"
     parser.add_argument("--device", choices=[*DEVICES, "cpu"], help=device)
-    memory = "memory of a rank, in 10^9 bytes (default: the device's)"
+    memory = "memory of a rank, on a CPU of all its ranks together, in 10^9 bytes (default: the device's)"
     parser.add_argument("--memory", type=float, metavar="GB", help=memory)
     volume = "sides of a whole volume to take as the tile, in voxels (default: --tile)"
     parser.add_argument("--volume", type=int, nargs=3, metavar=("W", "D", "H"), help=volume)

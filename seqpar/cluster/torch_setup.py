@@ -7,6 +7,7 @@ compiler, whose import takes as long as the rest.
 import ctypes
 import importlib
 import os
+import shlex
 import shutil
 import sys
 from collections.abc import Iterator, Mapping, MutableMapping
@@ -59,6 +60,19 @@ def check_precision(precision: str, facts: Facts) -> None:
     trap = half_convolutions({}, facts) if precision == "bf16" else None
     if trap is not None and trap.error:
         raise ValueError(f"--precision bf16: {trap.text}; or use --precision fp32")
+
+
+def missing_compiler(on_gpu: bool, env: Mapping[str, str] = os.environ) -> ValueError | None:
+    """Returns the error for ``--compile`` where the compiler that torch calls is not there; None if it is.
+
+    Inductor builds its kernels for a CPU with ``CXX`` or g++, and Triton its launchers with ``CC``, gcc or clang.
+    """
+    name, usual = ("CC", ("gcc", "clang")) if on_gpu else ("CXX", ("g++",))
+    tried = shlex.split(env[name])[:1] if env.get(name) else usual  # "ccache g++" begins with a program, too
+    if any(map(shutil.which, tried)):
+        return None
+    place = f"{name}={env[name]} names none" if env.get(name) else f"there is no {' or '.join(tried)} in PATH"
+    return ValueError(f"--compile needs a compiler, and {place}: install one, or remove --compile")
 
 
 _TRIM_THRESHOLD, _MMAP_MAX = -1, -4  # names of mallopt's parameters, in malloc.h of glibc

@@ -16,6 +16,7 @@ SHARE_GPU = "SEQPAR_SHARE_GPU"  # 1: several ranks may share a GPU, to test what
 OWN_SHARING = "NCCL_MULTI_RANK_GPU_ENABLE"  # 1: NCCL 2.30 or later supports shared GPUs itself
 ALLOCATOR = "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"  # the second until torch 2.8
 MIOPEN_NHWC = "PYTORCH_MIOPEN_SUGGEST_NHWC"  # 1: MIOpen takes tensors with channels last as they are, 0: it copies them
+MOST_PORTS = 65_535
 LAZY_GROUPS = "SEQPAR_LAZY_GROUPS"  # 1: a group connects at its first message, so that groups connect concurrently
 
 
@@ -45,6 +46,8 @@ def read_launcher(env: Mapping[str, str]) -> Launcher:
     differ from the step's, MPI's are right.
     """
     launcher = _read(env)
+    if launcher.world > 1 and not 1 <= launcher.port <= MOST_PORTS:
+        raise ValueError(f"MASTER_PORT={launcher.port} is no port: it must be in 1…{MOST_PORTS}, such as 29500")
     if not env.get(MEETING):
         return launcher
     return replace(launcher, job=f"{launcher.job}.{env[MEETING]}", agent_store=True)
@@ -80,6 +83,8 @@ def _from_torchrun(env: Mapping[str, str]) -> Launcher:
             other = "WORLD_SIZE" if name == "RANK" else "RANK"
             raise ValueError(f"{other} is set but {name} is not: set both or neither, or start with torchrun")
     rank, world = _number(env, "RANK"), _number(env, "WORLD_SIZE")
+    if world < 1:
+        raise ValueError(f"WORLD_SIZE={world}: it must be at least 1: remove it and RANK, or start with torchrun")
     if not 0 <= rank < world:
         raise ValueError(f"RANK={rank} does not fit WORLD_SIZE={world}: it must be in 0…{world - 1}")
     if world > 1 and ("MASTER_ADDR" not in env or "MASTER_PORT" not in env):

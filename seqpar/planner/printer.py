@@ -139,7 +139,9 @@ def print_rows(rows: Iterable[Plan]) -> list[Plan]:
         print(row(p), flush=True)
         every.append(p)
     if any(not p.why and not p.fits for p in every):
-        print(f"{'':>6} ! exceeds the {every[0].device.memory / GIB:.1f} GiB of the device", flush=True)
+        device = every[0].device
+        size = f"the {device.memory / GIB:.1f} GiB of the device" if device.on_gpu else "a rank's share of the memory"
+        print(f"{'':>6} ! exceeds {size}", flush=True)
     return every
 
 

@@ -2,16 +2,13 @@
 
 import json
 import math
-from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from statistics import NormalDist, fmean
 from typing import Any
 
 from seqpar.data.errors import DataError
 from seqpar.data.files import read_whole, strip_suffix
-from seqpar.data.formats.splits import sample_cases
 from seqpar.data.phantom.phantom_files import has_phantoms
 from seqpar.report.planes import colours_of
 from seqpar.runs.archive import ABOUT, is_archive
@@ -19,7 +16,6 @@ from seqpar.runs.journal import read_metrics
 from seqpar.runs.metrics_tail import SCORES, best_validation, score_of, task_of_row
 from seqpar.runs.run_folder import read_config
 from seqpar.runs.run_status import describe_kill
-from seqpar.scores.comparison import FEW, TOO_FEW
 from seqpar.scores.label_classes import Labels, labels_of_run
 from seqpar.scores.label_files import (
     Doubt,
@@ -34,8 +30,7 @@ from seqpar.scores.label_scores import DEFAULT_SETTINGS, class_mask, summarise
 from seqpar.scores.summary_files import class_key, summary_content
 from seqpar.settings.config import Config
 from seqpar.settings.network_settings import NetworkSettings, PretrainingSettings
-from seqpar.text import millilitres, quantity
-from seqpar.weights.facts import IS_UNKNOWN, LEARNED
+from seqpar.text import millilitres
 
 Row = Mapping[str, Any]
 # what Python says of a file whose parts are of other kinds, or missing
@@ -192,93 +187,6 @@ def step_sentence(own: int, record: RunRecord) -> str:
         f"All other scores, those of single cases included, are {last}, whose {SCORES[task_of_row(row)]} was "
         f"{score_of(row):.3f}. The large numbers are of these."
     )
-
-
-TRAINED_ON_PHANTOMS = (
-    "The network was trained on generated phantoms, not on patients: do not trust what it finds in real images."
-)
-
-
-def above_scores(generated: bool, trained_on_phantoms: bool, what: str = "scores") -> str:
-    """Returns what stands above the first number about phantoms, or from a network that knows only these; else "".
-
-    - ``generated``: whether the scored cases are phantoms; ``what``: the numbers
-    """
-    if generated:
-        return f"Generated phantoms, not patients: these {what} say nothing about real images."
-    return TRAINED_ON_PHANTOMS if trained_on_phantoms else ""
-
-
-def begun_unknown(record: RunRecord) -> list[str]:
-    """Returns a sentence if a run's first weights do not say from which cases they had learned."""
-    if not record.dataset.get(IS_UNKNOWN):
-        return []
-    return [
-        "Training began with weights that do not say from which cases they have learned: scores of those cases would "
-        "say nothing of new ones."
-    ]
-
-
-def chosen_on_them(*records: RunRecord) -> list[str]:
-    """Returns a sentence if several validations chose weights on the cases that any of the runs held out, and one if a
-    run had learned from some of them before.
-    """
-    chosen = (
-        "The weights that predict uses were chosen on these held-out cases, so their scores on them tend to be too "
-        "good: only a test set tells how good these weights are."
-    )
-    learned = (
-        "The weights have learned from some of these held-out cases (--fold all, another split, or weights that "
-        "training began with), so that the scores say nothing of new cases."
-    )
-    unknown = list(dict.fromkeys(sentence for run in records for sentence in begun_unknown(run)))
-    known = (({*run.dataset.get("train", ()), *run.dataset.get(LEARNED, ())}, run.dataset) for run in records)
-    is_learned = any(cases & {*described.get("held_out", ())} for cases, described in known)
-    return [learned] * is_learned + unknown + [chosen] * any(len(record.held_out) > 1 for record in records)
-
-
-def reached_in_validation(record: RunRecord, who: str = "this run") -> list[str]:
-    """Returns a sentence about the best validation, for a reader of predictions that no truth can score.
-
-    - ``who``: the run, in words
-    """
-    for row in (row for row in (row_of_best(record),) if row and row.get("dice")):
-        cases = quantity(row["cases"], "held-out case") if "cases" in row else "held-out cases"
-        scores = ", ".join(f"{name} {value:.3f}" for name, value in row["dice"].items() if isinstance(value, float))
-        few = f" ({TOO_FEW})" * (row.get("cases", FEW) < FEW)
-        reached = f"On its {cases}{few} {who} reached a mean Dice of {scores}."
-        if (count := len(record.held_out)) > 1:
-            reached += f" Its weights are the best of {count} validations on them."
-        return [f"{reached} Other patients may score lower."]
-    return []
-
-
-SURE = 0.95  # share of guessers whose best validation stays below what shows that a network has learned
-
-
-def may_be_chance(record: RunRecord) -> str:
-    """Returns a sentence if guessing could reach the scores of a classifier's best validation; else ""."""
-    row, numbers = best_validation(record.held_out), (record.dataset.get("volume_classes") or {}).get("numbers", {})
-    held_out = [case for case in record.dataset.get("held_out", ()) if case in numbers]
-    validated = sample_cases(held_out, min(record.config.get("val_cases", 0), len(held_out)), numbers.__getitem__)
-    counts = Counter(numbers[case] for case in validated)
-    if row is None or not counts:
-        return ""
-    if len(counts) == 1:
-        return "The held-out cases are all of one class, so that a constant answer would be right for each of them."
-    best, guess = score_of(row), 1 / len(counts)
-    deviation = guess * math.sqrt(guess * (1 - guess) * sum(1 / count for count in counts.values()))
-    limit, cases = NormalDist().inv_cdf(SURE ** (1 / len(record.held_out))), counts.total()
-    if best - guess > limit * deviation:
-        return ""
-    reached = f"On {quantity(cases, 'held-out case')} this run reached a balanced accuracy of {best:.3f}"
-    chance = f", and guessing ({guess:.3f} on average) could reach as much"
-    area, spreads = row["scores"].get("AUC"), [math.sqrt((cases + 1) / (12 * n * (cases - n))) for n in counts.values()]
-    if isinstance(area, float) and area - 0.5 > limit * fmean(spreads):  # Mann and Whitney's, of each class
-        at = " at the 0.5 threshold" * (len(record.dataset["volume_classes"]["names"]) == 2)
-        better = f"Its ranking of the cases is better than chance (AUC {area:.3f}, guessing 0.5)"
-        return f"{reached}{at}{chance}. {better}, so that it has learned, but do not trust its classes."
-    return f"{reached}{chance}: nothing shows that the network has learned. Do not trust its classes or its maps."
 
 
 def lacking(run: Path, error: Exception) -> DataError:

@@ -16,18 +16,10 @@ from seqpar.data.files import SUFFIXES, read_whole
 from seqpar.data.formats.splits import patients_on_both_sides
 from seqpar.data.phantom.phantom_files import describe_layout, is_generated
 from seqpar.models.build import family_of
+from seqpar.report.cautions import above_scores, may_be_chance
 from seqpar.report.curves import WORDS_OF_LOSSES, training_diagrams
 from seqpar.report.plots import draw_charts, name_of_run
-from seqpar.report.record import (
-    DAMAGE,
-    RunRecord,
-    above_scores,
-    is_of_phantoms,
-    lacking,
-    may_be_chance,
-    read_record,
-    weights_behind,
-)
+from seqpar.report.record import DAMAGE, RunRecord, is_of_phantoms, lacking, read_record, weights_behind
 from seqpar.report.rendering import render
 from seqpar.runs.metrics_tail import ERRORS, what_is_not_found, what_was_learned
 from seqpar.text import clock, list_modalities, quantity

@@ -10,6 +10,7 @@ from typing import NamedTuple, TypeVar
 from seqpar.data.errors import DataError
 from seqpar.data.files import read_whole
 from seqpar.data.formats.splits import patients_on_both_sides
+from seqpar.report.cautions import above_scores, chosen_on_them
 from seqpar.report.curves import OF_RUNS, Diagram, Line, count_of, number, step_axis
 from seqpar.report.planes import RUN_COLOURS, colours_of
 from seqpar.report.plots import Chart, draw_charts, make_strips
@@ -18,9 +19,7 @@ from seqpar.report.record import (
     CaseScores,
     RunRecord,
     ScoredCase,
-    above_scores,
     best_step,
-    chosen_on_them,
     from_here,
     mean_of_numbers,
     read_scores,
@@ -34,6 +33,7 @@ from seqpar.settings.config import SETTINGS, Config
 from seqpar.settings.loss_settings import LossSettings
 from seqpar.settings.rules import setting_applies
 from seqpar.text import quantity, rounded
+from seqpar.weights.facts import cases_that_differ
 
 T = TypeVar("T")
 
@@ -141,7 +141,7 @@ def _differ_in_data(records: Sequence[RunRecord]) -> bool:
     """Returns whether runs were trained on different data or tasks."""
     tasks = {record.network_settings.task for record in records}
     data = {json.dumps([record.dataset.get(part) for part in SAME_DATA]) for record in records}
-    return len(tasks) > 1 or len(data) > 1 or _differ_in_files(records)
+    return len(tasks) > 1 or len(data) > 1 or bool(cases_that_differ(*(record.dataset for record in records)))
 
 
 def _losses_that_differ(records: Sequence[RunRecord]) -> list[str]:
@@ -149,17 +149,6 @@ def _losses_that_differ(records: Sequence[RunRecord]) -> list[str]:
     acts = (name for name in OF_LOSS if all(setting_applies(record.network_settings, name) for record in records))
     values = {name: {json.dumps(record.config.get(name, getattr(Config, name))) for record in records} for name in acts}
     return [name for name, own in values.items() if len(own) > 1]
-
-
-def _differ_in_files(records: Sequence[RunRecord]) -> bool:
-    """Returns whether cases with the same name, prepared in the same way, have other voxels in some of the runs."""
-    seen: dict[tuple[str, str], str] = {}
-    for record in records:
-        way = json.dumps(record.dataset.get("recipe"))
-        for name, digest in (record.dataset.get("digests") or {}).items():
-            if seen.setdefault((way, name), digest) != digest:
-                return True
-    return False
 
 
 def sentence_on_phantoms(records: Mapping[str, RunRecord]) -> str:

@@ -24,6 +24,7 @@ from seqpar.scores.label_classes import labels_of_run
 from seqpar.settings.config import Config
 from seqpar.settings.rules import with_absolute_paths
 from seqpar.terminal import next_command, typed_command
+from seqpar.weights.facts import ANCESTORS, LEARNED
 
 FOLDS_FILE = "folds.json"  # is in a folder of five folds
 SWEEP_FILE = "sweep.json"  # is in the folder of a sweep
@@ -56,12 +57,25 @@ def read_config(run: str | Path) -> dict[str, Any]:
     for name in ("config", "dataset", "layout"):
         if not isinstance(content.get(name, {}), dict):
             raise _damaged(run, f"{name!r} is no JSON object")
-    for name in ("train", "held_out"):
-        if not _is_list_of_names(content.get("dataset", {}).get(name, [])):
+    data = content.get("dataset", {})
+    for name in ("train", "held_out", "test", LEARNED):
+        if not _is_list_of_names(data.get(name, [])):
             raise _damaged(run, f"{name!r} of its data is no list of names")
-    if not isinstance(content.get("dataset", {}).get("digests", {}), dict):
+    if not isinstance(data.get("digests", {}), dict):
         raise _damaged(run, "'digests' of its data is no JSON object")
+    if not (isinstance(sets := data.get(ANCESTORS, []), list) and all(map(_is_learned_set, sets))):
+        raise _damaged(run, f"{ANCESTORS!r} of its data is no list of data sets")
     return content
+
+
+def _is_learned_set(value: Any) -> bool:
+    """Returns whether a value says what ``seqpar.weights.facts.sets_learned`` says of a data set."""
+    return (
+        isinstance(value, dict)
+        and {"name", "recipe"} <= value.keys()
+        and _is_list_of_names(value.get("train"))
+        and isinstance(value.get("digests"), dict)
+    )
 
 
 def _is_list_of_names(value: Any) -> bool:

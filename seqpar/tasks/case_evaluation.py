@@ -18,7 +18,8 @@ from seqpar.data.formats.splits import patients_of
 from seqpar.data.phantom.phantom_files import is_generated
 from seqpar.data.volumes import read_volume
 from seqpar.prediction.prediction_folder import RECORD, mixed_line, predicted_otherwise
-from seqpar.report.record import RunRecord, above_scores, begun_unknown, chosen_on_them, read_record
+from seqpar.report.cautions import above_scores, begun_unknown, cautions_together, chosen_on_them
+from seqpar.report.record import RunRecord, read_record
 from seqpar.report.tables import Score, Table, TableHead, TableRow
 from seqpar.runs.run_folder import holds_run, tested_cases
 from seqpar.scores.comparison import about_scans
@@ -264,6 +265,7 @@ class CaseEvaluation(ABC):
             print("\n" + "\n".join(lines), flush=True)
         if self.options.find_best is not None and scored:
             lines = [which] * (bool(which) and len(scored) == 1) + [self.find_best(first)]
+            lines += cautions_together(Path(job.name) for job in jobs)
             print("\n" + "\n".join(lines), flush=True)
         if len(jobs) == len(scored) == 1:
             for text in self._next_lines(jobs[0].runs):
@@ -321,8 +323,7 @@ class CaseEvaluation(ABC):
         options, (prediction,) = self.options, self.options.prediction
         if not (options.truth.is_dir() and len(runs) == 1 and holds_run(runs[0])):
             return []
-        run = runs[0]
-        run = run.relative_to(Path.cwd()) if run.is_relative_to(Path.cwd()) else run
+        run = runs[0].relative_to(Path.cwd()) if runs[0].is_relative_to(Path.cwd()) else runs[0]
         more = ["--common"] if options.common or options.test_of else []
         line = next_command("report", run, "--truth", options.truth, "--prediction", prediction, *more)
         return [f"next: {line}  (scores and cases on one page)"]

@@ -20,7 +20,7 @@ from seqpar.parallel.launcher import MEETING, Launcher
 from seqpar.parallel.meeting import START_S, Meeting
 from seqpar.parallel.processes import PARENT_OF_FOLD, forward_signals, most_informative_code, shell_code, start_python
 from seqpar.runs.fold_folder import all_ended, has_ended, has_finished, read_flags, runs_of, started_folds, write_flags
-from seqpar.runs.run_folder import holds_folds, holds_run, read_status, refuse_foreign_status
+from seqpar.runs.run_folder import holds_folds, holds_run, read_config, read_status, refuse_foreign_status
 from seqpar.runs.run_log import FOLD_BEFORE
 from seqpar.runs.run_status import StatusFile
 from seqpar.settings.command_line import parse
@@ -29,8 +29,9 @@ from seqpar.settings.parser import Parser
 from seqpar.tasks.lookup import task_of
 from seqpar.tasks.task import Task
 from seqpar.terminal import next_command, python_module, resume_command, typed_variable
-from seqpar.text import parse_duration
+from seqpar.text import parse_duration, quantity
 from seqpar.training.run_request import check_again_flag, is_requeued
+from seqpar.weights.facts import cases_that_differ
 
 GRACE_S = 60.0  # for other ranks' word on how a fold ended, where it failed on this one
 
@@ -90,6 +91,9 @@ class Folds:
                 return self._end(code, out, fold, launcher)
         _write(out, launcher, FOLDS, "finished")
         if launcher.rank == 0:
+            if changed := cases_that_differ(*(read_config(run)["dataset"] for run in runs)):
+                told = f"{quantity(len(changed), 'case')}, such as {changed[0]}, changed between these trainings"
+                print(f"warning: {told}: a score of all folds together mixes two states of the data", flush=True)
             line = next_command("predict", out, "-i", "IMAGES", "-o", "PREDICTIONS")
             print(f"next: {line}  (the mean of all folds)", flush=True)
         return 0

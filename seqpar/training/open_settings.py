@@ -1,6 +1,5 @@
 """What a command line leaves open: group size, batch and tile, which the data and the planner decide."""
 
-from seqpar.data.formats.recognise import find_dataset
 from seqpar.data.preparation.fingerprint import Fingerprint
 from seqpar.data.preparation.recipe import PrepareSettings
 from seqpar.parallel.launcher import Launcher
@@ -48,15 +47,16 @@ def config_to_plan(
     - ``channels``, ``outputs``: those that are asked for; None: the data's, or 4
     """
     has_tile = bool(volume or config.tile)
-    if has_tile and config.data and channels and outputs:
-        find_dataset(config.data)  # refuses one that is not there
-    if has_tile and (not config.data or (channels and outputs)):
+    if has_tile and not config.data:
         return config, channels or USUAL, outputs or USUAL
     try:
         fingerprint = task_of(config).read_headers(config)
     except ValueError as error:
         raise error if config.data else ValueError(f"{error}; or give --tile") from None
     own = sizes_of(fingerprint, config)
+    for flag, asked, there in zip(("channels", "classes"), (channels, outputs), own):
+        if config.data and asked not in (None, there):
+            print(f"planned with --{flag} {asked}, though the network for --data {config.data} has {there}", flush=True)
     config = config if has_tile else task_of(config).with_tile(config, fingerprint)
     return config, channels or own[0], outputs or own[1]
 

@@ -10,7 +10,7 @@ import torch
 
 from seqpar.cluster.rank_facts import device_name, facts_of
 from seqpar.cluster.start_ranks import describe_launcher
-from seqpar.cluster.torch_setup import check_precision
+from seqpar.cluster.torch_setup import check_precision, missing_compiler
 from seqpar.data.addresses import local_file
 from seqpar.data.errors import DataError, unwritable
 from seqpar.data.files import remove_leftovers
@@ -98,6 +98,7 @@ def refuse_unequal_ranks(config: Config, data: TrainingData, group: Group) -> No
 def cases_that_changed_sides(began: Mapping[str, Any], now: Mapping[str, Any]) -> str:
     """Returns a line on cases that the run trained on and that are held out now, "" if there are none."""
     trained = ({*began.get("train", ())} - {*began.get("held_out", ())}) | {*began.get(LEARNED, ())}
+    trained |= cases_learned_before(began, now)  # by their voxels, under whatever name
     moved = sorted(trained & {*now["held_out"], *now.get("test", ())})
     if not moved:
         return ""
@@ -222,6 +223,8 @@ def make_trainer(
     config = lesson.config if is_first else replace(lesson.config, resume=False)
     _refuse_unequal_choices(request.lessons, mesh)
     check_precision(config.precision, facts_of(mesh))
+    if config.compile:
+        raise_on_all_ranks(missing_compiler(mesh.device.type != "cpu"), mesh.world)
     before = read_config(out) if config.resume or not is_first else {}
     data_before = before.get("dataset", {})
     data_now = data.describe() | ({"generated": True} if is_generated(config.data) else {})
@@ -230,6 +233,7 @@ def make_trainer(
     net, attention_reasons = _build_net(config, mesh, data, before["layout"] if saved and is_first else {})
     mode_line = describe_decoding(net, config)
     weights_line, learned = "", {*data_before.get("train", ()), *data_before.get(LEARNED, ())} - {*data_now["train"]}
+    learned |= cases_learned_before(data_before, data_now)
     origin = {name: data_before[name] for name in (ANCESTORS, IS_UNKNOWN) if name in data_before}
     if config.weights and not saved:
         weights_line, more, origin = _load_weights(net, config, data_now, mesh)

@@ -120,6 +120,20 @@ def _cases_in(learned: Mapping[str, Any], now: Mapping[str, Any]) -> set[str]:
     return found
 
 
+def cases_that_differ(*described: Mapping[str, Any]) -> list[str]:
+    """Returns the cases that have one name in several of the runs' data, were prepared alike and have other voxels.
+
+    - ``described``: what each run records of its data
+    """
+    seen, found = dict[tuple[str, str], str](), dict[str, None]()
+    for own in described:
+        way = json.dumps(own.get("recipe"))
+        for name, digest in (own.get("digests") or {}).items():
+            if seen.setdefault((way, name), digest) != digest:
+                found[name] = None
+    return sorted(found)
+
+
 def cases_of_other_fold(fold: str, now: str, described: Mapping[str, Any]) -> set[str]:
     """Returns the cases held out by fold ``now``, where nnU-Net trained weights on another fold; "": on other data."""
     return set(described["held_out"]) if fold and fold != now and now.isdecimal() else set()

@@ -87,6 +87,14 @@ ATTACKS += [
         ("a run of {}", {}, False, 3, "run/config.json: is damaged (it lacks 'dataset')"),
         ("a run with a number", {"dataset": {"test": 3}}, False, 3, "'test' of its data is no list of names"),
         ("a run with lists of lists", {"dataset": {"test": [[]]}}, False, 3, "'test' of its data is no list of names"),
+        (
+            "a run that learned 3",
+            {"dataset": {"learned_before": 3}},
+            False,
+            3,
+            "'learned_before' of its data is no list",
+        ),
+        ("a run that began with 3", {"dataset": {"weights_learned_from": [3]}}, False, 3, "is no list of data sets"),
         ("an archive of {}", {}, True, 2, "run is an exported run, which names no cases"),
         ("an archive with a number", {"dataset": 3}, True, 3, "run: its config.json is damaged"),
     )

@@ -64,7 +64,8 @@ def test_only_a_data_set_with_cases_is_one_that_nothing_is_written_into(tmp_path
     listed = {"image": "./BRATS_000.nii.gz", "label": "x"}
     write_json(save(tmp_path / "own/BRATS_000.nii.gz", label_array()).with_name("plans.json"), {})
     write_json(tmp_path / "own/dataset.json", {"training": [listed]})
-    kept |= {tmp_path / "own", tmp_path / "D/imagesTr/sub", tmp_path / "classes"}
+    brats = save(tmp_path / "B/BraTS-GLI-00001-000/BraTS-GLI-00001-000-t1c.nii.gz", image_array(0)).parent
+    kept |= {brats, tmp_path / "own", tmp_path / "D/imagesTr/sub", tmp_path / "classes"}
     save(tmp_path / "classes/a.nii.gz", image_array(0)).with_name("labels.csv").write_text("case,class\na,b\n")
     write_json(tmp_path / "tables/other.json", {}).with_name("labels.csv").write_text("case,class\na,b\n")
     others = {tmp_path / "tables", tmp_path / "classes/new", tmp_path / "D/new"}

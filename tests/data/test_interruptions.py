@@ -2,6 +2,7 @@
 
 import os
 import resource
+import shutil
 import signal
 import time
 from dataclasses import replace
@@ -264,6 +265,21 @@ def test_who_may_only_read_a_cache_marks_it_too(tmp_path, monkeypatch):
         prepare(read_dataset(root), out, workers=0)
     reader.__exit__(None, None, None)
     assert prepare(read_dataset(root), out, workers=0).prepared == ("c_001",)
+
+
+def test_a_refused_preparation_changes_nothing(tmp_path):
+    """A new case sorts before the changed one, and would be written before the refusal."""
+    root, out = nnunet(tmp_path / "D", 3), tmp_path / "c"
+    prepare(read_dataset(root), out, workers=0)
+    for path in [*root.glob("*/c_000*")]:
+        shutil.copy(path, path.with_name(path.name.replace("c_000", "a_new")))
+    save(root / "imagesTr/c_001_0000.nii.gz", image_array(9))
+    before = tree(out)
+    with reading(out), pytest.raises(CacheError, match="is being read by a training"):
+        prepare(read_dataset(root), out, workers=0)
+    assert tree(out) == before
+    os.utime(root / "imagesTr/c_001_0001.nii.gz", (1, 1))
+    assert prepare(read_dataset(root), out, workers=0).prepared == ("a_new", "c_001")
 
 
 def at_once(error):

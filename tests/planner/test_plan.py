@@ -95,7 +95,8 @@ def test_channels_and_classes_are_the_datas_unless_others_are_asked_for(capsys, 
     for more, counts in (([], "4 channels, 4 classes"), (data, "1 channel, 2 classes"),
                          ([*data, "--classes", "5"], "1 channel, 5 classes")):  # fmt: skip
         assert plan.act([*line, *more]) == 0
-        assert counts in capsys.readouterr().out
+        said = capsys.readouterr().out
+        assert counts in said and ("planned with --classes 5, though the network for" in said) is ("5" in more)
 
 
 def test_nothing_that_fits_is_refused_with_what_takes_less() -> None:

@@ -14,7 +14,8 @@ from seqpar.cli import evaluate, report
 from seqpar.cluster.exit_codes import DATA, USAGE, run
 from seqpar.prediction.class_statistics import ClassStatistics
 from seqpar.report import rendering
-from seqpar.report.record import RunRecord, reached_in_validation, read_record
+from seqpar.report.cautions import reached_in_validation
+from seqpar.report.record import RunRecord, read_record
 from seqpar.report.run_page import main_settings
 from seqpar.report.tables import Absent
 from seqpar.settings.presets import debug

@@ -15,11 +15,12 @@ from seqpar.data.errors import DataError
 from seqpar.data.preparation.cache import PreparedDataset
 from seqpar.report import images, pictures
 from seqpar.report.cases import viewer_section
+from seqpar.report.cautions import may_be_chance
 from seqpar.report.embedded_volumes import ShownCase
 from seqpar.report.pictures import draw_evidence, draw_scores
 from seqpar.report.planes import COUNTED, NEAREST
 from seqpar.report.plots import draw_chart
-from seqpar.report.record import RunRecord, may_be_chance
+from seqpar.report.record import RunRecord
 from seqpar.scores.class_scores import describe_share, positive_class, score_classes
 from seqpar.tasks.case_evaluation import Seen
 from seqpar.tasks.classify import evaluation, page

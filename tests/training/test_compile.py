@@ -8,12 +8,24 @@ import pytest
 from safetensors.torch import load_file
 from torch._dynamo.utils import counters
 
+from seqpar.cluster.torch_setup import missing_compiler
 from seqpar.training import trainer
 from tests.support.ranks import relative
-from tests.support.training_runs import Launch, at, farthest, losses
+from tests.support.training_runs import Launch, at, farthest, losses, trained
 
 RUN = "--batch 1 --accumulate 2 --iterations 3 --epochs 1 --val-cases 1 --depth 2 --optimizer sgd"
 NO_COMPILER = shutil.which(os.environ.get("CXX", "g++")) is None and os.environ.get("CI") != "true"
+
+
+def test_a_compiler_that_is_not_there_is_named_before_the_network_is_compiled(flags: list[str], tmp_path: Path) -> None:
+    def hook(rank: int) -> None:
+        os.environ["CXX"] = "/nonexistent/g++"
+
+    said = trained(1, [*flags, "--compile"], tmp_path / "run", expect=2, hook=hook).said()
+    assert "--compile needs a compiler, and CXX=/nonexistent/g++ names none" in " ".join(said.split())
+    assert missing_compiler(False, {"CXX": "env g++"}) is None  # it begins with a program that is there
+    nowhere = missing_compiler(True, {"CC": "nonexistent-cc"})
+    assert "CC=nonexistent-cc names none" in str(nowhere)
 
 
 @pytest.mark.started

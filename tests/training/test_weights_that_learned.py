@@ -3,10 +3,14 @@
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from seqpar.cli import evaluate, export, predict
+from seqpar.data.volumes import read_volume, write_volume
+from seqpar.report.cautions import cautions_together
+from seqpar.tasks.segment.validation import SegmentationValidation
 from tests.support.training_runs import tiny_data, trained
 
 
@@ -22,8 +26,10 @@ def test_cases_that_the_first_weights_had_learned_are_said_by_train_and_evaluate
     assert caution in " ".join(said.split())
     trained(1, ["--resume", "--epochs", "2", "--device", "cpu"], second)
     assert json.loads((second / "config.json").read_text())["dataset"]["learned_before"] == [case]
-    assert evaluate.act([str(data), str(second)]) == 0
-    assert "The weights have learned from some of these held-out cases" in capsys.readouterr().out
+    assert evaluate.act([str(data), str(second), "--find-best"]) == 0
+    said = capsys.readouterr().out
+    assert "The weights have learned from some of these held-out cases" in said
+    assert f"Caution: {second}: see above what these weights had learned" in said
     out = tmp_path / "predictions"
     assert predict.act([str(second), "-i", str(data / "imagesTr"), "-o", str(out), "--device", "cpu"]) == 0
     assert evaluate.act([str(data), str(out)]) == 0
@@ -74,6 +80,54 @@ def test_weights_do_not_forget_what_they_learned_on_other_data(tmp_path: Path) -
     assert len(learned["train"]) == len(learned["digests"]) == 4
     trained(1, ["--resume", "--epochs", "2", "--device", "cpu"], second)
     assert json.loads((second / "config.json").read_text())["dataset"]["weights_learned_from"] == [learned]
+
+
+def test_cases_that_come_back_under_other_names_are_not_new(tmp_path: Path) -> None:
+    flags, data, run = [*tiny_data(tmp_path), "--epochs", "1"], tmp_path / "Dataset001_Tiny", tmp_path / "run"
+    trained(1, [*flags, "--fold", "0"], run)
+    learned = json.loads((run / "config.json").read_text())["dataset"]["train"]
+    renamed = tmp_path / "Dataset003_Renamed"
+    shutil.copytree(data, renamed)
+    for path in [*renamed.glob("*/c_*")]:
+        path.rename(path.with_name(path.name.replace("c_", "k_")))
+    (renamed / "splits_final.json").unlink(missing_ok=True)
+    more = ["--resume", "--epochs", "2", "--fold", "1", "--device", "cpu", "--data", str(renamed)]
+    said = trained(1, [*more, "--cache", str(tmp_path / "cache3")], run).said()
+    described = json.loads((run / "config.json").read_text())["dataset"]
+    again = [case for case in described["held_out"] if case.replace("k_", "c_") in learned]
+    assert again and {*again} <= {*described["learned_before"]}
+    assert f"this run trained on {len(again)} case" in " ".join(said.split())
+
+
+def test_scores_of_trainings_on_two_states_of_the_data_say_so(tmp_path: Path) -> None:
+    run, other = tmp_path / "run", tmp_path / "other"
+    trained(1, [*tiny_data(tmp_path), "--epochs", "1", "--fold", "0"], run)
+    shutil.copytree(run, other)
+    assert cautions_together([run, other]) == []
+    content = json.loads((other / "config.json").read_text())
+    case = content["dataset"]["train"][0]
+    content["dataset"]["digests"][case] = "of another label map"
+    (other / "config.json").write_text(json.dumps(content))
+    (said,) = cautions_together([run, other])
+    assert said.startswith(f"Caution: 1 case, such as {case}, changed between these trainings")
+
+
+def test_a_label_map_that_is_replaced_under_a_training_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flags, data = [*tiny_data(tmp_path), "--epochs", "1", "--fold", "0"], tmp_path / "Dataset001_Tiny"
+    assert "has been replaced" not in trained(1, flags, tmp_path / "before").said()
+    (case,) = json.loads((tmp_path / "before" / "config.json").read_text())["dataset"]["held_out"]
+    label, measure = data / "labelsTr" / f"{case}.nii.gz", SegmentationValidation.run
+
+    def replace_label(*arguments: Any, **named: Any) -> Any:
+        volume = read_volume(label)
+        write_volume(label, volume.array[::-1].copy(), volume.geometry, dtype=volume.array.dtype)
+        return measure(*arguments, **named)
+
+    monkeypatch.setattr(SegmentationValidation, "run", replace_label)
+    said = " ".join(trained(1, flags, tmp_path / "run").said().split())
+    assert f"{label}: has been replaced since this run prepared it" in said
 
 
 def test_what_earlier_starts_learned_stays_known_and_their_label_maps_go(

@@ -10,7 +10,7 @@ from typing import Any
 from seqpar.data.errors import DataError, unreadable
 from seqpar.data.files import SUFFIXES, expand_home
 from seqpar.data.formats.annotations import with_annotations
-from seqpar.data.formats.brats import meaning_with, read_brats
+from seqpar.data.formats.brats import KINDS, MODALITIES, kind_of, meaning_with, read_brats
 from seqpar.data.formats.case_lists import read_decathlon, read_fold_json
 from seqpar.data.formats.dataset import TABLE, Case, Dataset, Split
 from seqpar.data.formats.dataset_json import labels_of, read_json_object
@@ -97,7 +97,13 @@ def is_part_of_dataset(folder: Path) -> bool:
 
 
 def _is_dataset(folder: Path) -> bool:
-    """Returns whether a folder has folders of images or labels, a list of its cases, or images with a class each."""
+    """Returns whether a folder has folders of images or labels, a list of its cases, or images with a class each.
+
+    A case of BraTS has a folder of its own, too.
+    """
+    named = (kind_of(folder / name) for name in _names(folder))
+    if any(kind and KINDS.get(kind[1]) in MODALITIES for kind in named):
+        return True
     if os.path.isfile(folder / TABLE) and any(is_volume(folder / name) for name in _names(folder)):
         return True
     declaration = folder / "dataset.json"

@@ -22,6 +22,7 @@ from seqpar.data.formats.dataset import Split, VolumeClasses
 from seqpar.data.preparation.preparation import preparation_of
 from seqpar.data.preparation.prepared_case import Preparation, Properties
 from seqpar.data.preparation.recipe import Recipe
+from seqpar.data.volumes import digest_file, size_and_mtime
 from seqpar.losses import SoftLabels
 
 VERSION = 1  # of what preparation computes and stores: a new version prepares every case again
@@ -69,6 +70,11 @@ class PreparedCase:
         """Returns what tells the prepared arrays from those of other files."""
         files = self._record["files"]
         return hashlib.blake2b(json.dumps(files, sort_keys=True).encode(), digest_size=8).hexdigest()
+
+    def was_made_from(self, path: Path) -> bool:
+        """Returns whether a file has the bytes of one that the case was prepared from; reads it if it looks changed."""
+        known = [[name, *stamp[:2]] for name, *stamp in self._record["sources"]]
+        return [path.name, *size_and_mtime(path)] in known or digest_file(path) in self._record["digests"]
 
     @property
     def _record(self) -> dict[str, Any]:

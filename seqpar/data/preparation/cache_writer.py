@@ -52,7 +52,7 @@ def write_case(path: Path, name: str, case: Prepared, recipe: Recipe, sources: l
         write_json(writing / "case.json", record)
         fsync_folder(writing)
         if final.exists():
-            _refuse_while_read(path)
+            refuse_while_read(path)
         invalidate_cache(path)
         if final.exists():
             shutil.rmtree(old, ignore_errors=True)
@@ -72,7 +72,7 @@ def remove_partial_files(path: Path, names: set[str]) -> None:
     for folder in (path / "cases").iterdir():
         if folder.name not in names:
             if not folder.name.startswith((_WRITING, _OLD)):
-                _refuse_while_read(path)
+                refuse_while_read(path)
                 invalidate_cache(path)
             shutil.rmtree(folder)
     for file in [found for pattern in _PARTS for found in path.glob(pattern)]:
@@ -84,7 +84,7 @@ def discard(path: Path, name: str) -> None:
     """Removes a case whose files can no longer be prepared."""
     with as_cache_error(path):
         if (path / "cases" / name).exists():
-            _refuse_while_read(path)
+            refuse_while_read(path)
             invalidate_cache(path)
             shutil.rmtree(path / "cases" / name, ignore_errors=True)
 
@@ -137,7 +137,7 @@ def _readers_of(path: Path) -> int:
     return os.open(path / _READERS, os.O_RDWR | os.O_CREAT, 0o644)
 
 
-def _refuse_while_read(path: Path) -> None:
+def refuse_while_read(path: Path) -> None:
     """Raises CacheError if a training reads the cache: it would go on with other images and labels."""
     handle = _readers_of(path)
     try:

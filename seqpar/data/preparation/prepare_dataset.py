@@ -32,6 +32,7 @@ from seqpar.data.preparation.cache_writer import (
     discard,
     invalidate_cache,
     refuse_foreign,
+    refuse_while_read,
     remove_partial_files,
     write_case,
 )
@@ -128,8 +129,14 @@ def prepare(
         def second_half(done: float, total: int) -> None:
             counted((total + done) / 2, total)
 
+        work = _Work(out, recipe)
         try:
-            made, faults = _run(_Work(out, recipe), dataset, workers, second_half if was_surveyed else counted)
+            refuse_while_read(out)
+        except CacheError:
+            if any(map(work.replaces, dataset.cases)):
+                raise
+        try:
+            made, faults = _run(work, dataset, workers, second_half if was_surveyed else counted)
         finally:
             remove_partial_files(out, set(dataset.ids))
         if any(isinstance(fault, SettingsError) for fault in (*broken.values(), *faults)) and not was_finished:
@@ -245,6 +252,14 @@ class _Work:
         refuse_unannotated(case, prepared_case.properties.counts, self.recipe)
         write_case(self.out, case.id, prepared_case, self.recipe, sources)
         return True
+
+    def replaces(self, case: Case) -> bool:
+        """Returns whether bringing a case up to date would replace its folder; reads only files that look changed."""
+        record = read_record(self.out, case.id)
+        if record is None or not self._takes(Recipe.from_json(record["recipe"])):
+            return (self.out / "cases" / case.id).exists()
+        is_same = same_sources(record["sources"], sources_of(case))
+        return not is_same and record["digests"] != [digest_file(path) for path in case.files]
 
     def _takes(self, recipe: Recipe) -> bool:
         """Returns whether a case that was prepared by this recipe stays; without --force none does that had it."""

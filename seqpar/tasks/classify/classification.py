@@ -118,7 +118,8 @@ class Classification(Task):
 
     def caution(self, run: Path) -> str:
         """Returns a sentence if nothing shows that the network has learned."""
-        from seqpar.report.record import may_be_chance, read_record
+        from seqpar.report.cautions import may_be_chance
+        from seqpar.report.record import read_record
         from seqpar.runs.archive import is_archive, read_caution
 
         return read_caution(run) if is_archive(run) else may_be_chance(read_record(run))

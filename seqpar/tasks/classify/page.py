@@ -22,6 +22,7 @@ from seqpar.data.preparation.transforms import resample
 from seqpar.data.volumes import read_volume
 from seqpar.prediction.prediction_folder import RECORD, inputs_of
 from seqpar.report.cases import BUDGET, CaseSection, failed_line, greys_of, order_note, viewer_section, with_wide_ct
+from seqpar.report.cautions import chosen_on_them
 from seqpar.report.curves import CHANCE, INK, Diagram, Line, LineStyle, number, reliability_diagram
 from seqpar.report.embedded_volumes import ShownCase
 from seqpar.report.images import (
@@ -37,7 +38,7 @@ from seqpar.report.images import (
 from seqpar.report.pictures import MAPS, body_of, caution_about, draw_evidence, evidence_planes, with_maximum
 from seqpar.report.planes import colours_of, slices_of
 from seqpar.report.plots import Chart, draw_charts
-from seqpar.report.record import DAMAGE, RunRecord, best_step, chosen_on_them, row_of_best, step_sentence
+from seqpar.report.record import DAMAGE, RunRecord, best_step, row_of_best, step_sentence
 from seqpar.report.run_page import FinishedPage, is_neurological, render_run, try_reading
 from seqpar.report.tables import HeadlineTile, Score, Table, TableHead, TableRow, tiles_of_steps
 from seqpar.runs.metrics_tail import with_other_weights

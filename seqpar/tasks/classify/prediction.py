@@ -26,10 +26,11 @@ from seqpar.prediction.case_stream import CasePrediction, Request, record_of_wei
 from seqpar.prediction.prediction_folder import PredictionFolder, is_whole
 from seqpar.prediction.run_average import EnsembleMember
 from seqpar.prediction.sliding_window import Image
+from seqpar.report.cautions import may_be_chance
 from seqpar.report.pictures import MAPS, draw_evidence, with_maximum
 from seqpar.report.planes import slices_of
 from seqpar.report.plots import name_of_run
-from seqpar.report.record import may_be_chance, read_record
+from seqpar.report.record import read_record
 from seqpar.runs.archive import is_archive, read_caution
 from seqpar.tasks.classify.explanation import class_logits, explain
 from seqpar.tasks.classify.scores import (

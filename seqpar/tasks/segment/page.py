@@ -16,17 +16,15 @@ from seqpar.prediction.class_statistics import NAME as STATISTICS
 from seqpar.prediction.class_statistics import read_statistics
 from seqpar.prediction.prediction_folder import RECORD, SERIES, inputs_of
 from seqpar.report.cases import case_section, load_worst
+from seqpar.report.cautions import begun_unknown, chosen_on_them, reached_in_validation
 from seqpar.report.curves import number
 from seqpar.report.images import find_images, other_voxels, spacings_of
 from seqpar.report.plots import Chart, draw_charts, name_of_run
 from seqpar.report.record import (
     CaseScores,
     RunRecord,
-    begun_unknown,
     best_step,
-    chosen_on_them,
     measure_folder,
-    reached_in_validation,
     read_record,
     read_scores,
     row_of_best,

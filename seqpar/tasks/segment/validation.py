@@ -44,6 +44,11 @@ from seqpar.tasks.case_validation import NUM_PICTURED, CaseValidation, Validatio
 from seqpar.terminal import bar
 from seqpar.text import clock, name_images, quantity
 
+REPLACED = (
+    "has been replaced since this run prepared it: summary.json in validation/ scores the new label map, and the run's "
+    "own scores are of the one before; train --resume prepares it again"
+)
+
 
 def dataset_of(config: Config) -> Dataset:
     """Returns the description of the run's data set."""
@@ -103,6 +108,8 @@ class ValidationFolder:
             label = self.preparation.labels_to_source(ids, case.properties)
             write_volume(pair.prediction, label, case.properties.geometry, dtype=label.dtype)
             self.scored.append((pair, score_pair(pair, self.labels, DEFAULT_SETTINGS)))
+            if not case.was_made_from(pair.truth):
+                self.faults.append(DataError(pair.truth, REPLACED))
         except DataError as error:
             self.faults.append(error)
 

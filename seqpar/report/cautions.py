@@ -1,0 +1,121 @@
+"""Cautions about scores: what a run has seen of the cases, phantoms, chance, and several runs taken together."""
+
+import math
+from collections import Counter
+from collections.abc import Iterable
+from contextlib import suppress
+from pathlib import Path
+from statistics import NormalDist, fmean
+
+from seqpar.data.errors import DataError
+from seqpar.data.formats.splits import sample_cases
+from seqpar.report.record import RunRecord, read_record, row_of_best
+from seqpar.runs.metrics_tail import best_validation, score_of
+from seqpar.scores.comparison import FEW, TOO_FEW
+from seqpar.text import quantity
+from seqpar.weights.facts import IS_UNKNOWN, LEARNED, cases_that_differ
+
+TRAINED_ON_PHANTOMS = (
+    "The network was trained on generated phantoms, not on patients: do not trust what it finds in real images."
+)
+SURE = 0.95  # share of guessers whose best validation stays below what shows that a network has learned
+
+
+def above_scores(generated: bool, trained_on_phantoms: bool, what: str = "scores") -> str:
+    """Returns what stands above the first number about phantoms, or from a network that knows only these; else "".
+
+    - ``generated``: whether the scored cases are phantoms; ``what``: the numbers
+    """
+    if generated:
+        return f"Generated phantoms, not patients: these {what} say nothing about real images."
+    return TRAINED_ON_PHANTOMS if trained_on_phantoms else ""
+
+
+def begun_unknown(record: RunRecord) -> list[str]:
+    """Returns a sentence if a run's first weights do not say from which cases they had learned."""
+    if not record.dataset.get(IS_UNKNOWN):
+        return []
+    return [
+        "Training began with weights that do not say from which cases they have learned: scores of those cases would "
+        "say nothing of new ones."
+    ]
+
+
+def chosen_on_them(*records: RunRecord) -> list[str]:
+    """Returns a sentence if several validations chose weights on the cases that any of the runs held out, and one if a
+    run had learned from some of them before.
+    """
+    chosen = (
+        "The weights that predict uses were chosen on these held-out cases, so their scores on them tend to be too "
+        "good: only a test set tells how good these weights are."
+    )
+    return cautions_of_learned(*records) + [chosen] * any(len(record.held_out) > 1 for record in records)
+
+
+def cautions_of_learned(*records: RunRecord) -> list[str]:
+    """Returns a sentence if a run had learned from some cases that it holds out, and one if that is not known."""
+    learned = (
+        "The weights have learned from some of these held-out cases (--fold all, another split, or weights that "
+        "training began with), so that the scores say nothing of new cases."
+    )
+    unknown = list(dict.fromkeys(sentence for run in records for sentence in begun_unknown(run)))
+    known = (({*run.dataset.get("train", ()), *run.dataset.get(LEARNED, ())}, run.dataset) for run in records)
+    is_learned = any(cases & {*described.get("held_out", ())} for cases, described in known)
+    return [learned] * is_learned + unknown
+
+
+def cautions_together(runs: Iterable[Path]) -> list[str]:
+    """Returns sentences on a score of several runs' held-out cases: which runs had learned some of theirs, and whether
+    they were trained on one state of the data. Other folders say nothing of that.
+    """
+    found = dict[str, RunRecord]()
+    for run in runs:
+        with suppress(DataError, ValueError, OSError):
+            found[str(run)] = read_record(run)
+    learned = [name for name, record in found.items() if cautions_of_learned(record)]
+    lines = [f"Caution: {', '.join(learned)}: see above what these weights had learned; the score may be too good."]
+    others = cases_that_differ(*(record.dataset for record in found.values()))
+    told = f"{quantity(len(others), 'case')}, such as {others[0]}, changed" if others else ""
+    changed = f"Caution: {told} between these trainings, which a score of all of them together mixes."
+    return lines * bool(learned) + [changed] * bool(others)
+
+
+def reached_in_validation(record: RunRecord, who: str = "this run") -> list[str]:
+    """Returns a sentence about the best validation, for a reader of predictions that no truth can score.
+
+    - ``who``: the run, in words
+    """
+    for row in (row for row in (row_of_best(record),) if row and row.get("dice")):
+        cases = quantity(row["cases"], "held-out case") if "cases" in row else "held-out cases"
+        scores = ", ".join(f"{name} {value:.3f}" for name, value in row["dice"].items() if isinstance(value, float))
+        few = f" ({TOO_FEW})" * (row.get("cases", FEW) < FEW)
+        reached = f"On its {cases}{few} {who} reached a mean Dice of {scores}."
+        if (count := len(record.held_out)) > 1:
+            reached += f" Its weights are the best of {count} validations on them."
+        return [f"{reached} Other patients may score lower."]
+    return []
+
+
+def may_be_chance(record: RunRecord) -> str:
+    """Returns a sentence if guessing could reach the scores of a classifier's best validation; else ""."""
+    row, numbers = best_validation(record.held_out), (record.dataset.get("volume_classes") or {}).get("numbers", {})
+    held_out = [case for case in record.dataset.get("held_out", ()) if case in numbers]
+    validated = sample_cases(held_out, min(record.config.get("val_cases", 0), len(held_out)), numbers.__getitem__)
+    counts = Counter(numbers[case] for case in validated)
+    if row is None or not counts:
+        return ""
+    if len(counts) == 1:
+        return "The held-out cases are all of one class, so that a constant answer would be right for each of them."
+    best, guess = score_of(row), 1 / len(counts)
+    deviation = guess * math.sqrt(guess * (1 - guess) * sum(1 / count for count in counts.values()))
+    limit, cases = NormalDist().inv_cdf(SURE ** (1 / len(record.held_out))), counts.total()
+    if best - guess > limit * deviation:
+        return ""
+    reached = f"On {quantity(cases, 'held-out case')} this run reached a balanced accuracy of {best:.3f}"
+    chance = f", and guessing ({guess:.3f} on average) could reach as much"
+    area, spreads = row["scores"].get("AUC"), [math.sqrt((cases + 1) / (12 * n * (cases - n))) for n in counts.values()]
+    if isinstance(area, float) and area - 0.5 > limit * fmean(spreads):  # Mann and Whitney's, of each class
+        at = " at the 0.5 threshold" * (len(record.dataset["volume_classes"]["names"]) == 2)
+        better = f"Its ranking of the cases is better than chance (AUC {area:.3f}, guessing 0.5)"
+        return f"{reached}{at}{chance}. {better}, so that it has learned, but do not trust its classes."
+    return f"{reached}{chance}: nothing shows that the network has learned. Do not trust its classes or its maps."
