@@ -1,6 +1,5 @@
 """Meeting: where the processes of one launcher find each other and exchange texts before there is a mesh."""
 
-import os
 import socket
 import time
 from collections.abc import Sequence
@@ -11,7 +10,6 @@ import torch.distributed as dist
 from seqpar.parallel.launcher import Launcher
 from seqpar.parallel.watchdog import format_ranks
 
-_STARTED_BY = os.getppid()  # another later: this one has ended
 START_S = 900.0  # hundreds of nodes reading from one file system have taken 600 s
 
 
@@ -112,9 +110,5 @@ def _await_listener(launcher: Launcher, timeout_s: float) -> None:
                     f"rank {launcher.rank} ({launcher.by}): rank 0 did not answer at "
                     f"{launcher.address}:{launcher.port} within {timeout_s:.0f} s; check that rank 0 has started, and "
                     f"MASTER_ADDR and MASTER_PORT ({error.strerror})"
-                ) from None
-            if launcher.by == "torchrun" and os.getppid() != _STARTED_BY:
-                raise ConnectionError(
-                    f"rank {launcher.rank} (torchrun): torchrun has ended while ranks were starting; start again"
                 ) from None
             time.sleep(0.1)

@@ -187,10 +187,14 @@ def signal_name(number: int) -> str:
 def die_with_parent(parent: int | None = None) -> None:
     """Ends this process as soon as its parent ends, for whatever reason.
 
+    The ranks of a torchrun that is killed are asked to leave, so that they save: nobody else ends them.
+
     parent: its process id; None: the one that the parent put into the environment, if it did.
     """
     if parent is None:
         started_by = os.environ.get(PARENT) or os.environ.get(PARENT_OF_FOLD)
+        if started_by is None and "TORCHELASTIC_RUN_ID" in os.environ and sys.platform == "linux":
+            ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
         if started_by is None:
             return
         parent = int(started_by)

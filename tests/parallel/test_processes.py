@@ -99,6 +99,26 @@ def test_a_process_dies_with_the_parent_that_the_environment_names() -> None:
     wait_until(lambda: not runs(child))
 
 
+def test_a_rank_is_asked_to_leave_by_the_end_of_its_torchrun(tmp_path: Path) -> None:
+    """The kernel tells it, even if torchrun was killed and could tell nobody."""
+    saved = tmp_path / "saved"
+    code = f"import pathlib, signal, time; asked = lambda *_: pathlib.Path({str(saved)!r}).touch(); "
+    code += "signal.signal(signal.SIGTERM, asked); "
+    code += "from seqpar.parallel.processes import die_with_parent as die; die(); print(1, flush=True); time.sleep(60)"
+    agent = f"import os, subprocess, sys; os.environ['TORCHELASTIC_RUN_ID'] = 'x'; code = {code!r}\n"
+    agent += "process = subprocess.Popen([sys.executable, '-c', code]); print(process.pid, flush=True); process.wait()"
+    alone = {name: value for name, value in os.environ.items() if not name.startswith("SEQPAR_PARENT")}
+    starter = subprocess.Popen([sys.executable, "-c", agent], stdout=subprocess.PIPE, text=True, env=alone)
+    assert starter.stdout is not None
+    (rank,) = (int(word) for word in {starter.stdout.readline().strip() for _ in range(2)} - {"1"})
+    starter.kill()
+    try:
+        wait_until(saved.exists)
+    finally:
+        os.kill(rank, signal.SIGKILL)
+        starter.communicate()
+
+
 def test_a_process_whose_parent_ended_before_does_not_begin() -> None:
     code = "from seqpar.parallel.processes import die_with_parent; die_with_parent(); print('goes on')"
     other = str(os.getppid())  # not the parent of what is started here

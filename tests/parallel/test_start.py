@@ -12,10 +12,9 @@ import torch
 import torch.distributed as dist
 
 from seqpar.decoders.modes.named_modes import choose_mode
-from seqpar.parallel import collectives, meeting, messages, rendezvous
+from seqpar.parallel import collectives, messages, rendezvous
 from seqpar.parallel.launcher import Launcher, gpu_settings, shared_gpu_settings
 from seqpar.parallel.layout import Layout
-from seqpar.parallel.meeting import Meeting
 from seqpar.parallel.mesh import Mesh
 from seqpar.parallel.rendezvous import _eager_device, _places_of, start
 from seqpar.parallel.roll_call import RankLocation, StartLimit, locate_rank, refuse_shared_gpus, roll_call
@@ -93,18 +92,6 @@ def test_a_rank_starts_though_the_first_has_left(monkeypatch: pytest.MonkeyPatch
 
     pids = [child(lambda rank=rank: begin(rank)) for rank in (0, 1)]
     assert [exit_code(pid) for pid in pids] == [0, 0]
-
-
-def test_a_rank_of_a_torchrun_that_has_ended_stops_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port = listener.getsockname()[1]
-    launcher = Launcher("torchrun", 1, 2, 1, 2, port=port, agent_store=True)
-    with pytest.raises(ConnectionError, match="did not answer"):  # its parent lives: it waits for the time limit
-        Meeting(launcher).of_first("x", "", timeout_s=0.3)
-    monkeypatch.setattr(meeting, "_STARTED_BY", -1)
-    with pytest.raises(ConnectionError, match="torchrun has ended while its ranks were starting"):
-        Meeting(launcher).of_first("x", "", timeout_s=900.0)
 
 
 def test_ranks_that_share_a_gpu_look_to_nccl_like_hosts_of_their_own() -> None:
