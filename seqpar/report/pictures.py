@@ -328,10 +328,10 @@ def _planes_of_map(about: str, seen: NDArray[Any], at: Sequence[int], slices: Se
     also = [plane for plane, dim in PLANES if at[dim] == most[dim]]
     where = f"elsewhere, in slices {place}"
     if also:
-        where = f"in slices {place}, and seen in the {' and '.join(also)} plane{'s' * (len(also) > 1)}"
+        where = f"in slices {place}, in view in the {' and '.join(also)} plane{'s' * (len(also) > 1)}"
     return [
-        f"{about}, in planes that show at least half of the body, through its strongest point there:",
-        f"{min(share, 0.99):.0%} of its maximum, which is " + ("outside the image" if _leaves(seen) else where),
+        f"{about}, in planes that show at least half of the body, through the map's strongest point in them:",
+        f"{min(share, 0.99):.0%} of the map's maximum, which is " + ("outside the image" if _leaves(seen) else where),
     ]
 
 

@@ -127,8 +127,8 @@ def print_plan(order: SweepRequest, sweep: Sweep, out: Path, devices_here: int) 
 def source_of(recorded: int, points: int) -> str:
     """Returns where the lengths of points come from: those that have finished recorded theirs."""
     if recorded == points:
-        return "as recorded; starts come on top"
-    by_planner = "by the planner's steps; starts and validations come on top"
+        return "as recorded, without the time that each run takes to start"
+    by_planner = "by the planner's steps, without starts and validations"
     return f"{recorded} of them as recorded, the others {by_planner}" if recorded else f"all {by_planner}"
 
 
@@ -193,11 +193,11 @@ def _range(lengths: Sequence[float]) -> str:
 def table(rows: Sequence[Scaling], equal_runs: int, is_distmis: bool) -> list[str]:
     """Returns the lines of the table: times and how many times as fast as on the fewest devices.
 
-    - ``equal_runs``: as how many runs of equal length the bound is computed; 0: there is none
+    - ``equal_runs``: as how many runs of equal length the most that side by side can gain is computed; 0: there is none
     - ``is_distmis``: whether DistMIS's own measurements are shown too
     """
     heads = f"{'devices':>7}  {'side by side':>14} {'faster':>6}  {'one by one':>14} {'faster':>6}"
-    heads += f"  {'bound':>6}" * bool(equal_runs) + f"   {'measured in the paper':>29}" * is_distmis
+    heads += f"  {'most':>6}" * bool(equal_runs) + f"   {'measured in the paper':>29}" * is_distmis
     lines, first = [heads], rows[0]
     for row in rows:
         line = f"{row.devices:>7}  {clock(row.side_by_side):>14} {first.side_by_side / row.side_by_side:>6.2f}"

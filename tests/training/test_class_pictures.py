@@ -111,7 +111,7 @@ def test_calibration_is_drawn_by_tenths_with_enough_cases_and_not_by_a_single_on
     assert (diagram.over, diagram.up) == ("probability of the predicted class", "share of correct predictions")
     scores = _scores(of_tenths(4, 4) | {"source": "here"}, None, "")
     assert scores.note == uncalibrated(of_tenths(4, 4)) and [chart.title for chart in scores.charts] == []
-    assert scores.note.startswith("Too few cases for a calibration curve, which needs 5 in at least two of the tenths")
+    assert scores.note.startswith("Too few cases for a calibration curve: it needs 5 cases in at least two tenths")
     said = "Correct predictions, by their mean probability: 4 of 4 with 0.55, 4 of 4 with 0.65."
     assert scores.note.endswith(said)
     assert ": 40 of 40 with 0.65, 4 of 4 with 0.55." in uncalibrated(of_tenths(4, 40)), "most first"
@@ -418,12 +418,12 @@ def test_maps_are_shown_on_planes_through_the_body_with_a_warning_if_their_maxim
     inside = picture_of(figures, image, seen)
     assert inside.get_supxlabel() == ""
     assert (
-        "HiResCAM map for ill, in planes that show at least half of the body, through its strongest point there: "
-        "56% of its maximum, which is elsewhere, in slices sagittal 11, coronal 11, axial 18 White line"
+        "HiResCAM map for ill, in planes that show at least half of the body, through the map's strongest point in them: "
+        "56% of the map's maximum, which is elsewhere, in slices sagittal 11, coronal 11, axial 18 White line"
     ) in inside.get_suptitle().replace("\n", " ")
     seen[10, 10, 17], seen[8, 9, 17] = 0, 1
     above = picture_of(figures, image, seen).get_suptitle().replace("\n", " ")
-    assert "which is in slices sagittal 9, coronal 10, axial 18, and seen in the sagittal and coronal planes" in above
+    assert "which is in slices sagittal 9, coronal 10, axial 18, in view in the sagittal and coronal planes" in above
     seen[8, 9, 17], seen[10, 10, 17] = 0, 1
     seen[1, 1, 1] = 1
     outside = picture_of(figures, image, seen)
@@ -435,7 +435,7 @@ def test_maps_are_shown_on_planes_through_the_body_with_a_warning_if_their_maxim
     assert warning.get_window_extent().x0 >= 0 and warning.get_window_extent().x1 <= outside.bbox.width, "it is whole"
     padded = picture_of(figures, image, 0.3 * (seen == 0.56))
     assert padded.get_supxlabel().replace("\n", " ") == OUTSIDE_THE_IMAGE, "nothing in the image is the maximum"
-    assert "30% of its maximum, which is outside the image White line" in padded.get_suptitle().replace("\n", " ")
+    assert "30% of the map's maximum, which is outside the image White line" in padded.get_suptitle().replace("\n", " ")
     assert pictures.evidence_planes(seen, image != 0) == (8, 9, 10), "planes of air are left out"
     assert pictures.evidence_planes(np.zeros_like(seen), image != 0) == (10, 10, 4), "without a map most of the body"
     noise = np.random.default_rng(0).normal(-1, 0.001, image.shape)  # CT: air is not 0

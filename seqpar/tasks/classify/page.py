@@ -324,8 +324,8 @@ def uncalibrated(summary: Summary) -> str:
     tenths = sorted(calibration(*_arrays(summary)), key=lambda tenth: -tenth[2])
     shares = [f"{round(right * count)} of {count} with {given:.2f}" for given, right, count in tenths]
     return (
-        f"Too few cases for a calibration curve, which needs {FEW} in at least two of the tenths of the probability of "
-        f"the predicted class. Correct predictions, by their mean probability: {', '.join(shares)}."
+        f"Too few cases for a calibration curve: it needs {FEW} cases in at least two tenths of the predicted class's "
+        f"probability. Correct predictions, by their mean probability: {', '.join(shares)}."
     )
 
 
