@@ -418,8 +418,8 @@ def test_maps_are_shown_on_planes_through_the_body_with_a_warning_if_their_maxim
     inside = picture_of(figures, image, seen)
     assert inside.get_supxlabel() == ""
     assert (
-        "HiResCAM map for ill, in planes that show at least half of the body, through the map's strongest point in them: "
-        "56% of the map's maximum, which is elsewhere, in slices sagittal 11, coronal 11, axial 18 White line"
+        "HiResCAM map for ill, in planes that show at least half of the body, through the map's strongest point in "
+        "them: 56% of the map's maximum, which is elsewhere, in slices sagittal 11, coronal 11, axial 18 White line"
     ) in inside.get_suptitle().replace("\n", " ")
     seen[10, 10, 17], seen[8, 9, 17] = 0, 1
     above = picture_of(figures, image, seen).get_suptitle().replace("\n", " ")
