@@ -126,7 +126,7 @@ def test_the_plan_of_a_sweep_says_which_lengths_are_recorded(
     monkeypatch.setattr(scaling_plan, "step_seconds", lambda config, ranks: 2.0 / ranks)
     order, sweep, _ = asked(tmp_path)
     for count, source in ((0, "all by the planner's steps, without starts and validations"),
-                          (3, "3 of them as recorded, the others by the planner's steps; starts and validations"),
+                          (3, "3 of them as recorded, the others by the planner's steps, without starts"),
                           (4, "as recorded, without the time that each run takes to start")):  # fmt: skip
         points = [replace(point, state="finished", seconds=20.0) for point in sweep.points[:count]]
         scaling_plan.print_plan(order, Sweep(order.began(), (*points, *sweep.points[count:])), tmp_path, 2)

@@ -5,6 +5,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from seqpar.cli import evaluate, export, predict
@@ -122,7 +123,7 @@ def test_a_label_map_that_is_replaced_under_a_training_is_named(
 
     def replace_label(*arguments: Any, **named: Any) -> Any:
         volume = read_volume(label)
-        write_volume(label, volume.array[::-1].copy(), volume.geometry, dtype=volume.array.dtype)
+        write_volume(label, (volume.array == 0).astype(np.uint8), volume.geometry)
         return measure(*arguments, **named)
 
     monkeypatch.setattr(SegmentationValidation, "run", replace_label)
