@@ -1,7 +1,6 @@
 """What a rank's device can do, by its maker or measured; kinds of operations and their cost."""
 
 import json
-import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -13,6 +12,7 @@ from torch.utils.flop_counter import flop_registry
 
 from seqpar.attention.cost_model import CPU, Machine
 from seqpar.cluster.host_memory import whole_memory
+from seqpar.data.files import read_whole
 
 MATMUL, CONVOLUTION, ATTENTION, OTHER = KINDS = ("matmul", "convolution", "attention", "other")
 
@@ -241,14 +241,16 @@ def num_devices(on_gpu: bool) -> int:
 def measured(path: str, base: Device, precision: str) -> Device:
     """Returns ``base`` with what the doctor's JSON file says of memory, matrix products, ranks of a node and links."""
     try:
-        record = json.loads(Path(path).read_text())
-        rates, world, nodes = record["matmul_flops_per_s"], int(record.get("world", 1)), int(record.get("nodes", 1))
+        record = json.loads(read_whole(Path(path)))
+        rates, (world, nodes) = record["matmul_flops_per_s"], (int(record.get(name, 1)) for name in ("world", "nodes"))
+        if not 1 <= nodes <= world:
+            raise ValueError(f"world is {world} and nodes {nodes}")
         groups = {name: record["groups"][name] for name in ("data", "world", "seq") if name in record.get("groups", {})}
         links = {int(group["size"]): _slowest_link(group) for group in groups.values() if group["size"] > 1}
         name = precision if precision == "tf32" else str(DTYPES[precision]).removeprefix("torch.")
         rate = rates.get(name, 0.0) if isinstance(rates, dict) else rates
         rate, memory = _of_speed(rate or 0.0, zero=True), _of_speed(record.get("memory_bytes", 0), zero=True)
-    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+    except (OSError, ValueError, KeyError, TypeError, RecursionError, OverflowError) as error:
         raise ValueError(f"--measured {path} is not what launch/doctor.py writes as JSON: {error}") from None
     if other := _measured_elsewhere(base, str(record.get("device", "")), rates):
         raise ValueError(f"--measured {path} was measured on {other}, and the plan is for {base.name}: use --device")
@@ -288,9 +290,12 @@ def _slowest_link(group: Mapping[str, Any]) -> Link:
     return Link(min(_of_speed(kind["bytes_per_s"]) for kind in kinds), latency)
 
 
+_TOO_MUCH = 1e24  # of bytes, operations or seconds: nothing has that
+
+
 def _of_speed(value: Any, zero: bool = False) -> float:
     """Returns a measured number; raises ValueError for one that nothing can have; ``zero``: 0 if it is not known."""
     number = float(value)
-    if not (math.isfinite(number) and (number > 0 or zero and number == 0)):
+    if not (number < _TOO_MUCH and (number > 0 or zero and number == 0)):
         raise ValueError(f"{value} is no speed, time or size")
     return number

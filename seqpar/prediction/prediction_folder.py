@@ -8,6 +8,7 @@ FOLDER/…                      what a task writes: label maps, or a table of cl
 import errno
 import fcntl
 import os
+import re
 import sys
 import zipfile
 import zlib
@@ -41,6 +42,7 @@ RECORD = "prediction.json"
 _FILES, _INPUTS, _GENERATED, SERIES = "files", "inputs", "generated", "series"
 
 MAX_NAMED = 5  # cases that a warning names
+_RUNS_OWN = re.compile("checkpoints$|validation")  # folders in a run's, which training clears
 _ENDS = {".json": b"}\n", ".pkl": b".", ".png": b"IEND\xaeB`\x82"}  # the last bytes of a whole file
 
 
@@ -241,6 +243,9 @@ class PredictionFolder(ABC):
         if holds_run(folder):
             raise DataError(self.folder, "is a run folder, which evaluate takes for its validation; choose another "
                             "--output, such as a folder in it")  # fmt: skip
+        if any(holds_run(place.parent) and _RUNS_OWN.match(place.name) for place in (folder, *folder.parents)):
+            raise DataError(self.folder, "belongs to a run, which removes what it did not write there; choose another "
+                            "--output")  # fmt: skip
         images = ((path, Path(os.path.realpath(path))) for case in cases for path in case.images)
         if any(place == folder for _, place in images if place.is_dir()):
             raise DataError(self.folder, "is a DICOM series to predict; choose another --output")

@@ -249,8 +249,15 @@ def write_window(
     temperatures: Mapping[str, float] = MappingProxyType({}),
 ) -> None:
     """Writes window.json, about the best checkpoint; for the arguments see ``MeasuredWindows``."""
+    write_json(run / "window.json", window_content(windows, step, whole_grid, temperatures))
+
+
+def window_content(
+    windows: Mapping[str, float], step: int, whole_grid: Sequence[int], temperatures: Mapping[str, float]
+) -> dict[str, Any]:
+    """Returns the content of window.json; for the arguments see ``MeasuredWindows``."""
     content = MeasuredWindows(windows, whole_grid, temperatures).as_json()
-    write_json(run / "window.json", {"window": next(iter(windows)), "step": step, **content})
+    return {"window": next(iter(windows)), "step": step, **content}
 
 
 def read_windows(run: Path) -> MeasuredWindows:

@@ -169,8 +169,8 @@ def read_postprocessing(path: Path) -> Steps:
 
 def _flat(values: Any) -> tuple[int, ...]:
     """Returns the label values of a label, a region, or a list of both."""
+    if isinstance(values, str | bool):  # the letters of a text are texts again, and a bool is an int
+        raise TypeError(f"{values!r} is no label")
     if isinstance(values, int):
         return (values,)
-    if isinstance(values, str | bool):  # the letters of a text are texts again
-        raise TypeError(f"{values!r} is no label")
     return tuple(sorted({value for each in values for value in _flat(each)}))

@@ -92,10 +92,9 @@ class AfterStep:
         optimizer: Optimizer,
         progress: Progress,
         journal: Journal,
-        is_best: bool = False,
         must: bool = False,
-    ) -> None:
-        """Saves a checkpoint, unless this progress is saved already.
+    ) -> bool:
+        """Saves a checkpoint, unless this progress is saved already; returns whether it is.
 
         A failure is a warning, and the next save is due as usual; with ``must`` it raises ``NotSaved``, and where the
         run has no checkpoint yet ``DataError``, on all ranks. Raises ``TakenOver`` where another training has taken the
@@ -104,7 +103,7 @@ class AfterStep:
         self.refuse_taken_over()
         progress = replace(progress)
         if progress == self._saved:
-            return
+            return True
         try:
             checkpoint.save(
                 self.folder,
@@ -113,7 +112,7 @@ class AfterStep:
                 progress,
                 self.mesh.world,
                 self._description,
-                is_best,
+                progress.best_step == progress.step,
                 self._refuse_lost,
                 self._collect,
             )
@@ -132,6 +131,7 @@ class AfterStep:
             minutes = self.config.checkpoint_minutes
             journal.say(f"warning: {error}; {kept}, {self._age()}; going on, next try in {minutes:g} minutes")
         self._last_try = time.monotonic()
+        return self._saved == progress
 
     def _age(self) -> str:
         """Returns the age of the last checkpoint that was saved, as its file ``latest`` shows it."""

@@ -142,7 +142,8 @@ def _tiles_of(lesson: Lesson, data: TrainingData) -> TrainingData:
 
 def _refuse_results_without_checkpoint(out: Path) -> None:
     """Raises DataError where a run that would begin anew has results, since a copy may lack its checkpoints."""
-    results = next((name for name in (WEIGHTS, "validation/summary.json") if (out / name).is_file()), None)
+    names = (WEIGHTS, "validation/summary.json", "window.json")  # the last is written once a checkpoint is
+    results = next((name for name in names if (out / name).is_file()), None)
     if results:
         raise DataError(
             out,

@@ -25,7 +25,14 @@ from seqpar.planner.feasibility import check_lessons
 from seqpar.planner.preset_from_data import plan_from_data
 from seqpar.runs.archive import is_archive
 from seqpar.runs.fold_folder import has_ended, runs_of
-from seqpar.runs.run_folder import SWEEP_FILE, holds_folds, holds_run, read_config, refuse_foreign_status
+from seqpar.runs.run_folder import (
+    CONFIG,
+    SWEEP_FILE,
+    holds_folds,
+    holds_run,
+    read_config,
+    refuse_foreign_status,
+)
 from seqpar.runs.run_status import changed_settings, describe_kill
 from seqpar.settings.checks import check_network
 from seqpar.settings.command_line import default_preset, naming_preset, parse, shortened_warmup, wants_gpu
@@ -44,7 +51,7 @@ from seqpar.settings.rules import (
 from seqpar.settings.scaled_rate import SCALED, keeps_scaled_rate, scale_learning_rate
 from seqpar.tasks.lookup import task_of
 from seqpar.tasks.training_data import TrainingData
-from seqpar.text import flag_name
+from seqpar.text import flag_name, quantity
 from seqpar.training.open_settings import choose_open_settings
 
 
@@ -181,7 +188,11 @@ def _keep_global_batches(
     lessons: tuple[Lesson, ...], layout: Mapping[str, Any], before: Config, num_groups: int, line: _CommandLine
 ) -> tuple[Lesson, ...]:
     """Returns the lessons with the batches that keep a run's tiles a step; ``layout``: that of its config.json."""
-    tiles = layout.get("global_batches") or [layout["data"] * before.batch * before.accumulate]
+    had = [layout["data"] * own.config.batch * own.config.accumulate for own in lessons_of(before)]
+    tiles = layout.get("global_batches") or had  # earlier versions did not record them
+    if len(tiles) != len(had):
+        lacks = f"has {quantity(len(tiles), 'number')} in 'global_batches' for {quantity(len(had), 'lesson')}"
+        raise DataError(Path(line.config.out) / CONFIG, f"{lacks}: restore it or train again")
     if "global_batch" in line.flags and any(line.config.global_batch != number for number in tiles):
         raise ValueError(
             f"--global-batch {line.config.global_batch}: the run in {line.config.out} has "
@@ -189,7 +200,8 @@ def _keep_global_batches(
         )
     flags = line.numbers("batch", "accumulate")
     kept = [keep_global_batch(each.config, number, num_groups, flags) for each, number in zip(lessons, tiles)]
-    return tuple(replace(lesson, config=config) for lesson, config in zip(lessons, kept))
+    kept += [each.config for each in lessons[len(kept) :]]  # lessons that are new
+    return tuple(replace(lesson, config=config) for lesson, config in zip(lessons, kept, strict=True))
 
 
 def _hold_global_batches(

@@ -50,6 +50,7 @@ from seqpar.weights.facts import (
     read_dataset,
     reordered_names,
     sets_learned,
+    sets_of_earlier_data,
 )
 from seqpar.weights.weight_files import checkpoint_of, is_exported, is_of_torch
 
@@ -234,7 +235,8 @@ def make_trainer(
     mode_line = describe_decoding(net, config)
     weights_line, learned = "", {*data_before.get("train", ()), *data_before.get(LEARNED, ())} - {*data_now["train"]}
     learned |= cases_learned_before(data_before, data_now)
-    origin = {name: data_before[name] for name in (ANCESTORS, IS_UNKNOWN) if name in data_before}
+    origin: dict[str, Any] = {ANCESTORS: sets} if (sets := sets_of_earlier_data(data_before, data_now)) else {}
+    origin |= {name: data_before[name] for name in (IS_UNKNOWN,) if name in data_before}
     if config.weights and not saved:
         weights_line, more, origin = _load_weights(net, config, data_now, mesh)
         learned |= more

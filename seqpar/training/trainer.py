@@ -3,6 +3,7 @@
 import math
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,7 @@ from seqpar.report.plots import draw_progress
 from seqpar.runs.boards import Board, open_on_first
 from seqpar.runs.journal import Journal, epoch_fields, peak_memory_mb
 from seqpar.runs.metrics_tail import measure_of, score_of
-from seqpar.runs.run_folder import describe_results, write_window
+from seqpar.runs.run_folder import describe_results, window_content
 from seqpar.runs.run_status import StatusFile
 from seqpar.settings.config import Config
 from seqpar.tasks.lookup import task_of
@@ -39,7 +40,7 @@ from seqpar.training.gradients import Gradients
 from seqpar.training.pipeline_gradients import PipeGradients, most_by_stage
 from seqpar.training.step_times import DelayedRows, HostCopy, SlowRankDetector, sum_over_ranks, time_waiting
 from seqpar.weights import checkpoint
-from seqpar.weights.checkpoint import Progress
+from seqpar.weights.checkpoint import Progress, restore_best
 from seqpar.weights.weight_files import write_weights
 
 CURVES_EVERY_S = 30.0  # drawing takes a second or two, which short epochs would feel
@@ -110,6 +111,8 @@ class Trainer:
         boards = open_on_first(self.config, self.out, self.progress.step, begun, self.mesh.world)
         self._open_journal(boards)
         self.after_step.begin(self.progress if self.saved else None)
+        if self.saved:
+            self._restore_best()
         with self._loader() as loader, self.late_rows:
             finished = self._loop(loader, stopper)
         goes_on = finished and self.steps.stop < self.config.steps
@@ -267,18 +270,38 @@ class Trainer:
         self.journal.picture("validation", step, self.out / "validation.png")
         self._has_score = not math.isnan(score_of(result.row))
         self.progress.validated = step
-        loss = float(result.row["loss"])
+        loss, before = float(result.row["loss"]), replace(self.progress)
         if self.progress.is_beaten_by(result.score, loss):
             if result.score == self.progress.best:
-                before = f"as good as after step {self.progress.best_step}, with a lower validation loss"
-                self.journal.say(f"{before}: step {step} is the best now")
+                as_good = f"as good as after step {self.progress.best_step}, with a lower validation loss"
+                self.journal.say(f"{as_good}: step {step} is the best now")
             self.progress.best, self.progress.best_step, self.progress.best_loss = result.score, step, loss
-            self._save(is_best=True)
-            self.after_step.refuse_taken_over()
-            if result.windows:
-                measured = result.windows, step, result.whole_grid, result.temperatures
-                self.journal.attempt(lambda: write_window(self.out, *measured))
+            measured = result.windows, step, result.whole_grid, result.temperatures
+            self.progress.windows = window_content(*measured) if result.windows else None
+            if not self._save() and step < self.steps.stop:  # else it is saved at the end, or the run fails
+                self.progress = before
+                kept = f"step {before.best_step} stays the best" if before.best_step >= 0 else "none is the best yet"
+                self.journal.say(f"warning: the weights of step {step}, the best so far, were not saved: {kept}")
         return True
+
+    def _restore_best(self) -> None:
+        """Has ``best`` and window.json be those of a resumed run's progress, which may be that of an earlier step."""
+        best = self.progress.best_step
+        if not run_on_rank0(lambda: restore_best(self.out / "checkpoints", best), self.mesh.world):
+            self.journal.say(
+                f"warning: the checkpoint of step {best}, the best, is gone: the next validation is the best"
+            )
+            none = Progress()
+            self.progress = replace(
+                self.progress, best=none.best, best_step=none.best_step, best_loss=none.best_loss, windows=None
+            )
+        if self.progress.best_step < 0:
+            self.journal.attempt(lambda: (self.out / "window.json").unlink(missing_ok=True))
+        self._write_windows()
+
+    def _write_windows(self) -> None:
+        if self.progress.windows is not None:
+            self.journal.attempt(lambda: write_json(self.out / "window.json", self.progress.windows))
 
     def _draw_curves(self) -> None:
         self.journal.attempt(lambda: draw_progress(self.out))
@@ -336,8 +359,13 @@ class Trainer:
         ranks = self.mesh.world.size if self.mesh.data.size > 1 else 1  # train starts those of a single group itself
         return resume_command(self.task.train_command[0], self.out, ranks=ranks)
 
-    def _save(self, is_best: bool = False, must: bool = False) -> None:
-        self.after_step.save(self.net, self.optimizer, self.progress, self.journal, is_best, must)
+    def _save(self, must: bool = False) -> bool:
+        """Saves a checkpoint, and what was measured of it if it is the best; returns whether it is saved."""
+        is_saved = self.after_step.save(self.net, self.optimizer, self.progress, self.journal, must)
+        self.after_step.refuse_taken_over()
+        if is_saved and self.progress.best_step == self.progress.step:
+            self._write_windows()
+        return is_saved
 
     def _write_status(self, state: str, why: str = "", code: int = 0) -> None:
         self.journal.attempt(lambda: self.status.write(state, why, code))

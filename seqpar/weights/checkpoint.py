@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from safetensors import SafetensorError
 from safetensors.torch import save_file
@@ -54,6 +55,7 @@ class Progress:
     validated: int = -1  # the step of the last complete validation
     global_batch: int = 0
     best_loss: float | None = None  # of the best validation; None in a checkpoint that does not record it
+    windows: dict[str, Any] | None = None  # content of window.json, about the best; None if nothing was measured
 
     def is_beaten_by(self, score: float, loss: float) -> bool:
         """Returns whether a validation is better than the best: by its score or, if that is equal, by its loss."""
@@ -212,6 +214,26 @@ def _named(link: Path) -> Path | None:
     except (OSError, UnicodeDecodeError):
         return None
     return link.parent / name if re.fullmatch(r"step-\d+", name) else None
+
+
+def restore_best(folder: Path, step: int) -> bool:
+    """Has ``best`` name the checkpoint of a step, -1 for none, as the progress of a resumed run says; returns False,
+    and removes the file, if that checkpoint is gone or damaged.
+
+    The file names another where a run goes back to an earlier checkpoint, or was killed before it was written.
+    """
+    target, named = folder / f"step-{step:08d}", _named(folder / "best")
+    if step >= 0 and named == target and not _is_gone(target):
+        return True
+    if step >= 0 and not _problem(target):
+        write_link(folder / "best", target.name)
+        return True
+    (folder / "best").unlink(missing_ok=True)
+    return step < 0
+
+
+def _is_gone(target: Path) -> bool:
+    return not (target.is_dir() or target.with_suffix(".old").is_dir())  # the latter while it is saved again
 
 
 def find(folder: Path, which: str = "latest") -> Path:

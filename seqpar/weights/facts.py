@@ -58,7 +58,10 @@ def read_dataset(path: str | Path) -> dict[str, Any]:
         if path.is_file() and zipfile.is_zipfile(path):
             with zipfile.ZipFile(path) as archive:
                 return _learned_from(json.loads(archive.read(SETTINGS)))
-        for folder in path.absolute().parents[:3]:  # that of a run, or of a checkpoint in it
+        if path.name != WEIGHTS:
+            return {}
+        own, above, run = path.absolute().parents[:3]  # of a run, or of a checkpoint in it
+        for folder in (own, run) if above.name == "checkpoints" else (own,):
             if (folder / SETTINGS).is_file() and "dataset" in (content := json.loads((folder / SETTINGS).read_text())):
                 return _learned_from(content)
     return {}
@@ -97,6 +100,24 @@ def sets_learned(described: Mapping[str, Any]) -> list[dict[str, Any]]:
     digests = {case: digest for case, digest in described.get("digests", {}).items() if case in learned}
     own = {name: described.get(name) for name in ("name", "recipe")} | {"train": learned, "digests": digests}
     return [*[own] * bool(has_labels and learned), *described.get(ANCESTORS, ())]
+
+
+def sets_of_earlier_data(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Returns the data sets from which first weights had learned, and a run's own of before if it goes on with others.
+
+    - ``before``, ``now``: what it recorded of its data, and records now
+    """
+    ancestors = list(before.get(ANCESTORS, ()))
+    own = [one for one in sets_learned({**before, ANCESTORS: ()}) if one not in ancestors and not _is_of(one, now)]
+    return [*own, *ancestors]
+
+
+def _is_of(learned: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
+    """Returns whether a data set that was learned is a run's own, each case with the voxels that it had."""
+    recipes = json.loads(json.dumps([learned["recipe"], now.get("recipe")]))  # lists, not tuples
+    digests = now.get("digests", {})
+    same = (digests.get(case) == digest for case, digest in learned["digests"].items())
+    return learned["name"] == now.get("name") and recipes[0] == recipes[1] and all(same)
 
 
 def cases_learned_before(before: Mapping[str, Any], now: Mapping[str, Any]) -> set[str]:

@@ -21,7 +21,7 @@ from seqpar.data.preparation.cache_writer import CacheError, reading
 from seqpar.data.preparation.prepare_dataset import prepare, prepared
 from seqpar.data.preparation.recipe import PrepareSettings
 from seqpar.data.workers import map_in_processes
-from tests.support.folders import child, exit_code, image_array, nnunet, save, tree
+from tests.support.folders import child, exit_code, image_array, nnunet, save, tree, write_json
 
 
 @pytest.mark.started
@@ -265,6 +265,22 @@ def test_who_may_only_read_a_cache_marks_it_too(tmp_path, monkeypatch):
         prepare(read_dataset(root), out, workers=0)
     reader.__exit__(None, None, None)
     assert prepare(read_dataset(root), out, workers=0).prepared == ("c_001",)
+
+
+def test_hidden_files_among_the_cases_stay_and_a_link_is_removed_alone(tmp_path):
+    root, out, elsewhere = nnunet(tmp_path / "D", 3), tmp_path / "c", tmp_path / "elsewhere"
+    prepare(read_dataset(root), out, workers=0)
+    write_json(out / "cases" / ".mine" / "notes.json", {})
+    (out / "cases" / ".DS_Store").touch()
+    write_json(elsewhere / "kept.json", {})
+    (out / "cases" / "old_case").symlink_to(elsewhere)
+    (elsewhere / "kept.json").rename(elsewhere / "image.npy")  # as a case's
+    for path in root.glob("*/c_002*"):
+        path.unlink()
+    prepare(read_dataset(root), out, workers=0)
+    assert open_cache(out).ids == ("c_000", "c_001")
+    assert {path.name for path in (out / "cases").iterdir()} == {"c_000", "c_001", ".mine", ".DS_Store"}
+    assert (elsewhere / "image.npy").exists()
 
 
 def test_a_refused_preparation_changes_nothing(tmp_path):

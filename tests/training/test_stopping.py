@@ -1,11 +1,14 @@
 """Runs that have to leave: by signals, by time, by the scheduler; resumed they end with the same bits."""
 
 import errno
+import json
 import os
 import re
+import shutil
 import signal
 import time
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -247,6 +250,7 @@ def test_of_equally_good_validations_the_one_with_the_lower_loss_is_kept(tmp_pat
     run = SimpleNamespace(
         progress=checkpoint.Progress(),
         config=SimpleNamespace(val_every=1, iterations=2, steps=20),
+        steps=range(20),
         journal=journal,
         gradients=SimpleNamespace(gathered=nullcontext),
         validation=SimpleNamespace(run=lambda *_: ValidationResult({"loss": next(losses)}, "validated", 0.5, {})),
@@ -255,7 +259,7 @@ def test_of_equally_good_validations_the_one_with_the_lower_loss_is_kept(tmp_pat
         after_step=SimpleNamespace(refuse_taken_over=nothing),
         _curves_at=time.monotonic(),
         _is_flat=lambda step: False,
-        _save=lambda is_best: saved.append(run.progress.step),
+        _save=lambda: saved.append(run.progress.step) or True,
     )
     for run.progress.step in (2, 4, 6, 8):
         assert Trainer._end_epoch(run, None)
@@ -266,6 +270,38 @@ def test_of_equally_good_validations_the_one_with_the_lower_loss_is_kept(tmp_pat
     run.progress.best_loss, losses = None, iter((0.1,))
     run.progress.step = 10
     assert Trainer._end_epoch(run, None) and saved == [2, 4], "a checkpoint that records no loss keeps its best"
+    run.progress.best_loss, run._save, losses = 0.7, lambda: False, iter((0.1, 0.1))
+    for run.progress.step, best in (
+        (12, 4),
+        (20, 20),
+    ):  # at the end the weights are saved in any case, or the run fails
+        assert (
+            Trainer._end_epoch(run, None)
+            and run.progress.best_step == best
+            and run.progress.validated == run.progress.step
+        )
+    assert said[-1] == "as good as after step 4, with a lower validation loss: step 20 is the best now"
+    assert any(
+        "the weights of step 12, the best so far, were not saved: step 4 stays the best" in line for line in said
+    )
+
+
+def test_a_run_that_goes_back_to_an_earlier_checkpoint_takes_its_best(flags, tmp_path, monkeypatch) -> None:
+    """The last of three validations is the best, and its checkpoint is lost."""
+    measure, out, scores = validation.SegmentationValidation.run, tmp_path / "run", iter((0.1, 0.2, 0.3))
+    monkeypatch.setattr(
+        validation.SegmentationValidation,
+        "run",
+        lambda *of: replace(measure(*of), score=next(scores), windows={"sliding": 0.5}),
+    )
+    trained(1, [*flags, "--epochs", "3", "--val-every", "1"], out)
+    steps = sorted(path.name for path in (out / "checkpoints").glob("step-*"))
+    assert (out / "checkpoints" / "best").read_text() == steps[-1]
+    shutil.rmtree(out / "checkpoints" / steps[-1])
+    scores = iter((0.0, 0.0))
+    assert "going back to" in trained(1, ["--resume", "--device", "cpu", "--epochs", "4"], out).said()
+    assert (out / "checkpoints" / "best").read_text() == steps[-2]
+    assert json.loads((out / "window.json").read_text())["step"] == int(steps[-2].removeprefix("step-"))
 
 
 def test_short_epochs_do_not_wait_for_curves() -> None:

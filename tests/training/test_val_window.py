@@ -172,7 +172,7 @@ def test_the_better_window_is_not_written_into_a_folder_that_was_taken_over(flag
     trainer = trainer_of(config_of([*flags, *SMALLER], "--val-every", "1"), alone, tmp_path)
     trainer.journal = Journal(tmp_path, False, 0)
     trainer.after_step.lock = lock
-    monkeypatch.setattr(trainer, "_save", lambda is_best: RunLock(tmp_path).take(take_over=True))
+    monkeypatch.setattr(trainer.after_step, "save", lambda *_: RunLock(tmp_path).take(take_over=True) or True)
     trainer.progress.step = trainer.config.iterations
     with pytest.raises(TakenOver):
         trainer._end_epoch(NoStop())

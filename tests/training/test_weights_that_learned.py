@@ -12,6 +12,8 @@ from seqpar.cli import evaluate, export, predict
 from seqpar.data.volumes import read_volume, write_volume
 from seqpar.report.cautions import cautions_together
 from seqpar.tasks.segment.validation import SegmentationValidation
+from seqpar.weights.facts import read_dataset
+from tests.support.folders import nnunet
 from tests.support.training_runs import tiny_data, trained
 
 
@@ -98,6 +100,24 @@ def test_cases_that_come_back_under_other_names_are_not_new(tmp_path: Path) -> N
     again = [case for case in described["held_out"] if case.replace("k_", "c_") in learned]
     assert again and {*again} <= {*described["learned_before"]}
     assert f"this run trained on {len(again)} case" in " ".join(said.split())
+
+
+def test_a_run_that_goes_on_with_other_data_keeps_what_it_learned_before(tmp_path: Path) -> None:
+    """Cases of other data may have the same names, so that names alone do not tell."""
+    flags, run, later = [*tiny_data(tmp_path), "--epochs", "1"], tmp_path / "run", tmp_path / "later"
+    other = nnunet(tmp_path / "Dataset004_Other", cases=5)
+    for path in other.glob("imagesTr/*"):
+        volume = read_volume(path)
+        write_volume(path, volume.array[::-1] + 1, volume.geometry)
+    trained(1, [*flags, "--fold", "0"], run)
+    more = ["--resume", "--epochs", "2", "--device", "cpu", "--data", str(other), "--cache", str(tmp_path / "cache4")]
+    trained(1, more, run)
+    (learned,) = json.loads((run / "config.json").read_text())["dataset"]["weights_learned_from"]
+    assert learned["name"] == "Dataset001_Tiny" and len(learned["digests"]) == 4
+    said = trained(1, [*flags, "--fold", "1", "--weights", str(run)], later).said()
+    assert "caution: they have learned from 1 held-out case" in " ".join(said.split())
+    stray = Path(shutil.copy(run / "model.safetensors", later / "first.safetensors"))
+    assert read_dataset(stray) == {} and read_dataset(later / "model.safetensors")
 
 
 def test_scores_of_trainings_on_two_states_of_the_data_say_so(tmp_path: Path) -> None:

@@ -95,6 +95,18 @@ def test_a_first_checkpoint_that_is_saved_again_is_found_while_it_lies_aside(tmp
     assert names(tmp_path) == ["latest", "step-00000001"]
 
 
+def test_best_follows_the_progress_that_a_run_resumes_from(tmp_path):
+    for step in (1, 2, 3):
+        save(tmp_path, step, is_best=step == 3)
+    best = tmp_path / "best"
+    assert checkpoint.restore_best(tmp_path, 3) and best.read_text() == "step-00000003"
+    assert checkpoint.restore_best(tmp_path, 2) and best.read_text() == "step-00000002"
+    assert not checkpoint.restore_best(tmp_path, 1) and not best.exists(), "it was removed when another was the best"
+    assert checkpoint.restore_best(tmp_path, 3) and checkpoint.restore_best(tmp_path, -1) and not best.exists()
+    (tmp_path / "step-00000003" / "model.safetensors").write_bytes(b"x")
+    assert not checkpoint.restore_best(tmp_path, 3) and not best.exists()
+
+
 def test_only_what_was_complete_once_counts_as_saved(tmp_path):
     (tmp_path / "step-00000001.tmp").mkdir()
     assert checkpoint.find_on_all_ranks(tmp_path, ALONE) is None

@@ -68,13 +68,17 @@ def invalidate_cache(path: Path) -> None:
 
 
 def remove_partial_files(path: Path, names: set[str]) -> None:
-    """Removes what killed runs left half written, and all cases except ``names``."""
+    """Removes what killed runs left half written, and all cases except ``names``; other hidden files are not ours."""
     for folder in (path / "cases").iterdir():
-        if folder.name not in names:
-            if not folder.name.startswith((_WRITING, _OLD)):
+        is_partial = folder.name.startswith((_WRITING, _OLD))
+        if folder.name not in names and (is_partial or not folder.name.startswith(".")):
+            if not is_partial:
                 refuse_while_read(path)
                 invalidate_cache(path)
-            shutil.rmtree(folder)
+            if folder.is_symlink():
+                folder.unlink()
+            else:
+                shutil.rmtree(folder)
     for file in [found for pattern in _PARTS for found in path.glob(pattern)]:
         if not is_state(file) or _age(file) > _STALE:
             file.unlink(missing_ok=True)
