@@ -1,7 +1,6 @@
 """What the evaluations of tasks share: predictions are scored one after the other, and several are compared."""
 
 import argparse
-import filecmp
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -13,10 +12,8 @@ from typing import Any, NamedTuple
 
 from seqpar.cluster.exit_codes import DATA
 from seqpar.data.errors import DataError
-from seqpar.data.files import find_copies, read_json
-from seqpar.data.formats.splits import patients_of
+from seqpar.data.files import read_json
 from seqpar.data.phantom.phantom_files import is_generated
-from seqpar.data.volumes import read_volume
 from seqpar.prediction.prediction_folder import RECORD, mixed_line, predicted_otherwise
 from seqpar.report.cautions import above_scores, begun_unknown, cautions_together, chosen_on_them
 from seqpar.report.record import RunRecord, read_record
@@ -28,7 +25,6 @@ from seqpar.scores.label_files import MAX_NAMED, missing_line
 from seqpar.scores.summary_files import write_output, writing_alone
 from seqpar.terminal import next_command
 from seqpar.text import quantity
-from seqpar.weights.facts import ANCESTORS, LEARNED
 from seqpar.weights.weight_files import digest
 
 NEW, HELD, CHOSE = "new to the run", "held out by the run", "used to choose the weights"
@@ -44,6 +40,7 @@ class Seen(NamedTuple):
     - ``namesakes``: those that may be other cases of the same name, and further scans of the same patients
     - ``chose``: those that were held out, and on which the best weights were chosen
     - ``held``: those that were held out and chose nothing, as there was a single validation
+    - ``relabelled``: which of all these are known by their image, and have another label file
     """
 
     same: Sequence[str]
@@ -52,6 +49,7 @@ class Seen(NamedTuple):
     chose: Sequence[str] = ()
     held: Sequence[str] = ()
     copies: Mapping[str, str] = MappingProxyType({})
+    relabelled: Sequence[str] = ()
 
     @staticmethod
     def by_any(runs: Sequence["Seen"]) -> "Seen":
@@ -60,8 +58,9 @@ class Seen(NamedTuple):
         chose = {name for run in runs for name in run.chose} - same - namesakes
         held = {name for run in runs for name in run.held} - same - namesakes - chose
         copies = {name: other for run in runs for name, other in run.copies.items()}
-        total = runs[0].total
-        return Seen(sorted(same), sorted(namesakes - same), total, sorted(chose), sorted(held), copies)
+        relabelled = sorted({name for run in runs for name in run.relabelled})
+        ordered = sorted(same), sorted(namesakes - same), runs[0].total, sorted(chose), sorted(held)
+        return Seen(*ordered, copies, relabelled)
 
     @property
     def words(self) -> str:
@@ -73,6 +72,7 @@ class Seen(NamedTuple):
         if case in self.namesakes:
             return f"{NAMES[0].capitalize()}. "
         known = SEEN if case in self.same else self._of_validation(case)
+        known = f"its image was {known}, with another label file" if case in self.relabelled else known
         return f"{known.capitalize()}. " * (known != NEW)
 
     def _of_validation(self, case: str) -> str:
@@ -128,14 +128,18 @@ class Seen(NamedTuple):
             (self.held, f"was {HELD}", f"were {HELD}", "are those of a validation, not of a test"),
         ):
             if found:
-                names = [f"{name}, there {self.copies[name]}" if name in self.copies else name for name in found]
-                between = "; " if any(name in self.copies for name in found) else ", "
+                names = list(map(self._named, found))
+                between = "; " if any("," in name for name in names) else ", "
                 shown = between.join(names[:MAX_NAMED]) + f"{between}…" * (len(found) > MAX_NAMED)
                 what, whose = (one, "its scores") if len(found) == 1 else (many, "their scores")
                 if_so = f"if {'it is' if len(found) == 1 else 'they are'} the same, " * (found is self.namesakes)
                 of = f"{len(found)} of {quantity(self.total, 'scored case')} {what} ({shown})"
                 sentences.append(f"{of}: {if_so}{whose} {told}.")
         return sentences
+
+    def _named(self, case: str) -> str:
+        by_image = ", whose image was there with another label file" * (case in self.relabelled)
+        return f"{case}{by_image}, there {self.copies[case]}" if case in self.copies else f"{case}{by_image}"
 
 
 NONE_SEEN = Seen((), (), 0)
@@ -337,51 +341,6 @@ def other_values(run: Path, written: Labels, scored: Labels) -> list[str]:
         if name in scored.classes and {*scored.classes[name]} != {*values}
     ]
     return [f"Caution: {run} writes {'; '.join(others)}. The scores compare other classes."] * bool(others)
-
-
-def find_seen(
-    record: RunRecord, scored: Mapping[str, Path | None], read_files: Callable[[], Mapping[str, Path]]
-) -> Seen:
-    """Returns which scored cases are among those that the run was trained on, or held out.
-
-    - ``scored``: a file of each case by name, None if it is not known
-    - ``read_files``: returns the same file of each case of the run's data set; cases of another data set may have the
-      names of these
-    """
-    train, held_out = (set(map(str, record.dataset.get(part, ()))) for part in ("train", "held_out"))
-    learned = set(map(str, record.dataset.get(LEARNED, ())))
-    train, held_out = train | learned, held_out - learned
-    others = {str(case) for own in record.dataset.get(ANCESTORS, ()) for case in own["train"]} - train - held_out
-    patients = patients_of(train | held_out | scored.keys()) | record.subjects
-    has_chosen = len(record.held_out) > 1
-    known = {patients[name] for name in (train | held_out if has_chosen else train)}
-    names = [name for name in scored if name in train | held_out]
-    there = {name: path for name, path in scored.items() if path and path.is_file()}
-    files, same = dict[str, Path](), dict[str, str]()
-    with suppress(DataError, ValueError, OSError):  # nothing is known of files that are gone
-        if names or there and record.config.get("data"):
-            found = sorted(read_files().items(), key=lambda own: own[0] not in train)
-            files = {name: path for name, path in found if name in train | held_out and path.is_file()}
-            both = [name for name in names if name in there and name in files]
-            same = {name: name for name in both if filecmp.cmp(there[name], files[name], shallow=False)}
-            same |= {n: one for n, one in find_copies(there, files).items() if n not in same and _is_of_one(there[n])}
-    unknown = [name for name in names if name not in there or name not in files]
-    further = [n for n in scored if n not in train | held_out and n not in same and patients[n] in known]
-    seen, chose = ([name for name, one in same.items() if (one in train) is trained] for trained in (True, False))
-    namesakes = [name for name in unknown if name not in same]
-    namesakes += [name for name in scored if name in others and name not in same and name not in further]
-    copies = {name: one for name, one in same.items() if name != one}
-    validated = (chose, []) if has_chosen else ([], chose)
-    return Seen(seen, namesakes + further, len(scored), *validated, copies)
-
-
-def _is_of_one(path: Path) -> bool:
-    """Returns whether a volume tells a patient from others: label maps without a label are equal."""
-    try:
-        array = read_volume(path).array
-    except DataError:
-        return False
-    return bool((array != array.flat[0]).any())
 
 
 def seen_by_runs(record: RunRecord, prediction: Path | None, find: Callable[[RunRecord], Seen]) -> Seen:

@@ -8,8 +8,13 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from seqpar.tasks.case_evaluation import Seen, find_seen
-from tests.support.folders import save
+from seqpar.data.formats.dataset import Case
+from seqpar.data.formats.recognise import read_dataset
+from seqpar.data.preparation.cache_index import sources_of
+from seqpar.data.preparation.prepare_dataset import prepare
+from seqpar.tasks.case_evaluation import Seen
+from seqpar.tasks.seen_cases import find_seen
+from tests.support.folders import image_array, label_array, nnunet, save, write_json
 
 
 def test_scores_are_of_new_cases_else_of_those_that_chose_the_weights_and_not_of_namesakes() -> None:
@@ -95,6 +100,41 @@ def test_a_copy_of_a_runs_case_under_another_name_is_not_new(tmp_path: Path) -> 
     assert "v" not in find_seen(record, copies, lambda: template).same, "two of the run's cases have this map"
     gone = SimpleNamespace(**{**vars(record), "config": {"data": ""}})
     assert not find_seen(gone, copies, lambda: pytest.fail("it would wait for phantoms")).same
+
+
+def test_a_training_image_with_another_label_file_is_not_new(tmp_path: Path) -> None:
+    data, found = nnunet(tmp_path / "D", cases=3), tmp_path / "found"
+    prepare(read_dataset(data), tmp_path / "cache", workers=0)
+    names = {"c_000": "c_000", "x": "c_001", "y": "c_002", "z": ""}  # as they are called now
+    images = {new: tmp_path / f"{new}_0000.nii.gz" for new in names}
+    truths = {new: save(tmp_path / "truth" / f"{new}.nii.gz", label_array((n + 2,))) for n, new in enumerate(names)}
+    for new, old in names.items():
+        save(images[new], image_array(7))
+        if old:
+            shutil.copyfile(data / "imagesTr" / f"{old}_0000.nii.gz", images[new])
+    inputs = {new: sources_of(Case(new, (path,))) for new, path in images.items()}
+    write_json(found / "prediction.json", {"files": [], "inputs": inputs})
+    dataset = {"train": ["c_000", "c_001"], "held_out": ["c_002"], "prepared": str(tmp_path / "cache")}
+    record = SimpleNamespace(dataset=dataset, held_out=[{}] * 2, subjects={}, config={"data": str(data)})
+    files = {f"c_{n:03d}": data / "labelsTr" / f"c_{n:03d}.nii.gz" for n in range(3)}
+
+    def seen(scored: dict[str, Path] = truths) -> Seen:
+        return find_seen(record, scored, lambda: files, found)
+
+    assert (seen().same, seen().chose, seen().relabelled) == (["c_000", "x"], ["y"], ["c_000", "x", "y"])
+    by_image = "whose image was there with another label file"
+    trained, _ = seen().sentences
+    assert (
+        f"2 of 4 scored cases were in the run's training data (c_000, {by_image}; x, {by_image}, there c_001): "
+        in trained
+    )
+    assert seen().mark("x") == "Its image was seen in training, with another label file. " and not seen().mark("z")
+    equal = {**truths, "c_000": files["c_000"]}
+    assert seen(equal).relabelled == ["x", "y"] and seen(equal).mark("c_000") == "Seen in training. "
+    assert not find_seen(record, truths, lambda: files).same, "of a folder that does not say what it was predicted from"
+    inputs = {new: [own[:3] for own in every] for new, every in inputs.items()}
+    write_json(found / "prediction.json", {"files": [], "inputs": inputs})
+    assert not seen().same, "as older versions wrote it, without digests"
 
 
 def test_a_further_scan_of_a_patient_is_not_new() -> None:

@@ -31,7 +31,6 @@ from seqpar.tasks.case_evaluation import (
     ScoredPrediction,
     ScoringJob,
     Seen,
-    find_seen,
     lead_with_new,
     refuse_duplicates,
 )
@@ -48,6 +47,7 @@ from seqpar.tasks.classify.scores import (
     rescore,
     unknown_cases,
 )
+from seqpar.tasks.seen_cases import find_seen
 from seqpar.text import quantity, rounded
 
 Summary = Mapping[str, Any]

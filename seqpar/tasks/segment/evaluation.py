@@ -62,10 +62,10 @@ from seqpar.tasks.case_evaluation import (
     ScoredPrediction,
     ScoringJob,
     Seen,
-    find_seen,
     lead_with_new,
     refuse_duplicates,
 )
+from seqpar.tasks.seen_cases import find_seen
 from seqpar.tasks.segment.label_map_folder import SavedProbabilities
 from seqpar.tasks.segment.validation import dataset_of, label_files
 from seqpar.terminal import next_command
@@ -190,7 +190,7 @@ class LabelMapEvaluation(CaseEvaluation):
         return words_of(self.options.lesion_wise, self.options.centreline, "–" in text, readers)
 
     def find_seen(self, job: ScoringJob, record: RunRecord) -> Seen:
-        return trained_on(record, {pair.case: pair.truth for pair in job.cases})
+        return trained_on(record, {pair.case: pair.truth for pair in job.cases}, Path(job.name))
 
     def of(self, cases: dict[str, Scores], names: Sequence[str]) -> dict[str, Scores]:
         return {name: cases[name] for name in names}
@@ -291,11 +291,11 @@ def _not_measured(cases: Sequence[tuple[Pair, Scores]]) -> str:
     return f" ({count} of {len(rows)} not measured: a map lacks the class)" if count else ""
 
 
-def trained_on(record: RunRecord, truths: Mapping[str, Path | None]) -> Seen:
+def trained_on(record: RunRecord, truths: Mapping[str, Path | None], prediction: Path) -> Seen:
     """Returns the scored cases that a run was trained on; ``truths``: their label maps, by name."""
     own = {name: record.config[name] for name in ("data", "phantoms") if name in record.config}
     config = replace(record.network_settings, **own)
-    return find_seen(record, truths, lambda: label_files(dataset_of(config)))
+    return find_seen(record, truths, lambda: label_files(dataset_of(config)), prediction)
 
 
 def require_probabilities(pairs: Sequence[Pair], flag: str) -> None:

@@ -118,7 +118,7 @@ def segment_page(options: argparse.Namespace, record: RunRecord) -> FinishedPage
     every, seen, apart, of_which, which = scored, NONE_SEEN, None, "", ""
     if scored and options.truth is not None:
         truths = {case.name: case.truth for case in scored.cases}
-        seen = seen_by_runs(record, options.prediction, lambda run: trained_on(run, truths))
+        seen = seen_by_runs(record, options.prediction, lambda run: trained_on(run, truths, options.prediction))
         scored, apart, of_which, which = _of_new(scored, seen)
     if cases:
         marked = [replace(view, caption=f"{seen.mark(view.name)}{view.caption}") for view in cases.shown]

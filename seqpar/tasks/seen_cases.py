@@ -1,0 +1,103 @@
+"""Which scored cases a run has seen: by the bytes of their files, by their names, and by their images."""
+
+import filecmp
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from seqpar.data.errors import DataError
+from seqpar.data.files import find_copies
+from seqpar.data.formats.splits import patients_of
+from seqpar.data.preparation.cache import open_cache, read_record
+from seqpar.data.volumes import read_volume
+from seqpar.prediction.prediction_folder import inputs_of
+from seqpar.report.record import RunRecord
+from seqpar.tasks.case_evaluation import Seen
+from seqpar.weights.facts import ANCESTORS, LEARNED
+
+
+def find_seen(
+    record: RunRecord,
+    scored: Mapping[str, Path | None],
+    read_files: Callable[[], Mapping[str, Path]],
+    prediction: Path | None = None,
+) -> Seen:
+    """Returns which scored cases are among those that the run was trained on, or held out.
+
+    - ``scored``: a file of each case by name, None if it is not known
+    - ``read_files``: returns the same file of each case of the run's data set; cases of another data set may have the
+      names of these
+    - ``prediction``: where predict recorded the images of each case; one with the image of a training case was seen,
+      whichever labels it has now
+    """
+    train, held_out = (set(map(str, record.dataset.get(part, ()))) for part in ("train", "held_out"))
+    learned = set(map(str, record.dataset.get(LEARNED, ())))
+    train, held_out = train | learned, held_out - learned
+    others = {str(case) for own in record.dataset.get(ANCESTORS, ()) for case in own["train"]} - train - held_out
+    patients = patients_of(train | held_out | scored.keys()) | record.subjects
+    has_chosen = len(record.held_out) > 1
+    known = {patients[name] for name in (train | held_out if has_chosen else train)}
+    names = [name for name in scored if name in train | held_out]
+    there = {name: path for name, path in scored.items() if path and path.is_file()}
+    files, same = dict[str, Path](), dict[str, str]()
+    with suppress(DataError, ValueError, OSError):  # nothing is known of files that are gone
+        if names or there and record.config.get("data"):
+            found = sorted(read_files().items(), key=lambda own: own[0] not in train)
+            files = {name: path for name, path in found if name in train | held_out and path.is_file()}
+            both = [name for name in names if name in there and name in files]
+            same = {name: name for name in both if filecmp.cmp(there[name], files[name], shallow=False)}
+            same |= {n: one for n, one in find_copies(there, files).items() if n not in same and _is_of_one(there[n])}
+    images = inputs_of(prediction) if prediction else {}
+    alike = same_images(record, {name: images[name] for name in scored if name in images and name not in same})
+    alike = {name: own & train or own & held_out for name, own in alike.items()}
+    by_image = {name: name if name in own else min(own) for name, own in alike.items() if own}
+    same |= by_image
+    unknown = [name for name in names if name not in there or name not in files]
+    further = [n for n in scored if n not in train | held_out and n not in same and patients[n] in known]
+    seen, chose = ([name for name, one in same.items() if (one in train) is trained] for trained in (True, False))
+    namesakes = [name for name in unknown if name not in same]
+    namesakes += [name for name in scored if name in others and name not in same and name not in further]
+    copies = {name: one for name, one in same.items() if name != one}
+    validated = (chose, []) if has_chosen else ([], chose)
+    return Seen(seen, namesakes + further, len(scored), *validated, copies, list(by_image))
+
+
+def _is_of_one(path: Path) -> bool:
+    """Returns whether a volume tells a patient from others: label maps without a label are equal."""
+    try:
+        array = read_volume(path).array
+    except DataError:
+        return False
+    return bool((array != array.flat[0]).any())
+
+
+def same_images(record: RunRecord, images: Mapping[str, Sequence[Any]]) -> dict[str, set[str]]:
+    """Returns, for each case, the names of a run's prepared cases with the same images.
+
+    Bytes count, and neither names nor times.
+
+    - ``images``: name, size, time and digest of each image of a case, as predict records them; older versions
+      recorded no digest
+    """
+    if not images:
+        return {}
+    known, found = defaultdict[tuple[Any, ...], set[str]](set), dict[str, set[str]]()
+    with suppress(OSError, ValueError, LookupError, TypeError):  # the cache may be gone, a record damaged
+        cache = open_cache(Path(str(record.dataset["prepared"])))
+        for name in cache.cases:
+            for own in (read_record(cache.path, name) or {}).get("sources", ()):
+                known[_bytes_of(own)].add(name)
+        for case, files in images.items():
+            shared = [known[_bytes_of(own)] if len(own) > SIZE_AND_TIME else set() for own in files]
+            found[case] = set.intersection(*shared) if shared else set()
+    return found
+
+
+SIZE_AND_TIME = 3  # with the name: what older versions recorded of a file
+
+
+def _bytes_of(source: Sequence[Any]) -> tuple[Any, ...]:
+    _, size, _, *digest = source
+    return size, *digest
