@@ -4,7 +4,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -25,6 +25,8 @@ from seqpar.prediction.prediction_folder import PredictionFolder, mixed_line
 from seqpar.prediction.predictor import Predictor
 from seqpar.prediction.run_average import EnsembleMember
 from seqpar.prediction.sliding_window import Image
+from seqpar.report.images import other_voxels, spacings_of
+from seqpar.report.record import read_record
 from seqpar.runs.run_folder import holds_run
 from seqpar.terminal import Display, bar, next_command
 from seqpar.text import clock, in_flags, quantity
@@ -211,6 +213,8 @@ class CasePrediction(ABC):
             self.shown.say(f"predicted again, since their images have changed: {', '.join(plan['changed'])}")
         if plan["others"]:
             self.shown.say(mixed_line(self.request.output, plan["others"]))
+        for warning in plan["warnings"]:
+            self.shown.warn(warning)
         for fault in faults:
             self.shown.complain(fault)
         predicted = 0
@@ -264,8 +268,18 @@ class CasePrediction(ABC):
             "num_done": len(cases) - len(left),
             "changed": list(self.folder.changed),
             "others": list(self.folder.others),
+            "warnings": self._other_voxels(left),
             "faults": list(map(str, [*faults, *unusable.values()])),
         }
+
+    def _other_voxels(self, cases: Sequence[Case]) -> list[str]:
+        """Returns a sentence for each run that saw voxels of another size or shape than these cases have."""
+        spacings, lines = spacings_of({case.id: case.images[0] for case in cases}), list[str]()
+        for path in (member.run.path for member in self.members):
+            with suppress(DataError, OSError, ValueError):  # an exported run does not know its cases
+                sentence = other_voxels(read_record(path), spacings)
+                lines += [f"{path}: {sentence}" if len(self.members) > 1 else sentence] * bool(sentence)
+        return lines
 
     def distribute(self, number: int) -> Iterator[tuple[Predictor, Image, TargetGrid]]:
         """Yields each run's predictor, the case's image ``c W D H`` as that run takes it, and the grid of its crop.

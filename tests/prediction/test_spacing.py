@@ -1,5 +1,6 @@
 """Training at another spacing than the files': prepared so, kept apart from other caches, and taken back in the end."""
 
+import shutil
 from pathlib import Path
 
 import nibabel
@@ -38,6 +39,31 @@ def test_a_run_at_another_spacing_answers_in_the_files_geometry(flags, tmp_path)
             assert label.shape == (14, 12, 10) and np.allclose(label.affine, sources[0].affine)
             assert set(np.unique(np.asarray(label.dataobj))) <= {0, 1}
     assert len(_labels(tmp_path / "out")) == len(sources)
+
+
+def test_images_of_other_voxels_than_a_run_was_trained_on_are_warned_of(flags, tmp_path, capsys):
+    """In the words of the pages."""
+    data, images = Path(flags[flags.index("--data") + 1]), tmp_path / "images"
+    trained(1, flags, tmp_path / "run")
+
+    def said(folder: Path, *runs: Path) -> str:
+        runs = runs or (tmp_path / "run",)
+        assert predict.act([*map(str, runs), "-i", str(folder), "-o", str(tmp_path / f"{folder.name}{len(runs)}")]) == 0
+        return capsys.readouterr().err
+
+    assert "voxels of another size" not in said(data / "imagesTr")
+    images.mkdir()
+    for path in sorted((data / "imagesTr").glob("*.nii.gz")):
+        image = nibabel.load(path)
+        affine = image.affine @ np.diag([2, 2, 2, 1]) if path.name.startswith("c_000") else image.affine
+        nibabel.save(nibabel.Nifti1Image(np.asarray(image.dataobj), affine), images / path.name)
+    count, voxels = len(list(images.iterdir())), "voxels of another size or shape than the run's own cases: c_000 of"
+    assert f"warning: 1 of {count} cases has {voxels}" in (err := said(images))
+    assert "This run does not resample, so the network sees structures at another scale than in training" in err
+    copy = shutil.copytree(tmp_path / "run", tmp_path / "copy")
+    weights = next((copy / "checkpoints").rglob("*.safetensors"))
+    weights.write_bytes(weights.read_bytes() + b" ")
+    assert f"warning: {tmp_path}/run: 1 of {count} cases has {voxels}" in said(images, tmp_path / "run", copy)
 
 
 def test_a_cache_of_another_spacing_is_left_as_it_is_and_the_new_one_stands_in_it(flags, tmp_path):
