@@ -244,6 +244,16 @@ def caution_of_guesses(summary: Mapping[str, Any]) -> str:
     return ""
 
 
+def doubt_of_area(content: Mapping[str, Any], name: str) -> str:
+    """Returns, in brackets, that the area of a class is that of few cases; "" if there are enough.
+
+    - ``content``: of a summary, as ``score_classes`` gives it
+    """
+    positives = int(content["classes"][name]["cases"])
+    fewest = min(positives, int(content["cases"]) - positives)
+    return f" ({TOO_FEW})" if 0 < fewest < FEW else ""
+
+
 def words_of_interval(interval: Sequence[float] | None, count: int) -> str:
     """Returns the interval of a score in words, "" if there is none; ``count``: of the cases that it rests on."""
     if count < FEW:

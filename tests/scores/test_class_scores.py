@@ -260,7 +260,8 @@ def test_what_is_no_table_is_refused_by_name(tmp_path: Path, capsys: pytest.Capt
     (tmp_path / "labels.csv").write_text("\n".join(["case,class", *lines, "c999,Ill"]))
     assert run(evaluate.act, [str(tmp_path), str(tmp_path / "a")]) == 0
     printed = capsys.readouterr().out
-    assert "1 case without a prediction: c999" in printed and printed.count("(too few to tell)") == 3 + 4
+    assert "1 case without a prediction: c999" in printed and printed.count("(too few to tell)") == 3 + 4 + 3
+    assert re.search(r"^4 cases: accuracy \S+, AUC \S+ \(too few to tell\)", printed, re.M)
     assert run(evaluate.act, [str(tmp_path), str(tmp_path / "a"), "--nsd-tolerance", "2"]) == USAGE
     assert "--nsd-tolerance would do nothing" in capsys.readouterr().err
     assert run(evaluate.act, [str(tmp_path), str(tmp_path / "a"), "--empty", "brats"]) == USAGE
@@ -339,6 +340,9 @@ def test_scores_that_rest_on_a_class_of_few_cases_have_no_interval() -> None:
     assert "too few to tell" in balanced and "too few to tell" in area
     assert re.match(r"  healthy +12  0\.\d+ \(0\.\d+ to \S+\) +0\.\d+ \(too few to tell\)", healthy)
     assert re.match(r"  ill +3  \S+ \(too few to tell\) +0\.\d+ \(0\.\d+ to \S+\)", ill)
+    assert all(re.search(r"  0\.\d+ \(too few to tell\)$", row) for row in (healthy, ill)), "of the AUC too"
+    many = {"names": names, **score_classes([0] * 5 + [1] * 5, probabilities[:10], names)}
+    assert all(re.search(r"  [01]\.\d+$", row) for row in class_lines(many)[4:6])
 
 
 def test_printed_counts_stand_under_the_class_that_was_predicted() -> None:

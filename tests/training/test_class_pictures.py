@@ -123,7 +123,8 @@ def test_the_table_of_classes_has_intervals_and_that_of_counts_says_what_its_row
     table = classes_table(content)
     assert [head.text for head in table.heads] == ["Class", "Cases", "Sensitivity", "Specificity", "AUC"]
     for row in table.rows:
-        _, _, of_class, specificity, of_others, _ = row.cells
+        _, _, of_class, specificity, of_others, area = row.cells
+        assert area.text.endswith(" (too few to tell)")
         assert of_class == "too few to tell" and of_others == describe_share(specificity.value, 8)
         assert specificity.text == f"{specificity.value:.3f} ({round(8 * specificity.value)} of 8)"
     assert "The predicted class is the one with the highest probability. " in table.note

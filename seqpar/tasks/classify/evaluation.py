@@ -89,6 +89,7 @@ class ClassEvaluation(CaseEvaluation):
         texts = {which: _text_of(one) for which, one in each.items()}
         which, first = next(iter(each.items()))
         accuracy, auc = first["scores"]["accuracy"], first["scores"]["AUC"]
+        few = f" ({TOO_FEW})" * (fewest_cases(first, "AUC") < FEW)
         written: dict[str, Any] = {"faults": list(map(str, job.faults)), "missing": list(job.missing)}
         if told:
             kept = ("scores", "intervals", "classes", "confusion")
@@ -101,7 +102,7 @@ class ClassEvaluation(CaseEvaluation):
             job.cases,
             lead_with_new(told, texts, _text_of(content), content["cases"]),
             f"{quantity(first['cases'], 'case')}{f' {which}' * bool(which)}: "
-            f"accuracy {rounded(accuracy, 4)}, AUC {rounded(auc, 4)}",
+            f"accuracy {rounded(accuracy, 4)}, AUC {rounded(auc, 4)}{few}",
             {"json": as_json(content | written), "csv": _csv_text(content, each if told else {})},
         )
 

@@ -47,6 +47,7 @@ from seqpar.scores.class_scores import (
     calibration,
     caution_of_guesses,
     describe_share,
+    doubt_of_area,
     fewest_cases,
     interval_of_balanced,
     positive_class,
@@ -57,7 +58,7 @@ from seqpar.scores.class_scores import (
 from seqpar.scores.comparison import FEW, about_scans
 from seqpar.scores.label_files import missing_line
 from seqpar.tasks.case_evaluation import CHOSE, HELD, NEW, NONE_SEEN, Seen, seen_by_runs, seen_table
-from seqpar.tasks.classify.evaluation import image_files, shares_of, trained_on
+from seqpar.tasks.classify.evaluation import Summary, image_files, shares_of, trained_on
 from seqpar.tasks.classify.scores import (
     EXPLANATIONS,
     TABLE,
@@ -76,8 +77,6 @@ from seqpar.tasks.classify.scores import (
 from seqpar.text import quantity
 
 FOLDER = Path(__file__).parent
-
-Summary = Mapping[str, Any]
 
 
 def read_class_scores(
@@ -252,7 +251,7 @@ def classes_table(summary: Summary, positive: str | None = None) -> Table:
         cells: list[Score | str] = [Score(row["cases"], 0)]
         for share, count in shares_of(summary, name):
             cells += [share, describe_share(share.value, count) or "–"]
-        rows.append(TableRow(name, [*cells, *[Score(number(row["AUC"]), 3)] * has_areas]))
+        rows.append(TableRow(name, [*cells, *[Score(number(row["AUC"]), 3, doubt_of_area(summary, name))] * has_areas]))
     of_share = ("share", "95 % interval")
     heads = [TableHead("Class"), TableHead("Cases"), TableHead("Sensitivity", of_share)]
     heads += [TableHead("Specificity", of_share), *[TableHead("AUC")] * has_areas]

@@ -15,7 +15,14 @@ from numpy.typing import NDArray
 from seqpar.data.errors import DataError
 from seqpar.data.formats import dataset
 from seqpar.data.formats.class_lists import read_class_dataset, read_rows, subjects_of
-from seqpar.scores.class_scores import cases_behind, describe_share, fewest_cases, score_classes, words_of_interval
+from seqpar.scores.class_scores import (
+    cases_behind,
+    describe_share,
+    doubt_of_area,
+    fewest_cases,
+    score_classes,
+    words_of_interval,
+)
 from seqpar.scores.comparison import FEW
 
 TABLE, EXPLANATIONS = "predictions.csv", "explanations"  # in predict's folder
@@ -165,7 +172,7 @@ def class_lines(content: Mapping[str, Any]) -> list[str]:
         for kind, count in zip(("sensitivity", "specificity"), cases_behind(content["cases"], row["cases"])):
             sure = describe_share(number_of(row[kind]), count)
             cells += f"  {number(row[kind]) + f' ({sure})' * bool(sure):24}"
-        lines.append(f"  {name:{width}}  {row['cases']:5}{cells}  {number(row['AUC'])}")
+        lines.append(f"  {name:{width}}  {row['cases']:5}{cells}  {number(row['AUC'])}{doubt_of_area(content, name)}")
     lines.append(f"  {'true class':{width}}  " + "  ".join(f"predicted {name}" for name in names))
     for name, counts in zip(names, content["confusion"]):
         numbers = (f"{count:>{len('predicted ' + other)}}" for count, other in zip(counts, names))
