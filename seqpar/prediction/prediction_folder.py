@@ -30,7 +30,7 @@ from seqpar.data.formats.dataset import Case
 from seqpar.data.formats.recognise import is_part_of_dataset
 from seqpar.data.phantom.phantom_files import is_generated
 from seqpar.data.preparation.cache_index import same_sources, sources_of
-from seqpar.data.volumes import read_volume
+from seqpar.data.volumes import digest_samples, read_volume
 from seqpar.runs.run_folder import holds_run
 from seqpar.scores.label_files import ENTROPY
 from seqpar.terminal import coloured
@@ -40,6 +40,7 @@ RECORD = "prediction.json"
 # keys of the record: every file that predict wrote there, or is writing; what tells each case's images; whether images
 # of generated phantoms are among them; and which series and study a case is, by names that identify nobody
 _FILES, _INPUTS, _GENERATED, SERIES = "files", "inputs", "generated", "series"
+_MAPS = "label_maps"  # size and digest of what predict wrote for each case
 
 MAX_NAMED = 5  # cases that a warning names
 _RUNS_OWN = re.compile("checkpoints$|validation")  # folders in a run's, which training clears
@@ -70,6 +71,7 @@ class PredictionFolder(ABC):
         self.changed: Sequence[str] = ()
         self.others: Sequence[str] = ()
         self._content, self._pending = dict[str, Any](), dict[str, Any]()  # of the record; what will be known of images
+        self._maps = dict[str, Any]()  # what is known of label maps
 
     def open(self, cases: Sequence[Case], record: dict[str, Any], resume: bool) -> list[Case]:
         """Returns the cases that are still to be predicted.
@@ -111,7 +113,10 @@ class PredictionFolder(ABC):
             phantoms = {_GENERATED: True} if is_phantom else {}
             self._pending = {case.id: images[case.id] for case in left if self.holds(case)}
             known = {**before, **{name: stamps for name, stamps in images.items() if name not in self._pending}}
-            own = {_FILES: sorted(files), _INPUTS: known, **phantoms}
+            anew = {case.id for case in left}
+            self._maps = {name: stamp for name, stamp in self._maps.items() if name not in anew}
+            self._stamp_maps([case for case in cases if case.id not in {*anew, *self._maps}])
+            own = {_FILES: sorted(files), _INPUTS: known, **phantoms, **({_MAPS: self._maps} if self._maps else {})}
             if self.series:
                 own[SERIES] = {**(series if is_same else {}), **self.series}
             self._content = {**record, **own}
@@ -121,9 +126,23 @@ class PredictionFolder(ABC):
 
     def record_written(self, case: Case) -> None:
         """Says in the record that what it holds of a case is the new prediction, if it held an earlier one."""
-        if case.id in self._pending:
+        is_new = case.id in self._pending
+        if is_new:
             self._content[_INPUTS][case.id] = self._pending.pop(case.id)
+        self._stamp_maps([case])
+        if self._maps:
+            self._content[_MAPS] = self._maps
+        if is_new or self._maps:
             write_json(self.folder / RECORD, self._content)
+
+    def map_of(self, case: Case) -> Path | None:
+        """Returns the label map of a case, which the record tells from one that replaces it later; None of a table."""
+        return None
+
+    def _stamp_maps(self, cases: Sequence[Case]) -> None:
+        """Notes what is written of cases."""
+        paths = {case.id: path for case in cases if (path := self.map_of(case)) and path.is_file()}
+        self._maps = dict(sorted({**self._maps, **{name: _map_stamp(path) for name, path in paths.items()}}.items()))
 
     def forget(self, names: Collection[str]) -> None:
         """Takes files that were removed from the record, which `record_written` then writes."""
@@ -215,6 +234,8 @@ class PredictionFolder(ABC):
         series = record.pop(SERIES, {}) if isinstance(record, dict) else {}
         if isinstance(record, dict):
             record.pop(_GENERATED, None)
+            maps = record.pop(_MAPS, {})
+            self._maps = dict(maps) if isinstance(maps, dict) else {}
         is_list = isinstance(files, list) and all(isinstance(name, str) and _is_inside(name) for name in files)
         if files is None or not is_list or not isinstance(inputs, dict | None):
             raise DataError(self.folder / RECORD, "is not a record that predict wrote; choose another --output")
@@ -307,6 +328,28 @@ def inputs_of(prediction: Path) -> dict[str, list[list[Any]]]:
         return {name: files for name, files in inputs.items() if isinstance(files, list)}
     except (DataError, AttributeError, KeyError, TypeError):  # nobody predicted it, or an older version did
         return {}
+
+
+def replaced_line(folder: Path) -> str:
+    """Returns a sentence if label maps in a folder are no longer those that predict wrote; "" if all are.
+
+    Older versions did not record them.
+    """
+    try:
+        record = read_json(folder / RECORD)
+        names, known = [name for name in record[_FILES] if "/" not in name and suffix_of(name)], record[_MAPS]
+        there = [name for name in names if strip_suffix(name) in known and (folder / name).is_file()]
+        others = [name for name in there if _map_stamp(folder / name) != known[strip_suffix(name)]]
+    except (DataError, OSError, KeyError, TypeError, AttributeError):
+        return ""
+    if not others:
+        return ""
+    what = f"{len(others)} of {quantity(len(there), 'label map')} in {folder}, such as {others[0]},"
+    return f"{what} {'is' if len(others) == 1 else 'are'} not as predict wrote {'it' if len(others) == 1 else 'them'}."
+
+
+def _map_stamp(path: Path) -> list[Any]:
+    return [path.stat().st_size, digest_samples(path)]
 
 
 def mixed_line(folder: Path, others: Sequence[str]) -> str:

@@ -14,7 +14,7 @@ from seqpar.cluster.exit_codes import DATA
 from seqpar.data.errors import DataError
 from seqpar.data.files import read_json
 from seqpar.data.phantom.phantom_files import is_generated
-from seqpar.prediction.prediction_folder import RECORD, mixed_line, predicted_otherwise
+from seqpar.prediction.prediction_folder import RECORD, mixed_line, predicted_otherwise, replaced_line
 from seqpar.report.cautions import above_scores, begun_unknown, cautions_together, chosen_on_them
 from seqpar.report.record import RunRecord, read_record
 from seqpar.report.tables import Score, Table, TableHead, TableRow
@@ -318,6 +318,7 @@ class CaseEvaluation(ABC):
             lines += job.seen.sentences
         if others := predicted_otherwise(prediction):
             lines.append(mixed_line(prediction, others))
+        lines += filter(None, [replaced_line(prediction)])
         generated = is_generated(self.options.truth) or is_run and any(record.has_phantoms for record in records)
         on_phantoms = above_scores(generated, any(record.has_phantoms for record in records))
         return [on_phantoms, *dict.fromkeys(lines)]

@@ -18,7 +18,7 @@ from seqpar.cli import evaluate, predict
 from seqpar.cluster import exit_codes
 from seqpar.data.errors import DataError
 from seqpar.models.segmentation_network import SegmentationNet
-from seqpar.prediction.prediction_folder import predicted_otherwise
+from seqpar.prediction.prediction_folder import predicted_otherwise, replaced_line
 from seqpar.runs import trained_run
 from seqpar.runs.trained_run import load_nets
 from seqpar.tasks.segment.label_map_folder import LabelMapFolder
@@ -39,6 +39,23 @@ def test_one_bad_case_is_named_and_the_others_are_predicted(ranks, images, tmp_p
     codes = ranks(2, on_ranks, str(run), "-i", str(images), "-o", str(tmp_path / "two"), seqpar=1)
     assert codes == [exit_codes.DATA] * 2 and capfd.readouterr().err.count("error:") == 1
     assert {path.name for path in (tmp_path / "two").iterdir()} == {"c_000.nii.gz", "c_002.nii.gz", "prediction.json"}
+
+
+def test_label_maps_that_were_replaced_are_not_taken_for_the_network_s(images, tmp_path, capsys) -> None:
+    run, out, truth = make_run(tmp_path / "run"), tmp_path / "out", tmp_path / "truth"
+    assert act(tmp_path, run) == 0
+    shutil.copytree(out, truth, ignore=shutil.ignore_patterns("*.json"))
+    assert replaced_line(out) == "" == replaced_line(truth)
+    shutil.copytree(out, tmp_path / "copy")
+    assert replaced_line(tmp_path / "copy") == "", "a copy has other times"
+    save(out / "c_001.nii.gz", label_array((1,), (9, 17, 8)))
+    said = f"1 of 3 label maps in {out}, such as c_001.nii.gz, is not as predict wrote it."
+    assert replaced_line(out) == said
+    capsys.readouterr()
+    evaluate.act([str(truth), str(out), "--regions", "tumour=1"])
+    assert said in capsys.readouterr().out
+    assert act(tmp_path, run, "--continue") == 0 and replaced_line(out) == said, "it is kept, and not the network's"
+    assert act(tmp_path, run) == 0 and replaced_line(out) == "", "predicted again"
 
 
 def test_an_answer_that_is_not_finite_is_a_fault_of_its_case(images, tmp_path, capfd, monkeypatch) -> None:

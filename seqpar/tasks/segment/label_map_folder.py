@@ -297,6 +297,9 @@ class LabelMapFolder(PredictionFolder):
         """Returns the path of a case's label map: named as the case, in the format of its first image."""
         return self.folder / f"{case.id}{output_suffix(case.images[0])}"
 
+    def map_of(self, case: Case) -> Path:
+        return self.label_path(case)
+
     def probability_paths(self, case: Case) -> list[Path]:
         """Returns the path of each output's probabilities."""
         names = [re.sub(r"[^\w.-]+", "-", name) for name in self.outputs]

@@ -14,7 +14,7 @@ from seqpar.data.files import read_json
 from seqpar.data.preparation.recipe import IN_HU
 from seqpar.prediction.class_statistics import NAME as STATISTICS
 from seqpar.prediction.class_statistics import read_statistics
-from seqpar.prediction.prediction_folder import RECORD, SERIES, inputs_of
+from seqpar.prediction.prediction_folder import RECORD, SERIES, inputs_of, replaced_line
 from seqpar.report.cases import case_section, load_worst
 from seqpar.report.cautions import begun_unknown, chosen_on_them, reached_in_validation
 from seqpar.report.curves import number
@@ -164,6 +164,7 @@ def segment_page(options: argparse.Namespace, record: RunRecord) -> FinishedPage
             cautions = [*begun_unknown(record), *missing, *seen.sentences]
         cautions += [f"{quantity(len(faults), 'case')} could not be scored, as listed below the tables."] * bool(faults)
         cautions += filter(None, [about_scans([case.name for case in scored.cases], {}), too_much(scored)])
+    cautions += filter(None, [replaced_line(options.prediction)] if options.prediction else [])
     if every:
         voxels = spacings_of({case.name: case.prediction for case in every.cases})
         coarse = coarse_voxels(every, max(map(max, voxels.values()), default=0.0))
