@@ -124,7 +124,9 @@ def load(case: ScoredCase, record: RunRecord, images: Images) -> ShownCase:
     predicted, truth, *disputed = (crop(labels, (w, d, h)) for labels in every)
     slices, spacing = slices_of(geometry, (w, d, h), truth.shape), geometry.canonical_spacing
     maps = _numbered(truth, numbers), _numbered(predicted, numbers)
-    shown = ShownCase(case.name, {}, *maps, spacing, slices, note, ignored=_ignored(truth, record))
+    shown = ShownCase(
+        case.name, {}, *maps, spacing, slices, note, ignored=_ignored(truth, record), slant=geometry.slant
+    )
     return _with_dispute(shown, disputed)
 
 
@@ -185,7 +187,7 @@ def _on_prepared_grid(
     notes = [f"Not shown, since the image is 0 there: {' and '.join(parts)}."] * bool(parts)
     notes += filter(None, [vanished_note(vanished, properties.spacing)])
     shown = ShownCase(case.name, pictures, *labels, properties.spacing, slices, " ".join(notes), ranges, is_ct)
-    shown = replace(shown, ignored=_ignored(truth, record))
+    shown = replace(shown, ignored=_ignored(truth, record), slant=properties.geometry.slant)
     return _with_dispute(shown, disputed)
 
 
@@ -193,7 +195,7 @@ def _ml_beyond(volume: Volume, box: Box) -> float:
     """Returns how much of a label map lies beyond the box that a prepared image has of its file."""
     labelled = to_canonical(volume.array[0], volume.geometry.orientation) != 0
     beyond = np.count_nonzero(labelled) - np.count_nonzero(crop(labelled, box))
-    return float(beyond * math.prod(volume.geometry.spacing) / 1000)
+    return float(beyond * math.prod(volume.geometry.spacing) * volume.geometry.slant / 1000)
 
 
 def _with_uncertainty(shown: ShownCase, prediction: Path, properties: Properties, record: RunRecord) -> ShownCase:
@@ -387,14 +389,14 @@ def planes_note(case: ScoredCase, shown: ShownCase, labels: Sequence[str]) -> st
         return f"planes {f'with most of the {of_label}prediction' if shown.prediction.any() else 'through the middle'}"
     volumes = {name: case.scores.get(name, {}).get("VolumeMl", 0.0) for name in labels}
     if not any(ml > 0 for ml in volumes.values()):
-        voxel_ml = math.prod(shown.spacing) / 1000
         counts = np.bincount(shown.prediction.ravel(), minlength=len(labels) + 1)[1:]
-        volumes = {name: count * voxel_ml for name, count in zip(labels, counts.tolist())}
+        volumes = {name: count * shown.voxel_ml for name, count in zip(labels, counts.tolist())}
     predicted = [f"{name} {millilitres(ml)} ml" for name, ml in volumes.items() if ml > 0]
     what = predicted[0].removeprefix(f"{labels[0]} ") if len(labels) == 1 and predicted else ", ".join(predicted)
     planes = f"planes with most of the {of_label}prediction" if predicted else "middle planes"
     where = f" in {CONSENSUS}" if any(DISPUTED_ML in row for row in case.scores.values()) else ""
-    return f"no {' or '.join(labels)}{where}; predicted {what or 'none'} · {planes}"
+    absent = [name for number, name in enumerate(labels, 1) if number not in shown.hidden]
+    return f"no {' or '.join(absent)}{where}; predicted {what or 'none'} · {planes}"
 
 
 def elsewhere_note(case: ScoredCase, shown: ShownCase, labels: Sequence[str]) -> str:
@@ -405,7 +407,7 @@ def elsewhere_note(case: ScoredCase, shown: ShownCase, labels: Sequence[str]) ->
         truth[shown.ignored] = len(names) + 1
     at, has_truth = fullest_planes(shown_best(shown)[0]), case.truth is not None
     found = outside_planes(truth, prediction, names, shown.spacing, at, has_truth)
-    told = ", ".join(own.text(shown.spacing, shown.slices) for own in found)
+    told = ", ".join(own.text(shown.voxel_ml, shown.slices) for own in found)
     return f"In none of these planes: {told}." if told else ""
 
 

@@ -2,7 +2,7 @@
 
 import math
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from statistics import NormalDist, fmean
@@ -78,6 +78,16 @@ def cautions_together(runs: Iterable[Path]) -> list[str]:
     told = f"{quantity(len(others), 'case')}, such as {others[0]}, changed" if others else ""
     changed = f"Caution: {told} between these trainings, which a score of all of them together mixes."
     return lines * bool(learned) + [changed] * bool(others)
+
+
+def with_names_of_training(record: RunRecord, cases: Sequence[str], run: str) -> list[str]:
+    """Returns a sentence if shown cases have the names of cases that a run, called ``run``, was trained on."""
+    named = sorted({*cases} & {*record.dataset["train"]})
+    if not named:
+        return []
+    have = "has the name of a case" if len(named) == 1 else "have the names of cases"
+    told = f"{len(named)} of {quantity(len(cases), 'case')} {have} that run {run} was trained on, such as {named[0]}"
+    return [f"{told}: predictions for new cases may be worse."]
 
 
 def reached_in_validation(record: RunRecord, who: str = "this run") -> list[str]:

@@ -92,6 +92,11 @@ class ShownCase:
     disagreement: Bytes | None = None
     most_apart: str = ""
     hidden: Sequence[int] = ()
+    slant: float = 1.0  # a voxel's volume in boxes of the spacing; less than 1 where axes are no right angles
+
+    @property
+    def voxel_ml(self) -> float:
+        return math.prod(self.spacing) * self.slant / 1000
 
     def embedded(self, budget: int) -> Embedded:
         """Returns the volumes as a page holds them, CT in 256 levels for windows of few Hounsfield units."""

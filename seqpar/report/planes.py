@@ -121,11 +121,11 @@ class Outside(NamedTuple):
     label: str
     parts: Sequence[Part]
 
-    def text(self, spacing: Sequence[float], slices: Sequence[FileSlices]) -> str:
+    def text(self, voxel_ml: float, slices: Sequence[FileSlices]) -> str:
         """Returns how many there are, and how large and where the largest is."""
         first, several = self.parts[0], "the largest: " * (len(self.parts) > 1)
         place = ", ".join(f"{plane} {slices[dim].numbers[first.fullest[dim]]}" for plane, dim in PLANES)
-        size = f"{millilitres(first.voxels * math.prod(spacing) / 1000)} ml, at {place}"
+        size = f"{millilitres(first.voxels * voxel_ml)} ml, at {place}"
         return f"{quantity(len(self.parts), f'{self.kind} region')} of {self.label} ({several}{size})"
 
 

@@ -4,6 +4,7 @@ import json
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import closing
+from dataclasses import replace
 from functools import partial, reduce
 from itertools import pairwise
 from pathlib import Path
@@ -17,7 +18,7 @@ from seqpar.data.files import SUFFIXES, strip_suffix
 from seqpar.data.formats.annotations import with_annotations
 from seqpar.data.formats.brats import read_brats
 from seqpar.data.formats.dataset import Dataset
-from seqpar.data.formats.recognise import describe, find_dataset
+from seqpar.data.formats.recognise import describe, find_dataset, is_folder_of_dataset
 from seqpar.data.geometry import Geometry, geometry_difference, to_canonical
 from seqpar.data.volumes import output_suffix, read_volume
 from seqpar.parallel.processes import calls_in_forks
@@ -103,9 +104,21 @@ def dataset_at(truth: Path) -> Dataset | None:
         return None
     if truth.is_dir() and list_label_files(truth):
         brats = read_brats(truth)  # the one format with images next to their labels
-        return brats if brats and brats.labels else None
+        return brats if brats and brats.labels else _annotated(truth)
     dataset = describe(truth)
     return with_annotations(dataset, find_dataset(truth)) if dataset.labels else dataset
+
+
+def _annotated(folder: Path) -> Dataset | None:
+    """Returns a data set's cases with labels in a folder of it, if it says that some show a part of the classes."""
+    if not is_folder_of_dataset(folder):
+        return None
+    try:
+        dataset = with_annotations(describe(folder.parent), folder.parent)
+    except DataError:  # label maps need no data set
+        return None
+    own = tuple(case for case in dataset.cases if case.label and case.label.parent.resolve() == folder.resolve())
+    return replace(dataset, cases=own) if any(case.annotated is not None for case in own) else None
 
 
 def folders_of_truth(truth: Path, dataset: Dataset | None) -> set[Path]:

@@ -305,6 +305,8 @@ class CaseEvaluation(ABC):
         job.runs = () if is_run or gone else runs
         for run in filter(holds_run, runs):  # others have no record
             with suppress(DataError, ValueError, OSError):  # data may have moved since: scores do not need them
+                if not is_run and (damaged := _fault_of(run)):
+                    gone.append(f"{damaged}: whether these cases were in its training data is not known.")
                 record = read_record(run)
                 records.append(record)
                 lines += chosen_on_them(record) if is_run else begun_unknown(record)
@@ -381,6 +383,15 @@ def seen_table(groups: Mapping[str, Mapping[str, Score]]) -> Table | None:
     return Table("seen-in-training", heads, rows, "class", note)
 
 
+def records_behind(prediction: Path) -> list[RunRecord]:
+    """Returns what is known of the runs that predicted a folder, as far as theirs are there."""
+    records = list[RunRecord]()
+    for run in filter(holds_run, _runs_behind(prediction)[0]):
+        with suppress(DataError, ValueError, OSError):
+            records.append(read_record(run))
+    return records
+
+
 def _runs_behind(prediction: Path) -> tuple[list[Path], list[str]]:
     """Returns the runs that predicted a folder, and a sentence on each whose place is empty or another run's by now."""
     runs, sentences = list[Path](), list[str]()
@@ -392,6 +403,8 @@ def _runs_behind(prediction: Path) -> tuple[list[Path], list[str]]:
                 known = f"{run}, which predicted these cases, is no longer there"
             elif any(digest(path) != weights[str(path)] for path in files if path.is_file()):
                 known = f"{run} holds other weights than those that predicted these cases"
+            elif others := [path for path in files if run.resolve() not in path.resolve().parents]:
+                known = f"{others[0]}, whose weights predicted these cases, is not in {run}"
             elif not holds_run(run):
                 known = f"{run}, which predicted these cases, does not say from which cases it has learned"
             else:
@@ -399,6 +412,15 @@ def _runs_behind(prediction: Path) -> tuple[list[Path], list[str]]:
                 continue
             sentences.append(f"{known}: whether they were in its training data is not known.")
     return runs, sentences
+
+
+def _fault_of(run: Path) -> str:
+    """Returns why a run's record cannot be read; "" if it can."""
+    try:
+        read_record(run)
+    except (DataError, ValueError, OSError) as error:
+        return str(error)
+    return ""
 
 
 def refuse_duplicates(places: Iterable[tuple[Path, Path]]) -> None:

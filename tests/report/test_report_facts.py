@@ -151,8 +151,8 @@ def test_predictions_for_training_cases_are_not_shown_without_a_word(copied: Pat
     record, (first, second) = read_record(copied), ("c_000", "c_001")
     record.content["dataset"]["train"] = [first, second]
     (one,), (two,) = (_trained_on(record, [*names, "new"]) for names in ([first], [first, second]))
-    assert f"1 of 2 cases has the name of a case that the run was trained on, such as {first}" in one
-    assert "2 of 3 cases have the names of cases that the run was trained on" in two
+    assert f"1 of 2 cases has the name of a case that run {copied.name} was trained on, such as {first}" in one
+    assert f"2 of 3 cases have the names of cases that run {copied.name} was trained on" in two
     assert _trained_on(record, ["new"]) == []
 
 

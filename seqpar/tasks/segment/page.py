@@ -16,7 +16,7 @@ from seqpar.prediction.class_statistics import NAME as STATISTICS
 from seqpar.prediction.class_statistics import read_statistics
 from seqpar.prediction.prediction_folder import RECORD, SERIES, inputs_of, replaced_line
 from seqpar.report.cases import case_section, load_worst
-from seqpar.report.cautions import begun_unknown, chosen_on_them, reached_in_validation
+from seqpar.report.cautions import begun_unknown, chosen_on_them, reached_in_validation, with_names_of_training
 from seqpar.report.curves import number
 from seqpar.report.images import find_images, other_voxels, spacings_of
 from seqpar.report.plots import Chart, draw_charts, name_of_run
@@ -25,7 +25,6 @@ from seqpar.report.record import (
     RunRecord,
     best_step,
     measure_folder,
-    read_record,
     read_scores,
     row_of_best,
     score_folders,
@@ -37,7 +36,6 @@ from seqpar.report.run_page import (
     how_predicted,
     is_neurological,
     is_validation,
-    made_by,
     not_yet_predicted,
     other_run,
     render_run,
@@ -68,7 +66,7 @@ from seqpar.report.tables import (
 from seqpar.runs.metrics_tail import with_other_weights
 from seqpar.scores.comparison import FEW as FEW_CASES
 from seqpar.scores.comparison import TOO_FEW, about_scans, interval_of_mean
-from seqpar.scores.label_classes import Labels
+from seqpar.scores.label_classes import Labels, choose_labels
 from seqpar.scores.label_files import MAX_NAMED, dataset_at, match_cases, missing_line
 from seqpar.scores.label_scores import (
     Scores,
@@ -78,7 +76,17 @@ from seqpar.scores.label_scores import (
     why_no_dice,
     without_nan,
 )
-from seqpar.tasks.case_evaluation import CHOSE, HELD, NEW, NONE_SEEN, Seen, seen_by_runs, seen_table
+from seqpar.tasks.case_evaluation import (
+    CHOSE,
+    HELD,
+    NEW,
+    NONE_SEEN,
+    Seen,
+    other_values,
+    records_behind,
+    seen_by_runs,
+    seen_table,
+)
 from seqpar.tasks.segment.evaluation import ABOUT_CALIBRATION, calibrate, calibration_diagram, trained_on
 from seqpar.tasks.segment.label_map_folder import DICOM_SEG, SavedProbabilities
 from seqpar.text import name_images, quantity
@@ -154,14 +162,18 @@ def segment_page(options: argparse.Namespace, record: RunRecord) -> FinishedPage
         }
     faults: Sequence[str] = scored.faults if scored else ()
     is_own = alone and not averaged_runs(options.prediction) and not other_run(options.prediction, record.path)
-    cautions = _reached(record) if is_own else _reached_by_averaged(options.prediction) if alone else []
+    cautions = _reached(record) if is_own else _reached_by(options.prediction) if alone else []
     cautions += not_yet_predicted(options.prediction) if alone else []
-    cautions += _trained_on(record, [case.name for case in scored.cases]) if alone and scored else []
+    if alone and scored:
+        names = [case.name for case in scored.cases]
+        for one in [record] if is_own else records_behind(options.prediction):
+            cautions += with_names_of_training(one, names, name_of_run(one.path, ""))
     if scored and not alone:
         missing = filter(None, [missing_line(scored.missing)])
         cautions = chosen_on_them(record)
         if options.truth is not None:
             cautions = [*begun_unknown(record), *missing, *seen.sentences]
+            cautions += _values_of_truth(options.truth, record)
         cautions += [f"{quantity(len(faults), 'case')} could not be scored, as listed below the tables."] * bool(faults)
         cautions += filter(None, [about_scans([case.name for case in scored.cases], {}), too_much(scored)])
     cautions += filter(None, [replaced_line(options.prediction)] if options.prediction else [])
@@ -349,23 +361,18 @@ def _how_sure(values: Sequence[float]) -> str:
     return f"{low:.3f} to {high:.3f}" if high - low >= NO_SPREAD else "all cases alike"
 
 
-def _trained_on(record: RunRecord, cases: Sequence[str]) -> list[str]:
-    """Returns a sentence if shown cases have the names of cases that a run was trained on."""
-    named = sorted({*cases} & {*record.dataset["train"]})
-    if not named:
-        return []
-    have = "has the name of a case" if len(named) == 1 else "have the names of cases"
-    told = f"{len(named)} of {quantity(len(cases), 'case')} {have} that the run was trained on, such as {named[0]}"
-    return [f"{told}: predictions for new cases may be worse."]
+def _values_of_truth(truth: Path, record: RunRecord) -> list[str]:
+    """Returns a caution if the truth's own dataset.json gives classes other values than the run does."""
+    assert record.labels is not None
+    with suppress(DataError, ValueError, OSError):  # the truth need not declare any
+        return other_values(record.path, record.labels, choose_labels(truth, dataset_at(truth)))
+    return []
 
 
-def _reached_by_averaged(prediction: Path) -> list[str]:
-    """Returns what each of several averaged runs reached in validation, as far as its folder is there."""
-    sentences, runs = list[str](), [Path(made["run"]) for made in made_by(prediction)]
-    for run in runs if len(runs) > 1 else ():
-        with suppress(DataError, ValueError, OSError):
-            sentences += reached_in_validation(read_record(run), f"run {name_of_run(run, '')}")
-    return sentences
+def _reached_by(prediction: Path) -> list[str]:
+    """Returns what each run that predicted a folder reached in validation, as far as its folder is there."""
+    runs = records_behind(prediction)
+    return [text for run in runs for text in reached_in_validation(run, f"run {name_of_run(run.path, '')}")]
 
 
 def _reached(record: RunRecord) -> list[str]:
