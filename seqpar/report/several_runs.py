@@ -132,7 +132,7 @@ def cautions_about(records: Sequence[RunRecord]) -> list[str]:
     if differ := _losses_that_differ(records):
         names = ", ".join(differ)
         sentences.append(f"These runs differ in their losses ({names}); their loss curves cannot be compared.")
-    if len({tuple(sorted(map(str, record.dataset["held_out"]))) for record in records}) > 1:
+    if _differ_in_held_out(records):
         sentences.append("These runs held out different cases; their curves on held-out cases cannot be compared.")
     return sentences
 
@@ -142,6 +142,10 @@ def _differ_in_data(records: Sequence[RunRecord]) -> bool:
     tasks = {record.network_settings.task for record in records}
     data = {json.dumps([record.dataset.get(part) for part in SAME_DATA]) for record in records}
     return len(tasks) > 1 or len(data) > 1 or bool(cases_that_differ(*(record.dataset for record in records)))
+
+
+def _differ_in_held_out(records: Sequence[RunRecord]) -> bool:
+    return len({tuple(sorted(map(str, record.dataset["held_out"]))) for record in records}) > 1
 
 
 def _losses_that_differ(records: Sequence[RunRecord]) -> list[str]:
@@ -237,14 +241,15 @@ def curves_over_each_other(records: Mapping[str, RunRecord]) -> list[Chart]:
     runs = list(records.values())
     of_data = ", not comparable" * bool(_differ_in_data(runs))
     of_loss = of_data or ", not comparable" * bool(_losses_that_differ(runs))
+    of_cases = ", on different cases" * _differ_in_held_out(runs)
     every: list[tuple[str, list[Line], float | None]] = [
         (f"Loss in training{of_loss}", losses, None),
-        (f"Loss on held-out cases{count_of(validations, '=')}{of_loss}", held_out, None),
+        (f"Loss on held-out cases{count_of(validations, '=')}{of_cases}{of_loss}", held_out, None),
     ]
     for task, lines in scores.items():  # a chart each, for what one task is scored by is nothing to another
         own = [row for row in validations if task_of_row(row) == task]
         if task not in ERRORS:  # these are compared by that loss
-            title = f"{SCORES[task][:1].upper()}{SCORES[task][1:]} on held-out cases{count_of(own)}{of_data}"
+            title = f"{SCORES[task][:1].upper()}{SCORES[task][1:]} on held-out cases{count_of(own)}{of_cases}{of_data}"
             every.append((title, lines, 1.0))
     axis = step_axis([record.train for record in records.values()])
     return draw_charts(
@@ -258,7 +263,7 @@ def curves_over_each_other(records: Mapping[str, RunRecord]) -> list[Chart]:
 def compare_segmentations(records: Mapping[str, RunRecord], gaps: list[str]) -> Comparison:
     """Returns the scores of several runs side by side, and how they differ case by case."""
     scored = read_all(records, lambda record: read_scores(record.path), gaps)
-    differences = _differences(scored)
+    differences = _differences(scored, ", of different data" * _differ_in_data(list(records.values())))
     return Comparison(len(scored), _scores_table(scored, isinstance(differences[0], Table)), *differences)
 
 
@@ -310,8 +315,13 @@ def _none_in_truth(case: ScoredCase) -> str:
     return ", ".join(name for name, row in case.scores.items() if row.get("n_ref", 1) == 0) or "–"
 
 
-def _differences(scored: Mapping[str, CaseScores]) -> tuple[Table | str, Sequence[str], Sequence[Dots]]:
-    """Returns how far each case's mean Dice is above that of the first run: a table, sentences, strips."""
+def _differences(
+    scored: Mapping[str, CaseScores], of_data: str = ""
+) -> tuple[Table | str, Sequence[str], Sequence[Dots]]:
+    """Returns how far each case's mean Dice is above that of the first run: a table, sentences, strips.
+
+    - ``of_data``: what to add to the title of the strips, if cases of the same name may be others
+    """
     if len(scored) < 2:
         return "", (), ()
     (first, reference), *others = scored.items()
@@ -344,7 +354,7 @@ def _differences(scored: Mapping[str, CaseScores]) -> tuple[Table | str, Sequenc
     heads.append(TableHead("Not in the truth"))
     widest = max((abs(gap) for pairs in gaps.values() for gap, _ in pairs if math.isfinite(gap)), default=0.0)
     reach = max(1.05 * widest, 0.05)  # so that small differences look small
-    dots = Dots(f"Dice of each case, minus that of {first} (right of 0: higher)", gaps, -reach, reach)
+    dots = Dots(f"Dice of each case, minus that of {first} (right of 0: higher){of_data}", gaps, -reach, reach)
     is_partial = any(len(one.classes) > len(shared) for one in scored.values())
     only = f"Only classes that all runs have count: {', '.join(shared)}." if is_partial else ""
     sign = f"A difference above 0 means that the run's Dice is higher than that of {first}."

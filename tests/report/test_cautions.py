@@ -1,0 +1,84 @@
+"""What a reader of pages and pictures should know first: what does not count, who predicted, and what is not shown."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+from seqpar.cli import report
+from seqpar.cluster.exit_codes import run
+from tests.support.report_page import NAMES, Page, written
+
+
+def changed(folder: Path, **dataset: Any) -> Path:
+    """Returns a run folder after changing what its config.json says of its data."""
+    content = json.loads((folder / "config.json").read_text())
+    content["dataset"] |= dataset
+    (folder / "config.json").write_text(json.dumps(content))
+    return folder
+
+
+def predicted(folder: Path, data: Path, record: Any = None) -> Path:
+    """Returns a new folder with a label map, and what predict would have recorded of it."""
+    folder.mkdir()
+    shutil.copy(data / "case-b" / "case-b-seg.nii.gz", folder / "case-b.nii.gz")
+    if record is not None:
+        (folder / "prediction.json").write_text(json.dumps(record))
+    return folder
+
+
+def test_it_is_said_that_parts_without_a_label_do_not_count(copied: Path) -> None:
+    said = "Where the truth is not labelled (ignore label), nothing counts: neither scores nor the volumes"
+    assert said not in written(copied).text
+    values = json.loads((copied / "config.json").read_text())["dataset"]["values"]
+    assert said in written(changed(copied, values=[*values, 9], ignore_label=len(values))).text
+
+
+def test_label_maps_of_nobody_known_are_not_called_the_network_s(finished: Path, copied: Path, tmp_path: Path) -> None:
+    data, target = finished.parent / "data", tmp_path / "page.html"
+    by_hand, by_run = predicted(tmp_path / "hand", data), predicted(tmp_path / "p", data, {"run": str(copied)})
+
+    def text_of(found: Path) -> str:
+        assert run(report.act, [str(copied), "--prediction", str(found), "--out", str(target)]) == 0
+        return Page(target.read_text()).text
+
+    said = "which network made its label maps: that it was run moved is what whoever asked for this page says."
+    assert f"The folder hand does not say {said}" in text_of(by_hand)
+    assert said not in text_of(by_run), "its record names the run"
+
+
+def test_a_page_says_which_label_maps_were_replaced(finished: Path, copied: Path, tmp_path: Path) -> None:
+    record = {"run": str(copied), "files": ["case-b.nii.gz"], "label_maps": {"case-b": [0, "0"]}}
+    found, target = predicted(tmp_path / "found", finished.parent / "data", record), tmp_path / "page.html"
+    assert run(report.act, [str(copied), "--prediction", str(found), "--out", str(target)]) == 0
+    said = f"1 of 1 label map in {found}, such as case-b.nii.gz, is not as predict wrote it."
+    assert said in Page(target.read_text()).text
+
+
+def test_each_member_of_a_mean_says_what_it_reached_alone(finished: Path, copied: Path, tmp_path: Path) -> None:
+    runs = [{"run": str(folder), "weights": {}} for folder in (finished, copied)]
+    found, target = predicted(tmp_path / "found", finished.parent / "data", {"runs": runs}), tmp_path / "page.html"
+    assert run(report.act, [str(copied), "--prediction", str(found), "--out", str(target)]) == 0
+    text = Page(target.read_text()).text
+    assert "The prediction is the mean of run and moved; no score of this mean exists." in text
+    for name in ("run", "moved"):
+        assert f"(too few to tell) run {name} reached a mean Dice of NCR 0.500" in text
+
+
+def test_charts_of_several_runs_say_if_their_data_or_cases_differ(finished: Path, copied: Path, tmp_path: Path) -> None:
+    target = tmp_path / "comparison.html"
+
+    def text_of() -> str:
+        assert run(report.act, [str(finished), str(copied), "--out", str(target)]) == 0
+        return Page(target.read_text()).text
+
+    strips = "Dice of each case, minus that of run (right of 0: higher)"
+    alike = text_of()
+    assert ", not comparable" not in alike and ", on different cases" not in alike and f"{strips}," not in alike
+    changed(copied, held_out=NAMES[:2])
+    text = text_of()
+    assert "Mean Dice on held-out cases (n ≤ 2), on different cases" in text and ", not comparable" not in text
+    changed(copied, name="other")
+    text = text_of()
+    assert "Loss in training, not comparable" in text and f"{strips}, of different data" in text
+    assert "Mean Dice on held-out cases (n ≤ 2), on different cases, not comparable" in text
