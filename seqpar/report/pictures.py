@@ -2,7 +2,7 @@
 
 import textwrap
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from seqpar.report.planes import (
     FileSlices,
     bar_length,
     count_outside,
+    count_vanished_briefly,
     counted,
     ct_window,
     fullest_planes,
@@ -48,6 +49,7 @@ class PicturedCase:
     - ``is_ct``: whether the image has Hounsfield units; else 0 is outside the body
     - ``hidden``: ids of the classes that the truth is not annotated for
     - ``disputed``: the mask of what several readers label differently; None without several readers
+    - ``vanished``: how many regions of truth and prediction are too small for the image's grid, by whose they are
     """
 
     name: str
@@ -60,6 +62,10 @@ class PicturedCase:
     disputed: NDArray[np.bool_] | None = None
     is_ct: bool = False
     hidden: Sequence[int] = ()
+    vanished: Mapping[str, int] = field(default_factory=dict)
+
+
+ROOM = 0.12  # inches above and below a panel with its title, which would touch the panel above
 
 
 def draw_cases(
@@ -100,7 +106,8 @@ def figure_of_cases(
     ]
     if window and window[0] > KEPT_HU[0]:  # the network takes it clipped
         lines += textwrap.wrap(kept_of_ct([window]), 120)
-    figure = make_figure(10, 3.3 * len(cases) + 1.25 + 0.15 * len(lines[3:]))
+    figure = make_figure(10, 3.7 * len(cases) + 1.25 + 0.15 * len(lines[3:]))
+    figure.get_layout_engine().set(h_pad=ROOM)
     figure.suptitle(title_of_run(run, *lines), fontsize=9)
     panels = figure.subplots(len(cases), 3, squeeze=False)
     for row, case in zip(panels, cases):
@@ -114,8 +121,8 @@ def figure_of_cases(
             _draw_plane(panel, case, greys, dim, at[dim], len(classes), neurological)
             mark_plane(panel, letters, case.spacing[dim == 0])
             name = f"{plane} {case.slices[dim].text(at[dim])}"
-            above = [escape_mathtext(case.name), *filter(None, [unseen])] if dim == 0 else []
-            panel.set_title("\n".join([*above, name]), fontsize=9)
+            told = [escape_mathtext(case.name), unseen, count_vanished_briefly(case.vanished)] if dim == 0 else []
+            panel.set_title("\n".join([*filter(None, told), name]), fontsize=9)
     marks = [("truth", "-", "#555555"), ("prediction", "--", "#555555")]
     marks += [(escape_mathtext(name), "-", COLOURS[i % len(COLOURS)]) for i, name in enumerate(classes)]
     from matplotlib.lines import Line2D

@@ -172,6 +172,12 @@ def vanished_note(counts: Mapping[str, int], spacing: Sequence[float]) -> str:
     )
 
 
+def count_vanished_briefly(counts: Mapping[str, int]) -> str:
+    """Returns how many regions of truth and prediction a grid cannot show, for a title; "" of none."""
+    told = ", ".join(f"{count} in the {whose}" for whose, count in counts.items() if count)
+    return f"regions too small to draw: {told}" if told else ""
+
+
 def count_outside(found: Sequence[Outside]) -> str:
     """Returns how many regions no plane cuts, for a title; "" of none."""
     counts = {kind: sum(len(own.parts) for own in found if own.kind == kind) for kind in ("false", "missed")}

@@ -5,9 +5,15 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from seqpar.cli import report
 from seqpar.cluster.exit_codes import run
-from tests.support.report_page import NAMES, Page, written
+from seqpar.report.pictures import PicturedCase, figure_of_cases
+from seqpar.report.planes import count_vanished_briefly
+from tests.support.configs import config_of, trainer_of
+from tests.support.folders import nnunet, save
+from tests.support.report_page import NAMES, Page, own_slices, written
 
 
 def changed(folder: Path, **dataset: Any) -> Path:
@@ -82,3 +88,45 @@ def test_charts_of_several_runs_say_if_their_data_or_cases_differ(finished: Path
     text = text_of()
     assert "Loss in training, not comparable" in text and f"{strips}, of different data" in text
     assert "Mean Dice on held-out cases (n ≤ 2), on different cases, not comparable" in text
+
+
+def picture(name: str, **more: Any) -> PicturedCase:
+    label = np.zeros((20, 20, 20), int)
+    label[4:9, 4:9, 4:9] = 1
+    false = label.copy()
+    false[15:18, 15:18, 15:18] = 1
+    return PicturedCase(name, 1.0 + label, label, false, (1.0,) * 3, own_slices(label.shape), **more)
+
+
+def test_titles_within_a_picture_keep_their_distance_from_the_row_above() -> None:
+    for lost in ({}, {"truth": 2, "prediction": 1}):
+        figure = figure_of_cases([picture(name, vanished=lost) for name in "abc"], ["liver"], 3, False, Path())
+        figure.draw_without_rendering()
+        for row in (1, 2):
+            above, below = figure.axes[3 * (row - 1)], figure.axes[3 * row]
+            room = above.get_window_extent().y0 - below.title.get_window_extent().y1
+            assert room >= 0.15 * figure.dpi, "inches"
+
+
+def test_a_picture_says_which_regions_its_grid_loses() -> None:
+    assert count_vanished_briefly({"truth": 0, "prediction": 0}) == ""
+    said = "regions too small to draw: 2 in the truth, 1 in the prediction"
+    assert count_vanished_briefly({"truth": 2, "prediction": 1}) == said
+    figure = figure_of_cases([picture("a", vanished={"truth": 1})], ["liver"], 1, False, Path())
+    first, second, _ = figure.axes
+    assert "\nregions too small to draw: 1 in the truth\n" in first.get_title() and "small" not in second.get_title()
+
+
+def test_regions_of_the_files_that_training_s_grid_loses_are_counted_in_its_picture(tmp_path: Path, alone) -> None:
+    data = nnunet(tmp_path / "D", cases=5)
+    for path in (data / "labelsTr").iterdir():
+        label = np.zeros((14, 12, 10), np.uint8)
+        label[2:7, 2:6, 2:6] = label[11, 9, 7] = 1  # a region that stays, and a voxel that does not
+        save(path, label)
+    flags = f"--preset debug --device cpu --tile 8 --patch 4 --spacing 4,4,4 --data {data} --cache {tmp_path}/cache"
+    trainer = trainer_of(config_of(flags.split()), alone, tmp_path)
+    case = next(iter(trainer.data.dataset.cases.values()))
+    pictured = trainer.validation._pictured(case, np.asarray(case.label), 0)
+    assert pictured.truth.any() and pictured.vanished == {"truth": 1, "prediction": 0}
+    shutil.rmtree(data / "labelsTr")
+    assert trainer.validation._pictured(case, np.asarray(case.label), 0).vanished["truth"] == 1, "it is read once"

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor
 
 from seqpar.cluster.stop_request import StopRequest
+from seqpar.data.boxes import crop
 from seqpar.data.errors import DataError
 from seqpar.data.formats.dataset import Dataset
 from seqpar.data.formats.joined_labels import join_labels
@@ -21,8 +23,8 @@ from seqpar.data.formats.recognise import read_dataset
 from seqpar.data.phantom.builtin import phantom
 from seqpar.data.phantom.phantom_files import GENERATED, is_generated
 from seqpar.data.preparation.cache import PreparedCase
-from seqpar.data.preparation.prepared_case import Preparation
-from seqpar.data.preparation.transforms import resample_label
+from seqpar.data.preparation.prepared_case import Preparation, Properties
+from seqpar.data.preparation.transforms import resample_label, to_ids
 from seqpar.data.volumes import write_volume
 from seqpar.data.workers import ReportProgress
 from seqpar.losses import LossParts, Readers, SoftLabels
@@ -32,10 +34,10 @@ from seqpar.prediction.logits_to_labels import slabs_to_labels
 from seqpar.prediction.sliding_window import FinishedRows, padded_shape, sliding_window, whole_grid, whole_volume
 from seqpar.prediction.window_grid import WINDOWS, Sliding
 from seqpar.report.pictures import PicturedCase, draw_cases
-from seqpar.report.planes import best_modality, slices_of
+from seqpar.report.planes import best_modality, count_vanished_regions, slices_of
 from seqpar.runs.journal import Journal
 from seqpar.scores.label_classes import labels_of_run
-from seqpar.scores.label_files import Doubt, Pair, doubts_of, score_pair
+from seqpar.scores.label_files import Doubt, Pair, doubts_of, read_reference, score_pair
 from seqpar.scores.label_scores import DEFAULT_SETTINGS, Scores, score, summarise
 from seqpar.scores.summary_files import summary_content, write_output
 from seqpar.settings.config import Config
@@ -292,16 +294,45 @@ class SegmentationValidation(CaseValidation):
         image, is_ct = np.asarray(case.image[shown]), turned.schemes[shown] == "ct"
         if is_ct:
             image = image * turned.stds[shown] + turned.means[shown]
-        volumes = [image, truth, resample_label(ids, truth.shape)]
+        coarse, unknown = resample_label(ids, truth.shape), self.data.hidden_classes(case.id)
+        hidden = [value for label, value in self.data.dataset.labels.items() if label in unknown]
+        values = [value for value in self.data.dataset.labels.values() if value and value not in hidden]
+        volumes = [image, truth, coarse]
         volumes += [soft.disputed(case.label)] if isinstance(soft := self.data.dataset.soft, Readers) else []
-        image, truth, ids, *disputed = (preparation.canonical(volume, properties) for volume in volumes)
+        image, truth, labels, *disputed = (preparation.canonical(volume, properties) for volume in volumes)
         name = f"{case.id} {GENERATED}" if is_generated(self.config.data) else case.id
         slices = slices_of(turned.geometry, turned.box, turned.shape)
         names = name_images(self.data.dataset.modalities)
         modality = names[shown] if len(names) > 1 else ""
-        doubt, unknown = next(iter(disputed), None), self.data.hidden_classes(case.id)
-        hidden = [value for label, value in self.data.dataset.labels.items() if label in unknown]
-        return PicturedCase(name, image, truth, ids, turned.spacing, slices, modality, doubt, is_ct, hidden)
+        vanished = {
+            "truth": self._count_vanished(case.id, turned, truth, values),
+            "prediction": count_vanished_regions(ids, coarse, values),
+        }
+        spacing, doubt = turned.spacing, next(iter(disputed), None)
+        return PicturedCase(name, image, truth, labels, spacing, slices, modality, doubt, is_ct, hidden, vanished)
+
+    @cached_property
+    def _vanished(self) -> dict[str, int]:
+        return {}  # by case: the truth stays the same
+
+    @cached_property
+    def _source(self) -> tuple[dict[str, Path], dict[str, Doubt], tuple[tuple[int, int], ...]]:
+        """The files of the truths, how they are written, and which values are read as others."""
+        dataset = dataset_of(self.config)
+        return label_files(dataset), doubts_of(dataset), tuple(dataset.joined.items())
+
+    def _count_vanished(self, name: str, turned: Properties, truth: np.ndarray, values: Sequence[int]) -> int:
+        """Returns how many regions of a case's true file its prepared grid cannot show; 0 if the file is gone.
+
+        - ``turned``: the case's properties in canonical axes; ``truth``: on that grid; ``values``: the class ids
+        """
+        if name not in self._vanished and any(few < many for few, many in zip(turned.shape, turned.box_shape)):
+            with suppress(OSError, ValueError, LookupError):
+                files, doubts, joined = self._source
+                whole = read_reference(files[name], doubts.get(name)).values
+                fine = to_ids(crop(whole, turned.box), turned.values, joined)
+                self._vanished[name] = count_vanished_regions(fine, truth, values)
+        return self._vanished.get(name, 0)
 
     def _progress(self, journal: Journal, number: int, window: int, began: float) -> ReportProgress:
         """Returns a function that shows which share of a case is done with one of the kinds of window.
