@@ -408,7 +408,8 @@ def elsewhere_note(case: ScoredCase, shown: ShownCase, labels: Sequence[str]) ->
     at, has_truth = fullest_planes(shown_best(shown)[0]), case.truth is not None
     found = outside_planes(truth, prediction, names, shown.spacing, at, has_truth)
     told = ", ".join(own.text(shown.voxel_ml, shown.slices) for own in found)
-    return f"In none of these planes: {told}." if told else ""
+    against = f", against {CONSENSUS}" * any(DISPUTED_ML in row for row in case.scores.values())
+    return f"In none of these planes{against}: {told}." if told else ""
 
 
 def _case_view(case: ScoredCase, shown: ShownCase, labels: Sequence[str], neurological: bool) -> CaseView:

@@ -98,6 +98,7 @@ def figure_of_cases(
     if window:
         shown += with_minus(f" from {round(window[0])} HU (black) to {round(window[1])} HU (white)")
     about_lines = f" {LINES}." * (len(classes) > 1)
+    about_lines += " The truth is the readers' consensus." * any(case.disputed is not None for case in cases)
     lines = [
         *[f"{when[:1].upper()}{when[1:]}."] * bool(when),
         f"{first}{quantity(held_out, 'held-out case')}{shown}, in planes with most of the truth{empty}",

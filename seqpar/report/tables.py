@@ -300,6 +300,8 @@ def sizes_table(scored: CaseScores) -> Table | None:
         "found, with Wilson's 95 % interval, which takes regions as independent. The rules are those of "
         "BraTS 2023, made for voxels of 1 mm."
     )
+    if any(case.doubt and case.doubt.readers for case in scored.cases):
+        note += f" Regions are found, missed and false against {CONSENSUS}: a reader may have outlined a false one."
     return Table("sizes", heads, rows, "class", note) if rows else None
 
 

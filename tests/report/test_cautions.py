@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,8 +10,14 @@ import numpy as np
 
 from seqpar.cli import report
 from seqpar.cluster.exit_codes import run
+from seqpar.report.cases import elsewhere_note
+from seqpar.report.embedded_volumes import ShownCase
 from seqpar.report.pictures import PicturedCase, figure_of_cases
 from seqpar.report.planes import count_vanished_briefly
+from seqpar.report.record import ScoredCase
+from seqpar.report.tables import DISPUTED_ML, sizes_table
+from seqpar.scores.label_files import Doubt
+from tests.report.test_score_tables import scores_of
 from tests.support.configs import config_of, trainer_of
 from tests.support.folders import nnunet, save
 from tests.support.report_page import NAMES, Page, own_slices, written
@@ -130,3 +137,22 @@ def test_regions_of_the_files_that_training_s_grid_loses_are_counted_in_its_pict
     assert pictured.truth.any() and pictured.vanished == {"truth": 1, "prediction": 0}
     shutil.rmtree(data / "labelsTr")
     assert trainer.validation._pictured(case, np.asarray(case.label), 0).vanished["truth"] == 1, "it is read once"
+
+
+def test_regions_are_false_against_the_consensus_of_several_readers() -> None:
+    full, none = np.zeros((20, 20, 20), np.uint8), np.zeros((20, 20, 20), np.uint8)
+    full[4:9, 4:9, 4:9] = 1
+    scored = scores_of(1.0, {"lesion": (1,)}, (none, full))
+    told, table = "false against the readers' consensus: a reader may have outlined", sizes_table(scored)
+    assert table is not None and told not in table.note
+    readers = replace(scored.cases[0], doubt=Doubt({"ann": Path("a"), "ben": Path("b")}))
+    table = sizes_table(replace(scored, cases=(readers,)))
+    assert table is not None and told in table.note
+    far = none.copy()
+    far[15:18, 15:18, 15:18] = 1
+    shown = ShownCase("a", {}, full, full | far, (1.0,) * 3, own_slices(full.shape))
+    case = ScoredCase("a", Path("t"), Path("p"), {"lesion": {"Dice": 0.5, DISPUTED_ML: 1.0}})
+    note = elsewhere_note(case, shown, ["lesion"])
+    assert note.startswith("In none of these planes, against the readers' consensus: 1 false region of lesion (")
+    drawn = figure_of_cases([picture("a", disputed=far > 0)], ["lesion"], 1, False, Path()).get_suptitle()
+    assert "The truth is the readers' consensus." in drawn
