@@ -34,7 +34,7 @@ from seqpar.report.embedded_volumes import (
     viewer_note,
 )
 from seqpar.report.images import FoundImage, Images, grey_images, same_cases
-from seqpar.report.pictures import heat_colours
+from seqpar.report.pictures import MAXIMUM_OUTSIDE, heat_colours
 from seqpar.report.planes import (
     KEPT_HU,
     LETTERS,
@@ -322,6 +322,14 @@ class CaseSection:
     has_readers: bool = False
     consensus: str = ""
     order: str = ""
+
+    @property
+    def maps_outside(self) -> str:
+        """A sentence on cases whose map has its maximum outside the body; "" if there is none."""
+        told = [case["heat_caution"] for case in self.volumes["cases"] if case["heat"]]
+        count = sum(text.startswith(MAXIMUM_OUTSIDE) for text in told)
+        which = f"In {count} of {len(told)} shown maps the maximum" if len(told) > 1 else "The shown map's maximum"
+        return f"{which} is outside the body: what a map shows there is no reason." if count else ""
 
 
 def case_section(

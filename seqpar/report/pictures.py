@@ -388,6 +388,9 @@ def body_of(image: NDArray[Any]) -> NDArray[np.bool_]:
     return bright
 
 
+MAXIMUM_OUTSIDE = "The map's maximum is outside the "
+
+
 def caution_about(seen: NDArray[Any], body: NDArray[np.bool_]) -> str:
     """Returns why a map is no reason; else "".
 
@@ -399,10 +402,10 @@ def caution_about(seen: NDArray[Any], body: NDArray[np.bool_]) -> str:
     much = f"{outside:.0%} of"
     text = f"{much} the map is outside the body" if outside >= MUCH else ""
     if _leaves(seen):
-        text = "The map's maximum is outside the image, in what pads it"
+        text = f"{MAXIMUM_OUTSIDE}image, in what pads it"
         text += f", and {much} the rest outside the body" * (outside >= MUCH)
     elif not body[np.unravel_index(int(seen.argmax()), seen.shape)]:
-        text = "The map's maximum is outside the body" + f", and so is {much} the map" * (outside >= MUCH)
+        text = f"{MAXIMUM_OUTSIDE}body" + f", and so is {much} the map" * (outside >= MUCH)
     if not text:
         foci, count = ndimage.label(seen > 0.5)
         sizes, of_body = (np.bincount(foci[where], minlength=count + 1)[1:] for where in (foci > 0, body))

@@ -10,9 +10,9 @@ import numpy as np
 
 from seqpar.cli import report
 from seqpar.cluster.exit_codes import run
-from seqpar.report.cases import elsewhere_note
+from seqpar.report.cases import CaseSection, elsewhere_note
 from seqpar.report.embedded_volumes import ShownCase
-from seqpar.report.pictures import PicturedCase, figure_of_cases
+from seqpar.report.pictures import PicturedCase, caution_about, figure_of_cases
 from seqpar.report.planes import count_vanished_briefly
 from seqpar.report.record import ScoredCase
 from seqpar.report.tables import DISPUTED_ML, sizes_table
@@ -156,3 +156,18 @@ def test_regions_are_false_against_the_consensus_of_several_readers() -> None:
     assert note.startswith("In none of these planes, against the readers' consensus: 1 false region of lesion (")
     drawn = figure_of_cases([picture("a", disputed=far > 0)], ["lesion"], 1, False, Path()).get_suptitle()
     assert "The truth is the readers' consensus." in drawn
+
+
+def test_maps_with_their_maximum_outside_the_body_are_counted() -> None:
+    body, inside, outside = (np.zeros((12, 12, 12)) for _ in range(3))
+    body[:6] = 1
+    inside[2, 2, 2] = outside[10, 2, 2] = 1
+    cautions = [caution_about(seen, body > 0) for seen in (inside, outside, outside / 2, 0 * inside)]
+    entries = [{"heat": "png", "heat_caution": text} for text in cautions]
+
+    def told(cases: list[dict[str, Any]]) -> str:
+        return CaseSection("", (), "", (), {"cases": cases}).maps_outside
+
+    assert told(entries) == "In 2 of 4 shown maps the maximum is outside the body: what a map shows there is no reason."
+    assert told(entries[1:2]).startswith("The shown map's maximum is outside the body: ")
+    assert told(entries[:1]) == "" == told([{"heat": "", "heat_caution": cautions[1]}])

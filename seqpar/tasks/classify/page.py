@@ -168,6 +168,7 @@ def class_page(options: argparse.Namespace, record: RunRecord) -> FinishedPage:
     if summary and cases:
         names, maps = [case.name for case in cases], names_of_maps(summary, options.prediction)
         viewer = class_viewer(record, names, explained, options.truth, neurological, maps)
+        cautions += filter(None, [viewer.maps_outside]) if viewer else []
     parts = {"truth": options.truth, "prediction": options.prediction, "cases": cases, "scores": scores}
     parts["order"] = order_note(len(cases), summary["cases"], "probability of the true class") if summary else ""
     text = render_run(FOLDER, record, gaps, faults, cautions, **parts, viewer=viewer, unused=unused)
