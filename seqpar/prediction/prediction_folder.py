@@ -265,8 +265,7 @@ class PredictionFolder(ABC):
             raise DataError(self.folder, "is a run folder, which evaluate takes for its validation; choose another "
                             "--output, such as a folder in it")  # fmt: skip
         if any(holds_run(place.parent) and _RUNS_OWN.match(place.name) for place in (folder, *folder.parents)):
-            raise DataError(self.folder, "belongs to a run, which removes what it did not write there; choose another "
-                            "--output")  # fmt: skip
+            raise DataError(self.folder, "is a run's own, which training clears; choose another --output")
         images = ((path, Path(os.path.realpath(path))) for case in cases for path in case.images)
         if any(place == folder for _, place in images if place.is_dir()):
             raise DataError(self.folder, "is a DICOM series to predict; choose another --output")

@@ -242,7 +242,7 @@ def test_a_place_that_cannot_be_written_is_one_clear_error(ranks, images, tmp_pa
         act(tmp_path, run, out="file/out")
 
     def limited() -> None:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (1500, 1500))  # a real write that fails half way
+        resource.setrlimit(resource.RLIMIT_FSIZE, (2000, 2000))  # a real write that fails half way
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         arguments = [str(run), "-i", str(images), "-o", str(tmp_path / "out")]
         os._exit(exit_codes.run(predict.act, arguments))

@@ -15,6 +15,7 @@ import seqpar
 from seqpar.cli import report
 from seqpar.cluster.exit_codes import run
 from seqpar.report.cases import _case_view, elsewhere_note, planes_note, planes_of, viewer_section
+from seqpar.report.cautions import with_names_of_training
 from seqpar.report.curves import step_axis, training_diagrams
 from seqpar.report.embedded_volumes import ShownCase
 from seqpar.report.pictures import PicturedCase, figure_of_cases
@@ -26,7 +27,6 @@ from seqpar.report.run_page import how_predicted, not_yet_predicted
 from seqpar.report.several_runs import page_of_several
 from seqpar.settings.presets import debug
 from seqpar.tasks.lookup import TASKS
-from seqpar.tasks.segment.page import _trained_on
 from tests.support.folders import save
 from tests.support.report_page import NAMES, Page, own_slices, written
 from tests.support.reported_run import make_run
@@ -150,10 +150,10 @@ def test_it_is_said_in_which_windows_cases_were_predicted(copied: Path) -> None:
 def test_predictions_for_training_cases_are_not_shown_without_a_word(copied: Path) -> None:
     record, (first, second) = read_record(copied), ("c_000", "c_001")
     record.content["dataset"]["train"] = [first, second]
-    (one,), (two,) = (_trained_on(record, [*names, "new"]) for names in ([first], [first, second]))
-    assert f"1 of 2 cases has the name of a case that run {copied.name} was trained on, such as {first}" in one
-    assert f"2 of 3 cases have the names of cases that run {copied.name} was trained on" in two
-    assert _trained_on(record, ["new"]) == []
+    (one,), (two,) = (with_names_of_training(record, [*names, "new"], "moved") for names in ([first], [first, second]))
+    assert f"1 of 2 cases has the name of a case that run moved was trained on, such as {first}" in one
+    assert "2 of 3 cases have the names of cases that run moved was trained on" in two
+    assert with_names_of_training(record, ["new"], "moved") == []
 
 
 def test_a_low_dice_has_a_caution_next_to_it(copied: Path) -> None:

@@ -401,8 +401,7 @@ def test_a_map_says_its_method_and_class_and_half_of_it_has_an_outline(figures: 
         told = f"One map point every {between}; values and outlines between them are interpolated."
         assert told in figure.get_suptitle().replace("\n", " ")
     assert "HiResCAM map for ill: no evidence for the class" in nothing.get_suptitle()
-    said = [figure.get_suptitle().replace("\n", " ") for figure in (something, nothing)]
-    assert [pictures.ALONE in text for text in said] == [True, False]
+    assert [pictures.ALONE in one.get_suptitle().replace("\n", " ") for one in (something, nothing)] == [True, False]
     assert something.axes[3].get_ylabel() == "share of the map's maximum"
     assert [float(tick) for tick in something.axes[3].get_yticks()] == [0, 0.5, 1]
 

@@ -84,9 +84,8 @@ def read_class_scores(
 ) -> Summary:
     """Returns the scores of a folder that predict wrote, else those of the run's last validation.
 
-    The folder's have ``faults``, of cases that lack a true class, and ``missing``, the cases without a prediction;
-    with ``common`` nothing is said of them.
-    Raises DataError if there are no scores.
+    The folder's have ``faults``, of cases that lack a true class, and ``missing``, the cases without a prediction, but
+    not with ``common``. Raises DataError if there are no scores.
     """
     if truth is not None and prediction is not None:
         path = prediction / TABLE
@@ -315,17 +314,17 @@ def calibration_diagrams(summary: Summary) -> list[Diagram]:
         return []
     label = f"cases per dot: {', '.join(str(count) for _, _, count in points)} (of {summary['cases']})"
     title = f"Calibration (mean error {number(summary.get('calibration_error')):.3f})"
-    over, up = "probability of the predicted class", "share of correct predictions"
-    return [reliability_diagram(title, over, up, {label: points})]
+    axes = "probability of the predicted class", "share of correct predictions"
+    return [reliability_diagram(title, *axes, {label: points})]
 
 
 def uncalibrated(summary: Summary) -> str:
     """Returns why calibration is not drawn, and how often each tenth of the probability is correct."""
     tenths = sorted(calibration(*_arrays(summary)), key=lambda tenth: -tenth[2])
-    shares = [f"{round(right * count)} of {count} with {given:.2f}" for given, right, count in tenths]
+    listed = ", ".join(f"{round(right * count)} of {count} with {given:.2f}" for given, right, count in tenths)
     return (
         f"Too few cases for a calibration curve: it needs {FEW} cases in at least two tenths of the predicted class's "
-        f"probability. Correct predictions, by their mean probability: {', '.join(shares)}."
+        f"probability. Correct predictions, by their mean probability: {listed}."
     )
 
 
