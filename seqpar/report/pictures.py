@@ -122,7 +122,13 @@ def figure_of_cases(
             _draw_plane(panel, case, greys, dim, at[dim], len(classes), neurological)
             mark_plane(panel, letters, case.spacing[dim == 0])
             name = f"{plane} {case.slices[dim].text(at[dim])}"
-            told = [escape_mathtext(case.name), unseen, count_vanished_briefly(case.vanished)] if dim == 0 else []
+            unknown = [escape_mathtext(classes[n - 1]) for n in case.hidden if 0 < n <= len(classes)]
+            about = [
+                unseen,
+                f"not annotated: {', '.join(unknown)}" * bool(unknown),
+                count_vanished_briefly(case.vanished),
+            ]
+            told = [escape_mathtext(case.name), *about] if dim == 0 else []
             panel.set_title("\n".join([*filter(None, told), name]), fontsize=9)
     marks = [("truth", "-", "#555555"), ("prediction", "--", "#555555")]
     marks += [(escape_mathtext(name), "-", COLOURS[i % len(COLOURS)]) for i, name in enumerate(classes)]

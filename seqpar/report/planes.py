@@ -174,7 +174,8 @@ def vanished_note(counts: Mapping[str, int], spacing: Sequence[float]) -> str:
 
 def count_vanished_briefly(counts: Mapping[str, int]) -> str:
     """Returns how many regions of truth and prediction a grid cannot show, for a title; "" of none."""
-    told = ", ".join(f"{count} in the {whose}" for whose, count in counts.items() if count)
+    words = {"truth": "true", "prediction": "predicted"}
+    told = ", ".join(f"{count} {words[whose]}" for whose, count in counts.items() if count)
     return f"regions too small to draw: {told}" if told else ""
 
 

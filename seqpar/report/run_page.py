@@ -92,7 +92,10 @@ def render_run(
         about = f"Configuration and training are those of {name} alone."
         cautions = [f"The prediction is the mean of {averaged}{unscored}. {about}", *cautions]
     if another:
-        about = f"Configuration, training and curves on this page are those of {name}."
+        about = (
+            f"Configuration, training and curves on this page are those of {name}; which cases it had seen is said of "
+        )
+        about += f"{another}."
         cautions = [f"This prediction was made by {another}, not by {name}. {about}", *cautions]
     if prediction and not made_by(prediction) and prediction.resolve().parent != record.path.resolve():
         about = f"The folder {prediction.name} does not say which network made its label maps"

@@ -38,7 +38,7 @@ class Journal:
         lock: RunLock | None = None,
     ) -> None:
         self.path, self.active = out / "metrics.jsonl", active
-        self._warned, self._display = False, Display("stdout")
+        self._warned, self._display, self._undrawn = False, Display("stdout"), set[str]()
         self._boards, self._lock, self.steps_done = list(boards), lock, first_step
         if active:
             self._drop_from(first_step, validated)
@@ -55,6 +55,16 @@ class Journal:
             if not self._warned:
                 self._warned = True
                 self.say(f"warning: {self.path.parent} cannot be written ({error.strerror}); training continues")
+
+    def draw(self, act: Callable[[], object]) -> None:
+        """Calls ``act``, which draws, on the first rank; whatever the library of pictures raises ends no run."""
+        try:
+            self.attempt(act)
+        except Exception as error:
+            problem = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no reason given'}"
+            if problem not in self._undrawn:
+                self._undrawn.add(problem)
+                self.say(f"warning: a picture cannot be drawn ({problem}); training continues")
 
     def _drop_from(self, step: int, validated: int) -> None:
         """Removes the rows of steps and validations that a resumed run repeats."""

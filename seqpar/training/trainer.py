@@ -304,7 +304,7 @@ class Trainer:
             self.journal.attempt(lambda: write_json(self.out / "window.json", self.progress.windows))
 
     def _draw_curves(self) -> None:
-        self.journal.attempt(lambda: draw_progress(self.out))
+        self.journal.draw(lambda: draw_progress(self.out))
         self._curves_at = time.monotonic()
 
     def _is_flat(self, step: int) -> bool:

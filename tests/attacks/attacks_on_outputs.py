@@ -60,6 +60,17 @@ def _nothing_new(here: Path) -> None:
 
 ATTACKS += [
     Attack(
+        f"predict into {place} of a run",
+        types=f"predict run -i D -o run/{place}",
+        code=3,
+        says=f"run/{place}: is a run's own, which training clears; choose another --output",
+        make=_run,
+        keeps="D run",
+    )
+    for place in ("validation", "validation-whole", "checkpoints/step-00000099")
+]
+ATTACKS += [
+    Attack(
         "predict into a run folder",
         types="predict run -i D -o run",
         code=3,

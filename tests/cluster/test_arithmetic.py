@@ -3,6 +3,7 @@
 import os
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -115,3 +116,15 @@ def test_tf32_has_a_speed_of_its_own(tmp_path: object) -> None:
     shares = {name: measured(file.name, h100, name).shares["matmul"] for name in ("fp32", "tf32")}
     assert shares["tf32"] == pytest.approx(3e14 / h100.peak["tf32"])
     assert shares["fp32"] == pytest.approx(5e13 / h100.peak["fp32"])
+
+
+@pytest.mark.parametrize(
+    "odd", ['"nodes": 0', '"nodes": 99, "world": 8', '"world": -8', '"memory_bytes": 1e300', '"memory_bytes": -1']
+)
+def test_measured_figures_that_nothing_has_are_refused(odd: str, tmp_path: Path) -> None:
+    (tmp_path / "links.json").write_text(f'{{"matmul_flops_per_s": {{"float32": 5e13}}, {odd}}}')
+    with pytest.raises(ValueError, match="is not what launch/doctor.py writes as JSON"):
+        measured(str(tmp_path / "links.json"), DEVICES["h100"], "fp32")
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(ValueError, match="put a file in its place"):  # to read it would never end
+        measured(str(tmp_path / "pipe"), DEVICES["h100"], "fp32")

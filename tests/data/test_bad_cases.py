@@ -181,6 +181,11 @@ ONE_CASE: dict[str, tuple[Callable[[Path], object], str, str]] = {
         "splits_final.json",
         "c_000 in train and in val",
     ),
+    "a split that repeats": (
+        lambda r: write_json(r / "splits_final.json", [{"train": ["c_000"], "val": ["c_001", "c_001"]}]),
+        "splits_final.json",
+        "lists case c_001 several times in val",
+    ),
     "broken splits": (
         lambda r: (r / "splits_final.json").write_text("[{"),
         "splits_final.json",

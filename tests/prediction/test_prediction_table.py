@@ -170,6 +170,8 @@ def test_maxima_at_one_place_whatever_is_predicted_are_a_habit_of_the_network() 
     seen = np.zeros((10, 20, 4))
     assert place_of_maximum(seen) is None
     seen[3, 19, 0] = 0.5
+    assert place_of_maximum(seen) is None, "the maximum, 1, is outside the image"
+    seen[3, 19, 0] = 1
     assert place_of_maximum(seen) == (0.35, 0.975, 0.125)
 
 

@@ -109,6 +109,7 @@ def test_titles_within_a_picture_keep_their_distance_from_the_row_above() -> Non
     for lost in ({}, {"truth": 2, "prediction": 1}):
         figure = figure_of_cases([picture(name, vanished=lost) for name in "abc"], ["liver"], 3, False, Path())
         figure.draw_without_rendering()
+        assert all(panel.title.get_window_extent().x0 >= 0 for panel in figure.axes), "whole"
         for row in (1, 2):
             above, below = figure.axes[3 * (row - 1)], figure.axes[3 * row]
             room = above.get_window_extent().y0 - below.title.get_window_extent().y1
@@ -117,11 +118,11 @@ def test_titles_within_a_picture_keep_their_distance_from_the_row_above() -> Non
 
 def test_a_picture_says_which_regions_its_grid_loses() -> None:
     assert count_vanished_briefly({"truth": 0, "prediction": 0}) == ""
-    said = "regions too small to draw: 2 in the truth, 1 in the prediction"
+    said = "regions too small to draw: 2 true, 1 predicted"
     assert count_vanished_briefly({"truth": 2, "prediction": 1}) == said
     figure = figure_of_cases([picture("a", vanished={"truth": 1})], ["liver"], 1, False, Path())
     first, second, _ = figure.axes
-    assert "\nregions too small to draw: 1 in the truth\n" in first.get_title() and "small" not in second.get_title()
+    assert "\nregions too small to draw: 1 true\n" in first.get_title() and "small" not in second.get_title()
 
 
 def test_regions_of_the_files_that_training_s_grid_loses_are_counted_in_its_picture(tmp_path: Path, alone) -> None:

@@ -176,7 +176,7 @@ def test_common_scores_what_both_folders_have(place: Path, capfd) -> None:
     assert evaluate_folders(folders, "--common") == 3 and "holds no prediction of a case" in capfd.readouterr().err
 
 
-@pytest.mark.parametrize("values", [["1"], "1", None, [None]])
+@pytest.mark.parametrize("values", [["1"], "1", None, [None], True, [True]])
 def test_labels_of_a_postprocessing_that_are_no_numbers_are_refused(values: object, tmp_path: Path) -> None:
     content = {
         "postprocessing_fns": ["remove_all_but_largest_component_from_segmentation"],

@@ -195,6 +195,10 @@ def read_splits(root: Path, ids: Sequence[str]) -> tuple[Split, ...]:
     for train, held_out in splits:
         if unknown := sorted({*train, *held_out} - set(ids)):
             raise DataError(path, f"names case {unknown[0]}, which is not among the usable ones; remove it")
+        for part, cases in (("train", train), ("val", held_out)):
+            if len(set(cases)) < len(cases):
+                twice = next(case for case in cases if cases.count(case) > 1)
+                raise DataError(path, f"lists case {twice} several times in {part} of one split; keep it once")
         if both := sorted(set(train) & set(held_out)):
             raise DataError(path, f"has case {both[0]} in train and in val of one split; remove it from one of them")
         if not train or not held_out:

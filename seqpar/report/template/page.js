@@ -363,7 +363,10 @@
   get("case").replaceChildren(...told.cases.map((entry) => new Option(entry.name)));
   for (const id of Object.values(OVERLAYS)) if (asked.has(id)) get(id).checked = asked.get(id) === "1";
   const looks = (asked.get("look") || "").split(",");
-  if (looks.length === LOOK.length) LOOK.forEach((id, n) => (get(id).value = looks[n]));
+  if (looks.length === LOOK.length) {
+    get("window").max = Math.max(255, Number(looks[LOOK.indexOf("window")]) || 255); // as wide as a preset made it
+    LOOK.forEach((id, n) => (get(id).value = looks[n]));
+  }
   const isByHand = ["window", "level"].some((id) => get(id).value !== get(id).defaultValue);
   if (isByHand) get("preset").replaceChildren(new Option("set by hand", "hand"));
   const at = (asked.get("at") || "").split(",").map(Number);

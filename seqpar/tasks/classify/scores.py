@@ -234,9 +234,12 @@ Place = tuple[float, ...]
 
 
 def place_of_maximum(seen: NDArray[Any]) -> Place | None:
-    """Returns where the maximum of a map ``W D H`` is, in shares of its extents; None of an empty map."""
+    """Returns where the maximum of a map ``W D H``, which is 1, is in shares of its extents; None if it is not in it.
+
+    It may be outside the image, whose file has the rest of the map.
+    """
     at = np.unravel_index(int(seen.argmax()), seen.shape)
-    return tuple((int(n) + 0.5) / side for n, side in zip(at, seen.shape)) if seen.any() else None
+    return tuple((int(n) + 0.5) / side for n, side in zip(at, seen.shape)) if seen[at] > 0.999 else None
 
 
 def what_maps_share(places: Mapping[str, Place], classes: Mapping[str, str]) -> str:

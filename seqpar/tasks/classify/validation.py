@@ -68,7 +68,7 @@ class ClassValidation(CaseValidation):
             except DataError as error:
                 lines.append(f"warning: {error}")
         picture = journal.path.parent / "validation.png"
-        journal.attempt(lambda: draw_scores(picture, summary, when_validated(journal, row)))
+        journal.draw(lambda: draw_scores(picture, summary, when_validated(journal, row)))
         best = summary["scores"]["balanced accuracy"]
         return ValidationResult(row, "\n".join(lines), best, {})
 

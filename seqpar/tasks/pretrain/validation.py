@@ -163,7 +163,7 @@ class MaskedValidation(CaseValidation):
         picture = journal.path.parent / "validation.png"
         row = {"loss": mean, "error_of_mean": of_mean, "cases": len(self.ids)}
         if tiles:
-            journal.attempt(lambda: draw_tiles(picture, tiles, when_validated(journal, row), self.config.neurological))
+            journal.draw(lambda: draw_tiles(picture, tiles, when_validated(journal, row), self.config.neurological))
         text = (
             f"validation on {quantity(len(self.ids), 'held-out case')}: mean squared error of hidden voxels {mean:.4f} "
             f"(error of {guess_of(self.error.normalised)} in their place: {of_mean:.4f})"

@@ -266,7 +266,7 @@ class SegmentationValidation(CaseValidation):
             when = when_validated(journal, result.row)
             draw_cases(picture, pictured, classes, len(self.ids), when, self.config.neurological)
 
-        journal.attempt(draw)
+        journal.draw(draw)
         lines = [result.text, *(line for kind in kinds if kind.folder for line in kind.folder.close())]
         if not self._is_explained:
             lines.insert(1, "  (Dice: mean over cases; global: over the voxels of all cases together)")
