@@ -403,6 +403,8 @@ def _runs_behind(prediction: Path) -> tuple[list[Path], list[str]]:
                 known = f"{run}, which predicted these cases, is no longer there"
             elif any(digest(path) != weights[str(path)] for path in files if path.is_file()):
                 known = f"{run} holds other weights than those that predicted these cases"
+            elif files and not any(map(Path.is_file, files)):
+                known = f"{run} no longer holds the weights that predicted these cases"
             elif others := [path for path in files if run.resolve() not in path.resolve().parents]:
                 known = f"{others[0]}, whose weights predicted these cases, is not in {run}"
             elif not holds_run(run):

@@ -10,10 +10,12 @@ import math
 import os
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from seqpar.cluster import exit_codes
+from seqpar.data.errors import DataError
 from seqpar.data.formats.splits import FOLDS
 from seqpar.parallel.consensus import run_on_rank0_before_mesh
 from seqpar.parallel.launcher import MEETING, Launcher
@@ -58,6 +60,7 @@ class Folds:
         limit = [] if own.time_limit is None else ["--time-limit", own.time_limit]
         self.own, self.typed = own, [*others, *(["--data", own.data] if own.data else []), *limit]
         self.flags = self.typed  # with which folds begin
+        self.new_flags: list[str] = []  # typed now, and not when folds were started before
         self.began = time.monotonic()
         parse_duration(own.time_limit or "")
         self._signals, self._before = list[int](), ""  # the run folder that was trained before, in this start
@@ -81,6 +84,8 @@ class Folds:
             now = self._agree(meeting, fold, run)
             if launcher.rank == 0:
                 print(f"fold {fold} of {FOLDS}{' has finished' if now['finished'] else ''}: {run}", flush=True)
+                if now["finished"] and self.new_flags:
+                    print(f"  it keeps its settings: {' '.join(self.new_flags)} is for folds that go on", flush=True)
             if now["finished"]:
                 continue
             _write(out, launcher, fold, "running")
@@ -91,7 +96,11 @@ class Folds:
                 return self._end(code, out, fold, launcher)
         _write(out, launcher, FOLDS, "finished")
         if launcher.rank == 0:
-            if changed := cases_that_differ(*(read_config(run)["dataset"] for run in runs)):
+            described = list[dict[str, Any]]()
+            for run in runs:
+                with suppress(DataError, ValueError):  # all have finished, whatever becomes of their records
+                    described.append(read_config(run).get("dataset", {}))
+            if changed := cases_that_differ(*described):
                 told = f"{quantity(len(changed), 'case')}, such as {changed[0]}, changed between these trainings"
                 print(f"warning: {told}: a score of all folds together mixes two states of the data", flush=True)
             line = next_command("predict", out, "-i", "IMAGES", "-o", "PREDICTIONS")
@@ -157,6 +166,7 @@ class Folds:
         before = read_flags(out)
         known = before[len(before) - len(self.typed) :] == self.typed  # the line of before, typed again
         self.flags = before if known else [*before, *self.typed]
+        self.new_flags = [] if known or not before else self.typed
 
     def _agree(self, meeting: Meeting, fold: int, run: str) -> dict[str, bool]:
         """Returns, on every rank, how the fold stands by the first one's reading, and whether any has to leave."""
