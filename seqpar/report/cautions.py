@@ -12,6 +12,8 @@ from seqpar.data.formats.splits import sample_cases
 from seqpar.report.record import RunRecord, read_record, row_of_best
 from seqpar.runs.metrics_tail import best_validation, score_of
 from seqpar.scores.comparison import FEW, TOO_FEW
+from seqpar.scores.label_classes import Labels, choose_labels
+from seqpar.scores.label_files import dataset_at
 from seqpar.text import quantity
 from seqpar.weights.facts import IS_UNKNOWN, LEARNED, cases_that_differ
 
@@ -88,6 +90,17 @@ def with_names_of_training(record: RunRecord, cases: Sequence[str], run: str) ->
     have = "has the name of a case" if len(named) == 1 else "have the names of cases"
     told = f"{len(named)} of {quantity(len(cases), 'case')} {have} that run {run} was trained on, such as {named[0]}"
     return [f"{told}: predictions for new cases may be worse."]
+
+
+def other_values_of(truth: Path, labels: Labels) -> list[str]:
+    """Returns a caution if the truth's own dataset.json gives classes other values than a run's labels do."""
+    others = list[str]()
+    with suppress(DataError, ValueError, OSError):  # the truth need not declare any
+        for name, values in choose_labels(truth, dataset_at(truth)).classes.items():
+            if {*(scored := labels.classes.get(name, values))} != {*values}:
+                declared, ours = (" and ".join(map(str, some)) for some in (values, scored))
+                others.append(f"{name} as {declared}, which this page scores as {ours}")
+    return [f"Caution: the truth's dataset.json has {'; '.join(others)}: other classes are compared."] * bool(others)
 
 
 def reached_in_validation(record: RunRecord, who: str = "this run") -> list[str]:

@@ -21,8 +21,9 @@ DRAWS, LEVEL, SEED = 1000, 0.95, 0
 ALL_ALIKE = "no interval: all bootstrap samples give the same value"  # of an AUC of 1, "1 to 1" would claim certainty
 NUM_BINS = 10  # of a calibration curve
 NEGATIVE = re.compile(
-    r"healthy|normal|controls?|negative|benign|no|none|0|cn|nc|hc|wild[-_ ]?type|unaffected|"
-    r"(no|non|not|without|control)[-_ ].*|non(?!e|specific).*"
+    r"healthy|normal|controls?|negative|benign|no|none|0|cn|nc|hc|(.*[-_ ])?(wild[-_ ]?type|wt|free|negative)|"
+    r"unaffected|unmethylated|unmutated|low|stable|survived|alive|(low|no|non|not|without|control)[-_ ].*|"
+    r"non(?!e|specific).*"
 )
 
 

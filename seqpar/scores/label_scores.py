@@ -301,6 +301,8 @@ def what_is_hardly_learned(
         return f"the predictions cover {100 * found:.0f} % of the truth, but are much too large"
     if present >= HARDLY:
         return f"{rounded(present, 3)} where the truth has this class; where it has none, what is predicted is false"
+    if dice and math.isnan(found):
+        return "little of it overlaps the truth, or much too much is predicted"
     if cases > 1:
         return f"the predictions {'hardly' if dice else 'do not'} overlap the truth"
     return f"the prediction {'hardly overlaps' if dice else 'does not overlap'} the truth"

@@ -16,7 +16,13 @@ from seqpar.prediction.class_statistics import NAME as STATISTICS
 from seqpar.prediction.class_statistics import read_statistics
 from seqpar.prediction.prediction_folder import RECORD, SERIES, inputs_of, replaced_line
 from seqpar.report.cases import case_section, load_worst
-from seqpar.report.cautions import begun_unknown, chosen_on_them, reached_in_validation, with_names_of_training
+from seqpar.report.cautions import (
+    begun_unknown,
+    chosen_on_them,
+    other_values_of,
+    reached_in_validation,
+    with_names_of_training,
+)
 from seqpar.report.curves import number
 from seqpar.report.images import find_images, other_voxels, spacings_of
 from seqpar.report.plots import Chart, draw_charts, name_of_run
@@ -66,7 +72,7 @@ from seqpar.report.tables import (
 from seqpar.runs.metrics_tail import with_other_weights
 from seqpar.scores.comparison import FEW as FEW_CASES
 from seqpar.scores.comparison import TOO_FEW, about_scans, interval_of_mean
-from seqpar.scores.label_classes import Labels, choose_labels
+from seqpar.scores.label_classes import Labels
 from seqpar.scores.label_files import MAX_NAMED, dataset_at, match_cases, missing_line
 from seqpar.scores.label_scores import (
     Scores,
@@ -82,7 +88,6 @@ from seqpar.tasks.case_evaluation import (
     NEW,
     NONE_SEEN,
     Seen,
-    other_values,
     records_behind,
     seen_by_runs,
     seen_table,
@@ -173,7 +178,7 @@ def segment_page(options: argparse.Namespace, record: RunRecord) -> FinishedPage
         cautions = chosen_on_them(record)
         if options.truth is not None:
             cautions = [*begun_unknown(record), *missing, *seen.sentences]
-            cautions += _values_of_truth(options.truth, record)
+            cautions += other_values_of(options.truth, record.labels)
         cautions += [f"{quantity(len(faults), 'case')} could not be scored, as listed below the tables."] * bool(faults)
         cautions += filter(None, [about_scans([case.name for case in scored.cases], {}), too_much(scored)])
     cautions += filter(None, [replaced_line(options.prediction)] if options.prediction else [])
@@ -359,14 +364,6 @@ def _how_sure(values: Sequence[float]) -> str:
         return TOO_FEW if values else ""
     low, high = interval_of_mean(values, low=0.0, high=1.0) or (0.0, 1.0)
     return f"{low:.3f} to {high:.3f}" if high - low >= NO_SPREAD else "all cases alike"
-
-
-def _values_of_truth(truth: Path, record: RunRecord) -> list[str]:
-    """Returns a caution if the truth's own dataset.json gives classes other values than the run does."""
-    assert record.labels is not None
-    with suppress(DataError, ValueError, OSError):  # the truth need not declare any
-        return other_values(record.path, record.labels, choose_labels(truth, dataset_at(truth)))
-    return []
 
 
 def _reached_by(prediction: Path) -> list[str]:
