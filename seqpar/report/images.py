@@ -14,7 +14,7 @@ from seqpar.data.errors import DataError
 from seqpar.data.formats.dataset import Case
 from seqpar.data.formats.recognise import find_inputs, is_folder_of_dataset
 from seqpar.data.preparation.cache import PreparedCase, PreparedDataset, open_cache, read_record
-from seqpar.data.preparation.cache_index import same_source
+from seqpar.data.preparation.cache_index import same_source, sources_of
 from seqpar.data.preparation.preparation import preparation_of, prepare_case
 from seqpar.data.preparation.prepared_case import Properties
 from seqpar.data.preparation.recipe import Recipe
@@ -22,7 +22,7 @@ from seqpar.data.volumes import read_geometry
 from seqpar.losses import Readers
 from seqpar.report.embedded_volumes import Bytes
 from seqpar.report.record import RunRecord
-from seqpar.scores.label_files import dataset_at, list_label_files
+from seqpar.scores.label_files import MAX_NAMED, dataset_at, list_label_files
 from seqpar.text import name_images, quantity
 
 Stamps = Mapping[str, Sequence[Sequence[Any]]]  # name, size and time of each file of a case, by the case's name
@@ -113,17 +113,36 @@ def find_images(
         if not cases and faults:
             raise faults[0]
         gaps += [f"An image is left out: {fault}." for fault in faults]
-        return Images(recipe, cache, {case.id: case for case in cases}, str(folder))
+        return Images(recipe, cache, _of_prediction(cases, predicted, gaps), str(folder))
     if truth is not None and (images := images_beside(truth)) is not None:
         try:
             cases, _ = find_inputs((images,), recipe.modalities)  # what is wrong with some is said by their scores
-            return Images(recipe, cache, {case.id: case for case in cases}, str(images))
+            return Images(recipe, cache, _of_prediction(cases, predicted, gaps), str(images))
         except DataError as error:
             gaps.append(f"The images of the data set cannot be shown: {error}.")
     elif not has_cache and predicted is None:
         gaps.append(f"The prepared data are not where the run had them ({place or 'no folder is recorded'}): name the "
                     "folder of the images by --images to see them.")  # fmt: skip
     return Images(recipe, cache)
+
+
+def _of_prediction(cases: Sequence[Case], predicted: Stamps | None, gaps: list[str]) -> dict[str, Case]:
+    """Returns the cases by name, without those that were predicted from other images, which ``gaps`` then names.
+
+    Sizes and digests count, so that copies under other names and times are the same.
+    """
+    own, others = {case.id: case for case in cases}, list[str]()
+    for name in sorted(own.keys() & (predicted or {}).keys()):
+        with suppress(DataError):
+            there = sources_of(replace(own[name], label=None, more_labels=()))
+            pairs = zip(there, (predicted or {})[name], strict=False)
+            if any(now[1::2] != before[1::2] for now, before in pairs if len(now) == len(before) == len(_STAMP)):
+                others.append(name)
+    if others:
+        shown = ", ".join(others[:MAX_NAMED]) + ", …" * (len(others) > MAX_NAMED)
+        are = "is that of another scan" if len(others) == 1 else "are those of other scans"
+        gaps.append(f"Caution: the image of {shown} {are} than the prediction was made from; it is not shown.")
+    return {name: case for name, case in own.items() if name not in others}
 
 
 def images_beside(truth: Path) -> Path | None:
@@ -146,6 +165,7 @@ def same_cases(cache: PreparedDataset, stamps: Stamps) -> PreparedDataset:
     return replace(cache, cases=same)
 
 
+_STAMP = ("name", "size", "time", "digest")  # of a file, as predict records it
 OTHER_SIZE = 1.25  # times as long as the longest side of a run's voxels, or as short as the shortest
 Spacing = tuple[float, ...]
 

@@ -1,6 +1,7 @@
 """What a reader of pages and pictures should know first: what does not count, who predicted, and what is not shown."""
 
 import json
+import os
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -10,6 +11,9 @@ import numpy as np
 
 from seqpar.cli import report
 from seqpar.cluster.exit_codes import run
+from seqpar.data.formats.dataset import Case
+from seqpar.data.preparation.cache_index import sources_of
+from seqpar.report import images
 from seqpar.report.cases import CaseSection, elsewhere_note
 from seqpar.report.embedded_volumes import ShownCase
 from seqpar.report.pictures import PicturedCase, caution_about, figure_of_cases
@@ -19,7 +23,7 @@ from seqpar.report.tables import DISPUTED_ML, sizes_table
 from seqpar.scores.label_files import Doubt
 from tests.report.test_score_tables import scores_of
 from tests.support.configs import config_of, trainer_of
-from tests.support.folders import nnunet, save
+from tests.support.folders import image_array, nnunet, save
 from tests.support.report_page import NAMES, Page, own_slices, written
 
 
@@ -76,6 +80,20 @@ def test_each_member_of_a_mean_says_what_it_reached_alone(finished: Path, copied
     assert "The prediction is the mean of run and moved; no score of this mean exists." in text
     for name in ("run", "moved"):
         assert f"(too few to tell) run {name} reached a mean Dice of NCR 0.500" in text
+
+
+def test_images_of_other_scans_are_not_shown_under_a_prediction(tmp_path: Path) -> None:
+    """A copy under another time is the same scan, and another patient's has its name."""
+    cases = [Case(name, (save(tmp_path / f"{name}.nii", image_array(n)),)) for n, name in enumerate("ab")]
+    stamps, gaps = {case.id: sources_of(case) for case in cases}, list[str]()
+    os.utime(tmp_path / "a.nii", (1, 1))
+    assert images._of_prediction(cases, stamps, gaps).keys() == {"a", "b"} and not gaps
+    save(tmp_path / "b.nii", image_array(7))
+    assert images._of_prediction(cases, stamps, gaps).keys() == {"a"}
+    assert gaps == [
+        "Caution: the image of b is that of another scan than the prediction was made from; it is not shown."
+    ]
+    assert images._of_prediction(cases, None, gaps).keys() == {"a", "b"}, "nobody knows from what"
 
 
 def test_charts_of_several_runs_say_if_their_data_or_cases_differ(finished: Path, copied: Path, tmp_path: Path) -> None:

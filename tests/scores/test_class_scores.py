@@ -377,7 +377,8 @@ def test_scores_that_a_guess_could_have_are_cautioned() -> None:
 @pytest.mark.parametrize(
     "names",
     ["edema|no finding", "disease|no_disease", "demented|nondemented", "COVID|non-COVID", "AD|NC", "tumor|unaffected",
-     "mutant|wildtype", "IDH-mutant|IDH-wildtype", "methylated|unmethylated", "high|low", "cancer|cancer-free", "died|survived",
+     "mutant|wildtype", "IDH-mutant|IDH-wildtype", "methylated|unmethylated", "high|low", "cancer|cancer-free",
+     "died|survived",
      "PD|control_group", "nodule|healthy", "nonenhancing|normal", "ill|0"],
 )  # fmt: skip
 def test_the_class_that_is_looked_for_is_not_the_one_that_says_no(names: str) -> None:

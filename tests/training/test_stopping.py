@@ -304,12 +304,14 @@ def test_a_run_that_goes_back_to_an_earlier_checkpoint_takes_its_best(flags, tmp
     assert json.loads((out / "window.json").read_text())["step"] == int(steps[-2].removeprefix("step-"))
 
 
-def test_a_picture_that_cannot_be_drawn_ends_no_training(flags, tmp_path, monkeypatch) -> None:
+def test_a_picture_that_cannot_be_drawn_ends_no_training(flags, tmp_path) -> None:
     def fails(*_: object, **__: object) -> None:
         raise ValueError("invalid literal for int() with base 10: 'abc'")
 
-    monkeypatch.setattr(validation, "draw_cases", fails)
-    said = trained(1, [*flags, "--epochs", "2", "--val-every", "1"], tmp_path / "run").said()
+    def hook(rank: int) -> None:
+        trainer.draw_progress = fails
+
+    said = trained(1, [*flags, "--epochs", "2", "--val-every", "1"], tmp_path / "run", hook=hook).said()
     line = "warning: a picture cannot be drawn (ValueError: invalid literal for int() with base 10: 'abc')"
     assert said.count(line) == 1 and status(tmp_path / "run")["state"] == "finished"
 

@@ -414,15 +414,15 @@ def class_viewer(
 ) -> CaseSection | None:
     """Returns a viewer of cases with their maps; None if no image of theirs is known.
 
-    - ``truth``: a data set with the cases' images; None: the run's own
-    - ``maps``: what the map of each case shows, in words
+    - ``truth``: a data set with the cases' images; None: the run's own. ``maps``: what each case's map shows, in words
     """
     try:
         images = Images(recipe_of(record), None)
         if truth is None:
             images = find_images(record, None, None, None, [])
         elif truth.is_dir():  # without the cache: the run's own cases may have the names of these
-            images = replace(find_images(record, truth, None, None, []), cache=None)
+            predicted = inputs_of(explained.parent) if explained else None
+            images = replace(find_images(record, truth, None, predicted, []), cache=None)
     except DataError:
         return None
     images, shown = with_wide_ct(images, record, names), list[ShownCase]()
