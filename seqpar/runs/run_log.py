@@ -15,6 +15,7 @@ from itertools import takewhile
 from pathlib import Path
 from typing import IO, Any
 
+from seqpar.data.files import SPECIAL, is_special
 from seqpar.terminal import EVERY_S, typed_command
 
 FOLD_BEFORE = (
@@ -40,6 +41,10 @@ class RunLog:
     def open(self, path: Path, say: Callable[[str], Any] = print) -> None:
         """Opens the file, to which an earlier start of the run may have written; ``say`` prints a warning."""
         if not self.active:
+            return
+        if is_special(path):  # to open a pipe may never end
+            say(f"warning: {path} {SPECIAL}: this run has no log file")
+            self._early = []
             return
         try:
             self._file = open(path, "a", encoding="utf-8", errors="replace", buffering=1)  # noqa: SIM115

@@ -21,16 +21,20 @@ def settings_at_start(config: Config, num_groups: int) -> Config:
     return scale_learning_rate(config, num_groups)[0] if config.scale_lr else config
 
 
-def keeps_scaled_rate(saved: Config, now: Config, names: Collection[str]) -> bool:
+def keeps_scaled_rate(saved: Config, now: Config, names: Collection[str], num_groups: int = 0) -> bool:
     """Returns whether a resumed run keeps its scaled rate and steps, after refusing others.
 
     - ``now``: the config of the command line; ``names``: the settings in it
+    - ``num_groups``: on which the run began; 0: it is not known
     """
     if not saved.scale_lr or "scale_lr" in names and not now.scale_lr:
         return False
     factor = saved.lr / now.lr
-    whole = factor >= 1 and abs(factor - round(factor)) < 1e-6 * factor
-    is_as_it_began = {"lr": whole, "iterations": now.iterations >= saved.iterations}
+    whole = factor >= 1 and abs(factor - (num_groups or round(factor))) < 1e-6 * factor
+    steps = now.iterations >= saved.iterations
+    if num_groups:
+        steps = max(1, now.iterations // num_groups) == saved.iterations
+    is_as_it_began = {"lr": whole, "iterations": steps}
     for name in SCALED.intersection(names):
         if not is_as_it_began[name]:
             value = getattr(saved, name)

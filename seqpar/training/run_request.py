@@ -118,7 +118,8 @@ def _resolve(line: _CommandLine, launcher: Launcher, meeting: Meeting | None, on
     if config.resume:
         saved = _read_saved(line)
         before = Config.from_dict(saved["config"])
-        of_start = SCALED if keeps_scaled_rate(before, config, line.flags) else set()
+        num_groups = _groups_at_start(saved["history"], before)
+        of_start = SCALED if keeps_scaled_rate(before, config, line.flags, num_groups) else set()
         config = settings_on_resume(before, config, line.flags - {"resume", "again", "batch", "accumulate"} - of_start)
         preset, reason = saved.get("preset", preset), f"as the run in {config.out} began"
     family_of(config)  # refuses a network of another task
@@ -182,6 +183,15 @@ def _plan_by_first(
 
     chosen = run_on_rank0_before_mesh(plan, meeting, "plan", config.start_timeout)
     return Config.from_dict(chosen["config"]), {name: tuple(lines) for name, lines in chosen["why"].items()}
+
+
+def _groups_at_start(history: Sequence[Any], config: Config) -> int:
+    """Returns on how many sequence groups a run began, 0 if that is not known; ``config``: as it was last started."""
+    starts = [start for start in history if isinstance(start, dict)]
+    if any({"seqpar", "pipe"} & {*start.get("changed", ())} for start in starts):
+        return 0
+    ranks = starts[0].get("ranks") if starts else 0
+    return ranks // config.group_ranks if isinstance(ranks, int) else 0
 
 
 def _keep_global_batches(

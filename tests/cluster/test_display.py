@@ -248,3 +248,14 @@ def test_a_preparation_says_how_to_train_on_it(tmp_path, capsys) -> None:
     (data / "labelsTr" / "c_001.nii.gz").write_bytes(b"")
     assert prepare.act([str(data), "--out", str(cache), "--workers", "0"]) == DATA
     assert "next:" not in capsys.readouterr().out
+
+
+def test_a_pipe_in_the_place_of_the_log_is_one_warning(tmp_path) -> None:
+    """To open it would wait until somebody reads it."""
+    said, log = [], run_log.RunLog()
+    os.mkfifo(tmp_path / "train.log")
+    log.open(tmp_path / "train.log", said.append)
+    log.line("goes on")
+    assert said == [
+        f"warning: {tmp_path}/train.log is no file (but a pipe, socket or device): this run has no log file"
+    ]

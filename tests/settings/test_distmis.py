@@ -125,11 +125,14 @@ def test_a_scaled_run_that_goes_on_keeps_its_rate_on_any_ranks(tmp_path: Path) -
     line = f"--preset debug --batch 2 --lr 0.001 --iterations 8 --scale-lr --out {tmp_path}".split()
     began = run_request.read_request(line, Launcher("alone", world=4))
     layout = {"data": 4, "global_batches": [8]}
-    write_json(tmp_path / "config.json", describe_run(began.config, "debug", {}, layout))
+    starts = [{"ranks": 4}, {"ranks": 2}]
+    write_json(tmp_path / "config.json", describe_run(began.config, "debug", {}, layout, starts))
     for more in ([], line):
         again = run_request.read_request([*more, "--resume", "--out", str(tmp_path)], Launcher("alone", world=2)).config
         assert (again.lr, again.iterations, again.accumulate) == (0.004, 2, 2)
     with pytest.raises(ValueError, match="--lr: a resumed run keeps what --scale-lr made of it, 0.004"):
         run_request.read_request(["--lr", "0.0007", "--resume", "--out", str(tmp_path)], Launcher("alone"))
+    with pytest.raises(ValueError, match="--lr: a resumed run keeps"):  # half of it is no line of the first start
+        run_request.read_request(["--lr", "0.002", "--resume", "--out", str(tmp_path)], Launcher("alone"))
     other = ["--no-scale-lr", "--lr", "0.0007", "--resume", "--out", str(tmp_path)]
     assert run_request.read_request(other, Launcher("alone")).config.lr == 0.0007
