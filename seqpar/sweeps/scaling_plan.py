@@ -4,19 +4,25 @@ import heapq
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 
-from seqpar.cluster.devices import device_here, usable_cores
+from seqpar.cluster.cpu_speed import measure_cpu
+from seqpar.cluster.devices import Device, device_here, measured, usable_cores
 from seqpar.data.errors import DataError
-from seqpar.planner.batch_size import hold_global_batch
+from seqpar.data.preparation.recipe import PrepareSettings
+from seqpar.parallel.launcher import Launcher
+from seqpar.planner.batch_size import choose_batch, hold_global_batch, settings_at_start
+from seqpar.planner.chooser import choose_lessons, has_open_lessons
+from seqpar.planner.needs import Plan, RunToPlan, plan_complete_config
 from seqpar.report.curves import Diagram, Line
 from seqpar.report.plots import draw_figure, escape_mathtext, name_of_run
 from seqpar.runs.run_folder import read_config
 from seqpar.runs.sweep_folder import Sweep
 from seqpar.settings.config import Config
-from seqpar.settings.scaled_rate import settings_at_start
-from seqpar.sweeps.costs import plan_of
+from seqpar.settings.lessons import lessons_of
 from seqpar.sweeps.sweep_request import ALL, SweepRequest
+from seqpar.tasks.lookup import task_of
 from seqpar.text import clock, quantity
 
 
@@ -254,3 +260,32 @@ def draw_scaling(rows: Sequence[Scaling], is_distmis: bool, path: Path) -> None:
         note,
         [path],
     )
+
+
+def plan_of(config: Config, ranks: int) -> Plan:
+    """Returns the plan of a config on ``ranks`` devices like this one; for a curriculum, that of its last lesson."""
+    config = replace(config, out="", resume=False)
+    if has_open_lessons(config):
+        data = task_of(config).read_headers(config)
+        largest = data.largest(PrepareSettings.spaced(config.spacing).spacing)
+        sizes = len(data.modalities), len(data.outputs(config.targets))
+        config, _ = choose_lessons(config, Launcher("alone"), largest, *sizes)
+    return _plan(choose_batch(lessons_of(config)[-1].config), ranks)
+
+
+@cache
+def _plan(config: Config, ranks: int) -> Plan:
+    data = task_of(config).read_headers(config)
+    device = _device(config.device, config.precision)
+    if config.measured:
+        device = measured(config.measured, device, config.precision)
+    return plan_complete_config(
+        RunToPlan(config, device, len(data.modalities), len(data.outputs(config.targets))), ranks
+    )
+
+
+@cache
+def _device(kind: str, precision: str) -> Device:
+    """Returns the device here; a CPU's cores are measured, which takes some seconds."""
+    device = device_here(kind)
+    return device if device.on_gpu else measure_cpu(precision)

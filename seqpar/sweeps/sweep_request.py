@@ -11,6 +11,7 @@ from typing import Any
 from seqpar.cluster.devices import num_devices
 from seqpar.data.errors import DataError
 from seqpar.models.build import NETWORK_NAMES
+from seqpar.planner.batch_size import settings_at_start
 from seqpar.runs.run_folder import SWEEP_FILE
 from seqpar.runs.sweep_folder import Point, Sweep, damaged_sweep_error, read_sweep, refresh_points
 from seqpar.settings.command_line import parse, wants_gpu
@@ -18,7 +19,6 @@ from seqpar.settings.config import Config
 from seqpar.settings.data_settings import ALL_FOLDS
 from seqpar.settings.presets import PRESETS
 from seqpar.settings.rules import FILES, from_anywhere
-from seqpar.settings.scaled_rate import settings_at_start
 from seqpar.sweeps.planned_run import PlannedRun, config_of, has_begun
 from seqpar.sweeps.space import OF_ONE_RUN, Range, Space, name_of_point
 from seqpar.text import flag_name, install_hint, quantity

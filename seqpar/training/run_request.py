@@ -19,7 +19,14 @@ from seqpar.parallel.consensus import run_on_rank0_before_mesh
 from seqpar.parallel.launcher import Launcher
 from seqpar.parallel.meeting import Meeting
 from seqpar.parallel.rendezvous import count_gpus
-from seqpar.planner.batch_size import describe_global_batch, hold_global_batch, keep_global_batch
+from seqpar.planner.batch_size import (
+    SCALED,
+    describe_global_batch,
+    hold_global_batch,
+    keep_global_batch,
+    keeps_scaled_rate,
+    scale_learning_rate,
+)
 from seqpar.planner.chooser import device_of, fill_pipeline
 from seqpar.planner.feasibility import check_lessons
 from seqpar.planner.preset_from_data import plan_from_data
@@ -48,7 +55,6 @@ from seqpar.settings.rules import (
     refuse_settings_without_effect,
     settings_on_resume,
 )
-from seqpar.settings.scaled_rate import SCALED, keeps_scaled_rate, scale_learning_rate
 from seqpar.tasks.lookup import task_of
 from seqpar.tasks.training_data import TrainingData
 from seqpar.text import flag_name, quantity

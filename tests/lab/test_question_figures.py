@@ -10,6 +10,7 @@ import pytest
 
 import figures
 from lab.figures import length_figure, question_figures, tile_figure, vessel_figure, window_figure
+from lab.figures.costs import RunCost
 from lab.figures.equal_parameters import count_parameters
 from lab.figures.figure import FigureRequest, Results, runs_of
 from lab.figures.figure_files import write_figure
@@ -19,8 +20,8 @@ from seqpar.data.phantom.brain import DEFAULT_SIZE, make_case
 from seqpar.models.build import build_on_meta
 from seqpar.parallel.mesh import Group
 from seqpar.report.curves import Bars, Diagram, points_of
-from seqpar.sweeps.costs import RunCost, plan_of
 from seqpar.sweeps.planned_run import config_of
+from seqpar.sweeps.scaling_plan import plan_of
 from tests.support.folders import save, write_json
 
 DEBUG = FigureRequest("debug")

@@ -2,11 +2,11 @@
 
 from typing import Any
 
+from lab.figures.costs import measured_cost
 from lab.figures.figure import Figure, FigureCurve, Results
 from lab.figures.question_figures import judge_networks
 from lab.figures.verdicts import differ
 from seqpar.report.curves import DICE, QUANTITIES, TRAIN_LOSS, Diagram, over_steps
-from seqpar.sweeps.costs import measured_cost
 
 SUBJECT = "Encoders"
 PLAIN, STAGES, WINDOWS = "plain", "hierarchical", "hierarchical, windows"

@@ -5,8 +5,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from lab.figures.figure import every_run
-from seqpar.sweeps.costs import plan_of
 from seqpar.sweeps.planned_run import PlannedRun, config_of, has_begun, has_finished, read_status
+from seqpar.sweeps.scaling_plan import plan_of
 from seqpar.text import clock, quantity
 
 

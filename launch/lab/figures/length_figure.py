@@ -5,11 +5,12 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from lab.figures.costs import RunCost, cost_from_plan, measured_cost
 from lab.figures.figure import Figure, FigureCurve, Results
 from lab.figures.verdicts import rounded
 from seqpar.report.curves import Diagram, Line
 from seqpar.settings.config import Config
-from seqpar.sweeps.costs import RunCost, cost_from_plan, measured_cost, plan_of
+from seqpar.sweeps.scaling_plan import plan_of
 
 MEASURED, PLANNED = (1, 2, 4), (1, 2, 4, 8, 16, 32, 64)
 SIDES = {"debug": (16, 32, 48), "laptop": (32, 48, 64), "paper": (64, 96, 128)}

@@ -2,11 +2,11 @@
 
 from collections.abc import Callable
 
+from lab.figures.costs import RunCost, measured_cost, planned_cost
 from lab.figures.figure import Figure, FigureCurve, Results
 from lab.figures.paper_figures import EXACT, dice_over_time_too
 from lab.figures.verdicts import coincide, differ, first_to_reach, highest, plateau, reached, rounded
 from seqpar.report.curves import DICE, QUANTITIES, TRAIN_LOSS, Bars, Diagram, over_steps
-from seqpar.sweeps.costs import RunCost, measured_cost, planned_cost
 
 MEMORY, TIME, SECONDS_TO = "MiB of a rank", "seconds a step", "seconds to Dice"
 SKIPS = (
