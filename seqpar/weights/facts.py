@@ -103,7 +103,7 @@ def sets_learned(described: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def sets_of_earlier_data(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Returns the data sets from which first weights had learned, and a run's own of before if it goes on with others.
+    """Returns the data sets from which first weights had learned, and a run's own of before if it resumes on others.
 
     - ``before``, ``now``: what it recorded of its data, and records now
     """

@@ -255,7 +255,7 @@ def test_a_pipe_in_the_place_of_the_log_is_one_warning(tmp_path) -> None:
     said, log = [], run_log.RunLog()
     os.mkfifo(tmp_path / "train.log")
     log.open(tmp_path / "train.log", said.append)
-    log.line("goes on")
+    log.line("epoch 1")
     assert said == [
         f"warning: {tmp_path}/train.log is no file (but a pipe, socket or device): this run has no log file"
     ]
