@@ -13,10 +13,12 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
+from seqpar.parallel.meta_tensors import device_type
 from seqpar.spatial.cache_pieces import Pieces, fits_whole_samples
 from seqpar.spatial.fused_norm import before_leaky_relu, shift_of, write_gradient
 from seqpar.spatial.moments import MomentGroups
 
+_SMALL = 1 << 16  # values of a sample
 Statistics = tuple[Tensor, Tensor, Tensor | int]  # mean and variance ``b g 1`` over all ranks, number of values
 
 
@@ -35,10 +37,61 @@ def normalize(
     - ``slope``: of a leaky ReLU that follows, which a CPU computes while the values are in its cache; None: no
       activation
     """
+    if _takes_torchs(x, weight, moment_groups):
+        y, mean, variance = _SmallNorm.apply(x, weight, bias, eps)  # type: ignore[no-untyped-call]
+        return (y if slope is None else F.leaky_relu_(y, slope)), (mean, variance, x.shape[2:].numel())
     inside = slope is not None and not fits_whole_samples(x)
     y, *statistics = _Norm.apply(x, weight, bias, eps, moment_groups, slope if inside else None)  # type: ignore[no-untyped-call]
     mean, variance, count = statistics
     return (y if slope is None or inside else F.leaky_relu_(y, slope)), (mean, variance, count)
+
+
+def _takes_torchs(x: Tensor, weight: Tensor | None, moment_groups: MomentGroups) -> bool:
+    """Returns whether each sample is whole and so small that a CPU needs longer for the calls than for the values."""
+    by_row = moment_groups.num_groups == x.shape[1] and not moment_groups.over_batch
+    whole = all(group.size == 1 for group in moment_groups.groups)
+    wide = x.dtype in (torch.float32, torch.float64) and (weight is None or weight.dtype == x.dtype)
+    return by_row and whole and wide and device_type(x) == "cpu" and x.shape[1:].numel() <= _SMALL
+
+
+class _SmallNorm(Function):
+    """Instance norm of whole, small volumes by torch's batch norm of all their rows.
+
+    Rows are contiguous there: with channels innermost, torch would sum in float32 one value after another.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        columns = _repeated(weight, len(x)), _repeated(bias, len(x))
+        y, mean, scale = torch.native_batch_norm(_in_rows(x), *columns, None, None, True, 0.0, eps)
+        ctx.eps, ctx.format = eps, Pieces(x).format
+        ctx.save_for_backward(x, weight, mean, scale)
+        mean, variance = (rows.view(len(x), -1, 1) for rows in (mean, scale**-2 - eps))
+        ctx.mark_non_differentiable(mean, variance)
+        ctx.set_materialize_grads(False)
+        return Pieces(x).empty(x.dtype).copy_(y.view(x.shape)), mean, variance  # no view: it is activated in place
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor, *_: None) -> tuple[Tensor | None, ...]:
+        x, weight, mean, scale = ctx.saved_tensors
+        column = _repeated(weight, len(x))
+        dx, *sums = torch.ops.aten.native_batch_norm_backward(
+            _in_rows(grad), _in_rows(x), column, None, None, mean, scale, True, ctx.eps, ctx.needs_input_grad[:3]
+        )
+        dx = None if dx is None else dx.view(x.shape).contiguous(memory_format=ctx.format)
+        return dx, *(None if each is None else each.view(len(x), -1).sum(0) for each in sums), None
+
+
+def _in_rows(x: Tensor) -> Tensor:
+    """Returns the values of each channel of each sample, adjacent: ``1 (b c) v``."""
+    return x.reshape(1, x.shape[0] * x.shape[1], x.shape[2:].numel())
+
+
+def _repeated(values: Tensor | None, times: int) -> Tensor | None:
+    return values if values is None or times == 1 else values.repeat(times)
 
 
 class _Norm(Function):

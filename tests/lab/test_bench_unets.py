@@ -8,10 +8,11 @@ from typing import Any
 import pytest
 import torch
 
-from lab.benches import unets
+from lab.benches import other_libraries, unets
 from lab.benches.other_libraries import UNETS, copy_weights, unets_here
 from lab.benches.plan import planned_as_published
 from lab.benches.series import Progress, run_series
+from seqpar.cluster.torch_setup import missing_compiler
 from seqpar.decoders.unets import UNet
 from seqpar.decoders.unets.nnunet import architecture_of_stages, topology
 from tests.support.scripts import run_script
@@ -65,6 +66,18 @@ def test_rows_of_unets_have_ratios_to_the_first_peer(forked) -> None:
     assert [row["net"] for row in rows] == ["torch's own modules", *unets.OURS]
     assert rows[0]["ratio"] == 1 and rows[-2]["logits apart"] < 1e-4
     assert rows[-1]["saved MB a rank"] < rows[-2]["saved MB a rank"] and rows[-1]["ranks x threads"] == "2 x 1"
+
+
+@pytest.mark.skipif(missing_compiler(on_gpu=False) is not None, reason="torch finds no compiler")
+def test_a_peer_is_measured_compiled_too(forked) -> None:
+    plain, compiled = other_libraries.with_compiled("torch's own modules")
+    rows = rows_of(unets.of_tile(16, 1, features=2, peers=[plain, compiled]))
+    assert [row["net"] for row in rows[:2]] == [plain, f"{plain}, compiled"] and rows[1]["saved MB a rank"] > 0
+
+
+def test_without_a_compiler_no_row_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", "/nowhere/c++")
+    assert other_libraries.with_compiled("a", "b") == ["a", "b"]
 
 
 def test_rows_of_converted_networks_compare_the_same_function(forked) -> None:

@@ -137,3 +137,26 @@ def test_a_leaky_relu_within_a_norm_is_one_behind_it(
         grads = torch.autograd.grad((y * towards).sum(), [part, *ours.parameters()])
         assert after is grid and y.dtype == dtype and y.is_contiguous(memory_format=order)
         assert all(relative(a.double(), b.detach()) < bound for a, b in zip([y.detach(), *grads], want, strict=True))
+
+
+@pytest.mark.parametrize("last", [False, True], ids=["channels first", "channels last"])
+@pytest.mark.parametrize("weighted", [False, True])
+def test_small_whole_volumes_are_normed_by_torch_to_the_same_numbers(
+    last: bool, weighted: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also with running statistics, which torch's kernel does not return as such."""
+    order = torch.channels_last_3d if last else torch.contiguous_format
+    whole, towards = numbers(1, 3, 4, 5, 6, 7), numbers(2, 3, 4, 5, 6, 7)
+    grid = BoxGrid(((0, 5), (0, 6), (0, 7)), Group("seq"))
+    results = []
+    for small in (norm_function._SMALL, 0):
+        monkeypatch.setattr(norm_function, "_SMALL", small)
+        module = norms.InstanceNorm3d(4, affine=weighted, track_running_stats=True).double()
+        x = whole.contiguous(memory_format=order).requires_grad_()
+        y, _ = module(x, grid, 0.01)
+        names = {type(node[0]).__name__ for node in (y.grad_fn, *y.grad_fn.next_functions) if isinstance(node, tuple)}
+        assert ("_SmallNormBackward" in names) == bool(small), names
+        assert y.is_contiguous(memory_format=order)
+        results.append([y.detach(), *torch.autograd.grad(y, [x, *module.parameters()], towards), *module.buffers()])
+    for mine, other in zip(*results):
+        assert apart(mine.double(), other.double()) < 1e-12

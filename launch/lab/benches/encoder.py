@@ -1,8 +1,8 @@
 """An encoder's forward and backward: MONAI's ViT in one process against ours on the same cores.
 
 Gradients are averaged over the ranks during backward, and ours keeps freed memory, as in training. Ratios are medians
-over turns, relative to the first row; ``saved`` is counted. MONAI comes with the extra ``bench``; without it, its rows
-are omitted.
+over turns, relative to the first row; ``saved`` is counted. In one row MONAI's is compiled, where torch finds a
+compiler. MONAI comes with the extra ``bench``; without it, its rows are omitted.
 """
 
 import importlib.util
@@ -18,6 +18,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
+from lab.benches.other_libraries import COMPILED, compiled, with_compiled
 from lab.benches.series import Row, Runs, Series, alternate, measure_apart, ratio, spread
 from seqpar.cluster.torch_setup import keep_memory
 from seqpar.parallel.consensus import max_over_ranks
@@ -52,13 +53,14 @@ QUICK = (Size(96, 16, 768, 4, 12), Size(48, 4, 192, 2, 6))
 
 def series(quick: bool = False) -> list[Series]:
     """Returns a series per size: MONAI's ViT, plain and with fused attention, ours on one rank and on two."""
-    return [_of_size(size, 1, 25.0) for size in QUICK] if quick else [_of_size(size, 3, 60.0) for size in SIZES]
+    return [_of_size(size, 1, 25.0) for size in QUICK] if quick else [_of_size(size, 3, 75.0) for size in SIZES]
 
 
 def _of_size(size: Size, turns: int, turn_s: float) -> Series:
     contenders = {"ours, 1 rank": ("ours", 1), f"ours, {CORES} ranks": ("ours", CORES)}
     if importlib.util.find_spec("monai"):
-        contenders = {name: (name, 1) for name in ("monai", "monai, flash", KEPT)} | contenders
+        tuned = with_compiled(KEPT) if turns > 1 else [KEPT]
+        contenders = {name: (name, 1) for name in ("monai", "monai, flash", *tuned)} | contenders
     base = next(iter(contenders))
 
     def measure(case: str) -> dict[str, float]:
@@ -95,12 +97,13 @@ def _monai(size: Size, flash: bool) -> nn.Module:
 
 def _worker(name: str, size: Size, mesh: Mesh) -> dict[str, float]:
     torch.manual_seed(0)
-    if name in (KEPT, "ours"):
+    if name == "ours" or name.startswith(KEPT):
         keep_memory()
     image = torch.randn(1, 1, *[size.tile] * 3)
     net: nn.Module
     if name.startswith("monai"):
         net = _monai(size, flash="flash" in name)
+        net = compiled(net) if name.endswith(COMPILED) else net
     else:
         net = SeqParViT(1, size.tile, size.patch, size.embed_dim, size.depth, size.heads, group=mesh.seq)
         image = net.layout.cut(image, mesh.seq.index)

@@ -1,7 +1,8 @@
 """A small network of nnU-Net's: a training step, and a prediction by windows, by nnU-Net itself and here, in turns.
 
 It is PlainConvUNet of 8 to 64 features, in float32: its cost per operation shows. Where nnU-Net is not installed, ours
-is measured alone. One thread counts processor time, also on a busy machine; two threads count the clock.
+is measured alone. nnU-Net's is compiled in rows of its own, where torch finds a compiler, and all keep freed memory, as
+our training and prediction do. One thread counts processor time, also on a busy machine; two threads count the clock.
 """
 
 import importlib.util
@@ -18,7 +19,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from lab.benches.other_libraries import UNETS, nnunets_predictor
+from lab.benches.other_libraries import COMPILED, UNETS, compiled, nnunets_predictor, with_compiled
 from lab.benches.series import Row, Runs, Series, alternate, measure_apart, ratio, spread
 from seqpar.cluster.torch_setup import keep_memory
 from seqpar.models.build import build_loss, build_network
@@ -37,7 +38,8 @@ NNUNET, OURS = "nnU-Net", "ours"
 
 def series(quick: bool = False) -> list[Series]:
     """Returns one series: both acts on one thread and on two, by nnU-Net and here."""
-    who = (NNUNET, OURS) if importlib.util.find_spec("nnunetv2") else (OURS,)
+    theirs = [NNUNET] if quick else with_compiled(NNUNET)
+    who = (*theirs, OURS) if importlib.util.find_spec("nnunetv2") else (OURS,)
     acts = list(ACTS)[:1] if quick else list(ACTS)
     cases = {
         f"{name}, {act}, {n} thread{'s' * (n > 1)}": (name, act, n) for act in acts for n in (1, 2) for name in who
@@ -69,6 +71,7 @@ def series(quick: bool = False) -> list[Series]:
 def _worker(name: str, act: str) -> None:
     threads = int(os.environ["OMP_NUM_THREADS"])
     torch.set_num_threads(threads)
+    keep_memory()
     config = replace(
         PRESETS["nnunet"](), network="nnunet-plain", tile=TILE, features=8, stages=STAGES, precision="fp32"
     )
@@ -77,10 +80,11 @@ def _worker(name: str, act: str) -> None:
         net = build_network(replace(config, batch=BATCH), 1, CLASSES, mesh.seq)
         assert isinstance(net, VolumeNet)
         if name == OURS:
-            keep_memory()  # as train and predict do
             do = _our_step(net, mesh) if act == "training step" else _our_prediction(net, mesh)
         else:
             peer = UNETS["dynamic-network-architectures"][1](net.unet.architecture)
+            peer.decoder.deep_supervision = act == "training step"  # type: ignore[union-attr]
+            peer = compiled(peer) if name.endswith(COMPILED) else peer
             do = _their_step(peer) if act == "training step" else _their_prediction(peer)
         clock = time.thread_time if threads == 1 else time.perf_counter
         do()
@@ -136,7 +140,6 @@ def _their_step(net: nn.Module) -> Callable[[], object]:
         MemoryEfficientSoftDiceLoss,
     )
 
-    net.decoder.deep_supervision = True  # type: ignore[union-attr]
     image, label = _batch()
     options = {"batch_dice": False, "smooth": 1e-5, "do_bg": False, "ddp": False}
     single = DC_and_CE_loss(options, {}, dice_class=MemoryEfficientSoftDiceLoss)

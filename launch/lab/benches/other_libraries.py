@@ -1,10 +1,10 @@
 """What the benches compare with: attention, U-Nets and pipelining of other libraries, as far as they are installed.
 
 Attention: DeepSpeed's ``DistributedAttention`` (Ulysses), and the ring of torch's context parallelism, called with
-torch's CPU kernel because its public function refuses the CPU. U-Nets: nnU-Net's own
-(``dynamic-network-architectures``; install it with ``--no-deps``, or pip brings another torch), MONAI's, and one of
-torch's modules alone. Pipelining: torch's own, one stage a rank, of our U-Net and with our cut. Windows over a volume:
-nnU-Net's predictor and MONAI's ``sliding_window_inference``.
+torch's CPU kernel because its public function refuses the CPU. U-Nets: nnU-Net's own (``dynamic-network-
+architectures``; install it with ``--no-deps``, or pip brings another torch), MONAI's, and one of torch's modules alone.
+Any of them may be compiled. Pipelining: torch's own, one stage a rank, of our U-Net and with our cut. Windows over a
+volume: nnU-Net's predictor and MONAI's ``sliding_window_inference``.
 """
 
 import importlib
@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd import Function
 
+from seqpar.cluster.torch_setup import missing_compiler
 from seqpar.decoders.unets.architecture import ONE, Architecture, Three, three
 from seqpar.models.network import Network
 from seqpar.models.pipelined import PartOfBatch
@@ -28,7 +29,19 @@ from seqpar.pipeline.cells import IMAGE
 from seqpar.pipeline.stages import StageMap
 
 Act = Callable[[], object]
+COMPILED = ", compiled"  # ends the name of a peer that is
 _TORCH = "torch.distributed.tensor.experimental._context_parallel._attention"
+
+
+def with_compiled(*names: str) -> list[str]:
+    """Returns each name and, where torch finds a compiler for the CPU, that of the same network compiled."""
+    endings = ("", COMPILED) if missing_compiler(on_gpu=False) is None else ("",)
+    return [name + ending for name in names for ending in endings]
+
+
+def compiled(net: nn.Module) -> nn.Module:
+    """Returns a network that ``torch.compile`` translates when it is first called, which takes up to two minutes."""
+    return torch.compile(net)  # type: ignore[return-value]
 
 
 def attention_peers(heads: int, head_dim: int) -> dict[str, Callable[[Mesh, Sequence[int]], Act]]:

@@ -1,8 +1,8 @@
 """Forward, loss and backward of UNETR: MONAI's in one process against ours on the same cores, with the same weights.
 
 Gradients are averaged over the ranks; there is no optimizer. Each run has new processes. Ours keeps freed memory, as
-training on a CPU does; MONAI's is measured without that, as its users run it, and with it. MONAI comes with the extra
-``bench``; without it, its rows are omitted.
+training on a CPU does; MONAI's is measured without that, as its users run it, with it, and compiled as well, where
+torch finds a compiler. MONAI comes with the extra ``bench``; without it, its rows are omitted.
 """
 
 import importlib.util
@@ -17,6 +17,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
+from lab.benches.other_libraries import COMPILED, compiled, with_compiled
 from lab.benches.series import Row, Runs, Series, alternate, measure_apart, ratio, spread
 from seqpar.cluster.torch_setup import keep_memory
 from seqpar.decoders.modes.named_modes import choose_mode
@@ -39,7 +40,7 @@ KEPT = "monai, memory kept"
 def series(quick: bool = False) -> list[Series]:
     """Returns a series per batch: MONAI's net, ours on one rank, ours on two."""
     return (
-        [_of_batch(1, 1, 1, 60.0)] if quick else [_of_batch(batch, 3, STEPS, 45.0 + 45.0 * batch) for batch in (1, 2)]
+        [_of_batch(1, 1, 1, 60.0)] if quick else [_of_batch(batch, 3, STEPS, 50.0 + 55.0 * batch) for batch in (1, 2)]
     )
 
 
@@ -49,7 +50,8 @@ def _of_batch(batch: int, turns: int, steps: int, turn_s: float) -> Series:
         "ours, 2 ranks": ("ours", CORES, "swap" if batch > 1 else "halo"),
     }
     if importlib.util.find_spec("monai"):
-        contenders = {"monai": ("monai", 1, ""), KEPT: (KEPT, 1, ""), **contenders}
+        peers = ["monai", *(with_compiled(KEPT) if turns > 1 else [KEPT])]
+        contenders = {**{name: (name, 1, "") for name in peers}, **contenders}
     base = next(iter(contenders))
 
     def measure(case: str) -> dict[str, float]:
@@ -81,6 +83,7 @@ def _worker(name: str, mode: str, batch: int, steps: int) -> None:
         keep_memory()
     with start(ranks, device="cpu") as mesh:
         net = unetr(mode, mesh) if name == "ours" else _monai()
+        net = compiled(net) if name.endswith(COMPILED) else net
         image, label = torch.randn(batch, CHANNELS, *[TILE] * 3), torch.randint(0, CLASSES, (batch, *[TILE] * 3))
         measured = measure_steps(Step(net, image, label, mesh), steps)
         if mesh.is_first:

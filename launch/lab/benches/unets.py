@@ -3,8 +3,9 @@
 ``converted`` compares a network of torch's own modules with what ``seqpar.convert`` makes of it, and on two ranks with
 one of ``seqpar.spatial``'s modules, layer by layer the same.
 
-Ours takes the weights of the first contender; ``logits apart`` is how far its logits then are from that one's. Each run
-has new processes. Packages that are not installed are omitted.
+All keep freed memory, as our training does. Others' networks are compiled in rows of their own, where torch finds a
+compiler. Ours takes the weights of the first contender; ``logits apart`` is how far its logits then are from that
+one's. Each run has new processes. Packages that are not installed are omitted.
 """
 
 import json
@@ -18,10 +19,11 @@ from functools import partial
 import torch
 from torch import nn
 
-from lab.benches.other_libraries import UNETS, PlainUNet, copy_weights, unets_here
+from lab.benches.other_libraries import COMPILED, UNETS, PlainUNet, compiled, copy_weights, unets_here, with_compiled
 from lab.benches.series import Row, Runs, Series, alternate, measure_apart, ratio, spread
 from lab.benches.step import CORES, Step, measure_steps
 from seqpar import spatial
+from seqpar.cluster.torch_setup import keep_memory
 from seqpar.conversion.converted import convert
 from seqpar.decoders.unets.nnunet import FEATURES, architecture_of_stages, topology
 from seqpar.losses import LossGroups
@@ -47,7 +49,7 @@ def series(quick: bool = False) -> list[Series]:
 
 def of_tile(tile: int, turns: int, features: int = 0, peers: Sequence[str] = ()) -> Series:
     """Returns the series on cubic tiles; ``peers``: the networks to compare with (default: all that are installed)."""
-    contenders = (*(peers or unets_here()), *OURS)
+    contenders = (*(peers or (unets_here() if turns == 1 else with_compiled(*unets_here()))), *OURS)
     base = contenders[0]
 
     def measure(case: str) -> dict[str, float]:
@@ -142,6 +144,7 @@ def _through(layers: nn.Module, x: torch.Tensor, grid: BoxGrid | None) -> Value:
 
 def _converted_worker(case: str, tile: int, features: int) -> None:
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+    keep_memory()
     with start(RANKS[case], device="cpu") as mesh:
         torch.manual_seed(0)
         image, label = torch.randn(1, CHANNELS, *[tile] * 3), torch.randint(CLASSES, (1, *[tile] * 3))
@@ -162,19 +165,20 @@ def _converted_worker(case: str, tile: int, features: int) -> None:
 def _worker(case: str, base: str, tile: int, features: int) -> None:
     ranks = int(os.environ["WORLD_SIZE"])
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+    keep_memory()
     config = Config(network="nnunet-plain", tile=(tile,) * 3, features=features, seqpar=ranks)
     with start(ranks, device="cpu") as mesh:
         torch.manual_seed(0)
         image, label = torch.randn(1, CHANNELS, *config.tile), torch.randint(CLASSES, (1, *config.tile))
         own = build_network(replace(config, mode=OURS.get(case, ("gather",))[0]), CHANNELS, CLASSES, mesh.seq)
         assert isinstance(own, VolumeNet)
-        peer = UNETS[base if case in OURS else case][1](own.unet.architecture)
+        peer = UNETS[base if case in OURS else case.removesuffix(COMPILED)][1](own.unet.architecture)
         apart = {}
         if case in OURS:
             copy_weights(peer, own)
             if ranks == 1:
                 apart = {"apart": logits_apart(own, peer, image)}
-        net = own if case in OURS else peer
+        net = own if case in OURS else compiled(peer) if case.endswith(COMPILED) else peer
         del own, peer
         measured = measure_steps(Step(net, image, label, mesh))
         if mesh.is_first:
