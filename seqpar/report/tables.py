@@ -17,6 +17,7 @@ COARSE = 2.0  # mm, the side of a voxel above which rules made for voxels of 1 m
 DISPUTED_ML = "DisputedMl"  # of truths by several readers
 CONSENSUS = "the readers' consensus"
 SIZES = ("TrueVolumeMl", "VolumeMl", "LesionTP", "LesionFN", "LesionFP")
+NOISE_PLACES = 9  # of a volume in ml: what is 0 with as many decimals is the rounding of a sum
 
 
 class Score(NamedTuple):
@@ -36,6 +37,19 @@ class Score(NamedTuple):
     def exact(self) -> str:
         """The number with all digits, for scripts and tests."""
         return "" if math.isnan(self.value) else repr(self.value)
+
+
+def volume_score(ml: float, places: int, suffix: str = "", is_signed: bool = False) -> Score:
+    """Returns the cell of a volume; a small one has the decimals that it takes not to be shown as 0."""
+    if round(ml, NOISE_PLACES) and not round(ml, places):
+        places = math.ceil(-math.log10(abs(ml)))
+    return Score(ml, places, suffix, is_signed)
+
+
+def reader_score(metric: str, row: Mapping[str, float], places: int, suffix: str = "") -> Score:
+    """Returns the cell of how well readers agree, which may be a volume."""
+    value = row.get(metric, math.nan)
+    return volume_score(value, places, suffix) if metric == DISPUTED_ML else Score(value, places, suffix)
 
 
 class HeadlineTile(NamedTuple):
@@ -271,8 +285,8 @@ def sizes_table(scored: CaseScores) -> Table | None:
         counts[name] = len(cases)
         true_ml, ml, found, missed, false = (sum(row[key] for row in cases) for key in SIZES)
         error = sum(abs(row["VolumeErrorMl"]) for row in cases)
-        bias = Score((ml - true_ml) / len(cases), places, is_signed=True)
-        true, predicted, off = (Score(value / len(cases), places) for value in (true_ml, ml, error))
+        bias = volume_score((ml - true_ml) / len(cases), places, is_signed=True)
+        true, predicted, off = (volume_score(value / len(cases), places) for value in (true_ml, ml, error))
         cells: list[Score | str] = [true, predicted, bias, off]
         small = sum(row.get("LesionSmall", 0) for row in cases)  # older summaries do not tell
         cells += [
@@ -344,7 +358,11 @@ def volumes_table(scored: CaseScores) -> Table:
     rows = [
         TableRow(
             case.name,
-            [Score(case.scores[name].get(key, math.nan), places) for name in scored.classes for key in SIZES[:2]],
+            [
+                volume_score(case.scores[name].get(key, math.nan), places)
+                for name in scored.classes
+                for key in SIZES[:2]
+            ],
         )
         for case in scored.cases
     ]
@@ -355,7 +373,9 @@ def volumes_table(scored: CaseScores) -> Table:
 def predicted_volumes(scored: CaseScores) -> Table:
     """Returns the predicted volume of each class in each case."""
     places = _ml_places(scored)
-    rows = [TableRow(c.name, [Score(row["VolumeMl"], places) for row in c.scores.values()]) for c in scored.cases]
+    rows = [
+        TableRow(c.name, [volume_score(row["VolumeMl"], places) for row in c.scores.values()]) for c in scored.cases
+    ]
     heads = [TableHead("Case"), TableHead("Predicted volume, ml", tuple(scored.classes))]
     note = f"There is no truth here: nothing says how good these are.{what_volumes_count(scored.classes)}"
     return Table("predicted-volumes", heads, rows, "case", note)

@@ -18,9 +18,11 @@ from seqpar.report.tables import (
     dice_table,
     mean_over,
     metrics_table,
+    predicted_volumes,
     score_strips,
     sizes_table,
     too_much,
+    volume_score,
     volumes_table,
     what_is_absent,
     what_is_missing,
@@ -70,6 +72,20 @@ def test_volumes_are_no_finer_than_their_voxels() -> None:
     for mm, text in ((1.0, "0.12"), (6.0, "27.0"), (12.0, "216")):
         table = volumes_table(scores_of(mm, {"liver": (1,)}, (full, full)))
         assert [cell.text for cell in table.rows[0].cells] == [text] * 2  # type: ignore[union-attr]
+
+
+def test_a_small_volume_is_not_shown_as_none() -> None:
+    speck, none = np.zeros((2, 20, 20, 20), np.uint8)
+    speck[4:7, 4, 4] = 1  # 0.003 ml
+    scored = scores_of(1.0, {"lesion": (1,)}, (speck, none))
+    sizes, volumes = sizes_table(scored), volumes_table(scored)
+    assert [cell.text for cell in volumes.rows[0].cells] == ["0.003", "0.00"]  # type: ignore[union-attr]
+    assert sizes is not None
+    assert [cell.text for cell in sizes.rows[0].cells[:4]] == ["0.003", "0.00", "-0.003", "0.003"]  # type: ignore[union-attr]
+    predicted = predicted_volumes(scores_of(1.0, {"lesion": (1,)}, (none, speck))).rows[0].cells
+    assert [cell.text for cell in predicted] == ["0.003"]  # type: ignore[union-attr]
+    assert volume_score(0.4, 0).text == "0.4" and volume_score(math.nan, 2).text == "–"
+    assert volume_score(3e-17, 0).text == "0", "the rounding of a sum is no volume"
 
 
 def test_a_case_that_only_one_map_has_the_class_in_is_told_from_a_measured_one() -> None:

@@ -62,6 +62,7 @@ from seqpar.report.tables import (
     metrics_table,
     only_one_map,
     predicted_volumes,
+    reader_score,
     score_strips,
     sizes_table,
     tiles_of_steps,
@@ -289,7 +290,7 @@ def _readers(scored: CaseScores) -> tuple[Table, Table] | None:
         found = {one: sum(not math.isnan(c.scores[kind].get(one, math.nan)) for c in scored.cases) for one in metrics}
         is_uneven = len({*found.values()}) > 1
         ends, differ = {one: f" (n = {n})" * is_uneven for one, n in found.items()}, differ or is_uneven
-        rows.append(TableRow(kind, [Score(mean[kind].get(o, math.nan), metrics[o], end) for o, end in ends.items()]))
+        rows.append(TableRow(kind, [reader_score(o, mean[kind], metrics[o], end) for o, end in ends.items()]))
     pairs = ("prediction and consensus", "prediction and a reader", "two readers")
     heads = [TableHead("Class"), TableHead("Mean Dice", pairs), TableHead("Mean Dice of the prediction with", names)]
     heads.append(TableHead("Mean disputed, ml"))
@@ -300,7 +301,7 @@ def _readers(scored: CaseScores) -> tuple[Table, Table] | None:
     )
     shown = {"ReaderDice": 3, "InterReaderDice": 3, DISPUTED_ML: 2}
     cases = [
-        TableRow(case.name, [Score(case.scores[kind].get(one, math.nan), places)
+        TableRow(case.name, [reader_score(one, case.scores[kind], places)
                              for kind in scored.classes for one, places in shown.items()])
         for case in scored.cases
     ]  # fmt: skip
