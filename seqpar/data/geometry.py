@@ -18,6 +18,7 @@ from nibabel.spatialimages import HeaderDataError
 from seqpar.data.errors import DataError
 
 _MM = {1: 1000.0, 3: 0.001}  # of NIfTI's other units of space, metres and micrometres
+_NEARLY_ALONG = 0.98  # cosine of about 11 degrees
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,6 +67,24 @@ class Geometry:
         """Returns the largest angle in degrees between an axis of the voxels and the patient's axis nearest to it."""
         along = np.abs(np.diag(self.canonical_affine[:3, :3])) / self.canonical_spacing
         return float(np.degrees(np.arccos(np.clip(along, 0, 1))).max())
+
+    @property
+    def orientation_doubt(self) -> str:
+        """Returns what to say after a NIfTI file's name if it is not certain how the patient lies; "" if it is."""
+        if not self.header or bool(self.qform_code) != bool(self.sform_code):
+            return ""
+        if not self.qform_code:
+            return "does not say how the patient lies: its qform_code and sform_code are both 0"
+        header = parse_header(self.header, "header")
+        try:
+            forms = header.get_qform(), header.get_sform()
+        except (HeaderDataError, ValueError):  # of a damaged qform, which is not used
+            return ""
+        (q, s), (by_q, by_s) = map(_directions, forms), map(aff2axcodes, forms)
+        if by_q == by_s or (q * s).sum(0).min() > _NEARLY_ALONG:
+            return ""
+        told = f"its qform says {''.join(by_q)}, its sform {''.join(by_s)}, and the sform is used"
+        return f"contradicts itself on how the patient lies: {told}"
 
     @property
     def voxel_ml(self) -> float:
@@ -186,6 +205,12 @@ def geometry_difference(first: Geometry, second: Geometry) -> str | None:
     if worst > 0.1 * min(first.spacing):  # a tenth of a voxel; rounding in headers is far smaller
         return f"its affine puts a corner {worst:.3g} mm away from the other's"
     return None
+
+
+def _directions(affine: np.ndarray) -> np.ndarray:
+    """Returns the directions of the axes of the voxels, a column each."""
+    columns = affine[:3, :3]
+    return np.asarray(columns / np.sqrt((columns**2).sum(0)))
 
 
 def _axes(orientation: str) -> tuple[tuple[int, int, int], tuple[int, ...]]:

@@ -2,10 +2,11 @@
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from statistics import NormalDist, fmean
+from typing import Any
 
 from seqpar.data.errors import DataError
 from seqpar.data.formats.splits import sample_cases
@@ -13,7 +14,7 @@ from seqpar.report.record import RunRecord, read_record, row_of_best
 from seqpar.runs.metrics_tail import best_validation, score_of
 from seqpar.scores.comparison import FEW, TOO_FEW
 from seqpar.scores.label_classes import Labels, choose_labels
-from seqpar.scores.label_files import dataset_at
+from seqpar.scores.label_files import MAX_NAMED, dataset_at
 from seqpar.text import quantity
 from seqpar.weights.facts import IS_UNKNOWN, LEARNED, cases_that_differ
 
@@ -90,6 +91,25 @@ def with_names_of_training(record: RunRecord, cases: Sequence[str], run: str) ->
     have = "has the name of a case" if len(named) == 1 else "have the names of cases"
     told = f"{len(named)} of {quantity(len(cases), 'case')} {have} that run {run} was trained on, such as {named[0]}"
     return [f"{told}: predictions for new cases may be worse."]
+
+
+def of_open_sides(volumes: Mapping[str, Any]) -> list[str]:
+    """Returns sentences on the cases of a viewer whose files leave open how the patient lies.
+
+    - ``volumes``: what the viewer reads
+    """
+    cases, sentences = dict[str, list[str]](), list[str]()
+    for case in volumes["cases"]:
+        if doubt := case["open_sides"]:
+            cases.setdefault(doubt, []).append(case["name"])
+    for doubt, names in cases.items():
+        listed = ", ".join(names[:MAX_NAMED]) + ", …" * (len(names) > MAX_NAMED)
+        which = f"The file of {listed}" if len(names) == 1 else f"In {len(names)} cases ({listed}) the file"
+        sentences.append(
+            f"{which} {doubt}. Pictures mark its sides with ?: left and right, front and back, or top and bottom may "
+            "be swapped, and so may the names of the planes."
+        )
+    return sentences
 
 
 def other_values_of(truth: Path, labels: Labels) -> list[str]:

@@ -24,6 +24,7 @@ from seqpar.report.planes import (
     bar_length,
     best_modality,
     colours_of,
+    doubt_of,
     fullest_planes,
     outline_steps,
     plane_of,
@@ -280,6 +281,7 @@ def viewer_data(
             "heat": embedded.heat,
             "heat_name": shown.heat_name,
             "heat_caution": shown.heat_caution,
+            "open_sides": doubt_of(shown.slices),
             "ranks": ranks_of(shown.truth, shown.prediction).tolist(),
             "hidden": list(shown.hidden),
             "present": {  # blocks of voxels may have lost some
@@ -391,7 +393,7 @@ def draw_plane(case: ShownCase, name: str, dim: int, at: int, neurological: bool
         up,
         picture,
         outlines,
-        [(x, y, side) for (x, y), side in zip(places, sides(neurological)[dim])],
+        [(x, y, side) for (x, y), side in zip(places, sides(neurological, case.slices)[dim])],
         letter,
         bar_length(width),
     )

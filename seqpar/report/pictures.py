@@ -118,7 +118,7 @@ def figure_of_cases(
         unseen = count_outside(outside_planes(case.truth, known, classes, case.spacing, at))
         low, high = window or limits_of([case.image[case.image != 0]])
         greys = case.image if window else np.where(case.image == 0, low, case.image), low, max(high, low + 1e-6)
-        for (plane, dim), panel, letters in zip(PLANES, row, sides(neurological)):
+        for (plane, dim), panel, letters in zip(PLANES, row, sides(neurological, case.slices)):
             _draw_plane(panel, case, greys, dim, at[dim], len(classes), neurological)
             mark_plane(panel, letters, case.spacing[dim == 0])
             name = f"{plane} {case.slices[dim].text(at[dim])}"
@@ -309,7 +309,7 @@ def draw_evidence(
     grey = np.where(image == 0, low, image) if (image == 0).any() else image
     wide, deep, _ = (side * step for side, step in zip(image.shape, spacing))  # a mm is as long in each plane
     panels = figure.subplots(1, 3, width_ratios=(deep, wide, wide))
-    for (plane, dim), panel, letters in zip(PLANES, panels, sides(neurological)):
+    for (plane, dim), panel, letters in zip(PLANES, panels, sides(neurological, slices)):
         across, up = (step for n, step in enumerate(spacing) if n != dim)
         below, above = (plane_of(volume, dim, at[dim], neurological) for volume in (grey, seen))
         panel.imshow(below, cmap="gray", vmin=low, vmax=max(high, low + 1e-6), aspect=up / across)

@@ -31,6 +31,7 @@ KEPT_HU = (-150.0, 250.0)  # of a CT: fat and soft tissue are told apart
 COUNTED = "Slice numbers are those of the image file, counted from 1"
 NEAREST = "; where voxels were resampled, of the nearest slice"
 TILTED = 5.0  # degrees, from which on an image is called oblique
+DOUBTED = ". Sides marked ? are not known: the file leaves open how the patient lies, and left and right are a guess"
 LINES = "A line between two labels has the colour of the rarer one"
 LETTERS = "R right, L left, A front (anterior), P back (posterior), S top (superior), I bottom (inferior)"
 
@@ -48,8 +49,13 @@ def repeated(names: Sequence[str]) -> str:
     return f"Colours repeat after {len(COLOURS)} labels, as in {shared}: point at a plane to read its label"
 
 
-def sides(neurological: bool) -> tuple[str, str, str]:
-    """Returns what lies at the left, right, top and bottom of each plane, a letter each."""
+def sides(neurological: bool, slices: Sequence[FileSlices] = ()) -> tuple[str, str, str]:
+    """Returns what lies at the left, right, top and bottom of each plane, a letter each; ? if the file leaves it open.
+
+    - ``slices``: of the file
+    """
+    if doubt_of(slices):
+        return "????", "????", "????"
     return ("PASI", "LRSI", "LRAP") if neurological else ("APSI", "RLSI", "RLAP")
 
 
@@ -84,12 +90,14 @@ class FileSlices(NamedTuple):
 
     - ``resampled``: the planes lie between the slices, and their numbers are those of the nearest ones
     - ``tilt``: the largest angle between an axis of the file and the patient's, in degrees
+    - ``doubt``: what the file leaves open about how the patient lies, as `Geometry.orientation_doubt` says it
     """
 
     numbers: Sequence[int]
     total: int
     resampled: bool = False
     tilt: float = 0.0
+    doubt: str = ""
 
     def text(self, at: int) -> str:
         """Returns which slice a plane is, of how many."""
@@ -110,7 +118,8 @@ def slices_of(geometry: Geometry, box: Box, shape: Sequence[int]) -> tuple[FileS
     for letter, (start, stop), side, whole in zip("RAS", box, shape, geometry.canonical_shape):
         at = start + np.floor((np.arange(side) + 0.5) * (stop - start) / side).astype(int)
         numbers = at + 1 if letter in geometry.orientation else whole - at
-        slices.append(FileSlices(numbers.tolist(), whole, side != stop - start, geometry.tilt))
+        resampled = side != stop - start
+        slices.append(FileSlices(numbers.tolist(), whole, resampled, geometry.tilt, geometry.orientation_doubt))
     return tuple(slices)
 
 
@@ -187,11 +196,17 @@ def count_outside(found: Sequence[Outside]) -> str:
 
 
 def counted(cases: Iterable[Sequence[FileSlices]]) -> str:
-    """Returns how the slices of cases are numbered and tilted, sentences without the last full stop."""
+    """Returns how the slices of cases are numbered, tilted and marked, sentences without the last full stop."""
     every = [own for slices in cases for own in slices]
     tilt = max((own.tilt for own in every), default=0.0)
     told = f". Oblique images: planes are tilted by up to {tilt:.0f}°; letters name the nearest sides"
-    return COUNTED + NEAREST * any(own.resampled for own in every) + told * (tilt >= TILTED)
+    open_sides = DOUBTED * bool(doubt_of(every))
+    return COUNTED + NEAREST * any(own.resampled for own in every) + told * (tilt >= TILTED) + open_sides
+
+
+def doubt_of(slices: Iterable[FileSlices]) -> str:
+    """Returns what a file leaves open about how the patient lies; "" if nothing."""
+    return next((own.doubt for own in slices if own.doubt), "")
 
 
 def tilt_of(slices: Sequence[FileSlices]) -> str:

@@ -11,7 +11,15 @@ import pytest
 from nibabel.testing import data_path
 
 from seqpar.data.errors import DataError
-from seqpar.data.geometry import Geometry, from_canonical, geometry_difference, make_geometry, to_canonical
+from seqpar.data.geometry import (
+    Geometry,
+    from_canonical,
+    geometry_difference,
+    geometry_of,
+    make_geometry,
+    place_geometry,
+    to_canonical,
+)
 from seqpar.data.volumes import digest_file, digest_samples, read_geometry, read_volume, write_volume
 from tests.support.folders import OBLIQUE, image_array, save
 
@@ -185,3 +193,28 @@ def test_samples_of_files_differ_where_only_the_inner_voxels_do(tmp_path: Path) 
     assert digest_samples(save(tmp_path / "b.nii.gz", image)) != first[1]
     os.mkfifo(tmp_path / "pipe")
     assert digest_samples(tmp_path / "pipe"), "nobody waits for a pipe"
+
+
+def test_what_a_file_leaves_open_about_how_the_patient_lies_is_said() -> None:
+    header = nibabel.Nifti1Header()
+    header.set_data_shape((4, 5, 6))
+    ras, las = np.diag((1.0, 1.0, 2.0, 1.0)), np.diag((-1.0, 1.0, 2.0, 1.0))
+
+    def turned(degrees: float) -> np.ndarray:
+        affine, (c, s) = np.eye(4), (np.cos(np.radians(degrees)), np.sin(np.radians(degrees)))
+        affine[:2, :2] = (c, -s), (s, c)
+        return affine
+
+    def doubt(qform: np.ndarray, sform: np.ndarray, *codes: int) -> str:
+        header.set_qform(qform, 1)
+        header.set_sform(sform, 1)
+        header["qform_code"], header["sform_code"] = codes
+        return geometry_of(header.binaryblock, "a.nii").orientation_doubt
+
+    assert doubt(ras, ras, 0, 0) == "does not say how the patient lies: its qform_code and sform_code are both 0"
+    assert doubt(ras, las, 1, 0) == doubt(ras, las, 0, 4) == doubt(las, las, 1, 1) == ""
+    told = "contradicts itself on how the patient lies: its qform says LAS, its sform RAS, and the sform is used"
+    assert doubt(las, ras, 1, 2) == told
+    assert doubt(turned(44), turned(46), 1, 4) == "", "other letters, but nearly the same directions"
+    assert doubt(turned(30), turned(60), 1, 4).startswith("contradicts itself")
+    assert place_geometry(ras, (4, 5, 6), "<f4", "a.nrrd").orientation_doubt == "", "other formats have no codes"

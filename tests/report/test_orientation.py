@@ -17,12 +17,14 @@ from seqpar.cli import evaluate, report
 from seqpar.cluster.exit_codes import DATA, USAGE, run
 from seqpar.data.geometry import make_geometry, to_canonical
 from seqpar.report.cases import _case_view, viewer_section
-from seqpar.report.embedded_volumes import ShownCase
+from seqpar.report.cautions import of_open_sides
+from seqpar.report.embedded_volumes import ShownCase, planes_of
 from seqpar.report.images import other_voxels, spacings_of
 from seqpar.report.pictures import PicturedCase, _tint, figure_of_cases
 from seqpar.report.planes import (
     COLOURS,
     COUNTED,
+    DOUBTED,
     NEAREST,
     PLANES,
     TINT,
@@ -271,6 +273,41 @@ def test_the_tilt_of_an_oblique_image_is_said_from_five_degrees_on(angle: float)
         assert caption.endswith(f" mm · tilted by {abs(angle):.0f}°")
         told = f". Oblique images: planes are tilted by up to {abs(angle):.0f}°; letters name the nearest sides"
         assert above.endswith(told) and f"{above}." in title
+
+
+def test_sides_that_a_file_leaves_open_have_no_letters() -> None:
+    geometry, label = make_geometry((6, 6, 6), np.eye(4)), np.zeros((6, 6, 6), np.uint8)
+    label[2:4, 2:4, 2:4] = 1
+    slices = slices_of(replace(geometry, qform_code=0, sform_code=0), ((0, 6),) * 3, (6, 6, 6))
+    shown, known = (ShownCase("a", {}, label, label, (1.0,) * 3, own) for own in (slices, own_slices(label.shape)))
+    for neurological in (False, True):
+        for case, letters in ((shown, ["????"] * 3), (known, WANTED[neurological])):
+            drawn = planes_of(case, neurological)
+            assert ["".join(letter for *_, letter in plane.sides) for plane in drawn] == letters
+    section = viewer_section([(case, case.embedded(10**6)) for case in (shown, known)], ["lesion"], False)
+    picture = PicturedCase("a", 1.0 * label, label, label, (1.0,) * 3, slices)
+    figure = figure_of_cases([picture], ["lesion"], 1, False, Path())
+    assert [text.get_text() for text in figure.axes[0].texts[:4]] == ["?"] * 4
+    assert DOUBTED in figure.get_suptitle().replace("\n", " ") and DOUBTED in section.orientation
+    (told,) = of_open_sides(section.volumes)
+    why = "does not say how the patient lies: its qform_code and sform_code are both 0. Pictures mark its sides with ?:"
+    assert told.startswith(f"The file of a {why}")
+    (told,) = of_open_sides({"cases": section.volumes["cases"][:1] * 2})
+    assert told.startswith(f"In 2 cases (a, a) the file {why}")
+
+
+def test_a_page_names_cases_whose_files_leave_open_how_the_patient_lies(
+    finished: Path, test_set: dict[str, Path]
+) -> None:
+    for kind in ("labels", "found"):
+        image = nibabel.load(test_set[kind] / "new0.nii.gz")
+        header = image.header.copy()
+        header["qform_code"] = header["sform_code"] = 0
+        nibabel.save(nibabel.Nifti1Image(np.asarray(image.dataobj), None, header), test_set[kind] / "new0.nii.gz")
+    code, page = report_on(finished, test_set)
+    assert code == 0 and "The file of new0 does not say how the patient lies" in page.text
+    cases = json.loads(page.scripts["volumes"])["cases"]
+    assert {case["name"]: bool(case["open_sides"]) for case in cases} == {"new0": True, "new1": False}
 
 
 def test_slices_are_said_to_be_the_nearest_ones_only_where_voxels_were_resampled() -> None:

@@ -195,7 +195,7 @@
       });
     }
     context.globalAlpha = 1;
-    mark(context, canvas, told.sides[dim]);
+    mark(context, canvas, entry.open_sides ? "????" : told.sides[dim]);
     drawScale(context, canvas, (width * spacing[x]) / canvas.width);
     const mm = [x, y].map((axis) => Number(spacing[axis].toPrecision(3))).join(" × ");
     get("told-" + dim).textContent = `${NAMES[dim]} ${entry.slices[dim][state.at[dim]]} / ${entry.counts[dim]} · pixels of ${mm} mm`;

@@ -215,6 +215,7 @@ const makeSurfaces = ({ told, get, write, drawScale, changed }) => {
   }
 
   function letters(direction, sign) { // as on a workstation: LA is to the left, and less so to the front
+    if (shown.open_sides) return "?"; // the file leaves open how the patient lies
     const dims = [0, 1, 2].filter((dim) => Math.abs(direction[dim]) > 0.3);
     dims.sort((one, other) => Math.abs(direction[other]) - Math.abs(direction[one]));
     return dims.map((dim) => LETTERS[dim][Number(sign * direction[dim] > 0)]).join("");

@@ -22,7 +22,7 @@ from seqpar.data.preparation.transforms import resample
 from seqpar.data.volumes import read_volume
 from seqpar.prediction.prediction_folder import RECORD, inputs_of
 from seqpar.report.cases import BUDGET, CaseSection, failed_line, greys_of, order_note, viewer_section, with_wide_ct
-from seqpar.report.cautions import chosen_on_them
+from seqpar.report.cautions import chosen_on_them, of_open_sides
 from seqpar.report.curves import CHANCE, INK, Diagram, Line, LineStyle, number, reliability_diagram
 from seqpar.report.embedded_volumes import ShownCase
 from seqpar.report.images import (
@@ -167,7 +167,7 @@ def class_page(options: argparse.Namespace, record: RunRecord) -> FinishedPage:
     if summary and cases:
         names, maps = [case.name for case in cases], names_of_maps(summary, options.prediction)
         viewer = class_viewer(record, names, explained, options.truth, neurological, maps)
-        cautions += filter(None, [viewer.maps_outside]) if viewer else []
+        cautions += [*filter(None, [viewer.maps_outside]), *of_open_sides(viewer.volumes)] if viewer else []
     parts = {"truth": options.truth, "prediction": options.prediction, "cases": cases, "scores": scores}
     parts["order"] = order_note(len(cases), summary["cases"], "probability of the true class") if summary else ""
     text = render_run(FOLDER, record, gaps, faults, cautions, **parts, viewer=viewer, unused=unused)

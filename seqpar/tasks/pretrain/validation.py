@@ -112,7 +112,7 @@ def figure_of_tiles(tiles: Sequence[RebuiltTile], neurological: bool, run: Path,
             is_difference = name == COLUMNS[-1]
             colours, ends = (differences, (-most, most)) if is_difference else (greys, (low, low + reach))
             shown = panel.imshow(plane, cmap=colours, vmin=ends[0], vmax=ends[1], aspect=aspect)
-            mark_plane(panel, sides(neurological)[AXIAL], tile.spacing[0])
+            mark_plane(panel, sides(neurological, [tile.axial])[AXIAL], tile.spacing[0])
             panel.set_xticks([])
             panel.set_yticks([])
             title = name

@@ -18,6 +18,7 @@ from seqpar.report.cases import case_section, load_worst
 from seqpar.report.cautions import (
     begun_unknown,
     chosen_on_them,
+    of_open_sides,
     other_values_of,
     reached_in_validation,
     with_names_of_training,
@@ -182,6 +183,7 @@ def segment_page(options: argparse.Namespace, record: RunRecord) -> FinishedPage
         cautions += [f"{quantity(len(faults), 'case')} could not be scored, as listed below the tables."] * bool(faults)
         cautions += filter(None, [about_scans([case.name for case in scored.cases], {}), too_much(scored)])
     cautions += filter(None, [replaced_line(options.prediction)] if options.prediction else [])
+    cautions += of_open_sides(cases.volumes) if cases else []
     if every:
         voxels = spacings_of({case.name: case.prediction for case in every.cases})
         coarse = coarse_voxels(every, max(map(max, voxels.values()), default=0.0))
