@@ -15,6 +15,7 @@ from scipy import stats
 from seqpar.cli import evaluate
 from seqpar.cluster.exit_codes import DATA, USAGE, run
 from seqpar.data.errors import DataError
+from seqpar.report.record import RunRecord
 from seqpar.scores import class_scores
 from seqpar.scores.class_scores import (
     area_under_roc,
@@ -32,7 +33,7 @@ from seqpar.scores.class_scores import (
     words_of_interval,
 )
 from seqpar.tasks.case_evaluation import ScoringJob, Seen
-from seqpar.tasks.classify.evaluation import ClassEvaluation
+from seqpar.tasks.classify.evaluation import ClassEvaluation, other_classes
 from seqpar.tasks.classify.scores import ClassTable, class_lines, read_class_table
 
 
@@ -205,6 +206,17 @@ def test_evaluate_leads_with_cases_that_are_new_to_the_run(tmp_path: Path, capsy
     assert [len(own["cases"]) for own in groups.values()] == [6, 6, 8]
     right = (probabilities[14:].argmax(1) == truth[14:]).mean()
     assert groups["new to the run"]["scores"]["accuracy"] == pytest.approx(right)
+
+
+def test_classes_that_a_run_does_not_have_are_named(tmp_path: Path) -> None:
+    record = RunRecord(tmp_path, {"dataset": {"volume_classes": {"names": ["healthy", "ill"]}}}, None, {})
+    (tmp_path / "labels.csv").write_text("case,class\na,healthy\nb,ill\n")
+    assert other_classes(record, {"names": ["healthy", "ill"]}, tmp_path) == []
+    (told,) = other_classes(record, {"names": ["healthy", "ill", "mild"]}, tmp_path)
+    assert told == "Caution: this run has the classes healthy, ill; the predictions have healthy, ill, mild."
+    (tmp_path / "labels.csv").write_text("case,class\na,mild\nb,healthy\n")
+    (told,) = other_classes(record, {"names": ["healthy", "ill"]}, tmp_path)
+    assert told == f"Caution: this run has the classes healthy, ill; the cases in {tmp_path} have healthy, mild."
 
 
 def test_tables_without_a_common_case_are_scored_together(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:

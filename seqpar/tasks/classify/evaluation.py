@@ -158,6 +158,18 @@ def image_files(data: str | Path) -> dict[str, Path]:
         return {}
 
 
+def other_classes(record: RunRecord, summary: Summary, truth: Path) -> list[str]:
+    """Returns a sentence if predictions, or the cases of a truth, have other classes than a run; none without any.
+
+    - ``summary``: of the predictions
+    """
+    own, true = record.outputs, sorted({*read_truth(truth).values()})
+    found = {"the predictions have": list(summary["names"]), f"the cases in {truth} have": true}
+    others = [f"{which} {', '.join(names)}" for which, names in found.items() if {*names} != {*own}]
+    told = f"Caution: this run has the classes {', '.join(own)}; {'; '.join(others)}."
+    return [told] if own and others else []
+
+
 def trained_on(record: RunRecord, truth: Path, cases: Sequence[str]) -> Seen:
     """Returns the scored cases that a run was trained on; ``truth``: a data set, or a table alone."""
     known = image_files(truth)
