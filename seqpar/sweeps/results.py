@@ -4,7 +4,7 @@ import csv
 import io
 import math
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from statistics import fmean
@@ -29,6 +29,7 @@ STYLES = (
 WIDTH, LETTERS = 5.4, 76  # of the picture in inches, and of its lines of text
 STAR = ", a star for the highest score"
 MOST_VALUES = 8  # of a setting, shown next to each other; more are drawn over an axis
+NEAR = 0.01  # of an axis: dots that are no farther apart look like one
 
 
 def draw_sweep(out: Path, sweep: Sweep, path: Path) -> None:
@@ -77,12 +78,13 @@ def _figure_of_sweep(out: Path, sweep: Sweep) -> Any:
 def _note(sweep: Sweep) -> str:
     """Returns what the drawings of settings show; means and spread only if a value was tried more than once."""
     star = STAR * (sweep.marked is not None)
+    together = " (×2: two in one place)" * any(_covered(sweep, name) for name in sweep.varied())
     effects = [of_values for name, of_values in sweep.main_effects().items() if not _has_range(sweep, name)]
     if all(len(pairs) == 1 for of_values in effects for pairs in of_values.values()):
         drawn = " or ".join(["bar"] * bool(effects) + ["dot"] * (len(effects) < len(sweep.main_effects())))
-        return f"Scores by setting: a {drawn} for each point{star}"
+        return f"Scores by setting: a {drawn} for each point{together}{star}"
     means = "a bar for the mean at each value, a line from lowest to highest"
-    return f"Scores by setting: a dot for each point, {means}{star}"
+    return f"Scores by setting: a dot for each point{together}, {means}{star}"
 
 
 def _has_range(sweep: Sweep, name: str) -> bool:
@@ -116,38 +118,74 @@ def _lines(out: Path, sweep: Sweep, quantity_drawn: str) -> list[Line]:
     return lines[::-1]
 
 
+def _known(sweep: Sweep, name: str) -> list[Point]:
+    """Returns the points that have a score and a setting."""
+    return [point for point in sweep.points if name in point.settings and not math.isnan(point.score)]
+
+
+def _values(sweep: Sweep, name: str) -> list[str]:
+    """Returns the different values of a setting, in the order of their bars."""
+    return list(dict.fromkeys(format_value(point.settings[name]) for point in _known(sweep, name)))
+
+
+def _dots(sweep: Sweep, name: str) -> list[tuple[float, float]]:
+    """Returns the place of each point in the drawing of a setting: its number, or that of its bar, and its score."""
+    known, values = _known(sweep, name), _values(sweep, name)
+    if _has_range(sweep, name):
+        return [(float(point.settings[name]), point.score) for point in known]
+    return [(values.index(format_value(point.settings[name])), point.score) for point in known]
+
+
+def _is_logarithmic(numbers: Sequence[float]) -> bool:
+    """Returns whether a setting's axis is logarithmic."""
+    return min(numbers) > 0 and max(numbers) > 20 * min(numbers)
+
+
+def _covered(sweep: Sweep, name: str) -> list[tuple[float, float, int]]:
+    """Returns the places at which several dots look like one, with their count."""
+    dots, has_range = _dots(sweep, name), _has_range(sweep, name)
+    numbers = [number for number, _ in dots]
+    shown = list(map(math.log10, numbers)) if has_range and _is_logarithmic(numbers) else numbers
+    reach = NEAR * (max(shown) - min(shown)) if has_range else 0.0
+    counts, high = dict[int, int](), NEAR * _top(sweep)  # by the first dot of each place
+    for n, (_, score) in enumerate(dots):
+        near = (m for m in counts if abs(shown[m] - shown[n]) <= reach and abs(dots[m][1] - score) <= high)
+        first = next(near, n)
+        counts[first] = counts.get(first, 0) + 1
+    return [(*dots[n], count) for n, count in counts.items() if count > 1]
+
+
+def _draw_dots(plot: Any, sweep: Sweep, name: str, marked: Point | None) -> None:
+    """Draws a translucent dot for each point, how many there are where they coincide, and the star."""
+    dots = _dots(sweep, name)
+    if not dots:
+        return
+    plot.scatter(*zip(*dots), s=16, facecolors=f"{OTHERS}66", edgecolors=OTHERS, linewidths=0.8, zorder=3)
+    if marked is not None and name in marked.settings:
+        plot.scatter(*dots[_known(sweep, name).index(marked)], s=60, marker="*", color=BEST, zorder=4)
+    for number, score, count in _covered(sweep, name):
+        away = {"xytext": (5, 0), "textcoords": "offset points", "va": "center"}
+        plot.annotate(f"×{count}", (number, score), **away, fontsize=7, color=MEANS, zorder=5)
+
+
 def _draw_setting(plot: Any, sweep: Sweep, name: str, marked: Point | None) -> None:
-    """Draws the score of each point by a setting's value, with their means and spread."""
-    known = [point for point in sweep.points if name in point.settings and not math.isnan(point.score)]
-    values = list(dict.fromkeys(format_value(point.settings[name]) for point in known))
+    """Draws the score of each point by a setting's value, with their means and spread unless it is a number of many."""
+    known, values = _known(sweep, name), _values(sweep, name)
     plot.set_ylabel(sweep.score_name)
     plot.set_xlabel(flag_name(name))
     plot.grid(alpha=0.3)
     if _has_range(sweep, name):
-        _draw_range(plot, known, name, marked)
+        _draw_dots(plot, sweep, name, marked)
+        if _is_logarithmic([point.settings[name] for point in known]):
+            plot.set_xscale("log")
         return
-    of_values: Mapping[str, Sequence[float]] = {
-        value: [point.score for point in known if format_value(point.settings[name]) == value] for value in values
-    }
-    for at, scores in enumerate(of_values.values()):
+    for at, value in enumerate(values):
+        scores = [point.score for point in known if format_value(point.settings[name]) == value]
         plot.bar(at, fmean(scores), 0.6, color="#dfe8ee", edgecolor=OTHERS)
         plot.vlines(at, min(scores), max(scores), color=MEANS, linewidth=1.2)
-        plot.scatter([at] * len(scores), scores, s=14, color=OTHERS, zorder=3)
-    if marked is not None and name in marked.settings:
-        at = values.index(format_value(marked.settings[name]))
-        plot.scatter([at], [marked.score], s=60, marker="*", color=BEST, zorder=4)
+    _draw_dots(plot, sweep, name, marked)
     crowded = len(values) > MOST_VALUES
     plot.set_xticks(range(len(values)), values, fontsize=6 if crowded else 7, rotation=90 if crowded else 0)
-
-
-def _draw_range(plot: Any, known: Sequence[Point], name: str, marked: Point | None) -> None:
-    """Draws the score of points over a setting that has many numbers."""
-    numbers = [point.settings[name] for point in known]
-    plot.scatter(numbers, [point.score for point in known], s=16, color=OTHERS)
-    if marked is not None and name in marked.settings:
-        plot.scatter([marked.settings[name]], [marked.score], s=60, marker="*", color=BEST)
-    if min(numbers) > 0 and max(numbers) > 20 * min(numbers):
-        plot.set_xscale("log")
 
 
 COLUMNS = ("state", "step", "steps", "score", "at", "cases", "loss", "seconds", "code", "why")

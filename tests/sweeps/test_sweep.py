@@ -21,7 +21,7 @@ from seqpar.report.planes import RUN_COLOURS
 from seqpar.report.sweep_page import page_of_sweep
 from seqpar.runs.run_lock import RunLock
 from seqpar.runs.sweep_folder import Point, Sweep, read_sweep, refresh_points, write_sweep
-from seqpar.sweeps.results import STYLES, _figure_of_sweep, _lines, _note, write_results
+from seqpar.sweeps.results import STYLES, _covered, _figure_of_sweep, _lines, _note, write_results
 from seqpar.sweeps.sweep_request import check_devices, order_of, tupled_points
 from tests.support.class_folders import class_folder
 from tests.support.report_page import Page
@@ -154,6 +154,24 @@ def test_the_picture_explains_means_and_spread_only_if_they_are_drawn(made: Path
     assert _note(one_each) == "Scores by setting: a bar for each point, a star for the highest score"
     rates = Sweep({}, tuple(Point(f"p{n}", {"lr": n / 8}, score=0.1) for n in range(9)))
     assert _note(rates) == "Scores by setting: a dot for each point, a star for the highest score", "no bars"
+
+
+def test_dots_that_hide_each_other_are_counted(tmp_path: Path) -> None:
+    settings = ({"lr": 1e-3, "batch": 1}, {"lr": 1e-3, "batch": 2}, {"lr": 2e-3, "batch": 2})
+    points = tuple(Point(f"p{n}", own, score=score) for n, (own, score) in enumerate(zip(settings, (0.5, 0.5, 0.8))))
+    for point in points:
+        (tmp_path / point.name).mkdir()
+        (tmp_path / point.name / "metrics.jsonl").write_text(
+            '{"kind": "train", "step": 0, "loss": 1.0, "seconds": 1.0}\n'
+        )
+    sweep = Sweep({}, points)
+    assert _covered(sweep, "lr") == [(0, 0.5, 2)] and _covered(sweep, "batch") == []
+    assert "a dot for each point (×2: two in one place), a bar for the mean" in _note(sweep)
+    texts = [text.get_text() for plot in _figure_of_sweep(tmp_path, sweep).axes for text in plot.texts]
+    assert texts.count("×2") == 1
+    rates = [*(1e-4 * 2**n for n in range(10)), 1.001e-4]  # the axis is logarithmic
+    many = Sweep({}, tuple(Point(f"p{n}", {"lr": rate}, score=0.1) for n, rate in enumerate(rates)))
+    assert _covered(many, "lr") == [(1e-4, 0.1, 2)]
 
 
 @pytest.mark.parametrize("values", [3, 12], ids=["bars", "a range"])
