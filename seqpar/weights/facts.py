@@ -17,6 +17,7 @@ from seqpar.text import quantity
 # in config.json, of its data: cases that earlier starts or first weights learned, and train lacks; every data set from
 # whose labels first weights learned; whether they do not say that
 LEARNED, ANCESTORS, IS_UNKNOWN = "learned_before", "weights_learned_from", "weights_learned_unknown"
+VALIDATED = "validated"  # there: the cases that validations of any start scored, where these are not those held out now
 CASES_UNKNOWN = "caution: they do not say from which cases they have learned; of those, scores say nothing of new cases"
 SETTINGS, WEIGHTS = "config.json", "model.safetensors"  # in a run folder, a checkpoint and an exported run
 _ENTRY = "seqpar"  # of a file's metadata
