@@ -156,6 +156,15 @@ def cases_that_differ(*described: Mapping[str, Any]) -> list[str]:
     return sorted(found)
 
 
+def changed_between(*described: Mapping[str, Any]) -> str:
+    """Returns which cases changed between trainings, in words; "" if none did.
+
+    - ``described``: what each run records of its data
+    """
+    cases = cases_that_differ(*described)
+    return f"{quantity(len(cases), 'case')}, such as {cases[0]}, changed between these trainings" if cases else ""
+
+
 def cases_of_other_fold(fold: str, now: str, described: Mapping[str, Any]) -> set[str]:
     """Returns the cases held out by fold ``now``, where nnU-Net trained weights on another fold; "": on other data."""
     return set(described["held_out"]) if fold and fold != now and now.isdecimal() else set()
