@@ -111,6 +111,17 @@ def cases_that_changed_sides(began: Mapping[str, Any], now: Mapping[str, Any]) -
     )
 
 
+def tested_cases_that_chose(now: Mapping[str, Any]) -> str:
+    """Returns a line on cases that a run keeps for tests now and that earlier validations scored, "" if none did."""
+    moved = sorted({*now.get(VALIDATED, ())} & {*now.get("test", ())})
+    if not moved:
+        return ""
+    return (
+        f"warning: {quantity(len(moved), 'case')} that this run keeps for tests now helped to choose its weights, such "
+        f"as {moved[0]}: such scores tend to be too good"
+    )
+
+
 _SIDES = {"train": "trained on", "held_out": "held out", "test": "kept for tests"}
 
 
@@ -297,7 +308,8 @@ def make_trainer(
         changed = data_that_changed(data_before, data_now)
         divided = patients_on_both_sides(data_now)
         divided = f"warning: {divided}" if divided else ""
-        for warning in filter(None, (*changed, cases_that_changed_sides(data_before, data_now), divided)):
+        sides = cases_that_changed_sides(data_before, data_now), tested_cases_that_chose(data_now)
+        for warning in filter(None, (*changed, *sides, divided)):
             print(warning, flush=True)
         here = Circumstances(declares_regions=bool(data.dataset.regions), learns_regions=bool(data.regions))
         if is_first and (idle := describe_settings_without_effect(config, request.flags, here)):

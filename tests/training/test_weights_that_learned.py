@@ -183,11 +183,13 @@ def test_a_case_that_chose_the_weights_and_is_kept_for_tests_now_is_known(
     trained(1, [*flags, "--fold", "20:60:20", "--val-cases", "2"], run)
     began = described()
     assert len(began["held_out"]) == 3 and began["validated"] == began["held_out"][:2]
-    trained(1, ["--resume", "--epochs", "2", "--fold", "20:20:60", "--device", "cpu"], run)
+    said = trained(1, ["--resume", "--epochs", "2", "--fold", "20:20:60", "--device", "cpu"], run).said()
     now, out = described(), tmp_path / "predictions"
     assert {*now["validated"]} == {*began["validated"], *now["held_out"]}
     chose = sorted({*now["test"]} & {*began["validated"]})
     assert chose, "each split shuffles alike"
+    told = f"keeps for tests now helped to choose its weights, such as {chose[0]}: such scores tend to be too good"
+    assert told in " ".join(said.split())
     line = ["-i", str(data / "imagesTr"), "-o", str(out), "--device", "cpu", "--test-part"]
     assert predict.act([str(run), *line]) == 0
     capsys.readouterr()
