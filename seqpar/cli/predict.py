@@ -3,9 +3,12 @@
 import argparse
 import os
 import re
-from collections.abc import Sequence
+import sys
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from seqpar.cluster import exit_codes
 from seqpar.cluster.devices import device_here
@@ -26,13 +29,15 @@ from seqpar.prediction.run_average import EnsembleMember, check_compatible_runs,
 from seqpar.prediction.window_grid import DIRECTIONS, SUMS, WEIGHTS, WINDOWS, mirrored_dims
 from seqpar.runs.fold_folder import expand_folds
 from seqpar.runs.nnunet_run import open_run
-from seqpar.runs.run_folder import tested_cases
+from seqpar.runs.run_folder import read_config, tested_cases
 from seqpar.runs.run_status import warn_if_killed, warn_if_not_validated
 from seqpar.runs.trained_run import TrainedRun
 from seqpar.scores.postprocessing import read_postprocessing
 from seqpar.settings.parser import Parser
 from seqpar.settings.run_settings import DEVICE_KINDS, UNKNOWN_TRAINERS
 from seqpar.tasks.lookup import task_of
+from seqpar.terminal import coloured
+from seqpar.weights.facts import changed_between
 from seqpar.weights.nnunet_results import PLANS_NAME, TRAINER, find_results, is_results
 from seqpar.weights.weight_files import digest
 
@@ -58,6 +63,8 @@ def act(arguments: Sequence[str]) -> int:
     seqpar, line = (options.seqpar, "") if options.seqpar else fitting_seqpar(members, launcher.world, memory)
     if line and launcher.rank == 0:
         print(line, flush=True)
+    if launcher.rank == 0:
+        _warn_of_several_states(options.run)
     set_arithmetic("tf32" if all(member.settings.precision == "tf32" for member in members) else "fp32")
     with start(seqpar, device=options.device) as mesh:
         try:
@@ -66,6 +73,17 @@ def act(arguments: Sequence[str]) -> int:
         except Exception as error:
             return _exit_code(error, mesh)
     return exit_codes.DATA if faults else 0
+
+
+def _warn_of_several_states(runs: Iterable[Path]) -> None:
+    """Prints a warning on stderr if runs whose mean is predicted were not trained on one state of the data."""
+    described = list[dict[str, Any]]()
+    for run in runs:
+        with suppress(ValueError, OSError):  # nnU-Net's results do not tell
+            described.append(read_config(run).get("dataset", {}))
+    if told := changed_between(*described):
+        line = f"warning: {told}: the mean of their predictions mixes two states of the data"
+        print(coloured(line, sys.stderr), file=sys.stderr, flush=True)
 
 
 def _refuse_unequal_ranks(request: Request, members: Sequence[EnsembleMember], mesh: Mesh) -> None:

@@ -18,6 +18,7 @@ from seqpar.cluster.findings import find_problems, groups_across_nodes
 from seqpar.cluster.link_speed import clock_offsets, matmul_speeds, measure_groups
 from seqpar.cluster.rank_facts import RankFacts, device_memory, facts_of_this_rank, write_speed
 from seqpar.cluster.start_ranks import describe_launcher
+from seqpar.data.errors import remedy
 from seqpar.data.files import write_json
 from seqpar.parallel.consensus import broadcast_text, gather_texts
 from seqpar.parallel.mesh import Mesh
@@ -121,7 +122,7 @@ def _output_folder(mesh: Mesh, out: str) -> dict[str, Any]:
         try:
             folder |= write_speed(Path(out))
         except OSError as error:
-            folder["fault"] = f"--out {out} cannot be written ({error.strerror}): name another, or make room"
+            folder["fault"] = f"--out {out} cannot be written ({error.strerror}): name another, or {remedy(error)}"
     return json.loads(broadcast_text(json.dumps(folder), 0, mesh.world))  # type: ignore[no-any-return]
 
 

@@ -2,7 +2,7 @@
 
 import os
 import resource
-from errno import EAGAIN, EEXIST, EFBIG, EMFILE, ENAMETOOLONG, ENOENT
+from errno import EACCES, EAGAIN, EDQUOT, EEXIST, EFBIG, EMFILE, ENAMETOOLONG, ENOENT, ENOSPC, EPERM, EROFS
 from pathlib import Path
 
 
@@ -41,6 +41,22 @@ def limit_behind(error: OSError) -> str:
     return ": mostly 255 bytes are allowed between two slashes; shorten it" if error.errno == ENAMETOOLONG else ""
 
 
+_REMEDIES = {
+    "make room": (ENOSPC, EDQUOT),
+    "make the disk writable": (EROFS,),
+    "correct the permissions": (EACCES, EPERM),
+    "raise the limit on file sizes": (EFBIG,),
+}
+
+
+def remedy(told: object) -> str:
+    """Returns what to do where a file could not be written, by the system's words in an error: libraries and other
+    ranks hand on no number.
+    """
+    known = ((act, os.strerror(number)) for act, numbers in _REMEDIES.items() for number in numbers)
+    return next((act for act, words in known if words in str(told)), "check the path and its disk")
+
+
 def unreadable(path: str | Path, error: OSError) -> DataError:
     """Returns the DataError for a file that the system refuses to read."""
     return DataError(path, f"cannot be read ({reason(error)}); check the path and its permissions")
@@ -48,4 +64,4 @@ def unreadable(path: str | Path, error: OSError) -> DataError:
 
 def unwritable(path: str | Path, error: OSError) -> DataError:
     """Returns the DataError for a file that the system refuses to write."""
-    return DataError(path, f"cannot be written ({reason(error)}); free space or choose another folder")
+    return DataError(path, f"cannot be written ({reason(error)}); {remedy(error)} or choose another folder")

@@ -24,7 +24,7 @@ from einops import rearrange
 from torch import Tensor
 
 from seqpar.cluster.exit_codes import FolderInUse
-from seqpar.data.errors import DataError, reason
+from seqpar.data.errors import DataError, reason, remedy
 from seqpar.data.files import SUFFIXES, read_json, strip_suffix, suffix_of, write_json
 from seqpar.data.formats.dataset import Case
 from seqpar.data.formats.recognise import is_part_of_dataset
@@ -289,7 +289,7 @@ class PredictionFolder(ABC):
             if isinstance(cause, OSError) and cause.errno == errno.ENAMETOOLONG:
                 raise DataError(cause.filename, f"cannot be written ({reason(cause)})") from error
             why = error.problem if isinstance(error, DataError) else f"cannot be written ({reason(error)})"
-            raise DataError(self.folder, f"{why}; what is finished is kept: make room or choose another "
+            raise DataError(self.folder, f"{why}; what is finished is kept: {remedy(why)} or choose another "
                               "--output, and go on with --continue") from error  # fmt: skip
 
 

@@ -16,7 +16,7 @@ from seqpar.scores.comparison import FEW, TOO_FEW
 from seqpar.scores.label_classes import Labels, choose_labels
 from seqpar.scores.label_files import MAX_NAMED, dataset_at
 from seqpar.text import quantity
-from seqpar.weights.facts import IS_UNKNOWN, LEARNED, cases_that_differ
+from seqpar.weights.facts import IS_UNKNOWN, LEARNED, changed_between
 
 TRAINED_ON_PHANTOMS = (
     "The network was trained on generated phantoms, not on patients: do not trust what it finds in real images."
@@ -77,10 +77,9 @@ def cautions_together(runs: Iterable[Path]) -> list[str]:
             found[str(run)] = read_record(run)
     learned = [name for name, record in found.items() if cautions_of_learned(record)]
     lines = [f"Caution: {', '.join(learned)}: see above what these weights had learned; the score may be too good."]
-    others = cases_that_differ(*(record.dataset for record in found.values()))
-    told = f"{quantity(len(others), 'case')}, such as {others[0]}, changed" if others else ""
-    changed = f"Caution: {told} between these trainings, which a score of all of them together mixes."
-    return lines * bool(learned) + [changed] * bool(others)
+    told = changed_between(*(record.dataset for record in found.values()))
+    changed = f"Caution: {told}, which a score of all of them together mixes."
+    return lines * bool(learned) + [changed] * bool(told)
 
 
 def with_names_of_training(record: RunRecord, cases: Sequence[str], run: str) -> list[str]:

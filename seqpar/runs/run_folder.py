@@ -24,7 +24,7 @@ from seqpar.scores.label_classes import labels_of_run
 from seqpar.settings.config import Config
 from seqpar.settings.rules import with_absolute_paths
 from seqpar.terminal import next_command, typed_command
-from seqpar.weights.facts import ANCESTORS, LEARNED
+from seqpar.weights.facts import ANCESTORS, LEARNED, VALIDATED
 
 FOLDS_FILE = "folds.json"  # is in a folder of five folds
 SWEEP_FILE = "sweep.json"  # is in the folder of a sweep
@@ -58,7 +58,7 @@ def read_config(run: str | Path) -> dict[str, Any]:
         if not isinstance(content.get(name, {}), dict):
             raise _damaged(run, f"{name!r} is no JSON object")
     data = content.get("dataset", {})
-    for name in ("train", "held_out", "test", LEARNED):
+    for name in ("train", "held_out", "test", LEARNED, VALIDATED):
         if not _is_list_of_names(data.get(name, [])):
             raise _damaged(run, f"{name!r} of its data is no list of names")
     if not isinstance(data.get("digests", {}), dict):

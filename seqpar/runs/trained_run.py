@@ -23,7 +23,7 @@ from seqpar.planner.attention_choice import choose_fastest
 from seqpar.runs.archive import is_archive
 from seqpar.runs.run_folder import read_best_step, read_config, read_windows
 from seqpar.scores.label_classes import learned_regions
-from seqpar.settings.checks import check_network
+from seqpar.settings.checks import as_in_file, check_network
 from seqpar.settings.config import Config
 from seqpar.settings.lessons import lesson_at, lessons_of
 from seqpar.weights import checkpoint
@@ -173,8 +173,9 @@ def read_run(path: str | Path) -> TrainedRun:
         if isinstance(error, DataError):
             raise
         if is_archive(path):
-            raise DataError(path, f"cannot be used ({error}); copy it again, or export the run again") from None
-        raise DataError(f"{path}/config.json", str(error).removeprefix("config.json: ")) from None
+            told = f"cannot be used ({as_in_file(str(error))}); copy it again, or export the run again"
+            raise DataError(path, told) from None
+        raise DataError(f"{path}/config.json", as_in_file(str(error)).removeprefix("config.json: ")) from None
 
 
 def _refuse_other_shapes(run: TrainedRun) -> None:

@@ -14,10 +14,11 @@ from seqpar.settings.config import SETTINGS, Config
 from seqpar.settings.data_settings import ALL_FOLDS, prepare_settings
 from seqpar.settings.loss_settings import CLASS_LOSSES
 from seqpar.settings.network_settings import check_stages
-from seqpar.text import flag_name, format_sides, parse_duration
+from seqpar.text import flag_name, format_sides, in_flags, parse_duration
 
 LARGEST_TILE = 65536
 NETWORK = ("network", "pretraining")  # sections that a network is built from
+_OF_PREDICTION = ("task", "targets", "mode", "split", "seqpar", "precision", "val_mirror")  # what else predict takes
 
 
 def check(config: Config, networks: Sequence[str]) -> None:
@@ -33,11 +34,12 @@ def check(config: Config, networks: Sequence[str]) -> None:
 
 
 def check_network(config: Config, networks: Sequence[str]) -> None:
-    """Raises ``ValueError`` for settings that no network can be built from, such as those of a damaged run.
+    """Raises ``ValueError`` for settings that no network can be built from or predict with, such as those of a damaged
+    run.
 
     ``networks``: the names that there are.
     """
-    names = [name for name, own in SETTINGS.items() if own.section in NETWORK or name in ("mode", "split")]
+    names = [name for name, own in SETTINGS.items() if own.section in NETWORK or name in _OF_PREDICTION]
     check_values(config, networks, names)
     _check_network(config)
 
@@ -51,6 +53,20 @@ def check_values(config: Config, networks: Collection[str], names: Iterable[str]
             raise ValueError(f"--{flag_name(name)} {value}: choose one of {', '.join(choices)}")
         if bounds and not bounds.allows(value):
             raise ValueError(f"--{flag_name(name)} {value}: {bounds.text}")
+
+
+_FLAG = re.compile(r"--([a-z][a-z0-9-]*)")
+
+
+def settings_in(text: str) -> list[str]:
+    """Returns the settings that an error names, as arguments or as flags."""
+    names = dict.fromkeys(word.replace("-", "_") for word in _FLAG.findall(in_flags(text)))
+    return [name for name in names if name in SETTINGS]
+
+
+def as_in_file(text: str) -> str:
+    """Returns an error about flags with the keys of config.json in their place, for values that nobody typed."""
+    return _FLAG.sub(lambda match: key if (key := match[1].replace("-", "_")) in SETTINGS else match[0], in_flags(text))
 
 
 def _check_network(config: Config) -> None:

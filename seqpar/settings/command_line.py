@@ -10,7 +10,7 @@ from typing import Any, get_type_hints
 import torch
 
 from seqpar.data.addresses import absolute
-from seqpar.settings.checks import check_values
+from seqpar.settings.checks import check_values, settings_in
 from seqpar.settings.config import SETTINGS, Config
 from seqpar.settings.curriculum import parse_curriculum
 from seqpar.settings.field import Declaration
@@ -19,7 +19,7 @@ from seqpar.settings.parallel_settings import AUTO
 from seqpar.settings.parser import HelpInTwoSizes, Parser
 from seqpar.settings.presets import PRESETS, preset_for_task, start_of_auto
 from seqpar.settings.rules import as_typed
-from seqpar.text import flag_name, in_flags, quantity
+from seqpar.text import flag_name, quantity
 
 _ACCUMULATE = ("--accumulate", "--micro-batches")
 
@@ -78,8 +78,7 @@ def naming_preset(preset: str, typed: Collection[str]) -> Iterator[None]:
         yield
     except ValueError as error:
         start, usual = PRESETS[preset](), Config()
-        names = dict.fromkeys(word.replace("-", "_") for word in re.findall(r"--([a-z][a-z-]+)", in_flags(str(error))))
-        own = [name for name in names if name in SETTINGS and name not in typed]
+        own = [name for name in settings_in(str(error)) if name not in typed]
         values = {name: getattr(start, name) for name in own if getattr(start, name) != getattr(usual, name)}
         if values:
             shown = ", ".join(map(as_typed, values, values.values()))

@@ -3,7 +3,7 @@
 import dataclasses
 import json
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, get_type_hints
 
 from seqpar.losses.terms import LossOptions
 from seqpar.optimization.optimizers import OptimizerOptions
@@ -79,12 +79,15 @@ class Config(
         if unknown := sorted(values.keys() - SETTINGS.keys()):
             raise ValueError(f"config.json: unknown settings {', '.join(unknown)}")
         plain: dict[str, Any] = {name: tuple(v) if isinstance(v, list) else v for name, v in values.items()}
-        usual = cls()
+        usual, hints = cls(), get_type_hints(cls)
         for name, value in plain.items():
             kind = type(getattr(usual, name))
             also = {"patch": int, float: int}  # a cube's side; whole numbers
             is_kind = isinstance(value, (kind, also.get(name) or also.get(kind, kind)))
-            if not is_kind or (isinstance(value, tuple) and not all(isinstance(part, int | float) for part in value)):
+            is_kind = is_kind and isinstance(value, bool) == (kind is bool)  # which Python counts as whole numbers
+            numbers: tuple[type, ...] = (int,) if hints[name] == tuple[int, ...] else (int, float)
+            parts = value if isinstance(value, tuple) else ()
+            if not is_kind or not all(isinstance(part, numbers) and not isinstance(part, bool) for part in parts):
                 raise ValueError(
                     f"config.json: {name} is {value!r}, and a value such as {getattr(usual, name)!r} is needed"
                 )

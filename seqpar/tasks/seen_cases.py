@@ -15,7 +15,7 @@ from seqpar.data.volumes import read_volume
 from seqpar.prediction.prediction_folder import inputs_of
 from seqpar.report.record import RunRecord
 from seqpar.tasks.case_evaluation import Seen
-from seqpar.weights.facts import ANCESTORS, LEARNED
+from seqpar.weights.facts import ANCESTORS, LEARNED, VALIDATED
 
 
 def find_seen(
@@ -24,7 +24,7 @@ def find_seen(
     read_files: Callable[[], Mapping[str, Path]],
     prediction: Path | None = None,
 ) -> Seen:
-    """Returns which scored cases are among those that the run was trained on, or held out.
+    """Returns which scored cases are among those that the run was trained on, or that it held out and validated.
 
     - ``scored``: a file of each case by name, None if it is not known
     - ``read_files``: returns the same file of each case of the run's data set; cases of another data set may have the
@@ -33,6 +33,7 @@ def find_seen(
       whichever labels it has now
     """
     train, held_out = (set(map(str, record.dataset.get(part, ()))) for part in ("train", "held_out"))
+    held_out = set(map(str, record.dataset.get(VALIDATED, held_out)))  # others have not been looked at
     learned = set(map(str, record.dataset.get(LEARNED, ())))
     train, held_out = train | learned, held_out - learned
     others = {str(case) for own in record.dataset.get(ANCESTORS, ()) for case in own["train"]} - train - held_out

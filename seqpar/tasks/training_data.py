@@ -121,13 +121,14 @@ class TrainingData:
         return {**description, "recipe": recipe, "prepared": str(self.dataset.path.absolute()), **ids, **how}
 
     def digests(self) -> dict[str, str]:
-        """Returns a digest of each case's prepared arrays, with its class and which classes its labels show, if tables
-        say so; reads a small file of each.
+        """Returns a digest of the prepared arrays of each case of the data, with its class and which classes its labels
+        show, if tables say so; reads a small file of each.
         """
         data, found = self.dataset, dict[str, str]()
-        for case in (*self.train_ids, *self.held_out_ids):
+        numbers = data.volume_classes.numbers if data.volume_classes else {}
+        for case in sorted(data.cases):
             words = [data.cases[case].digest]
-            words += [data.volume_classes.names[data.volume_classes.numbers[case]]] if data.volume_classes else []
+            words += [data.volume_classes.names[numbers[case]]] if data.volume_classes and case in numbers else []
             words += [f"shows {' '.join(map(str, data.annotated[case]))}"] if case in data.annotated else []
             found[case] = ", ".join(words)
         return found

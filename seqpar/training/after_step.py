@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from seqpar.cluster.exit_codes import NonFinite
 from seqpar.cluster.stop_request import StopRequest
-from seqpar.data.errors import DataError
+from seqpar.data.errors import DataError, remedy
 from seqpar.data.sampling.loader import MicroBatch
 from seqpar.parallel.consensus import gather_texts, max_over_ranks, run_on_rank0
 from seqpar.parallel.mesh import Group, Mesh
@@ -119,15 +119,13 @@ class AfterStep:
             self._saved = progress
         except NotSaved as error:
             self.refuse_taken_over()  # whose saves clear away what others write
-            again = self.resume_command
+            again = f"{remedy(error)} and continue by {self.resume_command}"
             if self._saved is None:
-                problem = (
-                    f"holds no checkpoint, and {error}; make room and continue by {again}, or choose another --out"
-                )
+                problem = f"holds no checkpoint, and {error}; {again}, or choose another --out"
                 raise DataError(self.folder, problem) from None
             kept = f"the checkpoint of step {self._saved.step} is kept"
             if must:
-                raise NotSaved(f"{error}; {kept}: make room and continue by {again}") from None
+                raise NotSaved(f"{error}; {kept}: {again}") from None
             minutes = self.config.checkpoint_minutes
             journal.say(f"warning: {error}; {kept}, {self._age()}; going on, next try in {minutes:g} minutes")
         self._last_try = time.monotonic()

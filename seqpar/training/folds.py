@@ -31,9 +31,9 @@ from seqpar.settings.parser import Parser
 from seqpar.tasks.lookup import task_of
 from seqpar.tasks.task import Task
 from seqpar.terminal import next_command, python_module, resume_command, typed_variable
-from seqpar.text import parse_duration, quantity
+from seqpar.text import parse_duration
 from seqpar.training.run_request import check_again_flag, is_requeued
-from seqpar.weights.facts import cases_that_differ
+from seqpar.weights.facts import changed_between
 
 GRACE_S = 60.0  # for other ranks' word on how a fold ended, where it failed on this one
 
@@ -100,8 +100,7 @@ class Folds:
             for run in runs:
                 with suppress(DataError, ValueError):  # all have finished, whatever becomes of their records
                     described.append(read_config(run).get("dataset", {}))
-            if changed := cases_that_differ(*described):
-                told = f"{quantity(len(changed), 'case')}, such as {changed[0]}, changed between these trainings"
+            if told := changed_between(*described):
                 print(f"warning: {told}: a score of all folds together mixes two states of the data", flush=True)
             line = next_command("predict", out, "-i", "IMAGES", "-o", "PREDICTIONS")
             print(f"next: {line}  (the mean of all folds)", flush=True)

@@ -3,7 +3,7 @@
 import json
 import os
 import socket
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence, Set
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -41,9 +41,9 @@ from seqpar.runs.run_folder import (
     refuse_foreign_status,
 )
 from seqpar.runs.run_status import changed_settings, describe_kill
-from seqpar.settings.checks import check_network
+from seqpar.settings.checks import as_in_file, check, check_network, check_values, settings_in
 from seqpar.settings.command_line import default_preset, naming_preset, parse, shortened_warmup, wants_gpu
-from seqpar.settings.config import Config
+from seqpar.settings.config import SETTINGS, Config
 from seqpar.settings.curriculum import parse_curriculum
 from seqpar.settings.data_settings import ALL_FOLDS, OWN
 from seqpar.settings.field import Circumstances
@@ -301,14 +301,26 @@ def _read_saved(line: _CommandLine) -> dict[str, Any]:
             f"{out}/config.json", f"lacks {lacking[0]!r}, so the run cannot be resumed: restore it, or begin anew"
         )
     try:
-        check_network(Config.from_dict(content["config"]), NETWORK_NAMES)
+        _refuse_damaged(Config.from_dict(content["config"]), line.flags)
     except ValueError as error:
-        problem = f"cannot be used ({str(error).removeprefix('config.json: ')}): restore it, or begin anew"
+        problem = f"cannot be used ({as_in_file(str(error)).removeprefix('config.json: ')}): restore it, or begin anew"
         raise DataError(f"{out}/config.json", problem) from None
     preset = content.get("preset", line.preset)
     if line.names_preset and line.preset != preset:
         raise ValueError(f"--preset {line.preset}: the run in {out} continues as it began, {preset}: remove it")
     return content
+
+
+def _refuse_damaged(saved: Config, flags: Set[str]) -> None:
+    """Raises ValueError for settings that no run saves; not for those that the command line replaces."""
+    check_network(saved, NETWORK_NAMES)
+    check_values(saved, NETWORK_NAMES, [name for name in SETTINGS if name not in flags])
+    try:
+        parse_curriculum(saved.curriculum)
+        check(saved, NETWORK_NAMES)
+    except ValueError as error:
+        if not flags & {*settings_in(str(error))}:
+            raise
 
 
 def _refuse_start(config: Config, launcher: Launcher) -> None:

@@ -1,5 +1,6 @@
 """Sets a run up: folder, network, trainer, the lines that say what it will do; what a resumed run must keep."""
 
+import json
 import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
@@ -43,6 +44,7 @@ from seqpar.weights.facts import (
     CASES_UNKNOWN,
     IS_UNKNOWN,
     LEARNED,
+    VALIDATED,
     about_cases_learned,
     are_cases_unknown,
     cases_learned_before,
@@ -109,20 +111,61 @@ def cases_that_changed_sides(began: Mapping[str, Any], now: Mapping[str, Any]) -
     )
 
 
-def data_that_changed(began: Mapping[str, Any], now: Mapping[str, Any]) -> str:
-    """Returns a line on cases that came, went or changed since a run was last started; "" if none did, or of old runs.
-
-    - ``began``, ``now``: the digest of each case
-    """
-    cases = {
-        "changed": [case for case in now if began.get(case, now[case]) != now[case]],
-        "added": sorted(now.keys() - began.keys()),
-        "removed": sorted(began.keys() - now.keys()),
-    }
-    listed = [f"{quantity(len(some), 'case')} {kind}, such as {some[0]}" for kind, some in cases.items() if some]
-    if not (began and listed):
+def tested_cases_that_chose(now: Mapping[str, Any]) -> str:
+    """Returns a line on cases that a run keeps for tests now and that earlier validations scored, "" if none did."""
+    moved = sorted({*now.get(VALIDATED, ())} & {*now.get("test", ())})
+    if not moved:
         return ""
-    return f"warning: the data are not those with which this run was last started: {'; '.join(listed)}"
+    return (
+        f"warning: {quantity(len(moved), 'case')} that this run keeps for tests now helped to choose its weights, such "
+        f"as {moved[0]}: such scores tend to be too good"
+    )
+
+
+_SIDES = {"train": "trained on", "held_out": "held out", "test": "kept for tests"}
+
+
+def data_that_changed(began: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """Returns a line on cases that came, went or changed since a run was last started, and one on those that changed
+    sides of its split; none of runs that recorded no digests.
+
+    - ``began``, ``now``: what config.json says of the data, then and now
+    """
+    had, has, lines = began.get("digests", {}), now["digests"], list[str]()
+    if not had:
+        return lines
+    was, sides = _sides(began), _sides(now)
+    recorded, there = had.keys() | was.keys(), has.keys() | sides.keys()  # earlier versions: digests of used cases
+    changed = sorted(case for case in has if had.get(case, has[case]) != has[case])
+    recipes = json.loads(json.dumps([began.get("recipe"), now.get("recipe")]))  # lists, not tuples
+    if recipes[0] != recipes[1] and len(changed) == len(had.keys() & has.keys()) > 0:
+        lines.append("warning: the data are not prepared as they were when this run was last started")
+        changed = []
+    cases = {"changed": changed, "added": sorted(sides.keys() - recorded), "removed": sorted(recorded - there)}
+    listed = [f"{quantity(len(some), 'case')} {kind}, such as {some[0]}" for kind, some in cases.items() if some]
+    if listed:
+        lines.append(f"warning: the data are not those with which this run was last started: {'; '.join(listed)}")
+    moved = dict[tuple[str, str], list[str]]()
+    for case in sorted(recorded & there):
+        if (before := was.get(case, "left out")) != (side := sides.get(case, "left out")):
+            moved.setdefault((before, side), []).append(case)
+    if told := "; ".join(_tell_move(*pair, some) for pair, some in moved.items()):
+        lines.append(f"warning: the split is not the one with which this run was last started: {told}")
+    return lines
+
+
+def _sides(described: Mapping[str, Any]) -> dict[str, str]:
+    """Returns on which side of a split each case is, in words."""
+    found = dict[str, str]()
+    for part, words in _SIDES.items():
+        for case in described.get(part, ()):
+            found[case] = f"{found[case]} and {words}" if case in found else words
+    return found
+
+
+def _tell_move(was: str, now: str, cases: Sequence[str]) -> str:
+    verbs = ("was", "is") if len(cases) == 1 else ("were", "are")
+    return f"{quantity(len(cases), 'case')} that {verbs[0]} {was} {verbs[1]} now {now}, such as {cases[0]}"
 
 
 def _names(value: Any) -> list[str]:
@@ -241,8 +284,13 @@ def make_trainer(
         weights_line, more, origin = _load_weights(net, config, data_now, mesh)
         learned |= more
     data_now |= origin | ({LEARNED: sorted(learned)} if learned else {})
+    progress = checkpoint.read_progress(saved) if saved else checkpoint.Progress()
+    validated = {*data.ids_to_validate(config.val_cases)}
+    if progress.validated > 0:
+        validated |= {*data_before.get(VALIDATED, data_before.get("held_out", ()))}
+    data_now |= {VALIDATED: sorted(validated)} if validated != {*data_now["held_out"]} else {}
     layout = {"ranks": mesh.world.size, "data": mesh.data.size, "seqpar": mesh.seq.size, "hosts": mesh.hosts}
-    step, history = checkpoint.read_progress(saved).step if saved else 0, before.get("history", ())
+    step, history = progress.step, before.get("history", ())
     # the stages of a lesson before have other costs
     stages, stage_lines = _stages(config, mesh, net, before if step > lesson.steps.start else {})
     if stages is not None:
@@ -257,10 +305,11 @@ def make_trainer(
     description = describe_run(config, request.preset, data_now, layout, history)
     if mesh.is_first:
         print("\n".join(_lesson_lines(request, number, resizing)), flush=True)
-        changed = data_that_changed(data_before.get("digests", {}), data_now["digests"])
+        changed = data_that_changed(data_before, data_now)
         divided = patients_on_both_sides(data_now)
         divided = f"warning: {divided}" if divided else ""
-        for warning in filter(None, (changed, cases_that_changed_sides(data_before, data_now), divided)):
+        sides = cases_that_changed_sides(data_before, data_now), tested_cases_that_chose(data_now)
+        for warning in filter(None, (*changed, *sides, divided)):
             print(warning, flush=True)
         here = Circumstances(declares_regions=bool(data.dataset.regions), learns_regions=bool(data.regions))
         if is_first and (idle := describe_settings_without_effect(config, request.flags, here)):

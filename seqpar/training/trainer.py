@@ -13,7 +13,7 @@ from torch import Tensor
 
 from seqpar.cluster.exit_codes import PREEMPTED
 from seqpar.cluster.stop_request import StopRequest
-from seqpar.data.errors import DataError
+from seqpar.data.errors import DataError, remedy
 from seqpar.data.files import write_json
 from seqpar.data.sampling.loader import Loader
 from seqpar.models.build import build_loss
@@ -352,7 +352,7 @@ class Trainer:
             raise DataError(
                 path,
                 f"cannot be written ({error.strerror or error}); the checkpoint of step {self.progress.step} is kept: "
-                f"make room and continue by {self._resume_command()}",
+                f"{remedy(error)} and continue by {self._resume_command()}",
             ) from error
 
     def _resume_command(self) -> str:

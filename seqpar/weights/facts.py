@@ -17,6 +17,7 @@ from seqpar.text import quantity
 # in config.json, of its data: cases that earlier starts or first weights learned, and train lacks; every data set from
 # whose labels first weights learned; whether they do not say that
 LEARNED, ANCESTORS, IS_UNKNOWN = "learned_before", "weights_learned_from", "weights_learned_unknown"
+VALIDATED = "validated"  # there: the cases that validations of any start scored, where these are not those held out now
 CASES_UNKNOWN = "caution: they do not say from which cases they have learned; of those, scores say nothing of new cases"
 SETTINGS, WEIGHTS = "config.json", "model.safetensors"  # in a run folder, a checkpoint and an exported run
 _ENTRY = "seqpar"  # of a file's metadata
@@ -153,6 +154,15 @@ def cases_that_differ(*described: Mapping[str, Any]) -> list[str]:
             if seen.setdefault((way, name), digest) != digest:
                 found[name] = None
     return sorted(found)
+
+
+def changed_between(*described: Mapping[str, Any]) -> str:
+    """Returns which cases changed between trainings, in words; "" if none did.
+
+    - ``described``: what each run records of its data
+    """
+    cases = cases_that_differ(*described)
+    return f"{quantity(len(cases), 'case')}, such as {cases[0]}, changed between these trainings" if cases else ""
 
 
 def cases_of_other_fold(fold: str, now: str, described: Mapping[str, Any]) -> set[str]:

@@ -2,6 +2,7 @@
 
 import fcntl
 import json
+import math
 import os
 import zipfile
 from collections.abc import Callable
@@ -235,6 +236,21 @@ ATTACKS += [
         ("train --resume --out run --device cpu", "config", "tile", [8, 8, []], "tile is (8, 8, [])"),
         ("train --resume --out run --device cpu", "dataset", "train", [["a"]], "'train' of its data is no list"),
         ("train --resume --out run --device cpu", "dataset", "digests", "x", "'digests' of its data is no JSON object"),
+        *(
+            ("train --resume --out run --device cpu", "config", key, value, f"run/config.json: cannot be used ({words}")
+            for key, value, words in (
+                ("val_overlap", 2, "val_overlap 2: it must be in [0, 1)): restore it, or begin anew"),
+                ("workers", -3, "workers -3: it must be in [0, 256]"),
+                ("lr", math.nan, "lr nan: it must be above 0"),
+                ("schedule", "best", "schedule best: choose one of "),
+                ("curriculum", "x", "curriculum x: x is no lesson"),
+                ("fold", "x", "fold x: give a fold's number"),
+                ("epochs", True, "epochs is True, and a value such as "),
+                ("crop_to", [1.5, 2, 2], "crop_to is (1.5, 2, 2), and a value such as "),
+            )
+        ),
+        ("predict run -i D -o out", "config", "precision", "best", "run/config.json: precision best: choose one of "),
+        ("predict run -i D -o out", "config", "seqpar", -3, "run/config.json: seqpar -3: it must be at least 1"),
         ("predict run -i D -o out", "dataset", "labels", {"a": 0, "b": 1, "c": 2}, "its recipe has the values (0, 1)"),
     )
 ]

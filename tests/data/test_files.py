@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from seqpar.data.errors import DataError
+from seqpar.data.errors import DataError, remedy, unwritable
 from seqpar.data.files import whole_file, write_bytes, write_json, write_text
 
 
@@ -93,3 +93,18 @@ def test_a_file_that_came_in_the_meantime_stays(links, tmp_path, monkeypatch):
     with pytest.raises(DataError, match="a: is there already"), whole_file(path, replaces=False) as temporary:
         temporary.write_text("second")
     assert path.read_text() == "first" and [*tmp_path.iterdir()] == [path]
+
+
+@pytest.mark.parametrize(
+    ("number", "act"),
+    [
+        (errno.ENOSPC, "make room"),
+        (errno.EROFS, "make the disk writable"),
+        (errno.EACCES, "correct the permissions"),
+        (errno.EIO, "check the path and its disk"),
+    ],
+)
+def test_what_to_do_about_a_file_that_cannot_be_written_depends_on_why(number: int, act: str) -> None:
+    error = OSError(number, os.strerror(number))
+    assert remedy(error) == remedy(f"rank 1: {error}") == act, "also in the words of another rank"
+    assert unwritable("x", error).problem.endswith(f"; {act} or choose another folder")

@@ -164,6 +164,18 @@ def test_a_folder_of_five_folds_stands_for_its_runs(place, tmp_path, monkeypatch
     assert opened == [*(f"{five}/fold{n}" for n in range(5)), str(place / "a")]
 
 
+def test_runs_that_were_trained_on_several_states_of_the_data_say_so(tmp_path, capsys) -> None:
+    images = write_images(tmp_path / "images")
+    for name, state in (("a", "before"), ("b", "after"), ("c", "after")):
+        make_run(tmp_path / name, digests={"c_000": state, "c_001": "same"})
+    told = "warning: 1 case, such as c_000, changed between these trainings: the mean of their predictions mixes two"
+    for names, is_told in (("ab", True), ("bc", False)):
+        out = tmp_path / f"out-{names}"
+        runs = [str(tmp_path / name) for name in names]
+        assert predict.act([*runs, "-i", str(images), "-o", str(out)]) == 0
+        assert (told in " ".join(capsys.readouterr().err.split())) == is_told
+
+
 def test_what_was_averaged_is_recorded_and_continued_by_the_same_runs_alone(place, tmp_path) -> None:
     out = tmp_path / "out"
     assert predict_all(place, "ab", out=out) == 0

@@ -9,6 +9,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from seqpar.data.errors import DataError
 from seqpar.parallel.launcher import Launcher
 from seqpar.planner.batch_size import keep_global_batch
 from seqpar.planner.feasibility import check_feasible
@@ -140,6 +141,22 @@ def test_what_a_resumed_run_changes_is_announced_and_kept(tmp_path):
     assert [(start["step"], start["ranks"]) for start in history] == [(0, 1), (30, 4)]
     same = run_request.read_request(["--resume", "--out", str(tmp_path), "--lr", "0.002"], Launcher("alone"))
     assert same.changes == {} and "changed" not in first_lines(same, Launcher("alone"))
+
+
+def test_a_damaged_value_of_a_resumed_run_can_be_replaced_by_a_flag_and_is_else_blamed_on_the_file(tmp_path):
+    config = replace(PRESETS["debug"](), batch=2, out=str(tmp_path))
+    content = describe_run(config, "debug", {}, {"data": 1})
+    content["config"]["val_overlap"] = 2.0
+    write_json(tmp_path / "config.json", content)
+
+    def order(*more: str) -> Config:
+        return run_request.read_request(["--resume", "--out", str(tmp_path), *more], Launcher("alone")).config
+
+    with pytest.raises(DataError, match=r"config.json: cannot be used \(val_overlap 2.0: it must be in \[0, 1\)\)"):
+        order()
+    assert order("--val-overlap", "0.25").val_overlap == 0.25
+    with pytest.raises(ValueError, match=r"^--val-overlap 3.0: it must be in \[0, 1\)$"):
+        order("--val-overlap", "3")
 
 
 def test_a_run_goes_on_from_another_folder_with_the_data_that_it_began_with(tmp_path, monkeypatch):

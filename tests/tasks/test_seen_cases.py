@@ -82,6 +82,22 @@ def test_cases_that_chose_the_weights_are_said_apart_from_those_that_were_traine
     assert seen(1, unknown)[1].startswith(named) and seen(2, unknown)[1].startswith(named)
 
 
+def test_only_cases_that_validations_scored_have_chosen_the_weights(tmp_path: Path) -> None:
+    """With --val-cases some held-out cases have not; after another split, some that are kept for tests now have."""
+    files = {name: tmp_path / f"{name}.nii.gz" for name in "abcd"}
+    for name, path in files.items():
+        path.write_text(name)
+
+    def chose(**dataset: list[str]) -> Sequence[str]:
+        record = SimpleNamespace(dataset={"train": ["a"], **dataset}, held_out=[{}] * 2, subjects={})
+        return find_seen(record, files, lambda: files).chose
+
+    assert chose(held_out=["b", "c"]) == ["b", "c"]
+    assert chose(held_out=["b", "c"], validated=["b"]) == ["b"]
+    assert chose(held_out=["b"], test=["c"], validated=["b", "c"]) == ["b", "c"]
+    assert chose(held_out=["b"], learned_before=["b"], validated=["b", "c"]) == ["c"]
+
+
 def test_a_copy_of_a_runs_case_under_another_name_is_not_new(tmp_path: Path) -> None:
     label, files = np.zeros((8, 8, 8), np.uint8), dict[str, Path]()
     for number, name in enumerate("abcde"):

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -55,18 +56,45 @@ def test_data_that_changed_since_a_run_was_last_started_are_named(tmp_path: Path
     folder = class_folder(tmp_path / "data", 6)
     where = {"data": str(folder), "cache": str(tmp_path / "cache"), "fold": "all"}
     config = Config(task="classify", network="resattnet18", tile=(), augment="none", **where)
-    began = open_class_data(config, True).digests()
+
+    def described() -> dict[str, Any]:
+        data = open_class_data(config, True)
+        return {**data.describe(), "digests": data.digests()}
+
+    began = described()
     save(folder / "c_01.nii.gz", volume(9, True))
     (folder / "c_00.nii.gz").touch()
     (folder / "c_04.nii.gz").rename(folder / "c_07.nii.gz")
     (folder / "labels.csv").write_text((folder / "labels.csv").read_text().replace("c_04", "c_07"))
-    now = open_class_data(config, True).digests()
+    now = described()
     cases = "1 case changed, such as c_01; 1 case added, such as c_07; 1 case removed, such as c_04"
-    assert data_that_changed(began, now).endswith(f"last started: {cases}")
-    assert data_that_changed(began, began) == data_that_changed({}, now) == ""
+    (said,) = data_that_changed(began, now)
+    assert said.endswith(f"the data are not those with which this run was last started: {cases}")
+    assert data_that_changed(began, began) == data_that_changed({}, now) == []
     table = (folder / "labels.csv").read_text()
     (folder / "labels.csv").write_text(table.replace("c_02,healthy", "c_02,ill"))
-    assert "1 case changed, such as c_02" in data_that_changed(now, open_class_data(config, True).digests())
+    assert "1 case changed, such as c_02" in data_that_changed(now, described())[0]
+
+
+def test_a_split_or_a_preparation_that_changed_is_not_called_other_data() -> None:
+    every = {"digests": {case: case for case in "abcde"}, "recipe": {"spacing": (1, 1)}}
+    began = {**every, "train": ["a", "b"], "held_out": ["c"], "test": ["d"]}
+    now = {**every, "train": ["a"], "held_out": ["c", "d"], "test": ["e"]}
+    split = "warning: the split is not the one with which this run was last started: "
+    (said,) = data_that_changed(began, now)
+    assert said == (
+        f"{split}1 case that was trained on is now left out, such as b; 1 case that was kept for tests is now held "
+        "out, such as d; 1 case that was left out is now kept for tests, such as e"
+    )
+    of_used = {**began, "digests": {case: case for case in "abc"}, "recipe": {"spacing": [1, 1]}}
+    assert data_that_changed(of_used, began) == [], "as earlier versions recorded them"
+    both = {**every, "train": ["a", "b"], "held_out": ["a", "b"]}
+    fewer = {**every, "train": ["c"], "held_out": ["a", "b"]}
+    assert "2 cases that were trained on and held out are now held out, such as a" in data_that_changed(both, fewer)[0]
+    other = {**began, "digests": dict.fromkeys("abcde", "new"), "recipe": {"spacing": (2, 2)}}
+    prepared = "warning: the data are not prepared as they were when this run was last started"
+    assert data_that_changed(began, other) == [prepared]
+    assert "5 cases changed, such as a" in data_that_changed(began, {**other, "recipe": began["recipe"]})[0]
 
 
 def test_cases_that_are_validated_are_of_each_class_in_turn(data: ClassData) -> None:

@@ -172,6 +172,31 @@ def test_what_earlier_starts_learned_stays_known_and_their_label_maps_go(
     assert "The weights have learned from some of these held-out cases" in capsys.readouterr().out
 
 
+def test_a_case_that_chose_the_weights_and_is_kept_for_tests_now_is_known(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags, data, run = [*tiny_data(tmp_path), "--epochs", "1"], tmp_path / "Dataset001_Tiny", tmp_path / "run"
+
+    def described() -> dict[str, Any]:
+        return dict(json.loads((run / "config.json").read_text())["dataset"])
+
+    trained(1, [*flags, "--fold", "20:60:20", "--val-cases", "2"], run)
+    began = described()
+    assert len(began["held_out"]) == 3 and began["validated"] == began["held_out"][:2]
+    said = trained(1, ["--resume", "--epochs", "2", "--fold", "20:20:60", "--device", "cpu"], run).said()
+    now, out = described(), tmp_path / "predictions"
+    assert {*now["validated"]} == {*began["validated"], *now["held_out"]}
+    chose = sorted({*now["test"]} & {*began["validated"]})
+    assert chose, "each split shuffles alike"
+    told = f"keeps for tests now helped to choose its weights, such as {chose[0]}: such scores tend to be too good"
+    assert told in " ".join(said.split())
+    line = ["-i", str(data / "imagesTr"), "-o", str(out), "--device", "cpu", "--test-part"]
+    assert predict.act([str(run), *line]) == 0
+    capsys.readouterr()
+    assert evaluate.act([str(data), str(out), "--test-of", str(run)]) == 0
+    assert f"scored cases helped to choose the run's weights ({', '.join(chose)}): " in capsys.readouterr().out
+
+
 def test_a_run_of_all_cases_holds_none_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     flags, run = [*tiny_data(tmp_path), "--epochs", "1"], tmp_path / "run"
     said = trained(1, [*flags, "--fold", "all"], run).said()

@@ -14,7 +14,7 @@ from typing import Any
 import nibabel
 from numpy.typing import NDArray
 
-from seqpar.data.errors import DataError, reason
+from seqpar.data.errors import DataError, reason, remedy
 from seqpar.data.files import is_state, read_json, write_bytes, write_json
 from seqpar.data.formats.dataset import TABLE
 from seqpar.data.phantom.brain import MODALITIES
@@ -165,7 +165,7 @@ def write_phantom(
     except OSError as error:
         raise DataError(
             error.filename or root,
-            f"cannot write the phantom: {reason(error)}; free space or choose another --out",
+            f"cannot write the phantom: {reason(error)}; {remedy(error)} or choose another --out",
         ) from error
     return root
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from seqpar.data.errors import DataError, reason
+from seqpar.data.errors import DataError, reason, remedy
 from seqpar.data.files import STATE, fsync_folder, is_state, write_json
 from seqpar.data.preparation.cache import VERSION
 from seqpar.data.preparation.prepared_case import Prepared
@@ -187,8 +187,8 @@ def as_cache_error(path: Path) -> Iterator[None]:
         free = f", {shutil.disk_usage(path).free >> 20} MB are free" if error.errno == errno.ENOSPC else ""
         raise CacheError(
             path,
-            f"cannot be written ({reason(error)}{free}); finished cases are kept: free space "
-            f"or fix the permissions, or {ELSEWHERE}, and run again",
+            f"cannot be written ({reason(error)}{free}); finished cases are kept: {remedy(error)}, "
+            f"or {ELSEWHERE}, and run again",
         ) from error
 
 
