@@ -276,10 +276,11 @@ def make_trainer(
     refuse_other_outputs(data_before, data_now, config.data, out)
     net, attention_reasons = _build_net(config, mesh, data, before["layout"] if saved and is_first else {})
     mode_line = describe_decoding(net, config)
-    weights_line, learned = "", {*data_before.get("train", ()), *data_before.get(LEARNED, ())} - {*data_now["train"]}
-    learned |= cases_learned_before(data_before, data_now)
-    origin: dict[str, Any] = {ANCESTORS: sets} if (sets := sets_of_earlier_data(data_before, data_now)) else {}
-    origin |= {name: data_before[name] for name in (IS_UNKNOWN,) if name in data_before}
+    learned_from = data_before if saved else {}  # a run of which nothing was saved begins anew, with other weights
+    weights_line, learned = "", {*learned_from.get("train", ()), *learned_from.get(LEARNED, ())} - {*data_now["train"]}
+    learned |= cases_learned_before(learned_from, data_now)
+    origin: dict[str, Any] = {ANCESTORS: sets} if (sets := sets_of_earlier_data(learned_from, data_now)) else {}
+    origin |= {name: learned_from[name] for name in (IS_UNKNOWN,) if name in learned_from}
     if config.weights and not saved:
         weights_line, more, origin = _load_weights(net, config, data_now, mesh)
         learned |= more
@@ -308,7 +309,7 @@ def make_trainer(
         changed = data_that_changed(data_before, data_now)
         divided = patients_on_both_sides(data_now)
         divided = f"warning: {divided}" if divided else ""
-        sides = cases_that_changed_sides(data_before, data_now), tested_cases_that_chose(data_now)
+        sides = cases_that_changed_sides(learned_from, data_now), tested_cases_that_chose(data_now)
         for warning in filter(None, (*changed, *sides, divided)):
             print(warning, flush=True)
         here = Circumstances(declares_regions=bool(data.dataset.regions), learns_regions=bool(data.regions))

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +13,10 @@ from seqpar.cli import evaluate, export, predict
 from seqpar.data.volumes import read_volume, write_volume
 from seqpar.report.cautions import cautions_together
 from seqpar.tasks.segment.validation import SegmentationValidation
+from seqpar.training import gradients
 from seqpar.weights.facts import read_dataset
 from tests.support.folders import nnunet
-from tests.support.training_runs import tiny_data, trained
+from tests.support.training_runs import at, die, tiny_data, trained
 
 
 def test_cases_that_the_first_weights_had_learned_are_said_by_train_and_evaluate(
@@ -170,6 +172,18 @@ def test_what_earlier_starts_learned_stays_known_and_their_label_maps_go(
     described = json.loads((run / "config.json").read_text())["dataset"]
     assert evaluate.act([str(data), str(run)]) == 0
     assert "The weights have learned from some of these held-out cases" in capsys.readouterr().out
+
+
+def test_a_run_of_which_nothing_was_saved_has_learned_from_no_case(tmp_path: Path) -> None:
+    """It begins anew, so that the split of its first start tells nothing of its weights."""
+    flags, run = [*tiny_data(tmp_path), "--epochs", "1"], tmp_path / "run"
+    killed = at(gradients.Gradients, "_backward", 0, die, call=2)
+    trained(1, [*flags, "--fold", "0"], run, expect=-signal.SIGKILL, hook=killed)
+    began = json.loads((run / "config.json").read_text())["dataset"]
+    said = " ".join(trained(1, ["--resume", "--fold", "1", "--device", "cpu"], run).said().split())
+    described = json.loads((run / "config.json").read_text())["dataset"]
+    assert "nothing was saved before" in said and {*described["held_out"]} <= {*began["train"]}
+    assert "this run trained on" not in said and "learned_before" not in described
 
 
 def test_a_case_that_chose_the_weights_and_is_kept_for_tests_now_is_known(
