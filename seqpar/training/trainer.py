@@ -181,7 +181,8 @@ class Trainer:
                 self._save(must=decision == Decision.LEAVE or is_over)
             if decision == Decision.LEAVE and not step == self.progress.validated == config.steps:
                 return self._leave(stopper)
-        if self.steps.stop < config.steps:  # the next steps begin from what is saved, a validation made up included
+        is_best = self.progress.best_step == self.progress.step  # a made-up validation has tried to save it only once
+        if is_best or self.steps.stop < config.steps:  # the next steps begin from what is saved, that one included
             self._save(must=True)
         return True
 

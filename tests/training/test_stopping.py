@@ -286,6 +286,19 @@ def test_of_equally_good_validations_the_one_with_the_lower_loss_is_kept(tmp_pat
     )
 
 
+def test_a_best_validation_that_is_made_up_at_the_end_is_saved_or_the_run_fails() -> None:
+    """It is validated before any step; a save that failed there was a warning, and `best` named earlier weights."""
+    saved, run = list[bool](), SimpleNamespace(progress=checkpoint.Progress(step=20))
+
+    def validate(_: object) -> bool:
+        run.progress.best_step = run.progress.validated = run.progress.step
+        return True
+
+    run.config, run.steps = SimpleNamespace(iterations=2, steps=20), range(20)
+    run._end_epoch, run._save = validate, lambda must=False: saved.append(must)
+    assert Trainer._loop(run, None, None) and saved == [True]
+
+
 def test_a_run_that_goes_back_to_an_earlier_checkpoint_takes_its_best(flags, tmp_path, monkeypatch) -> None:
     """The last of three validations is the best, and its checkpoint is lost."""
     measure, out, scores = validation.SegmentationValidation.run, tmp_path / "run", iter((0.1, 0.2, 0.3))
