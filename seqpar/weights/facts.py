@@ -2,6 +2,7 @@
 
 import json
 import zipfile
+from collections import defaultdict
 from collections.abc import Collection, Mapping
 from contextlib import suppress
 from dataclasses import asdict
@@ -157,11 +158,14 @@ def cases_that_differ(*described: Mapping[str, Any]) -> list[str]:
 
 
 def changed_between(*described: Mapping[str, Any]) -> str:
-    """Returns which cases changed between trainings, in words; "" if none did.
+    """Returns which cases of a data set changed between trainings, in words; "" if none did.
 
     - ``described``: what each run records of its data
     """
-    cases = cases_that_differ(*described)
+    of_each = defaultdict[str, list[Mapping[str, Any]]](list)  # other data sets may have other cases of the same names
+    for own in described:
+        of_each[str(own.get("name"))].append(own)
+    cases = sorted({case for some in of_each.values() for case in cases_that_differ(*some)})
     return f"{quantity(len(cases), 'case')}, such as {cases[0]}, changed between these trainings" if cases else ""
 
 
