@@ -151,6 +151,7 @@ def test_a_label_map_that_is_replaced_under_a_training_is_named(
     monkeypatch.setattr(SegmentationValidation, "run", replace_label)
     said = " ".join(trained(1, flags, tmp_path / "run").said().split())
     assert f"{label}: has been replaced since this run prepared it" in said
+    assert "train --resume with more --epochs prepares it again" in said, "without, a finished run has nothing to do"
 
 
 def test_what_earlier_starts_learned_stays_known_and_their_label_maps_go(

@@ -48,7 +48,7 @@ from seqpar.text import clock, name_images, quantity
 
 REPLACED = (
     "has been replaced since this run prepared it: summary.json in validation/ scores the new label map, and the run's "
-    "own scores are of the one before; train --resume prepares it again"
+    "own scores are of the one before; train --resume with more --epochs prepares it again"
 )
 
 
