@@ -304,15 +304,15 @@ class CaseEvaluation(ABC):
         runs, gone = ([prediction], []) if is_run else _runs_behind(prediction)
         job.runs = () if is_run or gone else runs
         for run in filter(holds_run, runs):  # others have no record
-            with suppress(DataError, ValueError, OSError):  # data may have moved since: scores do not need them
-                if not is_run and (damaged := _fault_of(run)):
-                    gone.append(f"{damaged}: whether these cases were in its training data is not known.")
+            try:
                 record = read_record(run)
                 records.append(record)
                 lines += chosen_on_them(record) if is_run else begun_unknown(record)
                 if self.labels is not None:
                     lines += other_values(run, labels_of_run(record.dataset), self.labels)
                 found.append(self.find_seen(job, record))
+            except (DataError, ValueError, OSError) as error:  # of a damaged record: scores do not need it
+                gone += [f"{error}: whether these cases were in its training data is not known."] * (not is_run)
         lines += gone
         if found:
             job.known = Seen.by_any(found)
@@ -414,15 +414,6 @@ def _runs_behind(prediction: Path) -> tuple[list[Path], list[str]]:
                 continue
             sentences.append(f"{known}: whether they were in its training data is not known.")
     return runs, sentences
-
-
-def _fault_of(run: Path) -> str:
-    """Returns why a run's record cannot be read; "" if it can."""
-    try:
-        read_record(run)
-    except (DataError, ValueError, OSError) as error:
-        return str(error)
-    return ""
 
 
 def refuse_duplicates(places: Iterable[tuple[Path, Path]]) -> None:

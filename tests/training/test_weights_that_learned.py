@@ -39,6 +39,11 @@ def test_cases_that_the_first_weights_had_learned_are_said_by_train_and_evaluate
     assert predict.act([str(second), "-i", str(data / "imagesTr"), "-o", str(out), "--device", "cpu"]) == 0
     assert evaluate.act([str(data), str(out)]) == 0
     assert "5 of 5 scored cases were in the run's training data" in capsys.readouterr().out
+    content = json.loads((second / "config.json").read_text())
+    content["config"]["heads"] = "many"
+    (second / "config.json").write_text(json.dumps(content))
+    assert evaluate.act([str(data), str(out)]) == 0
+    assert "whether these cases were in its training data is not known" in capsys.readouterr().out, "of a damaged run"
 
 
 def test_weights_that_do_not_say_what_they_learned_are_said_to(
