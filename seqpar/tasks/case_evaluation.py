@@ -348,16 +348,38 @@ def other_values(run: Path, written: Labels, scored: Labels) -> list[str]:
 
 def seen_by_runs(record: RunRecord, prediction: Path | None, find: Callable[[RunRecord], Seen]) -> Seen:
     """Returns which cases the runs behind a prediction have seen; where it does not name them, and of none, ``record``.
+    Of another run that is gone nothing is known, which ``unknown_runs`` says.
 
     - ``find``: returns which a run has seen
     """
+    from seqpar.report.run_page import other_run  # few evaluations make a page
+
     runs, gone = _runs_behind(prediction) if prediction else ([], [])
     others, found = [run for run in runs if run.resolve() != record.path.resolve()], list[Seen]()
     for run in filter(holds_run, others):
         with suppress(DataError, ValueError, OSError):  # its folder may be damaged: scores do not need it
             found.append(find(read_record(run)))
     is_by_others = len(others) == len(runs) == len(found) > 0 and not gone
+    if prediction and not found and other_run(prediction, record.path):
+        return NONE_SEEN
     return Seen.by_any(found if is_by_others else [find(record), *found])
+
+
+def unknown_runs(record: RunRecord, prediction: Path | None) -> list[str]:
+    """Returns a sentence on each run behind a prediction, but a moved ``record``, if nothing tells what it has seen."""
+    from seqpar.report.run_page import made_by, other_run  # few evaluations make a page
+
+    if prediction is None:
+        return []
+    places = [Path(made["run"]).resolve() for made in made_by(prediction)]
+    is_there = len(places) != 1 or record.path.resolve() in places
+    runs, sentences = _runs_behind(prediction) if is_there or other_run(prediction, record.path) else ([], [])
+    for run in filter(holds_run, runs):
+        try:
+            _ = read_record(run).network_settings
+        except (DataError, ValueError, OSError) as error:
+            sentences.append(f"{error}: whether these cases were in its training data is not known.")
+    return sentences
 
 
 def lead_with_new(told: str, tables: Mapping[str, str], every: str, count: int) -> str:

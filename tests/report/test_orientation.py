@@ -162,6 +162,11 @@ def test_a_prediction_by_another_run_is_not_called_this_ones(
     record.write_text(json.dumps(gone))
     text = report_on(finished, test_set)[1].text
     assert "found, by run" in text and "This prediction was made by" not in text, "it has moved"
+    unknown = "which predicted these cases, is no longer there: whether they were in its training data is not known."
+    assert unknown not in text
+    record.write_text(json.dumps({"run": "/gone/other", "weights": {}}))
+    text = report_on(finished, test_set)[1].text
+    assert "This prediction was made by other, not by run." in text and f"/gone/other, {unknown}" in text
 
 
 def test_labels_where_the_image_is_0_are_said_to_be_left_out(finished: Path, test_set: dict[str, Path]) -> None:

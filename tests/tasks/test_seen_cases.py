@@ -12,7 +12,7 @@ from seqpar.data.formats.dataset import Case
 from seqpar.data.formats.recognise import read_dataset
 from seqpar.data.preparation.cache_index import sources_of
 from seqpar.data.preparation.prepare_dataset import prepare
-from seqpar.tasks.case_evaluation import Seen
+from seqpar.tasks.case_evaluation import NONE_SEEN, Seen, seen_by_runs, unknown_runs
 from seqpar.tasks.seen_cases import find_seen
 from tests.support.folders import image_array, label_array, nnunet, save, write_json
 
@@ -96,6 +96,15 @@ def test_only_cases_that_validations_scored_have_chosen_the_weights(tmp_path: Pa
     assert chose(held_out=["b", "c"], validated=["b"]) == ["b"]
     assert chose(held_out=["b"], test=["c"], validated=["b", "c"]) == ["b", "c"]
     assert chose(held_out=["b"], learned_before=["b"], validated=["b", "c"]) == ["c"]
+
+
+def test_nothing_is_said_of_cases_that_another_run_predicted_which_is_gone(tmp_path: Path) -> None:
+    record = SimpleNamespace(path=tmp_path / "run")
+    write_json(tmp_path / "found" / "prediction.json", {"run": "/gone/other", "weights": {}})
+    assert seen_by_runs(record, tmp_path / "found", lambda run: pytest.fail("it has not predicted")) is NONE_SEEN
+    (told,) = unknown_runs(record, tmp_path / "found")
+    assert told.startswith("/gone/other, which predicted these cases, is no longer there: whether they were")
+    assert unknown_runs(record, tmp_path) == [] == unknown_runs(record, None)
 
 
 def test_a_copy_of_a_runs_case_under_another_name_is_not_new(tmp_path: Path) -> None:

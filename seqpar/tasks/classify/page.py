@@ -57,7 +57,7 @@ from seqpar.scores.class_scores import (
 )
 from seqpar.scores.comparison import FEW, about_scans
 from seqpar.scores.label_files import missing_line
-from seqpar.tasks.case_evaluation import CHOSE, HELD, NEW, NONE_SEEN, Seen, seen_by_runs, seen_table
+from seqpar.tasks.case_evaluation import CHOSE, HELD, NEW, NONE_SEEN, Seen, seen_by_runs, seen_table, unknown_runs
 from seqpar.tasks.classify.evaluation import Summary, image_files, other_classes, shares_of, trained_on
 from seqpar.tasks.classify.scores import (
     EXPLANATIONS,
@@ -180,7 +180,7 @@ def _cautions(record: RunRecord, summary: Summary, truth: Path, prediction: Path
     voxels = spacings_of({name: images[name] for name in names if name in images})
     seen = seen_by_runs(record, prediction, lambda run: trained_on(run, truth, names))
     lines = [*other_classes(record, summary, truth), missing_line(summary["missing"]), *seen.sentences]
-    return seen, list(filter(None, [*lines, other_voxels(record, voxels)]))
+    return seen, list(filter(None, [*lines, *unknown_runs(record, prediction), other_voxels(record, voxels)]))
 
 
 @dataclass(frozen=True)

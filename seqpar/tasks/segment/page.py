@@ -92,6 +92,7 @@ from seqpar.tasks.case_evaluation import (
     records_behind,
     seen_by_runs,
     seen_table,
+    unknown_runs,
 )
 from seqpar.tasks.segment.evaluation import ABOUT_CALIBRATION, calibrate, calibration_diagram, trained_on
 from seqpar.tasks.segment.label_map_folder import DICOM_SEG, SavedProbabilities
@@ -178,7 +179,7 @@ def segment_page(options: argparse.Namespace, record: RunRecord) -> FinishedPage
         missing = filter(None, [missing_line(scored.missing)])
         cautions = chosen_on_them(record)
         if options.truth is not None:
-            cautions = [*begun_unknown(record), *missing, *seen.sentences]
+            cautions = [*begun_unknown(record), *missing, *seen.sentences, *unknown_runs(record, options.prediction)]
             cautions += other_values_of(options.truth, record.labels)
         cautions += [f"{quantity(len(faults), 'case')} could not be scored, as listed below the tables."] * bool(faults)
         cautions += filter(None, [about_scans([case.name for case in scored.cases], {}), too_much(scored)])
