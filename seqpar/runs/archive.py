@@ -23,6 +23,7 @@ import seqpar
 from seqpar.data.errors import DataError, unreadable, unwritable
 from seqpar.data.files import refuse_existing, whole_file
 from seqpar.settings.rules import FILES
+from seqpar.weights.facts import ANCESTORS, IS_UNKNOWN
 from seqpar.weights.weight_files import ARCHIVED, read_weights
 
 CONFIG, ABOUT = "config.json", "about.json"
@@ -130,6 +131,8 @@ def _shared(content: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the part of config.json that another machine needs and may see."""
     config = {name: "" if name in _PRIVATE else value for name, value in content["config"].items()}
     dataset = {name: content["dataset"][name] for name in _DATASET if name in content["dataset"]}
+    began = [content["dataset"].get(name) for name in (ANCESTORS, IS_UNKNOWN)]
+    dataset |= {IS_UNKNOWN: True} if any(began) else {}  # a pretraining would seem to have learned from no case
     if classes := content["dataset"].get("volume_classes"):
         dataset["volume_classes"] = {"names": classes["names"]}  # and no names of cases
     return {"config": config, "dataset": dataset, **{name: content[name] for name in _SHARED if name in content}}

@@ -21,6 +21,7 @@ from seqpar.data.errors import DataError
 from seqpar.runs.archive import MOST_JSON
 from seqpar.runs.run_folder import write_window
 from seqpar.runs.trained_run import read_run
+from seqpar.weights.facts import read_dataset
 from tests.support.folders import tree
 from tests.support.predictions import ROOT, act, make_run, write_images
 
@@ -91,6 +92,17 @@ def test_it_holds_nothing_of_the_machine_or_the_patients(run, tmp_path) -> None:
     assert about["licence"] == "not stated" and about["checkpoint"] == "model.safetensors"
     content = json.loads(texts[1])
     assert content["commit"] == "abc" and content["dataset"]["name"] == "Dataset001_A"
+
+
+def test_an_archive_says_that_it_does_not_tell_what_its_first_weights_learned(run, tmp_path) -> None:
+    """Without labels of its own, as of a pretraining, it would seem to have learned from no case."""
+    plain, begun = tmp_path / "plain.zip", tmp_path / "begun.zip"
+    assert export([str(run), str(plain)]) == 0 and "weights_learned_unknown" not in read_dataset(plain)
+    content = json.loads((run / "config.json").read_text())
+    content["dataset"]["weights_learned_from"] = [{"name": "D", "recipe": None, "train": ["POE_JOHN"], "digests": {}}]
+    (run / "config.json").write_text(json.dumps(content))
+    assert export([str(run), str(begun)]) == 0 and read_dataset(begun)["weights_learned_unknown"] is True
+    assert b"POE_JOHN" not in begun.read_bytes()
 
 
 def test_the_same_run_gives_the_same_bytes_and_nothing_is_overwritten(run, tmp_path, capsys) -> None:
