@@ -84,7 +84,7 @@ def cautions_together(runs: Iterable[Path]) -> list[str]:
 
 def with_names_of_training(record: RunRecord, cases: Sequence[str], run: str) -> list[str]:
     """Returns a sentence if shown cases have the names of cases that a run, called ``run``, was trained on."""
-    named = sorted({*cases} & {*record.dataset["train"]})
+    named = sorted({*cases} & {*record.dataset["train"], *record.dataset.get(LEARNED, ())})
     if not named:
         return []
     have = "has the name of a case" if len(named) == 1 else "have the names of cases"
@@ -134,7 +134,7 @@ def reached_in_validation(record: RunRecord, who: str = "this run") -> list[str]
         reached = f"On its {cases}{few} {who} reached a mean Dice of {scores}."
         if (count := len(record.held_out)) > 1:
             reached += f" Its weights are the best of {count} validations on them."
-        return [f"{reached} Other patients may score lower."]
+        return [" ".join([reached, "Other patients may score lower.", *cautions_of_learned(record)])]
     return []
 
 

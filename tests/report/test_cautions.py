@@ -15,10 +15,11 @@ from seqpar.data.formats.dataset import Case
 from seqpar.data.preparation.cache_index import sources_of
 from seqpar.report import images
 from seqpar.report.cases import CaseSection, elsewhere_note
+from seqpar.report.cautions import reached_in_validation, with_names_of_training
 from seqpar.report.embedded_volumes import ShownCase
 from seqpar.report.pictures import PicturedCase, caution_about, figure_of_cases
 from seqpar.report.planes import count_vanished_briefly
-from seqpar.report.record import ScoredCase
+from seqpar.report.record import ScoredCase, read_record
 from seqpar.report.tables import DISPUTED_ML, sizes_table
 from seqpar.scores.label_files import Doubt
 from tests.report.test_score_tables import scores_of
@@ -49,6 +50,20 @@ def test_it_is_said_that_parts_without_a_label_do_not_count(copied: Path) -> Non
     assert said not in written(copied).text
     values = json.loads((copied / "config.json").read_text())["dataset"]["values"]
     assert said in written(changed(copied, values=[*values, 9], ignore_label=len(values))).text
+
+
+def test_what_a_run_reached_on_cases_that_it_had_learned_says_nothing_of_new_ones(copied: Path) -> None:
+    """Pages of predictions without a truth quote it: --fold all holds out what it trains on."""
+    held_out = json.loads((copied / "config.json").read_text())["dataset"]["held_out"]
+    (said,) = reached_in_validation(read_record(copied))
+    assert said.endswith("Other patients may score lower.")
+    (said,) = reached_in_validation(read_record(changed(copied, train=held_out)))
+    learned = "Other patients may score lower. The weights have learned from some of these held-out cases"
+    assert learned in said and said.endswith("so that the scores say nothing of new cases.")
+    record = read_record(changed(copied, train=[], learned_before=held_out[:1]))
+    assert learned in reached_in_validation(record)[0]
+    (named,) = with_names_of_training(record, held_out, "moved")
+    assert f"has the name of a case that run moved was trained on, such as {held_out[0]}" in named
 
 
 def test_label_maps_of_nobody_known_are_not_called_the_network_s(finished: Path, copied: Path, tmp_path: Path) -> None:
