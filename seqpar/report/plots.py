@@ -2,6 +2,7 @@
 
 import io
 import math
+import os
 import re
 import textwrap
 from collections.abc import Mapping, Sequence
@@ -155,7 +156,7 @@ def title_of_run(out: Path, *lines: str, points: Sequence[Path] = ()) -> str:
 def name_of_run(out: Path, kind: str) -> str:
     """Returns the name of a run, such as "Run first"; a fold, or the point of a sweep, has its folder's name too."""
     place = out.resolve()
-    is_part = any((place.parent / name).is_file() for name in (FOLDS_FILE, SWEEP_FILE))
+    is_part = any(os.path.isfile(place.parent / name) for name in (FOLDS_FILE, SWEEP_FILE))  # False if it is unreadable
     name = f"{place.parent.name}/{place.name}" if is_part else place.name
     return name if name.lower().startswith(kind.lower()) else f"{kind} {name}"
 

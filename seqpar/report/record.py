@@ -7,14 +7,14 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
-from seqpar.data.errors import DataError
+from seqpar.data.errors import DataError, reason
 from seqpar.data.files import read_whole, strip_suffix
 from seqpar.data.phantom.phantom_files import has_phantoms
 from seqpar.report.planes import colours_of
 from seqpar.runs.archive import ABOUT, is_archive
 from seqpar.runs.journal import read_metrics
 from seqpar.runs.metrics_tail import SCORES, best_validation, score_of, task_of_row
-from seqpar.runs.run_folder import read_config
+from seqpar.runs.run_folder import holds_run, read_config
 from seqpar.runs.run_status import describe_kill
 from seqpar.scores.label_classes import Labels, labels_of_run
 from seqpar.scores.label_files import (
@@ -31,6 +31,7 @@ from seqpar.scores.summary_files import class_key, summary_content
 from seqpar.settings.config import Config
 from seqpar.settings.network_settings import NetworkSettings, PretrainingSettings
 from seqpar.text import millilitres
+from seqpar.weights.weight_files import digest
 
 Row = Mapping[str, Any]
 # what Python says of a file whose parts are of other kinds, or missing
@@ -269,6 +270,27 @@ def weights_behind(prediction: Path) -> str:
         return ", ".join(str(from_here(path)) for run in content.get("runs", [content]) for path in run["weights"])
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return ""
+
+
+def why_unknown(run: Path, weights: Mapping[str, str]) -> str:
+    """Returns why nothing tells from which cases the run that predicted others had learned; "" if its folder does.
+
+    - ``weights``: the digest of each file of weights that it predicted with
+    """
+    made = f"{run}, which predicted these cases,"
+    try:
+        files = [path for path in map(Path, weights if holds_run(run) else ()) if path.is_absolute()]
+        if not run.exists():
+            return f"{made} is no longer there"
+        if any(digest(path) != weights[str(path)] for path in files if path.is_file()):
+            return f"{run} holds other weights than those that predicted these cases"
+        if files and not any(map(Path.is_file, files)):
+            return f"{run} no longer holds the weights that predicted these cases"
+        if others := [path for path in files if run.resolve() not in path.resolve().parents]:
+            return f"{others[0]}, whose weights predicted these cases, is not in {run}"
+        return "" if holds_run(run) else f"{made} does not say from which cases it has learned"
+    except OSError as error:  # such as of another user's folder
+        return f"{made} cannot be read ({reason(error)})"
 
 
 def measure_folder(prediction: Path, labels: Labels) -> CaseScores:

@@ -16,7 +16,7 @@ from seqpar.data.files import read_json
 from seqpar.data.phantom.phantom_files import is_generated
 from seqpar.prediction.prediction_folder import RECORD, mixed_line, predicted_otherwise, replaced_line
 from seqpar.report.cautions import above_scores, begun_unknown, cautions_together, chosen_on_them
-from seqpar.report.record import RunRecord, read_record
+from seqpar.report.record import RunRecord, read_record, why_unknown
 from seqpar.report.tables import Score, Table, TableHead, TableRow
 from seqpar.runs.run_folder import holds_run, tested_cases
 from seqpar.scores.comparison import about_scans
@@ -25,7 +25,6 @@ from seqpar.scores.label_files import MAX_NAMED, missing_line
 from seqpar.scores.summary_files import write_output, writing_alone
 from seqpar.terminal import next_command
 from seqpar.text import quantity
-from seqpar.weights.weight_files import digest
 
 NEW, HELD, CHOSE = "new to the run", "held out by the run", "used to choose the weights"
 SEEN, NAMESAKE = "seen in training", "with the name of one of the run's cases or patients"
@@ -420,21 +419,10 @@ def _runs_behind(prediction: Path) -> tuple[list[Path], list[str]]:
     with suppress(DataError, OSError, ValueError, KeyError, TypeError, AttributeError):  # it does not say
         content = read_json(prediction / RECORD)
         for run, weights in [(Path(made["run"]), made.get("weights", {})) for made in content.get("runs", [content])]:
-            files = [path for path in map(Path, weights if holds_run(run) else ()) if path.is_absolute()]
-            if not run.exists():
-                known = f"{run}, which predicted these cases, is no longer there"
-            elif any(digest(path) != weights[str(path)] for path in files if path.is_file()):
-                known = f"{run} holds other weights than those that predicted these cases"
-            elif files and not any(map(Path.is_file, files)):
-                known = f"{run} no longer holds the weights that predicted these cases"
-            elif others := [path for path in files if run.resolve() not in path.resolve().parents]:
-                known = f"{others[0]}, whose weights predicted these cases, is not in {run}"
-            elif not holds_run(run):
-                known = f"{run}, which predicted these cases, does not say from which cases it has learned"
+            if known := why_unknown(run, weights):
+                sentences.append(f"{known}: whether they were in its training data is not known.")
             else:
                 runs.append(run)
-                continue
-            sentences.append(f"{known}: whether they were in its training data is not known.")
     return runs, sentences
 
 

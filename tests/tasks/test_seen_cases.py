@@ -105,6 +105,10 @@ def test_nothing_is_said_of_cases_that_another_run_predicted_which_is_gone(tmp_p
     (told,) = unknown_runs(record, tmp_path / "found")
     assert told.startswith("/gone/other, which predicted these cases, is no longer there: whether they were")
     assert unknown_runs(record, tmp_path) == [] == unknown_runs(record, None)
+    unreadable = f"/{'long' * 80}/run"  # as another user's folder is, for all but root
+    write_json(tmp_path / "found" / "prediction.json", {"run": unreadable, "weights": {}})
+    (told,) = unknown_runs(record, tmp_path / "found")
+    assert told.startswith(f"{unreadable}, which predicted these cases, ") and told.endswith("data is not known.")
 
 
 def test_a_copy_of_a_runs_case_under_another_name_is_not_new(tmp_path: Path) -> None:
