@@ -329,7 +329,7 @@ class CaseSection:
         told = [case["heat_caution"] for case in self.volumes["cases"] if case["heat"]]
         count = sum(text.startswith(MAXIMUM_OUTSIDE) for text in told)
         which = f"In {count} of {len(told)} shown maps the maximum" if len(told) > 1 else "The shown map's maximum"
-        return f"{which} is outside the body: what a map shows there is no reason." if count else ""
+        return f"{which} is outside the body: do not read such a map as a reason." if count else ""
 
 
 def case_section(

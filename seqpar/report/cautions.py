@@ -40,7 +40,7 @@ def begun_unknown(record: RunRecord) -> list[str]:
         return []
     return [
         "Training began with weights that do not say from which cases they have learned: scores of those cases would "
-        "say nothing of new ones."
+        "say nothing about new ones."
     ]
 
 
@@ -59,7 +59,7 @@ def cautions_of_learned(*records: RunRecord) -> list[str]:
     """Returns a sentence if a run had learned from some cases that it holds out, and one if that is not known."""
     learned = (
         "The weights have learned from some of these held-out cases (--fold all, another split, or weights that "
-        "training began with), so that the scores say nothing of new cases."
+        "training began with), so the scores say nothing about new cases."
     )
     unknown = list(dict.fromkeys(sentence for run in records for sentence in begun_unknown(run)))
     known = (({*run.dataset.get("train", ()), *run.dataset.get(LEARNED, ())}, run.dataset) for run in records)
@@ -78,7 +78,7 @@ def cautions_together(runs: Iterable[Path]) -> list[str]:
     learned = [name for name, record in found.items() if cautions_of_learned(record)]
     lines = [f"Caution: {', '.join(learned)}: see above what these weights had learned; the score may be too good."]
     told = changed_between(*(record.dataset for record in found.values()))
-    changed = f"Caution: {told}, which a score of all of them together mixes."
+    changed = f"Caution: {told}: a score of all of them together mixes two states of the data."
     return lines * bool(learned) + [changed] * bool(told)
 
 
@@ -147,7 +147,7 @@ def may_be_chance(record: RunRecord) -> str:
     if row is None or not counts:
         return ""
     if len(counts) == 1:
-        return "The held-out cases are all of one class, so that a constant answer would be right for each of them."
+        return "The held-out cases are all of one class: always giving that class would be right for each of them."
     best, guess = score_of(row), 1 / len(counts)
     deviation = guess * math.sqrt(guess * (1 - guess) * sum(1 / count for count in counts.values()))
     limit, cases = NormalDist().inv_cdf(SURE ** (1 / len(record.held_out))), counts.total()
@@ -159,5 +159,5 @@ def may_be_chance(record: RunRecord) -> str:
     if isinstance(area, float) and area - 0.5 > limit * fmean(spreads):  # Mann and Whitney's, of each class
         at = " at the 0.5 threshold" * (len(record.dataset["volume_classes"]["names"]) == 2)
         better = f"Its ranking of the cases is better than chance (AUC {area:.3f}, guessing 0.5)"
-        return f"{reached}{at}{chance}. {better}, so that it has learned, but do not trust its classes."
+        return f"{reached}{at}{chance}. {better}, so it has learned, but do not trust its classes."
     return f"{reached}{chance}: nothing shows that the network has learned. Do not trust its classes or its maps."

@@ -140,8 +140,10 @@ def _of_prediction(cases: Sequence[Case], predicted: Stamps | None, gaps: list[s
                 others.append(name)
     if others:
         shown = ", ".join(others[:MAX_NAMED]) + ", …" * (len(others) > MAX_NAMED)
-        are = "is that of another scan" if len(others) == 1 else "are those of other scans"
-        gaps.append(f"Caution: the image of {shown} {are} than the prediction was made from; it is not shown.")
+        one = len(others) == 1
+        are = "is of another scan than the one that was" if one else "are of other scans than those that were"
+        it, images = ("it is", "image") if one else ("they are", "images")
+        gaps.append(f"Caution: the {images} of {shown} {are} predicted; {it} not shown.")
     return {name: case for name, case in own.items() if name not in others}
 
 

@@ -186,7 +186,7 @@ def step_sentence(own: int, record: RunRecord) -> str:
         return f"All scores are {last}."
     return (
         f"All other scores, those of single cases included, are {last}, whose {SCORES[task_of_row(row)]} was "
-        f"{score_of(row):.3f}. The large numbers are of these."
+        f"{score_of(row):.3f}. The large numbers are of that step."
     )
 
 
@@ -215,7 +215,7 @@ def read_record(run: Path) -> RunRecord:
     try:
         status = dict(json.loads(read_whole(run / "status.json")))
     except (OSError, ValueError, TypeError):
-        gaps.append("There is no readable status.json, so that the run's verdict is not known.")
+        gaps.append("There is no readable status.json, so the run's verdict is not known.")
     if why := describe_kill(run):
         status |= {"state": "killed", "why": why, "step": -1}  # where it is, the journal knows
     rows: list[Row] = []

@@ -92,14 +92,12 @@ def render_run(
         about = f"Configuration and training are those of {name} alone."
         cautions = [f"The prediction is the mean of {averaged}{unscored}. {about}", *cautions]
     if another:
-        about = (
-            f"Configuration, training and curves on this page are those of {name}; which cases it had seen is said of "
-        )
-        about += f"{another}."
+        about = f"Configuration, training and curves on this page are those of {name}. Cases count as "
+        about += f"seen if {another} had seen them."
         cautions = [f"This prediction was made by {another}, not by {name}. {about}", *cautions]
     if prediction and not made_by(prediction) and prediction.resolve().parent != record.path.resolve():
         about = f"The folder {prediction.name} does not say which network made its label maps"
-        cautions = [f"{about}: that it was {kind}{name} is what whoever asked for this page says.", *cautions]
+        cautions = [f"{about}: whoever asked for this page says that it was {kind}{name}.", *cautions]
     generated = record.has_phantoms
     if prediction:
         generated = is_generated(images or truth or "unknown") or is_of_phantoms(prediction)

@@ -377,7 +377,7 @@ def predicted_volumes(scored: CaseScores) -> Table:
         TableRow(c.name, [volume_score(row["VolumeMl"], places) for row in c.scores.values()]) for c in scored.cases
     ]
     heads = [TableHead("Case"), TableHead("Predicted volume, ml", tuple(scored.classes))]
-    note = f"There is no truth here: nothing says how good these are.{what_volumes_count(scored.classes)}"
+    note = f"There is no truth here, so nothing shows how good these are.{what_volumes_count(scored.classes)}"
     return Table("predicted-volumes", heads, rows, "case", note)
 
 

@@ -226,14 +226,14 @@ def caution_of_guesses(summary: Mapping[str, Any]) -> str:
     present = [name for name, row in summary["classes"].items() if row["cases"]]
     if len(present) == 1:
         return (
-            f"All cases are of the class {present[0]}, so that a constant answer would be right for each of them: the "
-            "balanced accuracy is this class's sensitivity alone, and nothing tells how often others are taken for it."
+            f"All cases are of the class {present[0]}: always giving that class would be right for each of them. The "
+            "balanced accuracy is this class's sensitivity alone, and nothing shows how often others are taken for it."
         )
     low, high = summary["intervals"].get("AUC") or (1.0, 1.0)
     fewest, total = fewest_cases(summary, "AUC"), int(summary["cases"])
     by_chance = 1 / math.comb(total, fewest)  # that all are ranked rightly, of two classes
     if fewest < FEW and (low <= 0.5 or by_chance > 0.05):
-        return f"Guessing could reach these scores: {quantity(fewest, 'case')} of a class cannot tell."
+        return f"Guessing could reach these scores: the smallest class has {quantity(fewest, 'case')}, {TOO_FEW}."
     within = f", also within its interval ({low:.3f} to {high:.3f})" * (low < high)
     if high < 0.5:
         return (

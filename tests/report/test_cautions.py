@@ -74,7 +74,7 @@ def test_label_maps_of_nobody_known_are_not_called_the_network_s(finished: Path,
         assert run(report.act, [str(copied), "--prediction", str(found), "--out", str(target)]) == 0
         return Page(target.read_text()).text
 
-    said = "which network made its label maps: that it was run moved is what whoever asked for this page says."
+    said = "which network made its label maps: whoever asked for this page says that it was run moved."
     assert f"The folder hand does not say {said}" in text_of(by_hand)
     assert said not in text_of(by_run), "its record names the run"
 
@@ -105,9 +105,11 @@ def test_images_of_other_scans_are_not_shown_under_a_prediction(tmp_path: Path) 
     assert images._of_prediction(cases, stamps, gaps).keys() == {"a", "b"} and not gaps
     save(tmp_path / "b.nii", image_array(7))
     assert images._of_prediction(cases, stamps, gaps).keys() == {"a"}
-    assert gaps == [
-        "Caution: the image of b is that of another scan than the prediction was made from; it is not shown."
-    ]
+    assert gaps == ["Caution: the image of b is of another scan than the one that was predicted; it is not shown."]
+    save(tmp_path / "a.nii", image_array(8))
+    gaps.clear()
+    assert not images._of_prediction(cases, stamps, gaps)
+    assert gaps[0].startswith("Caution: the images of a, b are of other scans than those that were predicted; they are")
     assert images._of_prediction(cases, None, gaps).keys() == {"a", "b"}, "nobody knows from what"
 
 
@@ -202,6 +204,6 @@ def test_maps_with_their_maximum_outside_the_body_are_counted() -> None:
     def told(cases: list[dict[str, Any]]) -> str:
         return CaseSection("", (), "", (), {"cases": cases}).maps_outside
 
-    assert told(entries) == "In 2 of 4 shown maps the maximum is outside the body: what a map shows there is no reason."
+    assert told(entries) == "In 2 of 4 shown maps the maximum is outside the body: do not read such a map as a reason."
     assert told(entries[1:2]).startswith("The shown map's maximum is outside the body: ")
     assert told(entries[:1]) == "" == told([{"heat": "", "heat_caution": cautions[1]}])

@@ -135,11 +135,11 @@ def test_scores_on_cases_that_chose_the_weights_are_said_to_be_too_good(page: Pa
 def test_a_patients_page_says_what_was_predicted_where_the_truth_had_nothing() -> None:
     counts = ((1, 1), (1, 0), (3, 3), (3, 2), (3, 0))
     assert [segment_page._found_in_none("lesion", Absent(*both, 0)) for both in counts] == [
-        "In the 1 held-out case without lesion it predicted some.",
-        "In the 1 held-out case without lesion it predicted none.",
-        "In the 3 held-out cases without lesion it predicted some.",
-        "In 2 of the 3 held-out cases without lesion it predicted some.",
-        "In none of the 3 held-out cases without lesion it predicted some.",
+        "In the 1 held-out case without lesion, it predicted some.",
+        "In the 1 held-out case without lesion, it predicted none.",
+        "In the 3 held-out cases without lesion, it predicted some.",
+        "In 2 of the 3 held-out cases without lesion, it predicted some.",
+        "In none of the 3 held-out cases without lesion did it predict any.",
     ]
 
 
@@ -254,7 +254,7 @@ def test_a_prediction_without_truth_is_shown_with_its_volumes_and_no_score(
     assert "Dice" not in said[said.index("Cases") : said.index("Configuration")] and "lowest Dice" not in said
     assert "On its 2 held-out cases (too few to tell) this run reached a mean Dice of NCR 0." in said
     assert said.index("For research; not a medical device.") < said.index("On its 2 held-out")
-    assert "held-out case has every class: nothing tells what would be predicted for patients without one." in said
+    assert "held-out case has every class: nothing shows what would be predicted for patients without one." in said
     assert "A volume is that of all labels of its class: WT = NCR + ED + ET; TC = NCR + ET." in said
     assert "Predicted: NCR " in said and "P shows or hides the prediction" in said
     volumes = json.loads(page.scripts["volumes"])["cases"][0]

@@ -375,11 +375,10 @@ def test_scores_that_a_guess_could_have_are_cautioned() -> None:
     assert caution(one, [0.5] * 10 + [0.4, 0.6] * 5).startswith("Guessing could reach these scores")
     assert "the wrong way round" in caution(one, other[::-1])
     few = [0] * 4 + [1] * 4
-    assert (
-        caution(few, [0.5] * 4 + [0.4, 0.6] * 2) == "Guessing could reach these scores: 4 cases of a class cannot tell."
-    )
+    said = "Guessing could reach these scores: the smallest class has 4 cases, too few to tell."
+    assert caution(few, [0.5] * 4 + [0.4, 0.6] * 2) == said
     assert caution(few, [0.1] * 4 + [0.9] * 4) == "", "chance ranks 4 and 4 rightly in 1 of 70 cases"
-    assert "2 cases of a class cannot tell" in caution([0, 0, 1, 1], [0.1, 0.1, 0.9, 0.9])
+    assert "the smallest class has 2 cases, too few to tell" in caution([0, 0, 1, 1], [0.1, 0.1, 0.9, 0.9])
     assert caution([0] * 6 + [1] * 6, [0.9] * 6 + [0.1] * 6).startswith("The AUC is below 0.5: the network ranks")
     assert "All cases are of the class ill" in caution([1] * 10, [0.9] * 10)
     summary = score_classes([0] * 9 + [1], np.full((10, 2), 0.5), ["healthy", "ill"])

@@ -135,7 +135,7 @@ def test_the_table_of_classes_has_intervals_and_that_of_counts_says_what_its_row
     tied = {"case": "t", "truth": "ill", "class": "healthy", "probabilities": [0.5, 0.5]}
     other = summary(["healthy", "ill"]) | {"source": "here"}
     other["metric_per_case"] = [*other["metric_per_case"], tied]
-    equal = "(above 0.5); of equal ones, as in 1 case, it is the first: healthy, ill. "
+    equal = "(above 0.5); if several are equal (1 case), the first of healthy, ill. "
     assert equal in classes_table(other).note
     about = [_scores(summary(names) | {"source": "here"}, None, "").about for names in (NAMES[:2], NAMES)]
     assert ["averaged over classes" in text for text in about] == [False, True]

@@ -227,7 +227,7 @@ def _row_of(summary: Summary) -> dict[str, Score]:
 
 
 ABOUT = (
-    "95 % intervals: Wilson's of accuracy; of balanced accuracy Wilson's of the classes, combined; of AUC by bootstrap "
+    "95 % intervals: accuracy, Wilson's; balanced accuracy, Wilson's of the classes, combined; AUC, by bootstrap "
     "(1,000 draws, stratified by class). n: cases. Guessing gives a balanced accuracy of {guess:.3g} and an AUC of 0.5 "
     "on average."
 )
@@ -261,7 +261,7 @@ def classes_table(summary: Summary, positive: str | None = None) -> Table:
         against = f"{mirrored} has no row: its sensitivity is the specificity above, and the reverse. "
     _, probabilities = _arrays(summary)
     ties = int(((probabilities == probabilities.max(1, keepdims=True)).sum(1) > 1).sum())
-    tied = f"; of equal ones, as in {quantity(ties, 'case')}, it is the first: {', '.join(names)}" if ties else ""
+    tied = f"; if several are equal ({quantity(ties, 'case')}), the first of {', '.join(names)}" if ties else ""
     note = (
         f"Scores of {quantity(summary['cases'], 'case')}: {summary['source']}. {against}"
         f"The predicted class is the one with the highest probability{' (above 0.5)' * (not has_areas)}{tied}. "

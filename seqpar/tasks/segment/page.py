@@ -397,12 +397,12 @@ def _found_in_none(name: str, absent: Absent) -> str:
     if predicted == count or not predicted:
         which = f"{'none of ' * (not predicted)}the {quantity(count, 'held-out case')}"
         which = which.replace("none of the 1 ", "the 1 ")
-    did = "predicted some" if predicted or count > 1 else "predicted none"
-    return f"In {which} without {name} it {did}."
+    did = f", it predicted {'some' if predicted else 'none'}" if predicted or count == 1 else " did it predict any"
+    return f"In {which} without {name}{did}."
 
 
 ALL_HAVE_IT = (
-    "The truth of each held-out case has every class: nothing tells what would be predicted for patients without one."
+    "The truth of each held-out case has every class: nothing shows what would be predicted for patients without one."
 )
 
 
