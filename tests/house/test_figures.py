@@ -29,18 +29,39 @@ def step(column: str, batch: int, mode: str, whose: str = "ours") -> float:
     return of("step", column, net=f"UNETR, {whose}", batch=batch, mode=mode)
 
 
-def to_kept(batch: int, mode: str) -> float:
-    """Returns the ratio to MONAI's with freed memory kept."""
-    return step("ratio", batch, mode) / step("ratio", batch, "", "monai, memory kept")
+def to_best(subject: str, ours: dict[str, object], peers: list[str], key: str = "net", **where: object) -> float:
+    """Returns the ratio to the quickest of some peers, which are compared in the same turns."""
+    rows = [{key: name, **where} for name in peers]
+    return of(subject, "ratio", **ours, **where) / min(of(subject, "ratio", **row) for row in rows)
+
+
+def tuned(name: str) -> list[str]:
+    """Returns a peer's rows with freed memory kept: as it is, and compiled."""
+    return [name, f"{name}, compiled"]
+
+
+def step_to_best(batch: int, mode: str) -> float:
+    """Returns the ratio to MONAI's at its best."""
+    ours = {"net": "UNETR, ours", "mode": mode}
+    return to_best("step", ours, tuned("UNETR, monai, memory kept"), batch=batch)
 
 
 def encoder(net: str, ranks: str) -> float:
-    """Returns the ratio to MONAI's with its fused attention and freed memory kept."""
-    ours, monais = (
-        of("encoder", "ratio", net=f"{net}, {whose}", **{"ranks x threads": on})
-        for whose, on in (("ours", ranks), ("monai, flash, memory kept", "1 x 2"))
-    )
-    return ours / monais
+    """Returns the ratio to MONAI's with its fused attention at its best."""
+    ours = {"net": f"{net}, ours", "ranks x threads": ranks}
+    return to_best("encoder", ours, tuned(f"{net}, monai, flash, memory kept"))
+
+
+def plain(ranks: str) -> float:
+    """Returns the ratio to the quickest other program of nnU-Net's plain network."""
+    others = ("dynamic-network-architectures", "torch's own modules", "MONAI DynUNet")
+    return to_best("unets", {"net": f"nnunet-plain, {ranks}"}, [row for name in others for row in tuned(name)])
+
+
+def small(what: str) -> str:
+    """Returns the ratios to nnU-Net at its best on one thread and on two."""
+    peers = tuned("nnU-Net")
+    return two(*(to_best("nnunet", {"by": "ours"}, peers, "by", what=what, threads=n) for n in (1, 2)))
 
 
 def attention(ranks: int, tokens: int, *strategies: str) -> float:
@@ -91,7 +112,7 @@ def span(errors: list[float]) -> str:
     return f"{errors[0]:+.0f} to {errors[-1]:+.0f} %"
 
 
-ENCODER = "time of the encoder, relative to MONAI's ViT with fused attention and freed memory kept"
+ENCODER = "time of the encoder, relative to MONAI's ViT at its best"
 ATTENTION = "time of attention, relative to"
 TILES, BY_FIRST = "tiles a second with augmentation `full`, relative to", "batchgenerators, nnU-Net default, order"
 PEER = "batchgeneratorsv2, nnU-Net default, linear"
@@ -104,8 +125,9 @@ PEERS = {
 }
 ULYSSES = ("DeepSpeed Ulysses",)
 STEP = "time of a UNETR step, relative to MONAI's"
-KEPT = f"{STEP} with freed memory kept"
-PLAIN = "time of a step of nnU-Net's plain network, relative to its own package"
+BEST = f"{STEP} at its best"
+PLAIN = "time of a step of nnU-Net's plain network, relative to the quickest other program"
+SMALL = "nnU-Net's small network, relative to nnU-Net at its best"
 SPLITS = {"1 rank": (1, "gather"), "2 ranks in `halo`": (1, "halo"), "2 ranks in `swap`": (2, "swap")}
 RING = ("torch ring, all-gather", "torch ring, all-to-all")
 # how a row of the tables begins → its figures, from where they were measured; None: LOG or a test has them
@@ -114,12 +136,14 @@ FIGURES: dict[str, Callable[[], Any] | None] = {
     "weights after 10": None,
     "loss of each of 50 steps": None,
     **{f"{STEP}: {name}": (lambda split=split: two(step("ratio", *split))) for name, split in SPLITS.items()},
-    **{f"{KEPT}: {name}": (lambda split=split: two(to_kept(*split))) for name, split in SPLITS.items()},
+    **{f"{BEST}: {name}": (lambda split=split: two(step_to_best(*split))) for name, split in SPLITS.items()},
     "memory that a UNETR holds for backward": lambda: two(
         step("saved MB a rank", 1, "halo") / of("step", "saved MB a rank", net="UNETR, monai", batch=1)
     ),
-    f"{PLAIN}: 1 rank": lambda: two(of("unets", "ratio", net="nnunet-plain, 1 rank")),
-    f"{PLAIN}: 2 ranks": lambda: two(of("unets", "ratio", net="nnunet-plain, 2 ranks")),
+    f"{PLAIN}: 1 rank": lambda: two(plain("1 rank")),
+    f"{PLAIN}: 2 ranks": lambda: two(plain("2 ranks")),
+    f"time of a training step of {SMALL}": lambda: small("training step"),
+    f"time of a prediction of {SMALL}": lambda: small("prediction of 128x128x64"),
     f"{ENCODER}: 4,096 tokens, width 192, 1 rank": lambda: two(encoder("ViT 192 x 4", "1 x 2")),
     f"{ENCODER}: 4,096 tokens, width 192, 2 ranks": lambda: two(encoder("ViT 192 x 4", "2 x 1")),
     f"{ENCODER}: 216 tokens, ViT-B, 1 rank": lambda: two(encoder("ViT 768 x 12", "1 x 2")),
