@@ -43,7 +43,7 @@ USAGES = """
 2 predict missing.zip -i D -o out | missing.zip does not exist
 3 predict file -i D -o out | file: is no exported run, or damaged
 3 predict not-text -i D -o out | not-text/config.json: is damaged
-3 predict no-decoder -i D -o out | no-decoder/config.json: --decoder foo: choose one of
+3 predict no-decoder -i D -o out | no-decoder/config.json: decoder foo: choose one of
 2 predict run -i D -o out --mirror none W | --mirror none W: none and directions contradict
 3 predict no-weights -i D -o out | no-weights
 3 predict run -i nan -o out | voxels are NaN or infinite

@@ -222,7 +222,7 @@ def test_continue_refuses_other_settings(images, tmp_path) -> None:
         ("recipe", "schemes", ["zscroe"], "normalises .*zscroe.*: it is damaged"),
         ("recipe", "schemes", ["ct"], "normalises .*ct.*None.*: it is damaged"),
         ("recipe", "spacing", [0, 1, 1], "has the spacing .0, 1, 1.*: it is damaged"),
-        ("config", "precision", "fp8", "--precision fp8: choose one of"),
+        ("config", "precision", "fp8", "config.json: precision fp8: choose one of"),
     ],
 )
 def test_a_damaged_run_predicts_nothing(part: str, name: str, value: Any, says: str, images, tmp_path) -> None:

@@ -59,7 +59,7 @@ def test_what_a_run_reached_on_cases_that_it_had_learned_says_nothing_of_new_one
     assert said.endswith("Other patients may score lower.")
     (said,) = reached_in_validation(read_record(changed(copied, train=held_out)))
     learned = "Other patients may score lower. The weights have learned from some of these held-out cases"
-    assert learned in said and said.endswith("so that the scores say nothing of new cases.")
+    assert learned in said and said.endswith("so the scores say nothing about new cases.")
     record = read_record(changed(copied, train=[], learned_before=held_out[:1]))
     assert learned in reached_in_validation(record)[0]
     (named,) = with_names_of_training(record, held_out, "moved")

@@ -444,7 +444,7 @@ def test_the_entropy_is_shown_next_to_the_prediction_and_calibration_below_the_s
     save(predictions / "uncertainty" / "case-b_disagreement.nii.gz", shares, image.affine)
     page = written_page(uncertainty=True, runs=[{"weights": {}}] * 3)
     assert "disagreement of the averaged networks, with the prediction's outlines: 0" in page.text
-    assert "comes from networks that contradict each other" in page.text
+    assert "comes from networks contradicting each other" in page.text
     assert page.text.count("2.08 nats") == 2 and "1.91 nats (the most that 3 networks can have)" in page.text
     labels = [value for _, name, value in page.attributes if name == "aria-label"]
     assert sum("disagreement of case-b" in label for label in labels) == 3
