@@ -276,7 +276,7 @@ def make_trainer(
     refuse_other_outputs(data_before, data_now, config.data, out)
     net, attention_reasons = _build_net(config, mesh, data, before["layout"] if saved and is_first else {})
     mode_line = describe_decoding(net, config)
-    learned_from = data_before if saved else {}  # a run of which nothing was saved begins anew, with other weights
+    learned_from = data_before if saved else {}  # a run that saved nothing begins anew, with other weights
     weights_line, learned = "", {*learned_from.get("train", ()), *learned_from.get(LEARNED, ())} - {*data_now["train"]}
     learned |= cases_learned_before(learned_from, data_now)
     origin: dict[str, Any] = {ANCESTORS: sets} if (sets := sets_of_earlier_data(learned_from, data_now)) else {}

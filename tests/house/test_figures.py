@@ -36,7 +36,7 @@ def to_best(subject: str, ours: dict[str, object], peers: list[str], key: str = 
 
 
 def tuned(name: str) -> list[str]:
-    """Returns a peer's rows with freed memory kept: as it is, and compiled."""
+    """Returns a peer's rows with freed memory kept: not compiled, and compiled."""
     return [name, f"{name}, compiled"]
 
 
