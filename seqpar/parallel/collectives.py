@@ -33,6 +33,7 @@ from seqpar.parallel.messages import (
 )
 from seqpar.parallel.shared_memory import INLINE
 
+_SUMMED = 1 << 20  # bytes of a rank's piece that are summed at a time, so that they stay in its cache
 # torch 2.13 renamed both; older ones know only the second name.
 _gather_single: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _scatter_single: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -230,11 +231,12 @@ def sum_in_place(x: Tensor, group: Group) -> None:
     if x.nbytes <= INLINE:  # one short message to each peer is quicker than two rounds
         flat.copy_(_sum_in_rank_order(dict(enumerate(gather_rows(flat, group)))))
         return
-    pieces = flat.tensor_split(group.size)
-    received = [(q, torch.empty_like(pieces[own])) for q in group.peers]
-    _exchange([(q, pieces[q]) for q in group.peers], received, group)
-    pieces[own].copy_(_sum_in_rank_order({**dict(received), own: pieces[own]}))
-    _exchange([(q, pieces[own]) for q in group.peers], [(q, pieces[q]) for q in group.peers], group)
+    for part in flat.tensor_split(-(-x.nbytes // (group.size * _SUMMED))):
+        pieces = part.tensor_split(group.size)
+        received = [(q, torch.empty_like(pieces[own])) for q in group.peers]
+        _exchange([(q, pieces[q]) for q in group.peers], received, group)
+        pieces[own].copy_(_sum_in_rank_order({**dict(received), own: pieces[own]}))
+        _exchange([(q, pieces[own]) for q in group.peers], [(q, pieces[q]) for q in group.peers], group)
 
 
 def average_bucket(group: Group, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:

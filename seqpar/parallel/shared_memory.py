@@ -2,7 +2,7 @@
 
 gloo hands each message to threads on both sides, which wake each other: a sum of a few numbers over four ranks takes
 milliseconds of processor time. Here the calling thread itself writes and reads. A small message goes through a Unix
-socket; a larger one is written to memory of the sender, and the socket says where it is. Sending never waits for the
+socket; a larger one is written to blocks of the sender's memory, and the socket names them. Sending never waits for the
 receiver. If a process ends, its sockets close and the others notice at once; no file is left behind.
 """
 
@@ -19,7 +19,7 @@ import time
 import weakref
 import zlib
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -31,8 +31,10 @@ SWITCH = "SEQPAR_SHARED_MEMORY"  # 0: all messages go through gloo
 LARGEST = 1 << 24  # bytes of a message; gloo sends larger ones in the background, without a copy of them
 INLINE = 1 << 13  # bytes that go through the socket itself
 _PAGE = 1 << 12
-_NUM_BLOCKS = 1 << 10  # of a process's shared memory
-_HEADER = struct.Struct("<IiQQ")  # channel, block (-1: inline), bytes, offset in the sender's memory
+_BLOCK = 1 << 18  # bytes
+_NUM_BLOCKS = 1 << 13  # of a process's shared memory, at most
+_NUM_MAPPED = 4
+_HEADER = struct.Struct("<IIQ")  # channel, number of blocks that are listed next (0: the message itself), bytes
 _BUFFER = 1 << 22  # bytes that a socket may hold; the kernel may allow fewer
 
 
@@ -44,52 +46,105 @@ class Address(NamedTuple):
     secret: str
 
 
+class _Blocks:
+    """Blocks of a process's shared memory, as itself and others see them, and marks that say who has yet to read them.
+
+    The first few are mapped, which is quicker; those beyond are written and read by the kernel, as a socket's bytes
+    are, so that they are in no process's resident memory.
+    """
+
+    def __init__(self, file: int, num_readers: int) -> None:
+        self.file, self._num_readers, self._all_read = file, num_readers, bytes(num_readers)
+        self._start = -(-_NUM_BLOCKS * num_readers // _PAGE) * _PAGE  # after the marks
+        size = self._start + _NUM_MAPPED * _BLOCK
+        if os.fstat(file).st_size < size:
+            os.ftruncate(file, size)
+        self._map = mmap.mmap(file, size)
+
+    def write(self, data: Tensor, blocks: Sequence[int]) -> None:
+        for block, piece in zip(blocks, data.split(_BLOCK)):
+            if block < _NUM_MAPPED:
+                self._mapped(block, piece).copy_(piece)
+            else:
+                self._move(os.pwritev, block, piece)
+
+    def read(self, into: Tensor, blocks: Sequence[int]) -> None:
+        for block, piece in zip(blocks, into.split(_BLOCK)):
+            if block < _NUM_MAPPED:
+                piece.copy_(self._mapped(block, piece))
+            else:
+                self._move(os.preadv, block, piece)
+
+    def _mapped(self, block: int, piece: Tensor) -> Tensor:
+        offset = self._start + block * _BLOCK
+        return torch.frombuffer(self._map, dtype=torch.uint8, count=piece.numel(), offset=offset)
+
+    def _move(self, call: Callable[[int, list[memoryview], int], int], block: int, piece: Tensor) -> None:
+        view, offset = piece.numpy().data, self._start + block * _BLOCK
+        while view:
+            moved = call(self.file, [view], offset)
+            if moved == 0:
+                raise RuntimeError(f"shared memory ends before block {block}")
+            view, offset = view[moved:], offset + moved
+
+    def mark(self, block: int, reader: int, is_unread: bool) -> None:
+        self._map[block * self._num_readers + reader] = is_unread
+
+    def is_read(self, block: int) -> bool:
+        """Returns whether all its readers have said that they have read it."""
+        return self._map[block * self._num_readers : (block + 1) * self._num_readers] == self._all_read
+
+
 class _Peer:
     """Another process of this host: its socket, its memory and what has come from it."""
 
-    def __init__(self, line: socket.socket, memory: int) -> None:
-        self.line, self.memory_file = line, memory
-        self.memory = mmap.mmap(memory, os.fstat(memory).st_size)
-        self.letters: dict[tuple[int, int], tuple[int, int, int, bytearray]] = {}  # by channel and number
+    def __init__(self, line: socket.socket, blocks: _Blocks) -> None:
+        self.line, self.blocks = line, blocks
+        self.letters: dict[tuple[int, int], tuple[int, int, bytearray]] = {}  # by channel and number
         self.arrived, self.expected = Counter[int](), Counter[int]()  # letters so far, by channel
         self.is_gone = False
 
 
 class _Memory:
-    """Shared memory of this process, in blocks; a block is free once all its readers have said so in its marks."""
+    """Shared memory of this process; the blocks of a message are free once it has been read by all."""
 
     def __init__(self, num_readers: int) -> None:
-        self.file = os.memfd_create("seqpar")
-        self._num_readers, self._none = num_readers, bytes(num_readers)
-        self._end = -(-_NUM_BLOCKS * num_readers // _PAGE) * _PAGE
-        self._blocks = defaultdict[int, list[tuple[int, int]]](list)  # number and offset, by size
-        self._count = 0
-        self._grow()
+        self.blocks = _Blocks(os.memfd_create("seqpar"), num_readers)
+        self.num_blocks = 0  # so far
+        self._free, self._unread = list[int](), list[list[int]]()  # unread: by message
 
-    def _grow(self) -> None:
-        os.ftruncate(self.file, self._end)
-        self._map = mmap.mmap(self.file, self._end)
-
-    def write(self, data: Tensor, readers: Sequence[int]) -> tuple[int, int]:
-        """Copies bytes into a free block and returns the block's number and offset."""
-        block, offset = self._free_block(max(_PAGE, 1 << (data.numel() - 1).bit_length()))
-        torch.frombuffer(self._map, dtype=torch.uint8, count=data.numel(), offset=offset).copy_(data)
+    def write(self, data: Tensor, readers: Sequence[int]) -> list[int]:
+        """Copies bytes into free blocks and returns these; the marks are those of the first one."""
+        blocks = self._take(-(-data.numel() // _BLOCK))
+        self.blocks.write(data, blocks)
         for reader in readers:
-            self._map[block * self._num_readers + reader] = 1
-        return block, offset
+            self.blocks.mark(blocks[0], reader, True)
+        self._unread.append(blocks)
+        return blocks
 
-    def _free_block(self, size: int) -> tuple[int, int]:
-        for block, offset in self._blocks[size]:
-            if self._map[block * self._num_readers : (block + 1) * self._num_readers] == self._none:
-                return block, offset
-        if self._count == _NUM_BLOCKS:
-            raise RuntimeError(f"more than {_NUM_BLOCKS} messages have not been received: set {SWITCH}=0")
-        found = self._count, self._end
-        self._blocks[size].append(found)
-        self._count += 1
-        self._end += size
-        self._grow()
-        return found
+    def _take(self, count: int) -> list[int]:
+        if len(self._free) < count or self._free[-1] >= _NUM_MAPPED:
+            self._collect()
+        missing = count - len(self._free)
+        if missing > 0:
+            if self.num_blocks + missing > _NUM_BLOCKS:
+                raise RuntimeError(
+                    f"more than {_NUM_BLOCKS * _BLOCK >> 20} MiB of messages have not been received: set {SWITCH}=0"
+                )
+            self._free = [*range(self.num_blocks + missing - 1, self.num_blocks - 1, -1), *self._free]
+            self.num_blocks += missing
+        return [self._free.pop() for _ in range(count)]
+
+    def _collect(self) -> None:
+        """Frees what has been read; the first blocks are taken first again."""
+        unread = list[list[int]]()
+        for blocks in self._unread:
+            if self.blocks.is_read(blocks[0]):
+                self._free += blocks
+            else:
+                unread.append(blocks)
+        self._unread = unread
+        self._free.sort(reverse=True)
 
 
 class SharedMemory:
@@ -156,7 +211,7 @@ class SharedMemory:
         _OPEN.add(self)
 
     def _greet(self, line: socket.socket, greeting: dict[str, object]) -> None:
-        socket.send_fds(line, [json.dumps(greeting).encode()], [self._memory.file])
+        socket.send_fds(line, [json.dumps(greeting).encode()], [self._memory.blocks.file])
 
     def _admit(self, rank: int, line: socket.socket) -> None:
         _, files, _, _ = socket.recv_fds(line, _PAGE, 1)
@@ -164,7 +219,7 @@ class SharedMemory:
 
     def _add(self, rank: int, line: socket.socket, memory: int) -> None:
         line.setblocking(False)
-        self._peers[rank] = _Peer(line, memory)
+        self._peers[rank] = _Peer(line, _Blocks(memory, len(self._readers)))
         self._names[line.fileno()] = rank
         self._events.register(line.fileno(), select.EPOLLIN)
 
@@ -179,10 +234,10 @@ class SharedMemory:
         _OPEN.discard(self)
         for peer in self._peers.values():
             peer.line.close()
-            os.close(peer.memory_file)
+            os.close(peer.blocks.file)
         self._peers.clear()
         self._events.close()
-        os.close(self._memory.file)
+        os.close(self._memory.blocks.file)
 
     def start(self, sends: Mapping[int, Tensor], receives: Mapping[int, Tensor], channel: int) -> "Receiving":
         """Sends tensors to other ranks, and returns what waits for those that they send.
@@ -206,10 +261,10 @@ class SharedMemory:
     def _send(self, data: Tensor, ranks: Sequence[int], channel: int) -> None:
         count = data.numel()
         if count <= INLINE:
-            letter = [_HEADER.pack(channel, -1, count, 0), data.numpy().data]
+            letter = [_HEADER.pack(channel, 0, count), data.numpy().data]
         else:
-            block, offset = self._memory.write(data, [self._readers[rank] for rank in ranks])
-            letter = [_HEADER.pack(channel, block, count, offset)]
+            blocks = self._memory.write(data, [self._readers[rank] for rank in ranks])
+            letter = [_HEADER.pack(channel, len(blocks), count), struct.pack(f"<{len(blocks)}I", *blocks)]
         for rank in ranks:
             peer = self._peers[rank]
             deadline = time.monotonic() + self.timeout_s
@@ -239,7 +294,7 @@ class SharedMemory:
                     raise _lost(rank)
                 if not self._read_any(max(0.0, deadline - time.monotonic())) and time.monotonic() > deadline:
                     raise _late(rank)
-        block, count, offset, inline = peer.letters.pop(letter)
+        num_blocks, count, rest = peer.letters.pop(letter)
         into = _bytes_of(x)
         if count != into.numel():
             raise RuntimeError(
@@ -247,13 +302,12 @@ class SharedMemory:
                 "compute: give all ranks of a group tiles of one size, and let forward take the same branches on all "
                 "of them, also where it draws random numbers; seqpar.init_mesh(check=True) names the call that differs"
             )
-        if block < 0:
-            into.copy_(torch.frombuffer(inline, dtype=torch.uint8))
+        if num_blocks == 0:
+            into.copy_(torch.frombuffer(rest, dtype=torch.uint8))
             return
-        if offset + count > len(peer.memory):
-            peer.memory = mmap.mmap(peer.memory_file, os.fstat(peer.memory_file).st_size)
-        into.copy_(torch.frombuffer(peer.memory, dtype=torch.uint8, count=count, offset=offset))
-        peer.memory[block * len(self._readers) + self._readers[self._rank]] = 0
+        blocks = struct.unpack(f"<{num_blocks}I", rest)
+        peer.blocks.read(into, blocks)
+        peer.blocks.mark(blocks[0], self._readers[self._rank], False)
 
     def _read_any(self, patience_s: float) -> bool:
         """Reads what has come from anybody; returns whether something came in time."""
@@ -274,9 +328,9 @@ class SharedMemory:
                 peer.is_gone = True
                 self._events.unregister(peer.line.fileno())
                 return
-            channel, block, count, offset = _HEADER.unpack_from(self._letter)
+            channel, num_blocks, count = _HEADER.unpack_from(self._letter)
             peer.arrived[channel] += 1
-            peer.letters[channel, peer.arrived[channel]] = block, count, offset, self._letter[_HEADER.size : size]
+            peer.letters[channel, peer.arrived[channel]] = num_blocks, count, self._letter[_HEADER.size : size]
 
 
 class Receiving:

@@ -56,20 +56,40 @@ def test_messages_of_another_group_may_overtake() -> None:
     assert run_ranks(2, through_two_groups, pipe=2) == [[0.0, 1.0]] * 2
 
 
-def blocks_after_many_messages(mesh: Mesh) -> int:
-    for _ in range(50):
-        all_reduce(torch.ones(LARGE), mesh.seq)
+def resident_shared() -> int:
+    """Returns the bytes of shared memory that count as this process's."""
+    (line,) = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("RssShmem"))
+    return int(line.split()[1]) << 10
+
+
+def memory_after_many_sizes(mesh: Mesh) -> tuple[int, int, int]:
+    """Sends messages of 9 to 3,000 KiB, two of them at a time, and sums that are as large."""
+    before, other = resident_shared(), (mesh.seq.index + 1) % mesh.seq.size
+    for kib in (9, 3000, 700, 300, 1500, 2900, 260, 1025, 513, 2049) * 2:
+        x = torch.randn(kib << 8, generator=torch.Generator().manual_seed(kib))
+        into = [torch.empty_like(x) for _ in range(2)]
+        previous = (mesh.seq.index - 1) % mesh.seq.size
+        pending = [post({other: x}, {previous: y}, mesh.seq, "test") for y in into]
+        for one in reversed(pending):
+            one.wait()
+        assert all(torch.equal(x, y) for y in into), kib
+        assert torch.allclose(all_reduce(x, mesh.seq), 3 * x)
     assert mesh.seq.link is not None
-    return mesh.seq.link.memory._memory._count
+    memory = mesh.seq.link.memory._memory
+    held = 512 * os.fstat(memory.blocks.file).st_blocks
+    return memory.num_blocks, held, resident_shared() - before
 
 
-def test_blocks_are_used_again() -> None:
-    assert max(run_ranks(3, blocks_after_many_messages)) <= 4
+def test_blocks_serve_all_sizes_and_few_of_them_are_resident() -> None:
+    most = 4 * 12  # blocks: two messages of 3,000 KiB, twice where the other rank is late
+    for num_blocks, held, resident in run_ranks(3, memory_after_many_sizes):
+        assert num_blocks <= most and held <= (most << 18) + (1 << 16)
+        assert resident <= 3 * ((shared_memory._NUM_MAPPED << 18) + (1 << 16)) < held
 
 
 def sums(mesh: Mesh) -> list[Tensor]:
     torch.manual_seed(mesh.seq.index)
-    kinds = [(torch.float64, 5), (torch.float32, 20_000), (torch.bfloat16, 20_000), (torch.int64, 3_001)]
+    kinds = [(torch.float64, 5), (torch.float32, 3_000_001), (torch.bfloat16, 20_000), (torch.int64, 3_001)]
     own = [(torch.randn(size) * 9).to(dtype) for dtype, size in kinds]
     return [*own, *(all_reduce(x, mesh.seq) for x in own), torch.stack(gather_rows(own[0], mesh.seq))]
 
