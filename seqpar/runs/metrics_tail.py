@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -103,20 +103,39 @@ def with_other_weights(step: int, best: int | None) -> str:
 NOTHING = 5e-4  # of a Dice, which pages and programs show as 0.000
 
 
-def what_is_not_found(rows: Iterable[Mapping[str, Any]]) -> str:
-    """Returns a sentence if the best validation of a segmentation has a Dice of 0.000 for some classes; else ""."""
-    best = best_validation(rows) or {}
+def what_is_not_found(rows: Iterable[Mapping[str, Any]], present: Mapping[str, int] | None = None) -> str:
+    """Returns sentences if the best validation of a segmentation has a Dice of 0.000 for some classes; else "".
+
+    - ``present``: in how many held-out cases the truth has each class, as far as that is known
+    """
+    best, present = best_validation(rows) or {}, present or {}
     names = [name for name, dice in best.get("dice", {}).items() if dice is not None and dice < NOTHING]
-    if not names:
-        return ""
-    listed = " and ".join(filter(None, [", ".join(names[:-1]), names[-1]]))
-    overlap, it = "hardly overlap" if any(best["dice"][name] for name in names) else "do not overlap", "it"
-    if len(names) > 1:
-        it = "them"
-    return (
-        f"At the best validation, the mean Dice of {listed} is 0.000: where held-out cases have {it}, the predictions "
-        f"{overlap} {it}. Nothing shows that the network has learned to find {it}."
-    )
+    lacking = [name for name in names if present.get(name) == 0]
+    told, begin = list[str](), "At the best validation, the mean Dice of"
+    if found := [name for name in names if name not in lacking]:
+        overlap, it = "hardly overlap" if any(best["dice"][name] for name in found) else "do not overlap", _it(found)
+        where = (
+            f"in the held-out cases that have {it}" if present.keys() >= {*found} else f"where held-out cases have {it}"
+        )
+        told.append(
+            f"{begin} {_listed(found)} is 0.000: {where}, the predictions {overlap} {it}. "
+            f"Nothing shows that the network has learned to find {it}."
+        )
+    if lacking:
+        it = _it(lacking)
+        told.append(
+            f"{begin} {_listed(lacking)} is 0.000: no held-out case has {it}, and what is predicted of {it} is false. "
+            f"These cases cannot show whether the network finds {it}."
+        )
+    return " ".join(told)
+
+
+def _listed(names: Sequence[str]) -> str:
+    return " and ".join(filter(None, [", ".join(names[:-1]), names[-1]]))
+
+
+def _it(names: Sequence[str]) -> str:
+    return "them" if len(names) > 1 else "it"
 
 
 LITTLE = 0.8  # of the error of a mean; above it, a pretraining has learned little

@@ -179,6 +179,21 @@ def test_classes_that_a_run_did_not_find_are_named_on_its_page_and_on_comparison
     assert f"worse: a{said}" in compared(finished, worse).text and f"A{said}" in written(worse).text
 
 
+def test_a_class_that_was_not_found_says_whether_any_held_out_case_has_it(worse: Path) -> None:
+    rows, path = (worse / "metrics.jsonl").read_text(), worse / "validation" / "summary.json"
+    assert '"NCR": 0.5' in rows and '"cases": 2' in rows
+    rows = rows.replace('"NCR": 0.5', '"NCR": 0.0')
+    (worse / "metrics.jsonl").write_text(rows)
+    assert "NCR is 0.000: where held-out cases have it, the" in written(worse).text, "scores of another number of cases"
+    (worse / "metrics.jsonl").write_text(rows.replace('"cases": 2', f'"cases": {len(NAMES)}'))
+    assert "NCR is 0.000: in the held-out cases that have it, the" in written(worse).text
+    summary = json.loads(path.read_text())
+    for case in summary["metric_per_case"]:
+        case["metrics"][summary["classes"]["NCR"]]["n_ref"] = 0
+    path.write_text(json.dumps(summary))
+    assert "NCR is 0.000: no held-out case has it, and what is predicted" in written(worse).text
+
+
 def test_runs_with_other_classes_are_compared_on_those_that_all_have(finished: Path, worse: Path) -> None:
     path = worse / "validation" / "summary.json"
     summary = json.loads(path.read_text())

@@ -77,6 +77,12 @@ def test_classes_that_the_best_validation_does_not_find_are_named() -> None:
     assert what_is_not_found([{"step": 1, "loss": 1.0, "scores": {"balanced accuracy": 0.0}}]) == ""
     better = {"step": 2, "loss": 1.0, "dice": {"a": 0.1}}
     assert what_is_not_found([{"step": 1, "loss": 1.0, "dice": {"a": 0.0}}, better]) == ""
+    rows = [{"step": 1, "loss": 1.0, "dice": {"a": 0.0, "b": 0.0}}]
+    assert "of a and b is 0.000: in the held-out cases that have them, the" in what_is_not_found(rows, {"a": 1, "b": 2})
+    assert "of a and b is 0.000: where held-out cases have them, the" in what_is_not_found(rows, {"a": 1})
+    told = what_is_not_found(rows, {"a": 1, "b": 0})
+    assert "Dice of a is 0.000: in the held-out cases that have it, the predictions do not overlap it. Nothing" in told
+    assert "Dice of b is 0.000: no held-out case has it, and what is predicted of it is false. These cases" in told
 
 
 def _lose(path: Path, how: str) -> None:
