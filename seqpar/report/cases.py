@@ -437,7 +437,7 @@ def _case_view(case: ScoredCase, shown: ShownCase, labels: Sequence[str], neurol
     return CaseView(
         case.name,
         f"{scores} · {planes_note(case, shown, labels)}{modality} · voxels of {spacing} mm{tilted}",
-        " ".join(filter(None, [elsewhere_note(case, shown, labels), shown.note])),
+        " ".join(filter(None, [elsewhere_note(case, shown, labels), shown.unlabelled, shown.note])),
         f"{d:.6g}fr {w:.6g}fr {w:.6g}fr",
         planes_of(shown, neurological),
         heat_rows(shown, neurological),

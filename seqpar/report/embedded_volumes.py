@@ -32,6 +32,7 @@ from seqpar.report.planes import (
     sides,
 )
 from seqpar.scores.label_files import DISAGREEMENT, ENTROPY
+from seqpar.text import millilitres
 
 Bytes = NDArray[np.uint8]
 Factors = tuple[int, int, int]
@@ -98,6 +99,15 @@ class ShownCase:
     @property
     def voxel_ml(self) -> float:
         return math.prod(self.spacing) * self.slant / 1000
+
+    @property
+    def unlabelled(self) -> str:
+        """A sentence on how much of what is shown the truth leaves open, which no picture marks; "" of nothing."""
+        count = 0 if self.ignored is None else int(np.count_nonzero(self.ignored))
+        if not count:
+            return ""
+        part = f"{millilitres(count * self.voxel_ml)} ml, {count / self.truth.size:.1%} of the volume shown,"
+        return f"The truth leaves {part} unlabelled (ignore label). The pictures do not mark where."
 
     def embedded(self, budget: int) -> Embedded:
         """Returns the volumes as a page holds them, CT in 256 levels for windows of few Hounsfield units."""
