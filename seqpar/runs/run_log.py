@@ -111,8 +111,11 @@ class _Copied:
 
 def _said_before() -> frozenset[str]:
     """Returns the lines of the start of the fold before, none if there is none."""
+    path = Path(os.environ.get(FOLD_BEFORE, ""))
+    if is_special(path):
+        return frozenset()
     try:
-        lines = Path(os.environ.get(FOLD_BEFORE, "")).read_text(encoding="utf-8").splitlines()
+        lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, ValueError):
         return frozenset()
     texts = (line[len(time.strftime(_STAMP)) :] for line in lines)

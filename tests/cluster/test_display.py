@@ -175,6 +175,15 @@ def test_what_the_fold_before_said_of_its_start_is_in_the_log_alone(tmp_path, mo
     assert logged == ["seqpar: debug", "data: fold 1", "(words)", *news[1:], "(words)"]
 
 
+def test_a_log_of_the_fold_before_that_is_a_pipe_is_not_read(tmp_path, monkeypatch) -> None:
+    os.mkfifo(tmp_path / "before.log")  # to open it would never end
+    monkeypatch.setenv(run_log.FOLD_BEFORE, str(tmp_path / "before.log"))
+    monkeypatch.setattr(sys, "stdout", out := io.StringIO())
+    with logging_output(True):
+        print("on")
+    assert out.getvalue() == "on\n"
+
+
 def test_a_display_that_nobody_holds_repeats_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     display = Display(every_s=0.05)
     display.show(["step 1"])
