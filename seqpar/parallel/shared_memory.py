@@ -116,7 +116,13 @@ class _Memory:
     def write(self, data: Tensor, readers: Sequence[int]) -> list[int]:
         """Copies bytes into free blocks and returns these; the marks are those of the first one."""
         blocks = self._take(-(-data.numel() // _BLOCK))
-        self.blocks.write(data, blocks)
+        try:
+            self.blocks.write(data, blocks)
+        except OSError as error:  # such as a limit on the size of files
+            raise RuntimeError(
+                f"{data.numel()} bytes for other ranks cannot be written to shared memory ({error.strerror}): "
+                f"set {SWITCH}=0 on all ranks"
+            ) from error
         for reader in readers:
             self.blocks.mark(blocks[0], reader, True)
         self._unread.append(blocks)

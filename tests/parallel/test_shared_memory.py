@@ -1,6 +1,7 @@
 """Messages between ranks of one host, through memory that they share."""
 
 import os
+import resource
 import socket
 import time
 from datetime import timedelta
@@ -85,6 +86,27 @@ def test_blocks_serve_all_sizes_and_few_of_them_are_resident() -> None:
     for num_blocks, held, resident in run_ranks(3, memory_after_many_sizes):
         assert num_blocks <= most and held <= (most << 18) + (1 << 16)
         assert resident <= 3 * ((shared_memory._NUM_MAPPED << 18) + (1 << 16)) < held
+
+
+def sends_more_than_a_file_may_hold(mesh: Mesh) -> str:
+    if mesh.seq.index == 1:
+        return ""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, limits[1]))
+    try:
+        post({1: torch.zeros(1 << 19)}, {}, mesh.seq, "test").wait()
+    except RuntimeError as error:
+        return str(error)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    return "sent"
+
+
+def test_memory_that_may_not_be_written_is_named() -> None:
+    assert run_ranks(2, sends_more_than_a_file_may_hold)[0] == (
+        "2097152 bytes for other ranks cannot be written to shared memory (File too large): "
+        "set SEQPAR_SHARED_MEMORY=0 on all ranks"
+    )
 
 
 def sums(mesh: Mesh) -> list[Tensor]:
