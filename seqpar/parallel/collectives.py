@@ -250,7 +250,7 @@ def average_bucket(group: Group, bucket: dist.GradBucket) -> torch.futures.Futur
 
 
 def gather_rows(row: Tensor, group: Group) -> list[Tensor]:
-    """Returns every rank's ``row``, all of one shape, in rank order; neither counted nor announced."""
+    """Returns every rank's ``row``, contiguous and all of one shape, in rank order; neither counted nor announced."""
     rows = [row if q == group.index else torch.empty_like(row) for q in range(group.size)]
     if group.link is None:
         with group.watch.waiting(row.is_cuda):

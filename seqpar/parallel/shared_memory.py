@@ -31,6 +31,7 @@ SWITCH = "SEQPAR_SHARED_MEMORY"  # 0: all messages go through gloo
 LARGEST = 1 << 24  # bytes of a message; gloo sends larger ones in the background, without a copy of them
 INLINE = 1 << 13  # bytes that go through the socket itself
 _PAGE = 1 << 12
+_FORMAT = 2  # of letters and blocks; processes with other ones send through gloo
 _BLOCK = 1 << 18  # bytes
 _NUM_BLOCKS = 1 << 13  # of a process's shared memory, at most
 _NUM_MAPPED = 4
@@ -47,10 +48,10 @@ class Address(NamedTuple):
 
 
 class _Blocks:
-    """Blocks of a process's shared memory, as itself and others see them, and marks that say who has yet to read them.
+    """Blocks of a process's shared memory, as it and others see them, and marks that say who has yet to read them.
 
     The first few are mapped, which is quicker; those beyond are written and read by the kernel, as a socket's bytes
-    are, so that they are in no process's resident memory.
+    are. They count towards the memory of a job or container, but are in no process's resident memory.
     """
 
     def __init__(self, file: int, num_readers: int) -> None:
@@ -84,7 +85,7 @@ class _Blocks:
         while view:
             moved = call(self.file, [view], offset)
             if moved == 0:
-                raise RuntimeError(f"shared memory ends before block {block}")
+                raise RuntimeError(f"shared memory ends within block {block}")
             view, offset = view[moved:], offset + moved
 
     def mark(self, block: int, reader: int, is_unread: bool) -> None:
@@ -109,20 +110,21 @@ class _Memory:
     """Shared memory of this process; the blocks of a message are free once it has been read by all."""
 
     def __init__(self, num_readers: int) -> None:
-        self.blocks = _Blocks(os.memfd_create("seqpar"), num_readers)
+        try:
+            self.blocks = _Blocks(os.memfd_create("seqpar"), num_readers)
+        except OSError as error:
+            raise _unwritable(error) from error
         self.num_blocks = 0  # so far
         self._free, self._unread = list[int](), list[list[int]]()  # unread: by message
 
     def write(self, data: Tensor, readers: Sequence[int]) -> list[int]:
-        """Copies bytes into free blocks and returns these; the marks are those of the first one."""
+        """Copies bytes into free blocks and returns them; readers are marked on the first block only."""
         blocks = self._take(-(-data.numel() // _BLOCK))
         try:
             self.blocks.write(data, blocks)
-        except OSError as error:  # such as a limit on the size of files
-            raise RuntimeError(
-                f"{data.numel()} bytes for other ranks cannot be written to shared memory ({error.strerror}): "
-                f"set {SWITCH}=0 on all ranks"
-            ) from error
+        except OSError as error:
+            self._unread.append(blocks)  # which nobody will read, so that they are free again
+            raise _unwritable(error) from error
         for reader in readers:
             self.blocks.mark(blocks[0], reader, True)
         self._unread.append(blocks)
@@ -135,14 +137,15 @@ class _Memory:
         if missing > 0:
             if self.num_blocks + missing > _NUM_BLOCKS:
                 raise RuntimeError(
-                    f"more than {_NUM_BLOCKS * _BLOCK >> 20} MiB of messages have not been received: set {SWITCH}=0"
+                    f"messages that other ranks have not received fill all {_NUM_BLOCKS} blocks of shared memory: "
+                    f"set {SWITCH}=0 on all ranks"
                 )
             self._free = [*range(self.num_blocks + missing - 1, self.num_blocks - 1, -1), *self._free]
             self.num_blocks += missing
         return [self._free.pop() for _ in range(count)]
 
     def _collect(self) -> None:
-        """Frees what has been read; the first blocks are taken first again."""
+        """Frees what has been read; the blocks with the lowest numbers are used first."""
         unread = list[list[int]]()
         for blocks in self._unread:
             if self.blocks.is_read(blocks[0]):
@@ -309,7 +312,8 @@ class SharedMemory:
                 "of them, also where it draws random numbers; seqpar.init_mesh(check=True) names the call that differs"
             )
         if num_blocks == 0:
-            into.copy_(torch.frombuffer(rest, dtype=torch.uint8))
+            if count:  # a buffer may not be empty
+                into.copy_(torch.frombuffer(rest, dtype=torch.uint8))
             return
         blocks = struct.unpack(f"<{num_blocks}I", rest)
         peer.blocks.read(into, blocks)
@@ -366,6 +370,13 @@ def _lost(rank: int) -> RuntimeError:
     return RuntimeError(f"Connection closed by peer: rank {rank}")
 
 
+def _unwritable(error: OSError) -> RuntimeError:
+    """Returns an error for what a limit on the size of files, for example, does not allow."""
+    return RuntimeError(
+        f"shared memory for messages to other ranks cannot be written ({error.strerror}): set {SWITCH}=0 on all ranks"
+    )
+
+
 def _late(rank: int) -> RuntimeError:
     return RuntimeError(f"Timed out waiting for rank {rank}")
 
@@ -376,7 +387,7 @@ def _own_address() -> Address | None:
         return None
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        place = f"{boot} {os.readlink('/proc/self/ns/net')} {os.getuid()}"
+        place = f"{boot} {os.readlink('/proc/self/ns/net')} {os.getuid()} {_FORMAT}"
     except OSError:  # a container that hides them
         return None
     return Address(place, f"seqpar-{secrets.token_hex(8)}", secrets.token_hex(16))

@@ -4,6 +4,8 @@ import os
 import resource
 import socket
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -88,25 +90,99 @@ def test_blocks_serve_all_sizes_and_few_of_them_are_resident() -> None:
         assert resident <= 3 * ((shared_memory._NUM_MAPPED << 18) + (1 << 16)) < held
 
 
-def sends_more_than_a_file_may_hold(mesh: Mesh) -> str:
-    if mesh.seq.index == 1:
-        return ""
+def sends_of_every_size(mesh: Mesh) -> None:
+    """Each rank sends two messages to both others, one of which reads late, and another in the other order."""
+    torch.manual_seed(mesh.seq.index)
+    block, inline = shared_memory._BLOCK, shared_memory.INLINE
+    for size in (1, inline, inline + 1, block - 1, block, block + 1, 4 * block, shared_memory.LARGEST):
+        own = [torch.randint(256, (size,), dtype=torch.uint8) for _ in range(2)]
+        into = [{q: torch.empty(size, dtype=torch.uint8) for q in mesh.seq.peers} for _ in own]
+        sent = [post(dict.fromkeys(mesh.seq.peers, x), y, mesh.seq, "test") for x, y in zip(own, into)]
+        for one in sent if mesh.seq.index else reversed(sent):
+            time.sleep(0.02 * mesh.seq.index)
+            one.wait()
+        for x, y in zip(own, into):
+            rows = gather_rows(x, mesh.seq)
+            assert all(torch.equal(y[q], rows[q]) for q in y), size
+
+
+def test_messages_of_every_size_reach_several_readers() -> None:
+    run_ranks(3, sends_of_every_size)
+
+
+def sends_what_is_empty(mesh: Mesh) -> list[tuple[int, ...]]:
+    net = torch.nn.Linear(2, 2)
+    net.register_buffer("none", torch.empty(0))
+    equal_weights(net, mesh.seq)
+    received = broadcast_tensors([torch.empty(0, 3)], mesh.seq, CPU)
+    assert broadcast_tensors([], mesh.seq, CPU) == []
+    return [tuple(x.shape) for x in (*received, all_reduce(torch.empty(0, 2), mesh.seq))]
+
+
+def test_empty_tensors_are_sent_too() -> None:
+    assert run_ranks(2, sends_what_is_empty) == [[(0, 3), (0, 2)]] * 2
+
+
+UNWRITABLE = (
+    "shared memory for messages to other ranks cannot be written (File too large): set SEQPAR_SHARED_MEMORY=0 on all "
+    "ranks"
+)
+
+
+@contextmanager
+def files_of_at_most(size: int) -> Iterator[None]:
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, limits[1]))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, limits[1]))
     try:
-        post({1: torch.zeros(1 << 19)}, {}, mesh.seq, "test").wait()
-    except RuntimeError as error:
-        return str(error)
+        yield
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    return "sent"
 
 
-def test_memory_that_may_not_be_written_is_named() -> None:
-    assert run_ranks(2, sends_more_than_a_file_may_hold)[0] == (
-        "2097152 bytes for other ranks cannot be written to shared memory (File too large): "
-        "set SEQPAR_SHARED_MEMORY=0 on all ranks"
+def sends_more_than_a_file_may_hold(mesh: Mesh) -> list[str]:
+    said, x = list[str](), torch.zeros(1 << 19)
+    if mesh.seq.index == 0:
+        with files_of_at_most(1 << 20):
+            for _ in range(2):
+                try:
+                    post({1: x}, {}, mesh.seq, "test").wait()
+                except RuntimeError as error:
+                    said.append(str(error))
+        assert mesh.seq.link is not None
+        assert mesh.seq.link.memory._memory.num_blocks == x.nbytes // shared_memory._BLOCK, "blocks are not lost"
+    return said
+
+
+def test_memory_that_cannot_be_written_is_named_and_no_block_is_lost() -> None:
+    assert run_ranks(2, sends_more_than_a_file_may_hold)[0] == [UNWRITABLE] * 2
+    with files_of_at_most(1 << 20), pytest.raises(RuntimeError) as error:
+        shared_memory._Memory(2)
+    assert str(error.value) == UNWRITABLE
+
+
+def sends_until_it_is_full(mesh: Mesh) -> str:
+    if mesh.seq.index == 0:
+        try:
+            for _ in range(17):
+                post({1: torch.zeros(LARGE)}, {}, mesh.seq, "test").wait()
+        except RuntimeError as error:
+            return str(error)
+    return ""
+
+
+def test_messages_that_nobody_receives_end_in_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shared_memory, "_NUM_BLOCKS", 16)
+    said = run_ranks(2, sends_until_it_is_full)[0]
+    assert said.startswith(
+        "messages that other ranks have not received fill all 16 blocks of shared memory: set SEQPAR"
     )
+
+
+def test_processes_whose_messages_differ_do_not_share_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    own = shared_memory._own_address()
+    monkeypatch.setattr(shared_memory, "_FORMAT", shared_memory._FORMAT + 1)
+    other = shared_memory._own_address()
+    assert own is not None and other is not None and own.place != other.place
 
 
 def sums(mesh: Mesh) -> list[Tensor]:
