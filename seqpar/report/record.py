@@ -248,6 +248,22 @@ def read_scores(run: Path) -> CaseScores:
         raise DataError(path, f"cannot be used ({type(error).__name__}: {error})") from None
 
 
+def count_present(run: Path, held_out: Iterable[Mapping[str, Any]]) -> dict[str, int]:
+    """Returns in how many cases of the best validation the truth has each class; {} if the last was of other cases.
+
+    - ``held_out``: rows of the validations
+    """
+    best = best_validation(held_out)
+    try:
+        scored = read_scores(run)
+    except DataError:
+        return {}
+    if best is None or best.get("cases") != len(scored.cases):
+        return {}
+    counts = {name: [case.scores[name].get("n_ref") for case in scored.cases] for name in scored.classes}
+    return {name: sum(n > 0 for n in own if n) for name, own in counts.items() if None not in own}
+
+
 def is_of_phantoms(prediction: Path) -> bool:
     """Returns whether a folder was predicted from images of generated phantoms, as far as it says."""
     try:

@@ -19,9 +19,17 @@ from seqpar.models.build import family_of
 from seqpar.report.cautions import above_scores, may_be_chance
 from seqpar.report.curves import WORDS_OF_LOSSES, training_diagrams
 from seqpar.report.plots import draw_charts, name_of_run
-from seqpar.report.record import DAMAGE, RunRecord, is_of_phantoms, lacking, read_record, read_scores, weights_behind
+from seqpar.report.record import (
+    DAMAGE,
+    RunRecord,
+    count_present,
+    is_of_phantoms,
+    lacking,
+    read_record,
+    weights_behind,
+)
 from seqpar.report.rendering import render
-from seqpar.runs.metrics_tail import ERRORS, best_validation, what_is_not_found, what_was_learned
+from seqpar.runs.metrics_tail import ERRORS, what_is_not_found, what_was_learned
 from seqpar.text import clock, list_modalities, quantity
 from seqpar.weights.weight_files import digest
 
@@ -224,16 +232,7 @@ def what_is_unlearned(record: RunRecord) -> str:
     chance = may_be_chance(record)
     if chance or not what_is_not_found(record.held_out):
         return chance
-    return what_is_not_found(record.held_out, _present(record))
-
-
-def _present(record: RunRecord) -> dict[str, int]:
-    """Returns in how many cases of the best validation the truth has each class; {} if the last was of other cases."""
-    scored, best = try_reading(lambda: read_scores(record.path), []), best_validation(record.held_out)
-    if scored is None or best is None or best.get("cases") != len(scored.cases):
-        return {}
-    counts = {name: [case.scores[name].get("n_ref") for case in scored.cases] for name in scored.classes}
-    return {name: sum(n > 0 for n in own if n) for name, own in counts.items() if None not in own}
+    return what_is_not_found(record.held_out, count_present(record.path, record.held_out))
 
 
 def weak_start(record: RunRecord) -> str:

@@ -439,12 +439,22 @@ ATTACKS += [
         before=_caches_in("cache"),
         after=_made_nothing,
     ),
+]
+ATTACKS += [
     Attack(
-        "predict into the series that is predicted",
-        types="predict run -i S -o S",
+        f"{types.split()[0]} into {which}",
+        types=types,
         code=3,
-        says="S: is a DICOM series to predict; choose another --output",
+        says="S: is a DICOM series, ",
         make=_series,
         keeps="S",
-    ),
+    )
+    for which, types in (
+        ("the series that is predicted", "predict run -i S -o S"),
+        ("another series", "predict run -i 9.nii.gz -o S"),
+        ("a series", "export run S/run.zip"),
+        ("a series, a page", "report run --out S/run.html"),
+        ("a series, points", "tune --space lr=1,2 --preset debug --out S --plan"),
+        ("a series, a run", "train --preset debug --out S --dry-run"),
+    )
 ]
