@@ -412,6 +412,7 @@ def _series(here: Path) -> None:
     from tests.support.itk import save_series
 
     make_run(here / "run")
+    save(here / "in" / "9.nii.gz", image_array(0))
     save_series(here / "S", image_array(0))
 
 
@@ -451,7 +452,7 @@ ATTACKS += [
     )
     for which, types in (
         ("the series that is predicted", "predict run -i S -o S"),
-        ("another series", "predict run -i 9.nii.gz -o S"),
+        ("another series", "predict run -i in -o S"),
         ("a series", "export run S/run.zip"),
         ("a series, a page", "report run --out S/run.html"),
         ("a series, points", "tune --space lr=1,2 --preset debug --out S --plan"),
