@@ -93,7 +93,7 @@ def render_run(
     another = other_run(prediction, record.path) if prediction else ""
     if prediction:
         by = f"the mean of {averaged}" if averaged else another or f"{kind}{name}"
-        heading = f"{'Predictions in' if alone else 'Scores of'} {prediction.resolve().name}, by {by}"
+        heading = f"{'Predictions in' if alone else 'Scores of'} folder {prediction.resolve().name}, by {by}"
         heading = f"{subject}, predicted by {by}" if subject else heading
     if averaged:
         unscored = "; no score of this mean exists" * alone
@@ -220,9 +220,9 @@ def made_by(prediction: Path) -> list[dict[str, Any]]:
 
 
 def _scored(truth: Path | None, prediction: Path) -> str:
-    text = f"Predictions in {prediction}, without a truth to score them against."
+    text = f"Predictions in folder {prediction}, without a truth to score them against."
     if truth:
-        text = f"Scores of the predictions in {prediction} against {truth}, not of the run's own validation."
+        text = f"Scores of the predictions in folder {prediction} against {truth}, not of the run's own validation."
     weights = weights_behind(prediction)
     return f"{text} Predicted with {weights}." if weights else text
 

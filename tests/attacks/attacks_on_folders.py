@@ -406,16 +406,6 @@ def _made_nothing(here: Path, said: str) -> None:
     assert "making phantoms" not in said and not (here / "cache").exists()
 
 
-def _series(here: Path) -> None:
-    """Makes a run, and a DICOM series to predict."""
-    pytest.importorskip("SimpleITK")
-    from tests.support.itk import save_series
-
-    make_run(here / "run")
-    save(here / "in" / "9.nii.gz", image_array(0))
-    save_series(here / "S", image_array(0))
-
-
 ATTACKS += [
     Attack(name, line, 3, words, lambda here: nnunet(here / "D", 2), _caches_in(place), keeps="D")
     for name, line, place, words in (
@@ -440,22 +430,4 @@ ATTACKS += [
         before=_caches_in("cache"),
         after=_made_nothing,
     ),
-]
-ATTACKS += [
-    Attack(
-        f"{types.split()[0]} into {which}",
-        types=types,
-        code=3,
-        says="S: is a DICOM series, ",
-        make=_series,
-        keeps="S",
-    )
-    for which, types in (
-        ("the series that is predicted", "predict run -i S -o S"),
-        ("another series", "predict run -i in -o S"),
-        ("a series", "export run S/run.zip"),
-        ("a series, a page", "report run --out S/run.html"),
-        ("a series, points", "tune --space lr=1,2 --preset debug --out S --plan"),
-        ("a series, a run", "train --preset debug --out S --dry-run"),
-    )
 ]

@@ -317,7 +317,7 @@ def test_a_report_on_other_data_has_a_name_of_its_own_and_says_what_was_trained_
     assert "1 of 2 scored cases was in the run's training data (case-a-t1c): its scores say little" in said
     assert "scores-found.html" in said and Page((copied / "report.html").read_text()).text == own
     other = (copied / "scores-found.html").read_text()
-    scored = f"Scores of the predictions in {found} against {truth}, not of the run's own validation."
+    scored = f"Scores of the predictions in folder {found} against {truth}, not of the run's own validation."
     assert scored in Page(other).text and "<title>moved · truth</title>" in other and "Scores of the pred" not in own
     assert other.index("Scores of the predictions") < other.index('class="tiles"'), "above the cards"
     save(truth / "case-a-t1c.nii.gz", nibabel.load(truth / "case-b-t1c.nii.gz").get_fdata().astype(np.uint8))

@@ -321,10 +321,10 @@ def calibration_diagrams(summary: Summary) -> list[Diagram]:
 def uncalibrated(summary: Summary) -> str:
     """Returns why calibration is not drawn, and how often each tenth of the probability is correct."""
     tenths = sorted(calibration(*_arrays(summary)), key=lambda tenth: -tenth[2])
-    listed = ", ".join(f"{round(right * count)} of {count} with {given:.2f}" for given, right, count in tenths)
+    listed = ", ".join(f"{round(right * count)} of {count} at {given:.2f}" for given, right, count in tenths)
     return (
-        f"Too few cases for a calibration curve: it needs {FEW} cases in at least two tenths of the predicted class's "
-        f"probability. Correct predictions, by their mean probability: {listed}."
+        f"Too few cases for a calibration curve, which needs two bins (such as 0.8 to 0.9) with {FEW} cases or more. "
+        f"Right predictions in each bin, and their mean probability: {listed}."
     )
 
 
