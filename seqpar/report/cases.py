@@ -54,7 +54,7 @@ from seqpar.report.planes import (
     vanished_note,
 )
 from seqpar.report.record import CaseScores, RunRecord, ScoredCase
-from seqpar.report.tables import CONSENSUS, DISPUTED_ML, what_is_missing
+from seqpar.report.tables import CONSENSUS, DISPUTED_ML, is_part_labelled, what_is_missing
 from seqpar.scores.label_classes import learned_regions
 from seqpar.scores.label_files import DISAGREEMENT, ENTROPY, MAX_NAMED, UNCERTAINTY, read_reference
 from seqpar.scores.label_scores import format_dice
@@ -393,7 +393,8 @@ def planes_note(case: ScoredCase, shown: ShownCase, labels: Sequence[str]) -> st
         return f"planes with most of the {of_label}truth"
     if case.truth is None:
         return f"planes {f'with most of the {of_label}prediction' if shown.prediction.any() else 'through the middle'}"
-    volumes = {name: case.scores.get(name, {}).get("VolumeMl", 0.0) for name in labels}
+    is_part = is_part_labelled(case.scores.values())
+    volumes = {} if is_part else {name: case.scores.get(name, {}).get("VolumeMl", 0.0) for name in labels}
     if not any(ml > 0 for ml in volumes.values()):
         counts = np.bincount(shown.prediction.ravel(), minlength=len(labels) + 1)[1:]
         volumes = {name: count * shown.voxel_ml for name, count in zip(labels, counts.tolist())}
@@ -401,8 +402,9 @@ def planes_note(case: ScoredCase, shown: ShownCase, labels: Sequence[str]) -> st
     what = predicted[0].removeprefix(f"{labels[0]} ") if len(labels) == 1 and predicted else ", ".join(predicted)
     planes = f"planes with most of the {of_label}prediction" if predicted else "middle planes"
     where = f" in {CONSENSUS}" if any(DISPUTED_ML in row for row in case.scores.values()) else ""
+    where = " in the labelled part" if is_part else where
     absent = [name for number, name in enumerate(labels, 1) if number not in shown.hidden]
-    return f"no {' or '.join(absent)}{where}; predicted {what or 'none'} · {planes}"
+    return f"no {' or '.join(absent)}{where}; predicted{' in the whole volume:' * is_part} {what or 'none'} · {planes}"
 
 
 def elsewhere_note(case: ScoredCase, shown: ShownCase, labels: Sequence[str]) -> str:

@@ -26,7 +26,7 @@ from seqpar.scores.label_files import (
     read_label_map,
     score_pairs,
 )
-from seqpar.scores.label_scores import DEFAULT_SETTINGS, class_mask, summarise
+from seqpar.scores.label_scores import DEFAULT_SETTINGS, UNLABELLED_ML, class_mask, summarise
 from seqpar.scores.summary_files import class_key, summary_content
 from seqpar.settings.config import Config
 from seqpar.settings.network_settings import NetworkSettings, PretrainingSettings
@@ -125,7 +125,8 @@ class ScoredCase:
             for name, row in self.scores.items()
             if not math.isnan(row.get("TrueVolumeMl", math.nan) + row.get("VolumeMl", math.nan))
         ]
-        return f" · ml, truth → prediction: {', '.join(parts)}" if parts else ""
+        where = " in the labelled part" * any(row.get(UNLABELLED_ML, 0.0) > 0 for row in self.scores.values())
+        return f" · ml{where}, truth → prediction: {', '.join(parts)}" if parts else ""
 
 
 @dataclass(frozen=True)

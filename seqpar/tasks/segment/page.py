@@ -103,7 +103,7 @@ RESEARCH = "For research; not a medical device."
 NO_SPREAD = 5e-4  # of a Dice: an interval of less would look like certainty
 UNLABELLED = (
     "Where the truth is not labelled (ignore label), nothing counts: neither scores nor the volumes of these tables "
-    "include it, and pictures do not mark it. What is predicted there is neither right nor false."
+    "include it. What is predicted there is neither right nor false; pictures hatch it, and draw it all the same."
 )
 FEW = 12  # cases whose table is open from the start
 
