@@ -15,7 +15,7 @@ from seqpar.data.formats.dataset import Case
 from seqpar.data.preparation.cache_index import sources_of
 from seqpar.report import images
 from seqpar.report.cases import CaseSection, elsewhere_note
-from seqpar.report.cautions import reached_in_validation, with_names_of_training
+from seqpar.report.cautions import reached_in_validation, trained_on_some
 from seqpar.report.embedded_volumes import ShownCase
 from seqpar.report.pictures import PicturedCase, caution_about, figure_of_cases
 from seqpar.report.planes import count_vanished_briefly
@@ -62,7 +62,7 @@ def test_what_a_run_reached_on_cases_that_it_had_learned_says_nothing_of_new_one
     assert learned in said and said.endswith("so the scores say nothing about new cases.")
     record = read_record(changed(copied, train=[], learned_before=held_out[:1]))
     assert learned in reached_in_validation(record)[0]
-    (named,) = with_names_of_training(record, held_out, "moved")
+    (named,) = trained_on_some(record, held_out, "moved")
     assert f"has the name of a case that run moved was trained on, such as {held_out[0]}" in named
 
 

@@ -15,7 +15,7 @@ import seqpar
 from seqpar.cli import report
 from seqpar.cluster.exit_codes import run
 from seqpar.report.cases import _case_view, elsewhere_note, planes_note, planes_of, viewer_section
-from seqpar.report.cautions import with_names_of_training
+from seqpar.report.cautions import trained_on_some
 from seqpar.report.curves import step_axis, training_diagrams
 from seqpar.report.embedded_volumes import ShownCase
 from seqpar.report.pictures import PicturedCase, figure_of_cases
@@ -150,10 +150,15 @@ def test_it_is_said_in_which_windows_cases_were_predicted(copied: Path) -> None:
 def test_predictions_for_training_cases_are_not_shown_without_a_word(copied: Path) -> None:
     record, (first, second) = read_record(copied), ("c_000", "c_001")
     record.content["dataset"]["train"] = [first, second]
-    (one,), (two,) = (with_names_of_training(record, [*names, "new"], "moved") for names in ([first], [first, second]))
+    (one,), (two,) = (trained_on_some(record, [*names, "new"], "moved") for names in ([first], [first, second]))
     assert f"1 of 2 cases has the name of a case that run moved was trained on, such as {first}" in one
     assert "2 of 3 cases have the names of cases that run moved was trained on" in two
-    assert with_names_of_training(record, ["new"], "moved") == []
+    assert trained_on_some(record, ["new"], "moved") == []
+    learned = replace(
+        record, content={**record.content, "dataset": {**record.dataset, "voxels": {first: "1", second: "2"}}}
+    )
+    (seen,) = trained_on_some(learned, [first, "new"], "moved", {first: "8", "new": "2"})
+    assert "1 of 2 cases was in the training data of run moved, such as new: predictions" in seen
 
 
 def test_a_low_dice_has_a_caution_next_to_it(copied: Path) -> None:

@@ -166,6 +166,30 @@ def test_a_training_image_with_another_label_file_is_not_new(tmp_path: Path) -> 
     assert not seen().same, "as older versions wrote it, without digests"
 
 
+def test_a_scan_counts_as_seen_however_it_is_written_and_whichever_data_the_run_has_now(tmp_path: Path) -> None:
+    """Its label map may be new, or have been written anew; cases of other data may have the names of these."""
+    labels = {name: save(tmp_path / "own" / f"{name}.nii", label_array((n + 1,))) for n, name in enumerate("abc")}
+    truths = {name: save(tmp_path / "truth" / f"{name}.nii.gz", label_array((n,))) for n, name in enumerate("abcdx", 2)}
+    rewritten = save(tmp_path / "rewritten" / "b.nii.gz", label_array((2,)).astype(np.int16))
+    first = {"name": "D", "recipe": None, "train": ["c", "d"], "digests": {}, "voxels": {"c": "30", "d": "4"}}
+    dataset = {"train": ["a", "b"], "held_out": ["c"], "voxels": {"a": "1", "b": "2", "c": "3"}}
+    run = SimpleNamespace(held_out=[{}] * 2, subjects={}, config={"data": "here"})
+    run.dataset = {**dataset, "weights_learned_from": [first]}
+
+    def seen(voxels: Mapping[str, str], **others: Path) -> Seen:
+        write_json(tmp_path / "prediction.json", {"voxels": voxels})
+        return find_seen(run, {name: {**truths, **others}[name] for name in voxels}, lambda: labels, tmp_path)
+
+    known = seen({"a": "1", "b": "9", "c": "30", "d": "5", "x": "2"})
+    assert (known.same, known.relabelled, known.namesakes) == (["a", "x", "c"], ["a", "x"], [])
+    assert known.copies == {"x": "b", "c": "c of D"} and not known.chose, "the run's own c is another scan"
+    written = seen({"b": "2"}, b=rewritten)
+    assert (written.same, written.relabelled) == (["b"], []), "its label map is the same"
+    assert seen({"b": ""}, b=rewritten).same == ["b"], "as predictions of older versions have it"
+    assert not seen({"b": ""}).same and seen({"d": ""}).namesakes == ["d"]
+    assert seen({"c": "3"}).chose == ["c"] and seen({"d": "4"}).copies == {"d": "d of D"}
+
+
 def test_a_further_scan_of_a_patient_is_not_new() -> None:
     scored = dict.fromkeys(("sub-01_ses-2", "sub-02_ses-2", "sub-03_ses-2", "d2"))
 

@@ -127,6 +127,61 @@ def test_a_run_that_goes_on_with_other_data_keeps_what_it_learned_before(tmp_pat
     assert read_dataset(stray) == {} and read_dataset(later / "model.safetensors")
 
 
+def test_scans_are_known_by_their_voxels_when_data_with_the_same_names_take_their_place(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags, run, first = [*tiny_data(tmp_path), "--epochs", "1"], tmp_path / "run", tmp_path / "Dataset001_Tiny"
+    sets = {"first": first}
+    for which in ("second", "third"):
+        sets[which] = nnunet(tmp_path / which / "Dataset001_Tiny", cases=5)
+        for path in sets[which].glob("imagesTr/*"):
+            volume = read_volume(path)
+            write_volume(path, volume.array[::-1] + len(which), volume.geometry)
+    trained(1, [*flags, "--fold", "0"], run)
+    elsewhere = ["--data", str(sets["second"]), "--cache", str(tmp_path / "cache2")]
+    for epochs, more in (("2", elsewhere), ("3", [])):
+        said = trained(1, ["--resume", "--epochs", epochs, "--fold", "1", "--device", "cpu", *more], run).said()
+        described = json.loads((run / "config.json").read_text())["dataset"]
+        assert "that it holds out now" not in said and "learned_before" not in described
+        assert described["validated"] == described["held_out"] if "validated" in described else True
+    (earlier,) = described["weights_learned_from"]
+    assert earlier["train"] != described["train"], "another fold"
+
+    def known(which: str) -> str:
+        out = tmp_path / "predicted" / which
+        assert predict.act([str(run), "-i", str(sets[which] / "imagesTr"), "-o", str(out), "--device", "cpu"]) == 0
+        capsys.readouterr()
+        assert evaluate.act([str(sets[which] / "labelsTr"), str(out)]) == 0
+        return " ".join(capsys.readouterr().out.split())
+
+    for which, there in (("first", earlier), ("second", described)):
+        (case,) = {f"c_{n:03d}" for n in range(5)} - {*there["train"]}
+        said = known(which)
+        assert "4 of 5 scored cases were in the run's training data" in said
+        assert f"({case})" in said if which == "second" else "new to the run" in said
+    assert "training data" not in (said := known("third")) and "names of the run" not in said
+
+
+def test_first_weights_are_known_to_have_learned_files_that_are_prepared_or_written_otherwise_now(
+    tmp_path: Path,
+) -> None:
+    flags, first = [*tiny_data(tmp_path), "--epochs", "1"], tmp_path / "first"
+    trained(1, [*flags, "--fold", "0"], first)
+    other = tmp_path / "Dataset005_Written"
+    shutil.copytree(tmp_path / "Dataset001_Tiny", other)
+    for path in other.glob("imagesTr/*"):
+        volume = read_volume(path)
+        path.unlink()
+        write_volume(path.with_name(path.name.removeprefix("c_")), volume.array.astype(np.float32), volume.geometry)
+    for path in other.glob("labelsTr/*"):
+        path.rename(path.with_name(path.name.removeprefix("c_")))
+    paths = {str(tmp_path / "Dataset001_Tiny"): str(other), str(tmp_path / "cache"): str(tmp_path / "cache5")}
+    begin = [paths.get(flag, flag) for flag in flags]
+    more = ["--fold", "1", "--spacing", "1.5,1.5,1.5", "--weights", str(first)]
+    said = trained(1, [*begin, *more], tmp_path / "second").said()
+    assert "caution: they have learned from 1 held-out case" in " ".join(said.split())
+
+
 def test_scores_of_trainings_on_two_states_of_the_data_say_so(tmp_path: Path) -> None:
     run, other = tmp_path / "run", tmp_path / "other"
     trained(1, [*tiny_data(tmp_path), "--epochs", "1", "--fold", "0"], run)

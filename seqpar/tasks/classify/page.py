@@ -178,7 +178,7 @@ def _cautions(record: RunRecord, summary: Summary, truth: Path, prediction: Path
     """Returns which cases the run was trained on, and what a reader of the scores of other cases should know first."""
     names, images = [case["case"] for case in summary["metric_per_case"]], image_files(truth)
     voxels = spacings_of({name: images[name] for name in names if name in images})
-    seen = seen_by_runs(record, prediction, lambda run: trained_on(run, truth, names))
+    seen = seen_by_runs(record, prediction, lambda run: trained_on(run, truth, names, prediction))
     lines = [*other_classes(record, summary, truth), missing_line(summary["missing"]), *seen.sentences]
     return seen, list(filter(None, [*lines, *unknown_runs(record, prediction), other_voxels(record, voxels)]))
 

@@ -13,7 +13,7 @@ from seqpar.data.files import read_json
 from seqpar.data.preparation.recipe import IN_HU
 from seqpar.prediction.class_statistics import NAME as STATISTICS
 from seqpar.prediction.class_statistics import read_statistics
-from seqpar.prediction.prediction_folder import RECORD, SERIES, inputs_of, replaced_line
+from seqpar.prediction.prediction_folder import RECORD, SERIES, inputs_of, replaced_line, voxels_of
 from seqpar.report.cases import case_section, load_worst
 from seqpar.report.cautions import (
     begun_unknown,
@@ -21,7 +21,7 @@ from seqpar.report.cautions import (
     of_open_sides,
     other_values_of,
     reached_in_validation,
-    with_names_of_training,
+    trained_on_some,
 )
 from seqpar.report.curves import number
 from seqpar.report.images import find_images, other_voxels, spacings_of
@@ -174,7 +174,7 @@ def segment_page(options: argparse.Namespace, record: RunRecord) -> FinishedPage
     if alone and scored:
         names = [case.name for case in scored.cases]
         for one in [record] if is_own else records_behind(options.prediction):
-            cautions += with_names_of_training(one, names, name_of_run(one.path, ""))
+            cautions += trained_on_some(one, names, name_of_run(one.path, ""), voxels_of(options.prediction))
     if scored and not alone:
         missing = filter(None, [missing_line(scored.missing)])
         cautions = chosen_on_them(record)
