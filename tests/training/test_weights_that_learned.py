@@ -214,6 +214,33 @@ def test_a_label_map_that_is_replaced_under_a_training_is_named(
     assert "train --resume with more --epochs prepares it again" in said, "without, a finished run has nothing to do"
 
 
+def test_label_maps_that_are_replaced_are_named_once_at_the_next_validation(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flags, data = [*tiny_data(tmp_path), "--epochs", "4", "--fold", "0"], tmp_path / "Dataset001_Tiny"
+    trained(1, [*flags, "--epochs", "1"], tmp_path / "before")
+    train = json.loads((tmp_path / "before" / "config.json").read_text())["dataset"]["train"]
+    labels, measure, calls = [data / "labelsTr" / f"{case}.nii.gz" for case in train], SegmentationValidation.run, [0]
+
+    def replace_labels(*arguments: Any, **named: Any) -> Any:
+        result = measure(*arguments, **named)
+        calls[0] += 1
+        for label in labels[:2] if calls[0] == 1 else ():
+            volume = read_volume(label)
+            write_volume(label, (volume.array == 0).astype(np.uint8), volume.geometry)
+        for label in labels[2:]:
+            label.touch()
+        return result
+
+    monkeypatch.setattr(SegmentationValidation, "run", replace_labels)
+    said = " ".join(trained(1, flags, tmp_path / "run").said().split())
+    told = (
+        f"warning: 2 label maps, such as {labels[0]}, have been replaced since this run prepared them: training and its"
+    )
+    _, first, second, *_ = said.split("validation on 1 held-out case")
+    assert told in second and said.count("been replaced") == 1 and told not in first
+
+
 def test_what_earlier_starts_learned_stays_known_and_their_label_maps_go(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
