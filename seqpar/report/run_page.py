@@ -156,14 +156,18 @@ def averaged_runs(prediction: Path) -> str:
 def other_run(prediction: Path, run: Path) -> str:
     """Returns the name of the only run that predicted a folder, "" if it is ``run``, which may have moved since."""
     made, *others = made_by(prediction) or [{"run": str(run)}]
-    there = Path(made["run"])
-    if others or there.resolve() == run.resolve():
-        return ""
-    weights = made.get("weights")
+    return "" if others or is_made_by(made, run) else name_of_run(Path(made["run"]), "")
+
+
+def is_made_by(made: Mapping[str, Any], run: Path) -> bool:
+    """Returns whether one of those that predicted a folder, as ``made_by`` says, is ``run``, which may have moved."""
+    there, weights = Path(made["run"]), made.get("weights")
+    if there.resolve() == run.resolve():
+        return True
     for path, known in weights.items() if isinstance(weights, dict) else ():
         if Path(path).is_relative_to(there) and (file := run / Path(path).relative_to(there)).is_file():
-            return "" if digest(file) == known else name_of_run(there, "")
-    return name_of_run(there, "")
+            return digest(file) == known
+    return False
 
 
 def is_validation(prediction: Path | None, record: RunRecord) -> bool:

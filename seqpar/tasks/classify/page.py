@@ -57,7 +57,7 @@ from seqpar.scores.class_scores import (
 )
 from seqpar.scores.comparison import FEW, about_scans
 from seqpar.scores.label_files import missing_line
-from seqpar.tasks.case_evaluation import CHOSE, HELD, NEW, NONE_SEEN, Seen, seen_by_runs, seen_table, unknown_runs
+from seqpar.tasks.case_evaluation import NONE_SEEN, SHOWN_LARGE, Seen, seen_by_runs, seen_table, unknown_runs
 from seqpar.tasks.classify.evaluation import Summary, image_files, other_classes, shares_of, trained_on
 from seqpar.tasks.classify.scores import (
     EXPLANATIONS,
@@ -211,7 +211,7 @@ def _scores(summary: Summary, positive: str | None, step: str, seen: Seen = NONE
     about += f" {baseline(shown)}"
     if len(summary["names"]) > 2:
         about += " AUC: each class against the others, averaged over classes."
-    tiles = headline(shown) if not told or next(iter(each)) in (NEW, HELD, CHOSE) else []
+    tiles = headline(shown) if not told or next(iter(each)) in SHOWN_LARGE else []
     tables = classes_table(shown, positive), confusion_table(shown)
     return _Scores(tiles, told, apart, *tables, charts, step, note, about, caution_of_guesses(shown))
 

@@ -84,10 +84,8 @@ from seqpar.scores.label_scores import (
     without_nan,
 )
 from seqpar.tasks.case_evaluation import (
-    CHOSE,
-    HELD,
-    NEW,
     NONE_SEEN,
+    SHOWN_LARGE,
     Seen,
     records_behind,
     seen_by_runs,
@@ -138,7 +136,7 @@ def segment_page(options: argparse.Namespace, record: RunRecord) -> FinishedPage
     if cases:
         marked = [replace(view, caption=f"{seen.mark(view.name)}{view.caption}") for view in cases.shown]
         cases = replace(cases, shown=marked)
-    tiles, note = headline(record, scored) if not alone and which in ("", NEW, HELD, CHOSE) else ([], "")
+    tiles, note = headline(record, scored) if not alone and which in ("", *SHOWN_LARGE) else ([], "")
     step = scored.step if scored else 0
     best = row_of_best(record)
     tiles = tiles_of_steps(tiles, step, best, "dice")
