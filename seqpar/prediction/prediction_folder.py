@@ -252,17 +252,13 @@ class PredictionFolder(ABC):
     def _refuse_data(self, cases: Sequence[Case], is_ours: bool) -> None:
         """Raises DataError if the folder is part of a data set, or holds volumes and was never predicted to."""
         folder = Path(os.path.realpath(self.folder))  # resolve() ends in a RuntimeError in a circle of links
-        if is_part_of_dataset(folder):
-            told = "belongs to a data set, which predict never writes into; choose another --output"
-            raise DataError(self.folder, told)
+        if kept := place_in_data(folder):
+            raise DataError(self.folder, f"{kept}, which predict never writes into; choose another --output")
         if holds_run(folder):
             told = "is a run folder, which evaluate takes for its validation"
             raise DataError(self.folder, f"{told}; choose another --output, such as a folder in it")
         if any(holds_run(place.parent) and _RUNS_OWN.match(place.name) for place in (folder, *folder.parents)):
             raise DataError(self.folder, "is a run's own, which training clears; choose another --output")
-        images = (Path(os.path.realpath(path)) for case in cases for path in case.images)
-        if any(place == folder for place in images if place.is_dir()):
-            raise DataError(self.folder, "is a DICOM series to predict; choose another --output")
         inputs = (path for case in cases for path in case.images if Path(os.path.realpath(path)).parent == folder)
         others = () if is_ours else (path for path in sorted(folder.glob("[!.]*")) if suffix_of(path.name))
         if found := next(chain(inputs, others), None):

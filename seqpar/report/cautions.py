@@ -58,14 +58,16 @@ def chosen_on_them(*records: RunRecord) -> list[str]:
 
 def cautions_of_learned(*records: RunRecord) -> list[str]:
     """Returns a sentence if a run had learned from some cases that it holds out, and one if that is not known."""
-    learned = (
-        "The weights have learned from some of these held-out cases (--fold all, another split, or weights that "
-        "training began with), so the scores say nothing about new cases."
-    )
     unknown = list(dict.fromkeys(sentence for run in records for sentence in begun_unknown(run)))
     known = (({*run.dataset.get("train", ()), *run.dataset.get(LEARNED, ())}, run.dataset) for run in records)
-    is_learned = any(cases & {*described.get("held_out", ())} for cases, described in known)
-    return [learned] * is_learned + unknown
+    both = [(cases, {*described.get("held_out", ())}) for cases, described in known]
+    learned = [cases & held_out == held_out for cases, held_out in both if cases & held_out]
+    which = "all" if learned and all(learned) else "some"
+    sentence = (
+        f"The weights have learned from {which} of these held-out cases (--fold all, another split, or weights that "
+        "training began with), so the scores say nothing about new cases."
+    )
+    return [sentence] * bool(learned) + unknown
 
 
 def cautions_together(runs: Iterable[Path]) -> list[str]:

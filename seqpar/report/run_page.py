@@ -104,7 +104,7 @@ def render_run(
         about += f"seen if {another} had seen them."
         cautions = [f"This prediction was made by {another}, not by {name}. {about}", *cautions]
     if prediction and not made_by(prediction) and prediction.resolve().parent != record.path.resolve():
-        about = f"The folder {prediction.name} does not say which network made its label maps"
+        about = f"The folder {prediction.name} does not say which network made its predictions"
         cautions = [f"{about}: whoever asked for this page says that it was {kind}{name}.", *cautions]
     generated = record.has_phantoms
     if prediction:

@@ -354,11 +354,12 @@ def too_much(scored: CaseScores) -> str:
     for name in scored.classes:
         pairs = [tuple(case.scores[name].get(key, math.nan) for key in SIZES[:2]) for case in scored.cases]
         known = [pair for pair in pairs if not any(map(math.isnan, pair))]
-        true_ml, ml = (sum(pair[at] for pair in known) for at in range(2))
+        true_ml, ml = (sum(pair[at] for pair in known) / max(len(known), 1) for at in range(2))
         if true_ml and ml >= MANY * true_ml:
+            mean = "mean " * (len(known) > 1)
             sentences.append(
-                f"The predicted volume of {name}, {millilitres(ml)} ml, is {ml / true_ml:,.0f} times the true one, "
-                f"{millilitres(true_ml)} ml: most of it is wrong, and regions may be found by chance."
+                f"The {mean}predicted volume of {name}, {millilitres(ml)} ml, is {ml / true_ml:,.0f} times the "
+                f"{mean}true one, {millilitres(true_ml)} ml: most of it is wrong, and regions may be found by chance."
             )
     return " ".join(sentences)
 

@@ -126,6 +126,8 @@ def score(
     if not classes:
         raise ValueError("there is no class to score: give at least one, such as {'tumour': (1,)}")
     where_counted = None if ignore is None else truth != ignore
+    if where_counted is not None and not where_counted.any():
+        hidden = classes  # nothing is known of a truth that is not labelled at all
     diagonal = math.dist([0.0] * truth.ndim, [size * step for size, step in zip(truth.shape, spacing)])
     scores = {}
     for name, labels in classes.items():
@@ -137,9 +139,6 @@ def score(
             true_mask &= counted
             mask &= counted
         row = score_masks(true_mask, mask, spacing, nsd_tolerance, counted, surfaces, voxel_ml)
-        if where_counted is not None:
-            ml = math.prod(spacing) / 1000 if voxel_ml is None else voxel_ml
-            row[UNLABELLED_ML] = np.count_nonzero(~where_counted) * ml
         if centreline:
             row["CentrelineRecall"] = centreline_recall(true_mask, mask)
         apply_empty_policy(row, empty, diagonal)
@@ -151,6 +150,9 @@ def score(
             row |= {f"Lesion{key}": value for key, value in zip(("Dice", "HD95", "TP", "FN", "FP"), lesion_scores)}
         if name in hidden:
             row = {metric: value if metric in COUNTS else math.nan for metric, value in row.items()}
+        if where_counted is not None:
+            ml = math.prod(spacing) / 1000 if voxel_ml is None else voxel_ml
+            row[UNLABELLED_ML] = np.count_nonzero(~where_counted) * ml
         scores[name] = row
     return scores
 

@@ -139,7 +139,9 @@ def test_a_class_is_absent_only_from_the_part_that_is_labelled() -> None:
     cases = sorted(scored.cases, key=lambda case: case.name)
     rows = [case.scores for case in cases]
     assert [row["lesion"]["UnlabelledMl"] for row in rows] == [64, 729] and rows[0]["lesion"]["VolumeMl"] == 0
-    assert what_is_absent(scored).startswith("The labelled part of 2 of 2 cases has no lesion: where none is predicted")
+    said = what_is_absent(scored)
+    assert said.startswith("The labelled part of 1 of 2 cases has no lesion: where none is predicted (1 case)")
+    assert said.endswith("Cases that are not annotated for lesion, and left out: 1 of 2."), "all of it is unlabelled"
     assert cases[0].volumes == " · ml in the labelled part, truth → prediction: lesion 0 → 0"
     assert format_dice(rows[0]["lesion"], 3) == "– (in neither map, where labelled)"
     near = np.where(np.roll(found, 2, 0), 1, 0)
@@ -224,6 +226,8 @@ def test_a_prediction_of_many_times_the_true_volume_is_warned_of() -> None:
         "The predicted volume of vessel, 8 ml, is 64 times the true one, 0.125 ml: most of it is wrong, and regions "
         "may be found by chance."
     )
+    two = too_much(scores_of(1.0, {"vessel": (1,)}, (small, full), (small, full)))
+    assert two.startswith("The mean predicted volume of vessel, 8 ml, is 64 times the mean true one, 0.125 ml: ")
     assert too_much(scores_of(1.0, {"vessel": (1,)}, (small, small), (none, small), (full, small))) == ""
     assert too_much(scores_of(1.0, {"vessel": (1,)}, (none, full))) == "", "there is nothing to compare with"
 

@@ -33,7 +33,7 @@ def test_cases_that_the_first_weights_had_learned_are_said_by_train_and_evaluate
     assert json.loads((second / "config.json").read_text())["dataset"]["learned_before"] == [case]
     assert evaluate.act([str(data), str(second), "--find-best"]) == 0
     said = capsys.readouterr().out
-    assert "The weights have learned from some of these held-out cases" in said
+    assert "The weights have learned from all of these held-out cases" in said
     assert f"Caution: {second}: see above what these weights had learned" in said
     out = tmp_path / "predictions"
     assert predict.act([str(second), "-i", str(data / "imagesTr"), "-o", str(out), "--device", "cpu"]) == 0
@@ -259,7 +259,7 @@ def test_what_earlier_starts_learned_stays_known_and_their_label_maps_go(
     trained(1, ["--resume", "--epochs", "5", "--fold", "1", "--device", "cpu"], run)
     described = json.loads((run / "config.json").read_text())["dataset"]
     assert evaluate.act([str(data), str(run)]) == 0
-    assert "The weights have learned from some of these held-out cases" in capsys.readouterr().out
+    assert "The weights have learned from all of these held-out cases" in capsys.readouterr().out
 
 
 def test_a_run_of_which_nothing_was_saved_has_learned_from_no_case(tmp_path: Path) -> None:
@@ -304,7 +304,7 @@ def test_a_run_of_all_cases_holds_none_out(tmp_path: Path, capsys: pytest.Captur
     said = trained(1, [*flags, "--fold", "all"], run).said()
     assert "5 cases: 5 to train on, also used to validate (fold all): scores say nothing about new cases" in said
     assert evaluate.act([str(tmp_path / "Dataset001_Tiny"), str(run)]) == 0
-    assert "The weights have learned from some of these held-out cases (--fold all" in capsys.readouterr().out
+    assert "The weights have learned from all of these held-out cases (--fold all" in capsys.readouterr().out
 
 
 def test_a_run_without_its_checkpoints_keeps_the_weights_that_it_has(tmp_path: Path) -> None:
