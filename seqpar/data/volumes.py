@@ -43,7 +43,7 @@ __all__ = [
 ]
 _NIFTI = (".nii.gz", ".nii")
 _SAMPLE = 1 << 16  # bytes
-_MOST_VOXELS = 1 << 21
+_MOST_VOXELS = 1 << 19  # that a digest is of: digests are kept, so that another number makes them others
 _MAX_DEFLATE = 1100  # gzip compresses at most about 1032 to 1
 
 

@@ -76,6 +76,7 @@ def _is_learned_set(value: Any) -> bool:
         isinstance(value, dict)
         and {"name", "recipe"} <= value.keys()
         and _is_list_of_names(value.get("train"))
+        and _is_list_of_names(value.get(VALIDATED, []))
         and isinstance(value.get("digests"), dict)
         and _is_texts(value.get(VOXELS, {}))
     )

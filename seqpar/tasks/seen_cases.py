@@ -41,7 +41,7 @@ def find_seen(
     before, own_scans = record.dataset.get(ANCESTORS, ()), record.dataset.get(VOXELS, {})
     others = {str(case) for own in before for case in own["train"]} - train - held_out
     scans = {name: own for name, own in (voxels_of(prediction) if prediction else {}).items() if name in scored}
-    by_scan, earlier = same_scans(scans, own_scans), _learned_elsewhere(before, scans)
+    by_scan = same_scans(scans, own_scans)
     new = {name for name in scans if name in own_scans and name not in by_scan[name]}
     patients = patients_of(train | held_out | scored.keys()) | record.subjects
     has_chosen = len(record.held_out) > 1
@@ -63,9 +63,10 @@ def find_seen(
     by_image = {name: name if name in own else min(own) for name, own in alike.items() if own}
     same |= by_image
     seen = [name for name, one in same.items() if one in train]
-    copies = {name: one for name, one in same.items() if name != one}
-    copies |= (earlier := {name: one for name, one in earlier.items() if name not in seen})
+    earlier = {name: one for name, one in _known_elsewhere(before, scans, "train").items() if name not in seen}
+    same |= {name: one for name, one in _known_elsewhere(before, scans, VALIDATED).items() if name not in same}
     same, seen = same | earlier, [*seen, *earlier]
+    copies = {name: one for name, one in same.items() if name != one}
     unknown = [name for name in names if (name not in there or name not in files) and name not in new]
     further = [n for n in scored if n not in train | held_out and n not in same and patients[n] in known]
     chose = [name for name in same if name not in seen]
@@ -76,15 +77,15 @@ def find_seen(
     return Seen(seen, namesakes + further, len(scored), *validated, copies, list(by_image))
 
 
-def _learned_elsewhere(before: Sequence[Mapping[str, Any]], scans: Mapping[str, str]) -> dict[str, str]:
+def _known_elsewhere(before: Sequence[Mapping[str, Any]], scans: Mapping[str, str], part: str) -> dict[str, str]:
     """Returns what scored cases are called in data that weights have learned from and the run does not have now.
 
-    - ``before``: what the run records of these data
+    - ``before``: what the run records of these data; ``part``: of them
     """
     found = dict[str, str]()
     for own in before:
-        for name, alike in same_scans(scans, own.get(VOXELS, {})).items():
-            if alike:
+        for name, others in same_scans(scans, own.get(VOXELS, {})).items():
+            if alike := others & {*own.get(part, ())}:
                 found.setdefault(name, f"{name if name in alike else min(alike)} of {own['name']}")
     return found
 

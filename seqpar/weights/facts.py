@@ -108,12 +108,16 @@ def sets_learned(described: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def sets_of_earlier_data(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Returns the data sets from which first weights had learned, and a run's own of before if it resumes on others.
+    """Returns the data sets from which first weights had learned, and a run's own of before if it resumes on others,
+    with the cases that it validated.
 
     - ``before``, ``now``: what it recorded of its data, and records now
     """
     ancestors = list(before.get(ANCESTORS, ()))
     own = [one for one in sets_learned({**before, ANCESTORS: ()}) if one not in ancestors and not _is_of(one, now)]
+    held = {*before.get(VALIDATED, before.get("held_out", ()))}.difference(*(one["train"] for one in own))
+    scans = {case: digests for case, digests in before.get(VOXELS, {}).items() if case in held}
+    own = [{**one, VALIDATED: sorted(held), VOXELS: {**one.get(VOXELS, {}), **scans}} for one in own]
     return [*own, *ancestors]
 
 
@@ -143,7 +147,7 @@ def _cases_in(learned: Mapping[str, Any], now: Mapping[str, Any]) -> set[str]:
         contents = {*theirs.values()}
         known = ours.keys() if contents else set[str]()
         found = (found - known) | {case for case in known if ours[case] in contents}
-    known_scans = learned.get(VOXELS, {})
+    known_scans = {case: digests for case, digests in learned.get(VOXELS, {}).items() if case in cases}
     same = same_scans(now.get(VOXELS, {}), known_scans)
     found = {case for case in found if case not in same or case not in known_scans}
     return found | {case for case, names in same.items() if names}

@@ -210,7 +210,8 @@ def test_a_scan_counts_as_seen_however_it_is_written_and_whichever_data_the_run_
     labels = {name: save(tmp_path / "own" / f"{name}.nii", label_array((n + 1,))) for n, name in enumerate("abc")}
     truths = {name: save(tmp_path / "truth" / f"{name}.nii.gz", label_array((n,))) for n, name in enumerate("abcdx", 2)}
     rewritten = save(tmp_path / "rewritten" / "b.nii.gz", label_array((2,)).astype(np.int16))
-    first = {"name": "D", "recipe": None, "train": ["c", "d"], "digests": {}, "voxels": {"c": "30", "d": "4"}}
+    first = {"name": "D", "recipe": None, "train": ["c", "d"], "digests": {}, "voxels": {"c": "30", "d": "4", "e": "6"}}
+    first["validated"] = ["e"]
     dataset = {"train": ["a", "b"], "held_out": ["c"], "voxels": {"a": "1", "b": "2", "c": "3"}}
     run = SimpleNamespace(held_out=[{}] * 2, subjects={}, config={"data": "here"})
     run.dataset = {**dataset, "weights_learned_from": [first]}
@@ -226,6 +227,7 @@ def test_a_scan_counts_as_seen_however_it_is_written_and_whichever_data_the_run_
     assert (written.same, written.relabelled) == (["b"], []), "its label map is the same"
     assert seen({"b": ""}, b=rewritten).same == ["b"], "as predictions of older versions have it"
     assert not seen({"b": ""}).same and seen({"d": ""}).namesakes == ["d"]
+    assert (seen({"x": "6"}).chose, seen({"x": "6"}).copies) == (["x"], {"x": "e of D"})
     assert seen({"c": "3"}).chose == ["c"] and seen({"d": "4"}).copies == {"d": "d of D"}
 
 

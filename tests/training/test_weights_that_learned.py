@@ -158,7 +158,8 @@ def test_scans_are_known_by_their_voxels_when_data_with_the_same_names_take_thei
         (case,) = {f"c_{n:03d}" for n in range(5)} - {*there["train"]}
         said = known(which)
         assert "4 of 5 scored cases were in the run's training data" in said
-        assert f"({case})" in said if which == "second" else "new to the run" in said
+        chose = f"({case})" if which == "second" else f"({case}, there {case} of Dataset001_Tiny)"
+        assert f"1 of 5 scored cases helped to choose the run's weights {chose}" in said
     assert "training data" not in (said := known("third")) and "names of the run" not in said
 
 
