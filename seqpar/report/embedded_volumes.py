@@ -324,8 +324,8 @@ class ShownPlane:
 
     - ``slice``: which slice of the file, of how many
     - ``across``, ``up``: sides of a pixel
-    - ``outlines``: kind (truth, prediction, or of areas disputed, and inside, bare without an image), colour and SVG
-      path in pixels
+    - ``outlines``: kind (truth, prediction, or of areas disputed, ignored, and inside, bare without an image), colour
+      and SVG path in pixels
     - ``sides``: place and letter of what is at the left, right, top and bottom
     - ``letter``, ``bar``: height of a letter, the same in all three planes, and length of the scale bar
     """
@@ -392,12 +392,15 @@ def draw_plane(case: ShownCase, name: str, dim: int, at: int, neurological: bool
             case.images.get(best_modality(list(case.images)), np.zeros_like(case.truth)), dim, at, neurological
         )
         if case.ignored is not None:
-            grey = hatched(grey.astype(int), plane_of(case.ignored, dim, at, neurological), 0, 255).astype(np.uint8)
+            area = plane_of(case.ignored, dim, at, neurological)
+            grey = hatched(grey.astype(int), area, 0, 255, across, up).astype(np.uint8)
         picture = encode(png(np.ascontiguousarray(grey)))
     ranks = ranks_of(case.truth, case.prediction)
     outlines = []
     if case.disputed is not None:  # below the lines
         outlines.append(("disputed", "none", outline(plane_of(case.disputed, dim, at, neurological))))
+    if case.ignored is not None:
+        outlines.append(("ignored", "#ffffff", outline(plane_of(case.ignored, dim, at, neurological))))
     parts = [(kind, labels, n) for kind, labels in (("truth", truth), ("prediction", prediction))
              for n in np.unique(labels[labels > 0]).tolist()]  # fmt: skip
     outlines += [(inside, COLOURS[(n - 1) % len(COLOURS)], outline(labels == n)) for _, labels, n in parts]

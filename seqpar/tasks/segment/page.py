@@ -73,7 +73,7 @@ from seqpar.report.tables import (
 from seqpar.runs.metrics_tail import with_other_weights
 from seqpar.scores.comparison import FEW as FEW_CASES
 from seqpar.scores.comparison import TOO_FEW, about_scans, interval_of_mean
-from seqpar.scores.label_classes import Labels
+from seqpar.scores.label_classes import Labels, with_declared_by
 from seqpar.scores.label_files import MAX_NAMED, dataset_at, match_cases, missing_line
 from seqpar.scores.label_scores import (
     Scores,
@@ -114,6 +114,7 @@ def segment_page(options: argparse.Namespace, record: RunRecord) -> FinishedPage
     assert record.labels is not None
     alone = options.prediction is not None and options.truth is None
     if options.truth is not None:
+        record = replace(record, labels=with_declared_by(options.truth, dataset_at(options.truth), record.labels))
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
         workers = min(8, cores)
         scored = score_folders(options.truth, options.prediction, record.labels, workers, options.common)
