@@ -268,7 +268,8 @@ def hatched(image: NDArray[Any], area: NDArray[Any], low: float, high: float, ac
     """
     rows, columns = np.indices(area.shape)
     period = max(area.shape[0] * up / STRIPES, area.shape[1] * across / STRIPES, 4 * min(across, up))
-    is_stripe = (rows * up + columns * across) % period < max(period / 4, min(across, up))
+    width = max(period / 4, min(across, up))
+    is_stripe = (rows * min(up, width) + columns * min(across, width)) % period < width  # which join in every row
     light = image > (low + high) / 2
     stripes: NDArray[Any] = np.where(light, image - (high - low) * CONTRAST, image + (high - low) * CONTRAST)
     return np.where((area > 0) & is_stripe, stripes, image).astype(image.dtype)

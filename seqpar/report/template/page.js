@@ -146,6 +146,7 @@
   function greys(dim) { // a picture of the plane, window and level applied, and the map over it
     const [x, y] = ACROSS[dim], { shape, spacing } = current();
     const finest = Math.min(spacing[x], spacing[y]), period = Math.max((shape[x] * spacing[x]) / 30, (shape[y] * spacing[y]) / 30, 4 * finest); // of stripes, in mm
+    const width = Math.max(period / 4, finest);
     const small = document.createElement("canvas");
     small.width = shape[x];
     small.height = shape[y];
@@ -155,8 +156,8 @@
     const [disputed, ignored] = ["disputed", "ignored"].map((id) => get(id).checked && state.volumes[id] && plane(state.volumes[id], dim));
     for (let n = 0; n < small.width * small.height; n++) {
       let grey = values ? Math.min(Math.max(Math.round((values[n] - low) * times), 0), 255) : 0;
-      const along = (n % shape[x]) * spacing[x] + Math.floor(n / shape[x]) * spacing[y];
-      if (ignored && ignored[n] && along % period < Math.max(period / 4, finest)) grey += grey > 127 ? -STRIPES : STRIPES;
+      const along = (n % shape[x]) * Math.min(spacing[x], width) + Math.floor(n / shape[x]) * Math.min(spacing[y], width);
+      if (ignored && ignored[n] && along % period < width) grey += grey > 127 ? -STRIPES : STRIPES;
       const part = heat ? (strength * heat[n]) / 255 : 0, over = part ? heatOf(heat[n]) : [0, 0, 0];
       let colour = over.map((one) => Math.round(grey + (one - grey) * part));
       if (disputed && disputed[n]) colour = VIOLET.map((one, at) => 0.55 * one + 0.45 * colour[at]);
