@@ -233,9 +233,8 @@ def find_weights(run: TrainedRun, which: str = "best") -> Path:
         if which != "best":
             raise ValueError(f"checkpoint={which!r}: {run.path} holds one set of weights; remove it")
         return run.path
-    for name in (which, "latest"):
-        if (folder / name).is_file():
-            return checkpoint.find(folder, name) / LAST
+    if name := checkpoint.named_by(folder, which):
+        return checkpoint.find(folder, name) / LAST
     if (run.path / LAST).is_file():
         return run.path / LAST
     raise DataError(folder, f"holds no checkpoint, and {run.path} no {LAST}; train first, or name a file of weights")

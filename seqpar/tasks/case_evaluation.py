@@ -307,6 +307,7 @@ class CaseEvaluation(ABC):
                 record = read_record(run)
                 records.append(record)
                 lines += chosen_on_them(record) if is_run else begun_unknown(record)
+                lines += filter(None, [record.weights.not_the_best * is_run, record.weights.describe_lost()])
                 if self.labels is not None:
                     lines += other_values(run, labels_of_run(record.dataset), self.labels)
                 found.append(self.find_seen(job, record))

@@ -38,8 +38,7 @@ def find_seen(
     train, held_out = train | learned, held_out - learned
     others = {str(case) for own in record.dataset.get(ANCESTORS, ()) for case in own["train"]} - train - held_out
     patients = patients_of(train | held_out | scored.keys()) | record.subjects
-    has_chosen = len(record.held_out) > 1
-    known = {patients[name] for name in (train | held_out if has_chosen else train)}
+    known = {patients[name] for name in (train | held_out if record.has_chosen else train)}
     names = [name for name in scored if name in train | held_out]
     there = {name: path for name, path in scored.items() if path and path.is_file()}
     files, same = dict[str, Path](), dict[str, str]()
@@ -61,7 +60,7 @@ def find_seen(
     namesakes = [name for name in unknown if name not in same]
     namesakes += [name for name in scored if name in others and name not in same and name not in further]
     copies = {name: one for name, one in same.items() if name != one}
-    validated = (chose, []) if has_chosen else ([], chose)
+    validated = (chose, []) if record.has_chosen else ([], chose)
     return Seen(seen, namesakes + further, len(scored), *validated, copies, list(by_image))
 
 

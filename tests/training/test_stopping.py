@@ -264,6 +264,7 @@ def test_of_equally_good_validations_the_one_with_the_lower_loss_is_kept(tmp_pat
     for run.progress.step in (2, 4, 6, 8):
         assert Trainer._end_epoch(run, None)
     assert saved == [2, 4] and (run.progress.best_step, run.progress.best_loss) == (4, 0.7)
+    assert journal.best_step == 4, "the picture of a validation compares it with that"
     assert [line for line in said if line != "validated"] == [
         "as good as after step 2, with a lower validation loss: step 4 is the best now"
     ]
