@@ -71,8 +71,8 @@ def act(arguments: Sequence[str]) -> int:
         print(f"next: nnUNetv2_preprocess_like_nnssl -d DATASET -n NAME -pc {options.out}")
         return 0
     windows = read_windows(options.run)
-    if options.checkpoint != "best":
-        windows = windows._replace(temperatures={})  # which was fitted to the best checkpoint
+    fitted = trained.temperatures if options.checkpoint == "best" else {}  # to the best checkpoint alone
+    windows = windows._replace(temperatures=fitted)
     measured = windows.as_json() if windows.dice else {}
     caution = ""
     with suppress(DataError):  # its scores may be gone

@@ -285,5 +285,5 @@ def read_best_step(run: str | Path) -> int | None:
     """Returns the step of the best checkpoint of a run folder, None where none is recorded."""
     try:
         return int(json.loads(read_whole(Path(run) / "window.json"))["step"])
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, OverflowError):
         return None

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from seqpar.data.errors import DataError
-from seqpar.data.files import write_json
+from seqpar.data.files import read_whole, write_json
 from seqpar.runs.journal import describe_lost, read_metrics
 from seqpar.runs.metrics_tail import SCORES, best_validation, measure_of, score_of
 from seqpar.runs.run_folder import holds_folds, holds_run, read_best_step, read_config, read_status
@@ -163,12 +163,13 @@ class TakenWeights:
 def weights_taken(run: Path) -> TakenWeights:
     """Returns which weights of a run folder predict takes unless told otherwise, and what is known about them."""
     points, known = run / "checkpoints", dict[str, Progress]()
-    name, status, task = checkpoint.named_by(points), read_status(run), "segment"
+    name, status, task = "", read_status(run), "segment"
     with suppress(DataError, OSError):  # if none is whole, predict takes none
+        name = checkpoint.named_by(points)
         for which in {name, "latest"} if name else ():
             known[which] = checkpoint.read_progress(checkpoint.look_up(points, which, trusts_times=True)[0])
     with suppress(DataError, ValueError, LookupError, OSError):
-        task = read_config(run)["config"]["task"]
+        task = str(read_config(run)["config"]["task"])
     saved = max((own.step for own in known.values()), default=0)
     validations = {at for own in known.values() for at in (own.validated, own.best_step)} | {read_best_step(run) or 0}
     held_out = list[dict[str, Any]]()  # read last, as a training may go on
@@ -203,7 +204,7 @@ def weights_taken(run: Path) -> TakenWeights:
 
 def _named_step(points: Path) -> int | None:
     try:
-        return int((points / "best").read_text().strip().removeprefix("step-"))
+        return int(read_whole(points / "best").decode().strip().removeprefix("step-"))
     except (OSError, ValueError):
         return None
 

@@ -10,7 +10,9 @@ import pytest
 from seqpar.cli import evaluate, predict, report
 from seqpar.cluster.exit_codes import run
 from seqpar.runs.journal import read_metrics
+from seqpar.runs.run_folder import write_window
 from seqpar.runs.run_status import weights_taken
+from seqpar.runs.trained_run import read_run
 from seqpar.tasks.segment import validation
 from seqpar.training import after_step
 from seqpar.weights import checkpoint
@@ -64,6 +66,10 @@ def test_after_the_best_weights_are_gone_it_is_said_which_are_taken_and_what_the
     text, warned = page_of(out, capfd)
     assert told in text and f"warning: {out}: {told}--checkpoint." in warned, "damaged"
     assert "After step 6, a validation, whose weights predict uses." in text and "predict uses (step 2)" not in text
+    write_window(out, {"sliding": 0.3}, 2, temperatures={"sliding": 1.5})
+    assert read_run(out).temperatures == {}, "it was fitted to the weights that are gone"
+    write_window(out, {"sliding": 0.3}, 6, temperatures={"sliding": 1.5})
+    assert read_run(out).temperatures == {"sliding": 1.5}
     shutil.rmtree(lost)
     text, warned = page_of(out, capfd)
     assert told in text and told in warned, "removed"
