@@ -175,6 +175,8 @@ def weights_taken(run: Path) -> TakenWeights:
     held_out = list[dict[str, Any]]()  # read last, as a training may go on
     with suppress(DataError, OSError):
         held_out = read_metrics(run / "metrics.jsonl", "val")
+    if not (saved or held_out or _says_running(run)):  # checkpoints were not copied
+        validations.add(read_best_step(run, "validation/summary.json") or 0)
     scores, best = {own.best_step: own.best for own in known.values() if own.best_step > 0}, best_validation(held_out)
     scores |= {row["step"]: score_of(row) for row in held_out}
     if saved and _says_running(run) and not describe_kill(run):  # the newest weights may not be saved yet
@@ -197,7 +199,7 @@ def weights_taken(run: Path) -> TakenWeights:
         frozenset(at for at in validations if 0 < at <= (saved or at)),
         held_out,
         scores,
-        None if is_best else top,
+        None if is_best or task == "pretrain" else top,  # weights of a pretraining are taken from its end
         top is not None and checkpoint.is_whole(points, top),
     )
 

@@ -142,6 +142,10 @@ def test_a_lost_metrics_file_is_contradicted_by_what_else_tells_of_validations(
     assert f"{path} lacks the validations after steps 2 and 6, which" in page_of(out, capfd)[0]
     path.unlink()
     scored(monkeypatch, 0.15)
+    copied = shutil.copytree(out, out.parent / "copied", ignore=shutil.ignore_patterns("checkpoints", "window.json"))
+    (copied / path.name).write_text("".join(line for line in lines if '"val"' not in line))
+    text = page_of(copied, capfd)[0]
+    assert "lacks the validation after step 6, which" in text and "has not been validated" not in text, "by its folder"
     said = trained(1, ["--resume", "--epochs", "4"], out).said()
     assert f"warning: {path} lacks steps 1 to 6 and the validation after step 6: the file was lost" in said
     assert [row["step"] for row in read_metrics(path) if row["kind"] == "train"] == [6, 7]
