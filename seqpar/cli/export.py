@@ -18,7 +18,7 @@ from seqpar.runs.archive import write_archive
 from seqpar.runs.fold_folder import expand_folds
 from seqpar.runs.nnunet_export import write_results
 from seqpar.runs.run_folder import read_config, read_windows
-from seqpar.runs.run_status import warn_if_killed, warn_if_not_validated
+from seqpar.runs.run_status import warn_if_killed, warn_of_weights
 from seqpar.runs.trained_run import find_weights, load_run, read_run
 from seqpar.settings.parser import Parser
 from seqpar.tasks.lookup import task_of
@@ -52,7 +52,7 @@ def act(arguments: Sequence[str]) -> int:
         )
     warn_if_killed(options.run)
     if options.checkpoint == "best":
-        warn_if_not_validated(options.run)
+        warn_of_weights(options.run)
     trained = read_run(options.run)
     weights = find_weights(trained, options.checkpoint)
     net = load_run(options.run, str(weights))  # weights of another network would be found out by its user
@@ -71,8 +71,8 @@ def act(arguments: Sequence[str]) -> int:
         print(f"next: nnUNetv2_preprocess_like_nnssl -d DATASET -n NAME -pc {options.out}")
         return 0
     windows = read_windows(options.run)
-    if options.checkpoint != "best":
-        windows = windows._replace(temperatures={})  # which was fitted to the best checkpoint
+    fitted = trained.temperatures if options.checkpoint == "best" else {}  # to the best checkpoint alone
+    windows = windows._replace(temperatures=fitted)
     measured = windows.as_json() if windows.dice else {}
     caution = ""
     with suppress(DataError):  # its scores may be gone

@@ -30,7 +30,7 @@ from seqpar.prediction.window_grid import DIRECTIONS, SUMS, WEIGHTS, WINDOWS, mi
 from seqpar.runs.fold_folder import expand_folds
 from seqpar.runs.nnunet_run import open_run
 from seqpar.runs.run_folder import read_config, tested_cases
-from seqpar.runs.run_status import warn_if_killed, warn_if_not_validated
+from seqpar.runs.run_status import warn_if_killed, warn_of_weights
 from seqpar.runs.trained_run import TrainedRun
 from seqpar.scores.postprocessing import read_postprocessing
 from seqpar.settings.parser import Parser
@@ -52,7 +52,7 @@ def act(arguments: Sequence[str]) -> int:
     launcher = read_launcher(os.environ)
     if launcher.rank == 0:
         warn_if_killed(*options.run)
-        warn_if_not_validated(*options.run if not options.checkpoint else ())
+        warn_of_weights(*options.run if not options.checkpoint else ())
     request, members = _request(options), _members(options)
     if options.seqpar > 1:
         for member in members:

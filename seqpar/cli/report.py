@@ -13,7 +13,7 @@ from seqpar.prediction.prediction_folder import warn_if_predicting
 from seqpar.report.record import read_record
 from seqpar.report.several_runs import Compare, page_of_several
 from seqpar.report.sweep_page import page_of_sweep
-from seqpar.runs.run_status import warn_if_killed
+from seqpar.runs.run_status import warn_if_killed, warn_of_lost
 from seqpar.runs.sweep_folder import holds_sweep
 from seqpar.scores.summary_files import write_output
 from seqpar.settings.parser import Parser
@@ -34,6 +34,7 @@ def act(arguments: Sequence[str]) -> int:
         return _compare(options, compare)
     warn_if_predicting(*[options.prediction] * bool(options.prediction))
     record = read_record(options.runs[0])
+    warn_of_lost(record.weights)
     made = TASKS[record.network_settings.task].page(options, record)
     write_output(options.out, made.text)
     print(f"{options.out}: {made.what}{options.out.stat().st_size / 1e6:.1f} MB", flush=True)
@@ -47,6 +48,7 @@ def act(arguments: Sequence[str]) -> int:
 def _compare(options: argparse.Namespace, compare: Mapping[str, Compare]) -> int:
     """Writes the page about several runs; returns the exit code."""
     records = [read_record(folder) for folder in options.runs]
+    warn_of_lost(*(record.weights for record in records))
     text, scored = page_of_several(records, compare)
     write_output(options.out, text)
     print(f"{options.out}: {len(records)} runs compared, {scored} with scores of their cases", flush=True)

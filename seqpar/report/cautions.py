@@ -11,7 +11,7 @@ from typing import Any
 
 from seqpar.data.errors import DataError
 from seqpar.data.formats.splits import sample_cases
-from seqpar.report.record import CaseScores, RunRecord, read_record, row_of_best
+from seqpar.report.record import CaseScores, RunRecord, read_record, row_of_taken
 from seqpar.runs.metrics_tail import best_validation, score_of
 from seqpar.scores.comparison import FEW, TOO_FEW
 from seqpar.scores.label_classes import Labels, choose_labels
@@ -54,7 +54,7 @@ def chosen_on_them(*records: RunRecord) -> list[str]:
         "The weights that predict uses were chosen on these held-out cases, so their scores on them tend to be too "
         "good: only a test set tells how good these weights are."
     )
-    return cautions_of_learned(*records) + [chosen] * any(len(record.held_out) > 1 for record in records)
+    return cautions_of_learned(*records) + [chosen] * any(record.has_chosen for record in records)
 
 
 def cautions_of_learned(*records: RunRecord) -> list[str]:
@@ -161,12 +161,14 @@ def reached_in_validation(record: RunRecord, who: str = "this run") -> list[str]
 
     - ``who``: the run, in words
     """
-    for row in (row for row in (row_of_best(record),) if row and row.get("dice")):
+    for row in (row for row in (row_of_taken(record),) if row and row.get("dice")):
         cases = quantity(row["cases"], "held-out case") if "cases" in row else "held-out cases"
         scores = ", ".join(f"{name} {value:.3f}" for name, value in row["dice"].items() if isinstance(value, float))
         few = f" ({TOO_FEW})" * (row.get("cases", FEW) < FEW)
         reached = f"On its {cases}{few} {who} reached a mean Dice of {scores}."
-        if (count := len(record.held_out)) > 1:
+        if record.weights.best is not None:
+            reached += f" {record.weights.not_the_best}"
+        elif (count := len(record.held_out)) > 1:
             reached += f" Its weights are the best of {count} validations on them."
         return [" ".join([reached, "Other patients may score lower.", *cautions_of_learned(record)])]
     return []

@@ -15,7 +15,7 @@ from seqpar.runs.archive import ABOUT, is_archive
 from seqpar.runs.journal import read_metrics
 from seqpar.runs.metrics_tail import SCORES, best_validation, score_of, task_of_row
 from seqpar.runs.run_folder import holds_run, read_config
-from seqpar.runs.run_status import describe_kill
+from seqpar.runs.run_status import TakenWeights, describe_kill, weights_taken
 from seqpar.scores.label_classes import Labels, labels_of_run
 from seqpar.scores.label_files import (
     Doubt,
@@ -56,10 +56,16 @@ class RunRecord:
     train: tuple[Row, ...] = ()
     held_out: tuple[Row, ...] = ()
     gaps: tuple[str, ...] = ()
+    weights: TakenWeights = TakenWeights()  # those that predict takes
 
     @property
     def config(self) -> dict[str, Any]:
         return dict(self.content["config"])
+
+    @property
+    def has_chosen(self) -> bool:
+        """Whether the weights were chosen on held-out cases, or may have been, as the record lacks validations."""
+        return len(self.held_out) > 1 or bool(self.weights.describe_lost())
 
     @property
     def outputs(self) -> list[str]:
@@ -156,19 +162,10 @@ def mean_of_numbers(values: Iterable[float]) -> float:
     return sum(known) / len(known) if known else math.nan
 
 
-def best_step(record: RunRecord) -> int | None:
-    """Returns the step whose weights predict takes: that of the best validation; None if there was none."""
-    try:
-        return int((record.path / "checkpoints" / "best").read_text().removeprefix("step-"))
-    except (OSError, ValueError):
-        row = best_validation(record.held_out)
-        return None if row is None else int(row["step"])
-
-
-def row_of_best(record: RunRecord) -> Row | None:
+def row_of_taken(record: RunRecord) -> Row | None:
     """Returns the validation of the weights that predict takes; None if the journal does not have it."""
-    best = best_step(record)
-    return next((row for row in record.held_out if best and row.get("step") == best), None)
+    step = record.weights.step
+    return next((row for row in record.held_out if step and row.get("step") == step), None)
 
 
 def step_sentence(own: int, record: RunRecord) -> str:
@@ -176,14 +173,15 @@ def step_sentence(own: int, record: RunRecord) -> str:
 
     - ``own``: the step of the scores, 0 if it is not known
     """
-    best = best_step(record)
-    if not own or not best:
+    taken = record.weights.step
+    if not own or not taken:
         return ""
-    if own == best:
+    if own == taken:
         which = "the best" if len(record.held_out) > 1 else "the only"
+        which = "a" if record.weights.best is not None else which
         return f"After step {own:,}, {which} validation, whose weights predict uses."
-    last = f"of step {own:,}, the last one: predict uses the weights of step {best:,}"
-    if (row := row_of_best(record)) is None:
+    last = f"of step {own:,}, the last one: predict uses the weights of step {taken:,}"
+    if (row := row_of_taken(record)) is None:
         return f"All scores are {last}."
     return (
         f"All other scores, those of single cases included, are {last}, whose {SCORES[task_of_row(row)]} was "
@@ -219,15 +217,17 @@ def read_record(run: Path) -> RunRecord:
         gaps.append("There is no readable status.json, so the run's verdict is not known.")
     if why := describe_kill(run):
         status |= {"state": "killed", "why": why, "step": -1}  # where it is, the journal knows
-    rows: list[Row] = []
+    weights, rows = weights_taken(run), list[Row]()
     try:
         rows = [*read_metrics(run / "metrics.jsonl")]
     except (OSError, ValueError):
         gaps.append("There is no readable metrics.jsonl: no curves.")
     train, held_out = (tuple(row for row in rows if row.get("kind") == kind) for kind in ("train", "val"))
-    if rows and not held_out:
+    lost = weights.describe_lost(train)
+    if rows and not held_out and not weights.validations:
         gaps.append("The run has not been validated yet.")
-    return RunRecord(run, content, labels, names, status, train, held_out, tuple(gaps))
+    gaps += filter(None, [lost, weights.not_the_best])
+    return RunRecord(run, content, labels, names, status, train, held_out, tuple(gaps), weights)
 
 
 def read_scores(run: Path) -> CaseScores:

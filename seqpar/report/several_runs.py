@@ -20,7 +20,6 @@ from seqpar.report.record import (
     CaseScores,
     RunRecord,
     ScoredCase,
-    best_step,
     from_here,
     mean_of_numbers,
     read_scores,
@@ -191,7 +190,7 @@ def _other_weights(record: RunRecord) -> str:
         step = int(json.loads(read_whole(record.path / "validation" / "summary.json"))["step"])
     except (OSError, *DAMAGE):
         return ""
-    unused = with_other_weights(step, best_step(record))
+    unused = with_other_weights(step, record.weights.step)
     return f"Scores of its cases are those{unused}." if unused else ""
 
 

@@ -16,6 +16,7 @@ from seqpar.report.rendering import render
 from seqpar.report.several_runs import Compare, cautions_about_each, curves_over_each_other, sentence_on_phantoms
 from seqpar.report.tables import mean_over
 from seqpar.runs.run_folder import read_config
+from seqpar.runs.run_status import weights_taken
 from seqpar.runs.sweep_folder import Point, Sweep, format_value, read_sweep, refresh_points
 from seqpar.settings.config import SETTINGS
 from seqpar.terminal import next_command
@@ -39,6 +40,9 @@ def page_of_sweep(out: Path, compare: Mapping[str, Compare]) -> str:
         except (DataError, ValueError) as error:
             gaps.append(f"{point.name} has no curves: {error}.")
     gaps += [_why_not_over(point) for point in sweep.points if not point.is_over]
+    for point in sweep.points:
+        taken = weights_taken(out / point.name)
+        gaps += [f"{point.name}: {told}" for told in (taken.not_the_best, taken.describe_lost()) if told]
     over = sum(point.is_over for point in sweep.points)
     headline = f"{over} of {len(sweep.points)} points have ended."
     if best:

@@ -40,6 +40,8 @@ class Journal:
         self.path, self.active = out / "metrics.jsonl", active
         self._warned, self._display, self._undrawn = False, Display("stdout"), set[str]()
         self._boards, self._lock, self.steps_done = list(boards), lock, first_step
+        self.lost = ""  # which of the steps and validations before it lacks, in words
+        self.best_step: int | None = None  # of the best validation by the run's progress; None: by the rows
         if active:
             self._drop_from(first_step, validated)
             self._open()
@@ -68,11 +70,11 @@ class Journal:
 
     def _drop_from(self, step: int, validated: int) -> None:
         """Removes the rows of steps and validations that a resumed run repeats."""
-        if not self.path.exists():
-            return
-        rows = read_metrics(self.path)
+        rows = read_metrics(self.path) if self.path.exists() else []
         kept = [row for row in rows if row["step"] < step or row["kind"] == "val" and row["step"] == step == validated]
-        write_text(self.path, "".join(json.dumps(row) + "\n" for row in kept))
+        self.lost = describe_lost(kept, step, [validated])
+        if self.path.exists():
+            write_text(self.path, "".join(json.dumps(row) + "\n" for row in kept))
 
     def record(self, kind: str, step: int, **values: Any) -> None:
         """Adds a row to metrics.jsonl, and its numbers to the boards; ``kind``: train, val or slow."""
@@ -163,10 +165,34 @@ class Journal:
         self._tell_boards(lambda board: board.close())
 
 
-def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """Returns the rows of metrics.jsonl, without lines that are none, such as a last one that a kill cut off."""
-    rows = []
+def describe_lost(rows: Iterable[Mapping[str, Any]], steps: int, validations: Collection[int]) -> str:
+    """Returns in words what rows of metrics.jsonl lack of the first ``steps`` steps, and of the validations after
+    ``validations`` (-1 is none); "" if they have all.
+    """
+    has = dict[str, set[int]]()
+    for row in rows:
+        has.setdefault(row["kind"], set()).add(row["step"])
+    lost = sorted({*range(steps)} - has.get("train", set()))
+    told = list[str]()
+    if lost and len(lost) == lost[-1] - lost[0] + 1:
+        told = [f"steps {lost[0] + 1:,} to {lost[-1] + 1:,}" if len(lost) > 1 else f"step {lost[0] + 1:,}"]
+    elif lost:
+        told = [f"{len(lost):,} of the first {steps:,} steps"]
+    if gone := sorted(step for step in {*validations} - has.get("val", set()) if step > 0):
+        several = "s" * (len(gone) > 1)
+        told.append(f"the validation{several} after step{several} {' and '.join(f'{step:,}' for step in gone)}")
+    return " and ".join(told)
+
+
+def read_metrics(path: Path, only: str = "") -> list[dict[str, Any]]:
+    """Returns the rows of metrics.jsonl, without lines that are none, such as a last one that a kill cut off.
+
+    - ``only``: a kind; others are not read, which are many
+    """
+    rows, wanted = [], f'"kind": "{only}"'.encode() if only else b""
     for line in read_whole(path).splitlines():
+        if wanted not in line:
+            continue
         try:
             row = json.loads(line)
         except ValueError:

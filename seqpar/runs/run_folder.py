@@ -289,9 +289,9 @@ def read_windows(run: Path) -> MeasuredWindows:
         raise DataError(run / "window.json", f"is damaged ({error}): remove it, and name --window yourself") from None
 
 
-def read_best_step(run: str | Path) -> int | None:
-    """Returns the step of the best checkpoint of a run folder, None where none is recorded."""
+def read_best_step(run: str | Path, name: str = "window.json") -> int | None:
+    """Returns the step of the best checkpoint of a run folder, or what ``name`` is about; None if it does not say."""
     try:
-        return int(json.loads(read_whole(Path(run) / "window.json"))["step"])
-    except (OSError, ValueError, KeyError, TypeError):
+        return int(json.loads(read_whole(Path(run) / name))["step"])
+    except (OSError, ValueError, KeyError, TypeError, OverflowError):
         return None

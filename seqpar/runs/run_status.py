@@ -1,21 +1,30 @@
-"""status.json: written at each turn, corrected where the process was killed; at which step each start began."""
+"""How a run stands: status.json, corrected where the process was killed; which weights it has and what is known of
+them; at which step each start began.
+"""
 
 import json
+import math
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import fields
+from contextlib import suppress
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from seqpar.data.files import write_json
-from seqpar.runs.journal import read_metrics
-from seqpar.runs.run_folder import holds_folds, read_status
+from seqpar.data.errors import DataError
+from seqpar.data.files import read_whole, write_json
+from seqpar.runs.journal import describe_lost, read_metrics
+from seqpar.runs.metrics_tail import SCORES, best_validation, measure_of, score_of
+from seqpar.runs.run_folder import holds_folds, holds_run, read_best_step, read_config, read_status
 from seqpar.runs.run_lock import RunLock
 from seqpar.settings.config import Config
 from seqpar.settings.rules import with_absolute_paths
 from seqpar.terminal import coloured, typed_command
 from seqpar.text import flag_name
+from seqpar.weights import checkpoint
+from seqpar.weights.checkpoint import Progress
+from seqpar.weights.facts import WEIGHTS
 
 
 class StatusFile:
@@ -92,19 +101,138 @@ def warn_if_killed(*folders: Path) -> None:
     """Prints a warning on stderr for each run folder among ``folders`` whose training was killed."""
     for folder in dict.fromkeys(folders):
         if sentence := describe_kill(folder):
-            line = f"warning: {sentence}; continue with train --resume --out {folder}"
-            print(coloured(line, sys.stderr), file=sys.stderr, flush=True)
+            _warn(f"{sentence}; continue with train --resume --out {folder}")
 
 
-def warn_if_not_validated(*folders: Path) -> None:
-    """Prints a warning on stderr for each run folder among ``folders`` that has weights, and none that are the best."""
-    for folder in dict.fromkeys(folders):
-        points = folder / "checkpoints"
-        if (points / "latest").is_file() and not (points / "best").is_file():
-            line = (
-                f"warning: {folder} has not been validated, so none of its weights are the best: the latest are taken"
-            )
-            print(coloured(line, sys.stderr), file=sys.stderr, flush=True)
+@dataclass(frozen=True)
+class TakenWeights:
+    """Which weights of a run predict takes unless told otherwise, and what is known about them and the best.
+
+    - ``step``: theirs; None if it is not known
+    - ``saved``: the steps that the newest checkpoint has done, and ``validations`` those after which the run's other
+      files say that it was validated: metrics.jsonl should have all of these
+    - ``held_out``: the validations that metrics.jsonl has; ``scores``: of each that is known, by step
+    - ``best``: the step of a better validation, None if there is none; ``is_there``: whether its weights are whole
+    """
+
+    path: Path = Path()
+    task: str = "segment"
+    step: int | None = None
+    saved: int = 0
+    validations: frozenset[int] = frozenset()
+    held_out: Sequence[Mapping[str, Any]] = ()
+    scores: Mapping[int, float] = field(default_factory=dict)
+    best: int | None = None
+    is_there: bool = False
+
+    def describe_lost(self, train: Sequence[Mapping[str, Any]] | None = None) -> str:
+        """Returns a sentence on what metrics.jsonl lacks; "" if that is nothing.
+
+        - ``train``: its rows of steps; None: ask for validations alone
+        """
+        steps, path = 0 if train is None else self.saved, self.path / "metrics.jsonl"
+        lost = describe_lost([*(train or ()), *self.held_out], steps, self.validations)
+        if not path.exists():
+            told = f"{path} is missing, and with it the record of {lost}."
+        else:
+            told = f"{path} lacks {lost}, which other files of the run record: it was cut off or replaced."
+        return f"{told} Restore it from a copy." if lost else ""
+
+    @property
+    def not_the_best(self) -> str:
+        """A sentence if the weights are not those of the best validation; else ""."""
+        if self.best is None:
+            return ""
+        folder = self.path / "checkpoints" / f"step-{self.best:08d}"
+        own, best = self._measured(self.step), self._measured(self.best)
+        best += " with a lower loss" * (own == best)
+        told = f"Predict takes the weights of step {self.step:,} ({own}), as those of step {self.best:,}, the best "
+        told += f"validation ({best}), are "
+        if self.is_there:
+            return f"{told}not those that checkpoints/best names: to take them, use --checkpoint {folder}."
+        return f"{told}missing or damaged: to take them, restore {folder} and use it as --checkpoint."
+
+    def _measured(self, step: int | None) -> str:
+        if step is None or step not in self.scores:
+            return "not validated"
+        score = self.scores[step]
+        unscored = f"validated, without a {SCORES[self.task]}"
+        return unscored if math.isnan(score) else f"{SCORES[self.task]} {measure_of(self.task, score):.3f}"
+
+
+def weights_taken(run: Path) -> TakenWeights:
+    """Returns which weights of a run folder predict takes unless told otherwise, and what is known about them."""
+    points, known = run / "checkpoints", dict[str, Progress]()
+    name, status, task = "", read_status(run), "segment"
+    with suppress(DataError, OSError):  # if none is whole, predict takes none
+        name = checkpoint.named_by(points)
+        for which in {name, "latest"} if name else ():
+            known[which] = checkpoint.read_progress(checkpoint.look_up(points, which, trusts_times=True)[0])
+    with suppress(DataError, ValueError, LookupError, OSError):
+        task = str(read_config(run)["config"]["task"])
+    saved = max((own.step for own in known.values()), default=0)
+    validations = {at for own in known.values() for at in (own.validated, own.best_step)} | {read_best_step(run) or 0}
+    held_out = list[dict[str, Any]]()  # read last, as a training may go on
+    with suppress(DataError, OSError):
+        held_out = read_metrics(run / "metrics.jsonl", "val")
+    if not (saved or held_out or _says_running(run)):  # checkpoints were not copied
+        validations.add(read_best_step(run, "validation/summary.json") or 0)
+    scores, best = {own.best_step: own.best for own in known.values() if own.best_step > 0}, best_validation(held_out)
+    scores |= {row["step"]: score_of(row) for row in held_out}
+    if saved and _says_running(run) and not describe_kill(run):  # the newest weights may not be saved yet
+        scores = {at: score for at, score in scores.items() if at <= saved}
+    ranked = {at: score for at, score in scores.items() if not math.isnan(score)}
+    top = max(ranked, key=lambda at: (ranked[at], best is not None and at == best["step"]), default=None)
+    taken = known[name].step if name in known else None
+    if not name and (run / WEIGHTS).is_file():
+        taken = _whole(status, "step") or None
+    is_best = taken is None or top is None or ranked.get(taken, -math.inf) > ranked[top] - 1e-9
+    if is_best and taken in ranked and top not in (None, taken):  # as good: then the lower loss decides
+        losses = {row["step"]: float(row["loss"]) for row in held_out}
+        has_loss = all(own.best_loss is not None for own in known.values() if own.best_step > 0)
+        is_best = not (has_loss and losses.get(top, math.nan) < losses.get(taken, math.nan))
+    return TakenWeights(
+        run,
+        task if task in SCORES else "segment",
+        taken if taken is not None else _named_step(points) or top,
+        saved,
+        frozenset(at for at in validations if 0 < at <= (saved or at)),
+        held_out,
+        scores,
+        None if is_best or task == "pretrain" else top,  # weights of a pretraining are taken from its end
+        top is not None and checkpoint.is_whole(points, top),
+    )
+
+
+def _named_step(points: Path) -> int | None:
+    try:
+        return int(read_whole(points / "best").decode().strip().removeprefix("step-"))
+    except (OSError, ValueError):
+        return None
+
+
+def warn_of_weights(*folders: Path) -> None:
+    """Prints warnings on stderr on each run folder among ``folders`` whose weights are not the best that it had, or
+    whose record lacks validations.
+    """
+    for taken in map(weights_taken, filter(holds_run, dict.fromkeys(folders))):
+        is_latest = taken.step is not None and taken.step == taken.saved
+        if is_latest and taken.saved and not taken.scores and not taken.validations:
+            _warn(f"{taken.path} has not been validated, so none of its weights are the best: the latest are taken "
+                  f"(step {taken.step:,})")  # fmt: skip
+        warn_of_lost(taken)
+
+
+def warn_of_lost(*runs: TakenWeights) -> None:
+    """Prints warnings on stderr about weights that are not the best, and records that lack validations."""
+    for taken in runs:
+        told = taken.not_the_best
+        for line in filter(None, [told and f"{taken.path}: {told}", taken.describe_lost()]):
+            _warn(line)
+
+
+def _warn(line: str) -> None:
+    print(coloured(f"warning: {line}", sys.stderr), file=sys.stderr, flush=True)
 
 
 def _says_running(run: Path) -> bool:

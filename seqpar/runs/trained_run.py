@@ -22,6 +22,7 @@ from seqpar.parallel.rendezvous import start
 from seqpar.planner.attention_choice import choose_fastest
 from seqpar.runs.archive import is_archive
 from seqpar.runs.run_folder import read_best_step, read_config, read_windows
+from seqpar.runs.run_status import weights_taken
 from seqpar.scores.label_classes import learned_regions
 from seqpar.settings.checks import as_in_file, check_network
 from seqpar.settings.config import Config
@@ -139,6 +140,8 @@ def read_run(path: str | Path) -> TrainedRun:
     """Reads the run in a folder that train wrote, or in an archive that export wrote, which may be an address."""
     path = local_file(path)
     content, windows = read_config(path), read_windows(Path(path))
+    step = None if is_archive(path) else weights_taken(Path(path)).step
+    fits = step is None or read_best_step(path) in (None, step)  # else the weights that were measured are gone
     try:
         dataset, config = content["dataset"], Config.from_dict(content["config"])
         check_network(config, NETWORK_NAMES)
@@ -149,14 +152,14 @@ def read_run(path: str | Path) -> TrainedRun:
             order = tuple(value for (value,) in regions.values())
         run = TrainedRun(
             Path(path),
-            _of_best(config, path),
+            config if step is None else replace(config, tile=lessons_of(config)[lesson_at(config, step)].config.tile),
             Recipe.from_json(dataset["recipe"]),
             _labels_of(dataset),
             regions,
             order,
             windows.dice,
             tuple(windows.whole_grid),
-            windows.temperatures,
+            windows.temperatures if fits else {},
         )
         ids, values = {*run.labels.values()}, run.recipe.values
         if values and not ids <= {*range(len(values))}:
@@ -206,12 +209,6 @@ def _labels_of(dataset: Mapping[str, Any]) -> dict[str, int]:
     return {str(name): number for number, name in enumerate(names)} or dict(dataset["labels"])
 
 
-def _of_best(config: Config, path: str | Path) -> Config:
-    """Returns the config with the tile of the lesson that the best checkpoint is from."""
-    step = read_best_step(path)
-    return config if step is None else replace(config, tile=lessons_of(config)[lesson_at(config, step)].config.tile)
-
-
 def _tile_of(config: Config, state: Mapping[str, torch.Tensor]) -> tuple[int, ...]:
     """Returns the tile for whose tokens weights have learned positions; the config's where they have none."""
     table = state.get("encoder.pos_embed")
@@ -233,9 +230,8 @@ def find_weights(run: TrainedRun, which: str = "best") -> Path:
         if which != "best":
             raise ValueError(f"checkpoint={which!r}: {run.path} holds one set of weights; remove it")
         return run.path
-    for name in (which, "latest"):
-        if (folder / name).is_file():
-            return checkpoint.find(folder, name) / LAST
+    if name := checkpoint.named_by(folder, which):
+        return checkpoint.find(folder, name) / LAST
     if (run.path / LAST).is_file():
         return run.path / LAST
     raise DataError(folder, f"holds no checkpoint, and {run.path} no {LAST}; train first, or name a file of weights")

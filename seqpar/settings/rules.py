@@ -74,6 +74,13 @@ def describe_settings_without_effect(config: Config, typed: Collection[str], her
     return "; ".join(f"{', '.join(flags)}: no effect {why}" for why, flags in flags_by_reason.items())
 
 
+def fixed_changes(saved: Config, now: Config, typed: Collection[str]) -> list[str]:
+    """Returns the settings on the command line (``typed``) that are not those of a run, which no start changes."""
+    same = {"curriculum"} if is_same(now.curriculum, saved.curriculum) else set[str]()
+    asked = (name for name, own in SETTINGS.items() if own.fixed and name in typed and name not in same)
+    return [name for name in asked if getattr(now, name) != getattr(saved, name)]
+
+
 def settings_on_resume(saved: Config, now: Config, typed: set[str]) -> Config:
     """Returns the settings of a resumed run: the saved ones, changed by the command line.
 
@@ -81,13 +88,12 @@ def settings_on_resume(saved: Config, now: Config, typed: set[str]) -> Config:
     """
     if is_same(now.curriculum, saved.curriculum):  # as a scheduler repeats the line
         now = replace(now, curriculum=saved.curriculum)
-    for name, own in SETTINGS.items():
-        if own.fixed and name in typed and getattr(now, name) != getattr(saved, name):
-            began = as_typed(name, getattr(saved, name))
-            raise ValueError(
-                f"--{flag_name(name)} cannot change when a run resumes (this one began with {began}): "
-                f"{own.fixed}. Remove it, or start another run with --weights {now.out}/model.safetensors"
-            )
+    for name in fixed_changes(saved, now, typed):
+        began = as_typed(name, getattr(saved, name))
+        raise ValueError(
+            f"--{flag_name(name)} cannot change when a run resumes (this one began with {began}): "
+            f"{SETTINGS[name].fixed}. Remove it, or start another run with --weights {now.out}/model.safetensors"
+        )
     began_without = saved.optimizer == "rmsprop" and not any(saved.betas[:1])
     if "betas" in typed and began_without and now.betas[0] > 0:
         raise ValueError(

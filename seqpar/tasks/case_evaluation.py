@@ -60,12 +60,11 @@ class Seen(NamedTuple):
     def by_any(runs: Sequence["Seen"]) -> "Seen":
         """Returns what is known of cases that several runs predicted together: what any of them has seen is not new."""
         same, namesakes = {name for run in runs for name in run.same}, {name for run in runs for name in run.namesakes}
-        chose = {name for run in runs for name in run.chose} - same - namesakes
-        held = {name for run in runs for name in run.held} - same - namesakes - chose
+        chose, held = ({n for run in runs for n in getattr(run, part)} - same - namesakes for part in ("chose", "held"))
         copies = {name: other for run in runs for name, other in run.copies.items()}
         relabelled = sorted({name for run in runs for name in run.relabelled})
-        ordered = sorted(same), sorted(namesakes - same), runs[0].total, sorted(chose), sorted(held)
-        return Seen(*ordered, copies, relabelled, list({one: 0 for run in runs for one in run.gone}), runs[0].twins)
+        own = sorted(same), sorted(namesakes - same), runs[0].total, sorted(chose), sorted(held - chose)
+        return Seen(*own, copies, relabelled, list({one: 0 for run in runs for one in run.gone}), runs[0].twins)
 
     @property
     def words(self) -> str:
@@ -320,6 +319,7 @@ class CaseEvaluation(ABC):
                 record = read_record(run)
                 records.append(record)
                 lines += chosen_on_them(record) if is_run else begun_unknown(record)
+                lines += filter(None, [record.weights.not_the_best * is_run, record.weights.describe_lost()])
                 if self.labels is not None:
                     lines += other_values(run, labels_of_run(record.dataset), self.labels)
                 found.append(self.find_seen(job, record))

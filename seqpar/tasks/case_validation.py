@@ -46,7 +46,11 @@ def when_validated(journal: Journal, row: Mapping[str, Any]) -> str:
     """Returns after which step a validation is, and whether predict would use its weights; ``row``: its scores."""
     step, before = journal.steps_done, list[Mapping[str, Any]]()
     if journal.path.is_file():
-        before = [one for one in read_metrics(journal.path) if one["kind"] == "val" and one["step"] < step]
+        before = [one for one in read_metrics(journal.path, "val") if one["step"] < step]
+    if journal.best_step is not None:  # the weights of a better one may be gone
+        before = [one for one in before if one["step"] == journal.best_step]
+        if journal.best_step > 0 and not before:
+            return f"after step {step:,}"
     best = best_validation([*before, {**row, "step": step}])
     if best is None:
         return f"after step {step:,}"

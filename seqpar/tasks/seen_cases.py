@@ -47,8 +47,7 @@ def find_seen(
     by_scan = same_scans(scans, own_scans)
     new = {name for name in scans if name in own_scans and name not in by_scan[name]}
     patients = patients_of(train | held_out | scored.keys()) | record.subjects
-    has_chosen = len(record.held_out) > 1
-    known = {patients[name] for name in (train | held_out if has_chosen else train)}
+    known = {patients[name] for name in (train | held_out if record.has_chosen else train)}
     names = [name for name in scored if name in train | held_out]
     there = {name: path for name, path in scored.items() if path and path.is_file()}
     files, same = dict[str, Path](), dict[str, str]()
@@ -76,7 +75,7 @@ def find_seen(
     namesakes = [name for name in unknown if name not in same]
     told = {name for name in scans if all(name in own.get(VOXELS, {}) for own in before if name in own["train"])}
     namesakes += [name for name in scored if name in others - told and name not in same and name not in further]
-    validated = (chose, []) if has_chosen else ([], chose)
+    validated = (chose, []) if record.has_chosen else ([], chose)
     twins = _scored_twice(there, scans)
     return Seen(seen, namesakes + further, len(scored), *validated, copies, list(by_image), twins=twins)
 

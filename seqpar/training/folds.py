@@ -32,7 +32,7 @@ from seqpar.tasks.lookup import task_of
 from seqpar.tasks.task import Task
 from seqpar.terminal import next_command, python_module, resume_command, typed_variable
 from seqpar.text import parse_duration
-from seqpar.training.run_request import check_again_flag, is_requeued
+from seqpar.training.run_request import check_again_flag, is_requeued, refuse_unlike_folds
 from seqpar.weights.facts import changed_between
 
 GRACE_S = 60.0  # for other ranks' word on how a fold ended, where it failed on this one
@@ -71,7 +71,7 @@ class Folds:
         The first rank alone looks at the folders of runs, and writes into the one that holds them.
         """
         if self.own.dry_run:
-            return self._rehearse()
+            return self._rehearse(launcher)
         meeting = Meeting(launcher)
         place = run_on_rank0_before_mesh(lambda: self._open(launcher), meeting, "place")
         self.flags = place["flags"]
@@ -113,17 +113,17 @@ class Folds:
         parser.add_argument("--time-limit", default="")
         return self.began + parse_duration(parser.parse_known_args(self.flags)[0].time_limit)
 
-    def _rehearse(self) -> int:
+    def _rehearse(self, launcher: Launcher) -> int:
         """Returns the exit code of the dry run of the first fold, for which ranks need not meet."""
         self._refuse()
         if self.own.resume:
-            self._add_flags_of_before(self.own.out)
+            self._add_flags_of_before(self.own.out, launcher)
         return self._start([*python_module("train"), *self._line(0, runs_of(self.own.out)[0]), "--dry-run"], {})
 
     def _open(self, launcher: Launcher) -> dict[str, Any]:
         """Returns where the runs are and with which flags folds begin, after making and marking the place."""
         self._refuse()
-        out = self._folder(is_requeued(launcher))
+        out = self._folder(launcher)
         read_flags(out)  # raises for a file of another program
         refuse_foreign_status(out)
         write_flags(out, self.flags)
@@ -138,9 +138,9 @@ class Folds:
         if self.own.data:
             refuse_folds(task, self.own.data)
 
-    def _folder(self, restarted: bool) -> str:
+    def _folder(self, launcher: Launcher) -> str:
         """Returns the folder of the five run folders; existing ones resume, which has to be asked for."""
-        out = str(self.own.out)
+        out, restarted = str(self.own.out), is_requeued(launcher)
         if holds_run(out):
             raise ValueError(f"--out {out} holds a run of its own, whose status would be lost: name another folder")
         if self.own.again:
@@ -149,7 +149,7 @@ class Folds:
                 number += 1
                 out = f"{self.own.out}-{number}"
             if not has_ended(out):  # else no fold could begin by the flags of before
-                self._add_flags_of_before(out)
+                self._add_flags_of_before(out, launcher)
             return out
         runs = started_folds(out)
         if runs and not (self.own.resume or restarted):
@@ -157,15 +157,19 @@ class Folds:
         if self.own.resume and not runs and not holds_folds(out):
             raise ValueError(f"--resume --out {out}: it holds no five folds: name their folder, or leave --resume out")
         if self.own.resume or restarted:
-            self._add_flags_of_before(out)
+            self._add_flags_of_before(out, launcher)
         return out
 
-    def _add_flags_of_before(self, out: str) -> None:
-        """Begins folds by the flags of earlier starts, then those of this one, which win."""
+    def _add_flags_of_before(self, out: str, launcher: Launcher) -> None:
+        """Begins folds by the flags of earlier starts, then those of this one, which win; refuses those that would
+        make them unlike folds that have begun.
+        """
         before = read_flags(out)
         known = before[len(before) - len(self.typed) :] == self.typed  # the line of before, typed again
         self.flags = before if known else [*before, *self.typed]
         self.new_flags = [] if known or not before else self.typed
+        if self.new_flags:
+            refuse_unlike_folds(started_folds(out), self.new_flags, self.flags, launcher)
 
     def _agree(self, meeting: Meeting, fold: int, run: str) -> dict[str, bool]:
         """Returns, on every rank, how the fold stands by the first one's reading, and whether any has to leave."""

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from seqpar.data.addresses import is_address, local_file
+from seqpar.data.addresses import absolute, is_address, local_file
 from seqpar.data.errors import DataError
 from seqpar.data.files import refuse_unwritable
 from seqpar.data.formats.recognise import place_in_data
@@ -48,10 +48,13 @@ from seqpar.settings.curriculum import parse_curriculum
 from seqpar.settings.data_settings import ALL_FOLDS, OWN
 from seqpar.settings.field import Circumstances
 from seqpar.settings.lessons import Lesson, lessons_of
+from seqpar.settings.parallel_settings import AUTO
 from seqpar.settings.presets import FROM_DATA
 from seqpar.settings.rules import (
     FILES,
+    as_typed,
     describe_settings_without_effect,
+    fixed_changes,
     refuse_settings_without_effect,
     settings_on_resume,
 )
@@ -309,6 +312,41 @@ def _read_saved(line: _CommandLine) -> dict[str, Any]:
     if line.names_preset and line.preset != preset:
         raise ValueError(f"--preset {line.preset}: the run in {out} continues as it began, {preset}: remove it")
     return content
+
+
+def refuse_unlike_folds(runs: Sequence[str], typed: Sequence[str], flags: Sequence[str], launcher: Launcher) -> None:
+    """Raises ValueError for flags by which folds that begin now would be other networks, or trained on other data or
+    tiles a step, than folds that have begun; those that any run may change when it resumes are allowed.
+
+    - ``runs``: the folders of folds that have begun
+    - ``typed``: the flags typed now; ``flags``: all those with which folds begin
+    """
+    ends = "Remove it, or train five folds with it in another --out"
+    for run in runs:
+        line, new = (_read_line([*given, "--resume", "--out", run], launcher) for given in (typed, flags))
+        try:
+            saved = _read_saved(line)
+        except DataError:  # one that goes on says so itself
+            continue
+        before, now = Config.from_dict(saved["config"]), line.config
+        reasons = {name: SETTINGS[name].fixed for name in fixed_changes(before, now, line.flags)}
+        if "weights" in line.flags and now.weights != (before.weights and absolute(before.weights)):
+            reasons["weights"] = "folds from other first weights do not compare"
+        for name, why in reasons.items():
+            asked, began = (as_typed(name, getattr(each, name) or "unset") for each in (now, before))
+            raise ValueError(f"{asked}: {run} began with {began}, and all five folds need the same: {why}. {ends}")
+        config, layout = new.config, saved["layout"]
+        tiles = layout.get("global_batches") or [layout["data"] * before.batch * before.accumulate]
+        num_groups = max(launcher.world, config.group_ranks) // config.group_ranks
+        asked_tiles = config.global_batch or config.batch * config.accumulate * num_groups
+        names = ("global_batch", "batch", "accumulate") if config.global_batch or config.seqpar != AUTO else ()
+        sized = [name for name in names if name in line.flags]
+        if sized and asked_tiles and not config.curriculum and [asked_tiles] != tiles:
+            asked = " ".join(as_typed(name, getattr(now, name)) for name in sized)
+            raise ValueError(
+                f"{asked}: folds that begin now would have {quantity(asked_tiles, 'tile')} a step, and {run} has "
+                f"{' and '.join(map(str, tiles))}: all five folds need the same. {ends}"
+            )
 
 
 def _refuse_damaged(saved: Config, flags: Set[str]) -> None:

@@ -133,6 +133,11 @@ class Trainer:
         if self.config.resume:
             nothing = "" if self.saved else ": nothing was saved before"
             self.journal.say(f"resumed at step {step} of {self.config.steps}{nothing}")
+        if self.journal.lost:
+            self.journal.say(
+                f"warning: {self.journal.path} lacks {self.journal.lost}: the file was lost, cut off or replaced. "
+                "Training continues without that record; to keep it, stop, restore the file from a copy, and resume"
+            )
         self.journal.begin(step, self.config.steps, self.loss.weights)
         self.journal.attempt(self.status.begin)
 
@@ -259,7 +264,7 @@ class Trainer:
         is_last = step == self.config.steps
         if not (is_last or every > 0 and step % every == 0) or self.progress.validated == step:
             return True
-        began = time.monotonic()
+        began, self.journal.best_step = time.monotonic(), self.progress.best_step
         with self.gradients.gathered():
             keep = is_last or self._is_flat(step)  # whether this one is better is not known yet
             result = self.validation.run(self.net, self.journal, stopper, keep)

@@ -14,6 +14,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -241,18 +242,37 @@ def find(folder: Path, which: str = "latest") -> Path:
 
     - ``which``: latest or best
     """
+    path, problems = look_up(folder, which)
+    if problems:
+        print(f"warning: {'; '.join(problems)}: going back to {path.name}", file=sys.stderr, flush=True)
+    return path
+
+
+def look_up(folder: Path, which: str = "latest", trusts_times: bool = False) -> tuple[Path, list[str]]:
+    """Returns the checkpoint that ``find`` returns, and what is wrong with those that it would have preferred.
+
+    - ``trusts_times``: read no file that has not been written since the checkpoint was complete
+    """
     named = _named(folder / which)
     others = [path for path in _complete(folder) if path != named]
     others.sort(key=lambda path: (path.stem, not path.suffix), reverse=True)
     problems: list[str] = []
     for path in [*([named] if named else []), *others]:
-        problem = _problem(path)
+        problem = _problem(path, trusts_times)
         if not problem:
-            if problems:
-                print(f"warning: {'; '.join(problems)}: going back to {path.name}", file=sys.stderr, flush=True)
-            return path
+            return path, problems
         problems.append(problem)
     raise DamagedCheckpoint(folder, f"no complete checkpoint ({'; '.join(problems) or 'the folder holds none'})")
+
+
+def named_by(folder: Path, which: str = "best") -> str:
+    """Returns ``which`` (best or latest) if that names a checkpoint, else "latest"; "" if neither does."""
+    return next((name for name in (which, "latest") if (folder / name).is_file()), "")
+
+
+def is_whole(folder: Path, step: int) -> bool:
+    """Returns whether the checkpoint of a step is there and undamaged, as far as times of files tell."""
+    return not _problem(folder / f"step-{step:08d}", trusts_times=True)
 
 
 def _complete(folder: Path) -> list[Path]:
@@ -266,10 +286,11 @@ def find_on_all_ranks(folder: Path, world: Group) -> Path | None:
     return Path(path) if path else None
 
 
-def _problem(path: Path) -> str:
-    """Returns what is wrong with a checkpoint, empty if nothing is."""
+def _problem(path: Path, trusts_times: bool = False) -> str:
+    """Returns what is wrong with a checkpoint, empty if nothing is; for ``trusts_times`` see ``look_up``."""
     try:
         digests = dict(json.loads((path / MANIFEST).read_text()))
+        completed = (path / MANIFEST).stat().st_mtime_ns
     except (OSError, ValueError, TypeError):  # absent, cut off or not JSON
         return f"{path.name} is incomplete"
     for name in (MODEL, OPTIMIZER, PROGRESS):
@@ -277,12 +298,22 @@ def _problem(path: Path) -> str:
             return f"{path.name}/{MANIFEST} is damaged"
     for name, saved_digest in digests.items():
         try:
-            file_digest = digest(path / name)
+            if trusts_times:
+                at = (path / name).stat()
+                file_digest = saved_digest if at.st_mtime_ns < completed else _digest_of(path / name, at.st_mtime_ns)
+            else:
+                file_digest = digest(path / name)
         except OSError:
             return f"{path.name}/{name} is missing"
         if file_digest != saved_digest:
             return f"{path.name}/{name} is damaged"
     return ""
+
+
+@cache
+def _digest_of(path: Path, _mtime_ns: int) -> str:
+    """Returns the hash of a file that was read once in this process, as long as it is not written again."""
+    return digest(path)
 
 
 def load(

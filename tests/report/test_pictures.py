@@ -377,7 +377,7 @@ def test_the_picture_of_a_validation_says_if_an_earlier_one_was_better(tmp_path:
     figures = list[Any]()
     monkeypatch.setattr(pictures, "save_figure", lambda figure, path: figures.append(figure))
     (tmp_path / "metrics.jsonl").write_text("\n".join(json.dumps(row(n, n / 1000)) for n in (1, 300, 900)) + "\n")
-    journal: Any = SimpleNamespace(path=tmp_path / "metrics.jsonl", steps_done=700)
+    journal: Any = SimpleNamespace(path=tmp_path / "metrics.jsonl", steps_done=700, best_step=None)
     cases = [{"truth": name, "probabilities": [0.4, 0.6]} for name in ("a", "b")]
     summary = {"names": ["a", "b"], "metric_per_case": cases, "confusion": [[0, 1], [0, 1]]}
     labels = np.ones((8, 8, 8), np.uint8)
@@ -394,6 +394,9 @@ def test_the_picture_of_a_validation_says_if_an_earlier_one_was_better(tmp_path:
         assert scores[-1] == f"2 held-out cases, a{told}" and drawn[1] == f"A{told}."
         assert f"A{told}: hidden patches" in " ".join(rebuilt)
     assert all(figure._suptitle.get_window_extent().x1 <= figure.bbox.width for figure in figures)
+    for journal.best_step, told in ((-1, after[1]), (1, after[1]), (300, after[0]), (500, "fter step 700")):
+        assert when_validated(journal, row(700, 0.2)) == f"a{told}", "the weights of the better one are gone"
+    journal.best_step = None
     journal.path.unlink()
     assert when_validated(journal, row(700, 0.2)) == f"a{after[1]}", "the first one"
     assert when_validated(journal, row(700, math.nan)) == "after step 700", "no case has a class"

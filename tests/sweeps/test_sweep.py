@@ -257,6 +257,10 @@ def test_the_page_of_a_sweep_names_classes_that_a_point_does_not_find(made: Path
     metrics.write_text(metrics.read_text().replace('"b": null', '"b": 0.0001'))
     text = Page(page_of_sweep(made, {})).text
     assert "lr-0.001_batch-1: at the best validation, the mean Dice of b is 0.000" in text
+    metrics.unlink()
+    (metrics.parent / "window.json").write_text('{"step": 4}')
+    told = f"lr-0.001_batch-1: {metrics} is missing, and with it the record of the validation after step 4. Restore it"
+    assert told in Page(page_of_sweep(made, {})).text, "it has no score"
 
 
 def test_the_page_of_a_sweep_has_all_points_effects_and_the_command_of_the_best(

@@ -70,7 +70,7 @@ def test_cases_that_chose_the_weights_are_said_apart_from_those_that_were_traine
 
     def seen(validations: int, scored: dict[str, Path]) -> list[str]:
         dataset = {"train": ["a", "b"], "held_out": ["c", "d"]}
-        record = SimpleNamespace(dataset=dataset, held_out=[{}] * validations, subjects={})
+        record = SimpleNamespace(dataset=dataset, has_chosen=validations > 1, subjects={})
         return find_seen(record, scored, lambda: files).sentences
 
     trained = "2 of 4 scored cases were in the run's training data (a, b): their scores say little about new cases."
@@ -91,7 +91,7 @@ def test_only_cases_that_validations_scored_have_chosen_the_weights(tmp_path: Pa
         path.write_text(name)
 
     def chose(**dataset: list[str]) -> Sequence[str]:
-        record = SimpleNamespace(dataset={"train": ["a"], **dataset}, held_out=[{}] * 2, subjects={})
+        record = SimpleNamespace(dataset={"train": ["a"], **dataset}, has_chosen=True, subjects={})
         return find_seen(record, files, lambda: files).chose
 
     assert chose(held_out=["b", "c"]) == ["b", "c"]
@@ -157,7 +157,7 @@ def test_a_copy_of_a_runs_case_under_another_name_is_not_new(tmp_path: Path) -> 
         files[name] = save(tmp_path / f"{name}.nii", label * (name != "e"))
     copies = {new: Path(shutil.copy(files[old], tmp_path / f"{new}.nii")) for new, old in zip("vwxyz", "abcde")}
     dataset = {"train": ["a", "b", "e"], "held_out": ["c"]}
-    record = SimpleNamespace(dataset=dataset, held_out=[{}] * 2, subjects={}, config={"data": "here"})
+    record = SimpleNamespace(dataset=dataset, has_chosen=True, subjects={}, config={"data": "here"})
     seen = find_seen(record, {**copies, "b": files["a"]}, lambda: files)
     assert seen.same == ["v", "w", "b"], "this b is the run's a"
     assert seen.chose == ["x"] and not seen.namesakes, "y is of no case of the run, and a map without labels tells none"
@@ -184,7 +184,7 @@ def test_a_training_image_with_another_label_file_is_not_new(tmp_path: Path) -> 
     inputs = {new: sources_of(Case(new, (path,))) for new, path in images.items()}
     write_json(found / "prediction.json", {"files": [], "inputs": inputs})
     dataset = {"train": ["c_000", "c_001"], "held_out": ["c_002"], "prepared": str(tmp_path / "cache")}
-    record = SimpleNamespace(dataset=dataset, held_out=[{}] * 2, subjects={}, config={"data": str(data)})
+    record = SimpleNamespace(dataset=dataset, has_chosen=True, subjects={}, config={"data": str(data)})
     files = {f"c_{n:03d}": data / "labelsTr" / f"c_{n:03d}.nii.gz" for n in range(3)}
 
     def seen(scored: dict[str, Path] = truths) -> Seen:
@@ -214,7 +214,7 @@ def test_a_scan_counts_as_seen_however_it_is_written_and_whichever_data_the_run_
     first = {"name": "D", "recipe": None, "train": ["c", "d"], "digests": {}, "voxels": {"c": "30", "d": "4", "e": "6"}}
     first["validated"] = ["e"]
     dataset = {"train": ["a", "b"], "held_out": ["c"], "voxels": {"a": "1", "b": "2", "c": "3"}}
-    run = SimpleNamespace(held_out=[{}] * 2, subjects={}, config={"data": "here"})
+    run = SimpleNamespace(held_out=[{}] * 2, has_chosen=True, subjects={}, config={"data": "here"})
     run.dataset = {**dataset, "weights_learned_from": [first]}
 
     def seen(voxels: Mapping[str, str], **others: Path) -> Seen:
@@ -237,7 +237,7 @@ def test_a_further_scan_of_a_patient_is_not_new() -> None:
 
     def found(validations: int, subjects: Mapping[str, str]) -> Sequence[str]:
         dataset = {"train": ["sub-01_ses-1", "d1"], "held_out": ["sub-02_ses-1"]}
-        record = SimpleNamespace(dataset=dataset, held_out=[{}] * validations, subjects=subjects)
+        record = SimpleNamespace(dataset=dataset, has_chosen=validations > 1, subjects=subjects)
         return find_seen(record, scored, dict).namesakes
 
     assert found(2, {}) == ["sub-01_ses-2", "sub-02_ses-2"]
@@ -247,7 +247,7 @@ def test_a_further_scan_of_a_patient_is_not_new() -> None:
 
 def test_a_case_that_is_scored_under_several_names_is_said_to_count_so_often(tmp_path: Path) -> None:
     """By its image, where predict recorded it, else by its label map; maps without a label are nobody's."""
-    record = SimpleNamespace(dataset={}, subjects={}, held_out=[], config={})
+    record = SimpleNamespace(dataset={}, subjects={}, held_out=[], has_chosen=False, config={})
     files: dict[str, Path | None] = {name: save(tmp_path / f"{name}.nii.gz", label_array()) for name in "abc"}
     files |= {"d": save(tmp_path / "d.nii.gz", label_array() * 0), "e": save(tmp_path / "e.nii.gz", label_array() * 0)}
     files["f"] = save(tmp_path / "f.nii.gz", np.roll(label_array(), 1, 0))

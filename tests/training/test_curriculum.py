@@ -148,15 +148,17 @@ def test_a_curriculum_cannot_change_in_a_run_that_goes_on(line, undisturbed_less
             read_request(["--resume", "--curriculum", other, "--out", str(undisturbed_lessons[0])], Launcher("alone"))
 
 
-def test_prediction_takes_the_tile_of_the_best_lesson(line, undisturbed_lessons, tmp_path):
-    (folder := tmp_path / "run").mkdir()
-    for path in undisturbed_lessons[0].iterdir():
-        if path.name != "window.json":
-            (folder / path.name).symlink_to(path)
-    assert read_run(folder).config.tile == (12, 8, 8)  # the last lesson's, where nothing is recorded
-    for step, tile in ((2, (8, 8, 8)), (4, (12, 12, 12)), (6, (12, 8, 8))):
-        (folder / "window.json").write_text(f'{{"window": "sliding", "dice": {{"sliding": 0.5}}, "step": {step}}}')
+def test_prediction_takes_the_tile_of_the_lesson_whose_weights_it_takes(line, undisturbed_lessons, tmp_path):
+    """Window.json may be about weights that are gone, and checkpoints tell what is there."""
+    (points := (folder := tmp_path / "run") / "checkpoints").mkdir(parents=True)
+    began = undisturbed_lessons[0]
+    for path in (*began.iterdir(), *(began / "checkpoints").glob("step-*")):
+        if path.name != "checkpoints":
+            (folder / path.relative_to(began)).symlink_to(path)
+    steps = sorted(points.glob("step-*"))
+    assert [path.name for path in steps] == ["step-00000004", "step-00000006"]
+    for step, tile in ((4, (12, 12, 12)), (6, (12, 8, 8)), (2, (12, 8, 8))):  # the last one is not there
+        (points / "best").write_text(f"step-{step:08d}")
         assert read_run(folder).config.tile == tile
-    steps = sorted((folder / "checkpoints").glob("step-*"))
     counts = {path.name: load_run(folder, str(path)).encoder.pos_embed.shape[1] for path in steps}
     assert counts["step-00000006"] == 12 and len(set(counts.values())) > 1

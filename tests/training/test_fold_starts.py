@@ -5,6 +5,7 @@ import shutil
 import signal
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ from seqpar.cluster import stop_request
 from seqpar.cluster.exit_codes import FINAL
 from seqpar.parallel.launcher import Launcher
 from seqpar.parallel.mesh import Group, Mesh
-from seqpar.runs.run_folder import read_config
+from seqpar.runs.run_folder import describe_run, read_config
 from seqpar.runs.run_status import describe_kill
 from seqpar.settings.command_line import parse
 from seqpar.training import folds
@@ -66,6 +67,37 @@ def test_folds_that_have_not_begun_take_the_flags_of_the_first_start(lines_of, t
     code, lines = lines_of("--resume", "--out", out, codes=(0, 0))
     assert code == 0 and lines[0] == ["--fold", "3", "--out", f"{out}/fold3", "--resume"]
     assert lines[1] == [*begun, "--lr", "0.2", "--fold", "4", "--out", f"{out}/fold4"]
+
+
+def test_folds_that_would_be_unlike_those_that_have_begun_are_refused(lines_of, tmp_path) -> None:
+    """What a single run may change when it resumes stays allowed; nothing is written for what is refused."""
+    out = str(tmp_path / "five")
+    begun = ["--preset", "debug", "--patch", "8", "--batch", "2", "--lr", "0.1", "--device", "cpu"]
+    assert lines_of(*begun, "--out", out, codes=(0, 0, 75))[0] == 75
+    for fold in range(3):
+        config = replace(parse(begun, "debug")[1], out=f"{out}/fold{fold}")
+        write_json(tmp_path / "five" / f"fold{fold}" / "config.json", describe_run(config, "debug", {}, {"data": 1}))
+    flags = (tmp_path / "five" / "folds.json").read_text()
+    for more, told in (
+        ("--patch 4", r"--patch 4 4 4: .*five/fold0 began with --patch 8 8 8, and all five folds need the same: the "),
+        ("--optimizer sgd", "--optimizer sgd: .*fold0 began with --optimizer adam, and all five"),
+        ("--weights other.safetensors", "--weights .*other.safetensors: .*fold0 began with --weights unset, and all"),
+        ("--preset laptop", "--preset laptop: the run in .*fold0 continues as it began, debug: remove it"),
+        ("--batch 4", "--batch 4: folds that begin now would have 4 tiles a step, and .*fold0 has 2: all five folds"),
+        ("--global-batch 8", "--global-batch 8: folds that begin now would have 8 tiles a step"),
+    ):
+        for start in ("--resume", "--again", "--resume --dry-run"):
+            with pytest.raises(ValueError, match=told):
+                lines_of(*start.split(), *more.split(), "--out", out)
+    assert (tmp_path / "five" / "folds.json").read_text() == flags
+    path = tmp_path / "five" / "fold2" / "config.json"  # of another patch: the message names the fold that differs
+    write_json(path, {**read_config(path.parent), "config": {**read_config(path.parent)["config"], "patch": [4, 4, 4]}})
+    with pytest.raises(ValueError, match="--patch 8 8 8: .*fold2 began with --patch 4 4 4"):
+        lines_of("--resume", "--patch", "8", "--out", out)
+    more = ["--epochs", "9", "--lr", "0.2", "--patience", "3", "--batch", "1", "--accumulate", "2", "--patch", "8"]
+    path.unlink()
+    code, lines = lines_of("--resume", *more, "--out", out)
+    assert code == 0 and lines[-1] == [*begun, *more, "--fold", "4", "--out", f"{out}/fold4"]
 
 
 def test_a_signal_before_a_fold_began_leaves_early_and_a_second_ctrl_c_does_not(monkeypatch, tmp_path) -> None:

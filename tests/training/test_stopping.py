@@ -209,6 +209,7 @@ def test_a_run_that_becomes_no_better_ends_as_finished(flags, tmp_path):
         ended = {name: status(out)[name] for name in ("state", "step", "steps", "why", "code")}
         why = "no better mean Dice in 2 validations"
         assert ended == {"state": "finished", "step": 6, "steps": 16, "why": why, "code": 0}
+        assert json.loads((out / "validation" / "summary.json").read_text())["step"] == 6, "not where it was to end"
         assert len(scores(out)) == 3 and len(list((out / "validation").glob("*.nii.gz"))) == 1
         assert (out / "model.safetensors").exists()
     assert "at step 2; ended at step 6 of 16: no better mean Dice in 2 validations (--patience)" in said
@@ -264,6 +265,7 @@ def test_of_equally_good_validations_the_one_with_the_lower_loss_is_kept(tmp_pat
     for run.progress.step in (2, 4, 6, 8):
         assert Trainer._end_epoch(run, None)
     assert saved == [2, 4] and (run.progress.best_step, run.progress.best_loss) == (4, 0.7)
+    assert journal.best_step == 4, "the picture of a validation compares it with that"
     assert [line for line in said if line != "validated"] == [
         "as good as after step 2, with a lower validation loss: step 4 is the best now"
     ]

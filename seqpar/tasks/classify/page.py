@@ -38,7 +38,7 @@ from seqpar.report.images import (
 from seqpar.report.pictures import MAPS, body_of, caution_about, draw_evidence, evidence_planes, with_maximum
 from seqpar.report.planes import colours_of, slices_of
 from seqpar.report.plots import Chart, draw_charts
-from seqpar.report.record import DAMAGE, RunRecord, best_step, row_of_best, step_sentence
+from seqpar.report.record import DAMAGE, RunRecord, row_of_taken, step_sentence
 from seqpar.report.run_page import FinishedPage, is_neurological, render_run, try_reading
 from seqpar.report.tables import HeadlineTile, Score, Table, TableHead, TableRow, tiles_of_steps
 from seqpar.runs.metrics_tail import with_other_weights
@@ -158,8 +158,8 @@ def class_page(options: argparse.Namespace, record: RunRecord) -> FinishedPage:
     scores = _scores(summary, options.positive, step, seen) if summary else None
     cautions += filter(None, [scores.caution]) if scores else []
     if scores and summary and not is_other:
-        tiles = tiles_of_steps(scores.tiles, int(summary.get("step") or 0), row_of_best(record), "scores")
-        unused = with_other_weights(int(summary.get("step") or 0), best_step(record))
+        tiles = tiles_of_steps(scores.tiles, int(summary.get("step") or 0), row_of_taken(record), "scores")
+        unused = with_other_weights(int(summary.get("step") or 0), record.weights.step)
         charts = [replace(chart, title=f"{chart.title}{unused and ','}{unused}") for chart in scores.charts]
         scores = replace(scores, tiles=tiles, charts=charts)
     cases = [replace(case, verdict=f"{seen.mark(case.name)}{case.verdict}") for case in cases]

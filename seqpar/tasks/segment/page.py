@@ -30,10 +30,9 @@ from seqpar.report.plots import Chart, draw_charts, name_of_run
 from seqpar.report.record import (
     CaseScores,
     RunRecord,
-    best_step,
     measure_folder,
     read_scores,
-    row_of_best,
+    row_of_taken,
     score_folders,
     step_sentence,
 )
@@ -142,7 +141,7 @@ def segment_page(options: argparse.Namespace, record: RunRecord) -> FinishedPage
         cases = replace(cases, shown=marked)
     tiles, note = headline(record, scored) if not alone and which in ("", *SHOWN_LARGE) else ([], "")
     step = scored.step if scored else 0
-    best = row_of_best(record)
+    best = row_of_taken(record)
     tiles = tiles_of_steps(tiles, step, best, "dice")
     count = len(scored.cases if scored else record.dataset["held_out"])
     has_rows = scored is not None and (not step or best is None or best["step"] == step)  # of what the tiles show
@@ -201,7 +200,7 @@ def segment_page(options: argparse.Namespace, record: RunRecord) -> FinishedPage
         "seen": of_which,
         "apart": apart,
         "step": step_sentence(step, record),
-        "unused": with_other_weights(step, best_step(record)),
+        "unused": with_other_weights(step, record.weights.step),
         "of_which": f", after step {step:,}" * bool(step) + f" {which}" * bool(which),
         "is_scored": scored is not None and not alone,
         "cases": cases,
@@ -384,7 +383,7 @@ def _reached(record: RunRecord) -> list[str]:
     if not sentences:
         return []
     scored = try_reading(lambda: read_scores(record.path), [])
-    if scored and scored.step and scored.step != best_step(record):  # of other weights than those of the sentence
+    if scored and scored.step and scored.step != record.weights.step:  # of other weights than those of the sentence
         return sentences
     found = {name: absent_of(scored, name) for name in scored.classes} if scored else {}
     told = [_found_in_none(name, absent) for name, absent in found.items() if absent.cases]

@@ -1,0 +1,155 @@
+"""What is said once the best weights of a run are gone, or its metrics.jsonl is."""
+
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from seqpar.cli import evaluate, predict, report
+from seqpar.cluster.exit_codes import run
+from seqpar.runs.journal import read_metrics
+from seqpar.runs.run_folder import write_window
+from seqpar.runs.run_status import weights_taken
+from seqpar.runs.trained_run import read_run
+from seqpar.tasks.segment import validation
+from seqpar.training import after_step
+from seqpar.weights import checkpoint
+from tests.support.folders import nnunet
+from tests.support.training_runs import at, trained
+
+STEPS = ["--iterations", "2", "--val-every", "1", "--checkpoint-minutes", "1e-9"]
+TAKEN = "Predict takes the weights of step {} ({}), as those of step 2, the best validation (mean Dice 0.300), are "
+
+
+def scored(monkeypatch: pytest.MonkeyPatch, *scores: float) -> None:
+    """Has the next validations of segmentations reach some scores."""
+    left, measure = iter(scores), validation.SegmentationValidation._summary
+
+    def summary(*of: object) -> validation.ValidationResult:
+        made, score = measure(*of), next(left)  # type: ignore[arg-type]
+        return replace(made, score=score, row={**made.row, "dice": {"tumour": score}})
+
+    monkeypatch.setattr(validation.SegmentationValidation, "_summary", summary)
+
+
+@pytest.fixture
+def best_is_first(flags, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A run of six steps and three validations, the first of them the best."""
+    with monkeypatch.context() as patched:
+        scored(patched, 0.3, 0.1, 0.2)
+        trained(1, [*flags, *STEPS, "--epochs", "3"], tmp_path / "run")
+    return tmp_path / "run"
+
+
+def page_of(out: Path, capfd: pytest.CaptureFixture[str]) -> tuple[str, str]:
+    """Returns a run's page, and what report printed as warnings."""
+    capfd.readouterr()
+    assert run(report.act, [str(out), "--cases", "0"]) == 0
+    return (out / "report.html").read_text(), capfd.readouterr().err
+
+
+def test_after_the_best_weights_are_gone_it_is_said_which_are_taken_and_what_they_reached(
+    flags, best_is_first, tmp_path, monkeypatch, capfd
+) -> None:
+    out, lost = best_is_first, best_is_first / "checkpoints" / "step-00000002"
+    images = nnunet(tmp_path / "Dataset003_New", 1) / "imagesTr"
+    line = [str(out), "-i", str(images), "-o", str(tmp_path / "found"), "--device", "cpu"]
+    text, warned = page_of(out, capfd)
+    assert "predict uses the weights of step 2" in text and "Predict takes" not in text + warned
+    assert run(predict.act, line) == 0 and "warning" not in capfd.readouterr().err
+
+    kept = (lost / "model.safetensors").read_bytes()
+    (lost / "model.safetensors").write_bytes(kept[:-1] + bytes([kept[-1] ^ 1]))
+    told = TAKEN.format(6, "mean Dice 0.200") + f"missing or damaged: to take them, restore {lost} and use it as "
+    text, warned = page_of(out, capfd)
+    assert told in text and f"warning: {out}: {told}--checkpoint." in warned, "damaged"
+    assert "After step 6, a validation, whose weights predict uses." in text and "predict uses (step 2)" not in text
+    write_window(out, {"sliding": 0.3}, 2, temperatures={"sliding": 1.5})
+    assert read_run(out).temperatures == {}, "it was fitted to the weights that are gone"
+    write_window(out, {"sliding": 0.3}, 6, temperatures={"sliding": 1.5})
+    assert read_run(out).temperatures == {"sliding": 1.5}
+    shutil.rmtree(lost)
+    text, warned = page_of(out, capfd)
+    assert told in text and told in warned, "removed"
+    assert run(predict.act, line) == 0 and f"warning: {out}: {told}--checkpoint." in capfd.readouterr().err
+    assert "has not been validated" not in text
+    assert run(predict.act, [*line, "--checkpoint", "latest"]) == 0 and told not in capfd.readouterr().err
+
+    scored(monkeypatch, 0.15)
+    said = trained(1, ["--resume", "--epochs", "4"], out).said()
+    assert "the checkpoint of step 2, the best, is gone: the next validation is the best" in said
+    taken = weights_taken(out)
+    assert taken.step == 8 and taken.best == 2 and f"{TAKEN.format(8, 'mean Dice 0.150')}missing" in taken.not_the_best
+    assert TAKEN.format(8, "mean Dice 0.150") in page_of(out, capfd)[0]
+
+
+def test_of_equally_good_validations_the_one_with_the_lower_loss_is_missed(best_is_first) -> None:
+    out, equal = best_is_first, '"dice": {"tumour": 0.3}'
+    rows = (out / "metrics.jsonl").read_text().replace('"dice": {"tumour": 0.2}', equal)
+    for losses, is_told in (((0.5, 0.4), True), ((0.4, 0.5), False)):
+        found = iter((losses[0], 9.0, losses[1]))  # of steps 2, 4 and 6; the weights are those of step 2
+        lines = [
+            json.dumps(json.loads(line) | ({"loss": next(found)} if '"val"' in line else {}))
+            for line in rows.splitlines()
+        ]
+        (out / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+        told = weights_taken(out).not_the_best
+        assert ("of step 6, the best validation (mean Dice 0.300 with a lower loss), are not those" in told) == is_told
+
+
+def test_weights_that_were_not_validated_say_so_and_a_whole_checkpoint_has_only_lost_its_name(
+    flags, tmp_path, monkeypatch
+) -> None:
+    out = tmp_path / "run"
+    scored(monkeypatch, 0.3)
+    more = ["--iterations", "3", "--val-every", "1", "--checkpoint-minutes", "1e-9", "--epochs", "2"]
+    stop = at(after_step.AfterStep, "decide", 0, (out / "stop").touch, call=4)
+    trained(1, [*flags, *more], out, expect=75, hook=stop)
+    newest = checkpoint.look_up(out / "checkpoints")[0]
+    assert newest.name > "step-00000003"
+    (out / "checkpoints" / "best").unlink()
+    told = weights_taken(out).not_the_best
+    step = int(newest.name.removeprefix("step-"))
+    assert told.startswith(f"Predict takes the weights of step {step} (not validated), as those of step 3, the best ")
+    assert f"not those that checkpoints/best names: to take them, use --checkpoint {out}/checkpoints/step-0" in told
+
+
+def test_a_lost_metrics_file_is_contradicted_by_what_else_tells_of_validations(
+    flags, best_is_first, monkeypatch, capfd
+) -> None:
+    out, path = best_is_first, best_is_first / "metrics.jsonl"
+    assert weights_taken(out).describe_lost([row for row in read_metrics(path) if row["kind"] == "train"]) == ""
+    whole, lines = path.read_text(), path.read_text().splitlines(keepends=True)
+    path.write_text("".join(lines[: len(lines) // 2]))
+    lacks = f"{path} lacks steps 4 to 6 and the validation after step 6, which other files of the run record: it was"
+    text, warned = page_of(out, capfd)
+    assert lacks in text and f"warning: {path} lacks the validation after step 6, which other files" in warned
+
+    path.unlink()
+    gone = f"{path} is missing, and with it the record of "
+    text, warned = page_of(out, capfd)
+    assert f"{gone}steps 1 to 6 and the validations after steps 2 and 6. Restore it" in text
+    assert f"warning: {gone}the validations after steps 2 and 6. Restore it from a copy." in warned
+    assert "has not been validated" not in text and "The weights that predict uses were chosen on these" in text
+    assert weights_taken(out).step == 2 and "weights of step 2" in text, "its checkpoint knows that it is the best"
+    data = Path(flags[flags.index("--data") + 1])
+    assert run(evaluate.act, [str(data / "labelsTr"), str(out), "--common"]) == 0
+    assert f"{gone}the validations after steps 2 and 6." in "".join(capfd.readouterr())
+
+    path.write_text("".join(line for line in lines if '"val"' not in line))
+    assert f"{path} lacks the validations after steps 2 and 6, which" in page_of(out, capfd)[0]
+    path.unlink()
+    scored(monkeypatch, 0.15)
+    copied = shutil.copytree(out, out.parent / "copied", ignore=shutil.ignore_patterns("checkpoints", "window.json"))
+    (copied / path.name).write_text("".join(line for line in lines if '"val"' not in line))
+    text = page_of(copied, capfd)[0]
+    assert "lacks the validation after step 6, which" in text and "has not been validated" not in text, "by its folder"
+    said = trained(1, ["--resume", "--epochs", "4"], out).said()
+    assert f"warning: {path} lacks steps 1 to 6 and the validation after step 6: the file was lost" in said
+    assert [row["step"] for row in read_metrics(path) if row["kind"] == "train"] == [6, 7]
+    assert f"{path} lacks steps 1 to 6 and the validation after step 2, which" in page_of(out, capfd)[0]
+    path.write_text(whole + path.read_text())
+    scored(monkeypatch, 0.1)
+    assert "lacks" not in trained(1, ["--resume", "--epochs", "5"], out).said(), "restored"
