@@ -10,7 +10,7 @@ import hashlib
 import math
 import os
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any, NamedTuple
@@ -144,21 +144,27 @@ def _finite(array: np.ndarray, path: str | Path) -> np.ndarray:
 def digest_samples(path: Path) -> str:
     """Returns a digest of the first, middle and last blocks of a volume's file, which reads next to nothing.
 
-    The end of a gzip file is a checksum of the whole. Of a series, names, sizes and times of all files and what is in
-    the one in the middle stand for all.
+    The end of a gzip file is a checksum of the whole. Of a series, names, sizes and middle blocks of all files and what
+    is in the one in the middle stand for all: a copy has other times.
     """
     digest = hashlib.blake2b(digest_size=8)
     if path.is_dir():
         files = dicom_series.visible_files(path)
         for each in files:
-            digest.update(os.fsencode(each.name) + b"\0%d %d " % size_and_mtime(each))
+            digest.update(os.fsencode(each.name) + b"\0%d " % each.stat().st_size)
+            _add_blocks(digest, each, _SAMPLE // 16, (0.5,))
         path = files[len(files) // 2] if files else path
     if path.is_file():  # to open a pipe may never end
-        with open(path, "rb", buffering=0) as file:
-            size = os.fstat(file.fileno()).st_size
-            for place in sorted({0, max(size - _SAMPLE, 0) // 2, max(size - _SAMPLE, 0)}):
-                digest.update(os.pread(file.fileno(), _SAMPLE, place))
+        _add_blocks(digest, path, _SAMPLE, (0, 0.5, 1))
     return digest.hexdigest()
+
+
+def _add_blocks(digest: Any, path: Path, length: int, places: Sequence[float]) -> None:
+    """Adds blocks of a file, at these shares of its length, to a digest."""
+    with open(path, "rb", buffering=0) as file:
+        last = max(os.fstat(file.fileno()).st_size - length, 0)
+        for place in sorted({int(share * last) for share in places}):
+            digest.update(os.pread(file.fileno(), length, place))
 
 
 def digest_file(path: str | Path) -> str:

@@ -63,6 +63,7 @@ def _draw_line(plot: Any, line: Line, style: LineStyle) -> None:
         places,
         means,
         color=colour,
+        alpha=0.6 if len(points) == 1 else None,  # a dot of another line may lie below
         linestyle="none" if line.only_points else dashes,
         linewidth=width,
         marker=marker if marked else "",

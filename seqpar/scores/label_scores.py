@@ -313,6 +313,9 @@ def what_is_hardly_learned(dice: float, cases: int, present: float, found: float
         return "no case has this class, and what is predicted of it is false"
     if present < HARDLY and found >= MOSTLY:
         return f"the predictions cover {100 * found:.0f} % of the truth, but are much too large"
+    if present < HARDLY <= found:
+        missed = ": cases are missed, or too much is predicted" if cases > 1 else ", and much that is false"
+        return f"the prediction{'s' * (cases > 1)} cover{'s' * (cases == 1)} {100 * found:.0f} % of the truth{missed}"
     if present >= HARDLY:
         return f"{rounded(present, 3)} where the truth has this class; where it has none, what is predicted is false"
     if dice and math.isnan(found):

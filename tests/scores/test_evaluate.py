@@ -95,7 +95,10 @@ def test_too_much_is_not_called_hardly_overlapping() -> None:
     """Of a Dice alone nobody knows which of both it is."""
     much = "the predictions cover 84 % of the truth, but are much too large"
     assert what_is_hardly_learned(0.16, 2, 0.16, 0.84) == what_is_hardly_learned(0.16, 9, 0.16, 0.84) == much
-    assert "hardly overlap" in what_is_hardly_learned(0.16, 2, 0.16, 0.4)
+    assert "hardly overlap" in what_is_hardly_learned(0.16, 2, 0.16, 0.29)
+    some = "the predictions cover 40 % of the truth: cases are missed, or too much is predicted"
+    assert what_is_hardly_learned(0.16, 2, 0.16, 0.4) == some
+    assert what_is_hardly_learned(0.2, 1, 0.2, 0.6) == "the prediction covers 60 % of the truth, and much that is false"
     assert "or much too much is predicted" in what_is_hardly_learned(0.16, 2, 0.16)
     assert what_is_hardly_learned(0.0, 1, 0.0, 0.0) == "the prediction does not overlap the truth"
     said = "no case has this class in the readers' consensus"
