@@ -118,10 +118,10 @@ def _refuse_others(options: argparse.Namespace, why: str, taken: Collection[str]
 def _refuse_dataset(folder: Path) -> None:
     """Raises DataError for a folder of a data set; a borrowed machine may lack what tells."""
     with suppress(ImportError):
-        from seqpar.data.formats.recognise import is_part_of_dataset
+        from seqpar.data.formats.recognise import place_in_data
 
-        if is_part_of_dataset(folder):
-            raise DataError(folder, "belongs to a data set, which doctor never writes into: name another place")
+        if kept := place_in_data(folder):
+            raise DataError(folder, f"{kept}, which doctor never writes into: name another place")
 
 
 def _refuse_missing_folder(options: argparse.Namespace) -> None:

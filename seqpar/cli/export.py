@@ -13,7 +13,7 @@ from pathlib import Path
 from seqpar.cluster.exit_codes import run
 from seqpar.data.addresses import local_file
 from seqpar.data.errors import DataError
-from seqpar.data.formats.recognise import is_part_of_dataset
+from seqpar.data.formats.recognise import place_in_data
 from seqpar.runs.archive import write_archive
 from seqpar.runs.fold_folder import expand_folds
 from seqpar.runs.nnunet_export import write_results
@@ -42,8 +42,8 @@ def act(arguments: Sequence[str]) -> int:
     options = parser.parse_args(list(arguments))
     options.run = local_file(options.run)
     place = options.out.parent if options.out.suffix in _FILES else options.out
-    if is_part_of_dataset(place):
-        raise DataError(place, "belongs to a data set, which export never writes into: name another place")
+    if kept := place_in_data(place):
+        raise DataError(place, f"{kept}, which export never writes into: name another place")
     if options.out.suffix not in _FILES:
         return _hand_back(options)
     if options.out.suffix not in (".zip", ".pth"):

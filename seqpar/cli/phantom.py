@@ -6,12 +6,15 @@ from collections.abc import Sequence
 
 from seqpar.cluster.exit_codes import run
 from seqpar.data.formats.recognise import read_dataset
+from seqpar.data.formats.splits import FOLDS
 from seqpar.data.phantom.kinds import KINDS
 from seqpar.data.phantom.phantom_files import LAYOUTS, PhantomSettings, write_phantom
 from seqpar.settings.field import AT_LEAST_A_PROCESS
 from seqpar.settings.parser import Parser, check_numbers
 from seqpar.terminal import ProgressBar, coloured, next_command
 from seqpar.text import quantity
+
+CLASSIFIER = ("--task", "classify", "--network", "resattnet18", "--epochs", "14", "--batch", "4")  # which learns these
 
 
 def act(arguments: Sequence[str]) -> int:
@@ -42,9 +45,10 @@ def act(arguments: Sequence[str]) -> int:
     there = len(read_dataset(root).cases)
     more = f" (and {quantity(there - options.cases, 'case')} that were there)" if there > options.cases else ""
     print(f"{quantity(options.cases, 'case')} in {root}{more}")
-    task = ["--task", "classify"] if KINDS[options.kind].class_of else []
+    train = next_command("train", *(CLASSIFIER if KINDS[options.kind].class_of else ()), "--data", root)
     test = next_command("predict", "RUN", "-i", root, "-o", "PREDICTIONS")
-    print(coloured(f"next: {next_command('train', *task, '--data', root)}  (to train on them)", sys.stdout))
+    if there >= FOLDS:
+        print(coloured(f"next: {train}  (to train on them)", sys.stdout))
     print(coloured(f"next: {test}  (to test a network that was trained on others)", sys.stdout))
     return 0
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from seqpar.cluster.exit_codes import DATA, run
 from seqpar.data.errors import DataError
-from seqpar.data.formats.recognise import is_part_of_dataset
+from seqpar.data.formats.recognise import place_in_data
 from seqpar.prediction.prediction_folder import warn_if_predicting
 from seqpar.report.record import read_record
 from seqpar.report.several_runs import Compare, page_of_several
@@ -103,10 +103,8 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     options.out = options.out or options.runs[0] / _usual_name(options)
     if options.out.is_dir():
         raise ValueError(f"--out {options.out} is a folder: name a file")
-    if is_part_of_dataset(options.out.parent):
-        raise DataError(
-            options.out.parent, "belongs to a data set, which report never writes into; name another file by --out"
-        )
+    if kept := place_in_data(options.out.parent):
+        raise DataError(options.out.parent, f"{kept}, which report never writes into; name another file by --out")
     if options.out.suffix not in (".html", ".htm"):  # it would replace what else has that name
         raise ValueError(f"--out {options.out}: a report is an HTML page; name it {options.out.name}.html")
     if options.out.is_file() and (start := options.out.read_bytes()[:1000]) and _MARK not in start:

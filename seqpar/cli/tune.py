@@ -14,7 +14,7 @@ from seqpar.cluster import exit_codes
 from seqpar.cluster.devices import num_devices
 from seqpar.data.errors import DataError
 from seqpar.data.files import refuse_unwritable
-from seqpar.data.formats.recognise import is_part_of_dataset
+from seqpar.data.formats.recognise import place_in_data
 from seqpar.runs.run_folder import holds_folds, holds_run, refuse_foreign_status
 from seqpar.runs.sweep_folder import Sweep, holds_sweep, read_sweep
 from seqpar.settings.command_line import MOST_RANKS, default_preset, wants_gpu
@@ -49,8 +49,8 @@ def act(arguments: Sequence[str]) -> int:
     options, rest = _parse(arguments)
     order, sweep = _order(options, rest)
     devices = options.devices or num_devices(order.on_gpu)
-    if is_part_of_dataset(options.out):
-        raise DataError(f"--out {options.out}", "belongs to a data set, where no sweep writes: name another folder")
+    if kept := place_in_data(options.out):
+        raise DataError(f"--out {options.out}", f"{kept}, where no sweep writes: name another folder")
     refuse_unwritable(options.out, f"--out {options.out}")
     if options.plan:
         print_plan(order, sweep, options.out, devices)

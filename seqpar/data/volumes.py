@@ -7,9 +7,10 @@ NIfTI is read here, other formats are read by `itk_files` and `dicom_series`.
 
 import gzip
 import hashlib
+import math
 import os
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any, NamedTuple
@@ -28,8 +29,10 @@ __all__ = [
     "Volume",
     "digest_file",
     "digest_samples",
+    "digest_voxels",
     "from_canonical",
     "is_volume",
+    "join_digests",
     "make_geometry",
     "output_suffix",
     "read_geometry",
@@ -40,6 +43,7 @@ __all__ = [
 ]
 _NIFTI = (".nii.gz", ".nii")
 _SAMPLE = 1 << 16  # bytes
+_MOST_VOXELS = 1 << 19  # that a digest is of: digests are kept, so that another number makes them others
 _MAX_DEFLATE = 1100  # gzip compresses at most about 1032 to 1
 
 
@@ -168,6 +172,25 @@ def digest_file(path: str | Path) -> str:
         while block := file.read(1 << 20):
             digest.update(block)
     return digest.hexdigest()
+
+
+def digest_voxels(channel: np.ndarray) -> str:
+    """Returns a digest of a channel ``W D H`` in canonical axes, however it is stored; "" if all voxels are equal,
+    which tells no scans apart.
+
+    Of a large one, voxels on a regular grid count, so that it takes next to no time.
+    """
+    step = max(1, math.ceil((channel.size / _MOST_VOXELS) ** (1 / 3)))
+    with np.errstate(over="ignore"):
+        some = channel[::step, ::step, ::step].astype(np.float32) + np.float32(0)  # no -0
+    if (some == some.flat[0]).all():
+        return ""
+    return hashlib.blake2b(repr(channel.shape).encode() + some.tobytes("F"), digest_size=8).hexdigest()
+
+
+def join_digests(digests: Iterable[str]) -> str:
+    """Returns the digests of a case's channels as text, without those of channels that tell no scans apart."""
+    return " ".join(filter(None, digests))
 
 
 def write_volume(path: str | Path, array: np.ndarray, geometry: Geometry, dtype: Any = None) -> None:

@@ -17,6 +17,7 @@ from seqpar.data.errors import DataError
 from seqpar.data.formats.dataset import Case
 from seqpar.data.formats.recognise import find_inputs
 from seqpar.data.preparation.prepared_case import Preparation, Prepared, TargetGrid, load_case
+from seqpar.data.volumes import join_digests
 from seqpar.data.workers import ReportProgress, no_item_progress
 from seqpar.parallel.consensus import run_on_rank0
 from seqpar.parallel.mesh import Mesh
@@ -295,4 +296,6 @@ class CasePrediction(ABC):
 
     def _take(self, number: int, at: int) -> Prepared:
         """Returns a case as one of the runs takes it; on the first rank."""
-        return (self.prepared_cases.taken if at else self.prepared_cases.take(number))[at]
+        prepared = (self.prepared_cases.taken if at else self.prepared_cases.take(number))[at]
+        self.folder.voxels[self.prepared_cases.cases[number].id] = join_digests(prepared.voxels)
+        return prepared

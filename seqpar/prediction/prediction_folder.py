@@ -27,7 +27,7 @@ from seqpar.cluster.exit_codes import FolderInUse
 from seqpar.data.errors import DataError, reason, remedy
 from seqpar.data.files import SUFFIXES, read_json, strip_suffix, suffix_of, write_json
 from seqpar.data.formats.dataset import Case
-from seqpar.data.formats.recognise import is_part_of_dataset
+from seqpar.data.formats.recognise import place_in_data
 from seqpar.data.phantom.phantom_files import is_generated
 from seqpar.data.preparation.cache_index import same_sources, sources_of
 from seqpar.data.volumes import digest_samples, read_volume
@@ -40,7 +40,7 @@ RECORD = "prediction.json"
 # keys of the record: every file that predict wrote there, or is writing; what tells each case's images; whether images
 # of generated phantoms are among them; and which series and study a case is, by names that identify nobody
 _FILES, _INPUTS, _GENERATED, SERIES = "files", "inputs", "generated", "series"
-_MAPS = "label_maps"  # size and digest of what predict wrote for each case
+_MAPS, _VOXELS = "label_maps", "voxels"  # of each case: size and digest of what predict wrote; digests of its images
 
 MAX_NAMED = 5  # cases that a warning names
 _RUNS_OWN = re.compile("checkpoints$|validation")  # folders in a run's, which training clears
@@ -71,7 +71,8 @@ class PredictionFolder(ABC):
         self.changed: Sequence[str] = ()
         self.others: Sequence[str] = ()
         self._content, self._pending = dict[str, Any](), dict[str, Any]()  # of the record; what will be known of images
-        self._maps = dict[str, Any]()  # what is known of label maps
+        # what is known of label maps, and of images; digests of the images of each case, once they are read
+        self._maps, self._voxels, self.voxels = dict[str, Any](), dict[str, str](), dict[str, str]()
 
     def open(self, cases: Sequence[Case], record: dict[str, Any], resume: bool) -> list[Case]:
         """Returns the cases that are still to be predicted.
@@ -109,14 +110,16 @@ class PredictionFolder(ABC):
                 raise self._in_use()
             self.clear(left, cases)
             files = {name for name in listed if (self.folder / name).exists()}.union(self._names(self.files_of(left)))
-            is_phantom = any(is_generated(path) for case in cases for path in case.images[:1])
-            phantoms = {_GENERATED: True} if is_phantom else {}
             self._pending = {case.id: images[case.id] for case in left if self.holds(case)}
             known = {**before, **{name: stamps for name, stamps in images.items() if name not in self._pending}}
             anew = {case.id for case in left}
             self._maps = {name: stamp for name, stamp in self._maps.items() if name not in anew}
+            self._voxels = {name: own for name, own in self._voxels.items() if name not in anew - {*self._pending}}
             self._stamp_maps([case for case in cases if case.id not in {*anew, *self._maps}])
-            own = {_FILES: sorted(files), _INPUTS: known, **phantoms, **({_MAPS: self._maps} if self._maps else {})}
+            own: dict[str, Any] = {_FILES: sorted(files), _INPUTS: known, _VOXELS: self._voxels}
+            if any(is_generated(path) for case in cases for path in case.images[:1]):
+                own[_GENERATED] = True
+            own |= {_MAPS: self._maps} if self._maps else {}
             if self.series:
                 own[SERIES] = {**(series if is_same else {}), **self.series}
             self._content = {**record, **own}
@@ -126,14 +129,12 @@ class PredictionFolder(ABC):
 
     def record_written(self, case: Case) -> None:
         """Says in the record that what it holds of a case is the new prediction, if it held an earlier one."""
-        is_new = case.id in self._pending
-        if is_new:
+        if case.id in self._pending:
             self._content[_INPUTS][case.id] = self._pending.pop(case.id)
+        self._voxels[case.id] = self.voxels.get(case.id, "")
         self._stamp_maps([case])
-        if self._maps:
-            self._content[_MAPS] = self._maps
-        if is_new or self._maps:
-            write_json(self.folder / RECORD, self._content)
+        self._content |= {_VOXELS: dict(sorted(self._voxels.items()))} | ({_MAPS: self._maps} if self._maps else {})
+        write_json(self.folder / RECORD, self._content)
 
     def map_of(self, case: Case) -> Path | None:
         """Returns the label map of a case, which the record tells from one that replaces it later; None of a table."""
@@ -181,9 +182,8 @@ class PredictionFolder(ABC):
                 self._handle = handle
 
     def _in_use(self) -> FolderInUse:
-        return FolderInUse(
-            f"--output {self.folder} is in use by another prediction: wait for its end, or choose another --output"
-        )
+        told = "is in use by another prediction: wait for its end, or choose another --output"
+        return FolderInUse(f"--output {self.folder} {told}")
 
     @abstractmethod
     def files_of(self, cases: Sequence[Case]) -> list[Path]:
@@ -229,13 +229,10 @@ class PredictionFolder(ABC):
         if not (self.folder / RECORD).is_file():
             return None, frozenset(), None, {}
         record = read_json(self.folder / RECORD)
-        files = record.pop(_FILES, self._names(self.files_of([]))) if isinstance(record, dict) else None
-        inputs = record.pop(_INPUTS, None) if isinstance(record, dict) else None
-        series = record.pop(SERIES, {}) if isinstance(record, dict) else {}
-        if isinstance(record, dict):
-            record.pop(_GENERATED, None)
-            maps = record.pop(_MAPS, {})
-            self._maps = dict(maps) if isinstance(maps, dict) else {}
+        own: dict[str, Any] = record if isinstance(record, dict) else {_FILES: None}
+        files, inputs = own.pop(_FILES, self._names(self.files_of([]))), own.pop(_INPUTS, None)
+        series, maps, voxels, _ = (own.pop(name, {}) for name in (SERIES, _MAPS, _VOXELS, _GENERATED))
+        self._maps, self._voxels = (dict(of_cases) if isinstance(of_cases, dict) else {} for of_cases in (maps, voxels))
         is_list = isinstance(files, list) and all(isinstance(name, str) and _is_inside(name) for name in files)
         if files is None or not is_list or not isinstance(inputs, dict | None):
             raise DataError(self.folder / RECORD, "is not a record that predict wrote; choose another --output")
@@ -249,33 +246,24 @@ class PredictionFolder(ABC):
         files = self.files_of(cases)
         for name, path in zip(self._names(files), files):
             if name not in listed and path.exists():
-                raise DataError(
-                    path, f"would be overwritten, and no {RECORD} next to it lists it as written by predict; choose "
-                    "another --output"
-                )  # fmt: skip
+                told = f"would be overwritten, and no {RECORD} next to it lists it as written by predict"
+                raise DataError(path, f"{told}; choose another --output")
 
     def _refuse_data(self, cases: Sequence[Case], is_ours: bool) -> None:
         """Raises DataError if the folder is part of a data set, or holds volumes and was never predicted to."""
         folder = Path(os.path.realpath(self.folder))  # resolve() ends in a RuntimeError in a circle of links
-        if is_part_of_dataset(folder):
-            raise DataError(
-                self.folder, "belongs to a data set, which predict never writes into; choose another --output"
-            )
+        if kept := place_in_data(folder):
+            raise DataError(self.folder, f"{kept}, which predict never writes into; choose another --output")
         if holds_run(folder):
-            raise DataError(self.folder, "is a run folder, which evaluate takes for its validation; choose another "
-                            "--output, such as a folder in it")  # fmt: skip
+            told = "is a run folder, which evaluate takes for its validation"
+            raise DataError(self.folder, f"{told}; choose another --output, such as a folder in it")
         if any(holds_run(place.parent) and _RUNS_OWN.match(place.name) for place in (folder, *folder.parents)):
             raise DataError(self.folder, "is a run's own, which training clears; choose another --output")
-        images = ((path, Path(os.path.realpath(path))) for case in cases for path in case.images)
-        if any(place == folder for _, place in images if place.is_dir()):
-            raise DataError(self.folder, "is a DICOM series to predict; choose another --output")
         inputs = (path for case in cases for path in case.images if Path(os.path.realpath(path)).parent == folder)
         others = () if is_ours else (path for path in sorted(folder.glob("[!.]*")) if suffix_of(path.name))
         if found := next(chain(inputs, others), None):
-            raise DataError(
-                self.folder, f"holds {found.name}, an image or label map that predict did not write; choose another "
-                "--output"
-            )  # fmt: skip
+            told = f"holds {found.name}, an image or label map that predict did not write"
+            raise DataError(self.folder, f"{told}; choose another --output")
 
     @contextmanager
     def writable(self) -> Iterator[None]:
@@ -322,11 +310,19 @@ def inputs_of(prediction: Path) -> dict[str, list[list[Any]]]:
 
     - ``prediction``: a folder, or a file in it
     """
-    try:
-        inputs = read_json((prediction.parent if prediction.is_file() else prediction) / RECORD)[_INPUTS]
-        return {name: files for name, files in inputs.items() if isinstance(files, list)}
-    except (DataError, AttributeError, KeyError, TypeError):  # nobody predicted it, or an older version did
-        return {}
+    return {name: files for name, files in _recorded(prediction, _INPUTS).items() if isinstance(files, list)}
+
+
+def voxels_of(prediction: Path) -> dict[str, str]:
+    """Returns digests of the voxels that each case was predicted from, however files are written; as `inputs_of`."""
+    return {name: own for name, own in _recorded(prediction, _VOXELS).items() if own and isinstance(own, str)}
+
+
+def _recorded(prediction: Path, name: str) -> dict[str, Any]:
+    """Returns what a prediction's record says of each case; {} if nobody predicted it, or an older version did."""
+    with suppress(DataError, AttributeError, KeyError, TypeError, ValueError):
+        return dict(read_json((prediction.parent if prediction.is_file() else prediction) / RECORD)[name])
+    return {}
 
 
 def replaced_line(folder: Path) -> str:

@@ -54,7 +54,7 @@ from seqpar.report.planes import (
     vanished_note,
 )
 from seqpar.report.record import CaseScores, RunRecord, ScoredCase
-from seqpar.report.tables import CONSENSUS, DISPUTED_ML, what_is_missing
+from seqpar.report.tables import CONSENSUS, DISPUTED_ML, is_part_labelled, what_is_missing
 from seqpar.scores.label_classes import learned_regions
 from seqpar.scores.label_files import DISAGREEMENT, ENTROPY, MAX_NAMED, UNCERTAINTY, read_reference
 from seqpar.scores.label_scores import format_dice
@@ -124,19 +124,16 @@ def load(case: ScoredCase, record: RunRecord, images: Images) -> ShownCase:
     predicted, truth, *disputed = (crop(labels, (w, d, h)) for labels in every)
     slices, spacing = slices_of(geometry, (w, d, h), truth.shape), geometry.canonical_spacing
     maps = _numbered(truth, numbers), _numbered(predicted, numbers)
-    shown = ShownCase(
-        case.name, {}, *maps, spacing, slices, note, ignored=_ignored(truth, record), slant=geometry.slant
-    )
-    return _with_dispute(shown, disputed)
+    shown = ShownCase(case.name, {}, *maps, spacing, slices, note, slant=geometry.slant)
+    return _with_areas(shown, truth, disputed, record)
 
 
-def _ignored(truth: NDArray[Any], record: RunRecord) -> NDArray[np.bool_] | None:
+def _with_areas(
+    shown: ShownCase, truth: NDArray[Any], disputed: Sequence[NDArray[Any]], record: RunRecord
+) -> ShownCase:
     value = record.labels.ignore if record.labels else None
-    return None if value is None else np.asarray(truth == value)
-
-
-def _with_dispute(shown: ShownCase, disputed: Sequence[NDArray[Any]]) -> ShownCase:
-    return replace(shown, disputed=disputed[0].astype(np.uint8)) if disputed else shown
+    ignored = None if value is None else np.asarray(truth == value)
+    return replace(shown, ignored=ignored, disputed=disputed[0].astype(np.uint8) if disputed else None)
 
 
 def _read_truth(case: ScoredCase, prediction: Volume) -> list[Volume]:
@@ -187,8 +184,7 @@ def _on_prepared_grid(
     notes = [f"Not shown, since the image is 0 there: {' and '.join(parts)}."] * bool(parts)
     notes += filter(None, [vanished_note(vanished, properties.spacing)])
     shown = ShownCase(case.name, pictures, *labels, properties.spacing, slices, " ".join(notes), ranges, is_ct)
-    shown = replace(shown, ignored=_ignored(truth, record), slant=properties.geometry.slant)
-    return _with_dispute(shown, disputed)
+    return _with_areas(replace(shown, slant=properties.geometry.slant), truth, disputed, record)
 
 
 def _ml_beyond(volume: Volume, box: Box) -> float:
@@ -306,7 +302,7 @@ class CaseSection:
     - ``labels``: colour and name
     - ``volumes``: what the viewer reads; ``note``: what was left out of them
     - ``heat``: colours of a map from 0 to its maximum, over an image and alone; ``most``: what that maximum is
-    - ``has_readers``: whether the cases show where readers disagree
+    - ``has_readers``, ``has_ignored``: whether cases show where readers disagree, and what a truth leaves unlabelled
     - ``consensus``: the label that a truth by several readers has
     - ``order``: which cases are shown
     """
@@ -320,6 +316,7 @@ class CaseSection:
     most: str = "its maximum"
     has_truth: bool = True
     has_readers: bool = False
+    has_ignored: bool = False
     consensus: str = ""
     order: str = ""
 
@@ -383,7 +380,8 @@ def viewer_section(
         viewer_data(labels, shown, neurological),
         heat,
         next((f"{case.most_nats:.2f} nats" for case, _ in shown if case.most_nats), "its maximum"),
-        has_readers=any(case.disputed is not None for case, _ in shown),
+        has_readers=any("disputed" in case.areas for case, _ in shown),
+        has_ignored=any("ignored" in case.areas for case, _ in shown),
     )
 
 
@@ -395,7 +393,8 @@ def planes_note(case: ScoredCase, shown: ShownCase, labels: Sequence[str]) -> st
         return f"planes with most of the {of_label}truth"
     if case.truth is None:
         return f"planes {f'with most of the {of_label}prediction' if shown.prediction.any() else 'through the middle'}"
-    volumes = {name: case.scores.get(name, {}).get("VolumeMl", 0.0) for name in labels}
+    is_part = is_part_labelled(case.scores.values())
+    volumes = {} if is_part else {name: case.scores.get(name, {}).get("VolumeMl", 0.0) for name in labels}
     if not any(ml > 0 for ml in volumes.values()):
         counts = np.bincount(shown.prediction.ravel(), minlength=len(labels) + 1)[1:]
         volumes = {name: count * shown.voxel_ml for name, count in zip(labels, counts.tolist())}
@@ -403,8 +402,9 @@ def planes_note(case: ScoredCase, shown: ShownCase, labels: Sequence[str]) -> st
     what = predicted[0].removeprefix(f"{labels[0]} ") if len(labels) == 1 and predicted else ", ".join(predicted)
     planes = f"planes with most of the {of_label}prediction" if predicted else "middle planes"
     where = f" in {CONSENSUS}" if any(DISPUTED_ML in row for row in case.scores.values()) else ""
+    where = " in the labelled part" if is_part else where
     absent = [name for number, name in enumerate(labels, 1) if number not in shown.hidden]
-    return f"no {' or '.join(absent)}{where}; predicted {what or 'none'} · {planes}"
+    return f"no {' or '.join(absent)}{where}; predicted{' in the whole volume:' * is_part} {what or 'none'} · {planes}"
 
 
 def elsewhere_note(case: ScoredCase, shown: ShownCase, labels: Sequence[str]) -> str:

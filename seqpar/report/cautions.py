@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from statistics import NormalDist, fmean
+from types import MappingProxyType
 from typing import Any
 
 from seqpar.data.errors import DataError
@@ -16,7 +17,7 @@ from seqpar.scores.comparison import FEW, TOO_FEW
 from seqpar.scores.label_classes import Labels, choose_labels
 from seqpar.scores.label_files import MAX_NAMED, dataset_at
 from seqpar.text import quantity
-from seqpar.weights.facts import IS_UNKNOWN, LEARNED, changed_between
+from seqpar.weights.facts import ANCESTORS, IS_UNKNOWN, LEARNED, VOXELS, changed_between, same_scans
 
 TRAINED_ON_PHANTOMS = (
     "The network was trained on generated phantoms, not on patients: do not trust what it finds in real images."
@@ -57,14 +58,16 @@ def chosen_on_them(*records: RunRecord) -> list[str]:
 
 def cautions_of_learned(*records: RunRecord) -> list[str]:
     """Returns a sentence if a run had learned from some cases that it holds out, and one if that is not known."""
-    learned = (
-        "The weights have learned from some of these held-out cases (--fold all, another split, or weights that "
-        "training began with), so the scores say nothing about new cases."
-    )
     unknown = list(dict.fromkeys(sentence for run in records for sentence in begun_unknown(run)))
     known = (({*run.dataset.get("train", ()), *run.dataset.get(LEARNED, ())}, run.dataset) for run in records)
-    is_learned = any(cases & {*described.get("held_out", ())} for cases, described in known)
-    return [learned] * is_learned + unknown
+    both = [(cases, {*described.get("held_out", ())}) for cases, described in known]
+    learned = [cases & held_out == held_out for cases, held_out in both if cases & held_out]
+    which = "all" if learned and all(learned) else "some"
+    sentence = (
+        f"The weights have learned from {which} of these held-out cases (--fold all, another split, or weights that "
+        "training began with), so the scores say nothing about new cases."
+    )
+    return [sentence] * bool(learned) + unknown
 
 
 def cautions_together(runs: Iterable[Path]) -> list[str]:
@@ -82,14 +85,32 @@ def cautions_together(runs: Iterable[Path]) -> list[str]:
     return lines * bool(learned) + [changed] * bool(told)
 
 
-def with_names_of_training(record: RunRecord, cases: Sequence[str], run: str) -> list[str]:
-    """Returns a sentence if shown cases have the names of cases that a run, called ``run``, was trained on."""
-    named = sorted({*cases} & {*record.dataset["train"], *record.dataset.get(LEARNED, ())})
-    if not named:
-        return []
-    have = "has the name of a case" if len(named) == 1 else "have the names of cases"
-    told = f"{len(named)} of {quantity(len(cases), 'case')} {have} that run {run} was trained on, such as {named[0]}"
-    return [f"{told}: predictions for new cases may be worse."]
+def trained_on_some(
+    record: RunRecord, cases: Sequence[str], run: str, voxels: Mapping[str, str] = MappingProxyType({})
+) -> list[str]:
+    """Returns a sentence if a run, called ``run``, was trained on some of the shown cases, and one if it was trained on
+    cases with their names.
+
+    - ``voxels``: digests of the voxels of each case, as far as they are known
+    """
+    own = {
+        "train": [*record.dataset["train"], *record.dataset.get(LEARNED, ())],
+        VOXELS: record.dataset.get(VOXELS, {}),
+    }
+    seen, named = set[str](), set[str]()
+    for learned in (own, *record.dataset.get(ANCESTORS, ())):
+        known, names = learned.get(VOXELS, {}), {*learned["train"]}
+        same = same_scans({case: voxels[case] for case in cases if case in voxels}, known)
+        seen |= {case for case, alike in same.items() if alike & names}
+        named |= {case for case in cases if case in names and not (case in voxels and case in known)}
+    lines, trained = list[str](), f"that run {run} was trained on"
+    for some, one, many in (
+        (sorted(seen), f"was in the training data of run {run}", f"were in the training data of run {run}"),
+        (sorted(named - seen), f"has the name of a case {trained}", f"have the names of cases {trained}"),
+    ):
+        told = f"{len(some)} of {quantity(len(cases), 'case')} {one if len(some) == 1 else many}"
+        lines += [f"{told}, such as {some[0]}: predictions for new cases may be worse."] if some else []
+    return lines
 
 
 def of_open_sides(volumes: Mapping[str, Any]) -> list[str]:

@@ -26,6 +26,7 @@ from seqpar.report.planes import (
     colours_of,
     doubt_of,
     fullest_planes,
+    hatched,
     outline_steps,
     plane_of,
     ranks_of,
@@ -51,11 +52,11 @@ class Embedded:
     truth: str  # a sheet of label numbers, 0 for none
     prediction: str
     heat: str = ""  # a sheet of a map from 0 to 255
-    disputed: str = ""  # a sheet with 1 where readers gave different labels
+    areas: Mapping[str, str] = field(default_factory=dict)  # by name, a sheet with 1 where an area is
 
     @property
     def num_bytes(self) -> int:
-        return sum(map(len, (*self.images, self.truth, self.prediction, self.heat, self.disputed)))
+        return sum(map(len, (*self.images, self.truth, self.prediction, self.heat, *self.areas.values())))
 
 
 @dataclass(frozen=True)
@@ -102,17 +103,25 @@ class ShownCase:
 
     @property
     def unlabelled(self) -> str:
-        """A sentence on how much of what is shown the truth leaves open, which no picture marks; "" of nothing."""
+        """A sentence on how much of what is shown the truth leaves open; "" of nothing."""
         count = 0 if self.ignored is None else int(np.count_nonzero(self.ignored))
         if not count:
             return ""
         part = f"{millilitres(count * self.voxel_ml)} ml, {count / self.truth.size:.1%} of the volume shown,"
-        return f"The truth leaves {part} unlabelled (ignore label). The pictures do not mark where."
+        return f"The truth leaves {part} unlabelled (ignore label; hatched)."
+
+    @property
+    def areas(self) -> dict[str, Bytes]:
+        """What the viewer marks besides labels, by name: 1 inside, else 0."""
+        areas = {} if self.disputed is None else {"disputed": self.disputed}
+        return areas | (
+            {"ignored": self.ignored.astype(np.uint8)} if self.unlabelled and self.ignored is not None else {}
+        )
 
     def embedded(self, budget: int) -> Embedded:
         """Returns the volumes as a page holds them, CT in 256 levels for windows of few Hounsfield units."""
         volumes, greys = list(self.images.values()), 256 if self.is_ct else GREYS
-        return embed(volumes, self.truth, self.prediction, self.spacing, budget, self.heat, greys, self.disputed)
+        return embed(volumes, self.truth, self.prediction, self.spacing, budget, self.heat, greys, self.areas)
 
 
 def embed(
@@ -123,20 +132,20 @@ def embed(
     budget: int,
     heat: Bytes | None = None,
     greys: int = GREYS,
-    disputed: Bytes | None = None,
+    areas: Mapping[str, Bytes] | None = None,
 ) -> Embedded:
     """Returns the volumes as finely as the budget of bytes allows.
 
     - ``spacing``: in mm
     - ``heat``: a map from 0 to 255
     - ``greys``: levels that images keep
-    - ``disputed``: 1 where readers gave different labels
+    - ``areas``: by name, 1 inside and else 0
     """
     factors: Factors = (1, 1, 1)
     while True:
         estimate = math.prod(-(-side // f) for side, f in zip(truth.shape, factors)) * len(images) / 6
         if estimate < budget:  # a sheet takes at least about a byte for six voxels: do not try what cannot fit
-            embedded = _embed(images, truth, prediction, factors, heat, greys, disputed)
+            embedded = _embed(images, truth, prediction, factors, heat, greys, areas or {})
             if embedded.num_bytes <= budget or max(embedded.shape) == 1:
                 return embedded
         factors = coarser(factors, truth.shape, spacing)
@@ -157,16 +166,16 @@ def _embed(
     factors: Factors,
     heat: Bytes | None,
     greys: int,
-    disputed: Bytes | None,
+    areas: Mapping[str, Bytes],
 ) -> Embedded:
     labels = [coarsen_label(label, factors) for label in (truth, prediction)]
     columns = math.ceil(math.sqrt(labels[0].shape[2]))
     pictures = [levels(coarsen(image, factors), greys) for image in images]
     sheets = [encode(png(sheet(volume, columns))) for volume in (*pictures, *labels)]
     own = "" if heat is None else encode(png(sheet(levels(coarsen(heat, factors)), columns)))
-    where = "" if disputed is None else encode(png(sheet(coarsen_label(disputed, factors), columns)))
+    drawn = {name: encode(png(sheet(coarsen_label(area, factors), columns))) for name, area in areas.items()}
     w, d, h = labels[0].shape
-    return Embedded((w, d, h), factors, columns, tuple(sheets[:-2]), sheets[-2], sheets[-1], own, where)
+    return Embedded((w, d, h), factors, columns, tuple(sheets[:-2]), sheets[-2], sheets[-1], own, drawn)
 
 
 def levels(image: Bytes, greys: int = GREYS) -> Bytes:
@@ -287,7 +296,7 @@ def viewer_data(
             "images": embedded.images,
             "truth": embedded.truth,
             "prediction": embedded.prediction,
-            "disputed": embedded.disputed,
+            "areas": embedded.areas,
             "heat": embedded.heat,
             "heat_name": shown.heat_name,
             "heat_caution": shown.heat_caution,
@@ -315,7 +324,8 @@ class ShownPlane:
 
     - ``slice``: which slice of the file, of how many
     - ``across``, ``up``: sides of a pixel
-    - ``outlines``: kind (truth, prediction, or of areas disputed and inside), colour and SVG path in pixels
+    - ``outlines``: kind (truth, prediction, or of areas disputed, and inside, bare without an image), colour and SVG
+      path in pixels
     - ``sides``: place and letter of what is at the left, right, top and bottom
     - ``letter``, ``bar``: height of a letter, the same in all three planes, and length of the scale bar
     """
@@ -376,9 +386,13 @@ def draw_plane(case: ShownCase, name: str, dim: int, at: int, neurological: bool
     across, up = (step for n, step in enumerate(case.spacing) if n != dim)
     truth, prediction = (plane_of(labels, dim, at, neurological) for labels in (case.truth, case.prediction))
     width, height = truth.shape[1] * across, truth.shape[0] * up
-    picture = ""
-    if case.images:
-        grey = plane_of(case.images[best_modality(list(case.images))], dim, at, neurological)
+    picture, inside = "", "inside" if case.images else "inside bare"
+    if case.images or case.areas.get("ignored") is not None:
+        grey = plane_of(
+            case.images.get(best_modality(list(case.images)), np.zeros_like(case.truth)), dim, at, neurological
+        )
+        if case.ignored is not None:
+            grey = hatched(grey.astype(int), plane_of(case.ignored, dim, at, neurological), 0, 255).astype(np.uint8)
         picture = encode(png(np.ascontiguousarray(grey)))
     ranks = ranks_of(case.truth, case.prediction)
     outlines = []
@@ -386,7 +400,7 @@ def draw_plane(case: ShownCase, name: str, dim: int, at: int, neurological: bool
         outlines.append(("disputed", "none", outline(plane_of(case.disputed, dim, at, neurological))))
     parts = [(kind, labels, n) for kind, labels in (("truth", truth), ("prediction", prediction))
              for n in np.unique(labels[labels > 0]).tolist()]  # fmt: skip
-    outlines += [("inside", COLOURS[(n - 1) % len(COLOURS)], outline(labels == n)) for _, labels, n in parts]
+    outlines += [(inside, COLOURS[(n - 1) % len(COLOURS)], outline(labels == n)) for _, labels, n in parts]
     outlines += [
         (kind, COLOURS[(n - 1) % len(COLOURS)], outline(ranks[labels], int(ranks[n]))) for kind, labels, n in parts
     ]

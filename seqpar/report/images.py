@@ -1,7 +1,7 @@
 """Where a report finds the images of its cases: files that the caller names, else prepared data; sizes of voxels."""
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -45,13 +45,15 @@ class FoundImage(NamedTuple):
 class Images:
     """The images that can be shown.
 
-    ``files`` are cases by name whose files are prepared when they are shown; ``place`` says where they lie.
+    ``files`` are cases by name whose files are prepared when they are shown; ``place`` says where they lie. There,
+    ``others`` have the names of cases, but are other scans.
     """
 
     recipe: Recipe
     cache: PreparedDataset | None
     files: Mapping[str, Case] = field(default_factory=dict)
     place: str = ""
+    others: Collection[str] = ()
 
     def of(self, name: str) -> FoundImage | None:
         """Returns a case's image, None where it is not known; raises DataError if its files cannot be used."""
@@ -77,7 +79,8 @@ class Images:
     def missing(self, name: str) -> str:
         """Returns why a case is shown without its image, and what to do."""
         if self.place:
-            return f"{self.place} holds no image of {name}; only the labels are shown."
+            which = f"another scan under the name {name}" if name in self.others else f"no image of {name}"
+            return f"{self.place} holds {which}; only the labels are shown."
         return "The images of this case are not known: name their folder by --images. Only the labels are shown."
 
 
@@ -113,11 +116,11 @@ def find_images(
         if not cases and faults:
             raise faults[0]
         gaps += [f"An image is left out: {fault}." for fault in faults]
-        return Images(recipe, cache, _of_prediction(cases, predicted, gaps), str(folder))
+        return Images(recipe, cache, *_of_prediction(cases, predicted, folder, truth is not None, gaps))
     if truth is not None and (images := images_beside(truth)) is not None:
         try:
             cases, _ = find_inputs((images,), recipe.modalities)  # what is wrong with some is said by their scores
-            return Images(recipe, cache, _of_prediction(cases, predicted, gaps), str(images))
+            return Images(recipe, cache, *_of_prediction(cases, predicted, images, True, gaps))
         except DataError as error:
             gaps.append(f"The images of the data set cannot be shown: {error}.")
     elif not has_cache and predicted is None:
@@ -126,8 +129,11 @@ def find_images(
     return Images(recipe, cache)
 
 
-def _of_prediction(cases: Sequence[Case], predicted: Stamps | None, gaps: list[str]) -> dict[str, Case]:
-    """Returns the cases by name, without those that were predicted from other images, which ``gaps`` then names.
+def _of_prediction(
+    cases: Sequence[Case], predicted: Stamps | None, place: Path, is_scored: bool, gaps: list[str]
+) -> tuple[dict[str, Case], str, list[str]]:
+    """Returns the cases in ``place`` by name, this place, and the names of those that were predicted from other images,
+    which are not among the cases; ``gaps`` names them.
 
     Sizes and digests count, so that copies under other names and times are the same.
     """
@@ -143,8 +149,9 @@ def _of_prediction(cases: Sequence[Case], predicted: Stamps | None, gaps: list[s
         one = len(others) == 1
         are = "is of another scan than the one that was" if one else "are of other scans than those that were"
         it, images = ("it is", "image") if one else ("they are", "images")
-        gaps.append(f"Caution: the {images} of {shown} {are} predicted; {it} not shown.")
-    return {name: case for name, case in own.items() if name not in others}
+        scored = " Their true labels may be of other patients as well, and are scored all the same." * is_scored
+        gaps.append(f"Caution: the {images} of {shown} {are} predicted; {it} not shown.{scored}")
+    return {name: case for name, case in own.items() if name not in others}, str(place), others
 
 
 def images_beside(truth: Path) -> Path | None:

@@ -18,6 +18,7 @@ from seqpar.report.planes import (
     PLANES,
     TINT,
     TINTED,
+    UNLABELLED,
     FileSlices,
     bar_length,
     count_outside,
@@ -25,6 +26,7 @@ from seqpar.report.planes import (
     counted,
     ct_window,
     fullest_planes,
+    hatched,
     kept_of_ct,
     limits_of,
     orientation_text,
@@ -139,6 +141,8 @@ def figure_of_cases(
     keys.append(Patch(color="#555555", alpha=2 * TINT, label=TINTED))
     if any(case.disputed is not None for case in cases):
         keys.append(Patch(color=DISPUTED, alpha=0.55, label="readers disagree"))
+    if any((case.truth > len(classes)).any() for case in cases):
+        keys.append(Patch(facecolor="none", edgecolor="#555555", hatch="////", label=UNLABELLED))
     figure.legend(handles=keys, loc="outside lower center", ncols=len(keys), fontsize=9)
     return figure
 
@@ -159,7 +163,8 @@ def _draw_plane(
     volume, low, high = greys
     image, truth, prediction = (plane_of(v, dim, at, neurological) for v in (volume, case.truth, case.prediction))
     across, up = (step for n, step in enumerate(case.spacing) if n != dim)
-    panel.imshow(image, cmap="gray", vmin=low, vmax=high, aspect=up / across)
+    below = hatched(image, truth > num_classes, low, high)
+    panel.imshow(below, cmap="gray", vmin=low, vmax=high, aspect=up / across)
     if case.disputed is not None:  # below the lines
         area = plane_of(case.disputed, dim, at, neurological)
         panel.imshow(area, cmap=ListedColormap([DISPUTED]), alpha=0.55 * area, aspect=up / across)

@@ -26,6 +26,8 @@ RUN_COLOURS = ("#8a63d2", "#a0703c", "#d6336c", "#1f9e9e", "#7f8790", "#8f9a1f",
 DISPUTED = "#a838ff"  # where readers disagree; no class is violet
 TINT = 0.25  # opacity of what is inside the line of truth or prediction; its colour is multiplied by the image's greys
 TINTED = "tinted: inside a line"
+CONTRAST = 0.35  # of stripes over what the truth leaves unlabelled, as a share of black to white
+UNLABELLED = "hatched: unlabelled"
 PLANES = (("sagittal", 0), ("coronal", 1), ("axial", 2))  # a plane's name, and the direction that it is across
 KEPT_HU = (-150.0, 250.0)  # of a CT: fat and soft tissue are told apart
 COUNTED = "Slice numbers are positions in the scan, from 1, not DICOM instance numbers"
@@ -256,6 +258,17 @@ def kept_of_ct(ranges: Sequence[tuple[float, float]]) -> str:
     bright = " (such as bone)" * (high <= 300)
     rule = f"everything below{dark} is equally black, everything above{bright} equally white"
     return with_minus(f" Of the CT, only {low} to {high} HU are kept: {rule}.")
+
+
+def hatched(image: NDArray[Any], area: NDArray[Any], low: float, high: float) -> NDArray[Any]:
+    """Returns a plane with stripes where an area is: lighter on dark greys, darker on light ones, to be seen on each.
+
+    - ``low``, ``high``: what is black and white
+    """
+    rows, columns = np.indices(area.shape)
+    light = image > (low + high) / 2
+    stripes: NDArray[Any] = np.where(light, image - (high - low) * CONTRAST, image + (high - low) * CONTRAST)
+    return np.where((area > 0) & ((rows + columns) % 4 == 0), stripes, image).astype(image.dtype)
 
 
 Steps = list[tuple[int, int, bool]]  # to the right, downwards, and whether a line is drawn

@@ -26,7 +26,7 @@ from seqpar.scores.label_files import (
     read_label_map,
     score_pairs,
 )
-from seqpar.scores.label_scores import DEFAULT_SETTINGS, class_mask, summarise
+from seqpar.scores.label_scores import DEFAULT_SETTINGS, UNLABELLED_ML, class_mask, summarise
 from seqpar.scores.summary_files import class_key, summary_content
 from seqpar.settings.config import Config
 from seqpar.settings.network_settings import NetworkSettings, PretrainingSettings
@@ -131,7 +131,8 @@ class ScoredCase:
             for name, row in self.scores.items()
             if not math.isnan(row.get("TrueVolumeMl", math.nan) + row.get("VolumeMl", math.nan))
         ]
-        return f" · ml, truth → prediction: {', '.join(parts)}" if parts else ""
+        where = " in the labelled part" * any(row.get(UNLABELLED_ML, 0.0) > 0 for row in self.scores.values())
+        return f" · ml{where}, truth → prediction: {', '.join(parts)}" if parts else ""
 
 
 @dataclass(frozen=True)
@@ -246,6 +247,22 @@ def read_scores(run: Path) -> CaseScores:
         raise DataError(path, "is not there: only a run that came to its end leaves scores of all its cases") from None
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise DataError(path, f"cannot be used ({type(error).__name__}: {error})") from None
+
+
+def count_present(run: Path, held_out: Iterable[Mapping[str, Any]]) -> dict[str, int]:
+    """Returns in how many cases of the best validation the truth has each class; {} if the last was of other cases.
+
+    - ``held_out``: rows of the validations
+    """
+    best = best_validation(held_out)
+    try:
+        scored = read_scores(run)
+    except DataError:
+        return {}
+    if best is None or best.get("cases") != len(scored.cases):
+        return {}
+    counts = {name: [case.scores[name].get("n_ref") for case in scored.cases] for name in scored.classes}
+    return {name: sum(n > 0 for n in own if n) for name, own in counts.items() if None not in own}
 
 
 def is_of_phantoms(prediction: Path) -> bool:

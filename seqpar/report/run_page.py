@@ -19,9 +19,17 @@ from seqpar.models.build import family_of
 from seqpar.report.cautions import above_scores, may_be_chance
 from seqpar.report.curves import WORDS_OF_LOSSES, training_diagrams
 from seqpar.report.plots import draw_charts, name_of_run
-from seqpar.report.record import DAMAGE, RunRecord, is_of_phantoms, lacking, read_record, read_scores, weights_behind
+from seqpar.report.record import (
+    DAMAGE,
+    RunRecord,
+    count_present,
+    is_of_phantoms,
+    lacking,
+    read_record,
+    weights_behind,
+)
 from seqpar.report.rendering import render
-from seqpar.runs.metrics_tail import ERRORS, best_validation, what_is_not_found, what_was_learned
+from seqpar.runs.metrics_tail import ERRORS, what_is_not_found, what_was_learned
 from seqpar.text import clock, list_modalities, quantity
 from seqpar.weights.weight_files import digest
 
@@ -85,7 +93,7 @@ def render_run(
     another = other_run(prediction, record.path) if prediction else ""
     if prediction:
         by = f"the mean of {averaged}" if averaged else another or f"{kind}{name}"
-        heading = f"{'Predictions in' if alone else 'Scores of'} {prediction.resolve().name}, by {by}"
+        heading = f"{'Predictions in' if alone else 'Scores of'} folder {prediction.resolve().name}, by {by}"
         heading = f"{subject}, predicted by {by}" if subject else heading
     if averaged:
         unscored = "; no score of this mean exists" * alone
@@ -96,7 +104,7 @@ def render_run(
         about += f"seen if {another} had seen them."
         cautions = [f"This prediction was made by {another}, not by {name}. {about}", *cautions]
     if prediction and not made_by(prediction) and prediction.resolve().parent != record.path.resolve():
-        about = f"The folder {prediction.name} does not say which network made its label maps"
+        about = f"The folder {prediction.name} does not say which network made its predictions"
         cautions = [f"{about}: whoever asked for this page says that it was {kind}{name}.", *cautions]
     generated = record.has_phantoms
     if prediction:
@@ -148,14 +156,18 @@ def averaged_runs(prediction: Path) -> str:
 def other_run(prediction: Path, run: Path) -> str:
     """Returns the name of the only run that predicted a folder, "" if it is ``run``, which may have moved since."""
     made, *others = made_by(prediction) or [{"run": str(run)}]
-    there = Path(made["run"])
-    if others or there.resolve() == run.resolve():
-        return ""
-    weights = made.get("weights")
+    return "" if others or is_made_by(made, run) else name_of_run(Path(made["run"]), "")
+
+
+def is_made_by(made: Mapping[str, Any], run: Path) -> bool:
+    """Returns whether one of those that predicted a folder, as ``made_by`` says, is ``run``, which may have moved."""
+    there, weights = Path(made["run"]), made.get("weights")
+    if there.resolve() == run.resolve():
+        return True
     for path, known in weights.items() if isinstance(weights, dict) else ():
         if Path(path).is_relative_to(there) and (file := run / Path(path).relative_to(there)).is_file():
-            return "" if digest(file) == known else name_of_run(there, "")
-    return name_of_run(there, "")
+            return digest(file) == known
+    return False
 
 
 def is_validation(prediction: Path | None, record: RunRecord) -> bool:
@@ -212,9 +224,9 @@ def made_by(prediction: Path) -> list[dict[str, Any]]:
 
 
 def _scored(truth: Path | None, prediction: Path) -> str:
-    text = f"Predictions in {prediction}, without a truth to score them against."
+    text = f"Predictions in folder {prediction}, without a truth to score them against."
     if truth:
-        text = f"Scores of the predictions in {prediction} against {truth}, not of the run's own validation."
+        text = f"Scores of the predictions in folder {prediction} against {truth}, not of the run's own validation."
     weights = weights_behind(prediction)
     return f"{text} Predicted with {weights}." if weights else text
 
@@ -224,16 +236,7 @@ def what_is_unlearned(record: RunRecord) -> str:
     chance = may_be_chance(record)
     if chance or not what_is_not_found(record.held_out):
         return chance
-    return what_is_not_found(record.held_out, _present(record))
-
-
-def _present(record: RunRecord) -> dict[str, int]:
-    """Returns in how many cases of the best validation the truth has each class; {} if the last was of other cases."""
-    scored, best = try_reading(lambda: read_scores(record.path), []), best_validation(record.held_out)
-    if scored is None or best is None or best.get("cases") != len(scored.cases):
-        return {}
-    counts = {name: [case.scores[name].get("n_ref") for case in scored.cases] for name in scored.classes}
-    return {name: sum(n > 0 for n in own if n) for name, own in counts.items() if None not in own}
+    return what_is_not_found(record.held_out, count_present(record.path, record.held_out))
 
 
 def weak_start(record: RunRecord) -> str:

@@ -10,6 +10,7 @@ from seqpar.report.plots import Strips, make_strips
 from seqpar.report.record import CaseScores, RunRecord, ScoredCase, mean_of_numbers
 from seqpar.scores.class_scores import describe_share
 from seqpar.scores.comparison import FEW, TOO_FEW
+from seqpar.scores.label_scores import UNLABELLED_ML
 from seqpar.text import millilitres, quantity, rounded
 
 METRICS = (("Dice", 3, ("mean", "median", "global")), ("NSD", 3, ("mean", "median")), ("HD95", 1, ("mean", "median")))
@@ -193,10 +194,20 @@ def what_is_absent(scored: CaseScores) -> str:
                 (absent.cases - absent.predicted, "none is", left_out),
             )
             ways = "; ".join(f"where {what} predicted ({quantity(n, 'case')}), {how}" for n, what, how in counts if n)
-            parts.append(f"The truth of {absent.cases} of {quantity(total, 'case')} has no {name}: {ways}.")
+            which = (
+                "The labelled part"
+                if is_part_labelled(case.scores.get(name, {}) for case in scored.cases)
+                else "The truth"
+            )
+            parts.append(f"{which} of {absent.cases} of {quantity(total, 'case')} has no {name}: {ways}.")
         if absent.unknown:
             parts.append(f"Cases that are not annotated for {name}, and left out: {absent.unknown} of {total}.")
     return " ".join(parts) or f"The truth of {'every' if total > 1 else 'the'} case has every class."
+
+
+def is_part_labelled(rows: Iterable[Mapping[str, float]]) -> bool:
+    """Returns whether the truth leaves a part of its image unlabelled (ignore label), of which nothing is known."""
+    return any(row.get(UNLABELLED_ML, 0.0) > 0 for row in rows)
 
 
 def only_one_map(row: Mapping[str, float]) -> bool:
@@ -209,7 +220,7 @@ def what_is_missing(name: str, row: Mapping[str, float]) -> str:
     """Returns which of truth and prediction lacks a class, and how much the other one has; "" if none or both do."""
     if not only_one_map(row):
         return ""
-    truth = CONSENSUS if DISPUTED_ML in row else "truth"
+    truth = "the labelled part" if is_part_labelled([row]) else CONSENSUS if DISPUTED_ML in row else "truth"
     if row["n_ref"]:
         return f"no {name} predicted; {millilitres(row.get('TrueVolumeMl', math.nan))} ml in {truth}"
     disputed = row.get(DISPUTED_ML, 0.0)
@@ -343,11 +354,12 @@ def too_much(scored: CaseScores) -> str:
     for name in scored.classes:
         pairs = [tuple(case.scores[name].get(key, math.nan) for key in SIZES[:2]) for case in scored.cases]
         known = [pair for pair in pairs if not any(map(math.isnan, pair))]
-        true_ml, ml = (sum(pair[at] for pair in known) for at in range(2))
+        true_ml, ml = (sum(pair[at] for pair in known) / max(len(known), 1) for at in range(2))
         if true_ml and ml >= MANY * true_ml:
+            mean = "mean " * (len(known) > 1)
             sentences.append(
-                f"The predicted volume of {name}, {millilitres(ml)} ml, is {ml / true_ml:,.0f} times the true one, "
-                f"{millilitres(true_ml)} ml: most of it is wrong, and regions may be found by chance."
+                f"The {mean}predicted volume of {name}, {millilitres(ml)} ml, is {ml / true_ml:,.0f} times the "
+                f"{mean}true one, {millilitres(true_ml)} ml: most of it is wrong, and regions may be found by chance."
             )
     return " ".join(sentences)
 

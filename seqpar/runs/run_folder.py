@@ -24,7 +24,7 @@ from seqpar.scores.label_classes import labels_of_run
 from seqpar.settings.config import Config
 from seqpar.settings.rules import with_absolute_paths
 from seqpar.terminal import next_command, typed_command
-from seqpar.weights.facts import ANCESTORS, LEARNED, VALIDATED
+from seqpar.weights.facts import ANCESTORS, LEARNED, VALIDATED, VOXELS
 
 FOLDS_FILE = "folds.json"  # is in a folder of five folds
 SWEEP_FILE = "sweep.json"  # is in the folder of a sweep
@@ -63,6 +63,8 @@ def read_config(run: str | Path) -> dict[str, Any]:
             raise _damaged(run, f"{name!r} of its data is no list of names")
     if not isinstance(data.get("digests", {}), dict):
         raise _damaged(run, "'digests' of its data is no JSON object")
+    if not _is_texts(data.get(VOXELS, {})):
+        raise _damaged(run, f"{VOXELS!r} of its data is no JSON object of texts")
     if not (isinstance(sets := data.get(ANCESTORS, []), list) and all(map(_is_learned_set, sets))):
         raise _damaged(run, f"{ANCESTORS!r} of its data is no list of data sets")
     return content
@@ -74,12 +76,18 @@ def _is_learned_set(value: Any) -> bool:
         isinstance(value, dict)
         and {"name", "recipe"} <= value.keys()
         and _is_list_of_names(value.get("train"))
+        and _is_list_of_names(value.get(VALIDATED, []))
         and isinstance(value.get("digests"), dict)
+        and _is_texts(value.get(VOXELS, {}))
     )
 
 
 def _is_list_of_names(value: Any) -> bool:
     return isinstance(value, list) and all(isinstance(name, str) for name in value)
+
+
+def _is_texts(value: Any) -> bool:
+    return isinstance(value, dict) and all(isinstance(text, str) for text in value.values())
 
 
 def _damaged(run: str | Path, why: str) -> DataError:

@@ -33,6 +33,7 @@ METRICS = {
 }
 COLUMNS = ("Dice", "IoU", *METRICS, "VolumeError", "Sensitivity", "Specificity")
 EXTRA_COLUMNS = ("LesionDice", "LesionHD95", "CentrelineRecall")  # of those who ask for them
+UNLABELLED_ML = "UnlabelledMl"  # in ml, of a truth with an ignore label: what no score counts
 READER_COLUMNS = ("ReaderDice", "InterReaderDice", "DisputedMl")  # of data with several readers
 WORDS = (  # of a table, for people: a column and what it is
     ("labels", "the values in the files that make up a class"),
@@ -113,7 +114,8 @@ def score(
     ``centreline`` the share of the true skeleton that is predicted (``CentrelineRecall``).
     ``surfaces=False`` leaves out what takes most of the time: ``HD95``, ``NSD``, and how many lesions are found
     (``LesionTP``), missed (``LesionFN``), false (``LesionFP``) and too small to count (``LesionSmall``).
-    ``VolumeError`` is relative and signed, ``VolumeErrorMl``, ``VolumeMl`` and ``TrueVolumeMl`` are in ml. ``hidden``
+    ``VolumeError`` is relative and signed, ``VolumeErrorMl``, ``VolumeMl`` and ``TrueVolumeMl`` are in ml; with
+    ``ignore``, ``UnlabelledMl`` is the volume that has this label, and all others leave it out. ``hidden``
     names classes that the truth does not show: they have no scores. ``voxel_ml`` is the volume of a voxel; None: of a
     box with its ``spacing``.
     """
@@ -124,6 +126,8 @@ def score(
     if not classes:
         raise ValueError("there is no class to score: give at least one, such as {'tumour': (1,)}")
     where_counted = None if ignore is None else truth != ignore
+    if where_counted is not None and not where_counted.any():
+        hidden = classes  # nothing is known of a truth that is not labelled at all
     diagonal = math.dist([0.0] * truth.ndim, [size * step for size, step in zip(truth.shape, spacing)])
     scores = {}
     for name, labels in classes.items():
@@ -146,6 +150,9 @@ def score(
             row |= {f"Lesion{key}": value for key, value in zip(("Dice", "HD95", "TP", "FN", "FP"), lesion_scores)}
         if name in hidden:
             row = {metric: value if metric in COUNTS else math.nan for metric, value in row.items()}
+        if where_counted is not None:
+            ml = math.prod(spacing) / 1000 if voxel_ml is None else voxel_ml
+            row[UNLABELLED_ML] = np.count_nonzero(~where_counted) * ml
         scores[name] = row
     return scores
 
@@ -324,7 +331,8 @@ def why_no_dice(row: Mapping[str, float]) -> str:
     """Returns why a class has no Dice in a case; "" if it has one."""
     if not math.isnan(row.get("Dice", math.nan)):
         return ""
-    return "not annotated" if math.isnan(row.get("n_ref", 0)) else "in neither map"
+    where = ", where labelled" * (row.get(UNLABELLED_ML, 0.0) > 0)
+    return "not annotated" if math.isnan(row.get("n_ref", 0)) else f"in neither map{where}"
 
 
 def format_dice(row: Mapping[str, float], places: int) -> str:

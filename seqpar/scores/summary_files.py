@@ -12,7 +12,7 @@ from typing import Any
 
 from seqpar.data.errors import DataError, unwritable
 from seqpar.data.files import read_json, write_text
-from seqpar.data.formats.recognise import is_part_of_dataset
+from seqpar.data.formats.recognise import place_in_data
 from seqpar.scores.label_classes import Labels
 from seqpar.scores.label_files import Pair
 from seqpar.scores.label_scores import Scores
@@ -107,10 +107,9 @@ def refuse_foreign(files: Mapping[str, Path], data: Collection[Path] = ()) -> No
     """
     kept = set(map(os.path.realpath, data))  # resolve() ends in a RuntimeError in a circle of links
     for kind, path in files.items():
-        if os.path.realpath(path.parent) in kept or is_part_of_dataset(path.parent):
-            raise DataError(
-                path.parent, f"belongs to a data set, which evaluate never writes into: name another place by --{kind}"
-            )
+        is_of_truth = os.path.realpath(path.parent) in kept
+        if where := "belongs to a data set" if is_of_truth else place_in_data(path.parent):
+            raise DataError(path.parent, f"{where}, which evaluate never writes into: name another place by --{kind}")
         if list(files.values()).count(path) > 1:
             raise ValueError(f"--{kind} {path} is to hold two results: name another file")
         if path.exists() and not _OURS[kind](path):

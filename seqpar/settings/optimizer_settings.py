@@ -82,7 +82,9 @@ class OptimizerSettings:
         tasks=("segment", "pretrain"),
         fixed="its lessons say where the run is",
     )
-    lr: float = _optimizer(1e-4, "highest learning rate", bounds=ABOVE_0, metavar="RATE", common=True)
+    lr: float = _optimizer(
+        1e-4, "learning rate at its highest, after the warm-up", bounds=ABOVE_0, metavar="RATE", common=True
+    )
     optimizer: str = _optimizer("adam", "optimizer", choices=tuple(OPTIMIZERS), fixed=_STATE)
     weight_decay: float = _optimizer(
         0.0, "weight decay (not of norms, biases, positions)", bounds=NOT_NEGATIVE, metavar="RATE"

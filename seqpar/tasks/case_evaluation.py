@@ -27,6 +27,8 @@ from seqpar.terminal import next_command
 from seqpar.text import quantity
 
 NEW, HELD, CHOSE = "new to the run", "held out by the run", "used to choose the weights"
+UNSEEN = "not seen by the other runs"  # where one of several is gone
+SHOWN_LARGE = (NEW, UNSEEN, HELD, CHOSE)  # what is not trained on
 SEEN, NAMESAKE = "seen in training", "with the name of one of the run's cases or patients"
 NAMES = "has the name of one of the run's cases or patients", "have the names of the run's cases or patients"
 TOO_GOOD = ", which tend to be too good"
@@ -40,6 +42,7 @@ class Seen(NamedTuple):
     - ``chose``: those that were held out, and on which the best weights were chosen
     - ``held``: those that were held out and chose nothing, as there was a single validation
     - ``relabelled``: which of all these are known by their image, and have another label file
+    - ``gone``: the runs, of several that predicted together, of which nothing is known: no case is called new
     """
 
     same: Sequence[str]
@@ -49,6 +52,7 @@ class Seen(NamedTuple):
     held: Sequence[str] = ()
     copies: Mapping[str, str] = MappingProxyType({})
     relabelled: Sequence[str] = ()
+    gone: Sequence[str] = ()
 
     @staticmethod
     def by_any(runs: Sequence["Seen"]) -> "Seen":
@@ -59,7 +63,7 @@ class Seen(NamedTuple):
         copies = {name: other for run in runs for name, other in run.copies.items()}
         relabelled = sorted({name for run in runs for name in run.relabelled})
         ordered = sorted(same), sorted(namesakes - same), runs[0].total, sorted(chose), sorted(held)
-        return Seen(*ordered, copies, relabelled)
+        return Seen(*ordered, copies, relabelled, list(dict.fromkeys(one for run in runs for one in run.gone)))
 
     @property
     def words(self) -> str:
@@ -83,18 +87,20 @@ class Seen(NamedTuple):
         Scores are of the first group: the new cases if there are any, then those that were held out, and of these
         first what did not choose the weights.
         """
-        groups: dict[str, list[str]] = {NEW: [], HELD: [], CHOSE: [], self.words: []}
+        groups: dict[str, list[str]] = {NEW: [], UNSEEN: [], HELD: [], CHOSE: [], self.words: []}
         for case in cases:
             is_known = case in self.same or case in self.namesakes
-            groups[self.words if is_known else self._of_validation(case)].append(case)
+            which = self.words if is_known else self._of_validation(case)
+            groups[UNSEEN if which == NEW and self.gone else which].append(case)
         groups = {which: own for which, own in groups.items() if own}
         shown = next(iter(groups), NEW)
         return groups, "" if shown == NEW and len(groups) < 2 else self._tell(shown, len(groups[shown]))
 
     def _tell(self, shown: str, count: int) -> str:
         """Returns a sentence on the group of cases whose scores are shown, and one on the others."""
-        seen, alike, chose = len(self.same), len(self.namesakes), len(self.chose) * (shown in (NEW, HELD))
-        held = len(self.held) * (shown == NEW)
+        seen, alike, chose = len(self.same), len(self.namesakes), len(self.chose) * (shown in (NEW, UNSEEN, HELD))
+        held = len(self.held) * (shown in (NEW, UNSEEN))
+        unknown = f"No case is known to be new, since nothing tells what {' and '.join(self.gone)} learned from"
         others = [
             (held, f"{'was' if held == 1 else 'were'} {HELD}"),
             (chose, f"{'was' if chose == 1 else 'were'} {CHOSE}"),
@@ -105,11 +111,14 @@ class Seen(NamedTuple):
         if shown == self.words and alike:
             known = f"all {count} {f'were {SEEN} or ' * bool(seen)}{NAMES[1]}" if count > 1 else f"it {NAMES[0]}"
             return f"No case is known to be new: {known}."
+        if not others and shown == UNSEEN:
+            return f"{unknown}."
         if not others:
             which = f"all {count} were" if count > 1 else "the only one was"
             return f"No new case: {which} {shown}{TOO_GOOD * (shown == CHOSE)}."
         told = f"he scores are of the {quantity(count, 'case')} {shown}"
-        told = f"T{told}" if shown == NEW else f"No new case: t{told}{TOO_GOOD * (shown == CHOSE)}"
+        which = unknown if shown == UNSEEN else "No new case"
+        told = f"T{told}" if shown == NEW else f"{which}: t{told}{TOO_GOOD * (shown == CHOSE)}"
         if len(others) == 1:
             ((number, what),) = others
             return f"{told}. The other {'one' if number == 1 else number} {what}."
@@ -300,7 +309,9 @@ class CaseEvaluation(ABC):
         prediction = Path(job.name)
         is_run = holds_run(prediction)
         records, lines, found = list[RunRecord](), list[str](), list[Seen]()
-        runs, gone = ([prediction], []) if is_run else _runs_behind(prediction)
+        behind = [(prediction, "")] if is_run else _runs_behind(prediction)
+        runs, gone = [run for run, why in behind if not why], [why for _, why in behind if why]
+        unknown = [str(run) for run, why in behind if why]
         job.runs = () if is_run or gone else runs
         for run in filter(holds_run, runs):  # others have no record
             try:
@@ -313,9 +324,10 @@ class CaseEvaluation(ABC):
                 found.append(self.find_seen(job, record))
             except (DataError, ValueError, OSError) as error:  # of a damaged record: scores do not need it
                 gone += [f"{error}: whether these cases were in its training data is not known."] * (not is_run)
+                unknown.append(str(run))
         lines += gone
         if found:
-            job.known = Seen.by_any(found)
+            job.known = Seen.by_any(found)._replace(gone=unknown)
             job.seen = NONE_SEEN if is_run else job.known
             lines += job.seen.sentences
         if others := predicted_otherwise(prediction):
@@ -347,34 +359,37 @@ def other_values(run: Path, written: Labels, scored: Labels) -> list[str]:
 
 
 def seen_by_runs(record: RunRecord, prediction: Path | None, find: Callable[[RunRecord], Seen]) -> Seen:
-    """Returns which cases the runs behind a prediction have seen; where it does not name them, and of none, ``record``.
-    Of another run that is gone nothing is known, which ``unknown_runs`` says.
+    """Returns which cases the runs behind a prediction have seen; if it does not name them, which ``record`` has.
+    Of other runs that are gone nothing is known, which ``unknown_runs`` says.
 
     - ``find``: returns which a run has seen
     """
-    from seqpar.report.run_page import other_run  # few evaluations make a page
+    from seqpar.report.run_page import is_made_by, made_by  # few evaluations make a page
 
-    runs, gone = _runs_behind(prediction) if prediction else ([], [])
-    others, found = [run for run in runs if run.resolve() != record.path.resolve()], list[Seen]()
-    for run in filter(holds_run, others):
-        with suppress(DataError, ValueError, OSError):  # its folder may be damaged: scores do not need it
-            found.append(find(read_record(run)))
-    is_by_others = len(others) == len(runs) == len(found) > 0 and not gone
-    if prediction and not found and other_run(prediction, record.path):
-        return NONE_SEEN
-    return Seen.by_any(found if is_by_others else [find(record), *found])
+    if prediction is None or not (made := made_by(prediction)):
+        return find(record)
+    found, gone = list[Seen](), list[str]()
+    for own, (run, why) in zip(made, _runs_behind(prediction)):
+        try:
+            if is_made_by(own, record.path):
+                found.append(find(record))
+            elif not why:
+                found.append(find(read_record(run)))
+        except (DataError, ValueError, OSError) as error:  # its folder may be damaged: scores do not need it
+            why = str(error)
+        gone += [str(run)] * bool(why and not is_made_by(own, record.path))
+    return Seen.by_any(found)._replace(gone=gone) if found else NONE_SEEN
 
 
 def unknown_runs(record: RunRecord, prediction: Path | None) -> list[str]:
     """Returns a sentence on each run behind a prediction, but a moved ``record``, if nothing tells what it has seen."""
-    from seqpar.report.run_page import made_by, other_run  # few evaluations make a page
+    from seqpar.report.run_page import is_made_by, made_by  # few evaluations make a page
 
-    if prediction is None:
-        return []
-    places = [Path(made["run"]).resolve() for made in made_by(prediction)]
-    is_there = len(places) != 1 or record.path.resolve() in places
-    runs, sentences = _runs_behind(prediction) if is_there or other_run(prediction, record.path) else ([], [])
-    for run in filter(holds_run, runs):
+    sentences, own = list[str](), record.path.resolve()
+    for made, (run, why) in zip(made_by(prediction), _runs_behind(prediction)) if prediction else ():
+        if why:
+            sentences += [why] * (run.resolve() == own or not is_made_by(made, own))
+            continue
         try:
             _ = read_record(run).network_settings
         except (DataError, ValueError, OSError) as error:
@@ -408,23 +423,21 @@ def seen_table(groups: Mapping[str, Mapping[str, Score]]) -> Table | None:
 def records_behind(prediction: Path) -> list[RunRecord]:
     """Returns what is known of the runs that predicted a folder, as far as theirs are there."""
     records = list[RunRecord]()
-    for run in filter(holds_run, _runs_behind(prediction)[0]):
+    for run in filter(holds_run, (run for run, why in _runs_behind(prediction) if not why)):
         with suppress(DataError, ValueError, OSError):
             records.append(read_record(run))
     return records
 
 
-def _runs_behind(prediction: Path) -> tuple[list[Path], list[str]]:
-    """Returns the runs that predicted a folder, and a sentence on each whose place is empty or another run's by now."""
-    runs, sentences = list[Path](), list[str]()
+def _runs_behind(prediction: Path) -> list[tuple[Path, str]]:
+    """Returns the runs that predicted a folder, each with a sentence if its place is empty or another run's by now."""
+    runs = list[tuple[Path, str]]()
     with suppress(DataError, OSError, ValueError, KeyError, TypeError, AttributeError):  # it does not say
         content = read_json(prediction / RECORD)
         for run, weights in [(Path(made["run"]), made.get("weights", {})) for made in content.get("runs", [content])]:
-            if known := why_unknown(run, weights):
-                sentences.append(f"{known}: whether they were in its training data is not known.")
-            else:
-                runs.append(run)
-    return runs, sentences
+            unknown = why_unknown(run, weights)
+            runs.append((run, f"{unknown}: whether they were in its training data is not known." * bool(unknown)))
+    return runs
 
 
 def refuse_duplicates(places: Iterable[tuple[Path, Path]]) -> None:

@@ -2,11 +2,17 @@
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from seqpar.cluster.stop_request import StopRequest
+from seqpar.data.errors import DataError
+from seqpar.data.formats.dataset import Dataset
+from seqpar.data.preparation.cache import PreparedCase
+from seqpar.data.volumes import size_and_mtime
 from seqpar.losses import Loss
 from seqpar.models.network import Network
 from seqpar.parallel.mesh import Mesh
@@ -15,7 +21,7 @@ from seqpar.runs.metrics_tail import best_validation, with_other_weights
 from seqpar.settings.config import Config
 from seqpar.tasks.training_data import TrainingData
 from seqpar.terminal import bar
-from seqpar.text import clock
+from seqpar.text import clock, quantity
 
 NUM_PICTURED = 3  # cases in validation.png
 
@@ -49,6 +55,51 @@ def when_validated(journal: Journal, row: Mapping[str, Any]) -> str:
     if best is None:
         return f"after step {step:,}"
     return with_other_weights(step, best["step"]).strip() or f"after step {step:,}, the best so far"
+
+
+class LabelWatch:
+    """Finds label maps that were replaced since a training prepared them; the first rank alone looks.
+
+    - ``read``: returns the data set with its files
+    """
+
+    def __init__(self, data: TrainingData, read: Callable[[], Dataset]) -> None:
+        self.data, self.read = data, read
+        self._files = dict[Path, PreparedCase]()
+        self._stamps = dict[Path, tuple[int, int]]()  # size and time when it was looked at
+
+    def look(self, but: Collection[str] = ()) -> list[str]:
+        """Returns a warning if label maps were replaced since the last look; only those that look changed are read.
+
+        - ``but``: the cases of which something else says so
+        """
+        found = list[Path]()
+        with suppress(DataError, ValueError, OSError):  # the data may be gone: training needs its own alone
+            if not self._files:
+                used, cases = {*self.data.train_ids, *self.data.held_out_ids}, self.data.dataset.cases
+                self._files = {
+                    path: cases[own.id] for own in self.read().cases if own.id in used for path in own.labels
+                }
+        for path, case in self._files.items():
+            with suppress(OSError):
+                if self._stamps.get(path) != (stamp := size_and_mtime(path)):
+                    self._stamps[path] = stamp
+                    found += [path] * (case.id not in but and not _was_made_from(case, path))
+        if not found:
+            return []
+        one, told = len(found) == 1, str(found[0])
+        what = f"{told} has" if one else f"{quantity(len(found), 'label map')}, such as {told}, have"
+        return [
+            f"warning: {what} been replaced since this run prepared {'it' if one else 'them'}: training and its scores "
+            "go on with what was there before; to learn from what is there now, stop the run and continue with --resume"
+        ]
+
+
+def _was_made_from(case: PreparedCase, path: Path) -> bool:
+    try:
+        return case.was_made_from(path)
+    except DataError:  # it is damaged, or being written
+        return False
 
 
 class CaseValidation(ABC):

@@ -1,4 +1,4 @@
-"""Which scored cases a run has seen: by the bytes of their files, by their names, and by their images."""
+"""Which scored cases a run has seen: by what is in their files, by their names, and by their images."""
 
 import filecmp
 from collections import defaultdict
@@ -7,15 +7,17 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from seqpar.data.errors import DataError
 from seqpar.data.files import find_copies
 from seqpar.data.formats.splits import patients_of
 from seqpar.data.preparation.cache import open_cache, read_record
-from seqpar.data.volumes import read_volume
-from seqpar.prediction.prediction_folder import inputs_of
+from seqpar.data.volumes import read_geometry, read_volume, to_canonical
+from seqpar.prediction.prediction_folder import inputs_of, voxels_of
 from seqpar.report.record import RunRecord
 from seqpar.tasks.case_evaluation import Seen
-from seqpar.weights.facts import ANCESTORS, LEARNED, VALIDATED
+from seqpar.weights.facts import ANCESTORS, LEARNED, VALIDATED, VOXELS, same_scans
 
 
 def find_seen(
@@ -30,13 +32,17 @@ def find_seen(
     - ``read_files``: returns the same file of each case of the run's data set; cases of another data set may have the
       names of these
     - ``prediction``: where predict recorded the images of each case; one with the image of a training case was seen,
-      whichever labels it has now
+      whichever labels it has now, and whichever data the run has
     """
     train, held_out = (set(map(str, record.dataset.get(part, ()))) for part in ("train", "held_out"))
     held_out = set(map(str, record.dataset.get(VALIDATED, held_out)))  # others have not been looked at
     learned = set(map(str, record.dataset.get(LEARNED, ())))
     train, held_out = train | learned, held_out - learned
-    others = {str(case) for own in record.dataset.get(ANCESTORS, ()) for case in own["train"]} - train - held_out
+    before, own_scans = record.dataset.get(ANCESTORS, ()), record.dataset.get(VOXELS, {})
+    others = {str(case) for own in before for case in own["train"]} - train - held_out
+    scans = {name: own for name, own in (voxels_of(prediction) if prediction else {}).items() if name in scored}
+    by_scan = same_scans(scans, own_scans)
+    new = {name for name in scans if name in own_scans and name not in by_scan[name]}
     patients = patients_of(train | held_out | scored.keys()) | record.subjects
     known = {patients[name] for name in (train | held_out if record.has_chosen else train)}
     names = [name for name in scored if name in train | held_out]
@@ -46,22 +52,56 @@ def find_seen(
         if names or there and record.config.get("data"):
             found = sorted(read_files().items(), key=lambda own: own[0] not in train)
             files = {name: path for name, path in found if name in train | held_out and path.is_file()}
-            both = [name for name in names if name in there and name in files]
-            same = {name: name for name in both if filecmp.cmp(there[name], files[name], shallow=False)}
+            both = [name for name in names if name in there and name in files and name not in new]
+            same = {name: name for name in both if _holds_same(there[name], files[name])}
             same |= {n: one for n, one in find_copies(there, files).items() if n not in same and _is_of_one(there[n])}
     images = inputs_of(prediction) if prediction else {}
     alike = same_images(record, {name: images[name] for name in scored if name in images and name not in same})
+    alike |= {name: alike.get(name, set()) | own for name, own in by_scan.items() if name not in same}
     alike = {name: own & train or own & held_out for name, own in alike.items()}
     by_image = {name: name if name in own else min(own) for name, own in alike.items() if own}
     same |= by_image
-    unknown = [name for name in names if name not in there or name not in files]
-    further = [n for n in scored if n not in train | held_out and n not in same and patients[n] in known]
-    seen, chose = ([name for name, one in same.items() if (one in train) is trained] for trained in (True, False))
-    namesakes = [name for name in unknown if name not in same]
-    namesakes += [name for name in scored if name in others and name not in same and name not in further]
+    seen = [name for name, one in same.items() if one in train]
+    earlier = {name: one for name, one in _known_elsewhere(before, scans, "train").items() if name not in seen}
+    same |= {name: one for name, one in _known_elsewhere(before, scans, VALIDATED).items() if name not in same}
+    same, seen = same | earlier, [*seen, *earlier]
     copies = {name: one for name, one in same.items() if name != one}
+    unknown = [name for name in names if (name not in there or name not in files) and name not in new]
+    further = [n for n in scored if n not in train | held_out and n not in same and patients[n] in known]
+    chose = [name for name in same if name not in seen]
+    namesakes = [name for name in unknown if name not in same]
+    told = {name for name in scans if all(name in own.get(VOXELS, {}) for own in before if name in own["train"])}
+    namesakes += [name for name in scored if name in others - told and name not in same and name not in further]
     validated = (chose, []) if record.has_chosen else ([], chose)
     return Seen(seen, namesakes + further, len(scored), *validated, copies, list(by_image))
+
+
+def _known_elsewhere(before: Sequence[Mapping[str, Any]], scans: Mapping[str, str], part: str) -> dict[str, str]:
+    """Returns what scored cases are called in data that weights have learned from and the run does not have now.
+
+    - ``before``: what the run records of these data; ``part``: of them
+    """
+    found = dict[str, str]()
+    for own in before:
+        for name, others in same_scans(scans, own.get(VOXELS, {})).items():
+            if alike := others & {*own.get(part, ())}:
+                found.setdefault(name, f"{name if name in alike else min(alike)} of {own['name']}")
+    return found
+
+
+def _holds_same(path: Path, other: Path) -> bool:
+    """Returns whether two volumes have the same bytes, or were written differently with the same voxels."""
+    if filecmp.cmp(path, other, shallow=False):
+        return True
+    try:
+        if sorted(read_geometry(path)[0].shape) != sorted(read_geometry(other)[0].shape):
+            return False
+        (one, first, _), (two, second, _) = read_volume(path), read_volume(other)
+    except DataError:
+        return False
+    ours, theirs = to_canonical(one, first.orientation), to_canonical(two, second.orientation)
+    is_of_size = np.allclose(first.canonical_spacing, second.canonical_spacing, rtol=1e-3)
+    return is_of_size and np.array_equal(ours, theirs) and bool((ours != ours.flat[0]).any())
 
 
 def _is_of_one(path: Path) -> bool:

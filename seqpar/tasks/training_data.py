@@ -133,6 +133,10 @@ class TrainingData:
             found[case] = ", ".join(words)
         return found
 
+    def voxels(self) -> dict[str, str]:
+        """Returns digests of the images' voxels of each case, however they are stored and prepared, if known."""
+        return {case: own for case in sorted(self.dataset.cases) if (own := self.dataset.cases[case].voxels)}
+
     def medians(self) -> dict[str, list[float]]:
         """Returns median sizes of the cases, W D H: prepared, and cropped at the files' spacing; reads a small file of
         each.

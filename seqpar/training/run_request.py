@@ -12,7 +12,7 @@ from typing import Any
 from seqpar.data.addresses import absolute, is_address, local_file
 from seqpar.data.errors import DataError
 from seqpar.data.files import refuse_unwritable
-from seqpar.data.formats.recognise import is_part_of_dataset
+from seqpar.data.formats.recognise import place_in_data
 from seqpar.data.preparation.fingerprint import Fingerprint
 from seqpar.models.build import NETWORK_NAMES, family_of
 from seqpar.parallel.consensus import run_on_rank0_before_mesh
@@ -367,8 +367,8 @@ def _refuse_start(config: Config, launcher: Launcher) -> None:
     """
     if not config.dry_run:
         count_gpus(launcher, config.device)
-    if config.out and not config.resume and _is_of_data(Path(config.out), config.data):
-        raise DataError(f"--out {config.out}", "belongs to a data set, which no run writes into: name another folder")
+    if config.out and not config.resume and (kept := _place_in_data(Path(config.out), config.data)):
+        raise DataError(f"--out {config.out}", f"{kept}, which no run writes into: name another folder")
     refuse_unwritable(Path(config.out or "runs"), f"--out {config.out}" if config.out else "runs")
 
 
@@ -391,9 +391,9 @@ def _refuse_other_files(config: Config, meeting: Meeting) -> None:
             )
 
 
-def _is_of_data(folder: Path, data: str) -> bool:
+def _place_in_data(folder: Path, data: str) -> str:
     is_same = bool(data) and os.path.realpath(folder) == os.path.realpath(data)
-    return is_same or is_part_of_dataset(folder)
+    return "belongs to a data set" if is_same else place_in_data(folder)
 
 
 # what a run writes after its config.json

@@ -45,10 +45,12 @@ from seqpar.weights.facts import (
     IS_UNKNOWN,
     LEARNED,
     VALIDATED,
+    VOXELS,
     about_cases_learned,
     are_cases_unknown,
     cases_learned_before,
     cases_of_other_fold,
+    other_scans,
     read_dataset,
     reordered_names,
     sets_learned,
@@ -101,6 +103,7 @@ def refuse_unequal_ranks(config: Config, data: TrainingData, group: Group) -> No
 def cases_that_changed_sides(began: Mapping[str, Any], now: Mapping[str, Any]) -> str:
     """Returns a line on cases that the run trained on and that are held out now, "" if there are none."""
     trained = ({*began.get("train", ())} - {*began.get("held_out", ())}) | {*began.get(LEARNED, ())}
+    trained -= other_scans(began, now)
     trained |= cases_learned_before(began, now)  # by their voxels, under whatever name
     moved = sorted(trained & {*now["held_out"], *now.get("test", ())})
     if not moved:
@@ -272,12 +275,14 @@ def make_trainer(
     before = read_config(out) if config.resume or not is_first else {}
     data_before = before.get("dataset", {})
     data_now = data.describe() | ({"generated": True} if is_generated(config.data) else {})
-    data_now |= run_on_rank0(lambda: {"digests": data.digests(), "medians": data.medians()}, mesh.world)
+    scans = {"digests": data.digests, VOXELS: data.voxels, "medians": data.medians}
+    data_now |= run_on_rank0(lambda: {name: of_cases() for name, of_cases in scans.items()}, mesh.world)
     refuse_other_outputs(data_before, data_now, config.data, out)
     net, attention_reasons = _build_net(config, mesh, data, before["layout"] if saved and is_first else {})
     mode_line = describe_decoding(net, config)
     learned_from = data_before if saved else {}  # a run that saved nothing begins anew, with other weights
-    weights_line, learned = "", {*learned_from.get("train", ()), *learned_from.get(LEARNED, ())} - {*data_now["train"]}
+    weights_line, others = "", other_scans(learned_from, data_now)
+    learned = {*learned_from.get("train", ()), *learned_from.get(LEARNED, ())} - {*data_now["train"]} - others
     learned |= cases_learned_before(learned_from, data_now)
     origin: dict[str, Any] = {ANCESTORS: sets} if (sets := sets_of_earlier_data(learned_from, data_now)) else {}
     origin |= {name: learned_from[name] for name in (IS_UNKNOWN,) if name in learned_from}
@@ -288,7 +293,7 @@ def make_trainer(
     progress = checkpoint.read_progress(saved) if saved else checkpoint.Progress()
     validated = {*data.ids_to_validate(config.val_cases)}
     if progress.validated > 0:
-        validated |= {*data_before.get(VALIDATED, data_before.get("held_out", ()))}
+        validated |= {*data_before.get(VALIDATED, data_before.get("held_out", ()))} - others
     data_now |= {VALIDATED: sorted(validated)} if validated != {*data_now["held_out"]} else {}
     layout = {"ranks": mesh.world.size, "data": mesh.data.size, "seqpar": mesh.seq.size, "hosts": mesh.hosts}
     step, history = progress.step, before.get("history", ())

@@ -18,6 +18,7 @@ from seqpar.text import quantity
 # in config.json, of its data: cases that earlier starts or first weights learned, and train lacks; every data set from
 # whose labels first weights learned; whether they do not say that
 LEARNED, ANCESTORS, IS_UNKNOWN = "learned_before", "weights_learned_from", "weights_learned_unknown"
+VOXELS = "voxels"  # there: digests of each case's image, as read; a line of earlier versions has none
 VALIDATED = "validated"  # there: the cases that validations of any start scored, where these are not those held out now
 CASES_UNKNOWN = "caution: they do not say from which cases they have learned; of those, scores say nothing of new cases"
 SETTINGS, WEIGHTS = "config.json", "model.safetensors"  # in a run folder, a checkpoint and an exported run
@@ -101,16 +102,22 @@ def sets_learned(described: Mapping[str, Any]) -> list[dict[str, Any]]:
     has_labels = described.get("labels") or described.get("volume_classes")  # not of a pretraining, or somebody else's
     digests = {case: digest for case, digest in described.get("digests", {}).items() if case in learned}
     own = {name: described.get(name) for name in ("name", "recipe")} | {"train": learned, "digests": digests}
+    if voxels := {case: digests for case, digests in described.get(VOXELS, {}).items() if case in learned}:
+        own[VOXELS] = voxels
     return [*[own] * bool(has_labels and learned), *described.get(ANCESTORS, ())]
 
 
 def sets_of_earlier_data(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Returns the data sets from which first weights had learned, and a run's own of before if it resumes on others.
+    """Returns the data sets from which first weights had learned, and a run's own of before if it resumes on others,
+    with the cases that it validated.
 
     - ``before``, ``now``: what it recorded of its data, and records now
     """
     ancestors = list(before.get(ANCESTORS, ()))
     own = [one for one in sets_learned({**before, ANCESTORS: ()}) if one not in ancestors and not _is_of(one, now)]
+    held = {*before.get(VALIDATED, before.get("held_out", ()))}.difference(*(one["train"] for one in own))
+    scans = {case: digests for case, digests in before.get(VOXELS, {}).items() if case in held}
+    own = [{**one, VALIDATED: sorted(held), VOXELS: {**one.get(VOXELS, {}), **scans}} for one in own]
     return [*own, *ancestors]
 
 
@@ -140,6 +147,40 @@ def _cases_in(learned: Mapping[str, Any], now: Mapping[str, Any]) -> set[str]:
         contents = {*theirs.values()}
         known = ours.keys() if contents else set[str]()
         found = (found - known) | {case for case in known if ours[case] in contents}
+    known_scans = {case: digests for case, digests in learned.get(VOXELS, {}).items() if case in cases}
+    same = same_scans(now.get(VOXELS, {}), known_scans)
+    found = {case for case in found if case not in same or case not in known_scans}
+    return found | {case for case, names in same.items() if names}
+
+
+def same_scans(scans: Mapping[str, str], known: Mapping[str, str]) -> dict[str, set[str]]:
+    """Returns, for each case, the names of known cases with the same voxels; of several channels, one may have fewer.
+
+    - ``scans``, ``known``: digests of the voxels of each case
+    """
+    parts, having = {name: {*text.split()} for name, text in known.items()}, defaultdict[str, set[str]](set)
+    for name, digests in parts.items():
+        for digest in digests:
+            having[digest].add(name)
+    found = dict[str, set[str]]()
+    for case, text in scans.items():
+        own = {*text.split()}
+        near = {name for digest in own & having.keys() for name in having[digest]}
+        found[case] = {name for name in near if own <= parts[name] or parts[name] <= own}
+    return found
+
+
+def other_scans(before: Mapping[str, Any], now: Mapping[str, Any]) -> set[str]:
+    """Returns the cases of a run's data that no longer are the scans of these names on which it began.
+
+    - ``before``, ``now``: what it recorded of its data, and records now
+    """
+    scans, found = now.get(VOXELS, {}), set[str]()
+    for name, own in scans.items():
+        known = {str(n): one[VOXELS][name] for n, one in enumerate([before, *before.get(ANCESTORS, ())])
+                 if name in one.get(VOXELS, {})}  # fmt: skip
+        if known and not same_scans({name: own}, known)[name]:
+            found.add(name)
     return found
 
 

@@ -406,15 +406,6 @@ def _made_nothing(here: Path, said: str) -> None:
     assert "making phantoms" not in said and not (here / "cache").exists()
 
 
-def _series(here: Path) -> None:
-    """Makes a run, and a DICOM series to predict."""
-    pytest.importorskip("SimpleITK")
-    from tests.support.itk import save_series
-
-    make_run(here / "run")
-    save_series(here / "S", image_array(0))
-
-
 ATTACKS += [
     Attack(name, line, 3, words, lambda here: nnunet(here / "D", 2), _caches_in(place), keeps="D")
     for name, line, place, words in (
@@ -438,13 +429,5 @@ ATTACKS += [
         says="5 folds need at least 5 cases",
         before=_caches_in("cache"),
         after=_made_nothing,
-    ),
-    Attack(
-        "predict into the series that is predicted",
-        types="predict run -i S -o S",
-        code=3,
-        says="S: is a DICOM series to predict; choose another --output",
-        make=_series,
-        keeps="S",
     ),
 ]

@@ -5,10 +5,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from seqpar.tasks.classify.scores import as_json, class_summary, read_class_table
 from tests.attacks.attack import Attack
 from tests.attacks.attacks_on_runs import ended_run
-from tests.support.folders import write_json
+from tests.support.folders import image_array, save, write_json
+from tests.support.predictions import make_run
 
 
 def _reported(what: str, make: Callable[[Path], object], after: Callable[[Path, str], None]) -> Attack:
@@ -107,12 +110,42 @@ def _shows_classes(words: str) -> Callable[[Path, str], None]:
 ATTACKS += [
     _reported(f"a classifier whose summary.json {what}", _classified(change), _shows_classes(words))
     for what, change, words in (
-        ("is whole", lambda summary: None, "1 of 1 with 0.90"),
+        ("is whole", lambda summary: None, "1 of 1 at 0.90"),
         (
             "has a null probability",
             lambda summary: summary["metric_per_case"][0].update(probabilities=[0.1, None]),
             "run/validation/summary.json: cannot be used (TypeError: ",
         ),
         ("lacks its classes", lambda summary: summary.pop("names"), "cannot be used (KeyError: &#39;names&#39;)"),
+    )
+]
+
+
+def _series(here: Path) -> None:
+    """Makes a run, and a DICOM series to predict."""
+    pytest.importorskip("SimpleITK")
+    from tests.support.itk import save_series
+
+    make_run(here / "run")
+    save(here / "in" / "9.nii.gz", image_array(0))
+    save_series(here / "S", image_array(0))
+
+
+ATTACKS += [
+    Attack(
+        f"{types.split()[0]} into {which}",
+        types=types,
+        code=3,
+        says="S: is a DICOM series, ",
+        make=_series,
+        keeps="S",
+    )
+    for which, types in (
+        ("the series that is predicted", "predict run -i S -o S"),
+        ("another series", "predict run -i in -o S"),
+        ("a series", "export run S/run.zip"),
+        ("a series, a page", "report run --out S/run.html"),
+        ("a series, points", "tune --space lr=1,2 --preset debug --out S --plan"),
+        ("a series, a run", "train --preset debug --out S --dry-run"),
     )
 ]

@@ -236,6 +236,7 @@ ATTACKS += [
         ("train --resume --out run --device cpu", "config", "tile", [8, 8, []], "tile is (8, 8, [])"),
         ("train --resume --out run --device cpu", "dataset", "train", [["a"]], "'train' of its data is no list"),
         ("train --resume --out run --device cpu", "dataset", "digests", "x", "'digests' of its data is no JSON object"),
+        ("train --resume --out run --device cpu", "dataset", "voxels", {"c": 1}, "'voxels' of its data is no JSON"),
         *(
             ("train --resume --out run --device cpu", "config", key, value, f"run/config.json: cannot be used ({words}")
             for key, value, words in (

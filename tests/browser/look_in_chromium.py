@@ -127,17 +127,40 @@ def test_the_value_under_the_cursor_is_told_in_the_files_numbers(page: Chromium)
     assert "Window " in page.value("document.getElementById('look').textContent")
 
 
+def open_with_area(page: Chromium, url: str, folder: Path, name: str) -> None:
+    """Opens the page with an area in each case's viewer, which is where the truth has its label."""
+    start, told, rest = re.split(r'(?<=id="volumes">)(.*)(?=</script>)', Path(url[7:]).read_text(), maxsplit=1)
+    volumes = json.loads(told)
+    for case in volumes["cases"]:
+        case["areas"][name] = case["truth"]
+    (folder / "report.html").write_text(start + json.dumps(volumes) + rest)
+    page.open((folder / "report.html").as_uri())
+
+
 def test_where_readers_disagree_is_a_layer_with_a_key(page: Chromium, url: str, tmp_path: Path) -> None:
     """The truth's label stands for a dispute: violet only where it is, and told under the cursor."""
-    start, told, rest = re.split(r'(?<=id="volumes">)(.*)(?=</script>)', Path(url[7:]).read_text(), maxsplit=1)
-    disputed = re.sub(r'"disputed": "", (.*?"truth": )("[^"]+")', r'"disputed": \2, \1\2', told)
-    (tmp_path / "report.html").write_text(start + disputed + rest)
-    page.open((tmp_path / "report.html").as_uri())
+    open_with_area(page, url, tmp_path, "disputed")
     assert look(page, lines=0, fill=0)["count"] > 0
     page.ask("Input.dispatchMouseEvent", type="mouseMoved", **middle(page, "plane-2"))
     assert "readers disagree" in page.value("document.getElementById('value').textContent")
     press(page, "r")
     assert look(page)["count"] == 0 and "disputed=0" in page.value("location.href")
+
+
+def test_what_the_truth_leaves_unlabelled_is_hatched_and_has_a_key(page: Chromium, url: str, tmp_path: Path) -> None:
+    """Its stripes can be told from every grey: they are the only difference that the key makes."""
+    open_with_area(page, url, tmp_path, "ignored")
+    striped = page.value("document.getElementById('plane-2').toDataURL()")
+    page.ask("Input.dispatchMouseEvent", type="mouseMoved", **middle(page, "plane-2"))
+    assert "truth: unlabelled" in page.value("document.getElementById('value').textContent")
+    press(page, "u")
+    assert page.value("document.getElementById('plane-2').toDataURL()") != striped and "ignored=0" in page.value(
+        "location.href"
+    )
+    page.open(url)
+    before = page.value("document.getElementById('plane-2').toDataURL()")
+    press(page, "u")
+    assert page.value("document.getElementById('plane-2').toDataURL()") == before, "nothing is unlabelled here"
 
 
 def test_a_map_whose_maximum_is_outside_the_body_says_so_above_the_planes(

@@ -62,6 +62,14 @@ def test_each_printed_command_works_as_it_stands(line_of, tmp_path: Path) -> Non
     assert (tmp_path / "run/scores-found.html").is_file() and start(of_test, RUN="run", PREDICTIONS="tested") == 0
 
 
+def test_phantoms_name_a_training_that_can_learn_them_if_they_are_enough(line_of) -> None:
+    few = "--size", 24, 24, 24, "--workers", 1
+    (of_test,) = line_of(phantom.act, "--cases", 4, *few, "--out", "few")
+    assert "few" in of_test and any("predict" in word for word in of_test), "five folds need five cases"
+    of_classes, _ = line_of(phantom.act, "--kind", "dementia", "--cases", 10, *few, "--out", "brains")
+    assert "resattnet18" in of_classes and start(of_classes, "--dry-run") == 0
+
+
 @pytest.mark.started
 def test_a_pretraining_names_a_training_that_takes_its_encoder(line_of, tmp_path: Path) -> None:
     """With its tile and widths where they are not the preset's, on its data where these have labels."""

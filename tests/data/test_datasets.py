@@ -10,7 +10,7 @@ import pytest
 from seqpar.cli.prepare import act
 from seqpar.data.errors import DataError
 from seqpar.data.formats import splits
-from seqpar.data.formats.recognise import find_inputs, is_part_of_dataset, read_dataset
+from seqpar.data.formats.recognise import find_inputs, place_in_data, read_dataset
 from seqpar.data.formats.splits import folds, patients_of, patients_on_both_sides, split
 from seqpar.data.preparation.preparation import prepare_case
 from seqpar.data.preparation.recipe import PrepareSettings, draft_recipe
@@ -70,7 +70,7 @@ def test_only_a_data_set_with_cases_is_one_that_nothing_is_written_into(tmp_path
     write_json(tmp_path / "tables/other.json", {}).with_name("labels.csv").write_text("case,class\na,b\n")
     others = {tmp_path / "tables", tmp_path / "classes/new", tmp_path / "D/new"}
     others |= {found, tmp_path / "found-list", tmp_path / "found-dict", tmp_path, tmp_path / "new"}
-    assert {folder for folder in kept | others if is_part_of_dataset(folder)} == kept
+    assert {folder for folder in kept | others if place_in_data(folder)} == kept
 
 
 def test_nnunet_raw_is_found_by_name_and_number(tmp_path, monkeypatch):

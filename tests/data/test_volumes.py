@@ -20,7 +20,7 @@ from seqpar.data.geometry import (
     place_geometry,
     to_canonical,
 )
-from seqpar.data.volumes import digest_file, digest_samples, read_geometry, read_volume, write_volume
+from seqpar.data.volumes import digest_file, digest_samples, digest_voxels, read_geometry, read_volume, write_volume
 from tests.support.folders import OBLIQUE, image_array, save
 
 SAMPLES = (
@@ -157,6 +157,26 @@ def test_the_digest_is_of_the_content_however_it_is_packed(tmp_path):
     assert digests == {read_volume(tmp_path / "a.nii").digest}
     save(tmp_path / "a.nii", image_array(1))
     assert digest_file(tmp_path / "a.nii") not in digests
+
+
+def test_the_digest_of_voxels_is_that_of_a_scan_however_it_is_written(tmp_path):
+    def digest(path: Path) -> str:
+        volume = read_volume(path)
+        return digest_voxels(to_canonical(volume.array, volume.geometry.orientation)[0])
+
+    array, other = image_array(0), image_array(0)
+    other[7, 6, 5] += 1
+    known = digest(save(tmp_path / "a.nii.gz", array))
+    turned = OBLIQUE.copy()
+    turned[:, 0] *= -1
+    again = (array, OBLIQUE), (array.astype(np.float64), OBLIQUE), (array[::-1], turned)
+    assert all(digest(save(tmp_path / "b.nii", *one)) == known for one in again) and len(known) == 16
+    others = other, array[::-1], array[1:], array + np.int16(1)
+    assert len({known, *(digest(save(tmp_path / "c.nii", one)) for one in others)}) == 5
+    assert digest_voxels(np.full((4, 4, 4), 3)) == "", "it is of any patient"
+    large = np.zeros((256, 256, 256), np.int8)
+    large[64:128, 64:128, 64:128] = 1
+    assert digest_voxels(large) != digest_voxels(large[::-1]) and digest_voxels(large[:, :, ::-1]) != ""
 
 
 def test_a_header_with_any_byte_damaged_is_read_or_is_a_fault_of_the_file(tmp_path):

@@ -6,6 +6,7 @@ import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 
@@ -15,7 +16,7 @@ from seqpar.data.formats.dataset import Case
 from seqpar.data.preparation.cache_index import sources_of
 from seqpar.report import images
 from seqpar.report.cases import CaseSection, elsewhere_note
-from seqpar.report.cautions import reached_in_validation, with_names_of_training
+from seqpar.report.cautions import reached_in_validation, trained_on_some
 from seqpar.report.embedded_volumes import ShownCase
 from seqpar.report.pictures import PicturedCase, caution_about, figure_of_cases
 from seqpar.report.planes import count_vanished_briefly
@@ -58,11 +59,11 @@ def test_what_a_run_reached_on_cases_that_it_had_learned_says_nothing_of_new_one
     (said,) = reached_in_validation(read_record(copied))
     assert said.endswith("Other patients may score lower.")
     (said,) = reached_in_validation(read_record(changed(copied, train=held_out)))
-    learned = "Other patients may score lower. The weights have learned from some of these held-out cases"
+    learned = "Other patients may score lower. The weights have learned from all of these held-out cases"
     assert learned in said and said.endswith("so the scores say nothing about new cases.")
     record = read_record(changed(copied, train=[], learned_before=held_out[:1]))
-    assert learned in reached_in_validation(record)[0]
-    (named,) = with_names_of_training(record, held_out, "moved")
+    assert learned.replace("from all", "from some") in reached_in_validation(record)[0]
+    (named,) = trained_on_some(record, held_out, "moved")
     assert f"has the name of a case that run moved was trained on, such as {held_out[0]}" in named
 
 
@@ -74,7 +75,7 @@ def test_label_maps_of_nobody_known_are_not_called_the_network_s(finished: Path,
         assert run(report.act, [str(copied), "--prediction", str(found), "--out", str(target)]) == 0
         return Page(target.read_text()).text
 
-    said = "which network made its label maps: whoever asked for this page says that it was run moved."
+    said = "which network made its predictions: whoever asked for this page says that it was run moved."
     assert f"The folder hand does not say {said}" in text_of(by_hand)
     assert said not in text_of(by_run), "its record names the run"
 
@@ -102,15 +103,23 @@ def test_images_of_other_scans_are_not_shown_under_a_prediction(tmp_path: Path) 
     cases = [Case(name, (save(tmp_path / f"{name}.nii", image_array(n)),)) for n, name in enumerate("ab")]
     stamps, gaps = {case.id: sources_of(case) for case in cases}, list[str]()
     os.utime(tmp_path / "a.nii", (1, 1))
-    assert images._of_prediction(cases, stamps, gaps).keys() == {"a", "b"} and not gaps
+
+    def shown(stamps: images.Stamps | None, is_scored: bool = False) -> images.Images:
+        return images.Images(Mock(), None, *images._of_prediction(cases, stamps, tmp_path, is_scored, gaps))
+
+    assert shown(stamps).files.keys() == {"a", "b"} and not gaps
     save(tmp_path / "b.nii", image_array(7))
-    assert images._of_prediction(cases, stamps, gaps).keys() == {"a"}
+    assert (found := shown(stamps)).files.keys() == {"a"}
+    assert found.missing("b").startswith(f"{tmp_path} holds another scan under the name b; only the labels")
+    assert found.missing("c").startswith(f"{tmp_path} holds no image of c; only the labels")
     assert gaps == ["Caution: the image of b is of another scan than the one that was predicted; it is not shown."]
     save(tmp_path / "a.nii", image_array(8))
     gaps.clear()
-    assert not images._of_prediction(cases, stamps, gaps)
+    assert not shown(stamps, is_scored=True).files and gaps[0].endswith(
+        "other patients as well, and are scored all the same."
+    )
     assert gaps[0].startswith("Caution: the images of a, b are of other scans than those that were predicted; they are")
-    assert images._of_prediction(cases, None, gaps).keys() == {"a", "b"}, "nobody knows from what"
+    assert shown(None).files.keys() == {"a", "b"}, "nobody knows from what"
 
 
 def test_charts_of_several_runs_say_if_their_data_or_cases_differ(finished: Path, copied: Path, tmp_path: Path) -> None:

@@ -215,7 +215,7 @@ def test_the_inside_of_a_ring_is_tinted_and_its_hole_is_not() -> None:
             assert np.allclose(np.asarray(tint.get_array())[..., 3], TINT * plane) and (dim or plane.any())
     shown = ShownCase("a", {}, ring % 2, inner, (1.0,) * 3, own_slices(ring.shape))
     drawn = draw_plane(shown, "sagittal", 0, 8, False).outlines
-    assert [kind for kind, _, _ in drawn] == ["inside", "inside", "truth", "prediction"], "lines are above"
+    assert [kind for kind, _, _ in drawn] == ["inside bare"] * 2 + ["truth", "prediction"], "lines are above"
     assert [path for _, _, path in drawn[:2]] == [outline(plane_of(one, 0, 8, False) == 1) for one in (ring, inner)]
     assert drawn[0][2].count("M") == 2 and drawn[1][2].count("M") == 1, "a hole is a way of its own"
     css = resources.files("seqpar.report").joinpath("template/page.css").read_text()

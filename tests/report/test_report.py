@@ -250,7 +250,7 @@ def test_a_prediction_without_truth_is_shown_with_its_volumes_and_no_score(
     said = page.text
     assert "case-b, predicted by run" in said and "Finished" not in said and "Scores" not in said
     assert said.index("Volumes") < said.index("Cases") < said.index("Configuration") < said.index("Training")
-    assert f"Predictions in {predictions}, without a truth to score them against. Predicted with r/step-7/w" in said
+    assert f"in folder {predictions}, without a truth to score them against. Predicted with r/step-7/w" in said
     assert "Dice" not in said[said.index("Cases") : said.index("Configuration")] and "lowest Dice" not in said
     assert "On its 2 held-out cases (too few to tell) this run reached a mean Dice of NCR 0." in said
     assert said.index("For research; not a medical device.") < said.index("On its 2 held-out")
@@ -260,7 +260,7 @@ def test_a_prediction_without_truth_is_shown_with_its_volumes_and_no_score(
     volumes = json.loads(page.scripts["volumes"])["cases"][0]
     assert not unroll(volumes["truth"], volumes["shape"], volumes["columns"]).any() and volumes["images"] == []
     shutil.copy(predictions / "case-b.nii.gz", predictions / "case-c.nii.gz")
-    assert run(report.act, line) == 0 and "Predictions in found, by run" in Page(target.read_text()).text
+    assert run(report.act, line) == 0 and "Predictions in folder found, by run" in Page(target.read_text()).text
     assert "2 of 2 cases, in the order of their names." in Page(target.read_text()).text
     assert run(report.act, [*line, "--cases", "1"]) == 0
     fewer = "1 of 2 cases, in the order of their names; the others are not on this page (--cases 2 shows all)."

@@ -15,7 +15,7 @@ import seqpar
 from seqpar.cli import report
 from seqpar.cluster.exit_codes import run
 from seqpar.report.cases import _case_view, elsewhere_note, planes_note, planes_of, viewer_section
-from seqpar.report.cautions import with_names_of_training
+from seqpar.report.cautions import trained_on_some
 from seqpar.report.curves import step_axis, training_diagrams
 from seqpar.report.embedded_volumes import ShownCase
 from seqpar.report.pictures import PicturedCase, figure_of_cases
@@ -150,10 +150,15 @@ def test_it_is_said_in_which_windows_cases_were_predicted(copied: Path) -> None:
 def test_predictions_for_training_cases_are_not_shown_without_a_word(copied: Path) -> None:
     record, (first, second) = read_record(copied), ("c_000", "c_001")
     record.content["dataset"]["train"] = [first, second]
-    (one,), (two,) = (with_names_of_training(record, [*names, "new"], "moved") for names in ([first], [first, second]))
+    (one,), (two,) = (trained_on_some(record, [*names, "new"], "moved") for names in ([first], [first, second]))
     assert f"1 of 2 cases has the name of a case that run moved was trained on, such as {first}" in one
     assert "2 of 3 cases have the names of cases that run moved was trained on" in two
-    assert with_names_of_training(record, ["new"], "moved") == []
+    assert trained_on_some(record, ["new"], "moved") == []
+    learned = replace(
+        record, content={**record.content, "dataset": {**record.dataset, "voxels": {first: "1", second: "2"}}}
+    )
+    (seen,) = trained_on_some(learned, [first, "new"], "moved", {first: "8", "new": "2"})
+    assert "1 of 2 cases was in the training data of run moved, such as new: predictions" in seen
 
 
 def test_a_low_dice_has_a_caution_next_to_it(copied: Path) -> None:
@@ -317,7 +322,7 @@ def test_a_report_on_other_data_has_a_name_of_its_own_and_says_what_was_trained_
     assert "1 of 2 scored cases was in the run's training data (case-a-t1c): its scores say little" in said
     assert "scores-found.html" in said and Page((copied / "report.html").read_text()).text == own
     other = (copied / "scores-found.html").read_text()
-    scored = f"Scores of the predictions in {found} against {truth}, not of the run's own validation."
+    scored = f"Scores of the predictions in folder {found} against {truth}, not of the run's own validation."
     assert scored in Page(other).text and "<title>moved · truth</title>" in other and "Scores of the pred" not in own
     assert other.index("Scores of the predictions") < other.index('class="tiles"'), "above the cards"
     save(truth / "case-a-t1c.nii.gz", nibabel.load(truth / "case-b-t1c.nii.gz").get_fdata().astype(np.uint8))
@@ -375,11 +380,8 @@ def test_regions_that_no_shown_plane_cuts_are_counted_and_their_place_is_told() 
     assert elsewhere_note(case, near, ["tumour"]) == "", "an axial plane shows it"
     open_ = replace(shown, ignored=prediction > truth)
     assert elsewhere_note(case, open_, ["tumour"]) == f"In none of these planes: {missed}.", "the truth leaves it open"
-    left = "The truth leaves 0.121 ml, 0.2% of the volume shown, unlabelled (ignore label)."
-    assert (
-        _case_view(case, open_, ["tumour"], False).note
-        == f"In none of these planes: {missed}. {left} The pictures do not mark where."
-    )
+    left = "The truth leaves 0.121 ml, 0.2% of the volume shown, unlabelled (ignore label; hatched)."
+    assert _case_view(case, open_, ["tumour"], False).note == f"In none of these planes: {missed}. {left}"
     assert replace(shown, ignored=prediction < 0).unlabelled == "" == shown.unlabelled
     hidden = replace(shown, hidden=[1])
     assert "false" not in elsewhere_note(case, hidden, ["tumour"]), "the truth does not show the class"

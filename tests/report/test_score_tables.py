@@ -8,7 +8,7 @@ import numpy as np
 from scipy import stats
 
 from seqpar.data.preparation.transforms import resample_label
-from seqpar.report.cases import _case_view, viewer_section
+from seqpar.report.cases import _case_view, planes_note, viewer_section
 from seqpar.report.embedded_volumes import ShownCase
 from seqpar.report.planes import COLOURS, count_vanished_regions, vanished_note
 from seqpar.report.record import CaseScores, parse_scores, read_record
@@ -30,15 +30,17 @@ from seqpar.report.tables import (
 )
 from seqpar.scores.label_classes import Labels
 from seqpar.scores.label_files import Pair
-from seqpar.scores.label_scores import DEFAULT_SETTINGS, score, summarise
+from seqpar.scores.label_scores import DEFAULT_SETTINGS, format_dice, score, summarise
 from seqpar.scores.summary_files import summary_content
 from seqpar.tasks.segment.page import headline
 from tests.support.report_page import own_slices
 
 
-def scores_of(mm: float, classes: dict[str, tuple[int, ...]], *maps: tuple[np.ndarray, np.ndarray]) -> CaseScores:
+def scores_of(
+    mm: float, classes: dict[str, tuple[int, ...]], *maps: tuple[np.ndarray, np.ndarray], ignore: int | None = None
+) -> CaseScores:
     """Scores of cases with voxels of ``mm``; the first map of each is the truth."""
-    rows = [score(truth, prediction, classes, (mm, mm, mm)) for truth, prediction in maps]
+    rows = [score(truth, prediction, classes, (mm, mm, mm), ignore=ignore) for truth, prediction in maps]
     pairs = [Pair(f"case-{n}", Path("t.nii.gz"), Path(f"case-{n}.nii.gz")) for n in range(len(maps))]
     labels = Labels(classes, frozenset(range(9)), None)
     content = summary_content(list(zip(pairs, rows)), labels, summarise(rows)) | {"settings": DEFAULT_SETTINGS}
@@ -128,6 +130,32 @@ def test_a_class_that_some_readers_outlined_is_not_called_absent_without_a_word(
     assert what_is_missing("lesion", found) == "no lesion predicted; 12 ml in the readers' consensus"
 
 
+def test_a_class_is_absent_only_from_the_part_that_is_labelled() -> None:
+    """The lesion of the truth, or all of the image, has the ignore label: nobody said that there is none."""
+    classes, found = {"lesion": (1,)}, np.zeros((9, 9, 9), np.uint8)
+    found[2:6, 2:6, 2:6] = 1
+    truths = np.where(found, 9, 0), np.full(found.shape, 9)
+    scored = scores_of(10.0, classes, *((truth, found) for truth in truths), ignore=9)
+    cases = sorted(scored.cases, key=lambda case: case.name)
+    rows = [case.scores for case in cases]
+    assert [row["lesion"]["UnlabelledMl"] for row in rows] == [64, 729] and rows[0]["lesion"]["VolumeMl"] == 0
+    said = what_is_absent(scored)
+    assert said.startswith("The labelled part of 1 of 2 cases has no lesion: where none is predicted (1 case)")
+    assert said.endswith("Cases that are not annotated for lesion, and left out: 1 of 2."), "all of it is unlabelled"
+    assert cases[0].volumes == " · ml in the labelled part, truth → prediction: lesion 0 → 0"
+    assert format_dice(rows[0]["lesion"], 3) == "– (in neither map, where labelled)"
+    near = np.where(np.roll(found, 2, 0), 1, 0)
+    row = score(truths[0], near, classes, (10, 10, 10), ignore=9)["lesion"]
+    assert what_is_missing("lesion", row) == "no lesion in the labelled part; 32 ml predicted"
+    shown = ShownCase("0", {}, 0 * found, found, (10.0,) * 3, own_slices(found.shape), ignored=truths[0] == 9)
+    note = planes_note(cases[0], shown, ["lesion"])
+    assert (
+        note
+        == "no lesion in the labelled part; predicted in the whole volume: 64 ml · planes with most of the prediction"
+    )
+    assert "UnlabelledMl" not in score(found, found, classes, (1, 1, 1))["lesion"], "no such label"
+
+
 def test_regions_that_the_network_s_grid_loses_are_said() -> None:
     """A network at 4 mm is drawn at 4 mm: a lesion of one voxel of 1 mm is not there."""
     fine = np.zeros((32, 32, 20), np.uint8)
@@ -198,6 +226,8 @@ def test_a_prediction_of_many_times_the_true_volume_is_warned_of() -> None:
         "The predicted volume of vessel, 8 ml, is 64 times the true one, 0.125 ml: most of it is wrong, and regions "
         "may be found by chance."
     )
+    two = too_much(scores_of(1.0, {"vessel": (1,)}, (small, full), (small, full)))
+    assert two.startswith("The mean predicted volume of vessel, 8 ml, is 64 times the mean true one, 0.125 ml: ")
     assert too_much(scores_of(1.0, {"vessel": (1,)}, (small, small), (none, small), (full, small))) == ""
     assert too_much(scores_of(1.0, {"vessel": (1,)}, (none, full))) == "", "there is nothing to compare with"
 

@@ -18,6 +18,7 @@ from seqpar.report import curves, rendering, run_page, several_runs
 from seqpar.report.curves import count_of
 from seqpar.report.planes import RUN_COLOURS
 from seqpar.report.record import CaseScores, ScoredCase
+from seqpar.tasks.lookup import TASKS
 from seqpar.text import with_minus
 from tests.support.report_page import NAMES, Page, written
 
@@ -186,12 +187,14 @@ def test_a_class_that_was_not_found_says_whether_any_held_out_case_has_it(worse:
     (worse / "metrics.jsonl").write_text(rows)
     assert "NCR is 0.000: where held-out cases have it, the" in written(worse).text, "scores of another number of cases"
     (worse / "metrics.jsonl").write_text(rows.replace('"cases": 2', f'"cases": {len(NAMES)}'))
-    assert "NCR is 0.000: in the held-out cases that have it, the" in written(worse).text
+    told = "NCR is 0.000: in the held-out cases that have it, the"
+    assert told in written(worse).text and told in TASKS["segment"].next_lines(worse)[0], "as the training says it"
     summary = json.loads(path.read_text())
     for case in summary["metric_per_case"]:
         case["metrics"][summary["classes"]["NCR"]]["n_ref"] = 0
     path.write_text(json.dumps(summary))
-    assert "NCR is 0.000: no held-out case has it, and what is predicted" in written(worse).text
+    told = "NCR is 0.000: no held-out case has it, and what is predicted"
+    assert told in written(worse).text and told in TASKS["segment"].next_lines(worse)[0]
 
 
 def test_runs_with_other_classes_are_compared_on_those_that_all_have(finished: Path, worse: Path) -> None:

@@ -38,7 +38,7 @@ def flags_of(root: Path, *more: str) -> list[str]:
 def disputed_in(page: str) -> dict[str, np.ndarray]:
     """Returns where readers disagree in each case of a page's viewer."""
     cases = json.loads(Page(page).scripts["volumes"])["cases"]
-    return {case["name"]: unroll(case["disputed"], case["shape"], case["columns"]) for case in cases}
+    return {case["name"]: unroll(case["areas"]["disputed"], case["shape"], case["columns"]) for case in cases}
 
 
 def test_a_run_on_several_readers_is_the_same_on_two_ranks_and_reports_their_agreement(

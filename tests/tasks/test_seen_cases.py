@@ -12,8 +12,10 @@ from seqpar.data.formats.dataset import Case
 from seqpar.data.formats.recognise import read_dataset
 from seqpar.data.preparation.cache_index import sources_of
 from seqpar.data.preparation.prepare_dataset import prepare
+from seqpar.tasks import case_evaluation
 from seqpar.tasks.case_evaluation import NONE_SEEN, Seen, seen_by_runs, unknown_runs
 from seqpar.tasks.seen_cases import find_seen
+from seqpar.weights.weight_files import digest
 from tests.support.folders import image_array, label_array, nnunet, save, write_json
 
 
@@ -111,6 +113,43 @@ def test_nothing_is_said_of_cases_that_another_run_predicted_which_is_gone(tmp_p
     assert told.startswith(f"{unreadable}, which predicted these cases, ") and told.endswith("data is not known.")
 
 
+def test_no_case_is_called_new_if_some_of_the_runs_that_predicted_it_are_gone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A page may be of a run that did not predict: what that has seen says nothing."""
+    monkeypatch.setattr(case_evaluation, "read_record", lambda run: SimpleNamespace(path=run, network_settings=None))
+    first, gone, page, weights = (tmp_path / name for name in ("first", "gone", "page", "model.safetensors"))
+    for run in (first, page):
+        write_json(run / "config.json", {})
+    made = [{"run": str(run), "weights": {}} for run in (first, gone)]
+    write_json(tmp_path / "found" / "prediction.json", {"runs": made})
+
+    def find(run: SimpleNamespace) -> Seen:
+        return {first: Seen("a", "", 4, "b"), page: Seen("ab", "", 4)}[run.path]
+
+    seen = seen_by_runs(SimpleNamespace(path=page), tmp_path / "found", find)
+    assert (seen.same, seen.chose, seen.gone) == (["a"], ["b"], [str(gone)])
+    unknown = f"No case is known to be new, since nothing tells what {gone} learned from"
+    groups, told = seen.apart("abcd")
+    assert list(groups) == ["not seen by the other runs", "used to choose the weights", "seen in training"]
+    assert told == (
+        f"{unknown}: the scores are of the 2 cases not seen by the other runs. Of the other 2, 1 was used to choose "
+        "the weights, and 1 was seen in training."
+    )
+    (said,) = unknown_runs(SimpleNamespace(path=page), tmp_path / "found")
+    assert said.startswith(f"{gone}, which predicted these cases, is no longer there")
+    new = Seen("", "", 2)._replace(gone=[str(gone)])
+    assert new.apart("cd")[1] == f"{unknown}."
+    moved = write_json(page / weights.name, {})
+    made[1]["weights"] = {str(gone / weights.name): digest(moved)}
+    write_json(tmp_path / "found" / "prediction.json", {"runs": made})
+    seen = seen_by_runs(SimpleNamespace(path=page), tmp_path / "found", find)
+    assert seen.same == ["a", "b"] and not seen.gone, "it is that run, which has moved"
+    assert unknown_runs(SimpleNamespace(path=page), tmp_path / "found") == []
+    write_json(tmp_path / "found" / "prediction.json", {"runs": [{**one, "run": str(gone)} for one in made[:1]] * 2})
+    assert seen_by_runs(SimpleNamespace(path=page), tmp_path / "found", find) is NONE_SEEN
+
+
 def test_a_copy_of_a_runs_case_under_another_name_is_not_new(tmp_path: Path) -> None:
     label, files = np.zeros((8, 8, 8), np.uint8), dict[str, Path]()
     for number, name in enumerate("abcde"):
@@ -164,6 +203,32 @@ def test_a_training_image_with_another_label_file_is_not_new(tmp_path: Path) -> 
     inputs = {new: [own[:3] for own in every] for new, every in inputs.items()}
     write_json(found / "prediction.json", {"files": [], "inputs": inputs})
     assert not seen().same, "as older versions wrote it, without digests"
+
+
+def test_a_scan_counts_as_seen_however_it_is_written_and_whichever_data_the_run_has_now(tmp_path: Path) -> None:
+    """Its label map may be new, or have been written anew; cases of other data may have the names of these."""
+    labels = {name: save(tmp_path / "own" / f"{name}.nii", label_array((n + 1,))) for n, name in enumerate("abc")}
+    truths = {name: save(tmp_path / "truth" / f"{name}.nii.gz", label_array((n,))) for n, name in enumerate("abcdx", 2)}
+    rewritten = save(tmp_path / "rewritten" / "b.nii.gz", label_array((2,)).astype(np.int16))
+    first = {"name": "D", "recipe": None, "train": ["c", "d"], "digests": {}, "voxels": {"c": "30", "d": "4", "e": "6"}}
+    first["validated"] = ["e"]
+    dataset = {"train": ["a", "b"], "held_out": ["c"], "voxels": {"a": "1", "b": "2", "c": "3"}}
+    run = SimpleNamespace(held_out=[{}] * 2, subjects={}, config={"data": "here"})
+    run.dataset = {**dataset, "weights_learned_from": [first]}
+
+    def seen(voxels: Mapping[str, str], **others: Path) -> Seen:
+        write_json(tmp_path / "prediction.json", {"voxels": voxels})
+        return find_seen(run, {name: {**truths, **others}[name] for name in voxels}, lambda: labels, tmp_path)
+
+    known = seen({"a": "1", "b": "9", "c": "30", "d": "5", "x": "2"})
+    assert (known.same, known.relabelled, known.namesakes) == (["a", "x", "c"], ["a", "x"], [])
+    assert known.copies == {"x": "b", "c": "c of D"} and not known.chose, "the run's own c is another scan"
+    written = seen({"b": "2"}, b=rewritten)
+    assert (written.same, written.relabelled) == (["b"], []), "its label map is the same"
+    assert seen({"b": ""}, b=rewritten).same == ["b"], "as predictions of older versions have it"
+    assert not seen({"b": ""}).same and seen({"d": ""}).namesakes == ["d"]
+    assert (seen({"x": "6"}).chose, seen({"x": "6"}).copies) == (["x"], {"x": "e of D"})
+    assert seen({"c": "3"}).chose == ["c"] and seen({"d": "4"}).copies == {"d": "d of D"}
 
 
 def test_a_further_scan_of_a_patient_is_not_new() -> None:

@@ -111,10 +111,10 @@ def test_calibration_is_drawn_by_tenths_with_enough_cases_and_not_by_a_single_on
     assert (diagram.over, diagram.up) == ("probability of the predicted class", "share of correct predictions")
     scores = _scores(of_tenths(4, 4) | {"source": "here"}, None, "")
     assert scores.note == uncalibrated(of_tenths(4, 4)) and [chart.title for chart in scores.charts] == []
-    assert scores.note.startswith("Too few cases for a calibration curve: it needs 5 cases in at least two tenths")
-    said = "Correct predictions, by their mean probability: 4 of 4 with 0.55, 4 of 4 with 0.65."
+    assert scores.note.startswith("Too few cases for a calibration curve, which needs two bins")
+    said = "Right predictions in each bin, and their mean probability: 4 of 4 at 0.55, 4 of 4 at 0.65."
     assert scores.note.endswith(said)
-    assert ": 40 of 40 with 0.65, 4 of 4 with 0.55." in uncalibrated(of_tenths(4, 40)), "most first"
+    assert ": 40 of 40 at 0.65, 4 of 4 at 0.55." in uncalibrated(of_tenths(4, 40)), "most first"
     assert _scores(of_tenths(5, 5) | {"source": "here"}, None, "").note == ""
 
 

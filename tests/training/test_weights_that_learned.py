@@ -33,7 +33,7 @@ def test_cases_that_the_first_weights_had_learned_are_said_by_train_and_evaluate
     assert json.loads((second / "config.json").read_text())["dataset"]["learned_before"] == [case]
     assert evaluate.act([str(data), str(second), "--find-best"]) == 0
     said = capsys.readouterr().out
-    assert "The weights have learned from some of these held-out cases" in said
+    assert "The weights have learned from all of these held-out cases" in said
     assert f"Caution: {second}: see above what these weights had learned" in said
     out = tmp_path / "predictions"
     assert predict.act([str(second), "-i", str(data / "imagesTr"), "-o", str(out), "--device", "cpu"]) == 0
@@ -127,6 +127,62 @@ def test_a_run_that_goes_on_with_other_data_keeps_what_it_learned_before(tmp_pat
     assert read_dataset(stray) == {} and read_dataset(later / "model.safetensors")
 
 
+def test_scans_are_known_by_their_voxels_when_data_with_the_same_names_take_their_place(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags, run, first = [*tiny_data(tmp_path), "--epochs", "1"], tmp_path / "run", tmp_path / "Dataset001_Tiny"
+    sets = {"first": first}
+    for which in ("second", "third"):
+        sets[which] = nnunet(tmp_path / which / "Dataset001_Tiny", cases=5)
+        for path in sets[which].glob("imagesTr/*"):
+            volume = read_volume(path)
+            write_volume(path, volume.array[::-1] + len(which), volume.geometry)
+    trained(1, [*flags, "--fold", "0"], run)
+    elsewhere = ["--data", str(sets["second"]), "--cache", str(tmp_path / "cache2")]
+    for epochs, more in (("2", elsewhere), ("3", [])):
+        said = trained(1, ["--resume", "--epochs", epochs, "--fold", "1", "--device", "cpu", *more], run).said()
+        described = json.loads((run / "config.json").read_text())["dataset"]
+        assert "that it holds out now" not in said and "learned_before" not in described
+        assert described["validated"] == described["held_out"] if "validated" in described else True
+    (earlier,) = described["weights_learned_from"]
+    assert earlier["train"] != described["train"], "another fold"
+
+    def known(which: str) -> str:
+        out = tmp_path / "predicted" / which
+        assert predict.act([str(run), "-i", str(sets[which] / "imagesTr"), "-o", str(out), "--device", "cpu"]) == 0
+        capsys.readouterr()
+        assert evaluate.act([str(sets[which] / "labelsTr"), str(out)]) == 0
+        return " ".join(capsys.readouterr().out.split())
+
+    for which, there in (("first", earlier), ("second", described)):
+        (case,) = {f"c_{n:03d}" for n in range(5)} - {*there["train"]}
+        said = known(which)
+        assert "4 of 5 scored cases were in the run's training data" in said
+        chose = f"({case})" if which == "second" else f"({case}, there {case} of Dataset001_Tiny)"
+        assert f"1 of 5 scored cases helped to choose the run's weights {chose}" in said
+    assert "training data" not in (said := known("third")) and "names of the run" not in said
+
+
+def test_first_weights_are_known_to_have_learned_files_that_are_prepared_or_written_otherwise_now(
+    tmp_path: Path,
+) -> None:
+    flags, first = [*tiny_data(tmp_path), "--epochs", "1"], tmp_path / "first"
+    trained(1, [*flags, "--fold", "0"], first)
+    other = tmp_path / "Dataset005_Written"
+    shutil.copytree(tmp_path / "Dataset001_Tiny", other)
+    for path in other.glob("imagesTr/*"):
+        volume = read_volume(path)
+        path.unlink()
+        write_volume(path.with_name(path.name.removeprefix("c_")), volume.array.astype(np.float32), volume.geometry)
+    for path in other.glob("labelsTr/*"):
+        path.rename(path.with_name(path.name.removeprefix("c_")))
+    paths = {str(tmp_path / "Dataset001_Tiny"): str(other), str(tmp_path / "cache"): str(tmp_path / "cache5")}
+    begin = [paths.get(flag, flag) for flag in flags]
+    more = ["--fold", "1", "--spacing", "1.5,1.5,1.5", "--weights", str(first)]
+    said = trained(1, [*begin, *more], tmp_path / "second").said()
+    assert "caution: they have learned from 1 held-out case" in " ".join(said.split())
+
+
 def test_scores_of_trainings_on_two_states_of_the_data_say_so(tmp_path: Path) -> None:
     run, other = tmp_path / "run", tmp_path / "other"
     trained(1, [*tiny_data(tmp_path), "--epochs", "1", "--fold", "0"], run)
@@ -159,6 +215,33 @@ def test_a_label_map_that_is_replaced_under_a_training_is_named(
     assert "train --resume with more --epochs prepares it again" in said, "without, a finished run has nothing to do"
 
 
+def test_label_maps_that_are_replaced_are_named_once_at_the_next_validation(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flags, data = [*tiny_data(tmp_path), "--epochs", "4", "--fold", "0"], tmp_path / "Dataset001_Tiny"
+    trained(1, [*flags, "--epochs", "1"], tmp_path / "before")
+    train = json.loads((tmp_path / "before" / "config.json").read_text())["dataset"]["train"]
+    labels, measure, calls = [data / "labelsTr" / f"{case}.nii.gz" for case in train], SegmentationValidation.run, [0]
+
+    def replace_labels(*arguments: Any, **named: Any) -> Any:
+        result = measure(*arguments, **named)
+        calls[0] += 1
+        for label in labels[:2] if calls[0] == 1 else ():
+            volume = read_volume(label)
+            write_volume(label, (volume.array == 0).astype(np.uint8), volume.geometry)
+        for label in labels[2:]:
+            label.touch()
+        return result
+
+    monkeypatch.setattr(SegmentationValidation, "run", replace_labels)
+    said = " ".join(trained(1, flags, tmp_path / "run").said().split())
+    told = (
+        f"warning: 2 label maps, such as {labels[0]}, have been replaced since this run prepared them: training and its"
+    )
+    _, first, second, *_ = said.split("validation on 1 held-out case")
+    assert told in second and said.count("been replaced") == 1 and told not in first
+
+
 def test_what_earlier_starts_learned_stays_known_and_their_label_maps_go(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -177,7 +260,7 @@ def test_what_earlier_starts_learned_stays_known_and_their_label_maps_go(
     trained(1, ["--resume", "--epochs", "5", "--fold", "1", "--device", "cpu"], run)
     described = json.loads((run / "config.json").read_text())["dataset"]
     assert evaluate.act([str(data), str(run)]) == 0
-    assert "The weights have learned from some of these held-out cases" in capsys.readouterr().out
+    assert "The weights have learned from all of these held-out cases" in capsys.readouterr().out
 
 
 def test_a_run_of_which_nothing_was_saved_has_learned_from_no_case(tmp_path: Path) -> None:
@@ -222,7 +305,7 @@ def test_a_run_of_all_cases_holds_none_out(tmp_path: Path, capsys: pytest.Captur
     said = trained(1, [*flags, "--fold", "all"], run).said()
     assert "5 cases: 5 to train on, also used to validate (fold all): scores say nothing about new cases" in said
     assert evaluate.act([str(tmp_path / "Dataset001_Tiny"), str(run)]) == 0
-    assert "The weights have learned from some of these held-out cases (--fold all" in capsys.readouterr().out
+    assert "The weights have learned from all of these held-out cases (--fold all" in capsys.readouterr().out
 
 
 def test_a_run_without_its_checkpoints_keeps_the_weights_that_it_has(tmp_path: Path) -> None:

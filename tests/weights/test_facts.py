@@ -20,6 +20,7 @@ from seqpar.weights.facts import (
     about_cases_learned,
     cases_learned_before,
     cases_of_other_fold,
+    other_scans,
     read_dataset,
     reordered_names,
     sets_learned,
@@ -175,6 +176,15 @@ def test_cases_that_the_weights_have_learned_and_the_run_does_not_train_on_are_f
     assert [own["train"] for own in sets_learned(between)] == [["x"], ["a", "b"]] and sets_learned({}) == []
     other_recipe = {**now, "digests": new, "recipe": {"spacing": [2, 2, 2]}}
     assert cases_learned_before({**before, "digests": old}, other_recipe) == {"a"}
+    scans, elsewhere = {"a": "1 2", "b": "3 4", "c": "5"}, {**other_recipe, "name": "E"}
+    known = {**before, "digests": old, "voxels": scans}
+    assert cases_learned_before(known, {**elsewhere, "voxels": scans}) == {"a"}, "however they were prepared"
+    assert cases_learned_before(known, {**elsewhere, "voxels": {"c": "2", "a": "1 9"}, "train": []}) == {"c"}
+    assert cases_learned_before(known, {**other_recipe, "voxels": {"a": "8"}}) == set(), "another scan of this name"
+    assert cases_learned_before(known, {**other_recipe, "voxels": {"b": "3 4"}}) == {"a"}, "nothing is known of it"
+    assert other_scans(known, {"voxels": {**scans, "a": "8", "x": "9"}}) == {"a"}
+    assert other_scans({**known, "voxels": {}}, {"voxels": scans}) == set()
+    assert other_scans({"weights_learned_from": sets_learned(known)}, {"voxels": {"a": "8", "c": "9"}}) == {"a"}
     assert cases_of_other_fold("1", "0", now) == cases_of_other_fold("all", "0", now) == {"a"}
     assert not any(cases_of_other_fold(*folds, now) for folds in (("0", "0"), ("", "0"), ("1", "all"), ("1", "90:10")))
     says = "caution: they have learned from 1 held-out case, such as a, whose scores therefore say nothing of new cases"

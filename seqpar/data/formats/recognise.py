@@ -86,14 +86,18 @@ def is_folder_of_dataset(folder: Path) -> bool:
     return bool(_PART.fullmatch(folder.name)) and os.path.isfile(folder.parent / "dataset.json")
 
 
-def is_part_of_dataset(folder: Path) -> bool:
-    """Returns whether a folder is that of a data set, or holds its images or labels, or is in such a folder.
+def place_in_data(folder: Path) -> str:
+    """Returns "is a DICOM series", "belongs to a data set", or "" of a folder that is neither.
+
+    A data set's are its own folder, those that hold its images or labels, and all folders in them.
 
     A dataset.json without such folders and without a list of cases belongs to predictions of nnU-Net. So does one with
     plans.json next to it, if no file of its list is there.
     """
     place = Path(os.path.realpath(folder))
-    return _is_dataset(place) or any(map(is_folder_of_dataset, (place, *place.parents)))
+    if _is_dataset(place) or any(map(is_folder_of_dataset, (place, *place.parents))):
+        return "belongs to a data set"
+    return "is a DICOM series" * bool(_names(place) and is_volume(place))
 
 
 def _is_dataset(folder: Path) -> bool:

@@ -120,7 +120,8 @@ class NnunetPreparation(Preparation):
         )
         locations = {} if label is None else locate(case.id, label, self.recipe)
         own_grid = properties.box_shape != properties.shape
-        return Prepared(image, label, locations, properties, loaded.digests, truth if own_grid else None)
+        of_files = loaded.digests, loaded.voxels
+        return Prepared(image, label, locations, properties, *of_files, truth if own_grid else None)
 
     def target_grid(self, properties: Properties) -> TargetGrid:
         """Returns the grid of the case's crop; an axis of much larger spacing takes the nearest row."""

@@ -45,6 +45,7 @@ def write_case(path: Path, name: str, case: Prepared, recipe: Recipe, sources: l
             "recipe": recipe.to_json(),
             "sources": sources,
             "digests": list(case.digests),
+            "voxels": list(case.voxels),
             "files": files,
             "locations": {str(n): len(rows) for n, rows in case.locations.items()},
             "properties": case.properties.to_json(),

@@ -22,7 +22,7 @@ from seqpar.data.formats.dataset import Case
 from seqpar.data.geometry import Geometry, from_canonical, geometry_difference, to_canonical
 from seqpar.data.preparation import transforms
 from seqpar.data.preparation.recipe import BY_VOLUME, Recipe, generator
-from seqpar.data.volumes import read_volume
+from seqpar.data.volumes import digest_voxels, read_volume
 from seqpar.losses.soft_labels import Change, Probabilities, Readers
 from seqpar.text import quantity
 
@@ -71,6 +71,7 @@ class Prepared(NamedTuple):
     locations: dict[int, np.ndarray]  # class id to voxels (n, 3)
     properties: Properties
     digests: tuple[str, ...]  # of the files read
+    voxels: tuple[str, ...]  # a digest of each channel, as ``digest_voxels`` returns it
     truth: np.ndarray | None = None  # class ids on the grid on which predictions are scored, if that is another
 
 
@@ -91,6 +92,7 @@ class Loaded(NamedTuple):
     ids: np.ndarray | None  # W D H, class ids, or codes of labels with doubt
     geometry: Geometry
     digests: tuple[str, ...]
+    voxels: tuple[str, ...] = ()  # digest of each channel
 
 
 @dataclass(frozen=True)
@@ -174,7 +176,8 @@ def load_case(case: Case, recipe: Recipe, step: Step = ignore_step) -> Loaded:
         step()
     if isinstance(soft, Readers) and maps:
         maps = [soft.join(maps)]
-    return Loaded(np.stack(channels), maps[0] if maps else None, first, tuple(digests))
+    voxels = tuple(map(digest_voxels, channels))
+    return Loaded(np.stack(channels), maps[0] if maps else None, first, tuple(digests), voxels)
 
 
 def refuse_mismatch(
@@ -211,7 +214,7 @@ def prepare_loaded(loaded: Loaded, case: Case, recipe: Recipe, step: Step = igno
 
     step: called after each of the ``STAGES``.
     """
-    image, ids, geometry, digests = loaded
+    image, ids, geometry, digests, voxels = loaded
     box = nonzero_box(image, case, ids) if recipe.crop_to is None else _fixed_box(image, ids, case, recipe)
     image, ids = crop(image, box), None if ids is None else crop(ids, box)
     step()
@@ -232,6 +235,7 @@ def prepare_loaded(loaded: Loaded, case: Case, recipe: Recipe, step: Step = igno
         {} if ids is None else locate(case.id, ids, recipe),
         Properties(geometry, box, shape, spacing, recipe.schemes, means, stds, recipe.values, counts),
         digests,
+        voxels,
     )
 
 

@@ -75,7 +75,7 @@ class _Survey:
 
 def survey(loaded: Loaded, case: Case, recipe: Recipe, num_samples: int) -> Finding:
     """Returns the survey of a case, whose CT intensities are those that nnU-Net draws from it."""
-    image, ids, geometry, _ = loaded
+    image, ids, geometry, *_ = loaded
     box, orientation = nonzero_box(image, case), geometry.orientation
     share = math.prod(stop - start for start, stop in box) / math.prod(image.shape[1:])
     samples: list[Sample | None] = [None] * len(recipe.schemes)

@@ -7,7 +7,8 @@
   const get = (id) => document.getElementById(id);
   const NAMES = ["sagittal", "coronal", "axial"];
   const ACROSS = [[1, 2], [0, 2], [0, 1]]; // of each plane: the directions that lie across and upwards
-  const OVERLAYS = { t: "truth", p: "prediction", r: "disputed" }; // by key
+  const OVERLAYS = { t: "truth", p: "prediction", r: "disputed", u: "ignored" }; // by key
+  const STRIPES = 89; // how much lighter or darker they are than a grey, over what the truth leaves unlabelled
   const VIOLET = [168, 56, 255]; // where readers disagree: no class has this colour
   const LOOK = ["window", "level", "zoom", "fill", "lines", "heat"];
   const HEATS = (told.heat_colours || []).map((text) => [1, 3, 5].map((at) => parseInt(text.slice(at, at + 2), 16)));
@@ -151,9 +152,11 @@
     const pixels = new ImageData(small.width, small.height), values = state.volumes.image && plane(state.volumes.image, dim);
     const low = look("level") - 0.5 - look("window") / 2, times = 255 / look("window");
     const heat = state.volumes.heat && plane(state.volumes.heat, dim), strength = look("heat") / 100;
-    const disputed = get("disputed").checked && state.volumes.disputed && plane(state.volumes.disputed, dim);
+    const [disputed, ignored] = ["disputed", "ignored"].map((id) => get(id).checked && state.volumes[id] && plane(state.volumes[id], dim));
     for (let n = 0; n < small.width * small.height; n++) {
-      const grey = values ? Math.min(Math.max(Math.round((values[n] - low) * times), 0), 255) : 0;
+      let grey = values ? Math.min(Math.max(Math.round((values[n] - low) * times), 0), 255) : 0;
+      const isStripe = ignored && ignored[n] && ((n % shape[x]) + Math.floor(n / shape[x])) % 4 === 0;
+      if (isStripe) grey += grey > 127 ? -STRIPES : STRIPES;
       const part = heat ? (strength * heat[n]) / 255 : 0, over = part ? heatOf(heat[n]) : [0, 0, 0];
       let colour = over.map((one) => Math.round(grey + (one - grey) * part));
       if (disputed && disputed[n]) colour = VIOLET.map((one, at) => 0.55 * one + 0.45 * colour[at]);
@@ -255,14 +258,14 @@
 
   function valueAt(voxel) { // what the image, the labels and the map have at a voxel, in words
     const { shape, unit } = current(), n = (voxel[2] * shape[1] + voxel[1]) * shape[0] + voxel[0];
-    const { image, truth, prediction, heat, disputed } = state.volumes, words = [];
+    const { image, truth, prediction, heat, disputed, ignored } = state.volumes, words = [];
     if (image && range()) {
       const ends = image[n] === 0 ? "≤ " : image[n] === 255 ? "≥ " : "≈ ";
       words.push(`${state.modality} ${ends}${format(inFile(image[n]))}${unit ? ` ${unit}` : ""}`);
     }
     const name = (number) => (number ? told.labels[number - 1].name : "none");
     const open = truth[n] ? [] : current().hidden.map(name), unknown = open.length ? ` (not annotated: ${open.join(", ")})` : "";
-    if (told.labels.length) words.push(...(get("truth").parentElement.hidden ? [] : [`truth: ${name(truth[n])}${unknown}`]), `prediction: ${name(prediction[n])}`);
+    if (told.labels.length) words.push(...(get("truth").parentElement.hidden ? [] : [`truth: ${ignored && ignored[n] ? "unlabelled" : name(truth[n]) + unknown}`]), `prediction: ${name(prediction[n])}`);
     if (disputed) words.push(disputed[n] ? "readers disagree" : "readers agree");
     const { heat_name: shown, most_nats: most } = current();
     if (heat) words.push(`${shown}: ${((heat[n] / 255) * (most || 1)).toFixed(2)} ${most ? "nats" : "of its maximum"}`);
@@ -274,10 +277,11 @@
     viewer.setAttribute("aria-busy", "true");
     const chosen = entry.modalities.includes(modality) ? modality : entry.favourite;
     const number = entry.modalities.indexOf(chosen);
-    const sheets = [number < 0 ? null : entry.images[number], entry.truth, entry.prediction, entry.heat, entry.disputed];
-    const [image, truth, prediction, heat, disputed] = await Promise.all(sheets.map((sheet) => sheet && decode(sheet, entry)));
+    const sheets = { image: entry.images[number], truth: entry.truth, prediction: entry.prediction, heat: entry.heat, ...entry.areas };
+    const decoded = Object.entries(sheets).map(async ([name, sheet]) => [name, sheet && (await decode(sheet, entry))]);
+    const volumes = Object.fromEntries(await Promise.all(decoded));
     if (turn !== state.turn) return; // another case was chosen meanwhile
-    Object.assign(state, { case: index, modality: chosen, volumes: { image, truth, prediction, heat, disputed } });
+    Object.assign(state, { case: index, modality: chosen, volumes });
     state.at = (at || entry.at).map((n, dim) => Math.min(Math.max(n, 0), entry.shape[dim] - 1));
     get("modality").replaceChildren(...entry.modalities.map((name) => new Option(name)));
     get("modality").value = chosen;

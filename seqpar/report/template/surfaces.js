@@ -125,7 +125,7 @@ const makeSurfaces = ({ told, get, write, drawScale, changed }) => {
     const lacks = KINDS.filter((kind) => has(kind) && !meshes[kind][number]);
     const texts = lacks.map((kind) => {
       if (shown.present[kind].includes(number)) return `${kind} too small for the voxels here`;
-      return kind === "prediction" ? "not predicted" : shown.hidden.includes(number) ? "not annotated" : "not in the truth";
+      return kind === "prediction" ? "not predicted" : shown.hidden.includes(number) ? "not annotated" : shown.areas.ignored ? "not in the labelled part" : "not in the truth";
     });
     const [box, range] = ["checkbox", "range"].map((type) => Object.assign(document.createElement("input"), { type }));
     const swatch = document.createElement("i");

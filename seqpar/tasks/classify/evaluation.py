@@ -115,7 +115,8 @@ class ClassEvaluation(CaseEvaluation):
         ]
 
     def find_seen(self, job: ScoringJob, record: RunRecord) -> Seen:
-        return trained_on(record, self.options.truth, [case for case in job.cases.cases if case in self.truth])
+        names = [case for case in job.cases.cases if case in self.truth]
+        return trained_on(record, self.options.truth, names, Path(job.name))
 
     def of(self, cases: ClassTable, names: Sequence[str]) -> ClassTable:
         return cases.of(names)
@@ -170,10 +171,12 @@ def other_classes(record: RunRecord, summary: Summary, truth: Path) -> list[str]
     return [told] if own and others else []
 
 
-def trained_on(record: RunRecord, truth: Path, cases: Sequence[str]) -> Seen:
+def trained_on(record: RunRecord, truth: Path, cases: Sequence[str], prediction: Path) -> Seen:
     """Returns the scored cases that a run was trained on; ``truth``: a data set, or a table alone."""
     known = image_files(truth)
-    return find_seen(record, {case: known.get(case) for case in cases}, lambda: image_files(record.config["data"]))
+    scored = {case: known.get(case) for case in cases}
+    seen = find_seen(record, scored, lambda: image_files(record.config["data"]), prediction)
+    return seen._replace(relabelled=())  # they have no label map
 
 
 def shares_of(summary: Summary, name: str) -> list[tuple[Score, int]]:

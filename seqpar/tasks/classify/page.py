@@ -57,7 +57,7 @@ from seqpar.scores.class_scores import (
 )
 from seqpar.scores.comparison import FEW, about_scans
 from seqpar.scores.label_files import missing_line
-from seqpar.tasks.case_evaluation import CHOSE, HELD, NEW, NONE_SEEN, Seen, seen_by_runs, seen_table, unknown_runs
+from seqpar.tasks.case_evaluation import NONE_SEEN, SHOWN_LARGE, Seen, seen_by_runs, seen_table, unknown_runs
 from seqpar.tasks.classify.evaluation import Summary, image_files, other_classes, shares_of, trained_on
 from seqpar.tasks.classify.scores import (
     EXPLANATIONS,
@@ -178,7 +178,7 @@ def _cautions(record: RunRecord, summary: Summary, truth: Path, prediction: Path
     """Returns which cases the run was trained on, and what a reader of the scores of other cases should know first."""
     names, images = [case["case"] for case in summary["metric_per_case"]], image_files(truth)
     voxels = spacings_of({name: images[name] for name in names if name in images})
-    seen = seen_by_runs(record, prediction, lambda run: trained_on(run, truth, names))
+    seen = seen_by_runs(record, prediction, lambda run: trained_on(run, truth, names, prediction))
     lines = [*other_classes(record, summary, truth), missing_line(summary["missing"]), *seen.sentences]
     return seen, list(filter(None, [*lines, *unknown_runs(record, prediction), other_voxels(record, voxels)]))
 
@@ -211,7 +211,7 @@ def _scores(summary: Summary, positive: str | None, step: str, seen: Seen = NONE
     about += f" {baseline(shown)}"
     if len(summary["names"]) > 2:
         about += " AUC: each class against the others, averaged over classes."
-    tiles = headline(shown) if not told or next(iter(each)) in (NEW, HELD, CHOSE) else []
+    tiles = headline(shown) if not told or next(iter(each)) in SHOWN_LARGE else []
     tables = classes_table(shown, positive), confusion_table(shown)
     return _Scores(tiles, told, apart, *tables, charts, step, note, about, caution_of_guesses(shown))
 
@@ -321,10 +321,10 @@ def calibration_diagrams(summary: Summary) -> list[Diagram]:
 def uncalibrated(summary: Summary) -> str:
     """Returns why calibration is not drawn, and how often each tenth of the probability is correct."""
     tenths = sorted(calibration(*_arrays(summary)), key=lambda tenth: -tenth[2])
-    listed = ", ".join(f"{round(right * count)} of {count} with {given:.2f}" for given, right, count in tenths)
+    listed = ", ".join(f"{round(right * count)} of {count} at {given:.2f}" for given, right, count in tenths)
     return (
-        f"Too few cases for a calibration curve: it needs {FEW} cases in at least two tenths of the predicted class's "
-        f"probability. Correct predictions, by their mean probability: {listed}."
+        f"Too few cases for a calibration curve, which needs two bins (such as 0.8 to 0.9) with {FEW} cases or more. "
+        f"Right predictions in each bin, and their mean probability: {listed}."
     )
 
 

@@ -13,7 +13,7 @@ from seqpar.data.files import read_json
 from seqpar.data.preparation.recipe import IN_HU
 from seqpar.prediction.class_statistics import NAME as STATISTICS
 from seqpar.prediction.class_statistics import read_statistics
-from seqpar.prediction.prediction_folder import RECORD, SERIES, inputs_of, replaced_line
+from seqpar.prediction.prediction_folder import RECORD, SERIES, inputs_of, replaced_line, voxels_of
 from seqpar.report.cases import case_section, load_worst
 from seqpar.report.cautions import (
     begun_unknown,
@@ -21,7 +21,7 @@ from seqpar.report.cautions import (
     of_open_sides,
     other_values_of,
     reached_in_validation,
-    with_names_of_training,
+    trained_on_some,
 )
 from seqpar.report.curves import number
 from seqpar.report.images import find_images, other_voxels, spacings_of
@@ -83,10 +83,8 @@ from seqpar.scores.label_scores import (
     without_nan,
 )
 from seqpar.tasks.case_evaluation import (
-    CHOSE,
-    HELD,
-    NEW,
     NONE_SEEN,
+    SHOWN_LARGE,
     Seen,
     records_behind,
     seen_by_runs,
@@ -102,7 +100,7 @@ RESEARCH = "For research; not a medical device."
 NO_SPREAD = 5e-4  # of a Dice: an interval of less would look like certainty
 UNLABELLED = (
     "Where the truth is not labelled (ignore label), nothing counts: neither scores nor the volumes of these tables "
-    "include it, and pictures do not mark it. What is predicted there is neither right nor false."
+    "include it. What is predicted there is neither right nor false; pictures hatch it, and draw it all the same."
 )
 FEW = 12  # cases whose table is open from the start
 
@@ -137,7 +135,7 @@ def segment_page(options: argparse.Namespace, record: RunRecord) -> FinishedPage
     if cases:
         marked = [replace(view, caption=f"{seen.mark(view.name)}{view.caption}") for view in cases.shown]
         cases = replace(cases, shown=marked)
-    tiles, note = headline(record, scored) if not alone and which in ("", NEW, HELD, CHOSE) else ([], "")
+    tiles, note = headline(record, scored) if not alone and which in ("", *SHOWN_LARGE) else ([], "")
     step = scored.step if scored else 0
     best = row_of_taken(record)
     tiles = tiles_of_steps(tiles, step, best, "dice")
@@ -173,7 +171,7 @@ def segment_page(options: argparse.Namespace, record: RunRecord) -> FinishedPage
     if alone and scored:
         names = [case.name for case in scored.cases]
         for one in [record] if is_own else records_behind(options.prediction):
-            cautions += with_names_of_training(one, names, name_of_run(one.path, ""))
+            cautions += trained_on_some(one, names, name_of_run(one.path, ""), voxels_of(options.prediction))
     if scored and not alone:
         missing = filter(None, [missing_line(scored.missing)])
         cautions = chosen_on_them(record)

@@ -68,8 +68,11 @@ class Segmentation(Task):
 
     def next_lines(self, out: Path) -> list[str]:
         """Returns the commands that usually follow, after a warning if some classes are not found."""
-        rows = MetricsTail(out / "metrics.jsonl").read()
-        caution = what_is_not_found(row for row in rows if row["kind"] == "val")
+        rows = [row for row in MetricsTail(out / "metrics.jsonl").read() if row["kind"] == "val"]
+        if caution := what_is_not_found(rows):
+            from seqpar.report.record import count_present
+
+            caution = what_is_not_found(rows, count_present(out, rows))
         return [*([f"warning: {caution}"] if caution else []), *super().next_lines(out)]
 
     def predict(self, request: Request, members: Sequence[EnsembleMember], mesh: Mesh) -> list[str]:

@@ -42,7 +42,7 @@ from seqpar.scores.label_scores import DEFAULT_SETTINGS, Scores, score, summaris
 from seqpar.scores.summary_files import summary_content, write_output
 from seqpar.settings.config import Config
 from seqpar.settings.data_settings import prepare_settings
-from seqpar.tasks.case_validation import NUM_PICTURED, CaseValidation, ValidationResult, when_validated
+from seqpar.tasks.case_validation import NUM_PICTURED, CaseValidation, LabelWatch, ValidationResult, when_validated
 from seqpar.terminal import bar
 from seqpar.text import clock, name_images, quantity
 
@@ -268,6 +268,7 @@ class SegmentationValidation(CaseValidation):
 
         journal.draw(draw)
         lines = [result.text, *(line for kind in kinds if kind.folder for line in kind.folder.close())]
+        lines += self._watch.look(self.ids if keep else ()) if self.mesh.is_first else []
         if not self._is_explained:
             lines.insert(1, "  (Dice: mean over cases; global: over the voxels of all cases together)")
             self._is_explained = True
@@ -314,6 +315,10 @@ class SegmentationValidation(CaseValidation):
     @cached_property
     def _vanished(self) -> dict[str, int]:
         return {}  # by case: the truth stays the same
+
+    @cached_property
+    def _watch(self) -> LabelWatch:
+        return LabelWatch(self.data, lambda: dataset_of(self.config))
 
     @cached_property
     def _source(self) -> tuple[dict[str, Path], dict[str, Doubt], tuple[tuple[int, int], ...]]:

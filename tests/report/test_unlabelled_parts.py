@@ -1,0 +1,67 @@
+"""What a truth leaves unlabelled is hatched: in a run's pictures, in a page's planes and in its viewer."""
+
+import base64
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from seqpar.report.embedded_volumes import ShownCase, planes_of, viewer_data
+from seqpar.report.pictures import PicturedCase, figure_of_cases
+from seqpar.report.planes import UNLABELLED, hatched
+from tests.support.report_page import own_slices, unroll
+
+GREY = 60
+
+
+def shown_case(has_image: bool = True) -> ShownCase:
+    """Returns a case whose upper half has no labels."""
+    truth, ignored = np.zeros((12, 10, 8), np.uint8), np.zeros((12, 10, 8), bool)
+    truth[4:7, 4:7, 1:3], ignored[..., 4:] = 1, True
+    images = {"CT": np.full(truth.shape, GREY, np.uint8)} if has_image else {}
+    return ShownCase("a", images, truth, truth, (1.0,) * 3, own_slices(truth.shape), ignored=ignored)
+
+
+@pytest.mark.parametrize("grey", [0, 100, 160, 255])
+def test_stripes_are_seen_on_every_grey_and_only_inside(grey: int) -> None:
+    image, area = np.full((9, 12), grey), np.zeros((9, 12), bool)
+    area[:, 5:] = True
+    drawn = hatched(image, area, 0, 255)
+    assert (drawn == image)[~area].all() and 0 <= drawn.min() <= drawn.max() <= 255
+    stripes = np.abs(drawn - image)[area] > 60
+    assert 0.2 < stripes.mean() < 0.3, "every fourth pixel, the others as they are"
+    assert (drawn[area][~stripes] == grey).all()
+
+
+def test_a_page_hatches_the_same_voxels_in_its_planes_and_in_its_viewer() -> None:
+    case = shown_case()
+    embedded = case.embedded(10**6)
+    (entry,) = viewer_data(["tumour"], [(case, embedded)], neurological=True)["cases"]
+    assert entry["areas"].keys() == {"ignored"}
+    seen = unroll(entry["areas"]["ignored"], entry["shape"], entry["columns"])
+    assert case.ignored is not None and np.array_equal(seen, case.ignored)
+    plain = planes_of(replace(case, ignored=None), True)
+    assert [one.png == other.png for one, other in zip(planes_of(case, True), plain)] == [False, False, True]
+    assert not replace(case, ignored=None).embedded(10**6).areas
+
+
+def test_a_case_without_an_image_is_hatched_too_and_keeps_its_tints() -> None:
+    sagittal = planes_of(shown_case(has_image=False), True)[0]
+    assert base64.b64decode(sagittal.png)[:4] == b"\x89PNG"
+    assert {kind for kind, *_ in sagittal.outlines} == {"inside bare", "truth", "prediction"}
+    assert not planes_of(replace(shown_case(has_image=False), ignored=None), True)[0].png
+
+
+def test_a_picture_of_a_validation_hatches_it_and_says_so() -> None:
+    case = shown_case()
+    truth = np.where(case.ignored, 2, case.truth)
+    drawn = PicturedCase(
+        "a", np.full(truth.shape, 1.0), truth, case.truth, (1.0,) * 3, own_slices(truth.shape), is_ct=True
+    )
+    figure = figure_of_cases([drawn], ["tumour"], 1, False, Path("run"))
+    sagittal = np.asarray(figure.axes[0].images[0].get_array())
+    assert len(np.unique(sagittal[:4])) == 2 and len(np.unique(sagittal[4:])) == 1, "above, where nothing is labelled"
+    assert figure.legends[0].texts[-1].get_text() == UNLABELLED
+    plain = figure_of_cases([replace(drawn, truth=case.truth)], ["tumour"], 1, False, Path("run"))
+    assert plain.legends[0].texts[-1].get_text() != UNLABELLED
