@@ -13,7 +13,7 @@ from seqpar.data.phantom.phantom_files import has_phantoms
 from seqpar.report.planes import colours_of
 from seqpar.runs.archive import ABOUT, is_archive
 from seqpar.runs.journal import read_metrics
-from seqpar.runs.metrics_tail import SCORES, score_of, task_of_row
+from seqpar.runs.metrics_tail import SCORES, best_validation, score_of, task_of_row
 from seqpar.runs.run_folder import holds_run, read_config
 from seqpar.runs.run_status import TakenWeights, describe_kill, weights_taken
 from seqpar.scores.label_classes import Labels, labels_of_run
