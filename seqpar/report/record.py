@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ from seqpar.data.phantom.phantom_files import has_phantoms
 from seqpar.report.planes import colours_of
 from seqpar.runs.archive import ABOUT, is_archive
 from seqpar.runs.journal import read_metrics
-from seqpar.runs.metrics_tail import SCORES, best_validation, score_of, task_of_row
+from seqpar.runs.metrics_tail import SCORES, best_validation, comparable, score_of, task_of_row
 from seqpar.runs.run_folder import holds_run, read_config
 from seqpar.runs.run_status import TakenWeights, describe_kill, weights_taken
 from seqpar.scores.label_classes import Labels, labels_of_run
@@ -165,7 +165,7 @@ def mean_of_numbers(values: Iterable[float]) -> float:
 def row_of_taken(record: RunRecord) -> Row | None:
     """Returns the validation of the weights that predict takes; None if the journal does not have it."""
     step = record.weights.step
-    return next((row for row in record.held_out if step and row.get("step") == step), None)
+    return next((row for row in reversed(record.held_out) if step and row.get("step") == step), None)
 
 
 def step_sentence(own: int, record: RunRecord) -> str:
@@ -226,8 +226,18 @@ def read_record(run: Path) -> RunRecord:
     lost = weights.describe_lost(train)
     if rows and not held_out and not weights.validations:
         gaps.append("The run has not been validated yet.")
-    gaps += filter(None, [lost, weights.not_the_best])
+    gaps += filter(None, [lost, weights.not_the_best, _of_other_cases(held_out)])
     return RunRecord(run, content, labels, names, status, train, held_out, tuple(gaps), weights)
+
+
+def _of_other_cases(held_out: Sequence[Row]) -> str:
+    """Returns a sentence if a run's validations are not all of the same cases, or not measured in the same way."""
+    if not (before := held_out[: len(held_out) - len(comparable(held_out))]):
+        return ""
+    return (
+        f"Validations up to step {before[-1]['step']:,} are of other held-out cases than later ones, or were measured "
+        "in another way: their scores cannot be compared, and the best is that of the later ones."
+    )
 
 
 def read_scores(run: Path) -> CaseScores:

@@ -213,7 +213,7 @@ def test_a_scan_counts_as_seen_however_it_is_written_and_whichever_data_the_run_
     first = {"name": "D", "recipe": None, "train": ["c", "d"], "digests": {}, "voxels": {"c": "30", "d": "4", "e": "6"}}
     first["validated"] = ["e"]
     dataset = {"train": ["a", "b"], "held_out": ["c"], "voxels": {"a": "1", "b": "2", "c": "3"}}
-    run = SimpleNamespace(held_out=[{}] * 2, subjects={}, config={"data": "here"})
+    run = SimpleNamespace(has_chosen=True, subjects={}, config={"data": "here"})
     run.dataset = {**dataset, "weights_learned_from": [first]}
 
     def seen(voxels: Mapping[str, str], **others: Path) -> Seen:
