@@ -57,10 +57,11 @@ from seqpar.report.record import CaseScores, RunRecord, ScoredCase
 from seqpar.report.tables import CONSENSUS, DISPUTED_ML, is_part_labelled, what_is_missing
 from seqpar.scores.label_classes import learned_regions
 from seqpar.scores.label_files import DISAGREEMENT, ENTROPY, MAX_NAMED, UNCERTAINTY, read_reference
-from seqpar.scores.label_scores import format_dice
+from seqpar.scores.label_scores import UNLABELLED_ML, format_dice
 from seqpar.text import millilitres
 
 BUDGET = 5_000_000  # bytes of the volumes in a page, which can still be mailed
+ELSEWHERE = "The image does not match the labels"
 _MARGIN = 8  # voxels shown around the labels if there is no image
 
 
@@ -114,7 +115,7 @@ def load(case: ScoredCase, record: RunRecord, images: Images) -> ShownCase:
             if difference is None:
                 shown = _on_prepared_grid(case, prediction, image, numbers, record)
                 return _with_uncertainty(shown, case.prediction, image.properties, record)
-            note = f"The image does not match the labels ({difference}); only the labels are shown."
+            note = f"{ELSEWHERE} ({difference}); only the labels are shown."
     except DataError as error:
         note = f"The image cannot be used ({error}); only the labels are shown."
     read, geometry = _read_truth(case, prediction), prediction.geometry
@@ -266,9 +267,14 @@ def load_worst(
             failed[case.name] = error
             continue
         rows = enumerate((case.scores.get(name, {}) for name in record.label_names.values()), 1)
-        loaded = replace(loaded, hidden=[n for n, row in rows if math.isnan(row.get("n_ref", 0))])
+        left = next((row.get(UNLABELLED_ML, math.nan) for row in case.scores.values()), math.nan)
+        hidden = [n for n, row in rows if math.isnan(row.get("n_ref", 0))]
+        loaded = replace(loaded, hidden=hidden, unlabelled_ml=left)
         shown.append((loaded, loaded.embedded(budget)))
     gaps += failed_line(failed)
+    if elsewhere := [case.name for case, _ in shown if case.note.startswith(ELSEWHERE)]:
+        which = f"label maps that do not lie on their images: {', '.join(elsewhere)}"
+        gaps.append(f"Caution: {which}. Their volumes and sides may be wrong.")
     return shown
 
 

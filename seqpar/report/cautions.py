@@ -11,11 +11,12 @@ from typing import Any
 
 from seqpar.data.errors import DataError
 from seqpar.data.formats.splits import sample_cases
-from seqpar.report.record import RunRecord, read_record, row_of_taken
+from seqpar.report.record import CaseScores, RunRecord, read_record, row_of_taken
 from seqpar.runs.metrics_tail import best_validation, comparable, score_of
 from seqpar.scores.comparison import FEW, TOO_FEW
 from seqpar.scores.label_classes import Labels, choose_labels
 from seqpar.scores.label_files import MAX_NAMED, dataset_at
+from seqpar.scores.label_scores import UNLABELLED_ML
 from seqpar.text import quantity
 from seqpar.weights.facts import ANCESTORS, IS_UNKNOWN, LEARNED, VOXELS, changed_between, same_scans
 
@@ -111,6 +112,18 @@ def trained_on_some(
         told = f"{len(some)} of {quantity(len(cases), 'case')} {one if len(some) == 1 else many}"
         lines += [f"{told}, such as {some[0]}: predictions for new cases may be worse."] if some else []
     return lines
+
+
+def part_labelled(scored: CaseScores) -> str:
+    """Returns a sentence if truths leave a part of their images unlabelled; "" if none does."""
+    count = sum(any(row.get(UNLABELLED_ML, 0.0) > 0 for row in case.scores.values()) for case in scored.cases)
+    if not count:
+        return ""
+    return (
+        f"The truth of {count} of {quantity(len(scored.cases), 'case')} is unlabelled in part (ignore label): scores, "
+        "volumes and regions are those of the labelled part, and the rim of what is predicted beyond it may count as "
+        "false."
+    )
 
 
 def of_open_sides(volumes: Mapping[str, Any]) -> list[str]:

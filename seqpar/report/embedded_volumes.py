@@ -69,6 +69,7 @@ class ShownCase:
     - ``disputed``: 1 where several readers gave different labels, else 0; None without several readers
     - ``hidden``: numbers of the labels that the truth is not annotated for
     - ``ignored``: the mask of what the truth leaves open; None of nothing
+    - ``unlabelled_ml``: how much that is, by the file's own voxels; NaN if it is not known
     - ``heat``: a map from 0 to 255; ``heat_name``: what it shows, such as its class; ``heat_caution``: what to know
       before reading it; ``most_nats``: what 255 stands for in a map of entropy, and when it has that, in ``most_when``
     - ``disagreement``: of several runs, from 0 to 255, which stands for ``most_apart``; None of one run
@@ -92,6 +93,7 @@ class ShownCase:
     most_when: str = ""
     disputed: Bytes | None = None
     ignored: NDArray[np.bool_] | None = None
+    unlabelled_ml: float = math.nan
     disagreement: Bytes | None = None
     most_apart: str = ""
     hidden: Sequence[int] = ()
@@ -107,8 +109,9 @@ class ShownCase:
         count = 0 if self.ignored is None else int(np.count_nonzero(self.ignored))
         if not count:
             return ""
-        part = f"{millilitres(count * self.voxel_ml)} ml, {count / self.truth.size:.1%} of the volume shown,"
-        return f"The truth leaves {part} unlabelled (ignore label; hatched)."
+        ml = count * self.voxel_ml if math.isnan(self.unlabelled_ml) else self.unlabelled_ml
+        part = f"{count / self.truth.size:.1%} of the volume shown"
+        return f"The truth leaves {millilitres(ml)} ml unlabelled (ignore label; hatched): {part}."
 
     @property
     def areas(self) -> dict[str, Bytes]:
@@ -324,8 +327,8 @@ class ShownPlane:
 
     - ``slice``: which slice of the file, of how many
     - ``across``, ``up``: sides of a pixel
-    - ``outlines``: kind (truth, prediction, or of areas disputed, and inside, bare without an image), colour and SVG
-      path in pixels
+    - ``outlines``: kind (truth, prediction, or of areas disputed, ignored, and inside, bare without an image), colour
+      and SVG path in pixels
     - ``sides``: place and letter of what is at the left, right, top and bottom
     - ``letter``, ``bar``: height of a letter, the same in all three planes, and length of the scale bar
     """
@@ -392,12 +395,15 @@ def draw_plane(case: ShownCase, name: str, dim: int, at: int, neurological: bool
             case.images.get(best_modality(list(case.images)), np.zeros_like(case.truth)), dim, at, neurological
         )
         if case.ignored is not None:
-            grey = hatched(grey.astype(int), plane_of(case.ignored, dim, at, neurological), 0, 255).astype(np.uint8)
+            area = plane_of(case.ignored, dim, at, neurological)
+            grey = hatched(grey.astype(int), area, 0, 255, across, up).astype(np.uint8)
         picture = encode(png(np.ascontiguousarray(grey)))
     ranks = ranks_of(case.truth, case.prediction)
     outlines = []
     if case.disputed is not None:  # below the lines
         outlines.append(("disputed", "none", outline(plane_of(case.disputed, dim, at, neurological))))
+    if case.ignored is not None:
+        outlines.append(("ignored", "#ffffff", outline(plane_of(case.ignored, dim, at, neurological))))
     parts = [(kind, labels, n) for kind, labels in (("truth", truth), ("prediction", prediction))
              for n in np.unique(labels[labels > 0]).tolist()]  # fmt: skip
     outlines += [(inside, COLOURS[(n - 1) % len(COLOURS)], outline(labels == n)) for _, labels, n in parts]

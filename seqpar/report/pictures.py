@@ -163,8 +163,10 @@ def _draw_plane(
     volume, low, high = greys
     image, truth, prediction = (plane_of(v, dim, at, neurological) for v in (volume, case.truth, case.prediction))
     across, up = (step for n, step in enumerate(case.spacing) if n != dim)
-    below = hatched(image, truth > num_classes, low, high)
-    panel.imshow(below, cmap="gray", vmin=low, vmax=high, aspect=up / across)
+    area = truth > num_classes  # unlabelled
+    panel.imshow(hatched(image, area, low, high, across, up), cmap="gray", vmin=low, vmax=high, aspect=up / across)
+    if min(area.shape) > 1 and (edges := outline_lines(area.astype(int), 1)):
+        panel.add_collection(LineCollection(edges, colors="white", linewidths=1, linestyles="dotted"), autolim=False)
     if case.disputed is not None:  # below the lines
         area = plane_of(case.disputed, dim, at, neurological)
         panel.imshow(area, cmap=ListedColormap([DISPUTED]), alpha=0.55 * area, aspect=up / across)

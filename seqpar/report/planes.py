@@ -27,6 +27,7 @@ DISPUTED = "#a838ff"  # where readers disagree; no class is violet
 TINT = 0.25  # opacity of what is inside the line of truth or prediction; its colour is multiplied by the image's greys
 TINTED = "tinted: inside a line"
 CONTRAST = 0.35  # of stripes over what the truth leaves unlabelled, as a share of black to white
+STRIPES = 30  # across the longer side of a plane, whichever voxels it has
 UNLABELLED = "hatched: unlabelled"
 PLANES = (("sagittal", 0), ("coronal", 1), ("axial", 2))  # a plane's name, and the direction that it is across
 KEPT_HU = (-150.0, 250.0)  # of a CT: fat and soft tissue are told apart
@@ -260,15 +261,18 @@ def kept_of_ct(ranges: Sequence[tuple[float, float]]) -> str:
     return with_minus(f" Of the CT, only {low} to {high} HU are kept: {rule}.")
 
 
-def hatched(image: NDArray[Any], area: NDArray[Any], low: float, high: float) -> NDArray[Any]:
+def hatched(image: NDArray[Any], area: NDArray[Any], low: float, high: float, across: float, up: float) -> NDArray[Any]:
     """Returns a plane with stripes where an area is: lighter on dark greys, darker on light ones, to be seen on each.
 
-    - ``low``, ``high``: what is black and white
+    - ``low``, ``high``: what is black and white; ``across``, ``up``: sides of a pixel in mm
     """
     rows, columns = np.indices(area.shape)
+    period = max(area.shape[0] * up / STRIPES, area.shape[1] * across / STRIPES, 4 * min(across, up))
+    width = max(period / 4, min(across, up))
+    is_stripe = (rows * min(up, width) + columns * min(across, width)) % period < width  # which join in every row
     light = image > (low + high) / 2
     stripes: NDArray[Any] = np.where(light, image - (high - low) * CONTRAST, image + (high - low) * CONTRAST)
-    return np.where((area > 0) & ((rows + columns) % 4 == 0), stripes, image).astype(image.dtype)
+    return np.where((area > 0) & is_stripe, stripes, image).astype(image.dtype)
 
 
 Steps = list[tuple[int, int, bool]]  # to the right, downwards, and whether a line is drawn

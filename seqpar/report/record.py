@@ -271,7 +271,9 @@ def count_present(run: Path, held_out: Iterable[Mapping[str, Any]]) -> dict[str,
         return {}
     if best is None or best.get("cases") != len(scored.cases):
         return {}
-    counts = {name: [case.scores[name].get("n_ref") for case in scored.cases] for name in scored.classes}
+    rows = {name: [case.scores[name] for case in scored.cases] for name in scored.classes}
+    is_known = {name: all(row.get("n_ref") or not row.get(UNLABELLED_ML) for row in own) for name, own in rows.items()}
+    counts = {name: [row.get("n_ref") for row in own] for name, own in rows.items() if is_known[name]}
     return {name: sum(n > 0 for n in own if n) for name, own in counts.items() if None not in own}
 
 

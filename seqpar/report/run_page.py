@@ -301,7 +301,9 @@ def main_settings(record: RunRecord) -> dict[str, str]:
     settings = record.network_settings
     kind = family_of(settings)
     tile = " × ".join(map(str, config["tile"]))
-    cases = f"{quantity(len(data['train']), 'case')} to train on, {len(data['held_out'])} held out"
+    is_apart = not {*data["held_out"]} <= {*data["train"]}  # --fold all holds none out
+    validated = f"{len(data['held_out'])} held out" if is_apart else "which are validated as well"
+    cases = f"{quantity(len(data['train']), 'case')} to train on, {validated}"
     pipe = f"pipe {layout['pipe']} × " if layout.get("pipe") else ""
     main = {
         "data": f"{data['name']} ({describe_layout(str(data['layout']), record.has_phantoms)}): {cases}",

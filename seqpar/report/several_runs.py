@@ -2,7 +2,8 @@
 
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from statistics import fmean
 from typing import NamedTuple, TypeVar
@@ -309,9 +310,14 @@ def _mean(one: CaseScores, kind: str) -> Score:
     return Score(mean, 3, f" ({', '.join(told)})" if told else "")
 
 
-def _none_in_truth(case: ScoredCase) -> str:
-    """Returns the classes that the truth of a case lacks, in words."""
-    return ", ".join(name for name, row in case.scores.items() if row.get("n_ref", 1) == 0) or "–"
+def _none_in_truth(case: ScoredCase, compared: Collection[str], shared: Sequence[str]) -> str:
+    """Returns the classes that the truth of a case lacks, and those that are not compared, in words.
+
+    - ``compared``: the classes of which all runs' truths of the case tell something; ``shared``: those of all runs
+    """
+    told = [name for name, row in case.scores.items() if row.get("n_ref", 1) == 0]
+    told += [f"{name} (not annotated for every run, and left out)" for name in shared if name not in compared]
+    return ", ".join(dict.fromkeys(told)) or "–"
 
 
 def _differences(
@@ -327,9 +333,11 @@ def _differences(
     shared = [kind for kind in reference.classes if all(kind in one.classes for one in scored.values())]
     if not shared:
         return "No class is in all of these runs.", (), ()
+    compared = _compared_classes(scored.values(), shared)
     dice = {
         name: {
-            case.name: mean_of_numbers(case.scores[kind].get("Dice", math.nan) for kind in shared) for case in one.cases
+            case.name: mean_of_numbers(case.scores[kind].get("Dice", math.nan) for kind in compared[case.name])
+            for case in one.cases
         }
         for name, one in scored.items()
     }
@@ -344,7 +352,7 @@ def _differences(
             [
                 Score(dice[first][case], 3),
                 *(Score(pairs[n][0], 3, is_signed=True) for pairs in gaps.values()),
-                _none_in_truth(of_case[case]),
+                _none_in_truth(of_case[case], compared[case], shared),
             ],
         )
         for n, case in enumerate(common)
@@ -358,7 +366,7 @@ def _differences(
     only = f"Only classes that all runs have count: {', '.join(shared)}." if is_partial else ""
     sign = f"A difference above 0 means that the run's Dice is higher than that of {first}."
     note = " ".join(filter(None, [sign, only, mean_over(shared, "of a case "), ABSENT_RULE]))
-    sentences = [_difference(scored, name, first, shared, common) for name in gaps]
+    sentences = [_difference(scored, name, first, shared, {case: compared[case] for case in common}) for name in gaps]
     return (
         Table("pairs", heads, rows, "case", note),
         sentences,
@@ -366,12 +374,30 @@ def _differences(
     )
 
 
+def _compared_classes(scored: Iterable[CaseScores], shared: Sequence[str]) -> dict[str, list[str]]:
+    """Returns the shared classes of each case that every run's truth of it is annotated for."""
+    unknown = defaultdict[str, set[str]](set)
+    for case in (case for one in scored for case in one.cases):
+        unknown[case.name] |= {kind for kind in shared if math.isnan(case.scores[kind].get("n_ref", 0))}
+    return {name: [kind for kind in shared if kind not in own] for name, own in unknown.items()}
+
+
 def _difference(
-    scored: Mapping[str, CaseScores], name: str, first: str, classes: Sequence[str], cases: Sequence[str]
+    scored: Mapping[str, CaseScores],
+    name: str,
+    first: str,
+    classes: Sequence[str],
+    compared: Mapping[str, Collection[str]],
 ) -> str:
-    """Returns how far a run's mean Dice, that over classes, is above the first run's, and the Dice of each class."""
-    every = [{case.name: case.scores for case in scored[run].cases} for run in (name, first)]
-    rows = [[{kind: own[case][kind] for kind in classes} for case in cases] for own in every]
+    """Returns how far a run's mean Dice, that over classes, is above the first run's, and the Dice of each class.
+
+    - ``compared``: the classes that count in each case
+    """
+    every, none = [{case.name: case.scores for case in scored[run].cases} for run in (name, first)], {"Dice": math.nan}
+    rows = [
+        [{kind: own[case][kind] if kind in known else none for kind in classes} for case, known in compared.items()]
+        for own in every
+    ]
     has_dice = [
         any(not math.isnan(row[kind].get("Dice", math.nan)) for row in pair for kind in classes) for pair in zip(*rows)
     ]

@@ -199,7 +199,7 @@ def weights_taken(run: Path) -> TakenWeights:
     return TakenWeights(
         run,
         task if task in SCORES else "segment",
-        taken or _named_step(points) or top,
+        taken if taken is not None else _named_step(points) or top,
         saved,
         frozenset(at for at in validations if 0 < at <= (saved or at)),
         held_out,
@@ -221,7 +221,8 @@ def warn_of_weights(*folders: Path) -> None:
     whose record lacks validations.
     """
     for taken in map(weights_taken, filter(holds_run, dict.fromkeys(folders))):
-        if taken.saved and not taken.scores and not taken.validations:
+        is_latest = taken.step is not None and taken.step == taken.saved
+        if is_latest and taken.saved and not taken.scores and not taken.validations:
             _warn(f"{taken.path} has not been validated, so none of its weights are the best: the latest are taken "
                   f"(step {taken.step:,})")  # fmt: skip
         warn_of_lost(taken)

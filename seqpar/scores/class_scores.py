@@ -21,9 +21,9 @@ DRAWS, LEVEL, SEED = 1000, 0.95, 0
 ALL_ALIKE = "no interval: all bootstrap samples give the same value"  # of an AUC of 1, "1 to 1" would claim certainty
 NUM_BINS = 10  # of a calibration curve
 NEGATIVE = re.compile(
-    r"healthy|normal|controls?|negative|benign|no|none|0|cn|nc|hc|(.*[-_ ])?(wild[-_ ]?type|wt|free|negative)|"
-    r"unaffected|unmethylated|unmutated|low|stable|survived|alive|(low|no|non|not|without|control)[-_ ].*|"
-    r"non(?!e|specific).*"
+    r"no|none|n?0|cn|nc|hc|lgg|alive|survived|remission|unaffected|unmethylated|unmutated|intact|low|"
+    r"(healthy|controls?|negative|benign|stable|low|no|non|not|without)([-_ ].*)?|normal([-_ ](?!pressure).*)?|"
+    r"(.*[-_ ])?(wild[-_ ]?type|wt|free|negative|absent|intact|controls?|healthy|normal)|(.*[-_ ])?non(?!e|specific).*"
 )
 
 

@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -121,6 +121,18 @@ def with_joined(labels: Labels, joined: Sequence[Sequence[int]]) -> Labels:
         for name, values in labels.classes.items()
     }
     return Labels(classes, labels.declared | {value for value, _ in joined}, labels.ignore)
+
+
+def with_declared_by(truth: Path, dataset: Dataset | None, labels: Labels) -> Labels:
+    """Returns a run's classes with what else a truth may hold and what it leaves open, as its own dataset.json says.
+
+    - ``dataset``: that the truth is, if it is one
+    """
+    try:
+        own = choose_labels(truth, dataset)
+    except (DataError, ValueError, OSError):  # it need not declare any
+        return labels
+    return replace(labels, declared=labels.declared | own.declared, ignore=own.ignore)
 
 
 def choose_labels(

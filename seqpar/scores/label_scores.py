@@ -72,14 +72,17 @@ def describe_consensus(readers: int) -> str:
     return f"the label that most of the {readers} readers gave a voxel; in a tie, the smallest value"
 
 
-def words_of(lesion_wise: bool, centreline: bool, dashes: bool, readers: int | None = None) -> list[str]:
+def words_of(
+    lesion_wise: bool, centreline: bool, dashes: bool, readers: int | None = None, is_part: bool = False
+) -> list[str]:
     """Returns what the columns of a table mean, a line for each.
 
     - ``dashes``: whether it has cells without a number
     - ``readers``: of the truth; 0 if it has probabilities, None without doubt
+    - ``is_part``: whether a part of it has the ignore label
     """
     words = [*WORDS, *LESION_WORDS * lesion_wise, *CENTRELINE_WORDS * centreline, *READER_WORDS * bool(readers)]
-    words += DASH_WORDS * dashes
+    words += DASH_WORDS * dashes + (("truth", "what has the ignore label counts nowhere"),) * is_part
     words[:0] = [] if readers is None else [("truth", describe_consensus(readers))]
     width = max(len(name) for name, _ in words)
     return [f"  {name:{width}}  {text}" for name, text in words]
@@ -289,19 +292,23 @@ def mean_where_present(rows: Iterable[Scores], name: str, metric: str = "Dice") 
     return _mean(row.get(metric, math.nan) for row in has_it)
 
 
-def what_is_hardly_learned(
-    dice: float, cases: int, present: float, found: float = math.nan, has_readers: bool = False
-) -> str:
+def where_known(row: Mapping[str, float]) -> str:
+    """Returns where the truth is known, in words, as scores of a case or their mean tell; "" of an ordinary truth."""
+    is_part = row.get(UNLABELLED_ML, 0.0) > 0
+    return "in the labelled part" if is_part else "in the readers' consensus" * (READER_COLUMNS[-1] in row)
+
+
+def what_is_hardly_learned(dice: float, cases: int, present: float, found: float = math.nan, where: str = "") -> str:
     """Returns what a low Dice means; "" of one that is not, and of none.
 
     - ``cases``: how many it is a mean over; ``present``: the mean over those whose truth has the class
     - ``found``: the mean sensitivity over these; NaN if it is not known
-    - ``has_readers``: whether the truth is the consensus of several readers
+    - ``where``: the truth alone is known, in words: "in the readers' consensus"; "" everywhere
     """
     if math.isnan(dice) or dice >= HARDLY:
         return ""
-    if math.isnan(present) and has_readers:
-        return "no case has this class in the readers' consensus"
+    if math.isnan(present) and where:
+        return f"no case has this class {where}"
     if math.isnan(present):
         return "no case has this class, and what is predicted of it is false"
     if present < HARDLY and found >= MOSTLY:
@@ -320,9 +327,9 @@ def hardly_learned_lines(summary: Mapping[str, Any]) -> list[str]:
     count, present = summary["num_cases"], summary["present"]
     told = dict[str, tuple[float, str]]()
     for name, row in summary["mean"].items():
-        (of_present, found), has_readers = present[name], READER_COLUMNS[-1] in row
+        of_present, found = present[name]
         own = summary["num_values"][name]["Dice"]
-        told[name] = row["Dice"], what_is_hardly_learned(row["Dice"], own, of_present, found, has_readers)
+        told[name] = row["Dice"], what_is_hardly_learned(row["Dice"], own, of_present, found, where_known(row))
     kind = "mean Dice" if count > 1 else "Dice"
     return [f"{name}: {kind} {rounded(dice, 4)}: {what}" for name, (dice, what) in told.items() if what]
 

@@ -43,6 +43,7 @@ class Seen(NamedTuple):
     - ``held``: those that were held out and chose nothing, as there was a single validation
     - ``relabelled``: which of all these are known by their image, and have another label file
     - ``gone``: the runs, of several that predicted together, of which nothing is known: no case is called new
+    - ``twins``: sentences on cases that are scored under several names
     """
 
     same: Sequence[str]
@@ -53,17 +54,17 @@ class Seen(NamedTuple):
     copies: Mapping[str, str] = MappingProxyType({})
     relabelled: Sequence[str] = ()
     gone: Sequence[str] = ()
+    twins: Sequence[str] = ()
 
     @staticmethod
     def by_any(runs: Sequence["Seen"]) -> "Seen":
         """Returns what is known of cases that several runs predicted together: what any of them has seen is not new."""
         same, namesakes = {name for run in runs for name in run.same}, {name for run in runs for name in run.namesakes}
-        chose = {name for run in runs for name in run.chose} - same - namesakes
-        held = {name for run in runs for name in run.held} - same - namesakes - chose
+        chose, held = ({n for run in runs for n in getattr(run, part)} - same - namesakes for part in ("chose", "held"))
         copies = {name: other for run in runs for name, other in run.copies.items()}
         relabelled = sorted({name for run in runs for name in run.relabelled})
-        ordered = sorted(same), sorted(namesakes - same), runs[0].total, sorted(chose), sorted(held)
-        return Seen(*ordered, copies, relabelled, list(dict.fromkeys(one for run in runs for one in run.gone)))
+        own = sorted(same), sorted(namesakes - same), runs[0].total, sorted(chose), sorted(held - chose)
+        return Seen(*own, copies, relabelled, list({one: 0 for run in runs for one in run.gone}), runs[0].twins)
 
     @property
     def words(self) -> str:
@@ -143,7 +144,7 @@ class Seen(NamedTuple):
                 if_so = f"if {'it is' if len(found) == 1 else 'they are'} the same, " * (found is self.namesakes)
                 of = f"{len(found)} of {quantity(self.total, 'scored case')} {what} ({shown})"
                 sentences.append(f"{of}: {if_so}{whose} {told}.")
-        return sentences
+        return [*sentences, *self.twins]
 
     def _named(self, case: str) -> str:
         by_image = ", whose image was there with another label file" * (case in self.relabelled)

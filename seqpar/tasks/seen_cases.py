@@ -1,9 +1,11 @@
 """Which scored cases a run has seen: by what is in their files, by their names, and by their images."""
 
 import filecmp
+import hashlib
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ from seqpar.data.preparation.cache import open_cache, read_record
 from seqpar.data.volumes import read_geometry, read_volume, to_canonical
 from seqpar.prediction.prediction_folder import inputs_of, voxels_of
 from seqpar.report.record import RunRecord
+from seqpar.scores.label_files import MAX_NAMED
 from seqpar.tasks.case_evaluation import Seen
 from seqpar.weights.facts import ANCESTORS, LEARNED, VALIDATED, VOXELS, same_scans
 
@@ -73,7 +76,30 @@ def find_seen(
     told = {name for name in scans if all(name in own.get(VOXELS, {}) for own in before if name in own["train"])}
     namesakes += [name for name in scored if name in others - told and name not in same and name not in further]
     validated = (chose, []) if record.has_chosen else ([], chose)
-    return Seen(seen, namesakes + further, len(scored), *validated, copies, list(by_image))
+    twins = _scored_twice(there, scans)
+    return Seen(seen, namesakes + further, len(scored), *validated, copies, list(by_image), twins=twins)
+
+
+def _scored_twice(files: Mapping[str, Path], scans: Mapping[str, str]) -> list[str]:
+    """Returns a sentence on each case that is scored under several names, as its image tells, or else its file.
+
+    - ``files``: of the cases, as far as they are known; ``scans``: digests of the voxels of their images, likewise
+    """
+    groups, sizes = defaultdict[str, list[str]](list), defaultdict[int, list[str]](list)
+    for name, path in files.items():
+        if scans.get(name):
+            groups[scans[name]].append(name)
+        else:
+            sizes[path.stat().st_size].append(name)
+    for name in chain.from_iterable(names for names in sizes.values() if len(names) > 1):
+        if _is_of_one(files[name]):
+            groups[hashlib.sha256(files[name].read_bytes()).hexdigest()].append(name)
+    return [
+        f"{', '.join(names[:MAX_NAMED])}{', …' * (len(names) > MAX_NAMED)} are one case under {len(names)} names: "
+        f"means and intervals count it {len(names)} times."
+        for names in groups.values()
+        if len(names) > 1
+    ]
 
 
 def _known_elsewhere(before: Sequence[Mapping[str, Any]], scans: Mapping[str, str], part: str) -> dict[str, str]:

@@ -14,6 +14,7 @@ import sys
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -315,13 +316,22 @@ def _problem(path: Path, trusts_times: bool = False) -> str:
             return f"{path.name}/{MANIFEST} is damaged"
     for name, saved_digest in digests.items():
         try:
-            is_older = trusts_times and (path / name).stat().st_mtime_ns < completed
-            file_digest = saved_digest if is_older else digest(path / name)
+            if trusts_times:
+                at = (path / name).stat()
+                file_digest = saved_digest if at.st_mtime_ns < completed else _digest_of(path / name, at.st_mtime_ns)
+            else:
+                file_digest = digest(path / name)
         except OSError:
             return f"{path.name}/{name} is missing"
         if file_digest != saved_digest:
             return f"{path.name}/{name} is damaged"
     return ""
+
+
+@cache
+def _digest_of(path: Path, _mtime_ns: int) -> str:
+    """Returns the hash of a file that was read once in this process, as long as it is not written again."""
+    return digest(path)
 
 
 def load(

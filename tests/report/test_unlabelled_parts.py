@@ -6,10 +6,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from matplotlib.colors import to_hex
 
 from seqpar.report.embedded_volumes import ShownCase, planes_of, viewer_data
 from seqpar.report.pictures import PicturedCase, figure_of_cases
-from seqpar.report.planes import UNLABELLED, hatched
+from seqpar.report.planes import COLOURS, UNLABELLED, hatched
 from tests.support.report_page import own_slices, unroll
 
 GREY = 60
@@ -27,11 +28,20 @@ def shown_case(has_image: bool = True) -> ShownCase:
 def test_stripes_are_seen_on_every_grey_and_only_inside(grey: int) -> None:
     image, area = np.full((9, 12), grey), np.zeros((9, 12), bool)
     area[:, 5:] = True
-    drawn = hatched(image, area, 0, 255)
+    drawn = hatched(image, area, 0, 255, 1.0, 1.0)
     assert (drawn == image)[~area].all() and 0 <= drawn.min() <= drawn.max() <= 255
     stripes = np.abs(drawn - image)[area] > 60
     assert 0.2 < stripes.mean() < 0.3, "every fourth pixel, the others as they are"
     assert (drawn[area][~stripes] == grey).all()
+
+
+@pytest.mark.parametrize(("mm", "up"), [(0.65, 0.65), (0.65, 6.0), (4.0, 4.0)])
+def test_stripes_are_as_wide_in_every_picture_whichever_voxels_it_has(mm: float, up: float) -> None:
+    """Else those of fine voxels are a mesh that looks like another density."""
+    shape = round(330 / up), round(330 / mm)
+    drawn = hatched(np.zeros(shape), np.ones(shape, bool), 0, 1, mm, up)
+    row = drawn[0] > 0
+    assert 15 <= np.count_nonzero(np.diff(row.astype(int)) == 1) <= 30 and 0.2 <= row.mean() <= 0.35
 
 
 def test_a_page_hatches_the_same_voxels_in_its_planes_and_in_its_viewer() -> None:
@@ -49,7 +59,7 @@ def test_a_page_hatches_the_same_voxels_in_its_planes_and_in_its_viewer() -> Non
 def test_a_case_without_an_image_is_hatched_too_and_keeps_its_tints() -> None:
     sagittal = planes_of(shown_case(has_image=False), True)[0]
     assert base64.b64decode(sagittal.png)[:4] == b"\x89PNG"
-    assert {kind for kind, *_ in sagittal.outlines} == {"inside bare", "truth", "prediction"}
+    assert {kind for kind, *_ in sagittal.outlines} == {"ignored", "inside bare", "truth", "prediction"}
     assert not planes_of(replace(shown_case(has_image=False), ignored=None), True)[0].png
 
 
@@ -61,6 +71,8 @@ def test_a_picture_of_a_validation_hatches_it_and_says_so() -> None:
     )
     figure = figure_of_cases([drawn], ["tumour"], 1, False, Path("run"))
     sagittal = np.asarray(figure.axes[0].images[0].get_array())
+    lines = [to_hex(panel.collections[0].get_edgecolor()[0]) for panel in figure.axes]
+    assert lines == ["#ffffff", "#ffffff", COLOURS[0]], "its edge, where the plane cuts it"
     assert len(np.unique(sagittal[:4])) == 2 and len(np.unique(sagittal[4:])) == 1, "above, where nothing is labelled"
     assert figure.legends[0].texts[-1].get_text() == UNLABELLED
     plain = figure_of_cases([replace(drawn, truth=case.truth)], ["tumour"], 1, False, Path("run"))

@@ -390,7 +390,9 @@ def test_scores_that_a_guess_could_have_are_cautioned() -> None:
     ["edema|no finding", "disease|no_disease", "demented|nondemented", "COVID|non-COVID", "AD|NC", "tumor|unaffected",
      "mutant|wildtype", "IDH-mutant|IDH-wildtype", "methylated|unmethylated", "high|low", "cancer|cancer-free",
      "died|survived",
-     "PD|control_group", "nodule|healthy", "nonenhancing|normal", "ill|0"],
+     "PD|control_group", "nodule|healthy", "nonenhancing|normal", "ill|0", "AD|normal control", "case|healthy_controls",
+     "MS|healthy subjects", "nodule|nodule_absent", "1p19q-codel|1p19q-non-codel", "N+|N0", "lesion|normal-appearing",
+     "converter|stable MCI", "relapse|remission", "HGG|LGG", "codeleted|intact", "normal pressure palsy|normal"],
 )  # fmt: skip
 def test_the_class_that_is_looked_for_is_not_the_one_that_says_no(names: str) -> None:
     found, other = names.split("|")

@@ -99,7 +99,7 @@ def test_too_much_is_not_called_hardly_overlapping() -> None:
     assert "or much too much is predicted" in what_is_hardly_learned(0.16, 2, 0.16)
     assert what_is_hardly_learned(0.0, 1, 0.0, 0.0) == "the prediction does not overlap the truth"
     said = "no case has this class in the readers' consensus"
-    assert what_is_hardly_learned(0.0, 2, math.nan, math.nan, has_readers=True) == said
+    assert what_is_hardly_learned(0.0, 2, math.nan, math.nan, where="in the readers' consensus") == said
 
 
 def test_a_class_that_no_truth_has_is_not_called_hardly_learned(folders: tuple[Path, Path], capsys) -> None:

@@ -161,7 +161,8 @@ def test_a_copy_of_a_runs_case_under_another_name_is_not_new(tmp_path: Path) -> 
     seen = find_seen(record, {**copies, "b": files["a"]}, lambda: files)
     assert seen.same == ["v", "w", "b"], "this b is the run's a"
     assert seen.chose == ["x"] and not seen.namesakes, "y is of no case of the run, and a map without labels tells none"
-    trained, chose = seen.sentences
+    trained, chose, twice = seen.sentences
+    assert twice.startswith("v, b are one case under 2 names")
     assert "3 of 6 scored cases were in the run's training data (" in trained and "v, there a; w, there b" in trained
     assert "b, there a" in trained and "(x, there c)" in chose
     template = {**files, "c": copies["v"]}
@@ -213,7 +214,7 @@ def test_a_scan_counts_as_seen_however_it_is_written_and_whichever_data_the_run_
     first = {"name": "D", "recipe": None, "train": ["c", "d"], "digests": {}, "voxels": {"c": "30", "d": "4", "e": "6"}}
     first["validated"] = ["e"]
     dataset = {"train": ["a", "b"], "held_out": ["c"], "voxels": {"a": "1", "b": "2", "c": "3"}}
-    run = SimpleNamespace(has_chosen=True, subjects={}, config={"data": "here"})
+    run = SimpleNamespace(held_out=[{}] * 2, has_chosen=True, subjects={}, config={"data": "here"})
     run.dataset = {**dataset, "weights_learned_from": [first]}
 
     def seen(voxels: Mapping[str, str], **others: Path) -> Seen:
@@ -242,3 +243,17 @@ def test_a_further_scan_of_a_patient_is_not_new() -> None:
     assert found(2, {}) == ["sub-01_ses-2", "sub-02_ses-2"]
     assert found(1, {}) == ["sub-01_ses-2"], "a single validation chooses nothing"
     assert found(1, {"d1": "d", "d2": "d"}) == ["sub-01_ses-2", "d2"], "as a table says"
+
+
+def test_a_case_that_is_scored_under_several_names_is_said_to_count_so_often(tmp_path: Path) -> None:
+    """By its image, where predict recorded it, else by its label map; maps without a label are nobody's."""
+    record = SimpleNamespace(dataset={}, subjects={}, held_out=[], has_chosen=False, config={})
+    files: dict[str, Path | None] = {name: save(tmp_path / f"{name}.nii.gz", label_array()) for name in "abc"}
+    files |= {"d": save(tmp_path / "d.nii.gz", label_array() * 0), "e": save(tmp_path / "e.nii.gz", label_array() * 0)}
+    files["f"] = save(tmp_path / "f.nii.gz", np.roll(label_array(), 1, 0))
+    (said,) = find_seen(record, files, dict).sentences  # type: ignore[arg-type]
+    assert said == "a, b, c are one case under 3 names: means and intervals count it 3 times."
+    write_json(tmp_path / "prediction.json", {"voxels": {"a": "1", "b": "2", "c": "3", "e": "4", "f": "4"}})
+    (said,) = find_seen(record, files, dict, tmp_path).sentences  # type: ignore[arg-type]
+    assert said == "e, f are one case under 2 names: means and intervals count it 2 times.", "as their images tell"
+    assert Seen.by_any([find_seen(record, files, dict)] * 2).twins  # type: ignore[arg-type]

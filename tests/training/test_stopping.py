@@ -209,6 +209,7 @@ def test_a_run_that_becomes_no_better_ends_as_finished(flags, tmp_path):
         ended = {name: status(out)[name] for name in ("state", "step", "steps", "why", "code")}
         why = "no better mean Dice in 2 validations"
         assert ended == {"state": "finished", "step": 6, "steps": 16, "why": why, "code": 0}
+        assert json.loads((out / "validation" / "summary.json").read_text())["step"] == 6, "not where it was to end"
         assert len(scores(out)) == 3 and len(list((out / "validation").glob("*.nii.gz"))) == 1
         assert (out / "model.safetensors").exists()
     assert "at step 2; ended at step 6 of 16: no better mean Dice in 2 validations (--patience)" in said

@@ -52,9 +52,8 @@
     return made;
   }
 
-  function outline(labels, number, width, height) { // closed lines along the edges of pixels, inside on the right
+  function outline(labels, number, width, height, ranks = current().ranks) { // closed lines along the edges of pixels, inside on the right
     // a point says whether the edge to it is drawn: edges to rarer labels are theirs, or two dashed lines look solid
-    const { ranks } = current();
     const label = (x, y) => (x >= 0 && y >= 0 && x < width && y < height ? labels[y * width + x] : 0);
     const turns = new Map();
     const add = (other, x, y, dx, dy) => {
@@ -145,7 +144,9 @@
   }
 
   function greys(dim) { // a picture of the plane, window and level applied, and the map over it
-    const [x, y] = ACROSS[dim], { shape } = current();
+    const [x, y] = ACROSS[dim], { shape, spacing } = current();
+    const finest = Math.min(spacing[x], spacing[y]), period = Math.max((shape[x] * spacing[x]) / 30, (shape[y] * spacing[y]) / 30, 4 * finest); // of stripes, in mm
+    const width = Math.max(period / 4, finest);
     const small = document.createElement("canvas");
     small.width = shape[x];
     small.height = shape[y];
@@ -155,8 +156,8 @@
     const [disputed, ignored] = ["disputed", "ignored"].map((id) => get(id).checked && state.volumes[id] && plane(state.volumes[id], dim));
     for (let n = 0; n < small.width * small.height; n++) {
       let grey = values ? Math.min(Math.max(Math.round((values[n] - low) * times), 0), 255) : 0;
-      const isStripe = ignored && ignored[n] && ((n % shape[x]) + Math.floor(n / shape[x])) % 4 === 0;
-      if (isStripe) grey += grey > 127 ? -STRIPES : STRIPES;
+      const along = (n % shape[x]) * Math.min(spacing[x], width) + Math.floor(n / shape[x]) * Math.min(spacing[y], width);
+      if (ignored && ignored[n] && along % period < width) grey += grey > 127 ? -STRIPES : STRIPES;
       const part = heat ? (strength * heat[n]) / 255 : 0, over = part ? heatOf(heat[n]) : [0, 0, 0];
       let colour = over.map((one) => Math.round(grey + (one - grey) * part));
       if (disputed && disputed[n]) colour = VIOLET.map((one, at) => 0.55 * one + 0.45 * colour[at]);
@@ -198,6 +199,15 @@
       });
     }
     context.globalAlpha = 1;
+    if (get("ignored").checked && state.volumes.ignored) {
+      const edges = new Path2D();
+      for (const line of outline(plane(state.volumes.ignored, dim), 1, shape[x], shape[y], [0, 1]))
+        line.forEach(([i, j, drawn]) => edges[drawn ? "lineTo" : "moveTo"]((i - left) * sx, (j - top) * sy));
+      context.setLineDash([1.5, 3]);
+      context.lineWidth = density;
+      context.strokeStyle = "#fff";
+      context.stroke(edges);
+    }
     mark(context, canvas, entry.open_sides ? "????" : told.sides[dim]);
     drawScale(context, canvas, (width * spacing[x]) / canvas.width);
     const mm = [x, y].map((axis) => Number(spacing[axis].toPrecision(3))).join(" × ");

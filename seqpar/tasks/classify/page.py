@@ -255,10 +255,10 @@ def classes_table(summary: Summary, positive: str | None = None) -> Table:
     of_share = ("share", "95 % interval")
     heads = [TableHead("Class"), TableHead("Cases"), TableHead("Sensitivity", of_share)]
     heads += [TableHead("Specificity", of_share), *[TableHead("AUC")] * has_areas]
-    against = "Each class against all others. "
-    if not has_areas:
-        (mirrored,) = (name for name in names if name not in shown)
-        against = f"{mirrored} has no row: its sensitivity is the specificity above, and the reverse. "
+    mirrored, against = next((name for name in names if name not in shown), ""), "Each class against all others. "
+    if mirrored:
+        against = f"{mirrored} has no row: its sensitivity is the specificity above, and the reverse "
+        against += "(--positive chooses it instead). "
     _, probabilities = _arrays(summary)
     ties = int(((probabilities == probabilities.max(1, keepdims=True)).sum(1) > 1).sum())
     tied = f"; if several are equal ({quantity(ties, 'case')}), the first of {', '.join(names)}" if ties else ""

@@ -61,7 +61,7 @@ class ClassValidation(CaseValidation):
         ]
         self._is_explained = True
         if keep and self.mesh.is_first:
-            summary |= {"step": self.config.steps, "run_data": self.data.dataset.name}
+            summary |= {"step": journal.steps_done, "run_data": self.data.dataset.name}
             try:
                 write_output(folder / TABLE, table.text())
                 write_output(folder / "summary.json", as_json(summary))

@@ -95,9 +95,8 @@ class LabelMapEvaluation(CaseEvaluation):
         validations = [(path, validation_of(path)) for path in options.prediction]
         refuse_duplicates((path, validation or path) for path, validation in validations)
         for path, validation in validations:
-            pairs, missing, faults = match_cases(
-                options.truth, validation or path, self.dataset, self.only, options.common
-            )
+            folder = validation or path
+            pairs, missing, faults = match_cases(options.truth, folder, self.dataset, self.only, options.common)
             files = output_files(path if validation is None else None, options.json, options.csv)
             files, note = without_larger(files, path)
             refuse_foreign(files, data)
@@ -187,7 +186,8 @@ class LabelMapEvaluation(CaseEvaluation):
     def words(self, text: str) -> list[str]:
         doubtful = self.dataset if self.dataset and self.dataset.soft else None
         readers = len(doubtful.readers) if doubtful else None
-        return words_of(self.options.lesion_wise, self.options.centreline, "–" in text, readers)
+        asked = self.options.lesion_wise, self.options.centreline
+        return words_of(*asked, "–" in text, readers, self.labels.ignore is not None)
 
     def find_seen(self, job: ScoringJob, record: RunRecord) -> Seen:
         return trained_on(record, {pair.case: pair.truth for pair in job.cases}, Path(job.name))

@@ -20,6 +20,7 @@ from seqpar.report.cautions import (
     chosen_on_them,
     of_open_sides,
     other_values_of,
+    part_labelled,
     reached_in_validation,
     trained_on_some,
 )
@@ -72,13 +73,14 @@ from seqpar.report.tables import (
 from seqpar.runs.metrics_tail import with_other_weights
 from seqpar.scores.comparison import FEW as FEW_CASES
 from seqpar.scores.comparison import TOO_FEW, about_scans, interval_of_mean
-from seqpar.scores.label_classes import Labels
+from seqpar.scores.label_classes import Labels, with_declared_by
 from seqpar.scores.label_files import MAX_NAMED, dataset_at, match_cases, missing_line
 from seqpar.scores.label_scores import (
     Scores,
     describe_consensus,
     mean_where_present,
     what_is_hardly_learned,
+    where_known,
     why_no_dice,
     without_nan,
 )
@@ -110,14 +112,16 @@ def segment_page(options: argparse.Namespace, record: RunRecord) -> FinishedPage
     if options.positive is not None:
         raise ValueError(f"--positive: {record.path} labels voxels, and draws no ROC curve: remove it")
     scored, gaps = None, list[str]()
-    assert record.labels is not None
+    assert (labels := record.labels) is not None
     alone = options.prediction is not None and options.truth is None
     if options.truth is not None:
+        labels = with_declared_by(options.truth, dataset_at(options.truth), labels)
+        record = replace(record, labels=labels)
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
         workers = min(8, cores)
-        scored = score_folders(options.truth, options.prediction, record.labels, workers, options.common)
+        scored = score_folders(options.truth, options.prediction, labels, workers, options.common)
     elif options.prediction is not None:
-        scored = measure_folder(options.prediction, record.labels)
+        scored = measure_folder(options.prediction, labels)
     else:
         scored = try_reading(lambda: read_scores(record.path), gaps)
     cases, shown = None, []
@@ -153,7 +157,7 @@ def segment_page(options: argparse.Namespace, record: RunRecord) -> FinishedPage
         tables["series"] = _series(options.prediction, scored)
     elif scored:
         metrics = metrics_table(scored)
-        open_parts = [UNLABELLED] * (record.labels.ignore is not None)
+        open_parts = [UNLABELLED] * (labels.ignore is not None)
         told = [metrics.note, *open_parts, how_predicted(options.prediction, record)]
         metrics = replace(metrics, note=" ".join(filter(None, told)))
         tables |= {"metrics": metrics, "sizes": sizes_table(scored), "volumes": volumes_table(scored)}
@@ -177,16 +181,17 @@ def segment_page(options: argparse.Namespace, record: RunRecord) -> FinishedPage
         cautions = chosen_on_them(record)
         if options.truth is not None:
             cautions = [*begun_unknown(record), *missing, *seen.sentences, *unknown_runs(record, options.prediction)]
-            cautions += other_values_of(options.truth, record.labels)
+            cautions += other_values_of(options.truth, labels)
         cautions += [f"{quantity(len(faults), 'case')} could not be scored, as listed below the tables."] * bool(faults)
-        cautions += filter(None, [about_scans([case.name for case in scored.cases], {}), too_much(scored)])
+        scans = about_scans([case.name for case in scored.cases], {})
+        cautions += filter(None, [scans, too_much(scored), part_labelled(scored)])
     cautions += filter(None, [replaced_line(options.prediction)] if options.prediction else [])
     cautions += of_open_sides(cases.volumes) if cases else []
     if every:
         voxels = spacings_of({case.name: case.prediction for case in every.cases})
         coarse = coarse_voxels(every, max(map(max, voxels.values()), default=0.0))
         cautions += filter(None, [other_voxels(record, voxels) if options.prediction is not None else "", coarse])
-    calibration = ([], "") if not scored or alone else _calibration(options, scored, record.labels, colours)
+    calibration = ([], "") if not scored or alone else _calibration(options, scored, labels, colours)
     parts: dict[str, Any] = {
         "calibration": calibration[0],
         "about_calibration": calibration[1],
@@ -219,8 +224,8 @@ def _caution_of(tile: HeadlineTile, rows: Sequence[Scores], count: int) -> str:
         return what_is_hardly_learned(tile.score.value, count, tile.score.value)
     present, found = (mean_where_present(rows, tile.name, metric) for metric in ("Dice", "Sensitivity"))
     own = [row[tile.name] for row in rows if tile.name in row]
-    has_readers, count = any(DISPUTED_ML in row for row in own), len(without_nan(row["Dice"] for row in own))
-    return what_is_hardly_learned(tile.score.value, count, present, found, has_readers)
+    where, count = next(filter(None, map(where_known, own)), ""), len(without_nan(row["Dice"] for row in own))
+    return what_is_hardly_learned(tile.score.value, count, present, found, where)
 
 
 def _intensities(prediction: Path, scored: CaseScores, schemes: Sequence[str], gaps: list[str]) -> Table | None:

@@ -230,7 +230,7 @@ class SegmentationValidation(CaseValidation):
         out, dataset = journal.path.parent, self.data.dataset
         shown = dataset.modalities.index(best_modality(dataset.modalities))
         net.eval()
-        kinds = [_Measured(window, self._folder(out, window) if keep else None) for window in self.windows]
+        kinds = [_Measured(window, self._folder(journal, window) if keep else None) for window in self.windows]
         if keep and len(kinds) == 1:  # the settings of a resumed run may have changed
             journal.attempt(lambda: remove_predictions(out / "validation-whole", self.data.held_out_ids))
         pictured: list[PicturedCase] = []
@@ -279,12 +279,12 @@ class SegmentationValidation(CaseValidation):
         shapes = [self.data.dataset.cases[name].image.shape[1:] for name in self.ids if "whole" in self.windows]
         return tuple(map(max, zip(*(whole_grid(net, shape) for shape in shapes))))
 
-    def _folder(self, out: Path, window: str) -> ValidationFolder | None:
+    def _folder(self, journal: Journal, window: str) -> ValidationFolder | None:
         """Returns RUN/validation on the first rank, and RUN/validation-whole where both kinds are measured."""
         if not self.mesh.is_first:
             return None
         name = "validation" if window == self.windows[0] else f"validation-{window}"
-        find, step = lambda: dataset_of(self.config), self.config.steps
+        find, step, out = lambda: dataset_of(self.config), journal.steps_done, journal.path.parent
         return ValidationFolder(out / name, self.data.describe(), find, step, self.data.dataset.preparation)
 
     def _pictured(self, case: PreparedCase, ids: np.ndarray, shown: int) -> PicturedCase:
