@@ -274,7 +274,7 @@ def look_up(folder: Path, which: str = "latest", trusts_times: bool = False) -> 
     named = _named(folder / which)
     others = [path for path in _complete(folder) if path != named]
     others.sort(key=lambda path: (path.stem, not path.suffix), reverse=True)
-    problems: list[str] = []
+    problems = [f"{folder / which} names no checkpoint"] * (named is None and (folder / which).is_file())
     for path in [*([named] if named else []), *others]:
         problem = _problem(path, trusts_times)
         if not problem:

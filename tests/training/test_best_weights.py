@@ -116,6 +116,24 @@ def test_weights_that_were_not_validated_say_so_and_a_whole_checkpoint_has_only_
     assert f"not those that checkpoints/best names: to take them, use --checkpoint {out}/checkpoints/step-0" in told
 
 
+def test_a_best_that_names_no_checkpoint_is_said_to(best_is_first, tmp_path, monkeypatch, capfd) -> None:
+    out, link = best_is_first, best_is_first / "checkpoints" / "best"
+    images = nnunet(tmp_path / "Dataset003_New", 1) / "imagesTr"
+    link.write_text("")
+    taken = (
+        TAKEN.format(6, "mean Dice 0.200") + "not those that checkpoints/best names: to take them, use --checkpoint "
+    )
+    assert taken in page_of(out, capfd)[0]
+    line = [str(out), "-i", str(images), "-o", str(tmp_path / "found"), "--device", "cpu"]
+    for act, arguments in ((predict.act, line), (export.act, [str(out), str(tmp_path / "found.zip")])):
+        assert run(act, arguments) == 0
+        said = capfd.readouterr().err
+        assert f"warning: {link} names no checkpoint: going back to step-00000006" in said and taken in said
+    scored(monkeypatch, 0.1)
+    assert "going back" not in trained(1, ["--resume", "--epochs", "4"], out).said()
+    assert link.read_text() == "step-00000002"
+
+
 def test_a_lost_metrics_file_is_contradicted_by_what_else_tells_of_validations(
     flags, best_is_first, monkeypatch, capfd
 ) -> None:
