@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from seqpar.data.errors import DataError, reason
-from seqpar.data.files import read_whole, strip_suffix
+from seqpar.data.files import read_json, read_whole, strip_suffix
 from seqpar.data.phantom.phantom_files import has_phantoms
 from seqpar.report.planes import colours_of
 from seqpar.runs.archive import ABOUT, is_archive
@@ -320,6 +320,27 @@ def why_unknown(run: Path, weights: Mapping[str, str]) -> str:
         return "" if holds_run(run) else f"{made} does not say from which cases it has learned"
     except OSError as error:  # such as of another user's folder
         return f"{made} cannot be read ({reason(error)})"
+
+
+def runs_behind(prediction: Path) -> list[tuple[Path, str]]:
+    """Returns the runs that predicted a folder, each with a sentence if its place is empty or another run's by now.
+
+    If its prediction.json cannot be used, that is in the place of a run.
+    """
+    runs, record = list[tuple[Path, str]](), prediction / "prediction.json"
+    if not record.is_file():
+        return runs
+    try:
+        content = read_json(record)
+        for run, weights in [(Path(made["run"]), made.get("weights", {})) for made in content.get("runs", [content])]:
+            unknown = why_unknown(run, weights)
+            runs.append((run, f"{unknown}: whether they were in its training data is not known." * bool(unknown)))
+    except (OSError, *DAMAGE):
+        told = (
+            f"{record} is damaged and does not say which run predicted these cases: whether they were in its training "
+        )
+        return [(record, f"{told}data is not known. Copy it again, or predict again.")]
+    return runs
 
 
 def measure_folder(prediction: Path, labels: Labels) -> CaseScores:
