@@ -65,7 +65,7 @@ class RunRecord:
     @property
     def has_chosen(self) -> bool:
         """Whether the weights were chosen on held-out cases, or may have been, as the record lacks validations."""
-        return len(self.held_out) > 1 or bool(self.weights.describe_lost())
+        return (len(self.held_out) > 1 or bool(self.weights.describe_lost())) and not self.weights.none_saved
 
     @property
     def outputs(self) -> list[str]:

@@ -116,6 +116,7 @@ class TakenWeights:
     - ``held_out``: the validations that metrics.jsonl has; ``scores``: of each that is known and can be compared with
       the last, by step
     - ``best``: the step of a better validation, None if there is none; ``is_there``: whether its weights are whole
+    - ``none_saved``: whether the weights of no validation were ever saved, as when there was no room for them
     """
 
     path: Path = Path()
@@ -127,6 +128,7 @@ class TakenWeights:
     scores: Mapping[int, float] = field(default_factory=dict)
     best: int | None = None
     is_there: bool = False
+    none_saved: bool = False
 
     def describe_lost(self, train: Sequence[Mapping[str, Any]] | None = None) -> str:
         """Returns a sentence on what metrics.jsonl lacks; "" if that is nothing.
@@ -153,6 +155,8 @@ class TakenWeights:
         told += f"validation ({best}), are "
         if self.is_there:
             return f"{told}not those that checkpoints/best names: to take them, use --checkpoint {folder}."
+        if self.none_saved:
+            return f"{told}not saved. Training continues from step {self.step:,} with --resume."
         return f"{told}missing or damaged: to take them, restore {folder} and use it as --checkpoint."
 
     def _measured(self, step: int | None) -> str:
@@ -206,6 +210,7 @@ def weights_taken(run: Path) -> TakenWeights:
         scores,
         None if is_best or task == "pretrain" else top,  # weights of a pretraining are taken from its end
         top is not None and checkpoint.is_whole(points, top),
+        bool(known) and name == "latest" and all(own.best_step < 0 for own in known.values()),
     )
 
 

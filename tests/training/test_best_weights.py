@@ -134,6 +134,34 @@ def test_a_best_that_names_no_checkpoint_is_said_to(best_is_first, tmp_path, mon
     assert link.read_text() == "step-00000002"
 
 
+def test_weights_of_validations_that_could_not_be_saved_were_not_chosen(flags, tmp_path, monkeypatch, capfd) -> None:
+    out = tmp_path / "run"
+    commit, names = checkpoint._commit, list[str]()
+
+    def once(draft: Path, target: Path, *of: object) -> None:
+        names.append(target.name)
+        if len(names) > 1:
+            raise OSError(28, "No space left on device")
+        commit(draft, target, *of)  # type: ignore[arg-type]
+
+    scored(monkeypatch, 0.2, 0.3, 0.4)
+    monkeypatch.setattr(checkpoint, "_commit", once)
+    trained(1, [*flags, *STEPS, "--epochs", "3"], out, expect=1)
+    taken = weights_taken(out)
+    assert taken.step == 1 and taken.not_the_best == (
+        "Predict takes the weights of step 1 (not validated), as those of step 6, the best validation (mean Dice "
+        "0.400), are not saved. Training continues from step 1 with --resume."
+    )
+    text, _ = page_of(out, capfd)
+    assert "were chosen on these" not in text and taken.not_the_best in text
+    data, images = Path(flags[flags.index("--data") + 1]), tmp_path / "found"
+    assert run(predict.act, [str(out), "-i", str(data / "imagesTr"), "-o", str(images), "--device", "cpu"]) == 0
+    said = capfd.readouterr().err
+    assert f"warning: {out}: {taken.not_the_best}" in said and "has not been validated" not in said
+    assert run(evaluate.act, [str(data / "labelsTr"), str(images)]) == 0
+    assert "helped to choose" not in "".join(capfd.readouterr())
+
+
 def test_a_lost_metrics_file_is_contradicted_by_what_else_tells_of_validations(
     flags, best_is_first, monkeypatch, capfd
 ) -> None:
