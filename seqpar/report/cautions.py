@@ -65,8 +65,8 @@ def cautions_of_learned(*records: RunRecord) -> list[str]:
     learned = [cases & held_out == held_out for cases, held_out in both if cases & held_out]
     which = "all" if learned and all(learned) else "some"
     sentence = (
-        f"The weights have learned from {which} of these held-out cases (--fold all, another split, or weights that "
-        "training began with), so the scores say nothing about new cases."
+        f"The weights have learned from {which} of these held-out cases (--fold all, another split, a scan under "
+        "two names, or weights that training began with), so the scores say nothing about new cases."
     )
     return [sentence] * bool(learned) + unknown
 

@@ -185,7 +185,7 @@ def weights_taken(run: Path) -> TakenWeights:
     if not (saved or held_out or _says_running(run)):  # checkpoints were not copied
         validations.add(read_best_step(run, "validation/summary.json") or 0)
     rows, best = comparable(held_out), best_validation(held_out)
-    basis = basis_of(rows) or max((own.step, own.measured_on) for own in known.values())[1] if known else ""
+    basis = basis_of(rows) or max(((own.step, own.measured_on) for own in known.values()), default=(0, ""))[1]
     bests = [own for own in known.values() if own.best >= 0 and own.measured_on in ("", basis)]
     scores = {own.best_step: own.best for own in bests} | {row["step"]: score_of(row) for row in rows}
     if saved and _says_running(run) and not describe_kill(run):  # the newest weights may not be saved yet
