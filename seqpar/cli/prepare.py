@@ -2,6 +2,7 @@
 
 import argparse
 import sys
+from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -9,10 +10,11 @@ from seqpar.cluster.exit_codes import DATA, INTERRUPTED, run
 from seqpar.data.errors import DataError
 from seqpar.data.formats.dataset import Dataset
 from seqpar.data.formats.joined_labels import join_labels
-from seqpar.data.preparation.cache import check_cache
+from seqpar.data.preparation.cache import check_cache, open_cache
 from seqpar.data.preparation.cache_index import cache_folder, is_current, outdated_cache
 from seqpar.data.preparation.prepare_dataset import Report, check_sources, prepare
 from seqpar.data.preparation.recipe import BY_NAME, NORMALISATIONS, PrepareSettings
+from seqpar.scores.label_files import MAX_NAMED
 from seqpar.settings.data_settings import OWN, DataSettings, prepare_settings
 from seqpar.settings.field import PROCESSES
 from seqpar.settings.parser import Parser, check_numbers
@@ -66,6 +68,8 @@ def act(arguments: Sequence[str]) -> int:
         return INTERRUPTED
     _print_report(report)
     code = _print_faults(report.faults, "data set")
+    if code == 0 and (told := scans_with_several_names(report.path)):
+        print(coloured(f"warning: {told}", sys.stderr), file=sys.stderr, flush=True)
     if code == 0:
         more = ["--cache", options.out] if options.out else []
         more += ["--plans", options.plans] if options.plans else []
@@ -75,6 +79,22 @@ def act(arguments: Sequence[str]) -> int:
         more += ["--normalise", options.normalise] if options.normalise not in ("", BY_NAME) else []
         print(coloured(f"next: {next_command(*task.train_command, '--data', options.data, *more)}", sys.stdout))
     return code
+
+
+def scans_with_several_names(cache: Path) -> str:
+    """Returns a sentence on prepared cases with the same voxels in all images, "" if there are none."""
+    names = defaultdict[str, list[str]](list)
+    for name, case in open_cache(cache).cases.items():
+        names[case.voxels].append(name)
+    several = [own for voxels, own in names.items() if voxels and len(own) > 1]
+    if not several:
+        return ""
+    more = f", and {len(several) - 1} more scans have several" if len(several) > 1 else ""
+    listed = f"{', '.join(several[0][:MAX_NAMED])}{', …' * (len(several[0]) > MAX_NAMED)}"
+    return (
+        f"{listed} are one scan under {len(several[0])} names{more}: where it is trained on and held out, scores are "
+        "too good. Keep one of them"
+    )
 
 
 def _planned(options: argparse.Namespace) -> str:

@@ -12,7 +12,7 @@ from typing import Any
 from seqpar.data.errors import DataError
 from seqpar.data.formats.splits import sample_cases
 from seqpar.report.record import CaseScores, RunRecord, read_record, row_of_taken
-from seqpar.runs.metrics_tail import best_validation, score_of
+from seqpar.runs.metrics_tail import best_validation, comparable, score_of
 from seqpar.scores.comparison import FEW, TOO_FEW
 from seqpar.scores.label_classes import Labels, choose_labels
 from seqpar.scores.label_files import MAX_NAMED, dataset_at
@@ -65,8 +65,8 @@ def cautions_of_learned(*records: RunRecord) -> list[str]:
     learned = [cases & held_out == held_out for cases, held_out in both if cases & held_out]
     which = "all" if learned and all(learned) else "some"
     sentence = (
-        f"The weights have learned from {which} of these held-out cases (--fold all, another split, or weights that "
-        "training began with), so the scores say nothing about new cases."
+        f"The weights have learned from {which} of these held-out cases (--fold all, another split, a scan under "
+        "two names, or weights that training began with), so the scores say nothing about new cases."
     )
     return [sentence] * bool(learned) + unknown
 
@@ -168,7 +168,7 @@ def reached_in_validation(record: RunRecord, who: str = "this run") -> list[str]
         reached = f"On its {cases}{few} {who} reached a mean Dice of {scores}."
         if record.weights.best is not None:
             reached += f" {record.weights.not_the_best}"
-        elif (count := len(record.held_out)) > 1:
+        elif (count := len(comparable(record.held_out))) > 1:
             reached += f" Its weights are the best of {count} validations on them."
         return [" ".join([reached, "Other patients may score lower.", *cautions_of_learned(record)])]
     return []
@@ -186,7 +186,7 @@ def may_be_chance(record: RunRecord) -> str:
         return "The held-out cases are all of one class: always giving that class would be right for each of them."
     best, guess = score_of(row), 1 / len(counts)
     deviation = guess * math.sqrt(guess * (1 - guess) * sum(1 / count for count in counts.values()))
-    limit, cases = NormalDist().inv_cdf(SURE ** (1 / len(record.held_out))), counts.total()
+    limit, cases = NormalDist().inv_cdf(SURE ** (1 / len(comparable(record.held_out)))), counts.total()
     if best - guess > limit * deviation:
         return ""
     reached = f"On {quantity(cases, 'held-out case')} this run reached a balanced accuracy of {best:.3f}"

@@ -2,18 +2,18 @@
 
 import json
 import math
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
 from seqpar.data.errors import DataError, reason
-from seqpar.data.files import read_whole, strip_suffix
+from seqpar.data.files import read_json, read_whole, strip_suffix
 from seqpar.data.phantom.phantom_files import has_phantoms
 from seqpar.report.planes import colours_of
 from seqpar.runs.archive import ABOUT, is_archive
 from seqpar.runs.journal import read_metrics
-from seqpar.runs.metrics_tail import SCORES, best_validation, score_of, task_of_row
+from seqpar.runs.metrics_tail import SCORES, best_validation, comparable, score_of, task_of_row
 from seqpar.runs.run_folder import holds_run, read_config
 from seqpar.runs.run_status import TakenWeights, describe_kill, weights_taken
 from seqpar.scores.label_classes import Labels, labels_of_run
@@ -65,7 +65,7 @@ class RunRecord:
     @property
     def has_chosen(self) -> bool:
         """Whether the weights were chosen on held-out cases, or may have been, as the record lacks validations."""
-        return len(self.held_out) > 1 or bool(self.weights.describe_lost())
+        return (len(self.held_out) > 1 or bool(self.weights.describe_lost())) and not self.weights.none_saved
 
     @property
     def outputs(self) -> list[str]:
@@ -165,7 +165,7 @@ def mean_of_numbers(values: Iterable[float]) -> float:
 def row_of_taken(record: RunRecord) -> Row | None:
     """Returns the validation of the weights that predict takes; None if the journal does not have it."""
     step = record.weights.step
-    return next((row for row in record.held_out if step and row.get("step") == step), None)
+    return next((row for row in reversed(record.held_out) if step and row.get("step") == step), None)
 
 
 def step_sentence(own: int, record: RunRecord) -> str:
@@ -226,8 +226,18 @@ def read_record(run: Path) -> RunRecord:
     lost = weights.describe_lost(train)
     if rows and not held_out and not weights.validations:
         gaps.append("The run has not been validated yet.")
-    gaps += filter(None, [lost, weights.not_the_best])
+    gaps += filter(None, [lost, weights.not_the_best, _of_other_cases(held_out)])
     return RunRecord(run, content, labels, names, status, train, held_out, tuple(gaps), weights)
+
+
+def _of_other_cases(held_out: Sequence[Row]) -> str:
+    """Returns a sentence if a run's validations are not all of the same cases, or not measured in the same way."""
+    if not (before := held_out[: len(held_out) - len(comparable(held_out))]):
+        return ""
+    return (
+        f"Validations up to step {before[-1]['step']:,} are of other held-out cases than later ones, or were measured "
+        "in another way: their scores cannot be compared, and the best is that of the later ones."
+    )
 
 
 def read_scores(run: Path) -> CaseScores:
@@ -310,6 +320,27 @@ def why_unknown(run: Path, weights: Mapping[str, str]) -> str:
         return "" if holds_run(run) else f"{made} does not say from which cases it has learned"
     except OSError as error:  # such as of another user's folder
         return f"{made} cannot be read ({reason(error)})"
+
+
+def runs_behind(prediction: Path) -> list[tuple[Path, str]]:
+    """Returns the runs that predicted a folder, each with a sentence if its place is empty or another run's by now.
+
+    If its prediction.json cannot be used, that is in the place of a run.
+    """
+    runs, record = list[tuple[Path, str]](), prediction / "prediction.json"
+    if not record.is_file():
+        return runs
+    try:
+        content = read_json(record)
+        for run, weights in [(Path(made["run"]), made.get("weights", {})) for made in content.get("runs", [content])]:
+            unknown = why_unknown(run, weights)
+            runs.append((run, f"{unknown}: whether they were in its training data is not known." * bool(unknown)))
+    except (OSError, *DAMAGE):
+        told = (
+            f"{record} is damaged and does not say which run predicted these cases: whether they were in its training "
+        )
+        return [(record, f"{told}data is not known. Copy it again, or predict again.")]
+    return runs
 
 
 def measure_folder(prediction: Path, labels: Labels) -> CaseScores:

@@ -49,7 +49,7 @@ def page_of_sweep(out: Path, compare: Mapping[str, Compare]) -> str:
         described = sweep.describe_best(best)
         headline += f" {described[0].upper()}{described[1:]}."
         rows = records[best.name].held_out if best.name in records else ()
-        own = (dict(row["dice"]) for row in rows if row.get("step") == best.at and "dice" in row)
+        own = (dict(row["dice"]) for row in reversed(rows) if row.get("step") == best.at and "dice" in row)
         dice: dict[str, float] = next(own, {})
         of_classes = mean_over(f"{name} {rounded(number(value), 3)}" for name, value in dice.items())
         headline += f" {of_classes} Each of these is a mean over cases." * bool(of_classes)

@@ -13,6 +13,7 @@ SCORES = {
     "classify": "balanced accuracy",
     "pretrain": "error of hidden voxels",
 }
+MEASURED_ON = "measured_on"  # in a validation's row: which cases it scored, and how
 ERRORS = ("pretrain",)  # tasks whose measure is an error: its score is higher where the error is lower
 
 
@@ -80,17 +81,36 @@ def score_of(row: Mapping[str, Any]) -> float:
     return fmean(known) if known else math.nan
 
 
+def basis_of(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Returns which cases the last of some validations scored, and how; "" if no row says so."""
+    return next((str(row[MEASURED_ON]) for row in reversed(rows) if MEASURED_ON in row), "")
+
+
+def comparable(rows: Iterable[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
+    """Returns the last of some validations: as many as have scored the same cases in the same way.
+
+    Rows that do not say so are taken for such as follow them.
+    """
+    rows = [*rows]
+    last = basis_of(rows)
+    others = [at for at, row in enumerate(rows) if row.get(MEASURED_ON, last) != last]
+    return rows[others[-1] + 1 :] if others else rows
+
+
 def best_validation(rows: Iterable[Mapping[str, Any]]) -> Mapping[str, Any] | None:
     """Returns the row whose weights a training keeps as the best; None if no row has a score.
 
-    It has the highest score; of equal ones the lowest loss, and then it is the first.
+    It has the highest score of those that can be compared with the last; of equal ones the lowest loss, and then it is
+    the first.
     """
 
     def order(row: Mapping[str, Any]) -> tuple[float, float]:
         loss = row.get("loss")
         return score_of(row), -loss if isinstance(loss, (int, float)) and math.isfinite(loss) else -math.inf
 
-    return max((row for row in rows if "step" in row and not math.isnan(score_of(row))), key=order, default=None)
+    return max(
+        (row for row in comparable(rows) if "step" in row and not math.isnan(score_of(row))), key=order, default=None
+    )
 
 
 def with_other_weights(step: int, best: int | None) -> str:
@@ -152,7 +172,9 @@ def what_was_learned(rows: Iterable[Mapping[str, Any]], normalised: bool) -> tup
     - ``rows``: of the validations
     - ``normalised``: whether patches are rebuilt without their mean
     """
-    known = [(row["loss"], row["error_of_mean"]) for row in rows if isinstance(row.get("error_of_mean"), float)]
+    known = [
+        (row["loss"], row["error_of_mean"]) for row in comparable(rows) if isinstance(row.get("error_of_mean"), float)
+    ]
     known = [pair for pair in known if all(isinstance(error, float) and math.isfinite(error) for error in pair)]
     if not known:
         return "", ""

@@ -15,7 +15,7 @@ from typing import Any
 from seqpar.data.errors import DataError
 from seqpar.data.files import read_whole, write_json
 from seqpar.runs.journal import describe_lost, read_metrics
-from seqpar.runs.metrics_tail import SCORES, best_validation, measure_of, score_of
+from seqpar.runs.metrics_tail import SCORES, basis_of, best_validation, comparable, measure_of, score_of
 from seqpar.runs.run_folder import holds_folds, holds_run, read_best_step, read_config, read_status
 from seqpar.runs.run_lock import RunLock
 from seqpar.settings.config import Config
@@ -30,13 +30,14 @@ from seqpar.weights.facts import WEIGHTS
 class StatusFile:
     """Writes ``status.json``: whether a run is running, finished, preempted or failed, and why.
 
-    ``step`` is where the run is, ``steps`` where it ends. ``lock``: of the run folder; without holding it, nothing is
-    written.
+    ``step`` is where the run is, ``steps`` where it ends; ``weights`` the digest of what a finished one has become.
+    ``lock``: of the run folder; without holding it, nothing is written.
     """
 
     def __init__(self, out: Path, lock: RunLock | None = None) -> None:
         self.path, self.lock = out / "status.json", lock
         self.step = self.steps = 0
+        self.weights = ""
 
     def open(self) -> None:
         """Writes that a run is running; what a finished one says stays until ``begin``, as it may not be resumed."""
@@ -61,6 +62,7 @@ class StatusFile:
         if self.lock is not None and self.lock.is_lost():
             return
         content = {"state": state, "step": self.step, "steps": self.steps, "why": why, "code": code}
+        content |= {"weights": self.weights} if state == "finished" and self.weights else {}
         content["time"] = time.time()
         try:
             write_json(self.path, content, durable)
@@ -111,8 +113,10 @@ class TakenWeights:
     - ``step``: theirs; None if it is not known
     - ``saved``: the steps that the newest checkpoint has done, and ``validations`` those after which the run's other
       files say that it was validated: metrics.jsonl should have all of these
-    - ``held_out``: the validations that metrics.jsonl has; ``scores``: of each that is known, by step
+    - ``held_out``: the validations that metrics.jsonl has; ``scores``: of each that is known and can be compared with
+      the last, by step
     - ``best``: the step of a better validation, None if there is none; ``is_there``: whether its weights are whole
+    - ``none_saved``: whether the weights of no validation were ever saved, as when there was no room for them
     """
 
     path: Path = Path()
@@ -124,6 +128,7 @@ class TakenWeights:
     scores: Mapping[int, float] = field(default_factory=dict)
     best: int | None = None
     is_there: bool = False
+    none_saved: bool = False
 
     def describe_lost(self, train: Sequence[Mapping[str, Any]] | None = None) -> str:
         """Returns a sentence on what metrics.jsonl lacks; "" if that is nothing.
@@ -150,11 +155,13 @@ class TakenWeights:
         told += f"validation ({best}), are "
         if self.is_there:
             return f"{told}not those that checkpoints/best names: to take them, use --checkpoint {folder}."
+        if self.none_saved:
+            return f"{told}not saved. Training continues from step {self.step:,} with --resume."
         return f"{told}missing or damaged: to take them, restore {folder} and use it as --checkpoint."
 
     def _measured(self, step: int | None) -> str:
         if step is None or step not in self.scores:
-            return "not validated"
+            return "validated on other cases" if step in {row["step"] for row in self.held_out} else "not validated"
         score = self.scores[step]
         unscored = f"validated, without a {SCORES[self.task]}"
         return unscored if math.isnan(score) else f"{SCORES[self.task]} {measure_of(self.task, score):.3f}"
@@ -177,8 +184,10 @@ def weights_taken(run: Path) -> TakenWeights:
         held_out = read_metrics(run / "metrics.jsonl", "val")
     if not (saved or held_out or _says_running(run)):  # checkpoints were not copied
         validations.add(read_best_step(run, "validation/summary.json") or 0)
-    scores, best = {own.best_step: own.best for own in known.values() if own.best_step > 0}, best_validation(held_out)
-    scores |= {row["step"]: score_of(row) for row in held_out}
+    rows, best = comparable(held_out), best_validation(held_out)
+    basis = basis_of(rows) or max(((own.step, own.measured_on) for own in known.values()), default=(0, ""))[1]
+    bests = [own for own in known.values() if own.best >= 0 and own.measured_on in ("", basis)]
+    scores = {own.best_step: own.best for own in bests} | {row["step"]: score_of(row) for row in rows}
     if saved and _says_running(run) and not describe_kill(run):  # the newest weights may not be saved yet
         scores = {at: score for at, score in scores.items() if at <= saved}
     ranked = {at: score for at, score in scores.items() if not math.isnan(score)}
@@ -188,8 +197,8 @@ def weights_taken(run: Path) -> TakenWeights:
         taken = _whole(status, "step") or None
     is_best = taken is None or top is None or ranked.get(taken, -math.inf) > ranked[top] - 1e-9
     if is_best and taken in ranked and top not in (None, taken):  # as good: then the lower loss decides
-        losses = {row["step"]: float(row["loss"]) for row in held_out}
-        has_loss = all(own.best_loss is not None for own in known.values() if own.best_step > 0)
+        losses = {row["step"]: float(row["loss"]) for row in rows}
+        has_loss = all(own.best_loss is not None for own in bests)
         is_best = not (has_loss and losses.get(top, math.nan) < losses.get(taken, math.nan))
     return TakenWeights(
         run,
@@ -201,6 +210,7 @@ def weights_taken(run: Path) -> TakenWeights:
         scores,
         None if is_best or task == "pretrain" else top,  # weights of a pretraining are taken from its end
         top is not None and checkpoint.is_whole(points, top),
+        bool(known) and name == "latest" and all(own.best_step < 0 for own in known.values()),
     )
 
 

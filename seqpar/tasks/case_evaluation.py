@@ -12,11 +12,10 @@ from typing import Any, NamedTuple
 
 from seqpar.cluster.exit_codes import DATA
 from seqpar.data.errors import DataError
-from seqpar.data.files import read_json
 from seqpar.data.phantom.phantom_files import is_generated
-from seqpar.prediction.prediction_folder import RECORD, mixed_line, predicted_otherwise, replaced_line
+from seqpar.prediction.prediction_folder import mixed_line, predicted_otherwise, replaced_line
 from seqpar.report.cautions import above_scores, begun_unknown, cautions_together, chosen_on_them
-from seqpar.report.record import RunRecord, read_record, why_unknown
+from seqpar.report.record import RunRecord, read_record, runs_behind
 from seqpar.report.tables import Score, Table, TableHead, TableRow
 from seqpar.runs.run_folder import holds_run, tested_cases
 from seqpar.scores.comparison import about_scans
@@ -310,7 +309,7 @@ class CaseEvaluation(ABC):
         prediction = Path(job.name)
         is_run = holds_run(prediction)
         records, lines, found = list[RunRecord](), list[str](), list[Seen]()
-        behind = [(prediction, "")] if is_run else _runs_behind(prediction)
+        behind = [(prediction, "")] if is_run else runs_behind(prediction)
         runs, gone = [run for run, why in behind if not why], [why for _, why in behind if why]
         unknown = [str(run) for run, why in behind if why]
         job.runs = () if is_run or gone else runs
@@ -370,7 +369,7 @@ def seen_by_runs(record: RunRecord, prediction: Path | None, find: Callable[[Run
     if prediction is None or not (made := made_by(prediction)):
         return find(record)
     found, gone = list[Seen](), list[str]()
-    for own, (run, why) in zip(made, _runs_behind(prediction)):
+    for own, (run, why) in zip(made, runs_behind(prediction)):
         try:
             if is_made_by(own, record.path):
                 found.append(find(record))
@@ -387,9 +386,9 @@ def unknown_runs(record: RunRecord, prediction: Path | None) -> list[str]:
     from seqpar.report.run_page import is_made_by, made_by  # few evaluations make a page
 
     sentences, own = list[str](), record.path.resolve()
-    for made, (run, why) in zip(made_by(prediction), _runs_behind(prediction)) if prediction else ():
+    for by, (run, why) in zip(made_by(prediction) or [{}], runs_behind(prediction)) if prediction else ():
         if why:
-            sentences += [why] * (run.resolve() == own or not is_made_by(made, own))
+            sentences += [why] * (not by or run.resolve() == own or not is_made_by(by, own))
             continue
         try:
             _ = read_record(run).network_settings
@@ -424,21 +423,10 @@ def seen_table(groups: Mapping[str, Mapping[str, Score]]) -> Table | None:
 def records_behind(prediction: Path) -> list[RunRecord]:
     """Returns what is known of the runs that predicted a folder, as far as theirs are there."""
     records = list[RunRecord]()
-    for run in filter(holds_run, (run for run, why in _runs_behind(prediction) if not why)):
+    for run in filter(holds_run, (run for run, why in runs_behind(prediction) if not why)):
         with suppress(DataError, ValueError, OSError):
             records.append(read_record(run))
     return records
-
-
-def _runs_behind(prediction: Path) -> list[tuple[Path, str]]:
-    """Returns the runs that predicted a folder, each with a sentence if its place is empty or another run's by now."""
-    runs = list[tuple[Path, str]]()
-    with suppress(DataError, OSError, ValueError, KeyError, TypeError, AttributeError):  # it does not say
-        content = read_json(prediction / RECORD)
-        for run, weights in [(Path(made["run"]), made.get("weights", {})) for made in content.get("runs", [content])]:
-            unknown = why_unknown(run, weights)
-            runs.append((run, f"{unknown}: whether they were in its training data is not known." * bool(unknown)))
-    return runs
 
 
 def refuse_duplicates(places: Iterable[tuple[Path, Path]]) -> None:

@@ -1,5 +1,6 @@
 """What the validations of all tasks share: held-out cases and a result; those of whole cases take turns."""
 
+import hashlib
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -19,10 +20,13 @@ from seqpar.parallel.mesh import Mesh
 from seqpar.runs.journal import Journal, read_metrics
 from seqpar.runs.metrics_tail import best_validation, with_other_weights
 from seqpar.settings.config import Config
+from seqpar.settings.rules import setting_applies
 from seqpar.tasks.training_data import TrainingData
 from seqpar.terminal import bar
 from seqpar.text import clock, quantity
 
+# what changes scores of the same weights and cases, and may change when a run resumes
+ON_SCALE = ("val_overlap", "val_window", "val_mirror", "mask_ratio", "normalised_targets")
 NUM_PICTURED = 3  # cases in validation.png
 
 
@@ -119,6 +123,15 @@ class CaseValidation(ABC):
         self.config, self.mesh, self.data, self.loss = config, mesh, data, loss
         self.refuse_taken_over = refuse_taken_over
         self.ids = data.ids_to_validate(config.val_cases)
+
+    def measured_on(self, digests: Mapping[str, str]) -> str:
+        """Returns a digest of the cases, and the settings that scores depend on: scores of others are on another scale.
+
+        - ``digests``: of the prepared data of each case
+        """
+        cases = "\n".join(sorted(digests[name] for name in self.ids))
+        settings = [f"{name}={getattr(self.config, name)}" for name in ON_SCALE if setting_applies(self.config, name)]
+        return " ".join([hashlib.blake2b(cases.encode(), digest_size=16).hexdigest(), *settings])
 
     @abstractmethod
     def run(self, net: Network, journal: Journal, stopper: StopRequest, keep: bool = False) -> ValidationResult | None:

@@ -15,7 +15,7 @@ from seqpar.cluster.torch_setup import check_precision, missing_compiler
 from seqpar.data.addresses import local_file
 from seqpar.data.errors import DataError, unwritable
 from seqpar.data.files import remove_leftovers
-from seqpar.data.formats.splits import patients_on_both_sides
+from seqpar.data.formats.splits import patients_on_both_sides, scans_on_both_sides
 from seqpar.data.phantom.phantom_files import is_generated
 from seqpar.models.build import build_network, family_of
 from seqpar.models.network import Network, Resizing
@@ -283,7 +283,7 @@ def make_trainer(
     learned_from = data_before if saved else {}  # a run that saved nothing begins anew, with other weights
     weights_line, others = "", other_scans(learned_from, data_now)
     learned = {*learned_from.get("train", ()), *learned_from.get(LEARNED, ())} - {*data_now["train"]} - others
-    learned |= cases_learned_before(learned_from, data_now)
+    learned |= cases_learned_before(learned_from, data_now) | scans_on_both_sides(data_now).keys()
     origin: dict[str, Any] = {ANCESTORS: sets} if (sets := sets_of_earlier_data(learned_from, data_now)) else {}
     origin |= {name: learned_from[name] for name in (IS_UNKNOWN,) if name in learned_from}
     if config.weights and not saved:

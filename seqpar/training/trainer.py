@@ -28,7 +28,7 @@ from seqpar.pipeline.stages import StageMap
 from seqpar.report.plots import draw_progress
 from seqpar.runs.boards import Board, open_on_first
 from seqpar.runs.journal import Journal, epoch_fields, peak_memory_mb
-from seqpar.runs.metrics_tail import measure_of, score_of
+from seqpar.runs.metrics_tail import MEASURED_ON, measure_of, score_of
 from seqpar.runs.run_folder import describe_results, window_content
 from seqpar.runs.run_status import StatusFile
 from seqpar.settings.config import Config
@@ -41,7 +41,7 @@ from seqpar.training.pipeline_gradients import PipeGradients, most_by_stage
 from seqpar.training.step_times import DelayedRows, HostCopy, SlowRankDetector, sum_over_ranks, time_waiting
 from seqpar.weights import checkpoint
 from seqpar.weights.checkpoint import Progress, restore_best
-from seqpar.weights.weight_files import write_weights
+from seqpar.weights.weight_files import digest, write_weights
 
 CURVES_EVERY_S = 30.0  # drawing takes a second or two, which short epochs would feel
 Row = dict[str, Any]  # of metrics.jsonl
@@ -113,6 +113,7 @@ class Trainer:
         self.after_step.begin(self.progress if self.saved else None)
         if self.saved:
             self._restore_best()
+        self._compare_alike()
         with self._loader() as loader, self.late_rows:
             finished = self._loop(loader, stopper)
         goes_on = finished and self.steps.stop < self.config.steps
@@ -264,14 +265,15 @@ class Trainer:
         is_last = step == self.config.steps
         if not (is_last or every > 0 and step % every == 0) or self.progress.validated == step:
             return True
-        began, self.journal.best_step = time.monotonic(), self.progress.best_step
+        began, self.journal.best_step = time.monotonic(), self.progress.best_step if self.progress.best >= 0 else -1
         with self.gradients.gathered():
             keep = is_last or self._is_flat(step)  # whether this one is better is not known yet
             result = self.validation.run(self.net, self.journal, stopper, keep)
         if result is None:
             return False
         seconds = time.monotonic() - began
-        self.journal.record("val", step, epoch=(step - 1) // self.config.iterations, **result.row, seconds=seconds)
+        row = {**result.row, "seconds": seconds, MEASURED_ON: self.progress.measured_on}
+        self.journal.record("val", step, epoch=(step - 1) // self.config.iterations, **row)
         self.journal.say(result.text)
         self.journal.picture("validation", step, self.out / "validation.png")
         self._has_score = not math.isnan(score_of(result.row))
@@ -305,6 +307,19 @@ class Trainer:
             self.journal.attempt(lambda: (self.out / "window.json").unlink(missing_ok=True))
         self._write_windows()
 
+    def _compare_alike(self) -> None:
+        """Has the best be chosen anew, and says so, if validations are not those that chose it."""
+        step, measure = self.progress.best_step, measure_of(self.config.task, self.progress.best)
+        measured_on = self.validation.measured_on(self.description["dataset"]["digests"])
+        if not (other := self.progress.forget_best(measured_on)):
+            return
+        patience = ", and --patience counts from the first of them" * (self.config.patience > 0)
+        kept = self.out / "checkpoints" / f"step-{step:08d}"
+        self.journal.say(
+            f"from here on validations are {other}: the best weights are chosen anew among them{patience}. The best "
+            f"before, those of step {step} ({self.task.score} {measure:.3f}), stay in {kept}"
+        )
+
     def _write_windows(self) -> None:
         if self.progress.windows is not None:
             self.journal.attempt(lambda: write_json(self.out / "window.json", self.progress.windows))
@@ -316,7 +331,7 @@ class Trainer:
     def _is_flat(self, step: int) -> bool:
         """Returns whether the best validation lies ``--patience`` validations before ``step``."""
         steps = self.config.patience * self.config.val_every * self.config.iterations
-        return steps > 0 and self.progress.best_step >= 0 and step - self.progress.best_step >= steps
+        return steps > 0 and self.progress.best >= 0 and step - self.progress.best_step >= steps
 
     def _is_out_of_patience(self) -> bool:
         """Returns whether the run ends here because validations, this step's included, did not become better."""
@@ -354,6 +369,7 @@ class Trainer:
         path = self.out / "model.safetensors"
         try:
             write_weights(path, weights, self.net.settings)
+            self.status.weights = digest(path)
         except OSError as error:
             raise DataError(
                 path,

@@ -11,9 +11,9 @@ import re
 import shutil
 import socket
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -57,6 +57,22 @@ class Progress:
     global_batch: int = 0
     best_loss: float | None = None  # of the best validation; None in a checkpoint that does not record it
     windows: dict[str, Any] | None = None  # content of window.json, about the best; None if nothing was measured
+    measured_on: str = ""  # which cases validations score, and how; "" in a checkpoint that does not record it
+    former: list[int] = field(default_factory=list)  # steps of what was the best on other cases, which are kept
+
+    def forget_best(self, measured_on: str) -> str:
+        """Has the next validation be the best if validations are of other cases than the best so far, or are measured
+        in another way; returns which of these, in words, "" if neither is so.
+
+        Until then the best so far stays the one to predict with; its checkpoint is kept from then on.
+        """
+        before, self.measured_on = self.measured_on or measured_on, measured_on
+        if before == measured_on or self.best < 0:
+            return ""
+        self.best, self.best_loss, self.validated = -1.0, None, -1
+        self.former = sorted({*self.former, self.best_step})
+        same = before.split()[0] == measured_on.split()[0]
+        return "measured in another way" if same else "of other held-out cases"
 
     def is_beaten_by(self, score: float, loss: float) -> bool:
         """Returns whether a validation is better than the best: by its score or, if that is equal, by its loss."""
@@ -116,7 +132,7 @@ def save(
 
     def purge() -> None:
         refuse_lost()
-        if problem := _attempt(lambda: _purge(folder, target)):
+        if problem := _attempt(lambda: _purge(folder, target, progress.former)):
             print(f"warning: old checkpoints in {folder} stay: {problem}", file=sys.stderr, flush=True)
 
     run_on_rank0(purge, world)
@@ -180,14 +196,16 @@ def write_link(link: Path, name: str) -> None:
     write_text(link, name)
 
 
-def _purge(folder: Path, newest: Path, keep: int = 2) -> None:
-    """Removes all checkpoints except the newest ``keep`` and the best, and what killed saves left behind."""
-    best = _named(folder / "best")
+def _purge(folder: Path, newest: Path, former: Collection[int], keep: int = 2) -> None:
+    """Removes all checkpoints except the newest ``keep``, the best and the ``former`` ones, and what killed saves left
+    behind.
+    """
+    stay = {_named(folder / "best"), *(folder / f"step-{step:08d}" for step in former)}
     steps = sorted(path for path in folder.glob("step-*") if path.is_dir() and not path.suffix)
     past = [path for path in steps if path.name <= newest.name]
     beyond = [path for path in steps if path.name > newest.name]  # saved before the run resumed from an earlier step
     for path in (*past[:-keep], *beyond):
-        if path != best:
+        if path not in stay:
             os.rename(path, path.with_suffix(".gone"))  # so that a killed removal leaves no half checkpoint
     for suffix in ("tmp", "old", "gone"):
         for path in folder.glob(f"step-*.{suffix}"):
@@ -256,7 +274,7 @@ def look_up(folder: Path, which: str = "latest", trusts_times: bool = False) -> 
     named = _named(folder / which)
     others = [path for path in _complete(folder) if path != named]
     others.sort(key=lambda path: (path.stem, not path.suffix), reverse=True)
-    problems: list[str] = []
+    problems = [f"{folder / which} names no checkpoint"] * (named is None and (folder / which).is_file())
     for path in [*([named] if named else []), *others]:
         problem = _problem(path, trusts_times)
         if not problem:

@@ -9,6 +9,7 @@ import pickle
 import re
 import zipfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import reduce
 from pathlib import Path
 from types import MappingProxyType
@@ -23,7 +24,7 @@ from seqpar.data.addresses import local_file
 from seqpar.data.errors import DataError
 from seqpar.data.files import whole_file
 from seqpar.vit.tokens import resize_positions
-from seqpar.weights.facts import as_metadata
+from seqpar.weights.facts import WEIGHTS, as_metadata
 
 _SCALARS = ("numpy._core.multiarray.scalar", "numpy.core.multiarray.scalar")  # of numpy 2; of numpy 1
 
@@ -140,12 +141,15 @@ def _read(path: Path, mapped: bool = False) -> Mapping[str, Any]:
     is_safetensors = _is_safetensors(path)
     try:
         if is_safetensors:
+            _refuse_changed(path)
             return load_file(path)
         if zipfile.is_zipfile(path):  # torch's own files are archives too
             with zipfile.ZipFile(path) as archive:
                 if ARCHIVED in archive.namelist():
                     return _read_archived(archive)
         content = load_torch(path, mapped)
+    except DataError:
+        raise
     except pickle.UnpicklingError as error:
         named = re.search(r"GLOBAL (\S+)", str(error))  # torch's own advice is to run what the file holds
         others = named[1] if named else "objects of other kinds"
@@ -159,6 +163,20 @@ def _read(path: Path, mapped: bool = False) -> Mapping[str, Any]:
     if not isinstance(content, Mapping):
         raise DataError(path, f"it holds a {type(content).__name__}; a state dict is needed")
     return content
+
+
+def _refuse_changed(path: Path) -> None:
+    """Raises DataError for a run's weights that are not those whose digest it recorded next to them."""
+    for name, entry in (("status.json", "weights"), ("manifest.json", WEIGHTS)) if path.name == WEIGHTS else ():
+        recorded = None
+        with suppress(OSError, ValueError, LookupError, TypeError):
+            recorded = json.loads(path.with_name(name).read_text())[entry]
+        if recorded and digest(path) != recorded:
+            raise DataError(
+                path,
+                f"is damaged, or the file of another run: {name} next to it has another digest; copy both again from "
+                "the run that wrote them",
+            )
 
 
 def _read_archived(archive: zipfile.ZipFile) -> State:

@@ -259,7 +259,7 @@ def test_the_page_of_a_sweep_names_classes_that_a_point_does_not_find(made: Path
     assert "lr-0.001_batch-1: at the best validation, the mean Dice of b is 0.000" in text
     metrics.unlink()
     (metrics.parent / "window.json").write_text('{"step": 4}')
-    told = f"lr-0.001_batch-1: {metrics} is missing, and with it the record of the validation after step 4. Restore it"
+    told = f"lr-0.001_batch-1: {metrics} is missing, and with it the record of the validations after steps 4 and"
     assert told in Page(page_of_sweep(made, {})).text, "it has no score"
 
 
@@ -273,7 +273,9 @@ def test_the_page_of_a_sweep_has_all_points_effects_and_the_command_of_the_best(
     assert "Highest mean Dice: lr-0.001_batch-2, 0.600 after step 2." in page.text
     assert text.count("<tr data-point=") == 4, "none of them is marked, as the first lines say how sure the first is"
     assert (
-        'data-effect="batch"' in text and "Mean Dice by lr" in page.text and "lr: highest learning rate." in page.text
+        'data-effect="batch"' in text
+        and "Mean Dice by lr" in page.text
+        and "lr: learning rate at its highest" in page.text
     )
     assert "a difference between few points may be chance" in page.text
     assert "A point is one combination of settings, trained once." in page.text

@@ -12,8 +12,9 @@ from seqpar.data.formats.dataset import Case
 from seqpar.data.formats.recognise import read_dataset
 from seqpar.data.preparation.cache_index import sources_of
 from seqpar.data.preparation.prepare_dataset import prepare
+from seqpar.report.record import runs_behind
 from seqpar.tasks import case_evaluation
-from seqpar.tasks.case_evaluation import NONE_SEEN, Seen, seen_by_runs, unknown_runs
+from seqpar.tasks.case_evaluation import NONE_SEEN, Seen, records_behind, seen_by_runs, unknown_runs
 from seqpar.tasks.seen_cases import find_seen
 from seqpar.weights.weight_files import digest
 from tests.support.folders import image_array, label_array, nnunet, save, write_json
@@ -111,6 +112,21 @@ def test_nothing_is_said_of_cases_that_another_run_predicted_which_is_gone(tmp_p
     write_json(tmp_path / "found" / "prediction.json", {"run": unreadable, "weights": {}})
     (told,) = unknown_runs(record, tmp_path / "found")
     assert told.startswith(f"{unreadable}, which predicted these cases, ") and told.endswith("data is not known.")
+
+
+def test_a_damaged_record_of_predictions_is_named(tmp_path: Path) -> None:
+    record, told = (
+        tmp_path / "found" / "prediction.json",
+        "{} is damaged and does not say which run predicted these cases",
+    )
+    record.parent.mkdir()
+    for content in ("", "{", "[]", "{}", '{"runs": [{}]}', '{"run": 3}'):
+        record.write_text(content)
+        (said,) = unknown_runs(SimpleNamespace(path=tmp_path / "run"), record.parent)
+        assert said.startswith(told.format(record)) and "is not known. Copy it again, or predict again." in said, (
+            content
+        )
+        assert runs_behind(record.parent) == [(record, said)] and records_behind(record.parent) == [], content
 
 
 def test_no_case_is_called_new_if_some_of_the_runs_that_predicted_it_are_gone(

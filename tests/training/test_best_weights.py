@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from seqpar.cli import evaluate, predict, report
+from seqpar.cli import evaluate, export, predict, report
 from seqpar.cluster.exit_codes import run
 from seqpar.runs.journal import read_metrics
 from seqpar.runs.run_folder import write_window
@@ -17,7 +17,7 @@ from seqpar.tasks.segment import validation
 from seqpar.training import after_step
 from seqpar.weights import checkpoint
 from tests.support.folders import nnunet
-from tests.support.training_runs import at, trained
+from tests.support.training_runs import Launch, at, trained
 
 STEPS = ["--iterations", "2", "--val-every", "1", "--checkpoint-minutes", "1e-9"]
 TAKEN = "Predict takes the weights of step {} ({}), as those of step 2, the best validation (mean Dice 0.300), are "
@@ -116,6 +116,52 @@ def test_weights_that_were_not_validated_say_so_and_a_whole_checkpoint_has_only_
     assert f"not those that checkpoints/best names: to take them, use --checkpoint {out}/checkpoints/step-0" in told
 
 
+def test_a_best_that_names_no_checkpoint_is_said_to(best_is_first, tmp_path, monkeypatch, capfd) -> None:
+    out, link = best_is_first, best_is_first / "checkpoints" / "best"
+    images = nnunet(tmp_path / "Dataset003_New", 1) / "imagesTr"
+    link.write_text("")
+    taken = (
+        TAKEN.format(6, "mean Dice 0.200") + "not those that checkpoints/best names: to take them, use --checkpoint "
+    )
+    assert taken in page_of(out, capfd)[0]
+    line = [str(out), "-i", str(images), "-o", str(tmp_path / "found"), "--device", "cpu"]
+    for act, arguments in ((predict.act, line), (export.act, [str(out), str(tmp_path / "found.zip")])):
+        assert run(act, arguments) == 0
+        said = capfd.readouterr().err
+        assert f"warning: {link} names no checkpoint: going back to step-00000006" in said and taken in said
+    scored(monkeypatch, 0.1)
+    assert "going back" not in trained(1, ["--resume", "--epochs", "4"], out).said()
+    assert link.read_text() == "step-00000002"
+
+
+def test_weights_of_validations_that_could_not_be_saved_were_not_chosen(flags, tmp_path, monkeypatch, capfd) -> None:
+    out = tmp_path / "run"
+    commit, names = checkpoint._commit, list[str]()
+
+    def once(draft: Path, target: Path, *of: object) -> None:
+        names.append(target.name)
+        if len(names) > 1:
+            raise OSError(28, "No space left on device")
+        commit(draft, target, *of)  # type: ignore[arg-type]
+
+    scored(monkeypatch, 0.2, 0.3, 0.4)
+    monkeypatch.setattr(checkpoint, "_commit", once)
+    trained(1, [*flags, *STEPS, "--epochs", "3"], out, expect=1)
+    taken = weights_taken(out)
+    assert taken.step == 1 and taken.not_the_best == (
+        "Predict takes the weights of step 1 (not validated), as those of step 6, the best validation (mean Dice "
+        "0.400), are not saved. Training continues from step 1 with --resume."
+    )
+    text, _ = page_of(out, capfd)
+    assert "were chosen on these" not in text and taken.not_the_best in text
+    data, images = Path(flags[flags.index("--data") + 1]), tmp_path / "found"
+    assert run(predict.act, [str(out), "-i", str(data / "imagesTr"), "-o", str(images), "--device", "cpu"]) == 0
+    said = capfd.readouterr().err
+    assert f"warning: {out}: {taken.not_the_best}" in said and "has not been validated" not in said
+    assert run(evaluate.act, [str(data / "labelsTr"), str(images)]) == 0
+    assert "helped to choose" not in "".join(capfd.readouterr())
+
+
 def test_a_lost_metrics_file_is_contradicted_by_what_else_tells_of_validations(
     flags, best_is_first, monkeypatch, capfd
 ) -> None:
@@ -153,3 +199,87 @@ def test_a_lost_metrics_file_is_contradicted_by_what_else_tells_of_validations(
     path.write_text(whole + path.read_text())
     scored(monkeypatch, 0.1)
     assert "lacks" not in trained(1, ["--resume", "--epochs", "5"], out).said(), "restored"
+
+
+def test_validations_of_other_cases_choose_the_best_anew_and_keep_the_one_before(
+    flags, tmp_path, monkeypatch, capfd
+) -> None:
+    out, more = tmp_path / "run", [*flags, *STEPS, "--patience", "2"]
+
+    def continued(*line: str, of: tuple[float, ...]) -> str:
+        with monkeypatch.context() as patched:
+            scored(patched, *of)
+            return trained(1, line, out).said()
+
+    continued(*more, "--epochs", "2", of=(0.6, 0.2))
+    said = continued("--resume", "--epochs", "3", of=(0.3,))
+    assert "from here on" not in said and "finished: best mean Dice 0.600 at step 2" in said
+
+    said = continued("--resume", "--fold", "1", "--epochs", "5", of=(0.1, 0.15, 0.12))  # the first of step 6, once more
+    assert (
+        "from here on validations are of other held-out cases: the best weights are chosen anew among them, and "
+        f"--patience counts from the first of them. The best before, those of step 2 (mean Dice 0.600), stay in {out}/"
+        "checkpoints/step-00000002"
+    ) in said
+    assert "finished: best mean Dice 0.150 at step 8" in said and "ended" not in said
+    taken = weights_taken(out)
+    assert (taken.step, taken.best, taken.not_the_best) == (8, None, "")
+    assert checkpoint.is_whole(out / "checkpoints", 2), "what was the best of the other cases is kept"
+    text, _ = page_of(out, capfd)
+    assert "Validations up to step 6 are of other held-out cases than later ones" in text
+    assert "the weights of step 8, whose mean Dice was 0.150" in text
+
+    said = continued("--resume", "--val-overlap", "0.25", "--epochs", "9", of=(0.05, 0.04, 0.03, 0.2))
+    assert "from here on validations are measured in another way" in said
+    assert "finished: best mean Dice 0.050 at step 10; ended at step 14 of 18" in said
+    assert all(checkpoint.is_whole(out / "checkpoints", step) for step in (2, 8, 10))
+
+
+def test_until_the_first_validation_of_other_cases_the_best_before_is_the_one_to_predict_with(
+    flags, best_is_first, monkeypatch
+) -> None:
+    out, lesser = best_is_first, best_is_first / "checkpoints" / "step-00000006"
+    stop = at(after_step.AfterStep, "decide", 0, (out / "stop").touch)
+    with monkeypatch.context() as patched:
+        patched.setattr(validation.SegmentationValidation, "run", lambda *of: None)  # left in it
+        said = trained(1, ["--resume", "--fold", "1", "--epochs", "9"], out, expect=75, hook=stop).said()
+    assert "from here on validations are of other held-out cases" in said and lesser.is_dir()
+    taken = weights_taken(out)
+    assert (taken.step, taken.not_the_best, taken.describe_lost()) == (2, "", "")
+    scored(monkeypatch, 0.1)
+    said = trained(1, ["--resume", "--epochs", "3"], out).said()
+    assert "finished: best mean Dice 0.100 at step 6" in said and weights_taken(out).step == 6
+
+
+def test_weights_of_a_run_without_checkpoints_are_refused_if_they_are_damaged_or_of_another_run(
+    flags, best_is_first, tmp_path, capfd
+) -> None:
+    images = nnunet(tmp_path / "Dataset003_New", 1) / "imagesTr"
+    other = tmp_path / "other" / "model.safetensors"
+    trained(1, [*flags, *STEPS, "--epochs", "1", "--seed", "7"], other.parent)
+    whole = best_is_first / "model.safetensors"
+    middle = len(whole.read_bytes()) // 2
+    damaged = whole.read_bytes()[:middle] + bytes(40) + whole.read_bytes()[middle + 40 :]
+    for number, held in enumerate((whole.read_bytes(), damaged, other.read_bytes())):
+        copied = tmp_path / f"copied{number}"
+        shutil.copytree(best_is_first, copied, ignore=shutil.ignore_patterns("checkpoints"))
+        (copied / whole.name).write_bytes(held)
+        codes = [
+            run(predict.act, [str(copied), "-i", str(images), "-o", str(copied) + "-found", "--device", "cpu"]),
+            run(export.act, [str(copied), str(copied) + ".zip"]),
+        ]
+        assert codes == [3 * bool(number)] * 2
+        with Launch(
+            1, [*flags, *STEPS, "--epochs", "1", "--weights", str(copied)], tmp_path / f"next{number}"
+        ) as next_run:
+            assert next_run.wait() == codes[:1]
+        told = (
+            f"{copied / whole.name}: is damaged, or the file of another run: status.json next to it has another digest"
+        )
+        assert [told in said for said in (capfd.readouterr().err, next_run.said())] == [bool(number)] * 2
+    step = best_is_first / "checkpoints" / "step-00000002"
+    (step / whole.name).write_bytes(other.read_bytes())
+    line = [str(best_is_first), "-i", str(images), "-o", str(tmp_path / "found"), "--checkpoint", str(step)]
+    assert (
+        run(predict.act, [*line, "--device", "cpu"]) == 3 and "manifest.json next to it has" in capfd.readouterr().err
+    )

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from seqpar.cli import evaluate, export, predict
+from seqpar.cli import evaluate, export, predict, prepare, report
 from seqpar.data.volumes import read_volume, write_volume
 from seqpar.report.cautions import cautions_together
 from seqpar.tasks.segment.validation import SegmentationValidation
@@ -44,6 +44,32 @@ def test_cases_that_the_first_weights_had_learned_are_said_by_train_and_evaluate
     (second / "config.json").write_text(json.dumps(content))
     assert evaluate.act([str(data), str(out)]) == 0
     assert "whether these cases were in its training data is not known" in capsys.readouterr().out, "of a damaged run"
+
+
+def test_a_scan_with_two_names_is_not_new_where_one_of_them_is_trained_on(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags, data, out = [*tiny_data(tmp_path), "--epochs", "1"], tmp_path / "Dataset001_Tiny", tmp_path / "run"
+    trained(1, flags, tmp_path / "before")
+    split = json.loads((tmp_path / "before" / "config.json").read_text())["dataset"]
+    (held_out,), learned = split["held_out"], split["train"][0]
+    shutil.copy(data / "imagesTr" / f"{learned}_0000.nii.gz", data / "imagesTr" / f"{held_out}_0000.nii.gz")
+    assert prepare.act([str(data), "--out", str(tmp_path / "prepared")]) == 0
+    pair = ", ".join(sorted((held_out, learned)))
+    assert f"warning: {pair} are one scan under 2 names: where it is trained on and held" in capsys.readouterr().err
+    said = " ".join(trained(1, flags, out).said().split())
+    told = (
+        f"1 of 1 held-out case is the scan of a training case under another name, such as {held_out}, there {learned}: "
+    )
+    assert f"warning: {told}" in said and told not in (tmp_path / "before" / "train.log").read_text()
+    assert report.act([str(out), "--cases", "0"]) == 0 and told in (out / "report.html").read_text()
+    assert "The weights have learned from all of these held-out cases" in capsys.readouterr().out
+    assert evaluate.act([str(data), str(out)]) == 0
+    assert "The weights have learned from all of these held-out cases" in capsys.readouterr().out
+    found = tmp_path / "predictions"
+    assert predict.act([str(out), "-i", str(data / "imagesTr"), "-o", str(found), "--device", "cpu"]) == 0
+    assert evaluate.act([str(data), str(found)]) == 0
+    assert "5 of 5 scored cases were in the run's training data" in capsys.readouterr().out
 
 
 def test_weights_that_do_not_say_what_they_learned_are_said_to(

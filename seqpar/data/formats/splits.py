@@ -54,7 +54,7 @@ def patients_of(ids: Iterable[str]) -> dict[str, str]:
 
 
 def patients_on_both_sides(described: Mapping[str, Any]) -> str:
-    """Returns a sentence if a run trains on other scans of patients that it holds out; else "".
+    """Returns sentences if a run trains on other scans of patients that it holds out, or on the same scans; else "".
 
     - ``described``: its data, as config.json has them: a table may name the patients, else names of cases tell them
     """
@@ -62,12 +62,28 @@ def patients_on_both_sides(described: Mapping[str, Any]) -> str:
     every, subjects = train | held_out, (described.get("volume_classes") or {}).get("subjects", {})
     patients = patients_of(every) | {case: patient for case, patient in subjects.items() if case in every}
     trained = {patients[case] for case in train}
-    divided = [case for case in held_out - train if patients[case] in trained]
-    if not divided:
-        return ""
-    which = "is another scan of a patient" if len(divided) == 1 else "are other scans of patients"
-    of = f"{len(divided)} of {quantity(len(held_out), 'held-out case')} {which}"
-    return f"{of} whom the run was trained on: scores in validation are too good."
+    same, told = scans_on_both_sides({**described, "test": ()}), list[str]()
+    divided = [case for case in held_out - train - same.keys() if patients[case] in trained]
+    if same:
+        which = "is the scan of a training case" if len(same) == 1 else "are scans of training cases"
+        case, there = next(iter(same.items()))
+        told.append(f"{which} under another name, such as {case}, there {there}: scores in validation are too good.")
+    if divided:
+        which = "is another scan of a patient" if len(divided) == 1 else "are other scans of patients"
+        told.append(f"{which} whom the run was trained on: scores in validation are too good.")
+    counts = [len(own) for own in (same, divided) if own]
+    return " ".join(f"{n} of {quantity(len(held_out), 'held-out case')} {one}" for n, one in zip(counts, told))
+
+
+def scans_on_both_sides(described: Mapping[str, Any]) -> dict[str, str]:
+    """Returns the training case with the same voxels of each case that is held out or kept for tests, if there is one.
+
+    - ``described``: the data of a run, as config.json has them
+    """
+    scans, train = described.get("voxels", {}), set(described["train"])
+    trained = {scans[case]: case for case in sorted(train, reverse=True) if scans.get(case)}
+    others = sorted({*described["held_out"], *described.get("test", ())} - train)
+    return {case: trained[scans[case]] for case in others if scans.get(case) in trained}
 
 
 def _rows(ids: Sequence[str], by_patient: bool) -> list[list[str]]:
