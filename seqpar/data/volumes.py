@@ -145,9 +145,10 @@ def digest_samples(path: Path) -> str:
     """Returns a digest of the first, middle and last blocks of a volume's file, which reads next to nothing.
 
     The end of a gzip file is a checksum of the whole. Of a series, names, sizes and middle blocks of all files and what
-    is in the one in the middle stand for all: a copy has other times.
+    is in the one in the middle stand for all: a copy has other times. Those of earlier versions, which had the times in
+    them, are shorter.
     """
-    digest = hashlib.blake2b(digest_size=8)
+    digest = hashlib.blake2b(digest_size=9 if path.is_dir() else 8)
     if path.is_dir():
         files = dicom_series.visible_files(path)
         for each in files:

@@ -62,6 +62,7 @@ from seqpar.text import millilitres
 
 BUDGET = 5_000_000  # bytes of the volumes in a page, which can still be mailed
 ELSEWHERE = "The image does not match the labels"
+MISPLACED = "Caution: label maps do not lie on their images, so their volumes and sides may be wrong"
 _MARGIN = 8  # voxels shown around the labels if there is no image
 
 
@@ -272,9 +273,8 @@ def load_worst(
         loaded = replace(loaded, hidden=hidden, unlabelled_ml=left)
         shown.append((loaded, loaded.embedded(budget)))
     gaps += failed_line(failed)
-    if elsewhere := [case.name for case, _ in shown if case.note.startswith(ELSEWHERE)]:
-        which = f"label maps that do not lie on their images: {', '.join(elsewhere)}"
-        gaps.append(f"Caution: {which}. Their volumes and sides may be wrong.")
+    if elsewhere := ", ".join(case.name for case, _ in shown if case.note.startswith(ELSEWHERE)):
+        gaps.append(f"{MISPLACED}: {elsewhere}.")
     return shown
 
 
@@ -399,7 +399,7 @@ def planes_note(case: ScoredCase, shown: ShownCase, labels: Sequence[str]) -> st
         return f"planes with most of the {of_label}truth"
     if case.truth is None:
         return f"planes {f'with most of the {of_label}prediction' if shown.prediction.any() else 'through the middle'}"
-    is_part = is_part_labelled(case.scores.values())
+    is_part, has_readers = is_part_labelled(rows := case.scores.values()), any(DISPUTED_ML in row for row in rows)
     volumes = {} if is_part else {name: case.scores.get(name, {}).get("VolumeMl", 0.0) for name in labels}
     if not any(ml > 0 for ml in volumes.values()):
         counts = np.bincount(shown.prediction.ravel(), minlength=len(labels) + 1)[1:]
@@ -407,10 +407,10 @@ def planes_note(case: ScoredCase, shown: ShownCase, labels: Sequence[str]) -> st
     predicted = [f"{name} {millilitres(ml)} ml" for name, ml in volumes.items() if ml > 0]
     what = predicted[0].removeprefix(f"{labels[0]} ") if len(labels) == 1 and predicted else ", ".join(predicted)
     planes = f"planes with most of the {of_label}prediction" if predicted else "middle planes"
-    where = f" in {CONSENSUS}" if any(DISPUTED_ML in row for row in case.scores.values()) else ""
-    where = " in the labelled part" if is_part else where
+    where = " in the labelled part" if is_part else f" in {CONSENSUS}" * has_readers
     absent = [name for number, name in enumerate(labels, 1) if number not in shown.hidden]
-    return f"no {' or '.join(absent)}{where}; predicted{' in the whole volume:' * is_part} {what or 'none'} · {planes}"
+    known = f"no {' or '.join(absent)}{where}" if absent else "not annotated"
+    return f"{known}; predicted{' in the whole volume:' * is_part} {what or 'none'} · {planes}"
 
 
 def elsewhere_note(case: ScoredCase, shown: ShownCase, labels: Sequence[str]) -> str:

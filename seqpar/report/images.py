@@ -142,7 +142,7 @@ def _of_prediction(
         with suppress(DataError):
             there = sources_of(replace(own[name], label=None, more_labels=()))
             pairs = zip(there, (predicted or {})[name], strict=False)
-            if any(now[1::2] != before[1::2] for now, before in pairs if len(now) == len(before) == len(_STAMP)):
+            if any(_is_other(*pair) for pair in pairs):
                 others.append(name)
     if others:
         shown = ", ".join(others[:MAX_NAMED]) + ", …" * (len(others) > MAX_NAMED)
@@ -152,6 +152,18 @@ def _of_prediction(
         scored = " Their true labels may be of other patients as well, and are scored all the same." * is_scored
         gaps.append(f"Caution: the {images} of {shown} {are} predicted; {it} not shown.{scored}")
     return {name: case for name, case in own.items() if name not in others}, str(place), others
+
+
+def _is_other(now: Sequence[Any], before: Sequence[Any]) -> bool:
+    """Returns whether a file, or a series, is not the one that was predicted; earlier versions recorded no digest.
+
+    Digests of another length are of another kind: times tell then.
+    """
+    if not len(now) == len(before) == len(_STAMP):
+        return False
+    (*_, size, time, digest), (*_, size_before, time_before, digest_before) = now, before
+    has_changed = digest != digest_before if len(digest) == len(str(digest_before)) else time != time_before
+    return bool(size != size_before or has_changed)
 
 
 def images_beside(truth: Path) -> Path | None:

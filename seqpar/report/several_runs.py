@@ -315,9 +315,10 @@ def _none_in_truth(case: ScoredCase, compared: Collection[str], shared: Sequence
 
     - ``compared``: the classes of which all runs' truths of the case tell something; ``shared``: those of all runs
     """
-    told = [name for name, row in case.scores.items() if row.get("n_ref", 1) == 0]
-    told += [f"{name} (not annotated for every run, and left out)" for name in shared if name not in compared]
-    return ", ".join(dict.fromkeys(told)) or "–"
+    left_out = {*shared} - {*compared}
+    told = [name for name, row in case.scores.items() if row.get("n_ref", 1) == 0 and name not in left_out]
+    told += [f"{name} (not annotated for every run, and left out)" for name in shared if name in left_out]
+    return ", ".join(told) or "–"
 
 
 def _differences(

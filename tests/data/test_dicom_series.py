@@ -12,7 +12,7 @@ import SimpleITK as sitk
 from seqpar.data.errors import DataError
 from seqpar.data.formats.recognise import find_inputs, read_dataset
 from seqpar.data.preparation.cache_index import sources_of
-from seqpar.data.volumes import digest_file, read_geometry, read_volume
+from seqpar.data.volumes import digest_file, digest_samples, read_geometry, read_volume
 from tests.support.folders import OBLIQUE, image_array, label_array, nnunet, save
 from tests.support.itk import affine_of, save_series, write_dicom
 
@@ -175,3 +175,16 @@ def test_the_files_of_a_series_are_its_source(tmp_path) -> None:
     first.write_bytes(first.read_bytes()[:-2] + b"\x03\x04")  # as large, and older than the newest
     os.utime(first, ns=(0, before[0][2] - 10**9))
     assert sources_of(case)[0][1:3] == before[0][1:3] and sources_of(case) != before
+
+
+def test_a_copied_series_has_the_same_digest_whenever_it_was_copied(tmp_path) -> None:
+    folder = save_series(tmp_path / "a", image_array(3, (9, 7, 6)), PLACED)
+    copy = shutil.copytree(folder, tmp_path / "b")
+    for number, file in enumerate(sorted(copy.iterdir())):
+        os.utime(file, (number, number))
+    assert digest_samples(folder) == digest_samples(copy)
+    first = sorted(copy.iterdir())[0]
+    content = bytearray(first.read_bytes())
+    content[len(content) // 2] ^= 1
+    first.write_bytes(content)
+    assert digest_samples(folder) != digest_samples(copy), "also where the file in the middle is the same"

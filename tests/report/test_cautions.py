@@ -14,7 +14,7 @@ from seqpar.cli import report
 from seqpar.cluster.exit_codes import run
 from seqpar.data.formats.dataset import Case
 from seqpar.data.preparation.cache_index import sources_of
-from seqpar.report import images
+from seqpar.report import cases, images
 from seqpar.report.cases import CaseSection, elsewhere_note
 from seqpar.report.cautions import reached_in_validation, trained_on_some
 from seqpar.report.embedded_volumes import ShownCase
@@ -119,7 +119,25 @@ def test_images_of_other_scans_are_not_shown_under_a_prediction(tmp_path: Path) 
         "other patients as well, and are scored all the same."
     )
     assert gaps[0].startswith("Caution: the images of a, b are of other scans than those that were predicted; they are")
+    earlier = {
+        name: [[*stamp[:3], "f" * 6] for stamp in own] for name, own in stamps.items()
+    }  # a digest of another kind
+    os.utime(tmp_path / "b.nii", ns=(1, stamps["b"][0][2]))
+    assert shown(earlier).files.keys() == {"b"}, "its time tells"
     assert shown(None).files.keys() == {"a", "b"}, "nobody knows from what"
+
+
+def test_label_maps_that_do_not_lie_on_their_images_are_named_above_their_volumes(monkeypatch) -> None:
+    """Such as one that was saved without its affine: its voxels seem to be of 1 mm."""
+    labels = np.zeros((4, 4, 4), np.uint8)
+    shown = ShownCase("a", {}, labels, labels, (1.0,) * 3, own_slices(labels.shape), note=f"{cases.ELSEWHERE} (…).")
+    monkeypatch.setattr(
+        cases, "load", lambda case, *_: replace(shown, name=case.name, note=shown.note * (case.name == "a"))
+    )
+    monkeypatch.setattr(cases, "with_wide_ct", lambda images, *_: images)
+    scored, gaps = Mock(cases=[ScoredCase(name, None, Path("p"), {}) for name in "ab"]), list[str]()
+    cases.load_worst(Mock(label_names={1: "x"}), scored, 2, Mock(), gaps)
+    assert gaps == [f"{cases.MISPLACED}: a."]
 
 
 def test_charts_of_several_runs_say_if_their_data_or_cases_differ(finished: Path, copied: Path, tmp_path: Path) -> None:

@@ -212,6 +212,25 @@ def test_runs_with_other_classes_are_compared_on_those_that_all_have(finished: P
     assert "No class is in all of these runs." in compared(finished, worse).text
 
 
+def test_a_case_is_compared_by_the_classes_that_every_truth_of_it_shows(
+    finished: Path, worse: Path, tmp_path: Path
+) -> None:
+    """Else the difference would be one between a class and a mean over several."""
+    first = Path(shutil.copytree(finished, tmp_path / "first"))
+    for out, dice in ((first, 0.8), (worse, 0.7)):
+        path = out / "validation" / "summary.json"
+        summary = json.loads(path.read_text())
+        kind, *others = summary["classes"].values()
+        (case,) = [one for one in summary["metric_per_case"] if PERFECT in one["prediction_file"]]
+        case["metrics"][kind]["Dice"] = dice
+        if out == worse:  # its truth shows the first class alone
+            case["metrics"] |= {other: dict.fromkeys(case["metrics"][other]) for other in others}
+        path.write_text(json.dumps(summary))
+    page = compared(first, worse)
+    assert page.cells["pairs", PERFECT] == pytest.approx([0.8, -0.1])
+    assert "ED (not annotated for every run, and left out)" in page.text and "By class, worse and first: " in page.text
+
+
 def test_it_is_said_how_cases_without_a_class_count(finished: Path, worse: Path) -> None:
     assert "0 of 3 cases" in compared(finished, worse).text
     for out, predicted in ((finished, 5), (worse, 0)):
