@@ -132,8 +132,9 @@ class Trainer:
         lock = self.status.lock
         self.journal = Journal(self.out, self.mesh.is_first, step, self.progress.validated, boards, lock)
         if self.config.resume:
-            nothing = "" if self.saved else ": nothing was saved before"
-            self.journal.say(f"resumed at step {step} of {self.config.steps}{nothing}")
+            told = "" if self.saved else ": nothing was saved before"
+            told = ": no step is left; to train on, give a larger --epochs" if step >= self.config.steps else told
+            self.journal.say(f"resumed at step {step} of {self.config.steps}{told}")
         if self.journal.lost:
             self.journal.say(
                 f"warning: {self.journal.path} lacks {self.journal.lost}: the file was lost, cut off or replaced. "

@@ -248,6 +248,7 @@ def test_until_the_first_validation_of_other_cases_the_best_before_is_the_one_to
     assert (taken.step, taken.not_the_best, taken.describe_lost()) == (2, "", "")
     scored(monkeypatch, 0.1)
     said = trained(1, ["--resume", "--epochs", "3"], out).said()
+    assert "resumed at step 6 of 6: no step is left; to train on, give a larger --epochs" in said
     assert "finished: best mean Dice 0.100 at step 6" in said and weights_taken(out).step == 6
 
 
