@@ -26,7 +26,8 @@ def desk(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Desk]:
 def test_a_sweep_over_two_nodes_saves_before_the_end_of_its_job_and_the_same_line_goes_on(desk: Desk) -> None:
     out = desk.folder / "sweep"
     flags = [flag for name, flag in zip(["", *desk.flags], desk.flags) if "--lr" not in (name, flag)]
-    line = [*NODES, "--space", "lr=0.01,0.02,0.03", *flags, "--seqpar", "1", "--out", str(out)]
+    long = ["--seqpar", "1", "--iterations", "240"]  # or the first of two ends before the signal reaches it
+    line = [*NODES, "--space", "lr=0.01,0.02,0.03", *flags, *long, "--out", str(out)]
     job = desk.submit(*line)
 
     def together() -> bool:
