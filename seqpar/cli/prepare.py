@@ -89,11 +89,12 @@ def scans_with_several_names(cache: Path) -> str:
     several = [own for voxels, own in names.items() if voxels and len(own) > 1]
     if not several:
         return ""
-    more = f", and {len(several) - 1} more scans have several" if len(several) > 1 else ""
+    others = len(several) - 1
+    more = f", and {quantity(others, 'more scan')} {'has' if others == 1 else 'have'} several" * bool(others)
     listed = f"{', '.join(several[0][:MAX_NAMED])}{', …' * (len(several[0]) > MAX_NAMED)}"
     return (
-        f"{listed} are one scan under {len(several[0])} names{more}: where it is trained on and held out, scores are "
-        "too good. Keep one of them"
+        f"{listed} are one scan under {len(several[0])} names{more}: if one is trained on and another held "
+        "out, scores are too good. Keep one of them"
     )
 
 

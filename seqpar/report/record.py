@@ -30,7 +30,7 @@ from seqpar.scores.label_scores import DEFAULT_SETTINGS, UNLABELLED_ML, class_ma
 from seqpar.scores.summary_files import class_key, summary_content
 from seqpar.settings.config import Config
 from seqpar.settings.network_settings import NetworkSettings, PretrainingSettings
-from seqpar.text import millilitres
+from seqpar.text import millilitres, quantity
 from seqpar.weights.weight_files import digest
 
 Row = Mapping[str, Any]
@@ -234,9 +234,10 @@ def _of_other_cases(held_out: Sequence[Row]) -> str:
     """Returns a sentence if a run's validations are not all of the same cases, or not measured in the same way."""
     if not (before := held_out[: len(held_out) - len(comparable(held_out))]):
         return ""
+    measured = "was measured" if len(before) == 1 else "were measured"
     return (
-        f"Validations up to step {before[-1]['step']:,} are of other held-out cases than later ones, or were measured "
-        "in another way: their scores cannot be compared, and the best is that of the later ones."
+        f"The first {quantity(len(before), 'validation')} of this run had other held-out cases or labels, or "
+        f"{measured} in another way: their scores do not compare with the later ones, which the best is chosen from."
     )
 
 

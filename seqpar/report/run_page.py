@@ -31,6 +31,7 @@ from seqpar.report.record import (
 from seqpar.report.rendering import render
 from seqpar.runs.metrics_tail import ERRORS, what_is_not_found, what_was_learned
 from seqpar.text import clock, list_modalities, quantity
+from seqpar.weights.facts import VALIDATED
 from seqpar.weights.weight_files import digest
 
 STATES = {
@@ -301,9 +302,10 @@ def main_settings(record: RunRecord) -> dict[str, str]:
     settings = record.network_settings
     kind = family_of(settings)
     tile = " × ".join(map(str, config["tile"]))
-    is_apart = not {*data["held_out"]} <= {*data["train"]}  # --fold all holds none out
-    validated = f"{len(data['held_out'])} held out" if is_apart else "which are validated as well"
-    cases = f"{quantity(len(data['train']), 'case')} to train on, {validated}"
+    train, validated = {*data["train"]}, {*data.get(VALIDATED, data["held_out"])}
+    both, apart = len(validated & train), {*data["held_out"]} - train  # --fold all holds none out
+    told = [f"{both} of them validated as well"] * bool(both) + [f"{len(apart)} held out"] * bool(apart or not both)
+    cases = ", ".join([f"{quantity(len(train), 'case')} to train on", *told])
     pipe = f"pipe {layout['pipe']} × " if layout.get("pipe") else ""
     main = {
         "data": f"{data['name']} ({describe_layout(str(data['layout']), record.has_phantoms)}): {cases}",

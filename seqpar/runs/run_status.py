@@ -151,13 +151,16 @@ class TakenWeights:
         folder = self.path / "checkpoints" / f"step-{self.best:08d}"
         own, best = self._measured(self.step), self._measured(self.best)
         best += " with a lower loss" * (own == best)
-        told = f"Predict takes the weights of step {self.step:,} ({own}), as those of step {self.best:,}, the best "
-        told += f"validation ({best}), are "
+        told = f"Predict takes the weights of step {self.step:,} ({own})"
         if self.is_there:
-            return f"{told}not those that checkpoints/best names: to take them, use --checkpoint {folder}."
+            better = f"Those of step {self.best:,} scored better ({best}), but checkpoints/best does not name them"
+            return f"{told}. {better}: to take them, use --checkpoint {folder}."
+        told += f", as those of step {self.best:,}, the best validation ({best}), are "
         if self.none_saved:
             return f"{told}not saved. Training continues from step {self.step:,} with --resume."
-        return f"{told}missing or damaged: to take them, restore {folder} and use it as --checkpoint."
+        if folder.exists():
+            return f"{told}damaged: to take them, restore {folder} and use it as --checkpoint."
+        return f"{told}not there: they were removed, or never saved. If you have a copy, restore {folder}."
 
     def _measured(self, step: int | None) -> str:
         if step is None or step not in self.scores:

@@ -76,8 +76,9 @@ def find_seen(
     told = {name for name in scans if all(name in own.get(VOXELS, {}) for own in before if name in own["train"])}
     namesakes += [name for name in scored if name in others - told and name not in same and name not in further]
     validated = (chose, []) if record.has_chosen else ([], chose)
+    relabelled = [name for name, one in by_image.items() if name in there and one in files]
     twins = _scored_twice(there, scans)
-    return Seen(seen, namesakes + further, len(scored), *validated, copies, list(by_image), twins=twins)
+    return Seen(seen, namesakes + further, len(scored), *validated, copies, relabelled, twins=twins)
 
 
 def _scored_twice(files: Mapping[str, Path], scans: Mapping[str, str]) -> list[str]:
@@ -92,7 +93,9 @@ def _scored_twice(files: Mapping[str, Path], scans: Mapping[str, str]) -> list[s
         else:
             sizes[path.stat().st_size].append(name)
     for name in chain.from_iterable(names for names in sizes.values() if len(names) > 1):
-        if _is_of_one(files[name]):
+        with suppress(OSError):
+            if not _is_of_one(files[name]):
+                continue
             groups[hashlib.sha256(files[name].read_bytes()).hexdigest()].append(name)
     return [
         f"{', '.join(names[:MAX_NAMED])}{', …' * (len(names) > MAX_NAMED)} are one case under {len(names)} names: "

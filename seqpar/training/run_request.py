@@ -333,7 +333,8 @@ def refuse_unlike_folds(runs: Sequence[str], typed: Sequence[str], flags: Sequen
         if "weights" in line.flags and now.weights != (before.weights and absolute(before.weights)):
             reasons["weights"] = "folds from other first weights do not compare"
         for name, why in reasons.items():
-            asked, began = (as_typed(name, getattr(each, name) or "unset") for each in (now, before))
+            values = (getattr(each, name) for each in (now, before))
+            asked, began = (as_typed(name, "unset" if value in ("", ()) else value) for value in values)
             raise ValueError(f"{asked}: {run} began with {began}, and all five folds need the same: {why}. {ends}")
         config, layout = new.config, saved["layout"]
         tiles = layout.get("global_batches") or [layout["data"] * before.batch * before.accumulate]

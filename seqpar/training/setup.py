@@ -105,6 +105,7 @@ def cases_that_changed_sides(began: Mapping[str, Any], now: Mapping[str, Any]) -
     trained = ({*began.get("train", ())} - {*began.get("held_out", ())}) | {*began.get(LEARNED, ())}
     trained -= other_scans(began, now)
     trained |= cases_learned_before(began, now)  # by their voxels, under whatever name
+    trained -= scans_on_both_sides(now).keys()  # which never changed sides
     moved = sorted(trained & {*now["held_out"], *now.get("test", ())})
     if not moved:
         return ""

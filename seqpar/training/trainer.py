@@ -4,7 +4,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -113,7 +113,7 @@ class Trainer:
         self.after_step.begin(self.progress if self.saved else None)
         if self.saved:
             self._restore_best()
-        self._compare_alike()
+        self._say_if_anew()
         with self._loader() as loader, self.late_rows:
             finished = self._loop(loader, stopper)
         goes_on = finished and self.steps.stop < self.config.steps
@@ -137,8 +137,9 @@ class Trainer:
             self.journal.say(f"resumed at step {step} of {self.config.steps}{told}")
         if self.journal.lost:
             self.journal.say(
-                f"warning: {self.journal.path} lacks {self.journal.lost}: the file was lost, cut off or replaced. "
-                "Training continues without that record; to keep it, stop, restore the file from a copy, and resume"
+                f"warning: {self.journal.path} lacks {self.journal.lost}: there was no room for them, or the file was "
+                "lost, cut off or replaced. Training continues without them; if you have a copy of the file, stop, "
+                "restore it, and resume"
             )
         self.journal.begin(step, self.config.steps, self.loss.weights)
         self.journal.attempt(self.status.begin)
@@ -264,16 +265,18 @@ class Trainer:
         if time.monotonic() - self._curves_at > CURVES_EVERY_S:
             self._draw_curves()
         is_last = step == self.config.steps
-        if not (is_last or every > 0 and step % every == 0) or self.progress.validated == step:
+        if not (is_last or every > 0 and step % every == 0) or self.progress.validated == step and not self._is_anew:
             return True
-        began, self.journal.best_step = time.monotonic(), self.progress.best_step if self.progress.best >= 0 else -1
+        has_best = self.progress.best >= 0 and not self._is_anew
+        began, self.journal.best_step = time.monotonic(), self.progress.best_step if has_best else -1
         with self.gradients.gathered():
             keep = is_last or self._is_flat(step)  # whether this one is better is not known yet
             result = self.validation.run(self.net, self.journal, stopper, keep)
         if result is None:
             return False
         seconds = time.monotonic() - began
-        row = {**result.row, "seconds": seconds, MEASURED_ON: self.progress.measured_on}
+        self.progress.begin_scale(self._measured_on)
+        row = {**result.row, "seconds": seconds, MEASURED_ON: self._measured_on}
         self.journal.record("val", step, epoch=(step - 1) // self.config.iterations, **row)
         self.journal.say(result.text)
         self.journal.picture("validation", step, self.out / "validation.png")
@@ -308,17 +311,26 @@ class Trainer:
             self.journal.attempt(lambda: (self.out / "window.json").unlink(missing_ok=True))
         self._write_windows()
 
-    def _compare_alike(self) -> None:
-        """Has the best be chosen anew, and says so, if validations are not those that chose it."""
-        step, measure = self.progress.best_step, measure_of(self.config.task, self.progress.best)
-        measured_on = self.validation.measured_on(self.description["dataset"]["digests"])
-        if not (other := self.progress.forget_best(measured_on)):
+    @cached_property
+    def _measured_on(self) -> str:
+        return self.validation.measured_on(self.description["dataset"]["digests"])
+
+    @property
+    def _is_anew(self) -> bool:
+        """Whether the next validation will be the best, since it does not compare with the best so far."""
+        return not self.progress.compares_with(self._measured_on)
+
+    def _say_if_anew(self) -> None:
+        if not self._is_anew:
             return
+        step, measure = self.progress.best_step, measure_of(self.config.task, self.progress.best)
+        same = self.progress.measured_on.split()[0] == self._measured_on.split()[0]
+        other = "measured in another way" if same else "of other held-out cases or labels"
         patience = ", and --patience counts from the first of them" * (self.config.patience > 0)
         kept = self.out / "checkpoints" / f"step-{step:08d}"
         self.journal.say(
             f"from here on validations are {other}: the best weights are chosen anew among them{patience}. The best "
-            f"before, those of step {step} ({self.task.score} {measure:.3f}), stay in {kept}"
+            f"weights until now, those of step {step} ({self.task.score} {measure:.3f}), stay in {kept}"
         )
 
     def _write_windows(self) -> None:
@@ -332,7 +344,8 @@ class Trainer:
     def _is_flat(self, step: int) -> bool:
         """Returns whether the best validation lies ``--patience`` validations before ``step``."""
         steps = self.config.patience * self.config.val_every * self.config.iterations
-        return steps > 0 and self.progress.best >= 0 and step - self.progress.best_step >= steps
+        has_best = self.progress.best >= 0 and not self._is_anew
+        return steps > 0 and has_best and step - self.progress.best_step >= steps
 
     def _is_out_of_patience(self) -> bool:
         """Returns whether the run ends here because validations, this step's included, did not become better."""

@@ -60,19 +60,19 @@ class Progress:
     measured_on: str = ""  # which cases validations score, and how; "" in a checkpoint that does not record it
     former: list[int] = field(default_factory=list)  # steps of what was the best on other cases, which are kept
 
-    def forget_best(self, measured_on: str) -> str:
-        """Has the next validation be the best if validations are of other cases than the best so far, or are measured
-        in another way; returns which of these, in words, "" if neither is so.
+    def compares_with(self, measured_on: str) -> bool:
+        """Returns whether validations are of the cases of the best so far and measured like it, as far as is known."""
+        return self.best < 0 or self.measured_on in ("", measured_on)
 
-        Until then the best so far stays the one to predict with; its checkpoint is kept from then on.
+    def begin_scale(self, measured_on: str) -> None:
+        """Says what validations are measured on; one that does not compare with the best so far will be the best.
+
+        The checkpoint of the best so far is kept.
         """
-        before, self.measured_on = self.measured_on or measured_on, measured_on
-        if before == measured_on or self.best < 0:
-            return ""
-        self.best, self.best_loss, self.validated = -1.0, None, -1
-        self.former = sorted({*self.former, self.best_step})
-        same = before.split()[0] == measured_on.split()[0]
-        return "measured in another way" if same else "of other held-out cases"
+        if not self.compares_with(measured_on):
+            self.best, self.best_loss = -1.0, None
+            self.former = sorted({*self.former, self.best_step})
+        self.measured_on = measured_on
 
     def is_beaten_by(self, score: float, loss: float) -> bool:
         """Returns whether a validation is better than the best: by its score or, if that is equal, by its loss."""

@@ -114,7 +114,9 @@ def sets_of_earlier_data(before: Mapping[str, Any], now: Mapping[str, Any]) -> l
     - ``before``, ``now``: what it recorded of its data, and records now
     """
     ancestors = list(before.get(ANCESTORS, ()))
-    own = [one for one in sets_learned({**before, ANCESTORS: ()}) if one not in ancestors and not _is_of(one, now)]
+    known = [{name: one.get(name) for name in ("name", "recipe", "train", "digests")} for one in ancestors]
+    own = [one for one in sets_learned({**before, ANCESTORS: ()}) if not _is_of(one, now)]
+    own = [one for one in own if {name: value for name, value in one.items() if name != VOXELS} not in known]
     held = {*before.get(VALIDATED, before.get("held_out", ()))}.difference(*(one["train"] for one in own))
     scans = {case: digests for case, digests in before.get(VOXELS, {}).items() if case in held}
     own = [{**one, VALIDATED: sorted(held), VOXELS: {**one.get(VOXELS, {}), **scans}} for one in own]

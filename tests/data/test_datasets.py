@@ -358,9 +358,7 @@ def test_scans_of_a_patient_stay_on_one_side_of_each_split(tmp_path):
     assert not patients_on_both_sides({**two, "volume_classes": told}), "a table knows better"
     assert not patients_on_both_sides({"train": ids, "held_out": ids})
     scans = {ids[0]: "1 2", ids[1]: "1 2", ids[2]: "3"}
-    same = (
-        f"1 of 2 held-out cases is the scan of a training case under another name, such as {ids[1]}, there {ids[0]}: "
-    )
+    same = f"1 of 2 held-out cases is the same scan as a training case, such as {ids[1]}, there {ids[0]}: "
     assert patients_on_both_sides({**two, "voxels": scans}).startswith(same)
     assert splits.scans_on_both_sides({**two, "test": ["t"], "voxels": {**scans, "t": "1 2", ids[1]: ""}}) == {
         "t": ids[0]

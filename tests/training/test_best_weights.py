@@ -62,7 +62,7 @@ def test_after_the_best_weights_are_gone_it_is_said_which_are_taken_and_what_the
 
     kept = (lost / "model.safetensors").read_bytes()
     (lost / "model.safetensors").write_bytes(kept[:-1] + bytes([kept[-1] ^ 1]))
-    told = TAKEN.format(6, "mean Dice 0.200") + f"missing or damaged: to take them, restore {lost} and use it as "
+    told = TAKEN.format(6, "mean Dice 0.200") + f"damaged: to take them, restore {lost} and use it as "
     text, warned = page_of(out, capfd)
     assert told in text and f"warning: {out}: {told}--checkpoint." in warned, "damaged"
     assert "After step 6, a validation, whose weights predict uses." in text and "predict uses (step 2)" not in text
@@ -71,9 +71,13 @@ def test_after_the_best_weights_are_gone_it_is_said_which_are_taken_and_what_the
     write_window(out, {"sliding": 0.3}, 6, temperatures={"sliding": 1.5})
     assert read_run(out).temperatures == {"sliding": 1.5}
     shutil.rmtree(lost)
+    told = (
+        TAKEN.format(6, "mean Dice 0.200")
+        + "not there: they were removed, or never saved. If you have a copy, restore "
+    )
     text, warned = page_of(out, capfd)
     assert told in text and told in warned, "removed"
-    assert run(predict.act, line) == 0 and f"warning: {out}: {told}--checkpoint." in capfd.readouterr().err
+    assert run(predict.act, line) == 0 and f"warning: {out}: {told}{lost}." in capfd.readouterr().err
     assert "has not been validated" not in text
     assert run(predict.act, [*line, "--checkpoint", "latest"]) == 0 and told not in capfd.readouterr().err
 
@@ -81,7 +85,9 @@ def test_after_the_best_weights_are_gone_it_is_said_which_are_taken_and_what_the
     said = trained(1, ["--resume", "--epochs", "4"], out).said()
     assert "the checkpoint of step 2, the best, is gone: the next validation is the best" in said
     taken = weights_taken(out)
-    assert taken.step == 8 and taken.best == 2 and f"{TAKEN.format(8, 'mean Dice 0.150')}missing" in taken.not_the_best
+    assert (
+        taken.step == 8 and taken.best == 2 and f"{TAKEN.format(8, 'mean Dice 0.150')}not there" in taken.not_the_best
+    )
     assert TAKEN.format(8, "mean Dice 0.150") in page_of(out, capfd)[0]
 
 
@@ -96,7 +102,7 @@ def test_of_equally_good_validations_the_one_with_the_lower_loss_is_missed(best_
         ]
         (out / "metrics.jsonl").write_text("\n".join(lines) + "\n")
         told = weights_taken(out).not_the_best
-        assert ("of step 6, the best validation (mean Dice 0.300 with a lower loss), are not those" in told) == is_told
+        assert ("Those of step 6 scored better (mean Dice 0.300 with a lower loss), but" in told) == is_told
 
 
 def test_weights_that_were_not_validated_say_so_and_a_whole_checkpoint_has_only_lost_its_name(
@@ -112,8 +118,8 @@ def test_weights_that_were_not_validated_say_so_and_a_whole_checkpoint_has_only_
     (out / "checkpoints" / "best").unlink()
     told = weights_taken(out).not_the_best
     step = int(newest.name.removeprefix("step-"))
-    assert told.startswith(f"Predict takes the weights of step {step} (not validated), as those of step 3, the best ")
-    assert f"not those that checkpoints/best names: to take them, use --checkpoint {out}/checkpoints/step-0" in told
+    assert told.startswith(f"Predict takes the weights of step {step} (not validated). Those of step 3 scored better (")
+    assert f"but checkpoints/best does not name them: to take them, use --checkpoint {out}/checkpoints/step-0" in told
 
 
 def test_a_best_that_names_no_checkpoint_is_said_to(best_is_first, tmp_path, monkeypatch, capfd) -> None:
@@ -121,7 +127,8 @@ def test_a_best_that_names_no_checkpoint_is_said_to(best_is_first, tmp_path, mon
     images = nnunet(tmp_path / "Dataset003_New", 1) / "imagesTr"
     link.write_text("")
     taken = (
-        TAKEN.format(6, "mean Dice 0.200") + "not those that checkpoints/best names: to take them, use --checkpoint "
+        "Predict takes the weights of step 6 (mean Dice 0.200). Those of step 2 scored better (mean Dice 0.300), but "
+        "checkpoints/best does not name them: to take them, use --checkpoint "
     )
     assert taken in page_of(out, capfd)[0]
     line = [str(out), "-i", str(images), "-o", str(tmp_path / "found"), "--device", "cpu"]
@@ -193,7 +200,9 @@ def test_a_lost_metrics_file_is_contradicted_by_what_else_tells_of_validations(
     text = page_of(copied, capfd)[0]
     assert "lacks the validation after step 6, which" in text and "has not been validated" not in text, "by its folder"
     said = trained(1, ["--resume", "--epochs", "4"], out).said()
-    assert f"warning: {path} lacks steps 1 to 6 and the validation after step 6: the file was lost" in said
+    assert (
+        f"warning: {path} lacks steps 1 to 6 and the validation after step 6: there was no room for them, or " in said
+    )
     assert [row["step"] for row in read_metrics(path) if row["kind"] == "train"] == [6, 7]
     assert f"{path} lacks steps 1 to 6 and the validation after step 2, which" in page_of(out, capfd)[0]
     path.write_text(whole + path.read_text())
@@ -217,16 +226,16 @@ def test_validations_of_other_cases_choose_the_best_anew_and_keep_the_one_before
 
     said = continued("--resume", "--fold", "1", "--epochs", "5", of=(0.1, 0.15, 0.12))  # the first of step 6, once more
     assert (
-        "from here on validations are of other held-out cases: the best weights are chosen anew among them, and "
-        f"--patience counts from the first of them. The best before, those of step 2 (mean Dice 0.600), stay in {out}/"
-        "checkpoints/step-00000002"
+        "from here on validations are of other held-out cases or labels: the best weights are chosen anew among them, "
+        "and --patience counts from the first of them. The best weights until now, those of step 2 (mean Dice 0.600), "
+        f"stay in {out}/checkpoints/step-00000002"
     ) in said
     assert "finished: best mean Dice 0.150 at step 8" in said and "ended" not in said
     taken = weights_taken(out)
     assert (taken.step, taken.best, taken.not_the_best) == (8, None, "")
     assert checkpoint.is_whole(out / "checkpoints", 2), "what was the best of the other cases is kept"
     text, _ = page_of(out, capfd)
-    assert "Validations up to step 6 are of other held-out cases than later ones" in text
+    assert "The first 3 validations of this run had other held-out cases or labels, or were measured in" in text
     assert "the weights of step 8, whose mean Dice was 0.150" in text
 
     said = continued("--resume", "--val-overlap", "0.25", "--epochs", "9", of=(0.05, 0.04, 0.03, 0.2))
@@ -246,6 +255,8 @@ def test_until_the_first_validation_of_other_cases_the_best_before_is_the_one_to
     assert "from here on validations are of other held-out cases" in said and lesser.is_dir()
     taken = weights_taken(out)
     assert (taken.step, taken.not_the_best, taken.describe_lost()) == (2, "", "")
+    progress = checkpoint.read_progress(checkpoint.look_up(out / "checkpoints")[0])
+    assert (progress.best, progress.best_step, progress.validated) == (0.3, 2, 6), "as if nobody had tried"
     scored(monkeypatch, 0.1)
     said = trained(1, ["--resume", "--epochs", "3"], out).said()
     assert "resumed at step 6 of 6: no step is left; to train on, give a larger --epochs" in said

@@ -259,6 +259,8 @@ def test_of_equally_good_validations_the_one_with_the_lower_loss_is_kept(tmp_pat
         out=tmp_path,
         after_step=SimpleNamespace(refuse_taken_over=nothing),
         _curves_at=time.monotonic(),
+        _measured_on="all",
+        _is_anew=False,
         _is_flat=lambda step: False,
         _save=lambda: saved.append(run.progress.step) or True,
     )
@@ -337,6 +339,7 @@ def test_short_epochs_do_not_wait_for_curves() -> None:
         progress=SimpleNamespace(step=2, validated=2),
         config=SimpleNamespace(val_every=1, iterations=2, steps=20),
         _curves_at=time.monotonic(),
+        _is_anew=False,
         _draw_curves=lambda: drawn.append(1),
     )
     assert Trainer._end_epoch(run, None) and not drawn

@@ -65,9 +65,9 @@ def patients_on_both_sides(described: Mapping[str, Any]) -> str:
     same, told = scans_on_both_sides({**described, "test": ()}), list[str]()
     divided = [case for case in held_out - train - same.keys() if patients[case] in trained]
     if same:
-        which = "is the scan of a training case" if len(same) == 1 else "are scans of training cases"
+        which = "is the same scan as a training case" if len(same) == 1 else "are the same scans as training cases"
         case, there = next(iter(same.items()))
-        told.append(f"{which} under another name, such as {case}, there {there}: scores in validation are too good.")
+        told.append(f"{which}, such as {case}, there {there}: scores in validation are too good.")
     if divided:
         which = "is another scan of a patient" if len(divided) == 1 else "are other scans of patients"
         told.append(f"{which} whom the run was trained on: scores in validation are too good.")
