@@ -410,7 +410,7 @@ def planes_note(case: ScoredCase, shown: ShownCase, labels: Sequence[str]) -> st
     where = " in the labelled part" if is_part else f" in {CONSENSUS}" * has_readers
     absent = [name for number, name in enumerate(labels, 1) if number not in shown.hidden]
     known = f"no {' or '.join(absent)}{where}" if absent else "not annotated"
-    return f"{known}; predicted{' in the whole volume:' * is_part} {what or 'none'} · {planes}"
+    return f"{known}; predicted{' in the volume shown:' * is_part} {what or 'none'} · {planes}"
 
 
 def elsewhere_note(case: ScoredCase, shown: ShownCase, labels: Sequence[str]) -> str:

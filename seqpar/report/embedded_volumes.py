@@ -105,21 +105,18 @@ class ShownCase:
 
     @property
     def unlabelled(self) -> str:
-        """A sentence on how much of what is shown the truth leaves open; "" of nothing."""
+        """A sentence on how much the truth leaves open, of the file and of what is shown; "" of nothing."""
         count = 0 if self.ignored is None else int(np.count_nonzero(self.ignored))
-        if not count:
-            return ""
         ml = count * self.voxel_ml if math.isnan(self.unlabelled_ml) else self.unlabelled_ml
-        part = f"{count / self.truth.size:.1%} of the volume shown"
-        return f"The truth leaves {millilitres(ml)} ml unlabelled (ignore label; hatched): {part}."
+        part = f"; hatched: {count / self.truth.size:.1%} of the volume shown" if count else "; not in the volume shown"
+        return f"The truth leaves {millilitres(ml)} ml unlabelled (ignore label{part})." if ml else ""
 
     @property
     def areas(self) -> dict[str, Bytes]:
         """What the viewer marks besides labels, by name: 1 inside, else 0."""
         areas = {} if self.disputed is None else {"disputed": self.disputed}
-        return areas | (
-            {"ignored": self.ignored.astype(np.uint8)} if self.unlabelled and self.ignored is not None else {}
-        )
+        is_open = self.ignored is not None and self.ignored.any()
+        return areas | ({"ignored": np.asarray(self.ignored, np.uint8)} if is_open else {})
 
     def embedded(self, budget: int) -> Embedded:
         """Returns the volumes as a page holds them, CT in 256 levels for windows of few Hounsfield units."""

@@ -326,7 +326,7 @@ def why_unknown(run: Path, weights: Mapping[str, str]) -> str:
 def runs_behind(prediction: Path) -> list[tuple[Path, str]]:
     """Returns the runs that predicted a folder, each with a sentence if its place is empty or another run's by now.
 
-    If its prediction.json cannot be used, that is in the place of a run.
+    If its prediction.json cannot be used, that error takes the place of a run.
     """
     runs, record = list[tuple[Path, str]](), prediction / "prediction.json"
     if not record.is_file():

@@ -313,7 +313,7 @@ def _mean(one: CaseScores, kind: str) -> Score:
 def _none_in_truth(case: ScoredCase, compared: Collection[str], shared: Sequence[str]) -> str:
     """Returns the classes that the truth of a case lacks, and those that are not compared, in words.
 
-    - ``compared``: the classes of which all runs' truths of the case tell something; ``shared``: those of all runs
+    - ``compared``: the classes that every run's truth of the case shows; ``shared``: those of all runs
     """
     left_out = {*shared} - {*compared}
     told = [name for name, row in case.scores.items() if row.get("n_ref", 1) == 0 and name not in left_out]

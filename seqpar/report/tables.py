@@ -206,7 +206,7 @@ def what_is_absent(scored: CaseScores) -> str:
 
 
 def is_part_labelled(rows: Iterable[Mapping[str, float]]) -> bool:
-    """Returns whether the truth leaves a part of its image unlabelled (ignore label), of which nothing is known."""
+    """Returns whether the truth leaves a part of its image unlabelled (ignore label), where nothing is known."""
     return any(row.get(UNLABELLED_ML, 0.0) > 0 for row in rows)
 
 

@@ -75,7 +75,7 @@ class LabelWatch:
     def look(self, but: Collection[str] = ()) -> list[str]:
         """Returns a warning if label maps were replaced since the last look; only those that look changed are read.
 
-        - ``but``: the cases of which something else says so
+        - ``but``: cases that something else has named
         """
         found = list[Path]()
         with suppress(DataError, ValueError, OSError):  # the data may be gone: training needs its own alone

@@ -315,8 +315,8 @@ def _read_saved(line: _CommandLine) -> dict[str, Any]:
 
 
 def refuse_unlike_folds(runs: Sequence[str], typed: Sequence[str], flags: Sequence[str], launcher: Launcher) -> None:
-    """Raises ValueError for flags by which folds that begin now would be other networks, or trained on other data or
-    tiles a step, than folds that have begun; those that any run may change when it resumes are allowed.
+    """Raises ValueError for flags that would make folds that begin now other networks than folds that have begun, or
+    train them on other data or tiles a step; those that any run may change when it resumes are allowed.
 
     - ``runs``: the folders of folds that have begun
     - ``typed``: the flags typed now; ``flags``: all those with which folds begin
@@ -326,7 +326,7 @@ def refuse_unlike_folds(runs: Sequence[str], typed: Sequence[str], flags: Sequen
         line, new = (_read_line([*given, "--resume", "--out", run], launcher) for given in (typed, flags))
         try:
             saved = _read_saved(line)
-        except DataError:  # one that goes on says so itself
+        except DataError:  # a fold that continues says so itself
             continue
         before, now = Config.from_dict(saved["config"]), line.config
         reasons = {name: SETTINGS[name].fixed for name in fixed_changes(before, now, line.flags)}

@@ -11,7 +11,7 @@ import SimpleITK as sitk
 
 from seqpar.data.errors import DataError
 from seqpar.data.formats.recognise import find_inputs, read_dataset
-from seqpar.data.preparation.cache_index import sources_of
+from seqpar.data.preparation.cache_index import same_source, sources_of
 from seqpar.data.volumes import digest_file, digest_samples, read_geometry, read_volume
 from tests.support.folders import OBLIQUE, image_array, label_array, nnunet, save
 from tests.support.itk import affine_of, save_series, write_dicom
@@ -188,3 +188,9 @@ def test_a_copied_series_has_the_same_digest_whenever_it_was_copied(tmp_path) ->
     content[len(content) // 2] ^= 1
     first.write_bytes(content)
     assert digest_samples(folder) != digest_samples(copy), "also where the file in the middle is the same"
+
+
+def test_a_series_that_an_earlier_version_recorded_is_known_by_its_time() -> None:
+    earlier, now = ["a", 100, 7, "0" * 16], ["a", 100, 7, "1" * 18]
+    assert same_source(earlier, now) and not same_source(earlier, ["a", 100, 8, "1" * 18])
+    assert not same_source(earlier, ["a", 100, 7, "1" * 16]), "of one kind, digests tell"

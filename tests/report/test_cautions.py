@@ -21,6 +21,7 @@ from seqpar.report.embedded_volumes import ShownCase
 from seqpar.report.pictures import PicturedCase, caution_about, figure_of_cases
 from seqpar.report.planes import count_vanished_briefly
 from seqpar.report.record import ScoredCase, read_record
+from seqpar.report.run_page import main_settings
 from seqpar.report.tables import DISPUTED_ML, sizes_table
 from seqpar.scores.label_files import Doubt
 from tests.report.test_score_tables import scores_of
@@ -61,6 +62,9 @@ def test_what_a_run_reached_on_cases_that_it_had_learned_says_nothing_of_new_one
     (said,) = reached_in_validation(read_record(changed(copied, train=held_out)))
     learned = "Other patients may score lower. The weights have learned from all of these held-out cases"
     assert learned in said and said.endswith("so the scores say nothing about new cases.")
+    assert main_settings(read_record(copied))["data"].endswith(
+        f"cases to train on, {len(held_out)} of them validated as well"
+    )
     record = read_record(changed(copied, train=[], learned_before=held_out[:1]))
     assert learned.replace("from all", "from some") in reached_in_validation(record)[0]
     (named,) = trained_on_some(record, held_out, "moved")

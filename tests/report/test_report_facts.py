@@ -380,7 +380,10 @@ def test_regions_that_no_shown_plane_cuts_are_counted_and_their_place_is_told() 
     assert elsewhere_note(case, near, ["tumour"]) == "", "an axial plane shows it"
     open_ = replace(shown, ignored=prediction > truth)
     assert elsewhere_note(case, open_, ["tumour"]) == f"In none of these planes: {missed}.", "the truth leaves it open"
-    left = "The truth leaves 0.121 ml unlabelled (ignore label; hatched): 0.2% of the volume shown."
+    left = "The truth leaves 0.121 ml unlabelled (ignore label; hatched: 0.2% of the volume shown)."
+    beyond = replace(shown, ignored=prediction < 0, unlabelled_ml=30.0)
+    assert beyond.unlabelled == "The truth leaves 30 ml unlabelled (ignore label; not in the volume shown)."
+    assert not beyond.areas
     assert _case_view(case, open_, ["tumour"], False).note == f"In none of these planes: {missed}. {left}"
     assert replace(shown, ignored=prediction < 0).unlabelled == "" == shown.unlabelled
     hidden = replace(shown, hidden=[1])

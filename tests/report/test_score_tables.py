@@ -151,10 +151,10 @@ def test_a_class_is_absent_only_from_the_part_that_is_labelled() -> None:
     note = planes_note(cases[0], shown, ["lesion"])
     assert (
         note
-        == "no lesion in the labelled part; predicted in the whole volume: 64 ml · planes with most of the prediction"
+        == "no lesion in the labelled part; predicted in the volume shown: 64 ml · planes with most of the prediction"
     )
     nothing = planes_note(cases[1], replace(shown, hidden=[1], ignored=truths[1] == 9), ["lesion"])
-    assert nothing.startswith("not annotated; predicted in the whole volume: 64 ml · ")
+    assert nothing.startswith("not annotated; predicted in the volume shown: 64 ml · ")
     assert "UnlabelledMl" not in score(found, found, classes, (1, 1, 1))["lesion"], "no such label"
 
 

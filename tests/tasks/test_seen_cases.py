@@ -273,3 +273,12 @@ def test_a_case_that_is_scored_under_several_names_is_said_to_count_so_often(tmp
     (said,) = find_seen(record, files, dict, tmp_path).sentences  # type: ignore[arg-type]
     assert said == "e, f are one case under 2 names: means and intervals count it 2 times.", "as their images tell"
     assert Seen.by_any([find_seen(record, files, dict)] * 2).twins  # type: ignore[arg-type]
+
+
+def test_another_label_file_is_named_only_where_both_are_there(tmp_path: Path) -> None:
+    write_json(tmp_path / "prediction.json", {"voxels": {"x": "1", "y": "2"}})
+    dataset = {"train": ["a", "b"], "held_out": [], "voxels": {"a": "1", "b": "2"}}
+    record = SimpleNamespace(dataset=dataset, subjects={}, held_out=[], has_chosen=False, config={"data": "here"})
+    maps = {name: save(tmp_path / f"{name}.nii.gz", label_array((n,))) for n, name in enumerate("xa", 1)}
+    seen = find_seen(record, {"x": maps["x"], "y": None}, lambda: {"a": maps["a"]}, tmp_path)  # type: ignore[arg-type]
+    assert (seen.same, seen.relabelled) == (["x", "y"], ["x"])

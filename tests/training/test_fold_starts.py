@@ -81,6 +81,7 @@ def test_folds_that_would_be_unlike_those_that_have_begun_are_refused(lines_of, 
     for more, told in (
         ("--patch 4", r"--patch 4 4 4: .*five/fold0 began with --patch 8 8 8, and all five folds need the same: the "),
         ("--optimizer sgd", "--optimizer sgd: .*fold0 began with --optimizer adam, and all five"),
+        ("--no-qkv-bias", "--no-qkv-bias: .*fold0 began with --qkv-bias, and all five"),
         ("--weights other.safetensors", "--weights .*other.safetensors: .*fold0 began with --weights unset, and all"),
         ("--preset laptop", "--preset laptop: the run in .*fold0 continues as it began, debug: remove it"),
         ("--batch 4", "--batch 4: folds that begin now would have 4 tiles a step, and .*fold0 has 2: all five folds"),

@@ -24,6 +24,7 @@ from seqpar.weights.facts import (
     read_dataset,
     reordered_names,
     sets_learned,
+    sets_of_earlier_data,
 )
 from seqpar.weights.pretrained import load_pretrained
 from seqpar.weights.weight_files import write_weights
@@ -185,6 +186,11 @@ def test_cases_that_the_weights_have_learned_and_the_run_does_not_train_on_are_f
     assert other_scans(known, {"voxels": {**scans, "a": "8", "x": "9"}}) == {"a"}
     assert other_scans({**known, "voxels": {}}, {"voxels": scans}) == set()
     assert other_scans({"weights_learned_from": sets_learned(known)}, {"voxels": {"a": "8", "c": "9"}}) == {"a"}
+    first, second = ({**known, "name": name, "digests": {"a": name, "b": name}} for name in "DE")
+    run = sets_of_earlier_data(first, second)
+    for before, now_on in ((second, first), (first, second), (second, first)):
+        run = sets_of_earlier_data({**before, "weights_learned_from": run}, now_on)
+    assert [own["name"] for own in run] == ["E", "D"], "each once, however often the data change"
     assert cases_of_other_fold("1", "0", now) == cases_of_other_fold("all", "0", now) == {"a"}
     assert not any(cases_of_other_fold(*folds, now) for folds in (("0", "0"), ("", "0"), ("1", "all"), ("1", "90:10")))
     says = "caution: they have learned from 1 held-out case, such as a, whose scores therefore say nothing of new cases"
