@@ -342,6 +342,13 @@ def test_with_an_image_every_program_of_a_job_runs_in_it_and_without_one_none(sc
     assert bare.returncode == 2 and "no apptainer on" in bare.stderr and node.noted("srun") == []
 
 
+def test_a_sweep_that_ends_at_once_gives_its_exit_code(tmp_path: Path) -> None:
+    node, slow = Node(tmp_path), tmp_path / "slow.sh"
+    slow.write_text('kill() { sleep 0.5; builtin kill "$@"; }\n')  # the sweep has ended by then
+    done = node.run("tune.sbatch", BASH_ENV=str(slow))
+    assert (done.returncode, done.stderr) == (3, "")
+
+
 def test_definitions_of_images_name_their_parts_and_what_they_copy_is_there() -> None:
     for path in (SLURM / "seqpar-cuda.def", SLURM / "seqpar-rocm.def"):
         head, *parts = re.split(r"^%(\w+)\n", path.read_text(), flags=re.M)

@@ -22,7 +22,8 @@ def net_of(config: Config):
 def trainer_of(config: Config, mesh, folder):
     material = open_data(config, True)
     net = build_network(config, material.num_channels, material.num_outputs, mesh.seq)
-    return training.Trainer(config, mesh, material, net, StatusFile(folder), describe_run(config, "", {}, {}))
+    description = describe_run(config, "", {"digests": material.digests()}, {})
+    return training.Trainer(config, mesh, material, net, StatusFile(folder), description)
 
 
 class NoStop:
