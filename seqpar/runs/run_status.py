@@ -19,6 +19,7 @@ from seqpar.runs.metrics_tail import SCORES, basis_of, best_validation, comparab
 from seqpar.runs.run_folder import holds_folds, holds_run, read_best_step, read_config, read_status
 from seqpar.runs.run_lock import RunLock
 from seqpar.settings.config import Config
+from seqpar.settings.lessons import lessons_of
 from seqpar.settings.rules import with_absolute_paths
 from seqpar.terminal import coloured, typed_command
 from seqpar.text import flag_name
@@ -269,6 +270,23 @@ def changed_settings(before: Config, now: Config) -> dict[str, list[Any]]:
     before, now = map(with_absolute_paths, (before, now))
     pairs = {f.name: [getattr(before, f.name), getattr(now, f.name)] for f in fields(Config)}
     return {name: pair for name, pair in pairs.items() if pair[0] != pair[1] and name not in _OF_ONE_START}
+
+
+def edited_settings(out: str | Path, content: Mapping[str, Any]) -> dict[str, list[Any]]:
+    """Returns the settings in a run's config.json that no start of it has changed since its last checkpoint, each with
+    what it is there and what it is now: somebody edited the file.
+
+    - ``content``: of config.json
+    """
+    try:
+        newest = checkpoint.look_up(Path(out) / "checkpoints", trusts_times=True)[0]
+        saved = json.loads(read_whole(newest / "config.json"))
+        configs = [lessons_of(Config.from_dict(it["config"]))[0].config for it in (saved, content)]
+        starts = content["history"][len(saved.get("history", ())) :]
+        changed = {name for start in starts for name in start["changed"]}
+    except (OSError, ValueError, LookupError, TypeError, AttributeError):  # none, or damaged, which resuming tells
+        return {}
+    return {name: pair for name, pair in changed_settings(*configs).items() if name not in changed}
 
 
 def changes_line(changes: Changes) -> str:

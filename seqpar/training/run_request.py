@@ -40,7 +40,7 @@ from seqpar.runs.run_folder import (
     read_config,
     refuse_foreign_status,
 )
-from seqpar.runs.run_status import changed_settings, describe_kill
+from seqpar.runs.run_status import changed_settings, describe_kill, edited_settings
 from seqpar.settings.checks import as_in_file, check, check_network, check_values, settings_in
 from seqpar.settings.command_line import default_preset, naming_preset, parse, shortened_warmup, wants_gpu
 from seqpar.settings.config import SETTINGS, Config
@@ -130,6 +130,11 @@ def _resolve(line: _CommandLine, launcher: Launcher, meeting: Meeting | None, on
         num_groups = _groups_at_start(saved["history"], before)
         of_start = SCALED if keeps_scaled_rate(before, config, line.flags, num_groups) else set()
         config = settings_on_resume(before, config, line.flags - {"resume", "again", "batch", "accumulate"} - of_start)
+        edited = edited_settings(config.out, saved)
+        if fixed := next((name for name in edited if SETTINGS[name].fixed), ""):
+            was, now = (as_typed(fixed, value) for value in edited[fixed])
+            problem = f"has {now}, and the run's last checkpoint {was}, which cannot change: write that back, or begin anew"
+            raise DataError(f"{config.out}/config.json", problem)
         preset, reason = saved.get("preset", preset), f"as the run in {config.out} began"
     family_of(config)  # refuses a network of another task
     refuse_settings_without_effect(config, line.flags)
@@ -163,7 +168,7 @@ def _resolve(line: _CommandLine, launcher: Launcher, meeting: Meeting | None, on
     lessons = lessons_of(config)
     if config.resume:
         lessons = _keep_global_batches(lessons, saved["layout"], before, num_groups, line)
-        changes = changed_settings(lessons_of(before)[0].config, lessons[0].config)
+        changes = edited | changed_settings(lessons_of(before)[0].config, lessons[0].config)
     elif config.global_batch > 0:
         lessons, sentence = _hold_global_batches(lessons, num_groups, line)
         choices = {**choices, "global_batch": (sentence,)}

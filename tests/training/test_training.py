@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from seqpar.cluster.stop_request import StopRequest
+from seqpar.data.files import write_json
 from seqpar.runs.journal import read_metrics
 from seqpar.runs.run_folder import read_config
 from seqpar.training import after_step
@@ -64,6 +65,23 @@ def test_a_run_goes_on_with_other_ranks_and_workers(flags, tmp_path):
     with Launch(3, ["--resume", "--seqpar", "1"], left) as refused:
         assert set(refused.wait()) == {2}
     assert "4 tiles a step" in refused.said() and "1, 2, 4" in refused.said()
+
+
+def test_settings_that_somebody_edited_in_a_runs_config_are_announced_and_recorded_or_refused(flags, tmp_path):
+    trained(1, [*flags, "--epochs", "1"], tmp_path)
+    written = read_config(tmp_path)
+
+    def edit(**settings: object) -> None:
+        write_json(tmp_path / "config.json", {**written, "config": {**written["config"], **settings}})
+
+    edit(lr=0.5)
+    announced = "changed since this run was last started: --lr 0.01 -> 0.5, --epochs 1 -> 2"
+    assert announced in trained(1, ["--resume", "--epochs", "2"], tmp_path).said()
+    assert read_config(tmp_path)["history"][1]["changed"] == {"lr": [0.01, 0.5], "epochs": [1, 2]}
+    assert "changed since" not in trained(1, ["--resume"], tmp_path).said(), "the last checkpoint has it"
+    edit(optimizer="sgd")
+    told = f"{tmp_path}/config.json: has --optimizer sgd, and the run's last checkpoint --optimizer adam, which cannot"
+    assert told in trained(1, ["--resume", "--epochs", "3"], tmp_path, expect=3).said()
 
 
 FIVE_LINES = """
