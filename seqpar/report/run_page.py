@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 from seqpar.data.errors import DataError
 from seqpar.data.files import SUFFIXES, read_whole
-from seqpar.data.formats.splits import patients_on_both_sides
+from seqpar.data.formats.splits import data_faults
 from seqpar.data.phantom.phantom_files import describe_layout, is_generated
 from seqpar.models.build import family_of
 from seqpar.report.cautions import above_scores, may_be_chance
@@ -116,7 +116,7 @@ def render_run(
         raise lacking(record.path, error) from None
     what = "volumes and scores" if alone else "errors" if record.network_settings.task in ERRORS else "scores"
     own, told = record.config.get("loss", "dice-ce"), [weak_start(record), what_is_unlearned(record)]
-    told = list(filter(None, [patients_on_both_sides(record.dataset), *told]))
+    told = list(filter(None, [data_faults(record.dataset), *told]))
     if averaged or another:
         told = [f"Of {name} alone: {sentence[0].lower()}{sentence[1:]}" for sentence in told]
     return render(

@@ -10,7 +10,7 @@ from typing import NamedTuple, TypeVar
 
 from seqpar.data.errors import DataError
 from seqpar.data.files import read_whole
-from seqpar.data.formats.splits import patients_on_both_sides
+from seqpar.data.formats.splits import data_faults
 from seqpar.report.cautions import above_scores, chosen_on_them
 from seqpar.report.curves import OF_RUNS, Diagram, Line, count_of, number, step_axis
 from seqpar.report.planes import RUN_COLOURS, colours_of
@@ -174,7 +174,7 @@ def cautions_about_each(records: Mapping[str, RunRecord]) -> list[str]:
 
 
 def _divided(record: RunRecord) -> str:
-    return patients_on_both_sides(record.dataset)
+    return data_faults(record.dataset)
 
 
 def _scans(records: Sequence[RunRecord]) -> list[str]:

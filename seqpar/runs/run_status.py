@@ -161,6 +161,9 @@ class TakenWeights:
             return f"{told}not saved. Training continues from step {self.step:,} with --resume."
         if folder.exists():
             return f"{told}damaged: to take them, restore {folder} and use it as --checkpoint."
+        if 0 < self.saved < self.best:  # killed after the validation, or the newest were removed
+            told += f"not there. Training continues from step {self.saved:,} with --resume and validates again"
+            return f"{told}; if you have a copy, restore {folder} instead."
         return f"{told}not there: they were removed, or never saved. If you have a copy, restore {folder}."
 
     def _measured(self, step: int | None) -> str:

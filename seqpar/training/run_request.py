@@ -133,7 +133,7 @@ def _resolve(line: _CommandLine, launcher: Launcher, meeting: Meeting | None, on
         edited = edited_settings(config.out, saved)
         if fixed := next((name for name in edited if SETTINGS[name].fixed), ""):
             was, now = (as_typed(fixed, value) for value in edited[fixed])
-            problem = f"has {now}, and the run's last checkpoint {was}, which cannot change: write that back, or begin anew"
+            problem = f"has {now}, and the run's last checkpoint {was}, which cannot change: write that there again"
             raise DataError(f"{config.out}/config.json", problem)
         preset, reason = saved.get("preset", preset), f"as the run in {config.out} began"
     family_of(config)  # refuses a network of another task

@@ -15,7 +15,7 @@ from seqpar.cluster.torch_setup import check_precision, missing_compiler
 from seqpar.data.addresses import local_file
 from seqpar.data.errors import DataError, unwritable
 from seqpar.data.files import remove_leftovers
-from seqpar.data.formats.splits import patients_on_both_sides, scans_on_both_sides
+from seqpar.data.formats.splits import data_faults, scans_on_both_sides
 from seqpar.data.phantom.phantom_files import is_generated
 from seqpar.models.build import build_network, family_of
 from seqpar.models.network import Network, Resizing
@@ -313,7 +313,7 @@ def make_trainer(
     if mesh.is_first:
         print("\n".join(_lesson_lines(request, number, resizing)), flush=True)
         changed = data_that_changed(data_before, data_now)
-        divided = patients_on_both_sides(data_now)
+        divided = data_faults(data_now)
         divided = f"warning: {divided}" if divided else ""
         sides = cases_that_changed_sides(learned_from, data_now), tested_cases_that_chose(data_now)
         for warning in filter(None, (*changed, *sides, divided)):

@@ -11,7 +11,7 @@ from seqpar.cli.prepare import act
 from seqpar.data.errors import DataError
 from seqpar.data.formats import splits
 from seqpar.data.formats.recognise import find_inputs, place_in_data, read_dataset
-from seqpar.data.formats.splits import folds, patients_of, patients_on_both_sides, split
+from seqpar.data.formats.splits import data_faults, folds, patients_of, split
 from seqpar.data.preparation.preparation import prepare_case
 from seqpar.data.preparation.recipe import PrepareSettings, draft_recipe
 from seqpar.settings.config import Config
@@ -353,16 +353,21 @@ def test_scans_of_a_patient_stay_on_one_side_of_each_split(tmp_path):
     with pytest.raises(ValueError, match="5 folds need at least 5 patients, and there are 4"):
         split(few, 0)
     two = {"train": ids[:1], "held_out": ids[1:3]}
-    assert patients_on_both_sides(two).startswith("1 of 2 held-out cases is another scan of a patient whom the run")
+    assert data_faults(two).startswith("1 of 2 held-out cases is another scan of a patient whom the run")
     told = {"subjects": {ids[1]: "a", ids[2]: "b"}}
-    assert not patients_on_both_sides({**two, "volume_classes": told}), "a table knows better"
-    assert not patients_on_both_sides({"train": ids, "held_out": ids})
+    assert not data_faults({**two, "volume_classes": told}), "a table knows better"
+    assert not data_faults({"train": ids, "held_out": ids})
     scans = {ids[0]: "1 2", ids[1]: "1 2", ids[2]: "3"}
     same = f"1 of 2 held-out cases is the same scan as a training case, such as {ids[1]}, there {ids[0]}: "
-    assert patients_on_both_sides({**two, "voxels": scans}).startswith(same)
+    assert data_faults({**two, "voxels": scans}).startswith(same)
     assert splits.scans_on_both_sides({**two, "test": ["t"], "voxels": {**scans, "t": "1 2", ids[1]: ""}}) == {
         "t": ids[0]
     }
+    classes = {"names": ["well", "ill"], "numbers": {ids[0]: 1, ids[1]: 0, ids[2]: 0}}
+    told = f"1 scan has more than one class under several names, such as {ids[0]} as ill and {ids[1]} as well: at most"
+    assert told in data_faults({**two, "voxels": scans, "volume_classes": classes})
+    alike = {**classes, "numbers": dict.fromkeys(ids[:3], 1)}
+    assert "more than one class" not in data_faults({**two, "voxels": scans, "volume_classes": alike})
 
 
 def test_a_run_that_has_begun_keeps_its_way_of_splitting(tmp_path):

@@ -91,6 +91,18 @@ def test_after_the_best_weights_are_gone_it_is_said_which_are_taken_and_what_the
     assert TAKEN.format(8, "mean Dice 0.150") in page_of(out, capfd)[0]
 
 
+def test_a_best_that_is_newer_than_all_checkpoints_can_be_trained_again(best_is_first) -> None:
+    out, newest = best_is_first, best_is_first / "checkpoints" / "step-00000006"
+    rows = (out / "metrics.jsonl").read_text().replace('"dice": {"tumour": 0.2}', '"dice": {"tumour": 0.4}')
+    (out / "metrics.jsonl").write_text(rows)
+    shutil.rmtree(newest)
+    assert weights_taken(out).not_the_best == (
+        "Predict takes the weights of step 2 (mean Dice 0.300), as those of step 6, the best validation (mean Dice "
+        "0.400), are not there. Training continues from step 5 with --resume and validates again; if you have a copy, "
+        f"restore {newest} instead."
+    )
+
+
 def test_of_equally_good_validations_the_one_with_the_lower_loss_is_missed(best_is_first) -> None:
     out, equal = best_is_first, '"dice": {"tumour": 0.3}'
     rows = (out / "metrics.jsonl").read_text().replace('"dice": {"tumour": 0.2}', equal)

@@ -53,8 +53,9 @@ def patients_of(ids: Iterable[str]) -> dict[str, str]:
     return {case: patients.get(case, case) for case in known}
 
 
-def patients_on_both_sides(described: Mapping[str, Any]) -> str:
-    """Returns sentences if a run trains on other scans of patients that it holds out, or on the same scans; else "".
+def data_faults(described: Mapping[str, Any]) -> str:
+    """Returns sentences if a run trains on other scans of patients that it holds out, or on the same scans, and if one
+    scan has two classes; else "".
 
     - ``described``: its data, as config.json has them: a table may name the patients, else names of cases tell them
     """
@@ -72,7 +73,23 @@ def patients_on_both_sides(described: Mapping[str, Any]) -> str:
         which = "is another scan of a patient" if len(divided) == 1 else "are other scans of patients"
         told.append(f"{which} whom the run was trained on: scores in validation are too good.")
     counts = [len(own) for own in (same, divided) if own]
-    return " ".join(f"{n} of {quantity(len(held_out), 'held-out case')} {one}" for n, one in zip(counts, told))
+    sentences = [f"{n} of {quantity(len(held_out), 'held-out case')} {one}" for n, one in zip(counts, told)]
+    return " ".join([*sentences, *_contradiction(described)])
+
+
+def _contradiction(described: Mapping[str, Any]) -> list[str]:
+    """Returns a sentence if cases with the same voxels have different classes."""
+    classes, scans = described.get("volume_classes") or {}, described.get("voxels", {})
+    numbers, by_scan = classes.get("numbers", {}), dict[str, list[str]]()
+    for case in sorted(filter(scans.get, numbers)):
+        by_scan.setdefault(scans[case], []).append(case)
+    others = [cases for cases in by_scan.values() if len({numbers[case] for case in cases}) > 1]
+    if not others:
+        return []
+    one = next(case for case in others[0] if numbers[case] != numbers[others[0][0]])
+    told = [f"{case} as {classes['names'][numbers[case]]}" for case in (others[0][0], one)]
+    few = "1 scan has" if len(others) == 1 else f"{len(others)} scans have"
+    return [f"{few} more than one class under several names, such as {' and '.join(told)}: at most one can be right."]
 
 
 def scans_on_both_sides(described: Mapping[str, Any]) -> dict[str, str]:
