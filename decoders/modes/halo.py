@@ -31,8 +31,8 @@ class Halo:
     def check(self, layout: Layout, batch: int | None = None) -> str:
         cuts = _boxed(layout).voxel_cuts()
         count = " x ".join(str(len(edges) - 1) for edges in cuts)
-        moves = "which hold its tokens" if _boxed(layout) is layout else "to which the tokens are moved"
-        return f"{self.name}: each of {self.group.size} ranks decodes one of {count} boxes, {moves}"
+        moves = "" if _boxed(layout) is layout else ", to which the tokens are moved"
+        return f"{self.name}: each of {self.group.size} ranks decodes one of {count} boxes{moves}"
 
     def features(self, tokens: Sequence[Tensor], layout: Layout) -> list[Tensor]:
         """Returns this rank's boxes ``b e w/s d/s h/s`` of tokens ``b n/s e``, moved in at most one message."""

@@ -39,8 +39,8 @@ class Swap:
                 f"mode='swap' splits the batch evenly over {size} ranks, but batch={batch} is not divisible by {size}: "
                 f"use {advice}, or mode='halo'"
             )
-        count = "its share" if batch is None else batch // size
-        return f"{self.name}: each of {size} ranks decodes {count} of the batch's samples, whole"
+        share = "its share of the batch" if batch is None else f"{batch // size} of the batch's {batch} samples"
+        return f"{self.name}: each of {size} ranks decodes {share}, each sample as a whole"
 
     def features(self, tokens: Sequence[Tensor], layout: Layout) -> list[Tensor]:
         """Returns whole grids ``b/s e w d h`` of tokens ``b n/s e``, moved in one message."""

@@ -251,9 +251,9 @@ def fastest_strategy_of_model(
         best, why = min(candidates, key=lambda s: needs[s]), "the smallest"
     if memory_left is not None:
         depth = 1 if recomputed else sum(count for _, count in layers)
-        room = f"{memory_left / 2**20:.0f} MiB in {quantity(depth, 'layer')}"
+        room = f"the {memory_left / 2**20:,.0f} MiB that are free for {quantity(depth, 'layer')}"
         if fits:
-            why += f" of those that need at most {room}"
+            why += f" of those that fit into {room}"
         elif memory_left > 0:
             why += f", but needs more than {room}"
         else:

@@ -45,7 +45,9 @@ def act(arguments: Sequence[str]) -> int:
     there = len(read_dataset(root).cases)
     more = f" (and {quantity(there - options.cases, 'case')} that were there)" if there > options.cases else ""
     print(f"{quantity(options.cases, 'case')} in {root}{more}")
-    train = next_command("train", *(CLASSIFIER if KINDS[options.kind].class_of else ()), "--data", root)
+    kind = KINDS[options.kind]
+    own = CLASSIFIER if kind.class_of else ("--preset", "auto") * (settings.size != kind.size)  # else laptop suits
+    train = next_command("train", *own, "--data", root)
     test = next_command("predict", "RUN", "-i", root, "-o", "PREDICTIONS")
     if there >= FOLDS:
         print(coloured(f"next: {train}  (to train on them)", sys.stdout))

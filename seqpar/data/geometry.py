@@ -69,6 +69,11 @@ class Geometry:
         return float(np.degrees(np.arccos(np.clip(along, 0, 1))).max())
 
     @property
+    def askew(self) -> float:
+        """Returns by how many degrees the voxels are sheared: the tilt of a gantry, about."""
+        return float(np.degrees(np.arccos(min(self.slant, 1.0))))
+
+    @property
     def orientation_doubt(self) -> str:
         """Returns what to say after a NIfTI file's name if it is not certain how the patient lies; "" if it is."""
         if not self.header or bool(self.qform_code) != bool(self.sform_code):

@@ -129,7 +129,7 @@ class _Search:
             tile, which = tuple(self.config.tile), f"the tile of {format_sides(self.config.tile)}"
         else:
             tile, which = tuple(self._tile_of(min(USUAL_VOXELS, self.tile_voxels))), "a tile of 96"
-        why = "what a CPU trains in hours" if len(widths) == 1 else f"the narrowest: wider ones do not fit with {which}"
+        why = "narrow, for a CPU" if len(widths) == 1 else f"the narrowest: wider ones do not fit with {which}"
         for width, depth, heads in widths:
             self.config = replace(self.config, embed_dim=width, depth=depth, heads=heads)
             if (width, depth, heads) != widths[-1] and self.fits(tile):
@@ -148,7 +148,8 @@ class _Search:
         at = bisect_left(tiles, True, hi=len(tiles) - 1, key=self.fits)  # the last is taken whatever it needs
         self.config = self._with_tile(tiles[at])
         lengths = " x ".join(f"{side * size:.0f}" for side, size in zip(self.config.tile, self.size))
-        most = "as large as the cases or the time allow" if at == 0 else "the largest such that two fit"
+        is_cut = math.prod(tiles[0]) < math.prod(self._tile_of(math.inf))
+        most = "the largest such that two fit" if at else "as large as is quick enough" if is_cut else "whole cases"
         if at == len(tiles) - 1 and not self.fits(tiles[at]):
             most = "the smallest there is, though two may not fit"
         return f"  --tile {_spaced(self.config.tile)} ({lengths} mm), {described(self.config)}: {most}"
@@ -167,7 +168,7 @@ class _Search:
         of_step = "" if times == 1 else f" in a step of {times * best.config.batch} tiles"
         why = f"at most {SHARE:.0%} of all voxels{of_step}" if share < most else f"at most {most}"
         if few > share:
-            why = f"the least, though more than {SHARE:.0%} of all voxels{of_step}"
+            why = f"the smallest in use, though more than {SHARE:.0%} of all voxels{of_step}"
         if not best.fits:
             why = "which may not fit: use a larger --seqpar, or a smaller --embed-dim or --tile"
         return f"  --batch {best.config.batch}: {best.total / GIB:.1f} of {best.device.memory / GIB:.0f} GiB, {why}"

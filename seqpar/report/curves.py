@@ -303,7 +303,7 @@ def count_of(held_out: Sequence[Row], sign: str = "") -> str:
     - ``sign``: "=" for a loss, which is the mean over all of them; "": a class's mean Dice is over those that have one
     """
     counts = {int(row["cases"]) for row in held_out if "cases" in row}
-    sign = sign or ("≤" if any(row.get("dice") for row in held_out) else "=")
+    sign = sign or ("at most" if any(row.get("dice") for row in held_out) else "=")
     ends = sorted({min(counts), max(counts)} if sign == "=" else {max(counts)}) if counts else []
     return f" (n {sign} {' to '.join(map(str, ends))})" if counts else ""
 

@@ -94,6 +94,7 @@ class FileSlices(NamedTuple):
     - ``resampled``: the planes lie between the slices, and their numbers are those of the nearest ones
     - ``tilt``: the largest angle between an axis of the file and the patient's, in degrees
     - ``doubt``: what the file leaves open about how the patient lies, as `Geometry.orientation_doubt` says it
+    - ``askew``: by how many degrees its slices do not lie straight above each other
     """
 
     numbers: Sequence[int]
@@ -101,6 +102,7 @@ class FileSlices(NamedTuple):
     resampled: bool = False
     tilt: float = 0.0
     doubt: str = ""
+    askew: float = 0.0
 
     def text(self, at: int) -> str:
         """Returns which slice a plane is, of how many."""
@@ -121,8 +123,8 @@ def slices_of(geometry: Geometry, box: Box, shape: Sequence[int]) -> tuple[FileS
     for letter, (start, stop), side, whole in zip("RAS", box, shape, geometry.canonical_shape):
         at = start + np.floor((np.arange(side) + 0.5) * (stop - start) / side).astype(int)
         numbers = at + 1 if letter in geometry.orientation else whole - at
-        resampled = side != stop - start
-        slices.append(FileSlices(numbers.tolist(), whole, resampled, geometry.tilt, geometry.orientation_doubt))
+        of_file = geometry.tilt, geometry.orientation_doubt, geometry.askew
+        slices.append(FileSlices(numbers.tolist(), whole, side != stop - start, *of_file))
     return tuple(slices)
 
 
@@ -203,8 +205,11 @@ def counted(cases: Iterable[Sequence[FileSlices]]) -> str:
     every = [own for slices in cases for own in slices]
     tilt = max((own.tilt for own in every), default=0.0)
     told = f". Oblique images: planes are tilted by up to {tilt:.0f}°; letters name the nearest sides"
-    open_sides = DOUBTED * bool(doubt_of(every))
-    return COUNTED + NEAREST * any(own.resampled for own in every) + told * (tilt >= TILTED) + open_sides
+    askew = max((own.askew for own in every), default=0.0)
+    sheared = f". Sheared images, as of a tilted gantry: their slices are askew by up to {askew:.0f}°, but are drawn "
+    sheared += "straight above each other, which distorts shapes across them"
+    told = told * (tilt >= TILTED) + sheared * (askew >= TILTED) + DOUBTED * bool(doubt_of(every))
+    return COUNTED + NEAREST * any(own.resampled for own in every) + told
 
 
 def doubt_of(slices: Iterable[FileSlices]) -> str:
@@ -213,9 +218,11 @@ def doubt_of(slices: Iterable[FileSlices]) -> str:
 
 
 def tilt_of(slices: Sequence[FileSlices]) -> str:
-    """Returns by how much a case's planes are tilted against the patient's axes; "" if that is a few degrees."""
-    tilt = max(own.tilt for own in slices)
-    return f"tilted by {tilt:.0f}°" if tilt >= TILTED else ""
+    """Returns by how much a case's planes are tilted against the patient's axes, and its slices askew; "" if that is a
+    few degrees.
+    """
+    angles = {"planes tilted": max(own.tilt for own in slices), "slices askew": max(own.askew for own in slices)}
+    return ", ".join(f"{what} by {angle:.0f}°" for what, angle in angles.items() if angle >= TILTED)
 
 
 def ranks_of(*maps: NDArray[Any]) -> NDArray[np.uint8]:

@@ -289,9 +289,11 @@ def draw_chart(diagram: Diagram, width: int = 340) -> Chart | None:
 
 def _smoothed(diagrams: Sequence[Diagram]) -> str:
     """Returns what thin and thick lines are; "" without a running mean."""
-    windows = {_window(len(line.points())) for one in diagrams for line in one.lines if line.noisy} - {1}
+    counts = [len(line.points()) for one in diagrams for line in one.lines if line.noisy]
+    windows = {*map(_window, counts)} - {1}
+    band = ", in a band from the lowest to the highest" * (max(counts, default=0) > BUCKETS)
     ends = " to ".join(map(str, sorted({min(windows), max(windows)}))) if windows else ""
-    return f"Pale: each step; solid: mean of the last {ends}." if windows else ""
+    return f"Pale: each step{band}; solid: mean of the last {ends}." if windows else ""
 
 
 STROKES = {"--": (7, 3), ":": (2, 3), "-.": (9, 3, 2, 3)}  # of a key, in px: drawn and left out, in turn

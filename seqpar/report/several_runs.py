@@ -39,6 +39,7 @@ T = TypeVar("T")
 
 SAME_DATA = ("name", "modalities", "labels", "volume_classes")  # of config.json
 NOT_A_SETTING = ("out", "resume", "again", "take_over", "dry_run")  # where and how a run was started
+SPREAD = {"ranks", "seqpar", "split", "mode", "attention", "workers"}  # which ranks compute what, and how
 OF_LOSS = (*(each.name for each in fields(LossSettings)), "targets", "deep_supervision", "normalised_targets")
 
 
@@ -203,6 +204,8 @@ def difference_sentence(measure: str, name: str, first: str, gaps: Sequence[floa
     if not known:
         return f"No case has a {measure} in both {name} and {first}."
     mean, cases = fmean(known), quantity(len(known), "case")
+    if not any(known):
+        return f"{name} and {first} have exactly the same {measure} in {cases}, as if both had computed the same."
     text = f"The {measure} of {name} is {abs(mean):.3f} {'higher' if mean > 0 else 'lower'} than that of {first}"
     if math.isclose(mean, 0, abs_tol=5e-4):
         text = f"The {measure} of {name} equals that of {first} to three decimals"
@@ -223,7 +226,11 @@ def settings_table(records: Mapping[str, RunRecord]) -> Table | None:
                 every.setdefault(setting, {})[name] = format_setting(from_here(value))
     differ = {setting: values for setting, values in every.items() if len(set(values.values())) > 1}
     rows = [TableRow(setting, [values.get(name, "–") for name in records]) for setting, values in differ.items()]
-    return Table("settings-that-differ", list(map(TableHead, ("Setting", *records))), rows, "class") if rows else None
+    tiles = {json.dumps(record.layout.get("global_batches")) for record in records.values()}
+    is_spread = len(tiles) == 1 and not differ.keys() - SPREAD and next(iter(tiles)) != "null"
+    note = "These say only how the work is spread: the numbers are the same but for rounding, which training amplifies."
+    heads = list(map(TableHead, ("Setting", *records)))
+    return Table("settings-that-differ", heads, rows, "class", note * is_spread) if rows else None
 
 
 def curves_over_each_other(records: Mapping[str, RunRecord]) -> list[Chart]:
@@ -286,7 +293,7 @@ def _scores_table(scored: Mapping[str, CaseScores], is_compared: bool) -> Table 
     note += f" n: cases with a Dice. {ABSENT_RULE} Means over different cases cannot be compared."
     return Table(
         "scores",
-        [TableHead("Class"), TableHead("Not in the truth of"), TableHead("Mean Dice", tuple(scored))],
+        [TableHead("Class"), TableHead("Absent from the truth of"), TableHead("Mean Dice", tuple(scored))],
         rows,
         "class",
         note,

@@ -74,7 +74,7 @@ def tiles_of_steps(
         return list(tiles)
     if best is None or best["step"] == own:
         return [tile._replace(more=f"{tile.more}, step {own:,}") for tile in tiles]
-    count = f"n {'≤' if kind == 'dice' else '='} {best.get('cases', '–')}, step {best['step']:,}"
+    count = f"n {'at most' if kind == 'dice' else '='} {best.get('cases', '–')}, step {best['step']:,}"
     return [
         HeadlineTile(
             tile.name,

@@ -219,8 +219,8 @@ def predict_command(run: Path) -> str:
     command = next_command("predict", run, "-i", "IMAGES", "-o", "PREDICTIONS")
     if not is_of_phantoms(run):
         return command
-    others = flags_of_others(str(read_config(run)["config"].get("data") or ""))
-    return f"{command}  (IMAGES: new cases; {next_command('phantom', *others)} makes some)"
+    others, place = flags_of_others(str(read_config(run)["config"].get("data") or ""))
+    return f"{command}  (IMAGES: new cases; {next_command('phantom', *others)} makes some in {place})"
 
 
 def next_lines(run: Path) -> list[str]:

@@ -1,7 +1,7 @@
 """Which classes are scored and which values a label map may hold, as BraTS or a data set declares them."""
 
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -141,11 +141,13 @@ def choose_labels(
     declaration: Path | None = None,
     regions: Sequence[tuple[str, tuple[int, ...]]] = (),
     brats: str = "",
+    otherwise: Callable[[], Labels | None] = lambda: None,
 ) -> Labels:
     """Returns the labels to score.
 
     ``brats`` (a key of ``BRATS``) decides alone. Else the labels are those of ``declaration`` (a dataset.json), of the
-    ``dataset`` that the truth is, or of a dataset.json next to the truth; ``regions`` replaces their classes.
+    ``dataset`` that the truth is, or of a dataset.json next to the truth; ``regions`` replaces their classes. Without
+    any of these they are what ``otherwise`` returns.
     """
     if brats:
         return labels_of_brats(brats)
@@ -155,7 +157,7 @@ def choose_labels(
         path = declaration or find_declaration(truth)
         declared = read_declared_labels(path) if path else None
     if not regions:
-        if not declared:
+        if not (declared := declared or otherwise()):
             where = f"there is no dataset.json in {truth} or above it"
             raise ValueError(f"{where}: declare the labels by --dataset, --regions or --brats")
         return declared

@@ -134,7 +134,7 @@ def source_of(recorded: int, points: int) -> str:
     """Returns where the lengths of points come from: those that have finished recorded theirs."""
     if recorded == points:
         return "as recorded, without the time that each run takes to start"
-    by_planner = "by the planner's steps, without starts and validations"
+    by_planner = "planned from their steps, without starts and validations"
     return f"{recorded} of them as recorded, the others {by_planner}" if recorded else f"all {by_planner}"
 
 

@@ -260,7 +260,15 @@ def test_the_flags_that_make_new_cases_have_their_size(tmp_path):
     """Without it, voxels would have another size than the run's."""
     settings = PhantomSettings.of("liver", size=(48, 40, 40))
     (tmp_path / "phantom.json").write_text(json.dumps(settings.record()))
-    flags = ["--kind", "liver", "--size", "48", "40", "40", "--seed", "1", "--out", "NEW"]
-    assert flags_of_others(str(tmp_path)) == flags and flags_of_others("") == ["--seed", "1", "--out", "NEW"]
+    flags = ["--kind", "liver", "--size", "48", "40", "40", "--seed", "1", "--out", "new-liver"]
+    assert flags_of_others(str(tmp_path)) == (flags, Path("new-liver/Dataset998_PhantomLiver"))
+    assert flags_of_others("") == (["--seed", "1", "--out", "new-brain"], Path("new-brain"))
     (tmp_path / "phantom.json").write_text(json.dumps(PhantomSettings.of("liver").record()))
-    assert "--size" not in flags_of_others(str(tmp_path))
+    assert "--size" not in flags_of_others(str(tmp_path))[0]
+
+
+def test_other_phantoms_in_a_folder_are_told_by_what_differs(tmp_path):
+    write_phantom(tmp_path, 1, PhantomSettings.of("brain", None, (16, 16, 16)))
+    told = "other settings .kind brain, not dementia; layout brats, not classes; seed 0, not 1.; choose another --out"
+    with pytest.raises(DataError, match=told):
+        write_phantom(tmp_path, 1, PhantomSettings.of("dementia", None, (16, 16, 16), 1))

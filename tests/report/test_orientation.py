@@ -34,6 +34,7 @@ from seqpar.report.planes import (
     plane_of,
     sides,
     slices_of,
+    tilt_of,
 )
 from seqpar.report.record import RunRecord, ScoredCase, read_record
 from seqpar.weights.weight_files import digest
@@ -275,9 +276,16 @@ def test_the_tilt_of_an_oblique_image_is_said_from_five_degrees_on(angle: float)
     if abs(angle) < 5:
         assert "tilted" not in f"{caption}{above}{title}"
     else:
-        assert caption.endswith(f" mm · tilted by {abs(angle):.0f}°")
+        assert caption.endswith(f" mm · planes tilted by {abs(angle):.0f}°")
         told = f". Oblique images: planes are tilted by up to {abs(angle):.0f}°; letters name the nearest sides"
         assert above.endswith(told) and f"{above}." in title
+
+
+def test_slices_of_a_tilted_gantry_are_called_askew() -> None:
+    affine = np.diag((1.0, 1.0, 3.0, 1.0)) + 3 * np.tan(np.radians(20)) * np.eye(4)[[3, 2, 3, 3]] * [0, 0, 1, 0]
+    slices = slices_of(make_geometry((6,) * 3, affine), ((0, 6),) * 3, (6,) * 3)
+    assert tilt_of(slices) == "planes tilted by 20°, slices askew by 20°"
+    assert "slices are askew by up to 20°, but are drawn straight" in counted([slices])
 
 
 def test_sides_that_a_file_leaves_open_have_no_letters() -> None:

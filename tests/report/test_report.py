@@ -127,7 +127,7 @@ def test_scores_on_cases_that_chose_the_weights_are_said_to_be_too_good(page: Pa
     html = (copied / "report.html").read_text()
     (tile,) = re.findall(r'<div data-class="NCR">.*?</div>', html)
     own = f"step {debug().steps:,}: {page.cells['metrics', 'NCR'][0]:.3f} (too few to tell, n = 3)"
-    assert "<dd>0.750</dd>" in tile and f"n ≤ 2, step 1; {own}" in tile, "what predict uses leads"
+    assert "<dd>0.750</dd>" in tile and f"n at most 2, step 1; {own}" in tile, "what predict uses leads"
     assert f"Dice of every case, after step {debug().steps:,}, worst first" in html
     assert "0.750. Its weights are the best of 2 validations on them" in reached_in_validation(read_record(copied))[0]
 
@@ -254,7 +254,7 @@ def test_a_prediction_without_truth_is_shown_with_its_volumes_and_no_score(
     assert "Dice" not in said[said.index("Cases") : said.index("Configuration")] and "lowest Dice" not in said
     assert "On its 2 held-out cases (too few to tell) this run reached a mean Dice of NCR 0." in said
     assert said.index("For research; not a medical device.") < said.index("On its 2 held-out")
-    assert "held-out case has every class: nothing shows what would be predicted for patients without one." in said
+    assert "Every held-out case has every class, so it is unknown what would be predicted for a patient who" in said
     assert "A volume is that of all labels of its class: WT = NCR + ED + ET; TC = NCR + ET." in said
     assert "Predicted: NCR " in said and "P shows or hides the prediction" in said
     volumes = json.loads(page.scripts["volumes"])["cases"][0]

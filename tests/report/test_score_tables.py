@@ -1,12 +1,16 @@
 """What tables of scores say: of volumes, regions, coarse voxels, and cases that lack a class."""
 
+import json
 import math
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+import pytest
 from scipy import stats
 
+from seqpar.cli import evaluate
+from seqpar.cluster.exit_codes import USAGE, run
 from seqpar.data.preparation.transforms import resample_label
 from seqpar.report.cases import _case_view, planes_note, viewer_section
 from seqpar.report.embedded_volumes import ShownCase
@@ -33,6 +37,7 @@ from seqpar.scores.label_files import Pair
 from seqpar.scores.label_scores import DEFAULT_SETTINGS, format_dice, score, summarise
 from seqpar.scores.summary_files import summary_content
 from seqpar.tasks.segment.page import headline
+from tests.support.label_folders import save
 from tests.support.report_page import own_slices
 
 
@@ -286,3 +291,20 @@ def test_a_class_that_a_case_is_not_annotated_for_has_no_numbers_in_it() -> None
     caption = _case_view(first, shown, ["liver", "lesion"], False).caption
     assert "nan" not in caption and "no lesion" not in caption and ", lesion – (not annotated) · ml, truth" in caption
     assert not any(hollow for strips in score_strips(scored, {}) for row in strips.rows for *_, hollow in row.dots)
+
+
+def test_a_truth_without_a_declaration_has_the_classes_of_the_run_that_predicted(
+    finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    truth, found = tmp_path / "truth", tmp_path / "found"
+    for folder in (truth, found):
+        save(folder / "new.nii.gz", np.ones((4, 4, 4), np.uint8))
+    assert run(evaluate.act, [str(truth), str(found)]) == USAGE
+    assert f"there is no dataset.json in {truth} or above it: declare" in capsys.readouterr().err
+    (found / "prediction.json").write_text(json.dumps({"run": str(finished)}))
+    assert (labels := read_record(finished).labels) is not None
+    for pair in ((truth, found), (truth / "new.nii.gz", found / "new.nii.gz")):
+        assert run(evaluate.act, [*map(str, pair)]) == 0
+        said = capsys.readouterr().out
+        assert said.startswith(f"classes as in {finished}, as no dataset.json declares those of the truth")
+        assert f"new: Dice {next(iter(labels.classes))} " in said

@@ -110,7 +110,7 @@ def test_the_plan_of_the_papers_grid_says_both_ways_and_which_is_quicker(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first, heads, *rows = planned(tmp_path, monkeypatch)
-    assert first == "32 points of 2:49, all by the planner's steps, without starts and validations"
+    assert first == "32 points of 2:49, all planned from their steps, without starts and validations"
     table_rows = {int(row.split()[0]): row.split()[1:] for row in rows[:6]}
     assert list(table_rows) == [1, 2, 4, 8, 16, 32] and "most" in heads
     assert table_rows[4] == ["22:32", "4.00", "29:07", "3.10", "4.00", "3.84,", "2.92"], "42 steps of 169"
@@ -125,8 +125,8 @@ def test_the_plan_of_a_sweep_says_which_lengths_are_recorded(
 ) -> None:
     monkeypatch.setattr(scaling_plan, "step_seconds", lambda config, ranks: 2.0 / ranks)
     order, sweep, _ = asked(tmp_path)
-    for count, source in ((0, "all by the planner's steps, without starts and validations"),
-                          (3, "3 of them as recorded, the others by the planner's steps, without starts"),
+    for count, source in ((0, "all planned from their steps, without starts and validations"),
+                          (3, "3 of them as recorded, the others planned from their steps, without starts"),
                           (4, "as recorded, without the time that each run takes to start")):  # fmt: skip
         points = [replace(point, state="finished", seconds=20.0) for point in sweep.points[:count]]
         scaling_plan.print_plan(order, Sweep(order.began(), (*points, *sweep.points[count:])), tmp_path, 2)

@@ -187,7 +187,9 @@ def _read(root: Path, labelled: bool) -> Dataset:
     except OSError as error:
         raise unreadable(root, error) from error
     if dataset is None:
-        raise DataError(root, f"has no cases; give {_KNOWN}")
+        below = sorted(path for path in root.glob("*/") if (path / "dataset.json").is_file())
+        near = f"the data set in it, {below[0]}, or " if len(below) == 1 else ""
+        raise DataError(root, f"has no cases; give {near}{_KNOWN}")
     return dataset
 
 

@@ -112,15 +112,20 @@ def has_phantoms(content: Mapping[str, Any]) -> bool:
     return bool(content["dataset"].get("generated")) or is_generated(content["config"].get("data", "unknown"))
 
 
-def flags_of_others(data: str) -> list[str]:
-    """Returns flags of ``phantom`` that make new cases as those of a data set; "" stands for the built-in ones."""
+def flags_of_others(data: str) -> tuple[list[str], Path]:
+    """Returns flags of ``phantom`` that make new cases as those of a data set, and the folder in which these will be.
+
+    - ``data``: "" stands for the built-in ones
+    """
     places = (Path(data), *Path(data).parents[:2]) if data else ()
     records = (place / SETTINGS_FILE for place in places)
     record: dict[str, Any] = next((read_json(path) for path in records if path.is_file()), {})
     kind, seed = record.get("kind", "brain"), record.get("seed", 0)
     usual, size = list(KINDS[kind].size) if kind in KINDS else [], record.get("size", [])
     sides = ["--size", *map(str, size)] * bool(size and size != usual)  # else voxels have another size
-    return [*["--kind", kind] * (kind != "brain"), *sides, "--seed", str(seed + 1), "--out", "NEW"]
+    out = Path(f"new-{kind}")
+    flags = [*["--kind", kind] * (kind != "brain"), *sides, "--seed", str(seed + 1), "--out", str(out)]
+    return flags, PhantomSettings.of(kind).root(out) if kind in KINDS else out
 
 
 def describe_layout(layout: str, generated: bool) -> str:
@@ -181,14 +186,18 @@ def _claim(root: Path, settings: PhantomSettings) -> None:
         except ValueError as error:
             raise DataError(mark, f"is not a phantom description ({error}); choose another --out") from error
         if recorded != record:
-            raise DataError(
-                mark,
-                f"has a phantom of other settings ({recorded}), not of {record}; choose another --out",
-            )
+            was, asked = ({"kind": "brain", **own} for own in (recorded, record))
+            others = [f"{name} {_plain(was.get(name))}, not {_plain(asked[name])}" for name in asked
+                      if was.get(name) != asked[name]]  # fmt: skip
+            raise DataError(root, f"holds phantoms of other settings ({'; '.join(others)}); choose another --out")
     elif found:
         raise DataError(root, f"holds {found.name}, which phantom did not write; choose another --out")
     else:
         write_json(mark, record)
+
+
+def _plain(value: Any) -> str:
+    return " ".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
 def _write_cases(out: Path, settings: PhantomSettings, indices: list[int], workers: int) -> Iterator[int]:

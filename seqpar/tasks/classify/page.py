@@ -324,7 +324,7 @@ def uncalibrated(summary: Summary) -> str:
     listed = ", ".join(f"{round(right * count)} of {count} at {given:.2f}" for given, right, count in tenths)
     return (
         f"Too few cases for a calibration curve, which needs two bins (such as 0.8 to 0.9) with {FEW} cases or more. "
-        f"Right predictions in each bin, and their mean probability: {listed}."
+        f"Correct predictions in each bin, and the mean probability of the bin: {listed}."
     )
 
 

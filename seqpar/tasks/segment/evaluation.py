@@ -62,6 +62,7 @@ from seqpar.tasks.case_evaluation import (
     ScoredPrediction,
     ScoringJob,
     Seen,
+    labels_behind,
     lead_with_new,
     refuse_duplicates,
 )
@@ -78,16 +79,14 @@ Cases = dict[str, tuple[Pair, Scores]]
 class LabelMapEvaluation(CaseEvaluation):
     """Scores folders of label maps, single label maps, and runs, which stand for their last validation."""
 
-    labels: Labels
-
     def __init__(self, options: argparse.Namespace) -> None:
         super().__init__(options)
         self.dataset, self.pairs = dataset_at(options.truth), dict[str, list[Pair]]()
         if options.test_of and not (options.regions or options.brats or options.dataset):
-            self.labels = labels_of_run(read_description(options.test_of))
+            self.labels: Labels = labels_of_run(read_description(options.test_of))
         else:
-            regions = options.regions or ()
-            self.labels = choose_labels(options.truth, self.dataset, options.dataset, regions, options.brats)
+            told = options.dataset, options.regions or (), options.brats, partial(labels_behind, options.prediction)
+            self.labels = choose_labels(options.truth, self.dataset, *told)
 
     def open(self) -> list[ScoringJob]:
         options, jobs = self.options, list[ScoringJob]()
@@ -288,7 +287,7 @@ def _not_measured(cases: Sequence[tuple[Pair, Scores]]) -> str:
     """Returns how many of the distances were not measured, as a map lacks the class; "" if all were."""
     rows = [row for _, scores in cases for row in scores.values() if not math.isnan(row["HD95"])]
     count = sum(not (row["n_ref"] and row["n_pred"]) for row in rows)
-    return f" ({count} of {len(rows)} replaced, not measured: a map lacks the class)" if count else ""
+    return f" ({count} of {len(rows)} are replacements, as a map lacks the class)" if count else ""
 
 
 def trained_on(record: RunRecord, truths: Mapping[str, Path | None], prediction: Path) -> Seen:
@@ -336,8 +335,8 @@ def calibrate_pair(pair: Pair, labels: Labels) -> dict[str, Floats]:
     saved = SavedProbabilities.of(pair.prediction)
     if saved is None:
         raise DataError(pair.prediction, "has no probabilities: predict with --npz")
-    (probabilities, geometry), truth = saved.read(), read_reference(pair.truth, pair.doubt).values
-    outputs = saved.outputs
+    (probabilities, geometry), outputs = saved.read(), saved.outputs
+    truth = read_reference(pair.truth, pair.doubt).values
     if probabilities.shape != (len(outputs), *geometry.shape):
         raise DataError(
             saved.path, f"has probabilities of shape {probabilities.shape}, and {pair.prediction} is a label map of "

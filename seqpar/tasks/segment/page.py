@@ -404,7 +404,7 @@ def _found_in_none(name: str, absent: Absent) -> str:
 
 
 ALL_HAVE_IT = (
-    "The truth of each held-out case has every class: nothing shows what would be predicted for patients without one."
+    "Every held-out case has every class, so it is unknown what would be predicted for a patient who lacks one."
 )
 
 
@@ -420,7 +420,7 @@ def headline(record: RunRecord, scored: CaseScores | None) -> tuple[list[Headlin
         ]
     elif scored:
         note = (
-            "Each large number is a class's mean Dice over n cases, those in whose truth or prediction it is. The 95 % "
+            "Each large number is the mean Dice of a class over the n cases whose truth or prediction has it. The 95 % "
             f"confidence interval (Student's t; from {FEW_CASES} cases on; cut at 0 and 1) is for this mean, not for "
             "one patient"
         )
@@ -434,8 +434,8 @@ def headline(record: RunRecord, scored: CaseScores | None) -> tuple[list[Headlin
     elif record.held_out:
         last = record.held_out[-1]
         note += f" in the validation after step {last['step']:,}"
-        scores = last.get("dice", {}).items()
-        tiles = [HeadlineTile(name, Score(number(value), 3), f"n ≤ {last.get('cases', '–')}") for name, value in scores]
+        scores, count = last.get("dice", {}).items(), f"n at most {last.get('cases', '–')}"
+        tiles = [HeadlineTile(name, Score(number(value), 3), count) for name, value in scores]
     return tiles, f"{note}.{_compared_with(record, scored)}"
 
 
