@@ -236,8 +236,9 @@ def _of_other_cases(held_out: Sequence[Row]) -> str:
         return ""
     measured = "was measured" if len(before) == 1 else "were measured"
     return (
-        f"The first {quantity(len(before), 'validation')} of this run had other held-out cases or labels, or "
-        f"{measured} in another way: their scores do not compare with the later ones, which the best is chosen from."
+        f"The first {quantity(len(before), 'validation')} of this run {measured} on other cases, on cases labelled or "
+        "prepared otherwise, or in another way: their scores do not compare with the later ones, among which "
+        "the best is chosen."
     )
 
 

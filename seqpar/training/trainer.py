@@ -325,7 +325,7 @@ class Trainer:
             return
         step, measure = self.progress.best_step, measure_of(self.config.task, self.progress.best)
         same = self.progress.measured_on.split()[0] == self._measured_on.split()[0]
-        other = "measured in another way" if same else "of other held-out cases or labels"
+        other = "measured in another way" if same else "of other cases, or of cases labelled or prepared otherwise"
         patience = ", and --patience counts from the first of them" * (self.config.patience > 0)
         kept = self.out / "checkpoints" / f"step-{step:08d}"
         self.journal.say(

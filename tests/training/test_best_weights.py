@@ -238,16 +238,16 @@ def test_validations_of_other_cases_choose_the_best_anew_and_keep_the_one_before
 
     said = continued("--resume", "--fold", "1", "--epochs", "5", of=(0.1, 0.15, 0.12))  # the first of step 6, once more
     assert (
-        "from here on validations are of other held-out cases or labels: the best weights are chosen anew among them, "
-        "and --patience counts from the first of them. The best weights until now, those of step 2 (mean Dice 0.600), "
-        f"stay in {out}/checkpoints/step-00000002"
+        "from here on validations are of other cases, or of cases labelled or prepared otherwise: the best weights are "
+        "chosen anew among them, and --patience counts from the first of them. The best weights until now, those of "
+        f"step 2 (mean Dice 0.600), stay in {out}/checkpoints/step-00000002"
     ) in said
     assert "finished: best mean Dice 0.150 at step 8" in said and "ended" not in said
     taken = weights_taken(out)
     assert (taken.step, taken.best, taken.not_the_best) == (8, None, "")
     assert checkpoint.is_whole(out / "checkpoints", 2), "what was the best of the other cases is kept"
     text, _ = page_of(out, capfd)
-    assert "The first 3 validations of this run had other held-out cases or labels, or were measured in" in text
+    assert "The first 3 validations of this run were measured on other cases, on cases labelled or" in text
     assert "the weights of step 8, whose mean Dice was 0.150" in text
 
     said = continued("--resume", "--val-overlap", "0.25", "--epochs", "9", of=(0.05, 0.04, 0.03, 0.2))
@@ -264,7 +264,7 @@ def test_until_the_first_validation_of_other_cases_the_best_before_is_the_one_to
     with monkeypatch.context() as patched:
         patched.setattr(validation.SegmentationValidation, "run", lambda *of: None)  # left in it
         said = trained(1, ["--resume", "--fold", "1", "--epochs", "9"], out, expect=75, hook=stop).said()
-    assert "from here on validations are of other held-out cases" in said and lesser.is_dir()
+    assert "from here on validations are of other cases" in said and lesser.is_dir()
     taken = weights_taken(out)
     assert (taken.step, taken.not_the_best, taken.describe_lost()) == (2, "", "")
     progress = checkpoint.read_progress(checkpoint.look_up(out / "checkpoints")[0])
