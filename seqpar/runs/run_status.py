@@ -118,6 +118,7 @@ class TakenWeights:
       the last, by step
     - ``best``: the step of a better validation, None if there is none; ``is_there``: whether its weights are whole
     - ``none_saved``: whether the weights of no validation were ever saved, as when there was no room for them
+    - ``is_untold``: whether nothing tells after which step they were saved, though validations are known
     """
 
     path: Path = Path()
@@ -130,6 +131,7 @@ class TakenWeights:
     best: int | None = None
     is_there: bool = False
     none_saved: bool = False
+    is_untold: bool = False
 
     def describe_lost(self, train: Sequence[Mapping[str, Any]] | None = None) -> str:
         """Returns a sentence on what metrics.jsonl lacks; "" if that is nothing.
@@ -147,6 +149,9 @@ class TakenWeights:
     @property
     def not_the_best(self) -> str:
         """A sentence if the weights are not those of the best validation; else ""."""
+        if self.is_untold:
+            told = "Without checkpoints and status.json, nothing tells after which step the weights in"
+            return f"{told} {self.path / WEIGHTS} were saved, or whether they are this run's."
         if self.best is None:
             return ""
         folder = self.path / "checkpoints" / f"step-{self.best:08d}"
@@ -168,7 +173,8 @@ class TakenWeights:
 
     def _measured(self, step: int | None) -> str:
         if step is None or step not in self.scores:
-            return "validated on other cases" if step in {row["step"] for row in self.held_out} else "not validated"
+            lost = "validated, but its score is not recorded" if step in self.validations else "not validated"
+            return "validated on other cases" if step in {row["step"] for row in self.held_out} else lost
         score = self.scores[step]
         unscored = f"validated, without a {SCORES[self.task]}"
         return unscored if math.isnan(score) else f"{SCORES[self.task]} {measure_of(self.task, score):.3f}"
@@ -218,6 +224,7 @@ def weights_taken(run: Path) -> TakenWeights:
         None if is_best or task == "pretrain" else top,  # weights of a pretraining are taken from its end
         top is not None and checkpoint.is_whole(points, top),
         bool(known) and name == "latest" and all(own.best_step < 0 for own in known.values()),
+        not name and taken is None and top is not None and (run / WEIGHTS).is_file(),
     )
 
 

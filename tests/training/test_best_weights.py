@@ -103,6 +103,30 @@ def test_a_best_that_is_newer_than_all_checkpoints_can_be_trained_again(best_is_
     )
 
 
+def test_a_checkpoint_under_another_ones_name_is_not_taken_for_it(best_is_first) -> None:
+    folder = best_is_first / "checkpoints"
+    shutil.rmtree(folder / "step-00000002")
+    shutil.copytree(folder / "step-00000006", folder / "step-00000002")
+    newest, problems = checkpoint.look_up(folder, "best")
+    assert newest.name == "step-00000006" and problems == ["step-00000002 holds the checkpoint of step 6"]
+    taken = weights_taken(best_is_first)
+    assert (taken.step, taken.best, taken.is_there) == (6, 2, False)
+
+
+def test_what_nothing_tells_of_the_weights_is_said(best_is_first) -> None:
+    out = best_is_first
+    shutil.rmtree(out / "checkpoints" / "step-00000002")
+    rows = (out / "metrics.jsonl").read_text()
+    (out / "metrics.jsonl").unlink()
+    told = "weights of step 6 (validated, but its score is not recorded), as those of step 2, the best validation ("
+    assert told in weights_taken(out).not_the_best
+    (out / "metrics.jsonl").write_text(rows)
+    shutil.rmtree(out / "checkpoints")
+    (out / "status.json").unlink()
+    told = f"nothing tells after which step the weights in {out}/model.safetensors were saved, or whether they are"
+    assert told in weights_taken(out).not_the_best
+
+
 def test_of_equally_good_validations_the_one_with_the_lower_loss_is_missed(best_is_first) -> None:
     out, equal = best_is_first, '"dice": {"tumour": 0.3}'
     rows = (out / "metrics.jsonl").read_text().replace('"dice": {"tumour": 0.2}', equal)
