@@ -76,7 +76,7 @@ def act(arguments: Sequence[str]) -> int:
 
 
 def _warn_of_several_states(runs: Iterable[Path]) -> None:
-    """Prints a warning on stderr if runs whose mean is predicted were not trained on one state of the data."""
+    """Prints what a mean of predictions mixes, on stderr: several states of the data, or several data sets."""
     described = list[dict[str, Any]]()
     for run in runs:
         with suppress(ValueError, OSError):  # nnU-Net's results do not tell
@@ -84,6 +84,9 @@ def _warn_of_several_states(runs: Iterable[Path]) -> None:
     if told := changed_between(*described):
         line = f"warning: {told}: the mean of their predictions mixes two states of the data"
         print(coloured(line, sys.stderr), file=sys.stderr, flush=True)
+    names = dict.fromkeys(str(own.get("name")) for own in described)
+    if len(names) > 1:
+        print(f"note: these runs were trained on several data sets: {', '.join(names)}", file=sys.stderr, flush=True)
 
 
 def _refuse_unequal_ranks(request: Request, members: Sequence[EnsembleMember], mesh: Mesh) -> None:

@@ -175,7 +175,9 @@ def test_runs_that_were_trained_on_several_states_of_the_data_say_so(tmp_path, c
         out = tmp_path / f"out-{names}"
         runs = [str(tmp_path / name) for name in names]
         assert predict.act([*runs, "-i", str(images), "-o", str(out)]) == 0
-        assert (told in " ".join(capsys.readouterr().err.split())) == is_told
+        said = " ".join(capsys.readouterr().err.split())
+        assert (told in said) == is_told
+        assert ("note: these runs were trained on several data sets: One, Two" in said) == (names == "bd")
 
 
 def test_what_was_averaged_is_recorded_and_continued_by_the_same_runs_alone(place, tmp_path) -> None:
