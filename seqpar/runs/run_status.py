@@ -213,10 +213,11 @@ def weights_taken(run: Path) -> TakenWeights:
         losses = {row["step"]: float(row["loss"]) for row in rows}
         has_loss = all(own.best_loss is not None for own in bests)
         is_best = not (has_loss and losses.get(top, math.nan) < losses.get(taken, math.nan))
+    is_untold = not name and taken is None and top is not None and (run / WEIGHTS).is_file()
     return TakenWeights(
         run,
         task if task in SCORES else "segment",
-        taken if taken is not None else _named_step(points) or top,
+        taken if taken is not None or is_untold else _named_step(points) or top,
         saved,
         frozenset(at for at in validations if 0 < at <= (saved or at)),
         held_out,
@@ -224,7 +225,7 @@ def weights_taken(run: Path) -> TakenWeights:
         None if is_best or task == "pretrain" else top,  # weights of a pretraining are taken from its end
         top is not None and checkpoint.is_whole(points, top),
         bool(known) and name == "latest" and all(own.best_step < 0 for own in known.values()),
-        not name and taken is None and top is not None and (run / WEIGHTS).is_file(),
+        is_untold,
     )
 
 

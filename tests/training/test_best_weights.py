@@ -113,7 +113,7 @@ def test_a_checkpoint_under_another_ones_name_is_not_taken_for_it(best_is_first)
     assert (taken.step, taken.best, taken.is_there) == (6, 2, False)
 
 
-def test_what_nothing_tells_of_the_weights_is_said(best_is_first) -> None:
+def test_what_nothing_tells_of_the_weights_is_said(best_is_first, capfd) -> None:
     out = best_is_first
     shutil.rmtree(out / "checkpoints" / "step-00000002")
     rows = (out / "metrics.jsonl").read_text()
@@ -125,6 +125,8 @@ def test_what_nothing_tells_of_the_weights_is_said(best_is_first) -> None:
     (out / "status.json").unlink()
     told = f"nothing tells after which step the weights in {out}/model.safetensors were saved, or whether they are"
     assert told in weights_taken(out).not_the_best
+    text, warned = page_of(out, capfd)
+    assert told in text and told in warned and "predict uses the weights of step" not in text
 
 
 def test_of_equally_good_validations_the_one_with_the_lower_loss_is_missed(best_is_first) -> None:
