@@ -150,7 +150,7 @@ class TakenWeights:
     def not_the_best(self) -> str:
         """A sentence if the weights are not those of the best validation; else ""."""
         if self.is_untold:
-            told = "Without checkpoints and status.json, nothing tells after which step the weights in"
+            told = "The run's checkpoints are gone, and its status.json does not tell after which step the weights in"
             return f"{told} {self.path / WEIGHTS} were saved, or whether they are this run's."
         if self.best is None:
             return ""
@@ -207,7 +207,7 @@ def weights_taken(run: Path) -> TakenWeights:
     top = max(ranked, key=lambda at: (ranked[at], best is not None and at == best["step"]), default=None)
     taken = known[name].step if name in known else None
     if not name and (run / WEIGHTS).is_file():
-        taken = _whole(status, "step") or None
+        taken = _whole(status, "step") or None if status.get("state") == "finished" else None
     is_best = taken is None or top is None or ranked.get(taken, -math.inf) > ranked[top] - 1e-9
     if is_best and taken in ranked and top not in (None, taken):  # as good: then the lower loss decides
         losses = {row["step"]: float(row["loss"]) for row in rows}
@@ -285,18 +285,23 @@ def changed_settings(before: Config, now: Config) -> dict[str, list[Any]]:
 
 def edited_settings(out: str | Path, content: Mapping[str, Any]) -> dict[str, list[Any]]:
     """Returns the settings in a run's config.json that no start of it has changed since its last checkpoint, each with
-    what it is there and what it is now: somebody edited the file.
+    what it is there and what it is now: somebody edited the file. Raises DataError if the checkpoint is another run's.
 
     - ``content``: of config.json
     """
+    begins: list[Sequence[Any]] = []
     try:
         newest = checkpoint.look_up(Path(out) / "checkpoints", trusts_times=True)[0]
         saved = json.loads(read_whole(newest / "config.json"))
         configs = [lessons_of(Config.from_dict(it["config"]))[0].config for it in (saved, content)]
+        begins = [it["history"][:1] for it in (saved, content) if it.get("history")]
         starts = content["history"][len(saved.get("history", ())) :]
         changed = {name for start in starts for name in start["changed"]}
     except (OSError, ValueError, LookupError, TypeError, AttributeError):  # none, or damaged, which resuming tells
         return {}
+    if len(begins) == 2 and begins[0] != begins[1]:
+        of_other = "is the checkpoint of another run than config.json: copy back those of this run, or remove it"
+        raise DataError(newest, of_other)
     return {name: pair for name, pair in changed_settings(*configs).items() if name not in changed}
 
 

@@ -372,6 +372,8 @@ class Trainer:
         self._write_status("finished", early)
         measure = measure_of(self.config.task, self.progress.best)
         best = f"finished: best {self.task.score} {measure:.3f} at step {self.progress.best_step}"
+        if self.progress.best_step < 0:
+            best = f"finished: the best weights are gone; those after step {self.progress.step} are here"
         if not self._has_score:
             best = f"finished: no {self.task.score}, as no held-out case has a class to score"
         if early:

@@ -9,6 +9,7 @@ import pytest
 
 from seqpar.cli import evaluate, export, predict, report
 from seqpar.cluster.exit_codes import run
+from seqpar.data.files import write_json
 from seqpar.runs.journal import read_metrics
 from seqpar.runs.run_folder import write_window
 from seqpar.runs.run_status import weights_taken
@@ -123,7 +124,10 @@ def test_what_nothing_tells_of_the_weights_is_said(best_is_first, capfd) -> None
     (out / "metrics.jsonl").write_text(rows)
     shutil.rmtree(out / "checkpoints")
     (out / "status.json").unlink()
-    told = f"nothing tells after which step the weights in {out}/model.safetensors were saved, or whether they are"
+    write_json(out / "status.json", {"state": "preempted", "step": 7})  # of a later start
+    assert weights_taken(out).is_untold
+    (out / "status.json").unlink()
+    told = f"status.json does not tell after which step the weights in {out}/model.safetensors were saved, or whether"
     assert told in weights_taken(out).not_the_best
     text, warned = page_of(out, capfd)
     assert told in text and told in warned and "predict uses the weights of step" not in text

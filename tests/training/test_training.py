@@ -84,6 +84,15 @@ def test_settings_that_somebody_edited_in_a_runs_config_are_announced_and_record
     assert told in trained(1, ["--resume", "--epochs", "3"], tmp_path, expect=3).said()
 
 
+def test_checkpoints_of_another_run_are_refused(flags, tmp_path):
+    trained(1, [*flags, "--epochs", "1"], tmp_path)
+    written = read_config(tmp_path)
+    began = {**written["history"][0], "time": "2020-01-01 00:00:00"}
+    write_json(tmp_path / "config.json", {**written, "history": [began]})
+    said = trained(1, ["--resume", "--epochs", "2"], tmp_path, expect=3).said()
+    assert re.search(f"{tmp_path}/checkpoints/step-[0-9]+: is the checkpoint of another run than config.json", said)
+
+
 FIVE_LINES = """
 
 import seqpar, torch
