@@ -158,7 +158,7 @@ def score(
             row = {metric: value if metric in COUNTS else math.nan for metric, value in row.items()}
         if where_counted is not None:
             ml = math.prod(spacing) / 1000 if voxel_ml is None else voxel_ml
-            row[UNLABELLED_ML] = np.count_nonzero(~where_counted) * ml
+            row[UNLABELLED_ML] = float(np.count_nonzero(~where_counted) * ml)
         scores[name] = row
     return scores
 

@@ -149,6 +149,8 @@ def test_a_class_is_absent_only_from_the_part_that_is_labelled() -> None:
     assert said.endswith("Cases that are not annotated for lesion, and left out: 1 of 2."), "all of it is unlabelled"
     assert cases[0].volumes == " · ml in the labelled part, truth → prediction: lesion 0 → 0"
     assert format_dice(rows[0]["lesion"], 3) == "– (in neither map, where labelled)"
+    as_read = score(truths[0], found, classes, np.full(3, 10.0), ignore=9)["lesion"]
+    assert format_dice(as_read, 3) == "– (in neither map, where labelled)", "numpy's numbers too"
     near = np.where(np.roll(found, 2, 0), 1, 0)
     row = score(truths[0], near, classes, (10, 10, 10), ignore=9)["lesion"]
     assert what_is_missing("lesion", row) == "no lesion in the labelled part; 32 ml predicted"
