@@ -15,7 +15,7 @@ from seqpar.data.preparation.transforms import resample_label
 from seqpar.report.cases import _case_view, planes_note, viewer_section
 from seqpar.report.embedded_volumes import ShownCase
 from seqpar.report.planes import COLOURS, count_vanished_regions, vanished_note
-from seqpar.report.record import CaseScores, parse_scores, read_record
+from seqpar.report.record import CaseScores, parse_scores, read_record, step_sentence
 from seqpar.report.tables import (
     Score,
     coarse_voxels,
@@ -310,3 +310,12 @@ def test_a_truth_without_a_declaration_has_the_classes_of_the_run_that_predicted
         said = capsys.readouterr().out
         assert said.startswith(f"classes as in {finished}, as no dataset.json declares those of the truth")
         assert f"new: Dice {next(iter(labels.classes))} " in said
+
+
+def test_scores_of_an_earlier_validation_are_not_called_the_last(finished: Path) -> None:
+    record = read_record(finished)
+    own, last = int(record.held_out[-1]["step"]), record.held_out[-1]
+    for steps, which in ((8, "the last one"), (16, "the last whose cases were kept")):
+        rows = [{**last, "step": own - 8}, *({**last, "step": own + more} for more in range(0, steps, 8))]
+        taken = replace(record.weights, step=own - 8)
+        assert f"of step {own:,}, {which}: " in step_sentence(own, replace(record, held_out=rows, weights=taken))
