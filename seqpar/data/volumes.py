@@ -32,6 +32,7 @@ __all__ = [
     "digest_voxels",
     "from_canonical",
     "is_volume",
+    "files_digest",
     "join_digests",
     "make_geometry",
     "output_suffix",
@@ -193,6 +194,11 @@ def digest_voxels(channel: np.ndarray) -> str:
     if (some == some.flat[0]).all():
         return ""
     return hashlib.blake2b(repr(channel.shape).encode() + some.tobytes("F"), digest_size=8).hexdigest()
+
+
+def files_digest(digests: Iterable[str]) -> str:
+    """Returns the digests of a case's files as text, each shortened."""
+    return " ".join(own[:16] for own in digests)
 
 
 def join_digests(digests: Iterable[str]) -> str:

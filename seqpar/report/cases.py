@@ -175,7 +175,7 @@ def _on_prepared_grid(
     if case.truth is None or case.truth.exists() or image.label is None:
         read = _read_truth(case, prediction)
         truth, *disputed = map(to_grid, read)
-        outside["the truth"] = _ml_beyond(read[0], properties.box)
+        outside["the truth"] = _ml_beyond(read[0], properties.box, (record.labels and record.labels.ignore) or 0)
         vanished["truth"] = count_vanished_regions(in_box(read[0]), truth, numbers)
     else:
         truth, disputed = transforms.to_values(np.asarray(image.label), properties.values), list(image.disputed)
@@ -189,9 +189,9 @@ def _on_prepared_grid(
     return _with_areas(replace(shown, slant=properties.geometry.slant), truth, disputed, record)
 
 
-def _ml_beyond(volume: Volume, box: Box) -> float:
+def _ml_beyond(volume: Volume, box: Box, ignore: int = 0) -> float:
     """Returns how much of a label map lies beyond the box that a prepared image has of its file."""
-    labelled = to_canonical(volume.array[0], volume.geometry.orientation) != 0
+    labelled = ~np.isin(to_canonical(volume.array[0], volume.geometry.orientation), (0, ignore))
     beyond = np.count_nonzero(labelled) - np.count_nonzero(crop(labelled, box))
     return float(beyond * math.prod(volume.geometry.spacing) * volume.geometry.slant / 1000)
 

@@ -1,7 +1,7 @@
 """Where a report finds the images of its cases: files that the caller names, else prepared data; sizes of voxels."""
 
 import os
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -18,12 +18,14 @@ from seqpar.data.preparation.cache_index import same_source, sources_of
 from seqpar.data.preparation.preparation import preparation_of, prepare_case
 from seqpar.data.preparation.prepared_case import Properties
 from seqpar.data.preparation.recipe import Recipe
-from seqpar.data.volumes import read_geometry
+from seqpar.data.volumes import digest_file, files_digest, read_geometry
 from seqpar.losses import Readers
 from seqpar.report.embedded_volumes import Bytes
-from seqpar.report.record import RunRecord
+from seqpar.report.record import RunRecord, ScoredCase
 from seqpar.scores.label_files import MAX_NAMED, dataset_at, list_label_files
 from seqpar.text import name_images, quantity
+from seqpar.weights.facts import FILE_DIGESTS
+from seqpar.weights.weight_files import shorten_list
 
 Stamps = Mapping[str, Sequence[Sequence[Any]]]  # name, size and time of each file of a case, by the case's name
 
@@ -189,6 +191,26 @@ def same_cases(cache: PreparedDataset, stamps: Stamps) -> PreparedDataset:
 _STAMP = ("name", "size", "time", "digest")  # of a file, as predict records it
 OTHER_SIZE = 1.25  # times as long as the longest side of a run's voxels, or as short as the shortest
 Spacing = tuple[float, ...]
+
+
+def changed_since(record: RunRecord, cases: Iterable[ScoredCase]) -> list[str]:
+    """Returns a sentence on cases of a run's own validation whose images or labels are other files by now."""
+    truths = {case.name: case.truth for case in cases if case.truth}
+    recorded, place = record.dataset.get(FILE_DIGESTS, {}), record.dataset.get("prepared")
+    prepared, changed = dict[str, str](), list[str]()
+    with suppress(DataError, OSError, LookupError):
+        prepared = {name: case.files for name, case in open_cache(Path(str(place))).cases.items() if name in truths}
+    for name, truth in truths.items():
+        with suppress(DataError, OSError):
+            known = recorded.get(name, "")
+            is_other = prepared.get(name, known) != known
+            if known and truth.is_file():
+                is_other = is_other or files_digest([digest_file(truth)]) not in known.split()
+            changed += [name] * bool(known and is_other)
+    if not changed:
+        return []
+    return [f"Since they were scored, files of {shorten_list(changed, 3)} were replaced: pictures are of the new ones, "
+            "scores and volumes of what they were. Validate or evaluate again."]  # fmt: skip
 
 
 def spacings_of(files: Mapping[str, Path]) -> dict[str, Spacing]:

@@ -127,7 +127,7 @@ def figure_of_cases(
             unknown = [escape_mathtext(classes[n - 1]) for n in case.hidden if 0 < n <= len(classes)]
             about = [
                 unseen,
-                f"not annotated: {', '.join(unknown)}" * bool(unknown),
+                "\n".join(textwrap.wrap(f"not annotated: {', '.join(unknown)}", 45)) * bool(unknown),
                 count_vanished_briefly(case.vanished),
             ]
             told = [escape_mathtext(case.name), *about] if dim == 0 else []
@@ -143,7 +143,7 @@ def figure_of_cases(
         keys.append(Patch(color=DISPUTED, alpha=0.55, label="readers disagree"))
     if any((case.truth > len(classes)).any() for case in cases):
         keys.append(Patch(facecolor="none", edgecolor="#555555", hatch="////", label=UNLABELLED))
-    figure.legend(handles=keys, loc="outside lower center", ncols=len(keys), fontsize=9)
+    figure.legend(handles=keys, loc="outside lower center", ncols=min(len(keys), 6), fontsize=9)
     return figure
 
 

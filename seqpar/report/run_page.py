@@ -6,6 +6,7 @@ import re
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -26,6 +27,7 @@ from seqpar.report.record import (
     is_of_phantoms,
     lacking,
     read_record,
+    runs_behind,
     weights_behind,
 )
 from seqpar.report.rendering import render
@@ -115,10 +117,12 @@ def render_run(
     except DAMAGE as error:
         raise lacking(record.path, error) from None
     what = "volumes and scores" if alone else "errors" if record.network_settings.task in ERRORS else "scores"
-    own, told = record.config.get("loss", "dice-ce"), [weak_start(record), what_is_unlearned(record)]
+    own, told = record.config.get("loss", "dice-ce"), [weak_start(record), what_is_unlearned(record, truth is not None)]
     told = list(filter(None, [data_faults(record.dataset), *told]))
     if averaged or another:
         told = [f"Of {name} alone: {sentence[0].lower()}{sentence[1:]}" for sentence in told]
+    if averaged and prediction:
+        told += _unlearned_by_others(record, prediction)
     return render(
         "page.html",
         folder,
@@ -229,15 +233,40 @@ def _scored(truth: Path | None, prediction: Path) -> str:
     if truth:
         text = f"Scores of the predictions in folder {prediction} against {truth}, not of the run's own validation."
     weights = weights_behind(prediction)
-    return f"{text} Predicted with {weights}." if weights else text
+    return " ".join([text, *[f"Predicted with {weights}."] * bool(weights), *_cleaned(prediction)])
 
 
-def what_is_unlearned(record: RunRecord) -> str:
-    """Returns a sentence if nothing shows that the network has learned a segmentation's class, or to classify."""
-    chance = may_be_chance(record)
+def _cleaned(prediction: Path) -> list[str]:
+    """Returns a sentence on what predict removed from its label maps, if it did."""
+    told = list[str]()
+    for made in made_by(prediction):
+        own = made.get("settings", {})
+        if (least := str(own.get("min_component", "0"))).removesuffix("voxels") not in ("0", "0.0"):
+            told.append(f"regions below {least.replace('voxels', ' voxels') if 'voxels' in least else f'{least} mm³'}")
+        told += ["all but the largest region of some labels"] * bool(own.get("postprocessing"))
+    each = " and ".join(dict.fromkeys(told))
+    return [f"Then {each} were removed: a class that was predicted may be missing here."] * bool(told)
+
+
+def what_is_unlearned(record: RunRecord, has_scores: bool = False) -> str:
+    """Returns a sentence if nothing shows that the network has learned a segmentation's class, or to classify.
+
+    - ``has_scores``: whether the page has scores of other cases, which show that themselves of a classifier
+    """
+    chance = "" if has_scores else may_be_chance(record)
     if chance or not what_is_not_found(record.held_out):
         return chance
     return what_is_not_found(record.held_out, count_present(record.path, record.held_out))
+
+
+def _unlearned_by_others(record: RunRecord, prediction: Path) -> list[str]:
+    """Returns a sentence on each other run behind a mean of predictions of which nothing shows that it has learned."""
+    told = list[str]()
+    for run, _ in runs_behind(prediction):
+        with suppress(DataError, ValueError, OSError):  # nothing is known of a run that is gone
+            if run.resolve() != record.path.resolve() and (own := what_is_unlearned(read_record(run))):
+                told.append(f"Of {run.name} alone: {own[0].lower()}{own[1:]}")
+    return told
 
 
 def weak_start(record: RunRecord) -> str:

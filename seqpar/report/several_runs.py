@@ -4,7 +4,7 @@ import json
 import math
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from statistics import fmean
 from typing import NamedTuple, TypeVar
 
@@ -30,7 +30,7 @@ from seqpar.report.tables import ABSENT_RULE, Score, Table, TableHead, TableRow,
 from seqpar.runs.metrics_tail import ERRORS, SCORES, score_of, task_of_row, with_other_weights
 from seqpar.scores.comparison import FEW, about_scans, describe_interval, interval_of_mean, values_of_cases
 from seqpar.settings.config import SETTINGS, Config
-from seqpar.settings.loss_settings import LossSettings
+from seqpar.settings.loss_settings import OF_LOSS
 from seqpar.settings.rules import setting_applies
 from seqpar.text import quantity, rounded
 from seqpar.weights.facts import cases_that_differ
@@ -40,7 +40,6 @@ T = TypeVar("T")
 SAME_DATA = ("name", "modalities", "labels", "volume_classes")  # of config.json
 NOT_A_SETTING = ("out", "resume", "again", "take_over", "dry_run")  # where and how a run was started
 SPREAD = {"ranks", "seqpar", "split", "mode", "attention", "workers"}  # which ranks compute what, and how
-OF_LOSS = (*(each.name for each in fields(LossSettings)), "targets", "deep_supervision", "normalised_targets")
 
 
 def names_of(records: Sequence[RunRecord]) -> list[str]:

@@ -2,7 +2,7 @@
 
 import base64
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
@@ -21,6 +21,7 @@ from seqpar.runs.sweep_folder import Point, Sweep, format_value, read_sweep, ref
 from seqpar.settings.config import SETTINGS
 from seqpar.terminal import next_command
 from seqpar.text import flag_name, rounded
+from seqpar.weights.facts import changed_between
 
 NUMBERS = {"score": 3, "at": 0, "loss": 3, "step": 0, "seconds": 0}  # columns with their decimals
 HEADS = {"at": "at step", "loss": "training loss", "step": "steps done", "seconds": "seconds"}
@@ -59,7 +60,7 @@ def page_of_sweep(out: Path, compare: Mapping[str, Compare]) -> str:
         generated=sentence_on_phantoms(records),
         headline=headline,
         lead=_lead(records, ranked[:2], compare),
-        cautions=cautions_about_each(records),
+        cautions=[*_of_changed_data(records.values()), *cautions_about_each(records)],
         best=best.name if best else "",
         again=_again(out, best),
         gaps=gaps,
@@ -71,6 +72,12 @@ def page_of_sweep(out: Path, compare: Mapping[str, Compare]) -> str:
         training=curves_over_each_other(records),
         png=_picture(out / "sweep.png"),
     )
+
+
+def _of_changed_data(records: Iterable[RunRecord]) -> list[str]:
+    """Returns a sentence if points were not trained and scored on one state of the data."""
+    told = changed_between(*(record.dataset for record in records))
+    return [f"{told}: points before and after cannot be compared."] * bool(told)
 
 
 def _lead(records: Mapping[str, RunRecord], first: Sequence[Point], compare: Mapping[str, Compare]) -> str:

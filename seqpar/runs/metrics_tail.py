@@ -144,9 +144,12 @@ def what_is_not_found(rows: Iterable[Mapping[str, Any]], present: Mapping[str, i
     if lacking:
         it = _it(lacking)
         told.append(
-            f"{begin} {_listed(lacking)} is 0.000: no held-out case has {it}, and what is predicted of {it} is false. "
-            f"These cases cannot show whether the network finds {it}."
+            f"{begin} {_listed(lacking)} is 0.000: no held-out case is known to have {it}, and what is "
+            f"predicted of {it} is false. These cases cannot show whether the network finds {it}."
         )
+    if unknown := [name for name, dice in best.get("dice", {}).items() if dice is None]:
+        it = _it(unknown)
+        told.append(f"No held-out case could score {_listed(unknown)}: nothing shows whether the network finds {it}.")
     return " ".join(told)
 
 

@@ -367,7 +367,9 @@ def format_table(summary: dict[str, Any], classes: Classes) -> str:
             scores = summary[kind][name]
             places = {column: 2 if column.endswith(("HD95", "Ml")) else 4 for column in columns}
             cells += [kind, *(rounded(scores[c], n) if c in scores else "" for c, n in places.items())]
-            cases = f"{summary['num_values'][name]['Dice']}/{summary['num_cases']}"
+            counts = summary["num_values"][name]
+            cases = f"{counts['Dice']}/{summary['num_cases']}"
+            cells = _with_counts(cells, columns, counts) if number == 0 else cells
             lines.append([*cells, cases if number == 0 else ""])
     widths = [max(map(len, column)) for column in zip(*lines)]
     rows = []
@@ -375,6 +377,13 @@ def format_table(summary: dict[str, Any], classes: Classes) -> str:
         cells = [cell.rjust(w) if i > 2 else cell.ljust(w) for i, (cell, w) in enumerate(zip(line, widths))]
         rows.append("  ".join(cells).rstrip())
     return "\n".join(rows)
+
+
+def _with_counts(cells: Sequence[str], columns: Sequence[str], counts: Mapping[str, int]) -> list[str]:
+    """Returns a line's cells, of a Dice with and between readers with their numbers of cases, where these differ."""
+    known = {column: counts[column] for column in READER_COLUMNS[:2] if column in columns and column in counts}
+    told = {column: f" ({count})" for column, count in known.items()} if len({*known.values()}) > 1 else {}
+    return [*cells[:3], *(f"{cell}{told.get(column, '')}" for column, cell in zip(columns, cells[3:]))]
 
 
 DEFAULT_SETTINGS = {"nsd_tolerance": 1.0, "lesion_wise": False, "centreline": False, "empty": "skip"}

@@ -1,6 +1,6 @@
 """The settings of the loss: its terms and their weights."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import partial
 
 from seqpar.losses.named_losses import LOSSES, has_class_terms
@@ -63,3 +63,7 @@ class LossSettings:
     def loss_terms(self) -> tuple[str, ...]:
         """The names of the loss's terms."""
         return tuple(term.name for term in LOSSES[self.loss](LossOptions()))
+
+
+# the settings on which the size of a loss depends
+OF_LOSS = (*(each.name for each in fields(LossSettings)), "targets", "deep_supervision", "normalised_targets")

@@ -57,7 +57,10 @@ def find_seen(
             files = {name: path for name, path in found if name in train | held_out and path.is_file()}
             both = [name for name in names if name in there and name in files and name not in new]
             same = {name: name for name in both if _holds_same(there[name], files[name])}
-            same |= {n: one for n, one in find_copies(there, files).items() if n not in same and _is_of_one(there[n])}
+            ignore = record.dataset.get("ignore_label")
+            ignore = None if ignore is None else record.dataset["values"][ignore]
+            copied = find_copies(there, files).items()
+            same |= {n: one for n, one in copied if n not in same and _is_of_one(there[n], ignore)}
     images = inputs_of(prediction) if prediction else {}
     alike = same_images(record, {name: images[name] for name in scored if name in images and name not in same})
     alike |= {name: alike.get(name, set()) | own for name, own in by_scan.items() if name not in same}
@@ -133,13 +136,16 @@ def _holds_same(path: Path, other: Path) -> bool:
     return is_of_size and np.array_equal(ours, theirs) and bool((ours != ours.flat[0]).any())
 
 
-def _is_of_one(path: Path) -> bool:
-    """Returns whether a volume tells a patient from others: label maps without a label are equal."""
+def _is_of_one(path: Path, ignore: int | None = None) -> bool:
+    """Returns whether a volume tells a patient from others: label maps without a label are equal, whatever part of them
+    is unlabelled (``ignore``).
+    """
     try:
         array = read_volume(path).array
     except DataError:
         return False
-    return bool((array != array.flat[0]).any())
+    values = array[array != ignore] if ignore is not None else array
+    return bool(values.size) and bool((values != values.flat[0]).any())
 
 
 def same_images(record: RunRecord, images: Mapping[str, Sequence[Any]]) -> dict[str, set[str]]:

@@ -137,6 +137,10 @@ class TrainingData:
         """Returns digests of the images' voxels of each case, however they are stored and prepared, if known."""
         return {case: own for case in sorted(self.dataset.cases) if (own := self.dataset.cases[case].voxels)}
 
+    def files(self) -> dict[str, str]:
+        """Returns digests of each case's files, images and labels, however they are prepared."""
+        return {case: self.dataset.cases[case].files for case in sorted(self.dataset.cases)}
+
     def medians(self) -> dict[str, list[float]]:
         """Returns median sizes of the cases, W D H: prepared, and cropped at the files' spacing; reads a small file of
         each.

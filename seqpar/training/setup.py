@@ -42,6 +42,7 @@ from seqpar.weights import checkpoint
 from seqpar.weights.facts import (
     ANCESTORS,
     CASES_UNKNOWN,
+    FILE_DIGESTS,
     IS_UNKNOWN,
     LEARNED,
     VALIDATED,
@@ -144,8 +145,8 @@ def data_that_changed(began: Mapping[str, Any], now: Mapping[str, Any]) -> list[
     recipes = json.loads(json.dumps([began.get("recipe"), now.get("recipe")]))  # lists, not tuples
     if recipes[0] != recipes[1] and len(changed) == len(had.keys() & has.keys()) > 0:
         lines.append("warning: the data are not prepared as they were when this run was last started")
-        scans, before = (content.get(VOXELS, {}) for content in (now, began))
-        changed = [case for case in changed if before.get(case, scans.get(case)) != scans.get(case)]
+        files, before = (content.get(FILE_DIGESTS, {}) for content in (now, began))
+        changed = [case for case in changed if before.get(case, files.get(case)) != files.get(case)]
     cases = {"changed": changed, "added": sorted(sides.keys() - recorded), "removed": sorted(recorded - there)}
     listed = [f"{quantity(len(some), 'case')} {kind}, such as {some[0]}" for kind, some in cases.items() if some]
     if listed:
@@ -277,7 +278,7 @@ def make_trainer(
     before = read_config(out) if config.resume or not is_first else {}
     data_before = before.get("dataset", {})
     data_now = data.describe() | ({"generated": True} if is_generated(config.data) else {})
-    scans = {"digests": data.digests, VOXELS: data.voxels, "medians": data.medians}
+    scans = {"digests": data.digests, VOXELS: data.voxels, FILE_DIGESTS: data.files, "medians": data.medians}
     data_now |= run_on_rank0(lambda: {name: of_cases() for name, of_cases in scans.items()}, mesh.world)
     refuse_other_outputs(data_before, data_now, config.data, out)
     net, attention_reasons = _build_net(config, mesh, data, before["layout"] if saved and is_first else {})

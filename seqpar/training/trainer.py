@@ -32,6 +32,7 @@ from seqpar.runs.metrics_tail import MEASURED_ON, measure_of, score_of
 from seqpar.runs.run_folder import describe_results, window_content
 from seqpar.runs.run_status import StatusFile
 from seqpar.settings.config import Config
+from seqpar.settings.loss_settings import OF_LOSS
 from seqpar.tasks.lookup import task_of
 from seqpar.tasks.training_data import TrainingData, step_tiles
 from seqpar.terminal import resume_command
@@ -106,6 +107,9 @@ class Trainer:
             self.progress = checkpoint.load(self.saved, self.net, self.optimizer, rank, self.resizing, shapes)
             assert self.progress.global_batch == tiles or self.progress.step == self.steps.start
             self.progress.global_batch = tiles
+            starts = self.description.get("history", ())
+            if any(own["step"] >= self.progress.best_step and {*OF_LOSS} & own["changed"].keys() for own in starts):
+                self.progress.best_loss = None  # of another kind of loss: at a tie it decides nothing
         begun = next((start["time"] for start in self.description.get("history", ())), "")
         # settings with which a rank cannot begin are not kept
         boards = open_on_first(self.config, self.out, self.progress.step, begun, self.mesh.world)

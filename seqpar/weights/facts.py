@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Collection, Mapping
 from contextlib import suppress
 from dataclasses import asdict
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from seqpar.text import quantity
 # in config.json, of its data: cases that earlier starts or first weights learned, and train lacks; every data set from
 # whose labels first weights learned; whether they do not say that
 LEARNED, ANCESTORS, IS_UNKNOWN = "learned_before", "weights_learned_from", "weights_learned_unknown"
+FILE_DIGESTS = "files"  # there: digests of each case's files, images and labels; earlier versions recorded none
 VOXELS = "voxels"  # there: digests of each case's image, as read; a line of earlier versions has none
 VALIDATED = "validated"  # there: the cases that validations of any start scored, where these are not those held out now
 CASES_UNKNOWN = "caution: they do not say from which cases they have learned; of those, scores say nothing of new cases"
@@ -187,16 +189,16 @@ def other_scans(before: Mapping[str, Any], now: Mapping[str, Any]) -> set[str]:
 
 
 def cases_that_differ(*described: Mapping[str, Any]) -> list[str]:
-    """Returns the cases that have one name in several of the runs' data, were prepared alike and have other voxels.
+    """Returns the cases that have one name in several of the runs' data, and other voxels; where they were prepared
+    in several ways, other files.
 
     - ``described``: what each run records of its data
     """
-    seen, found = dict[tuple[str, str], str](), dict[str, None]()
-    for own in described:
-        way = json.dumps(own.get("recipe"))
-        for name, digest in (own.get("digests") or {}).items():
-            if seen.setdefault((way, name), digest) != digest:
-                found[name] = None
+    found = set[str]()
+    for one, other in combinations(described, 2):
+        is_alike = json.dumps(one.get("recipe")) == json.dumps(other.get("recipe"))
+        ours, theirs = (own.get("digests" if is_alike else FILE_DIGESTS) or {} for own in (one, other))
+        found |= {name for name in ours.keys() & theirs.keys() if ours[name] != theirs[name]}
     return sorted(found)
 
 

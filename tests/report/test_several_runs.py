@@ -102,7 +102,8 @@ def test_settings_of_other_networks_are_not_shown_and_scores_of_tasks_have_chart
 
 def test_curves_of_other_data_or_tasks_are_not_to_be_compared(finished: Path, worse: Path) -> None:
     text = compared(finished, worse).text
-    assert "Read with care" not in text and ", not comparable" not in text
+    assert "curves cannot be compared" not in text and ", not comparable" not in text
+    assert "run: no held-out case could score ED: nothing shows whether the network finds it." in text
     changed(worse, lambda content: content["config"].update(loss="ce", dice_smooth=1.0))
     said = "These runs differ in their losses (loss, dice_smooth); their loss curves cannot be compared."
     assert said in (text := compared(finished, worse).text)
@@ -193,7 +194,7 @@ def test_a_class_that_was_not_found_says_whether_any_held_out_case_has_it(worse:
     for case in summary["metric_per_case"]:
         case["metrics"][summary["classes"]["NCR"]]["n_ref"] = 0
     path.write_text(json.dumps(summary))
-    told = "NCR is 0.000: no held-out case has it, and what is predicted"
+    told = "NCR is 0.000: no held-out case is known to have it, and what is predicted"
     assert told in written(worse).text and told in TASKS["segment"].next_lines(worse)[0]
 
 

@@ -257,6 +257,13 @@ def test_the_page_of_a_sweep_names_classes_that_a_point_does_not_find(made: Path
     metrics.write_text(metrics.read_text().replace('"b": null', '"b": 0.0001'))
     text = Page(page_of_sweep(made, {})).text
     assert "lr-0.001_batch-1: at the best validation, the mean Dice of b is 0.000" in text
+    for number, point in enumerate(read_sweep(made).points):
+        path = made / point.name / "config.json"
+        content = json.loads(path.read_text())
+        content["dataset"] |= {"recipe": {"mean": number}, "files": {"a": str(number)}}
+        path.write_text(json.dumps(content))
+    told = "1 case, such as a, changed between these trainings: points before and after cannot be compared."
+    assert told in Page(page_of_sweep(made, {})).text
     metrics.unlink()
     (metrics.parent / "window.json").write_text('{"step": 4}')
     told = f"lr-0.001_batch-1: {metrics} is missing, and with it the record of the validations after steps 4 and"

@@ -187,6 +187,20 @@ def test_a_copy_of_a_runs_case_under_another_name_is_not_new(tmp_path: Path) -> 
     assert not find_seen(gone, copies, lambda: pytest.fail("it would wait for phantoms")).same
 
 
+def test_a_map_of_which_only_a_part_is_unlabelled_tells_no_patients_apart(tmp_path: Path) -> None:
+    empty = np.zeros((8, 8, 8), np.uint8)
+    empty[6:] = 9
+    files = {"a": save(tmp_path / "a.nii", empty)}
+    record = SimpleNamespace(
+        dataset={"train": ["a"], "held_out": [], "values": [0, 1, 9], "ignore_label": 2},
+        has_chosen=True, subjects={}, config={"data": "here"},
+    )  # fmt: skip
+    copy = {"b": Path(shutil.copy(files["a"], tmp_path / "b.nii"))}
+    assert find_seen(record, copy, lambda: files).same == []
+    record.dataset["ignore_label"] = None
+    assert find_seen(record, copy, lambda: files).same == ["b"]
+
+
 def test_a_training_image_with_another_label_file_is_not_new(tmp_path: Path) -> None:
     data, found = nnunet(tmp_path / "D", cases=3), tmp_path / "found"
     prepare(read_dataset(data), tmp_path / "cache", workers=0)

@@ -104,6 +104,16 @@ def test_a_best_that_is_newer_than_all_checkpoints_can_be_trained_again(best_is_
     )
 
 
+def test_at_a_tie_losses_of_two_kinds_are_not_compared(flags, tmp_path, monkeypatch) -> None:
+    out = tmp_path / "run"
+    begin, other = [*flags, *STEPS, "--epochs", "1"], ["--resume", "--epochs", "2", "--loss", "ce"]
+    for line in (begin, other, ["--resume", "--epochs", "3"]):
+        with monkeypatch.context() as patched:
+            scored(patched, 0.3)
+            said = trained(1, line, out).said()
+        assert "as good as" not in said and "finished: best mean Dice 0.300 at step 2" in said
+
+
 def test_a_checkpoint_under_another_ones_name_is_not_taken_for_it(best_is_first) -> None:
     folder = best_is_first / "checkpoints"
     shutil.rmtree(folder / "step-00000002")

@@ -20,6 +20,8 @@ from seqpar.weights.facts import (
     about_cases_learned,
     cases_learned_before,
     cases_of_other_fold,
+    cases_that_differ,
+    changed_between,
     other_scans,
     read_dataset,
     reordered_names,
@@ -195,6 +197,18 @@ def test_cases_that_the_weights_have_learned_and_the_run_does_not_train_on_are_f
     assert not any(cases_of_other_fold(*folds, now) for folds in (("0", "0"), ("", "0"), ("1", "all"), ("1", "90:10")))
     says = "caution: they have learned from 1 held-out case, such as a, whose scores therefore say nothing of new cases"
     assert about_cases_learned({"a", "x"}, now) == [says] and about_cases_learned({"x"}, now) == []
+
+
+def test_cases_whose_files_changed_between_runs_are_found_however_these_were_prepared() -> None:
+    """A changed label may change how all cases are prepared."""
+    before = {"name": "A", "recipe": {"mean": 1}, "digests": {"a": "1", "b": "2"}, "files": {"a": "f", "b": "g"}}
+    alike = {**before, "digests": {"a": "1", "b": "3"}, "files": {"a": "rewritten", "b": "h"}}
+    assert cases_that_differ(before, alike) == ["b"], "where they were prepared alike, arrays count"
+    anew = {**before, "recipe": {"mean": 2}, "digests": {"a": "4", "b": "5"}, "files": {"a": "f", "b": "h"}}
+    assert cases_that_differ(before, anew) == cases_that_differ(anew, before, before) == ["b"]
+    finer = {**anew, "files": before["files"]}
+    assert cases_that_differ(before, finer) == [] and changed_between(before, finer) == ""
+    assert cases_that_differ({**before, "files": {}}, anew) == [], "earlier versions recorded none"
 
 
 def test_a_pretraining_has_learned_no_labels(tmp_path) -> None:

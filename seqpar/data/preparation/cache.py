@@ -22,7 +22,7 @@ from seqpar.data.formats.dataset import Split, VolumeClasses
 from seqpar.data.preparation.preparation import preparation_of
 from seqpar.data.preparation.prepared_case import Preparation, Properties
 from seqpar.data.preparation.recipe import Recipe
-from seqpar.data.volumes import digest_file, join_digests, size_and_mtime
+from seqpar.data.volumes import digest_file, files_digest, join_digests, size_and_mtime
 from seqpar.losses import SoftLabels
 
 VERSION = 1  # of what preparation computes and stores: a new version prepares every case again
@@ -75,6 +75,11 @@ class PreparedCase:
     def voxels(self) -> str:
         """Returns digests of the images' voxels, as ``join_digests`` does; "" if an earlier version prepared it."""
         return join_digests(self._record.get("voxels", ()))
+
+    @property
+    def files(self) -> str:
+        """Returns digests of the files that the case was prepared from, images and labels, as ``files_digest`` does."""
+        return files_digest(self._record["digests"])
 
     def was_made_from(self, path: Path) -> bool:
         """Returns whether a file has the bytes of one that the case was prepared from; reads it if it looks changed."""

@@ -25,7 +25,7 @@ from seqpar.report.cautions import (
     trained_on_some,
 )
 from seqpar.report.curves import number
-from seqpar.report.images import find_images, other_voxels, spacings_of
+from seqpar.report.images import changed_since, find_images, other_voxels, spacings_of
 from seqpar.report.plots import Chart, draw_charts, name_of_run
 from seqpar.report.record import (
     CaseScores,
@@ -129,6 +129,7 @@ def segment_page(options: argparse.Namespace, record: RunRecord) -> FinishedPage
         predicted = None if is_validation(options.prediction, record) else inputs_of(options.prediction)
         images = find_images(record, options.images, options.truth, predicted, gaps)
         shown = load_worst(record, scored, options.cases, images, gaps)
+        gaps += changed_since(record, scored.cases) * (options.truth is None)
     if scored and shown:
         cases = case_section(record, scored, shown, is_neurological(options.neurological, record))
     every, seen, apart, of_which, which = scored, NONE_SEEN, None, "", ""

@@ -1,0 +1,91 @@
+"""What pages say of files that changed, of what predict removed, and of networks behind a mean."""
+
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import nibabel
+import numpy as np
+
+from seqpar.data.geometry import make_geometry
+from seqpar.data.preparation.cache import open_cache
+from seqpar.data.volumes import Volume
+from seqpar.report.cases import _ml_beyond
+from seqpar.report.images import changed_since
+from seqpar.report.record import RunRecord, read_record, read_scores
+from seqpar.report.run_page import _cleaned, _unlearned_by_others, what_is_unlearned
+from seqpar.scores.label_scores import format_table
+
+
+def test_files_that_changed_since_they_were_scored_are_named(finished: Path, tmp_path: Path) -> None:
+    shutil.copytree(finished.parent, tmp_path, dirs_exist_ok=True)
+    record, cases = read_record(tmp_path / "run"), read_scores(tmp_path / "run").cases
+    assert changed_since(record, cases) == [], "earlier versions recorded no files"
+    files = {name: case.files for name, case in open_cache(tmp_path / "cache").cases.items()}
+
+    def recorded(**others: str) -> RunRecord:
+        path = tmp_path / "run" / "config.json"
+        content = json.loads(path.read_text())
+        content["dataset"] |= {"prepared": str(tmp_path / "cache"), "files": {**files, **others}}
+        path.write_text(json.dumps(content))
+        return read_record(tmp_path / "run")
+
+    cases = [replace(case, truth=tmp_path / "data" / case.name / f"{case.name}-seg.nii.gz") for case in cases]
+    assert changed_since(recorded(), cases) == []
+    first = next(case.truth for case in cases if case.name == "case-a")
+    image = nibabel.load(first)
+    nibabel.save(nibabel.Nifti1Image(np.asarray(image.dataobj)[::-1], image.affine, image.header), first)
+    (told,) = changed_since(recorded(), cases)
+    assert told.startswith("Since they were scored, files of case-a were replaced: pictures are of the new ones, ")
+    others = recorded(**{"case-b": "another"})  # its image was prepared anew
+    assert "files of case-b, case-a were replaced" in changed_since(others, cases)[0]
+
+
+def test_what_predict_removed_is_on_the_page(tmp_path: Path) -> None:
+    def said(**settings: object) -> list[str]:
+        (tmp_path / "prediction.json").write_text(json.dumps({"run": "r", "settings": settings}))
+        return _cleaned(tmp_path)
+
+    end = " were removed: a class that was predicted may be missing here."
+    assert said() == said(min_component="0") == []
+    assert said(min_component="50") == [f"Then regions below 50 mm³{end}"]
+    both = "Then regions below 20 voxels and all but the largest region of some labels"
+    assert said(min_component="20voxels", postprocessing=[[1]]) == [f"{both}{end}"]
+
+
+def test_each_network_of_a_mean_that_never_found_a_class_is_named(finished: Path, tmp_path: Path) -> None:
+    other = Path(shutil.copytree(finished, tmp_path / "blind"))
+    rows = (other / "metrics.jsonl").read_text()
+    (other / "metrics.jsonl").write_text(rows.replace('"NCR": 0.5', '"NCR": 0.0'))
+    made = [{"run": str(run), "weights": {}} for run in (finished, other)]
+    (tmp_path / "prediction.json").write_text(json.dumps({"runs": made}))
+    (told,) = [text for text in _unlearned_by_others(read_record(finished), tmp_path) if "NCR" in text]
+    assert told.startswith("Of blind alone: at the best validation, the mean Dice of NCR is 0.000:")
+
+
+def test_scores_of_other_cases_say_themselves_whether_a_classifier_learned(tmp_path: Path) -> None:
+    names = ["a", "b"]
+    classes = {"names": ["healthy", "ill"], "numbers": {"a": 0, "b": 1}}
+    row = {"step": 1, "loss": 1.0, "scores": {"balanced accuracy": 0.5}}
+    content = {"dataset": {"volume_classes": classes, "held_out": names}, "config": {"val_cases": 0}}
+    record = RunRecord(tmp_path, content, None, {}, held_out=(row,))
+    assert "guessing" in what_is_unlearned(record) and not what_is_unlearned(record, True)
+
+
+def test_a_dice_over_other_cases_than_its_neighbours_has_their_number() -> None:
+    def line(between: int) -> str:
+        mean = {"a": {"Dice": 0.5, "ReaderDice": 0.4, "InterReaderDice": 0.5}}
+        counts = {"a": {"Dice": 8, "ReaderDice": 8, "InterReaderDice": between}}
+        summary = {"mean": mean, "median": mean, "global": mean, "num_values": counts, "num_cases": 8}
+        return format_table(summary, {"a": (1,)}).splitlines()[1]
+
+    assert "0.4000 (8)" in line(6) and "0.5000 (6)" in line(6) and "(8)" not in line(8)
+
+
+def test_what_is_ignored_is_no_part_of_a_truth_that_is_not_shown() -> None:
+    labels = np.zeros((1, 10, 10, 10), np.uint8)
+    labels[0, 0], labels[0, 9] = 1, 9
+    volume = Volume(labels, make_geometry((10, 10, 10), np.diag((10.0, 10.0, 10.0, 1.0))), "")
+    assert _ml_beyond(volume, ((1, 9), (0, 10), (0, 10)), 9) == 100
+    assert _ml_beyond(volume, ((1, 9), (0, 10), (0, 10))) == 200
