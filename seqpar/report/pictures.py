@@ -34,6 +34,7 @@ from seqpar.report.planes import (
     outside_planes,
     plane_of,
     ranks_of,
+    repeated,
     sides,
 )
 from seqpar.report.plots import escape_mathtext, make_figure, save_figure, title_of_run
@@ -100,11 +101,12 @@ def figure_of_cases(
     if window:
         shown += with_minus(f" from {round(window[0])} HU (black) to {round(window[1])} HU (white)")
     about_lines = f" {LINES}." * (len(classes) > 1)
+    about_lines += f" {repeated(classes).partition(':')[0]}." * (len(classes) > len(COLOURS))
     about_lines += " The truth is the readers' consensus." * any(case.disputed is not None for case in cases)
     lines = [
         *[f"{when[:1].upper()}{when[1:]}."] * bool(when),
         f"{first}{quantity(held_out, 'held-out case')}{shown}, in planes with most of the truth{empty}",
-        f"{orientation_text(neurological)}.{about_lines}",
+        *textwrap.wrap(f"{orientation_text(neurological)}.{about_lines}", 150),
         *textwrap.wrap(f"{counted(case.slices for case in cases)}.", 120),
     ]
     if window and window[0] > KEPT_HU[0]:  # the network takes it clipped
@@ -125,11 +127,8 @@ def figure_of_cases(
             mark_plane(panel, letters, case.spacing[dim == 0])
             name = f"{plane} {case.slices[dim].text(at[dim])}"
             unknown = [escape_mathtext(classes[n - 1]) for n in case.hidden if 0 < n <= len(classes)]
-            about = [
-                unseen,
-                "\n".join(textwrap.wrap(f"not annotated: {', '.join(unknown)}", 45)) * bool(unknown),
-                count_vanished_briefly(case.vanished),
-            ]
+            names = "\n".join(textwrap.wrap(f"not annotated: {', '.join(unknown)}", 45)) * bool(unknown)
+            about = [unseen, names, count_vanished_briefly(case.vanished)]
             told = [escape_mathtext(case.name), *about] if dim == 0 else []
             panel.set_title("\n".join([*filter(None, told), name]), fontsize=9)
     marks = [("truth", "-", "#555555"), ("prediction", "--", "#555555")]
@@ -143,7 +142,7 @@ def figure_of_cases(
         keys.append(Patch(color=DISPUTED, alpha=0.55, label="readers disagree"))
     if any((case.truth > len(classes)).any() for case in cases):
         keys.append(Patch(facecolor="none", edgecolor="#555555", hatch="////", label=UNLABELLED))
-    figure.legend(handles=keys, loc="outside lower center", ncols=min(len(keys), 6), fontsize=9)
+    figure.legend(handles=keys, loc="outside lower center", ncols=min(len(keys), 5), fontsize=9)
     return figure
 
 

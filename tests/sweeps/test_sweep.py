@@ -257,7 +257,7 @@ def test_the_page_of_a_sweep_names_classes_that_a_point_does_not_find(made: Path
     metrics.write_text(metrics.read_text().replace('"b": null', '"b": 0.0001'))
     text = Page(page_of_sweep(made, {})).text
     assert "lr-0.001_batch-1: at the best validation, the mean Dice of b is 0.000" in text
-    for number, point in enumerate(read_sweep(made).points):
+    for number, point in enumerate(read_sweep(made).points[:2]):
         path = made / point.name / "config.json"
         content = json.loads(path.read_text())
         content["dataset"] |= {"recipe": {"mean": number}, "files": {"a": str(number)}}
