@@ -93,7 +93,8 @@ def figure_of_cases(
 ) -> Any:
     """Returns the figure of ``draw_cases``: a row of panels for each case; ``run``: whose they are."""
     first = f"The first {len(cases)} of " * (len(cases) < held_out)
-    empty = "" if all(case.truth.any() for case in cases) else ", or of the prediction where the truth is empty"
+    has_truth = [((case.truth > 0) & (case.truth <= len(classes))).any() for case in cases]
+    empty = "" if all(has_truth) else ", or of the prediction where the truth is empty"
     images = [case.image for case in cases]
     window = ct_window(limits_of(images), images) if cases[0].is_ct else None
     modality = cases[0].modality or ("CT" if window else "")
@@ -116,8 +117,8 @@ def figure_of_cases(
     figure.suptitle(title_of_run(run, *lines), fontsize=9)
     panels = figure.subplots(len(cases), 3, squeeze=False)
     for row, case in zip(panels, cases):
-        wanted = np.where(case.truth > len(classes), 0, case.truth)  # without what is ignored
-        at = fullest_planes(wanted if wanted.any() else case.prediction)
+        maps = [np.where(case.truth > len(classes), 0, one) for one in (case.truth, case.prediction)]  # where labelled
+        at = fullest_planes(next(filter(np.any, maps), case.prediction))
         known = np.where(np.isin(case.prediction, case.hidden), 0, case.prediction)
         unseen = count_outside(outside_planes(case.truth, known, classes, case.spacing, at))
         low, high = window or limits_of([case.image[case.image != 0]])
