@@ -7,6 +7,7 @@ import sys
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import asdict
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +38,7 @@ from seqpar.settings.parser import Parser
 from seqpar.settings.run_settings import DEVICE_KINDS, UNKNOWN_TRAINERS
 from seqpar.tasks.lookup import task_of
 from seqpar.terminal import coloured
-from seqpar.weights.facts import changed_between
+from seqpar.weights.facts import VOXELS, changed_between
 from seqpar.weights.nnunet_results import PLANS_NAME, TRAINER, find_results, is_results
 from seqpar.weights.weight_files import digest
 
@@ -84,8 +85,9 @@ def _warn_of_several_states(runs: Iterable[Path]) -> None:
     if told := changed_between(*described):
         line = f"warning: {told}: the mean of their predictions mixes two states of the data"
         print(coloured(line, sys.stderr), file=sys.stderr, flush=True)
-    names = dict.fromkeys(str(own.get("name")) for own in described)
-    if len(names) > 1:
+    names = dict.fromkeys(str(own["name"]) for own in described if "name" in own)
+    scans = [{*own.get(VOXELS, {}).values()} for own in described]  # one data set may have two names
+    if len(names) > 1 and not any(one & other for one, other in combinations(scans, 2)):
         print(f"note: these runs were trained on several data sets: {', '.join(names)}", file=sys.stderr, flush=True)
 
 

@@ -149,7 +149,8 @@ class _Search:
         self.config = self._with_tile(tiles[at])
         lengths = " x ".join(f"{side * size:.0f}" for side, size in zip(self.config.tile, self.size))
         is_cut = math.prod(tiles[0]) < math.prod(self._tile_of(math.inf))
-        most = "the largest such that two fit" if at else "as large as is quick enough" if is_cut else "whole cases"
+        most = "as large as is quick enough" if is_cut else "as the median case"
+        most = "the largest such that two fit" if at else most
         if at == len(tiles) - 1 and not self.fits(tiles[at]):
             most = "the smallest there is, though two may not fit"
         return f"  --tile {_spaced(self.config.tile)} ({lengths} mm), {described(self.config)}: {most}"

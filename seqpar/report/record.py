@@ -181,7 +181,7 @@ def step_sentence(own: int, record: RunRecord) -> str:
         which = "a" if record.weights.best is not None else which
         return f"After step {own:,}, {which} validation, whose weights predict uses."
     is_last = all(own >= row["step"] for row in record.held_out)
-    which = "the last one" if is_last else "the last whose cases were kept"
+    which = "the last one" if is_last else "the last validation whose case scores were kept"
     last = f"of step {own:,}, {which}: predict uses the weights of step {taken:,}"
     if (row := row_of_taken(record)) is None:
         return f"All scores are {last}."

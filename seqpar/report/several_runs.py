@@ -204,7 +204,7 @@ def difference_sentence(measure: str, name: str, first: str, gaps: Sequence[floa
         return f"No case has a {measure} in both {name} and {first}."
     mean, cases = fmean(known), quantity(len(known), "case")
     if not any(known):
-        return f"{name} and {first} have exactly the same {measure} in {cases}, as if both had computed the same."
+        return f"{name} and {first} have exactly the same {measure} in {cases}."
     text = f"The {measure} of {name} is {abs(mean):.3f} {'higher' if mean > 0 else 'lower'} than that of {first}"
     if math.isclose(mean, 0, abs_tol=5e-4):
         text = f"The {measure} of {name} equals that of {first} to three decimals"
@@ -225,11 +225,19 @@ def settings_table(records: Mapping[str, RunRecord]) -> Table | None:
                 every.setdefault(setting, {})[name] = format_setting(from_here(value))
     differ = {setting: values for setting, values in every.items() if len(set(values.values())) > 1}
     rows = [TableRow(setting, [values.get(name, "–") for name in records]) for setting, values in differ.items()]
-    tiles = {json.dumps(record.layout.get("global_batches")) for record in records.values()}
-    is_spread = len(tiles) == 1 and not differ.keys() - SPREAD and next(iter(tiles)) != "null"
+    is_spread = not differ.keys() - SPREAD and _learned_alike([*records.values()])
     note = "These say only how the work is spread: the numbers are the same but for rounding, which training amplifies."
     heads = list(map(TableHead, ("Setting", *records)))
     return Table("settings-that-differ", heads, rows, "class", note * is_spread) if rows else None
+
+
+def _learned_alike(records: Sequence[RunRecord]) -> bool:
+    """Returns whether runs had the same data, tiles a step and code, and no start changed what is learned."""
+    starts = [start for record in records for start in record.content.get("history", ())]
+    known = {json.dumps([record.layout.get("global_batches"), record.content.get("commit")]) for record in records}
+    is_same = len(known) == 1 and "null" not in next(iter(known))
+    is_same = is_same and all(start.get("changed", {}).keys() <= SPREAD for start in starts)
+    return is_same and not (_differ_in_data(records) or _differ_in_held_out(records))
 
 
 def curves_over_each_other(records: Mapping[str, RunRecord]) -> list[Chart]:

@@ -119,6 +119,7 @@ class TakenWeights:
     - ``best``: the step of a better validation, None if there is none; ``is_there``: whether its weights are whole
     - ``none_saved``: whether the weights of no validation were ever saved, as when there was no room for them
     - ``is_untold``: whether nothing tells after which step they were saved, though validations are known
+    - ``has_ended``: whether the run did all of its steps, so that a resume has nothing to do
     """
 
     path: Path = Path()
@@ -132,6 +133,7 @@ class TakenWeights:
     is_there: bool = False
     none_saved: bool = False
     is_untold: bool = False
+    has_ended: bool = False
 
     def describe_lost(self, train: Sequence[Mapping[str, Any]] | None = None) -> str:
         """Returns a sentence on what metrics.jsonl lacks; "" if that is nothing.
@@ -150,7 +152,7 @@ class TakenWeights:
     def not_the_best(self) -> str:
         """A sentence if the weights are not those of the best validation; else ""."""
         if self.is_untold:
-            told = "The run's checkpoints are gone, and its status.json does not tell after which step the weights in"
+            told = "The run's checkpoints are gone, and no status.json tells after which step the weights in"
             return f"{told} {self.path / WEIGHTS} were saved, or whether they are this run's."
         if self.best is None:
             return ""
@@ -166,7 +168,7 @@ class TakenWeights:
             return f"{told}not saved. Training continues from step {self.step:,} with --resume."
         if folder.exists():
             return f"{told}damaged: to take them, restore {folder} and use it as --checkpoint."
-        if 0 < self.saved < self.best:  # killed after the validation, or the newest were removed
+        if 0 < self.saved < self.best and not self.has_ended:  # killed after the validation, or the newest were removed
             told += f"not there. Training continues from step {self.saved:,} with --resume and validates again"
             return f"{told}; if you have a copy, restore {folder} instead."
         return f"{told}not there: they were removed, or never saved. If you have a copy, restore {folder}."
@@ -226,6 +228,7 @@ def weights_taken(run: Path) -> TakenWeights:
         top is not None and checkpoint.is_whole(points, top),
         bool(known) and name == "latest" and all(own.best_step < 0 for own in known.values()),
         is_untold,
+        status.get("state") == "finished",
     )
 
 
@@ -293,16 +296,17 @@ def edited_settings(out: str | Path, content: Mapping[str, Any]) -> dict[str, li
     try:
         newest = checkpoint.look_up(Path(out) / "checkpoints", trusts_times=True)[0]
         saved = json.loads(read_whole(newest / "config.json"))
-        configs = [lessons_of(Config.from_dict(it["config"]))[0].config for it in (saved, content)]
         begins = [it["history"][:1] for it in (saved, content) if it.get("history")]
         starts = content["history"][len(saved.get("history", ())) :]
-        changed = {name for start in starts for name in start["changed"]}
+        since = {name: new for start in starts for name, (_, new) in start["changed"].items()}
+        expected = {**saved["config"], **since}
+        configs = [lessons_of(Config.from_dict(it))[0].config for it in (expected, content["config"])]
     except (OSError, ValueError, LookupError, TypeError, AttributeError):  # none, or damaged, which resuming tells
         return {}
     if len(begins) == 2 and begins[0] != begins[1]:
-        of_other = "is the checkpoint of another run than config.json: copy back those of this run, or remove it"
+        of_other = "belongs to another run than config.json describes: copy this run's checkpoints back, or remove it"
         raise DataError(newest, of_other)
-    return {name: pair for name, pair in changed_settings(*configs).items() if name not in changed}
+    return changed_settings(*configs)
 
 
 def changes_line(changes: Changes) -> str:

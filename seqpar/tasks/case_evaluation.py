@@ -432,11 +432,11 @@ def records_behind(prediction: Path) -> list[RunRecord]:
 def labels_behind(predictions: Sequence[Path]) -> Labels | None:
     """Returns the classes of the runs behind predictions, and prints whose; None if they do not tell, or differ."""
     folders = [path if path.is_dir() else path.parent for path in predictions]
-    records = [one for path in folders for one in ([read_record(path)] if holds_run(path) else records_behind(path))]
-    found = [record.labels for record in records]
-    if not found or any(one != found[0] for one in found):
+    each = [[read_record(path)] if holds_run(path) else records_behind(path) for path in folders]
+    found = [record.labels for records in each for record in records]
+    if not all(each) or None in found or any(one != found[0] for one in found):
         return None
-    print(f"classes as in {records[0].path}, as no dataset.json declares those of the truth", flush=True)
+    print(f"classes as in {each[0][0].path}, as no dataset.json declares those of the truth", flush=True)
     return found[0]
 
 

@@ -129,12 +129,12 @@ def _resolve(line: _CommandLine, launcher: Launcher, meeting: Meeting | None, on
         before = Config.from_dict(saved["config"])
         num_groups = _groups_at_start(saved["history"], before)
         of_start = SCALED if keeps_scaled_rate(before, config, line.flags, num_groups) else set()
-        config = settings_on_resume(before, config, line.flags - {"resume", "again", "batch", "accumulate"} - of_start)
         edited = edited_settings(config.out, saved)
         if fixed := next((name for name in edited if SETTINGS[name].fixed), ""):
             was, now = (as_typed(fixed, value) for value in edited[fixed])
-            problem = f"has {now}, and the run's last checkpoint {was}, which cannot change: write that there again"
+            problem = f"has {now}, and the run's last checkpoint {was}, which cannot change: put that value back"
             raise DataError(f"{config.out}/config.json", problem)
+        config = settings_on_resume(before, config, line.flags - {"resume", "again", "batch", "accumulate"} - of_start)
         preset, reason = saved.get("preset", preset), f"as the run in {config.out} began"
     family_of(config)  # refuses a network of another task
     refuse_settings_without_effect(config, line.flags)
@@ -168,7 +168,8 @@ def _resolve(line: _CommandLine, launcher: Launcher, meeting: Meeting | None, on
     lessons = lessons_of(config)
     if config.resume:
         lessons = _keep_global_batches(lessons, saved["layout"], before, num_groups, line)
-        changes = edited | changed_settings(lessons_of(before)[0].config, lessons[0].config)
+        began = replace(lessons_of(before)[0].config, **{name: pair[0] for name, pair in edited.items()})
+        changes = changed_settings(began, lessons[0].config)
     elif config.global_batch > 0:
         lessons, sentence = _hold_global_batches(lessons, num_groups, line)
         choices = {**choices, "global_batch": (sentence,)}

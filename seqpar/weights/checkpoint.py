@@ -326,7 +326,7 @@ def _problem(path: Path, trusts_times: bool = False) -> str:
         if file_digest != saved_digest:
             return f"{path.name}/{name} is damaged"
     try:
-        step = json.loads((path / PROGRESS).read_text())["step"]
+        step = int(json.loads((path / PROGRESS).read_text())["step"])
     except (OSError, ValueError, LookupError, TypeError) as error:
         return f"{path.name}/{PROGRESS} is damaged ({error})"
     return "" if path.stem == f"step-{step:08d}" else f"{path.name} holds the checkpoint of step {step}"

@@ -364,10 +364,10 @@ def test_scans_of_a_patient_stay_on_one_side_of_each_split(tmp_path):
         "t": ids[0]
     }
     classes = {"names": ["well", "ill"], "numbers": {ids[0]: 1, ids[1]: 0, ids[2]: 0}}
-    told = f"1 scan has more than one class under several names, such as {ids[0]} as ill and {ids[1]} as well: at most"
+    told = f"The same image has different classes under several names, such as {ids[0]} as ill and {ids[1]} as well:"
     assert told in data_faults({**two, "voxels": scans, "volume_classes": classes})
     alike = {**classes, "numbers": dict.fromkeys(ids[:3], 1)}
-    assert "more than one class" not in data_faults({**two, "voxels": scans, "volume_classes": alike})
+    assert "different classes" not in data_faults({**two, "voxels": scans, "volume_classes": alike})
 
 
 def test_a_run_that_has_begun_keeps_its_way_of_splitting(tmp_path):

@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -310,12 +311,18 @@ def test_a_truth_without_a_declaration_has_the_classes_of_the_run_that_predicted
         said = capsys.readouterr().out
         assert said.startswith(f"classes as in {finished}, as no dataset.json declares those of the truth")
         assert f"new: Dice {next(iter(labels.classes))} " in said
+    other = Path(shutil.copytree(finished, tmp_path / "other"))
+    content = json.loads((other / "config.json").read_text())
+    content["dataset"] |= {"regions": {}}
+    (other / "config.json").write_text(json.dumps(content))
+    (found / "prediction.json").write_text(json.dumps({"runs": [{"run": str(path)} for path in (finished, other)]}))
+    assert run(evaluate.act, [str(truth), str(found)]) == USAGE, "they have other classes"
 
 
 def test_scores_of_an_earlier_validation_are_not_called_the_last(finished: Path) -> None:
     record = read_record(finished)
     own, last = int(record.held_out[-1]["step"]), record.held_out[-1]
-    for steps, which in ((8, "the last one"), (16, "the last whose cases were kept")):
+    for steps, which in ((8, "the last one"), (16, "the last validation whose case scores were kept")):
         rows = [{**last, "step": own - 8}, *({**last, "step": own + more} for more in range(0, steps, 8))]
         taken = replace(record.weights, step=own - 8)
         assert f"of step {own:,}, {which}: " in step_sentence(own, replace(record, held_out=rows, weights=taken))

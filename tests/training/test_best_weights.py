@@ -97,11 +97,20 @@ def test_a_best_that_is_newer_than_all_checkpoints_can_be_trained_again(best_is_
     rows = (out / "metrics.jsonl").read_text().replace('"dice": {"tumour": 0.2}', '"dice": {"tumour": 0.4}')
     (out / "metrics.jsonl").write_text(rows)
     shutil.rmtree(newest)
+    assert "If you have a copy, restore" in weights_taken(out).not_the_best, "a run that has ended is not resumed"
+    write_json(out / "status.json", {"state": "preempted", "step": 5})
     assert weights_taken(out).not_the_best == (
         "Predict takes the weights of step 2 (mean Dice 0.300), as those of step 6, the best validation (mean Dice "
         "0.400), are not there. Training continues from step 5 with --resume and validates again; if you have a copy, "
         f"restore {newest} instead."
     )
+
+
+def test_a_run_that_ends_without_its_best_weights_says_so(best_is_first) -> None:
+    shutil.rmtree(best_is_first / "checkpoints" / "step-00000002")
+    write_json(best_is_first / "status.json", {"state": "preempted", "step": 6})
+    said = trained(1, ["--resume"], best_is_first).said()
+    assert "finished: the best weights are gone; those after step 6 are here" in said and "-1" not in said
 
 
 def test_at_a_tie_losses_of_two_kinds_are_not_compared(flags, tmp_path, monkeypatch) -> None:
@@ -137,7 +146,7 @@ def test_what_nothing_tells_of_the_weights_is_said(best_is_first, capfd) -> None
     write_json(out / "status.json", {"state": "preempted", "step": 7})  # of a later start
     assert weights_taken(out).is_untold
     (out / "status.json").unlink()
-    told = f"status.json does not tell after which step the weights in {out}/model.safetensors were saved, or whether"
+    told = f"no status.json tells after which step the weights in {out}/model.safetensors were saved, or whether"
     assert told in weights_taken(out).not_the_best
     text, warned = page_of(out, capfd)
     assert told in text and told in warned and "predict uses the weights of step" not in text

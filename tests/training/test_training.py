@@ -12,9 +12,12 @@ import torch
 
 from seqpar.cluster.stop_request import StopRequest
 from seqpar.data.files import write_json
+from seqpar.parallel.launcher import Launcher
 from seqpar.runs.journal import read_metrics
 from seqpar.runs.run_folder import read_config
+from seqpar.runs.run_status import edited_settings
 from seqpar.training import after_step
+from seqpar.training.run_request import read_request
 from seqpar.weights.weight_files import read_weights
 from tests.support.configs import NoStop, config_of, trainer_of
 from tests.support.training_runs import Launch, at, farthest, losses, signalled, status, trained
@@ -75,10 +78,20 @@ def test_settings_that_somebody_edited_in_a_runs_config_are_announced_and_record
         write_json(tmp_path / "config.json", {**written, "config": {**written["config"], **settings}})
 
     edit(lr=0.5)
-    announced = "changed since this run was last started: --lr 0.01 -> 0.5, --epochs 1 -> 2"
+    announced = "changed since this run was last started: --epochs 1 -> 2, --lr 0.01 -> 0.5"
     assert announced in trained(1, ["--resume", "--epochs", "2"], tmp_path).said()
     assert read_config(tmp_path)["history"][1]["changed"] == {"lr": [0.01, 0.5], "epochs": [1, 2]}
     assert "changed since" not in trained(1, ["--resume"], tmp_path).said(), "the last checkpoint has it"
+    once = read_config(tmp_path)
+    start = {**once["history"][-1], "changed": {"lr": [0.5, 0.3]}}  # announced, and killed before it was saved
+    killed = {**once, "history": [*once["history"], start], "config": {**once["config"], "lr": 0.3}}
+    assert edited_settings(tmp_path, killed) == {}
+    twice = {**killed, "config": {**killed["config"], "lr": 0.9}}
+    assert edited_settings(tmp_path, twice) == {"lr": [0.3, 0.9]}
+    write_json(tmp_path / "config.json", twice)
+    for typed, changes in (("0.7", {"lr": [0.3, 0.7]}), ("0.3", {})):
+        line = ["--resume", "--out", str(tmp_path), "--lr", typed]
+        assert read_request(line, Launcher("alone")).changes == changes
     edit(optimizer="sgd")
     told = f"{tmp_path}/config.json: has --optimizer sgd, and the run's last checkpoint --optimizer adam, which cannot"
     assert told in trained(1, ["--resume", "--epochs", "3"], tmp_path, expect=3).said()
@@ -90,7 +103,7 @@ def test_checkpoints_of_another_run_are_refused(flags, tmp_path):
     began = {**written["history"][0], "time": "2020-01-01 00:00:00"}
     write_json(tmp_path / "config.json", {**written, "history": [began]})
     said = trained(1, ["--resume", "--epochs", "2"], tmp_path, expect=3).said()
-    assert re.search(f"{tmp_path}/checkpoints/step-[0-9]+: is the checkpoint of another run than config.json", said)
+    assert re.search(f"{tmp_path}/checkpoints/step-[0-9]+: belongs to another run than config.json describes", said)
 
 
 FIVE_LINES = """

@@ -185,10 +185,12 @@ def _claim(root: Path, settings: PhantomSettings) -> None:
             recorded = json.loads(mark.read_text())
         except ValueError as error:
             raise DataError(mark, f"is not a phantom description ({error}); choose another --out") from error
+        if not isinstance(recorded, dict):
+            raise DataError(mark, "is not a phantom description; choose another --out")
         if recorded != record:
             was, asked = ({"kind": "brain", **own} for own in (recorded, record))
-            others = [f"{name} {_plain(was.get(name))}, not {_plain(asked[name])}" for name in asked
-                      if was.get(name) != asked[name]]  # fmt: skip
+            others = [f"{name} {_plain(was.get(name, 'unknown'))}, not {_plain(asked.get(name, 'known'))}"
+                      for name in {**asked, **was} if was.get(name) != asked.get(name)]  # fmt: skip
             raise DataError(root, f"holds phantoms of other settings ({'; '.join(others)}); choose another --out")
     elif found:
         raise DataError(root, f"holds {found.name}, which phantom did not write; choose another --out")
