@@ -22,7 +22,7 @@ def _run(rank: int, world: int, port: int, code: str, folder: Path) -> None:
     os._exit(status)
 
 
-def run_script(world: int, code: str, folder: Path, timeout: float = 120) -> None:
+def run_script(world: int, code: str, folder: Path, timeout: float = 300) -> None:
     """Runs ``code`` in ``folder`` on ``world`` ranks, as torchrun does; raises with what a rank that fails raised."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
