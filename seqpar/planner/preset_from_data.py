@@ -149,7 +149,7 @@ class _Search:
         self.config = self._with_tile(tiles[at])
         lengths = " x ".join(f"{side * size:.0f}" for side, size in zip(self.config.tile, self.size))
         is_cut = math.prod(tiles[0]) < math.prod(self._tile_of(math.inf))
-        most = "as large as is quick enough" if is_cut else "as the median case"
+        most = "as large as is quick enough" if is_cut else "about as large as the median case"
         most = "the largest such that two fit" if at else most
         if at == len(tiles) - 1 and not self.fits(tiles[at]):
             most = "the smallest there is, though two may not fit"

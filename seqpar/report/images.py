@@ -193,9 +193,9 @@ OTHER_SIZE = 1.25  # times as long as the longest side of a run's voxels, or as 
 Spacing = tuple[float, ...]
 
 
-def changed_since(record: RunRecord, cases: Iterable[ScoredCase]) -> list[str]:
-    """Returns a sentence on cases of a run's own validation whose images or labels are other files by now."""
-    truths = {case.name: case.truth for case in cases if case.truth}
+def changed_since(record: RunRecord, cases: Iterable[ScoredCase], shown: Collection[str]) -> list[str]:
+    """Returns a sentence on ``shown`` cases of a run's own validation whose images or labels are other files by now."""
+    truths = {case.name: case.truth for case in cases if case.truth and case.name in shown}
     recorded, place = record.dataset.get(FILE_DIGESTS, {}), record.dataset.get("prepared")
     prepared, changed = dict[str, str](), list[str]()
     with suppress(DataError, OSError, LookupError):

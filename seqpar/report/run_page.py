@@ -260,7 +260,7 @@ def what_is_unlearned(record: RunRecord, has_scores: bool = False) -> str:
 
 
 def _unlearned_by_others(record: RunRecord, prediction: Path) -> list[str]:
-    """Returns a sentence on each other run behind a mean of predictions of which nothing shows that it has learned."""
+    """Returns a sentence on each other run behind a mean of predictions if nothing shows that it has learned."""
     told = list[str]()
     for run, _ in runs_behind(prediction):
         with suppress(DataError, ValueError, OSError):  # nothing is known of a run that is gone

@@ -108,7 +108,8 @@ class Trainer:
             assert self.progress.global_batch == tiles or self.progress.step == self.steps.start
             self.progress.global_batch = tiles
             starts = self.description.get("history", ())
-            if any(own["step"] >= self.progress.best_step and {*OF_LOSS} & own["changed"].keys() for own in starts):
+            since = [own for own in starts if own.get("step", 0) >= self.progress.best_step]
+            if any({*OF_LOSS} & own.get("changed", {}).keys() for own in since):
                 self.progress.best_loss = None  # of another kind of loss: at a tie it decides nothing
         begun = next((start["time"] for start in self.description.get("history", ())), "")
         # settings with which a rank cannot begin are not kept

@@ -21,7 +21,8 @@ from seqpar.scores.label_scores import format_table
 def test_files_that_changed_since_they_were_scored_are_named(finished: Path, tmp_path: Path) -> None:
     shutil.copytree(finished.parent, tmp_path, dirs_exist_ok=True)
     record, cases = read_record(tmp_path / "run"), read_scores(tmp_path / "run").cases
-    assert changed_since(record, cases) == [], "earlier versions recorded no files"
+    names = {case.name for case in cases}
+    assert changed_since(record, cases, names) == [], "earlier versions recorded no files"
     files = {name: case.files for name, case in open_cache(tmp_path / "cache").cases.items()}
 
     def recorded(**others: str) -> RunRecord:
@@ -32,14 +33,15 @@ def test_files_that_changed_since_they_were_scored_are_named(finished: Path, tmp
         return read_record(tmp_path / "run")
 
     cases = [replace(case, truth=tmp_path / "data" / case.name / f"{case.name}-seg.nii.gz") for case in cases]
-    assert changed_since(recorded(), cases) == []
+    assert changed_since(recorded(), cases, names) == []
     first = next(case.truth for case in cases if case.name == "case-a")
     image = nibabel.load(first)
     nibabel.save(nibabel.Nifti1Image(np.asarray(image.dataobj)[::-1], image.affine, image.header), first)
-    (told,) = changed_since(recorded(), cases)
+    (told,) = changed_since(recorded(), cases, names)
     assert told.startswith("Since they were scored, files of case-a were replaced: pictures are of the new ones, ")
+    assert changed_since(recorded(), cases, {"case-b"}) == [], "it is not shown"
     others = recorded(**{"case-b": "another"})  # its image was prepared anew
-    assert "files of case-b, case-a were replaced" in changed_since(others, cases)[0]
+    assert "files of case-b, case-a were replaced" in changed_since(others, cases, names)[0]
 
 
 def test_what_predict_removed_is_on_the_page(tmp_path: Path) -> None:

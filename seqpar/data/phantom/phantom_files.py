@@ -189,7 +189,7 @@ def _claim(root: Path, settings: PhantomSettings) -> None:
             raise DataError(mark, "is not a phantom description; choose another --out")
         if recorded != record:
             was, asked = ({"kind": "brain", **own} for own in (recorded, record))
-            others = [f"{name} {_plain(was.get(name, 'unknown'))}, not {_plain(asked.get(name, 'known'))}"
+            others = [f"{name} {_plain(was.get(name, 'none'))}, not {_plain(asked.get(name, 'none'))}"
                       for name in {**asked, **was} if was.get(name) != asked.get(name)]  # fmt: skip
             raise DataError(root, f"holds phantoms of other settings ({'; '.join(others)}); choose another --out")
     elif found:

@@ -85,8 +85,8 @@ class LabelMapEvaluation(CaseEvaluation):
         if options.test_of and not (options.regions or options.brats or options.dataset):
             self.labels: Labels = labels_of_run(read_description(options.test_of))
         else:
-            told = options.dataset, options.regions or (), options.brats, partial(labels_behind, options.prediction)
-            self.labels = choose_labels(options.truth, self.dataset, *told)
+            asked = options.dataset, options.regions or (), options.brats, partial(labels_behind, options.prediction)
+            self.labels = choose_labels(options.truth, self.dataset, *asked)
 
     def open(self) -> list[ScoringJob]:
         options, jobs = self.options, list[ScoringJob]()
