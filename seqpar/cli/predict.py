@@ -4,6 +4,7 @@ import argparse
 import os
 import re
 import sys
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import asdict
@@ -85,9 +86,11 @@ def _warn_of_several_states(runs: Iterable[Path]) -> None:
     if told := changed_between(*described):
         line = f"warning: {told}: the mean of their predictions mixes two states of the data"
         print(coloured(line, sys.stderr), file=sys.stderr, flush=True)
-    names = dict.fromkeys(str(own["name"]) for own in described if "name" in own)
-    scans = [{*own.get(VOXELS, {}).values()} for own in described]  # one data set may have two names
-    if len(names) > 1 and not any(one & other for one, other in combinations(scans, 2)):
+    names = defaultdict[str, set[Any]](set)  # with the scans of each: one data set may have two names
+    for own in described:
+        names[str(own.get("name", ""))].update(own.get(VOXELS, {}).values())
+    names.pop("", None)
+    if any(not one & other for one, other in combinations(names.values(), 2)):
         print(f"note: these runs were trained on several data sets: {', '.join(names)}", file=sys.stderr, flush=True)
 
 

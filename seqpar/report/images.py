@@ -1,7 +1,7 @@
 """Where a report finds the images of its cases: files that the caller names, else prepared data; sizes of voxels."""
 
 import os
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -21,7 +21,7 @@ from seqpar.data.preparation.recipe import Recipe
 from seqpar.data.volumes import digest_file, files_digest, read_geometry
 from seqpar.losses import Readers
 from seqpar.report.embedded_volumes import Bytes
-from seqpar.report.record import RunRecord, ScoredCase
+from seqpar.report.record import CaseScores, RunRecord
 from seqpar.scores.label_files import MAX_NAMED, dataset_at, list_label_files
 from seqpar.text import name_images, quantity
 from seqpar.weights.facts import FILE_DIGESTS
@@ -193,9 +193,12 @@ OTHER_SIZE = 1.25  # times as long as the longest side of a run's voxels, or as 
 Spacing = tuple[float, ...]
 
 
-def changed_since(record: RunRecord, cases: Iterable[ScoredCase], shown: Collection[str]) -> list[str]:
-    """Returns a sentence on ``shown`` cases of a run's own validation whose images or labels are other files by now."""
-    truths = {case.name: case.truth for case in cases if case.truth and case.name in shown}
+def changed_since(record: RunRecord, scored: CaseScores, shown: Collection[str]) -> list[str]:
+    """Returns a sentence on ``shown`` cases of a run's own validation whose images or labels are other files by now;
+    none on those that a fault names already.
+    """
+    truths = {case.name: case.truth for case in scored.cases if case.truth and case.name in shown
+              and not any(fault.startswith(f"{case.truth}:") for fault in scored.faults)}  # fmt: skip
     recorded, place = record.dataset.get(FILE_DIGESTS, {}), record.dataset.get("prepared")
     prepared, changed = dict[str, str](), list[str]()
     with suppress(DataError, OSError, LookupError):
@@ -209,8 +212,8 @@ def changed_since(record: RunRecord, cases: Iterable[ScoredCase], shown: Collect
             changed += [name] * bool(known and is_other)
     if not changed:
         return []
-    return [f"Since they were scored, files of {shorten_list(changed, 3)} were replaced: pictures are of the new ones, "
-            "scores and volumes of what they were. Validate or evaluate again."]  # fmt: skip
+    return [f"Since they were scored, files of {shorten_list(changed, 3)} were replaced: the pictures show the new "
+            "files, and scores and volumes are of the old ones. Validate or evaluate again."]  # fmt: skip
 
 
 def spacings_of(files: Mapping[str, Path]) -> dict[str, Spacing]:

@@ -291,7 +291,8 @@ def _smoothed(diagrams: Sequence[Diagram]) -> str:
     """Returns what thin and thick lines are; "" without a running mean."""
     counts = [len(line.points()) for one in diagrams for line in one.lines if line.noisy]
     windows = {*map(_window, counts)} - {1}
-    band = " (of many: means, in a band from the lowest to the highest value)" * (max(counts, default=0) > BUCKETS)
+    has_band = max(counts, default=0) > BUCKETS
+    band = " (with many steps: means, and a band from the lowest to the highest value)" * has_band
     ends = " to ".join(map(str, sorted({min(windows), max(windows)}))) if windows else ""
     return f"Pale: each step{band}; solid: mean of the last {ends}." if windows else ""
 

@@ -32,6 +32,7 @@ from seqpar.report.record import (
 )
 from seqpar.report.rendering import render
 from seqpar.runs.metrics_tail import ERRORS, what_is_not_found, what_was_learned
+from seqpar.scores.postprocessing import describe_min_component
 from seqpar.text import clock, list_modalities, quantity
 from seqpar.weights.facts import VALIDATED
 from seqpar.weights.weight_files import digest
@@ -121,8 +122,8 @@ def render_run(
     told = list(filter(None, [data_faults(record.dataset), *told]))
     if averaged or another:
         told = [f"Of {name} alone: {sentence[0].lower()}{sentence[1:]}" for sentence in told]
-    if averaged and prediction:
-        told += _unlearned_by_others(record, prediction)
+    if prediction and (averaged or another):
+        told += _unlearned_by_others(record, prediction, truth is not None)
     return render(
         "page.html",
         folder,
@@ -241,11 +242,11 @@ def _cleaned(prediction: Path) -> list[str]:
     told = list[str]()
     for made in made_by(prediction):
         own = made.get("settings", {})
-        if (least := str(own.get("min_component", "0"))).removesuffix("voxels") not in ("0", "0.0"):
-            told.append(f"regions below {least.replace('voxels', ' voxels') if 'voxels' in least else f'{least} mm³'}")
+        least = describe_min_component(str(own.get("min_component", "0")))
+        told += [f"regions below {least}"] * bool(least)
         told += ["all but the largest region of some labels"] * bool(own.get("postprocessing"))
     each = " and ".join(dict.fromkeys(told))
-    return [f"Then {each} were removed: a class that was predicted may be missing here."] * bool(told)
+    return [f"Predict removed {each}: a class that it had found may be missing here."] * bool(told)
 
 
 def what_is_unlearned(record: RunRecord, has_scores: bool = False) -> str:
@@ -259,13 +260,17 @@ def what_is_unlearned(record: RunRecord, has_scores: bool = False) -> str:
     return what_is_not_found(record.held_out, count_present(record.path, record.held_out))
 
 
-def _unlearned_by_others(record: RunRecord, prediction: Path) -> list[str]:
-    """Returns a sentence on each other run behind a mean of predictions if nothing shows that it has learned."""
+def _unlearned_by_others(record: RunRecord, prediction: Path, has_scores: bool = False) -> list[str]:
+    """Returns a sentence on each other run behind a prediction if nothing shows that it has learned; for
+    ``has_scores`` see ``what_is_unlearned``.
+    """
     told = list[str]()
-    for run, _ in runs_behind(prediction):
-        with suppress(DataError, ValueError, OSError):  # nothing is known of a run that is gone
-            if run.resolve() != record.path.resolve() and (own := what_is_unlearned(read_record(run))):
-                told.append(f"Of {run.name} alone: {own[0].lower()}{own[1:]}")
+    for made, (run, why) in zip(made_by(prediction), runs_behind(prediction)):
+        if why or is_made_by(made, record.path):
+            continue
+        with suppress(DataError, ValueError, OSError):  # the run's record may be damaged
+            if own := what_is_unlearned(read_record(run), has_scores):
+                told.append(f"Of {name_of_run(run, '')} alone: {own[0].lower()}{own[1:]}")
     return told
 
 

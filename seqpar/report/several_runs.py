@@ -234,7 +234,8 @@ def settings_table(records: Mapping[str, RunRecord]) -> Table | None:
 def _learned_alike(records: Sequence[RunRecord]) -> bool:
     """Returns whether runs had the same data, tiles a step and code, and no start changed what is learned."""
     starts = [start for record in records for start in record.content.get("history", ())]
-    known = {json.dumps([record.layout.get("global_batches"), record.content.get("commit")]) for record in records}
+    codes = [[own.content.get("commit"), own.content.get("versions", {}).get("seqpar")] for own in records]
+    known = {json.dumps([record.layout.get("global_batches"), *code]) for record, code in zip(records, codes)}
     is_same = len(known) == 1 and "null" not in next(iter(known))
     is_same = is_same and all(start.get("changed", {}).keys() <= SPREAD for start in starts)
     return is_same and not (_differ_in_data(records) or _differ_in_held_out(records))

@@ -77,7 +77,7 @@ def page_of_sweep(out: Path, compare: Mapping[str, Compare]) -> str:
 def _of_changed_data(records: Iterable[RunRecord]) -> list[str]:
     """Returns a sentence if points were not trained and scored on one state of the data."""
     told = changed_between(*(record.dataset for record in records))
-    return [f"{told}: points before and after cannot be compared."] * bool(told)
+    return [f"{told}: points trained before the change cannot be compared with those after it."] * bool(told)
 
 
 def _lead(records: Mapping[str, RunRecord], first: Sequence[Point], compare: Mapping[str, Compare]) -> str:

@@ -148,8 +148,8 @@ def what_is_not_found(rows: Iterable[Mapping[str, Any]], present: Mapping[str, i
             f"predicted of {it} is false. These cases cannot show whether the network finds {it}."
         )
     if unknown := [name for name, dice in best.get("dice", {}).items() if dice is None]:
-        it = _it(unknown)
-        told.append(f"No held-out case could score {_listed(unknown)}: nothing shows whether the network finds {it}.")
+        finds = f"nothing shows whether the network finds {_it(unknown)}"
+        told.append(f"In no held-out case could {_listed(unknown)} be scored: {finds}.")
     return " ".join(told)
 
 

@@ -240,8 +240,8 @@ def _named_step(points: Path) -> int | None:
 
 
 def warn_of_weights(*folders: Path) -> None:
-    """Prints warnings on stderr on each run folder among ``folders`` whose weights are not the best that it had, or
-    whose record lacks validations.
+    """Prints warnings on stderr on each run folder among ``folders`` whose weights are not the best that it had, whose
+    record lacks validations, or whose settings somebody has edited.
     """
     for taken in map(weights_taken, filter(holds_run, dict.fromkeys(folders))):
         is_latest = taken.step is not None and taken.step == taken.saved
@@ -249,6 +249,9 @@ def warn_of_weights(*folders: Path) -> None:
             _warn(f"{taken.path} has not been validated, so none of its weights are the best: the latest are taken "
                   f"(step {taken.step:,})")  # fmt: skip
         warn_of_lost(taken)
+        with suppress(DataError, ValueError, OSError):  # which the program tells when it reads them
+            if edits := list_changes(edited_settings(taken.path, read_config(taken.path))):
+                _warn(f"{taken.path}/config.json was edited after the training: {edits}")
 
 
 def warn_of_lost(*runs: TakenWeights) -> None:
@@ -292,27 +295,41 @@ def edited_settings(out: str | Path, content: Mapping[str, Any]) -> dict[str, li
 
     - ``content``: of config.json
     """
-    begins: list[Sequence[Any]] = []
     try:
         newest = checkpoint.look_up(Path(out) / "checkpoints", trusts_times=True)[0]
+    except (OSError, ValueError):  # none, or damaged, which resuming tells
+        return {}
+    refuse_of_other(newest, content)
+    try:
         saved = json.loads(read_whole(newest / "config.json"))
-        begins = [it["history"][:1] for it in (saved, content) if it.get("history")]
         starts = content["history"][len(saved.get("history", ())) :]
         since = {name: new for start in starts for name, (_, new) in start["changed"].items()}
         expected = {**saved["config"], **since}
         configs = [lessons_of(Config.from_dict(it))[0].config for it in (expected, content["config"])]
-    except (OSError, ValueError, LookupError, TypeError, AttributeError):  # none, or damaged, which resuming tells
+    except (OSError, ValueError, LookupError, TypeError, AttributeError):  # of an earlier version, or damaged
         return {}
-    if len(begins) == 2 and begins[0] != begins[1]:
-        of_other = "belongs to another run than config.json describes: copy this run's checkpoints back, or remove it"
-        raise DataError(newest, of_other)
     return changed_settings(*configs)
+
+
+def refuse_of_other(point: Path, content: Mapping[str, Any]) -> None:
+    """Raises DataError if a checkpoint is another run's; ``content``: of the config.json of the run that has it."""
+    begins: list[Sequence[Any]] = []
+    with suppress(OSError, ValueError, LookupError, TypeError, AttributeError):  # earlier versions kept none with it
+        begins = [it["history"][:1] for it in (json.loads(read_whole(point / "config.json")), content)]
+    if all(begins) and begins[:1] != begins[1:]:
+        of_other = "belongs to another run than config.json describes: copy this run's checkpoints back, or remove it"
+        raise DataError(point, of_other)
 
 
 def changes_line(changes: Changes) -> str:
     """Returns the changes in a line, as typed on the command line; "" for none."""
-    listed = ", ".join(f"--{flag_name(name)} {_typed(was)} -> {_typed(new)}" for name, (was, new) in changes.items())
+    listed = list_changes(changes)
     return listed and f"changed since this run was last started: {listed}"
+
+
+def list_changes(changes: Changes) -> str:
+    """Returns each change as typed on the command line."""
+    return ", ".join(f"--{flag_name(name)} {_typed(was)} -> {_typed(new)}" for name, (was, new) in changes.items())
 
 
 def _typed(value: Any) -> str:

@@ -27,13 +27,28 @@ Steps = tuple[tuple[int, ...], ...]  # of each step the label values whose large
 Dices = Mapping[str, float]
 
 
-def parse_min_component(text: str, voxel_mm3: float) -> int:
-    """Returns the number of voxels from which a component is kept, from "50", "50mm3" or "20voxels"."""
+def _split(text: str) -> tuple[str, str]:
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(voxels|mm3|)", text)
     if match is None:
         raise ValueError(f"min_component={text!r}: give a volume in mm3, such as 50, or a count, such as 20voxels")
-    voxels = float(match[1]) if match[2] == "voxels" else float(match[1]) / voxel_mm3
+    return match[1], match[2] or "mm3"
+
+
+def parse_min_component(text: str, voxel_mm3: float) -> int:
+    """Returns the number of voxels from which a component is kept, from "50", "50mm3" or "20voxels"."""
+    number, unit = _split(text)
+    voxels = float(number) if unit == "voxels" else float(number) / voxel_mm3
     return math.ceil(voxels - 1e-6)
+
+
+def describe_min_component(text: str) -> str:
+    """Returns the size from which components are kept as people write it; "" if all are, or if it is none."""
+    try:
+        number, unit = _split(text)
+    except ValueError:
+        return ""
+    removes = float(number) > (1 if unit == "voxels" else 0)
+    return f"{number} {unit.replace('mm3', 'mm³')}" * removes
 
 
 def drop_small_components(

@@ -145,7 +145,8 @@ def data_that_changed(began: Mapping[str, Any], now: Mapping[str, Any]) -> list[
     recipes = json.loads(json.dumps([began.get("recipe"), now.get("recipe")]))  # lists, not tuples
     if recipes[0] != recipes[1] and len(changed) == len(had.keys() & has.keys()) > 0:
         lines.append("warning: the data are not prepared as they were when this run was last started")
-        files, before = (content.get(FILE_DIGESTS, {}) for content in (now, began))
+        which = FILE_DIGESTS if FILE_DIGESTS in began else VOXELS  # earlier versions recorded no files
+        files, before = (content.get(which, {}) for content in (now, began))
         changed = [case for case in changed if case in before and before[case] != files.get(case, before[case])]
     cases = {"changed": changed, "added": sorted(sides.keys() - recorded), "removed": sorted(recorded - there)}
     listed = [f"{quantity(len(some), 'case')} {kind}, such as {some[0]}" for kind, some in cases.items() if some]

@@ -15,6 +15,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from functools import cache
+from operator import index
 from pathlib import Path
 from typing import Any
 
@@ -326,7 +327,7 @@ def _problem(path: Path, trusts_times: bool = False) -> str:
         if file_digest != saved_digest:
             return f"{path.name}/{name} is damaged"
     try:
-        step = int(json.loads((path / PROGRESS).read_text())["step"])
+        step = index(json.loads((path / PROGRESS).read_text())["step"])
     except (OSError, ValueError, LookupError, TypeError) as error:
         return f"{path.name}/{PROGRESS} is damaged ({error})"
     return "" if path.stem == f"step-{step:08d}" else f"{path.name} holds the checkpoint of step {step}"

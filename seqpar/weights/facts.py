@@ -3,7 +3,7 @@
 import json
 import zipfile
 from collections import defaultdict
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from itertools import combinations
@@ -194,12 +194,18 @@ def cases_that_differ(*described: Mapping[str, Any]) -> list[str]:
 
     - ``described``: what each run records of its data
     """
-    found = set[str]()
-    for one, other in combinations(described, 2):
-        is_alike = json.dumps(one.get("recipe")) == json.dumps(other.get("recipe"))
-        ours, theirs = (own.get("digests" if is_alike else FILE_DIGESTS) or {} for own in (one, other))
-        found |= {name for name in ours.keys() & theirs.keys() if ours[name] != theirs[name]}
-    return sorted(found)
+    known = defaultdict[str, set[tuple[str, ...]]](set)  # of each case: the recipe, its digest by that, and its files'
+    for own in described:
+        recipe, digests, files = json.dumps(own.get("recipe")), own.get("digests") or {}, own.get(FILE_DIGESTS) or {}
+        for name in digests.keys() | files.keys():
+            known[name].add((recipe, str(digests.get(name, "")), str(files.get(name, ""))))
+    return sorted(name for name, own in known.items() if any(_differ(*pair) for pair in combinations(own, 2)))
+
+
+def _differ(one: Sequence[str], other: Sequence[str]) -> bool:
+    """Returns whether a case differs between two runs, which know it by its recipe, its digest by that, its files'."""
+    known_by = 1 if one[0] == other[0] else 2
+    return "" not in (one[known_by], other[known_by]) and one[known_by] != other[known_by]
 
 
 def changed_between(*described: Mapping[str, Any]) -> str:

@@ -364,7 +364,7 @@ def test_scans_of_a_patient_stay_on_one_side_of_each_split(tmp_path):
         "t": ids[0]
     }
     classes = {"names": ["well", "ill"], "numbers": {ids[0]: 1, ids[1]: 0, ids[2]: 0}}
-    told = f"The same image has different classes under several names, such as {ids[0]} as ill and {ids[1]} as well:"
+    told = f"The same image has different classes under different names, such as {ids[0]} as ill and {ids[1]} as well:"
     assert told in data_faults({**two, "voxels": scans, "volume_classes": classes})
     alike = {**classes, "numbers": dict.fromkeys(ids[:3], 1)}
     assert "different classes" not in data_faults({**two, "voxels": scans, "volume_classes": alike})

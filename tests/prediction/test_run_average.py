@@ -167,17 +167,20 @@ def test_a_folder_of_five_folds_stands_for_its_runs(place, tmp_path, monkeypatch
 def test_runs_that_were_trained_on_several_states_of_the_data_say_so(tmp_path, capsys) -> None:
     images = write_images(tmp_path / "images")
     states = {"a": ("before", "One"), "b": ("after", "One"), "c": ("after", "One"), "d": ("other", "Two")}
+    states["e"] = ("after", "Copy of One")
     for number, (name, (state, data)) in enumerate(states.items()):
-        path = make_run(tmp_path / name, digests={"c_000": state, "c_001": "same"}, name=data) / "model.safetensors"
+        described = {"digests": {"c_000": state, "c_001": "same"}, "voxels": {"c_000": state}, "name": data}
+        path = make_run(tmp_path / name, **described) / "model.safetensors"
         save_file({key: value + 1e-3 * number for key, value in load_file(path).items()}, path)
     told = "warning: 1 case, such as c_000, changed between these trainings: the mean of their predictions mixes two"
-    for names, is_told in (("ab", True), ("bc", False), ("bd", False)):  # the last: of another data set
+    for names, is_told in (("ab", True), ("bc", False), ("bd", False), ("bcd", False), ("be", False)):
         out = tmp_path / f"out-{names}"
         runs = [str(tmp_path / name) for name in names]
         assert predict.act([*runs, "-i", str(images), "-o", str(out)]) == 0
         said = " ".join(capsys.readouterr().err.split())
         assert (told in said) == is_told
-        assert ("note: these runs were trained on several data sets: One, Two" in said) == (names == "bd")
+        assert ("note: these runs were trained on several data sets: One, Two" in said) == ("d" in names)
+        assert ("several data sets" in said) == ("d" in names), "one data set may have two names"
 
 
 def test_what_was_averaged_is_recorded_and_continued_by_the_same_runs_alone(place, tmp_path) -> None:

@@ -311,6 +311,8 @@ def test_a_truth_without_a_declaration_has_the_classes_of_the_run_that_predicted
         said = capsys.readouterr().out
         assert said.startswith(f"classes as in {finished}, as no dataset.json declares those of the truth")
         assert f"new: Dice {next(iter(labels.classes))} " in said
+    shutil.copytree(found, tmp_path / "by-hand", ignore=shutil.ignore_patterns("prediction.json"))
+    assert run(evaluate.act, [str(truth), str(found), str(tmp_path / "by-hand")]) == USAGE, "of one nothing is known"
     other = Path(shutil.copytree(finished, tmp_path / "other"))
     content = json.loads((other / "config.json").read_text())
     content["dataset"] |= {"regions": {}}

@@ -84,6 +84,7 @@ def test_runs_that_differ_in_how_the_work_is_spread_alone_say_so(finished: Path,
         lambda content: content["config"].update(workers=4, lr=0.5),
         lambda content: content["layout"].update(global_batches=[4]),
         lambda content: content.update(commit="d"),
+        lambda content: content["versions"].update(seqpar="0.0.1"),  # installed from a package, without a commit
         lambda content: content.update(history=[{"changed": {"lr": [1, 2]}}]),
         lambda content: content["dataset"].update(name="other"),
     ):
@@ -125,7 +126,7 @@ def test_settings_of_other_networks_are_not_shown_and_scores_of_tasks_have_chart
 def test_curves_of_other_data_or_tasks_are_not_to_be_compared(finished: Path, worse: Path) -> None:
     text = compared(finished, worse).text
     assert "curves cannot be compared" not in text and ", not comparable" not in text
-    assert "run: no held-out case could score ED: nothing shows whether the network finds it." in text
+    assert "run: in no held-out case could ED be scored: nothing shows whether the network finds it." in text
     changed(worse, lambda content: content["config"].update(loss="ce", dice_smooth=1.0))
     said = "These runs differ in their losses (loss, dice_smooth); their loss curves cannot be compared."
     assert said in (text := compared(finished, worse).text)

@@ -20,9 +20,9 @@ from seqpar.scores.label_scores import format_table
 
 def test_files_that_changed_since_they_were_scored_are_named(finished: Path, tmp_path: Path) -> None:
     shutil.copytree(finished.parent, tmp_path, dirs_exist_ok=True)
-    record, cases = read_record(tmp_path / "run"), read_scores(tmp_path / "run").cases
-    names = {case.name for case in cases}
-    assert changed_since(record, cases, names) == [], "earlier versions recorded no files"
+    record, scored = read_record(tmp_path / "run"), read_scores(tmp_path / "run")
+    names = {case.name for case in scored.cases}
+    assert changed_since(record, scored, names) == [], "earlier versions recorded no files"
     files = {name: case.files for name, case in open_cache(tmp_path / "cache").cases.items()}
 
     def recorded(**others: str) -> RunRecord:
@@ -32,16 +32,19 @@ def test_files_that_changed_since_they_were_scored_are_named(finished: Path, tmp
         path.write_text(json.dumps(content))
         return read_record(tmp_path / "run")
 
-    cases = [replace(case, truth=tmp_path / "data" / case.name / f"{case.name}-seg.nii.gz") for case in cases]
-    assert changed_since(recorded(), cases, names) == []
-    first = next(case.truth for case in cases if case.name == "case-a")
+    truths = {case.name: tmp_path / "data" / case.name / f"{case.name}-seg.nii.gz" for case in scored.cases}
+    scored = replace(scored, cases=[replace(case, truth=truths[case.name]) for case in scored.cases])
+    assert changed_since(recorded(), scored, names) == []
+    first = truths["case-a"]
     image = nibabel.load(first)
     nibabel.save(nibabel.Nifti1Image(np.asarray(image.dataobj)[::-1], image.affine, image.header), first)
-    (told,) = changed_since(recorded(), cases, names)
-    assert told.startswith("Since they were scored, files of case-a were replaced: pictures are of the new ones, ")
-    assert changed_since(recorded(), cases, {"case-b"}) == [], "it is not shown"
+    (told,) = changed_since(recorded(), scored, names)
+    assert told.startswith("Since they were scored, files of case-a were replaced: the pictures show the new files, ")
+    assert changed_since(recorded(), scored, {"case-b"}) == [], "it is not shown"
+    replaced = replace(scored, faults=[f"{first}: has been replaced since this run prepared it: summary.json in …"])
+    assert changed_since(recorded(), replaced, names) == [], "its scores are of the new file, which the fault says"
     others = recorded(**{"case-b": "another"})  # its image was prepared anew
-    assert "files of case-b, case-a were replaced" in changed_since(others, cases, names)[0]
+    assert "files of case-b, case-a were replaced" in changed_since(others, scored, names)[0]
 
 
 def test_what_predict_removed_is_on_the_page(tmp_path: Path) -> None:
@@ -49,10 +52,10 @@ def test_what_predict_removed_is_on_the_page(tmp_path: Path) -> None:
         (tmp_path / "prediction.json").write_text(json.dumps({"run": "r", "settings": settings}))
         return _cleaned(tmp_path)
 
-    end = " were removed: a class that was predicted may be missing here."
-    assert said() == said(min_component="0") == []
-    assert said(min_component="50") == [f"Then regions below 50 mm³{end}"]
-    both = "Then regions below 20 voxels and all but the largest region of some labels"
+    end = ": a class that it had found may be missing here."
+    assert said() == said(min_component="0") == said(min_component="0.00mm3") == said(min_component="1 voxels") == []
+    assert said(min_component="50") == said(min_component="50mm3") == [f"Predict removed regions below 50 mm³{end}"]
+    both = "Predict removed regions below 20 voxels and all but the largest region of some labels"
     assert said(min_component="20voxels", postprocessing=[[1]]) == [f"{both}{end}"]
 
 
@@ -64,6 +67,9 @@ def test_each_network_of_a_mean_that_never_found_a_class_is_named(finished: Path
     (tmp_path / "prediction.json").write_text(json.dumps({"runs": made}))
     (told,) = [text for text in _unlearned_by_others(read_record(finished), tmp_path) if "NCR" in text]
     assert told.startswith("Of blind alone: at the best validation, the mean Dice of NCR is 0.000:")
+    made[1]["weights"] = {str(other / "model.safetensors"): "of another run"}
+    (tmp_path / "prediction.json").write_text(json.dumps({"runs": made}))
+    assert _unlearned_by_others(read_record(finished), tmp_path) == [], "the folder holds another run by now"
 
 
 def test_scores_of_other_cases_say_themselves_whether_a_classifier_learned(tmp_path: Path) -> None:

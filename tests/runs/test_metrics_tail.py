@@ -70,8 +70,8 @@ def test_classes_that_the_best_validation_does_not_find_are_named() -> None:
 
     assert said(a=0.0, b=0.5, c=0.0004, d=None, e=0.0) == (
         "At the best validation, the mean Dice of a, c and e is 0.000: where held-out cases have them, the predictions "
-        "hardly overlap them. Nothing shows that the network has learned to find them. No held-out case could score d: "
-        "nothing shows whether the network finds it."
+        "hardly overlap them. Nothing shows that the network has learned to find them. In no held-out case could d be "
+        "scored: nothing shows whether the network finds it."
     )
     assert "Dice of a is 0.000" in said(a=0.0, b=0.5) and said(a=0.0).endswith("learned to find it.")
     assert said(a=0.0005) == "" and what_is_not_found([]) == ""

@@ -77,7 +77,7 @@ def test_the_table_ends_with_one_line_that_sums_up(
     assert lines[-1].startswith(f"3 cases, 2 classes: mean Dice {mean['Dice']:.4f}, HD95 {mean['HD95']:.2f} mm, NSD ")
     save(folders[1] / "case_0.nii.gz", np.minimum(random_labels(10), 1))  # without one of the classes
     assert evaluate_folders(folders) == 0
-    assert " mm (1 of 6 replaced, as a map lacks the class), NSD " in capsys.readouterr().out
+    assert " mm (1 of 6 by the diagonal, as a map lacks the class), NSD " in capsys.readouterr().out
 
 
 def test_a_validation_of_other_cases_than_were_held_out_is_told(tmp_path: Path) -> None:

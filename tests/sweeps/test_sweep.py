@@ -262,7 +262,8 @@ def test_the_page_of_a_sweep_names_classes_that_a_point_does_not_find(made: Path
         content = json.loads(path.read_text())
         content["dataset"] |= {"recipe": {"mean": number}, "files": {"a": str(number)}}
         path.write_text(json.dumps(content))
-    told = "1 case, such as a, changed between these trainings: points before and after cannot be compared."
+    told = "1 case, such as a, changed between these trainings: points trained before the "
+    told += "change cannot be compared with those after it."
     assert told in Page(page_of_sweep(made, {})).text
     metrics.unlink()
     (metrics.parent / "window.json").write_text('{"step": 4}')

@@ -17,6 +17,7 @@ from seqpar.runs.trained_run import read_run
 from seqpar.tasks.segment import validation
 from seqpar.training import after_step
 from seqpar.weights import checkpoint
+from seqpar.weights.weight_files import digest
 from tests.support.folders import nnunet
 from tests.support.training_runs import Launch, at, trained
 
@@ -131,6 +132,11 @@ def test_a_checkpoint_under_another_ones_name_is_not_taken_for_it(best_is_first)
     assert newest.name == "step-00000006" and problems == ["step-00000002 holds the checkpoint of step 6"]
     taken = weights_taken(best_is_first)
     assert (taken.step, taken.best, taken.is_there) == (6, 2, False)
+    point = folder / "step-00000002"
+    for name, change in (("progress.json", {"step": 2.7}), (checkpoint.MANIFEST, {})):
+        content = {**json.loads((point / name).read_text()), **change}
+        write_json(point / name, content | ({} if change else {"progress.json": digest(point / "progress.json")}))
+    assert checkpoint._problem(point).startswith("step-00000002/progress.json is damaged")
 
 
 def test_what_nothing_tells_of_the_weights_is_said(best_is_first, capfd) -> None:

@@ -97,6 +97,8 @@ def test_a_split_or_a_preparation_that_changed_is_not_called_other_data() -> Non
     scans = {case: case for case in "abcde"}
     lines = data_that_changed({**began, "files": scans}, {**other, "files": {**scans, "c": "new"}})
     assert lines[0] == prepared and "1 case changed, such as c" in lines[1], "which changed how all are prepared"
+    lines = data_that_changed({**began, "voxels": scans}, {**other, "files": scans, "voxels": {**scans, "c": "new"}})
+    assert "1 case changed, such as c" in lines[1], "an earlier version recorded no files"
     assert "5 cases changed, such as a" in data_that_changed(began, {**other, "recipe": began["recipe"]})[0]
 
 

@@ -11,11 +11,13 @@ import pytest
 import torch
 
 from seqpar.cluster.stop_request import StopRequest
+from seqpar.data.errors import DataError
 from seqpar.data.files import write_json
 from seqpar.parallel.launcher import Launcher
 from seqpar.runs.journal import read_metrics
 from seqpar.runs.run_folder import read_config
-from seqpar.runs.run_status import edited_settings
+from seqpar.runs.run_status import edited_settings, warn_of_weights
+from seqpar.runs.trained_run import find_weights, read_run
 from seqpar.training import after_step
 from seqpar.training.run_request import read_request
 from seqpar.weights.weight_files import read_weights
@@ -70,7 +72,7 @@ def test_a_run_goes_on_with_other_ranks_and_workers(flags, tmp_path):
     assert "4 tiles a step" in refused.said() and "1, 2, 4" in refused.said()
 
 
-def test_settings_that_somebody_edited_in_a_runs_config_are_announced_and_recorded_or_refused(flags, tmp_path):
+def test_settings_that_somebody_edited_in_a_runs_config_are_announced_and_recorded_or_refused(flags, tmp_path, capfd):
     trained(1, [*flags, "--epochs", "1"], tmp_path)
     written = read_config(tmp_path)
 
@@ -82,6 +84,8 @@ def test_settings_that_somebody_edited_in_a_runs_config_are_announced_and_record
     assert announced in trained(1, ["--resume", "--epochs", "2"], tmp_path).said()
     assert read_config(tmp_path)["history"][1]["changed"] == {"lr": [0.01, 0.5], "epochs": [1, 2]}
     assert "changed since" not in trained(1, ["--resume"], tmp_path).said(), "the last checkpoint has it"
+    warn_of_weights(tmp_path)
+    assert "edited" not in capfd.readouterr().err
     once = read_config(tmp_path)
     start = {**once["history"][-1], "changed": {"lr": [0.5, 0.3]}}  # announced, and killed before it was saved
     killed = {**once, "history": [*once["history"], start], "config": {**once["config"], "lr": 0.3}}
@@ -92,6 +96,9 @@ def test_settings_that_somebody_edited_in_a_runs_config_are_announced_and_record
     for typed, changes in (("0.7", {"lr": [0.3, 0.7]}), ("0.3", {})):
         line = ["--resume", "--out", str(tmp_path), "--lr", typed]
         assert read_request(line, Launcher("alone")).changes == changes
+    write_json(tmp_path / "config.json", {**once, "config": {**once["config"], "val_mirror": "W"}})
+    warn_of_weights(tmp_path)
+    assert f"{tmp_path}/config.json was edited after the training: --val-mirror none -> W" in capfd.readouterr().err
     edit(optimizer="sgd")
     told = f"{tmp_path}/config.json: has --optimizer sgd, and the run's last checkpoint --optimizer adam, which cannot"
     assert told in trained(1, ["--resume", "--epochs", "3"], tmp_path, expect=3).said()
@@ -103,7 +110,10 @@ def test_checkpoints_of_another_run_are_refused(flags, tmp_path):
     began = {**written["history"][0], "time": "2020-01-01 00:00:00"}
     write_json(tmp_path / "config.json", {**written, "history": [began]})
     said = trained(1, ["--resume", "--epochs", "2"], tmp_path, expect=3).said()
-    assert re.search(f"{tmp_path}/checkpoints/step-[0-9]+: belongs to another run than config.json describes", said)
+    of_other = f"{tmp_path}/checkpoints/step-[0-9]+: belongs to another run than config.json describes"
+    assert re.search(of_other, said)
+    with pytest.raises(DataError, match=of_other):
+        find_weights(read_run(tmp_path))
 
 
 FIVE_LINES = """

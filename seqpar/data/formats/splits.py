@@ -89,7 +89,7 @@ def _contradiction(described: Mapping[str, Any]) -> list[str]:
     one = next(case for case in others[0] if numbers[case] != numbers[others[0][0]])
     told = [f"{case} as {classes['names'][numbers[case]]}" for case in (others[0][0], one)]
     few = "The same image has" if len(others) == 1 else f"{len(others)} images have"
-    return [f"{few} different classes under several names, such as {' and '.join(told)}: at most one can be right."]
+    return [f"{few} different classes under different names, such as {' and '.join(told)}: at most one can be right."]
 
 
 def scans_on_both_sides(described: Mapping[str, Any]) -> dict[str, str]:

@@ -287,7 +287,7 @@ def _not_measured(cases: Sequence[tuple[Pair, Scores]]) -> str:
     """Returns how many of the distances were not measured, as a map lacks the class; "" if all were."""
     rows = [row for _, scores in cases for row in scores.values() if not math.isnan(row["HD95"])]
     count = sum(not (row["n_ref"] and row["n_pred"]) for row in rows)
-    return f" ({count} of {len(rows)} replaced, as a map lacks the class)" if count else ""
+    return f" ({count} of {len(rows)} by the diagonal, as a map lacks the class)" if count else ""
 
 
 def trained_on(record: RunRecord, truths: Mapping[str, Path | None], prediction: Path) -> Seen:

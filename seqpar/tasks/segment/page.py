@@ -129,7 +129,7 @@ def segment_page(options: argparse.Namespace, record: RunRecord) -> FinishedPage
         predicted = None if is_validation(options.prediction, record) else inputs_of(options.prediction)
         images = find_images(record, options.images, options.truth, predicted, gaps)
         shown = load_worst(record, scored, options.cases, images, gaps)
-        gaps += [] if options.truth else changed_since(record, scored.cases, {case.name for case, _ in shown})
+        gaps += [] if options.truth else changed_since(record, scored, {case.name for case, _ in shown})
     if scored and shown:
         cases = case_section(record, scored, shown, is_neurological(options.neurological, record))
     every, seen, apart, of_which, which = scored, NONE_SEEN, None, "", ""
