@@ -169,7 +169,7 @@ class _Search:
         of_step = "" if times == 1 else f" in a step of {times * best.config.batch} tiles"
         why = f"at most {SHARE:.0%} of all voxels{of_step}" if share < most else f"at most {most}"
         if few > share:
-            why = f"the smallest in use, though more than {SHARE:.0%} of all voxels{of_step}"
+            why = f"the smallest that is chosen, though more than {SHARE:.0%} of all voxels{of_step}"
         if not best.fits:
             why = "which may not fit: use a larger --seqpar, or a smaller --embed-dim or --tile"
         return f"  --batch {best.config.batch}: {best.total / GIB:.1f} of {best.device.memory / GIB:.0f} GiB, {why}"

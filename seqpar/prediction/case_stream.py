@@ -31,7 +31,7 @@ from seqpar.report.record import read_record
 from seqpar.runs.run_folder import holds_run
 from seqpar.terminal import Display, bar, next_command
 from seqpar.text import clock, in_flags, quantity
-from seqpar.weights.weight_files import digest
+from seqpar.weights.weight_files import digest, shorten_list
 
 
 @dataclass(frozen=True)
@@ -212,6 +212,8 @@ class CasePrediction(ABC):
             self.announce(f"{quantity(len(cases), 'case')}{done}")
         if plan["changed"]:
             self.shown.say(f"predicted again, since their images have changed: {', '.join(plan['changed'])}")
+        if plan["replaced"]:
+            self.shown.say(f"replacing what {self.request.output} holds of {shorten_list(plan['replaced'], 3)}")
         if plan["others"]:
             self.shown.say(mixed_line(self.request.output, plan["others"]))
         for warning in plan["warnings"]:
@@ -268,6 +270,7 @@ class CasePrediction(ABC):
             "cases": [[case.id, list(map(str, case.images))] for case in left],
             "num_done": len(cases) - len(left),
             "changed": list(self.folder.changed),
+            "replaced": list(self.folder.replaced),
             "others": list(self.folder.others),
             "warnings": self._other_voxels(left),
             "faults": list(map(str, [*faults, *unusable.values()])),

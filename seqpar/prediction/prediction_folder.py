@@ -70,6 +70,7 @@ class PredictionFolder(ABC):
         self.listed = frozenset[str]()
         self.changed: Sequence[str] = ()
         self.others: Sequence[str] = ()
+        self.replaced: Sequence[str] = ()
         self._content, self._pending = dict[str, Any](), dict[str, Any]()  # of the record; what will be known of images
         # what is known of label maps, and of images; digests of the images of each case, once they are read
         self._maps, self._voxels, self.voxels = dict[str, Any](), dict[str, str](), dict[str, str]()
@@ -125,6 +126,7 @@ class PredictionFolder(ABC):
             self._content = {**record, **own}
             write_json(self.folder / RECORD, self._content)
             self.others = sorted({*predicted_otherwise(self.folder)} - {*self._pending})
+            self.replaced = sorted(self._pending.keys() - {*self.changed})
         return left
 
     def record_written(self, case: Case) -> None:

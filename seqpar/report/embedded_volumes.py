@@ -258,8 +258,9 @@ def viewer_note(volumes: Sequence[Embedded], is_ct: bool = False) -> str:
         note += f" Images are stored in {256 if is_ct else GREYS} grey levels, so values are rounded."
     if factors == {(1, 1, 1)}:
         return note
-    blocks = "; ".join(sorted(" × ".join(map(str, block)) for block in factors))
-    note += f" To keep the page small, blocks of {blocks} voxels became one"
+    blocks = " or of ".join(" × ".join(map(str, block)) for block in sorted(factors - {(1, 1, 1)}))
+    where = "in some cases " * ((1, 1, 1) in factors)
+    note += f" To keep the page small, {where}blocks of {blocks} voxels became one"
     return f"{note} (images by their mean, labels by their middle voxel)."
 
 

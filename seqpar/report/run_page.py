@@ -17,6 +17,7 @@ from seqpar.data.files import SUFFIXES, read_whole
 from seqpar.data.formats.splits import data_faults
 from seqpar.data.phantom.phantom_files import describe_layout, is_generated
 from seqpar.models.build import family_of
+from seqpar.prediction.prediction_folder import mixed_line, predicted_otherwise
 from seqpar.report.cautions import above_scores, may_be_chance
 from seqpar.report.curves import WORDS_OF_LOSSES, training_diagrams
 from seqpar.report.plots import draw_charts, name_of_run
@@ -99,6 +100,9 @@ def render_run(
         by = f"the mean of {averaged}" if averaged else another or f"{kind}{name}"
         heading = f"{'Predictions in' if alone else 'Scores of'} folder {prediction.resolve().name}, by {by}"
         heading = f"{subject}, predicted by {by}" if subject else heading
+        if others := [case for case in predicted_otherwise(prediction) if subject in ("", case)]:
+            heading += " and other networks" * (not subject)
+            cautions = [f"{mixed_line(prediction, others).removeprefix('warning: ')}.", *cautions]
     if averaged:
         unscored = "; no score of this mean exists" * alone
         about = f"Configuration and training are those of {name} alone."
@@ -234,7 +238,8 @@ def _scored(truth: Path | None, prediction: Path) -> str:
     if truth:
         text = f"Scores of the predictions in folder {prediction} against {truth}, not of the run's own validation."
     weights = weights_behind(prediction)
-    return " ".join([text, *[f"Predicted with {weights}."] * bool(weights), *_cleaned(prediction)])
+    by = f"Predicted with {weights}{', but for those named below' * bool(predicted_otherwise(prediction))}."
+    return " ".join([text, *[by] * bool(weights), *_cleaned(prediction)])
 
 
 def _cleaned(prediction: Path) -> list[str]:

@@ -130,7 +130,7 @@ def _verdict(ranked: Sequence[Scored], cases: Sequence[str]) -> list[str]:
     differences = [a - b for a, b in zip(own, other)]
     difference = fmean(differences)
     if math.isclose(difference, 0.0, abs_tol=1e-9):
-        return [f"highest mean Dice: none, as that of {best.name} and {second.name} is the same"]
+        return [f"no winner: {best.name} and {second.name} have the same mean Dice"]
     over = f"over {quantity(len(cases), 'case')} (other seeds may differ)"
     line = f"highest mean Dice {over}: {best.name}, {difference:.4f} above {second.name}"
     return [line + describe_interval(interval_of_mean(differences, low=-1.0, high=1.0), len(differences))]

@@ -272,6 +272,8 @@ def summarise(rows: Sequence[Scores]) -> dict[str, Any]:
     over_classes = {metric: without_nan(mean[metric] for mean in means) for metric in means[0]}
     present = {name: [mean_where_present(rows, name, one) for one in ("Dice", "Sensitivity")] for name in rows[0]}
     summary["present"] = present
+    each = {name: [row[name] for row in rows] for name in rows[0]}
+    summary["zeros_of_absent"] = {n: sum(r.get("n_ref", 1) == r["Dice"] == 0 for r in own) for n, own in each.items()}
     summary["foreground_mean"] = {metric: fmean(v) if v else math.nan for metric, v in over_classes.items()}
     return summary
 
@@ -326,15 +328,26 @@ def what_is_hardly_learned(dice: float, cases: int, present: float, found: float
 
 
 def hardly_learned_lines(summary: Mapping[str, Any]) -> list[str]:
-    """Returns a line on each class of a summary that has a low Dice."""
+    """Returns a line on each class of a summary that has a low Dice, or a Dice of 0 for cases that lack it."""
     count, present = summary["num_cases"], summary["present"]
     told = dict[str, tuple[float, str]]()
     for name, row in summary["mean"].items():
         of_present, found = present[name]
         own = summary["num_values"][name]["Dice"]
-        told[name] = row["Dice"], what_is_hardly_learned(row["Dice"], own, of_present, found, where_known(row))
+        what = what_is_hardly_learned(row["Dice"], own, of_present, found, where_known(row))
+        if (zeros := summary["zeros_of_absent"][name]) and not what:
+            mean = rounded(of_present, 4)
+            what = f"{zeros} of {own} are 0, as the truth lacks this class where it is predicted; {mean} without these"
+        told[name] = row["Dice"], what
     kind = "mean Dice" if count > 1 else "Dice"
     return [f"{name}: {kind} {rounded(dice, 4)}: {what}" for name, (dice, what) in told.items() if what]
+
+
+def not_measured(cases: Iterable[Scores]) -> str:
+    """Returns how many of the distances were not measured, as a map lacks the class; "" if all were."""
+    rows = [row for scores in cases for row in scores.values() if not math.isnan(row["HD95"])]
+    count = sum(not (row["n_ref"] and row["n_pred"]) for row in rows)
+    return f" ({count} of {len(rows)} by the diagonal, as a map lacks the class)" if count else ""
 
 
 def why_no_dice(row: Mapping[str, float]) -> str:

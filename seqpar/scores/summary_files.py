@@ -5,7 +5,7 @@ import fcntl
 import io
 import os
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -194,3 +194,12 @@ def write_output(path: Path, content: str | Callable[[Path], object]) -> None:
         content(path) if callable(content) else write_text(path, content)
     except OSError as error:
         raise unwritable(path, error) from error
+
+
+def refuse_duplicates(places: Iterable[tuple[Path, Path]]) -> None:
+    """Raises ``ValueError`` if two predictions have the same place; ``places``: with what the command line names."""
+    seen = set[Path]()
+    for named, place in places:
+        if place.resolve() in seen:
+            raise ValueError(f"{named} is named twice, and nothing is better than itself: name it once")
+        seen.add(place.resolve())

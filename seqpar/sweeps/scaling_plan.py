@@ -202,7 +202,7 @@ def table(rows: Sequence[Scaling], equal_runs: int, is_distmis: bool) -> list[st
     - ``equal_runs``: as how many runs of equal length the most that side by side can gain is computed; 0: there is none
     - ``is_distmis``: whether DistMIS's own measurements are shown too
     """
-    heads = f"{'devices':>7}  {'side by side':>14} {'faster':>6}  {'one by one':>14} {'faster':>6}"
+    heads = f"{'devices':>7}  {'side by side':>14} {'speed':>6}  {'one by one':>14} {'speed':>6}"
     heads += f"  {'most':>6}" * bool(equal_runs) + f"   {'measured in the paper':>29}" * is_distmis
     lines, first = [heads], rows[0]
     for row in rows:
@@ -253,7 +253,7 @@ def draw_scaling(rows: Sequence[Scaling], is_distmis: bool, path: Path) -> None:
             Line("measured in the paper, one after the other", gpus,
                  [[alone.one_by_one / row.one_by_one for row in paper]], only_points=True),
         ]  # fmt: skip
-    note = "planned or recorded lengths of runs, simulated: each run begins where devices are free first"
+    note = "simulated from planned or recorded times of runs; each run starts as soon as devices are free"
     draw_figure(
         f"{escape_mathtext(name_of_run(path.parent, 'Sweep'))}: planned time on several devices",
         [Diagram(name, "devices", times, log=True), Diagram("times as fast", "devices", speeds, log=True)],

@@ -30,6 +30,7 @@ UNSEEN = "not seen by the other runs"  # where one of several is gone
 SHOWN_LARGE = (NEW, UNSEEN, HELD, CHOSE)  # what is not trained on
 SEEN, NAMESAKE = "seen in training", "with the name of one of the run's cases or patients"
 NAMES = "has the name of one of the run's cases or patients", "have the names of the run's cases or patients"
+SAME_PART = {"label file": "image", "image": "label file"}  # what is the same where the other is not
 TOO_GOOD = ", which tend to be too good"
 
 
@@ -40,7 +41,7 @@ class Seen(NamedTuple):
     - ``namesakes``: those that may be other cases of the same name, and further scans of the same patients
     - ``chose``: those that were held out, and on which the best weights were chosen
     - ``held``: those that were held out and chose nothing, as there was a single validation
-    - ``relabelled``: which of all these are known by their image, and have another label file
+    - ``differing``: which of all these have another file than there: a "label file", or an "image"
     - ``gone``: the runs, of several that predicted together, of which nothing is known: no case is called new
     - ``twins``: sentences on cases that are scored under several names
     """
@@ -51,7 +52,7 @@ class Seen(NamedTuple):
     chose: Sequence[str] = ()
     held: Sequence[str] = ()
     copies: Mapping[str, str] = MappingProxyType({})
-    relabelled: Sequence[str] = ()
+    differing: Mapping[str, str] = MappingProxyType({})
     gone: Sequence[str] = ()
     twins: Sequence[str] = ()
 
@@ -61,9 +62,9 @@ class Seen(NamedTuple):
         same, namesakes = {name for run in runs for name in run.same}, {name for run in runs for name in run.namesakes}
         chose, held = ({n for run in runs for n in getattr(run, part)} - same - namesakes for part in ("chose", "held"))
         copies = {name: other for run in runs for name, other in run.copies.items()}
-        relabelled = sorted({name for run in runs for name in run.relabelled})
+        differing = {name: part for run in runs for name, part in run.differing.items()}
         own = sorted(same), sorted(namesakes - same), runs[0].total, sorted(chose), sorted(held - chose)
-        return Seen(*own, copies, relabelled, list({one: 0 for run in runs for one in run.gone}), runs[0].twins)
+        return Seen(*own, copies, differing, list({one: 0 for run in runs for one in run.gone}), runs[0].twins)
 
     @property
     def words(self) -> str:
@@ -75,7 +76,8 @@ class Seen(NamedTuple):
         if case in self.namesakes:
             return f"{NAMES[0].capitalize()}. "
         known = SEEN if case in self.same else self._of_validation(case)
-        known = f"its image was {known}, with another label file" if case in self.relabelled else known
+        if part := self.differing.get(case):
+            known = f"its {SAME_PART[part]} was {known}, with another {part}"
         return f"{known.capitalize()}. " * (known != NEW)
 
     def _of_validation(self, case: str) -> str:
@@ -146,8 +148,9 @@ class Seen(NamedTuple):
         return [*sentences, *self.twins]
 
     def _named(self, case: str) -> str:
-        by_image = ", whose image was there with another label file" * (case in self.relabelled)
-        return f"{case}{by_image}, there {self.copies[case]}" if case in self.copies else f"{case}{by_image}"
+        part = self.differing.get(case)
+        named = f"{case}, whose {SAME_PART[part]} was there with another {part}" if part else case
+        return named + (f", there {self.copies[case]}" if case in self.copies else "")
 
 
 NONE_SEEN = Seen((), (), 0)
@@ -326,11 +329,12 @@ class CaseEvaluation(ABC):
                 gone += [f"{error}: whether these cases were in its training data is not known."] * (not is_run)
                 unknown.append(str(run))
         lines += gone
+        unknown += network_of_others(others := predicted_otherwise(prediction))
         if found:
             job.known = Seen.by_any(found)._replace(gone=unknown)
             job.seen = NONE_SEEN if is_run else job.known
             lines += job.seen.sentences
-        if others := predicted_otherwise(prediction):
+        if others:
             lines.append(mixed_line(prediction, others))
         lines += filter(None, [replaced_line(prediction)])
         generated = is_generated(self.options.truth) or is_run and any(record.has_phantoms for record in records)
@@ -378,7 +382,13 @@ def seen_by_runs(record: RunRecord, prediction: Path | None, find: Callable[[Run
         except (DataError, ValueError, OSError) as error:  # its folder may be damaged: scores do not need it
             why = str(error)
         gone += [str(run)] * bool(why and not is_made_by(own, record.path))
+    gone += network_of_others(predicted_otherwise(prediction))
     return Seen.by_any(found)._replace(gone=gone) if found else NONE_SEEN
+
+
+def network_of_others(others: Sequence[str]) -> list[str]:
+    """Returns what the cases of a folder that its record does not tell of were predicted by, in words; [] of none."""
+    return [f"the network behind {quantity(len(others), 'other case')}"] * bool(others)
 
 
 def unknown_runs(record: RunRecord, prediction: Path | None) -> list[str]:
@@ -438,12 +448,3 @@ def labels_behind(predictions: Sequence[Path]) -> Labels | None:
         return None
     print(f"classes as in {each[0][0].path}, as no dataset.json declares those of the truth", flush=True)
     return found[0]
-
-
-def refuse_duplicates(places: Iterable[tuple[Path, Path]]) -> None:
-    """Raises ``ValueError`` if two predictions have the same place; ``places``: with what the command line names."""
-    seen = set[Path]()
-    for named, place in places:
-        if place.resolve() in seen:
-            raise ValueError(f"{named} is named twice, and nothing is better than itself: name it once")
-        seen.add(place.resolve())

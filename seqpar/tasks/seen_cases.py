@@ -79,9 +79,11 @@ def find_seen(
     told = {name for name in scans if all(name in own.get(VOXELS, {}) for own in before if name in own["train"])}
     namesakes += [name for name in scored if name in others - told and name not in same and name not in further]
     validated = (chose, []) if record.has_chosen else ([], chose)
-    relabelled = [name for name, one in by_image.items() if name in there and one in files]
+    differing = {name: "image" for name, one in same.items() if scans.get(name) and one in own_scans
+                 and name not in by_image and one not in by_scan[name] and name not in earlier}  # fmt: skip
+    differing |= {name: "label file" for name, one in by_image.items() if name in there and one in files}
     twins = _scored_twice(there, scans)
-    return Seen(seen, namesakes + further, len(scored), *validated, copies, relabelled, twins=twins)
+    return Seen(seen, namesakes + further, len(scored), *validated, copies, differing, twins=twins)
 
 
 def _scored_twice(files: Mapping[str, Path], scans: Mapping[str, str]) -> list[str]:

@@ -71,8 +71,8 @@ def describe_finished(request: RunRequest) -> str:
     if status.get("state") != "finished" or not (out / WEIGHTS).is_file():
         return ""
     why = f" ({status['why']})" if status.get("why") else ""
-    first = f"{out} has finished at step {status.get('step')} of {config.steps}{why}: nothing is left to do; more "
-    first += "--epochs train on"
+    first = f"{out} has finished at step {status.get('step')} of {config.steps}{why}: nothing is left to do; to "
+    first += "train on, raise --epochs"
     return "".join(f"{line}\n" for line in (first, *describe_results(out), *task_of(config).next_lines(out)))
 
 

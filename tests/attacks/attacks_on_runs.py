@@ -157,7 +157,10 @@ ATTACKS += [
         "train --resume of a finished run",
         types="train --resume --out run",
         code=0,
-        says=("run has finished at step 6 of 6: nothing is left to do; more --epochs train on\n", "\nnext: python "),
+        says=(
+            "run has finished at step 6 of 6: nothing is left to do; to train on, raise --epochs\n",
+            "\nnext: python ",
+        ),
         make=_finished,
         after=lambda here, _: _nothing_else(here),
         keeps="run",

@@ -323,7 +323,8 @@ def test_nothing_of_another_prediction_stays_next_to_a_label_map(images, tmp_pat
     assert act(tmp_path, run, "--overlap", "0.25", images=one) == 0
     second = tree(out)
     warning = "warning: {} also holds 3 cases predicted with other settings (c_000, c_001_more, c_002)"
-    assert warning.format(out) in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert warning.format(out) in said and f"replacing what {out} holds of c_001\n" in said
     assert first.keys() - second.keys() == own - {"c_001.nii.gz"}
     assert b"\nc_001," in first["statistics.csv"] and b"\nc_001," not in second["statistics.csv"]
     assert b"\nc_001_more," in second["statistics.csv"]

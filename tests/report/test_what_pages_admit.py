@@ -8,6 +8,7 @@ from pathlib import Path
 import nibabel
 import numpy as np
 
+from seqpar.cli import report
 from seqpar.data.geometry import make_geometry
 from seqpar.data.preparation.cache import open_cache
 from seqpar.data.volumes import Volume
@@ -16,6 +17,7 @@ from seqpar.report.images import changed_since
 from seqpar.report.record import RunRecord, read_record, read_scores
 from seqpar.report.run_page import _cleaned, _unlearned_by_others, what_is_unlearned
 from seqpar.scores.label_scores import format_table
+from tests.support.folders import save
 
 
 def test_files_that_changed_since_they_were_scored_are_named(finished: Path, tmp_path: Path) -> None:
@@ -70,6 +72,22 @@ def test_each_network_of_a_mean_that_never_found_a_class_is_named(finished: Path
     made[1]["weights"] = {str(other / "model.safetensors"): "of another run"}
     (tmp_path / "prediction.json").write_text(json.dumps({"runs": made}))
     assert _unlearned_by_others(read_record(finished), tmp_path) == [], "the folder holds another run by now"
+
+
+def test_cases_that_others_predicted_into_a_folder_are_told_from_a_runs(finished: Path, tmp_path: Path) -> None:
+    truth, found = tmp_path / "truth", tmp_path / "found"
+    for folder in (truth, found):
+        for name in ("p", "q"):
+            save(folder / f"{name}.nii.gz", np.ones((4, 4, 4), np.uint8))
+    made = {"run": str(finished), "weights": {}, "files": ["p.nii.gz", "q.nii.gz"], "inputs": {"p": []}}
+    for files, is_mixed in ((["p.nii.gz"], False), (["p.nii.gz", "q.nii.gz"], True)):
+        (found / "prediction.json").write_text(json.dumps({**made, "files": files}))
+        line = [str(finished), "--truth", str(truth), "--prediction", str(found), "--cases", "0"]
+        assert report.act(line) == 0
+        page = " ".join((finished / "scores-found.html").read_text().split())
+        assert ("also holds 1 case predicted with other settings (q): scores over all its cases" in page) == is_mixed
+        assert ("Scores of folder found, by run and other networks" in page) == is_mixed
+        assert ("nothing tells what the network behind 1 other case learned from" in page) == is_mixed
 
 
 def test_scores_of_other_cases_say_themselves_whether_a_classifier_learned(tmp_path: Path) -> None:

@@ -74,7 +74,7 @@ def test_one_case_and_equal_means_decide_nothing() -> None:
     one = compare([scored("a", x=0.5), scored("b", x=0.6)]).splitlines()[-1]
     assert one == "highest mean Dice over 1 case (other seeds may differ): b, 0.1000 above a (1 case: too few to tell)"
     same = compare([scored("a", x=0.5, y=0.6), scored("b", x=0.6, y=0.5)]).splitlines()[-1]
-    assert same == "highest mean Dice: none, as that of a and b is the same"
+    assert same == "no winner: a and b have the same mean Dice"
     nan = float("nan")
     assert "not known" in compare([scored("a", x=nan, y=nan), scored("b", x=0.6, y=0.5)]).splitlines()[-1]
 

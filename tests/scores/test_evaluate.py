@@ -116,6 +116,11 @@ def test_a_class_that_no_truth_has_is_not_called_hardly_learned(folders: tuple[P
     assert evaluate_folders(folders) == 0
     said = capsys.readouterr().out
     assert "core: mean Dice 0.2000: 1.000 where the truth has this class; where it has none, what is pred" in said
+    for case in range(1, 4):
+        save(folders[0] / f"case_{case}.nii.gz", np.full((12, 11, 9), 2, np.uint8))
+    assert evaluate_folders(folders) == 0
+    told = "core: mean Dice 0.8000: 1 of 5 are 0, as the truth lacks this class where it is predicted; 1.0000 without"
+    assert f"{told} these" in capsys.readouterr().out
 
 
 def test_a_low_dice_has_a_caution_below_its_table(folders: tuple[Path, Path], capsys) -> None:

@@ -220,7 +220,11 @@ def test_a_training_image_with_another_label_file_is_not_new(tmp_path: Path) -> 
     def seen(scored: dict[str, Path] = truths) -> Seen:
         return find_seen(record, scored, lambda: files, found)
 
-    assert (seen().same, seen().chose, seen().relabelled) == (["c_000", "x"], ["y"], ["c_000", "x", "y"])
+    assert (seen().same, seen().chose, seen().differing) == (
+        ["c_000", "x"],
+        ["y"],
+        dict.fromkeys(("c_000", "x", "y"), "label file"),
+    )
     by_image = "whose image was there with another label file"
     trained, _ = seen().sentences
     assert (
@@ -229,7 +233,7 @@ def test_a_training_image_with_another_label_file_is_not_new(tmp_path: Path) -> 
     )
     assert seen().mark("x") == "Its image was seen in training, with another label file. " and not seen().mark("z")
     equal = {**truths, "c_000": files["c_000"]}
-    assert seen(equal).relabelled == ["x", "y"] and seen(equal).mark("c_000") == "Seen in training. "
+    assert seen(equal).differing.keys() == {"x", "y"} and seen(equal).mark("c_000") == "Seen in training. "
     assert not find_seen(record, truths, lambda: files).same, "of a folder that does not say what it was predicted from"
     inputs = {new: [own[:3] for own in every] for new, every in inputs.items()}
     write_json(found / "prediction.json", {"files": [], "inputs": inputs})
@@ -252,11 +256,13 @@ def test_a_scan_counts_as_seen_however_it_is_written_and_whichever_data_the_run_
         return find_seen(run, {name: {**truths, **others}[name] for name in voxels}, lambda: labels, tmp_path)
 
     known = seen({"a": "1", "b": "9", "c": "30", "d": "5", "x": "2"})
-    assert (known.same, known.relabelled, known.namesakes) == (["a", "x", "c"], ["a", "x"], [])
+    assert (known.same, known.differing.keys(), known.namesakes) == (["a", "x", "c"], {"a", "x"}, [])
     assert known.copies == {"x": "b", "c": "c of D"} and not known.chose, "the run's own c is another scan"
     written = seen({"b": "2"}, b=rewritten)
-    assert (written.same, written.relabelled) == (["b"], []), "its label map is the same"
-    assert seen({"b": ""}, b=rewritten).same == ["b"], "as predictions of older versions have it"
+    assert (written.same, written.differing) == (["b"], {}), "its label map is the same"
+    assert seen({"b": ""}, b=rewritten)[:1] == (["b"],) and not seen({"b": ""}, b=rewritten).differing, (
+        "as predictions of older versions have it"
+    )
     assert not seen({"b": ""}).same and seen({"d": ""}).namesakes == ["d"]
     assert (seen({"x": "6"}).chose, seen({"x": "6"}).copies) == (["x"], {"x": "e of D"})
     assert seen({"c": "3"}).chose == ["c"] and seen({"d": "4"}).copies == {"d": "d of D"}
@@ -295,4 +301,9 @@ def test_another_label_file_is_named_only_where_both_are_there(tmp_path: Path) -
     record = SimpleNamespace(dataset=dataset, subjects={}, held_out=[], has_chosen=False, config={"data": "here"})
     maps = {name: save(tmp_path / f"{name}.nii.gz", label_array((n,))) for n, name in enumerate("xa", 1)}
     seen = find_seen(record, {"x": maps["x"], "y": None}, lambda: {"a": maps["a"]}, tmp_path)  # type: ignore[arg-type]
-    assert (seen.same, seen.relabelled) == (["x", "y"], ["x"])
+    assert (seen.same, seen.differing) == (["x", "y"], {"x": "label file"})
+    write_json(tmp_path / "prediction.json", {"voxels": {"x": "3"}})
+    seen = find_seen(record, {"x": maps["a"]}, lambda: {"a": maps["a"]}, tmp_path)  # type: ignore[arg-type]
+    assert (seen.same, seen.differing) == (["x"], {"x": "image"})
+    assert "(x, whose label file was there with another image, there a): " in seen.sentences[0]
+    assert seen.mark("x") == "Its label file was seen in training, with another image. "

@@ -25,14 +25,13 @@ from seqpar.scores.class_scores import (
     positive_class,
 )
 from seqpar.scores.comparison import FEW, TOO_FEW
-from seqpar.scores.summary_files import output_files, refuse_foreign
+from seqpar.scores.summary_files import output_files, refuse_duplicates, refuse_foreign
 from seqpar.tasks.case_evaluation import (
     CaseEvaluation,
     ScoredPrediction,
     ScoringJob,
     Seen,
     lead_with_new,
-    refuse_duplicates,
 )
 from seqpar.tasks.classify.scores import (
     ClassTable,
@@ -176,7 +175,7 @@ def trained_on(record: RunRecord, truth: Path, cases: Sequence[str], prediction:
     known = image_files(truth)
     scored = {case: known.get(case) for case in cases}
     seen = find_seen(record, scored, lambda: image_files(record.config["data"]), prediction)
-    return seen._replace(relabelled=())  # they have no label map
+    return seen._replace(differing={})  # they have no label map
 
 
 def shares_of(summary: Summary, name: str) -> list[tuple[Score, int]]:

@@ -257,7 +257,7 @@ def classes_table(summary: Summary, positive: str | None = None) -> Table:
     heads += [TableHead("Specificity", of_share), *[TableHead("AUC")] * has_areas]
     mirrored, against = next((name for name in names if name not in shown), ""), "Each class against all others. "
     if mirrored:
-        against = f"{mirrored} has no row: its sensitivity is the specificity above, and the reverse "
+        against = f"{mirrored} has no row: its sensitivity is the specificity above, and vice versa "
         against += "(--positive chooses it instead). "
     _, probabilities = _arrays(summary)
     ties = int(((probabilities == probabilities.max(1, keepdims=True)).sum(1) > 1).sum())

@@ -2,7 +2,6 @@
 
 import argparse
 import json
-import math
 import os
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -45,6 +44,7 @@ from seqpar.scores.label_scores import (
     format_dice,
     format_table,
     hardly_learned_lines,
+    not_measured,
     summarise,
     words_of,
 )
@@ -52,6 +52,7 @@ from seqpar.scores.postprocessing import POSTPROCESSING, learn_postprocessing, m
 from seqpar.scores.summary_files import (
     csv_text,
     output_files,
+    refuse_duplicates,
     refuse_foreign,
     summary_content,
     without_larger,
@@ -64,7 +65,7 @@ from seqpar.tasks.case_evaluation import (
     Seen,
     labels_behind,
     lead_with_new,
-    refuse_duplicates,
+    records_behind,
 )
 from seqpar.tasks.seen_cases import find_seen
 from seqpar.tasks.segment.label_map_folder import SavedProbabilities
@@ -145,7 +146,7 @@ class LabelMapEvaluation(CaseEvaluation):
         }
         text = f"\n{lead_with_new(told, tables, format_table(summary, self.labels.classes), len(cases))}"
         which, shown = next(iter(each.items()))
-        mean = summaries[which]["foreground_mean"]
+        mean, replaced = summaries[which]["foreground_mean"], not_measured(scores for _, scores in shown)
         if told:
             parts = {name: summary_content(own, self.labels, summaries[name]) for name, own in each.items()}
             kept = ("foreground_mean", "mean", "median", "num_values", "global")
@@ -165,8 +166,9 @@ class LabelMapEvaluation(CaseEvaluation):
             tenths = parts[which]
             text += f"\n\n{format_calibration(tenths, self.labels.classes, which)}"
             if tenths:
-                num, colours = len(shown) - len(faults[which]), colours_of(self.labels.classes)
-                diagram = calibration_diagram(tenths, num, colours, which)
+                by = records_behind(Path(job.name))  # its page has these colours
+                colours = by[0].class_colours(self.labels.classes) if by else colours_of(self.labels.classes)
+                diagram = calibration_diagram(tenths, len(shown) - len(faults[which]), colours, which)
                 title = title_of(job.name, is_generated(self.options.truth), diagram.quantity)
                 contents["calibration"] = lambda path: draw_figure(title, [diagram], ABOUT_CALIBRATION, [path])
         contents["json"] = json.dumps(content, indent=2) + "\n"
@@ -177,7 +179,7 @@ class LabelMapEvaluation(CaseEvaluation):
             text,
             f"{quantity(len(shown), 'case')}{f' {which}' * bool(which)}, "
             f"{quantity(len(self.labels.classes), 'class')}: "
-            f"mean Dice {rounded(mean['Dice'], 4)}, HD95 {rounded(mean['HD95'], 2)} mm{_not_measured(shown)}, "
+            f"mean Dice {rounded(mean['Dice'], 4)}, HD95 {rounded(mean['HD95'], 2)} mm{replaced}, "
             f"NSD {rounded(mean['NSD'], 4)} at {settings['nsd_tolerance']:g} mm",
             contents,
         )
@@ -281,13 +283,6 @@ class LabelMapEvaluation(CaseEvaluation):
             name = "___".join(("ensemble", *(path.name for path in predictions)))
             return first.parent / "ensembles" / name / POSTPROCESSING
         return (first if first.is_dir() else first.parent) / POSTPROCESSING
-
-
-def _not_measured(cases: Sequence[tuple[Pair, Scores]]) -> str:
-    """Returns how many of the distances were not measured, as a map lacks the class; "" if all were."""
-    rows = [row for _, scores in cases for row in scores.values() if not math.isnan(row["HD95"])]
-    count = sum(not (row["n_ref"] and row["n_pred"]) for row in rows)
-    return f" ({count} of {len(rows)} by the diagonal, as a map lacks the class)" if count else ""
 
 
 def trained_on(record: RunRecord, truths: Mapping[str, Path | None], prediction: Path) -> Seen:
