@@ -22,12 +22,12 @@ from seqpar.data.workers import ReportProgress, no_item_progress
 from seqpar.parallel.consensus import run_on_rank0
 from seqpar.parallel.mesh import Mesh
 from seqpar.prediction.class_statistics import NAME as STATISTICS
-from seqpar.prediction.prediction_folder import PredictionFolder, mixed_line
+from seqpar.prediction.prediction_folder import PredictionFolder
 from seqpar.prediction.predictor import Predictor
 from seqpar.prediction.run_average import EnsembleMember
 from seqpar.prediction.sliding_window import Image
 from seqpar.report.images import other_voxels, spacings_of
-from seqpar.report.record import read_record
+from seqpar.report.record import mixed_line, read_record
 from seqpar.runs.run_folder import holds_run
 from seqpar.terminal import Display, bar, next_command
 from seqpar.text import clock, in_flags, quantity

@@ -31,6 +31,7 @@ from seqpar.data.formats.recognise import place_in_data
 from seqpar.data.phantom.phantom_files import is_generated
 from seqpar.data.preparation.cache_index import same_sources, sources_of
 from seqpar.data.volumes import digest_samples, read_volume
+from seqpar.report.record import predicted_otherwise
 from seqpar.runs.run_folder import holds_run
 from seqpar.scores.label_files import ENTROPY
 from seqpar.terminal import coloured
@@ -42,7 +43,6 @@ RECORD = "prediction.json"
 _FILES, _INPUTS, _GENERATED, SERIES = "files", "inputs", "generated", "series"
 _MAPS, _VOXELS = "label_maps", "voxels"  # of each case: size and digest of what predict wrote; digests of its images
 
-MAX_NAMED = 5  # cases that a warning names
 _RUNS_OWN = re.compile("checkpoints$|validation")  # folders in a run's, which training clears
 _ENDS = {".json": b"}\n", ".pkl": b".", ".png": b"IEND\xaeB`\x82"}  # the last bytes of a whole file
 
@@ -297,16 +297,6 @@ def warn_if_predicting(*folders: Path) -> None:
                 os.close(handle)
 
 
-def predicted_otherwise(folder: Path) -> list[str]:
-    """Returns the cases whose label maps in a folder were predicted with other settings than its record names."""
-    try:
-        record = read_json(folder / RECORD)
-        maps = [name for name in record[_FILES] if "/" not in name and suffix_of(name) and (folder / name).exists()]
-        return sorted({strip_suffix(name) for name in maps}.difference(record[_INPUTS]))
-    except (DataError, KeyError, TypeError):  # nobody predicted it, or an older version did
-        return []
-
-
 def inputs_of(prediction: Path) -> dict[str, list[list[Any]]]:
     """Returns name, size, time and a digest of the files that each case was predicted from; empty if nothing tells.
 
@@ -347,15 +337,6 @@ def replaced_line(folder: Path) -> str:
 
 def _map_stamp(path: Path) -> list[Any]:
     return [path.stat().st_size, digest_samples(path)]
-
-
-def mixed_line(folder: Path, others: Sequence[str]) -> str:
-    """Returns a warning of cases that were predicted with other settings than those in a folder's record."""
-    shown = ", ".join(others[:MAX_NAMED]) + ", …" * (len(others) > MAX_NAMED)
-    return (
-        f"warning: {folder} also holds {quantity(len(others), 'case')} predicted with other settings ({shown}): "
-        "scores over all its cases are of no single network"
-    )
 
 
 def comparable(settings: Any) -> Any:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from seqpar.data.errors import DataError, reason
-from seqpar.data.files import read_json, read_whole, strip_suffix
+from seqpar.data.files import read_json, read_whole, strip_suffix, suffix_of
 from seqpar.data.phantom.phantom_files import has_phantoms
 from seqpar.report.planes import colours_of
 from seqpar.runs.archive import ABOUT, is_archive
@@ -18,6 +18,7 @@ from seqpar.runs.run_folder import holds_run, read_config
 from seqpar.runs.run_status import TakenWeights, describe_kill, weights_taken
 from seqpar.scores.label_classes import Labels, labels_of_run
 from seqpar.scores.label_files import (
+    MAX_NAMED,
     Doubt,
     check_values,
     dataset_at,
@@ -345,6 +346,25 @@ def runs_behind(prediction: Path) -> list[tuple[Path, str]]:
         )
         return [(record, f"{told}data is not known. Copy it again, or predict again.")]
     return runs
+
+
+def predicted_otherwise(folder: Path) -> list[str]:
+    """Returns the cases whose label maps in a folder were predicted with other settings than its record names."""
+    try:
+        record = read_json(folder / "prediction.json")
+        maps = [name for name in record["files"] if "/" not in name and suffix_of(name) and (folder / name).exists()]
+        return sorted({strip_suffix(name) for name in maps}.difference(record["inputs"]))
+    except (DataError, KeyError, TypeError):  # nobody predicted it, or an older version did
+        return []
+
+
+def mixed_line(folder: Path, others: Sequence[str]) -> str:
+    """Returns a warning of cases that were predicted with other settings than those in a folder's record."""
+    shown = ", ".join(others[:MAX_NAMED]) + ", …" * (len(others) > MAX_NAMED)
+    return (
+        f"warning: {folder} also holds {quantity(len(others), 'case')} predicted with other settings ({shown}): "
+        "scores over all its cases are of no single network"
+    )
 
 
 def measure_folder(prediction: Path, labels: Labels) -> CaseScores:

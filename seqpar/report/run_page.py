@@ -17,7 +17,6 @@ from seqpar.data.files import SUFFIXES, read_whole
 from seqpar.data.formats.splits import data_faults
 from seqpar.data.phantom.phantom_files import describe_layout, is_generated
 from seqpar.models.build import family_of
-from seqpar.prediction.prediction_folder import mixed_line, predicted_otherwise
 from seqpar.report.cautions import above_scores, may_be_chance
 from seqpar.report.curves import WORDS_OF_LOSSES, training_diagrams
 from seqpar.report.plots import draw_charts, name_of_run
@@ -27,6 +26,8 @@ from seqpar.report.record import (
     count_present,
     is_of_phantoms,
     lacking,
+    mixed_line,
+    predicted_otherwise,
     read_record,
     runs_behind,
     weights_behind,

@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 from seqpar.cluster.exit_codes import DATA
 from seqpar.data.errors import DataError
 from seqpar.data.phantom.phantom_files import is_generated
-from seqpar.prediction.prediction_folder import mixed_line, predicted_otherwise, replaced_line
+from seqpar.prediction.prediction_folder import replaced_line
 from seqpar.report.cautions import above_scores, begun_unknown, cautions_together, chosen_on_them
-from seqpar.report.record import RunRecord, read_record, runs_behind
+from seqpar.report.record import RunRecord, mixed_line, predicted_otherwise, read_record, runs_behind
 from seqpar.report.tables import Score, Table, TableHead, TableRow
 from seqpar.runs.run_folder import holds_run, tested_cases
 from seqpar.scores.comparison import about_scans

@@ -18,7 +18,8 @@ from seqpar.cli import evaluate, predict
 from seqpar.cluster import exit_codes
 from seqpar.data.errors import DataError
 from seqpar.models.segmentation_network import SegmentationNet
-from seqpar.prediction.prediction_folder import predicted_otherwise, replaced_line
+from seqpar.prediction.prediction_folder import replaced_line
+from seqpar.report.record import predicted_otherwise
 from seqpar.runs import trained_run
 from seqpar.runs.trained_run import load_nets
 from seqpar.tasks.segment.label_map_folder import LabelMapFolder
