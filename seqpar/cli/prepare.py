@@ -67,9 +67,7 @@ def act(arguments: Sequence[str]) -> int:
         )
         return INTERRUPTED
     _print_report(report)
-    code = _print_faults(report.faults, "data set")
-    if code == 0 and (told := scans_with_several_names(report.path)):
-        print(coloured(f"warning: {told}", sys.stderr), file=sys.stderr, flush=True)
+    code = _print_faults(report.faults, "data set", report.path)
     if code == 0:
         more = ["--cache", options.out] if options.out else []
         more += ["--plans", options.plans] if options.plans else []
@@ -114,7 +112,7 @@ def _check(dataset: Dataset, out: Path, settings: PrepareSettings, workers: int 
     faults += check_cache(out)
     if not faults and not is_current(dataset, out, settings):
         faults = [DataError(out, "is not what the data set and settings are now; run prepare again")]
-    return _print_faults(faults, "data set, and its cache,")
+    return _print_faults(faults, "data set, and its cache,", out)
 
 
 def _print_report(report: Report) -> None:
@@ -124,12 +122,14 @@ def _print_report(report: Report) -> None:
     print(f"{done}, {quantity(len(report.faults), 'fault')}")
 
 
-def _print_faults(faults: Sequence[DataError], what: str) -> int:
-    """Prints a line for each fault; returns the exit code."""
+def _print_faults(faults: Sequence[DataError], what: str, cache: Path | None = None) -> int:
+    """Prints a line for each fault, or else on scans with several names in a ``cache``; returns the exit code."""
     for fault in faults:
         print(f"error: {fault}", file=sys.stderr, flush=True)
     if not faults:
         print(f"the {what} is in order")
+        if cache is not None and (told := scans_with_several_names(cache)):
+            print(coloured(f"warning: {told}", sys.stderr), file=sys.stderr, flush=True)
     return DATA if faults else 0
 
 

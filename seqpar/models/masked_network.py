@@ -88,5 +88,5 @@ class MaskedNet(TokenNetwork):
         super().on_phases(act)
 
     def num_parameters(self) -> dict[str, int]:
-        """Returns how many parameters encoder and decoder have."""
-        return {"encoder": num_parameters(self.encoder), "decoder": num_parameters(self.rebuilder)}
+        """Returns how many parameters encoder and rebuilder have."""
+        return {"encoder": num_parameters(self.encoder), "rebuilder": num_parameters(self.rebuilder)}

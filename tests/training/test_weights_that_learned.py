@@ -54,11 +54,11 @@ def test_a_scan_with_two_names_is_not_new_where_one_of_them_is_trained_on(
     split = json.loads((tmp_path / "before" / "config.json").read_text())["dataset"]
     (held_out,), learned = split["held_out"], split["train"][0]
     shutil.copy(data / "imagesTr" / f"{learned}_0000.nii.gz", data / "imagesTr" / f"{held_out}_0000.nii.gz")
-    assert prepare.act([str(data), "--out", str(tmp_path / "prepared")]) == 0
     pair = ", ".join(sorted((held_out, learned)))
-    assert (
-        f"warning: {pair} are one scan under 2 names: if one is trained on and another held" in capsys.readouterr().err
-    )
+    for more in ([], ["--check"]):
+        assert prepare.act([str(data), "--out", str(tmp_path / "prepared"), *more]) == 0
+        said = capsys.readouterr().err
+        assert f"warning: {pair} are one scan under 2 names: if one is trained on and another held" in said
     said = " ".join(trained(1, flags, out).said().split())
     told = f"1 of 1 held-out case is the same scan as a training case, such as {held_out}, there {learned}: "
     assert f"warning: {told}" in said and told not in (tmp_path / "before" / "train.log").read_text()
