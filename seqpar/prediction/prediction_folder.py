@@ -71,6 +71,7 @@ class PredictionFolder(ABC):
         self.changed: Sequence[str] = ()
         self.others: Sequence[str] = ()
         self.replaced: Sequence[str] = ()
+        self._tells_voxels = False  # as no earlier version did
         self._content, self._pending = dict[str, Any](), dict[str, Any]()  # of the record; what will be known of images
         # what is known of label maps, and of images; digests of the images of each case, once they are read
         self._maps, self._voxels, self.voxels = dict[str, Any](), dict[str, str](), dict[str, str]()
@@ -102,7 +103,8 @@ class PredictionFolder(ABC):
         same = frozenset(name for name, stamps in images.items() if same_sources(before.get(name), stamps))
         self.changed = [name for name in images if resume and name in before and name not in same]
         self.listed = listed
-        left = self.unfinished(cases, same if resume and is_same else frozenset())
+        told = {case for case in same if case in self._voxels or not self._tells_voxels}  # else killed before it did
+        left = self.unfinished(cases, frozenset(told) if resume and is_same else frozenset())
         self._refuse_unlisted(left, listed)
         with self.writable():
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -232,6 +234,7 @@ class PredictionFolder(ABC):
             return None, frozenset(), None, {}
         record = read_json(self.folder / RECORD)
         own: dict[str, Any] = record if isinstance(record, dict) else {_FILES: None}
+        self._tells_voxels = _VOXELS in own
         files, inputs = own.pop(_FILES, self._names(self.files_of([]))), own.pop(_INPUTS, None)
         series, maps, voxels, _ = (own.pop(name, {}) for name in (SERIES, _MAPS, _VOXELS, _GENERATED))
         self._maps, self._voxels = (dict(of_cases) if isinstance(of_cases, dict) else {} for of_cases in (maps, voxels))

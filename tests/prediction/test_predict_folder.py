@@ -95,6 +95,11 @@ def test_continue_does_what_is_left_and_the_files_are_the_same(images, tmp_path,
     assert "2 are done" in capsys.readouterr().out
     assert tree(tmp_path / "out") == tree(tmp_path / "whole")
     assert (tmp_path / "out" / "c_000.nii.gz").stat().st_mtime_ns == before
+    record = json.loads((tmp_path / "out" / "prediction.json").read_text())
+    del record["voxels"]["c_001"], record["label_maps"]["c_001"]  # killed after the map, before it was recorded
+    (tmp_path / "out" / "prediction.json").write_text(json.dumps(record))
+    assert act(tmp_path, run, "--probabilities", "--continue") == 0
+    assert "2 are done" in capsys.readouterr().out and tree(tmp_path / "out") == tree(tmp_path / "whole")
     emptied, cut = (tmp_path / "out" / f"c_00{number}.nii.gz" for number in (1, 2))
     emptied.write_bytes(b"")
     cut.write_bytes(cut.read_bytes()[:-20])
