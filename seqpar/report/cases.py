@@ -21,6 +21,7 @@ from seqpar.data.preparation import transforms
 from seqpar.data.preparation.cache_index import sources_of
 from seqpar.data.preparation.prepared_case import Properties
 from seqpar.data.volumes import Volume, read_volume
+from seqpar.report.cautions import planes_note
 from seqpar.report.embedded_volumes import (
     Bytes,
     Embedded,
@@ -54,7 +55,7 @@ from seqpar.report.planes import (
     vanished_note,
 )
 from seqpar.report.record import CaseScores, RunRecord, ScoredCase
-from seqpar.report.tables import CONSENSUS, DISPUTED_ML, is_part_labelled, what_is_missing
+from seqpar.report.tables import CONSENSUS, DISPUTED_ML, what_is_missing
 from seqpar.scores.label_classes import learned_regions
 from seqpar.scores.label_files import DISAGREEMENT, ENTROPY, MAX_NAMED, UNCERTAINTY, read_reference
 from seqpar.scores.label_scores import UNLABELLED_ML, format_dice
@@ -389,28 +390,6 @@ def viewer_section(
         has_readers=any("disputed" in case.areas for case, _ in shown),
         has_ignored=any("ignored" in case.areas for case, _ in shown),
     )
-
-
-def planes_note(case: ScoredCase, shown: ShownCase, labels: Sequence[str]) -> str:
-    """Returns which planes of a case are shown, and what was predicted where the truth has none of the labels."""
-    rarest = shown_best(shown)[1]
-    of_label = f"{labels[rarest - 1]} in the " if rarest else ""
-    if shown.truth.any():
-        return f"planes with most of the {of_label}truth"
-    if case.truth is None:
-        return f"planes {f'with most of the {of_label}prediction' if shown.prediction.any() else 'through the middle'}"
-    is_part, has_readers = is_part_labelled(rows := case.scores.values()), any(DISPUTED_ML in row for row in rows)
-    volumes = {} if is_part else {name: case.scores.get(name, {}).get("VolumeMl", 0.0) for name in labels}
-    if not any(ml > 0 for ml in volumes.values()):
-        counts = np.bincount(shown.prediction.ravel(), minlength=len(labels) + 1)[1:]
-        volumes = {name: count * shown.voxel_ml for name, count in zip(labels, counts.tolist())}
-    predicted = [f"{name} {millilitres(ml)} ml" for name, ml in volumes.items() if ml > 0]
-    what = predicted[0].removeprefix(f"{labels[0]} ") if len(labels) == 1 and predicted else ", ".join(predicted)
-    planes = f"planes with most of the {of_label}prediction" if predicted else "middle planes"
-    where = " in the labelled part" if is_part else f" in {CONSENSUS}" * has_readers
-    absent = [name for number, name in enumerate(labels, 1) if number not in shown.hidden]
-    known = f"no {' or '.join(absent)}{where}" if absent else "not annotated"
-    return f"{known}; predicted{' in the volume shown:' * is_part} {what or 'none'} · {planes}"
 
 
 def elsewhere_note(case: ScoredCase, shown: ShownCase, labels: Sequence[str]) -> str:

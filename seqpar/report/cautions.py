@@ -9,15 +9,19 @@ from statistics import NormalDist, fmean
 from types import MappingProxyType
 from typing import Any
 
+import numpy as np
+
 from seqpar.data.errors import DataError
 from seqpar.data.formats.splits import sample_cases
-from seqpar.report.record import CaseScores, RunRecord, read_record, row_of_taken
+from seqpar.report.embedded_volumes import ShownCase, shown_best
+from seqpar.report.record import CaseScores, RunRecord, ScoredCase, read_record, row_of_taken
+from seqpar.report.tables import CONSENSUS, DISPUTED_ML, is_part_labelled
 from seqpar.runs.metrics_tail import best_validation, comparable, score_of
 from seqpar.scores.comparison import FEW, TOO_FEW
 from seqpar.scores.label_classes import Labels, choose_labels
 from seqpar.scores.label_files import MAX_NAMED, dataset_at
 from seqpar.scores.label_scores import UNLABELLED_ML
-from seqpar.text import quantity
+from seqpar.text import millilitres, quantity
 from seqpar.weights.facts import ANCESTORS, IS_UNKNOWN, LEARNED, VOXELS, changed_between, same_scans
 
 TRAINED_ON_PHANTOMS = (
@@ -165,13 +169,30 @@ def reached_in_validation(record: RunRecord, who: str = "this run") -> list[str]
         cases = quantity(row["cases"], "held-out case") if "cases" in row else "held-out cases"
         scores = ", ".join(f"{name} {value:.3f}" for name, value in row["dice"].items() if isinstance(value, float))
         few = f" ({TOO_FEW})" * (row.get("cases", FEW) < FEW)
-        reached = f"On its {cases}{few} {who} reached a mean Dice of {scores}."
+        grid = f", measured on its own grid ({size})" if (size := own_grid(record)) else ""
+        reached = f"On its {cases}{few} {who} reached a mean Dice of {scores}{grid}."
         if record.weights.best is not None:
             reached += f" {record.weights.not_the_best}"
         elif (count := len(comparable(record.held_out))) > 1:
             reached += f" Its weights are the best of {count} validations on them."
         return [" ".join([reached, "Other patients may score lower.", *cautions_of_learned(record)])]
     return []
+
+
+def own_grid(record: RunRecord) -> str:
+    """Returns the voxels to which a segmentation's run resamples its cases, in words; "" if they keep their own."""
+    sizes = (record.dataset.get("recipe") or {}).get("spacing") or ()
+    is_other = bool(sizes) and record.config.get("task", "segment") == "segment"
+    return f"voxels of {' × '.join(f'{size:.3g}' for size in sizes)} mm" * is_other
+
+
+def scored_twice(record: RunRecord) -> list[str]:
+    """Returns a sentence if the label maps of a run's validation are on another grid than its curves' scores."""
+    if not (size := own_grid(record)):
+        return []
+    there = "scores in curves are measured there. The other scores are of its label maps on the grid of the files"
+    return [f"Validation predicts on the run's own grid ({size}): {there}. predict brings probabilities to that grid, "
+            "where validation brings labels, so the maps that predict writes score a little differently."]  # fmt: skip
 
 
 def may_be_chance(record: RunRecord) -> str:
@@ -197,3 +218,34 @@ def may_be_chance(record: RunRecord) -> str:
         better = f"Its ranking of the cases is better than chance (AUC {area:.3f}, guessing 0.5)"
         return f"{reached}{at}{chance}. {better}, so it has learned, but do not trust its classes."
     return f"{reached}{chance}: nothing shows that the network has learned. Do not trust its classes or its maps."
+
+
+def planes_note(case: ScoredCase, shown: ShownCase, labels: Sequence[str]) -> str:
+    """Returns which planes of a case are shown, and what was predicted where the truth has none of the labels."""
+    rarest = shown_best(shown)[1]
+    of_label = f"{labels[rarest - 1]} in the " if rarest else ""
+    if shown.truth.any():
+        return f"planes with most of the {of_label}truth"
+    if case.truth is None:
+        return f"planes {f'with most of the {of_label}prediction' if shown.prediction.any() else 'through the middle'}"
+    rows = list(case.scores.values())
+    is_part = is_part_labelled(rows)
+    is_drawn = is_part or bool(rows) and not case.scores.keys() >= {*labels}  # labels of which regions are scored
+    volumes = {} if is_drawn else {name: case.scores.get(name, {}).get("VolumeMl", 0.0) for name in labels}
+    if not any(ml > 0 for ml in volumes.values()):
+        counts = np.bincount(shown.prediction.ravel(), minlength=len(labels) + 1)[1:]
+        volumes = {name: count * shown.voxel_ml for name, count in zip(labels, counts.tolist())}
+    predicted = [f"{name} {millilitres(ml)} ml" for name, ml in volumes.items() if ml > 0]
+    what = predicted[0].removeprefix(f"{labels[0]} ") if len(labels) == 1 and predicted else ", ".join(predicted)
+    planes = f"planes with most of the {of_label}prediction" if predicted else "middle planes"
+    if not predicted and shown.disputed is not None and shown.disputed.any():
+        planes = "planes with most of what readers dispute"
+    absent = [name for number, name in enumerate(labels, 1) if number not in shown.hidden]
+    where = " in the labelled part" if is_part else f" in {CONSENSUS}" * any(DISPUTED_ML in row for row in rows)
+    known = f"no {' or '.join(absent)}{where}"
+    if any(row.get("n_ref", 0) > 0 for row in rows):
+        known = "the truth is too small to be drawn on this grid"
+    if not absent or rows and all(math.isnan(row.get("n_ref", 0)) for row in rows):
+        known = "not annotated"
+    there = " in the volume shown:" * (is_part or is_drawn and bool(what))
+    return f"{known}; predicted{there} {what or 'none'} · {planes}"

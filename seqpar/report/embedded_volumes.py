@@ -267,9 +267,11 @@ def viewer_note(volumes: Sequence[Embedded], is_ct: bool = False) -> str:
 def shown_best(case: ShownCase) -> tuple[NDArray[np.bool_], int]:
     """Returns the voxels through which planes are chosen, and their label: the rarest, for large ones are seen anyway.
 
-    The label is 0 if the case has only one, or none.
+    The label is 0 if the case has only one, or none; without a label, what readers dispute counts.
     """
     labels = case.truth if case.truth.any() else case.prediction
+    if not labels.any() and case.disputed is not None and case.disputed.any():
+        return case.disputed > 0, 0
     counts = np.bincount(labels.ravel())
     present = [number for number in np.flatnonzero(counts).tolist() if number]
     if len(present) < 2:

@@ -17,7 +17,7 @@ from seqpar.data.files import SUFFIXES, read_whole
 from seqpar.data.formats.splits import data_faults
 from seqpar.data.phantom.phantom_files import describe_layout, is_generated
 from seqpar.models.build import family_of
-from seqpar.report.cautions import above_scores, may_be_chance
+from seqpar.report.cautions import above_scores, may_be_chance, scored_twice
 from seqpar.report.curves import WORDS_OF_LOSSES, training_diagrams
 from seqpar.report.plots import draw_charts, name_of_run
 from seqpar.report.record import (
@@ -125,6 +125,7 @@ def render_run(
     what = "volumes and scores" if alone else "errors" if record.network_settings.task in ERRORS else "scores"
     own, told = record.config.get("loss", "dice-ce"), [weak_start(record), what_is_unlearned(record, truth is not None)]
     told = list(filter(None, [data_faults(record.dataset), *told]))
+    told += scored_twice(record) if prediction is None and truth is None else []
     if averaged or another:
         told = [f"Of {name} alone: {sentence[0].lower()}{sentence[1:]}" for sentence in told]
     if prediction and (averaged or another):
@@ -222,7 +223,8 @@ def not_yet_predicted(prediction: Path) -> list[str]:
     if not gone:
         return []
     listed = f"{len(gone)} of {quantity(len(maps), 'label map')} of this prediction are not there, such as {gone[0]}"
-    return [f"{listed}: it was left early, or they were removed; predict --continue makes them."]
+    why = "it was left early, their images could not be predicted, or they were removed"
+    return [f"{listed}: {why}. predict --continue tries them again."]
 
 
 def made_by(prediction: Path) -> list[dict[str, Any]]:
@@ -239,6 +241,8 @@ def _scored(truth: Path | None, prediction: Path) -> str:
     if truth:
         text = f"Scores of the predictions in folder {prediction} against {truth}, not of the run's own validation."
     weights = weights_behind(prediction)
+    heats = {str(made.get("settings", {}).get("temperature", 1.0)) for made in made_by(prediction)} - {"1.0", "1"}
+    text += f" Probabilities are those at a temperature of {' and '.join(sorted(heats))}." * bool(heats)
     by = f"Predicted with {weights}{', but for those named below' * bool(predicted_otherwise(prediction))}."
     return " ".join([text, *[by] * bool(weights), *_cleaned(prediction)])
 

@@ -218,16 +218,17 @@ def only_one_map(row: Mapping[str, float]) -> bool:
 
 def what_is_missing(name: str, row: Mapping[str, float]) -> str:
     """Returns which of truth and prediction lacks a class, and how much the other one has; "" if none or both do."""
-    if not only_one_map(row):
+    disputed = row.get(DISPUTED_ML, 0.0)
+    if not only_one_map(row) and not (disputed > 0 and row.get("n_ref") == row.get("n_pred") == 0):
         return ""
     is_part = is_part_labelled([row])
     truth = "the labelled part" if is_part else CONSENSUS if DISPUTED_ML in row else "truth"
     if row["n_ref"]:
         ml, there = millilitres(row.get("TrueVolumeMl", math.nan)), " there" * is_part
         return f"no {name} predicted{there}; {ml} ml in {truth}"
-    disputed = row.get(DISPUTED_ML, 0.0)
     some = f", but {millilitres(disputed)} ml by some readers" * bool(disputed)
-    return f"no {name} in {truth}{some}; {millilitres(row.get('VolumeMl', math.nan))} ml predicted"
+    ml = f"{millilitres(row.get('VolumeMl', math.nan))} ml" if row["n_pred"] else "none"
+    return f"no {name} in {truth}{some}; {ml} predicted"
 
 
 def voxel_ml(scored: CaseScores) -> float:

@@ -124,6 +124,7 @@ def _table(folders: Sequence[Scored], cases: Sequence[str] | None) -> list[str]:
 def _verdict(ranked: Sequence[Scored], cases: Sequence[str]) -> list[str]:
     """Returns how sure it is that the first of the folders is better than the second."""
     best, second = ranked[:2]
+    cases = [case for case in cases if any(has_dice(folder.cases[case]) for folder in (best, second))]
     own, other = (values_of_cases([folder.cases[case] for case in cases]) for folder in (best, second))
     if not own or not other:
         return ["highest mean Dice: not known, as no class of these cases has a Dice in both of the first two"]
@@ -136,6 +137,11 @@ def _verdict(ranked: Sequence[Scored], cases: Sequence[str]) -> list[str]:
     return [line + describe_interval(interval_of_mean(differences, low=-1.0, high=1.0), len(differences))]
 
 
+def has_dice(row: Scores) -> bool:
+    """Returns whether any class of a case has a Dice."""
+    return any(not math.isnan(own.get("Dice", math.nan)) for own in row.values())
+
+
 def values_of_cases(rows: Sequence[Scores]) -> list[float]:
     """Returns a value per case whose mean is the mean Dice: that over the classes of their means over cases.
 
@@ -143,7 +149,7 @@ def values_of_cases(rows: Sequence[Scores]) -> list[float]:
     case at the mean; a class that few cases have weighs more in each of them (the mean's linear approximation).
     Empty where no class has a Dice.
     """
-    dices = {name: [row[name]["Dice"] for row in rows] for name in rows[0]}
+    dices = {name: [row[name]["Dice"] for row in rows] for name in (rows[0] if rows else ())}
     means = {name: fmean(values) for name, each in dices.items() if (values := without_nan(each))}
     if not means:
         return []

@@ -314,10 +314,12 @@ def what_is_hardly_learned(dice: float, cases: int, present: float, found: float
     if math.isnan(present):
         return "no case has this class, and what is predicted of it is false"
     if present < HARDLY and found >= MOSTLY:
-        return f"the predictions cover {100 * found:.0f} % of the truth, but are much too large"
+        if cases == 1:
+            return f"the prediction covers {100 * found:.0f} % of the truth, but is much too large"
+        return f"in the mean case, the prediction covers {100 * found:.0f} % of the truth, but is much too large"
     if present < HARDLY <= found:
         missed = ": cases are missed, or too much is predicted" if cases > 1 else ", and much that is false"
-        return f"the prediction{'s' * (cases > 1)} cover{'s' * (cases == 1)} {100 * found:.0f} % of the truth{missed}"
+        return f"{'in the mean case, ' * (cases > 1)}the prediction covers {100 * found:.0f} % of the truth{missed}"
     if present >= HARDLY:
         return f"{rounded(present, 3)} where the truth has this class; where it has none, what is predicted is false"
     if dice and math.isnan(found):
@@ -336,7 +338,7 @@ def hardly_learned_lines(summary: Mapping[str, Any]) -> list[str]:
         own = summary["num_values"][name]["Dice"]
         what = what_is_hardly_learned(row["Dice"], own, of_present, found, where_known(row))
         if (zeros := summary["zeros_of_absent"][name]) and not what:
-            mean = rounded(of_present, 4)
+            mean = rounded(row["Dice"] * own / (own - zeros), 4)
             what = f"{zeros} of {own} are 0, as the truth lacks this class where it is predicted; {mean} without these"
         told[name] = row["Dice"], what
     kind = "mean Dice" if count > 1 else "Dice"
@@ -344,10 +346,10 @@ def hardly_learned_lines(summary: Mapping[str, Any]) -> list[str]:
 
 
 def not_measured(cases: Iterable[Scores]) -> str:
-    """Returns how many of the distances were not measured, as a map lacks the class; "" if all were."""
+    """Returns how many of the distances were not measured, as one map lacks the class; "" if all were."""
     rows = [row for scores in cases for row in scores.values() if not math.isnan(row["HD95"])]
-    count = sum(not (row["n_ref"] and row["n_pred"]) for row in rows)
-    return f" ({count} of {len(rows)} by the diagonal, as a map lacks the class)" if count else ""
+    count = sum(bool(row["n_ref"]) != bool(row["n_pred"]) for row in rows)
+    return f" ({count} of {len(rows)} not measured: one map lacks the class)" if count else ""
 
 
 def why_no_dice(row: Mapping[str, float]) -> str:
@@ -392,7 +394,7 @@ def format_table(summary: dict[str, Any], classes: Classes) -> str:
 def _with_counts(cells: Sequence[str], columns: Sequence[str], counts: Mapping[str, int]) -> list[str]:
     """Returns a line's cells, of a Dice with and between readers with their numbers of cases, where these differ."""
     known = {column: counts[column] for column in READER_COLUMNS[:2] if column in columns and column in counts}
-    told = {column: f" ({count})" for column, count in known.items()} if len({*known.values()}) > 1 else {}
+    told = {column: f" ({n})" for column, n in known.items()} if len({counts["Dice"], *known.values()}) > 1 else {}
     return [*cells[:3], *(f"{cell}{told.get(column, '')}" for column, cell in zip(columns, cells[3:]))]
 
 

@@ -13,11 +13,15 @@ from seqpar.data.geometry import make_geometry
 from seqpar.data.preparation.cache import open_cache
 from seqpar.data.volumes import Volume
 from seqpar.report.cases import _ml_beyond
+from seqpar.report.cautions import planes_note, reached_in_validation
+from seqpar.report.embedded_volumes import ShownCase, shown_best
 from seqpar.report.images import changed_since
-from seqpar.report.record import RunRecord, read_record, read_scores
-from seqpar.report.run_page import _cleaned, _unlearned_by_others, what_is_unlearned
+from seqpar.report.record import RunRecord, ScoredCase, read_record, read_scores
+from seqpar.report.run_page import _cleaned, _scored, _unlearned_by_others, what_is_unlearned
+from seqpar.report.tables import what_is_missing
 from seqpar.scores.label_scores import format_table
 from tests.support.folders import save
+from tests.support.report_page import own_slices
 
 
 def test_files_that_changed_since_they_were_scored_are_named(finished: Path, tmp_path: Path) -> None:
@@ -59,6 +63,9 @@ def test_what_predict_removed_is_on_the_page(tmp_path: Path) -> None:
     assert said(min_component="50") == said(min_component="50mm3") == [f"Predict removed regions below 50 mm³{end}"]
     both = "Predict removed regions below 20 voxels and all but the largest region of some labels"
     assert said(min_component="20voxels", postprocessing=[[1]]) == [f"{both}{end}"]
+    assert "temperature" not in _scored(None, tmp_path)
+    said(temperature=0.25)
+    assert "Probabilities are those at a temperature of 0.25." in _scored(None, tmp_path)
 
 
 def test_each_network_of_a_mean_that_never_found_a_class_is_named(finished: Path, tmp_path: Path) -> None:
@@ -88,6 +95,42 @@ def test_cases_that_others_predicted_into_a_folder_are_told_from_a_runs(finished
         assert ("also holds 1 case predicted with other settings (q): scores over all its cases" in page) == is_mixed
         assert ("Scores of folder found, by run and other networks" in page) == is_mixed
         assert ("nothing tells what the network behind 1 other case learned from" in page) == is_mixed
+
+
+def test_scores_on_the_grid_of_a_run_are_told_from_those_of_its_files(finished: Path) -> None:
+    def page() -> str:
+        assert report.act([str(finished), "--cases", "0"]) == 0
+        return (finished / "report.html").read_text()
+
+    assert "own grid" not in page()
+    path = finished / "config.json"
+    content = json.loads(path.read_text())
+    content["dataset"]["recipe"] = {**(content["dataset"].get("recipe") or {}), "spacing": [1.2, 1.2, 3]}
+    path.write_text(json.dumps(content))
+    assert "Validation predicts on the run&#39;s own grid (voxels of 1.2 × 1.2 × 3 mm): scores in curves" in page()
+    assert ", measured on its own grid (voxels of 1.2 × 1.2 × 3 mm)." in reached_in_validation(read_record(finished))[0]
+
+
+def test_captions_ask_the_file_and_every_reader_whether_the_truth_has_a_class() -> None:
+    empty = np.zeros((4, 4, 4), np.uint8)
+    shown = ShownCase("a", {}, empty, empty, (1.0, 1.0, 1.0), own_slices((4, 4, 4)))
+
+    def note(shown: ShownCase = shown, **row: float) -> str:
+        case = ScoredCase("a", Path("a"), Path("b"), {"lesion": row})
+        return f"{what_is_missing('lesion', row)} · {planes_note(case, shown, ['lesion'])}"
+
+    assert "· no lesion; predicted none" in note(n_ref=0, n_pred=0)
+    assert "· the truth is too small to be drawn on this grid; predicted none" in note(n_ref=3, n_pred=0)
+    drawn = ScoredCase("a", Path("a"), Path("b"), {"whole": {"n_ref": 0, "n_pred": 1, "VolumeMl": 0.002}})
+    label = planes_note(drawn, replace(shown, prediction=np.ones_like(empty)), ["label 1", "core"])
+    assert label.startswith("no label 1 or core; predicted in the volume shown: label 1 0.064 ml"), "no region"
+    assert "· not annotated; predicted none" in note(n_ref=float("nan"), n_pred=0)
+    disputed = empty.copy()
+    disputed[1:3, 2, 2] = 1
+    read = note(replace(shown, disputed=disputed), n_ref=0, n_pred=0, DisputedMl=2.04)
+    assert read.startswith("no lesion in the readers' consensus, but 2.04 ml by some readers; none predicted · ")
+    assert read.endswith("planes with most of what readers dispute")
+    assert shown_best(replace(shown, disputed=disputed))[0].sum() == 2
 
 
 def test_scores_of_other_cases_say_themselves_whether_a_classifier_learned(tmp_path: Path) -> None:

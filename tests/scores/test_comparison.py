@@ -76,6 +76,8 @@ def test_one_case_and_equal_means_decide_nothing() -> None:
     same = compare([scored("a", x=0.5, y=0.6), scored("b", x=0.6, y=0.5)]).splitlines()[-1]
     assert same == "no winner: a and b have the same mean Dice"
     nan = float("nan")
+    one = compare([scored("a", x=0.5, y=nan, z=nan), scored("b", x=0.6, y=nan, z=nan)]).splitlines()[-1]
+    assert one.endswith("over 1 case (other seeds may differ): b, 0.1000 above a (1 case: too few to tell)")
     assert "not known" in compare([scored("a", x=nan, y=nan), scored("b", x=0.6, y=0.5)]).splitlines()[-1]
 
 
