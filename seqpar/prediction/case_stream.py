@@ -214,6 +214,8 @@ class CasePrediction(ABC):
             self.shown.say(f"predicted again, since their images have changed: {', '.join(plan['changed'])}")
         if plan["replaced"]:
             self.shown.say(f"replacing what {self.request.output} holds of {shorten_list(plan['replaced'], 3)}")
+            if (scores := self.request.output / "summary.json").is_file():
+                self.shown.say(f"the scores in {scores} are of what was there before: evaluate again")
         if plan["others"]:
             self.shown.say(mixed_line(self.request.output, plan["others"]))
         for warning in plan["warnings"]:

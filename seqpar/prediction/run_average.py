@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from seqpar.data.errors import DataError
 from seqpar.data.workers import ReportProgress
 from seqpar.prediction.logits_to_labels import entropy_of, to_labels
 from seqpar.prediction.prediction_folder import ProbabilityFile
@@ -142,6 +143,12 @@ def fitting_seqpar(members: Sequence[EnsembleMember], world: int, memory: float)
     """
     sizes = [size for size in range(1, world + 1) if world % size == 0]
     shared = [size for size in sizes if all(member.run.can_share(size) for member in members)]
+    for run in (member.run for member in members if not shared):  # not even one rank can
+        try:
+            run.check_share(1)
+        except ValueError as error:
+            problem = str(error).removesuffix(": use a smaller `seqpar`")
+            raise DataError(f"{run.path}/config.json", f"has settings that exclude each other ({problem})") from None
     wholes = [member.settings.window == "whole" for member in members]
     groups = zip(members, wholes)
     chosen = max(shared[-1] if whole else member.run.window_group(shared, memory) for member, whole in groups)

@@ -179,8 +179,9 @@ def step_sentence(own: int, record: RunRecord) -> str:
         return ""
     if own == taken:
         which = "the best" if len(record.held_out) > 1 else "the only"
-        which = "a" if record.weights.best is not None else which
-        return f"After step {own:,}, {which} validation, whose weights predict uses."
+        if record.weights.best is not None or len(record.held_out) < 2 and record.weights.describe_lost():
+            which = "a"
+        return f"After step {own:,}, {which} validation{', whose weights predict uses' * (not record.weights.foreign)}."
     is_last = all(own >= row["step"] for row in record.held_out)
     which = "the last one" if is_last else "the last validation whose case scores were kept"
     last = f"of step {own:,}, {which}: predict uses the weights of step {taken:,}"
@@ -229,7 +230,7 @@ def read_record(run: Path) -> RunRecord:
     lost = weights.describe_lost(train)
     if rows and not held_out and not weights.validations:
         gaps.append("The run has not been validated yet.")
-    gaps += filter(None, [lost, weights.not_the_best, _of_other_cases(held_out)])
+    gaps += filter(None, [lost, weights.not_the_best, weights.edited, _of_other_cases(held_out)])
     return RunRecord(run, content, labels, names, status, train, held_out, tuple(gaps), weights)
 
 

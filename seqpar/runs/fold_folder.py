@@ -13,7 +13,7 @@ from seqpar.cluster import exit_codes
 from seqpar.data.errors import DataError, unwritable
 from seqpar.data.files import read_json, write_json
 from seqpar.data.formats.splits import FOLDS
-from seqpar.runs.run_folder import FOLDS_FILE, holds_folds, holds_run, read_status
+from seqpar.runs.run_folder import FOLDS_FILE, holds_folds, holds_run, read_config, read_status
 from seqpar.terminal import next_command
 
 
@@ -36,6 +36,16 @@ def has_finished(status: Mapping[str, Any]) -> bool:
 def runs_of(out: str | Path) -> list[str]:
     """Returns the folders of the five runs, whether they are there or not."""
     return [f"{out}/fold{number}" for number in range(FOLDS)]
+
+
+def refuse_other_folds(out: str | Path) -> None:
+    """Raises DataError if a folder of five folds holds another run in place of one."""
+    for number, run in enumerate(runs_of(out)):
+        if not holds_run(run):
+            continue
+        fold = read_config(run).get("config", {}).get("fold", str(number))
+        if str(fold) != str(number):
+            raise DataError(run, f"holds a run of fold {fold}: put that of fold {number} back, or remove it")
 
 
 def started_folds(out: str | Path) -> list[str]:
@@ -65,6 +75,7 @@ def finished_runs(out: str | Path) -> list[Path]:
     """
     runs = [Path(run) for run in runs_of(out)]
     finished = [run for run in runs if has_finished(read_status(run))]
+    refuse_other_folds(out)
     if len(finished) < FOLDS:
         those = "none has" if not finished else f"{', '.join(run.name for run in finished)} {_has(len(finished))}"
         predict = next_command("predict", *finished, "-i", "IMAGES", "-o", "PREDICTIONS")

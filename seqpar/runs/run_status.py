@@ -119,6 +119,8 @@ class TakenWeights:
     - ``best``: the step of a better validation, None if there is none; ``is_there``: whether its weights are whole
     - ``none_saved``: whether the weights of no validation were ever saved, as when there was no room for them
     - ``is_untold``: whether nothing tells after which step they were saved, though validations are known
+    - ``foreign``: why they are another run's; "" if they are not
+    - ``edited``: a sentence on what somebody has edited in config.json; "" of nothing
     - ``has_ended``: whether the run did all of its steps, so that a resume has nothing to do
     """
 
@@ -133,6 +135,8 @@ class TakenWeights:
     is_there: bool = False
     none_saved: bool = False
     is_untold: bool = False
+    foreign: str = ""
+    edited: str = ""
     has_ended: bool = False
 
     def describe_lost(self, train: Sequence[Mapping[str, Any]] | None = None) -> str:
@@ -151,6 +155,8 @@ class TakenWeights:
     @property
     def not_the_best(self) -> str:
         """A sentence if the weights are not those of the best validation; else ""."""
+        if self.foreign:
+            return f"{self.foreign}. predict and export refuse it."
         if self.is_untold:
             told = "The run's checkpoints are gone, and no status.json tells after which step the weights in"
             return f"{told} {self.path / WEIGHTS} were saved, or whether they are this run's."
@@ -185,11 +191,16 @@ class TakenWeights:
 def weights_taken(run: Path) -> TakenWeights:
     """Returns which weights of a run folder predict takes unless told otherwise, and what is known about them."""
     points, known = run / "checkpoints", dict[str, Progress]()
-    name, status, task = "", read_status(run), "segment"
+    name, status, task, foreign = "", read_status(run), "segment", ""
     with suppress(DataError, OSError):  # if none is whole, predict takes none
         name = checkpoint.named_by(points)
         for which in {name, "latest"} if name else ():
             known[which] = checkpoint.read_progress(checkpoint.look_up(points, which, trusts_times=True)[0])
+    try:
+        if name:
+            checkpoint.refuse_of_other(checkpoint.look_up(points, name, trusts_times=True)[0], read_config(run))
+    except (ValueError, OSError) as error:
+        foreign = str(error) if "belongs to another run" in str(error) else ""
     with suppress(DataError, ValueError, LookupError, OSError):
         task = str(read_config(run)["config"]["task"])
     saved = max((own.step for own in known.values()), default=0)
@@ -228,6 +239,8 @@ def weights_taken(run: Path) -> TakenWeights:
         top is not None and checkpoint.is_whole(points, top),
         bool(known) and name == "latest" and all(own.best_step < 0 for own in known.values()),
         is_untold,
+        foreign,
+        _describe_edits(run),
         status.get("state") == "finished",
     )
 
@@ -249,9 +262,8 @@ def warn_of_weights(*folders: Path) -> None:
             _warn(f"{taken.path} has not been validated, so none of its weights are the best: the latest are taken "
                   f"(step {taken.step:,})")  # fmt: skip
         warn_of_lost(taken)
-        with suppress(DataError, ValueError, OSError):  # which the program tells when it reads them
-            if edits := list_changes(edited_settings(taken.path, read_config(taken.path))):
-                _warn(f"{taken.path}/config.json was edited after the training: {edits}")
+        if taken.edited:
+            _warn(taken.edited)
 
 
 def warn_of_lost(*runs: TakenWeights) -> None:
@@ -295,11 +307,13 @@ def edited_settings(out: str | Path, content: Mapping[str, Any]) -> dict[str, li
 
     - ``content``: of config.json
     """
+    points = Path(out) / "checkpoints"
     try:
-        newest = checkpoint.look_up(Path(out) / "checkpoints", trusts_times=True)[0]
+        newest, best = (checkpoint.look_up(points, which, trusts_times=True)[0] for which in ("latest", "best"))
     except (OSError, ValueError):  # none, or damaged, which resuming tells
         return {}
-    refuse_of_other(newest, content)
+    for point in (newest, best):
+        checkpoint.refuse_of_other(point, content)
     try:
         saved = json.loads(read_whole(newest / "config.json"))
         starts = content["history"][len(saved.get("history", ())) :]
@@ -311,14 +325,24 @@ def edited_settings(out: str | Path, content: Mapping[str, Any]) -> dict[str, li
     return changed_settings(*configs)
 
 
-def refuse_of_other(point: Path, content: Mapping[str, Any]) -> None:
-    """Raises DataError if a checkpoint is another run's; ``content``: of the config.json of the run that has it."""
-    begins: list[Sequence[Any]] = []
-    with suppress(OSError, ValueError, LookupError, TypeError, AttributeError):  # earlier versions kept none with it
-        begins = [it["history"][:1] for it in (json.loads(read_whole(point / "config.json")), content)]
-    if all(begins) and begins[:1] != begins[1:]:
-        of_other = "belongs to another run than config.json describes: copy this run's checkpoints back, or remove it"
-        raise DataError(point, of_other)
+_DATA_AS_TRAINED = ("labels", "regions", "regions_class_order", "values", "recipe", "train", "held_out")
+
+
+def _describe_edits(run: Path) -> str:
+    """Returns a sentence on what somebody has edited in a run's config.json since its last checkpoint; "" of nothing.
+
+    What a start changed is no edit, and what a file does not tell is not known.
+    """
+    edits = list[str]()
+    with suppress(ValueError, OSError, LookupError, TypeError, AttributeError):  # programs tell of damage
+        content = read_config(run)
+        edits += filter(None, [list_changes(edited_settings(run, content))])
+        newest = checkpoint.look_up(run / "checkpoints", trusts_times=True)[0]
+        saved = json.loads(read_whole(newest / "config.json"))
+        if len(saved["history"]) == len(content["history"]):
+            pairs = {name: [own["dataset"].get(name) for own in (saved, content)] for name in _DATA_AS_TRAINED}
+            edits += [f"{name} of its data" for name, (before, now) in pairs.items() if before != now]
+    return f"{run}/config.json was edited after the training: {', '.join(edits)}." if edits else ""
 
 
 def changes_line(changes: Changes) -> str:

@@ -22,7 +22,7 @@ from seqpar.parallel.rendezvous import start
 from seqpar.planner.attention_choice import choose_fastest
 from seqpar.runs.archive import is_archive
 from seqpar.runs.run_folder import read_best_step, read_config, read_windows
-from seqpar.runs.run_status import refuse_of_other, weights_taken
+from seqpar.runs.run_status import weights_taken
 from seqpar.scores.label_classes import learned_regions
 from seqpar.settings.checks import as_in_file, check_network
 from seqpar.settings.config import Config
@@ -232,7 +232,7 @@ def find_weights(run: TrainedRun, which: str = "best") -> Path:
         return run.path
     if name := checkpoint.named_by(folder, which):
         point = checkpoint.find(folder, name)
-        refuse_of_other(point, read_config(run.path))
+        checkpoint.refuse_of_other(point, read_config(run.path))
         return point / LAST
     if (run.path / LAST).is_file():
         return run.path / LAST

@@ -321,7 +321,8 @@ class CaseEvaluation(ABC):
                 record = read_record(run)
                 records.append(record)
                 lines += chosen_on_them(record) if is_run else begun_unknown(record)
-                lines += filter(None, [record.weights.not_the_best * is_run, record.weights.describe_lost()])
+                own = record.weights
+                lines += filter(None, [own.not_the_best * is_run, own.describe_lost(), own.edited])
                 if self.labels is not None:
                     lines += other_values(run, labels_of_run(record.dataset), self.labels)
                 found.append(self.find_seen(job, record))
@@ -375,13 +376,12 @@ def seen_by_runs(record: RunRecord, prediction: Path | None, find: Callable[[Run
     found, gone = list[Seen](), list[str]()
     for own, (run, why) in zip(made, runs_behind(prediction)):
         try:
-            if is_made_by(own, record.path):
-                found.append(find(record))
-            elif not why:
-                found.append(find(read_record(run)))
+            is_here = is_made_by(own, record.path) and not (why and run.resolve() == record.path.resolve())
+            if is_here or not why:
+                found.append(find(record if is_here else read_record(run)))
         except (DataError, ValueError, OSError) as error:  # its folder may be damaged: scores do not need it
-            why = str(error)
-        gone += [str(run)] * bool(why and not is_made_by(own, record.path))
+            why, is_here = str(error), False
+        gone += [str(run)] * bool(why and not is_here)
     gone += network_of_others(predicted_otherwise(prediction))
     return Seen.by_any(found)._replace(gone=gone) if found else NONE_SEEN
 

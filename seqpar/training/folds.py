@@ -21,7 +21,16 @@ from seqpar.parallel.consensus import run_on_rank0_before_mesh
 from seqpar.parallel.launcher import MEETING, Launcher
 from seqpar.parallel.meeting import START_S, Meeting
 from seqpar.parallel.processes import PARENT_OF_FOLD, forward_signals, most_informative_code, shell_code, start_python
-from seqpar.runs.fold_folder import all_ended, has_ended, has_finished, read_flags, runs_of, started_folds, write_flags
+from seqpar.runs.fold_folder import (
+    all_ended,
+    has_ended,
+    has_finished,
+    read_flags,
+    refuse_other_folds,
+    runs_of,
+    started_folds,
+    write_flags,
+)
 from seqpar.runs.run_folder import holds_folds, holds_run, read_config, read_status, refuse_foreign_status
 from seqpar.runs.run_log import FOLD_BEFORE
 from seqpar.runs.run_status import StatusFile
@@ -126,6 +135,7 @@ class Folds:
         out = self._folder(launcher)
         read_flags(out)  # raises for a file of another program
         refuse_foreign_status(out)
+        refuse_other_folds(out)
         write_flags(out, self.flags)
         return {"out": out, "flags": list(self.flags)}
 

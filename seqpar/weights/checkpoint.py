@@ -12,7 +12,7 @@ import shutil
 import socket
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from functools import cache
 from operator import index
@@ -24,7 +24,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from seqpar.data.errors import DataError
+from seqpar.data.errors import DataError, reason, unreadable
 from seqpar.data.files import fsync_folder, umask_mode, write_text
 from seqpar.models.network import NO_RESIZING, Resizing, resize_tensors
 from seqpar.parallel.consensus import max_over_ranks, raise_on_all_ranks, run_on_rank0
@@ -270,14 +270,19 @@ def find(folder: Path, which: str = "latest") -> Path:
 def look_up(folder: Path, which: str = "latest", trusts_times: bool = False) -> tuple[Path, list[str]]:
     """Returns the checkpoint that ``find`` returns, and what is wrong with those that it would have preferred.
 
-    - ``trusts_times``: read no file that has not been written since the checkpoint was complete
+    - ``trusts_times``: besides the weights, read no file that has not been written since the checkpoint was complete
     """
     named = _named(folder / which)
     others = [path for path in _complete(folder) if path != named]
     others.sort(key=lambda path: (path.stem, not path.suffix), reverse=True)
     problems = [f"{folder / which} names no checkpoint"] * (named is None and (folder / which).is_file())
     for path in [*([named] if named else []), *others]:
-        problem = _problem(path, trusts_times)
+        try:
+            problem = _problem(path, trusts_times)
+        except OSError as error:  # it may be whole: nothing may be trained again in its place
+            if not trusts_times:
+                raise unreadable(path, error) from None
+            problem = f"{path.name} cannot be read ({reason(error)})"
         if not problem:
             return path, problems
         problems.append(problem)
@@ -291,7 +296,10 @@ def named_by(folder: Path, which: str = "best") -> str:
 
 def is_whole(folder: Path, step: int) -> bool:
     """Returns whether the checkpoint of a step is there and undamaged, as far as times of files tell."""
-    return not _problem(folder / f"step-{step:08d}", trusts_times=True)
+    try:
+        return not _problem(folder / f"step-{step:08d}", trusts_times=True)
+    except OSError:
+        return False
 
 
 def _complete(folder: Path) -> list[Path]:
@@ -306,11 +314,14 @@ def find_on_all_ranks(folder: Path, world: Group) -> Path | None:
 
 
 def _problem(path: Path, trusts_times: bool = False) -> str:
-    """Returns what is wrong with a checkpoint, empty if nothing is; for ``trusts_times`` see ``look_up``."""
+    """Returns what is wrong with a checkpoint, empty if nothing is; for ``trusts_times`` see ``look_up``.
+
+    Raises OSError if the system refuses to read a file that is there.
+    """
     try:
         digests = dict(json.loads((path / MANIFEST).read_text()))
         completed = (path / MANIFEST).stat().st_mtime_ns
-    except (OSError, ValueError, TypeError):  # absent, cut off or not JSON
+    except (FileNotFoundError, NotADirectoryError, ValueError, TypeError):  # absent, cut off or not JSON
         return f"{path.name} is incomplete"
     for name in (MODEL, OPTIMIZER, PROGRESS):
         if name not in digests:
@@ -319,18 +330,29 @@ def _problem(path: Path, trusts_times: bool = False) -> str:
         try:
             if trusts_times:
                 at = (path / name).stat()
-                file_digest = saved_digest if at.st_mtime_ns < completed else _digest_of(path / name, at.st_mtime_ns)
+                is_old = at.st_mtime_ns < completed and name != MODEL  # copies keep times, and disks rot
+                file_digest = saved_digest if is_old else _digest_of(path / name, at.st_mtime_ns)
             else:
                 file_digest = digest(path / name)
-        except OSError:
+        except FileNotFoundError:
             return f"{path.name}/{name} is missing"
         if file_digest != saved_digest:
             return f"{path.name}/{name} is damaged"
     try:
         step = index(json.loads((path / PROGRESS).read_text())["step"])
-    except (OSError, ValueError, LookupError, TypeError) as error:
+    except (ValueError, LookupError, TypeError) as error:
         return f"{path.name}/{PROGRESS} is damaged ({error})"
     return "" if path.stem == f"step-{step:08d}" else f"{path.name} holds the checkpoint of step {step}"
+
+
+def refuse_of_other(point: Path, content: Mapping[str, Any]) -> None:
+    """Raises DataError if a checkpoint is another run's; ``content``: of the config.json of the run that has it."""
+    begins: list[Any] = []
+    with suppress(OSError, ValueError, LookupError, TypeError, AttributeError):  # earlier versions kept none with it
+        begins = [it["history"][:1] for it in (json.loads((point / "config.json").read_text()), content)]
+    if all(begins) and begins[:1] != begins[1:]:
+        of_other = "belongs to another run than config.json describes: copy this run's checkpoints back, or remove it"
+        raise DataError(point, of_other)
 
 
 @cache

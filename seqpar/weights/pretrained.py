@@ -1,8 +1,10 @@
 """Starts a run from pretrained weights: ours, MONAI's, those of Primus, MedNeXt, nnU-Net's or nnssl's."""
 
+import json
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -134,7 +136,12 @@ def weights_file(path: str) -> Path:
     if not folder.is_dir() or (folder / WEIGHTS).is_file():
         return folder / WEIGHTS if folder.is_dir() else folder
     if (folder / "checkpoints" / "latest").is_file():
-        return checkpoints.find(folder / "checkpoints", "latest") / WEIGHTS
+        point = checkpoints.find(folder / "checkpoints", "latest")
+        content = dict[str, Any]()
+        with suppress(OSError, ValueError):  # a folder of checkpoints alone has none
+            content = json.loads((folder / "config.json").read_text())
+        checkpoints.refuse_of_other(point, content)
+        return point / WEIGHTS
     raise ValueError(
         f"--weights {path}: the folder holds neither {WEIGHTS} nor a checkpoint: name a run folder, or a file"
     )

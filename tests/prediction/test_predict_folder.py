@@ -326,11 +326,14 @@ def test_nothing_of_another_prediction_stays_next_to_a_label_map(images, tmp_pat
     assert own <= first.keys()
     one = str(images / "c_001_0000.nii.gz")
     capsys.readouterr()
+    (out / "summary.json").write_text("{}")
     assert act(tmp_path, run, "--overlap", "0.25", images=one) == 0
+    (out / "summary.json").unlink()
     second = tree(out)
     warning = "warning: {} also holds 3 cases predicted with other settings (c_000, c_001_more, c_002)"
     said = capsys.readouterr().out
     assert warning.format(out) in said and f"replacing what {out} holds of c_001\n" in said
+    assert f"the scores in {out}/summary.json are of what was there before: evaluate again\n" in said
     assert first.keys() - second.keys() == own - {"c_001.nii.gz"}
     assert b"\nc_001," in first["statistics.csv"] and b"\nc_001," not in second["statistics.csv"]
     assert b"\nc_001_more," in second["statistics.csv"]

@@ -15,6 +15,7 @@ import torch
 
 from seqpar.cli import predict
 from seqpar.cluster import exit_codes
+from seqpar.data.errors import DataError
 from seqpar.decoders.modes.named_modes import MODES
 from seqpar.models.build import build_network
 from seqpar.models.segmentation_network import SegmentationNet
@@ -95,6 +96,9 @@ def test_ranks_that_cannot_cut_the_trained_tile_form_groups_that_can_and_say_so(
     member = EnsembleMember(read_run(run), PredictionSettings(window), ())
     fitting = (predict.fitting_seqpar([member], world, 1e12)[0] for world in (1, 2, 4, 6, 12, 16))
     assert list(fitting) == ([1, 2, 4, 2, 4, 4] if window == "sliding" else [1, 2, 4, 2, 4, 8])
+    edited = replace(member.run, config=replace(member.run.config, patch=(5, 5, 5)))
+    with pytest.raises(DataError, match=r"run/config.json: has settings that exclude each other \("):
+        predict.fitting_seqpar([replace(member, run=edited)], 2, 1e12)
 
 
 def test_more_ranks_than_tokens_are_refused_before_they_start(images, tmp_path, monkeypatch) -> None:

@@ -164,6 +164,10 @@ def test_no_case_is_called_new_if_some_of_the_runs_that_predicted_it_are_gone(
     assert unknown_runs(SimpleNamespace(path=page), tmp_path / "found") == []
     write_json(tmp_path / "found" / "prediction.json", {"runs": [{**one, "run": str(gone)} for one in made[:1]] * 2})
     assert seen_by_runs(SimpleNamespace(path=page), tmp_path / "found", find) is NONE_SEEN
+    own = {"run": str(page), "weights": {str(write_json(first / weights.name, {})): digest(moved)}}
+    write_json(tmp_path / "found" / "prediction.json", {"runs": [own, made[0]]})
+    seen = seen_by_runs(SimpleNamespace(path=page), tmp_path / "found", find)
+    assert seen.same == ["a"] and seen.gone == [str(page)], "it took another run's weights"
 
 
 def test_a_copy_of_a_runs_case_under_another_name_is_not_new(tmp_path: Path) -> None:

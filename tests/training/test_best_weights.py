@@ -1,6 +1,7 @@
 """What is said once the best weights of a run are gone, or its metrics.jsonl is."""
 
 import json
+import os
 import re
 import shutil
 from dataclasses import replace
@@ -10,14 +11,16 @@ import pytest
 
 from seqpar.cli import evaluate, export, predict, report
 from seqpar.cluster.exit_codes import run
+from seqpar.data.errors import DataError
 from seqpar.data.files import write_json
 from seqpar.runs.journal import read_metrics
 from seqpar.runs.run_folder import write_window
-from seqpar.runs.run_status import weights_taken
+from seqpar.runs.run_status import warn_of_weights, weights_taken
 from seqpar.runs.trained_run import read_run
 from seqpar.tasks.segment import validation
 from seqpar.training import after_step
 from seqpar.weights import checkpoint
+from seqpar.weights.pretrained import weights_file
 from seqpar.weights.weight_files import digest
 from tests.support.folders import nnunet
 from tests.support.training_runs import Launch, at, trained
@@ -138,6 +141,65 @@ def test_a_checkpoint_under_another_ones_name_is_not_taken_for_it(best_is_first)
         content = {**json.loads((point / name).read_text()), **change}
         write_json(point / name, content | ({} if change else {"progress.json": digest(point / "progress.json")}))
     assert checkpoint._problem(point).startswith("step-00000002/progress.json is damaged")
+
+
+def test_weights_that_rotted_without_a_new_time_are_not_called_those_that_predict_takes(best_is_first, capfd) -> None:
+    best, file = weights_taken(best_is_first), best_is_first / "checkpoints" / "step-00000002" / "model.safetensors"
+    content, at = bytearray(file.read_bytes()), file.stat()
+    content[-1] ^= 1
+    file.write_bytes(content)
+    os.utime(file, ns=(at.st_atime_ns, at.st_mtime_ns))
+    checkpoint._digest_of.cache_clear()  # of another program's start
+    taken = weights_taken(best_is_first)
+    assert (best.step, taken.step, taken.best, taken.is_there) == (2, 6, 2, False)
+    assert "step-00000002 and use it as --checkpoint" in page_of(best_is_first, capfd)[0].replace("\n", " ")
+
+
+def test_a_checkpoint_that_cannot_be_read_is_an_error_and_nothing_is_trained_again_in_its_place(
+    best_is_first, monkeypatch
+) -> None:
+    folder, of = best_is_first / "checkpoints", checkpoint.digest
+
+    def refusing(path: Path) -> str:
+        if path.parent.name == "step-00000006":
+            raise PermissionError(13, "Permission denied")
+        return of(path)
+
+    monkeypatch.setattr(checkpoint, "digest", refusing)
+    with pytest.raises(DataError, match=r"step-00000006: cannot be read \(Permission denied\)"):
+        checkpoint.look_up(folder)
+    assert checkpoint.look_up(folder, "best")[0].name == "step-00000002"
+    checkpoint._digest_of.cache_clear()
+    newest, problems = checkpoint.look_up(folder, "latest", trusts_times=True)
+    assert newest.name < "step-00000006" and "cannot be read (Permission denied)" in problems[0]
+    assert not checkpoint.is_whole(folder, 6)
+
+
+def test_a_best_of_another_run_and_edited_data_are_told_wherever_weights_are(best_is_first, tmp_path, capfd) -> None:
+    path = best_is_first / "checkpoints" / "step-00000002" / "config.json"
+    own = json.loads(path.read_text())
+    config = json.loads((best_is_first / "config.json").read_text())
+    assert not weights_taken(best_is_first).edited
+    edited = {**config, "dataset": {**config["dataset"], "train": [], "values": [0, 2]}}
+    write_json(best_is_first / "config.json", edited)
+    told = f"{best_is_first}/config.json was edited after the training: values of its data, train of its data."
+    assert told in page_of(best_is_first, capfd)[0]
+    warn_of_weights(best_is_first)
+    assert f"warning: {told}" in capfd.readouterr().err
+    write_json(best_is_first / "config.json", config)
+    write_json(path, {**own, "history": [{**own["history"][0], "time": "2020-01-01 00:00:00"}]})
+    manifest = json.loads((path.parent / checkpoint.MANIFEST).read_text())
+    if path.name in manifest:
+        write_json(path.parent / checkpoint.MANIFEST, {**manifest, path.name: digest(path)})
+    foreign = f"{path.parent}: belongs to another run than config.json describes"
+    page = page_of(best_is_first, capfd)[0]
+    assert foreign in page and "whose weights predict uses" not in page
+    assert foreign in trained(1, ["--resume", "--epochs", "4"], best_is_first, expect=3).said()
+    shutil.rmtree(best_is_first / "checkpoints" / "step-00000006")
+    (best_is_first / "checkpoints" / "latest").write_text("step-00000002")
+    (best_is_first / "model.safetensors").unlink()
+    with pytest.raises(DataError, match="belongs to another run"):
+        weights_file(str(best_is_first))
 
 
 def test_what_nothing_tells_of_the_weights_is_said(best_is_first, capfd) -> None:

@@ -75,7 +75,7 @@ def test_folds_that_would_be_unlike_those_that_have_begun_are_refused(lines_of, 
     begun = ["--preset", "debug", "--patch", "8", "--batch", "2", "--lr", "0.1", "--device", "cpu"]
     assert lines_of(*begun, "--out", out, codes=(0, 0, 75))[0] == 75
     for fold in range(3):
-        config = replace(parse(begun, "debug")[1], out=f"{out}/fold{fold}")
+        config = replace(parse(begun, "debug")[1], out=f"{out}/fold{fold}", fold=str(fold))
         write_json(tmp_path / "five" / f"fold{fold}" / "config.json", describe_run(config, "debug", {}, {"data": 1}))
     flags = (tmp_path / "five" / "folds.json").read_text()
     for more, told in (

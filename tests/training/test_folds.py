@@ -13,6 +13,8 @@ import torch.distributed as dist
 
 from seqpar.cli import train
 from seqpar.cluster import exit_codes
+from seqpar.data.errors import DataError
+from seqpar.runs.fold_folder import refuse_other_folds
 from seqpar.runs.run_folder import read_config
 from seqpar.training import folds, gradients
 from tests.support.folders import nnunet, write_json
@@ -20,6 +22,17 @@ from tests.support.training_runs import Hook, at, signalled, status, trained, we
 
 SHORT = ("--epochs", "1", "--iterations", "6", "--seqpar", "2")
 FIVE = ("--fold", "all5")
+
+
+def test_another_run_in_the_place_of_a_fold_is_refused(tmp_path: Path) -> None:
+    for number, fold in enumerate("0122"):
+        write_json(tmp_path / f"fold{number}" / "config.json", {"config": {"fold": fold}})
+    with pytest.raises(DataError, match="fold3: holds a run of fold 2: put that of fold 3 back, or remove it"):
+        refuse_other_folds(tmp_path)
+    shutil.rmtree(tmp_path / "fold3")
+    refuse_other_folds(tmp_path)
+    write_json(tmp_path / "fold3" / "config.json", {"config": {}})  # of an earlier version
+    refuse_other_folds(tmp_path)
 
 
 class Forked:

@@ -98,7 +98,7 @@ def test_settings_that_somebody_edited_in_a_runs_config_are_announced_and_record
         assert read_request(line, Launcher("alone")).changes == changes
     write_json(tmp_path / "config.json", {**once, "config": {**once["config"], "val_mirror": "W"}})
     warn_of_weights(tmp_path)
-    assert f"{tmp_path}/config.json was edited after the training: --val-mirror none -> W" in capfd.readouterr().err
+    assert f"{tmp_path}/config.json was edited after the training: --val-mirror none -> W." in capfd.readouterr().err
     edit(optimizer="sgd")
     told = f"{tmp_path}/config.json: has --optimizer sgd, and the run's last checkpoint --optimizer adam, which cannot"
     assert told in trained(1, ["--resume", "--epochs", "3"], tmp_path, expect=3).said()
