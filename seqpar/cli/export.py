@@ -51,8 +51,7 @@ def act(arguments: Sequence[str]) -> int:
             f"{options.out}: an archive is a zip file, weights for nnU-Net a pth file; name it {options.out.name}.zip"
         )
     warn_if_killed(options.run)
-    if options.checkpoint == "best":
-        warn_of_weights(options.run)
+    warn_of_weights(options.run, are_named=options.checkpoint != "best")
     trained = read_run(options.run)
     weights = find_weights(trained, options.checkpoint)
     net = load_run(options.run, str(weights))  # weights of another network would be found out by its user

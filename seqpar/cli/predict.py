@@ -54,7 +54,7 @@ def act(arguments: Sequence[str]) -> int:
     launcher = read_launcher(os.environ)
     if launcher.rank == 0:
         warn_if_killed(*options.run)
-        warn_of_weights(*options.run if not options.checkpoint else ())
+        warn_of_weights(*options.run, are_named=bool(options.checkpoint))
     request, members = _request(options), _members(options)
     if options.seqpar > 1:
         for member in members:

@@ -118,6 +118,8 @@ class PredictionFolder(ABC):
             anew = {case.id for case in left}
             self._maps = {name: stamp for name, stamp in self._maps.items() if name not in anew}
             self._voxels = {name: own for name, own in self._voxels.items() if name not in anew - {*self._pending}}
+            if not self._tells_voxels:  # what an earlier version predicted stays finished
+                self._voxels = {name: "" for name in known if name not in anew} | self._voxels
             self._stamp_maps([case for case in cases if case.id not in {*anew, *self._maps}])
             own: dict[str, Any] = {_FILES: sorted(files), _INPUTS: known, _VOXELS: self._voxels}
             if any(is_generated(path) for case in cases for path in case.images[:1]):

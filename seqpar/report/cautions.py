@@ -181,7 +181,8 @@ def reached_in_validation(record: RunRecord, who: str = "this run") -> list[str]
 
 def own_grid(record: RunRecord) -> str:
     """Returns the voxels to which a segmentation's run resamples its cases, in words; "" if they keep their own."""
-    sizes = (record.dataset.get("recipe") or {}).get("spacing") or ()
+    recipe = record.dataset.get("recipe") or {}  # a plan of nnU-Net's has probabilities resampled
+    sizes = () if recipe.get("plan") else recipe.get("spacing") or ()
     is_other = bool(sizes) and record.config.get("task", "segment") == "segment"
     return f"voxels of {' × '.join(f'{size:.3g}' for size in sizes)} mm" * is_other
 
@@ -191,8 +192,8 @@ def scored_twice(record: RunRecord) -> list[str]:
     if not (size := own_grid(record)):
         return []
     there = "scores in curves are measured there. The other scores are of its label maps on the grid of the files"
-    return [f"Validation predicts on the run's own grid ({size}): {there}. predict brings probabilities to that grid, "
-            "where validation brings labels, so the maps that predict writes score a little differently."]  # fmt: skip
+    how = "Where these grids differ, validation resamples labels, and predict probabilities, so the maps that predict"
+    return [f"Validation predicts on the run's own grid ({size}): {there}. {how} writes score a little differently."]
 
 
 def may_be_chance(record: RunRecord) -> str:
@@ -244,7 +245,7 @@ def planes_note(case: ScoredCase, shown: ShownCase, labels: Sequence[str]) -> st
     where = " in the labelled part" if is_part else f" in {CONSENSUS}" * any(DISPUTED_ML in row for row in rows)
     known = f"no {' or '.join(absent)}{where}"
     if any(row.get("n_ref", 0) > 0 for row in rows):
-        known = "the truth is too small to be drawn on this grid"
+        known = "nothing of the truth is left on this grid"
     if not absent or rows and all(math.isnan(row.get("n_ref", 0)) for row in rows):
         known = "not annotated"
     there = " in the volume shown:" * (is_part or is_drawn and bool(what))

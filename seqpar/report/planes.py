@@ -207,7 +207,7 @@ def counted(cases: Iterable[Sequence[FileSlices]]) -> str:
     told = f". Oblique images: planes are tilted by up to {tilt:.0f}°; letters name the nearest sides"
     askew = max((own.askew for own in every), default=0.0)
     sheared = f". Sheared images, as of a tilted gantry: their slices are askew by up to {askew:.0f}°, but are drawn "
-    sheared += "straight above each other, which distorts shapes; distances such as HD95 are measured so too"
+    sheared += "straight above each other, which distorts shapes, and distances such as HD95"
     told = told * (tilt >= TILTED) + sheared * (askew >= TILTED) + DOUBTED * bool(doubt_of(every))
     return COUNTED + NEAREST * any(own.resampled for own in every) + told
 

@@ -102,8 +102,9 @@ def render_run(
         heading = f"{'Predictions in' if alone else 'Scores of'} folder {prediction.resolve().name}, by {by}"
         heading = f"{subject}, predicted by {by}" if subject else heading
         if others := [case for case in predicted_otherwise(prediction) if subject in ("", case)]:
-            heading += " and other networks" * (not subject)
-            cautions = [f"{mixed_line(prediction, others).removeprefix('warning: ')}.", *cautions]
+            heading += " and with other settings" * (not subject)
+            mixed = mixed_line(prediction, others).removeprefix("warning: ")
+            cautions = [f"{mixed.partition(': scores over')[0] if alone else mixed}.", *cautions]
     if averaged:
         unscored = "; no score of this mean exists" * alone
         about = f"Configuration and training are those of {name} alone."
@@ -241,8 +242,9 @@ def _scored(truth: Path | None, prediction: Path) -> str:
     if truth:
         text = f"Scores of the predictions in folder {prediction} against {truth}, not of the run's own validation."
     weights = weights_behind(prediction)
-    heats = {str(made.get("settings", {}).get("temperature", 1.0)) for made in made_by(prediction)} - {"1.0", "1"}
-    text += f" Probabilities are those at a temperature of {' and '.join(sorted(heats))}." * bool(heats)
+    heats = {made.get("settings", {}).get("temperature", 1) for made in made_by(prediction)} - {1}
+    heat = " and ".join(f"{own:.3g}" for own in sorted(heats))
+    text += f" Probabilities were computed at a temperature of {heat}." * bool(heats)
     by = f"Predicted with {weights}{', but for those named below' * bool(predicted_otherwise(prediction))}."
     return " ".join([text, *[by] * bool(weights), *_cleaned(prediction)])
 

@@ -252,18 +252,22 @@ def _named_step(points: Path) -> int | None:
         return None
 
 
-def warn_of_weights(*folders: Path) -> None:
+def warn_of_weights(*folders: Path, are_named: bool = False) -> None:
     """Prints warnings on stderr on each run folder among ``folders`` whose weights are not the best that it had, whose
     record lacks validations, or whose settings somebody has edited.
+
+    - ``are_named``: the command line says which weights to take
     """
     for taken in map(weights_taken, filter(holds_run, dict.fromkeys(folders))):
+        if taken.edited:
+            _warn(taken.edited)
+        if are_named:
+            continue
         is_latest = taken.step is not None and taken.step == taken.saved
         if is_latest and taken.saved and not taken.scores and not taken.validations:
             _warn(f"{taken.path} has not been validated, so none of its weights are the best: the latest are taken "
                   f"(step {taken.step:,})")  # fmt: skip
         warn_of_lost(taken)
-        if taken.edited:
-            _warn(taken.edited)
 
 
 def warn_of_lost(*runs: TakenWeights) -> None:
@@ -342,7 +346,7 @@ def _describe_edits(run: Path) -> str:
         if len(saved["history"]) == len(content["history"]):
             pairs = {name: [own["dataset"].get(name) for own in (saved, content)] for name in _DATA_AS_TRAINED}
             edits += [f"{name} of its data" for name, (before, now) in pairs.items() if before != now]
-    return f"{run}/config.json was edited after the training: {', '.join(edits)}." if edits else ""
+    return f"{run}/config.json differs from that of the last checkpoint: {', '.join(edits)}." if edits else ""
 
 
 def changes_line(changes: Changes) -> str:

@@ -316,10 +316,10 @@ def what_is_hardly_learned(dice: float, cases: int, present: float, found: float
     if present < HARDLY and found >= MOSTLY:
         if cases == 1:
             return f"the prediction covers {100 * found:.0f} % of the truth, but is much too large"
-        return f"in the mean case, the prediction covers {100 * found:.0f} % of the truth, but is much too large"
+        return f"on average, the prediction covers {100 * found:.0f} % of the truth, but is much too large"
     if present < HARDLY <= found:
         missed = ": cases are missed, or too much is predicted" if cases > 1 else ", and much that is false"
-        return f"{'in the mean case, ' * (cases > 1)}the prediction covers {100 * found:.0f} % of the truth{missed}"
+        return f"{'on average, ' * (cases > 1)}the prediction covers {100 * found:.0f} % of the truth{missed}"
     if present >= HARDLY:
         return f"{rounded(present, 3)} where the truth has this class; where it has none, what is predicted is false"
     if dice and math.isnan(found):
@@ -339,7 +339,8 @@ def hardly_learned_lines(summary: Mapping[str, Any]) -> list[str]:
         what = what_is_hardly_learned(row["Dice"], own, of_present, found, where_known(row))
         if (zeros := summary["zeros_of_absent"][name]) and not what:
             mean = rounded(row["Dice"] * own / (own - zeros), 4)
-            what = f"{zeros} of {own} are 0, as the truth lacks this class where it is predicted; {mean} without these"
+            are = "is 0: this class was predicted and" if zeros == 1 else "are 0: this class was predicted there and"
+            what = f"{zeros} of {own} {are} is not in the truth; {mean} without {'it' if zeros == 1 else 'these'}"
         told[name] = row["Dice"], what
     kind = "mean Dice" if count > 1 else "Dice"
     return [f"{name}: {kind} {rounded(dice, 4)}: {what}" for name, (dice, what) in told.items() if what]
@@ -349,7 +350,7 @@ def not_measured(cases: Iterable[Scores]) -> str:
     """Returns how many of the distances were not measured, as one map lacks the class; "" if all were."""
     rows = [row for scores in cases for row in scores.values() if not math.isnan(row["HD95"])]
     count = sum(bool(row["n_ref"]) != bool(row["n_pred"]) for row in rows)
-    return f" ({count} of {len(rows)} not measured: one map lacks the class)" if count else ""
+    return f" ({count} of {len(rows)} replaced: one map lacks the class)" if count else ""
 
 
 def why_no_dice(row: Mapping[str, float]) -> str:

@@ -26,7 +26,7 @@ from seqpar.terminal import next_command
 from seqpar.text import quantity
 
 NEW, HELD, CHOSE = "new to the run", "held out by the run", "used to choose the weights"
-UNSEEN = "not seen by the other runs"  # where one of several is gone
+UNSEEN, UNTOLD = "not seen by the other runs", "predicted with settings of which nothing is known"
 SHOWN_LARGE = (NEW, UNSEEN, HELD, CHOSE)  # what is not trained on
 SEEN, NAMESAKE = "seen in training", "with the name of one of the run's cases or patients"
 NAMES = "has the name of one of the run's cases or patients", "have the names of the run's cases or patients"
@@ -43,6 +43,7 @@ class Seen(NamedTuple):
     - ``held``: those that were held out and chose nothing, as there was a single validation
     - ``differing``: which of all these have another file than there: a "label file", or an "image"
     - ``gone``: the runs, of several that predicted together, of which nothing is known: no case is called new
+    - ``untold``: those that were predicted with settings that nothing tells, so maybe by other networks
     - ``twins``: sentences on cases that are scored under several names
     """
 
@@ -55,6 +56,7 @@ class Seen(NamedTuple):
     differing: Mapping[str, str] = MappingProxyType({})
     gone: Sequence[str] = ()
     twins: Sequence[str] = ()
+    untold: Sequence[str] = ()
 
     @staticmethod
     def by_any(runs: Sequence["Seen"]) -> "Seen":
@@ -62,7 +64,8 @@ class Seen(NamedTuple):
         same, namesakes = {name for run in runs for name in run.same}, {name for run in runs for name in run.namesakes}
         chose, held = ({n for run in runs for n in getattr(run, part)} - same - namesakes for part in ("chose", "held"))
         copies = {name: other for run in runs for name, other in run.copies.items()}
-        differing = {name: part for run in runs for name, part in run.differing.items()}
+        equal = {name for run in runs for name in (*run.same, *run.chose, *run.held) if name not in run.differing}
+        differing = {n: part for run in runs for n, part in run.differing.items() if n not in equal}
         own = sorted(same), sorted(namesakes - same), runs[0].total, sorted(chose), sorted(held - chose)
         return Seen(*own, copies, differing, list({one: 0 for run in runs for one in run.gone}), runs[0].twins)
 
@@ -81,7 +84,8 @@ class Seen(NamedTuple):
         return f"{known.capitalize()}. " * (known != NEW)
 
     def _of_validation(self, case: str) -> str:
-        return CHOSE if case in self.chose else HELD if case in self.held else NEW
+        known = CHOSE if case in self.chose else HELD if case in self.held else NEW
+        return UNTOLD if known == NEW and case in self.untold else known
 
     def apart(self, cases: Iterable[str]) -> tuple[dict[str, list[str]], str]:
         """Returns the cases by what is known of them, and a sentence on which the scores are of; "" if all are new.
@@ -89,7 +93,7 @@ class Seen(NamedTuple):
         Scores are of the first group: the new cases if there are any, then those that were held out, and of these
         first what did not choose the weights.
         """
-        groups: dict[str, list[str]] = {NEW: [], UNSEEN: [], HELD: [], CHOSE: [], self.words: []}
+        groups: dict[str, list[str]] = {NEW: [], UNSEEN: [], HELD: [], CHOSE: [], UNTOLD: [], self.words: []}
         for case in cases:
             is_known = case in self.same or case in self.namesakes
             which = self.words if is_known else self._of_validation(case)
@@ -103,7 +107,9 @@ class Seen(NamedTuple):
         seen, alike, chose = len(self.same), len(self.namesakes), len(self.chose) * (shown in (NEW, UNSEEN, HELD))
         held = len(self.held) * (shown in (NEW, UNSEEN))
         unknown = f"No case is known to be new, since nothing tells what {' and '.join(self.gone)} learned from"
+        untold = len({*self.untold}.difference(self.same, self.namesakes, self.chose, self.held)) * (shown != UNTOLD)
         others = [
+            (untold, f"{'was' if untold == 1 else 'were'} {UNTOLD}"),
             (held, f"{'was' if held == 1 else 'were'} {HELD}"),
             (chose, f"{'was' if chose == 1 else 'were'} {CHOSE}"),
             (seen, f"{'was' if seen == 1 else 'were'} {SEEN}"),
@@ -125,7 +131,7 @@ class Seen(NamedTuple):
             ((number, what),) = others
             return f"{told}. The other {'one' if number == 1 else number} {what}."
         *first, last = (f"{number} {what}" for number, what in others)
-        return f"{told}. Of the other {held + chose + seen + alike}, {', '.join(first)}, and {last}."
+        return f"{told}. Of the other {untold + held + chose + seen + alike}, {', '.join(first)}, and {last}."
 
     @property
     def sentences(self) -> list[str]:
@@ -330,9 +336,9 @@ class CaseEvaluation(ABC):
                 gone += [f"{error}: whether these cases were in its training data is not known."] * (not is_run)
                 unknown.append(str(run))
         lines += gone
-        unknown += network_of_others(others := predicted_otherwise(prediction))
+        others = predicted_otherwise(prediction)
         if found:
-            job.known = Seen.by_any(found)._replace(gone=unknown)
+            job.known = Seen.by_any(found)._replace(gone=unknown, untold=others)
             job.seen = NONE_SEEN if is_run else job.known
             lines += job.seen.sentences
         if others:
@@ -382,13 +388,7 @@ def seen_by_runs(record: RunRecord, prediction: Path | None, find: Callable[[Run
         except (DataError, ValueError, OSError) as error:  # its folder may be damaged: scores do not need it
             why, is_here = str(error), False
         gone += [str(run)] * bool(why and not is_here)
-    gone += network_of_others(predicted_otherwise(prediction))
-    return Seen.by_any(found)._replace(gone=gone) if found else NONE_SEEN
-
-
-def network_of_others(others: Sequence[str]) -> list[str]:
-    """Returns what the cases of a folder that its record does not tell of were predicted by, in words; [] of none."""
-    return [f"the network behind {quantity(len(others), 'other case')}"] * bool(others)
+    return Seen.by_any(found)._replace(gone=gone, untold=predicted_otherwise(prediction)) if found else NONE_SEEN
 
 
 def unknown_runs(record: RunRecord, prediction: Path | None) -> list[str]:

@@ -351,7 +351,7 @@ def refuse_of_other(point: Path, content: Mapping[str, Any]) -> None:
     with suppress(OSError, ValueError, LookupError, TypeError, AttributeError):  # earlier versions kept none with it
         begins = [it["history"][:1] for it in (json.loads((point / "config.json").read_text()), content)]
     if all(begins) and begins[:1] != begins[1:]:
-        of_other = "belongs to another run than config.json describes: copy this run's checkpoints back, or remove it"
+        of_other = "belongs to another run than config.json describes: copy this run's checkpoints back"
         raise DataError(point, of_other)
 
 

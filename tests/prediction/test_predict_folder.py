@@ -100,6 +100,13 @@ def test_continue_does_what_is_left_and_the_files_are_the_same(images, tmp_path,
     (tmp_path / "out" / "prediction.json").write_text(json.dumps(record))
     assert act(tmp_path, run, "--probabilities", "--continue") == 0
     assert "2 are done" in capsys.readouterr().out and tree(tmp_path / "out") == tree(tmp_path / "whole")
+    record = json.loads((tmp_path / "out" / "prediction.json").read_text())
+    del record["voxels"], record["label_maps"]
+    (tmp_path / "out" / "prediction.json").write_text(json.dumps(record))
+    for _ in range(2):  # as an earlier version wrote it
+        assert act(tmp_path, run, "--probabilities", "--continue") == 0
+        assert "3 are done" in capsys.readouterr().out
+    shutil.copy(tmp_path / "whole" / "prediction.json", tmp_path / "out" / "prediction.json")
     emptied, cut = (tmp_path / "out" / f"c_00{number}.nii.gz" for number in (1, 2))
     emptied.write_bytes(b"")
     cut.write_bytes(cut.read_bytes()[:-20])

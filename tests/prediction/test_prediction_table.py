@@ -157,13 +157,14 @@ def test_maxima_at_one_place_whatever_is_predicted_are_a_habit_of_the_network() 
     spread = {f"c{n}": tuple(rng.uniform(0, 1, 3)) for n in range(12)}
     close = {f"c{n}": tuple(0.4 + rng.uniform(-0.04, 0.04, 3)) for n in range(12)}
     both = {f"c{n}": ("healthy", "ill")[n % 2] for n in range(12)}
-    habit = " of 12 maps with their maximum in the image, it is at the same place, to within 10% of the image's extent"
+    habit = " have it at the same place, to within 10% of the image's extent"
+    of = "Of 12 maps whose maximum is in the image, "
     assert what_maps_share(spread, both) == ""
     assert what_maps_share(close, both).startswith(
-        f"In 12{habit}, whichever class was predicted: the maps show a habit of the"
+        f"{of}12{habit}, whichever class was predicted: the maps show a habit of the"
     )
     most = close | {f"c{n}": spread[f"c{n}"] for n in range(5)}
-    assert what_maps_share(most, both).startswith(f"In 7{habit}")
+    assert what_maps_share(most, both).startswith(f"{of}7{habit}")
     of_ill = {case: spread[case] if name == "healthy" else close[case] for case, name in both.items()}
     assert what_maps_share(of_ill | {"c0": close["c0"]}, both) == "", "ill cases may well share a place"
     alone = what_maps_share(close, dict.fromkeys(close, "ill"))
@@ -188,4 +189,6 @@ def test_a_page_says_that_maps_have_their_maxima_at_one_place(tmp_path: Path) ->
     (tmp_path / "c5.nii.gz").write_bytes(b"damaged")
     places = page.places_of_maps({"metric_per_case": cases}, tmp_path)
     assert places == {f"c{n}": (0.875, 0.275, 0.275) for n in range(5)}
-    assert "In 5 of 5 maps" in what_maps_share(places, page.predicted_classes({"metric_per_case": cases}))
+    assert "Of 5 maps whose maximum is in the image, 5 have" in what_maps_share(
+        places, page.predicted_classes({"metric_per_case": cases})
+    )

@@ -64,8 +64,8 @@ def test_what_predict_removed_is_on_the_page(tmp_path: Path) -> None:
     both = "Predict removed regions below 20 voxels and all but the largest region of some labels"
     assert said(min_component="20voxels", postprocessing=[[1]]) == [f"{both}{end}"]
     assert "temperature" not in _scored(None, tmp_path)
-    said(temperature=0.25)
-    assert "Probabilities are those at a temperature of 0.25." in _scored(None, tmp_path)
+    said(temperature=0.2512)
+    assert "Probabilities were computed at a temperature of 0.251." in _scored(None, tmp_path)
 
 
 def test_each_network_of_a_mean_that_never_found_a_class_is_named(finished: Path, tmp_path: Path) -> None:
@@ -93,8 +93,8 @@ def test_cases_that_others_predicted_into_a_folder_are_told_from_a_runs(finished
         assert report.act(line) == 0
         page = " ".join((finished / "scores-found.html").read_text().split())
         assert ("also holds 1 case predicted with other settings (q): scores over all its cases" in page) == is_mixed
-        assert ("Scores of folder found, by run and other networks" in page) == is_mixed
-        assert ("nothing tells what the network behind 1 other case learned from" in page) == is_mixed
+        assert ("Scores of folder found, by run and with other settings" in page) == is_mixed
+        assert ("The other one was predicted with settings of which nothing is known." in page) == is_mixed
 
 
 def test_scores_on_the_grid_of_a_run_are_told_from_those_of_its_files(finished: Path) -> None:
@@ -120,7 +120,7 @@ def test_captions_ask_the_file_and_every_reader_whether_the_truth_has_a_class() 
         return f"{what_is_missing('lesion', row)} · {planes_note(case, shown, ['lesion'])}"
 
     assert "· no lesion; predicted none" in note(n_ref=0, n_pred=0)
-    assert "· the truth is too small to be drawn on this grid; predicted none" in note(n_ref=3, n_pred=0)
+    assert "· nothing of the truth is left on this grid; predicted none" in note(n_ref=3, n_pred=0)
     drawn = ScoredCase("a", Path("a"), Path("b"), {"whole": {"n_ref": 0, "n_pred": 1, "VolumeMl": 0.002}})
     label = planes_note(drawn, replace(shown, prediction=np.ones_like(empty)), ["label 1", "core"])
     assert label.startswith("no label 1 or core; predicted in the volume shown: label 1 0.064 ml"), "no region"

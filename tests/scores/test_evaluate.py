@@ -84,7 +84,7 @@ def test_the_table_ends_with_one_line_that_sums_up(
     assert lines[-1].startswith(f"3 cases, 2 classes: mean Dice {mean['Dice']:.4f}, HD95 {mean['HD95']:.2f} mm, NSD ")
     save(folders[1] / "case_0.nii.gz", np.minimum(random_labels(10), 1))  # without one of the classes
     assert evaluate_folders(folders) == 0
-    assert " mm (1 of 6 not measured: one map lacks the class), NSD " in capsys.readouterr().out
+    assert " mm (1 of 6 replaced: one map lacks the class), NSD " in capsys.readouterr().out
 
 
 def test_a_validation_of_other_cases_than_were_held_out_is_told(tmp_path: Path) -> None:
@@ -100,10 +100,10 @@ def test_a_validation_of_other_cases_than_were_held_out_is_told(tmp_path: Path) 
 
 def test_too_much_is_not_called_hardly_overlapping() -> None:
     """Of a Dice alone nobody knows which of both it is."""
-    much = "in the mean case, the prediction covers 84 % of the truth, but is much too large"
+    much = "on average, the prediction covers 84 % of the truth, but is much too large"
     assert what_is_hardly_learned(0.16, 2, 0.16, 0.84) == what_is_hardly_learned(0.16, 9, 0.16, 0.84) == much
     assert "hardly overlap" in what_is_hardly_learned(0.16, 2, 0.16, 0.29)
-    some = "in the mean case, the prediction covers 40 % of the truth: cases are missed, or too much is predicted"
+    some = "on average, the prediction covers 40 % of the truth: cases are missed, or too much is predicted"
     assert what_is_hardly_learned(0.16, 2, 0.16, 0.4) == some
     assert what_is_hardly_learned(0.2, 1, 0.2, 0.6) == "the prediction covers 60 % of the truth, and much that is false"
     assert "or much too much is predicted" in what_is_hardly_learned(0.16, 2, 0.16)
@@ -126,8 +126,8 @@ def test_a_class_that_no_truth_has_is_not_called_hardly_learned(folders: tuple[P
     for case in range(1, 4):
         save(folders[0] / f"case_{case}.nii.gz", np.full((12, 11, 9), 2, np.uint8))
     assert evaluate_folders(folders) == 0
-    told = "core: mean Dice 0.8000: 1 of 5 are 0, as the truth lacks this class where it is predicted; 1.0000 without"
-    assert f"{told} these" in capsys.readouterr().out
+    told = "core: mean Dice 0.8000: 1 of 5 is 0: this class was predicted and is not in the truth; 1.0000 without it"
+    assert told in capsys.readouterr().out
 
 
 def test_what_counts_as_measured_or_as_0_does_not_depend_on_how_empty_cases_count() -> None:
@@ -137,11 +137,9 @@ def test_what_counts_as_measured_or_as_0_does_not_depend_on_how_empty_cases_coun
     pairs = ((full, part), (empty, full), (empty, empty))
     rows = [score(*pair, {"core": (1,)}, (1.0, 1.0, 1.0), empty="brats") for pair in pairs]
     (line,) = hardly_learned_lines(summarise(rows))
-    assert (
-        line == "core: mean Dice 0.5000: 1 of 3 are 0, as the truth lacks this class where it is predicted; 0.7500 "
-        "without these"
-    )
-    assert not_measured(rows) == " (1 of 3 not measured: one map lacks the class)"
+    told = "1 of 3 is 0: this class was predicted and is not in the truth; 0.7500 without it"
+    assert line == f"core: mean Dice 0.5000: {told}"
+    assert not_measured(rows) == " (1 of 3 replaced: one map lacks the class)"
 
 
 def test_a_low_dice_has_a_caution_below_its_table(folders: tuple[Path, Path], capsys) -> None:

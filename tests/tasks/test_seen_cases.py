@@ -311,3 +311,10 @@ def test_another_label_file_is_named_only_where_both_are_there(tmp_path: Path) -
     assert (seen.same, seen.differing) == (["x"], {"x": "image"})
     assert "(x, whose label file was there with another image, there a): " in seen.sentences[0]
     assert seen.mark("x") == "Its label file was seen in training, with another image. "
+    exactly = Seen(["x"], [], 1)
+    assert not Seen.by_any([seen, exactly]).differing and not Seen.by_any([exactly, seen]).differing
+    two = Seen(["x"], [], 3, untold=["y"])
+    groups, told = two.apart("xyz")
+    assert list(groups) == ["new to the run", "predicted with settings of which nothing is known", "seen in training"]
+    assert told.endswith("Of the other 2, 1 was predicted with settings of which nothing is known, and 1 was seen in "
+                         "training.")  # fmt: skip

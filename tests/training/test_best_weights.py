@@ -182,7 +182,9 @@ def test_a_best_of_another_run_and_edited_data_are_told_wherever_weights_are(bes
     assert not weights_taken(best_is_first).edited
     edited = {**config, "dataset": {**config["dataset"], "train": [], "values": [0, 2]}}
     write_json(best_is_first / "config.json", edited)
-    told = f"{best_is_first}/config.json was edited after the training: values of its data, train of its data."
+    told = (
+        f"{best_is_first}/config.json differs from that of the last checkpoint: values of its data, train of its data."
+    )
     assert told in page_of(best_is_first, capfd)[0]
     warn_of_weights(best_is_first)
     assert f"warning: {told}" in capfd.readouterr().err

@@ -257,7 +257,7 @@ def what_maps_share(places: Mapping[str, Place], classes: Mapping[str, str]) -> 
     shared = [name for name in names if 2 * int(own[given == name].sum()) >= int((given == name).sum())]
     if 2 * int(own.sum()) <= len(own) or len(shared) < min(2, len(names)):  # a place of one class is its own
         return ""
-    text = f"In {own.sum()} of {len(own)} maps with their maximum in the image, it is at the same place, to "
+    text = f"Of {len(own)} maps whose maximum is in the image, {own.sum()} have it at the same place, to "
     text += f"within {NEAR:.0%} of the image's extent"
     if len(names) > 1:
         return f"{text}, whichever class was predicted: the maps show a habit of the network, not the single case."
