@@ -36,6 +36,7 @@ class StopRequest:
         self._resumes = resumes
         self._reason = ""  # why this rank needs to leave
         self._interrupted: float | None = None  # when Ctrl-C came first
+        self._early: LeftBeforeStart | None = None  # raised before the start: Python drops it in a finaliser
         self._pipe: int | None = None
         self._file: Path | None = None
         self._agreement: StopAgreement | None = None
@@ -47,7 +48,8 @@ class StopRequest:
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if self._agreement is None:
-            raise LeftBeforeStart(PREEMPTED if self._resumes else 128 + number)
+            self._early = LeftBeforeStart(PREEMPTED if self._resumes else 128 + number)
+            raise self._early
         if number == signal.SIGINT:
             now = time.monotonic()
             apart_s = APART_S if PARENT_OF_FOLD in os.environ else 0.0
@@ -62,6 +64,8 @@ class StopRequest:
         - ``on_lost``: called with the reason when this rank has to leave alone
         - ``out``: the run folder, in which the first rank looks for a file named ``stop``
         """
+        if self._early is not None:
+            raise self._early
         self._file = out / STOP_FILE if mesh.is_first else None
         if mesh.store is not None:
             self._pipe, writes = os.pipe()

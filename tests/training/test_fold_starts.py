@@ -4,7 +4,7 @@ import os
 import shutil
 import signal
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -216,6 +216,23 @@ def test_one_ctrl_c_that_comes_twice_to_a_fold_is_one(monkeypatch, tmp_path) -> 
             with pytest.raises(KeyboardInterrupt):
                 os.kill(os.getpid(), signal.SIGINT)
             clock[0] = 100.0
+    finally:
+        for number, handler in zip(numbers, before):
+            signal.signal(number, handler)
+
+
+def test_a_signal_before_the_start_counts_though_python_dropped_what_it_raised(tmp_path) -> None:
+    """As it does within a finaliser, which may run at any time."""
+    numbers = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+    before = [signal.getsignal(number) for number in numbers]
+    try:
+        stopper = stop_request.StopRequest(3600.0)
+        with suppress(stop_request.LeftBeforeStart):
+            os.kill(os.getpid(), signal.SIGTERM)
+        mesh = Mesh(Launcher("alone"), torch.device("cpu"), *[Group("world")] * 7, ("here",))
+        with pytest.raises(stop_request.LeftBeforeStart) as left:
+            stopper.begin(mesh, print, tmp_path)
+        assert left.value.code == 128 + signal.SIGTERM
     finally:
         for number, handler in zip(numbers, before):
             signal.signal(number, handler)
