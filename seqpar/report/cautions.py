@@ -231,7 +231,7 @@ def planes_note(case: ScoredCase, shown: ShownCase, labels: Sequence[str]) -> st
         return f"planes {f'with most of the {of_label}prediction' if shown.prediction.any() else 'through the middle'}"
     rows = list(case.scores.values())
     is_part = is_part_labelled(rows)
-    is_drawn = is_part or bool(rows) and not case.scores.keys() >= {*labels}  # labels of which regions are scored
+    is_drawn = is_part or bool(rows) and not case.scores.keys() >= {*labels}  # regions are scored, not labels
     volumes = {} if is_drawn else {name: case.scores.get(name, {}).get("VolumeMl", 0.0) for name in labels}
     if not any(ml > 0 for ml in volumes.values()):
         counts = np.bincount(shown.prediction.ravel(), minlength=len(labels) + 1)[1:]

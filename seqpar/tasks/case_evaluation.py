@@ -26,7 +26,7 @@ from seqpar.terminal import next_command
 from seqpar.text import quantity
 
 NEW, HELD, CHOSE = "new to the run", "held out by the run", "used to choose the weights"
-UNSEEN, UNTOLD = "not seen by the other runs", "predicted with settings of which nothing is known"
+UNSEEN, UNTOLD = "not seen by the other runs", "predicted with unknown settings"
 SHOWN_LARGE = (NEW, UNSEEN, HELD, CHOSE)  # what is not trained on
 SEEN, NAMESAKE = "seen in training", "with the name of one of the run's cases or patients"
 NAMES = "has the name of one of the run's cases or patients", "have the names of the run's cases or patients"

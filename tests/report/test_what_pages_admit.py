@@ -94,7 +94,7 @@ def test_cases_that_others_predicted_into_a_folder_are_told_from_a_runs(finished
         page = " ".join((finished / "scores-found.html").read_text().split())
         assert ("also holds 1 case predicted with other settings (q): scores over all its cases" in page) == is_mixed
         assert ("Scores of folder found, by run and with other settings" in page) == is_mixed
-        assert ("The other one was predicted with settings of which nothing is known." in page) == is_mixed
+        assert ("The other one was predicted with unknown settings." in page) == is_mixed
 
 
 def test_scores_on_the_grid_of_a_run_are_told_from_those_of_its_files(finished: Path) -> None:

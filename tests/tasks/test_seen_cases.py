@@ -315,6 +315,6 @@ def test_another_label_file_is_named_only_where_both_are_there(tmp_path: Path) -
     assert not Seen.by_any([seen, exactly]).differing and not Seen.by_any([exactly, seen]).differing
     two = Seen(["x"], [], 3, untold=["y"])
     groups, told = two.apart("xyz")
-    assert list(groups) == ["new to the run", "predicted with settings of which nothing is known", "seen in training"]
-    assert told.endswith("Of the other 2, 1 was predicted with settings of which nothing is known, and 1 was seen in "
+    assert list(groups) == ["new to the run", "predicted with unknown settings", "seen in training"]
+    assert told.endswith("Of the other 2, 1 was predicted with unknown settings, and 1 was seen in "
                          "training.")  # fmt: skip
