@@ -104,6 +104,11 @@ class ConvTranspose3d(nn.ConvTranspose3d):
         """Returns this rank's box of the output, ``b c W/s D/s H/s``, and its box grid."""
         _refuse_channels(self, x)
         if grid is None:
+            conv_options = ConvOptions.of(self, self.padding)  # type: ignore[arg-type]
+            if uses_own_kernel(x, self.weight, conv_options):
+                return _convolve(
+                    x, self.weight, self.bias, BoxConvolution(Halos(Group("self")), conv_options, True)
+                ), None
             sizes = self.stride, self.padding, self.output_padding, self.groups, self.dilation
             y = F.conv_transpose3d(x, half(self.weight), half(self.bias), *sizes)  # type: ignore[arg-type]
             return match_memory_format(y, x), None

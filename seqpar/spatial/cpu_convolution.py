@@ -8,8 +8,9 @@ builds a matrix of 27 copies of the volume. So slabs along W, with the rows that
 form, and their gradients added; a slab stays in the cache.
 
 In bfloat16, if there is padding along W and the kernel is longer there than the volume, oneDNN's weight gradient
-contains uninitialized numbers (torch 2.13, AVX-512 with bf16). Without padding it is correct, so such volumes are
-processed as slabs too.
+contains uninitialized numbers. With kernels of six voxels or more it does in float32 too, and can corrupt memory (torch
+2.13, AVX-512 with bf16). Without padding it is correct, so such volumes are processed as slabs too. A transposed
+convolution's weight gradient is that of a convolution of the output's gradient: there the output's length counts.
 
 Legend: b batch, c channels, W D H voxels.
 """
@@ -28,6 +29,7 @@ from seqpar.spatial.memory_format import is_channels_last
 _NATIVE = 20480  # channels x W x D up to which torch does not call oneDNN
 _SLAB = 1 << 21  # values
 _CHANNELS = 8  # block size of the kernel without AVX-512
+_LONG = 6  # kernels along W from which oneDNN is also wrong in float32
 Ints = tuple[int, ...]
 
 
@@ -107,12 +109,25 @@ def uses_own_kernel(x: Tensor, weight: Tensor, options: ConvOptions) -> bool:
 
 def weight_grad_by_slabs(x: Tensor, weight: Tensor, options: ConvOptions) -> bool:
     """Returns whether the weight gradient is computed slab by slab."""
-    if device_type(x) != "cpu" or x.ndim != 5 or max(weight.shape[2:]) == 1 or options.transposed or options.groups > 1:
+    if device_type(x) != "cpu" or x.ndim != 5 or max(weight.shape[2:]) == 1:
         return False
-    if (autocast_dtype(x) or x.dtype) == torch.bfloat16:
-        return options.padding[0] > 0 and x.shape[2] <= options.dilation[0] * (weight.shape[2] - 1)
+    dtype = autocast_dtype(x) or x.dtype
+    if options.padding[0] and _is_short(x.shape[2], weight.shape[2], dtype, options):
+        return True
+    if dtype != torch.float32 or options.transposed or options.groups > 1:
+        return False
     in_blocks = not (weight.shape[0] % _CHANNELS or weight.shape[1] % _CHANNELS)
-    return in_blocks and x.dtype == torch.float32 and torch.backends.cpu.get_cpu_capability() == "AVX2"
+    return in_blocks and torch.backends.cpu.get_cpu_capability() == "AVX2"
+
+
+def _is_short(rows: int, kernel: int, dtype: torch.dtype, options: ConvOptions) -> bool:
+    """Returns whether a volume is too short along W for oneDNN's weight gradient with padding."""
+    stride, reach = options.stride[0], options.dilation[0] * (kernel - 1)
+    if options.transposed:
+        rows = (rows - 1) * stride - 2 * options.padding[0] + reach + options.output_padding[0] + 1
+    if kernel >= _LONG:
+        return dtype in (torch.float32, torch.bfloat16) and rows <= reach + stride
+    return dtype == torch.bfloat16 and rows <= reach
 
 
 def convolve(x: Tensor, weight: Tensor, bias: Tensor | None, options: ConvOptions) -> Tensor:
@@ -133,7 +148,11 @@ def gradients(
     back = torch.ops.aten.convolution_backward
     if cut is None and any(needs[1:]) and weight_grad_by_slabs(x, weight, options):
         dx = back(grad, x, weight, shape, *options.all, (True, False, False))[0] if needs[0] else None
-        return dx, *_by_slabs(grad, x, weight, shape, options, needs[1:])
+        if not options.transposed:
+            return dx, *_by_slabs(grad, x, weight, shape, options, needs[1:])
+        mirrored = replace(options, transposed=False, output_padding=(0, 0, 0))
+        dweight = _by_slabs(x, grad, weight, None, mirrored, (needs[1], False))[0]
+        return dx, dweight, grad.sum((0, 2, 3, 4)) if biased and needs[2] else None
     if cut is None:
         return back(grad, x, weight, shape, *options.all, needs)  # type: ignore[no-any-return]
     both = torch.cat(grad.split(cut.num_outputs, cut.dim))

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from seqpar.parallel.meta_tensors import meta_as_device
 from seqpar.spatial import cpu_convolution
-from seqpar.spatial.convolution import Conv3d
+from seqpar.spatial.convolution import Conv3d, ConvTranspose3d
 from seqpar.spatial.cpu_convolution import ConvOptions, convolve, gradients, uses_own_kernel
 from tests.support.ranks import relative
 
@@ -119,29 +119,85 @@ def test_blocks_of_float32_alone_go_by_slabs(monkeypatch: pytest.MonkeyPatch) ->
         assert not uses_own_kernel(x.to("meta"), weight.to("meta"), numbers())
 
 
+VOLUMES_IN_BF16 = [((2, 2, 2), 3), ((2, 5, 4), 3), ((1, 4, 4), 2), ((3, 4, 5), 5), ((4, 6, 6), 5)]
+
+
+def refuses_unwritten_memory(x: Tensor, weight: Tensor, options: ConvOptions, limit: float, last: bool) -> None:
+    """Compares gradients with float64's, where memory full of infinities has just been freed."""
+    order = torch.channels_last_3d if last else torch.contiguous_format
+    back = torch.ops.aten.convolution_backward
+    y = torch.convolution(x.double(), weight.double(), None, *options.all)  # type: ignore[arg-type]
+    grad = torch.randn(y.shape).to(x.dtype)
+    want = back(grad.double(), x.double(), weight.double(), [y.shape[1]], *options.all, (True, True, True))
+    x, grad = (t.contiguous(memory_format=order) for t in (x, grad))
+    for _ in range(5):
+        dirty = [torch.full((1 << power,), math.inf) for power in range(8, 20)]
+        del dirty
+        got = gradients(grad, x, weight, True, options, (True, True, True))
+        for mine, exact in zip(got, want, strict=True):
+            assert mine is not None and mine.shape == exact.shape and relative(mine.double(), exact) < limit
+    assert gradients(grad, x, weight, True, options, (True, False, False))[1:] == (None, None)
+    dx, dweight, dbias = gradients(grad, x, weight, True, options, (False, True, False))
+    assert dx is None and dbias is None and dweight is not None
+
+
+# where oneDNN does not know bf16, torch also sums in bfloat16
+LIMIT = 0.01 if torch.ops.mkldnn._is_mkldnn_bf16_supported() else 0.05
+
+
 @pytest.mark.parametrize("last", [False, True])
-@pytest.mark.parametrize(
-    "volume, side", [((2, 2, 2), 3), ((2, 5, 4), 3), ((1, 4, 4), 2), ((3, 4, 5), 5), ((4, 6, 6), 5)]
-)
+@pytest.mark.parametrize("volume, side", VOLUMES_IN_BF16)
 @pytest.mark.parametrize("channels", [8, 16])
 def test_gradients_of_bf16_where_kernels_are_longer_than_the_volume(
     channels: int, volume: tuple[int, int, int], side: int, last: bool
 ) -> None:
-    """Where oneDNN reads what was never written: memory that was, with infinities, is freed right before."""
-    order = torch.channels_last_3d if last else torch.contiguous_format
-    x = torch.randn(2, channels, *volume).bfloat16().contiguous(memory_format=order)
-    weight, options = torch.randn(channels, channels, *[side] * 3).bfloat16(), numbers(padding=side // 2)
-    wide = [t.double().requires_grad_() for t in (x, weight, torch.zeros(channels))]
-    y = F.conv3d(*wide, padding=side // 2)
-    grad = torch.randn(y.shape).bfloat16()
-    want = torch.autograd.grad((y * grad.double()).sum(), wide)
-    limit = 0.01 if torch.ops.mkldnn._is_mkldnn_bf16_supported() else 0.05  # elsewhere torch also sums in bfloat16
-    for _ in range(5):
-        dirty = [torch.full((1 << power,), math.inf) for power in range(8, 20)]
-        del dirty
-        got = gradients(grad.contiguous(memory_format=order), x, weight, True, options, (True, True, True))
-        for mine, exact in zip(got, want, strict=True):
-            assert mine is not None and relative(mine.double(), exact) < limit
+    x, weight = torch.randn(2, channels, *volume).bfloat16(), torch.randn(channels, channels, *[side] * 3).bfloat16()
+    refuses_unwritten_memory(x, weight, numbers(padding=side // 2), LIMIT, last)
+
+
+@pytest.mark.parametrize("last", [False, True])
+@pytest.mark.parametrize("groups", [1, 2, 16])
+@pytest.mark.parametrize(
+    "volume, side, stride, transposed, dtype",
+    [
+        ((2, 4, 4), 3, 1, False, torch.bfloat16),
+        ((4, 4, 4), 5, 1, False, torch.bfloat16),
+        ((4, 2, 2), 5, 2, False, torch.bfloat16),
+        ((2, 2, 2), 3, 1, True, torch.bfloat16),
+        ((2, 2, 2), 5, 2, True, torch.bfloat16),
+        ((3, 3, 3), 5, 1, True, torch.bfloat16),
+        ((4, 4, 4), 6, 2, False, torch.float32),
+        ((5, 4, 4), 7, 2, False, torch.float32),
+        ((7, 4, 4), 7, 2, False, torch.float32),
+        ((3, 3, 3), 7, 2, True, torch.float32),
+        ((6, 4, 4), 8, 3, False, torch.float32),
+    ],
+)
+def test_gradients_with_groups_and_transposed_where_kernels_are_longer_than_the_volume(
+    volume: tuple[int, int, int], side: int, stride: int, transposed: bool, dtype: torch.dtype, groups: int, last: bool
+) -> None:
+    """As MedNeXt's blocks, which filter each channel alone, and its upward ones."""
+    extra = (stride - 1,) * 3 if transposed else (0,) * 3
+    options = ConvOptions((stride,) * 3, (side // 2,) * 3, (1, 1, 1), transposed, extra, groups)
+    x, weight = torch.randn(2, 16, *volume).to(dtype), torch.randn(16, 16 // groups, *[side] * 3).to(dtype)
+    assert uses_own_kernel(x, weight, options)
+    refuses_unwritten_memory(x, weight, options, LIMIT if dtype == torch.bfloat16 else 1e-4, last)
+    long = torch.randn(2, 16, 2 * side, 4, 4).to(dtype)
+    assert not uses_own_kernel(long, weight, options), "longer than the kernel: oneDNN is right"
+
+
+def test_an_upward_layer_in_bf16_takes_the_right_gradients() -> None:
+    layer, x = ConvTranspose3d(16, 16, 5, stride=2, padding=2, output_padding=1, groups=16), torch.randn(1, 16, 2, 2, 2)
+    wide = F.conv_transpose3d(x, layer.weight, layer.bias, stride=2, padding=2, output_padding=1, groups=16)
+    slope = torch.randn_like(wide)
+    want = torch.autograd.grad((wide * slope).sum(), (layer.weight, layer.bias))
+    with torch.autocast("cpu", torch.bfloat16):
+        y, _ = layer(x)
+    assert y.dtype == torch.bfloat16 and "_Convolve" in type(y.grad_fn).__name__
+    got = torch.autograd.grad((y.float() * slope).sum(), (layer.weight, layer.bias))
+    assert all(relative(mine, exact) < 0.02 for mine, exact in zip(got, want, strict=True))
+    y, _ = layer(x)
+    assert "_Convolve" not in type(y.grad_fn).__name__, "in float32 oneDNN is right"
 
 
 @pytest.mark.parametrize("autocast", [False, True])
