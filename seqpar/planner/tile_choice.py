@@ -86,8 +86,9 @@ def better_tile(
 ) -> tuple[Sides, str] | None:
     """Returns an equally large tile that suits the cases better, and why; None if ``tile`` suits them."""
     better = suited_tile(math.prod(tile), shape, spacing, unit)
-    if any(side > -(-n // step) * step for side, n, step in zip(tile, shape, unit)):
-        return better, "it is longer than they are"
+    for side, n, step, which in zip(tile, shape, unit, ("first", "second", "third")):
+        if side > -(-n // step) * step:
+            return better, f"its {which} side, {side}, is longer than theirs, {n}"
     if _unlikeness(tile, spacing) > UNLIKE and _unlikeness(better, spacing) < 0.75 * _unlikeness(tile, spacing):
         lengths = " x ".join(f"{side * size:.0f}" for side, size in zip(tile, spacing))
         return better, f"it is {lengths} mm"

@@ -68,7 +68,7 @@ def test_a_tile_that_does_not_suit_is_told_apart() -> None:
     assert better_tile((96, 96, 96), (240, 240, 155), (1, 1, 1), unit) is None
     assert better_tile((96, 96, 96), (512, 512, 30), (0.8, 0.8, 5), unit) == (
         (176, 176, 32),
-        "it is longer than they are",
+        "its third side, 96, is longer than theirs, 30",
     )
     tile, why = better_tile((96, 96, 96), (512, 512, 120), (0.8, 0.8, 5), unit) or ((), "")
     assert why == "it is 77 x 77 x 480 mm" and tile == (176, 176, 32)
@@ -88,7 +88,7 @@ def test_a_preset_s_tile_that_does_not_suit_is_said_with_the_better_one() -> Non
     assert line.startswith(
         "note: --tile 96 96 96, the preset's, does not suit cases of 512x512x30 voxels of 0.8x0.8x5 mm"
     )
-    assert line.endswith("as it is longer than they are: --tile 176 176 32 does, or --preset auto")
+    assert line.endswith("as its third side, 96, is longer than theirs, 30: --tile 176 176 32 does, or --preset auto")
     assert line_of(request, fingerprint(*BRAIN)) == ""
     for changes in (
         {"flags": frozenset({"tile"})},

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from seqpar.tasks.case_evaluation import CaseEvaluation, ScoringJob, Seen
+from seqpar.tasks.segment import evaluation
 from seqpar.tasks.segment.evaluation import calibration_diagram, format_calibration
 from seqpar.tasks.segment.label_map_folder import SavedProbabilities
 from tests.support.label_folders import evaluate_folders, random_labels, save, summary_of
@@ -85,6 +86,21 @@ def test_calibration_is_that_of_all_voxels_together(predicted, capfd) -> None:
     picture.write_bytes(b"my own")
     assert evaluate_folders(folders, "--calibration") == 3 and picture.read_bytes() == b"my own"
     assert f"{picture}: is there, and evaluate did not write it" in capfd.readouterr().err
+
+
+def test_a_case_without_a_labelled_voxel_is_not_counted(predicted, monkeypatch) -> None:
+    folders, _ = predicted
+    save(folders[0] / "c1.nii.gz", np.full(random_labels(1).shape, 3, np.uint8))
+    titles = list[str]()
+
+    def drawn(*args: Any) -> Any:
+        diagram = calibration_diagram(*args)
+        titles.append(diagram.quantity)
+        return diagram
+
+    monkeypatch.setattr(evaluation, "calibration_diagram", drawn)
+    assert evaluate_folders(folders, "--calibration") == 0
+    assert titles == ["Calibration of the voxels of 2 cases"]
 
 
 def test_calibration_of_new_cases_leads_and_all_together_stay_in_the_summary(predicted, capfd, monkeypatch) -> None:

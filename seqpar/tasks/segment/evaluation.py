@@ -155,11 +155,11 @@ class LabelMapEvaluation(CaseEvaluation):
             }
         contents: dict[str, str | Callable[[Path], object]] = {"csv": csv_text(cases, self.labels)}
         if self.options.calibration:
-            parts, faults = dict[str, dict[str, Floats]](), {name: list[DataError]() for name in each}
+            parts, counts, faults = dict[str, dict[str, Floats]](), dict[str, int](), list[DataError]()
             for name, own in each.items():
                 pairs = [pair for pair, _ in own]
-                parts[name] = calibrate(pairs, self.labels, self._workers(job.cases), faults[name])
-                job.faults += faults[name]
+                parts[name], counts[name] = calibrate(pairs, self.labels, self._workers(job.cases), faults)
+            job.faults += faults
             content["calibration"] = calibration_content(_added(parts.values()))
             for name, group in content.get("groups", {}).items():
                 group["calibration"] = calibration_content(parts[name])
@@ -168,7 +168,7 @@ class LabelMapEvaluation(CaseEvaluation):
             if tenths:
                 by = records_behind(Path(job.name))  # its page has these colours
                 colours = by[0].class_colours(self.labels.classes) if by else colours_of(self.labels.classes)
-                diagram = calibration_diagram(tenths, len(shown) - len(faults[which]), colours, which)
+                diagram = calibration_diagram(tenths, counts[which], colours, which)
                 title = title_of(job.name, is_generated(self.options.truth), diagram.quantity)
                 contents["calibration"] = lambda path: draw_figure(title, [diagram], ABOUT_CALIBRATION, [path])
         contents["json"] = json.dumps(content, indent=2) + "\n"
@@ -301,10 +301,13 @@ def require_probabilities(pairs: Sequence[Pair], flag: str) -> None:
             )
 
 
-def calibrate(pairs: Sequence[Pair], labels: Labels, workers: int, faults: list[DataError]) -> dict[str, Floats]:
+def calibrate(
+    pairs: Sequence[Pair], labels: Labels, workers: int, faults: list[DataError]
+) -> tuple[dict[str, Floats], int]:
     """Returns how probable each class was in the voxels of all cases, and how often it was there, by tenths ``t 3``.
 
-    One case after the other is in memory. A class that no output stands for is left out.
+    Also returns of how many cases: in those without a labelled voxel nothing is known. One case after the other is in
+    memory. A class that no output stands for is left out.
 
     - ``faults``: gets what is wrong with a case
     """
@@ -312,7 +315,8 @@ def calibrate(pairs: Sequence[Pair], labels: Labels, workers: int, faults: list[
     for _, result in map_pairs(partial(calibrate_pair, labels=labels), pairs, workers):
         faults.append(result) if isinstance(result, DataError) else every.append(result)
     tenths = _added(every)
-    return {name: tenths[name] for name in labels.classes if name in tenths}
+    num_cases = sum(any(tenths[:, 0].any() for tenths in own.values()) for own in every)
+    return {name: tenths[name] for name in labels.classes if name in tenths}, num_cases
 
 
 def _added(parts: Iterable[Mapping[str, Floats]]) -> dict[str, Floats]:

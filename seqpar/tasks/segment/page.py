@@ -333,10 +333,10 @@ def _calibration(
     if not all(SavedProbabilities.of(pair.prediction) for pair in pairs):
         return [], ""
     faults = list[DataError]()  # of cases, which are those of their scores
-    tenths = calibrate(pairs, labels, 1, faults)
+    tenths, num_cases = calibrate(pairs, labels, 1, faults)
     lacking = ", ".join(name for name in labels.classes if name not in tenths)
     text = f"{ABOUT_CALIBRATION} No output of the network stands for {lacking}." if lacking else ABOUT_CALIBRATION
-    diagram = calibration_diagram(tenths, len(pairs) - len(faults), colours)
+    diagram = calibration_diagram(tenths, num_cases, colours)
     return draw_charts([diagram] * bool(tenths), width=360), text
 
 
