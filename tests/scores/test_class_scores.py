@@ -147,7 +147,13 @@ def test_evaluate_scores_tables_and_writes_both_files(tmp_path: Path, capsys: py
     other = draw(30, 2, seed=1)[1]
     table_at(tmp_path / "b/predictions.csv", truth, other)
     assert run(evaluate.act, [str(tmp_path / "labels.csv"), str(tmp_path / "a"), str(tmp_path / "b")]) == 0
-    assert "balanced accuracy over the 30 cases that all tables have" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "balanced accuracy over the 30 cases that all tables have" in said
+    first, second = ((own.argmax(1) == truth).tolist() for own in (probabilities, other))
+    gap, alone = sum(second) - sum(first), sum(b and not a for a, b in zip(first, second))
+    which = f"is {abs(gap) / 30:.3f} {'higher' if gap > 0 else 'lower'} than" if gap else "equals"
+    assert f"The accuracy of {tmp_path / 'b'} {which} that of {tmp_path / 'a'}, over 30 cases: {alone} right by" in said
+    assert said.count("95 % confidence interval: ") == 1
 
 
 def test_evaluate_says_what_a_page_says_of_guesses(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:

@@ -136,18 +136,18 @@ class ClassEvaluation(CaseEvaluation):
         return "\n".join([*lines, *self.words("")])
 
     def _best(self, tables: Mapping[str, ClassTable]) -> str:
-        """Returns which table scores best over the cases that all of them have."""
+        """Returns which table scores best over the cases that all of them have, and how surely it differs."""
         common = set.intersection(*(set(table.cases) for table in tables.values())) & self.truth.keys()
         if not common:
             return "the tables have no case in common"
-        scores = dict[str, float]()
-        for name, table in tables.items():
-            content = class_summary(table, {case: self.truth[case] for case in common}, Path(name))
-            scores[name] = content["scores"]["balanced accuracy"]
+        truth = {case: self.truth[case] for case in common}
+        summaries = {name: class_summary(table, truth, Path(name)) for name, table in tables.items()}
+        scores = {name: summary["scores"]["balanced accuracy"] for name, summary in summaries.items()}
         ranked = sorted(scores, key=lambda name: -scores[name])
         listed = ", ".join(f"{name} {scores[name]:.4f}" for name in ranked)
         few = f" ({TOO_FEW})" if len(common) < FEW else ""
-        return f"balanced accuracy over the {quantity(len(common), 'case')} that all tables have: {listed}{few}"
+        best = f"balanced accuracy over the {quantity(len(common), 'case')} that all tables have: {listed}{few}"
+        return "\n".join([best, *_differences(summaries, sorted(common))])
 
 
 def image_files(data: str | Path) -> dict[str, Path]:
