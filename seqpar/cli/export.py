@@ -92,6 +92,7 @@ def _hand_back(options: argparse.Namespace) -> int:
     runs = []
     for path in expand_folds([options.run]):
         warn_if_killed(path)
+        warn_of_weights(path, are_named=options.checkpoint != "best")
         trained = read_run(path)
         weights = find_weights(trained, options.checkpoint)
         runs.append((trained, read_config(path), load_run(path, str(weights))))

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from seqpar.cli import export, plan, prepare
 from seqpar.cluster.devices import DEVICES, GB
+from seqpar.data.files import write_json
 from seqpar.data.formats.recognise import read_dataset
 from seqpar.data.geometry import to_canonical
 from seqpar.data.preparation.cache_index import cache_folder, is_current
@@ -101,7 +102,7 @@ def test_weights_by_a_trainer_of_another_name_are_taken_with_a_line_or_refused(p
 
 
 def test_a_primus_that_nnunet_trained_brings_its_network_and_how_its_plans_prepare(
-    place, tmp_path, monkeypatch
+    place, tmp_path, monkeypatch, capfd
 ) -> None:
     """And goes back as it came, by plans that transpose."""
     monkeypatch.setitem(nnssl.SIZES, "PrimusXS", (72, 2, 4))
@@ -124,6 +125,11 @@ def test_a_primus_that_nnunet_trained_brings_its_network_and_how_its_plans_prepa
     assert back["init_args"]["plans"]["configurations"]["3d_fullres"]["patch_size"] == [8, 16, 24]
     for name in state.keys() - {"mask_token"}:
         assert torch.allclose(back["network_weights"][name], state[name], atol=1e-6), name
+    capfd.readouterr()
+    record = json.loads((run / "config.json").read_text())
+    write_json(run / "config.json", {**record, "config": {**record["config"], "val_mirror": "W"}})
+    assert export.act([str(run), str(tmp_path / "edited")]) == 0
+    assert "differs from that of the last checkpoint: --val-mirror WD -> W." in capfd.readouterr().err
     line = flags_of(place, "--weights", str(file), "--prepare", "own", "--dry-run")
     assert prepare_settings(read_request(line, read_launcher({})).config).plan is None
     torch.save({**load_torch(file), "trainer_name": "nnUNetTrainerOfMine"}, file)
