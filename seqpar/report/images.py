@@ -194,8 +194,8 @@ Spacing = tuple[float, ...]
 
 
 def changed_since(record: RunRecord, scored: CaseScores, shown: Collection[str]) -> list[str]:
-    """Returns a sentence on ``shown`` cases of a run's own validation whose images or labels are other files by now;
-    none on those that a fault names already.
+    """Returns a sentence on ``shown`` cases of a run's own validation whose images, labels or predictions are other
+    files by now; none on those that a fault names already.
     """
     truths = {case.name: case.truth for case in scored.cases if case.truth and case.name in shown
               and not any(fault.startswith(f"{case.truth}:") for fault in scored.faults)}  # fmt: skip
@@ -210,8 +210,14 @@ def changed_since(record: RunRecord, scored: CaseScores, shown: Collection[str])
             if known and truth.is_file():
                 is_other = is_other or files_digest([digest_file(truth)]) not in known.split()
             changed += [name] * bool(known and is_other)
+    for case in scored.cases:
+        with suppress(DataError, OSError):
+            known = scored.digests.get(case.name)
+            is_other = known and case.name in shown and case.prediction.is_file()
+            changed += [case.name] * bool(is_other and digest_file(case.prediction) != known)
     if not changed:
         return []
+    changed = list(dict.fromkeys(changed))
     return [f"Since they were scored, files of {shorten_list(changed, 3)} were replaced: the pictures show the new "
             "files, and scores and volumes are of the old ones. Validate or evaluate again."]  # fmt: skip
 

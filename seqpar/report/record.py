@@ -148,6 +148,7 @@ class CaseScores:
     faults: tuple[str, ...] = ()
     missing: tuple[str, ...] = ()  # cases without a prediction
     step: int = 0  # of the validation that they are from, 0 if there was none
+    digests: Mapping[str, str] = field(default_factory=dict)  # of the label maps that were scored, by case
 
     def of(self, names: Collection[str], which: str) -> "CaseScores":
         """Returns the scores of some of the cases alone; ``which``: what these are, in words."""
@@ -434,7 +435,8 @@ def parse_scores(content: Mapping[str, Any], source: str, folder: Path | None) -
     )
     classes = {str(n): str(k) for n, k in keys.items()}
     step = int(content.get("step") or 0)
-    return CaseScores(source, classes, tuple(cases), summary, settings, faults, missing, step)
+    digests = {str(case): str(digest) for case, digest in content.get("digests", {}).items()}
+    return CaseScores(source, classes, tuple(cases), summary, settings, faults, missing, step, digests)
 
 
 def _numbers(row: Mapping[str, Any]) -> dict[str, float]:

@@ -29,6 +29,13 @@ def test_files_that_changed_since_they_were_scored_are_named(finished: Path, tmp
     record, scored = read_record(tmp_path / "run"), read_scores(tmp_path / "run")
     names = {case.name for case in scored.cases}
     assert changed_since(record, scored, names) == [], "earlier versions recorded no files"
+    assert {*scored.digests} == names
+    map_of_b = tmp_path / "run" / "validation" / "case-b.nii.gz"
+    before = map_of_b.read_bytes()
+    shutil.copy(map_of_b.with_name("case-a.nii.gz"), map_of_b)
+    (told,) = changed_since(record, scored, names)
+    assert "files of case-b were replaced" in told and changed_since(record, scored, {"case-a"}) == []
+    map_of_b.write_bytes(before)
     files = {name: case.files for name, case in open_cache(tmp_path / "cache").cases.items()}
 
     def recorded(**others: str) -> RunRecord:

@@ -25,7 +25,7 @@ from seqpar.data.phantom.phantom_files import GENERATED, is_generated
 from seqpar.data.preparation.cache import PreparedCase
 from seqpar.data.preparation.prepared_case import Preparation, Properties
 from seqpar.data.preparation.transforms import resample_label, to_ids
-from seqpar.data.volumes import write_volume
+from seqpar.data.volumes import digest_file, write_volume
 from seqpar.data.workers import ReportProgress
 from seqpar.losses import LossParts, Readers, SoftLabels
 from seqpar.models.network import Network
@@ -121,6 +121,7 @@ class ValidationFolder:
             content = summary_content(self.scored, self.labels, summarise([scores for _, scores in self.scored]))
             content |= {"settings": DEFAULT_SETTINGS, "faults": list(map(str, self.faults)), "step": self.step}
             try:
+                content["digests"] = {pair.case: digest_file(pair.prediction) for pair, _ in self.scored}
                 write_output(self.folder / "summary.json", json.dumps(content, indent=2) + "\n")
             except DataError as error:
                 self.faults.append(error)
@@ -421,10 +422,8 @@ class SegmentationValidation(CaseValidation):
         lines += [f"  {name:{width}}  {_cell(dice[name])}  {_cell(global_dice[name])}" for name in dice]
         mean_dice = sum(known) / len(known) if known else 0.0
         temperature = best_temperature(measured.likelihoods.tolist())
-        temperatures = {} if temperature is None else {measured.window: temperature}
-        return ValidationResult(
-            row, "\n".join(lines), mean_dice, {measured.window: mean_dice}, temperatures=temperatures
-        )
+        heat = {} if temperature is None else {measured.window: temperature}
+        return ValidationResult(row, "\n".join(lines), mean_dice, {measured.window: mean_dice}, temperatures=heat)
 
 
 def _better(results: Sequence[ValidationResult]) -> ValidationResult:
