@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -344,7 +345,8 @@ def case_section(
     - ``neurological``: the patient's left is on the left of a picture, and not on the right
     """
     by_name, labels = {case.name: case for case in scored.cases}, list(record.label_names.values())
-    views = [_case_view(by_name[case.name], case, labels, neurological) for case, _ in shown]
+    classes = _numbers_of_classes(record, scored)
+    views = [_case_view(by_name[case.name], case, labels, classes, neurological) for case, _ in shown]
     section = viewer_section(shown, labels, neurological, views)
     has_truth = any(case.truth is not None for case in scored.cases)
     order = order_note(len(shown), len(scored.cases), "mean Dice" if has_truth else "")
@@ -392,21 +394,37 @@ def viewer_section(
     )
 
 
-def elsewhere_note(case: ScoredCase, shown: ShownCase, labels: Sequence[str]) -> str:
-    """Returns which false and missed regions none of a case's planes cuts; "" of none, or where nothing is known."""
-    truth, names = shown.truth.astype(int), list(labels)
+def _numbers_of_classes(record: RunRecord, scored: CaseScores) -> dict[str, list[int]]:
+    """Returns the numbers, in drawn label maps, of the labels that each scored class consists of."""
+    numbers = {value: number for number, value in enumerate(record.label_names, 1)}
+    values = {name: map(int, re.findall(r"\d+", key)) for name, key in scored.classes.items()}
+    return {name: [numbers[value] for value in own if value in numbers] for name, own in values.items()}
+
+
+def elsewhere_note(case: ScoredCase, shown: ShownCase, classes: Mapping[str, Sequence[int]]) -> str:
+    """Returns which false and missed regions none of a case's planes cuts; "" of none, or where nothing is known.
+
+    - ``classes``: the numbers of the labels that each consists of
+    """
+    truth = shown.truth.astype(int)
     prediction = np.where(np.isin(shown.prediction, shown.hidden), 0, shown.prediction)
     if shown.ignored is not None:
-        truth[shown.ignored] = len(names) + 1
+        truth[shown.ignored] = -1
     at, has_truth = fullest_planes(shown_best(shown)[0]), case.truth is not None
-    found = outside_planes(truth, prediction, names, shown.spacing, at, has_truth)
+    found = outside_planes(truth, prediction, classes, shown.spacing, at, has_truth)
     told = ", ".join(own.text(shown.voxel_ml, shown.slices) for own in found)
     against = f", against {CONSENSUS}" * any(DISPUTED_ML in row for row in case.scores.values())
     return f"In none of these planes{against}: {told}." if told else ""
 
 
-def _case_view(case: ScoredCase, shown: ShownCase, labels: Sequence[str], neurological: bool) -> CaseView:
-    """Returns one case with its scores and three planes."""
+def _case_view(
+    case: ScoredCase,
+    shown: ShownCase,
+    labels: Sequence[str],
+    classes: Mapping[str, Sequence[int]],
+    neurological: bool,
+) -> CaseView:
+    """Returns one case with its scores and three planes; ``classes``: as in `elsewhere_note`."""
     dice = ", ".join(f"{name} {format_dice(row, 3)}" for name, row in case.scores.items())
     missing = "".join(f" · {text}" for name, row in case.scores.items() if (text := what_is_missing(name, row)))
     tilted = f" · {text}" if (text := tilt_of(shown.slices)) else ""
@@ -422,7 +440,7 @@ def _case_view(case: ScoredCase, shown: ShownCase, labels: Sequence[str], neurol
     return CaseView(
         case.name,
         f"{scores} · {planes_note(case, shown, labels)}{modality} · voxels of {spacing} mm{tilted}",
-        " ".join(filter(None, [elsewhere_note(case, shown, labels), shown.unlabelled, shown.note])),
+        " ".join(filter(None, [elsewhere_note(case, shown, classes), shown.unlabelled, shown.note])),
         f"{d:.6g}fr {w:.6g}fr {w:.6g}fr",
         planes_of(shown, neurological),
         heat_rows(shown, neurological),

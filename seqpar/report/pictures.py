@@ -115,12 +115,13 @@ def figure_of_cases(
     figure = make_figure(10, 3.7 * len(cases) + 1.25 + 0.15 * len(lines[3:]))
     figure.get_layout_engine().set(h_pad=ROOM)
     figure.suptitle(title_of_run(run, *lines), fontsize=9)
-    panels = figure.subplots(len(cases), 3, squeeze=False)
+    panels, numbers = figure.subplots(len(cases), 3, squeeze=False), {name: [n + 1] for n, name in enumerate(classes)}
     for row, case in zip(panels, cases):
         maps = [np.where(case.truth > len(classes), 0, one) for one in (case.truth, case.prediction)]  # where labelled
         at = fullest_planes(next(filter(np.any, maps), case.prediction))
         known = np.where(np.isin(case.prediction, case.hidden), 0, case.prediction)
-        unseen = count_outside(outside_planes(case.truth, known, classes, case.spacing, at))
+        truth = np.where(case.truth > len(classes), -1, case.truth.astype(int))
+        unseen = count_outside(outside_planes(truth, known, numbers, case.spacing, at))
         low, high = window or limits_of([case.image[case.image != 0]])
         greys = case.image if window else np.where(case.image == 0, low, case.image), low, max(high, low + 1e-6)
         for (plane, dim), panel, letters in zip(PLANES, row, sides(neurological, case.slices)):

@@ -129,10 +129,10 @@ def slices_of(geometry: Geometry, box: Box, shape: Sequence[int]) -> tuple[FileS
 
 
 class Outside(NamedTuple):
-    """Regions of a label that no shown plane cuts, the largest first; ``kind``: false, missed or predicted."""
+    """Regions of a class that no shown plane cuts, the largest first; ``kind``: false, missed or predicted."""
 
     kind: str
-    label: str
+    name: str
     parts: Sequence[Part]
 
     def text(self, voxel_ml: float, slices: Sequence[FileSlices]) -> str:
@@ -140,26 +140,27 @@ class Outside(NamedTuple):
         first, several = self.parts[0], "the largest: " * (len(self.parts) > 1)
         place = ", ".join(f"{plane} {slices[dim].numbers[first.fullest[dim]]}" for plane, dim in PLANES)
         size = f"{millilitres(first.voxels * voxel_ml)} ml, at {place}"
-        return f"{quantity(len(self.parts), f'{self.kind} region')} of {self.label} ({several}{size})"
+        return f"{quantity(len(self.parts), f'{self.kind} region')} of {self.name} ({several}{size})"
 
 
 def outside_planes(
     truth: NDArray[Any],
     prediction: NDArray[Any],
-    labels: Sequence[str],
+    classes: Mapping[str, Sequence[int]],
     spacing: Sequence[float],
     at: Sequence[int],
     has_truth: bool = True,
 ) -> list[Outside]:
-    """Returns the false and missed regions of label maps that no shown plane cuts, by label.
+    """Returns the false and missed regions of label maps that no shown plane cuts, by class.
 
-    - ``labels``: names of the labels from number 1 on; what has a higher number in the truth is ignored
+    - ``truth``: -1 where it is ignored
+    - ``classes``: the numbers of the labels that each class consists of
     - ``at``: the shown planes
     - ``has_truth``: without a truth, predicted regions are neither right nor false
     """
-    found, known = list[Outside](), truth <= len(labels)
-    for number, name in enumerate(labels, 1):
-        both = unmatched_parts(truth == number, (prediction == number) & known, spacing)
+    found, known = list[Outside](), truth >= 0
+    for name, numbers in classes.items():
+        both = unmatched_parts(np.isin(truth, numbers), np.isin(prediction, numbers) & known, spacing)
         for kind, parts in zip(("false" if has_truth else "predicted", "missed"), both):
             out = [part for part in parts if not any(own.start <= n < own.stop for own, n in zip(part.box, at))]
             found += [Outside(kind, name, out)] * bool(out)

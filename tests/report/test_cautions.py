@@ -219,7 +219,7 @@ def test_regions_are_false_against_the_consensus_of_several_readers() -> None:
     far[15:18, 15:18, 15:18] = 1
     shown = ShownCase("a", {}, full, full | far, (1.0,) * 3, own_slices(full.shape))
     case = ScoredCase("a", Path("t"), Path("p"), {"lesion": {"Dice": 0.5, DISPUTED_ML: 1.0}})
-    note = elsewhere_note(case, shown, ["lesion"])
+    note = elsewhere_note(case, shown, {"lesion": [1]})
     assert note.startswith("In none of these planes, against the readers' consensus: 1 false region of lesion (")
     drawn = figure_of_cases([picture("a", disputed=far > 0)], ["lesion"], 1, False, Path()).get_suptitle()
     assert "The truth is the readers' consensus." in drawn

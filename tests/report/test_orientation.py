@@ -270,7 +270,7 @@ def test_the_tilt_of_an_oblique_image_is_said_from_five_degrees_on(angle: float)
     label[2:4, 2:4, 2:4] = 1
     shown = ShownCase("a", {}, label, label, (1.0, 1.0, 3.0), slices)
     case = ScoredCase("a", Path("t"), Path("p"), {"lesion": {"Dice": 1.0}})
-    caption, above = _case_view(case, shown, ["lesion"], False).caption, counted([slices])
+    caption, above = _case_view(case, shown, ["lesion"], {}, False).caption, counted([slices])
     picture = PicturedCase("a", 1.0 * label, label, label, (1.0, 1.0, 3.0), slices)
     title = figure_of_cases([picture], ["lesion"], 1, False, Path()).get_suptitle().replace("\n", " ")
     if abs(angle) < 5:

@@ -362,11 +362,14 @@ def test_regions_that_no_shown_plane_cuts_are_counted_and_their_place_is_told() 
     shown = ShownCase("a", {}, truth, prediction, (1.0, 1.0, 1.0), own_slices(truth.shape))
     missed = "1 missed region of tumour (0.064 ml, at sagittal 21, coronal 21, axial 21)"
     one = "1 false region of tumour (0.12 ml, at sagittal 31, coronal 31, axial 31)"
-    assert elsewhere_note(case, shown, ["tumour"]) == f"In none of these planes: {one}, {missed}."
+    assert elsewhere_note(case, shown, {"tumour": [1]}) == f"In none of these planes: {one}, {missed}."
+    parts = replace(shown, prediction=np.where(prediction == 1, 2, 0))
+    whole = f"In none of these planes: {one}, {missed}.".replace("tumour", "whole")
+    assert elsewhere_note(case, parts, {"whole": [1, 2]}) == whole, "a region of several labels"
     prediction[37, 37, 37] = 1
     two = "2 false regions of tumour (the largest: 0.12 ml, at sagittal 31, coronal 31, axial 31)"
-    assert elsewhere_note(case, shown, ["tumour"]) == f"In none of these planes: {two}, {missed}."
-    view = _case_view(case, replace(shown, note="No image."), ["tumour"], False)
+    assert elsewhere_note(case, shown, {"tumour": [1]}) == f"In none of these planes: {two}, {missed}."
+    view = _case_view(case, replace(shown, note="No image."), ["tumour"], {"tumour": [1]}, False)
     assert view.note == f"In none of these planes: {two}, {missed}. No image."
     picture = PicturedCase("a", 1.0 * truth, truth, prediction, (1.0,) * 3, own_slices(truth.shape))
     first, *others = figure_of_cases([picture], ["tumour"], 1, False, Path("run")).axes
@@ -377,21 +380,25 @@ def test_regions_that_no_shown_plane_cuts_are_counted_and_their_place_is_told() 
     in_plane = np.where(np.indices(truth.shape)[2] == 4, prediction | (truth > 0), 0 * truth)
     in_plane[30, 30, 4] = 1
     near = replace(shown, truth=np.where(np.arange(40) < 15, truth, 0), prediction=in_plane)
-    assert elsewhere_note(case, near, ["tumour"]) == "", "an axial plane shows it"
+    assert elsewhere_note(case, near, {"tumour": [1]}) == "", "an axial plane shows it"
     open_ = replace(shown, ignored=prediction > truth)
-    assert elsewhere_note(case, open_, ["tumour"]) == f"In none of these planes: {missed}.", "the truth leaves it open"
+    assert elsewhere_note(case, open_, {"tumour": [1]}) == f"In none of these planes: {missed}.", (
+        "the truth leaves it open"
+    )
     left = "The truth leaves 0.121 ml unlabelled (ignore label; hatched: 0.2% of the volume shown)."
     beyond = replace(shown, ignored=prediction < 0, unlabelled_ml=30.0)
     assert beyond.unlabelled == "The truth leaves 30 ml unlabelled (ignore label; not in the volume shown)."
     assert not beyond.areas
-    assert _case_view(case, open_, ["tumour"], False).note == f"In none of these planes: {missed}. {left}"
+    assert (
+        _case_view(case, open_, ["tumour"], {"tumour": [1]}, False).note == f"In none of these planes: {missed}. {left}"
+    )
     assert replace(shown, ignored=prediction < 0).unlabelled == "" == shown.unlabelled
     hidden = replace(shown, hidden=[1])
-    assert "false" not in elsewhere_note(case, hidden, ["tumour"]), "the truth does not show the class"
+    assert "false" not in elsewhere_note(case, hidden, {"tumour": [1]}), "the truth does not show the class"
     patient = replace(case, truth=None, scores={"tumour": {"VolumeMl": 1.0}})
     alone = replace(shown, truth=0 * truth)
     others = "2 predicted regions of tumour (the largest: 0.12 ml, at sagittal 31, coronal 31, axial 31)"
-    assert elsewhere_note(patient, alone, ["tumour"]) == f"In none of these planes: {others}."
+    assert elsewhere_note(patient, alone, {"tumour": [1]}) == f"In none of these planes: {others}."
 
 
 def test_a_missing_prediction_is_a_gap_and_not_the_end(copied: Path, page: Page) -> None:
@@ -426,10 +433,10 @@ def test_a_page_of_ct_says_which_values_it_keeps() -> None:
         )
         assert viewer_section([(case, case.embedded(10**6))], (), False).note.endswith(said)
         low, high = (f"{limit:.0f} HU" for limit in limits)
-        caption = _case_view(ScoredCase("a", None, Path("a"), {}), case, (), False).caption
+        caption = _case_view(ScoredCase("a", None, Path("a"), {}), case, (), {}, False).caption
         assert f"shown on CT from {low} (black) to {high} (white)" in caption
     mr = replace(case, is_ct=False)
-    assert " HU" not in _case_view(ScoredCase("a", None, Path("a"), {}), mr, (), False).caption
+    assert " HU" not in _case_view(ScoredCase("a", None, Path("a"), {}), mr, (), {}, False).caption
     assert "HU" not in viewer_section([(mr, mr.embedded(10**6))], (), False).note
 
 

@@ -291,7 +291,7 @@ def test_a_class_that_a_case_is_not_annotated_for_has_no_numbers_in_it() -> None
     assert table and "over 3 cases (lesion: 2), those without" in table.note
     assert [row.cells[4].text for row in table.rows] == ["3 of 3", "2 of 2"]  # type: ignore[union-attr]
     shown = ShownCase("a", {}, full, full, (1.0, 1.0, 1.0), own_slices(full.shape))
-    caption = _case_view(first, shown, ["liver", "lesion"], False).caption
+    caption = _case_view(first, shown, ["liver", "lesion"], {}, False).caption
     assert "nan" not in caption and "no lesion" not in caption and ", lesion – (not annotated) · ml, truth" in caption
     assert not any(hollow for strips in score_strips(scored, {}) for row in strips.rows for *_, hollow in row.dots)
 
