@@ -246,14 +246,14 @@ def fastest_strategy_of_model(
     seconds = {s: sum(count * one.seconds for one, count in each) for s, each in costs.items()}
     fits = [s for s in candidates if memory_left is None or needs[s] <= memory_left]
     if fits:
-        best, why = min(fits, key=lambda s: seconds[s]), "the fastest"
+        best, why = min(fits, key=lambda s: seconds[s]), "the fastest strategy"
     else:
-        best, why = min(candidates, key=lambda s: needs[s]), "the smallest"
+        best, why = min(candidates, key=lambda s: needs[s]), "the strategy with the least memory"
     if memory_left is not None:
         depth = 1 if recomputed else sum(count for _, count in layers)
         room = f"the {memory_left / 2**20:,.0f} MiB that are free for {quantity(depth, 'layer')}"
         if fits:
-            why += f" of those that fit into {room}"
+            why += f" that fits into {room}"
         elif memory_left > 0:
             why += f", but needs more than {room}"
         else:

@@ -167,9 +167,10 @@ class _Search:
         best = largest_batch(self._run(self.config), self.ranks, few)
         self.config = replace(self.config, batch=best.config.batch)
         of_step = "" if times == 1 else f" in a step of {times * best.config.batch} tiles"
-        why = f"at most {SHARE:.0%} of all voxels{of_step}" if share < most else f"at most {most}"
+        all_voxels = f"{SHARE:.0%} of the data set's voxels{of_step}"
+        why = f"at most {all_voxels}" if share < most else f"at most {most}"
         if few > share:
-            why = f"the smallest that is chosen, though more than {SHARE:.0%} of all voxels{of_step}"
+            why = f"the minimum, though more than {all_voxels}"
         if not best.fits:
             why = "which may not fit: use a larger --seqpar, or a smaller --embed-dim or --tile"
         return f"  --batch {best.config.batch}: {best.total / GIB:.1f} of {best.device.memory / GIB:.0f} GiB, {why}"

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from seqpar.report.planes import RUN_COLOURS, colours_of
 from seqpar.runs.journal import held_out_scores, loss_terms, read_metrics
 from seqpar.runs.metrics_tail import score_of
+from seqpar.text import quantity
 
 TRAIN_LOSS, VAL_LOSS, DICE = "training loss", "validation loss", "Dice"
 QUANTITIES = (TRAIN_LOSS, VAL_LOSS, DICE)
@@ -303,9 +304,11 @@ def count_of(held_out: Sequence[Row], sign: str = "") -> str:
     - ``sign``: "=" for a loss, which is the mean over all of them; "": a class's mean Dice is over those that have one
     """
     counts = {int(row["cases"]) for row in held_out if "cases" in row}
-    sign = sign or ("at most" if any(row.get("dice") for row in held_out) else "=")
-    ends = sorted({min(counts), max(counts)} if sign == "=" else {max(counts)}) if counts else []
-    return f" (n {sign} {' to '.join(map(str, ends))})" if counts else ""
+    if not counts:
+        return ""
+    if not sign and any(row.get("dice") for row in held_out):
+        return f" (up to {quantity(max(counts), 'case')})"
+    return f" (n = {' to '.join(map(str, sorted({min(counts), max(counts)})))})"
 
 
 def step_axis(runs: Sequence[Sequence[Row]]) -> str:

@@ -83,7 +83,15 @@ class Images:
         if self.place:
             which = f"another scan under the name {name}" if name in self.others else f"no image of {name}"
             return f"{self.place} holds {which}; only the labels are shown."
-        return "The images of this case are not known: name their folder by --images. Only the labels are shown."
+        return "The images of this case are not known: name their folder with --images. Only the labels are shown."
+
+
+def count_shown(have_image: Sequence[bool]) -> str:
+    """Returns how many cases a page shows, and how many of them without an image."""
+    lacking = have_image.count(False)
+    which = "" if lacking == len(have_image) else f"{lacking} "
+    told = f", {which}without {'an image' if lacking == 1 else 'images'} (the page says why)" * bool(lacking)
+    return f"{quantity(len(have_image), 'case')} shown{told}"
 
 
 def recipe_of(record: RunRecord) -> Recipe:
@@ -127,7 +135,7 @@ def find_images(
             gaps.append(f"The images of the data set cannot be shown: {error}.")
     elif not has_cache and predicted is None:
         gaps.append(f"The prepared data are not where the run had them ({place or 'no folder is recorded'}): name the "
-                    "folder of the images by --images to see them.")  # fmt: skip
+                    "folder of the images with --images to see them.")  # fmt: skip
     return Images(recipe, cache)
 
 

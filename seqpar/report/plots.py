@@ -223,7 +223,7 @@ def draw_progress(out: Path) -> None:
         if diagram.has_keys:
             plot.legend(fontsize=8)
     figure.suptitle(title_of_run(out), fontsize=10)
-    if note := _smoothed(diagrams):
+    if note := _about_lines(diagrams):
         figure.supxlabel(note, fontsize=8)
     if pixels is not None:
         panel = figure.add_subplot(grid[1, :])
@@ -246,13 +246,13 @@ class Chart:
     """A diagram as a page shows it.
 
     - ``keys``: how its lines look, as a background in CSS, and their names, where they need names
-    - ``smoothed``: what its thin and thick lines are; "" without a running mean
+    - ``about_lines``: what its pale, solid and wide lines are
     """
 
     title: str
     svg: Markup
     keys: Sequence[tuple[str, str]] = ()
-    smoothed: str = ""
+    about_lines: str = ""
 
 
 def draw_chart(diagram: Diagram, width: int = 340) -> Chart | None:
@@ -284,17 +284,21 @@ def draw_chart(diagram: Diagram, width: int = 340) -> Chart | None:
         figure.savefig(text, format="svg", transparent=True)
         svg = _inline(text.getvalue(), diagram.quantity)
     keys = [_key(line, style) for line, style in diagram.named() if len(line.points())]
-    return Chart(diagram.quantity, svg, keys if diagram.has_keys else (), _smoothed([diagram]))
+    return Chart(diagram.quantity, svg, keys if diagram.has_keys else (), _about_lines([diagram]))
 
 
-def _smoothed(diagrams: Sequence[Diagram]) -> str:
-    """Returns what thin and thick lines are; "" without a running mean."""
+def _about_lines(diagrams: Sequence[Diagram]) -> str:
+    """Returns what pale and solid lines are, and wide ones; "" where there is nothing to tell."""
     counts = [len(line.points()) for one in diagrams for line in one.lines if line.noisy]
     windows = {*map(_window, counts)} - {1}
     has_band = max(counts, default=0) > BUCKETS
     band = " (with many steps: means, and a band from the lowest to the highest value)" * has_band
     ends = " to ".join(map(str, sorted({min(windows), max(windows)}))) if windows else ""
-    return f"Pale: each step{band}; solid: mean of the last {ends}." if windows else ""
+    by_run = ", by run" * (len(windows) > 1)
+    told = [f"Pale: each step{band}; solid: mean of the last {ends} steps{by_run}."] if windows else []
+    widths = ({style.width for line, style in one.named() if len(line.points())} for one in diagrams)
+    told += ["Widths and markers only keep lines apart that coincide."] * any(len(own) > 1 for own in widths)
+    return " ".join(told)
 
 
 STROKES = {"--": (7, 3), ":": (2, 3), "-.": (9, 3, 2, 3)}  # of a key, in px: drawn and left out, in turn

@@ -39,6 +39,7 @@ T = TypeVar("T")
 
 SAME_DATA = ("name", "modalities", "labels", "volume_classes")  # of config.json
 NOT_A_SETTING = ("out", "resume", "again", "take_over", "dry_run")  # where and how a run was started
+REACHES = (0.05, 0.1, 0.2, 0.4, 1.0)  # of an axis of differences: its ends have ticks
 SPREAD = {"ranks", "seqpar", "split", "mode", "attention", "workers"}  # which ranks compute what, and how
 
 
@@ -376,7 +377,7 @@ def _differences(
     heads = [TableHead("Case"), TableHead("Dice", (first,)), TableHead(f"Dice minus that of {first}", tuple(gaps))]
     heads.append(TableHead("Not in the truth"))
     widest = max((abs(gap) for pairs in gaps.values() for gap, _ in pairs if math.isfinite(gap)), default=0.0)
-    reach = max(1.05 * widest, 0.05)  # so that small differences look small
+    reach = next(end for end in REACHES if end >= min(1.05 * widest, 1.0))  # small ones look small
     dots = Dots(f"Dice of each case, minus that of {first} (right of 0: higher){of_data}", gaps, -reach, reach)
     is_partial = any(len(one.classes) > len(shared) for one in scored.values())
     only = f"Only classes that all runs have count: {', '.join(shared)}." if is_partial else ""

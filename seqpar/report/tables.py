@@ -74,12 +74,12 @@ def tiles_of_steps(
         return list(tiles)
     if best is None or best["step"] == own:
         return [tile._replace(more=f"{tile.more}, step {own:,}") for tile in tiles]
-    count = f"n {'at most' if kind == 'dice' else '='} {best.get('cases', '–')}, step {best['step']:,}"
+    cases = f"up to {quantity(best.get('cases', 0), 'case')}" if kind == "dice" else f"n = {best.get('cases', '–')}"
     return [
         HeadlineTile(
             tile.name,
             Score(number(best.get(kind, {}).get(tile.name)), 3),
-            f"{count}; step {own:,}: {tile.score.text} ({tile.more})",
+            f"{cases}, step {best['step']:,}; step {own:,}: {tile.score.text} ({tile.more})",
         )
         for tile in tiles
     ]
@@ -258,7 +258,7 @@ def what_volumes_count(classes: Mapping[str, str]) -> str:
             several.append(f"{name} = {' + '.join(names[label] if are_named else label for label in labels)}")
     if several:
         return f" A volume is that of all labels of its class: {'; '.join(several)}."
-    alone = " Each volume counts only the label of its class: an organ's leaves out lesions with a label of their own."
+    alone = " Each volume counts only its class's label: that of an organ leaves out lesions with a label of their own."
     return alone * (len(classes) > 1)
 
 

@@ -218,7 +218,7 @@ def fewest_cases(content: Mapping[str, Any], score: str) -> int:
 def baseline(summary: Mapping[str, Any]) -> str:
     """Returns what a constant answer reaches, next to which an accuracy is to be read."""
     name, row = max(summary["classes"].items(), key=lambda item: item[1]["cases"])
-    return f"Always answering {name} has an accuracy of {row['cases'] / max(1, summary['cases']):.3f}."
+    return f"Always answering {name} would give an accuracy of {row['cases'] / max(1, summary['cases']):.3f}."
 
 
 def caution_of_guesses(summary: Mapping[str, Any]) -> str:

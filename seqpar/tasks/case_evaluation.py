@@ -15,6 +15,7 @@ from seqpar.data.errors import DataError
 from seqpar.data.phantom.phantom_files import is_generated
 from seqpar.prediction.prediction_folder import replaced_line
 from seqpar.report.cautions import above_scores, begun_unknown, cautions_together, chosen_on_them
+from seqpar.report.images import images_beside
 from seqpar.report.record import RunRecord, mixed_line, predicted_otherwise, read_record, runs_behind
 from seqpar.report.tables import Score, Table, TableHead, TableRow
 from seqpar.runs.run_folder import holds_run, tested_cases
@@ -341,9 +342,7 @@ class CaseEvaluation(ABC):
             job.known = Seen.by_any(found)._replace(gone=unknown, untold=others)
             job.seen = NONE_SEEN if is_run else job.known
             lines += job.seen.sentences
-        if others:
-            lines.append(mixed_line(prediction, others))
-        lines += filter(None, [replaced_line(prediction)])
+        lines += filter(None, [mixed_line(prediction, others) if others else "", replaced_line(prediction)])
         generated = is_generated(self.options.truth) or is_run and any(record.has_phantoms for record in records)
         on_phantoms = above_scores(generated, any(record.has_phantoms for record in records))
         return [on_phantoms, *dict.fromkeys(lines)]
@@ -356,7 +355,8 @@ class CaseEvaluation(ABC):
         run = runs[0].relative_to(Path.cwd()) if runs[0].is_relative_to(Path.cwd()) else runs[0]
         more = ["--common"] if options.common or options.test_of else []
         line = next_command("report", run, "--truth", options.truth, "--prediction", prediction, *more)
-        return [f"next: {line}  (scores and cases on one page)"]
+        own = "" if images_beside(options.truth) else "; --images FOLDER adds images that lie elsewhere"
+        return [f"next: {line}  (scores and cases on one page{own})"]
 
 
 def other_values(run: Path, written: Labels, scored: Labels) -> list[str]:

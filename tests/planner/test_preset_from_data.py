@@ -204,7 +204,7 @@ def test_the_tiles_of_a_step_are_at_most_a_share_of_all_voxels() -> None:
         config, why = chosen(data, GPU, *line, *more, ranks=ranks)
         batches[f"{ranks} {' '.join(more)}".strip()] = config.batch
     assert batches == {"1": 4, "2": 2, "2 --accumulate 2": 1, "2 --seqpar 2": 4, "8": 1}
-    assert why[4].endswith("the smallest that is chosen, though more than 5% of all voxels in a step of 8 tiles")
+    assert why[4].endswith("the minimum, though more than 5% of the data set's voxels in a step of 8 tiles")
 
 
 @pytest.mark.parametrize("flag", ["--channels", "--classes"])

@@ -156,11 +156,11 @@ def test_charts_of_several_runs_say_if_their_data_or_cases_differ(finished: Path
     assert ", not comparable" not in alike and ", on different cases" not in alike and f"{strips}," not in alike
     changed(copied, held_out=NAMES[:2])
     text = text_of()
-    assert "Mean Dice on held-out cases (n at most 2), on different cases" in text and ", not comparable" not in text
+    assert "Mean Dice on held-out cases (up to 2 cases), on different cases" in text and ", not comparable" not in text
     changed(copied, name="other")
     text = text_of()
     assert "Loss in training, not comparable" in text and f"{strips}, of different data" in text
-    assert "Mean Dice on held-out cases (n at most 2), on different cases, not comparable" in text
+    assert "Mean Dice on held-out cases (up to 2 cases), on different cases, not comparable" in text
 
 
 def picture(name: str, **more: Any) -> PicturedCase:

@@ -142,7 +142,7 @@ def report_on(run_folder: Path, places: dict[str, Path], *more: object) -> tuple
 def test_a_test_set_is_shown_with_its_images(finished: Path, test_set: dict[str, Path], page: Page) -> None:
     code, bare = report_on(finished, test_set)
     assert code == 0 and bare.cases == ["new0", "new1"]
-    assert bare.text.count("The images of this case are not known: name their folder by --images") == 2
+    assert bare.text.count("The images of this case are not known: name their folder with --images") == 2
     assert "any more" not in bare.text and json.loads(bare.scripts["volumes"])["cases"][0]["images"] == []
     code, shown = report_on(finished, test_set, "--images", test_set["images"])
     assert code == 0 and shown.cases == ["new0", "new1"] and "not known" not in shown.text

@@ -282,7 +282,7 @@ def test_a_median_of_distances_leaves_substitutes_out() -> None:
     text = drawn(make_strips("HD95", {"a": pairs}, 0, 100, is_measured=True))
     assert text.count("hollow") == 1 and "median" not in text, "of the two only one is measured"
     text = drawn(make_strips("HD95", {"a": [*pairs, (30.0, "c")]}, 0, 100, is_measured=True))
-    assert "Vertical line: median, of HD95 that of the measured distances." in text
+    assert "Vertical line: median (for HD95, of the measured distances only)." in text
     twenty = drawn(make_strips("HD95", {"a": [(20.0, "d")] * 2}, 0, 100))
     line = '<line class="median" x1="([0-9.]+)"'
     assert re.findall(line, text) == re.findall(line, twenty), "halfway between 10 and 30"
@@ -335,7 +335,7 @@ def test_a_long_line_is_drawn_by_mean_and_range_of_its_pieces() -> None:
     template = _environment(None).from_string('{% from "macros.html" import charts %}{{ charts(all) }}')
     for steps, noisy, said in ((100, True, 1), (10, True, 0), (100, False, 0)):
         made = draw_chart(Diagram("Loss", "step", [Line("Loss", range(steps), [values[:steps].tolist()], noisy=noisy)]))
-        assert template.render(all=[made]).count("solid: mean of the last 10.") == said
+        assert template.render(all=[made]).count("solid: mean of the last 10 steps.") == said
 
 
 def test_a_ct_is_drawn_in_hounsfield_units_with_its_window(tmp_path: Path, alone) -> None:

@@ -127,7 +127,7 @@ def test_scores_on_cases_that_chose_the_weights_are_said_to_be_too_good(page: Pa
     html = (copied / "report.html").read_text()
     (tile,) = re.findall(r'<div data-class="NCR">.*?</div>', html)
     own = f"step {debug().steps:,}: {page.cells['metrics', 'NCR'][0]:.3f} (too few to tell, n = 3)"
-    assert "<dd>0.750</dd>" in tile and f"n at most 2, step 1; {own}" in tile, "what predict uses leads"
+    assert "<dd>0.750</dd>" in tile and f"up to 2 cases, step 1; {own}" in tile, "what predict uses leads"
     assert f"Dice of every case, after step {debug().steps:,}, worst first" in html
     assert "0.750. Its weights are the best of 2 validations on them" in reached_in_validation(read_record(copied))[0]
 
@@ -270,7 +270,7 @@ def test_a_prediction_without_truth_is_shown_with_its_volumes_and_no_score(
     (predictions / "prediction.json").write_text(json.dumps({**record, "run": str(renamed)}))
     assert run(report.act, [str(renamed), *line[1:]]) == 0 and "case-b, predicted by run liver" in target.read_text()
     assert run(report.act, [str(renamed), "--out", str(target)]) == 0 and "<h1>Run liver</h1>" in target.read_text()
-    assert "name their folder by --images" in said, "the run's own case of this name may be another"
+    assert "name their folder with --images" in said, "the run's own case of this name may be another"
     for channel, kind in enumerate(("t1c", "t1n", "t2f", "t2w")):
         (tmp_path / "images").mkdir(exist_ok=True)
         shutil.copy(case / f"case-b-{kind}.nii.gz", tmp_path / "images" / f"case-b_{channel:04d}.nii.gz")

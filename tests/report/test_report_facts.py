@@ -111,7 +111,7 @@ def test_scores_in_large_numbers_have_interval_and_number_of_cases(html: str, pa
         assert tile and f"<dd>{np.mean(values):.3f}</dd>" in tile[0] and "too few to tell, n = 3" in tile[0]
     (copied / "validation" / "summary.json").unlink()
     journal = written(copied)
-    assert "in the validation after step" in journal.text and "n at most 2" in journal.text
+    assert "in the validation after step" in journal.text and "up to 2 cases" in journal.text
 
 
 def test_scans_of_one_patient_are_said_to_be_no_independent_cases(tmp_path: Path) -> None:
@@ -279,7 +279,7 @@ def test_classes_that_share_a_colour_differ_in_dashes_and_markers() -> None:
     markers = [(style.colour, style.marker) for _, style in diagram.named()]
     assert len(set(markers)) == 20, "a single validation draws no dashes"
     chart = draw_chart(diagram)
-    assert chart and len({look for look, _ in chart.keys}) == 20 and chart.title.endswith("cases (n at most 5)")
+    assert chart and len({look for look, _ in chart.keys}) == 20 and chart.title.endswith("cases (up to 5 cases)")
     assert chart.keys[8][1] == "▽ organ 8" and chart.keys[16][1] == "✚ organ 16"
 
 
@@ -288,9 +288,9 @@ def test_a_chart_of_losses_says_of_how_many_cases_and_steps_they_are() -> None:
     rows = [{"step": step, "loss": 1.0, "cases": 5, "dice": {"liver": 0.5}} for step in (20, 40)]
     losses, scores = training_diagrams(steps, rows)
     assert [line.label for line in losses.lines] == ["training", "held out (n = 5)"], "each case has a loss"
-    assert scores.quantity.endswith("(n at most 5)") and losses.over == scores.over == "step (20 an epoch)"
+    assert scores.quantity.endswith("(up to 5 cases)") and losses.over == scores.over == "step (20 an epoch)"
     chart = draw_chart(losses)
-    assert chart and chart.smoothed == "Pale: each step; solid: mean of the last 5."
+    assert chart and chart.about_lines == "Pale: each step; solid: mean of the last 5 steps."
     without = [{"step": 50, "loss": 3.7, "error_of_mean": 3.9, "cases": 2}]
     guess = training_diagrams(steps, without)[0].lines[2]
     assert guess.dashed and guess.rows == [[3.9]], "a pretraining is seen next to a guess"

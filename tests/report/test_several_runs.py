@@ -116,10 +116,10 @@ def test_settings_of_other_networks_are_not_shown_and_scores_of_tasks_have_chart
         name: re.findall(">([^<]+)</td>", row) for name, row in re.findall(r"<th>(\w+)</th>(<td.*)</tr>", settings)
     }
     assert cells["network"] == ["vit", "resattnet18"] and not cells.keys() & {"decoder", "embed_dim", "features"}
-    for title in ("Mean Dice on held-out cases (n at most 2)", "Balanced accuracy on held-out cases (n = 12)"):
+    for title in ("Mean Dice on held-out cases (up to 2 cases)", "Balanced accuracy on held-out cases (n = 12)"):
         (chart,) = [part for part in text.split('<figure class="chart">') if f"<figcaption>{title}" in part]
         assert chart.count('class="curve"') == 1
-    assert count_of([{"cases": 2, "dice": {"a": 1}}, {"cases": 12, "dice": {"a": 1}}]) == " (n at most 12)"
+    assert count_of([{"cases": 2, "dice": {"a": 1}}, {"cases": 12, "dice": {"a": 1}}]) == " (up to 12 cases)"
     assert count_of([{"cases": 2}, {"cases": 12}], "=") == " (n = 2 to 12)"
 
 

@@ -388,7 +388,7 @@ def test_scores_that_a_guess_could_have_are_cautioned() -> None:
     assert caution([0] * 6 + [1] * 6, [0.9] * 6 + [0.1] * 6).startswith("The AUC is below 0.5: the network ranks")
     assert "All cases are of the class ill" in caution([1] * 10, [0.9] * 10)
     summary = score_classes([0] * 9 + [1], np.full((10, 2), 0.5), ["healthy", "ill"])
-    assert baseline(summary) == "Always answering healthy has an accuracy of 0.900."
+    assert baseline(summary) == "Always answering healthy would give an accuracy of 0.900."
 
 
 @pytest.mark.parametrize(

@@ -227,7 +227,7 @@ def _row_of(summary: Summary) -> dict[str, Score]:
 
 
 ABOUT = (
-    "95 % intervals: accuracy, Wilson's; balanced accuracy, Wilson's of the classes, combined; AUC, by bootstrap "
+    "95 % intervals: accuracy, Wilson's; balanced accuracy, the classes' Wilson intervals, combined; AUC, by bootstrap "
     "(1,000 draws, stratified by class). n: cases. Guessing gives a balanced accuracy of {guess:.3g} and an AUC of 0.5 "
     "on average."
 )

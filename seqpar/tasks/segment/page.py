@@ -25,7 +25,7 @@ from seqpar.report.cautions import (
     trained_on_some,
 )
 from seqpar.report.curves import number
-from seqpar.report.images import changed_since, find_images, other_voxels, spacings_of
+from seqpar.report.images import changed_since, count_shown, find_images, other_voxels, spacings_of
 from seqpar.report.plots import Chart, draw_charts, name_of_run
 from seqpar.report.record import (
     CaseScores,
@@ -213,7 +213,7 @@ def segment_page(options: argparse.Namespace, record: RunRecord) -> FinishedPage
     told = [RESEARCH] * alone + cautions
     text = render_run(FOLDER, record, gaps, faults, told, classes=list(colours), **parts)
     own = faults if options.prediction is not None else ()
-    return FinishedPage(text, f"{quantity(len(shown), 'case')} shown, ", own, cautions)
+    return FinishedPage(text, f"{count_shown([bool(case.images) for case, _ in shown])}, ", own, cautions)
 
 
 def _caution_of(tile: HeadlineTile, rows: Sequence[Scores], count: int) -> str:
@@ -435,7 +435,7 @@ def headline(record: RunRecord, scored: CaseScores | None) -> tuple[list[Headlin
     elif record.held_out:
         last = record.held_out[-1]
         note += f" in the validation after step {last['step']:,}"
-        scores, count = last.get("dice", {}).items(), f"n at most {last.get('cases', '–')}"
+        scores, count = last.get("dice", {}).items(), f"up to {quantity(last.get('cases', 0), 'case')}"
         tiles = [HeadlineTile(name, Score(number(value), 3), count) for name, value in scores]
     return tiles, f"{note}.{_compared_with(record, scored)}"
 
