@@ -218,7 +218,8 @@ def draw_progress(out: Path) -> None:
     for column, diagram in enumerate(diagrams):
         plot = figure.add_subplot(grid[0, column])
         draw_diagram(plot, diagram)
-        plot.set(title=diagram.quantity, xlabel=diagram.over)
+        plot.set_title(diagram.quantity, fontsize=10)  # next to its neighbours'
+        plot.set_xlabel(diagram.over)
         plot.grid(alpha=0.3)
         if diagram.has_keys:
             plot.legend(fontsize=8)
