@@ -238,6 +238,8 @@ def test_a_prediction_of_many_times_the_true_volume_is_warned_of() -> None:
     )
     two = too_much(scores_of(1.0, {"vessel": (1,)}, (small, full), (small, full)))
     assert two.startswith("The mean predicted volume of vessel, 8 ml, is 64 times the mean true one, 0.125 ml: ")
+    both = too_much(scores_of(1.0, {"vessel": (1,), "tree": (1, 2)}, (small, full)))
+    assert both.count("The predicted") == both.count("; the predicted volume of tree") == both.count("by chance") == 1
     assert too_much(scores_of(1.0, {"vessel": (1,)}, (small, small), (none, small), (full, small))) == ""
     assert too_much(scores_of(1.0, {"vessel": (1,)}, (none, full))) == "", "there is nothing to compare with"
 
