@@ -44,7 +44,7 @@ def start(words: list[str], *more: str, **places: object) -> int:
 
 
 @pytest.mark.started
-def test_each_printed_command_works_as_it_stands(line_of, tmp_path: Path) -> None:
+def test_each_printed_command_works_as_it_stands(line_of, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     of_phantom, of_test = line_of(phantom.act, "--cases", 5, "--size", 24, 24, 24, "--out", "data", "--workers", 1)
     assert "auto" in of_phantom and start(of_phantom, "--dry-run") == 0, "laptop's tile would not suit their size"
     (of_prepare,) = line_of(prepare.act, "data", "--workers", 1)
@@ -60,6 +60,12 @@ def test_each_printed_command_works_as_it_stands(line_of, tmp_path: Path) -> Non
     (of_scored,) = line_of(evaluate.act, *["data" if word == "TRUTH" else word for word in of_evaluate[2:]])
     assert of_scored[2:] == ["run", "--truth", "data", "--prediction", "found"] and start(of_scored) == 0
     assert (tmp_path / "run/scores-found.html").is_file() and start(of_test, RUN="run", PREDICTIONS="tested") == 0
+    (tmp_path / "truth").mkdir()
+    for path in (tmp_path / "found").glob("*.nii.gz"):
+        shutil.copy(path, tmp_path / "truth")
+    capsys.readouterr()
+    assert run(evaluate.act, ["truth", "found"]) == 0
+    assert "  (scores and cases on one page; --images FOLDER adds images that lie elsewhere)" in capsys.readouterr().out
 
 
 def test_phantoms_name_a_training_that_can_learn_them_if_they_are_enough(line_of) -> None:

@@ -15,7 +15,7 @@ from seqpar.data.volumes import Volume
 from seqpar.report.cases import _ml_beyond
 from seqpar.report.cautions import planes_note, reached_in_validation
 from seqpar.report.embedded_volumes import ShownCase, shown_best
-from seqpar.report.images import changed_since
+from seqpar.report.images import changed_since, count_shown
 from seqpar.report.record import RunRecord, ScoredCase, read_record, read_scores
 from seqpar.report.run_page import _cleaned, _scored, _unlearned_by_others, what_is_unlearned
 from seqpar.report.tables import what_is_missing
@@ -58,6 +58,13 @@ def test_files_that_changed_since_they_were_scored_are_named(finished: Path, tmp
     assert changed_since(recorded(), replaced, names) == [], "its scores are of the new file, which the fault says"
     others = recorded(**{"case-b": "another"})  # its image was prepared anew
     assert "files of case-b, case-a were replaced" in changed_since(others, scored, names)[0]
+
+
+def test_cases_without_an_image_are_counted() -> None:
+    assert count_shown([True, True]) == "2 cases shown"
+    assert count_shown([False]) == "1 case shown, without an image (the page says why)"
+    assert count_shown([False, False]) == "2 cases shown, without images (the page says why)"
+    assert count_shown([True, False, False]) == "3 cases shown, 2 without images (the page says why)"
 
 
 def test_what_predict_removed_is_on_the_page(tmp_path: Path) -> None:
