@@ -36,7 +36,7 @@ from seqpar.report.embedded_volumes import (
     viewer_note,
 )
 from seqpar.report.images import FoundImage, Images, grey_images, same_cases
-from seqpar.report.pictures import MAXIMUM_OUTSIDE, heat_colours
+from seqpar.report.pictures import heat_colours
 from seqpar.report.planes import (
     KEPT_HU,
     LETTERS,
@@ -330,11 +330,12 @@ class CaseSection:
 
     @property
     def maps_outside(self) -> str:
-        """A sentence on cases whose map has its maximum outside the body; "" if there is none."""
+        """A sentence on maps of which much, or the maximum, is outside the body; "" if there is none."""
         told = [case["heat_caution"] for case in self.volumes["cases"] if case["heat"]]
-        count = sum(text.startswith(MAXIMUM_OUTSIDE) for text in told)
-        which = f"In {count} of {len(told)} shown maps the maximum" if len(told) > 1 else "The shown map's maximum"
-        return f"{which} is outside the body: do not read such a map as a reason." if count else ""
+        count = sum(map(bool, told))
+        which = f"In {count} of {len(told)} shown maps," if len(told) > 1 else "In the shown map,"
+        what = "the maximum or a large part is outside the body: do not read such a map as a reason."
+        return f"{which} {what}" if count else ""
 
 
 def case_section(

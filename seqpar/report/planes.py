@@ -160,7 +160,8 @@ def outside_planes(
     """
     found, known = list[Outside](), truth >= 0
     for name, numbers in classes.items():
-        both = unmatched_parts(np.isin(truth, numbers), np.isin(prediction, numbers) & known, spacing)
+        masks = np.isin(truth, numbers), np.isin(prediction, numbers) & known
+        both = unmatched_parts(*masks, spacing, min_volume=0.0)  # those that tables leave out as too small, too
         for kind, parts in zip(("false" if has_truth else "predicted", "missed"), both):
             out = [part for part in parts if not any(own.start <= n < own.stop for own, n in zip(part.box, at))]
             found += [Outside(kind, name, out)] * bool(out)

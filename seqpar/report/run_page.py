@@ -258,7 +258,8 @@ def _cleaned(prediction: Path) -> list[str]:
         told += [f"regions below {least}"] * bool(least)
         told += ["all but the largest region of some labels"] * bool(own.get("postprocessing"))
     each = " and ".join(dict.fromkeys(told))
-    return [f"Predict removed {each}: a class that it had found may be missing here."] * bool(told)
+    place = "What was removed became background, also within other classes"
+    return [f"Predict removed {each}: a class that it had found may be missing here. {place}."] * bool(told)
 
 
 def what_is_unlearned(record: RunRecord, has_scores: bool = False) -> str:

@@ -221,6 +221,29 @@ def baseline(summary: Mapping[str, Any]) -> str:
     return f"Always answering {name} would give an accuracy of {row['cases'] / max(1, summary['cases']):.3f}."
 
 
+def about_scores(summary: Mapping[str, Any]) -> str:
+    """Returns how intervals are computed, and what guessing and a constant answer reach."""
+    present = sum(row["cases"] > 0 for row in summary["classes"].values())
+    of_each = " AUC: each class against the others, averaged over classes." * (len(summary["classes"]) > 2)
+    return (
+        "95 % intervals: accuracy, Wilson's; balanced accuracy, the classes' Wilson intervals, combined; AUC, by "
+        "bootstrap (1,000 draws, stratified by class). n: cases. Guessing gives a balanced accuracy of "
+        f"{1 / max(1, present):.3g} and an AUC of 0.5 on average. {baseline(summary)}{of_each}"
+    )
+
+
+def caution_of_absent(summary: Mapping[str, Any]) -> str:
+    """Returns a sentence on the classes that no scored case has; "" if there is none, or a single class is there."""
+    counts = {name: row["cases"] for name, row in summary["classes"].items()}
+    absent = [name for name, count in counts.items() if not count]
+    if not absent or len(absent) >= len(counts) - 1:
+        return ""
+    return (
+        f"No case is of the class {' or '.join(absent)}: whether such cases are recognised is unknown, and balanced "
+        "accuracy and AUC are means over the other classes."
+    )
+
+
 def caution_of_guesses(summary: Mapping[str, Any]) -> str:
     """Returns a sentence if a constant answer, chance or exchanged classes explain the scores; else ""."""
     present = [name for name, row in summary["classes"].items() if row["cases"]]
@@ -233,6 +256,16 @@ def caution_of_guesses(summary: Mapping[str, Any]) -> str:
     fewest, total = fewest_cases(summary, "AUC"), int(summary["cases"])
     by_chance = 1 / math.comb(total, fewest)  # that all are ranked rightly, of two classes
     if fewest < FEW and (low <= 0.5 or by_chance > 0.05):
+        accurate, largest = (
+            interval_of_share(summary["scores"]["accuracy"], total),
+            max(row["cases"] for row in summary["classes"].values()),
+        )
+        if len(present) > 2 and accurate and accurate[0] > largest / total:
+            few = [name for name in present if summary["classes"][name]["cases"] < FEW]
+            return (
+                f"{' and '.join(few)}: too few cases to tell how often they are recognised, and balanced accuracy and "
+                "AUC count each class alike. The accuracy is above that of a constant answer."
+            )
         return f"Guessing could reach these scores: the smallest class has {quantity(fewest, 'case')}, {TOO_FEW}."
     within = f", also within its interval ({low:.3f} to {high:.3f})" * (low < high)
     if high < 0.5:

@@ -132,7 +132,9 @@ def _verdict(ranked: Sequence[Scored], cases: Sequence[str]) -> list[str]:
     difference = fmean(differences)
     if math.isclose(difference, 0.0, abs_tol=1e-9):
         return [f"no winner: {best.name} and {second.name} have the same mean Dice"]
-    over = f"over {quantity(len(cases), 'case')} (other seeds may differ)"
+    rows = [row for folder in (best, second) for case in cases for row in folder.cases[case].values()]
+    alike = "each class counts alike, however few cases have it; " * any(math.isnan(row["Dice"]) for row in rows)
+    over = f"over {quantity(len(cases), 'case')} ({alike}other seeds may differ)"
     line = f"highest mean Dice {over}: {best.name}, {difference:.4f} above {second.name}"
     return [line + describe_interval(interval_of_mean(differences, low=-1.0, high=1.0), len(differences))]
 

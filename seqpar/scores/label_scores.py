@@ -50,8 +50,9 @@ WORDS = (  # of a table, for people: a column and what it is
 )
 DASH_WORDS = (("–", "no case has such a score"),)
 LESION_WORDS = (
-    ("LesionDice", "mean over the lesions of a case; a missed or false one counts as 0, a case without any as 1"),
-    ("LesionHD95", "the same in mm; a missed or false one counts as 374 (BraTS 2023, made for voxels of 1 mm)"),
+    ("LesionDice", "mean over true lesions above 50 mm³ and false ones of any size (BraTS 2023); missed or false: 0"),
+    ("", "1 if a case has neither, even if smaller lesions are missed"),
+    ("LesionHD95", "the same in mm; missed or false: 374 (made for voxels of 1 mm)"),
 )
 CENTRELINE_WORDS = (
     ("CentrelineRecall", "share of the true centre line that is predicted; false branches cost nothing"),
@@ -300,15 +301,20 @@ def where_known(row: Mapping[str, float]) -> str:
     return "in the labelled part" if is_part else "in the readers' consensus" * (READER_COLUMNS[-1] in row)
 
 
-def what_is_hardly_learned(dice: float, cases: int, present: float, found: float = math.nan, where: str = "") -> str:
+def what_is_hardly_learned(
+    dice: float, cases: int, present: float, found: float = math.nan, where: str = "", predicted: float = math.nan
+) -> str:
     """Returns what a low Dice means; "" of one that is not, and of none.
 
     - ``cases``: how many it is a mean over; ``present``: the mean over those whose truth has the class
     - ``found``: the mean sensitivity over these; NaN if it is not known
     - ``where``: the truth alone is known, in words: "in the readers' consensus"; "" everywhere
+    - ``predicted``: the mean number of predicted voxels; NaN if it is not known
     """
     if math.isnan(dice) or dice >= HARDLY:
         return ""
+    if predicted == 0:
+        return "nothing of this class was predicted"
     if math.isnan(present) and where:
         return f"no case has this class {where}"
     if math.isnan(present):
@@ -336,7 +342,9 @@ def hardly_learned_lines(summary: Mapping[str, Any]) -> list[str]:
     for name, row in summary["mean"].items():
         of_present, found = present[name]
         own = summary["num_values"][name]["Dice"]
-        what = what_is_hardly_learned(row["Dice"], own, of_present, found, where_known(row))
+        what = what_is_hardly_learned(
+            row["Dice"], own, of_present, found, where_known(row), row.get("n_pred", math.nan)
+        )
         if (zeros := summary["zeros_of_absent"][name]) and not what:
             mean = rounded(row["Dice"] * own / (own - zeros), 4)
             are = "is 0: this class was predicted and" if zeros == 1 else "are 0: this class was predicted there and"

@@ -235,6 +235,7 @@ def test_maps_with_their_maximum_outside_the_body_are_counted() -> None:
     def told(cases: list[dict[str, Any]]) -> str:
         return CaseSection("", (), "", (), {"cases": cases}).maps_outside
 
-    assert told(entries) == "In 2 of 4 shown maps the maximum is outside the body: do not read such a map as a reason."
-    assert told(entries[1:2]).startswith("The shown map's maximum is outside the body: ")
+    what = "the maximum or a large part is outside the body: do not read such a map as a reason."
+    assert told(entries) == f"In 2 of 4 shown maps, {what}"
+    assert told(entries[1:2]) == f"In the shown map, {what}"
     assert told(entries[:1]) == "" == told([{"heat": "", "heat_caution": cautions[1]}])

@@ -16,6 +16,7 @@ from seqpar.report.cases import _ml_beyond
 from seqpar.report.cautions import planes_note, reached_in_validation
 from seqpar.report.embedded_volumes import ShownCase, shown_best
 from seqpar.report.images import changed_since, count_shown
+from seqpar.report.planes import outside_planes
 from seqpar.report.record import RunRecord, ScoredCase, read_record, read_scores
 from seqpar.report.run_page import _cleaned, _scored, _unlearned_by_others, what_is_unlearned
 from seqpar.report.tables import what_is_missing
@@ -60,6 +61,13 @@ def test_files_that_changed_since_they_were_scored_are_named(finished: Path, tmp
     assert "files of case-b, case-a were replaced" in changed_since(others, scored, names)[0]
 
 
+def test_a_missed_lesion_outside_of_all_planes_is_told_however_small() -> None:
+    truth = np.zeros((20, 20, 20), np.uint8)
+    truth[2, 2, 2] = 1
+    (missed,) = outside_planes(truth, 0 * truth, {"lesion": [1]}, (1.0, 1.0, 1.0), (10, 10, 10))
+    assert (missed.kind, missed.name, missed.parts[0].voxels) == ("missed", "lesion", 1)
+
+
 def test_cases_without_an_image_are_counted() -> None:
     assert count_shown([True, True]) == "2 cases shown"
     assert count_shown([False]) == "1 case shown, without an image (the page says why)"
@@ -72,7 +80,8 @@ def test_what_predict_removed_is_on_the_page(tmp_path: Path) -> None:
         (tmp_path / "prediction.json").write_text(json.dumps({"run": "r", "settings": settings}))
         return _cleaned(tmp_path)
 
-    end = ": a class that it had found may be missing here."
+    end = ": a class that it had found may be missing here. What was removed became background, also within other"
+    end += " classes."
     assert said() == said(min_component="0") == said(min_component="0.00mm3") == said(min_component="1 voxels") == []
     assert said(min_component="50") == said(min_component="50mm3") == [f"Predict removed regions below 50 mm³{end}"]
     both = "Predict removed regions below 20 voxels and all but the largest region of some labels"

@@ -18,10 +18,12 @@ from seqpar.data.errors import DataError
 from seqpar.report.record import RunRecord
 from seqpar.scores import class_scores
 from seqpar.scores.class_scores import (
+    about_scores,
     area_under_roc,
     baseline,
     bootstrap,
     calibration,
+    caution_of_absent,
     caution_of_guesses,
     describe_share,
     fewest_cases,
@@ -369,6 +371,23 @@ def test_printed_counts_stand_under_the_class_that_was_predicted() -> None:
     head, healthy, ill = class_lines(content)[-3:]
     ends = [head.index(f"predicted {name}") + len(f"predicted {name}") for name in ("healthy", "ill")]
     assert [[row[:end].split()[-1] for end in ends] for row in (healthy, ill)] == [["1", "1"], ["0", "1"]]
+
+
+def test_classes_of_few_cases_or_none_are_cautioned_of() -> None:
+    names, truth = ["a", "b", "c", "d"], [0] * 10 + [1] * 8 + [2]
+    right = score_classes(truth, np.eye(4)[truth], names)
+    assert caution_of_guesses(right) == (
+        "c: too few cases to tell how often they are recognised, and balanced accuracy and AUC count each class alike. "
+        "The accuracy is above that of a constant answer."
+    )
+    constant = score_classes(truth, np.tile([0.4, 0.3, 0.2, 0.1], (19, 1)), names)
+    assert caution_of_guesses(constant).startswith("Guessing could reach these scores: the smallest class has 1 case")
+    assert caution_of_absent(right).startswith(
+        "No case is of the class d: whether such cases are recognised is unknown"
+    )
+    assert "Guessing gives a balanced accuracy of 0.333 and" in about_scores({"names": names, **right})
+    assert caution_of_absent(score_classes([0, 1], np.eye(2), names[:2])) == ""
+    assert caution_of_absent(score_classes([0, 0], np.eye(2), names[:2])) == "", "told as the only class"
 
 
 def test_scores_that_a_guess_could_have_are_cautioned() -> None:

@@ -65,7 +65,8 @@ def test_the_difference_is_that_of_the_means_by_which_folders_are_ranked() -> No
     )
     verdict = compare([a, b]).splitlines()[-1]
     assert verdict == (
-        "highest mean Dice over 8 cases (other seeds may differ): b, 0.0905 above a "
+        "highest mean Dice over 8 cases (each class counts alike, however few cases have it; other seeds may differ): "
+        "b, 0.0905 above a "
         "(95 % confidence interval: +0.0896 to +0.0914)"
     )
 

@@ -19,6 +19,7 @@ from seqpar.report.tables import Score, Table, TableHead, TableRow
 from seqpar.scores.class_scores import (
     baseline,
     cases_behind,
+    caution_of_absent,
     caution_of_guesses,
     compare_shares,
     fewest_cases,
@@ -271,7 +272,7 @@ def _text_of(content: Summary) -> str:
 
 def _cautions(content: Summary) -> list[str]:
     """Returns what a page says next to these scores: what a constant answer and a guess reach."""
-    return list(filter(None, [baseline(content), caution_of_guesses(content)]))
+    return list(filter(None, [baseline(content), caution_of_absent(content), caution_of_guesses(content)]))
 
 
 def _csv_text(content: Summary, groups: Mapping[str, Summary]) -> str:

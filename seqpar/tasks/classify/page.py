@@ -43,8 +43,9 @@ from seqpar.report.run_page import FinishedPage, is_neurological, render_run, tr
 from seqpar.report.tables import HeadlineTile, Score, Table, TableHead, TableRow, tiles_of_steps
 from seqpar.runs.metrics_tail import with_other_weights
 from seqpar.scores.class_scores import (
-    baseline,
+    about_scores,
     calibration,
+    caution_of_absent,
     caution_of_guesses,
     describe_share,
     doubt_of_area,
@@ -207,13 +208,11 @@ def _scores(summary: Summary, positive: str | None, step: str, seen: Seen = NONE
     calibrated = calibration_diagrams(shown)
     diagrams = [*roc_diagrams(shown, positive), *calibrated]
     charts = draw_charts([replace(d, quantity=f"{d.quantity}{f', {mark}' * bool(mark)}") for d in diagrams], width=360)
-    note, about = "" if calibrated else uncalibrated(shown), ABOUT.format(guess=1 / len(summary["names"]))
-    about += f" {baseline(shown)}"
-    if len(summary["names"]) > 2:
-        about += " AUC: each class against the others, averaged over classes."
+    note = "" if calibrated else uncalibrated(shown)
+    cautions = " ".join(filter(None, [caution_of_absent(shown), caution_of_guesses(shown)]))
     tiles = headline(shown) if not told or next(iter(each)) in SHOWN_LARGE else []
     tables = classes_table(shown, positive), confusion_table(shown)
-    return _Scores(tiles, told, apart, *tables, charts, step, note, about, caution_of_guesses(shown))
+    return _Scores(tiles, told, apart, *tables, charts, step, note, about_scores(shown), cautions)
 
 
 def _row_of(summary: Summary) -> dict[str, Score]:
@@ -224,13 +223,6 @@ def _row_of(summary: Summary) -> dict[str, Score]:
     }
     scores = {kind: Score(number(summary["scores"][kind]), 3, f" ({text})" * bool(text)) for kind, text in sure.items()}
     return scores | {"cases": Score(summary["cases"], 0)}
-
-
-ABOUT = (
-    "95 % intervals: accuracy, Wilson's; balanced accuracy, the classes' Wilson intervals, combined; AUC, by bootstrap "
-    "(1,000 draws, stratified by class). n: cases. Guessing gives a balanced accuracy of {guess:.3g} and an AUC of 0.5 "
-    "on average."
-)
 
 
 def headline(summary: Summary) -> list[HeadlineTile]:

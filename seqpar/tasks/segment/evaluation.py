@@ -251,7 +251,9 @@ class LabelMapEvaluation(CaseEvaluation):
         names = {values: name for name, values in self.labels.classes.items()}
         kept = [names.get(values, "all labels together") for values in learned.steps]
         if kept:
-            raised = f"{mean_of(learned.before):.4f} to {mean_of(learned.after):.4f}"
+            raised = (
+                f"{mean_of(learned.before):.4f} to {mean_of(learned.after):.4f}, with background in place of others"
+            )
             lines.append(f"keeping the largest component of {', then of '.join(kept)} raises it from {raised}: {place}")
         else:
             lines.append(f"keeping largest components raises it for no class: {place}")

@@ -217,16 +217,14 @@ def segment_page(options: argparse.Namespace, record: RunRecord) -> FinishedPage
 
 
 def _caution_of(tile: HeadlineTile, rows: Sequence[Scores], count: int) -> str:
-    """Returns what the low Dice of a tile means, "" of one that is not low.
-
-    - ``rows``: of the cases that it is of; none if only their mean is known; ``count``: of these cases
-    """
+    """Returns what the low Dice of a tile means; ``rows``: of its ``count`` cases, none if only the mean is known."""
     if not rows:
         return what_is_hardly_learned(tile.score.value, count, tile.score.value)
     present, found = (mean_where_present(rows, tile.name, metric) for metric in ("Dice", "Sensitivity"))
     own = [row[tile.name] for row in rows if tile.name in row]
     where, count = next(filter(None, map(where_known, own)), ""), len(without_nan(row["Dice"] for row in own))
-    return what_is_hardly_learned(tile.score.value, count, present, found, where)
+    predicted = sum(row.get("n_pred", math.nan) for row in own)
+    return what_is_hardly_learned(tile.score.value, count, present, found, where, predicted)
 
 
 def _intensities(prediction: Path, scored: CaseScores, schemes: Sequence[str], gaps: list[str]) -> Table | None:
