@@ -14,6 +14,7 @@ from seqpar.data.sampling.augmentation_presets import RECIPES, AugmentationRecip
 from seqpar.data.sampling.extra_steps import EXTRA_STEPS
 from seqpar.data.sampling.tumour_synthesis import TumourSynthesis
 from seqpar.data.sampling.warp import Warp, apply_warp, draw_offsets, rotate
+from seqpar.tasks.segment.data import _mirrored_sides
 
 TILE = (16, 14, 12)
 STEPS = [step.name for step in fields(AugmentationRecipe) if isinstance(step.default, Chance)]
@@ -274,3 +275,12 @@ def test_strengths_of_light_and_factors_around_one() -> None:
     for part, low, high in ((factors[factors < 1], 0.85, 1.0), (factors[factors >= 1], 1.0, 1.25)):
         assert part.min() == pytest.approx(low, abs=0.002) and part.max() == pytest.approx(high, abs=0.002)
         assert part.mean() == pytest.approx((low + high) / 2, abs=0.005)
+
+
+def test_labels_of_sides_that_mirroring_exchanges_are_named() -> None:
+    sides = ["background", "kidney_left", "Kidney_Right", "liver", "cleft"]
+    (told,) = _mirrored_sides(sides, "light+corruption")
+    exchanged = "  note: --augment light+corruption mirrors tiles, which exchanges kidney_left and Kidney_Right; "
+    assert told == f"{exchanged}--augment none does not mirror"
+    assert _mirrored_sides(["lung L", "lung R"], "full") and not _mirrored_sides(["lung L", "lung"], "full")
+    assert _mirrored_sides(sides, "none") == _mirrored_sides(sides, "lamp") == _mirrored_sides(sides[3:], "light") == []

@@ -1,7 +1,8 @@
 """Opens and describes images with label maps."""
 
+import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import numpy as np
 
@@ -14,6 +15,7 @@ from seqpar.data.preparation.cache import PreparedDataset
 from seqpar.data.preparation.cache_index import outdated_cache
 from seqpar.data.preparation.fingerprint import Fingerprint, read_fingerprint
 from seqpar.data.preparation.prepare_dataset import prepared
+from seqpar.data.sampling.augmentation_presets import RECIPES
 from seqpar.data.workers import no_progress
 from seqpar.scores.label_classes import learned_regions
 from seqpar.settings.config import Config
@@ -102,7 +104,7 @@ def summary_of_data(data: TrainingData, config: Config) -> str:
         names = {number: name for name, number in dataset.labels.items()}
         regions = (f"{name} = {' + '.join(names[n] for n in ids)}" for name, ids in dataset.regions.items())
         lines.append(f"  regions, which may overlap: {', '.join(regions)}")
-    lines += _doubt(dataset)
+    lines += [*_doubt(dataset), *_mirrored_sides(dataset.labels, config.augment)]
     return "\n".join([*lines, *_class_lines(dataset.labels, counts), *_ignored(dataset.ignore_label)])
 
 
@@ -111,6 +113,20 @@ def _doubt(dataset: PreparedDataset) -> list[str]:
     readers = dataset.described.get("readers", ())
     what = f"the mean of {quantity(len(readers), 'reader')}: {', '.join(readers)}" if readers else "their probabilities"
     return [] if dataset.soft is None else [f"  labels with doubt: the target is {what}; labels below by consensus"]
+
+
+def _mirrored_sides(labels: Collection[str], augment: str) -> list[str]:
+    """Returns a line on labels of left and right that the augmentation mirrors onto each other."""
+    recipe = RECIPES[augment.split("+")[0]]()
+    right = {name: _LEFT.sub(lambda own: _RIGHT_OF[own[0].lower()], name).lower() for name in labels}
+    lower = {name.lower(): name for name in labels}
+    pair = next((f"{name} and {lower[to]}" for name, to in right.items() if to != name.lower() and to in lower), "")
+    if not pair or not recipe.mirror.probability or 0 not in recipe.mirror_axes:
+        return []
+    return [f"  note: --augment {augment} mirrors tiles, which exchanges {pair}; --augment none does not mirror"]
+
+
+_LEFT, _RIGHT_OF = re.compile("left|(?<![a-z])l(?![a-z])", re.IGNORECASE), {"left": "right", "l": "r"}
 
 
 def _class_lines(labels: Mapping[str, int], counts: np.ndarray) -> list[str]:
