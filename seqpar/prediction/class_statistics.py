@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from seqpar.data.errors import DataError, unreadable
-from seqpar.data.files import SUFFIXES, write_text
+from seqpar.data.files import SUFFIXES, refuse_special, write_text
 from seqpar.text import millilitres, name_images
 
 NAME = "statistics.csv"
@@ -93,6 +93,7 @@ def read_lines(path: Path, may_be_cut: bool = False) -> list[list[str]]:
 
     - ``may_be_cut``: leave a last line out that lacks its end
     """
+    refuse_special(path)
     try:
         text = path.read_text(encoding="utf-8-sig")
         return list(csv.reader(io.StringIO(text[: text.rfind("\n") + 1] if may_be_cut else text)))
@@ -124,6 +125,7 @@ def read_statistics(folder: Path) -> tuple[list[str], dict[tuple[str, str], list
     Both are empty if there is no such file; raises DataError if it is damaged.
     """
     path = folder / NAME
+    refuse_special(path)
     try:
         head, *lines = csv.reader(io.StringIO(path.read_text(encoding="utf-8-sig")))
         kinds = [name.removeprefix("mean ") for name in head if name.startswith("mean ")]

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from seqpar.data.errors import DataError, unwritable
-from seqpar.data.files import read_json, write_text
+from seqpar.data.files import read_json, refuse_special, write_text
 from seqpar.data.formats.recognise import place_in_data
 from seqpar.scores.label_classes import Labels
 from seqpar.scores.label_files import Pair
@@ -91,6 +91,7 @@ def _num_cases(path: Path) -> int:
     try:
         if path.suffix == ".json":
             return len(read_json(path)["metric_per_case"])
+        refuse_special(path)
         with open(path, newline="") as file:
             return len({row["case"] for row in csv.DictReader(file)})
     except (DataError, OSError, ValueError, KeyError, TypeError, csv.Error):

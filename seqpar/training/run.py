@@ -76,6 +76,17 @@ def describe_finished(request: RunRequest) -> str:
     return "".join(f"{line}\n" for line in (first, *describe_results(out), *task_of(config).next_lines(out)))
 
 
+def refuse_fewer_steps(config: Config) -> None:
+    """Raises ValueError if a run to be resumed has done more steps than its settings allow by now."""
+    done = checkpoint.latest_step(Path(config.out) / "checkpoints") if config.resume else 0
+    if 0 < config.steps < done:
+        needed = -(-done // config.iterations)
+        raise ValueError(
+            f"--epochs {config.epochs} are {config.steps:,} steps, and {config.out} has done {done:,} already: give "
+            f"--epochs {needed} or more to resume it, or predict with what is there"
+        )
+
+
 def refuse_other_weights(config: Config) -> None:
     """Raises ValueError if ``--weights`` do not fit the network, before data are prepared for it.
 

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from seqpar.data.errors import DataError, reason, unreadable
-from seqpar.data.files import fsync_folder, umask_mode, write_text
+from seqpar.data.files import fsync_folder, refuse_special, umask_mode, write_text
 from seqpar.models.network import NO_RESIZING, Resizing, resize_tensors
 from seqpar.parallel.consensus import max_over_ranks, raise_on_all_ranks, run_on_rank0
 from seqpar.parallel.mesh import Group
@@ -228,7 +228,14 @@ def _write_text(path: Path, text: str) -> None:
     fsync_folder(path)
 
 
+def latest_step(folder: Path) -> int:
+    """Returns the step of the checkpoint that ``latest`` names, whole or not; 0 if it names none."""
+    point = _named(folder / "latest")
+    return int(point.name.removeprefix("step-")) if point else 0
+
+
 def _named(link: Path) -> Path | None:
+    refuse_special(link)
     try:
         name = link.read_text().strip()
     except (OSError, UnicodeDecodeError):
@@ -318,6 +325,8 @@ def _problem(path: Path, trusts_times: bool = False) -> str:
 
     Raises OSError if the system refuses to read a file that is there.
     """
+    for name in (MANIFEST, PROGRESS):
+        refuse_special(path / name)
     try:
         digests = dict(json.loads((path / MANIFEST).read_text()))
         completed = (path / MANIFEST).stat().st_mtime_ns
@@ -327,6 +336,7 @@ def _problem(path: Path, trusts_times: bool = False) -> str:
         if name not in digests:
             return f"{path.name}/{MANIFEST} is damaged"
     for name, saved_digest in digests.items():
+        refuse_special(path / name)
         try:
             if trusts_times:
                 at = (path / name).stat()

@@ -96,7 +96,8 @@ def reordered_names(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[s
 
 
 def sets_learned(described: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Returns name, recipe, cases and digests of each data set from whose labels weights have learned.
+    """Returns name, recipe, cases and digests of each data set from whose labels weights have learned, or on whose
+    cases they were validated.
 
     - ``described``: what the run that wrote them records of its data
     """
@@ -104,7 +105,9 @@ def sets_learned(described: Mapping[str, Any]) -> list[dict[str, Any]]:
     has_labels = described.get("labels") or described.get("volume_classes")  # not of a pretraining, or somebody else's
     digests = {case: digest for case, digest in described.get("digests", {}).items() if case in learned}
     own = {name: described.get(name) for name in ("name", "recipe")} | {"train": learned, "digests": digests}
-    if voxels := {case: digests for case, digests in described.get(VOXELS, {}).items() if case in learned}:
+    chose = {*described.get(VALIDATED, described.get("held_out", ()))}.difference(learned)
+    own |= {VALIDATED: sorted(chose)} if chose else {}
+    if voxels := {case: scan for case, scan in described.get(VOXELS, {}).items() if case in chose.union(learned)}:
         own[VOXELS] = voxels
     return [*[own] * bool(has_labels and learned), *described.get(ANCESTORS, ())]
 
@@ -116,9 +119,10 @@ def sets_of_earlier_data(before: Mapping[str, Any], now: Mapping[str, Any]) -> l
     - ``before``, ``now``: what it recorded of its data, and records now
     """
     ancestors = list(before.get(ANCESTORS, ()))
-    known = [{name: one.get(name) for name in ("name", "recipe", "train", "digests")} for one in ancestors]
+    facts = ("name", "recipe", "train", "digests")
+    known = [{name: one.get(name) for name in facts} for one in ancestors]
     own = [one for one in sets_learned({**before, ANCESTORS: ()}) if not _is_of(one, now)]
-    own = [one for one in own if {name: value for name, value in one.items() if name != VOXELS} not in known]
+    own = [one for one in own if {name: one[name] for name in facts} not in known]
     held = {*before.get(VALIDATED, before.get("held_out", ()))}.difference(*(one["train"] for one in own))
     scans = {case: digests for case, digests in before.get(VOXELS, {}).items() if case in held}
     own = [{**one, VALIDATED: sorted(held), VOXELS: {**one.get(VOXELS, {}), **scans}} for one in own]

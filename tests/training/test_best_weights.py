@@ -20,6 +20,7 @@ from seqpar.runs.trained_run import read_run
 from seqpar.tasks.segment import validation
 from seqpar.training import after_step
 from seqpar.weights import checkpoint
+from seqpar.weights.checkpoint import latest_step
 from seqpar.weights.pretrained import weights_file
 from seqpar.weights.weight_files import digest
 from tests.support.folders import nnunet
@@ -116,6 +117,24 @@ def test_a_run_that_ends_without_its_best_weights_says_so(best_is_first) -> None
     write_json(best_is_first / "status.json", {"state": "preempted", "step": 6})
     said = trained(1, ["--resume"], best_is_first).said()
     assert "finished: the best weights are gone; those after step 6 are here" in said and not re.search(r" -1\b", said)
+
+
+def test_a_resume_with_fewer_steps_than_were_done_is_refused_and_changes_nothing(best_is_first) -> None:
+    assert latest_step(best_is_first / "checkpoints") == 6
+    before = {path: path.read_bytes() for path in best_is_first.rglob("*") if path.is_file()}
+    told = f"--epochs 1 are 2 steps, and {best_is_first} has done 6 already: give --epochs 3 or more to resume it"
+    for more in ([], ["--dry-run"]):
+        assert told in trained(1, ["--resume", "--epochs", "1", *more], best_is_first, expect=2).said()
+    assert all(path.read_bytes() == content for path, content in before.items())
+
+
+@pytest.mark.parametrize("name", ["best", "step-00000002/manifest.json", "step-00000002/progress.json"])
+def test_a_pipe_in_place_of_a_file_is_not_waited_for(best_is_first, name: str) -> None:
+    path = best_is_first / "checkpoints" / name
+    path.unlink()
+    os.mkfifo(path)
+    with pytest.raises(DataError, match="is no file .but a pipe"):
+        checkpoint.look_up(best_is_first / "checkpoints", "best")
 
 
 def test_at_a_tie_losses_of_two_kinds_are_not_compared(flags, tmp_path, monkeypatch) -> None:

@@ -187,7 +187,9 @@ def test_cases_that_the_weights_have_learned_and_the_run_does_not_train_on_are_f
     assert cases_learned_before(known, {**other_recipe, "voxels": {"b": "3 4"}}) == {"a"}, "nothing is known of it"
     assert other_scans(known, {"voxels": {**scans, "a": "8", "x": "9"}}) == {"a"}
     assert other_scans({**known, "voxels": {}}, {"voxels": scans}) == set()
-    assert other_scans({"weights_learned_from": sets_learned(known)}, {"voxels": {"a": "8", "c": "9"}}) == {"a"}
+    assert other_scans({"weights_learned_from": sets_learned(known)}, {"voxels": {"a": "8", "c": "9"}}) == {"a", "c"}
+    (behind,) = sets_learned({**known, "validated": ["c"]})
+    assert (behind["validated"], behind["voxels"]) == (["c"], scans), "what chose the weights is no new case later"
     first, second = ({**known, "name": name, "digests": {"a": name, "b": name}} for name in "DE")
     run = sets_of_earlier_data(first, second)
     for before, now_on in ((second, first), (first, second), (second, first)):

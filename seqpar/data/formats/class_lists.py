@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from seqpar.data.errors import DataError, unreadable
-from seqpar.data.files import SUFFIXES
+from seqpar.data.files import SUFFIXES, refuse_special
 from seqpar.data.formats.dataset import TABLE, Case, Dataset, Split, VolumeClasses
 from seqpar.data.formats.dataset_json import fold_number, read_json_object, resolve_path
 from seqpar.data.formats.recognise import describe, find_dataset
@@ -77,6 +77,7 @@ def read_rows(path: Path, needed: Sequence[str]) -> dict[int, Row]:
 
     - ``needed``: columns that no row may leave empty; each cell of the first one is unique
     """
+    refuse_special(path)
     try:
         with open(path, newline="", encoding="utf-8-sig") as file:
             reader = csv.reader(file)

@@ -389,7 +389,7 @@ def predicted_classes(summary: Summary) -> dict[str, str]:
 def names_of_maps(summary: Summary, prediction: Path | None) -> dict[str, str]:
     """Returns what the map of each case shows: its method and the class that was predicted."""
     try:
-        way = json.loads(((prediction or Path()) / RECORD).read_text())["explained"]
+        way = json.loads(read_whole((prediction or Path()) / RECORD))["explained"]
     except (OSError, ValueError, KeyError, TypeError):
         way = ""  # written by an older version
     method = f"{MAPS[way]} map" if way in MAPS else "map of the evidence"
