@@ -41,7 +41,7 @@ RECORD = "prediction.json"
 # keys of the record: every file that predict wrote there, or is writing; what tells each case's images; whether images
 # of generated phantoms are among them; and which series and study a case is, by names that identify nobody
 _FILES, _INPUTS, _GENERATED, SERIES = "files", "inputs", "generated", "series"
-_MAPS, _VOXELS = "label_maps", "voxels"  # of each case: size and digest of what predict wrote; digests of its images
+MAPS, _VOXELS = "label_maps", "voxels"  # of each case: size and digest of what predict wrote; digests of its images
 
 _RUNS_OWN = re.compile("checkpoints$|validation")  # folders in a run's, which training clears
 _ENDS = {".json": b"}\n", ".pkl": b".", ".png": b"IEND\xaeB`\x82"}  # the last bytes of a whole file
@@ -124,7 +124,7 @@ class PredictionFolder(ABC):
             own: dict[str, Any] = {_FILES: sorted(files), _INPUTS: known, _VOXELS: self._voxels}
             if any(is_generated(path) for case in cases for path in case.images[:1]):
                 own[_GENERATED] = True
-            own |= {_MAPS: self._maps} if self._maps else {}
+            own |= {MAPS: self._maps} if self._maps else {}
             if self.series:
                 own[SERIES] = {**(series if is_same else {}), **self.series}
             self._content = {**record, **own}
@@ -139,17 +139,17 @@ class PredictionFolder(ABC):
             self._content[_INPUTS][case.id] = self._pending.pop(case.id)
         self._voxels[case.id] = self.voxels.get(case.id, "")
         self._stamp_maps([case])
-        self._content |= {_VOXELS: dict(sorted(self._voxels.items()))} | ({_MAPS: self._maps} if self._maps else {})
+        self._content |= {_VOXELS: dict(sorted(self._voxels.items()))} | ({MAPS: self._maps} if self._maps else {})
         write_json(self.folder / RECORD, self._content)
 
-    def map_of(self, case: Case) -> Path | None:
-        """Returns the label map of a case, which the record tells from one that replaces it later; None of a table."""
+    def stamp_of(self, case: Case) -> list[Any] | None:
+        """Returns what tells what is written of a case from what replaces it later; None if nothing is."""
         return None
 
     def _stamp_maps(self, cases: Sequence[Case]) -> None:
         """Notes what is written of cases."""
-        paths = {case.id: path for case in cases if (path := self.map_of(case)) and path.is_file()}
-        self._maps = dict(sorted({**self._maps, **{name: _map_stamp(path) for name, path in paths.items()}}.items()))
+        stamps = {case.id: stamp for case in cases if (stamp := self.stamp_of(case)) is not None}
+        self._maps = dict(sorted({**self._maps, **stamps}.items()))
 
     def forget(self, names: Collection[str]) -> None:
         """Takes files that were removed from the record, which `record_written` then writes."""
@@ -238,7 +238,7 @@ class PredictionFolder(ABC):
         own: dict[str, Any] = record if isinstance(record, dict) else {_FILES: None}
         self._tells_voxels = _VOXELS in own
         files, inputs = own.pop(_FILES, self._names(self.files_of([]))), own.pop(_INPUTS, None)
-        series, maps, voxels, _ = (own.pop(name, {}) for name in (SERIES, _MAPS, _VOXELS, _GENERATED))
+        series, maps, voxels, _ = (own.pop(name, {}) for name in (SERIES, MAPS, _VOXELS, _GENERATED))
         self._maps, self._voxels = (dict(of_cases) if isinstance(of_cases, dict) else {} for of_cases in (maps, voxels))
         is_list = isinstance(files, list) and all(isinstance(name, str) and _is_inside(name) for name in files)
         if files is None or not is_list or not isinstance(inputs, dict | None):
@@ -329,9 +329,9 @@ def replaced_line(folder: Path) -> str:
     """
     try:
         record = read_json(folder / RECORD)
-        names, known = [name for name in record[_FILES] if "/" not in name and suffix_of(name)], record[_MAPS]
+        names, known = [name for name in record[_FILES] if "/" not in name and suffix_of(name)], record[MAPS]
         there = [name for name in names if strip_suffix(name) in known and (folder / name).is_file()]
-        others = [name for name in there if _map_stamp(folder / name) != known[strip_suffix(name)]]
+        others = [name for name in there if map_stamp(folder / name) != known[strip_suffix(name)]]
     except (DataError, OSError, KeyError, TypeError, AttributeError):
         return ""
     if not others:
@@ -340,7 +340,8 @@ def replaced_line(folder: Path) -> str:
     return f"{what} {'is' if len(others) == 1 else 'are'} not as predict wrote {'it' if len(others) == 1 else 'them'}."
 
 
-def _map_stamp(path: Path) -> list[Any]:
+def map_stamp(path: Path) -> list[Any]:
+    """Returns what tells a label map from one that replaces it."""
     return [path.stat().st_size, digest_samples(path)]
 
 

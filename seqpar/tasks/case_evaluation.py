@@ -217,6 +217,7 @@ class CaseEvaluation(ABC):
     """
 
     labels: Labels | None = None
+    replaced = staticmethod(replaced_line)  # a sentence on predictions that are not as predict wrote them
 
     def __init__(self, options: argparse.Namespace) -> None:
         self.options = options
@@ -342,10 +343,9 @@ class CaseEvaluation(ABC):
             job.known = Seen.by_any(found)._replace(gone=unknown, untold=others)
             job.seen = NONE_SEEN if is_run else job.known
             lines += job.seen.sentences
-        lines += filter(None, [mixed_line(prediction, others) if others else "", replaced_line(prediction)])
+        lines += filter(None, [mixed_line(prediction, others) if others else "", self.replaced(prediction)])
         generated = is_generated(self.options.truth) or is_run and any(record.has_phantoms for record in records)
-        on_phantoms = above_scores(generated, any(record.has_phantoms for record in records))
-        return [on_phantoms, *dict.fromkeys(lines)]
+        return [above_scores(generated, any(record.has_phantoms for record in records)), *dict.fromkeys(lines)]
 
     def _next_lines(self, runs: Sequence[Path]) -> list[str]:
         """Returns the command that shows the scored cases, if a single run folder predicted them."""
@@ -353,8 +353,8 @@ class CaseEvaluation(ABC):
         if not (options.truth.is_dir() and len(runs) == 1 and holds_run(runs[0])):
             return []
         run = runs[0].relative_to(Path.cwd()) if runs[0].is_relative_to(Path.cwd()) else runs[0]
-        more = ["--common"] if options.common or options.test_of else []
-        line = next_command("report", run, "--truth", options.truth, "--prediction", prediction, *more)
+        more = ["--prediction", prediction, *["--common"] * bool(options.common or options.test_of)]
+        line = next_command("report", run, "--truth", options.truth, *more)
         own = "" if images_beside(options.truth) else "; --images FOLDER adds images that lie elsewhere"
         return [f"next: {line}  (scores and cases on one page{own})"]
 

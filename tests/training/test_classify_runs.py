@@ -14,7 +14,7 @@ from seqpar.cli import evaluate, export, predict, report
 from seqpar.cluster.exit_codes import DATA, USAGE
 from seqpar.parallel.launcher import Launcher
 from seqpar.runs.journal import read_metrics
-from seqpar.tasks.classify.scores import read_class_table
+from seqpar.tasks.classify.scores import read_class_table, replaced_rows, row_stamps
 from seqpar.tasks.classify.validation import ClassValidation
 from seqpar.training import gradients, trainer
 from seqpar.training.run_request import read_request
@@ -221,6 +221,14 @@ def test_predictions_go_on_and_are_scored_and_shown(one: tuple, tmp_path: Path, 
     (folder / "predictions.csv").write_text("\n".join(whole.splitlines()[:4]) + "\n")
     assert predict.act([*line, "--continue"]) == 0 and (folder / "predictions.csv").read_text() == whole
     said = capsys.readouterr().out
+    assert json.loads((folder / "prediction.json").read_text())["label_maps"] == row_stamps(whole)
+    assert replaced_rows(folder) == replaced_rows(folder / "predictions.csv") == ""
+    head, first, *others = whole.splitlines()
+    name, given, p, q = first.split(",")
+    (folder / "predictions.csv").write_text("\n".join([head, f"{name},{given},{q},{p}", *others]) + "\n")
+    told = f"1 of 8 rows of {folder / 'predictions.csv'}, such as that of {name}, is not as predict wrote it."
+    assert replaced_rows(folder) == told and row_stamps(whole).keys() == {name, *(row.split(",")[0] for row in others)}
+    (folder / "predictions.csv").write_text(whole)
     assert "predicting the classes of 5 cases (" in said and "model.safetensors; 1 rank" in said
     assert f"report.py {out} --prediction {folder} --truth TRUTH  (scores and cases on one page)" in said
     assert evaluate.act([data, str(folder)]) == 0 and evaluate.act([data, str(out)]) == 0

@@ -44,6 +44,7 @@ from seqpar.tasks.classify.scores import (
     read_class_table,
     read_subjects,
     read_truth,
+    replaced_rows,
     rescore,
     unknown_cases,
 )
@@ -56,6 +57,8 @@ KINDS = ("sensitivity", "specificity")
 
 class ClassEvaluation(CaseEvaluation):
     """Scores the tables of predict's folders, and of runs, which stand for their last validation."""
+
+    replaced = staticmethod(replaced_rows)
 
     def __init__(self, options: argparse.Namespace) -> None:
         super().__init__(options)

@@ -69,6 +69,7 @@ from seqpar.tasks.classify.scores import (
     read_class_table,
     read_subjects,
     read_truth,
+    replaced_rows,
     rescore,
     unknown_cases,
     verdict_on,
@@ -147,7 +148,7 @@ def class_page(options: argparse.Namespace, record: RunRecord) -> FinishedPage:
     seen, step, unused = NONE_SEEN, "", ""
     if summary and is_other:
         seen, told = _cautions(record, summary, options.truth, options.prediction)
-        cautions += told
+        cautions += [*told, *filter(None, [replaced_rows(options.prediction)])] if options.prediction else told
     elif summary:
         cautions, step = chosen_on_them(record), step_sentence(int(summary.get("step") or 0), record)
     if summary and explained and explained.is_dir():

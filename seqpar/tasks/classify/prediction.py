@@ -40,6 +40,7 @@ from seqpar.tasks.classify.scores import (
     Place,
     place_of_maximum,
     read_class_table,
+    row_stamps,
     what_maps_share,
 )
 from seqpar.text import quantity
@@ -93,6 +94,10 @@ class PredictionTable(PredictionFolder):
 
     def holds(self, case: Case) -> bool:
         return case.id in self.rows
+
+    def stamp_of(self, case: Case) -> list[Any] | None:
+        row = self.rows.get(case.id)
+        return None if row is None else row_stamps(ClassTable(self.names, (case.id,), row[None]).text())[case.id]
 
     def explanation_paths(self, case: Case) -> tuple[Path, Path]:
         """Returns the map and the picture of where a case's class is seen."""

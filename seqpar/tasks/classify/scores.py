@@ -1,6 +1,7 @@
 """predictions.csv, the scores of the classes in it, and what the maps of its cases have in common."""
 
 import csv
+import hashlib
 import io
 import json
 import math
@@ -13,8 +14,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from seqpar.data.errors import DataError
+from seqpar.data.files import read_json, read_whole
 from seqpar.data.formats import dataset
 from seqpar.data.formats.class_lists import read_class_dataset, read_rows, subjects_of
+from seqpar.prediction.prediction_folder import MAPS, RECORD
 from seqpar.scores.class_scores import (
     cases_behind,
     describe_share,
@@ -24,6 +27,7 @@ from seqpar.scores.class_scores import (
     words_of_interval,
 )
 from seqpar.scores.comparison import FEW
+from seqpar.text import quantity
 
 TABLE, EXPLANATIONS = "predictions.csv", "explanations"  # in predict's folder
 
@@ -100,6 +104,29 @@ def read_class_table(path: Path, may_be_cut: bool = False) -> ClassTable:
             raise DataError(path, f"case {row['case']} has the class {own}, and {first} is {why}; correct either")
     others = tuple(name for name in rows[0] if name not in ("case", "class", *columns))
     return ClassTable(names, tuple(row["case"] for row in rows), values, others)
+
+
+def row_stamps(text: str) -> dict[str, list[Any]]:
+    """Returns what tells the row of each case from one that replaces it, in the text of a predictions.csv."""
+    rows = {row["case"]: repr(sorted(row.items())).encode() for row in csv.DictReader(io.StringIO(text))}
+    return {case: [len(row), hashlib.blake2b(row, digest_size=8).hexdigest()] for case, row in rows.items()}
+
+
+def replaced_rows(folder: Path) -> str:
+    """Returns a sentence if rows of a predictions.csv are not as predict wrote them; "" if all are, or nothing tells.
+
+    - ``folder``: that has it, or the file itself
+    """
+    path = folder if folder.suffix == ".csv" else folder / TABLE
+    try:
+        known, there = read_json(path.with_name(RECORD))[MAPS], row_stamps(read_whole(path).decode("utf-8-sig"))
+        others = [case for case, stamp in there.items() if known.get(case, stamp) != stamp]
+    except (DataError, OSError, ValueError, LookupError, TypeError, AttributeError):
+        return ""
+    if not others:
+        return ""
+    what = f"{len(others)} of {quantity(len(there), 'row')} of {path}, such as that of {others[0]},"
+    return f"{what} {'is' if len(others) == 1 else 'are'} not as predict wrote {'it' if len(others) == 1 else 'them'}."
 
 
 def class_summary(table: ClassTable, truth: Mapping[str, str], path: Path) -> dict[str, Any]:

@@ -30,7 +30,7 @@ from seqpar.data.preparation.prepared_case import Preparation, Properties
 from seqpar.data.volumes import output_suffix, read_volume, write_volume
 from seqpar.prediction.class_statistics import NAME as STATISTICS
 from seqpar.prediction.class_statistics import ClassStatistics, drop_cases, read_lines
-from seqpar.prediction.prediction_folder import RECORD, PredictionFolder, ProbabilityFile, is_whole
+from seqpar.prediction.prediction_folder import RECORD, PredictionFolder, ProbabilityFile, is_whole, map_stamp
 from seqpar.runs.nnunet_export import dataset_of
 from seqpar.runs.run_folder import read_config
 from seqpar.runs.trained_run import TrainedRun
@@ -297,8 +297,9 @@ class LabelMapFolder(PredictionFolder):
         """Returns the path of a case's label map: named as the case, in the format of its first image."""
         return self.folder / f"{case.id}{output_suffix(case.images[0])}"
 
-    def map_of(self, case: Case) -> Path:
-        return self.label_path(case)
+    def stamp_of(self, case: Case) -> list[Any] | None:
+        path = self.label_path(case)
+        return map_stamp(path) if path.is_file() else None
 
     def probability_paths(self, case: Case) -> list[Path]:
         """Returns the path of each output's probabilities."""
