@@ -46,7 +46,7 @@ def list_modalities(modalities: Sequence[str]) -> str:
     """Returns the modalities, or how many there are without a name."""
     if (shown := name_images(modalities)) == list(map(str, modalities)):
         return ", ".join(shown)
-    return "one, unnamed" if len(shown) == 1 else f"{len(shown)}, unnamed"
+    return "1, unnamed" if len(shown) == 1 else f"{len(shown)}, unnamed"
 
 
 def millilitres(volume: float) -> str:

@@ -248,7 +248,7 @@ def fastest_strategy_of_model(
     if fits:
         best, why = min(fits, key=lambda s: seconds[s]), "the fastest strategy"
     else:
-        best, why = min(candidates, key=lambda s: needs[s]), "the strategy with the least memory"
+        best, why = min(candidates, key=lambda s: needs[s]), "the strategy that needs the least memory"
     if memory_left is not None:
         depth = 1 if recomputed else sum(count for _, count in layers)
         room = f"the {memory_left / 2**20:,.0f} MiB that are free for {quantity(depth, 'layer')}"

@@ -185,6 +185,14 @@ def images_beside(truth: Path) -> Path | None:
     return truth if dataset_at(truth) is not None else None
 
 
+def has_images_beside(truth: Path) -> bool:
+    """Returns whether a truth has images beside it, as far as its folder can be read."""
+    try:
+        return images_beside(truth) is not None
+    except DataError:
+        return False
+
+
 def same_cases(cache: PreparedDataset, stamps: Stamps) -> PreparedDataset:
     """Returns the cache with only those cases that were prepared from these very files."""
     same = dict[str, PreparedCase]()

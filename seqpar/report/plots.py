@@ -295,10 +295,10 @@ def _about_lines(diagrams: Sequence[Diagram]) -> str:
     has_band = max(counts, default=0) > BUCKETS
     band = " (with many steps: means, and a band from the lowest to the highest value)" * has_band
     ends = " to ".join(map(str, sorted({min(windows), max(windows)}))) if windows else ""
-    by_run = ", by run" * (len(windows) > 1)
-    told = [f"Pale: each step{band}; solid: mean of the last {ends} steps{by_run}."] if windows else []
+    by_length = ", depending on a line's length" * (len(windows) > 1)
+    told = [f"Pale: each step{band}; solid: mean of the last {ends} steps{by_length}."] if windows else []
     widths = ({style.width for line, style in one.named() if len(line.points())} for one in diagrams)
-    told += ["Widths and markers only keep lines apart that coincide."] * any(len(own) > 1 for own in widths)
+    told += ["Line widths only serve to tell coinciding lines apart."] * any(len(own) > 1 for own in widths)
     return " ".join(told)
 
 

@@ -39,7 +39,7 @@ T = TypeVar("T")
 
 SAME_DATA = ("name", "modalities", "labels", "volume_classes")  # of config.json
 NOT_A_SETTING = ("out", "resume", "again", "take_over", "dry_run")  # where and how a run was started
-REACHES = (0.05, 0.1, 0.2, 0.4, 1.0)  # of an axis of differences: its ends have ticks
+REACHES = (0.05, 0.1, 0.2, 0.4, 1.0)  # of an axis of differences
 SPREAD = {"ranks", "seqpar", "split", "mode", "attention", "workers"}  # which ranks compute what, and how
 
 

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from seqpar.report.curves import number
+from seqpar.report.curves import count_of, number
 from seqpar.report.plots import Strips, make_strips
 from seqpar.report.record import CaseScores, RunRecord, ScoredCase, mean_of_numbers
 from seqpar.scores.class_scores import describe_share
@@ -74,7 +74,7 @@ def tiles_of_steps(
         return list(tiles)
     if best is None or best["step"] == own:
         return [tile._replace(more=f"{tile.more}, step {own:,}") for tile in tiles]
-    cases = f"up to {quantity(best.get('cases', 0), 'case')}" if kind == "dice" else f"n = {best.get('cases', '–')}"
+    cases = count_of([best]).strip(" ()") or "n unknown"
     return [
         HeadlineTile(
             tile.name,
@@ -258,7 +258,7 @@ def what_volumes_count(classes: Mapping[str, str]) -> str:
             several.append(f"{name} = {' + '.join(names[label] if are_named else label for label in labels)}")
     if several:
         return f" A volume is that of all labels of its class: {'; '.join(several)}."
-    alone = " Each volume counts only its class's label: that of an organ leaves out lesions with a label of their own."
+    alone = " Each volume counts only its class's label: an organ's volume leaves out lesions with labels of their own."
     return alone * (len(classes) > 1)
 
 

@@ -7,10 +7,11 @@ Without AVX-512, oneDNN's fast kernel for weight gradients needs channels first 
 builds a matrix of 27 copies of the volume. So slabs along W, with the rows that they reach into, are copied to that
 form, and their gradients added; a slab stays in the cache.
 
-In bfloat16, if there is padding along W and the kernel is longer there than the volume, oneDNN's weight gradient
-contains uninitialized numbers. With kernels of six voxels or more it does in float32 too, and can corrupt memory (torch
-2.13, AVX-512 with bf16). Without padding it is correct, so such volumes are processed as slabs too. A transposed
-convolution's weight gradient is that of a convolution of the output's gradient: there the output's length counts.
+In bfloat16, if there is padding along a direction and the kernel is longer there than the volume, oneDNN's weight
+gradient contains uninitialized numbers. With kernels of six voxels or more, or padding of more than half a kernel, it
+does in float32 too, and can corrupt memory (torch 2.13, AVX-512 with bf16). Without padding it is correct, so such
+volumes are padded by hand, and processed as slabs. A transposed convolution's weight gradient is that of a convolution
+of the output's gradient: there the output's length counts.
 
 Legend: b batch, c channels, W D H voxels.
 """
@@ -20,6 +21,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
+import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor, nn
 
@@ -29,7 +31,7 @@ from seqpar.spatial.memory_format import is_channels_last
 _NATIVE = 20480  # channels x W x D up to which torch does not call oneDNN
 _SLAB = 1 << 21  # values
 _CHANNELS = 8  # block size of the kernel without AVX-512
-_LONG = 6  # kernels along W from which oneDNN is also wrong in float32
+_LONG = 6  # kernels from which oneDNN is also wrong in float32
 Ints = tuple[int, ...]
 
 
@@ -112,7 +114,7 @@ def weight_grad_by_slabs(x: Tensor, weight: Tensor, options: ConvOptions) -> boo
     if device_type(x) != "cpu" or x.ndim != 5 or max(weight.shape[2:]) == 1:
         return False
     dtype = autocast_dtype(x) or x.dtype
-    if options.padding[0] and _is_short(x.shape[2], weight.shape[2], dtype, options):
+    if _is_short(x, weight, dtype, options):
         return True
     if dtype != torch.float32 or options.transposed or options.groups > 1:
         return False
@@ -120,14 +122,18 @@ def weight_grad_by_slabs(x: Tensor, weight: Tensor, options: ConvOptions) -> boo
     return in_blocks and torch.backends.cpu.get_cpu_capability() == "AVX2"
 
 
-def _is_short(rows: int, kernel: int, dtype: torch.dtype, options: ConvOptions) -> bool:
-    """Returns whether a volume is too short along W for oneDNN's weight gradient with padding."""
-    stride, reach = options.stride[0], options.dilation[0] * (kernel - 1)
-    if options.transposed:
-        rows = (rows - 1) * stride - 2 * options.padding[0] + reach + options.output_padding[0] + 1
-    if kernel >= _LONG:
-        return dtype in (torch.float32, torch.bfloat16) and rows <= reach + stride
-    return dtype == torch.bfloat16 and rows <= reach
+def _is_short(x: Tensor, weight: Tensor, dtype: torch.dtype, options: ConvOptions) -> bool:
+    """Returns whether a volume is too short in a direction for oneDNN's weight gradient with padding."""
+    if dtype not in (torch.float32, torch.bfloat16):
+        return False
+    for dim, (rows, kernel) in enumerate(zip(x.shape[2:], weight.shape[2:])):
+        stride, padding, reach = options.stride[dim], options.padding[dim], options.dilation[dim] * (kernel - 1)
+        if options.transposed:
+            rows = (rows - 1) * stride - 2 * padding + reach + options.output_padding[dim] + 1
+        is_odd = kernel >= _LONG or 2 * padding > reach
+        if padding and rows <= reach + stride * is_odd and (is_odd or dtype == torch.bfloat16):
+            return True
+    return False
 
 
 def convolve(x: Tensor, weight: Tensor, bias: Tensor | None, options: ConvOptions) -> Tensor:
@@ -148,10 +154,11 @@ def gradients(
     back = torch.ops.aten.convolution_backward
     if cut is None and any(needs[1:]) and weight_grad_by_slabs(x, weight, options):
         dx = back(grad, x, weight, shape, *options.all, (True, False, False))[0] if needs[0] else None
+        is_short = _is_short(x, weight, x.dtype, options)
         if not options.transposed:
-            return dx, *_by_slabs(grad, x, weight, shape, options, needs[1:])
+            return dx, *_by_slabs(grad, x, weight, shape, options, needs[1:], is_short)
         mirrored = replace(options, transposed=False, output_padding=(0, 0, 0))
-        dweight = _by_slabs(x, grad, weight, None, mirrored, (needs[1], False))[0]
+        dweight = _by_slabs(x, grad, weight, None, mirrored, (needs[1], False), is_short)[0]
         return dx, dweight, grad.sum((0, 2, 3, 4)) if biased and needs[2] else None
     if cut is None:
         return back(grad, x, weight, shape, *options.all, needs)  # type: ignore[no-any-return]
@@ -161,9 +168,21 @@ def gradients(
 
 
 def _by_slabs(
-    grad: Tensor, x: Tensor, weight: Tensor, shape: list[int] | None, options: ConvOptions, needs: Sequence[bool]
+    grad: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    shape: list[int] | None,
+    options: ConvOptions,
+    needs: Sequence[bool],
+    by_hand: bool,
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Returns the gradients of weight and bias, summed over slabs; None for those that ``needs`` does not ask for."""
+    """Returns the gradients of weight and bias, summed over slabs; None for those that ``needs`` does not ask for.
+
+    - ``by_hand``: also pads the other directions
+    """
+    if by_hand and any(options.padding[1:]):
+        _, d, h = options.padding
+        x, options = F.pad(x, (h, h, d, d)), replace(options, padding=(options.padding[0], 0, 0))
     stride, padding = options.stride[0], options.padding[0]
     span, count = options.dilation[0] * (weight.shape[2] - 1) + 1, grad.shape[2]
     bare = replace(options, padding=(0, *options.padding[1:]))

@@ -15,8 +15,8 @@ from seqpar.data.errors import DataError
 from seqpar.data.phantom.phantom_files import is_generated
 from seqpar.prediction.prediction_folder import replaced_line
 from seqpar.report.cautions import above_scores, begun_unknown, cautions_together, chosen_on_them
-from seqpar.report.images import images_beside
-from seqpar.report.record import RunRecord, mixed_line, predicted_otherwise, read_record, runs_behind
+from seqpar.report.images import has_images_beside
+from seqpar.report.record import RunRecord, from_here, mixed_line, predicted_otherwise, read_record, runs_behind
 from seqpar.report.tables import Score, Table, TableHead, TableRow
 from seqpar.runs.run_folder import holds_run, tested_cases
 from seqpar.scores.comparison import about_scans
@@ -32,7 +32,7 @@ SHOWN_LARGE = (NEW, UNSEEN, HELD, CHOSE)  # what is not trained on
 SEEN, NAMESAKE = "seen in training", "with the name of one of the run's cases or patients"
 NAMES = "has the name of one of the run's cases or patients", "have the names of the run's cases or patients"
 SAME_PART = {"label file": "image", "image": "label file"}  # what is the same where the other is not
-TOO_GOOD = ", which tend to be too good"
+TOO_GOOD, ELSEWHERE = ", which tend to be too good", "; --images FOLDER adds images that are stored elsewhere"
 
 
 class Seen(NamedTuple):
@@ -352,10 +352,9 @@ class CaseEvaluation(ABC):
         options, (prediction,) = self.options, self.options.prediction
         if not (options.truth.is_dir() and len(runs) == 1 and holds_run(runs[0])):
             return []
-        run = runs[0].relative_to(Path.cwd()) if runs[0].is_relative_to(Path.cwd()) else runs[0]
-        more = ["--prediction", prediction, *["--common"] * bool(options.common or options.test_of)]
-        line = next_command("report", run, "--truth", options.truth, *more)
-        own = "" if images_beside(options.truth) else "; --images FOLDER adds images that lie elsewhere"
+        shown = [from_here(str(runs[0])), "--truth", options.truth, "--prediction", prediction]
+        line = next_command("report", *shown, *["--common"] * bool(options.common or options.test_of))
+        own = "" if self.labels is None or has_images_beside(options.truth) else ELSEWHERE
         return [f"next: {line}  (scores and cases on one page{own})"]
 
 

@@ -56,7 +56,7 @@ def test_the_memory_left_rules_out_what_is_larger() -> None:
     assert str(best) == "gather-kv" and "the fastest strategy that fits into" in reasons[0]
     assert any(line.startswith("gather-x") and line.endswith("too large") for line in reasons)
     best, reasons = fastest_strategy(here, QUICK, memory_left=1.0)
-    assert "the strategy with the least memory, but needs more than" in reasons[0]
+    assert "the strategy that needs the least memory, but needs more than" in reasons[0]
 
 
 def test_keeping_spares_bytes_and_costs_memory() -> None:

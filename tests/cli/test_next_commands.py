@@ -65,7 +65,10 @@ def test_each_printed_command_works_as_it_stands(line_of, tmp_path: Path, capsys
         shutil.copy(path, tmp_path / "truth")
     capsys.readouterr()
     assert run(evaluate.act, ["truth", "found"]) == 0
-    assert "  (scores and cases on one page; --images FOLDER adds images that lie elsewhere)" in capsys.readouterr().out
+    assert (
+        "  (scores and cases on one page; --images FOLDER adds images that are stored elsewhere)"
+        in capsys.readouterr().out
+    )
 
 
 def test_phantoms_name_a_training_that_can_learn_them_if_they_are_enough(line_of) -> None:

@@ -19,5 +19,5 @@ def test_volumes_of_a_litre_are_written_without_an_exponent() -> None:
 def test_modalities_without_a_name_are_images() -> None:
     alone, several, named = ["channel 0"], ["channel 0", "channel 1"], ["T1", "channel 1"]
     assert [name_images(names) for names in (alone, several, named)] == [["image"], ["image 1", "image 2"], named]
-    assert (list_modalities(alone), list_modalities(several)) == ("one, unnamed", "2, unnamed")
+    assert (list_modalities(alone), list_modalities(several)) == ("1, unnamed", "2, unnamed")
     assert list_modalities(named) == "T1, channel 1"

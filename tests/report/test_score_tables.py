@@ -54,7 +54,7 @@ def scores_of(
 
 
 def test_it_is_said_which_labels_a_volume_and_a_mean_dice_are_of() -> None:
-    alone = "Each volume counts only its class's label: that of an organ leaves out lesions with a label of their own."
+    alone = "Each volume counts only its class's label: an organ's volume leaves out lesions with labels of their own."
     assert what_volumes_count({"liver": "1", "lesion": "2"}).strip() == alone
     assert what_volumes_count({"liver": "(1, 2)", "lesion": "2"}).endswith("all labels of its class: liver = 1 + 2.")
     regions = what_volumes_count({"NCR": "1", "ET": "3", "TC": "(1, 3)"})

@@ -170,6 +170,12 @@ def test_gradients_of_bf16_where_kernels_are_longer_than_the_volume(
         ((5, 4, 4), 7, 2, False, torch.float32),
         ((7, 4, 4), 7, 2, False, torch.float32),
         ((3, 3, 3), 7, 2, True, torch.float32),
+        ((4, 1, 4), 3, 2, False, torch.bfloat16),
+        ((8, 1, 8), 5, 1, False, torch.bfloat16),
+        ((4, 4, 1), 3, 2, False, torch.bfloat16),
+        ((8, 8, 1), 5, 2, False, torch.bfloat16),
+        ((8, 2, 8), 7, 1, False, torch.bfloat16),
+        ((8, 1, 8), 5, 1, True, torch.bfloat16),
         ((6, 4, 4), 8, 3, False, torch.float32),
     ],
 )
@@ -182,7 +188,7 @@ def test_gradients_with_groups_and_transposed_where_kernels_are_longer_than_the_
     x, weight = torch.randn(2, 16, *volume).to(dtype), torch.randn(16, 16 // groups, *[side] * 3).to(dtype)
     assert uses_own_kernel(x, weight, options)
     refuses_unwritten_memory(x, weight, options, LIMIT if dtype == torch.bfloat16 else 1e-4, last)
-    long = torch.randn(2, 16, 2 * side, 4, 4).to(dtype)
+    long = torch.randn(2, 16, *[2 * side] * 3).to(dtype)
     assert not uses_own_kernel(long, weight, options), "longer than the kernel: oneDNN is right"
 
 
@@ -213,5 +219,5 @@ def test_a_layer_in_bf16_takes_the_right_gradients(autocast: bool) -> None:
     assert y.dtype == torch.bfloat16 and "_Convolve" in type(y.grad_fn).__name__
     (got,) = torch.autograd.grad((y.float() * slope).sum(), layer.weight)
     assert relative(got.float(), want) < 0.02
-    y, _ = layer(torch.randn(1, 16, 3, 2, 2, dtype=x.dtype))
+    y, _ = layer(torch.randn(1, 16, 3, 3, 3, dtype=x.dtype))
     assert autocast or "_Convolve" not in type(y.grad_fn).__name__, "as long as the kernel: oneDNN is right"

@@ -232,7 +232,12 @@ def test_predictions_go_on_and_are_scored_and_shown(one: tuple, tmp_path: Path, 
     assert "predicting the classes of 5 cases (" in said and "model.safetensors; 1 rank" in said
     assert f"report.py {out} --prediction {folder} --truth TRUTH  (scores and cases on one page)" in said
     assert evaluate.act([data, str(folder)]) == 0 and evaluate.act([data, str(out)]) == 0
-    assert "2 cases" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "2 cases" in said and "--images FOLDER" not in said
+    (tmp_path / "truth").mkdir()
+    (tmp_path / "truth" / "labels.csv").write_bytes((Path(data) / "labels.csv").read_bytes())
+    assert evaluate.act([str(tmp_path / "truth"), str(folder)]) == 0, "a folder without images is a truth, too"
+    capsys.readouterr()
     with pytest.raises(ValueError, match="--images: this run gives each case a class; .*: remove it"):
         report.act([str(out), "--images", data])
     assert report.act([str(out)]) == 0

@@ -98,7 +98,7 @@ def test_training_starts_from_a_pretraining_and_prediction_does_not(images, flag
     assert "75% of the tokens hidden, and rebuilt by 2 blocks x 12" in said and "16 visible" in said
     assert "M + rebuilder " in said
     assert f"next: python launch/train.py --preset debug --weights {out} --data " in said
-    assert "finished: best error of hidden voxels " in said and " if filled with the tile's mean)" in said
+    assert "finished: best error of hidden voxels " in said and " if they were filled with the tile's mean)" in said
     for name in ("progress.png", "validation.png", "model.safetensors"):
         assert (out / name).stat().st_size > 1000
     more = ["--tile", "24", "--patch", "4", "--weights", str(out), "--layer-decay", "0.8"]

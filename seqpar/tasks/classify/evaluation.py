@@ -151,7 +151,7 @@ class ClassEvaluation(CaseEvaluation):
         listed = ", ".join(f"{name} {scores[name]:.4f}" for name in ranked)
         few = f" ({TOO_FEW})" if len(common) < FEW else ""
         best = f"balanced accuracy over the {quantity(len(common), 'case')} that all tables have: {listed}{few}"
-        return "\n".join([best, *_differences(summaries, sorted(common))])
+        return "\n".join([best, *_differences({name: summaries[name] for name in ranked}, sorted(common))])
 
 
 def image_files(data: str | Path) -> dict[str, Path]:

@@ -166,7 +166,7 @@ class MaskedValidation(CaseValidation):
             journal.draw(lambda: draw_tiles(picture, tiles, when_validated(journal, row), self.config.neurological))
         text = (
             f"validation on {quantity(len(self.ids), 'held-out case')}: mean squared error of hidden voxels {mean:.4f} "
-            f"({of_mean:.4f} if filled with {guess_of(self.error.normalised)})"
+            f"({of_mean:.4f} if they were filled with {guess_of(self.error.normalised)})"
         )
         return ValidationResult(row, text, score_of_error(mean), {})
 

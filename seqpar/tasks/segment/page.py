@@ -24,7 +24,7 @@ from seqpar.report.cautions import (
     reached_in_validation,
     trained_on_some,
 )
-from seqpar.report.curves import number
+from seqpar.report.curves import count_of, number
 from seqpar.report.images import changed_since, count_shown, find_images, other_voxels, spacings_of
 from seqpar.report.plots import Chart, draw_charts, name_of_run
 from seqpar.report.record import (
@@ -433,7 +433,7 @@ def headline(record: RunRecord, scored: CaseScores | None) -> tuple[list[Headlin
     elif record.held_out:
         last = record.held_out[-1]
         note += f" in the validation after step {last['step']:,}"
-        scores, count = last.get("dice", {}).items(), f"up to {quantity(last.get('cases', 0), 'case')}"
+        scores, count = last.get("dice", {}).items(), count_of([last]).strip(" ()")
         tiles = [HeadlineTile(name, Score(number(value), 3), count) for name, value in scores]
     return tiles, f"{note}.{_compared_with(record, scored)}"
 

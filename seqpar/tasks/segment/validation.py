@@ -86,7 +86,7 @@ class ValidationFolder:
         self.preparation = preparation
         self.scored: list[tuple[Pair, Scores]] = []
         self.faults: list[DataError] = []
-        self.label_files, self.doubts = dict[str, Path](), dict[str, Doubt]()
+        self.label_files, self.doubts, self.digests = dict[str, Path](), dict[str, Doubt](), dict[str, str]()
         try:
             folder.mkdir(parents=True, exist_ok=True)
             (folder / "summary.json").unlink(missing_ok=True)  # it describes other label maps from here on
@@ -109,6 +109,7 @@ class ValidationFolder:
         try:
             label = self.preparation.labels_to_source(ids, case.properties)
             write_volume(pair.prediction, label, case.properties.geometry, dtype=label.dtype)
+            self.digests[case.id] = digest_file(written)
             self.scored.append((pair, score_pair(pair, self.labels, DEFAULT_SETTINGS)))
             if not case.was_made_from(pair.truth):
                 self.faults.append(DataError(pair.truth, REPLACED))
@@ -121,7 +122,7 @@ class ValidationFolder:
             content = summary_content(self.scored, self.labels, summarise([scores for _, scores in self.scored]))
             content |= {"settings": DEFAULT_SETTINGS, "faults": list(map(str, self.faults)), "step": self.step}
             try:
-                content["digests"] = {pair.case: digest_file(pair.prediction) for pair, _ in self.scored}
+                content["digests"] = self.digests
                 write_output(self.folder / "summary.json", json.dumps(content, indent=2) + "\n")
             except DataError as error:
                 self.faults.append(error)
