@@ -336,8 +336,15 @@ def replaced_line(folder: Path) -> str:
         return ""
     if not others:
         return ""
-    what = f"{len(others)} of {quantity(len(there), 'label map')} in {folder}, such as {others[0]},"
-    return f"{what} {'is' if len(others) == 1 else 'are'} not as predict wrote {'it' if len(others) == 1 else 'them'}."
+    return say_replaced(len(others), f"{quantity(len(there), 'label map')} in {folder}, such as {others[0]}")
+
+
+def say_replaced(count: int, among: str) -> str:
+    """Returns a sentence on predictions that are no longer as predict wrote them.
+
+    - ``among``: of how many they are some, where these are, and one of them
+    """
+    return f"{count} of {among}, {'is' if count == 1 else 'are'} not as predict wrote {'it' if count == 1 else 'them'}."
 
 
 def map_stamp(path: Path) -> list[Any]:

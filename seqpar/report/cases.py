@@ -330,7 +330,7 @@ class CaseSection:
 
     @property
     def maps_outside(self) -> str:
-        """A sentence on maps of which much, or the maximum, is outside the body; "" if there is none."""
+        """A sentence on maps whose maximum or a large part is outside the body; "" if no map is like that."""
         told = [case["heat_caution"] for case in self.volumes["cases"] if case["heat"]]
         count = sum(map(bool, told))
         which = f"In {count} of {len(told)} shown maps," if len(told) > 1 else "In the shown map,"

@@ -186,7 +186,7 @@ def images_beside(truth: Path) -> Path | None:
 
 
 def has_images_beside(truth: Path) -> bool:
-    """Returns whether a truth has images beside it, as far as its folder can be read."""
+    """Returns whether a truth comes with images; False if its folder cannot be read."""
     try:
         return images_beside(truth) is not None
     except DataError:

@@ -289,7 +289,7 @@ def draw_chart(diagram: Diagram, width: int = 340) -> Chart | None:
 
 
 def _about_lines(diagrams: Sequence[Diagram]) -> str:
-    """Returns what pale and solid lines are, and wide ones; "" where there is nothing to tell."""
+    """Returns what pale, solid and wide lines are; "" if all lines are plain."""
     counts = [len(line.points()) for one in diagrams for line in one.lines if line.noisy]
     windows = {*map(_window, counts)} - {1}
     has_band = max(counts, default=0) > BUCKETS

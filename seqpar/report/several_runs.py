@@ -384,10 +384,8 @@ def _differences(
     sign = f"A difference above 0 means that the run's Dice is higher than that of {first}."
     dices = (row[kind].get("Dice", math.nan) for one in scored.values() for case in one.cases
              if (row := case.scores) and case.name in common for kind in shared)  # fmt: skip
-    alike = (
-        "The difference of the means counts each class alike, however few cases have it, so that it need not be the "
-    )
-    weighs = f"{alike}mean of these rows." * any(map(math.isnan, dices))
+    alike = "The difference of the means counts each class alike, however few cases have it: "
+    weighs = f"{alike}it need not equal the mean of these rows." * any(map(math.isnan, dices))
     note = " ".join(filter(None, [sign, only, mean_over(shared, "of a case "), weighs, ABSENT_RULE]))
     sentences = [_difference(scored, name, first, shared, {case: compared[case] for case in common}) for name in gaps]
     return (

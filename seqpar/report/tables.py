@@ -352,7 +352,7 @@ MANY = 3  # times the true volume: at most a third of what is predicted is right
 
 
 def too_much(scored: CaseScores) -> str:
-    """Returns a sentence on the classes of which much more is predicted than there is; "" if there is none."""
+    """Returns a sentence on the classes that are predicted far too large; "" if no class is."""
     told = list[str]()
     for name in scored.classes:
         pairs = [tuple(case.scores[name].get(key, math.nan) for key in SIZES[:2]) for case in scored.cases]

@@ -256,10 +256,8 @@ def caution_of_guesses(summary: Mapping[str, Any]) -> str:
     fewest, total = fewest_cases(summary, "AUC"), int(summary["cases"])
     by_chance = 1 / math.comb(total, fewest)  # that all are ranked rightly, of two classes
     if fewest < FEW and (low <= 0.5 or by_chance > 0.05):
-        accurate, largest = (
-            interval_of_share(summary["scores"]["accuracy"], total),
-            max(row["cases"] for row in summary["classes"].values()),
-        )
+        accurate = interval_of_share(summary["scores"]["accuracy"], total)
+        largest = max(row["cases"] for row in summary["classes"].values())
         if len(present) > 2 and accurate and accurate[0] > largest / total:
             few = [name for name in present if summary["classes"][name]["cases"] < FEW]
             return (

@@ -309,7 +309,7 @@ def what_is_hardly_learned(
     - ``cases``: how many it is a mean over; ``present``: the mean over those whose truth has the class
     - ``found``: the mean sensitivity over these; NaN if it is not known
     - ``where``: the truth alone is known, in words: "in the readers' consensus"; "" everywhere
-    - ``predicted``: the mean number of predicted voxels; NaN if it is not known
+    - ``predicted``: the number of predicted voxels, or its mean; NaN if it is not known
     """
     if math.isnan(dice) or dice >= HARDLY:
         return ""

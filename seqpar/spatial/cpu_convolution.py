@@ -130,8 +130,8 @@ def _is_short(x: Tensor, weight: Tensor, dtype: torch.dtype, options: ConvOption
         stride, padding, reach = options.stride[dim], options.padding[dim], options.dilation[dim] * (kernel - 1)
         if options.transposed:
             rows = (rows - 1) * stride - 2 * padding + reach + options.output_padding[dim] + 1
-        is_odd = kernel >= _LONG or 2 * padding > reach
-        if padding and rows <= reach + stride * is_odd and (is_odd or dtype == torch.bfloat16):
+        is_doubtful = kernel >= _LONG or 2 * padding > reach
+        if padding and rows <= reach + stride * is_doubtful and (is_doubtful or dtype == torch.bfloat16):
             return True
     return False
 

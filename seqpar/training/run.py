@@ -82,7 +82,7 @@ def refuse_fewer_steps(config: Config) -> None:
     if 0 < config.steps < done:
         needed = -(-done // config.iterations)
         raise ValueError(
-            f"--epochs {config.epochs} are {config.steps:,} steps, and {config.out} has done {done:,} already: give "
+            f"--epochs {config.epochs} means {config.steps:,} steps, and {config.out} has done {done:,} already: give "
             f"--epochs {needed} or more to resume it, or predict with what is there"
         )
 

@@ -122,7 +122,7 @@ def test_a_run_that_ends_without_its_best_weights_says_so(best_is_first) -> None
 def test_a_resume_with_fewer_steps_than_were_done_is_refused_and_changes_nothing(best_is_first) -> None:
     assert latest_step(best_is_first / "checkpoints") == 6
     before = {path: path.read_bytes() for path in best_is_first.rglob("*") if path.is_file()}
-    told = f"--epochs 1 are 2 steps, and {best_is_first} has done 6 already: give --epochs 3 or more to resume it"
+    told = f"--epochs 1 means 2 steps, and {best_is_first} has done 6 already: give --epochs 3 or more to resume it"
     for more in ([], ["--dry-run"]):
         assert told in trained(1, ["--resume", "--epochs", "1", *more], best_is_first, expect=2).said()
     assert all(path.read_bytes() == content for path, content in before.items())

@@ -17,7 +17,7 @@ from seqpar.data.errors import DataError
 from seqpar.data.files import read_json, read_whole
 from seqpar.data.formats import dataset
 from seqpar.data.formats.class_lists import read_class_dataset, read_rows, subjects_of
-from seqpar.prediction.prediction_folder import MAPS, RECORD
+from seqpar.prediction.prediction_folder import MAPS, RECORD, say_replaced
 from seqpar.scores.class_scores import (
     cases_behind,
     describe_share,
@@ -125,8 +125,7 @@ def replaced_rows(folder: Path) -> str:
         return ""
     if not others:
         return ""
-    what = f"{len(others)} of {quantity(len(there), 'row')} of {path}, such as that of {others[0]},"
-    return f"{what} {'is' if len(others) == 1 else 'are'} not as predict wrote {'it' if len(others) == 1 else 'them'}."
+    return say_replaced(len(others), f"{quantity(len(there), 'row')} of {path}, such as that of {others[0]}")
 
 
 def class_summary(table: ClassTable, truth: Mapping[str, str], path: Path) -> dict[str, Any]:
