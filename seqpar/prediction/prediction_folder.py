@@ -13,7 +13,7 @@ import sys
 import zipfile
 import zlib
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from itertools import chain
 from pathlib import Path, PurePosixPath
@@ -30,7 +30,7 @@ from seqpar.data.formats.dataset import Case
 from seqpar.data.formats.recognise import place_in_data
 from seqpar.data.phantom.phantom_files import is_generated
 from seqpar.data.preparation.cache_index import same_sources, sources_of
-from seqpar.data.volumes import digest_samples, read_volume
+from seqpar.data.volumes import digest_file, digest_samples, read_volume
 from seqpar.report.record import predicted_otherwise
 from seqpar.runs.run_folder import holds_run
 from seqpar.scores.label_files import ENTROPY
@@ -323,15 +323,19 @@ def _recorded(prediction: Path, name: str) -> dict[str, Any]:
 
 
 def replaced_line(folder: Path) -> str:
-    """Returns a sentence if label maps in a folder are no longer those that predict wrote; "" if all are.
-
-    Older versions did not record them.
+    """Returns a sentence if label maps in a folder are no longer those that predict, or a run's validation, wrote; ""
+    if all are. Older versions did not record them.
     """
+    stamp: Callable[[Path], Any] = map_stamp
     try:
-        record = read_json(folder / RECORD)
-        names, known = [name for name in record[_FILES] if "/" not in name and suffix_of(name)], record[MAPS]
+        if (folder / RECORD).exists():
+            record = read_json(folder / RECORD)
+            names, known = [name for name in record[_FILES] if "/" not in name and suffix_of(name)], record[MAPS]
+        else:
+            known, stamp = read_json(folder / "summary.json")["digests"], digest_file
+            names = [f"{case}.nii.gz" for case in known]
         there = [name for name in names if strip_suffix(name) in known and (folder / name).is_file()]
-        others = [name for name in there if map_stamp(folder / name) != known[strip_suffix(name)]]
+        others = [name for name in there if stamp(folder / name) != known[strip_suffix(name)]]
     except (DataError, OSError, KeyError, TypeError, AttributeError):
         return ""
     if not others:
@@ -340,11 +344,12 @@ def replaced_line(folder: Path) -> str:
 
 
 def say_replaced(count: int, among: str) -> str:
-    """Returns a sentence on predictions that are no longer as predict wrote them.
+    """Returns a sentence on predictions that are no longer as they were written.
 
     - ``among``: of how many they are some, where these are, and one of them
     """
-    return f"{count} of {among}, {'is' if count == 1 else 'are'} not as predict wrote {'it' if count == 1 else 'them'}."
+    changed = "has changed since it was" if count == 1 else "have changed since they were"
+    return f"{count} of {among}, {changed} written."
 
 
 def map_stamp(path: Path) -> list[Any]:

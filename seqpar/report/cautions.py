@@ -16,7 +16,8 @@ from seqpar.data.formats.splits import sample_cases
 from seqpar.report.embedded_volumes import ShownCase, shown_best
 from seqpar.report.record import CaseScores, RunRecord, ScoredCase, read_record, row_of_taken
 from seqpar.report.tables import CONSENSUS, DISPUTED_ML, is_part_labelled
-from seqpar.runs.metrics_tail import best_validation, comparable, score_of
+from seqpar.runs.metrics_tail import best_validation, comparable, score_of, with_other_weights
+from seqpar.runs.run_folder import read_best_step
 from seqpar.scores.comparison import FEW, TOO_FEW
 from seqpar.scores.label_classes import Labels, choose_labels
 from seqpar.scores.label_files import MAX_NAMED, dataset_at
@@ -59,6 +60,13 @@ def chosen_on_them(*records: RunRecord) -> list[str]:
         "good: only a test set tells how good these weights are."
     )
     return cautions_of_learned(*records) + [chosen] * any(record.has_chosen for record in records)
+
+
+def cautions_of_validation(record: RunRecord) -> list[str]:
+    """Returns sentences on what the run's last validation predicted: which weights did, and what they had seen."""
+    step = read_best_step(record.path, "validation/summary.json") or 0
+    other = with_other_weights(step, record.weights.step)
+    return [f"These are predictions{other}."] * bool(other) + chosen_on_them(record)
 
 
 def cautions_of_learned(*records: RunRecord) -> list[str]:

@@ -1,11 +1,13 @@
 """The files of a run folder: config.json and status.json."""
 
+import hashlib
 import json
 import math
 import platform
 import re
 import subprocess
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -28,6 +30,7 @@ from seqpar.weights.facts import ANCESTORS, LEARNED, VALIDATED, VOXELS
 
 FOLDS_FILE = "folds.json"  # is in a folder of five folds
 SWEEP_FILE = "sweep.json"  # is in the folder of a sweep
+ORIGIN = "run"  # in the summary.json of a run's own validation: which run this is
 _STATUS = re.compile(rb'\{\s*"state": "\w+",\s*"step": ')  # how each status.json of a run begins
 
 
@@ -142,6 +145,12 @@ def holds_run(out: str | Path) -> bool:
     return bool(out) and (Path(out) / CONFIG).exists()
 
 
+def run_of_validation(prediction: Path) -> Path | None:
+    """Returns the run whose own validation a prediction is: its folder, or that of its last label maps or classes."""
+    places = [prediction, *[prediction.parent] * prediction.name.startswith("validation")]
+    return next(filter(holds_run, places), None)
+
+
 def holds_folds(out: str | Path) -> bool:
     """Returns whether a folder is that of five folds."""
     return bool(out) and (Path(out) / FOLDS_FILE).is_file()
@@ -198,6 +207,19 @@ def _commit() -> str:
     except (OSError, subprocess.SubprocessError):
         return ""
     return git.stdout.strip()
+
+
+def origin_of(content: Mapping[str, Any]) -> str:
+    """Returns what tells a run from others, by how it began; "" if ``content``, its config.json's, does not say."""
+    begin = content.get("history", [])[:1]
+    return hashlib.blake2b(json.dumps(begin, sort_keys=True).encode(), digest_size=8).hexdigest() if begin else ""
+
+
+def origin_mark(run: Path) -> dict[str, str]:
+    """Returns the entry by which a summary.json says whose it is; none if the run's config.json does not tell."""
+    with suppress(DataError, LookupError, TypeError, AttributeError):
+        return {ORIGIN: own} if (own := origin_of(read_config(run))) else {}
+    return {}
 
 
 def describe_results(run: Path) -> list[str]:

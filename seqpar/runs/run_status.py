@@ -6,7 +6,7 @@ import json
 import math
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -15,8 +15,8 @@ from typing import Any
 from seqpar.data.errors import DataError
 from seqpar.data.files import read_whole, write_json
 from seqpar.runs.journal import describe_lost, read_metrics
-from seqpar.runs.metrics_tail import SCORES, basis_of, best_validation, comparable, measure_of, score_of
-from seqpar.runs.run_folder import holds_folds, holds_run, read_best_step, read_config, read_status
+from seqpar.runs.metrics_tail import MEASURED_ON, SCORES, basis_of, best_validation, comparable, measure_of, score_of
+from seqpar.runs.run_folder import ORIGIN, holds_folds, holds_run, origin_of, read_best_step, read_config, read_status
 from seqpar.runs.run_lock import RunLock
 from seqpar.settings.config import Config
 from seqpar.settings.lessons import lessons_of
@@ -120,7 +120,7 @@ class TakenWeights:
     - ``none_saved``: whether the weights of no validation were ever saved, as when there was no room for them
     - ``is_untold``: whether nothing tells after which step they were saved, though validations are known
     - ``foreign``: why they are another run's; "" if they are not
-    - ``edited``: a sentence on what somebody has edited in config.json; "" of nothing
+    - ``edited``: sentences on what somebody has edited, or copied from another run; "" of nothing
     - ``has_ended``: whether the run did all of its steps, so that a resume has nothing to do
     """
 
@@ -240,7 +240,7 @@ def weights_taken(run: Path) -> TakenWeights:
         bool(known) and name == "latest" and all(own.best_step < 0 for own in known.values()),
         is_untold,
         foreign,
-        _describe_edits(run),
+        " ".join(filter(None, [_describe_edits(run), *_foreign_files(run, task, known.values(), held_out)])),
         status.get("state") == "finished",
     )
 
@@ -347,6 +347,36 @@ def _describe_edits(run: Path) -> str:
             pairs = {name: [own["dataset"].get(name) for own in (saved, content)] for name in _DATA_AS_TRAINED}
             edits += [f"{name} of its data" for name, (before, now) in pairs.items() if before != now]
     return f"{run}/config.json differs from that of the last checkpoint: {', '.join(edits)}." if edits else ""
+
+
+def _foreign_files(
+    run: Path, task: str, known: Collection[Progress], held_out: Sequence[Mapping[str, Any]]
+) -> Iterator[str]:
+    """Yields a sentence on each file of a run that contradicts its checkpoints or config.json.
+
+    - ``known``: the progress of checkpoints; ``held_out``: the validations in metrics.jsonl
+    """
+    mended = "it was edited, or is another run's. Restore it from a copy."
+    for own in known:
+        rows = [row for row in held_out if row["step"] == own.best_step]
+        rows = [row for row in rows if row.get(MEASURED_ON, own.measured_on) == own.measured_on]
+        pairs = [(score_of(row), row["loss"] if own.best_loss is not None else None) for row in rows]
+        if own.best >= 0 and pairs and (own.best, own.best_loss) not in pairs:
+            told, true = (
+                f"{SCORES[task]} {measure_of(task, score):.4f}{'' if loss is None else f' (loss {loss:.4f})'}"
+                for score, loss in (pairs[-1], (own.best, own.best_loss))
+            )
+            path = run / "metrics.jsonl"
+            yield f"{path} says {told} after step {own.best_step:,}, and a checkpoint {true}: {mended}"
+            break
+    with suppress(OSError, ValueError, LookupError, TypeError):  # readers tell of damage
+        now = json.loads(read_whole(run / "window.json"))
+        if any(own.windows and own.windows["step"] == now["step"] and own.windows != now for own in known):
+            yield f"{run / 'window.json'} is not what a checkpoint says was measured: {mended}"
+    with suppress(DataError, OSError, ValueError, LookupError, TypeError, AttributeError):
+        own_origin, path = origin_of(read_config(run)), run / "validation" / "summary.json"
+        if own_origin and json.loads(read_whole(path)).get(ORIGIN, own_origin) != own_origin:
+            yield f"{path} is another run's, and with it the scores of single cases: restore this run's own folder."
 
 
 def changes_line(changes: Changes) -> str:

@@ -14,11 +14,11 @@ from seqpar.cluster.exit_codes import DATA
 from seqpar.data.errors import DataError
 from seqpar.data.phantom.phantom_files import is_generated
 from seqpar.prediction.prediction_folder import replaced_line
-from seqpar.report.cautions import above_scores, begun_unknown, cautions_together, chosen_on_them
+from seqpar.report.cautions import above_scores, begun_unknown, cautions_of_validation, cautions_together
 from seqpar.report.images import has_images_beside
 from seqpar.report.record import RunRecord, from_here, mixed_line, predicted_otherwise, read_record, runs_behind
 from seqpar.report.tables import Score, Table, TableHead, TableRow
-from seqpar.runs.run_folder import holds_run, tested_cases
+from seqpar.runs.run_folder import holds_run, run_of_validation, tested_cases
 from seqpar.scores.comparison import about_scans
 from seqpar.scores.label_classes import Labels, labels_of_run
 from seqpar.scores.label_files import MAX_NAMED, missing_line
@@ -217,7 +217,7 @@ class CaseEvaluation(ABC):
     """
 
     labels: Labels | None = None
-    replaced = staticmethod(replaced_line)  # a sentence on predictions that are not as predict wrote them
+    replaced = staticmethod(replaced_line)  # a sentence on predictions that have changed
 
     def __init__(self, options: argparse.Namespace) -> None:
         self.options = options
@@ -317,10 +317,10 @@ class CaseEvaluation(ABC):
 
         The job gets the latter.
         """
-        prediction = Path(job.name)
-        is_run = holds_run(prediction)
+        prediction, validated = Path(job.name), run_of_validation(Path(job.name))
+        is_run = validated is not None
         records, lines, found = list[RunRecord](), list[str](), list[Seen]()
-        behind = [(prediction, "")] if is_run else runs_behind(prediction)
+        behind = [(validated, "")] if validated else runs_behind(prediction)
         runs, gone = [run for run, why in behind if not why], [why for _, why in behind if why]
         unknown = [str(run) for run, why in behind if why]
         job.runs = () if is_run or gone else runs
@@ -328,7 +328,7 @@ class CaseEvaluation(ABC):
             try:
                 record = read_record(run)
                 records.append(record)
-                lines += chosen_on_them(record) if is_run else begun_unknown(record)
+                lines += cautions_of_validation(record) if is_run else begun_unknown(record)
                 own = record.weights
                 lines += filter(None, [own.not_the_best * is_run, own.describe_lost(), own.edited])
                 if self.labels is not None:

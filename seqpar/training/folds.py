@@ -178,6 +178,12 @@ class Folds:
         known = before[len(before) - len(self.typed) :] == self.typed  # the line of before, typed again
         self.flags = before if known else [*before, *self.typed]
         self.new_flags = [] if known or not before else self.typed
+        if self.new_flags and all(has_finished(read_status(run)) for run in runs_of(out)):
+            typed, one = " ".join(self.new_flags), next_command("train", "--resume", "--out", runs_of(out)[0])
+            raise ValueError(
+                f"--resume --fold {ALL_FOLDS} --out {out}: all five have finished, and {typed} would change none: "
+                f"continue each by itself, as by {one} {typed}"
+            )
         if self.new_flags:
             refuse_unlike_folds(started_folds(out), self.new_flags, self.flags, launcher)
 

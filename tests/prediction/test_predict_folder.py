@@ -50,7 +50,7 @@ def test_label_maps_that_were_replaced_are_not_taken_for_the_network_s(images, t
     shutil.copytree(out, tmp_path / "copy")
     assert replaced_line(tmp_path / "copy") == "", "a copy has other times"
     save(out / "c_001.nii.gz", label_array((1,), (9, 17, 8)))
-    said = f"1 of 3 label maps in {out}, such as c_001.nii.gz, is not as predict wrote it."
+    said = f"1 of 3 label maps in {out}, such as c_001.nii.gz, has changed since it was written."
     assert replaced_line(out) == said
     capsys.readouterr()
     evaluate.act([str(truth), str(out), "--regions", "tumour=1"])

@@ -88,7 +88,7 @@ def test_a_page_says_which_label_maps_were_replaced(finished: Path, copied: Path
     record = {"run": str(copied), "files": ["case-b.nii.gz"], "label_maps": {"case-b": [0, "0"]}}
     found, target = predicted(tmp_path / "found", finished.parent / "data", record), tmp_path / "page.html"
     assert run(report.act, [str(copied), "--prediction", str(found), "--out", str(target)]) == 0
-    said = f"1 of 1 label map in {found}, such as case-b.nii.gz, is not as predict wrote it."
+    said = f"1 of 1 label map in {found}, such as case-b.nii.gz, has changed since it was written."
     assert said in Page(target.read_text()).text
 
 

@@ -226,7 +226,7 @@ def test_predictions_go_on_and_are_scored_and_shown(one: tuple, tmp_path: Path, 
     head, first, *others = whole.splitlines()
     name, given, p, q = first.split(",")
     (folder / "predictions.csv").write_text("\n".join([head, f"{name},{given},{q},{p}", *others]) + "\n")
-    told = f"1 of 8 rows of {folder / 'predictions.csv'}, such as that of {name}, is not as predict wrote it."
+    told = f"1 of 8 rows of {folder / 'predictions.csv'}, such as that of {name}, has changed since it was written."
     assert replaced_rows(folder) == told and row_stamps(whole).keys() == {name, *(row.split(",")[0] for row in others)}
     (folder / "predictions.csv").write_text(whole)
     assert "predicting the classes of 5 cases (" in said and "model.safetensors; 1 rank" in said

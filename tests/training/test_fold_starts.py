@@ -246,3 +246,16 @@ def test_a_fold_that_was_killed_is_no_running_one(lines_of, tmp_path) -> None:
     assert status(out)["why"] == "fold 1: ended with exit code 1"
     assert lines_of("--out", str(out), "--resume", codes=(6,))[0] == 6
     assert status(out)["state"] == "running" and describe_kill(out) == "", "the lock is in the fold's own folder"
+
+
+def test_flags_that_no_fold_would_take_are_refused(lines_of, tmp_path) -> None:
+    """Else a resume with more epochs would say that it finished, and train nothing."""
+    out = tmp_path / "five"
+    assert lines_of("--epochs", "1", "--out", str(out))[0] == 0
+    code, lines = lines_of("--resume", "--out", str(out))
+    assert code == 0 and lines == [], "nothing is left to do, and nothing is asked for"
+    with pytest.raises(ValueError, match=r"all five have finished, and --epochs 2 would change none: continue"):
+        lines_of("--resume", "--epochs", "2", "--out", str(out))
+    assert folds.read_flags(out) == ["--epochs", "1"], "kept as they were"
+    write_json(out / "fold4" / "status.json", {"state": "preempted"})
+    assert len(lines_of("--resume", "--epochs", "2", "--out", str(out))[1]) == 1, "one takes them"

@@ -30,6 +30,7 @@ from seqpar.scores.comparison import FEW
 from seqpar.text import quantity
 
 TABLE, EXPLANATIONS = "predictions.csv", "explanations"  # in predict's folder
+ROWS = "rows"  # in the summary.json of a run's own validation: what tells each row of its table
 
 
 @dataclass(frozen=True)
@@ -113,13 +114,15 @@ def row_stamps(text: str) -> dict[str, list[Any]]:
 
 
 def replaced_rows(folder: Path) -> str:
-    """Returns a sentence if rows of a predictions.csv are not as predict wrote them; "" if all are, or nothing tells.
+    """Returns a sentence if rows of a predictions.csv are not as they were written; "" if all are, or nothing tells.
 
-    - ``folder``: that has it, or the file itself
+    - ``folder``: that has it, of predict or a run's own validation, or the file itself
     """
-    path = folder if folder.suffix == ".csv" else folder / TABLE
+    if (path := find_table(folder)) is None:
+        return ""
     try:
-        known, there = read_json(path.with_name(RECORD))[MAPS], row_stamps(read_whole(path).decode("utf-8-sig"))
+        record, there = path.with_name(RECORD), row_stamps(read_whole(path).decode("utf-8-sig"))
+        known = read_json(record)[MAPS] if record.exists() else read_json(path.with_name("summary.json"))[ROWS]
         others = [case for case, stamp in there.items() if known.get(case, stamp) != stamp]
     except (DataError, OSError, ValueError, LookupError, TypeError, AttributeError):
         return ""

@@ -15,11 +15,12 @@ from seqpar.models.network import Network
 from seqpar.parallel.collectives import all_reduce
 from seqpar.report.pictures import draw_scores
 from seqpar.runs.journal import Journal
+from seqpar.runs.run_folder import origin_mark
 from seqpar.scores.summary_files import write_output
 from seqpar.tasks.case_validation import CaseValidation, ValidationResult, when_validated
 from seqpar.tasks.classify.data import ClassData
 from seqpar.tasks.classify.explanation import class_logits
-from seqpar.tasks.classify.scores import TABLE, ClassTable, as_json, class_lines, class_summary
+from seqpar.tasks.classify.scores import ROWS, TABLE, ClassTable, as_json, class_lines, class_summary, row_stamps
 from seqpar.text import quantity
 
 
@@ -62,6 +63,7 @@ class ClassValidation(CaseValidation):
         self._is_explained = True
         if keep and self.mesh.is_first:
             summary |= {"step": journal.steps_done, "run_data": self.data.dataset.name}
+            summary |= {ROWS: row_stamps(table.text())} | origin_mark(folder.parent)
             try:
                 write_output(folder / TABLE, table.text())
                 write_output(folder / "summary.json", as_json(summary))

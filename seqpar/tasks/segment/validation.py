@@ -36,6 +36,7 @@ from seqpar.prediction.window_grid import WINDOWS, Sliding
 from seqpar.report.pictures import PicturedCase, draw_cases
 from seqpar.report.planes import best_modality, count_vanished_regions, slices_of
 from seqpar.runs.journal import Journal
+from seqpar.runs.run_folder import origin_mark
 from seqpar.scores.label_classes import labels_of_run
 from seqpar.scores.label_files import Doubt, Pair, doubts_of, read_reference, score_pair
 from seqpar.scores.label_scores import DEFAULT_SETTINGS, Scores, score, summarise
@@ -121,8 +122,8 @@ class ValidationFolder:
         if self.scored:
             content = summary_content(self.scored, self.labels, summarise([scores for _, scores in self.scored]))
             content |= {"settings": DEFAULT_SETTINGS, "faults": list(map(str, self.faults)), "step": self.step}
+            content |= {"digests": self.digests} | origin_mark(self.folder.parent)
             try:
-                content["digests"] = self.digests
                 write_output(self.folder / "summary.json", json.dumps(content, indent=2) + "\n")
             except DataError as error:
                 self.faults.append(error)
@@ -235,8 +236,7 @@ class SegmentationValidation(CaseValidation):
         kinds = [_Measured(window, self._folder(journal, window) if keep else None) for window in self.windows]
         if keep and len(kinds) == 1:  # the settings of a resumed run may have changed
             journal.attempt(lambda: remove_predictions(out / "validation-whole", self.data.held_out_ids))
-        pictured: list[PicturedCase] = []
-        began = time.monotonic()
+        pictured, began = list[PicturedCase](), time.monotonic()
         for number, name in enumerate(self.ids):
             case = dataset.cases[name]
             truth, spacing = dataset.consensus(case.truth), case.properties.spacing
