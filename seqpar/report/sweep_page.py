@@ -17,7 +17,7 @@ from seqpar.report.several_runs import Compare, cautions_about_each, curves_over
 from seqpar.report.tables import mean_over
 from seqpar.runs.run_folder import read_config
 from seqpar.runs.run_status import weights_taken
-from seqpar.runs.sweep_folder import Point, Sweep, format_value, read_sweep, refresh_points
+from seqpar.runs.sweep_folder import Point, Sweep, format_value, other_point, read_sweep, refresh_points
 from seqpar.settings.config import SETTINGS
 from seqpar.terminal import next_command
 from seqpar.text import flag_name, rounded
@@ -41,6 +41,12 @@ def page_of_sweep(out: Path, compare: Mapping[str, Compare]) -> str:
         except (DataError, ValueError) as error:
             gaps.append(f"{point.name} has no curves: {error}.")
     gaps += [_why_not_over(point) for point in sweep.points if not point.is_over]
+    gaps += [
+        f"{point.name} holds a run that began as {other}: what is said of {point.name} has the scores of {other}, but "
+        "not its settings. Rename the folders back."
+        for point in sweep.points
+        if (other := other_point(out / point.name))
+    ]
     for point in sweep.points:
         taken = weights_taken(out / point.name)
         gaps += [f"{point.name}: {told}" for told in (taken.not_the_best, taken.describe_lost()) if told]

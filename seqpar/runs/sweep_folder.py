@@ -8,6 +8,7 @@ OUT/logs/NAME.txt   what the ranks of a point printed
 
 import math
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from seqpar.data.errors import DataError, unwritable
 from seqpar.data.files import read_json, write_json
 from seqpar.runs.journal import read_metrics
 from seqpar.runs.metrics_tail import ERRORS, SCORES, best_validation, measure_of, score_of
-from seqpar.runs.run_folder import SWEEP_FILE, read_status
+from seqpar.runs.run_folder import SWEEP_FILE, read_config, read_status
 from seqpar.scores.comparison import FEW, TOO_FEW
 from seqpar.settings.config import Config
 from seqpar.settings.presets import PRESETS
@@ -201,6 +202,15 @@ def refresh_points(out: Path, sweep: Sweep, stopped: Sequence[str] = (), ended: 
     """
     points = (_look_up(out / point.name, point, stopped) for point in sweep.points)
     return replace(sweep, points=tuple(_ended(point, ended) if ended else point for point in points))
+
+
+def other_point(run: Path) -> str:
+    """Returns the name of the point that a run began as, if it is not that of its folder; else, or if unknown, ""."""
+    with suppress(DataError, OSError, LookupError, TypeError, ValueError):
+        line = read_config(run)["history"][0]["command"]
+        began = Path(line[line.index("--out") + 1]).name
+        return "" if began == run.name else began
+    return ""
 
 
 def _ended(point: Point, state: str) -> Point:

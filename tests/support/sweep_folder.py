@@ -29,7 +29,7 @@ def make_sweep_folder(folder: Path) -> Path:
     out = folder / "sweep"
     _, sweep, _ = asked(out)
     first, second, third, _ = (out / point.name for point in sweep.points)
-    (run_folder := make_run(folder, ["case_a"])).rename(folder / "made")
+    make_run(folder, ["case_a"]).rename(folder / "made")
     for place, losses, dices in (
         (first, [1.0, 0.9, 0.8, 0.7], [0.3, 0.5]),
         (second, [1.0, 0.8, 0.6, 0.5], [0.6, 0.4]),
@@ -38,7 +38,7 @@ def make_sweep_folder(folder: Path) -> Path:
         shutil.copytree(folder / "made", place)
         _write_rows(place, losses, dices)
         content = json.loads((place / "config.json").read_text())
-        content["history"] = [{"command": ["launch/train.py", "--lr", "1e-3", "--out", str(run_folder)]}]
+        content["history"] = [{"command": ["launch/train.py", "--lr", "1e-3", "--out", str(place)]}]
         (place / "config.json").write_text(json.dumps(content))
     (third / "status.json").write_text(json.dumps({"state": "running", "step": 1, "steps": 4}))
     write_sweep(out, refresh_points(out, sweep))

@@ -271,6 +271,20 @@ def test_the_page_of_a_sweep_names_classes_that_a_point_does_not_find(made: Path
     assert told in Page(page_of_sweep(made, {})).text, "it has no score"
 
 
+def test_points_whose_folders_changed_places_are_told(made: Path, tmp_path: Path) -> None:
+    first, second, *_ = (made / point.name for point in read_sweep(made).points)
+    assert "began as" not in page_of_sweep(made, {})
+    for source, target in ((first, tmp_path / "aside"), (second, first), (tmp_path / "aside", second)):
+        source.rename(target)
+    text = Page(page_of_sweep(made, {})).text
+    for point, other in ((first, second), (second, first)):
+        assert (
+            f"{point.name} holds a run that began as {other.name}: what is said of {point.name} has the scores" in text
+        )
+    (first / "config.json").write_text("{}")
+    assert f"{first.name} holds" not in page_of_sweep(made, {}), "not known"
+
+
 def test_the_page_of_a_sweep_has_all_points_effects_and_the_command_of_the_best(
     made: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
