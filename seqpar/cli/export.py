@@ -10,6 +10,8 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
+import torch
+
 from seqpar.cluster.exit_codes import run
 from seqpar.data.addresses import local_file
 from seqpar.data.errors import DataError
@@ -100,7 +102,8 @@ def _hand_back(options: argparse.Namespace) -> int:
     print(f"{options.out}: {what}, licence: {options.licence}")
     print("\n".join(notes), end="\n" * bool(notes), file=sys.stderr)
     folds = " ".join(sorted(path.name.removeprefix("fold_") for path in options.out.glob("fold_*")))
-    print(f"next: nnUNetv2_predict_from_modelfolder -i IMAGES -o PREDICTIONS -m {options.out} -f {folds}")
+    on_cpu = "" if torch.cuda.is_available() else " -device cpu"
+    print(f"next: nnUNetv2_predict_from_modelfolder -i IMAGES -o PREDICTIONS -m {options.out} -f {folds}{on_cpu}")
     return 0
 
 

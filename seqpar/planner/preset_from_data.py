@@ -168,7 +168,7 @@ class _Search:
         self.config = replace(self.config, batch=best.config.batch)
         of_step = "" if times == 1 else f" in a step of {times * best.config.batch} tiles"
         all_voxels = f"{SHARE:.0%} of the data set's voxels{of_step}"
-        why = f"at most {all_voxels}" if share < most else f"at most {most}"
+        why = f"at most {all_voxels}" if share < most else f"at most {most}{' on a CPU' if self.device.cores else ''}"
         if few > share:
             why = f"the minimum, though more than {all_voxels}"
         if not best.fits:

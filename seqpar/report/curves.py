@@ -134,6 +134,11 @@ class Line:
     style: int | None = None
     colour: str = ""
 
+    @property
+    def is_dot(self) -> bool:
+        """Whether it has one value alone, which makes no line."""
+        return len(self.points()) == 1
+
     def points(self) -> NDArray[np.float64]:
         """Returns place, mean, smallest and largest value over the seeds, of each place that has values."""
         values = np.array(self.rows, dtype=np.float64)

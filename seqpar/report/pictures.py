@@ -348,12 +348,10 @@ def _planes_of_map(about: str, seen: NDArray[Any], at: Sequence[int], slices: Se
         return [f"{about}, in planes through its maximum"]
     place = ", ".join(f"{plane} {slices[dim].numbers[int(most[dim])]}" for plane, dim in PLANES)
     also = [plane for plane, dim in PLANES if at[dim] == most[dim]]
-    where = f"elsewhere, in slices {place}"
-    if also:
-        where = f"in slices {place}, in view in the {' and '.join(also)} plane{'s' * (len(also) > 1)}"
+    seen_in = f", seen in the {' and '.join(also)} plane{'s' * (len(also) > 1)}" if also else ""
     return [
-        f"{about}, in planes that show at least half of the body, through the map's strongest point in them:",
-        f"{min(share, 0.99):.0%} of the map's maximum, which is " + ("outside the image" if _leaves(seen) else where),
+        f"{about}. The planes, which show much of the body, cross where it has {min(share, 0.99):.0%} of its maximum.",
+        f"The maximum is {'outside the image' if _leaves(seen) else f'in slices {place}{seen_in}'}.",
     ]
 
 

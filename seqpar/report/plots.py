@@ -33,8 +33,11 @@ HATCHES = ("", "///", "...", "xxx")
 
 def draw_diagram(plot: Any, diagram: Diagram) -> None:
     """Draws lines and axes into a panel of matplotlib's; names, titles and keys are the caller's."""
+    alone = sum(line.is_dot for line in diagram.lines)
     for line, style in diagram.named():
-        _draw_line(plot, line, style._replace(dashes="--") if line.dashed else style)
+        alone -= line.is_dot
+        size = 5 + min(4, 16 / max(alone, 1)) * alone if line.is_dot else style.width + 3  # later ones inside earlier
+        _draw_line(plot, line, style._replace(dashes="--") if line.dashed else style, size)
     if diagram.log:
         _draw_log_axes(plot, sorted({place for line in diagram.lines for place in line.places}))
     else:
@@ -44,8 +47,8 @@ def draw_diagram(plot: Any, diagram: Diagram) -> None:
         plot.set_ylim(diagram.low, diagram.high)
 
 
-def _draw_line(plot: Any, line: Line, style: LineStyle) -> None:
-    """Draws the mean over the seeds, with a band from their smallest to their largest value."""
+def _draw_line(plot: Any, line: Line, style: LineStyle, size: float) -> None:
+    """Draws the mean over the seeds, with a band from their smallest to their largest value; ``size``: of markers."""
     points = line.points()
     if not len(points):
         return
@@ -58,16 +61,15 @@ def _draw_line(plot: Any, line: Line, style: LineStyle) -> None:
         plot.plot(places, means, color=colour, alpha=0.35, linewidth=width / 2, clip_on=False)
         smooth = running_mean(points[:, 1], window)
         means = np.array([piece.mean() for piece in np.array_split(smooth, len(pieces))])
-    marked = line.only_points or len(points) == 1 or line.dots and len(points) <= FEW  # one value alone makes no line
+    marked = line.only_points or line.is_dot or line.dots and len(points) <= FEW  # one value alone makes no line
     plot.plot(
         places,
         means,
         color=colour,
-        alpha=0.6 if len(points) == 1 else None,  # a dot of another line may lie below
         linestyle="none" if line.only_points else dashes,
         linewidth=width,
         marker=marker if marked else "",
-        markersize=width + 3,
+        markersize=size,
         markerfacecolor="none" if hollow and not line.only_points else colour,
         label=escape_mathtext(line.label),
         clip_on=False,  # 0 and 1 too are seen whole
@@ -297,8 +299,10 @@ def _about_lines(diagrams: Sequence[Diagram]) -> str:
     ends = " to ".join(map(str, sorted({min(windows), max(windows)}))) if windows else ""
     by_length = ", depending on a line's length" * (len(windows) > 1)
     told = [f"Pale: each step{band}; solid: mean of the last {ends} steps{by_length}."] if windows else []
-    widths = ({style.width for line, style in one.named() if len(line.points())} for one in diagrams)
+    widths = ({style.width for line, style in one.named() if len(line.points()) > 1} for one in diagrams)
     told += ["Line widths only serve to tell coinciding lines apart."] * any(len(own) > 1 for own in widths)
+    dots = (sum(line.is_dot for line in one.lines) for one in diagrams)
+    told += ["Sizes of dots only serve to tell coinciding dots apart."] * any(count > 1 for count in dots)
     return " ".join(told)
 
 

@@ -265,6 +265,8 @@ def test_the_flags_that_make_new_cases_have_their_size(tmp_path):
     assert flags_of_others("") == (["--seed", "1", "--out", "new-brain"], Path("new-brain"))
     (tmp_path / "phantom.json").write_text(json.dumps(PhantomSettings.of("liver").record()))
     assert "--size" not in flags_of_others(str(tmp_path))[0]
+    (tmp_path / "phantom.json").write_text(json.dumps({"kind": "brain", "seed": 1}))
+    assert flags_of_others(str(tmp_path))[0][-1] == "new-brain-2", "new-brain may hold these"
 
 
 def test_other_phantoms_in_a_folder_are_told_by_what_differs(tmp_path):

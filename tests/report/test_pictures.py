@@ -197,8 +197,8 @@ def test_a_picture_names_its_run_and_says_that_phantoms_are_generated(tmp_path, 
     of_sweep = _figure_of_sweep(run.parent, Sweep({}, (Point(run.name, {}),))).subfigs[0].get_suptitle()
     assert of_sweep.startswith(f"Sweep small{': generated phantoms, not patients' * generated}\n1 point")
     assert plots.name_of_run(run, "run") == "run small/lr-$1$", "within a sentence"
-    said = "  (IMAGES: new cases; python launch/phantom.py --kind liver --seed 4 --out new-liver makes some in "
-    said += "new-liver/Dataset998_PhantomLiver)"
+    said = "  (IMAGES: new cases; python launch/phantom.py --kind liver --seed 4 --out new-liver-4 makes some in "
+    said += "new-liver-4/Dataset998_PhantomLiver)"
     assert predict_command(run).endswith(f" -i IMAGES -o PREDICTIONS{said * generated}")
     assert plots.title_of("n" * 190, generated, "more").count("\n") == 3, "a long name is seen whole"
 

@@ -5,6 +5,7 @@ import math
 import re
 import shutil
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,9 @@ from seqpar.cli import report
 from seqpar.cluster.exit_codes import DATA, USAGE, run
 from seqpar.losses import LOSSES, make_loss
 from seqpar.report import curves, rendering, run_page, several_runs
-from seqpar.report.curves import count_of
+from seqpar.report.curves import Diagram, Line, count_of
 from seqpar.report.planes import RUN_COLOURS
+from seqpar.report.plots import draw_chart, draw_diagram, make_figure
 from seqpar.report.record import CaseScores, ScoredCase
 from seqpar.tasks.lookup import TASKS
 from seqpar.text import with_minus
@@ -387,3 +389,15 @@ def test_each_loss_and_each_of_its_terms_has_a_name_in_words() -> None:
     assert curves.WORDS_OF_LOSSES.keys() == LOSSES.keys()
     terms = {f"{term}_loss" for name in LOSSES if len(weights := make_loss(name).weights) > 1 for term in weights}
     assert terms == curves.WORDS_OF_TERMS.keys()
+
+
+def test_dots_of_several_runs_at_one_place_are_all_seen() -> None:
+    """As of a sweep whose points have one validation each."""
+    lines = [Line(name, [5], [[0.5]]) for name in "abc"]
+    plot = make_figure(4, 3).add_subplot()
+    draw_diagram(plot, Diagram("Dice", "step", lines))
+    sizes = [line.get_markersize() for line in plot.get_lines()]
+    assert sizes == sorted(sizes, reverse=True) and min(a - b for a, b in pairwise(sizes)) >= 3
+    chart = draw_chart(Diagram("Dice", "step", lines))
+    assert chart is not None and chart.about_lines == "Sizes of dots only serve to tell coinciding dots apart."
+    assert draw_chart(Diagram("Dice", "step", lines[:1])).about_lines == "", "one dot hides none"

@@ -418,12 +418,12 @@ def test_maps_are_shown_on_planes_through_the_body_with_a_warning_if_their_maxim
     inside = picture_of(figures, image, seen)
     assert inside.get_supxlabel() == ""
     assert (
-        "HiResCAM map for ill, in planes that show at least half of the body, through the map's strongest point in "
-        "them: 56% of the map's maximum, which is elsewhere, in slices sagittal 11, coronal 11, axial 18 White line"
+        "HiResCAM map for ill. The planes, which show much of the body, cross where it has 56% of its maximum. "
+        "The maximum is in slices sagittal 11, coronal 11, axial 18. White line"
     ) in inside.get_suptitle().replace("\n", " ")
     seen[10, 10, 17], seen[8, 9, 17] = 0, 1
     above = picture_of(figures, image, seen).get_suptitle().replace("\n", " ")
-    assert "which is in slices sagittal 9, coronal 10, axial 18, in view in the sagittal and coronal planes" in above
+    assert "is in slices sagittal 9, coronal 10, axial 18, seen in the sagittal and coronal planes. White" in above
     seen[8, 9, 17], seen[10, 10, 17] = 0, 1
     seen[1, 1, 1] = 1
     outside = picture_of(figures, image, seen)
@@ -435,7 +435,7 @@ def test_maps_are_shown_on_planes_through_the_body_with_a_warning_if_their_maxim
     assert warning.get_window_extent().x0 >= 0 and warning.get_window_extent().x1 <= outside.bbox.width, "it is whole"
     padded = picture_of(figures, image, 0.3 * (seen == 0.56))
     assert padded.get_supxlabel().replace("\n", " ") == OUTSIDE_THE_IMAGE, "nothing in the image is the maximum"
-    assert "30% of the map's maximum, which is outside the image White line" in padded.get_suptitle().replace("\n", " ")
+    assert "30% of its maximum. The maximum is outside the image. White" in padded.get_suptitle().replace("\n", " ")
     assert pictures.evidence_planes(seen, image != 0) == (8, 9, 10), "planes of air are left out"
     assert pictures.evidence_planes(np.zeros_like(seen), image != 0) == (10, 10, 4), "without a map most of the body"
     noise = np.random.default_rng(0).normal(-1, 0.001, image.shape)  # CT: air is not 0

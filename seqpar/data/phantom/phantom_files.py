@@ -123,7 +123,7 @@ def flags_of_others(data: str) -> tuple[list[str], Path]:
     kind, seed = record.get("kind", "brain"), record.get("seed", 0)
     usual, size = list(KINDS[kind].size) if kind in KINDS else [], record.get("size", [])
     sides = ["--size", *map(str, size)] * bool(size and size != usual)  # else voxels have another size
-    out = Path(f"new-{kind}")
+    out = Path(f"new-{kind}{f'-{seed + 1}' * (seed > 0)}")  # new-brain may hold the cases that it was trained on
     flags = [*["--kind", kind] * (kind != "brain"), *sides, "--seed", str(seed + 1), "--out", str(out)]
     return flags, PhantomSettings.of(kind).root(out) if kind in KINDS else out
 

@@ -139,7 +139,7 @@
     const grey = 255 / (high - low);
     get("window").max = Math.max(255, Math.round(width * grey));
     get("window").value = Math.round(width * grey);
-    get("level").value = PRESETS[name] ? Math.round((level - low) * grey) : get("level").defaultValue;
+    get("level").value = PRESETS[name] ? Math.round(2 * (level - low) * grey) / 2 : get("level").defaultValue;
     drawAll();
   }
 
@@ -151,7 +151,7 @@
     small.width = shape[x];
     small.height = shape[y];
     const pixels = new ImageData(small.width, small.height), values = state.volumes.image && plane(state.volumes.image, dim);
-    const low = look("level") - 0.5 - look("window") / 2, times = 255 / look("window");
+    const low = look("level") - look("window") / 2, times = 255 / look("window");
     const heat = state.volumes.heat && plane(state.volumes.heat, dim), strength = look("heat") / 100;
     const [disputed, ignored] = ["disputed", "ignored"].map((id) => get(id).checked && state.volumes[id] && plane(state.volumes[id], dim));
     for (let n = 0; n < small.width * small.height; n++) {
