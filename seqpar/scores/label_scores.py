@@ -286,6 +286,7 @@ def without_nan(values: Iterable[float]) -> list[float]:
 
 FEW, TOO_FEW = 5, "too few to tell"  # cases; what is said instead of an interval of fewer
 HARDLY = 0.3  # of a Dice: most of what is below is wrong
+LARGE = 1.5  # times as large as the truth: too much is predicted
 MOSTLY = 0.75  # of a mean sensitivity: with a mean Dice below HARDLY, cases that are found are much too large
 
 
@@ -302,14 +303,15 @@ def where_known(row: Mapping[str, float]) -> str:
 
 
 def what_is_hardly_learned(
-    dice: float, cases: int, present: float, found: float = math.nan, where: str = "", predicted: float = math.nan
-) -> str:
+    dice: float, cases: int, present: float, found: float = math.nan, where: str = "", predicted: float = math.nan,
+    true: float = math.nan,
+) -> str:  # fmt: skip
     """Returns what a low Dice means; "" of one that is not, and of none.
 
     - ``cases``: how many it is a mean over; ``present``: the mean over those whose truth has the class
     - ``found``: the mean sensitivity over these; NaN if it is not known
     - ``where``: the truth alone is known, in words: "in the readers' consensus"; "" everywhere
-    - ``predicted``: the number of predicted voxels, or its mean; NaN if it is not known
+    - ``predicted``, ``true``: the number of predicted and of true voxels, or its mean; NaN if it is not known
     """
     if math.isnan(dice) or dice >= HARDLY:
         return ""
@@ -325,6 +327,8 @@ def what_is_hardly_learned(
         return f"on average, the prediction covers {100 * found:.0f} % of the truth, but is much too large"
     if present < HARDLY <= found:
         missed = ": cases are missed, or too much is predicted" if cases > 1 else ", and much that is false"
+        if true and predicted > LARGE * true:
+            missed = f"; {predicted / true:.1f} times as many voxels are predicted as are true"
         return f"{'on average, ' * (cases > 1)}the prediction covers {100 * found:.0f} % of the truth{missed}"
     if present >= HARDLY:
         return f"{rounded(present, 3)} where the truth has this class; where it has none, what is predicted is false"
@@ -343,12 +347,13 @@ def hardly_learned_lines(summary: Mapping[str, Any]) -> list[str]:
         of_present, found = present[name]
         own = summary["num_values"][name]["Dice"]
         what = what_is_hardly_learned(
-            row["Dice"], own, of_present, found, where_known(row), row.get("n_pred", math.nan)
+            row["Dice"], own, of_present, found, where_known(row), *(row.get(n, math.nan) for n in ("n_pred", "n_ref"))
         )
-        if (zeros := summary["zeros_of_absent"][name]) and not what:
+        if (zeros := summary["zeros_of_absent"][name]) and (not what or of_present < HARDLY):
             mean = rounded(row["Dice"] * own / (own - zeros), 4)
             are = "is 0: this class was predicted and" if zeros == 1 else "are 0: this class was predicted there and"
-            what = f"{zeros} of {own} {are} is not in the truth; {mean} without {'it' if zeros == 1 else 'these'}"
+            absent = f"{zeros} of {own} {are} is not in the truth; {mean} without {'it' if zeros == 1 else 'these'}"
+            what = f"{what}; {absent}" if what else absent
         told[name] = row["Dice"], what
     kind = "mean Dice" if count > 1 else "Dice"
     return [f"{name}: {kind} {rounded(dice, 4)}: {what}" for name, (dice, what) in told.items() if what]

@@ -119,7 +119,7 @@ def print_plan(order: SweepRequest, sweep: Sweep, out: Path, devices_here: int) 
     lengths = [run_seconds_on(per_run, *run) for run in runs]
     sizes = _sizes(per_run, len(lengths), devices_here)
     rows = scale(lengths, per_run, sizes, lambda size: _on_all(runs, per_run, size))
-    print(f"{quantity(len(lengths), 'point')} of {_range(lengths)}, {source_of(len(recorded), len(lengths))}")
+    print(f"{quantity(len(lengths), 'point')} of {_range(lengths)} each; {source_of(len(recorded), len(lengths))}")
     is_distmis = order.preset == "distmis" and len(lengths) == 32
     for line in table(rows, len(lengths) if per_run == 1 else 0, is_distmis):
         print(line)
@@ -133,9 +133,9 @@ def print_plan(order: SweepRequest, sweep: Sweep, out: Path, devices_here: int) 
 def source_of(recorded: int, points: int) -> str:
     """Returns where the lengths of points come from: those that have finished recorded theirs."""
     if recorded == points:
-        return "as recorded, without the time that each run takes to start"
-    by_planner = "planned from their steps, without starts and validations"
-    return f"{recorded} of them as recorded, the others {by_planner}" if recorded else f"all {by_planner}"
+        return "times are recorded, and leave out what each run takes to start"
+    by_planner = "planned from the number of steps, and leave out starting and validating"
+    return f"{recorded} of the times are recorded, the others {by_planner}" if recorded else f"times are {by_planner}"
 
 
 def run_seconds(config: Config, ranks: int) -> float:

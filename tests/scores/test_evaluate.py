@@ -105,6 +105,9 @@ def test_too_much_is_not_called_hardly_overlapping() -> None:
     assert "hardly overlap" in what_is_hardly_learned(0.16, 2, 0.16, 0.29)
     some = "on average, the prediction covers 40 % of the truth: cases are missed, or too much is predicted"
     assert what_is_hardly_learned(0.16, 2, 0.16, 0.4) == some
+    assert what_is_hardly_learned(0.16, 2, 0.16, 0.4, predicted=14.0, true=10.0) == some
+    much = "on average, the prediction covers 40 % of the truth; 7.0 times as many voxels are predicted as are true"
+    assert what_is_hardly_learned(0.16, 2, 0.16, 0.4, predicted=70.0, true=10.0) == much
     assert what_is_hardly_learned(0.2, 1, 0.2, 0.6) == "the prediction covers 60 % of the truth, and much that is false"
     assert "or much too much is predicted" in what_is_hardly_learned(0.16, 2, 0.16)
     assert what_is_hardly_learned(0.0, 1, 0.0, 0.0) == "the prediction does not overlap the truth"
@@ -143,6 +146,16 @@ def test_what_counts_as_measured_or_as_0_does_not_depend_on_how_empty_cases_coun
     told = "1 of 3 is 0: this class was predicted and is not in the truth; 0.7500 without it"
     assert line == f"core: mean Dice 0.5000: {told}"
     assert not_measured(rows) == " (1 of 3 replaced: one map lacks the class)"
+
+
+def test_zeros_of_cases_without_a_class_are_told_of_a_low_dice_too() -> None:
+    empty, full = np.zeros((6, 6, 6), np.uint8), np.ones((6, 6, 6), np.uint8)
+    part = full.copy()
+    part[1:] = 0
+    rows = [score(*pair, {"core": (1,)}, (1.0, 1.0, 1.0)) for pair in ((full, part), (empty, full))]
+    (line,) = hardly_learned_lines(summarise(rows))
+    told = "the predictions hardly overlap the truth; 1 of 2 is 0: this class was predicted and is not in the truth; "
+    assert line == f"core: mean Dice 0.1429: {told}0.2857 without it"
 
 
 def test_a_low_dice_has_a_caution_below_its_table(folders: tuple[Path, Path], capsys) -> None:

@@ -110,7 +110,10 @@ def test_the_plan_of_the_papers_grid_says_both_ways_and_which_is_quicker(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first, heads, *rows = planned(tmp_path, monkeypatch)
-    assert first == "32 points of 2:49, all planned from their steps, without starts and validations"
+    assert (
+        first
+        == "32 points of 2:49 each; times are planned from the number of steps, and leave out starting and validating"
+    )
     table_rows = {int(row.split()[0]): row.split()[1:] for row in rows[:6]}
     assert list(table_rows) == [1, 2, 4, 8, 16, 32] and "most" in heads
     assert table_rows[4] == ["22:32", "4.00", "29:07", "3.10", "4.00", "3.84,", "2.92"], "42 steps of 169"
@@ -125,13 +128,13 @@ def test_the_plan_of_a_sweep_says_which_lengths_are_recorded(
 ) -> None:
     monkeypatch.setattr(scaling_plan, "step_seconds", lambda config, ranks: 2.0 / ranks)
     order, sweep, _ = asked(tmp_path)
-    for count, source in ((0, "all planned from their steps, without starts and validations"),
-                          (3, "3 of them as recorded, the others planned from their steps, without starts"),
-                          (4, "as recorded, without the time that each run takes to start")):  # fmt: skip
+    for count, source in ((0, "times are planned from the number of steps, and leave out starting and validating"),
+                          (3, "3 of the times are recorded, the others planned from the number of steps"),
+                          (4, "times are recorded, and leave out what each run takes to start")):  # fmt: skip
         points = [replace(point, state="finished", seconds=20.0) for point in sweep.points[:count]]
         scaling_plan.print_plan(order, Sweep(order.began(), (*points, *sweep.points[count:])), tmp_path, 2)
         range_of = {0: "0:10", 3: "0:10 to 0:20", 4: "0:20"}[count]
-        assert capsys.readouterr().out.startswith(f"4 points of {range_of}, {source}")
+        assert capsys.readouterr().out.startswith(f"4 points of {range_of} each; {source}")
 
 
 def test_a_plan_takes_the_doctors_figures_which_a_sweep_with_a_batch_refuses(
@@ -176,5 +179,5 @@ def test_recorded_seconds_are_those_of_the_ranks_that_a_run_had(
         (tmp_path / point.name / "config.json").write_text(json.dumps({"layout": {"ranks": 2}}))
     scaling_plan.print_plan(order, sweep, tmp_path, 4)  # of the others no folder is there
     first, _, *rows = capsys.readouterr().out.splitlines()
-    assert first == "4 points of 0:20 to 0:40, as recorded, without the time that each run takes to start"
+    assert first == "4 points of 0:20 to 0:40 each; times are recorded, and leave out what each run takes to start"
     assert [row.split()[3] for row in rows[:3]] == ["2:00", "1:00", "0:30"], "one by one on 1, 2 and 4"

@@ -111,7 +111,7 @@ def test_calibration_is_drawn_by_tenths_with_enough_cases_and_not_by_a_single_on
     assert (diagram.over, diagram.up) == ("probability of the predicted class", "share of correct predictions")
     scores = _scores(of_tenths(4, 4) | {"source": "here"}, None, "")
     assert scores.note == uncalibrated(of_tenths(4, 4)) and [chart.title for chart in scores.charts] == []
-    assert scores.note.startswith("Too few cases for a calibration curve, which needs two bins")
+    assert scores.note.startswith("No calibration curve: it needs two bins of probability")
     said = "Correct predictions in each bin, and the mean probability of the bin: 4 of 4 at 0.55, 4 of 4 at 0.65."
     assert scores.note.endswith(said)
     assert ": 40 of 40 at 0.65, 4 of 4 at 0.55." in uncalibrated(of_tenths(4, 40)), "most first"

@@ -316,7 +316,7 @@ def uncalibrated(summary: Summary) -> str:
     tenths = sorted(calibration(*_arrays(summary)), key=lambda tenth: -tenth[2])
     listed = ", ".join(f"{round(right * count)} of {count} at {given:.2f}" for given, right, count in tenths)
     return (
-        f"Too few cases for a calibration curve, which needs two bins (such as 0.8 to 0.9) with {FEW} cases or more. "
+        f"No calibration curve: it needs two bins of probability (such as 0.8 to 0.9) with {FEW} cases or more. "
         f"Correct predictions in each bin, and the mean probability of the bin: {listed}."
     )
 

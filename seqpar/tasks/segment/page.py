@@ -223,8 +223,8 @@ def _caution_of(tile: HeadlineTile, rows: Sequence[Scores], count: int) -> str:
     present, found = (mean_where_present(rows, tile.name, metric) for metric in ("Dice", "Sensitivity"))
     own = [row[tile.name] for row in rows if tile.name in row]
     where, count = next(filter(None, map(where_known, own)), ""), len(without_nan(row["Dice"] for row in own))
-    predicted = sum(row.get("n_pred", math.nan) for row in own)
-    return what_is_hardly_learned(tile.score.value, count, present, found, where, predicted)
+    predicted, true = (sum(row.get(n, math.nan) for row in own) for n in ("n_pred", "n_ref"))
+    return what_is_hardly_learned(tile.score.value, count, present, found, where, predicted, true)
 
 
 def _intensities(prediction: Path, scored: CaseScores, schemes: Sequence[str], gaps: list[str]) -> Table | None:
