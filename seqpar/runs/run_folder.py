@@ -146,9 +146,9 @@ def holds_run(out: str | Path) -> bool:
 
 
 def run_of_validation(prediction: Path) -> Path | None:
-    """Returns the run whose own validation a prediction is: its folder, or that of its last label maps or classes."""
-    places = [prediction, *[prediction.parent] * prediction.name.startswith("validation")]
-    return next(filter(holds_run, places), None)
+    """Returns the run whose own validation a prediction is: its folder, that of its last predictions, or one of them."""
+    inside = [place.parent for place in (prediction, prediction.parent) if place.name.startswith("validation")]
+    return next(filter(holds_run, [prediction, *inside]), None)
 
 
 def holds_folds(out: str | Path) -> bool:

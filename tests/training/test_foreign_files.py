@@ -10,7 +10,7 @@ import pytest
 
 from seqpar.cli import evaluate, predict, report
 from seqpar.cluster.exit_codes import run
-from seqpar.runs.run_folder import read_config
+from seqpar.runs.run_folder import read_config, run_of_validation
 from seqpar.runs.run_status import weights_taken
 from seqpar.tasks.classify.scores import replaced_rows, row_stamps
 from tests.support.folders import nnunet
@@ -73,6 +73,8 @@ def test_maps_of_a_validation_are_known_as_its_own_and_told_if_they_change(
     assert "were chosen on these held-out cases" in said and "changed since" not in said
 
     (found,) = (out / "validation").glob("*.nii.gz")
+    assert run_of_validation(found) == run_of_validation(found.parent) == run_of_validation(out) == out
+    assert run_of_validation(tmp_path / "s.json") is None
     shutil.copyfile(truth / found.name, found)
     assert run(evaluate.act, line) == 0
     told = f"1 of 1 label map in {out / 'validation'}, such as {found.name}, has changed since it was written."
