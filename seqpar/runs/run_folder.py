@@ -146,7 +146,7 @@ def holds_run(out: str | Path) -> bool:
 
 
 def run_of_validation(prediction: Path) -> Path | None:
-    """Returns the run whose own validation a prediction is: its folder, that of its last predictions, or one of them."""
+    """Returns the run whose own validation a prediction is: its folder, that of its predictions, or one of these."""
     inside = [place.parent for place in (prediction, prediction.parent) if place.name.startswith("validation")]
     return next(filter(holds_run, [prediction, *inside]), None)
 
