@@ -385,7 +385,8 @@ def viewer_section(
     return CaseSection(
         f"{orientation_text(neurological)}. {LETTERS}. {'. '.join(filter(None, told))}",
         [(colour, name) for name, colour in colours_of(labels).items()],
-        viewer_note([embedded for _, embedded in shown], any(case.is_ct for case, _ in shown)) + kept,
+        viewer_note([embedded for _, embedded in shown], any(case.is_ct for case, _ in shown))
+        + f" {kept}" * bool(kept),
         views,
         viewer_data(labels, shown, neurological),
         heat,

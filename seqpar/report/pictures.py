@@ -111,7 +111,7 @@ def figure_of_cases(
         *textwrap.wrap(f"{counted(case.slices for case in cases)}.", 120),
     ]
     if window and window[0] > KEPT_HU[0]:  # the network takes it clipped
-        lines += textwrap.wrap(kept_of_ct([window]).partition(": ")[2].capitalize(), 120)
+        lines += textwrap.wrap(kept_of_ct([window]), 120)
     figure = make_figure(10, 3.7 * len(cases) + 1.25 + 0.15 * len(lines[3:]))
     figure.get_layout_engine().set(h_pad=ROOM)
     figure.suptitle(title_of_run(run, *lines), fontsize=9)

@@ -256,7 +256,7 @@ def ct_window(limits: tuple[float, float], images: Sequence[NDArray[Any]]) -> tu
 
 
 def kept_of_ct(ranges: Sequence[tuple[float, float]]) -> str:
-    """Returns which Hounsfield units a page still tells apart; "" without a CT.
+    """Returns which Hounsfield units are no longer told apart, a sentence; "" without a CT.
 
     - ``ranges``: what black and white are
     """
@@ -266,8 +266,8 @@ def kept_of_ct(ranges: Sequence[tuple[float, float]]) -> str:
     names = ((60, " (such as soft tissue, fat and air)"), (-50, " (such as fat and air)"), (-800, " (such as air)"))
     dark = next((name for least, name in names if low >= least), "")
     bright = " (such as bone)" * (high <= 300)
-    rule = f"everything below{dark} is equally black, everything above{bright} equally white"
-    return with_minus(f" Of the CT, only {low} to {high} HU are kept: {rule}.")
+    darker, brighter = f"below {low} HU{dark} is equally black", f"above {high} HU{bright} equally white"
+    return with_minus(f"Of the CT, everything {darker}, everything {brighter}.")
 
 
 def hatched(image: NDArray[Any], area: NDArray[Any], low: float, high: float, across: float, up: float) -> NDArray[Any]:

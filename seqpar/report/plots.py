@@ -34,9 +34,10 @@ HATCHES = ("", "///", "...", "xxx")
 def draw_diagram(plot: Any, diagram: Diagram) -> None:
     """Draws lines and axes into a panel of matplotlib's; names, titles and keys are the caller's."""
     alone = sum(line.is_dot for line in diagram.lines)
+    wider = min(4, 16 / max(alone - 1, 1))  # than the next dot, which is drawn inside
     for line, style in diagram.named():
         alone -= line.is_dot
-        size = 5 + min(4, 16 / max(alone, 1)) * alone if line.is_dot else style.width + 3  # later ones inside earlier
+        size = 5 + wider * alone if line.is_dot else style.width + 3
         _draw_line(plot, line, style._replace(dashes="--") if line.dashed else style, size)
     if diagram.log:
         _draw_log_axes(plot, sorted({place for line in diagram.lines for place in line.places}))

@@ -42,8 +42,8 @@ def page_of_sweep(out: Path, compare: Mapping[str, Compare]) -> str:
             gaps.append(f"{point.name} has no curves: {error}.")
     gaps += [_why_not_over(point) for point in sweep.points if not point.is_over]
     gaps += [
-        f"{point.name} holds a run that began as {other}: what is said of {point.name} has the scores of {other}, but "
-        "not its settings. Rename the folders back."
+        f"{point.name} holds the run that began as {other}: the row of {point.name} shows the scores of {other} beside "
+        f"the settings of {point.name}. Rename the folders back."
         for point in sweep.points
         if (other := other_point(out / point.name))
     ]

@@ -147,8 +147,12 @@ def holds_run(out: str | Path) -> bool:
 
 def run_of_validation(prediction: Path) -> Path | None:
     """Returns the run whose own validation a prediction is: its folder, that of its predictions, or one of these."""
-    inside = [place.parent for place in (prediction, prediction.parent) if place.name.startswith("validation")]
-    return next(filter(holds_run, [prediction, *inside]), None)
+    if holds_run(prediction):
+        return prediction
+    path = prediction.resolve()
+    places = [place for place in (path, path.parent) if re.fullmatch("validation(-whole|-sliding)?", place.name)]
+    own = (place.parent for place in places if not (place / "prediction.json").exists())
+    return next(filter(holds_run, own), None)
 
 
 def holds_folds(out: str | Path) -> bool:
@@ -217,7 +221,7 @@ def origin_of(content: Mapping[str, Any]) -> str:
 
 def origin_mark(run: Path) -> dict[str, str]:
     """Returns the entry by which a summary.json says whose it is; none if the run's config.json does not tell."""
-    with suppress(DataError, LookupError, TypeError, AttributeError):
+    with suppress(ValueError, OSError, LookupError, TypeError, AttributeError):
         return {ORIGIN: own} if (own := origin_of(read_config(run))) else {}
     return {}
 

@@ -360,23 +360,30 @@ def _foreign_files(
     for own in known:
         rows = [row for row in held_out if row["step"] == own.best_step]
         rows = [row for row in rows if row.get(MEASURED_ON, own.measured_on) == own.measured_on]
-        pairs = [(score_of(row), row["loss"] if own.best_loss is not None else None) for row in rows]
-        if own.best >= 0 and pairs and (own.best, own.best_loss) not in pairs:
+        best = own.best, math.nan if own.best_loss is None else own.best_loss
+        pairs = [(score_of(row), float(row["loss"])) for row in rows]
+        if own.best >= 0 and pairs and not any(all(map(_agree, pair, best)) for pair in pairs):
             told, true = (
-                f"{SCORES[task]} {measure_of(task, score):.4f}{'' if loss is None else f' (loss {loss:.4f})'}"
-                for score, loss in (pairs[-1], (own.best, own.best_loss))
+                f"{SCORES[task]} {measure_of(task, score):.4f}{'' if math.isnan(best[1]) else f' (loss {loss:.4f})'}"
+                for score, loss in (pairs[-1], best)
             )
             path = run / "metrics.jsonl"
             yield f"{path} says {told} after step {own.best_step:,}, and a checkpoint {true}: {mended}"
             break
     with suppress(OSError, ValueError, LookupError, TypeError):  # readers tell of damage
         now = json.loads(read_whole(run / "window.json"))
-        if any(own.windows and own.windows["step"] == now["step"] and own.windows != now for own in known):
+        same = [own.windows for own in known if own.windows and own.windows["step"] == now["step"]]
+        if any(json.dumps(windows, sort_keys=True) != json.dumps(now, sort_keys=True) for windows in same):
             yield f"{run / 'window.json'} is not what a checkpoint says was measured: {mended}"
     with suppress(DataError, OSError, ValueError, LookupError, TypeError, AttributeError):
         own_origin, path = origin_of(read_config(run)), run / "validation" / "summary.json"
         if own_origin and json.loads(read_whole(path)).get(ORIGIN, own_origin) != own_origin:
             yield f"{path} is another run's, and with it the scores of single cases: restore this run's own folder."
+
+
+def _agree(one: float, other: float) -> bool:
+    """Returns whether two numbers are the same but for rounding, as far as both are known."""
+    return math.isnan(one) or math.isnan(other) or math.isclose(one, other, rel_tol=1e-6, abs_tol=1e-6)
 
 
 def changes_line(changes: Changes) -> str:

@@ -206,7 +206,7 @@ def refresh_points(out: Path, sweep: Sweep, stopped: Sequence[str] = (), ended: 
 
 def other_point(run: Path) -> str:
     """Returns the name of the point that a run began as, if it is not that of its folder; else, or if unknown, ""."""
-    with suppress(DataError, OSError, LookupError, TypeError, ValueError):
+    with suppress(OSError, LookupError, TypeError, ValueError, AttributeError):
         line = read_config(run)["history"][0]["command"]
         began = Path(line[line.index("--out") + 1]).name
         return "" if began == run.name else began

@@ -328,7 +328,7 @@ def what_is_hardly_learned(
     if present < HARDLY <= found:
         missed = ": cases are missed, or too much is predicted" if cases > 1 else ", and much that is false"
         if true and predicted > LARGE * true:
-            missed = f"; {predicted / true:.1f} times as many voxels are predicted as are true"
+            missed += f" ({predicted / true:.1f} times as many voxels as are true)"
         return f"{'on average, ' * (cases > 1)}the prediction covers {100 * found:.0f} % of the truth{missed}"
     if present >= HARDLY:
         return f"{rounded(present, 3)} where the truth has this class; where it has none, what is predicted is false"
@@ -351,8 +351,9 @@ def hardly_learned_lines(summary: Mapping[str, Any]) -> list[str]:
         )
         if (zeros := summary["zeros_of_absent"][name]) and (not what or of_present < HARDLY):
             mean = rounded(row["Dice"] * own / (own - zeros), 4)
-            are = "is 0: this class was predicted and" if zeros == 1 else "are 0: this class was predicted there and"
-            absent = f"{zeros} of {own} {are} is not in the truth; {mean} without {'it' if zeros == 1 else 'these'}"
+            are, it = ("is", "it") if zeros == 1 else ("are", "these")
+            why = "this class was predicted where the truth has none"
+            absent = f"{zeros} of {own} values {are} 0, as {why}; {mean} without {it}"
             what = f"{what}; {absent}" if what else absent
         told[name] = row["Dice"], what
     kind = "mean Dice" if count > 1 else "Dice"

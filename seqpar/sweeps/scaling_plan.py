@@ -134,8 +134,8 @@ def source_of(recorded: int, points: int) -> str:
     """Returns where the lengths of points come from: those that have finished recorded theirs."""
     if recorded == points:
         return "times are recorded, and leave out what each run takes to start"
-    by_planner = "planned from the number of steps, and leave out starting and validating"
-    return f"{recorded} of the times are recorded, the others {by_planner}" if recorded else f"times are {by_planner}"
+    by_planner = "are planned from the number of steps, and leave out starting and validating"
+    return f"{recorded} of the times are recorded; the others {by_planner}" if recorded else f"times {by_planner}"
 
 
 def run_seconds(config: Config, ranks: int) -> float:

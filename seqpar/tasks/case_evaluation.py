@@ -338,12 +338,12 @@ class CaseEvaluation(ABC):
                 gone += [f"{error}: whether these cases were in its training data is not known."] * (not is_run)
                 unknown.append(str(run))
         lines += gone
-        others = predicted_otherwise(prediction)
+        others, place = predicted_otherwise(prediction), prediction / ("validation" * holds_run(prediction))
         if found:
             job.known = Seen.by_any(found)._replace(gone=unknown, untold=others)
             job.seen = NONE_SEEN if is_run else job.known
             lines += job.seen.sentences
-        lines += filter(None, [mixed_line(prediction, others) if others else "", self.replaced(prediction)])
+        lines += filter(None, [mixed_line(prediction, others) if others else "", self.replaced(place)])
         generated = is_generated(self.options.truth) or is_run and any(record.has_phantoms for record in records)
         return [above_scores(generated, any(record.has_phantoms for record in records)), *dict.fromkeys(lines)]
 

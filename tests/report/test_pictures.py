@@ -368,7 +368,7 @@ def test_a_ct_is_drawn_in_hounsfield_units_with_its_window(tmp_path: Path, alone
         figure = figure_of_cases([replace(dark, image=clipped)], ["vessel"], 1, False, Path())
         assert figure.axes[0].images[0].get_clim() == (low, high), "a window has a width"
         said = figure.get_suptitle().replace("\n", " ")
-        assert f"from {low} HU (black) to {high} HU (white), in" in said and "below (such as soft tissue, fat" in said
+        assert f"from {low} HU (black) to {high} HU (white), in" in said and "HU (such as soft tissue, fat" in said
 
 
 def test_the_picture_of_a_validation_says_if_an_earlier_one_was_better(tmp_path: Path, monkeypatch) -> None:

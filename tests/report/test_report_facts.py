@@ -424,9 +424,9 @@ def test_a_map_of_doubt_hides_no_image_until_it_is_asked_for() -> None:
 def test_a_page_of_ct_says_which_values_it_keeps() -> None:
     nothing = np.zeros((4, 4, 4), np.uint8)
     for limits, said in (
-        ((6.4, 163.0), "Of the CT, only 6 to 163 HU are kept: everything below (such as fat and air) is equally black, "
-         "everything above (such as bone) equally white."),
-        ((-60.0, 900.0), "everything below (such as air) is equally black, everything above equally white."),
+        ((6.4, 163.0), "Of the CT, everything below 6 HU (such as fat and air) is equally black, everything above "
+         "163 HU (such as bone) equally white."),
+        ((-60.0, 900.0), "below −60 HU (such as air) is equally black, everything above 900 HU equally white."),
     ):  # fmt: skip
         case = ShownCase(
             "a", {"CT": nothing}, nothing, nothing, (1.0,) * 3, own_slices((4, 4, 4)), "", {"CT": limits}, True

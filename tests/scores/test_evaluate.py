@@ -106,7 +106,7 @@ def test_too_much_is_not_called_hardly_overlapping() -> None:
     some = "on average, the prediction covers 40 % of the truth: cases are missed, or too much is predicted"
     assert what_is_hardly_learned(0.16, 2, 0.16, 0.4) == some
     assert what_is_hardly_learned(0.16, 2, 0.16, 0.4, predicted=14.0, true=10.0) == some
-    much = "on average, the prediction covers 40 % of the truth; 7.0 times as many voxels are predicted as are true"
+    much = f"{some} (7.0 times as many voxels as are true)"
     assert what_is_hardly_learned(0.16, 2, 0.16, 0.4, predicted=70.0, true=10.0) == much
     assert what_is_hardly_learned(0.2, 1, 0.2, 0.6) == "the prediction covers 60 % of the truth, and much that is false"
     assert "or much too much is predicted" in what_is_hardly_learned(0.16, 2, 0.16)
@@ -132,8 +132,8 @@ def test_a_class_that_no_truth_has_is_not_called_hardly_learned(folders: tuple[P
     for case in range(1, 4):
         save(folders[0] / f"case_{case}.nii.gz", np.full((12, 11, 9), 2, np.uint8))
     assert evaluate_folders(folders) == 0
-    told = "core: mean Dice 0.8000: 1 of 5 is 0: this class was predicted and is not in the truth; 1.0000 without it"
-    assert told in capsys.readouterr().out
+    told = "core: mean Dice 0.8000: 1 of 5 values is 0, as this class was predicted where the truth has none; 1.0000 "
+    assert f"{told}without it" in capsys.readouterr().out
 
 
 def test_what_counts_as_measured_or_as_0_does_not_depend_on_how_empty_cases_count() -> None:
@@ -143,7 +143,7 @@ def test_what_counts_as_measured_or_as_0_does_not_depend_on_how_empty_cases_coun
     pairs = ((full, part), (empty, full), (empty, empty))
     rows = [score(*pair, {"core": (1,)}, (1.0, 1.0, 1.0), empty="brats") for pair in pairs]
     (line,) = hardly_learned_lines(summarise(rows))
-    told = "1 of 3 is 0: this class was predicted and is not in the truth; 0.7500 without it"
+    told = "1 of 3 values is 0, as this class was predicted where the truth has none; 0.7500 without it"
     assert line == f"core: mean Dice 0.5000: {told}"
     assert not_measured(rows) == " (1 of 3 replaced: one map lacks the class)"
 
@@ -154,8 +154,17 @@ def test_zeros_of_cases_without_a_class_are_told_of_a_low_dice_too() -> None:
     part[1:] = 0
     rows = [score(*pair, {"core": (1,)}, (1.0, 1.0, 1.0)) for pair in ((full, part), (empty, full))]
     (line,) = hardly_learned_lines(summarise(rows))
-    told = "the predictions hardly overlap the truth; 1 of 2 is 0: this class was predicted and is not in the truth; "
-    assert line == f"core: mean Dice 0.1429: {told}0.2857 without it"
+    told = "1 of 2 values is 0, as this class was predicted where the truth has none; 0.2857 without it"
+    assert line == f"core: mean Dice 0.1429: the predictions hardly overlap the truth; {told}"
+
+
+def test_a_low_dice_says_how_much_is_predicted() -> None:
+    true, found = (np.zeros((6, 6, 6), np.uint8) for _ in range(2))
+    true[0, 0] = 1  # 6 voxels, 3 of them among 36 that are predicted
+    found[0, 0, :3], found[3:, 3:, :4] = 1, 1
+    (line,) = hardly_learned_lines(summarise([score(true, found, {"core": (1,)}, (1.0, 1.0, 1.0))] * 2))
+    assert line.endswith("covers 50 % of the truth: cases are missed, or too much is predicted (6.5 times as many "
+                         "voxels as are true)")  # fmt: skip
 
 
 def test_a_low_dice_has_a_caution_below_its_table(folders: tuple[Path, Path], capsys) -> None:

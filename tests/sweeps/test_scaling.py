@@ -129,7 +129,7 @@ def test_the_plan_of_a_sweep_says_which_lengths_are_recorded(
     monkeypatch.setattr(scaling_plan, "step_seconds", lambda config, ranks: 2.0 / ranks)
     order, sweep, _ = asked(tmp_path)
     for count, source in ((0, "times are planned from the number of steps, and leave out starting and validating"),
-                          (3, "3 of the times are recorded, the others planned from the number of steps"),
+                          (3, "3 of the times are recorded; the others are planned from the number of steps"),
                           (4, "times are recorded, and leave out what each run takes to start")):  # fmt: skip
         points = [replace(point, state="finished", seconds=20.0) for point in sweep.points[:count]]
         scaling_plan.print_plan(order, Sweep(order.began(), (*points, *sweep.points[count:])), tmp_path, 2)

@@ -278,9 +278,8 @@ def test_points_whose_folders_changed_places_are_told(made: Path, tmp_path: Path
         source.rename(target)
     text = Page(page_of_sweep(made, {})).text
     for point, other in ((first, second), (second, first)):
-        assert (
-            f"{point.name} holds a run that began as {other.name}: what is said of {point.name} has the scores" in text
-        )
+        told = f"{point.name} holds the run that began as {other.name}: the row of {point.name} shows the scores of"
+        assert f"{told} {other.name} beside the settings of {point.name}." in text
     (first / "config.json").write_text("{}")
     assert f"{first.name} holds" not in page_of_sweep(made, {}), "not known"
 

@@ -231,6 +231,13 @@ def test_predictions_go_on_and_are_scored_and_shown(one: tuple, tmp_path: Path, 
     (folder / "predictions.csv").write_text(whole)
     assert "predicting the classes of 5 cases (" in said and "model.safetensors; 1 rank" in said
     assert f"report.py {out} --prediction {folder} --truth TRUTH  (scores and cases on one page)" in said
+    own = Path(shutil.copytree(out, tmp_path / "own"))
+    rows = (own / "validation" / "predictions.csv").read_text().splitlines()
+    assert replaced_rows(own) == replaced_rows(own / "validation") == ""
+    name, given, p, q = rows[1].split(",")
+    (own / "validation" / "predictions.csv").write_text("\n".join([rows[0], f"{name},{given},{q},{p}", rows[2]]) + "\n")
+    assert f"such as that of {name}, has changed since it was written." in replaced_rows(own)
+    shutil.rmtree(own)
     assert evaluate.act([data, str(folder)]) == 0 and evaluate.act([data, str(out)]) == 0
     said = capsys.readouterr().out
     assert "2 cases" in said and "--images FOLDER" not in said

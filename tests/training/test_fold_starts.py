@@ -1,6 +1,7 @@
 """How five folds begin, go on and are told apart from single runs; signals that come to one of them."""
 
 import os
+import re
 import shutil
 import signal
 from collections.abc import Callable, Mapping, Sequence
@@ -248,14 +249,21 @@ def test_a_fold_that_was_killed_is_no_running_one(lines_of, tmp_path) -> None:
     assert status(out)["state"] == "running" and describe_kill(out) == "", "the lock is in the fold's own folder"
 
 
-def test_flags_that_no_fold_would_take_are_refused(lines_of, tmp_path) -> None:
+def test_flags_that_no_fold_would_take_are_refused(lines_of, tmp_path, monkeypatch) -> None:
     """Else a resume with more epochs would say that it finished, and train nothing."""
     out = tmp_path / "five"
     assert lines_of("--epochs", "1", "--out", str(out))[0] == 0
     code, lines = lines_of("--resume", "--out", str(out))
     assert code == 0 and lines == [], "nothing is left to do, and nothing is asked for"
-    with pytest.raises(ValueError, match=r"all five have finished, and --epochs 2 would change none: continue"):
+    for fold in range(5):
+        write_json(out / f"fold{fold}" / "config.json", {"config": {"epochs": 1, "iterations": 5}})
+    one = re.escape(f"train.py --resume --out {out}/fold0 --epochs 2")
+    with pytest.raises(ValueError, match=rf"all five have finished, and --epochs 2 would change none: continue.*{one}"):
         lines_of("--resume", "--epochs", "2", "--out", str(out))
+    monkeypatch.setattr(folds, "refuse_unlike_folds", lambda *of: None)  # which asks for whole run folders
+    for flags in (["--time-limit", "300"], ["--iterations", "5", "--epochs", "1"]):
+        assert lines_of("--resume", *flags, "--out", str(out)) == (0, []), "they ask for nothing that is not done"
+    folds.write_flags(out, ["--epochs", "1"])
     assert folds.read_flags(out) == ["--epochs", "1"], "kept as they were"
     write_json(out / "fold4" / "status.json", {"state": "preempted"})
     assert len(lines_of("--resume", "--epochs", "2", "--out", str(out))[1]) == 1, "one takes them"

@@ -2,6 +2,7 @@
 
 import html
 import json
+import math
 import shutil
 import time
 from pathlib import Path
@@ -10,9 +11,11 @@ import pytest
 
 from seqpar.cli import evaluate, predict, report
 from seqpar.cluster.exit_codes import run
-from seqpar.runs.run_folder import read_config, run_of_validation
+from seqpar.runs import run_status
+from seqpar.runs.run_folder import origin_mark, read_config, run_of_validation
 from seqpar.runs.run_status import weights_taken
 from seqpar.tasks.classify.scores import replaced_rows, row_stamps
+from seqpar.weights.checkpoint import Progress
 from tests.support.folders import nnunet
 from tests.support.training_runs import trained
 from tests.training.test_best_weights import scored
@@ -57,6 +60,34 @@ def test_a_record_and_scores_of_another_run_are_told(flags, tmp_path: Path, capf
     assert weights_taken(out).edited == "", "of another step, as after a kill"
 
 
+def test_a_record_that_rounds_otherwise_or_has_no_score_is_no_other(tmp_path: Path) -> None:
+    """The mean of three classes has another last digit by ``sum`` than by ``fmean``."""
+    out, dice = tmp_path / "run", {"a": 0.1, "b": 0.2, "c": 0.3}
+    loss = 1 / 3
+    for best, best_loss, row, told in (
+        (sum(dice.values()) / 3 + 3e-16, loss, {"dice": dice, "loss": loss}, False),
+        (0.25, loss, {"dice": dice, "loss": loss}, True),
+        (0.2, 0.5, {"dice": dice, "loss": loss}, True),
+        (0.2, None, {"dice": dice, "loss": loss}, False),
+        (0.0, loss, {"dice": {"a": None}, "loss": loss}, False),
+        (0.2, math.nan, {"dice": dice, "loss": math.nan}, False),
+    ):
+        own = Progress(step=4, best=best, best_step=4, best_loss=best_loss)
+        rows = [{"kind": "val", "step": 4, **row}]
+        assert bool([*run_status._foreign_files(out, "segment", [own], rows)]) == told, (best, best_loss, row)
+    windows = {"window": "sliding", "step": 4, "dice": {"sliding": math.nan}}
+    out.mkdir()
+    (out / "window.json").write_text(json.dumps(windows))
+    own = Progress(step=4, windows=json.loads(json.dumps(windows)))
+    assert [*run_status._foreign_files(out, "segment", [own], [])] == []
+
+
+def test_a_run_whose_config_is_gone_is_validated_all_the_same(tmp_path: Path) -> None:
+    assert origin_mark(tmp_path / "nowhere") == {}
+    (tmp_path / "config.json").write_text('{"history": 5}')
+    assert origin_mark(tmp_path) == {}
+
+
 def test_maps_of_a_validation_are_known_as_its_own_and_told_if_they_change(
     flags, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -75,10 +106,16 @@ def test_maps_of_a_validation_are_known_as_its_own_and_told_if_they_change(
     (found,) = (out / "validation").glob("*.nii.gz")
     assert run_of_validation(found) == run_of_validation(found.parent) == run_of_validation(out) == out
     assert run_of_validation(tmp_path / "s.json") is None
+    monkeypatch.chdir(out / "validation")
+    assert run_of_validation(Path()) == out
+    assert run_of_validation(Path(shutil.copytree(found.parent, out / "validation-moved"))) is None, "no name of ours"
     shutil.copyfile(truth / found.name, found)
     assert run(evaluate.act, line) == 0
     told = f"1 of 1 label map in {out / 'validation'}, such as {found.name}, has changed since it was written."
     assert told in capfd.readouterr().out
+    assert run(evaluate.act, [line[0], str(out), *line[2:]]) == 0 and told in capfd.readouterr().out
+    (found.parent / "prediction.json").write_text("{}")
+    assert run_of_validation(found.parent) is None, "of predict"
 
 
 def test_rows_of_a_validation_that_have_changed_are_told(tmp_path: Path) -> None:
