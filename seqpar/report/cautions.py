@@ -1,6 +1,7 @@
 """Cautions about scores: what a run has seen of the cases, phantoms, chance, and several runs taken together."""
 
 import math
+import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -14,10 +15,10 @@ import numpy as np
 from seqpar.data.errors import DataError
 from seqpar.data.formats.splits import sample_cases
 from seqpar.report.embedded_volumes import ShownCase, shown_best
-from seqpar.report.record import CaseScores, RunRecord, ScoredCase, read_record, row_of_taken
-from seqpar.report.tables import CONSENSUS, DISPUTED_ML, is_part_labelled
+from seqpar.report.record import CaseScores, RunRecord, ScoredCase, read_record, read_scores
+from seqpar.report.tables import ABSENT_RULE, CONSENSUS, DISPUTED_ML, Absent, absent_of, is_part_labelled
 from seqpar.runs.metrics_tail import best_validation, comparable, score_of, with_other_weights
-from seqpar.runs.run_folder import read_best_step
+from seqpar.runs.run_folder import read_best_step, read_windows
 from seqpar.scores.comparison import FEW, TOO_FEW
 from seqpar.scores.label_classes import Labels, choose_labels
 from seqpar.scores.label_files import MAX_NAMED, dataset_at
@@ -168,23 +169,96 @@ def other_values_of(truth: Path, labels: Labels) -> list[str]:
     return [f"Caution: the truth's dataset.json has {'; '.join(others)}: other classes are compared."] * bool(others)
 
 
-def reached_in_validation(record: RunRecord, who: str = "this run") -> list[str]:
-    """Returns a sentence about the best validation, for a reader of predictions that no truth can score.
+def steps_behind(made: Mapping[str, Any]) -> list[int]:
+    """Returns after which steps the weights were saved that predicted; [] if that is not known.
 
-    - ``who``: the run, in words
+    - ``made``: what a prediction records of a run
     """
-    for row in (row for row in (row_of_taken(record),) if row and row.get("dice")):
-        cases = quantity(row["cases"], "held-out case") if "cases" in row else "held-out cases"
-        scores = ", ".join(f"{name} {value:.3f}" for name, value in row["dice"].items() if isinstance(value, float))
-        few = f" ({TOO_FEW})" * (row.get("cases", FEW) < FEW)
-        grid = f", measured on its own grid ({size})" if (size := own_grid(record)) else ""
-        reached = f"On its {cases}{few} {who} reached a mean Dice of {scores}{grid}."
-        if record.weights.best is not None:
-            reached += f" {record.weights.not_the_best}"
-        elif (count := len(comparable(record.held_out))) > 1:
-            reached += f" Its weights are the best of {count} validations on them."
-        return [" ".join([reached, "Other patients may score lower.", *cautions_of_learned(record)])]
-    return []
+    weights = made.get("weights")
+    found = [re.search(r"/step-(\d+)/", str(path)) for path in weights] if isinstance(weights, dict) else []
+    return sorted({int(one[1]) for one in found if one}) if all(found) else []
+
+
+def reached_in_validation(
+    record: RunRecord, who: str = "this run", made: Mapping[str, Any] = MappingProxyType({})
+) -> list[str]:
+    """Returns a sentence about the validation of the weights that predicted, for a reader of predictions that no truth
+    can score.
+
+    - ``who``: the run, in words; ``made``: what the prediction records of it; {}: nothing, as of an earlier version
+    """
+    taken = record.weights.step
+    first, *others = steps_behind(made) or [taken or 0]
+    by = f"{who[:1].upper()}{who[1:]} predicted these cases with its weights of"
+    if others:
+        steps = f"{', '.join(f'{step:,}' for step in (first, *others[:-1]))} and {others[-1]:,}"
+        return [f"{by} steps {steps} together, which no validation has scored."]
+    is_other = first != (taken or 0)
+    row = next((row for row in reversed(record.held_out) if first and row.get("step") == first), None)
+    if is_other and row is None:
+        return [f"{by} step {first:,}, which were not validated."]
+    if row is None or not row.get("dice"):
+        return []
+    cases = quantity(row["cases"], "held-out case") if "cases" in row else "held-out cases"
+    scores = ", ".join(f"{name} {value:.3f}" for name, value in row["dice"].items() if isinstance(value, float))
+    few = f" ({TOO_FEW})" * (row.get("cases", FEW) < FEW)
+    grid = f", measured on its own grid ({size})" if (size := own_grid(record)) else ""
+    after = f" after step {first:,}, with the weights that predicted these cases" * is_other
+    reached = f"On its {cases}{few} {who} reached a mean Dice of {scores}{grid}{after}."
+    reached += measured_otherwise(record, made)
+    if is_other:
+        reached += f" Unless told otherwise, predict takes those of step {taken:,}." * bool(taken)
+    elif record.weights.best is not None:
+        reached += f" {record.weights.not_the_best}"
+    elif (count := len(comparable(record.held_out))) > 1:
+        reached += f" Its weights are the best of {count} validations on them."
+    return [" ".join([reached, "Other patients may score lower.", *cautions_of_learned(record)])]
+
+
+ALL_HAVE_IT = (
+    "Every held-out case has every class, so it is unknown what would be predicted for a patient who lacks one."
+)
+
+
+def reached_and_found(record: RunRecord, made: Mapping[str, Any]) -> list[str]:
+    """Returns what a run reached in validation, as ``reached_in_validation`` says it, and how often the label maps of
+    the validation have a class that the truth lacks, unless these are of other weights or predicted otherwise.
+    """
+    sentences, taken = reached_in_validation(record, made=made), record.weights.step
+    scored: CaseScores | None = None
+    with suppress(DataError):
+        scored = read_scores(record.path)
+    steps = {*(steps_behind(made) or [taken or 0]), (scored.step if scored else 0) or taken or 0}
+    if not sentences or len(steps) > 1 or measured_otherwise(record, made):
+        return sentences
+    found = {name: absent_of(scored, name) for name in scored.classes} if scored else {}
+    told = [_found_in_none(name, absent) for name, absent in found.items() if absent.cases]
+    told = told or [ALL_HAVE_IT] * bool(scored)
+    rule = [ABSENT_RULE] * (told != [ALL_HAVE_IT])
+    return [*sentences, " ".join([*told, *rule])]
+
+
+def _found_in_none(name: str, absent: Absent) -> str:
+    """Returns in how many cases without a class some was predicted, which is what a new patient's label may be."""
+    count, predicted = absent.cases, absent.predicted
+    which = f"{predicted} of the {count} held-out cases"
+    if predicted == count or not predicted:
+        which = f"{'none of ' * (not predicted)}the {quantity(count, 'held-out case')}"
+        which = which.replace("none of the 1 ", "the 1 ")
+    did = f", it predicted {'some' if predicted else 'none'}" if predicted or count == 1 else " did it predict any"
+    return f"In {which} without {name}{did}."
+
+
+def measured_otherwise(record: RunRecord, made: Mapping[str, Any]) -> str:
+    """Returns a sentence if cases were predicted in another way than validation measures; else, or if unknown, ""."""
+    words, measured = {"whole": "in one pass", "sliding": "in windows"}, str(record.config.get("val_window"))
+    if measured == "both":  # the better of both counts
+        with suppress(DataError):
+            measured = next(iter(read_windows(record.path).dice), "")
+    way = str(made.get("settings", {}).get("window"))
+    if way == measured or not {way, measured} <= words.keys():
+        return ""
+    return f" That was measured {words[measured]}, and these cases were predicted {words[way]}: scores may differ much."
 
 
 def own_grid(record: RunRecord) -> str:
@@ -204,9 +278,15 @@ def scored_twice(record: RunRecord) -> list[str]:
     return [f"Validation predicts on the run's own grid ({size}): {there}. {how} writes score a little differently."]
 
 
-def may_be_chance(record: RunRecord) -> str:
-    """Returns a sentence if guessing could reach the scores of a classifier's best validation; else ""."""
-    row, numbers = best_validation(record.held_out), (record.dataset.get("volume_classes") or {}).get("numbers", {})
+def may_be_chance(record: RunRecord, step: int | None = None) -> str:
+    """Returns a sentence if guessing could reach the scores of a classifier's validation; else, or without one, "".
+
+    - ``step``: after which step; None: the best one
+    """
+    row = best_validation(record.held_out)
+    if step is not None:
+        row = next((row for row in reversed(record.held_out) if row.get("step") == step), None)
+    numbers = (record.dataset.get("volume_classes") or {}).get("numbers", {})
     held_out = [case for case in record.dataset.get("held_out", ()) if case in numbers]
     validated = sample_cases(held_out, min(record.config.get("val_cases", 0), len(held_out)), numbers.__getitem__)
     counts = Counter(numbers[case] for case in validated)
@@ -216,10 +296,12 @@ def may_be_chance(record: RunRecord) -> str:
         return "The held-out cases are all of one class: always giving that class would be right for each of them."
     best, guess = score_of(row), 1 / len(counts)
     deviation = guess * math.sqrt(guess * (1 - guess) * sum(1 / count for count in counts.values()))
-    limit, cases = NormalDist().inv_cdf(SURE ** (1 / len(comparable(record.held_out)))), counts.total()
+    tries = 1 if step is not None else len(comparable(record.held_out))
+    limit, cases = NormalDist().inv_cdf(SURE ** (1 / tries)), counts.total()
     if best - guess > limit * deviation:
         return ""
-    reached = f"On {quantity(cases, 'held-out case')} this run reached a balanced accuracy of {best:.3f}"
+    after = "" if step is None else f" after step {step:,}"
+    reached = f"On {quantity(cases, 'held-out case')} this run reached a balanced accuracy of {best:.3f}{after}"
     chance = f", and guessing ({guess:.3f} on average) could reach as much"
     area, spreads = row["scores"].get("AUC"), [math.sqrt((cases + 1) / (12 * n * (cases - n))) for n in counts.values()]
     if isinstance(area, float) and area - 0.5 > limit * fmean(spreads):  # Mann and Whitney's, of each class

@@ -14,12 +14,11 @@ from seqpar.cli import evaluate, report
 from seqpar.cluster.exit_codes import DATA, USAGE, run
 from seqpar.prediction.class_statistics import ClassStatistics
 from seqpar.report import rendering
-from seqpar.report.cautions import reached_in_validation
+from seqpar.report.cautions import _found_in_none, reached_in_validation
 from seqpar.report.record import RunRecord, read_record
 from seqpar.report.run_page import main_settings
 from seqpar.report.tables import Absent
 from seqpar.settings.presets import debug
-from seqpar.tasks.segment import page as segment_page
 from tests.support.folders import save, write_json
 from tests.support.report_page import NAMES, Page, unroll, written
 
@@ -134,7 +133,7 @@ def test_scores_on_cases_that_chose_the_weights_are_said_to_be_too_good(page: Pa
 
 def test_a_patients_page_says_what_was_predicted_where_the_truth_had_nothing() -> None:
     counts = ((1, 1), (1, 0), (3, 3), (3, 2), (3, 0))
-    assert [segment_page._found_in_none("lesion", Absent(*both, 0)) for both in counts] == [
+    assert [_found_in_none("lesion", Absent(*both, 0)) for both in counts] == [
         "In the 1 held-out case without lesion, it predicted some.",
         "In the 1 held-out case without lesion, it predicted none.",
         "In the 3 held-out cases without lesion, it predicted some.",

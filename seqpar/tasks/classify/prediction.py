@@ -26,7 +26,7 @@ from seqpar.prediction.case_stream import CasePrediction, Request, record_of_wei
 from seqpar.prediction.prediction_folder import PredictionFolder, is_whole
 from seqpar.prediction.run_average import EnsembleMember
 from seqpar.prediction.sliding_window import Image
-from seqpar.report.cautions import may_be_chance
+from seqpar.report.cautions import may_be_chance, steps_behind
 from seqpar.report.pictures import MAPS, draw_evidence, with_maximum
 from seqpar.report.planes import slices_of
 from seqpar.report.plots import name_of_run
@@ -149,10 +149,13 @@ class ClassPrediction(CasePrediction):
         given = {case: self.run.outputs[int(row.argmax())] for case, row in self.folder.rows.items()}
         if shared := what_maps_share(self.places, given):
             lines.append(f"warning: {shared}")
-        for run in (member.run for member in self.members):
+        for member in self.members:
+            path, steps = member.run.path, steps_behind({"weights": {str(file): "" for file in member.weights}})
             with suppress(DataError):  # its scores may be gone
-                caution = read_caution(run.path) if is_archive(run.path) else may_be_chance(read_record(run.path))
-                lines += [f"warning: {run.path}: {caution}"] if caution else []
+                record = None if is_archive(path) else read_record(path)
+                other = next((step for step in steps if record and step != record.weights.step), None)
+                caution = read_caution(path) if record is None else may_be_chance(record, other)
+                lines += [f"warning: {path}: {caution}"] if caution else []
         return lines
 
     def predict_case(self, number: int, case: Case, tell: ReportProgress) -> str:

@@ -21,6 +21,7 @@ from seqpar.report.cautions import (
     of_open_sides,
     other_values_of,
     part_labelled,
+    reached_and_found,
     reached_in_validation,
     trained_on_some,
 )
@@ -42,15 +43,14 @@ from seqpar.report.run_page import (
     how_predicted,
     is_neurological,
     is_validation,
+    made_by,
     not_yet_predicted,
     other_run,
     render_run,
     try_reading,
 )
 from seqpar.report.tables import (
-    ABSENT_RULE,
     DISPUTED_ML,
-    Absent,
     HeadlineTile,
     Score,
     Table,
@@ -171,7 +171,7 @@ def segment_page(options: argparse.Namespace, record: RunRecord) -> FinishedPage
         }
     faults: Sequence[str] = scored.faults if scored else ()
     is_own = alone and not averaged_runs(options.prediction) and not other_run(options.prediction, record.path)
-    cautions = _reached(record) if is_own else _reached_by(options.prediction) if alone else []
+    cautions = _reached_by(options.prediction, record if is_own else None) if alone else []
     cautions += not_yet_predicted(options.prediction) if alone else []
     if alone and scored:
         names = [case.name for case in scored.cases]
@@ -370,41 +370,19 @@ def _how_sure(values: Sequence[float]) -> str:
     return f"{low:.3f} to {high:.3f}" if high - low >= NO_SPREAD else "all cases alike"
 
 
-def _reached_by(prediction: Path) -> list[str]:
-    """Returns what each run that predicted a folder reached in validation, as far as its folder is there."""
-    runs = records_behind(prediction)
-    return [text for run in runs for text in reached_in_validation(run, f"run {name_of_run(run.path, '')}")]
-
-
-def _reached(record: RunRecord) -> list[str]:
-    """Returns what the run reached in validation, and how cases counted whose truth lacked a class."""
-    sentences = reached_in_validation(record)
-    if not sentences:
-        return []
-    scored = try_reading(lambda: read_scores(record.path), [])
-    if scored and scored.step and scored.step != record.weights.step:  # of other weights than those of the sentence
-        return sentences
-    found = {name: absent_of(scored, name) for name in scored.classes} if scored else {}
-    told = [_found_in_none(name, absent) for name, absent in found.items() if absent.cases]
-    told = told or [ALL_HAVE_IT] * bool(scored)
-    rule = [ABSENT_RULE] * (told != [ALL_HAVE_IT])
-    return [*sentences, " ".join([*told, *rule])]
-
-
-def _found_in_none(name: str, absent: Absent) -> str:
-    """Returns in how many cases without a class some was predicted, which is what a new patient's label may be."""
-    count, predicted = absent.cases, absent.predicted
-    which = f"{predicted} of the {count} held-out cases"
-    if predicted == count or not predicted:
-        which = f"{'none of ' * (not predicted)}the {quantity(count, 'held-out case')}"
-        which = which.replace("none of the 1 ", "the 1 ")
-    did = f", it predicted {'some' if predicted else 'none'}" if predicted or count == 1 else " did it predict any"
-    return f"In {which} without {name}{did}."
-
-
-ALL_HAVE_IT = (
-    "Every held-out case has every class, so it is unknown what would be predicted for a patient who lacks one."
-)
+def _reached_by(prediction: Path, own: RunRecord | None) -> list[str]:
+    """Returns what each run that predicted a folder reached in validation, as far as its folder is there; of ``own``,
+    the only one, if it is the page's, also how cases counted whose truth lacked a class.
+    """
+    made = made_by(prediction)
+    if own is not None:
+        return reached_and_found(own, made[0] if made else {})
+    by_run = {Path(one["run"]): one for one in made}  # of each its weights, and how it saw the cases
+    return [
+        text
+        for run in records_behind(prediction)
+        for text in reached_in_validation(run, f"run {name_of_run(run.path, '')}", by_run.get(run.path, {}))
+    ]
 
 
 def headline(record: RunRecord, scored: CaseScores | None) -> tuple[list[HeadlineTile], str]:
