@@ -51,7 +51,7 @@ WORDS = (  # of a table, for people: a column and what it is
 DASH_WORDS = (("–", "no case has such a score"),)
 LESION_WORDS = (
     ("LesionDice", "mean over true lesions above 50 mm³ and false ones of any size (BraTS 2023); missed or false: 0"),
-    ("", "1 if a case has neither, even if smaller lesions are missed"),
+    ("", "1 if a case has neither, even if smaller lesions are missed; cases with none count as well"),
     ("LesionHD95", "the same in mm; missed or false: 374 (made for voxels of 1 mm)"),
 )
 CENTRELINE_WORDS = (
@@ -151,7 +151,7 @@ def score(
             row |= {f"Lesion{key}": count for key, count in zip(("TP", "FN", "FP", "Small"), detection)}
         if lesion_wise:
             lesion_scores = lesions.lesion_wise(true_mask, mask, spacing, missed_distance=BRATS_DISTANCE)
-            row |= {f"Lesion{key}": value for key, value in zip(("Dice", "HD95", "TP", "FN", "FP"), lesion_scores)}
+            row |= {"LesionDice": lesion_scores.dice, "LesionHD95": lesion_scores.hd95}
         if name in hidden:
             row = {metric: value if metric in COUNTS else math.nan for metric, value in row.items()}
         if where_counted is not None:

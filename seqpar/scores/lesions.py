@@ -40,22 +40,23 @@ def lesion_wise(
     truth: Mask,
     prediction: Mask,
     spacing: Sequence[float],
-    dilation: int = 3,
+    margin: float = MARGIN,
     min_volume: float = MIN_VOLUME,
     missed_distance: float = 374.0,
 ) -> LesionScores:
     """Returns the lesion-wise scores of BraTS 2023: every lesion weighs the same, however large.
 
-    Components are connected by face, edge or corner. True components whose dilations (by ``dilation`` voxels) touch
-    are one lesion. A lesion's match is every predicted component that touches its dilation; both are compared
-    undilated. Lesions of up to ``min_volume`` mm³ do not count, though what matches them is no false positive. Any
-    other unmatched predicted component, of whatever size, is a false positive: it has Dice 0 and an HD95 of
-    ``missed_distance`` mm, as has a missed lesion. Without lesions and false positives the scores are 1 and 0.
+    Components are connected by face, edge or corner. True components whose dilations touch are one lesion; they are by
+    ``margin`` mm, rounded down to whole voxels in each direction (BraTS: by 3 voxels, which are of 1 mm). A lesion's
+    match is every predicted component that touches its dilation; both are compared undilated. Lesions of up to
+    ``min_volume`` mm³ do not count, though what matches them is no false positive. Any other unmatched predicted
+    component, of whatever size, is a false positive: it has Dice 0 and an HD95 of ``missed_distance`` mm, as has a
+    missed lesion. Without lesions and false positives the scores are 1 and 0.
 
-    The challenge takes dilation 1 for meningioma and metastases, and volume 2 for metastases. Its HD95 weighs surface
-    voxels by area, ours counts them.
+    The challenge takes a margin of 1 for meningioma and metastases, and volume 2 for metastases. Its HD95 weighs
+    surface voxels by area, ours counts them.
     """
-    matching = _match(truth, prediction, spacing, [dilation] * truth.ndim, min_volume)
+    matching = _match(truth, prediction, spacing, _steps_of(margin, spacing), min_volume)
     dices, distances = [], []
     for lesion in matching.counted:
         lesion_mask, match_mask = matching.masks(lesion)
@@ -72,11 +73,7 @@ def lesion_wise(
 def detect(
     truth: Mask, prediction: Mask, spacing: Sequence[float], margin: float = MARGIN, min_volume: float = MIN_VOLUME
 ) -> Detection:
-    """Returns how many lesions are found, missed, falsely predicted, and too small to count.
-
-    The rules are those of ``lesion_wise``, with dilations by ``margin`` mm, rounded down to whole voxels in each
-    direction. At 1 mm they are the same; coarse voxels join no lesions that are far apart.
-    """
+    """Returns how many lesions are found, missed, falsely predicted, and too small to count, by ``lesion_wise``."""
     return _match(truth, prediction, spacing, _steps_of(margin, spacing), min_volume).detection
 
 
@@ -183,7 +180,7 @@ def _match(
     """Returns the matches; ``dilations``: in voxels, by direction."""
     check_comparable(truth, prediction, spacing)
     if min(dilations) < 0 or min_volume < 0:
-        raise ValueError(f"dilation is {min(dilations)}, min_volume {min_volume}: neither can be negative")
+        raise ValueError(f"the margin is {min(dilations)} voxels, min_volume {min_volume}: neither can be negative")
     start = (0,) * truth.ndim
     if truth.any() or prediction.any():
         # No margin for the dilation: what touches outside the box around two voxels touches inside it too.

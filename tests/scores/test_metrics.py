@@ -194,7 +194,7 @@ def test_what_cannot_be_compared_is_refused() -> None:
     with pytest.raises(ValueError, match="tolerance"):
         metrics.nsd(mask, mask, (1, 1), -1.0)
     with pytest.raises(ValueError, match="negative"):
-        lesion_wise(mask, mask, (1, 1), dilation=-1)
+        lesion_wise(mask, mask, (1, 1), margin=-1)
 
 
 def test_centreline_recall_sees_gaps_and_no_thickness() -> None:

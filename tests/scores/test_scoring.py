@@ -29,6 +29,11 @@ def test_a_case_is_scored_per_region_with_the_metrics_of_its_masks() -> None:
         assert row["NSD"] == metrics.nsd(*masks, spacing, 1.5)
         lesions = lesion_wise(*masks, spacing)
         assert [row[f"Lesion{k}"] for k in ("Dice", "HD95", "TP", "FN", "FP")] == list(lesions)
+        flat = score(truth, prediction, classes, (5.0, 1.0, 1.0), lesion_wise=True)[name]
+        counts = score(truth, prediction, classes, (5.0, 1.0, 1.0))[name]
+        assert {k: flat[k] for k in counts} == pytest.approx(counts, nan_ok=True), (
+            "one rule, with and without the scores"
+        )
     counted = {f"Lesion{kind}" for kind in ("TP", "FN", "FP", "Small")}
     assert {key for key in score(truth, prediction, classes, spacing)["core"] if "Lesion" in key} == counted
     assert not counted & score(truth, prediction, classes, spacing, surfaces=False)["core"].keys()
