@@ -175,7 +175,7 @@ def steps_behind(made: Mapping[str, Any]) -> list[int]:
     - ``made``: what a prediction records of a run
     """
     weights = made.get("weights")
-    found = [re.search(r"/step-(\d+)/", str(path)) for path in weights] if isinstance(weights, dict) else []
+    found = [re.search(r"checkpoints/step-(\d+)/", str(path)) for path in weights] if isinstance(weights, dict) else []
     return sorted({int(one[1]) for one in found if one}) if all(found) else []
 
 

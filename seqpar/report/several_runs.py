@@ -28,7 +28,7 @@ from seqpar.report.rendering import render
 from seqpar.report.run_page import format_setting, verdict, weak_start, what_is_unlearned
 from seqpar.report.tables import ABSENT_RULE, Score, Table, TableHead, TableRow, absent_of, mean_over
 from seqpar.runs.metrics_tail import ERRORS, SCORES, score_of, task_of_row, with_other_weights
-from seqpar.scores.comparison import FEW, about_scans, describe_interval, interval_of_mean, values_of_cases
+from seqpar.scores.comparison import FEW, about_scans, describe_interval, interval_of_mean, values_of_cases, where_both
 from seqpar.settings.config import SETTINGS, Config
 from seqpar.settings.loss_settings import OF_LOSS
 from seqpar.settings.rules import setting_applies
@@ -426,4 +426,5 @@ def _difference(
     sentence = difference_sentence("mean Dice", name, first, [a - b for a, b in zip(own, other)])
     means = [[mean_of_numbers(row[kind].get("Dice", math.nan) for row in run) for run in rows] for kind in classes]
     listed = ", ".join(f"{kind} {rounded(a, 3)} and {rounded(b, 3)}" for kind, (a, b) in zip(classes, means))
-    return f"{sentence} By class, {name} and {first}: {listed}." if len(classes) > 1 else sentence
+    by_class = f"By class, {name} and {first}: {listed}." if len(classes) > 1 else ""
+    return " ".join(filter(None, [sentence, by_class, where_both(rows[0], rows[1], name)]))

@@ -136,12 +136,45 @@ def _verdict(ranked: Sequence[Scored], cases: Sequence[str]) -> list[str]:
     alike = "each class counts alike, however few cases have it; " * any(math.isnan(row["Dice"]) for row in rows)
     over = f"over {quantity(len(cases), 'case')} ({alike}other seeds may differ)"
     line = f"highest mean Dice {over}: {best.name}, {difference:.4f} above {second.name}"
-    return [line + describe_interval(interval_of_mean(differences, low=-1.0, high=1.0), len(differences))]
+    sure = describe_interval(interval_of_mean(differences, low=-1.0, high=1.0), len(differences))
+    first, others = ([folder.cases[case] for case in cases] for folder in (best, second))
+    uneven = where_both(first, others, best.name)
+    return [line + sure, *[uneven] * bool(uneven)]
 
 
 def has_dice(row: Scores) -> bool:
     """Returns whether any class of a case has a Dice."""
     return any(not math.isnan(own.get("Dice", math.nan)) for own in row.values())
+
+
+def where_both(one: Sequence[Scores], other: Sequence[Scores], name: str) -> str:
+    """Returns a sentence if two predictions have a Dice of some class in different cases, with how far their means are
+    apart where both have one; else "".
+
+    - ``one``, ``other``: of the same cases and classes; ``name``: of the first
+    """
+    rows = [[{kind: own.get("Dice", math.nan) for kind, own in row.items()} for row in each] for each in (one, other)]
+    pairs = [[(own[kind], same[kind]) for kind in own] for own, same in zip(*rows)]
+    alone = sum(any(math.isnan(a) != math.isnan(b) for a, b in pair) for pair in pairs)
+    if not alone:
+        return ""
+    told = (
+        f"These means are over different cases: in {quantity(alone, 'case')}, only one of the two has a Dice of some "
+    )
+    told += "class (0 if it was predicted where the truth has none)."
+    known = [[not math.isnan(a + b) for a, b in pair] for pair in pairs]
+    both = [
+        values_of_cases([
+            {kind: {"Dice": dice if is_known else math.nan} for (kind, dice), is_known in zip(row.items(), which)}
+            for row, which in zip(each, known)
+        ])
+        for each in rows
+    ]  # fmt: skip
+    if not all(both):
+        return told
+    gap = fmean(both[0]) - fmean(both[1])
+    how = f"{abs(gap):.3f} {'higher' if gap > 0 else 'lower'}" if abs(gap) >= 5e-4 else "the same"
+    return f"{told} Where both have one, the mean Dice of {name} is {how}."
 
 
 def values_of_cases(rows: Sequence[Scores]) -> list[float]:

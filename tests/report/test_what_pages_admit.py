@@ -4,6 +4,7 @@ import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import nibabel
 import numpy as np
@@ -13,13 +14,20 @@ from seqpar.data.geometry import make_geometry
 from seqpar.data.preparation.cache import open_cache
 from seqpar.data.volumes import Volume
 from seqpar.report.cases import _ml_beyond
-from seqpar.report.cautions import planes_note, reached_in_validation
+from seqpar.report.cautions import (
+    measured_otherwise,
+    planes_note,
+    reached_and_found,
+    reached_in_validation,
+    steps_behind,
+)
 from seqpar.report.embedded_volumes import ShownCase, shown_best
 from seqpar.report.images import changed_since, count_shown
 from seqpar.report.planes import outside_planes
 from seqpar.report.record import RunRecord, ScoredCase, read_record, read_scores
 from seqpar.report.run_page import _cleaned, _scored, _unlearned_by_others, what_is_unlearned
 from seqpar.report.tables import what_is_missing
+from seqpar.runs.run_folder import write_window
 from seqpar.scores.label_scores import format_table
 from tests.support.folders import save
 from tests.support.report_page import own_slices
@@ -132,6 +140,46 @@ def test_scores_on_the_grid_of_a_run_are_told_from_those_of_its_files(finished: 
     path.write_text(json.dumps(content))
     assert "Validation predicts on the run&#39;s own grid (voxels of 1.2 × 1.2 × 3 mm): scores in curves" in page()
     assert ", measured on its own grid (voxels of 1.2 × 1.2 × 3 mm)." in reached_in_validation(read_record(finished))[0]
+
+
+def test_what_a_run_reached_is_said_of_the_weights_that_predicted_and_of_how_they_did(
+    finished: Path, tmp_path: Path
+) -> None:
+    """On a page of predictions without a truth, it is all that tells how good these are."""
+    record = read_record(Path(shutil.copytree(finished, tmp_path / "run")))
+
+    def validating(window: str) -> RunRecord:
+        dataset = {**record.dataset, "recipe": {}}  # which another test changes
+        own = {"config": {**record.config, "val_window": window}, "dataset": dataset}
+        return replace(record, content={**record.content, **own})
+
+    (row,), taken = record.held_out, record.weights.step
+    earlier = {**row, "step": 1, "dice": {"NCR": 0.25, "ED": None}}
+    record = replace(validating("sliding"), held_out=(earlier, row))
+
+    def made(*steps: int, window: str = "sliding") -> dict[str, Any]:
+        weights = {f"/r/checkpoints/step-{step:08d}/model.safetensors": "" for step in steps}
+        return {"weights": weights, "settings": {"window": window}}
+
+    assert steps_behind(made(30, 6)) == [6, 30] and steps_behind({"weights": {"/r/model.safetensors": ""}}) == []
+    usual = reached_and_found(record, {})
+    assert usual == reached_and_found(record, made(taken)) and len(usual) == 2
+    assert "reached a mean Dice of NCR 0.500" in usual[0] and "best of 2 validations" in usual[0]
+    (said,) = reached_and_found(record, made(1))
+    assert "reached a mean Dice of NCR 0.250 after step 1, with the weights that predicted these cases." in said
+    assert f"Unless told otherwise, predict takes those of step {taken}." in said and "best of" not in said
+    assert reached_and_found(record, made(2)) == [
+        "This run predicted these cases with its weights of step 2, which were not validated."
+    ]
+    assert reached_in_validation(record, "run a", made(1, taken)) == [
+        f"Run a predicted these cases with its weights of steps 1 and {taken} together, which no validation has scored."
+    ]
+    (said,) = reached_and_found(record, made(taken, window="whole"))
+    assert "That was measured in windows, and these cases were predicted in one pass: scores may differ much." in said
+    both = validating("both")
+    write_window(record.path, {"whole": 0.5, "sliding": 0.4}, taken)
+    assert measured_otherwise(both, made(taken)).startswith(" That was measured in one pass")
+    assert measured_otherwise(both, made(taken, window="whole")) == measured_otherwise(both, {}) == ""
 
 
 def test_captions_ask_the_file_and_every_reader_whether_the_truth_has_a_class() -> None:

@@ -1,6 +1,7 @@
 """Several folders of predictions: which is best, on the cases that all have, and how sure that is."""
 
 import json
+import math
 import re
 import shutil
 from pathlib import Path
@@ -12,7 +13,7 @@ from scipy import stats
 
 from seqpar.cli import evaluate
 from seqpar.cluster.exit_codes import DATA, run
-from seqpar.scores.comparison import Scored, about_scans, compare
+from seqpar.scores.comparison import Scored, _verdict, about_scans, compare, where_both
 from seqpar.scores.label_scores import words_of
 from seqpar.tasks.case_evaluation import CaseEvaluation, ScoringJob, Seen
 from tests.support.label_folders import evaluate_folders, random_labels, save
@@ -215,3 +216,20 @@ def test_it_is_said_how_many_patients_scans_are_of(folders: tuple[Path, Path], c
         for case, name in enumerate(("BraTS-GLI-00005-000", "BraTS-GLI-00005-001", "BraTS-GLI-00006-000")):
             (folder / f"case_{case}.nii.gz").rename(folder / f"{name}.nii.gz")
     assert evaluate_folders(folders) == 0 and said in capsys.readouterr().out
+
+
+def test_means_over_different_cases_are_told_with_the_difference_where_both_have_a_dice() -> None:
+    """One that predicts a class where the truth has none gets a 0 there, and one that is right no Dice."""
+    nan = math.nan
+    one = [{"a": {"Dice": 0.8}, "b": {"Dice": 0.0}}, {"a": {"Dice": 0.6}, "b": {"Dice": 0.9}}]
+    other = [{"a": {"Dice": 0.7}, "b": {"Dice": nan}}, {"a": {"Dice": 0.7}, "b": {"Dice": 0.8}}]
+    told = where_both(one, other, "mine")
+    assert told.startswith(
+        "These means are over different cases: in 1 case, only one of the two has a Dice of some class"
+    )
+    assert told.endswith("Where both have one, the mean Dice of mine is 0.050 higher."), "0.8 against 0.75"
+    assert where_both(one, one, "mine") == "" and where_both(other, other, "mine") == ""
+    alone = [{"a": {"Dice": nan}}], [{"a": {"Dice": 0.5}}]
+    assert where_both(*alone, "mine").endswith("(0 if it was predicted where the truth has none).")
+    (_, line) = _verdict([Scored("mine", dict(zip("xy", one))), Scored("theirs", dict(zip("xy", other)))], ["x", "y"])
+    assert line == told
