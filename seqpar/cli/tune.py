@@ -16,7 +16,7 @@ from seqpar.data.errors import DataError
 from seqpar.data.files import refuse_unwritable
 from seqpar.data.formats.recognise import place_in_data
 from seqpar.runs.run_folder import holds_folds, holds_run, refuse_foreign_status
-from seqpar.runs.sweep_folder import Sweep, holds_sweep, read_sweep
+from seqpar.runs.sweep_folder import Sweep, holds_sweep, odd_points, read_sweep
 from seqpar.settings.command_line import MOST_RANKS, default_preset, wants_gpu
 from seqpar.settings.field import whole_bounds
 from seqpar.settings.parser import Parser, check_numbers
@@ -40,7 +40,7 @@ from seqpar.sweeps.sweep_request import (
     tupled_points,
     typed_settings,
 )
-from seqpar.terminal import resume_command
+from seqpar.terminal import coloured, resume_command
 from seqpar.text import parse_duration
 
 
@@ -63,6 +63,8 @@ def act(arguments: Sequence[str]) -> int:
 
     code, sweep = make_sweep(order, sweep, options, time.monotonic() + parse_duration(options.time_limit))
     print("\n".join(write_results(options.out, sweep)), flush=True)
+    for told in odd_points(options.out, sweep):
+        print(coloured(f"warning: {told}", sys.stderr), file=sys.stderr, flush=True)
     if code == exit_codes.PREEMPTED:
         print(f"left early; to continue: {resume_command('tune', options.out)}", flush=True)
     elif code:

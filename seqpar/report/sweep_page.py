@@ -17,7 +17,7 @@ from seqpar.report.several_runs import Compare, cautions_about_each, curves_over
 from seqpar.report.tables import mean_over
 from seqpar.runs.run_folder import read_config
 from seqpar.runs.run_status import weights_taken
-from seqpar.runs.sweep_folder import Point, Sweep, format_value, other_point, read_sweep, refresh_points
+from seqpar.runs.sweep_folder import Point, Sweep, format_value, odd_points, read_sweep, refresh_points
 from seqpar.settings.config import SETTINGS
 from seqpar.terminal import next_command
 from seqpar.text import flag_name, rounded
@@ -41,12 +41,6 @@ def page_of_sweep(out: Path, compare: Mapping[str, Compare]) -> str:
         except (DataError, ValueError) as error:
             gaps.append(f"{point.name} has no curves: {error}.")
     gaps += [_why_not_over(point) for point in sweep.points if not point.is_over]
-    gaps += [
-        f"{point.name} holds the run that began as {other}: the row of {point.name} shows the scores of {other} beside "
-        f"the settings of {point.name}. Rename the folders back."
-        for point in sweep.points
-        if (other := other_point(out / point.name))
-    ]
     for point in sweep.points:
         taken = weights_taken(out / point.name)
         gaps += [f"{point.name}: {told}" for told in (taken.not_the_best, taken.describe_lost()) if told]
@@ -66,7 +60,7 @@ def page_of_sweep(out: Path, compare: Mapping[str, Compare]) -> str:
         generated=sentence_on_phantoms(records),
         headline=headline,
         lead=_lead(records, ranked[:2], compare),
-        cautions=[*_of_changed_data(records.values()), *cautions_about_each(records)],
+        cautions=[*odd_points(out, sweep), *_of_changed_data(records.values()), *cautions_about_each(records)],
         best=best.name if best else "",
         again=_again(out, best),
         gaps=gaps,

@@ -18,8 +18,9 @@ from seqpar.data.files import read_json, write_json
 from seqpar.runs.journal import read_metrics
 from seqpar.runs.metrics_tail import ERRORS, SCORES, best_validation, measure_of, score_of
 from seqpar.runs.run_folder import SWEEP_FILE, read_config, read_status
+from seqpar.runs.run_status import list_changes
 from seqpar.scores.comparison import FEW, TOO_FEW
-from seqpar.settings.config import Config
+from seqpar.settings.config import SETTINGS, Config
 from seqpar.settings.presets import PRESETS
 from seqpar.text import quantity
 
@@ -204,13 +205,31 @@ def refresh_points(out: Path, sweep: Sweep, stopped: Sequence[str] = (), ended: 
     return replace(sweep, points=tuple(_ended(point, ended) if ended else point for point in points))
 
 
-def other_point(run: Path) -> str:
-    """Returns the name of the point that a run began as, if it is not that of its folder; else, or if unknown, ""."""
+def odd_points(out: Path, sweep: Sweep) -> list[str]:
+    """Returns a sentence on each point whose folder holds the run of another, or one that was trained on by hand with
+    settings that are not those of the point.
+    """
+    return [f"{point.name} {told}" for point in sweep.points if (told := _why_odd(out / point.name))]
+
+
+def _why_odd(run: Path) -> str:
+    beside = f"the row of {run.name} shows its scores beside the settings of {run.name}"
     with suppress(OSError, LookupError, TypeError, ValueError, AttributeError):
-        line = read_config(run)["history"][0]["command"]
-        began = Path(line[line.index("--out") + 1]).name
-        return "" if began == run.name else began
+        first, *later = read_config(run)["history"]
+        line = first["command"]
+        if (began := Path(line[line.index("--out") + 1]).name) != run.name:
+            return f"holds the run that began as {began}: {beside}. Rename the folders back."
+        changes = {name: pair for start in later for name, pair in start["changed"].items() if _counts(name)}
+        if changes:
+            again = "To compare fairly, move this run away and resume the sweep, which then trains the point again."
+            return f"was trained on with other settings ({list_changes(changes)}): {beside}. {again}"
     return ""
+
+
+def _counts(name: str) -> bool:
+    """Returns whether a setting may change the scores of a run."""
+    is_beside = name in ("workers", "device") or SETTINGS[name].section in ("run folder", "time limits and checks")
+    return not is_beside
 
 
 def _ended(point: Point, state: str) -> Point:

@@ -20,7 +20,7 @@ from seqpar.report.curves import DICE, TRAIN_LOSS, Diagram
 from seqpar.report.planes import RUN_COLOURS
 from seqpar.report.sweep_page import page_of_sweep
 from seqpar.runs.run_lock import RunLock
-from seqpar.runs.sweep_folder import Point, Sweep, read_sweep, refresh_points, write_sweep
+from seqpar.runs.sweep_folder import Point, Sweep, odd_points, read_sweep, refresh_points, write_sweep
 from seqpar.sweeps.results import STYLES, _covered, _figure_of_sweep, _lines, _note, write_results
 from seqpar.sweeps.sweep_request import check_devices, order_of, tupled_points
 from tests.support.class_folders import class_folder
@@ -271,17 +271,27 @@ def test_the_page_of_a_sweep_names_classes_that_a_point_does_not_find(made: Path
     assert told in Page(page_of_sweep(made, {})).text, "it has no score"
 
 
-def test_points_whose_folders_changed_places_are_told(made: Path, tmp_path: Path) -> None:
-    first, second, *_ = (made / point.name for point in read_sweep(made).points)
-    assert "began as" not in page_of_sweep(made, {})
+def test_points_whose_run_is_not_that_of_their_settings_are_told(made: Path, tmp_path: Path) -> None:
+    sweep = read_sweep(made)
+    first, second, *_ = (made / point.name for point in sweep.points)
+    assert odd_points(made, sweep) == []
     for source, target in ((first, tmp_path / "aside"), (second, first), (tmp_path / "aside", second)):
         source.rename(target)
     text = Page(page_of_sweep(made, {})).text
     for point, other in ((first, second), (second, first)):
-        told = f"{point.name} holds the run that began as {other.name}: the row of {point.name} shows the scores of"
-        assert f"{told} {other.name} beside the settings of {point.name}." in text
+        told = f"{point.name} holds the run that began as {other.name}: the row of {point.name} shows its scores beside"
+        assert f"{told} the settings of {point.name}. Rename the folders back." in text
     (first / "config.json").write_text("{}")
-    assert f"{first.name} holds" not in page_of_sweep(made, {}), "not known"
+    assert len(odd_points(made, sweep)) == 1, "of the first, nothing is known"
+    (second / "config.json").write_text(json.dumps({"history": [{"command": 5}]}))
+    assert odd_points(made, sweep) == []
+    start = {"command": ["train.py", "--out", str(second)], "changed": {}}
+    history = [start, {"changed": {"time_limit": ["", "2:00"], "lr": [0.001, 0.02]}}, {"changed": {"epochs": [1, 6]}}]
+    (second / "config.json").write_text(json.dumps({"history": history}))
+    (told,) = odd_points(made, sweep)
+    assert told.startswith(f"{second.name} was trained on with other settings (--lr 0.001 -> 0.02, --epochs 1 -> 6): ")
+    (second / "config.json").write_text(json.dumps({"history": [start, {"changed": {"time_limit": ["", "2:00"]}}]}))
+    assert odd_points(made, sweep) == [], "as tune itself resumes"
 
 
 def test_the_page_of_a_sweep_has_all_points_effects_and_the_command_of_the_best(
