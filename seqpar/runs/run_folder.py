@@ -1,6 +1,5 @@
 """The files of a run folder: config.json and status.json."""
 
-import hashlib
 import json
 import math
 import platform
@@ -26,11 +25,10 @@ from seqpar.scores.label_classes import labels_of_run
 from seqpar.settings.config import Config
 from seqpar.settings.rules import with_absolute_paths
 from seqpar.terminal import next_command, typed_command
-from seqpar.weights.facts import ANCESTORS, LEARNED, VALIDATED, VOXELS
+from seqpar.weights.facts import ANCESTORS, LEARNED, ORIGIN, VALIDATED, VOXELS, origin_of
 
 FOLDS_FILE = "folds.json"  # is in a folder of five folds
 SWEEP_FILE = "sweep.json"  # is in the folder of a sweep
-ORIGIN = "run"  # in the summary.json of a run's own validation: which run this is
 _STATUS = re.compile(rb'\{\s*"state": "\w+",\s*"step": ')  # how each status.json of a run begins
 
 
@@ -213,14 +211,8 @@ def _commit() -> str:
     return git.stdout.strip()
 
 
-def origin_of(content: Mapping[str, Any]) -> str:
-    """Returns what tells a run from others, by how it began; "" if ``content``, its config.json's, does not say."""
-    begin = content.get("history", [])[:1]
-    return hashlib.blake2b(json.dumps(begin, sort_keys=True).encode(), digest_size=8).hexdigest() if begin else ""
-
-
 def origin_mark(run: Path) -> dict[str, str]:
-    """Returns the entry by which a summary.json says whose it is; none if the run's config.json does not tell."""
+    """Returns the entry by which a file says whose it is; none if the run's config.json does not tell."""
     with suppress(ValueError, OSError, LookupError, TypeError, AttributeError):
         return {ORIGIN: own} if (own := origin_of(read_config(run))) else {}
     return {}

@@ -16,7 +16,7 @@ from seqpar.data.errors import DataError
 from seqpar.data.files import read_whole, write_json
 from seqpar.runs.journal import describe_lost, read_metrics
 from seqpar.runs.metrics_tail import MEASURED_ON, SCORES, basis_of, best_validation, comparable, measure_of, score_of
-from seqpar.runs.run_folder import ORIGIN, holds_folds, holds_run, origin_of, read_best_step, read_config, read_status
+from seqpar.runs.run_folder import holds_folds, holds_run, origin_mark, read_best_step, read_config, read_status
 from seqpar.runs.run_lock import RunLock
 from seqpar.settings.config import Config
 from seqpar.settings.lessons import lessons_of
@@ -25,7 +25,7 @@ from seqpar.terminal import coloured, typed_command
 from seqpar.text import flag_name
 from seqpar.weights import checkpoint
 from seqpar.weights.checkpoint import Progress
-from seqpar.weights.facts import WEIGHTS
+from seqpar.weights.facts import ORIGIN, WEIGHTS, origin_of
 
 
 class StatusFile:
@@ -63,7 +63,8 @@ class StatusFile:
         if self.lock is not None and self.lock.is_lost():
             return
         content = {"state": state, "step": self.step, "steps": self.steps, "why": why, "code": code}
-        content |= {"weights": self.weights} if state == "finished" and self.weights else {}
+        if state == "finished" and self.weights:
+            content |= {"weights": self.weights, **origin_mark(self.path.parent)}
         content["time"] = time.time()
         try:
             write_json(self.path, content, durable)

@@ -1,5 +1,6 @@
 """What shapes of weights do not tell of their network, and files of weights do: heads, positions and the like."""
 
+import hashlib
 import json
 import zipfile
 from collections import defaultdict
@@ -21,6 +22,7 @@ from seqpar.text import quantity
 LEARNED, ANCESTORS, IS_UNKNOWN = "learned_before", "weights_learned_from", "weights_learned_unknown"
 FILE_DIGESTS = "files"  # there: digests of each case's files, images and labels; earlier versions recorded none
 VOXELS = "voxels"  # there: digests of each case's image, as read; a line of earlier versions has none
+ORIGIN = "run"  # in status.json and the summary.json of a validation: which run this is
 VALIDATED = "validated"  # there: the cases that validations of any start scored, where these are not those held out now
 CASES_UNKNOWN = "caution: they do not say from which cases they have learned; of those, scores say nothing of new cases"
 SETTINGS, WEIGHTS = "config.json", "model.safetensors"  # in a run folder, a checkpoint and an exported run
@@ -292,3 +294,9 @@ def differing_flags(facts: Mapping[str, Any], config: Config) -> tuple[str, str]
 def _acts(config: Config, name: str) -> bool:
     """Returns whether a setting's value is that of the config's network: one that knows no windows has none."""
     return name == "window" or setting_applies(config, name)
+
+
+def origin_of(content: Mapping[str, Any]) -> str:
+    """Returns what tells a run from others, by how it began; "" if ``content``, its config.json's, does not say."""
+    begin = content.get("history", [])[:1]
+    return hashlib.blake2b(json.dumps(begin, sort_keys=True).encode(), digest_size=8).hexdigest() if begin else ""

@@ -24,7 +24,7 @@ from seqpar.data.addresses import local_file
 from seqpar.data.errors import DataError
 from seqpar.data.files import whole_file
 from seqpar.vit.tokens import resize_positions
-from seqpar.weights.facts import WEIGHTS, as_metadata
+from seqpar.weights.facts import ORIGIN, WEIGHTS, as_metadata, origin_of
 
 _SCALARS = ("numpy._core.multiarray.scalar", "numpy.core.multiarray.scalar")  # of numpy 2; of numpy 1
 
@@ -177,6 +177,13 @@ def _refuse_changed(path: Path) -> None:
                 f"is damaged, or the file of another run: {name} next to it has another digest; copy both again from "
                 "the run that wrote them",
             )
+    wrote = own = ""
+    with suppress(OSError, ValueError, LookupError, TypeError, AttributeError):
+        own = origin_of(json.loads(path.with_name("config.json").read_text()))
+        wrote = json.loads(path.with_name("status.json").read_text())[ORIGIN]
+    if path.name == WEIGHTS and own and wrote and wrote != own:
+        whose = "is of another run than config.json next to it, and so are the weights"
+        raise DataError(path.with_name("status.json"), f"{whose}: copy this run's own files back")
 
 
 def _read_archived(archive: zipfile.ZipFile) -> State:

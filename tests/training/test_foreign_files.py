@@ -10,12 +10,14 @@ from pathlib import Path
 import pytest
 
 from seqpar.cli import evaluate, predict, report
-from seqpar.cluster.exit_codes import run
+from seqpar.cluster.exit_codes import DATA, run
+from seqpar.data.errors import DataError
 from seqpar.runs import run_status
 from seqpar.runs.run_folder import origin_mark, read_config, run_of_validation
 from seqpar.runs.run_status import weights_taken
 from seqpar.tasks.classify.scores import replaced_rows, row_stamps
 from seqpar.weights.checkpoint import Progress
+from seqpar.weights.weight_files import read_weights
 from tests.support.folders import nnunet
 from tests.support.training_runs import trained
 from tests.training.test_best_weights import scored
@@ -51,6 +53,14 @@ def test_a_record_and_scores_of_another_run_are_told(flags, tmp_path: Path, capf
     content = json.loads(path.read_text())
     path.write_text(json.dumps({name: value for name, value in content.items() if name != "run"}))
     assert weights_taken(out).edited == "", "earlier versions did not say whose it is"
+
+    for name in ("model.safetensors", "status.json"):
+        shutil.copyfile(other / name, moved / name)
+    with pytest.raises(DataError, match=r"status.json: is of another run than config.json next to it, and so are the"):
+        read_weights(moved / "model.safetensors")
+    shutil.rmtree(moved / "checkpoints")
+    assert run(predict.act, [str(moved), *line[1:]]) == DATA
+    assert "is of another run than config.json" in capfd.readouterr().err
 
     window = out / "window.json"
     measured = json.loads(window.read_text())
