@@ -4,11 +4,9 @@ import argparse
 import os
 import re
 import sys
-from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import asdict
-from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +37,7 @@ from seqpar.settings.parser import Parser
 from seqpar.settings.run_settings import DEVICE_KINDS, UNKNOWN_TRAINERS
 from seqpar.tasks.lookup import task_of
 from seqpar.terminal import coloured
-from seqpar.weights.facts import VOXELS, changed_between
+from seqpar.weights.facts import changed_between, several_data
 from seqpar.weights.nnunet_results import PLANS_NAME, TRAINER, find_results, is_results
 from seqpar.weights.weight_files import digest
 
@@ -86,12 +84,8 @@ def _warn_of_several_states(runs: Iterable[Path]) -> None:
     if told := changed_between(*described):
         line = f"warning: {told}: the mean of their predictions mixes two states of the data"
         print(coloured(line, sys.stderr), file=sys.stderr, flush=True)
-    names = defaultdict[str, set[Any]](set)  # with the scans of each: one data set may have two names
-    for own in described:
-        names[str(own.get("name", ""))].update(own.get(VOXELS, {}).values())
-    names.pop("", None)
-    if any(not one & other for one, other in combinations(names.values(), 2)):
-        print(f"note: these runs were trained on several data sets: {', '.join(names)}", file=sys.stderr, flush=True)
+    if told := several_data(*described):
+        print(f"note: {told}", file=sys.stderr, flush=True)
 
 
 def _refuse_unequal_ranks(request: Request, members: Sequence[EnsembleMember], mesh: Mesh) -> None:

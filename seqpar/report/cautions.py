@@ -24,7 +24,7 @@ from seqpar.scores.label_classes import Labels, choose_labels
 from seqpar.scores.label_files import MAX_NAMED, dataset_at
 from seqpar.scores.label_scores import UNLABELLED_ML
 from seqpar.text import millilitres, quantity
-from seqpar.weights.facts import ANCESTORS, IS_UNKNOWN, LEARNED, VOXELS, changed_between, same_scans
+from seqpar.weights.facts import ANCESTORS, IS_UNKNOWN, LEARNED, VOXELS, changed_between, same_scans, several_data
 
 TRAINED_ON_PHANTOMS = (
     "The network was trained on generated phantoms, not on patients: do not trust what it finds in real images."
@@ -94,9 +94,11 @@ def cautions_together(runs: Iterable[Path]) -> list[str]:
             found[str(run)] = read_record(run)
     learned = [name for name, record in found.items() if cautions_of_learned(record)]
     lines = [f"Caution: {', '.join(learned)}: see above what these weights had learned; the score may be too good."]
-    told = changed_between(*(record.dataset for record in found.values()))
+    described = [record.dataset for record in found.values()]
+    told, several = changed_between(*described), several_data(*described)
     changed = f"Caution: {told}: a score of all of them together mixes two states of the data."
-    return lines * bool(learned) + [changed] * bool(told)
+    mixed = f"Caution: {several}: cases of one name may be others, and a score of all of them together mixes these."
+    return lines * bool(learned) + [changed] * bool(told) + [mixed] * bool(several)
 
 
 def trained_on_some(

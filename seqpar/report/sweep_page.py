@@ -21,7 +21,7 @@ from seqpar.runs.sweep_folder import Point, Sweep, format_value, odd_points, rea
 from seqpar.settings.config import SETTINGS
 from seqpar.terminal import next_command
 from seqpar.text import flag_name, rounded
-from seqpar.weights.facts import changed_between
+from seqpar.weights.facts import changed_between, several_data
 
 NUMBERS = {"score": 3, "at": 0, "loss": 3, "step": 0, "seconds": 0}  # columns with their decimals
 HEADS = {"at": "at step", "loss": "training loss", "step": "steps done", "seconds": "seconds"}
@@ -75,9 +75,12 @@ def page_of_sweep(out: Path, compare: Mapping[str, Compare]) -> str:
 
 
 def _of_changed_data(records: Iterable[RunRecord]) -> list[str]:
-    """Returns a sentence if points were not trained and scored on one state of the data."""
-    told = changed_between(*(record.dataset for record in records))
-    return [f"{told}: points trained before the change cannot be compared with those after it."] * bool(told)
+    """Returns sentences if points were not trained and scored on one state of one data set."""
+    described = [record.dataset for record in records]
+    told, several = changed_between(*described), several_data(*described)
+    changed = f"{told}: points trained before the change cannot be compared with those after it."
+    mixed = f"{several[:1].upper()}{several[1:]}: their scores cannot be compared."
+    return [changed] * bool(told) + [mixed] * bool(several)
 
 
 def _lead(records: Mapping[str, RunRecord], first: Sequence[Point], compare: Mapping[str, Compare]) -> str:

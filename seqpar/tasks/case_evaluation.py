@@ -285,10 +285,11 @@ class CaseEvaluation(ABC):
         if len(scored) > 1:
             lines = [which] * bool(which) + [self.compare(first)]
             lines += [f"\nall cases together, new or not:\n{self.compare(scored)}"] * every
+            lines += cautions_together(Path(job.name) for job in jobs)
             print("\n" + "\n".join(lines), flush=True)
         if self.options.find_best is not None and scored:
             lines = [which] * (bool(which) and len(scored) == 1) + [self.find_best(first)]
-            lines += cautions_together(Path(job.name) for job in jobs)
+            lines += cautions_together(Path(job.name) for job in jobs if len(scored) == 1)  # else told above
             print("\n" + "\n".join(lines), flush=True)
         if len(jobs) == len(scored) == 1:
             for text in self._next_lines(jobs[0].runs):

@@ -42,7 +42,7 @@ from seqpar.tasks.task import Task
 from seqpar.terminal import next_command, python_module, resume_command, typed_variable
 from seqpar.text import parse_duration
 from seqpar.training.run_request import check_again_flag, is_requeued, refuse_unlike_folds
-from seqpar.weights.facts import changed_between
+from seqpar.weights.facts import changed_between, several_data
 
 GRACE_S = 60.0  # for other ranks' word on how a fold ended, where it failed on this one
 
@@ -111,6 +111,8 @@ class Folds:
                     described.append(read_config(run).get("dataset", {}))
             if told := changed_between(*described):
                 print(f"warning: {told}: a score of all folds together mixes two states of the data", flush=True)
+            if told := several_data(*described):
+                print(f"warning: {told}: they are no cross-validation of one", flush=True)
             line = next_command("predict", out, "-i", "IMAGES", "-o", "PREDICTIONS")
             print(f"next: {line}  (the mean of all folds)", flush=True)
         return 0

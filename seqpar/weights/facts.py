@@ -226,6 +226,19 @@ def changed_between(*described: Mapping[str, Any]) -> str:
     return f"{quantity(len(cases), 'case')}, such as {cases[0]}, changed between these trainings" if cases else ""
 
 
+def several_data(*described: Mapping[str, Any]) -> str:
+    """Returns that runs were trained on several data sets, in words; "" if they were not, as far as is known.
+
+    - ``described``: what each run records of its data
+    """
+    names = defaultdict[str, set[Any]](set)  # with the scans of each: one data set may have two names
+    for own in described:
+        names[str(own.get("name", ""))].update(own.get(VOXELS, {}).values())
+    names.pop("", None)
+    differ = any(not one & other for one, other in combinations(names.values(), 2))
+    return f"these runs were trained on several data sets: {', '.join(names)}" if differ else ""
+
+
 def cases_of_other_fold(fold: str, now: str, described: Mapping[str, Any]) -> set[str]:
     """Returns the cases held out by fold ``now``, where nnU-Net trained weights on another fold; "": on other data."""
     return set(described["held_out"]) if fold and fold != now and now.isdecimal() else set()

@@ -220,6 +220,10 @@ def test_scores_of_trainings_on_two_states_of_the_data_say_so(tmp_path: Path) ->
     (other / "config.json").write_text(json.dumps(content))
     (said,) = cautions_together([run, other])
     assert said.startswith(f"Caution: 1 case, such as {case}, changed between these trainings")
+    content["dataset"] |= {"name": "Dataset009_Other", "voxels": {case: "another scan"}}
+    (other / "config.json").write_text(json.dumps(content))
+    (said,) = cautions_together([run, other])
+    assert "these runs were trained on several data sets: Dataset001_Tiny, Dataset009_Other: cases of one name" in said
 
 
 def test_a_label_map_that_is_replaced_under_a_training_is_named(
