@@ -15,10 +15,10 @@ import numpy as np
 from seqpar.data.errors import DataError
 from seqpar.data.formats.splits import sample_cases
 from seqpar.report.embedded_volumes import ShownCase, shown_best
-from seqpar.report.record import CaseScores, RunRecord, ScoredCase, read_record, read_scores
+from seqpar.report.record import CaseScores, RunRecord, ScoredCase, read_record, read_scores, runs_behind
 from seqpar.report.tables import ABSENT_RULE, CONSENSUS, DISPUTED_ML, Absent, absent_of, is_part_labelled
 from seqpar.runs.metrics_tail import best_validation, comparable, score_of, with_other_weights
-from seqpar.runs.run_folder import read_best_step, read_windows
+from seqpar.runs.run_folder import holds_run, read_best_step, read_windows
 from seqpar.scores.comparison import FEW, TOO_FEW
 from seqpar.scores.label_classes import Labels, choose_labels
 from seqpar.scores.label_files import MAX_NAMED, dataset_at
@@ -82,6 +82,15 @@ def cautions_of_learned(*records: RunRecord) -> list[str]:
         "two names, or weights that training began with), so the scores say nothing about new cases."
     )
     return [sentence] * bool(learned) + unknown
+
+
+def records_behind(prediction: Path) -> list[RunRecord]:
+    """Returns what is known of the runs that predicted a folder, as far as theirs are there."""
+    records = list[RunRecord]()
+    for run in filter(holds_run, (run for run, why in runs_behind(prediction) if not why)):
+        with suppress(DataError, ValueError, OSError):
+            records.append(read_record(run))
+    return records
 
 
 def cautions_together(runs: Iterable[Path]) -> list[str]:

@@ -147,14 +147,8 @@ def _of_prediction(
 
     Sizes and digests count, so that copies under other names and times are the same.
     """
-    own, others = {case.id: case for case in cases}, list[str]()
-    for name in sorted(own.keys() & (predicted or {}).keys()):
-        with suppress(DataError):
-            there = sources_of(replace(own[name], label=None, more_labels=()))
-            pairs = zip(there, (predicted or {})[name], strict=False)
-            if any(_is_other(*pair) for pair in pairs):
-                others.append(name)
-    if others:
+    own = {case.id: case for case in cases}
+    if others := _from_others(own, predicted or {}):
         shown = ", ".join(others[:MAX_NAMED]) + ", …" * (len(others) > MAX_NAMED)
         one = len(others) == 1
         are = "is of another scan than the one that was" if one else "are of other scans than those that were"
@@ -162,6 +156,37 @@ def _of_prediction(
         scored = " Their true labels may be of other patients as well, and are scored all the same." * is_scored
         gaps.append(f"Caution: the {images} of {shown} {are} predicted; {it} not shown.{scored}")
     return {name: case for name, case in own.items() if name not in others}, str(place), others
+
+
+def _from_others(cases: Mapping[str, Case], predicted: Stamps) -> list[str]:
+    """Returns the names of cases that were predicted from other images."""
+    others = list[str]()
+    for name in sorted(cases.keys() & predicted.keys()):
+        with suppress(DataError):
+            there = sources_of(replace(cases[name], label=None, more_labels=()))
+            if any(_is_other(*pair) for pair in zip(there, predicted[name], strict=False)):
+                others.append(name)
+    return others
+
+
+def other_images(record: RunRecord, place: Path | None, predicted: Stamps) -> list[str]:
+    """Returns a sentence if scored cases were predicted from other images than a truth has under their names.
+
+    - ``place``: where the truth's images are, if they are known; ``predicted``: the files behind each prediction
+    """
+    others, cases = list[str](), dict[str, Case]()
+    if place is not None and predicted:
+        with suppress(DataError, OSError):
+            cases = {case.id: case for case in find_inputs((place,), recipe_of(record).modalities)[0]}
+            others = _from_others(cases, predicted)
+    if not others:
+        return []
+    told = f"Caution: {len(others)} of {quantity(len(cases), 'case')}, such as {others[0]},"
+    if len(others) == 1:
+        return [f"{told} was predicted from another file than its image in {place}: unless it is a copy, the truth is "
+                "another patient's."]  # fmt: skip
+    return [f"{told} were predicted from other files than their images in {place}: unless these are copies, the truth "
+            "is that of other patients."]  # fmt: skip
 
 
 def _is_other(now: Sequence[Any], before: Sequence[Any]) -> bool:

@@ -153,6 +153,11 @@ def run_of_validation(prediction: Path) -> Path | None:
     return next(filter(holds_run, own), None)
 
 
+def validation_in(prediction: Path) -> Path:
+    """Returns where predictions are: a folder itself, or a run's own validation."""
+    return prediction / "validation" if holds_run(prediction) else prediction
+
+
 def holds_folds(out: str | Path) -> bool:
     """Returns whether a folder is that of five folds."""
     return bool(out) and (Path(out) / FOLDS_FILE).is_file()

@@ -4,7 +4,6 @@ import argparse
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
@@ -13,12 +12,18 @@ from typing import Any, NamedTuple
 from seqpar.cluster.exit_codes import DATA
 from seqpar.data.errors import DataError
 from seqpar.data.phantom.phantom_files import is_generated
-from seqpar.prediction.prediction_folder import replaced_line
-from seqpar.report.cautions import above_scores, begun_unknown, cautions_of_validation, cautions_together
-from seqpar.report.images import has_images_beside
+from seqpar.prediction.prediction_folder import inputs_of, replaced_line
+from seqpar.report.cautions import (
+    above_scores,
+    begun_unknown,
+    cautions_of_validation,
+    cautions_together,
+    records_behind,
+)
+from seqpar.report.images import has_images_beside, images_beside, other_images
 from seqpar.report.record import RunRecord, from_here, mixed_line, predicted_otherwise, read_record, runs_behind
 from seqpar.report.tables import Score, Table, TableHead, TableRow
-from seqpar.runs.run_folder import holds_run, run_of_validation, tested_cases
+from seqpar.runs.run_folder import holds_run, run_of_validation, tested_cases, validation_in
 from seqpar.scores.comparison import about_scans
 from seqpar.scores.label_classes import Labels, labels_of_run
 from seqpar.scores.label_files import MAX_NAMED, missing_line
@@ -217,6 +222,7 @@ class CaseEvaluation(ABC):
     """
 
     labels: Labels | None = None
+    images = staticmethod(images_beside)  # where the images of a truth are, None if it has none
     replaced = staticmethod(replaced_line)  # a sentence on predictions that have changed
 
     def __init__(self, options: argparse.Namespace) -> None:
@@ -319,34 +325,35 @@ class CaseEvaluation(ABC):
         The job gets the latter.
         """
         prediction, validated = Path(job.name), run_of_validation(Path(job.name))
-        is_run = validated is not None
         records, lines, found = list[RunRecord](), list[str](), list[Seen]()
         behind = [(validated, "")] if validated else runs_behind(prediction)
         runs, gone = [run for run, why in behind if not why], [why for _, why in behind if why]
         unknown = [str(run) for run, why in behind if why]
-        job.runs = () if is_run or gone else runs
+        job.runs = () if validated or gone else runs
         for run in filter(holds_run, runs):  # others have no record
             try:
                 record = read_record(run)
                 records.append(record)
-                lines += cautions_of_validation(record) if is_run else begun_unknown(record)
+                lines += cautions_of_validation(record) if validated else begun_unknown(record)
+                place = None if validated else self.images(self.options.truth)
+                lines += other_images(record, place, inputs_of(prediction))
                 own = record.weights
-                lines += filter(None, [own.not_the_best * is_run, own.describe_lost(), own.edited])
+                lines += filter(None, [own.not_the_best * bool(validated), own.describe_lost(), own.edited])
                 if self.labels is not None:
                     lines += other_values(run, labels_of_run(record.dataset), self.labels)
                 found.append(self.find_seen(job, record))
             except (DataError, ValueError, OSError) as error:  # of a damaged record: scores do not need it
-                gone += [f"{error}: whether these cases were in its training data is not known."] * (not is_run)
+                gone += [f"{error}: whether these cases were in its training data is not known."] * (not validated)
                 unknown.append(str(run))
-        lines += gone
-        others, place = predicted_otherwise(prediction), prediction / ("validation" * holds_run(prediction))
+        lines, others = [*lines, *gone], predicted_otherwise(prediction)
         if found:
             job.known = Seen.by_any(found)._replace(gone=unknown, untold=others)
-            job.seen = NONE_SEEN if is_run else job.known
+            job.seen = NONE_SEEN if validated else job.known
             lines += job.seen.sentences
-        lines += filter(None, [mixed_line(prediction, others) if others else "", self.replaced(place)])
-        generated = is_generated(self.options.truth) or is_run and any(record.has_phantoms for record in records)
-        return [above_scores(generated, any(record.has_phantoms for record in records)), *dict.fromkeys(lines)]
+        changed, has_phantoms = self.replaced(validation_in(prediction)), any(one.has_phantoms for one in records)
+        lines += filter(None, [mixed_line(prediction, others) if others else "", changed])
+        generated = is_generated(self.options.truth) or validated is not None and has_phantoms
+        return [above_scores(generated, has_phantoms), *dict.fromkeys(lines)]
 
     def _next_lines(self, runs: Sequence[Path]) -> list[str]:
         """Returns the command that shows the scored cases, if a single run folder predicted them."""
@@ -428,15 +435,6 @@ def seen_table(groups: Mapping[str, Mapping[str, Score]]) -> Table | None:
     rows = [TableRow(kind, [own[kind] for own in groups.values()]) for kind in groups[first]]
     note = f"In brackets: 95 % confidence intervals. The charts and the other tables are of the cases {first}."
     return Table("seen-in-training", heads, rows, "class", note)
-
-
-def records_behind(prediction: Path) -> list[RunRecord]:
-    """Returns what is known of the runs that predicted a folder, as far as theirs are there."""
-    records = list[RunRecord]()
-    for run in filter(holds_run, (run for run, why in runs_behind(prediction) if not why)):
-        with suppress(DataError, ValueError, OSError):
-            records.append(read_record(run))
-    return records
 
 
 def labels_behind(predictions: Sequence[Path]) -> Labels | None:

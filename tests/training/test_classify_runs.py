@@ -241,6 +241,16 @@ def test_predictions_go_on_and_are_scored_and_shown(one: tuple, tmp_path: Path, 
     assert evaluate.act([data, str(folder)]) == 0 and evaluate.act([data, str(out)]) == 0
     said = capsys.readouterr().out
     assert "2 cases" in said and "--images FOLDER" not in said
+    named = Path(shutil.copytree(data, tmp_path / "namesakes"))  # other patients under the same names
+    for path in named.glob("*.nii.gz"):
+        image = nibabel.load(path)
+        nibabel.save(nibabel.Nifti1Image(np.asarray(image.dataobj)[::-1].copy(), image.affine), path)
+    assert evaluate.act([data, str(folder)]) == 0
+    said = capsys.readouterr().out
+    assert "were in the run's training data" in said and "predicted from other files" not in said
+    assert evaluate.act([str(named), str(folder), "--json", str(tmp_path / "n.json")]) == 0
+    assert "Caution: 8 of 8 cases, such as " in (said := capsys.readouterr().out)
+    assert f", were predicted from other files than their images in {named}: unless these are copies" in said
     (tmp_path / "truth").mkdir()
     (tmp_path / "truth" / "labels.csv").write_bytes((Path(data) / "labels.csv").read_bytes())
     assert evaluate.act([str(tmp_path / "truth"), str(folder)]) == 0, "a folder without images is a truth, too"

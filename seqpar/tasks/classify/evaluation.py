@@ -12,6 +12,7 @@ import numpy as np
 
 from seqpar.data.errors import DataError
 from seqpar.data.formats.class_lists import read_class_dataset
+from seqpar.prediction.prediction_folder import voxels_of
 from seqpar.report.curves import number
 from seqpar.report.record import RunRecord
 from seqpar.report.several_runs import Comparison
@@ -50,14 +51,21 @@ from seqpar.tasks.classify.scores import (
 )
 from seqpar.tasks.seen_cases import find_seen
 from seqpar.text import quantity, rounded
+from seqpar.weights.facts import VOXELS, same_scans
 
 Summary = Mapping[str, Any]
 KINDS = ("sensitivity", "specificity")
 
 
+def folder_of(truth: Path) -> Path | None:
+    """Returns where the images of a truth are; None if it is a table alone."""
+    return truth if truth.is_dir() and image_files(truth) else None
+
+
 class ClassEvaluation(CaseEvaluation):
     """Scores the tables of predict's folders, and of runs, which stand for their last validation."""
 
+    images = staticmethod(folder_of)
     replaced = staticmethod(replaced_rows)
 
     def __init__(self, options: argparse.Namespace) -> None:
@@ -176,8 +184,10 @@ def other_classes(record: RunRecord, summary: Summary, truth: Path) -> list[str]
 
 def trained_on(record: RunRecord, truth: Path, cases: Sequence[str], prediction: Path) -> Seen:
     """Returns the scored cases that a run was trained on; ``truth``: a data set, or a table alone."""
-    known = image_files(truth)
-    scored = {case: known.get(case) for case in cases}
+    known, own, scans = image_files(truth), record.dataset.get(VOXELS, {}), voxels_of(prediction)
+    alike = same_scans(scans, own)
+    others = {case for case in scans if case in own and case not in alike.get(case, ())}  # the truth has other images
+    scored = {case: None if case in others else known.get(case) for case in cases}
     seen = find_seen(record, scored, lambda: image_files(record.config["data"]), prediction)
     return seen._replace(differing={})  # they have no label map
 

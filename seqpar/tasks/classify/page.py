@@ -30,6 +30,7 @@ from seqpar.report.images import (
     Images,
     Stamps,
     find_images,
+    other_images,
     other_voxels,
     recipe_of,
     same_cases,
@@ -59,7 +60,7 @@ from seqpar.scores.class_scores import (
 from seqpar.scores.comparison import FEW, about_scans
 from seqpar.scores.label_files import missing_line
 from seqpar.tasks.case_evaluation import NONE_SEEN, SHOWN_LARGE, Seen, seen_by_runs, seen_table, unknown_runs
-from seqpar.tasks.classify.evaluation import Summary, image_files, other_classes, shares_of, trained_on
+from seqpar.tasks.classify.evaluation import Summary, folder_of, image_files, other_classes, shares_of, trained_on
 from seqpar.tasks.classify.scores import (
     EXPLANATIONS,
     TABLE,
@@ -182,6 +183,7 @@ def _cautions(record: RunRecord, summary: Summary, truth: Path, prediction: Path
     voxels = spacings_of({name: images[name] for name in names if name in images})
     seen = seen_by_runs(record, prediction, lambda run: trained_on(run, truth, names, prediction))
     lines = [*other_classes(record, summary, truth), missing_line(summary["missing"]), *seen.sentences]
+    lines += other_images(record, folder_of(truth), inputs_of(prediction))
     return seen, list(filter(None, [*lines, *unknown_runs(record, prediction), other_voxels(record, voxels)]))
 
 

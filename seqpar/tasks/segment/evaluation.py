@@ -17,6 +17,7 @@ import numpy as np
 from seqpar.data.errors import DataError
 from seqpar.data.geometry import to_canonical
 from seqpar.data.phantom.phantom_files import is_generated
+from seqpar.report.cautions import records_behind
 from seqpar.report.curves import Diagram, reliability_diagram
 from seqpar.report.planes import colours_of
 from seqpar.report.plots import draw_figure, title_of
@@ -65,7 +66,6 @@ from seqpar.tasks.case_evaluation import (
     Seen,
     labels_behind,
     lead_with_new,
-    records_behind,
 )
 from seqpar.tasks.seen_cases import find_seen
 from seqpar.tasks.segment.label_map_folder import SavedProbabilities

@@ -23,6 +23,7 @@ from seqpar.report.cautions import (
     part_labelled,
     reached_and_found,
     reached_in_validation,
+    records_behind,
     trained_on_some,
 )
 from seqpar.report.curves import count_of, number
@@ -88,7 +89,6 @@ from seqpar.tasks.case_evaluation import (
     NONE_SEEN,
     SHOWN_LARGE,
     Seen,
-    records_behind,
     seen_by_runs,
     seen_table,
     unknown_runs,
