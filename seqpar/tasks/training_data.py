@@ -15,7 +15,7 @@ from seqpar.data.phantom.phantom_files import describe_layout, is_generated
 from seqpar.data.preparation.cache import PreparedDataset
 from seqpar.data.preparation.fingerprint import Fingerprint
 from seqpar.data.sampling.augmentation import augment
-from seqpar.data.sampling.augmentation_presets import ORDERS
+from seqpar.data.sampling.augmentation_presets import ORDERS, RECIPES
 from seqpar.data.sampling.loader import MicroBatch
 from seqpar.data.sampling.tiles import TileSource
 from seqpar.data.sampling.tumour_synthesis import TumourSynthesis
@@ -259,6 +259,12 @@ def describe_images(fingerprint: Fingerprint, split: Sequence[Sequence[str]], le
         f"{len(split[0])} to train on, {len(split[1])} held out; {images}; {learns}; "
         f"{voxels} voxels of {millimetres} mm"
     )
+
+
+def mirrors_sides(augment: str) -> bool:
+    """Returns whether an augmentation exchanges left and right."""
+    recipe = RECIPES[augment.split("+")[0]]()
+    return bool(recipe.mirror.probability) and 0 in recipe.mirror_axes
 
 
 def case_lines(data: TrainingData, config: Config) -> list[str]:

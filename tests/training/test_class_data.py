@@ -21,10 +21,10 @@ from seqpar.parallel.mesh import Group
 from seqpar.parallel.rendezvous import start
 from seqpar.settings.config import Config
 from seqpar.settings.presets import PRESETS
-from seqpar.tasks.classify.data import ClassData, open_class_data
+from seqpar.tasks.classify.data import ClassData, open_class_data, summary_of_classes
 from seqpar.tasks.classify.explanation import crop_or_pad, explain
 from seqpar.tasks.classify.validation import ClassValidation
-from seqpar.tasks.training_data import TrainingData
+from seqpar.tasks.training_data import TrainingData, mirrors_sides
 from seqpar.training.setup import data_that_changed
 from tests.support.class_folders import SHAPE, class_folder, volume
 from tests.support.folders import save
@@ -135,3 +135,14 @@ def test_the_published_training_is_sgd_of_six_volumes_from_1e_4_to_1e_6() -> Non
     assert group["momentum"] == 0 and not group["nesterov"]
     epochs = [learning_rate(replace(config, tile=SHAPE).schedule_options, 100 * epoch) for epoch in range(50)]
     assert epochs == pytest.approx([1e-4] * 17 + [1e-5] * 17 + [1e-6] * 16)
+
+
+def test_it_is_said_that_volumes_are_mirrored(tmp_path: Path) -> None:
+    """Classes that differ by side cannot be told apart then, and nothing else would show why."""
+    folder = class_folder(tmp_path / "data", 8)
+    for augment, is_said in (("light", True), ("light+corruption", True), ("none", False)):
+        where = {"data": str(folder), "cache": str(tmp_path / "cache")}
+        config = Config(task="classify", network="resattnet18", tile=(), augment=augment, **where)
+        said = summary_of_classes(open_class_data(config, True), config)
+        told = f"  note: --augment {augment} mirrors volumes: if classes differ by side, use --augment none"
+        assert (told in said) == is_said == mirrors_sides(augment)

@@ -22,6 +22,7 @@ from seqpar.tasks.training_data import (
     TrainingData,
     case_lines,
     describe_images,
+    mirrors_sides,
     refuse_weights,
     splits_by_patient,
     unlabelled_tiles,
@@ -135,9 +136,11 @@ def summary_of_classes(data: TrainingData, config: Config) -> str:
     classes = data.volume_classes
     train, held_out = classes.counts(data.train_ids), classes.counts(data.held_out_ids)
     rows = zip(classes.names, train, held_out)
-    return "\n".join(
-        [*case_lines(data, config), *(f"  class {name}: {a} to train on, {b} held out" for name, a, b in rows)]
+    lines = [*case_lines(data, config), *(f"  class {name}: {a} to train on, {b} held out" for name, a, b in rows)]
+    mirrored = (
+        f"  note: --augment {config.augment} mirrors volumes: if classes differ by side, use --augment none"
     )
+    return "\n".join([*lines, *[mirrored] * mirrors_sides(config.augment)])
 
 
 def describe_classes(fingerprint: Fingerprint, config: Config) -> str:

@@ -15,7 +15,6 @@ from seqpar.data.preparation.cache import PreparedDataset
 from seqpar.data.preparation.cache_index import outdated_cache
 from seqpar.data.preparation.fingerprint import Fingerprint, read_fingerprint
 from seqpar.data.preparation.prepare_dataset import prepared
-from seqpar.data.sampling.augmentation_presets import RECIPES
 from seqpar.data.workers import no_progress
 from seqpar.scores.label_classes import learned_regions
 from seqpar.settings.config import Config
@@ -23,6 +22,7 @@ from seqpar.settings.data_settings import prepare_settings
 from seqpar.tasks.training_data import (
     TrainingData,
     case_lines,
+    mirrors_sides,
     refuse_for_soft_labels,
     refuse_weights,
     split_of,
@@ -117,11 +117,10 @@ def _doubt(dataset: PreparedDataset) -> list[str]:
 
 def _mirrored_sides(labels: Collection[str], augment: str) -> list[str]:
     """Returns a line on labels of left and right that the augmentation mirrors onto each other."""
-    recipe = RECIPES[augment.split("+")[0]]()
     right = {name: _LEFT.sub(lambda own: _RIGHT_OF[own[0].lower()], name).lower() for name in labels}
     lower = {name.lower(): name for name in labels}
     pair = next((f"{name} and {lower[to]}" for name, to in right.items() if to != name.lower() and to in lower), "")
-    if not pair or not recipe.mirror.probability or 0 not in recipe.mirror_axes:
+    if not pair or not mirrors_sides(augment):
         return []
     return [f"  note: --augment {augment} mirrors tiles, which exchanges {pair}; --augment none does not mirror"]
 
