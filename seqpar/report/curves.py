@@ -137,7 +137,7 @@ class Line:
     @property
     def is_dot(self) -> bool:
         """Whether it has one value alone, which makes no line."""
-        return len(self.points()) == 1
+        return len(self.points()) == 1 and not self.only_points
 
     def points(self) -> NDArray[np.float64]:
         """Returns place, mean, smallest and largest value over the seeds, of each place that has values."""
@@ -209,7 +209,8 @@ def reliability_diagram(
     lines = [Line("perfect calibration", (0.0, 1.0), [(0.0, 1.0)], dashed=True)]
     for label, points in tenths.items():
         places, shares = [given for given, _, _ in points], [right for _, right, _ in points]
-        lines.append(Line(label, places, [shares], dots=True, style=1, colour=colours.get(label, "")))
+        # no line, which would also pass where no tenth is drawn
+        lines.append(Line(label, places, [shares], only_points=True, style=1, colour=colours.get(label, "")))
     styles = (CHANCE, LineStyle(INK))
     return Diagram(title, over, lines, low=0.0, high=1.0, last=1.0, styles=styles, up=up, square=True)
 
