@@ -416,7 +416,8 @@ def elsewhere_note(case: ScoredCase, shown: ShownCase, classes: Mapping[str, Seq
     found = outside_planes(truth, prediction, classes, shown.spacing, at, has_truth)
     told = ", ".join(own.text(shown.voxel_ml, shown.slices) for own in found)
     against = f", against {CONSENSUS}" * any(DISPUTED_ML in row for row in case.scores.values())
-    return f"In none of these planes{against}: {told}." if told else ""
+    drawn = ", counted in the drawn voxels, which are not the file's" * any(own.resampled for own in shown.slices)
+    return f"In none of these planes{against}{drawn}: {told}." if told else ""
 
 
 def _case_view(

@@ -221,6 +221,10 @@ def test_regions_are_false_against_the_consensus_of_several_readers() -> None:
     case = ScoredCase("a", Path("t"), Path("p"), {"lesion": {"Dice": 0.5, DISPUTED_ML: 1.0}})
     note = elsewhere_note(case, shown, {"lesion": [1]})
     assert note.startswith("In none of these planes, against the readers' consensus: 1 false region of lesion (")
+    first, *others = shown.slices
+    coarse = replace(shown, slices=(first._replace(resampled=True), *others))
+    told = "In none of these planes, against the readers' consensus, counted in the drawn voxels, which are not the file's: "
+    assert elsewhere_note(case, coarse, {"lesion": [1]}).startswith(f"{told}1 false region of lesion (")
     drawn = figure_of_cases([picture("a", disputed=far > 0)], ["lesion"], 1, False, Path()).get_suptitle()
     assert "The truth is the readers' consensus." in drawn
 

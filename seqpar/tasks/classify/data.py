@@ -137,9 +137,7 @@ def summary_of_classes(data: TrainingData, config: Config) -> str:
     train, held_out = classes.counts(data.train_ids), classes.counts(data.held_out_ids)
     rows = zip(classes.names, train, held_out)
     lines = [*case_lines(data, config), *(f"  class {name}: {a} to train on, {b} held out" for name, a, b in rows)]
-    mirrored = (
-        f"  note: --augment {config.augment} mirrors volumes: if classes differ by side, use --augment none"
-    )
+    mirrored = f"  note: --augment {config.augment} mirrors volumes: if classes differ by side, use --augment none"
     return "\n".join([*lines, *[mirrored] * mirrors_sides(config.augment)])
 
 
