@@ -200,16 +200,18 @@ def how_predicted(prediction: Path | None, record: RunRecord) -> str:
     if is_validation(prediction, record):
         config = record.config
         is_whole = config.get("val_window") == "whole" or (prediction and prediction.name == "validation-whole")
-        ways = [{"window": "whole" if is_whole else "sliding", "overlap": config.get("val_overlap")}]
+        mirror = str(config.get("val_mirror", "none")).replace("none", "")
+        ways = [{"window": "whole" if is_whole else "sliding", "overlap": config.get("val_overlap"), "mirror": mirror}]
     else:
         ways = [made.get("settings", {}) for made in made_by(prediction)] if prediction else []
-    known = {(own.get("window"), own.get("overlap")) for own in ways}
-    window, overlap = known.pop() if len(known) == 1 else (None, None)
+    known = {(own.get("window"), own.get("overlap"), len(own.get("mirror") or ())) for own in ways}
+    window, overlap, mirrored = known.pop() if len(known) == 1 else (None, None, 0)
+    flips = f", as a mean over mirrored copies ({quantity(mirrored, 'direction')})" * bool(mirrored)
     if window == "whole":
-        return "Each case was predicted in one pass."
+        return f"Each case was predicted in one pass{flips}."
     if window != "sliding" or not isinstance(overlap, float):
         return ""
-    told = f"Cases were predicted in windows that overlap by {100 * overlap:.3g} %"
+    told = f"Cases were predicted in windows that overlap by {100 * overlap:.3g} %{flips}"
     return f"{told}; another overlap changes scores a little."
 
 

@@ -25,7 +25,7 @@ from seqpar.report.embedded_volumes import ShownCase, shown_best
 from seqpar.report.images import changed_since, count_shown
 from seqpar.report.planes import outside_planes
 from seqpar.report.record import RunRecord, ScoredCase, read_record, read_scores
-from seqpar.report.run_page import _cleaned, _scored, _unlearned_by_others, what_is_unlearned
+from seqpar.report.run_page import _cleaned, _scored, _unlearned_by_others, how_predicted, what_is_unlearned
 from seqpar.report.tables import what_is_missing
 from seqpar.runs.run_folder import write_window
 from seqpar.scores.label_scores import format_table
@@ -180,6 +180,17 @@ def test_what_a_run_reached_is_said_of_the_weights_that_predicted_and_of_how_the
     write_window(record.path, {"whole": 0.5, "sliding": 0.4}, taken)
     assert measured_otherwise(both, made(taken)).startswith(" That was measured in one pass")
     assert measured_otherwise(both, made(taken, window="whole")) == measured_otherwise(both, {}) == ""
+
+
+def test_it_is_said_if_cases_were_mirrored(finished: Path, tmp_path: Path) -> None:
+    record = read_record(finished)
+    config = {**record.config, "val_window": "whole", "val_mirror": "WD"}
+    told = how_predicted(None, replace(record, content={**record.content, "config": config}))
+    assert told == "Each case was predicted in one pass, as a mean over mirrored copies (2 directions)."
+    for mirror, said in (([0], ", as a mean over mirrored copies (1 direction);"), ([], " by 50 %;")):
+        way = {"run": "r", "weights": {}, "settings": {"window": "sliding", "overlap": 0.5, "mirror": mirror}}
+        (tmp_path / "prediction.json").write_text(json.dumps(way))
+        assert said in how_predicted(tmp_path, record)
 
 
 def test_captions_ask_the_file_and_every_reader_whether_the_truth_has_a_class() -> None:

@@ -382,6 +382,16 @@ def test_classes_of_few_cases_or_none_are_cautioned_of() -> None:
     )
     constant = score_classes(truth, np.tile([0.4, 0.3, 0.2, 0.1], (19, 1)), names)
     assert caution_of_guesses(constant).startswith("Guessing could reach these scores: the smallest class has 1 case")
+    flat = {
+        **right,
+        "intervals": {"AUC": None, "balanced accuracy": (0.2, 0.5)},
+        "scores": {"AUC": 0.6, "accuracy": 0.4},
+    }
+    flat["classes"] = {name: {"cases": 5} for name in "abc"}
+    told = "Guessing could reach these scores: the interval of the balanced accuracy (0.200 to 0.500) includes 0.333."
+    assert caution_of_guesses({**flat, "cases": 15}) == told, "the area has no interval"
+    sure = {"AUC": None, "balanced accuracy": (0.4, 0.5)}
+    assert caution_of_guesses({**flat, "cases": 15, "intervals": sure}) == ""
     assert caution_of_absent(right).startswith(
         "No case is of the class d: whether such cases are recognised is unknown"
     )
