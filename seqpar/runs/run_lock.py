@@ -81,9 +81,8 @@ class RunLock:
         if self.is_lost():
             owner = self._owner(max(self._numbers()[0], default=0))
             by = f"taken over by {owner}" if owner else "taken over, or its lock was removed"
-            raise TakenOver(
-                f"--out {self.folder} was {by}: this training ends without saving; its last checkpoint is kept"
-            )
+            kept = "its last checkpoint is kept" if (self.folder / "checkpoints").is_dir() else "no checkpoint is there"
+            raise TakenOver(f"--out {self.folder} was {by}: this training ends without saving; {kept}")
 
     def release(self) -> None:
         """Returns the lock, if this process holds it."""

@@ -1,6 +1,7 @@
 """SweepOrder: what a sweep is asked for: its space, the settings of all runs, and the devices of each."""
 
 import argparse
+import importlib
 import importlib.util
 import random
 from collections.abc import Collection, Mapping, Sequence
@@ -176,9 +177,13 @@ def check_devices(devices: int, device: str, on_gpu: bool) -> None:
 
 def require_ray() -> None:
     """Raises ValueError where Ray Tune is not installed."""
+    instead = f"{install_hint('tune')}; without it, train each point with train, and compare them with report RUN RUN"
     if importlib.util.find_spec("ray") is None:
-        instead = "without it, train each point with train, and compare them with report RUN RUN"
-        raise ValueError(f"tune needs Ray Tune, which is not installed: {install_hint('tune')}; {instead}")
+        raise ValueError(f"tune needs Ray Tune, which is not installed: {instead}")
+    try:
+        importlib.import_module("ray.tune")
+    except ImportError as error:  # Ray without its extra
+        raise ValueError(f"tune needs all of Ray Tune ({str(error).splitlines()[0]}): {instead}") from None
 
 
 def draw(one: Range, source: random.Random) -> float:

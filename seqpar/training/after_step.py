@@ -127,7 +127,8 @@ class AfterStep:
             if must:
                 raise NotSaved(f"{error}; {kept}: {again}") from None
             minutes = self.config.checkpoint_minutes
-            journal.say(f"warning: {error}; {kept}, {self._age()}; going on, next try in {minutes:g} minutes")
+            later = f"going on, next try in {minutes:g} minutes or at the end"
+            journal.say(f"warning: {error}; {kept}, {self._age()}; {later}")
         self._last_try = time.monotonic()
         return self._saved == progress
 

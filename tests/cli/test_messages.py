@@ -1,5 +1,6 @@
 """An error of the library names the caller's argument, and the same error at the command line the flag."""
 
+import importlib
 import importlib.metadata
 import importlib.util
 import io
@@ -87,4 +88,16 @@ def test_a_checkout_that_is_not_installed_gets_the_command_that_asks_no_index(mo
 
     monkeypatch.setattr(words, "version", lacking)
     with pytest.raises(ValueError, match=r"not installed: pip install -e '\.\[tune\]' in the checkout; without it"):
+        require_ray()
+
+
+def test_ray_without_its_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def lacking(name: str) -> None:
+        raise ImportError(f"Can't import {name} as some dependencies are missing.\nMore")
+
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
+    monkeypatch.setattr(importlib, "import_module", lacking)
+    with pytest.raises(
+        ValueError, match=r"all of Ray Tune \(Can't import ray.tune as .* missing\.\): pip install .*tune"
+    ):
         require_ray()

@@ -271,7 +271,7 @@ class LabelMapFolder(PredictionFolder):
         if twice := next((path for path, count in Counter(files).items() if count > 1), None):
             raise DataError(
                 twice, f"would hold two of the outputs {', '.join(self.outputs)}: file names do not tell them apart; "
-                "leave --probabilities out, or rename an output in config.json of the run"
+                "leave --probabilities out, or use --npz"
             )  # fmt: skip
 
     def _remove_outdated(self, case: Case) -> None:
