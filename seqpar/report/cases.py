@@ -47,6 +47,7 @@ from seqpar.report.planes import (
     counted,
     ct_window,
     fullest_planes,
+    grid_of,
     kept_of_ct,
     orientation_text,
     outside_planes,
@@ -434,7 +435,6 @@ def _case_view(
     modality = f" · shown on {(best := best_modality(list(shown.images)))}" if shown.images else ""
     if shown.images and shown.is_ct:
         modality += " from {} HU (black) to {} HU (white)".format(*map(round, shown.ranges[best]))
-    spacing = " × ".join(f"{step:.3g}" for step in shown.spacing)
     w, d, _ = (side * step for side, step in zip(shown.truth.shape, shown.spacing))
     scores = f"Dice: {dice}{missing}{case.volumes}"
     if case.truth is None:
@@ -442,7 +442,7 @@ def _case_view(
         scores = f"Predicted: {', '.join(volumes)}"
     return CaseView(
         case.name,
-        f"{scores} · {planes_note(case, shown, labels)}{modality} · voxels of {spacing} mm{tilted}",
+        f"{scores} · {planes_note(case, shown, labels)}{modality} · {grid_of(shown.spacing, shown.slices)}{tilted}",
         " ".join(filter(None, [elsewhere_note(case, shown, classes), shown.unlabelled, shown.note])),
         f"{d:.6g}fr {w:.6g}fr {w:.6g}fr",
         planes_of(shown, neurological),

@@ -262,14 +262,20 @@ def _found_in_none(name: str, absent: Absent) -> str:
 
 def measured_otherwise(record: RunRecord, made: Mapping[str, Any]) -> str:
     """Returns a sentence if cases were predicted in another way than validation measures; else, or if unknown, ""."""
+    own, ways = made.get("settings", {}), list[str]()
     words, measured = {"whole": "in one pass", "sliding": "in windows"}, str(record.config.get("val_window"))
     if measured == "both":  # the better of both counts
         with suppress(DataError):
             measured = next(iter(read_windows(record.path).dice), "")
-    way = str(made.get("settings", {}).get("window"))
-    if way == measured or not {way, measured} <= words.keys():
-        return ""
-    return f" That was measured {words[measured]}, and these cases were predicted {words[way]}: scores may differ much."
+    way = str(own.get("window"))
+    if way != measured and {way, measured} <= words.keys():
+        ways.append(f"{words[way]} and not {words[measured]}")
+    mirrored = len(str(record.config.get("val_mirror", "none")).replace("none", ""))
+    if len(own.get("mirror") or ()) != mirrored and "mirror" in own:
+        ways.append("as a mean over mirrored copies" if own["mirror"] else "without mirroring")
+    if str(own.get("min_component", "0")) != "0" or own.get("postprocessing"):
+        ways.append("with regions removed")
+    return f" These cases were predicted {' and '.join(ways)}, which that does not measure." if ways else ""
 
 
 def own_grid(record: RunRecord) -> str:

@@ -181,7 +181,7 @@ def other_images(record: RunRecord, place: Path | None, predicted: Stamps) -> li
             others = _from_others(cases, predicted)
     if not others:
         return []
-    told = f"Caution: {len(others)} of {quantity(len(cases), 'case')}, such as {others[0]},"
+    told = f"Caution: {len(others)} of {quantity(len(cases.keys() & predicted.keys()), 'case')}, such as {others[0]},"
     if len(others) == 1:
         return [f"{told} was predicted from another file than its image in {place}: unless it is a copy, the truth is "
                 "another patient's."]  # fmt: skip

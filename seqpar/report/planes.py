@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from seqpar.scores.lesions import Part, count_vanished, unmatched_parts
+from seqpar.scores.lesions import MIN_VOLUME, Part, count_vanished, unmatched_parts
 from seqpar.text import millilitres, quantity, with_minus
 
 if TYPE_CHECKING:
@@ -128,6 +128,12 @@ def slices_of(geometry: Geometry, box: Box, shape: Sequence[int]) -> tuple[FileS
     return tuple(slices)
 
 
+def grid_of(spacing: Sequence[float], slices: Sequence[FileSlices]) -> str:
+    """Returns in which voxels a case is drawn, and whether they are its file's."""
+    drawn = "drawn in " * any(own.resampled for own in slices)
+    return f"{drawn}voxels of {' × '.join(f'{step:.3g}' for step in spacing)} mm"
+
+
 class Outside(NamedTuple):
     """Regions of a class that no shown plane cuts, the largest first; ``kind``: false, missed or predicted."""
 
@@ -139,7 +145,8 @@ class Outside(NamedTuple):
         """Returns how many there are, and how large and where the largest is."""
         first, several = self.parts[0], "the largest: " * (len(self.parts) > 1)
         place = ", ".join(f"{plane} {slices[dim].numbers[first.fullest[dim]]}" for plane, dim in PLANES)
-        size = f"{millilitres(first.voxels * voxel_ml)} ml, at {place}"
+        is_small = self.kind == "missed" and first.voxels * voxel_ml * 1000 <= MIN_VOLUME
+        size = f"{millilitres(first.voxels * voxel_ml)} ml{', too small to count in tables' * is_small}, at {place}"
         return f"{quantity(len(self.parts), f'{self.kind} region')} of {self.name} ({several}{size})"
 
 

@@ -133,12 +133,13 @@ def what_is_not_found(rows: Iterable[Mapping[str, Any]], present: Mapping[str, i
     lacking = [name for name in names if present.get(name) == 0]
     told, begin = list[str](), "At the best validation, the mean Dice of"
     if found := [name for name in names if name not in lacking]:
-        overlap, it = "hardly overlap" if any(best["dice"][name] for name in found) else "do not overlap", _it(found)
+        it = _it(found)
+        overlaps = f"{'hardly anything' if any(best['dice'][name] for name in found) else 'nothing'} that was predicted"
         where = (
             f"in the held-out cases that have {it}" if present.keys() >= {*found} else f"where held-out cases have {it}"
         )
         told.append(
-            f"{begin} {_listed(found)} is 0.000: {where}, the predictions {overlap} {it}. "
+            f"{begin} {_listed(found)} is 0.000: {where}, {overlaps} overlaps {it}. "
             f"Nothing shows that the network has learned to find {it}."
         )
     if lacking:

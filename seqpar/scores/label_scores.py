@@ -330,6 +330,12 @@ def what_is_hardly_learned(
         if true and predicted > LARGE * true:
             missed += f" ({predicted / true:.1f} times as many voxels as are true)"
         return f"{'on average, ' * (cases > 1)}the prediction covers {100 * found:.0f} % of the truth{missed}"
+    if present < HARDLY and predicted < true / 2:
+        share = f"{100 * predicted / true:.0f} % as many voxels as are true"
+        covers = (
+            "" if math.isnan(found) else f", and {'on average, ' * (cases > 1)}{100 * found:.0f} % of the truth covered"
+        )
+        return f"too little is predicted: {share}{covers}"
     if present >= HARDLY:
         return f"{rounded(present, 3)} where the truth has this class; where it has none, what is predicted is false"
     if dice and math.isnan(found):

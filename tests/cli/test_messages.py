@@ -97,7 +97,5 @@ def test_ray_without_its_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None
 
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
     monkeypatch.setattr(importlib, "import_module", lacking)
-    with pytest.raises(
-        ValueError, match=r"all of Ray Tune \(Can't import ray.tune as .* missing\.\): pip install"
-    ):
+    with pytest.raises(ValueError, match=r"all of Ray Tune \(Can't import ray.tune as .* missing\.\): pip install"):
         require_ray()

@@ -175,10 +175,20 @@ def test_what_a_run_reached_is_said_of_the_weights_that_predicted_and_of_how_the
         f"Run a predicted these cases with its weights of steps 1 and {taken} together, which no validation has scored."
     ]
     (said,) = reached_and_found(record, made(taken, window="whole"))
-    assert "That was measured in windows, and these cases were predicted in one pass: scores may differ much." in said
+    assert "These cases were predicted in one pass and not in windows, which that does not measure." in said
+    other = made(taken)
+    other["settings"] |= {"mirror": [0, 1], "min_component": "50"}
+    (said,) = reached_and_found(record, other)
+    assert "These cases were predicted as a mean over mirrored copies and with regions removed, which that does" in said
+    mirrored = replace(record, content={**record.content, "config": {**record.config, "val_mirror": "WD"}})
+    assert "with regions removed, which" in measured_otherwise(mirrored, other)
+    other["settings"] = {"window": "sliding", "mirror": []}
+    assert measured_otherwise(mirrored, other).startswith(" These cases were predicted without mirroring")
     both = validating("both")
     write_window(record.path, {"whole": 0.5, "sliding": 0.4}, taken)
-    assert measured_otherwise(both, made(taken)).startswith(" That was measured in one pass")
+    assert measured_otherwise(both, made(taken)).startswith(
+        " These cases were predicted in windows and not in one pass"
+    )
     assert measured_otherwise(both, made(taken, window="whole")) == measured_otherwise(both, {}) == ""
 
 

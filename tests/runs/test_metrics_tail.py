@@ -69,9 +69,9 @@ def test_classes_that_the_best_validation_does_not_find_are_named() -> None:
         return what_is_not_found([{"step": 1, "loss": 1.0, "dice": dice}])
 
     assert said(a=0.0, b=0.5, c=0.0004, d=None, e=0.0) == (
-        "At the best validation, the mean Dice of a, c and e is 0.000: where held-out cases have them, the predictions "
-        "hardly overlap them. Nothing shows that the network has learned to find them. In no held-out case could d be "
-        "scored: nothing shows whether the network finds it."
+        "At the best validation, the mean Dice of a, c and e is 0.000: where held-out cases have them, hardly anything "
+        "that was predicted overlaps them. Nothing shows that the network has learned to find them. In no held-out "
+        "case could d be scored: nothing shows whether the network finds it."
     )
     assert "Dice of a is 0.000" in said(a=0.0, b=0.5) and said(a=0.0).endswith("learned to find it.")
     assert said(a=0.0005) == "" and what_is_not_found([]) == ""
@@ -79,10 +79,12 @@ def test_classes_that_the_best_validation_does_not_find_are_named() -> None:
     better = {"step": 2, "loss": 1.0, "dice": {"a": 0.1}}
     assert what_is_not_found([{"step": 1, "loss": 1.0, "dice": {"a": 0.0}}, better]) == ""
     rows = [{"step": 1, "loss": 1.0, "dice": {"a": 0.0, "b": 0.0}}]
-    assert "of a and b is 0.000: in the held-out cases that have them, the" in what_is_not_found(rows, {"a": 1, "b": 2})
-    assert "of a and b is 0.000: where held-out cases have them, the" in what_is_not_found(rows, {"a": 1})
+    assert "of a and b is 0.000: in the held-out cases that have them, nothing" in what_is_not_found(
+        rows, {"a": 1, "b": 2}
+    )
+    assert "of a and b is 0.000: where held-out cases have them, nothing" in what_is_not_found(rows, {"a": 1})
     told = what_is_not_found(rows, {"a": 1, "b": 0})
-    assert "Dice of a is 0.000: in the held-out cases that have it, the predictions do not overlap it. Nothing" in told
+    assert "is 0.000: in the held-out cases that have it, nothing that was predicted overlaps it. Nothing shows" in told
     assert "Dice of b is 0.000: no held-out case is known to have it, and what is predicted of it is" in told
 
 

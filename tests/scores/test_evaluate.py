@@ -109,10 +109,11 @@ def test_too_much_is_not_called_hardly_overlapping() -> None:
     much = f"{some} (7.0 times as many voxels as are true)"
     assert what_is_hardly_learned(0.16, 2, 0.16, 0.4, predicted=70.0, true=10.0) == much
     assert what_is_hardly_learned(0.2, 1, 0.2, 0.6) == "the prediction covers 60 % of the truth, and much that is false"
+    little = "too little is predicted: 10 % as many voxels as are true, and on average, 9 % of the truth covered"
+    assert what_is_hardly_learned(0.16, 2, 0.16, 0.09, predicted=1.0, true=10.0) == little
     assert "or much too much is predicted" in what_is_hardly_learned(0.16, 2, 0.16)
     assert what_is_hardly_learned(0.0, 1, 0.0, 0.0) == "the prediction does not overlap the truth"
-    nothing = "nothing of this class was predicted"
-    assert what_is_hardly_learned(0.0, 6, 0.0, 0.0, predicted=0.0) == nothing
+    assert what_is_hardly_learned(0.0, 6, 0.0, 0.0, predicted=0.0) == "nothing of this class was predicted"
     assert "do not overlap" in what_is_hardly_learned(0.0, 6, 0.0, 0.0, predicted=2.5)
     said = "no case has this class in the readers' consensus"
     assert what_is_hardly_learned(0.0, 2, math.nan, math.nan, where="in the readers' consensus") == said
