@@ -46,7 +46,7 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     add("--brats", choices=sorted(BRATS), help="score the regions of BraTS, in the label values of that year")
     add("--test-of", type=Path, metavar="RUN", help="score the cases that RUN kept for tests, with its labels")
     add("--nsd-tolerance", type=float, default=1.0, metavar="MM", help="tolerance of the surface Dice (%(default)s mm)")
-    add("--lesion-wise", action="store_true", help="add the lesion-wise scores of BraTS 2023")
+    add("--lesion-wise", action="store_true", help="add the lesion-wise scores of BraTS 2023, with margins in mm")
     add("--centreline", action="store_true", help="add the share of the true centre line that is predicted")
     add("--calibration", action="store_true", help="add each class's calibration, of the probabilities that --npz "
         "wrote, and draw it next to the summary")  # fmt: skip

@@ -207,7 +207,9 @@ def reached_in_validation(
     is_other = first != (taken or 0)
     row = next((row for row in reversed(record.held_out) if first and row.get("step") == first), None)
     if is_other and row is None:
-        return [f"{by} step {first:,}, which were not validated."]
+        is_lost = not record.held_out or first in record.weights.validations or record.weights.describe_lost()
+        unknown = "whose validation is not on record" if is_lost else "which were not validated"
+        return [f"{by} step {first:,}, {unknown}."]
     if row is None or not row.get("dice"):
         return []
     cases = quantity(row["cases"], "held-out case") if "cases" in row else "held-out cases"
@@ -262,7 +264,7 @@ def _found_in_none(name: str, absent: Absent) -> str:
 
 def measured_otherwise(record: RunRecord, made: Mapping[str, Any]) -> str:
     """Returns a sentence if cases were predicted in another way than validation measures; else, or if unknown, ""."""
-    own, ways = made.get("settings", {}), list[str]()
+    own, ways = made.get("settings") or {}, list[str]()
     words, measured = {"whole": "in one pass", "sliding": "in windows"}, str(record.config.get("val_window"))
     if measured == "both":  # the better of both counts
         with suppress(DataError):
@@ -302,7 +304,8 @@ def may_be_chance(record: RunRecord, step: int | None = None) -> str:
     """
     row = best_validation(record.held_out)
     if step is not None:
-        row = next((row for row in reversed(record.held_out) if row.get("step") == step), None)
+        own = next((row for row in reversed(record.held_out) if row.get("step") == step), None)
+        row, step = (row, None) if own is None else (own, step)  # without a validation, the best tells
     numbers = (record.dataset.get("volume_classes") or {}).get("numbers", {})
     held_out = [case for case in record.dataset.get("held_out", ()) if case in numbers]
     validated = sample_cases(held_out, min(record.config.get("val_cases", 0), len(held_out)), numbers.__getitem__)

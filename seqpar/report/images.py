@@ -169,24 +169,31 @@ def _from_others(cases: Mapping[str, Case], predicted: Stamps) -> list[str]:
     return others
 
 
-def other_images(record: RunRecord, place: Path | None, predicted: Stamps) -> list[str]:
+def other_images(record: RunRecord, place: Path | None, predicted: Stamps, scored: Collection[str]) -> list[str]:
     """Returns a sentence if scored cases were predicted from other images than a truth has under their names.
 
     - ``place``: where the truth's images are, if they are known; ``predicted``: the files behind each prediction
+    - ``scored``: the names of the scored cases
     """
     others, cases = list[str](), dict[str, Case]()
     if place is not None and predicted:
         with suppress(DataError, OSError):
-            cases = {case.id: case for case in find_inputs((place,), recipe_of(record).modalities)[0]}
+            found = find_inputs((place,), recipe_of(record).modalities)[0]
+            cases = {case.id: case for case in found if case.id in scored and case.id in predicted}
             others = _from_others(cases, predicted)
     if not others:
         return []
-    told = f"Caution: {len(others)} of {quantity(len(cases.keys() & predicted.keys()), 'case')}, such as {others[0]},"
+    told = f"Caution: {len(others)} of {quantity(len(cases), 'scored case')}, such as {others[0]},"
     if len(others) == 1:
-        return [f"{told} was predicted from another file than its image in {place}: unless it is a copy, the truth is "
-                "another patient's."]  # fmt: skip
-    return [f"{told} were predicted from other files than their images in {place}: unless these are copies, the truth "
-            "is that of other patients."]  # fmt: skip
+        return [f"{told} was predicted from another file than its image in {place}: unless that is the same image, "
+                "copied or converted, the truth is another patient's."]  # fmt: skip
+    return [f"{told} were predicted from other files than their images in {place}: unless these are the same images, "
+            "copied or converted, the truth is that of other patients."]  # fmt: skip
+
+
+def names_of(cases: Any) -> list[str]:
+    """Returns the names of scored cases: of pairs of label maps, or of a table of classes."""
+    return list(cases.cases) if hasattr(cases, "cases") else [pair.case for pair in cases]
 
 
 def _is_other(now: Sequence[Any], before: Sequence[Any]) -> bool:

@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import platform
 import re
 import subprocess
@@ -147,7 +148,7 @@ def run_of_validation(prediction: Path) -> Path | None:
     """Returns the run whose own validation a prediction is: its folder, that of its predictions, or one of these."""
     if holds_run(prediction):
         return prediction
-    path = prediction.resolve()
+    path = Path(os.path.abspath(prediction))  # links stay, by their own names
     places = [place for place in (path, path.parent) if re.fullmatch("validation(-whole|-sliding)?", place.name)]
     own = (place.parent for place in places if not (place / "prediction.json").exists())
     return next(filter(holds_run, own), None)

@@ -219,17 +219,26 @@ def _why_odd(run: Path) -> str:
         line = first["command"]
         if (began := Path(line[line.index("--out") + 1]).name) != run.name:
             return f"holds the run that began as {began}: {beside}. Rename the folders back."
-        changes = {name: pair for start in later for name, pair in start["changed"].items() if _counts(name)}
+        changes = dict[str, list[Any]]()
+        for name, (was, now) in (pair for start in later for pair in start["changed"].items()):
+            changes[name] = [changes.get(name, [was])[0], now]
+        changes = {name: pair for name, pair in changes.items() if pair[0] != pair[1] and _counts(name, *pair)}
         if changes:
             again = "To compare fairly, move this run away and resume the sweep, which then trains the point again."
             return f"was trained on with other settings ({list_changes(changes)}): {beside}. {again}"
     return ""
 
 
-def _counts(name: str) -> bool:
-    """Returns whether a setting may change the scores of a run."""
-    is_beside = name in ("workers", "device") or SETTINGS[name].section in ("run folder", "time limits and checks")
-    return not is_beside
+# what changes no score by itself; the batch of a rank changes with the number of ranks, which keeps the tiles of a step
+_BESIDE = ("workers", "device", "cache", "tensorboard", "tracker", "neurological", "batch", "accumulate")
+_SECTIONS = ("run folder", "time limits and checks", "memory and device", "tile and ranks")
+
+
+def _counts(name: str, was: Any, now: Any) -> bool:
+    """Returns whether a change of a setting may change the scores of a run."""
+    if name == "data":  # which may have moved
+        return Path(str(was)).name != Path(str(now)).name
+    return name not in _BESIDE and SETTINGS[name].section not in _SECTIONS
 
 
 def _ended(point: Point, state: str) -> Point:

@@ -275,8 +275,8 @@ def caution_of_guesses(summary: Mapping[str, Any]) -> str:
         return f"Guessing could reach these scores: the interval of the AUC ({low:.3f} to {high:.3f}) includes 0.5."
     least, most = summary["intervals"].get("balanced accuracy") or (1.0, 1.0)
     guess = 1 / len(present)
-    if low == high and summary["scores"]["AUC"] < 1 and least <= guess:  # the area has no interval
-        within = f"the interval of the balanced accuracy ({least:.3f} to {most:.3f}) includes {guess:.3f}"
+    if low == high and (summary["scores"]["AUC"] or 0.0) < 1 and least <= guess:  # the area has no interval
+        within = f"the interval of the balanced accuracy ({least:.3f} to {most:.3f}) is not above {guess:.3f}"
         return f"Guessing could reach these scores: {within}."
     return ""
 

@@ -173,7 +173,7 @@ def where_both(one: Sequence[Scores], other: Sequence[Scores], name: str) -> str
     if not all(both):
         return told
     gap = fmean(both[0]) - fmean(both[1])
-    how = f"{abs(gap):.3f} {'higher' if gap > 0 else 'lower'}" if abs(gap) >= 5e-4 else "the same"
+    how = f"{abs(gap):.3f} {'higher' if gap > 0 else 'lower'}" if abs(gap) >= 5e-4 else "the same as the other's"
     return f"{told} Where both have one, the mean Dice of {name} is {how}."
 
 

@@ -183,7 +183,9 @@ def require_ray() -> None:
     try:
         importlib.import_module("ray.tune")
     except ImportError as error:  # Ray without its extra
-        raise ValueError(f"tune needs all of Ray Tune ({str(error).splitlines()[0]}): {instead}") from None
+        raise ValueError(
+            f"tune needs all of Ray Tune ({(str(error).splitlines() or ['it fails'])[0]}): {instead}"
+        ) from None
 
 
 def draw(one: Range, source: random.Random) -> float:

@@ -20,7 +20,7 @@ from seqpar.report.cautions import (
     cautions_together,
     records_behind,
 )
-from seqpar.report.images import has_images_beside, images_beside, other_images
+from seqpar.report.images import has_images_beside, images_beside, names_of, other_images
 from seqpar.report.record import RunRecord, from_here, mixed_line, predicted_otherwise, read_record, runs_behind
 from seqpar.report.tables import Score, Table, TableHead, TableRow
 from seqpar.runs.run_folder import holds_run, run_of_validation, tested_cases, validation_in
@@ -291,11 +291,12 @@ class CaseEvaluation(ABC):
         if len(scored) > 1:
             lines = [which] * bool(which) + [self.compare(first)]
             lines += [f"\nall cases together, new or not:\n{self.compare(scored)}"] * every
-            lines += cautions_together(Path(job.name) for job in jobs)
+            if self.options.find_best is None and not set.intersection(*(set(one.names) for one in scored)):  # pooled
+                lines += cautions_together(Path(job.name) for job in jobs)
             print("\n" + "\n".join(lines), flush=True)
         if self.options.find_best is not None and scored:
             lines = [which] * (bool(which) and len(scored) == 1) + [self.find_best(first)]
-            lines += cautions_together(Path(job.name) for job in jobs if len(scored) == 1)  # else told above
+            lines += cautions_together(Path(job.name) for job in jobs)
             print("\n" + "\n".join(lines), flush=True)
         if len(jobs) == len(scored) == 1:
             for text in self._next_lines(jobs[0].runs):
@@ -336,7 +337,7 @@ class CaseEvaluation(ABC):
                 records.append(record)
                 lines += cautions_of_validation(record) if validated else begun_unknown(record)
                 place = None if validated else self.images(self.options.truth)
-                lines += other_images(record, place, inputs_of(prediction))
+                lines += other_images(record, place, inputs_of(prediction), names_of(job.cases))
                 own = record.weights
                 lines += filter(None, [own.not_the_best * bool(validated), own.describe_lost(), own.edited])
                 if self.labels is not None:

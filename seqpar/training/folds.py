@@ -182,21 +182,23 @@ class Folds:
         self.new_flags = [] if known or not before else self.typed
         if self.new_flags and all(has_finished(read_status(run)) for run in runs_of(out)):
             self._refuse_longer(out)
-        if self.new_flags:
+            self.flags = before  # no fold would take the new ones
+        elif self.new_flags:
             refuse_unlike_folds(started_folds(out), self.new_flags, self.flags, launcher)
 
     def _refuse_longer(self, out: str) -> None:
         """Raises ValueError for flags by which finished folds would train longer, which none does."""
         _, config, names = parse(self.new_flags, "laptop")
-        before = read_config(runs_of(out)[0]).get("config", {})
-        longer = [n for n in ("epochs", "iterations") if n in names and getattr(config, n) > before.get(n, 0)]
-        if longer:
-            flags = [word for n in longer for word in (f"--{n}", getattr(config, n))]
-            typed, one = " ".join(map(str, flags)), next_command("train", "--resume", "--out", runs_of(out)[0], *flags)
-            raise ValueError(
-                f"--resume --fold {ALL_FOLDS} --out {out}: all five have finished, and {typed} would change none: "
-                f"continue each by itself, as by {one}"
-            )
+        for run in runs_of(out):
+            before = read_config(run).get("config", {})
+            longer = [n for n in ("epochs", "iterations") if n in names and getattr(config, n) > before.get(n, 0)]
+            if longer:
+                flags = [word for n in longer for word in (f"--{n}", getattr(config, n))]
+                typed, one = " ".join(map(str, flags)), next_command("train", "--resume", "--out", run, *flags)
+                raise ValueError(
+                    f"--resume --fold {ALL_FOLDS} --out {out}: all five have finished, and {typed} would change none: "
+                    f"continue each by itself, as by {one}"
+                )
 
     def _agree(self, meeting: Meeting, fold: int, run: str) -> dict[str, bool]:
         """Returns, on every rank, how the fold stands by the first one's reading, and whether any has to leave."""

@@ -235,7 +235,7 @@ def several_data(*described: Mapping[str, Any]) -> str:
     for own in described:
         names[str(own.get("name", ""))].update(own.get(VOXELS, {}).values())
     names.pop("", None)
-    differ = any(not one & other for one, other in combinations(names.values(), 2))
+    differ = any(one and other and not one & other for one, other in combinations(names.values(), 2))
     return f"these runs were trained on several data sets: {', '.join(names)}" if differ else ""
 
 

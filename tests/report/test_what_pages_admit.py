@@ -171,6 +171,8 @@ def test_what_a_run_reached_is_said_of_the_weights_that_predicted_and_of_how_the
     assert reached_and_found(record, made(2)) == [
         "This run predicted these cases with its weights of step 2, which were not validated."
     ]
+    lost = replace(record, held_out=())
+    assert reached_in_validation(lost, "run a", made(2))[0].endswith("step 2, whose validation is not on record.")
     assert reached_in_validation(record, "run a", made(1, taken)) == [
         f"Run a predicted these cases with its weights of steps 1 and {taken} together, which no validation has scored."
     ]

@@ -388,7 +388,9 @@ def test_classes_of_few_cases_or_none_are_cautioned_of() -> None:
         "scores": {"AUC": 0.6, "accuracy": 0.4},
     }
     flat["classes"] = {name: {"cases": 5} for name in "abc"}
-    told = "Guessing could reach these scores: the interval of the balanced accuracy (0.200 to 0.500) includes 0.333."
+    told = (
+        "Guessing could reach these scores: the interval of the balanced accuracy (0.200 to 0.500) is not above 0.333."
+    )
     assert caution_of_guesses({**flat, "cases": 15}) == told, "the area has no interval"
     sure = {"AUC": None, "balanced accuracy": (0.4, 0.5)}
     assert caution_of_guesses({**flat, "cases": 15, "intervals": sure}) == ""

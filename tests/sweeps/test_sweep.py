@@ -292,6 +292,12 @@ def test_points_whose_run_is_not_that_of_their_settings_are_told(made: Path, tmp
     assert told.startswith(f"{second.name} was trained on with other settings (--lr 0.001 -> 0.02, --epochs 1 -> 6): ")
     (second / "config.json").write_text(json.dumps({"history": [start, {"changed": {"time_limit": ["", "2:00"]}}]}))
     assert odd_points(made, sweep) == [], "as tune itself resumes"
+    moved = {"batch": [2, 1], "cache": ["a", "b"], "data": ["/a/D", "/b/D"], "seqpar": [1, 2]}
+    (second / "config.json").write_text(json.dumps({"history": [start, {"changed": moved}]}))
+    assert odd_points(made, sweep) == [], "on other ranks, or from another place"
+    there, back = {"changed": {"lr": [0.001, 0.02]}}, {"changed": {"lr": [0.02, 0.001]}}
+    (second / "config.json").write_text(json.dumps({"history": [start, there, back]}))
+    assert odd_points(made, sweep) == []
 
 
 def test_the_page_of_a_sweep_has_all_points_effects_and_the_command_of_the_best(

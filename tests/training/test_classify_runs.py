@@ -13,6 +13,9 @@ import pytest
 from seqpar.cli import evaluate, export, predict, report
 from seqpar.cluster.exit_codes import DATA, USAGE
 from seqpar.parallel.launcher import Launcher
+from seqpar.prediction.prediction_folder import inputs_of
+from seqpar.report.images import other_images
+from seqpar.report.record import read_record
 from seqpar.runs.journal import read_metrics
 from seqpar.tasks.classify.scores import read_class_table, replaced_rows, row_stamps
 from seqpar.tasks.classify.validation import ClassValidation
@@ -249,8 +252,14 @@ def test_predictions_go_on_and_are_scored_and_shown(one: tuple, tmp_path: Path, 
     said = capsys.readouterr().out
     assert "were in the run's training data" in said and "predicted from other files" not in said
     assert evaluate.act([str(named), str(folder), "--json", str(tmp_path / "n.json")]) == 0
-    assert "Caution: 8 of 8 cases, such as " in (said := capsys.readouterr().out)
-    assert f", were predicted from other files than their images in {named}: unless these are copies" in said
+    assert "Caution: 8 of 8 scored cases, such as " in (said := capsys.readouterr().out)
+    assert f", were predicted from other files than their images in {named}: unless these are the same images" in said
+    record, files = read_record(out), inputs_of(folder)
+    (one,) = other_images(record, named, files, [name])
+    assert one.startswith(
+        f"Caution: 1 of 1 scored case, such as {name}, was predicted from another file than its image"
+    )
+    assert other_images(record, named, files, []) == other_images(record, Path(data), files, [name]) == []
     (tmp_path / "truth").mkdir()
     (tmp_path / "truth" / "labels.csv").write_bytes((Path(data) / "labels.csv").read_bytes())
     assert evaluate.act([str(tmp_path / "truth"), str(folder)]) == 0, "a folder without images is a truth, too"

@@ -260,10 +260,11 @@ def test_flags_that_no_fold_would_take_are_refused(lines_of, tmp_path, monkeypat
     one = re.escape(f"train.py --resume --out {out}/fold0 --epochs 2")
     with pytest.raises(ValueError, match=rf"all five have finished, and --epochs 2 would change none: continue.*{one}"):
         lines_of("--resume", "--epochs", "2", "--out", str(out))
-    monkeypatch.setattr(folds, "refuse_unlike_folds", lambda *of: None)  # which asks for whole run folders
     for flags in (["--time-limit", "300"], ["--iterations", "5", "--epochs", "1"]):
         assert lines_of("--resume", *flags, "--out", str(out)) == (0, []), "they ask for nothing that is not done"
-    folds.write_flags(out, ["--epochs", "1"])
+    write_json(out / "fold0" / "config.json", {"config": {"epochs": 2, "iterations": 5}})
+    with pytest.raises(ValueError, match=re.escape(f"train.py --resume --out {out}/fold1 --epochs 2")):
+        lines_of("--resume", "--epochs", "2", "--out", str(out))
     assert folds.read_flags(out) == ["--epochs", "1"], "kept as they were"
     write_json(out / "fold4" / "status.json", {"state": "preempted"})
     assert len(lines_of("--resume", "--epochs", "2", "--out", str(out))[1]) == 1, "one takes them"

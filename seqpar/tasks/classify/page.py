@@ -183,7 +183,7 @@ def _cautions(record: RunRecord, summary: Summary, truth: Path, prediction: Path
     voxels = spacings_of({name: images[name] for name in names if name in images})
     seen = seen_by_runs(record, prediction, lambda run: trained_on(run, truth, names, prediction))
     lines = [*other_classes(record, summary, truth), missing_line(summary["missing"]), *seen.sentences]
-    lines += other_images(record, folder_of(truth), inputs_of(prediction))
+    lines += other_images(record, folder_of(truth), inputs_of(prediction), names)
     return seen, list(filter(None, [*lines, *unknown_runs(record, prediction), other_voxels(record, voxels)]))
 
 
