@@ -16,7 +16,7 @@ from seqpar.data.errors import DataError
 from seqpar.data.formats.splits import sample_cases
 from seqpar.report.embedded_volumes import ShownCase, shown_best
 from seqpar.report.record import CaseScores, RunRecord, ScoredCase, read_record, read_scores, runs_behind
-from seqpar.report.tables import ABSENT_RULE, CONSENSUS, DISPUTED_ML, Absent, absent_of, is_part_labelled
+from seqpar.report.tables import ABSENT_RULE, CONSENSUS, DISPUTED_ML, MANY, SIZES, Absent, absent_of, is_part_labelled
 from seqpar.runs.metrics_tail import best_validation, comparable, score_of, with_other_weights
 from seqpar.runs.run_folder import holds_run, read_best_step, read_windows
 from seqpar.scores.comparison import FEW, TOO_FEW
@@ -235,20 +235,21 @@ ALL_HAVE_IT = (
 
 def reached_and_found(record: RunRecord, made: Mapping[str, Any]) -> list[str]:
     """Returns what a run reached in validation, as ``reached_in_validation`` says it, and how often the label maps of
-    the validation have a class that the truth lacks, unless these are of other weights or predicted otherwise.
+    the validation have a class that the truth lacks, unless these are of other weights.
     """
     sentences, taken = reached_in_validation(record, made=made), record.weights.step
     scored: CaseScores | None = None
     with suppress(DataError):
         scored = read_scores(record.path)
     steps = {*(steps_behind(made) or [taken or 0]), (scored.step if scored else 0) or taken or 0}
-    if not sentences or len(steps) > 1 or measured_otherwise(record, made):
+    if not sentences or scored is None or len(steps) > 1:
         return sentences
-    found = {name: absent_of(scored, name) for name in scored.classes} if scored else {}
+    found = {name: absent_of(scored, name) for name in scored.classes}
     told = [_found_in_none(name, absent) for name, absent in found.items() if absent.cases]
-    told = told or [ALL_HAVE_IT] * bool(scored)
-    rule = [ABSENT_RULE] * (told != [ALL_HAVE_IT])
-    return [*sentences, " ".join([*told, *rule])]
+    when = ["In that validation:"] * bool(measured_otherwise(record, made))
+    if not told:
+        return [*sentences, *[ALL_HAVE_IT] * (not any(absent.unknown for absent in found.values()))]
+    return [*sentences, " ".join([*when, *told, ABSENT_RULE])]
 
 
 def _found_in_none(name: str, absent: Absent) -> str:
@@ -360,3 +361,28 @@ def planes_note(case: ScoredCase, shown: ShownCase, labels: Sequence[str]) -> st
         known = "not annotated"
     there = " in the volume shown:" * (is_part or is_drawn and bool(what))
     return f"{known}; predicted{there} {what or 'none'} · {planes}"
+
+
+def too_much(scored: CaseScores) -> str:
+    """Returns a sentence on the classes that are predicted far too large; "" if no class is."""
+    told = list[str]()
+    for name in scored.classes:
+        pairs = [tuple(case.scores[name].get(key, math.nan) for key in SIZES[:2]) for case in scored.cases]
+        known = [pair for pair in pairs if not any(map(math.isnan, pair))]
+        true_ml, ml = (sum(pair[at] for pair in known) / max(len(known), 1) for at in range(2))
+        if true_ml and ml >= MANY * true_ml:
+            mean = "mean " * (len(known) > 1)
+            told.append(
+                f"the {mean}predicted volume of {name}, {millilitres(ml)} ml, is {ml / true_ml:,.0f} times the "
+                f"{mean}true one, {millilitres(true_ml)} ml"
+            )
+    text, has_readers = (
+        "; ".join(told),
+        any(DISPUTED_ML in row for case in scored.cases for row in case.scores.values()),
+    )
+    wrong = (
+        f"outside {CONSENSUS}, though a reader may agree"
+        if has_readers
+        else "wrong, and regions may be found by chance"
+    )
+    return f"{text[0].upper()}{text[1:]}: most of it is {wrong}." if told else ""

@@ -351,24 +351,6 @@ def _found_share(found: float, regions: int, false: float) -> Score | str:
 MANY = 3  # times the true volume: at most a third of what is predicted is right
 
 
-def too_much(scored: CaseScores) -> str:
-    """Returns a sentence on the classes that are predicted far too large; "" if no class is."""
-    told = list[str]()
-    for name in scored.classes:
-        pairs = [tuple(case.scores[name].get(key, math.nan) for key in SIZES[:2]) for case in scored.cases]
-        known = [pair for pair in pairs if not any(map(math.isnan, pair))]
-        true_ml, ml = (sum(pair[at] for pair in known) / max(len(known), 1) for at in range(2))
-        if true_ml and ml >= MANY * true_ml:
-            mean = "mean " * (len(known) > 1)
-            told.append(
-                f"the {mean}predicted volume of {name}, {millilitres(ml)} ml, is {ml / true_ml:,.0f} times the "
-                f"{mean}true one, {millilitres(true_ml)} ml"
-            )
-    text = "; ".join(told)
-    wrong = "most of it is wrong, and regions may be found by chance."
-    return f"{text[0].upper()}{text[1:]}: {wrong}" if told else ""
-
-
 def volumes_table(scored: CaseScores) -> Table:
     """Returns the true and predicted volume of each class in each case."""
     places = _ml_places(scored)

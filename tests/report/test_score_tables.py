@@ -14,10 +14,12 @@ from seqpar.cli import evaluate
 from seqpar.cluster.exit_codes import USAGE, run
 from seqpar.data.preparation.transforms import resample_label
 from seqpar.report.cases import _case_view, planes_note, viewer_section
+from seqpar.report.cautions import reached_and_found, too_much
 from seqpar.report.embedded_volumes import ShownCase
 from seqpar.report.planes import COLOURS, count_vanished_regions, vanished_note
 from seqpar.report.record import CaseScores, parse_scores, read_record, step_sentence
 from seqpar.report.tables import (
+    HeadlineTile,
     Score,
     coarse_voxels,
     dice_table,
@@ -26,7 +28,6 @@ from seqpar.report.tables import (
     predicted_volumes,
     score_strips,
     sizes_table,
-    too_much,
     volume_score,
     volumes_table,
     what_is_absent,
@@ -37,7 +38,7 @@ from seqpar.scores.label_classes import Labels
 from seqpar.scores.label_files import Pair
 from seqpar.scores.label_scores import DEFAULT_SETTINGS, format_dice, score, summarise
 from seqpar.scores.summary_files import summary_content
-from seqpar.tasks.segment.page import headline
+from seqpar.tasks.segment.page import _caution_of, headline
 from tests.support.label_folders import save
 from tests.support.report_page import own_slices
 
@@ -236,6 +237,9 @@ def test_a_prediction_of_many_times_the_true_volume_is_warned_of() -> None:
         "The predicted volume of vessel, 8 ml, is 64 times the true one, 0.125 ml: most of it is wrong, and regions "
         "may be found by chance."
     )
+    disputed = scores_of(1.0, {"vessel": (1,)}, (small, full))
+    disputed.cases[0].scores["vessel"]["DisputedMl"] = 1.0
+    assert too_much(disputed).endswith("ml: most of it is outside the readers' consensus, though a reader may agree.")
     two = too_much(scores_of(1.0, {"vessel": (1,)}, (small, full), (small, full)))
     assert two.startswith("The mean predicted volume of vessel, 8 ml, is 64 times the mean true one, 0.125 ml: ")
     both = too_much(scores_of(1.0, {"vessel": (1,), "tree": (1, 2)}, (small, full)))
@@ -330,3 +334,21 @@ def test_scores_of_an_earlier_validation_are_not_called_the_last(finished: Path)
         rows = [{**last, "step": own - 8}, *({**last, "step": own + more} for more in range(0, steps, 8))]
         taken = replace(record.weights, step=own - 8)
         assert f"of step {own:,}, {which}: " in step_sentence(own, replace(record, held_out=rows, weights=taken))
+
+
+def test_what_nobody_annotated_is_not_said_to_be_in_every_case(finished: Path, tmp_path: Path) -> None:
+    """And a class that was never predicted is not said to overlap too little, whoever left it open elsewhere."""
+    run = Path(shutil.copytree(finished, tmp_path / "run"))
+    said = reached_and_found(read_record(run), {})
+    path = run / "validation" / "summary.json"
+    summary = json.loads(path.read_text())
+    for case in summary["metric_per_case"]:
+        for row in case["metrics"].values():
+            row["n_ref"], row["n_pred"] = math.nan, math.nan
+    path.write_text(json.dumps(summary))
+    assert not any("Every held-out case has every class" in line for line in reached_and_found(read_record(run), {}))
+    assert said
+    rows = [{"a": {"Dice": 0.0, "n_pred": 0, "n_ref": 5, "Sensitivity": 0.0}}]
+    rows += [{"a": {"Dice": math.nan, "n_pred": math.nan, "n_ref": math.nan}}]
+    tile = HeadlineTile("a", Score(0.0, 3), "")
+    assert _caution_of(tile, rows, 2) == "nothing of this class was predicted"

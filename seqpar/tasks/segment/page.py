@@ -24,6 +24,7 @@ from seqpar.report.cautions import (
     reached_and_found,
     reached_in_validation,
     records_behind,
+    too_much,
     trained_on_some,
 )
 from seqpar.report.curves import count_of, number
@@ -68,7 +69,6 @@ from seqpar.report.tables import (
     score_strips,
     sizes_table,
     tiles_of_steps,
-    too_much,
     volumes_table,
 )
 from seqpar.runs.metrics_tail import with_other_weights
@@ -223,7 +223,8 @@ def _caution_of(tile: HeadlineTile, rows: Sequence[Scores], count: int) -> str:
     present, found = (mean_where_present(rows, tile.name, metric) for metric in ("Dice", "Sensitivity"))
     own = [row[tile.name] for row in rows if tile.name in row]
     where, count = next(filter(None, map(where_known, own)), ""), len(without_nan(row["Dice"] for row in own))
-    predicted, true = (sum(row.get(n, math.nan) for row in own) for n in ("n_pred", "n_ref"))
+    known = [without_nan(row.get(n, math.nan) for row in own) for n in ("n_pred", "n_ref")]  # of cases annotated for it
+    predicted, true = (sum(values) if values else math.nan for values in known)
     return what_is_hardly_learned(tile.score.value, count, present, found, where, predicted, true)
 
 
