@@ -84,7 +84,9 @@ class Desk:
 
         def there() -> bool:
             said = metrics.read_text() if metrics.exists() else ""
-            return said.count('"kind": "train"') >= step and len(self.cluster.ranks(job)) == world
+            if said.count('"kind": "train"') < step or len(self.cluster.ranks(job)) != world:
+                return False
+            return status(run)["state"] == "running"  # a job before it may have gone further
 
         self.cluster.wait(there, f"job {job} brings {run.name} to step {step}")
         ranks = self.cluster.ranks(job)
