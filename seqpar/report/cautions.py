@@ -67,7 +67,7 @@ def cautions_of_validation(record: RunRecord) -> list[str]:
     """Returns sentences on what the run's last validation predicted: which weights did, and what they had seen."""
     step = read_best_step(record.path, "validation/summary.json") or 0
     other = with_other_weights(step, record.weights.step)
-    return [f"These are predictions{other}."] * bool(other) + chosen_on_them(record)
+    return [f"These cases were predicted{other}."] * bool(other) + chosen_on_them(record)
 
 
 def cautions_of_learned(*records: RunRecord) -> list[str]:
@@ -278,7 +278,7 @@ def measured_otherwise(record: RunRecord, made: Mapping[str, Any]) -> str:
         ways.append("as a mean over mirrored copies" if own["mirror"] else "without mirroring")
     if str(own.get("min_component", "0")) != "0" or own.get("postprocessing"):
         ways.append("with regions removed")
-    return f" These cases were predicted {' and '.join(ways)}, which that does not measure." if ways else ""
+    return f" That was not measured in the same way: these cases were predicted {' and '.join(ways)}." if ways else ""
 
 
 def own_grid(record: RunRecord) -> str:
@@ -376,13 +376,8 @@ def too_much(scored: CaseScores) -> str:
                 f"the {mean}predicted volume of {name}, {millilitres(ml)} ml, is {ml / true_ml:,.0f} times the "
                 f"{mean}true one, {millilitres(true_ml)} ml"
             )
-    text, has_readers = (
-        "; ".join(told),
-        any(DISPUTED_ML in row for case in scored.cases for row in case.scores.values()),
-    )
-    wrong = (
-        f"outside {CONSENSUS}, though a reader may agree"
-        if has_readers
-        else "wrong, and regions may be found by chance"
-    )
+    wrong = "wrong, and regions may be found by chance"
+    if any(DISPUTED_ML in row for case in scored.cases for row in case.scores.values()):
+        wrong = f"outside {CONSENSUS}, though a reader may agree"
+    text = "; ".join(told)
     return f"{text[0].upper()}{text[1:]}: most of it is {wrong}." if told else ""

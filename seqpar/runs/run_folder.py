@@ -19,7 +19,7 @@ import torch
 import seqpar
 from seqpar.cluster.torch_setup import arithmetic_now
 from seqpar.data.errors import DataError, unreadable
-from seqpar.data.files import read_whole, write_json
+from seqpar.data.files import read_whole
 from seqpar.data.phantom.phantom_files import flags_of_others, has_phantoms
 from seqpar.runs.archive import ABOUT, CONFIG, is_archive, read_archived
 from seqpar.scores.label_classes import labels_of_run
@@ -218,7 +218,7 @@ def _commit() -> str:
 
 
 def origin_mark(run: Path) -> dict[str, str]:
-    """Returns the entry by which a file says whose it is; none if the run's config.json does not tell."""
+    """Returns the entry that says which run a file is of; none if the run's config.json does not tell."""
     with suppress(ValueError, OSError, LookupError, TypeError, AttributeError):
         return {ORIGIN: own} if (own := origin_of(read_config(run))) else {}
     return {}
@@ -271,17 +271,6 @@ class MeasuredWindows(NamedTuple):
         """Returns the content of a file; temperatures only if there are some."""
         content = {"dice": dict(self.dice), "whole_grid": list(self.whole_grid)}
         return content | ({"temperatures": dict(self.temperatures)} if self.temperatures else {})
-
-
-def write_window(
-    run: Path,
-    windows: Mapping[str, float],
-    step: int,
-    whole_grid: Sequence[int] = (),
-    temperatures: Mapping[str, float] = MappingProxyType({}),
-) -> None:
-    """Writes window.json, about the best checkpoint; for the arguments see ``MeasuredWindows``."""
-    write_json(run / "window.json", window_content(windows, step, whole_grid, temperatures))
 
 
 def window_content(

@@ -213,24 +213,24 @@ def odd_points(out: Path, sweep: Sweep) -> list[str]:
 
 
 def _why_odd(run: Path) -> str:
-    beside = f"the row of {run.name} shows its scores beside the settings of {run.name}"
+    mixed = f"the row of {run.name} shows its scores next to the settings of {run.name}"
     with suppress(OSError, LookupError, TypeError, ValueError, AttributeError):
         first, *later = read_config(run)["history"]
         line = first["command"]
         if (began := Path(line[line.index("--out") + 1]).name) != run.name:
-            return f"holds the run that began as {began}: {beside}. Rename the folders back."
+            return f"holds the run that began as {began}: {mixed}. Rename the folders back."
         changes = dict[str, list[Any]]()
         for name, (was, now) in (pair for start in later for pair in start["changed"].items()):
             changes[name] = [changes.get(name, [was])[0], now]
         changes = {name: pair for name, pair in changes.items() if pair[0] != pair[1] and _counts(name, *pair)}
         if changes:
             again = "To compare fairly, move this run away and resume the sweep, which then trains the point again."
-            return f"was trained on with other settings ({list_changes(changes)}): {beside}. {again}"
+            return f"was trained on with other settings ({list_changes(changes)}): {mixed}. {again}"
     return ""
 
 
 # what changes no score by itself; the batch of a rank changes with the number of ranks, which keeps the tiles of a step
-_BESIDE = ("workers", "device", "cache", "tensorboard", "tracker", "neurological", "batch", "accumulate")
+_HARMLESS = ("workers", "device", "cache", "tensorboard", "tracker", "neurological", "batch", "accumulate")
 _SECTIONS = ("run folder", "time limits and checks", "memory and device", "tile and ranks")
 
 
@@ -238,7 +238,7 @@ def _counts(name: str, was: Any, now: Any) -> bool:
     """Returns whether a change of a setting may change the scores of a run."""
     if name == "data":  # which may have moved
         return Path(str(was)).name != Path(str(now)).name
-    return name not in _BESIDE and SETTINGS[name].section not in _SECTIONS
+    return name not in _HARMLESS and SETTINGS[name].section not in _SECTIONS
 
 
 def _ended(point: Point, state: str) -> Point:

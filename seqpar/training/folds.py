@@ -112,7 +112,7 @@ class Folds:
             if told := changed_between(*described):
                 print(f"warning: {told}: a score of all folds together mixes two states of the data", flush=True)
             if told := several_data(*described):
-                print(f"warning: {told}: they are no cross-validation of one", flush=True)
+                print(f"warning: {told}: together they are no cross-validation", flush=True)
             line = next_command("predict", out, "-i", "IMAGES", "-o", "PREDICTIONS")
             print(f"next: {line}  (the mean of all folds)", flush=True)
         return 0
@@ -187,7 +187,7 @@ class Folds:
             refuse_unlike_folds(started_folds(out), self.new_flags, self.flags, launcher)
 
     def _refuse_longer(self, out: str) -> None:
-        """Raises ValueError for flags by which finished folds would train longer, which none does."""
+        """Raises ValueError for flags that ask finished folds to train longer, which none of them would do."""
         _, config, names = parse(self.new_flags, "laptop")
         for run in runs_of(out):
             before = read_config(run).get("config", {})
@@ -197,7 +197,7 @@ class Folds:
                 typed, one = " ".join(map(str, flags)), next_command("train", "--resume", "--out", run, *flags)
                 raise ValueError(
                     f"--resume --fold {ALL_FOLDS} --out {out}: all five have finished, and {typed} would change none: "
-                    f"continue each by itself, as by {one}"
+                    f"continue each by itself, for example: {one}"
                 )
 
     def _agree(self, meeting: Meeting, fold: int, run: str) -> dict[str, bool]:

@@ -29,7 +29,7 @@ from seqpar.data.files import fsync_folder, refuse_special, umask_mode, write_te
 from seqpar.models.network import NO_RESIZING, Resizing, resize_tensors
 from seqpar.parallel.consensus import max_over_ranks, raise_on_all_ranks, run_on_rank0
 from seqpar.parallel.mesh import Group
-from seqpar.weights.facts import as_metadata
+from seqpar.weights.facts import as_metadata, origin_of
 from seqpar.weights.states import (
     copy_into,
     fill_optimizer,
@@ -357,10 +357,10 @@ def _problem(path: Path, trusts_times: bool = False) -> str:
 
 def refuse_of_other(point: Path, content: Mapping[str, Any]) -> None:
     """Raises DataError if a checkpoint is another run's; ``content``: of the config.json of the run that has it."""
-    begins: list[Any] = []
+    began = own = ""
     with suppress(OSError, ValueError, LookupError, TypeError, AttributeError):  # earlier versions kept none with it
-        begins = [it["history"][:1] for it in (json.loads((point / "config.json").read_text()), content)]
-    if all(begins) and begins[:1] != begins[1:]:
+        began, own = origin_of(json.loads((point / "config.json").read_text())), origin_of(content)
+    if began and own and began != own:
         of_other = "belongs to another run than config.json describes: copy this run's checkpoints back"
         raise DataError(point, of_other)
 

@@ -27,8 +27,8 @@ from seqpar.report.planes import outside_planes
 from seqpar.report.record import RunRecord, ScoredCase, read_record, read_scores
 from seqpar.report.run_page import _cleaned, _scored, _unlearned_by_others, how_predicted, what_is_unlearned
 from seqpar.report.tables import what_is_missing
-from seqpar.runs.run_folder import write_window
 from seqpar.scores.label_scores import format_table
+from tests.support.checkpoints import write_window
 from tests.support.folders import save
 from tests.support.report_page import own_slices
 
@@ -178,20 +178,18 @@ def test_what_a_run_reached_is_said_of_the_weights_that_predicted_and_of_how_the
     ]
     said, found = reached_and_found(record, made(taken, window="whole"))
     assert found.startswith(("In that validation: In ", "Every held-out case"))
-    assert "These cases were predicted in one pass and not in windows, which that does not measure." in said
+    assert "not measured in the same way: these cases were predicted in one pass and not in windows." in said
     other = made(taken)
     other["settings"] |= {"mirror": [0, 1], "min_component": "50"}
     said, _ = reached_and_found(record, other)
-    assert "These cases were predicted as a mean over mirrored copies and with regions removed, which that does" in said
+    assert "these cases were predicted as a mean over mirrored copies and with regions removed." in said
     mirrored = replace(record, content={**record.content, "config": {**record.config, "val_mirror": "WD"}})
-    assert "with regions removed, which" in measured_otherwise(mirrored, other)
+    assert "predicted with regions removed." in measured_otherwise(mirrored, other)
     other["settings"] = {"window": "sliding", "mirror": []}
-    assert measured_otherwise(mirrored, other).startswith(" These cases were predicted without mirroring")
+    assert measured_otherwise(mirrored, other).endswith("these cases were predicted without mirroring.")
     both = validating("both")
     write_window(record.path, {"whole": 0.5, "sliding": 0.4}, taken)
-    assert measured_otherwise(both, made(taken)).startswith(
-        " These cases were predicted in windows and not in one pass"
-    )
+    assert measured_otherwise(both, made(taken)).endswith("were predicted in windows and not in one pass.")
     assert measured_otherwise(both, made(taken, window="whole")) == measured_otherwise(both, {}) == ""
 
 

@@ -19,9 +19,9 @@ from seqpar.cluster.exit_codes import DATA, USAGE
 from seqpar.cluster.exit_codes import run as run_act
 from seqpar.data.errors import DataError
 from seqpar.runs.archive import MOST_JSON
-from seqpar.runs.run_folder import write_window
 from seqpar.runs.trained_run import read_run
 from seqpar.weights.facts import read_dataset
+from tests.support.checkpoints import write_window
 from tests.support.folders import tree
 from tests.support.predictions import ROOT, act, make_run, write_images
 

@@ -1,9 +1,15 @@
 """Small checkpoints of a network that took some steps."""
 
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import MappingProxyType
+
 import torch
 from torch import nn
 
+from seqpar.data.files import write_json
 from seqpar.parallel.mesh import Group
+from seqpar.runs.run_folder import window_content
 from seqpar.weights import checkpoint
 from seqpar.weights.checkpoint import Progress
 
@@ -33,3 +39,14 @@ def save(folder, step: int, is_best: bool = False, refuse_lost=lambda: None, **m
 
 def names(folder) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
+
+
+def write_window(
+    run: Path,
+    windows: Mapping[str, float],
+    step: int,
+    whole_grid: Sequence[int] = (),
+    temperatures: Mapping[str, float] = MappingProxyType({}),
+) -> None:
+    """Writes window.json, about the best checkpoint, as a training does."""
+    write_json(run / "window.json", window_content(windows, step, whole_grid, temperatures))

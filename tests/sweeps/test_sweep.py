@@ -279,8 +279,8 @@ def test_points_whose_run_is_not_that_of_their_settings_are_told(made: Path, tmp
         source.rename(target)
     text = Page(page_of_sweep(made, {})).text
     for point, other in ((first, second), (second, first)):
-        told = f"{point.name} holds the run that began as {other.name}: the row of {point.name} shows its scores beside"
-        assert f"{told} the settings of {point.name}. Rename the folders back." in text
+        told = f"{point.name} holds the run that began as {other.name}: the row of {point.name} shows its scores next"
+        assert f"{told} to the settings of {point.name}. Rename the folders back." in text
     (first / "config.json").write_text("{}")
     assert len(odd_points(made, sweep)) == 1, "of the first, nothing is known"
     (second / "config.json").write_text(json.dumps({"history": [{"command": 5}]}))

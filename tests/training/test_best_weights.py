@@ -14,7 +14,6 @@ from seqpar.cluster.exit_codes import run
 from seqpar.data.errors import DataError
 from seqpar.data.files import write_json
 from seqpar.runs.journal import read_metrics
-from seqpar.runs.run_folder import write_window
 from seqpar.runs.run_status import warn_of_weights, weights_taken
 from seqpar.runs.trained_run import read_run
 from seqpar.tasks.segment import validation
@@ -23,6 +22,7 @@ from seqpar.weights import checkpoint
 from seqpar.weights.checkpoint import latest_step
 from seqpar.weights.pretrained import weights_file
 from seqpar.weights.weight_files import digest
+from tests.support.checkpoints import write_window
 from tests.support.folders import nnunet
 from tests.support.training_runs import Launch, at, trained
 

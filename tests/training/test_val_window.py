@@ -13,10 +13,10 @@ from seqpar.cli import predict
 from seqpar.prediction.predictor import Predictor
 from seqpar.prediction.sliding_window import BEYOND, warn_beyond_training
 from seqpar.runs.journal import Journal, read_metrics
-from seqpar.runs.run_folder import write_window
 from seqpar.runs.run_lock import RunLock, TakenOver
 from seqpar.tasks.segment import validation
 from seqpar.tasks.segment.validation import TEMPERATURES, best_temperature, negative_likelihoods, step_between
+from tests.support.checkpoints import write_window
 from tests.support.configs import NoStop, config_of, trainer_of
 from tests.support.folders import tree
 from tests.support.predictions import act, make_run, write_images
