@@ -5,7 +5,7 @@ letter that is split over the group.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -36,9 +36,9 @@ class MaxPool3d(nn.MaxPool3d):
 
     def forward(self, x: Tensor, grid: BoxGrid | None = None) -> tuple[Tensor, BoxGrid | None]:  # type: ignore[override]
         """Returns this rank's box of the output, ``b c W/s D/s H/s``, and its box grid."""
-        if grid is None:
-            return super().forward(x), None
         sizes = self.kernel_size, self.stride, self.padding, self.dilation
+        if grid is None:
+            return _max_pool(x, *sizes, self.ceil_mode), None
         return max_pool_box(x, grid, *sizes, self.ceil_mode, str(self))
 
 
@@ -111,6 +111,25 @@ def upsample_trilinear(x: Tensor, factors: Sequence[int]) -> Tensor:
     return y if torch.is_autocast_enabled(x.device.type) else y.to(x.dtype)
 
 
+def _max_pool(x: Tensor, *options: Any) -> Tensor:
+    deterministic = x.is_cuda and torch.are_deterministic_algorithms_enabled()
+    return max_pool_by_place(x, *options) if deterministic else _torchs_max_pool(x)(x, *options)
+
+
+def _torchs_max_pool(x: Tensor) -> Callable[..., Any]:
+    return F.max_pool2d if x.ndim == 4 else F.max_pool3d
+
+
+def max_pool_by_place(x: Tensor, *options: Any) -> Tensor:
+    """Pools with a deterministic gradient on a GPU, unlike torch's own kernel, which adds those of overlapping windows.
+
+    - ``options``: torch's, from the kernel on
+    """
+    with torch.no_grad():
+        _, places = _torchs_max_pool(x)(x, *options, return_indices=True)
+    return x.flatten(2).gather(2, places.flatten(2)).view_as(places)
+
+
 class GlobalMean(nn.AdaptiveAvgPool3d):
     """Averages over the whole volume; returns ``b c 1 1 1``, the same on all ranks."""
 
@@ -135,8 +154,7 @@ def max_pool_box(
     reaches = _pool_reaches(grid, kernel, stride, padding, dilation, ceil_mode, what)
     window = Halos.of(grid, reaches).fetch(x, -math.inf)
     pads = [reach.padding for reach in reaches]
-    y = (F.max_pool2d if x.ndim == 4 else F.max_pool3d)(window, kernel, stride, pads, dilation, ceil_mode)
-    return y, output_grid(grid, reaches)
+    return _max_pool(window, kernel, stride, pads, dilation, ceil_mode), output_grid(grid, reaches)
 
 
 def avg_pool_box(

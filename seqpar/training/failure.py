@@ -7,7 +7,10 @@ import traceback
 from contextlib import suppress
 from typing import NoReturn
 
+import torch
+
 from seqpar.cluster import exit_codes
+from seqpar.cluster.devices import GIB
 from seqpar.cluster.stop_agreement import ShutdownSteps
 from seqpar.parallel.mesh import Mesh
 from seqpar.parallel.watchdog import CollectiveMismatch, describe_lost_contact, is_lost_contact
@@ -80,7 +83,8 @@ def _judge(error: BaseException, config: Config, rank: int, finding: str = "") -
     if code == exit_codes.MEMORY and not isinstance(error, exit_codes.TooLittleMemory):
         if isinstance(error, MemoryError) and "workers" in lines[0]:  # the loader's, which knows what to change
             return code, str(error), False
-        return code, f"out of memory on rank {rank}: {save_memory(config)} ({lines[0][:120]})", True
+        said = ". ".join(lines[0].split(". ")[:2])  # torch's figures; advice on its allocator follows
+        return code, f"out of memory on rank {rank}: {_held_by_others(error)}{save_memory(config)} ({said[:200]})", True
     if code is not None:
         return code, str(error), False
     if isinstance(error, CollectiveMismatch):
@@ -97,6 +101,19 @@ def _judge(error: BaseException, config: Config, rank: int, finding: str = "") -
 
 def _is_expected(error: BaseException) -> bool:
     return isinstance(error, (OSError, CollectiveMismatch)) or is_lost_contact(error)
+
+
+def _held_by_others(error: BaseException) -> str:
+    """Returns what to do if other processes hold a fourth of the GPU or more, else ""."""
+    if not isinstance(error, torch.OutOfMemoryError) or not torch.cuda.is_initialized():
+        return ""
+    free, total = torch.cuda.mem_get_info()
+    others = total - free - torch.cuda.memory_reserved()
+    if others < total / 4:
+        return ""
+    return (
+        f"other processes hold {others / GIB:.1f} of the GPU's {total / GIB:.1f} GiB; end them, take another GPU, or "
+    )
 
 
 def save_memory(config: Config) -> str:

@@ -29,7 +29,7 @@ from seqpar.cluster.acceptance.check import (
     judged,
     run_module,
 )
-from seqpar.cluster.acceptance.kernels import check_kernels
+from seqpar.cluster.acceptance.kernels import check_kernels, check_repeats
 from seqpar.cluster.exit_codes import DATA, USAGE, run
 from seqpar.models.build import NETWORKS, layout_of
 from seqpar.parallel.mesh import Mesh
@@ -289,3 +289,16 @@ def test_flags_that_go_with_the_other_use_of_the_doctor_are_refused(
         monkeypatch.setenv(name, value)
     assert run(doctor.act, ["--accept"]) == 2
     assert "--accept starts its own ranks, but 2 were started" in capsys.readouterr().err
+
+
+def test_bits_that_differ_from_time_to_time_are_wrong(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    outcome = check_repeats(site)
+    assert outcome.verdict == RIGHT and set(outcome.figures.values()) == {0.0}
+    assert not torch.are_deterministic_algorithms_enabled()  # for the checks after it
+
+    def drifts(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return (torch.rand(3),)
+
+    monkeypatch.setattr("seqpar.cluster.acceptance.kernels._attention", drifts)
+    outcome = check_repeats(site)
+    assert outcome.verdict == WRONG and outcome.text.startswith("attention ")

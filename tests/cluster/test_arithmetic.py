@@ -4,6 +4,7 @@ import os
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,7 +19,7 @@ from seqpar.settings.config import Config
 from seqpar.settings.field import Circumstances
 from seqpar.settings.optimizer_settings import PRECISIONS
 from seqpar.settings.rules import describe_settings_without_effect
-from seqpar.spatial.pooling import upsample_trilinear
+from seqpar.spatial.pooling import max_pool_by_place, upsample_trilinear
 from seqpar.training.run_request import read_request
 from tests.support.ranks import relative
 
@@ -71,6 +72,32 @@ def test_upsampling_in_one_order_is_torchs(factors: tuple[int, int, int]) -> Non
     weight = torch.randn_like(theirs)
     gradients = [torch.autograd.grad((y * weight).sum(), x)[0] for y in (ours, theirs)]
     assert relative(ours, theirs) < 1e-14 and relative(*gradients) < 1e-14
+
+
+@pytest.mark.parametrize("options", [(3, 2, 1, 1, False), (2, 2, 0, 1, True), (3, 1, 1, 2, False)])
+@pytest.mark.parametrize("sides", [(9, 8), (9, 8, 7)])
+def test_max_pooling_in_one_order_is_torchs_also_at_ties(sides: tuple[int, ...], options: tuple[Any, ...]) -> None:
+    x = torch.randint(4, (2, 3, *sides)).double().requires_grad_()
+    theirs = (F.max_pool2d if len(sides) == 2 else F.max_pool3d)(x, *options)
+    ours = max_pool_by_place(x, *options)
+    weight = torch.randn_like(theirs)
+    gradients = [torch.autograd.grad(y, x, weight)[0] for y in (ours, theirs)]
+    assert torch.equal(ours, theirs) and relative(*gradients) < 1e-14
+
+
+def test_cudnns_attention_is_left_out_where_bits_must_repeat(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch refuses it, but not where it only warns, as runs let it."""
+
+    def as_torch(params: Any) -> bool:
+        refuses = torch.are_deterministic_algorithms_enabled()
+        return not (refuses and not torch.is_deterministic_algorithms_warn_only_enabled())
+
+    monkeypatch.setattr(torch.backends.cuda, "can_use_cudnn_attention", as_torch)
+    like = torch.zeros(1, 2, 8, 64, dtype=torch.bfloat16)
+    set_arithmetic("bf16", False, env={})
+    assert "cudnn" in kernels._allowed(like, 64)
+    set_arithmetic("bf16", True, env={})
+    assert "cudnn" not in kernels._allowed(like, 64)
 
 
 def test_a_pair_of_libraries_that_is_wrong_in_half_precision_is_refused() -> None:

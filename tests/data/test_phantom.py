@@ -127,7 +127,7 @@ def test_nnunet_files_have_their_description(tmp_path):
     root = write_phantom(tmp_path, 2, PhantomSettings("nnunet", TINY))
     description = json.loads((root / "dataset.json").read_text())
     assert description["numTraining"] == 2 and description["file_ending"] == ".nii.gz"
-    assert list(description["channel_names"].values()) == ["T1", "T1ce", "T2", "FLAIR"]
+    assert list(description["channel_names"].values()) == ["T1", "T1c", "T2", "FLAIR"]
     assert len(list((root / "imagesTr").iterdir())) == 8
     # painting the regions in their order gives the labels back
     label = np.asanyarray(nibabel.load(root / "labelsTr" / "phantom_00000.nii.gz").dataobj)

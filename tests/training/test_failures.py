@@ -21,7 +21,7 @@ from seqpar.runs.run_log import RunLog
 from seqpar.runs.run_status import StatusFile
 from seqpar.settings.config import Config
 from seqpar.tasks.segment import validation
-from seqpar.training import after_step, gradients, run_request, setup, trainer
+from seqpar.training import after_step, failure, gradients, run_request, setup, trainer
 from seqpar.weights import checkpoint, weight_files
 from tests.support.folders import nnunet
 from tests.support.training_runs import Launch, at, die, losses, moments, signalled, status, trained, weights
@@ -170,6 +170,20 @@ def test_out_of_memory_says_what_to_change(flags, tmp_path):
     said = status(tmp_path / "run")
     assert (said["state"], said["code"]) == ("failed", 4)
     assert "out of memory on rank 1: use --batch 1 --accumulate 2" in said["why"] and said["why"] in launch.said(1)
+
+
+@pytest.mark.parametrize(("free", "says"), [(4, "other processes hold 116.0 of the GPU's 140.0 GiB"), (100, "")])
+def test_a_gpu_that_others_fill_is_told(free: int, says: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (free * 2**30, 140 * 2**30))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: 20 * 2**30)
+    error = torch.OutOfMemoryError(
+        "CUDA out of memory. Tried to allocate 82.00 MiB. GPU 0 has a total capacity of 140 GiB"
+    )
+    code, text, is_own = failure._judge(error, Config(batch=2), 0)
+    others = f"{says}; end them, take another GPU, or " if says else ""
+    means = "use --batch 1 --accumulate 2 (CUDA out of memory. Tried to allocate 82.00 MiB)"
+    assert (code, text, is_own) == (4, f"out of memory on rank 0: {others}{means}", True)
 
 
 def test_a_mistake_of_our_own_is_a_failed_run_with_a_traceback(flags, tmp_path):

@@ -1,13 +1,17 @@
-"""The device's attention kernels and convolutions against float64."""
+"""The device's attention kernels and convolutions against float64, and whether they repeat their bits if asked to."""
 
 import math
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from seqpar.attention.kernels import LONG, Kernel, kernel_for, kernels_of
 from seqpar.cluster.acceptance.check import Error, Outcome, Site, judged, relative
+from seqpar.cluster.torch_setup import set_arithmetic
+from seqpar.spatial.pooling import AvgPool3d, MaxPool3d, Upsample
 
 WIDTHS = (8, 24, 64, 96, 128)
 LENGTHS = ((64, 64), (37, 53), (129, 300), (512, 65), (65, LONG + 1))  # queries, keys
@@ -74,6 +78,49 @@ def _convolved(x: Tensor, weight: Tensor, grad: Tensor) -> tuple[Tensor, ...]:
     x, weight = x.detach().requires_grad_(), weight.detach().requires_grad_()
     y = F.conv3d(x, weight, padding=1)
     return y.detach(), *torch.autograd.grad(y, (x, weight), grad)
+
+
+def check_repeats(site: Site) -> Outcome:
+    """Checks that attention, poolings, upsampling and convolutions give the same bits four times if asked to."""
+    torch.manual_seed(0)
+    x = torch.randn(2, 16, *(40, 40, 40) if site.full_size else (10, 10, 10), device=site.device)
+    layers = {
+        "convolution": nn.Conv3d(16, 16, 3, padding=1),
+        "transposed convolution": nn.ConvTranspose3d(16, 16, 2, 2),
+        "max pooling": MaxPool3d(3, 2, 1),
+        "average pooling": AvgPool3d(2, 2),
+        "upsampling": Upsample(scale_factor=2, mode="trilinear"),
+    }
+    keys = 4 * LONG if site.full_size else 64
+    attended = [torch.randn(2, 4, keys, 64, device=site.device, dtype=torch.bfloat16) for _ in range(4)]
+    set_arithmetic("bf16", deterministic=True)
+    try:
+        errors = {"attention": _spread(lambda: _attention(*attended))}
+        errors |= {name: _spread(partial(_gradients, layer.to(site.device), x)) for name, layer in layers.items()}
+    finally:
+        set_arithmetic("fp32")
+    return judged({name: Error(value, 1e-300) for name, value in errors.items()})
+
+
+def _attention(q: Tensor, k: Tensor, v: Tensor, grad: Tensor) -> Sequence[Tensor]:
+    kernel = kernel_for(q, q.shape[-1], k.shape[2])
+    out, state = kernel.forward(q, k, v)
+    return out, *kernel.backward(grad, q, k, v, out, state)
+
+
+def _gradients(layer: nn.Module, x: Tensor) -> Sequence[Tensor]:
+    """Returns the layer's output by autocast to bfloat16, and the gradients of the input and of its parameters."""
+    x = x.detach().requires_grad_()
+    with torch.autocast(x.device.type, torch.bfloat16):
+        y = layer(x)
+    y = y[0] if isinstance(y, tuple) else y
+    return y, *torch.autograd.grad(y, (x, *layer.parameters()), torch.cos(y.detach().float()).to(y.dtype))
+
+
+def _spread(work: Callable[[], Sequence[Tensor]]) -> float:
+    """Returns by how much four calls differ from each other."""
+    first, *others = (work() for _ in range(4))
+    return max(float((a - b).detach().abs().max()) for other in others for a, b in zip(first, other))
 
 
 def _norm_error(a: Tensor, b: Tensor) -> float:

@@ -110,7 +110,7 @@ def _old_age(rng: np.random.Generator, head: Head, ventricle: Field) -> Field:
 
 
 def _vessels(rng: np.random.Generator, head: Head) -> Field:
-    """Returns vessels, bright in T1ce: arteries, the sagittal sinus, the choroid plexus."""
+    """Returns vessels, bright in T1c: arteries, the sagittal sinus, the choroid plexus."""
     size, z = head.depth.shape, head.z
     course = np.hypot(random_field(rng, size, 9, band=True), random_field(rng, size, 9, band=True))
     sinus = 3.2 - np.hypot(head.x, np.minimum(head.upper, np.where(z > 0, 30, 90)) - 2)

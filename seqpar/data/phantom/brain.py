@@ -3,7 +3,7 @@
 A case is a function of (seed, case index) alone and defined in physical space: another size shows the same head at
 another resolution, except for measurement noise. Tissues are painted over one another with soft edges. To make the task
 hard, some healthy tissue resembles tumours and is not labelled: CSF (bright in T2), lesions of old age (FLAIR), vessels
-(T1ce).
+(T1c).
 
 Healthy and demented brains differ in the volumes of hippocampus and ventricles, whose distributions overlap; everything
 else has the same distribution in both groups. Their label is the region in which the groups differ.
@@ -17,11 +17,11 @@ from seqpar.data.phantom.fields import Field, Mask, PhantomCase, inside, paint, 
 from seqpar.late_import import late
 
 ndimage = late("scipy.ndimage")
-MODALITIES = ("t1n", "t1c", "t2w", "t2f")  # T1, T1ce, T2, FLAIR under their BraTS 2023 names
+MODALITIES = ("t1n", "t1c", "t2w", "t2f")  # T1, T1c, T2, FLAIR under their BraTS 2023 names
 LABELS = {"background": 0, "NCR": 1, "ED": 2, "ET": 3}
 DEFAULT_SIZE = (96, 112, 96)  # 2 mm voxels
 HEALTHY_EVERY = 8  # every eighth case has no tumour
-#                           T1    T1ce  T2    FLAIR
+#                           T1    T1c   T2    FLAIR
 TISSUES = {
     "white": np.array([0.84, 0.86, 0.34, 0.43]),
     "grey": np.array([0.58, 0.61, 0.52, 0.57]),

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from seqpar.data.formats.brats import MODALITIES
 from seqpar.data.phantom import abdomen, anatomy, brain, head_neck, vessels
 from seqpar.data.phantom.fields import Extent, PhantomCase
 
@@ -51,7 +52,7 @@ KINDS = {
         "Dataset999_Phantom",
         "Phantom",
         "generated brains with tumours, four modalities",
-        ("T1", "T1ce", "T2", "FLAIR"),
+        MODALITIES,
         {
             "labels": {"background": 0, "WT": [1, 2, 3], "TC": [1, 3], "ET": [3]},
             "regions_class_order": [2, 1, 3],  # each region is drawn over the one before
