@@ -21,6 +21,7 @@ from seqpar.report.planes import (
     UNLABELLED,
     FileSlices,
     bar_length,
+    body_of,
     count_outside,
     count_vanished_briefly,
     counted,
@@ -218,7 +219,8 @@ def mark_plane(panel: Any, letters: str, across: float) -> None:
     left, right = panel.get_xlim()
     length, start = bar_length((right - left) * across), left + 0.03 * (right - left)
     ends, place = (start, start + length / across), panel.get_xaxis_transform()
-    panel.add_artist(Line2D(ends, (0.025, 0.025), color="white", linewidth=2, transform=place, path_effects=bar_edge))
+    line: dict[str, Any] = {"color": "white", "linewidth": 2, "solid_capstyle": "butt", "path_effects": bar_edge}
+    panel.add_artist(Line2D(ends, (0.025, 0.025), transform=place, **line))
     places = ((0.03, 0.5), (0.97, 0.5), (0.5, 0.965), (0.5, 0.035))
     for letter, (x, y) in zip(letters, places):
         panel.text(x, y, letter, transform=panel.transAxes, ha="center", va="center", fontsize=8, **white)
@@ -385,19 +387,6 @@ def heat_palette() -> bytes:
     from matplotlib import colormaps
 
     return bytes(colormaps[HEAT](np.arange(256), bytes=True)[:, :3].tobytes())
-
-
-def body_of(image: NDArray[Any]) -> NDArray[np.bool_]:
-    """Returns which voxels ``W D H`` of a prepared image show the body and not air.
-
-    Images that are 0 outside the body say so themselves; of others the darkest tenth of the grey levels is air.
-    """
-    if (image == 0).mean() > 0.01:
-        nonzero: NDArray[np.bool_] = image != 0
-        return nonzero
-    low, high = np.percentile(image, (0.5, 99.5))
-    bright: NDArray[np.bool_] = image > low + 0.1 * (high - low)
-    return bright
 
 
 MAXIMUM_OUTSIDE = "The map's maximum is outside the "

@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import product
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from seqpar.late_import import late
 from seqpar.scores.lesions import MIN_VOLUME, Part, count_vanished, unmatched_parts
 from seqpar.text import millilitres, quantity, with_minus
 
@@ -20,6 +22,7 @@ if TYPE_CHECKING:
     from seqpar.data.geometry import Geometry
 
 # The palette of Okabe and Ito without its black, which people with colour blindness can tell apart, and one more.
+ndimage = late("scipy.ndimage")
 COLOURS = ("#e69f00", "#56b4e9", "#cc79a7", "#009e73", "#d55e00", "#f0e442", "#0072b2", "#b2df8a")
 # Runs have other colours than classes. All of these can be read on white and on black.
 RUN_COLOURS = ("#8a63d2", "#a0703c", "#d6336c", "#1f9e9e", "#7f8790", "#8f9a1f", "#c05bd6", "#5a7bd8")
@@ -27,6 +30,7 @@ DISPUTED = "#a838ff"  # where readers disagree; no class is violet
 TINT = 0.25  # opacity of what is inside the line of truth or prediction; its colour is multiplied by the image's greys
 TINTED = "tinted: inside a line"
 CONTRAST = 0.35  # of stripes over what the truth leaves unlabelled, as a share of black to white
+BLACK = 0.1  # up to this share, on which stripes are lighter
 STRIPES = 30  # across the longer side of a plane, whichever voxels it has
 UNLABELLED = "hatched: unlabelled"
 PLANES = (("sagittal", 0), ("coronal", 1), ("axial", 2))  # a plane's name, and the direction that it is across
@@ -86,6 +90,38 @@ def fullest_planes(mask: NDArray[Any]) -> tuple[int, ...]:
         return tuple(side // 2 for side in mask.shape)
     others = [tuple(d for d in range(mask.ndim) if d != dim) for dim in range(mask.ndim)]
     return tuple(int(np.argmax((mask > 0).sum(axis))) for axis in others)
+
+
+def body_of(image: NDArray[Any]) -> NDArray[np.bool_]:
+    """Returns which voxels ``W D H`` of a prepared image show the body and not air.
+
+    Images that are 0 outside the body say so themselves. Of others the darkest tenth of the grey levels is air, or what
+    the corners' noise has, if that is more; what the body encloses in a plane belongs to it.
+    """
+    if (image == 0).mean() > 0.01:
+        nonzero: NDArray[np.bool_] = image != 0
+        return nonzero
+    low, high = np.percentile(image, (0.5, 99.5))
+    bright: NDArray[np.bool_] = image > max(low + 0.1 * (high - low), _level_of_air(image))
+    body = bright.copy()
+    for dim in range(image.ndim):
+        in_plane = np.expand_dims(ndimage.generate_binary_structure(image.ndim - 1, 1), dim)
+        body |= ndimage.binary_fill_holes(bright, in_plane)
+    parts, _ = ndimage.label(body)
+    sizes = np.bincount(parts.ravel())
+    sizes[0] = 0
+    return np.asarray((100 * sizes >= max(sizes.max(), 1))[parts])  # without specks of noise
+
+
+def _level_of_air(image: NDArray[Any]) -> float:
+    """Returns the grey level that nearly all of the noise in the corners is below; -inf if they do not show air."""
+    ends = [(slice(max(1, side // 8)), slice(-max(1, side // 8), None)) for side in image.shape]
+    corners = sorted((image[corner].ravel() for corner in product(*ends)), key=np.median)
+    air = np.concatenate(corners[: len(corners) // 2])  # an arm may be in the others
+    level = float(air.mean() + 3 * air.std())
+    above = image[image > level]
+    shows_air = above.size > image.size / 10 and air.std() < (np.median(above) - air.mean()) / 5
+    return level if shows_air else -math.inf
 
 
 class FileSlices(NamedTuple):
@@ -278,7 +314,9 @@ def kept_of_ct(ranges: Sequence[tuple[float, float]]) -> str:
 
 
 def hatched(image: NDArray[Any], area: NDArray[Any], low: float, high: float, across: float, up: float) -> NDArray[Any]:
-    """Returns a plane with stripes where an area is: lighter on dark greys, darker on light ones, to be seen on each.
+    """Returns a plane with stripes where an area is: lighter on black, darker elsewhere, to be seen on each.
+
+    Light ones on grey would look like calcifications or vessels, where noise decides.
 
     - ``low``, ``high``: what is black and white; ``across``, ``up``: sides of a pixel in mm
     """
@@ -286,9 +324,9 @@ def hatched(image: NDArray[Any], area: NDArray[Any], low: float, high: float, ac
     period = max(area.shape[0] * up / STRIPES, area.shape[1] * across / STRIPES, 4 * min(across, up))
     width = max(period / 4, min(across, up))
     is_stripe = (rows * min(up, width) + columns * min(across, width)) % period < width  # which join in every row
-    light = image > (low + high) / 2
-    stripes: NDArray[Any] = np.where(light, image - (high - low) * CONTRAST, image + (high - low) * CONTRAST)
-    return np.where((area > 0) & is_stripe, stripes, image).astype(image.dtype)
+    is_black = ndimage.uniform_filter(np.clip(image, low, high).astype(float), 3) < low + (high - low) * BLACK
+    stripes: NDArray[Any] = np.where(is_black, image + (high - low) * CONTRAST, image - (high - low) * CONTRAST)
+    return np.where((area > 0) & is_stripe, np.clip(stripes, low, high), image).astype(image.dtype)
 
 
 Steps = list[tuple[int, int, bool]]  # to the right, downwards, and whether a line is drawn

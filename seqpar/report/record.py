@@ -97,6 +97,11 @@ class RunRecord:
         return dict(self.content["dataset"])
 
     @property
+    def learns_regions(self) -> bool:
+        """Whether outputs of the network may overlap."""
+        return bool(self.dataset.get("regions")) and self.config.get("targets", "regions") != "labels"
+
+    @property
     def layout(self) -> dict[str, Any]:
         return dict(self.content["layout"])
 

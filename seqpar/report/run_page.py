@@ -34,6 +34,7 @@ from seqpar.report.record import (
 )
 from seqpar.report.rendering import render
 from seqpar.runs.metrics_tail import ERRORS, what_is_not_found, what_was_learned
+from seqpar.runs.run_folder import run_of_validation
 from seqpar.scores.postprocessing import describe_min_component
 from seqpar.text import clock, list_modalities, quantity
 from seqpar.weights.facts import VALIDATED
@@ -46,6 +47,7 @@ STATES = {
     "failed": "Failed",
     "killed": "Killed",
 }
+BECAME = "What was removed became background, also within other classes."
 TIMES = re.compile(r" x (?=\d)|(?<=\d)x(?=\d)")  # as the terminal writes sizes, which pages write with ×
 T = TypeVar("T")
 
@@ -138,7 +140,7 @@ def render_run(
         name=heading,
         alone=alone,
         what=what,
-        scored=_scored(truth, prediction) if prediction else "",
+        scored=_scored(truth, prediction, record) if prediction else "",
         generated=above_scores(generated, record.has_phantoms, what),
         shows_phantoms=generated,
         unused=unused,
@@ -187,9 +189,8 @@ def is_validation(prediction: Path | None, record: RunRecord) -> bool:
     """Returns whether predictions are a run's own validation, whose cases are those of its data."""
     if prediction is None:
         return True
-    folder = Path(os.path.realpath(prediction))
-    own = folder.name.startswith("validation") and folder.parent == Path(os.path.realpath(record.path))
-    return own and not (folder / "prediction.json").exists()
+    run = run_of_validation(Path(os.path.realpath(prediction)))
+    return run is not None and os.path.samefile(run, record.path)
 
 
 def how_predicted(prediction: Path | None, record: RunRecord) -> str:
@@ -239,29 +240,32 @@ def made_by(prediction: Path) -> list[dict[str, Any]]:
         return []
 
 
-def _scored(truth: Path | None, prediction: Path) -> str:
+def _scored(truth: Path | None, prediction: Path, record: RunRecord) -> str:
     text = f"Predictions in folder {prediction}, without a truth to score them against."
     if truth:
-        text = f"Scores of the predictions in folder {prediction} against {truth}, not of the run's own validation."
+        which = f"the run's own validation, in folder {prediction}, against {truth}"
+        of_others = f"the predictions in folder {prediction} against {truth}, not of the run's own validation"
+        text = f"Scores of {which if is_validation(prediction, record) else of_others}."
     weights = weights_behind(prediction)
     heats = {made.get("settings", {}).get("temperature", 1) for made in made_by(prediction)} - {1}
     heat = " and ".join(f"{own:.3g}" for own in sorted(heats))
     text += f" Probabilities were computed at a temperature of {heat}." * bool(heats)
     by = f"Predicted with {weights}{', but for those named below' * bool(predicted_otherwise(prediction))}."
-    return " ".join([text, *[by] * bool(weights), *_cleaned(prediction)])
+    return " ".join([text, *[by] * bool(weights), *_cleaned(prediction, record)])
 
 
-def _cleaned(prediction: Path) -> list[str]:
-    """Returns a sentence on what predict removed from its label maps, if it did."""
-    told = list[str]()
+def _cleaned(prediction: Path, record: RunRecord) -> list[str]:
+    """Returns a sentence on what predict removed from its label maps, and on what is there now, if it did."""
+    told, overlaps = dict[str, str](), record.learns_regions
     for made in made_by(prediction):
         own = made.get("settings", {})
-        least = describe_min_component(str(own.get("min_component", "0")))
-        told += [f"regions below {least}"] * bool(least)
-        told += ["all but the largest region of some labels"] * bool(own.get("postprocessing"))
-    each = " and ".join(dict.fromkeys(told))
-    place = "What was removed became background, also within other classes"
-    return [f"Predict removed {each}: a class that it had found may be missing here. {place}."] * bool(told)
+        if least := describe_min_component(str(own.get("min_component", "0"))):
+            told[f"regions below {least}"] = "The labels of other regions in its place remain." if overlaps else BECAME
+        if own.get("postprocessing"):
+            told["all but the largest region of some labels"] = BECAME
+    places = dict.fromkeys(told.values())
+    each = f"Predict removed {' and '.join(told)}: a class that it had found may be missing here."
+    return [" ".join([each, *places])] * bool(told)
 
 
 def what_is_unlearned(record: RunRecord, has_scores: bool = False) -> str:

@@ -11,6 +11,7 @@ from seqpar.report.record import CaseScores, RunRecord, ScoredCase, mean_of_numb
 from seqpar.scores.class_scores import describe_share
 from seqpar.scores.comparison import FEW, TOO_FEW
 from seqpar.scores.label_scores import UNLABELLED_ML
+from seqpar.scores.lesions import hidden_by_scale, largest_voxel_ml
 from seqpar.text import millilitres, quantity, rounded
 
 METRICS = (("Dice", 3, ("mean", "median", "global")), ("NSD", 3, ("mean", "median")), ("HD95", 1, ("mean", "median")))
@@ -233,13 +234,7 @@ def what_is_missing(name: str, row: Mapping[str, float]) -> str:
 
 def voxel_ml(scored: CaseScores) -> float:
     """Returns the volume of the largest voxel of the cases, 0 if their scores do not tell."""
-    sizes = [0.0]
-    for row in (row for case in scored.cases for row in case.scores.values()):
-        sizes.append(row.get("VoxelMl", 0.0))
-        for volume, count in (("VolumeMl", "n_pred"), ("TrueVolumeMl", "n_ref")):
-            if row.get(volume) and row.get(count):
-                sizes.append(row[volume] / row[count])
-    return max(sizes)
+    return largest_voxel_ml(row for case in scored.cases for row in case.scores.values())
 
 
 def _ml_places(scored: CaseScores) -> int:
@@ -266,8 +261,8 @@ def _labels_of(key: str) -> str:
     return key.strip("()").rstrip(",").replace(", ", " + ")
 
 
-def coarse_voxels(scored: CaseScores, largest: float = 0.0) -> str:
-    """Returns a sentence if voxels are too coarse for some scores, else "".
+def voxel_cautions(scored: CaseScores, largest: float = 0.0) -> str:
+    """Returns sentences if voxels are too coarse or too fine for some scores, else "".
 
     - ``largest``: the longest side of a voxel in mm, 0 if it is not known
     """
@@ -285,6 +280,8 @@ def coarse_voxels(scored: CaseScores, largest: float = 0.0) -> str:
             f"The surface Dice (NSD) has a tolerance of {tolerance:g} mm, and voxels have sides of up to {side:.3g} "
             "mm: a boundary that is one voxel off may count as wrong, so compare it only at the same voxel size."
         )
+    if scored.summary:
+        sentences += hidden_by_scale([case.scores for case in scored.cases], tolerance, True, largest)
     return " ".join(sentences)
 
 

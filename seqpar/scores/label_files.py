@@ -81,7 +81,9 @@ class Reference(NamedTuple):
     @property
     def disputed(self) -> list[NDArray[np.bool_]]:
         """Where several readers gave different labels; an empty list without several readers."""
-        return [reduce(np.logical_or, (a != b for a, b in pairwise(self.readers.values())))] * (len(self.readers) > 1)
+        if len(self.readers) < 2:  # one, or labels as probabilities
+            return []
+        return [reduce(np.logical_or, (a != b for a, b in pairwise(self.readers.values())))]
 
 
 class Matched(NamedTuple):

@@ -340,6 +340,8 @@ def what_is_hardly_learned(
         return f"{rounded(present, 3)} where the truth has this class; where it has none, what is predicted is false"
     if dice and math.isnan(found):
         return "little of it overlaps the truth, or much too much is predicted"
+    if not dice and math.isnan(predicted):  # whether any was is not known
+        return "nothing that was predicted overlaps the truth"
     if cases > 1:
         return f"the predictions {'hardly' if dice else 'do not'} overlap the truth"
     return f"the prediction {'hardly overlaps' if dice else 'does not overlap'} the truth"
@@ -364,6 +366,16 @@ def hardly_learned_lines(summary: Mapping[str, Any]) -> list[str]:
         told[name] = row["Dice"], what
     kind = "mean Dice" if count > 1 else "Dice"
     return [f"{name}: {kind} {rounded(dice, 4)}: {what}" for name, (dice, what) in told.items() if what]
+
+
+def remarks_on(
+    summary: Mapping[str, Any], cases: Iterable[tuple[object, Scores]], settings: Mapping[str, Any]
+) -> list[str]:
+    """Returns lines below a table of scores: on low ones, and on what they hide."""
+    hidden = lesions.hidden_by_scale(
+        [scores for _, scores in cases], settings["nsd_tolerance"], settings["lesion_wise"]
+    )
+    return hardly_learned_lines(summary) + hidden
 
 
 def not_measured(cases: Iterable[Scores]) -> str:

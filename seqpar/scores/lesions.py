@@ -1,7 +1,7 @@
 """Lesion-wise scores of a predicted mask, as in the BraTS 2023 challenge."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -15,6 +15,7 @@ from seqpar.scores.metrics import Mask, check_comparable, confusion, hd95
 
 ndimage = late("scipy.ndimage")
 MARGIN, MIN_VOLUME = 3.0, 50.0  # mm and mm³, as in BraTS 2023
+FINE = 4  # voxels within a tolerance from which errors hide in it
 
 
 class Detection(NamedTuple):
@@ -92,6 +93,51 @@ class Part:
         mask = self.cut == self.number
         others = [tuple(d for d in range(mask.ndim) if d != dim) for dim in range(mask.ndim)]
         return tuple(own.start + int(mask.sum(axes).argmax()) for own, axes in zip(self.box, others))
+
+
+def largest_voxel_ml(rows: Iterable[Mapping[str, float]]) -> float:
+    """Returns the volume of the largest voxel behind scores, 0 if they do not tell."""
+    sizes = [0.0]
+    for row in rows:
+        sizes.append(row.get("VoxelMl", 0.0))
+        for volume, count in (("VolumeMl", "n_pred"), ("TrueVolumeMl", "n_ref")):
+            if row.get(volume) and row.get(count):
+                sizes.append(row[volume] / row[count])
+    return max(sizes)
+
+
+def hidden_by_scale(
+    cases: Sequence[Mapping[str, Mapping[str, float]]], tolerance: object, regions: bool, largest: float = 0.0
+) -> list[str]:
+    """Returns sentences if what is scored is so small that fixed millimetres hide errors.
+
+    - ``cases``: the scores of each case's classes; ``tolerance``: of the surface Dice, in mm
+    - ``regions``: whether regions are counted, too
+    - ``largest``: the longest side of a voxel in mm, 0 if it is not known
+    """
+    side = max(largest, (1000 * largest_voxel_ml(row for scores in cases for row in scores.values())) ** (1 / 3))
+    sentences = list[str]()
+    if side and isinstance(tolerance, (int, float)) and tolerance > FINE * side:
+        sentences.append(
+            f"The surface Dice (NSD) has a tolerance of {tolerance:g} mm, which is {tolerance / side:.0f} voxels here: "
+            "it does not see errors below that. --nsd-tolerance of evaluate sets another."
+        )
+    if regions and side and 2 * FINE * side < MARGIN:
+        sentences.append(
+            f"Regions are counted with a margin of {MARGIN:g} mm, which is {MARGIN / side:.0f} voxels here: what is "
+            "predicted within it counts neither as false nor as a region of its own."
+        )
+    small = list[str]()
+    for name in dict.fromkeys(name for scores in cases for name in scores):
+        own = [scores[name] for scores in cases if name in scores]
+        counted = sum(row.get(key, 0.0) for row in own for key in ("LesionTP", "LesionFN"))
+        small += [name] * bool(not counted and sum(row.get("LesionSmall", 0.0) for row in own))
+    if regions and small:
+        sentences.append(
+            f"No true region of {' or '.join(small)} is larger than {MIN_VOLUME:g} mm³: all are too small to count, so "
+            "none is found or missed."
+        )
+    return sentences
 
 
 def unmatched_parts(

@@ -21,7 +21,6 @@ from seqpar.report.record import CaseScores, parse_scores, read_record, step_sen
 from seqpar.report.tables import (
     HeadlineTile,
     Score,
-    coarse_voxels,
     dice_table,
     mean_over,
     metrics_table,
@@ -30,6 +29,7 @@ from seqpar.report.tables import (
     sizes_table,
     volume_score,
     volumes_table,
+    voxel_cautions,
     what_is_absent,
     what_is_missing,
     what_volumes_count,
@@ -248,17 +248,26 @@ def test_a_prediction_of_many_times_the_true_volume_is_warned_of() -> None:
     assert too_much(scores_of(1.0, {"vessel": (1,)}, (none, full))) == "", "there is nothing to compare with"
 
 
-def test_coarse_voxels_are_warned_of() -> None:
+def test_voxel_cautions_are_warned_of() -> None:
     full = np.zeros((20, 20, 20), np.uint8)
     full[4:9, 4:9, 4:9] = 1
-    said = coarse_voxels(scores_of(6.0, {"liver": (1,)}, (full, full)))
+    said = voxel_cautions(scores_of(6.0, {"liver": (1,)}, (full, full)))
     assert "coarse, of up to 216 mm³: a single voxel may count as a region" in said
     assert "sides of up to 6 mm: a boundary that is one voxel off may count as wrong" in said
-    assert "changes small regions much" in coarse_voxels(scores_of(3.0, {"liver": (1,)}, (full, full)))
+    assert "changes small regions much" in voxel_cautions(scores_of(3.0, {"liver": (1,)}, (full, full)))
     fine = scores_of(1.5, {"liver": (1,)}, (full, full))
-    assert coarse_voxels(fine).startswith("The surface Dice (NSD) has a tolerance of 1 mm, and voxels have sides of up")
+    assert voxel_cautions(fine).startswith(
+        "The surface Dice (NSD) has a tolerance of 1 mm, and voxels have sides of up"
+    )
     fine = scores_of(1.0, {"liver": (1,)}, (full, full))
-    assert coarse_voxels(fine) == "" and "of up to 5 mm" in coarse_voxels(fine, 5.0), "thick slices"
+    assert voxel_cautions(fine) == "" and "of up to 5 mm" in voxel_cautions(fine, 5.0), "thick slices"
+    tiny = scores_of(0.1, {"kidney": (1,)}, (full, full))
+    assert voxel_cautions(tiny) == (
+        "The surface Dice (NSD) has a tolerance of 1 mm, which is 10 voxels here: it does not see errors below that. "
+        "--nsd-tolerance of evaluate sets another. Regions are counted with a margin of 3 mm, which is 30 voxels here: "
+        "what is predicted within it counts neither as false nor as a region of its own. No true region of kidney is "
+        "larger than 50 mm³: all are too small to count, so none is found or missed."
+    )
 
 
 def test_it_is_said_how_many_cases_lack_a_class_and_how_they_count() -> None:

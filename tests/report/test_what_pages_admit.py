@@ -25,7 +25,7 @@ from seqpar.report.embedded_volumes import ShownCase, shown_best
 from seqpar.report.images import changed_since, count_shown
 from seqpar.report.planes import outside_planes
 from seqpar.report.record import RunRecord, ScoredCase, read_record, read_scores
-from seqpar.report.run_page import _cleaned, _scored, _unlearned_by_others, how_predicted, what_is_unlearned
+from seqpar.report.run_page import BECAME, _cleaned, _scored, _unlearned_by_others, how_predicted, what_is_unlearned
 from seqpar.report.tables import what_is_missing
 from seqpar.scores.label_scores import format_table
 from tests.support.checkpoints import write_window
@@ -83,20 +83,27 @@ def test_cases_without_an_image_are_counted() -> None:
     assert count_shown([True, False, False]) == "3 cases shown, 2 without images (the page says why)"
 
 
-def test_what_predict_removed_is_on_the_page(tmp_path: Path) -> None:
+def test_what_predict_removed_is_on_the_page(finished: Path, tmp_path: Path) -> None:
+    record = read_record(finished)
+    content = record.content
+    record = replace(record, content={**content, "dataset": {**content["dataset"], "regions": {}}})
+
     def said(**settings: object) -> list[str]:
         (tmp_path / "prediction.json").write_text(json.dumps({"run": "r", "settings": settings}))
-        return _cleaned(tmp_path)
+        return _cleaned(tmp_path, record)
 
-    end = ": a class that it had found may be missing here. What was removed became background, also within other"
-    end += " classes."
+    end = f": a class that it had found may be missing here. {BECAME}"
     assert said() == said(min_component="0") == said(min_component="0.00mm3") == said(min_component="1 voxels") == []
     assert said(min_component="50") == said(min_component="50mm3") == [f"Predict removed regions below 50 mm³{end}"]
     both = "Predict removed regions below 20 voxels and all but the largest region of some labels"
     assert said(min_component="20voxels", postprocessing=[[1]]) == [f"{both}{end}"]
-    assert "temperature" not in _scored(None, tmp_path)
+    record = replace(record, content={**content, "dataset": {**content["dataset"], "regions": {"WT": [1, 2]}}})
+    kept = "may be missing here. The labels of other regions in its place remain."
+    assert said(min_component="50")[0].endswith(kept), "a core that is removed is still part of the whole"
+    assert said(min_component="50", postprocessing=[[1]])[0].endswith(f"{kept} {BECAME}")
+    assert "temperature" not in _scored(None, tmp_path, record)
     said(temperature=0.2512)
-    assert "Probabilities were computed at a temperature of 0.251." in _scored(None, tmp_path)
+    assert "Probabilities were computed at a temperature of 0.251." in _scored(None, tmp_path, record)
 
 
 def test_each_network_of_a_mean_that_never_found_a_class_is_named(finished: Path, tmp_path: Path) -> None:

@@ -439,7 +439,8 @@ def test_maps_are_shown_on_planes_through_the_body_with_a_warning_if_their_maxim
     assert pictures.evidence_planes(seen, image != 0) == (8, 9, 10), "planes of air are left out"
     assert pictures.evidence_planes(np.zeros_like(seen), image != 0) == (10, 10, 4), "without a map most of the body"
     noise = np.random.default_rng(0).normal(-1, 0.001, image.shape)  # CT: air is not 0
-    assert np.array_equal(pictures.body_of(np.where(image != 0, 1.0, noise)), image != 0)
+    image[10, 10, 17] = 0
+    assert np.array_equal(pictures.body_of(np.where(image != 0, 1.0, noise)), image != 0), "without the fragment"
 
 
 def test_the_positive_class_is_the_one_that_is_not_healthy() -> None:

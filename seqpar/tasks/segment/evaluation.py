@@ -44,8 +44,8 @@ from seqpar.scores.label_scores import (
     class_mask,
     format_dice,
     format_table,
-    hardly_learned_lines,
     not_measured,
+    remarks_on,
     summarise,
     words_of,
 )
@@ -141,7 +141,7 @@ class LabelMapEvaluation(CaseEvaluation):
         each = each or {"": cases}
         summaries = {which: summarise([scores for _, scores in own]) for which, own in each.items()}
         tables = {
-            which: "\n".join([format_table(one, self.labels.classes), *hardly_learned_lines(one)])
+            which: "\n".join([format_table(one, self.labels.classes), *remarks_on(one, each[which], settings)])
             for which, one in summaries.items()
         }
         text = f"\n{lead_with_new(told, tables, format_table(summary, self.labels.classes), len(cases))}"

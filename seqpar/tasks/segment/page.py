@@ -17,6 +17,7 @@ from seqpar.prediction.prediction_folder import RECORD, SERIES, inputs_of, repla
 from seqpar.report.cases import case_section, load_worst
 from seqpar.report.cautions import (
     begun_unknown,
+    cautions_of_validation,
     chosen_on_them,
     of_open_sides,
     other_values_of,
@@ -59,7 +60,6 @@ from seqpar.report.tables import (
     TableHead,
     TableRow,
     absent_of,
-    coarse_voxels,
     dice_table,
     last_validation,
     metrics_table,
@@ -70,6 +70,7 @@ from seqpar.report.tables import (
     sizes_table,
     tiles_of_steps,
     volumes_table,
+    voxel_cautions,
 )
 from seqpar.runs.metrics_tail import with_other_weights
 from seqpar.scores.comparison import FEW as FEW_CASES
@@ -114,6 +115,7 @@ def segment_page(options: argparse.Namespace, record: RunRecord) -> FinishedPage
     scored, gaps = None, list[str]()
     assert (labels := record.labels) is not None
     alone = options.prediction is not None and options.truth is None
+    validated = is_validation(options.prediction, record)
     if options.truth is not None:
         labels = with_declared_by(options.truth, dataset_at(options.truth), labels)
         record = replace(record, labels=labels)
@@ -126,14 +128,14 @@ def segment_page(options: argparse.Namespace, record: RunRecord) -> FinishedPage
         scored = try_reading(lambda: read_scores(record.path), gaps)
     cases, shown = None, []
     if scored and options.cases:
-        predicted = None if is_validation(options.prediction, record) else inputs_of(options.prediction)
+        predicted = None if validated else inputs_of(options.prediction)
         images = find_images(record, options.images, options.truth, predicted, gaps)
         shown = load_worst(record, scored, options.cases, images, gaps)
         gaps += [] if options.truth else changed_since(record, scored, {case.name for case, _ in shown})
     if scored and shown:
         cases = case_section(record, scored, shown, is_neurological(options.neurological, record))
     every, seen, apart, of_which, which = scored, NONE_SEEN, None, "", ""
-    if scored and options.truth is not None:
+    if scored and options.truth is not None and not validated:
         truths = {case.name: case.truth for case in scored.cases}
         seen = seen_by_runs(record, options.prediction, lambda run: trained_on(run, truths, options.prediction))
         scored, apart, of_which, which = _of_new(scored, seen)
@@ -181,8 +183,9 @@ def segment_page(options: argparse.Namespace, record: RunRecord) -> FinishedPage
         missing = filter(None, [missing_line(scored.missing)])
         cautions = chosen_on_them(record)
         if options.truth is not None:
-            cautions = [*begun_unknown(record), *missing, *seen.sentences, *unknown_runs(record, options.prediction)]
-            cautions += other_values_of(options.truth, labels)
+            unknown = [] if validated else [*begun_unknown(record), *unknown_runs(record, options.prediction)]
+            told = cautions_of_validation(record) if validated else seen.sentences
+            cautions = [*unknown, *missing, *told, *other_values_of(options.truth, labels)]
         cautions += [f"{quantity(len(faults), 'case')} could not be scored, as listed below the tables."] * bool(faults)
         scans = about_scans([case.name for case in scored.cases], {})
         cautions += filter(None, [scans, too_much(scored), part_labelled(scored)])
@@ -190,7 +193,7 @@ def segment_page(options: argparse.Namespace, record: RunRecord) -> FinishedPage
     cautions += of_open_sides(cases.volumes) if cases else []
     if every:
         voxels = spacings_of({case.name: case.prediction for case in every.cases})
-        coarse = coarse_voxels(every, max(map(max, voxels.values()), default=0.0))
+        coarse = voxel_cautions(every, max(map(max, voxels.values()), default=0.0))
         cautions += filter(None, [other_voxels(record, voxels) if options.prediction is not None else "", coarse])
     calibration = ([], "") if not scored or alone else _calibration(options, scored, labels, colours)
     parts: dict[str, Any] = {
@@ -210,8 +213,7 @@ def segment_page(options: argparse.Namespace, record: RunRecord) -> FinishedPage
     if scored and alone and len(scored.cases) == 1:
         parts["subject"] = scored.cases[0].name
     parts |= {"truth": options.truth, "prediction": options.prediction, "images": options.images}
-    told = [RESEARCH] * alone + cautions
-    text = render_run(FOLDER, record, gaps, faults, told, classes=list(colours), **parts)
+    text = render_run(FOLDER, record, gaps, faults, [RESEARCH] * alone + cautions, classes=list(colours), **parts)
     own = faults if options.prediction is not None else ()
     return FinishedPage(text, f"{count_shown([bool(case.images) for case, _ in shown])}, ", own, cautions)
 

@@ -1,4 +1,4 @@
-"""What a truth leaves unlabelled is hatched: in a run's pictures, in a page's planes and in its viewer."""
+"""Planes of a volume: what a truth leaves unlabelled is hatched in each picture, and air is told from the body."""
 
 import base64
 from dataclasses import replace
@@ -10,7 +10,7 @@ from matplotlib.colors import to_hex
 
 from seqpar.report.embedded_volumes import ShownCase, planes_of, viewer_data
 from seqpar.report.pictures import PicturedCase, figure_of_cases
-from seqpar.report.planes import COLOURS, UNLABELLED, hatched
+from seqpar.report.planes import COLOURS, UNLABELLED, body_of, hatched
 from tests.support.report_page import own_slices, unroll
 
 GREY = 60
@@ -33,6 +33,17 @@ def test_stripes_are_seen_on_every_grey_and_only_inside(grey: int) -> None:
     stripes = np.abs(drawn - image)[area] > 60
     assert 0.2 < stripes.mean() < 0.3, "every fourth pixel, the others as they are"
     assert (drawn[area][~stripes] == grey).all()
+
+
+def test_stripes_put_no_bright_spots_where_noise_is_around_a_middle_grey() -> None:
+    """As in soft tissue near 0 HU: they would look like calcifications."""
+    image = np.random.default_rng(0).normal(127, 8, (60, 60)).round().astype(int)
+    image[:, 40:] = 0  # air next to it
+    drawn = hatched(image, np.ones(image.shape, bool), 0, 255, 1.0, 1.0)
+    assert drawn.max() <= image.max() and drawn.min() >= 0
+    assert (np.abs(drawn - image) > 60)[:, :40].mean() > 0.2 and (drawn > 60)[:, 42:].mean() > 0.2, (
+        "stripes are on both"
+    )
 
 
 @pytest.mark.parametrize(("mm", "up"), [(0.65, 0.65), (0.65, 6.0), (4.0, 4.0)])
@@ -77,3 +88,17 @@ def test_a_picture_of_a_validation_hatches_it_and_says_so() -> None:
     assert figure.legends[0].texts[-1].get_text() == UNLABELLED
     plain = figure_of_cases([replace(drawn, truth=case.truth)], ["tumour"], 1, False, Path("run"))
     assert plain.legends[0].texts[-1].get_text() != UNLABELLED
+
+
+@pytest.mark.parametrize("snr", [5, 8, 12, 50])
+def test_noise_in_air_is_no_body_and_what_the_body_encloses_is(snr: float) -> None:
+    rng, places = np.random.default_rng(0), np.indices((32, 36, 32)) - np.array([16, 18, 16])[:, None, None, None]
+    x, y, z = places
+    body, fluid = (x / 12) ** 2 + (y / 14) ** 2 + (z / 13) ** 2 < 1, (x / 4) ** 2 + (y / 6) ** 2 + (z / 4) ** 2 < 1
+    clean = np.where(fluid, 0.1, body.astype(float))
+    noisy = np.hypot(*(clean * part + rng.normal(0, 1 / snr, body.shape) for part in (1, 0)))  # as magnitudes have
+    found = body_of((noisy - noisy.mean()) / noisy.std())
+    assert (found & ~body).sum() < 0.01 * (~body).sum() and (body & ~found).sum() < 0.01 * body.sum()
+    full = rng.normal(1, 0.2, body.shape)
+    full[8:20, 8:20, 8:20] += 1
+    assert body_of(full).mean() > 0.99, "corners of tissue are not air"
