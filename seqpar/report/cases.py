@@ -154,8 +154,7 @@ def _read_truth(case: ScoredCase, prediction: Volume) -> list[Volume]:
             prediction._replace(array=from_canonical(one, geometry.orientation)[None], geometry=geometry)
             for one in maps
         ]
-    difference = geometry_difference(volumes[0].geometry, prediction.geometry)
-    if difference is not None:
+    if (difference := geometry_difference(volumes[0].geometry, prediction.geometry)) is not None:
         raise DataError(case.truth, f"does not lie on its prediction {case.prediction}: {difference}")
     return volumes
 
@@ -174,12 +173,13 @@ def _on_prepared_grid(
 
     outside = {"the prediction": _ml_beyond(prediction, properties.box)}
     predicted = to_grid(prediction)
-    vanished = {"prediction": count_vanished_regions(in_box(prediction), predicted, numbers)}
+    classes = [*record.labels.classes.values()] if record.labels else [*numbers]
+    vanished = {"prediction": count_vanished_regions(in_box(prediction), predicted, classes)}
     if case.truth is None or case.truth.exists() or image.label is None:
         read = _read_truth(case, prediction)
         truth, *disputed = map(to_grid, read)
         outside["the truth"] = _ml_beyond(read[0], properties.box, (record.labels and record.labels.ignore) or 0)
-        vanished["truth"] = count_vanished_regions(in_box(read[0]), truth, numbers)
+        vanished["truth"] = count_vanished_regions(in_box(read[0]), truth, classes)
     else:
         truth, disputed = transforms.to_values(np.asarray(image.label), properties.values), list(image.disputed)
     pictures, ranges, is_ct = greys_of(image, list(record.dataset["modalities"]))

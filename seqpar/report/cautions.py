@@ -267,12 +267,17 @@ def measured_otherwise(record: RunRecord, made: Mapping[str, Any]) -> str:
     """Returns a sentence if cases were predicted in another way than validation measures; else, or if unknown, ""."""
     own, ways = made.get("settings") or {}, list[str]()
     words, measured = {"whole": "in one pass", "sliding": "in windows"}, str(record.config.get("val_window"))
+    way, other = str(own.get("window")), ""
     if measured == "both":  # the better of both counts
         with suppress(DataError):
-            measured = next(iter(read_windows(record.path).dice), "")
-    way = str(own.get("window"))
+            dice = read_windows(record.path).dice
+            measured = next(iter(dice), "")
+            other = f" (mean Dice in validation: {dice[way]:.3f})" if way in dice else ""
     if way != measured and {way, measured} <= words.keys():
-        ways.append(f"{words[way]} and not {words[measured]}")
+        ways.append(f"{words[way]}{other} and not {words[measured]}")
+    overlap, usual = own.get("overlap"), record.config.get("val_overlap")  # which earlier versions do not tell
+    if way == measured == "sliding" and overlap is not None and usual is not None and overlap != usual:
+        ways.append(f"in windows that overlap by {100 * overlap:.3g} % and not {100 * usual:.3g} %")
     mirrored = len(str(record.config.get("val_mirror", "none")).replace("none", ""))
     if len(own.get("mirror") or ()) != mirrored and "mirror" in own:
         ways.append("as a mean over mirrored copies" if own["mirror"] else "without mirroring")

@@ -211,11 +211,16 @@ def outside_planes(
     return found
 
 
-def count_vanished_regions(fine: NDArray[Any], coarse: NDArray[Any], values: Iterable[int]) -> int:
-    """Returns how many regions of a label map are too small for the grid of a prepared image."""
+def count_vanished_regions(
+    fine: NDArray[Any], coarse: NDArray[Any], classes: Iterable[int] | Iterable[Sequence[int]]
+) -> int:
+    """Returns how many regions of a label map are too small for the grid of a prepared image.
+
+    - ``classes``: the value of each, or its values
+    """
     if not any(few < many for few, many in zip(coarse.shape, fine.shape)):
         return 0
-    return sum(count_vanished(fine == value, coarse == value) for value in values)
+    return sum(count_vanished(np.isin(fine, values), np.isin(coarse, values)) for values in classes)
 
 
 def vanished_note(counts: Mapping[str, int], spacing: Sequence[float]) -> str:

@@ -43,7 +43,7 @@ def about_scans(cases: Collection[str], subjects: Mapping[str, str]) -> str:
     if scans == count:
         return ""
     return (
-        f"{scans} scans of {quantity(count, 'patient')}: intervals take scans as independent, so they are too narrow."
+        f"{scans} scans of {quantity(count, 'patient')}: any interval takes scans as independent, so it is too narrow."
     )
 
 

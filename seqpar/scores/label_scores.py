@@ -40,7 +40,7 @@ WORDS = (  # of a table, for people: a column and what it is
     ("mean, median", "over cases"),
     ("global", "over the voxels of all cases together"),
     ("IoU", "intersection over union"),
-    ("HD95", "95th percentile of the distances between the surfaces, in mm"),
+    ("HD95", "95th percentile of the distances from one surface to the other, the larger of both ways, in mm"),
     ("", "the image's diagonal (with --empty brats: 374) if only one map has the class"),
     ("NSD", "share of both surfaces that is within --nsd-tolerance of the other"),
     ("VolumeError", "predicted minus true volume, as a share of the true one; in the mean, signs cancel"),

@@ -14,7 +14,7 @@ from seqpar.data.sampling.augmentation_presets import RECIPES, AugmentationRecip
 from seqpar.data.sampling.extra_steps import EXTRA_STEPS
 from seqpar.data.sampling.tumour_synthesis import TumourSynthesis
 from seqpar.data.sampling.warp import Warp, apply_warp, draw_offsets, rotate
-from seqpar.tasks.segment.data import _mirrored_sides
+from seqpar.tasks.segment.data import exchanged_sides
 
 TILE = (16, 14, 12)
 STEPS = [step.name for step in fields(AugmentationRecipe) if isinstance(step.default, Chance)]
@@ -279,8 +279,7 @@ def test_strengths_of_light_and_factors_around_one() -> None:
 
 def test_labels_of_sides_that_mirroring_exchanges_are_named() -> None:
     sides = ["background", "kidney_left", "Kidney_Right", "liver", "cleft"]
-    (told,) = _mirrored_sides(sides, "light+corruption")
-    exchanged = "  note: --augment light+corruption mirrors tiles, which exchanges kidney_left and Kidney_Right; "
-    assert told == f"{exchanged}--augment none does not mirror"
-    assert _mirrored_sides(["lung L", "lung R"], "full") and not _mirrored_sides(["lung L", "lung"], "full")
-    assert _mirrored_sides(sides, "none") == _mirrored_sides(sides, "lamp") == _mirrored_sides(sides[3:], "light") == []
+    assert exchanged_sides(sides, "light+corruption") == "kidney_left and Kidney_Right"
+    assert exchanged_sides(["lung L", "lung R"], "full") and not exchanged_sides(["lung L", "lung"], "full")
+    assert exchanged_sides(["organ", "right"], "light") == "left and right, as in right"
+    assert exchanged_sides(sides, "none") == exchanged_sides(sides, "lamp") == exchanged_sides(sides[3:], "light") == ""

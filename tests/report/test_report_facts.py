@@ -116,7 +116,7 @@ def test_scores_in_large_numbers_have_interval_and_number_of_cases(html: str, pa
 
 def test_scans_of_one_patient_are_said_to_be_no_independent_cases(tmp_path: Path) -> None:
     run_folder = make_run(tmp_path, ["sub-1_ses-1", "sub-1_ses-2", "sub-2"])
-    said = "3 scans of 2 patients: intervals take scans as independent, so they are too narrow."
+    said = "3 scans of 2 patients: any interval takes scans as independent, so it is too narrow."
     leak = "2 of 3 held-out cases are other scans of patients whom the run was trained on: scores in validation are too"
     text = written(run_folder).text
     assert said in text and leak not in text

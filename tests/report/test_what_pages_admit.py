@@ -28,6 +28,7 @@ from seqpar.report.record import RunRecord, ScoredCase, read_record, read_scores
 from seqpar.report.run_page import BECAME, _cleaned, _scored, _unlearned_by_others, how_predicted, what_is_unlearned
 from seqpar.report.tables import what_is_missing
 from seqpar.scores.label_scores import format_table
+from seqpar.tasks.segment.page import _mirrored
 from tests.support.checkpoints import write_window
 from tests.support.folders import save
 from tests.support.report_page import own_slices
@@ -196,7 +197,13 @@ def test_what_a_run_reached_is_said_of_the_weights_that_predicted_and_of_how_the
     assert measured_otherwise(mirrored, other).endswith("these cases were predicted without mirroring.")
     both = validating("both")
     write_window(record.path, {"whole": 0.5, "sliding": 0.4}, taken)
-    assert measured_otherwise(both, made(taken)).endswith("were predicted in windows and not in one pass.")
+    told = "were predicted in windows (mean Dice in validation: 0.400) and not in one pass."
+    assert measured_otherwise(both, made(taken)).endswith(told)
+    windows = replace(record, content={**record.content, "config": {**record.config, "val_window": "sliding"}})
+    way = {"settings": {"window": "sliding", "overlap": 0.0}}
+    assert measured_otherwise(windows, way).endswith("predicted in windows that overlap by 0 % and not 25 %.")
+    way["settings"]["overlap"] = 0.25
+    assert measured_otherwise(windows, way) == ""
     assert measured_otherwise(both, made(taken, window="whole")) == measured_otherwise(both, {}) == ""
 
 
@@ -258,3 +265,20 @@ def test_what_is_ignored_is_no_part_of_a_truth_that_is_not_shown() -> None:
     volume = Volume(labels, make_geometry((10, 10, 10), np.diag((10.0, 10.0, 10.0, 1.0))), "")
     assert _ml_beyond(volume, ((1, 9), (0, 10), (0, 10)), 9) == 100
     assert _ml_beyond(volume, ((1, 9), (0, 10), (0, 10))) == 200
+
+
+def test_a_page_repeats_that_training_exchanged_left_and_right(finished: Path) -> None:
+    record = read_record(finished)
+
+    def said(augment: str, *names: str) -> list[str]:
+        content = {**record.content, "config": {**record.config, "augment": augment}}
+        return _mirrored(replace(record, content=content, label_names=dict(enumerate(names, 1))))
+
+    (told,) = said("light", "left kidney", "right kidney")
+    assert told == (
+        "Training mirrored tiles (--augment light), which exchanges left kidney and right kidney: these may be "
+        "confused. --augment none does not mirror."
+    )
+    assert (
+        said("light", "liver") == said("none", "left kidney", "right kidney") == said("of another version", "L") == []
+    )

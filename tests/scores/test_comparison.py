@@ -208,9 +208,11 @@ def test_several_predictions_are_compared_on_cases_that_are_new_to_all(
 
 
 def test_it_is_said_how_many_patients_scans_are_of(folders: tuple[Path, Path], capsys) -> None:
-    assert about_scans(["sub-1_ses-1", "sub-1_ses-2", "sub-2"], {}).startswith("3 scans of 2 patients: intervals take")
+    assert about_scans(["sub-1_ses-1", "sub-1_ses-2", "sub-2"], {}).startswith(
+        "3 scans of 2 patients: any interval takes"
+    )
     assert about_scans(["a", "b", "c"], {}) == "" and about_scans(["a", "b"], {"a": "p", "b": "p", "c": "p"}) != ""
-    said = "3 scans of 2 patients: intervals take scans as independent, so they are too narrow."
+    said = "3 scans of 2 patients: any interval takes scans as independent, so it is too narrow."
     assert evaluate_folders(folders) == 0 and said not in capsys.readouterr().out
     for folder in folders:
         for case, name in enumerate(("BraTS-GLI-00005-000", "BraTS-GLI-00005-001", "BraTS-GLI-00006-000")):

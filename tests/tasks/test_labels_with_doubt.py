@@ -152,7 +152,9 @@ def test_a_reference_of_probabilities_is_the_most_probable_value(tmp_path: Path)
     shares = np.zeros((3, 2, 2, 3), np.float32)
     shares[..., 0], shares[1, 1, 1], shares[0, 0, 0] = 1, (0.2, 0.3, 0.5), (0.4, 0.4, 0.2)
     path = save(tmp_path / "c.nii.gz", shares)
-    values = read_reference(path, Doubt({}, (0, 3, 7))).values
+    reference = read_reference(path, Doubt({}, (0, 3, 7)))
+    values = reference.values
+    assert reference.disputed == [], "there are no readers"
     assert sorted(values.ravel().tolist()) == [0] * 11 + [7]
     with pytest.raises(DataError, match="holds 3 channels: 2 probabilities are needed"):
         read_reference(path, Doubt({}, (0, 3)))

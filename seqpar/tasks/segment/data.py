@@ -2,7 +2,7 @@
 
 import re
 import sys
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 
 import numpy as np
 
@@ -104,8 +104,11 @@ def summary_of_data(data: TrainingData, config: Config) -> str:
         names = {number: name for name, number in dataset.labels.items()}
         regions = (f"{name} = {' + '.join(names[n] for n in ids)}" for name, ids in dataset.regions.items())
         lines.append(f"  regions, which may overlap: {', '.join(regions)}")
-    lines += [*_doubt(dataset), *_mirrored_sides(dataset.labels, config.augment)]
-    return "\n".join([*lines, *_class_lines(dataset.labels, counts), *_ignored(dataset.ignore_label)])
+    if sides := exchanged_sides([*dataset.labels, *(dataset.regions or ())], config.augment):
+        note = f"  note: --augment {config.augment} mirrors tiles, which exchanges {sides}"
+        lines.append(f"{note}; --augment none does not mirror")
+    lines += _doubt(dataset)
+    return "\n".join([*lines, *_class_lines(dataset, counts), *_ignored(dataset.ignore_label)])
 
 
 def _doubt(dataset: PreparedDataset) -> list[str]:
@@ -115,30 +118,34 @@ def _doubt(dataset: PreparedDataset) -> list[str]:
     return [] if dataset.soft is None else [f"  labels with doubt: the target is {what}; labels below by consensus"]
 
 
-def _mirrored_sides(labels: Collection[str], augment: str) -> list[str]:
-    """Returns a line on labels of left and right that the augmentation mirrors onto each other."""
+def exchanged_sides(labels: Collection[str], augment: str) -> str:
+    """Returns which labels of left and right an augmentation mirrors onto each other, in words; "" of none."""
+    if not mirrors_sides(augment):
+        return ""
     right = {name: _LEFT.sub(lambda own: _RIGHT_OF[own[0].lower()], name).lower() for name in labels}
     lower = {name.lower(): name for name in labels}
     pair = next((f"{name} and {lower[to]}" for name, to in right.items() if to != name.lower() and to in lower), "")
-    if not pair or not mirrors_sides(augment):
-        return []
-    return [f"  note: --augment {augment} mirrors tiles, which exchanges {pair}; --augment none does not mirror"]
+    alone = next((f"left and right, as in {name}" for name in labels if _SIDE.search(name)), "")
+    return pair or alone
 
 
+_SIDE = re.compile("(?<![a-z])(left|right)(?![a-z])", re.IGNORECASE)
 _LEFT, _RIGHT_OF = re.compile("left|(?<![a-z])l(?![a-z])", re.IGNORECASE), {"left": "right", "l": "r"}
 
 
-def _class_lines(labels: Mapping[str, int], counts: np.ndarray) -> list[str]:
-    """Returns for each label in how many cases it is, and which share of their voxels it has."""
+def _class_lines(dataset: PreparedDataset, counts: np.ndarray) -> list[str]:
+    """Returns for each label in how many cases it is, of those annotated for it, and which share of voxels it has."""
     shares = counts / counts.sum(1, keepdims=True)
-    foreground = [(name, number) for name, number in labels.items() if number]
+    shown = [dataset.annotated.get(name) for name in sorted(dataset.cases)]
+    foreground = [(name, number) for name, number in dataset.labels.items() if number]
     foreground = [(name if name.startswith("label") else f"label {name}", number) for name, number in foreground]
     width = max(len(name) for name, _ in foreground)
-    lines = [
-        f"  {name:{width}}  in {np.count_nonzero(counts[:, number])} of {quantity(len(counts), 'case')}, "
-        f"{shares[:, number].mean():.2%} of the voxels"
-        for name, number in foreground[:MAX_CLASSES]
-    ]
+    lines = list[str]()
+    for name, number in foreground[:MAX_CLASSES]:
+        known = np.array([own is None or number in own for own in shown])
+        cases = quantity(int(known.sum()), "annotated case" if not known.all() else "case")
+        share = f", {shares[known, number].mean():.2%} of the voxels" if known.any() else ""
+        lines.append(f"  {name:{width}}  in {np.count_nonzero(counts[known, number])} of {cases}{share}")
     more = len(foreground) - MAX_CLASSES
     return [*lines, f"  … and {more} more labels"] if more > 0 else lines
 
