@@ -196,7 +196,7 @@ def _overdue(who: str, limit_s: float) -> NoReturn:
 
 
 def main() -> None:
-    exit_codes.leave(exit_codes.run(act))
+    exit_codes.leave(exit_codes.run(act, prints_result=True))
 
 
 if __name__ == "__main__":

@@ -155,7 +155,7 @@ def _device(own: argparse.Namespace, config: Config) -> Device:
 
 
 def main() -> None:
-    exit_codes.leave(exit_codes.run(act))
+    exit_codes.leave(exit_codes.run(act, prints_result=True))
 
 
 if __name__ == "__main__":

@@ -51,10 +51,13 @@ def _interrupted_early(number: int, frame: FrameType | None) -> None:
 
 
 class SafeStream:
-    """A stream that drops what it cannot write, and everything once its reader, or its terminal, is gone."""
+    """A stream that drops what it cannot write, and everything once its reader, or its terminal, is gone.
+
+    ``lost``: why some of it could not be written; "" if all was, or nobody reads it
+    """
 
     def __init__(self, stream: Any) -> None:
-        self._stream = stream
+        self._stream, self.lost = stream, ""
 
     def write(self, text: str) -> int:
         encoding = getattr(self._stream, "encoding", None) or "utf-8"
@@ -63,37 +66,50 @@ class SafeStream:
             shown = text
         except UnicodeEncodeError:  # such as a name in a terminal of ASCII
             shown = text.encode(encoding, "backslashreplace").decode(encoding)
-        self._attempt(lambda: self._stream.write(shown))
+        self.lost = self._attempt(lambda: self._stream.write(shown)) or self.lost
         return len(text)
 
     def flush(self) -> None:
         self._attempt(self._stream.flush)
 
-    def _attempt(self, act: Callable[[], object]) -> None:
+    def finish(self) -> None:
+        """Writes what is left; the stream itself stays open."""
+        if left := self._attempt(self._stream.flush):  # before this, what a buffer holds is tried again
+            self.lost = left
+            self._drop()
+
+    def _attempt(self, act: Callable[[], object]) -> str:
+        """Returns why an act failed, unless nobody reads the stream."""
         try:
             act()
         except OSError as error:  # EIO: the terminal was closed; others: the disk of a log is full
-            if error.errno in (errno.EPIPE, errno.EIO):
-                null = os.open(os.devnull, os.O_WRONLY)
-                os.dup2(null, self._stream.fileno())  # the buffer is flushed again, at the interpreter's exit at least
-                os.close(null)
+            if error.errno not in (errno.EPIPE, errno.EIO):
+                return reason(error)
+            self._drop()
         except ValueError:  # the stream is closed
             pass
+        return ""
+
+    def _drop(self) -> None:
+        """Has the stream's buffer written to nowhere: it is flushed again, at the interpreter's exit at least."""
+        null = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(null, self._stream.fileno())
+        os.close(null)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
 
 
 @contextmanager
-def safe_output() -> Iterator[None]:
-    """Keeps stdout and stderr writable within the block, even if their readers close them."""
+def safe_output() -> Iterator[SafeStream]:
+    """Keeps stdout, which it gives, and stderr writable within the block, even if their readers close them."""
     before = sys.stdout, sys.stderr
-    sys.stdout, sys.stderr = SafeStream(before[0]), SafeStream(before[1])
+    sys.stdout, sys.stderr = out, err = SafeStream(before[0]), SafeStream(before[1])
     try:
-        yield
+        yield out
     finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
+        for stream in (out, err):
+            stream.finish()
         sys.stdout, sys.stderr = before
 
 
@@ -155,18 +171,25 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
 
 
-def run(act: Callable[[Sequence[str]], int], arguments: Sequence[str] | None = None) -> int:
+def run(
+    act: Callable[[Sequence[str]], int], arguments: Sequence[str] | None = None, prints_result: bool = False
+) -> int:
     """Calls ``act(arguments)`` and returns its exit code; an error by the user is one line on stderr, no traceback.
 
-    A reader of its output may close the pipe early (``| head``); the act continues, and its code stays the same.
+    A reader of its output may close the pipe early (``| head``); the act continues, and its code stays the same. If
+    output is lost otherwise, stderr says so, which is an error where the act has no other result (``prints_result``).
     """
     if signal.getsignal(signal.SIGINT) is _interrupted_early:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     if not gc.isenabled():
         gc.freeze()  # what was imported stays
         gc.enable()
-    with safe_output():
+    with safe_output() as out:
         code = _call(act, arguments)
+    if out.lost:
+        told = f"not all of the standard output could be written ({out.lost}): free its disk, or write it elsewhere"
+        code = code or DATA * prints_result
+        print(f"{'error' if code else 'warning'}: {told}", file=sys.stderr, flush=True)
     if code:
         leave_last_words(f"ended with exit code {code}: the lines above say why")
     if code in (USAGE, DATA, MEMORY):

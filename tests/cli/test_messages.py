@@ -5,6 +5,8 @@ import importlib.metadata
 import importlib.util
 import io
 import os
+import subprocess
+import sys
 
 import pytest
 
@@ -99,3 +101,17 @@ def test_ray_without_its_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(importlib, "import_module", lacking)
     with pytest.raises(ValueError, match=r"all of Ray Tune \(Can't import ray.tune as .* missing\.\): pip install"):
         require_ray()
+
+
+def test_output_that_is_lost_is_told_and_is_an_error_where_it_is_the_result() -> None:
+    """As with a full disk. A training's files hold what its output says."""
+    code = (
+        "import sys; from seqpar.cluster.exit_codes import run; sys.exit(run(lambda _: print('a plan') or 0, [], {}))"
+    )
+    for prints_result, expected, kind in ((True, 3, "error"), (False, 0, "warning")):
+        with open("/dev/full", "w") as full:
+            line = [sys.executable, "-c", code.format(prints_result)]
+            ended = subprocess.run(line, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+        assert ended.returncode == expected, ended.stderr
+        told = f"{kind}: not all of the standard output could be written (No space left on device): free its disk"
+        assert ended.stderr.startswith(told), ended.stderr

@@ -92,6 +92,12 @@ def test_nnunet_regions_order_and_ignore_label(tmp_path):
     assert data.regions_class_order == (1, 2, 3)
     with pytest.raises(DataError, match="regions_class_order"):
         read_dataset(nnunet(tmp_path / "E", labels=labels, regions_class_order=[1, 2]))
+    nested = {"background": 0, "whole": [1, 2], "core": 2}
+    with pytest.raises(DataError, match=r"which writes region core = .* as 1, a label that is not in it"):
+        read_dataset(nnunet(tmp_path / "F", labels=nested, regions_class_order=[2, 1]))
+    inside_out = {"background": 0, "core": 2, "whole": [1, 2]}
+    with pytest.raises(DataError, match="lists region core before whole, which contains it: .* list whole first"):
+        read_dataset(nnunet(tmp_path / "G", labels=inside_out, regions_class_order=[2, 1]))
 
 
 def test_nnunet_explicit_paths_and_plain_nii(tmp_path):

@@ -185,3 +185,18 @@ def _check_labels(dataset: Dataset) -> None:
             f"regions_class_order is {list(order)}; for each of the regions {list(dataset.regions)} it must give "
             "one label, the one that the region's voxels get",
         )
+    written = list(zip(dataset.regions.items(), order))
+    for at, ((name, members), value) in enumerate(written):
+        if value not in members:
+            raise DataError(
+                root,
+                f"regions_class_order is {list(order)}, which writes region {name} = {members} as {value}, a label "
+                f"that is not in it: give one label of each of the regions {list(dataset.regions)}, in their order",
+            )
+        covering = next((other for (other, own), _ in written[at + 1 :] if set(members) < set(own)), None)
+        if covering is not None:
+            raise DataError(
+                root,
+                f"lists region {name} before {covering}, which contains it: label maps are written in this order, and "
+                f"{covering} would hide {name}; list {covering} first, with its label in regions_class_order",
+            )
