@@ -300,6 +300,8 @@ def _scores_table(scored: Mapping[str, CaseScores], is_compared: bool) -> Table 
     note = "Mean Dice in each run's last validation, over the cases that it has scored"
     note += "; the table below compares the cases that all runs share." if is_compared else "."
     note += f" n: cases with a Dice. {ABSENT_RULE} Means over different cases cannot be compared."
+    doubts = dict.fromkeys(case.doubt.consensus for one in scored.values() for case in one.cases if case.doubt)
+    note += f" Dice compares with {', or with '.join(doubts)}." * bool(doubts)
     return Table(
         "scores",
         [TableHead("Class"), TableHead("Absent from the truth of"), TableHead("Mean Dice", tuple(scored))],

@@ -81,6 +81,10 @@ def test_a_run_on_several_readers_is_the_same_on_two_ranks_and_reports_their_agr
     assert again.keys() == seen.keys() and all(np.array_equal(again[name], seen[name]) for name in seen)
     (tmp_path / "moved").rename(data)
 
+    both = [str(tmp_path / name) for name in ("two", "one")]
+    assert run(report.act, [*both, "--out", str(tmp_path / "both.html")]) == 0
+    assert "Dice compares with the label that most of the 3 readers gave" in (tmp_path / "both.html").read_text()
+
     predicted = tmp_path / "predicted"
     shutil.copytree(tmp_path / "Dataset001_Tiny" / "labelsTr_ben", predicted)  # as good as a reader
     capsys.readouterr()
