@@ -3,11 +3,12 @@
 import filecmp
 import hashlib
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -19,8 +20,144 @@ from seqpar.data.volumes import read_geometry, read_volume, to_canonical
 from seqpar.prediction.prediction_folder import inputs_of, voxels_of
 from seqpar.report.record import RunRecord
 from seqpar.scores.label_files import MAX_NAMED
-from seqpar.tasks.case_evaluation import Seen
+from seqpar.text import quantity
 from seqpar.weights.facts import ANCESTORS, LEARNED, VALIDATED, VOXELS, same_scans
+
+NEW, HELD, CHOSE = "new to the run", "held out by the run", "used to choose the weights"
+UNSEEN, UNTOLD = "not seen by the other runs", "predicted with unknown settings"
+SHOWN_LARGE = (NEW, UNSEEN, HELD, CHOSE)  # what is not trained on
+SEEN, NAMESAKE = "seen in training", "with the name of one of the run's cases or patients"
+NAMES = "has the name of one of the run's cases or patients", "have the names of the run's cases or patients"
+SAME_PART = {"label file": "image", "image": "label file"}  # what is the same where the other is not
+TOO_GOOD = ", which tend to be too good"
+
+
+class Seen(NamedTuple):
+    """Which of ``total`` scored cases a run was trained on, and which it used to choose its weights.
+
+    - ``same``: those with the same file as a training case, which may have another name: ``copies`` has it
+    - ``namesakes``: those that may be other cases of the same name, and further scans of the same patients
+    - ``chose``: those that were held out, and on which the best weights were chosen
+    - ``held``: those that were held out and chose nothing, as there was a single validation
+    - ``differing``: which of all these have another file than there: a "label file", or an "image"
+    - ``gone``: the runs, of several that predicted together, of which nothing is known: no case is called new
+    - ``untold``: those that were predicted with settings that nothing tells, so maybe by other networks
+    - ``twins``: sentences on cases that are scored under several names
+    """
+
+    same: Sequence[str]
+    namesakes: Sequence[str]
+    total: int
+    chose: Sequence[str] = ()
+    held: Sequence[str] = ()
+    copies: Mapping[str, str] = MappingProxyType({})
+    differing: Mapping[str, str] = MappingProxyType({})
+    gone: Sequence[str] = ()
+    twins: Sequence[str] = ()
+    untold: Sequence[str] = ()
+
+    @staticmethod
+    def by_any(runs: Sequence["Seen"]) -> "Seen":
+        """Returns what is known of cases that several runs predicted together: what any of them has seen is not new."""
+        same, namesakes = {name for run in runs for name in run.same}, {name for run in runs for name in run.namesakes}
+        chose, held = ({n for run in runs for n in getattr(run, part)} - same - namesakes for part in ("chose", "held"))
+        copies = {name: other for run in runs for name, other in run.copies.items()}
+        equal = {name for run in runs for name in (*run.same, *run.chose, *run.held) if name not in run.differing}
+        differing = {n: part for run in runs for n, part in run.differing.items() if n not in equal}
+        own = sorted(same), sorted(namesakes - same), runs[0].total, sorted(chose), sorted(held - chose)
+        return Seen(*own, copies, differing, list({one: 0 for run in runs for one in run.gone}), runs[0].twins)
+
+    @property
+    def words(self) -> str:
+        """What is known of the cases that may have been trained on."""
+        return " or ".join([SEEN] * bool(self.same) + [NAMESAKE] * bool(self.namesakes))
+
+    def mark(self, case: str) -> str:
+        """Returns what is known of a case before what else is said of it; "" of a new one."""
+        if case in self.namesakes:
+            return f"{NAMES[0].capitalize()}. "
+        known = SEEN if case in self.same else self._of_validation(case)
+        if part := self.differing.get(case):
+            known = f"its {SAME_PART[part]} was {known}, with another {part}"
+        return f"{known.capitalize()}. " * (known != NEW)
+
+    def _of_validation(self, case: str) -> str:
+        known = CHOSE if case in self.chose else HELD if case in self.held else NEW
+        return UNTOLD if known == NEW and case in self.untold else known
+
+    def apart(self, cases: Iterable[str]) -> tuple[dict[str, list[str]], str]:
+        """Returns the cases by what is known of them, and a sentence on which the scores are of; "" if all are new.
+
+        Scores are of the first group: the new cases if there are any, then those that were held out, and of these
+        first what did not choose the weights.
+        """
+        groups: dict[str, list[str]] = {NEW: [], UNSEEN: [], HELD: [], CHOSE: [], UNTOLD: [], self.words: []}
+        for case in cases:
+            is_known = case in self.same or case in self.namesakes
+            which = self.words if is_known else self._of_validation(case)
+            groups[UNSEEN if which == NEW and self.gone else which].append(case)
+        groups = {which: own for which, own in groups.items() if own}
+        shown = next(iter(groups), NEW)
+        return groups, "" if shown == NEW and len(groups) < 2 else self._tell(shown, len(groups[shown]))
+
+    def _tell(self, shown: str, count: int) -> str:
+        """Returns a sentence on the group of cases whose scores are shown, and one on the others."""
+        seen, alike, chose = len(self.same), len(self.namesakes), len(self.chose) * (shown in (NEW, UNSEEN, HELD))
+        held = len(self.held) * (shown in (NEW, UNSEEN))
+        unknown = f"No case is known to be new, since nothing tells what {' and '.join(self.gone)} learned from"
+        untold = len({*self.untold}.difference(self.same, self.namesakes, self.chose, self.held)) * (shown != UNTOLD)
+        others = [
+            (untold, f"{'was' if untold == 1 else 'were'} {UNTOLD}"),
+            (held, f"{'was' if held == 1 else 'were'} {HELD}"),
+            (chose, f"{'was' if chose == 1 else 'were'} {CHOSE}"),
+            (seen, f"{'was' if seen == 1 else 'were'} {SEEN}"),
+            (alike, f"{NAMES[alike > 1]} and may have been seen"),
+        ] * (shown != self.words)
+        others = [(number, what) for number, what in others if number]
+        if shown == self.words and alike:
+            known = f"all {count} {f'were {SEEN} or ' * bool(seen)}{NAMES[1]}" if count > 1 else f"it {NAMES[0]}"
+            return f"No case is known to be new: {known}."
+        if not others and shown == UNSEEN:
+            return f"{unknown}."
+        if not others:
+            which = f"all {count} were" if count > 1 else "the only one was"
+            return f"No new case: {which} {shown}{TOO_GOOD * (shown == CHOSE)}."
+        told = f"he scores are of the {quantity(count, 'case')} {shown}"
+        which = unknown if shown == UNSEEN else "No new case"
+        told = f"T{told}" if shown == NEW else f"{which}: t{told}{TOO_GOOD * (shown == CHOSE)}"
+        if len(others) == 1:
+            ((number, what),) = others
+            return f"{told}. The other {'one' if number == 1 else number} {what}."
+        *first, last = (f"{number} {what}" for number, what in others)
+        return f"{told}. Of the other {untold + held + chose + seen + alike}, {', '.join(first)}, and {last}."
+
+    @property
+    def sentences(self) -> list[str]:
+        """One for each kind, if there are any."""
+        sentences, little = list[str](), "say little about new cases"
+        for found, one, many, told in (
+            (self.same, "was in the run's training data", "were in the run's training data", little),
+            (self.namesakes, *NAMES, little),
+            (self.chose, *["helped to choose the run's weights"] * 2, "tend to be too good"),
+            (self.held, f"was {HELD}", f"were {HELD}", "are those of a validation, not of a test"),
+        ):
+            if found:
+                names = list(map(self._named, found))
+                between = "; " if any("," in name for name in names) else ", "
+                shown = between.join(names[:MAX_NAMED]) + f"{between}…" * (len(found) > MAX_NAMED)
+                what, whose = (one, "its scores") if len(found) == 1 else (many, "their scores")
+                if_so = f"if {'it is' if len(found) == 1 else 'they are'} the same, " * (found is self.namesakes)
+                of = f"{len(found)} of {quantity(self.total, 'scored case')} {what} ({shown})"
+                sentences.append(f"{of}: {if_so}{whose} {told}.")
+        return [*sentences, *self.twins]
+
+    def _named(self, case: str) -> str:
+        part = self.differing.get(case)
+        named = f"{case}, whose {SAME_PART[part]} was there with another {part}" if part else case
+        return named + (f", there {self.copies[case]}" if case in self.copies else "")
+
+
+NONE_SEEN = Seen((), (), 0)
 
 
 def find_seen(

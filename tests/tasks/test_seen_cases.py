@@ -15,8 +15,8 @@ from seqpar.data.preparation.prepare_dataset import prepare
 from seqpar.report.cautions import records_behind
 from seqpar.report.record import runs_behind
 from seqpar.tasks import case_evaluation
-from seqpar.tasks.case_evaluation import NONE_SEEN, Seen, seen_by_runs, unknown_runs
-from seqpar.tasks.seen_cases import find_seen
+from seqpar.tasks.case_evaluation import seen_by_runs, unknown_runs
+from seqpar.tasks.seen_cases import NONE_SEEN, Seen, find_seen
 from seqpar.weights.weight_files import digest
 from tests.support.folders import image_array, label_array, nnunet, save, write_json
 

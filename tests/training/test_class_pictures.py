@@ -22,7 +22,6 @@ from seqpar.report.planes import COUNTED, NEAREST
 from seqpar.report.plots import draw_chart
 from seqpar.report.record import RunRecord
 from seqpar.scores.class_scores import describe_share, positive_class, score_classes
-from seqpar.tasks.case_evaluation import Seen
 from seqpar.tasks.classify import evaluation, page
 from seqpar.tasks.classify.evaluation import compare_classifiers
 from seqpar.tasks.classify.page import (
@@ -35,6 +34,7 @@ from seqpar.tasks.classify.page import (
     uncalibrated,
 )
 from seqpar.tasks.classify.scores import verdict_on
+from seqpar.tasks.seen_cases import Seen
 from tests.support.report_page import own_slices
 
 NAMES = ["healthy", "a$b$", "$\\frac$"]

@@ -32,7 +32,6 @@ from seqpar.tasks.case_evaluation import (
     CaseEvaluation,
     ScoredPrediction,
     ScoringJob,
-    Seen,
     lead_with_new,
 )
 from seqpar.tasks.classify.scores import (
@@ -49,7 +48,7 @@ from seqpar.tasks.classify.scores import (
     rescore,
     unknown_cases,
 )
-from seqpar.tasks.seen_cases import find_seen
+from seqpar.tasks.seen_cases import Seen, find_seen
 from seqpar.text import quantity, rounded
 from seqpar.weights.facts import VOXELS, same_scans
 

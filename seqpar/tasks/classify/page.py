@@ -59,7 +59,7 @@ from seqpar.scores.class_scores import (
 )
 from seqpar.scores.comparison import FEW, about_scans
 from seqpar.scores.label_files import missing_line
-from seqpar.tasks.case_evaluation import NONE_SEEN, SHOWN_LARGE, Seen, seen_by_runs, seen_table, unknown_runs
+from seqpar.tasks.case_evaluation import seen_by_runs, seen_table, unknown_runs
 from seqpar.tasks.classify.evaluation import Summary, folder_of, image_files, other_classes, shares_of, trained_on
 from seqpar.tasks.classify.scores import (
     EXPLANATIONS,
@@ -77,6 +77,7 @@ from seqpar.tasks.classify.scores import (
     what_maps_share,
     worst_cases,
 )
+from seqpar.tasks.seen_cases import NONE_SEEN, SHOWN_LARGE, Seen
 from seqpar.text import quantity
 
 FOLDER = Path(__file__).parent

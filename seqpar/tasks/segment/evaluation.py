@@ -63,11 +63,10 @@ from seqpar.tasks.case_evaluation import (
     CaseEvaluation,
     ScoredPrediction,
     ScoringJob,
-    Seen,
     labels_behind,
     lead_with_new,
 )
-from seqpar.tasks.seen_cases import find_seen
+from seqpar.tasks.seen_cases import Seen, find_seen
 from seqpar.tasks.segment.label_map_folder import SavedProbabilities
 from seqpar.tasks.segment.validation import dataset_of, label_files
 from seqpar.terminal import next_command

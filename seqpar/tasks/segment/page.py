@@ -88,13 +88,11 @@ from seqpar.scores.label_scores import (
     without_nan,
 )
 from seqpar.tasks.case_evaluation import (
-    NONE_SEEN,
-    SHOWN_LARGE,
-    Seen,
     seen_by_runs,
     seen_table,
     unknown_runs,
 )
+from seqpar.tasks.seen_cases import NONE_SEEN, SHOWN_LARGE, Seen
 from seqpar.tasks.segment.data import exchanged_sides
 from seqpar.tasks.segment.evaluation import ABOUT_CALIBRATION, calibrate, calibration_diagram, trained_on
 from seqpar.tasks.segment.label_map_folder import DICOM_SEG, SavedProbabilities
