@@ -191,11 +191,6 @@ def other_images(record: RunRecord, place: Path | None, predicted: Stamps, score
             "copied or converted, the truth is that of other patients."]  # fmt: skip
 
 
-def names_of(cases: Any) -> list[str]:
-    """Returns the names of scored cases: of pairs of label maps, or of a table of classes."""
-    return list(cases.cases) if hasattr(cases, "cases") else [pair.case for pair in cases]
-
-
 def _is_other(now: Sequence[Any], before: Sequence[Any]) -> bool:
     """Returns whether a file, or a series, is not the one that was predicted; earlier versions recorded no digest.
 

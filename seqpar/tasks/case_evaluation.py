@@ -4,6 +4,7 @@ import argparse
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from seqpar.report.cautions import (
     cautions_together,
     records_behind,
 )
-from seqpar.report.images import has_images_beside, images_beside, names_of, other_images
+from seqpar.report.images import has_images_beside, images_beside, other_images
 from seqpar.report.record import RunRecord, from_here, mixed_line, predicted_otherwise, read_record, runs_behind
 from seqpar.report.tables import Score, Table, TableHead, TableRow
 from seqpar.runs.run_folder import holds_run, run_of_validation, tested_cases, validation_in
@@ -46,6 +47,8 @@ class ScoringJob:
     - ``seen``: which cases are not new to the runs behind it
     - ``runs``: those that predicted it, if all are still there
     - ``known``: the same next to other predictions, where the validation of a run counts as well
+    - ``records``: of those that predicted it, as far as they can be read
+    - ``cautions``: what to know of these
     """
 
     name: str
@@ -57,6 +60,8 @@ class ScoringJob:
     seen: Seen = NONE_SEEN
     runs: Sequence[Path] = ()
     known: Seen = NONE_SEEN
+    records: list[RunRecord] = field(default_factory=list)
+    cautions: list[str] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -129,16 +134,15 @@ class CaseEvaluation(ABC):
         for job in jobs:
             if len(jobs) > 1:
                 print(f"\n{job.name}:", flush=True)
-            on_phantoms, *cautions = self._cautions(job)
-            if on_phantoms:
+            if on_phantoms := self._look_up(job):
                 print(on_phantoms, flush=True)  # above the first score
-            line = "no case could be scored"
+            line, names = "no case could be scored", list[str]()
             if result := self.score(job):
                 words = [line for line in self.words(result.text) if line not in told]
                 told.update(words)
                 print("\n".join([result.text, *words]), end="\n\n", flush=True)
                 scored.append(result)
-                line, scans = result.line, about_scans(result.names, self.subjects)
+                line, names, scans = result.line, [*result.names], about_scans(result.names, self.subjects)
                 written = {path: result.contents[kind] for kind, path in job.files.items() if kind in result.contents}
                 with writing_alone(written):
                     for path, content in written.items():
@@ -147,7 +151,7 @@ class CaseEvaluation(ABC):
                             line += f"; {path}"
                         except DataError as error:
                             job.faults.append(error)
-            for text in filter(None, [job.note, missing_line(job.missing), *cautions, scans]):
+            for text in filter(None, [job.note, missing_line(job.missing), *self._cautions(job, names), scans]):
                 print(text, flush=True)
             for fault in job.faults:
                 print(f"error: {fault}", file=sys.stderr, flush=True)
@@ -185,13 +189,12 @@ class CaseEvaluation(ABC):
             return scored, "", False
         return first, told.replace(NEW, "new to all runs") if len(scored) > 1 else told, len(groups) > 1
 
-    def _cautions(self, job: ScoringJob) -> list[str]:
-        """Returns what a report on the same scores says: of phantoms, or "", and of cases that the runs have seen.
-
-        The job gets the latter.
+    def _look_up(self, job: ScoringJob) -> str:
+        """Gives the job what is known of the runs behind it and of its cases; returns what to say above the scores of
+        phantoms, or "".
         """
         prediction, validated = Path(job.name), run_of_validation(Path(job.name))
-        records, lines, found = list[RunRecord](), list[str](), list[Seen]()
+        found = list[Seen]()
         behind = [(validated, "")] if validated else runs_behind(prediction)
         runs, gone = [run for run, why in behind if not why], [why for _, why in behind if why]
         unknown = [str(run) for run, why in behind if why]
@@ -199,27 +202,36 @@ class CaseEvaluation(ABC):
         for run in filter(holds_run, runs):  # others have no record
             try:
                 record = read_record(run)
-                records.append(record)
-                lines += cautions_of_validation(record) if validated else begun_unknown(record)
-                place = None if validated else self.images(self.options.truth)
-                lines += other_images(record, place, inputs_of(prediction), names_of(job.cases))
+                job.records.append(record)
+                job.cautions += cautions_of_validation(record) if validated else begun_unknown(record)
                 own = record.weights
-                lines += filter(None, [own.not_the_best * bool(validated), own.describe_lost(), own.edited])
+                job.cautions += filter(None, [own.not_the_best * bool(validated), own.describe_lost(), own.edited])
                 if self.labels is not None:
-                    lines += other_values(run, labels_of_run(record.dataset), self.labels)
+                    job.cautions += other_values(run, labels_of_run(record.dataset), self.labels)
                 found.append(self.find_seen(job, record))
             except (DataError, ValueError, OSError) as error:  # of a damaged record: scores do not need it
                 gone += [f"{error}: whether these cases were in its training data is not known."] * (not validated)
                 unknown.append(str(run))
-        lines, others = [*lines, *gone], predicted_otherwise(prediction)
+        job.cautions += gone
         if found:
-            job.known = Seen.by_any(found)._replace(gone=unknown, untold=others)
+            job.known = Seen.by_any(found)._replace(gone=unknown, untold=predicted_otherwise(prediction))
             job.seen = NONE_SEEN if validated else job.known
-            lines += job.seen.sentences
-        changed, has_phantoms = self.replaced(validation_in(prediction)), any(one.has_phantoms for one in records)
-        lines += filter(None, [mixed_line(prediction, others) if others else "", changed])
+        has_phantoms = any(one.has_phantoms for one in job.records)
         generated = is_generated(self.options.truth) or validated is not None and has_phantoms
-        return [above_scores(generated, has_phantoms), *dict.fromkeys(lines)]
+        return above_scores(generated, has_phantoms)
+
+    def _cautions(self, job: ScoringJob, scored: Sequence[str]) -> list[str]:
+        """Returns what a report on the same scores says; ``scored``: the names of the cases that have some."""
+        prediction, lines = Path(job.name), list[str]()
+        if not run_of_validation(prediction):
+            place, inputs = self.images(self.options.truth), inputs_of(prediction)
+            for record in job.records:
+                with suppress(ValueError):  # of a damaged record
+                    lines += other_images(record, place, inputs, scored)
+        lines += [*job.cautions, *job.seen.of(scored).sentences]
+        if others := predicted_otherwise(prediction):
+            lines.append(mixed_line(prediction, others))
+        return list(dict.fromkeys([*lines, self.replaced(validation_in(prediction))]))
 
     def _next_lines(self, runs: Sequence[Path]) -> list[str]:
         """Returns the command that shows the scored cases, if a single run folder predicted them."""

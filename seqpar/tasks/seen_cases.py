@@ -42,7 +42,7 @@ class Seen(NamedTuple):
     - ``differing``: which of all these have another file than there: a "label file", or an "image"
     - ``gone``: the runs, of several that predicted together, of which nothing is known: no case is called new
     - ``untold``: those that were predicted with settings that nothing tells, so maybe by other networks
-    - ``twins``: sentences on cases that are scored under several names
+    - ``twins``: the names of each case that is scored under several
     """
 
     same: Sequence[str]
@@ -53,7 +53,7 @@ class Seen(NamedTuple):
     copies: Mapping[str, str] = MappingProxyType({})
     differing: Mapping[str, str] = MappingProxyType({})
     gone: Sequence[str] = ()
-    twins: Sequence[str] = ()
+    twins: Sequence[Sequence[str]] = ()
     untold: Sequence[str] = ()
 
     @staticmethod
@@ -66,6 +66,13 @@ class Seen(NamedTuple):
         differing = {n: part for run in runs for n, part in run.differing.items() if n not in equal}
         own = sorted(same), sorted(namesakes - same), runs[0].total, sorted(chose), sorted(held - chose)
         return Seen(*own, copies, differing, list({one: 0 for run in runs for one in run.gone}), runs[0].twins)
+
+    def of(self, cases: Iterable[str]) -> "Seen":
+        """Returns what is known of some of the cases, such as those that could be scored."""
+        own, parts = {*cases}, ("same", "namesakes", "chose", "held", "untold")
+        kept: dict[str, Any] = {part: [name for name in getattr(self, part) if name in own] for part in parts}
+        twins = [[name for name in names if name in own] for names in self.twins]
+        return self._replace(**kept, total=len(own), twins=[names for names in twins if len(names) > 1])
 
     @property
     def words(self) -> str:
@@ -91,14 +98,16 @@ class Seen(NamedTuple):
         Scores are of the first group: the new cases if there are any, then those that were held out, and of these
         first what did not choose the weights.
         """
-        groups: dict[str, list[str]] = {NEW: [], UNSEEN: [], HELD: [], CHOSE: [], UNTOLD: [], self.words: []}
+        cases = list(cases)
+        own = self.of(cases)
+        groups: dict[str, list[str]] = {NEW: [], UNSEEN: [], HELD: [], CHOSE: [], UNTOLD: [], own.words: []}
         for case in cases:
             is_known = case in self.same or case in self.namesakes
-            which = self.words if is_known else self._of_validation(case)
+            which = own.words if is_known else self._of_validation(case)
             groups[UNSEEN if which == NEW and self.gone else which].append(case)
-        groups = {which: own for which, own in groups.items() if own}
+        groups = {which: names for which, names in groups.items() if names}
         shown = next(iter(groups), NEW)
-        return groups, "" if shown == NEW and len(groups) < 2 else self._tell(shown, len(groups[shown]))
+        return groups, "" if shown == NEW and len(groups) < 2 else own._tell(shown, len(groups[shown]))
 
     def _tell(self, shown: str, count: int) -> str:
         """Returns a sentence on the group of cases whose scores are shown, and one on the others."""
@@ -149,7 +158,11 @@ class Seen(NamedTuple):
                 if_so = f"if {'it is' if len(found) == 1 else 'they are'} the same, " * (found is self.namesakes)
                 of = f"{len(found)} of {quantity(self.total, 'scored case')} {what} ({shown})"
                 sentences.append(f"{of}: {if_so}{whose} {told}.")
-        return [*sentences, *self.twins]
+        return sentences + [
+            f"{', '.join(names[:MAX_NAMED])}{', …' * (len(names) > MAX_NAMED)} are one case under {len(names)} names: "
+            f"means and intervals count it {len(names)} times."
+            for names in self.twins
+        ]
 
     def _named(self, case: str) -> str:
         part = self.differing.get(case)
@@ -223,8 +236,8 @@ def find_seen(
     return Seen(seen, namesakes + further, len(scored), *validated, copies, differing, twins=twins)
 
 
-def _scored_twice(files: Mapping[str, Path], scans: Mapping[str, str]) -> list[str]:
-    """Returns a sentence on each case that is scored under several names, as its image tells, or else its file.
+def _scored_twice(files: Mapping[str, Path], scans: Mapping[str, str]) -> list[list[str]]:
+    """Returns the names of each case that is scored under several, as its image tells, or else its file.
 
     - ``files``: of the cases, as far as they are known; ``scans``: digests of the voxels of their images, likewise
     """
@@ -239,12 +252,7 @@ def _scored_twice(files: Mapping[str, Path], scans: Mapping[str, str]) -> list[s
             if not _is_of_one(files[name]):
                 continue
             groups[hashlib.sha256(files[name].read_bytes()).hexdigest()].append(name)
-    return [
-        f"{', '.join(names[:MAX_NAMED])}{', …' * (len(names) > MAX_NAMED)} are one case under {len(names)} names: "
-        f"means and intervals count it {len(names)} times."
-        for names in groups.values()
-        if len(names) > 1
-    ]
+    return [names for names in groups.values() if len(names) > 1]
 
 
 def _known_elsewhere(before: Sequence[Mapping[str, Any]], scans: Mapping[str, str], part: str) -> dict[str, str]:

@@ -10,8 +10,8 @@ from unittest.mock import Mock
 
 import numpy as np
 
-from seqpar.cli import report
-from seqpar.cluster.exit_codes import run
+from seqpar.cli import evaluate, report
+from seqpar.cluster.exit_codes import DATA, run
 from seqpar.data.formats.dataset import Case
 from seqpar.data.preparation.cache_index import sources_of
 from seqpar.report import cases, images
@@ -90,6 +90,22 @@ def test_a_page_says_which_label_maps_were_replaced(finished: Path, copied: Path
     assert run(report.act, [str(copied), "--prediction", str(found), "--out", str(target)]) == 0
     said = f"1 of 1 label map in {found}, such as case-b.nii.gz, has changed since it was written."
     assert said in Page(target.read_text()).text
+
+
+def test_cautions_count_the_cases_that_have_scores(copied: Path, tmp_path: Path, capsys) -> None:
+    truth, names = nnunet(tmp_path / "data", 2, ("T1c", "T1", "FLAIR", "T2")) / "labelsTr", ("c_000", "c_001")
+    found = Path(shutil.copytree(truth, tmp_path / "found"))
+    record = {"run": str(copied), "files": [f"{name}.nii.gz" for name in names], "voxels": dict.fromkeys(names, "1")}
+    record["inputs"] = {name: [["other.nii.gz", 1, 1, "0"]] * 4 for name in names}
+    (found / "prediction.json").write_text(json.dumps(record))
+    line, twice = [str(truth), str(found)], "c_000, c_001 are one case under 2 names"
+    assert run(evaluate.act, line) == 0
+    said = capsys.readouterr().out
+    assert "Caution: 2 of 2 scored cases, such as c_000, were" in said and twice in said
+    (found / "c_000.nii.gz").write_bytes((found / "c_000.nii.gz").read_bytes()[:100])
+    assert run(evaluate.act, line) == DATA
+    said = capsys.readouterr().out
+    assert "Caution: 1 of 1 scored case, such as c_001, was" in said and twice not in said
 
 
 def test_each_member_of_a_mean_says_what_it_reached_alone(finished: Path, copied: Path, tmp_path: Path) -> None:

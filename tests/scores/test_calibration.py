@@ -106,11 +106,11 @@ def test_a_case_without_a_labelled_voxel_is_not_counted(predicted, monkeypatch) 
 def test_calibration_of_new_cases_leads_and_all_together_stay_in_the_summary(predicted, capfd, monkeypatch) -> None:
     folders, every = predicted
 
-    def cautions(self: CaseEvaluation, job: ScoringJob) -> list[str]:
+    def look_up(self: CaseEvaluation, job: ScoringJob) -> str:
         job.seen = Seen(["c1"], [], 3, ["c2"])
-        return [""]
+        return ""
 
-    monkeypatch.setattr(CaseEvaluation, "_cautions", cautions)
+    monkeypatch.setattr(CaseEvaluation, "_look_up", look_up)
     assert evaluate_folders(folders, "--calibration") == 0
     summary, said = summary_of(folders), capfd.readouterr().out
     assert "calibration over the voxels of the cases new to the run\n" in said

@@ -194,11 +194,11 @@ def test_evaluate_leads_with_cases_that_are_new_to_the_run(tmp_path: Path, capsy
     )
     assert lead.text.endswith(f"\nall 20 cases together, new or not:\n{every.text}") and rest
 
-    def cautions(self: ClassEvaluation, other: ScoringJob) -> list[str]:
+    def look_up(self: ClassEvaluation, other: ScoringJob) -> str:
         other.seen = other.known = job.seen
-        return [""]
+        return ""
 
-    monkeypatch.setattr(ClassEvaluation, "_cautions", cautions)
+    monkeypatch.setattr(ClassEvaluation, "_look_up", look_up)
     table_at(tmp_path / "b/predictions.csv", truth, draw(20, 2, seed=1)[1])
     assert run(evaluate.act, [str(tmp_path / "labels.csv"), str(tmp_path / "a"), str(tmp_path / "b")]) == 0
     of_new, of_all = capsys.readouterr().out.split("\nall cases together, new or not:\n")

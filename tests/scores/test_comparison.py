@@ -181,14 +181,14 @@ def test_several_predictions_are_compared_on_cases_that_are_new_to_all(
         for case, labels in enumerate(right):
             save(folder / f"case_{case}.nii.gz", np.roll(labels, 2, 0) if case in wrong else labels)
 
-    def cautions(self: CaseEvaluation, job: ScoringJob) -> list[str]:
+    def look_up(self: CaseEvaluation, job: ScoringJob) -> str:
         job.seen = job.known = seen[Path(job.name).name]
-        return [""]
+        return ""
 
     line = [*map(str, (truth, first, second)), "--workers", "1", "--find-best"]
     assert run(evaluate.act, line) == 0
     assert f"over 3 cases (too few to tell): {first}" in capsys.readouterr().out
-    monkeypatch.setattr(CaseEvaluation, "_cautions", cautions)
+    monkeypatch.setattr(CaseEvaluation, "_look_up", look_up)
     assert run(evaluate.act, line) == 0
     said = capsys.readouterr().out
     told = (

@@ -315,6 +315,7 @@ def test_another_label_file_is_named_only_where_both_are_there(tmp_path: Path) -
     exactly = Seen(["x"], [], 1)
     assert not Seen.by_any([seen, exactly]).differing and not Seen.by_any([exactly, seen]).differing
     two = Seen(["x"], [], 3, untold=["y"])
+    assert two.of("yz") == Seen([], [], 2, [], [], untold=["y"], twins=[])
     groups, told = two.apart("xyz")
     assert list(groups) == ["new to the run", "predicted with unknown settings", "seen in training"]
     assert told.endswith("Of the other 2, 1 was predicted with unknown settings, and 1 was seen in "
