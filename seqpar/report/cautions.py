@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from seqpar.data.errors import DataError
+from seqpar.data.files import read_json, strip_suffix, suffix_of
 from seqpar.data.formats.splits import sample_cases
 from seqpar.report.embedded_volumes import ShownCase, shown_best
 from seqpar.report.record import CaseScores, RunRecord, ScoredCase, read_record, read_scores, runs_behind
@@ -21,7 +22,7 @@ from seqpar.runs.metrics_tail import best_validation, comparable, score_of, with
 from seqpar.runs.run_folder import holds_run, read_best_step, read_windows
 from seqpar.scores.comparison import FEW, TOO_FEW
 from seqpar.scores.label_classes import Labels, choose_labels
-from seqpar.scores.label_files import MAX_NAMED, dataset_at
+from seqpar.scores.label_files import MAX_NAMED, dataset_at, list_label_files
 from seqpar.scores.label_scores import UNLABELLED_ML
 from seqpar.text import millilitres, quantity
 from seqpar.weights.facts import ANCESTORS, IS_UNKNOWN, LEARNED, VOXELS, changed_between, same_scans, several_data
@@ -91,6 +92,44 @@ def records_behind(prediction: Path) -> list[RunRecord]:
         with suppress(DataError, ValueError, OSError):
             records.append(read_record(run))
     return records
+
+
+def recorded_cases(prediction: Path, needed: Sequence[str] = ("files", "inputs")) -> set[str] | None:
+    """Returns the cases that a folder's prediction.json names; None if there is none, or an older version wrote it.
+
+    - ``needed``: what it must tell
+    """
+    try:
+        record = read_json(prediction / "prediction.json")
+        _ = [record[part] for part in needed]
+        maps = {strip_suffix(name) for name in record["files"] if "/" not in name and suffix_of(name)}
+        return maps.union(*(record.get(part, ()) for part in ("inputs", "label_maps", "voxels")))
+    except (DataError, OSError, KeyError, TypeError, AttributeError):
+        return None
+
+
+def unlisted_maps(folder: Path) -> tuple[list[str], str]:
+    """Returns the cases whose label maps joined a folder of predictions that does not name them, and a sentence."""
+    if (known := recorded_cases(folder)) is None:
+        return [], ""
+    there = list_label_files(folder)
+    others = {case: files[0].name for case, files in there.items() if case not in known}
+    named = f"{quantity(len(there), 'label map')} in {folder}, such as {next(iter(others.values()), '')}"
+    return list(others), say_unlisted(len(others), named)
+
+
+def say_unlisted(count: int, among: str) -> str:
+    """Returns a sentence on predictions that their folder's prediction.json does not name, "" if there are none.
+
+    - ``among``: of how many they are some, where these are, and one of them
+    """
+    if not count:
+        return ""
+    it, case = ("it", "this case") if count == 1 else ("them", "these cases")
+    return (
+        f"{count} of {among}, {'is' if count == 1 else 'are'} not in its prediction.json: another network or program "
+        f"may have made {it}, and whether that has seen {case} is not known."
+    )
 
 
 def cautions_together(runs: Iterable[Path]) -> list[str]:

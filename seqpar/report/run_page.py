@@ -80,6 +80,7 @@ def render_run(
     images: Path | None = None,
     subject: str = "",
     unused: str = "",
+    unlisted: Sequence[str] = (),
     **parts: Any,
 ) -> str:
     """Returns the page about a run.
@@ -93,6 +94,7 @@ def render_run(
     - ``images``: the folder of the images of their cases, if it was named
     - ``subject``: what a prediction without a truth is of; "": of several cases, in its folder
     - ``unused``: which step the scores are of, if predict uses the weights of another
+    - ``unlisted``: the cases that the prediction's record does not name
     - ``parts``: what else the task's page.html shows
     """
     name, other, alone = record.path.resolve().name, truth or prediction, prediction is not None and truth is None
@@ -101,8 +103,10 @@ def render_run(
     another = other_run(prediction, record.path) if prediction else ""
     if prediction:
         by = f"the mean of {averaged}" if averaged else another or f"{kind}{name}"
-        heading = f"{'Predictions in' if alone else 'Scores of'} folder {prediction.resolve().name}, by {by}"
-        heading = f"{subject}, predicted by {by}" if subject else heading
+        by = f"{'in part ' * bool(unlisted)}by {by}"
+        heading = f"{'Predictions in' if alone else 'Scores of'} folder {prediction.resolve().name}, {by}"
+        if subject:
+            heading = f"{subject}, {'of unknown origin' if subject in unlisted else f'predicted {by}'}"
         if others := [case for case in predicted_otherwise(prediction) if subject in ("", case)]:
             heading += " and with other settings" * (not subject)
             mixed = mixed_line(prediction, others).removeprefix("warning: ")
@@ -140,7 +144,7 @@ def render_run(
         name=heading,
         alone=alone,
         what=what,
-        scored=_scored(truth, prediction, record) if prediction else "",
+        scored=_scored(truth, prediction, record, unlisted) if prediction else "",
         generated=above_scores(generated, record.has_phantoms, what),
         shows_phantoms=generated,
         unused=unused,
@@ -240,7 +244,7 @@ def made_by(prediction: Path) -> list[dict[str, Any]]:
         return []
 
 
-def _scored(truth: Path | None, prediction: Path, record: RunRecord) -> str:
+def _scored(truth: Path | None, prediction: Path, record: RunRecord, unlisted: Sequence[str] = ()) -> str:
     text = f"Predictions in folder {prediction}, without a truth to score them against."
     if truth:
         which = f"the run's own validation, in folder {prediction}, against {truth}"
@@ -250,7 +254,8 @@ def _scored(truth: Path | None, prediction: Path, record: RunRecord) -> str:
     heats = {made.get("settings", {}).get("temperature", 1) for made in made_by(prediction)} - {1}
     heat = " and ".join(f"{own:.3g}" for own in sorted(heats))
     text += f" Probabilities were computed at a temperature of {heat}." * bool(heats)
-    by = f"Predicted with {weights}{', but for those named below' * bool(predicted_otherwise(prediction))}."
+    others = unlisted or predicted_otherwise(prediction)
+    by = f"Predicted with {weights}{', but for those named below' * bool(others)}."
     return " ".join([text, *[by] * bool(weights), *_cleaned(prediction, record)])
 
 

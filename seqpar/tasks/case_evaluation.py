@@ -19,6 +19,7 @@ from seqpar.report.cautions import (
     cautions_of_validation,
     cautions_together,
     records_behind,
+    unlisted_maps,
 )
 from seqpar.report.images import has_images_beside, images_beside, other_images
 from seqpar.report.record import RunRecord, from_here, mixed_line, predicted_otherwise, read_record, runs_behind
@@ -94,6 +95,7 @@ class CaseEvaluation(ABC):
     labels: Labels | None = None
     images = staticmethod(images_beside)  # where the images of a truth are, None if it has none
     replaced = staticmethod(replaced_line)  # a sentence on predictions that have changed
+    unlisted = staticmethod(unlisted_maps)  # cases that a prediction's record does not name, and a sentence
 
     def __init__(self, options: argparse.Namespace) -> None:
         self.options = options
@@ -214,7 +216,8 @@ class CaseEvaluation(ABC):
                 unknown.append(str(run))
         job.cautions += gone
         if found:
-            job.known = Seen.by_any(found)._replace(gone=unknown, untold=predicted_otherwise(prediction))
+            unlisted, _ = self.unlisted(prediction)
+            job.known = Seen.by_any(found, unknown, predicted_otherwise(prediction), unlisted)
             job.seen = NONE_SEEN if validated else job.known
         has_phantoms = any(one.has_phantoms for one in job.records)
         generated = is_generated(self.options.truth) or validated is not None and has_phantoms
@@ -231,7 +234,8 @@ class CaseEvaluation(ABC):
         lines += [*job.cautions, *job.seen.of(scored).sentences]
         if others := predicted_otherwise(prediction):
             lines.append(mixed_line(prediction, others))
-        return list(dict.fromkeys([*lines, self.replaced(validation_in(prediction))]))
+        _, unlisted = self.unlisted(prediction)
+        return list(dict.fromkeys([*lines, unlisted, self.replaced(validation_in(prediction))]))
 
     def _next_lines(self, runs: Sequence[Path]) -> list[str]:
         """Returns the command that shows the scored cases, if a single run folder predicted them."""
@@ -254,11 +258,13 @@ def other_values(run: Path, written: Labels, scored: Labels) -> list[str]:
     return [f"Caution: {run} writes {'; '.join(others)}. The scores compare other classes."] * bool(others)
 
 
-def seen_by_runs(record: RunRecord, prediction: Path | None, find: Callable[[RunRecord], Seen]) -> Seen:
+def seen_by_runs(
+    record: RunRecord, prediction: Path | None, find: Callable[[RunRecord], Seen], unlisted: Sequence[str] = ()
+) -> Seen:
     """Returns which cases the runs behind a prediction have seen; if it does not name them, which ``record`` has.
     Of other runs that are gone nothing is known, which ``unknown_runs`` says.
 
-    - ``find``: returns which a run has seen
+    - ``find``: returns which a run has seen; ``unlisted``: the cases that the prediction's record does not name
     """
     from seqpar.report.run_page import is_made_by, made_by  # few evaluations make a page
 
@@ -273,7 +279,7 @@ def seen_by_runs(record: RunRecord, prediction: Path | None, find: Callable[[Run
         except (DataError, ValueError, OSError) as error:  # its folder may be damaged: scores do not need it
             why, is_here = str(error), False
         gone += [str(run)] * bool(why and not is_here)
-    return Seen.by_any(found)._replace(gone=gone, untold=predicted_otherwise(prediction)) if found else NONE_SEEN
+    return Seen.by_any(found, gone, predicted_otherwise(prediction), unlisted) if found else NONE_SEEN
 
 
 def unknown_runs(record: RunRecord, prediction: Path | None) -> list[str]:

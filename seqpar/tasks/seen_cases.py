@@ -41,7 +41,8 @@ class Seen(NamedTuple):
     - ``held``: those that were held out and chose nothing, as there was a single validation
     - ``differing``: which of all these have another file than there: a "label file", or an "image"
     - ``gone``: the runs, of several that predicted together, of which nothing is known: no case is called new
-    - ``untold``: those that were predicted with settings that nothing tells, so maybe by other networks
+    - ``untold``: those that were predicted with settings that nothing tells, so maybe by other networks, and those that
+      the prediction's record does not name, of which nothing else is told
     - ``twins``: the names of each case that is scored under several
     """
 
@@ -57,15 +58,26 @@ class Seen(NamedTuple):
     untold: Sequence[str] = ()
 
     @staticmethod
-    def by_any(runs: Sequence["Seen"]) -> "Seen":
-        """Returns what is known of cases that several runs predicted together: what any of them has seen is not new."""
-        same, namesakes = {name for run in runs for name in run.same}, {name for run in runs for name in run.namesakes}
-        chose, held = ({n for run in runs for n in getattr(run, part)} - same - namesakes for part in ("chose", "held"))
+    def by_any(
+        runs: Sequence["Seen"], gone: Iterable[str] = (), untold: Iterable[str] = (), unlisted: Iterable[str] = ()
+    ) -> "Seen":
+        """Returns what is known of cases that several runs predicted together: what any of them has seen is not new.
+
+        - ``gone``, ``untold``: as above; ``unlisted``: of the latter, those that these runs may not have predicted
+        """
+        apart = {*unlisted}
+        same, namesakes, chose, held = (
+            {name for run in runs for name in getattr(run, part)} - apart
+            for part in ("same", "namesakes", "chose", "held")
+        )
+        chose, held = chose - same - namesakes, held - same - namesakes
         copies = {name: other for run in runs for name, other in run.copies.items()}
         equal = {name for run in runs for name in (*run.same, *run.chose, *run.held) if name not in run.differing}
-        differing = {n: part for run in runs for n, part in run.differing.items() if n not in equal}
+        differing = {n: part for run in runs for n, part in run.differing.items() if n not in equal | apart}
         own = sorted(same), sorted(namesakes - same), runs[0].total, sorted(chose), sorted(held - chose)
-        return Seen(*own, copies, differing, list({one: 0 for run in runs for one in run.gone}), runs[0].twins)
+        gone = list(dict.fromkeys([*chain.from_iterable(run.gone for run in runs), *gone]))
+        untold = apart.union(untold, *(run.untold for run in runs))
+        return Seen(*own, copies, differing, gone, runs[0].twins, sorted(untold))
 
     def of(self, cases: Iterable[str]) -> "Seen":
         """Returns what is known of some of the cases, such as those that could be scored."""

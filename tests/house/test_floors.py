@@ -36,7 +36,7 @@ GROUND = """
     runs
     report
     prediction
-    tasks.task tasks.training_data tasks.case_validation tasks.seen_cases tasks.case_evaluation
+    tasks.task tasks.training_data tasks.case_validation tasks.case_evaluation tasks.seen_cases
     tasks.segment tasks.classify tasks.pretrain
     tasks
     training

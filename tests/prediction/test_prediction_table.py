@@ -1,5 +1,6 @@
 """predictions.csv: whose cases stay when others are predicted into its folder; what the maps of its cases share."""
 
+import json
 from pathlib import Path
 
 import matplotlib.pyplot as plt
@@ -7,11 +8,19 @@ import nibabel
 import numpy as np
 import pytest
 
+from seqpar.cli import evaluate
+from seqpar.cluster.exit_codes import run
 from seqpar.data.errors import DataError
 from seqpar.data.formats.dataset import Case
 from seqpar.tasks.classify import page
 from seqpar.tasks.classify.prediction import PredictionTable
-from seqpar.tasks.classify.scores import EXPLANATIONS, place_of_maximum, read_class_table, what_maps_share
+from seqpar.tasks.classify.scores import (
+    EXPLANATIONS,
+    place_of_maximum,
+    read_class_table,
+    unlisted_rows,
+    what_maps_share,
+)
 from tests.support.folders import save, tree, write_json
 
 
@@ -89,6 +98,32 @@ def test_cases_that_are_predicted_later_join_the_table_of_the_same_settings(tmp_
         with pytest.raises(DataError, match=r"was predicted with other settings \(runs\); choose another --output"):
             predict_as(cases, 0.5, {"runs": "second"})
     assert (tmp_path / "predictions.csv").read_bytes() == before
+
+
+def test_rows_that_joined_a_table_are_told_from_those_that_predict_wrote(tmp_path: Path, capsys) -> None:
+    names, record, path = ("healthy", "ill"), {"runs": "first", "explained": ""}, tmp_path / "predictions.csv"
+
+    def predict_as(cases: str, way: str = "", written: int = 9) -> None:
+        table = PredictionTable(tmp_path, names, bool(way))
+        for case in table.open([Case(case, ()) for case in cases], {**record, "explained": way}, False)[:written]:
+            table.add(case, np.array([0.2, 0.8]))
+        assert unlisted_rows(tmp_path) == ([], ""), (cases, way)
+
+    for cases, way, written in (("abc", "", 9), ("bd", "", 0), ("bd", "", 9), ("ab", "hirescam", 1)):
+        predict_as(cases, way, written)
+    path.write_text(f"{path.read_text()}x,ill,0.1,0.9\ny,ill,0.1,0.9\n")
+    others, said = unlisted_rows(tmp_path)
+    assert others == ["x", "y"] and said == (
+        f"2 of 6 rows of {path}, such as that of x, are not in its prediction.json: another network or program may "
+        "have made them, and whether that has seen these cases is not known."
+    )
+    (tmp_path / "labels.csv").write_text("case,class\na,ill\nb,healthy\nc,ill\nd,ill\nx,ill\ny,healthy\n")
+    assert run(evaluate.act, [str(tmp_path / "labels.csv"), str(tmp_path)]) == 0
+    assert said in capsys.readouterr().out
+    content = json.loads((tmp_path / "prediction.json").read_text())
+    for part in ("label_maps", "inputs", "files"):
+        write_json(tmp_path / "prediction.json", {name: own for name, own in content.items() if name != part})
+        assert unlisted_rows(path) == ([], ""), "of an older version"
 
 
 def test_a_table_does_not_join_what_another_task_predicted(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import nibabel
 import numpy as np
 
-from seqpar.cli import report
+from seqpar.cli import evaluate, report
 from seqpar.data.geometry import make_geometry
 from seqpar.data.preparation.cache import open_cache
 from seqpar.data.volumes import Volume
@@ -28,10 +28,11 @@ from seqpar.report.record import RunRecord, ScoredCase, read_record, read_scores
 from seqpar.report.run_page import BECAME, _cleaned, _scored, _unlearned_by_others, how_predicted, what_is_unlearned
 from seqpar.report.tables import what_is_missing
 from seqpar.scores.label_scores import format_table
+from seqpar.tasks.seen_cases import Seen
 from seqpar.tasks.segment.page import _mirrored
 from tests.support.checkpoints import write_window
 from tests.support.folders import save
-from tests.support.report_page import own_slices
+from tests.support.report_page import Page, own_slices
 
 
 def test_files_that_changed_since_they_were_scored_are_named(finished: Path, tmp_path: Path) -> None:
@@ -120,20 +121,56 @@ def test_each_network_of_a_mean_that_never_found_a_class_is_named(finished: Path
     assert _unlearned_by_others(read_record(finished), tmp_path) == [], "the folder holds another run by now"
 
 
-def test_cases_that_others_predicted_into_a_folder_are_told_from_a_runs(finished: Path, tmp_path: Path) -> None:
+def test_cases_that_others_predicted_into_a_folder_are_told_from_a_runs(finished: Path, tmp_path: Path, capsys) -> None:
     truth, found = tmp_path / "truth", tmp_path / "found"
     for folder in (truth, found):
         for name in ("p", "q"):
             save(folder / f"{name}.nii.gz", np.ones((4, 4, 4), np.uint8))
-    made = {"run": str(finished), "weights": {}, "files": ["p.nii.gz", "q.nii.gz"], "inputs": {"p": []}}
-    for files, is_mixed in ((["p.nii.gz"], False), (["p.nii.gz", "q.nii.gz"], True)):
-        (found / "prediction.json").write_text(json.dumps({**made, "files": files}))
-        line = [str(finished), "--truth", str(truth), "--prediction", str(found), "--cases", "0"]
+    record = found / "prediction.json"
+    made = {"run": str(finished), "weights": {"w": "1"}, "files": ["p.nii.gz", "q.nii.gz"], "inputs": {"p": []}}
+    every, unlisted = {**made, "inputs": {"p": [], "q": []}}, {**made, "files": ["p.nii.gz"]}
+    older = {name: value for name, value in unlisted.items() if name != "files"}
+    converted = {**every, "files": ["p.nii.gz", "q.mha"]}
+    not_in = (
+        f"1 of 2 label maps in {found}, such as q.nii.gz, is not in its prediction.json: another network or program "
+    )
+    not_in += "may have made it, and whether that has seen this case is not known."
+    mixed = "also holds 1 case predicted with other settings (q): scores over all its cases"
+    page = tmp_path / "page.html"
+
+    def text_of(*more: str) -> str:
+        line = [str(finished), *more, "--prediction", str(found), "--cases", "0", "--out", str(page)]
         assert report.act(line) == 0
-        page = " ".join((finished / "scores-found.html").read_text().split())
-        assert ("also holds 1 case predicted with other settings (q): scores over all its cases" in page) == is_mixed
-        assert ("Scores of folder found, by run and with other settings" in page) == is_mixed
-        assert ("The other one was predicted with unknown settings." in page) == is_mixed
+        return Page(page.read_text()).text
+
+    for content, said in ((made, mixed), (unlisted, not_in), (every, ""), (older, ""), (converted, ""), (None, "")):
+        record.write_text(json.dumps(content)) if content else record.unlink()
+        text = text_of("--truth", str(truth))
+        assert (mixed in text, not_in in text) == (said == mixed, said == not_in), content
+        assert ("Scores of folder found, by run and with other settings" in text) == (said == mixed)
+        assert ("Scores of folder found, in part by run" in text) == (said == not_in)
+        assert ("The other one was predicted with unknown settings." in text) == bool(said)
+        assert ("Predicted with w, but for those named below." in text) == bool(said)
+        alone = text_of()
+        assert (not_in in alone) == ("Predictions in folder found, in part by run" in alone) == (said == not_in)
+        capsys.readouterr()
+        assert evaluate.act([str(truth), str(found), "--regions", "x=1"]) == 0
+        told = capsys.readouterr().out
+        assert (mixed in told, not_in in told) == (said == mixed, said == not_in)
+    record.write_text(json.dumps(unlisted))
+    (found / "p.nii.gz").unlink()
+    assert "q, of unknown origin" in text_of()
+
+
+def test_the_run_of_a_folder_says_nothing_of_what_joined_it() -> None:
+    """Neither that a case is new, nor that it was seen; next to another prediction it is not new to all either."""
+    seen = Seen.by_any([Seen(["a", "b"], ["c"], 6, ["d"], ["e"], {"b": "x"}, {"b": "image"})], (), (), "bcdef")
+    assert (seen.same, seen.namesakes, seen.chose, seen.held) == (["a"], [], [], []) and seen.untold == [*"bcdef"]
+    assert seen.mark("b") == "Predicted with unknown settings. "
+    assert seen.sentences == ["1 of 6 scored cases was in the run's training data (a): its scores say little about new "
+                              "cases."]  # fmt: skip
+    groups, _ = Seen.by_any([seen, Seen((), (), 6)]).apart("abf")
+    assert groups == {"predicted with unknown settings": ["b", "f"], "seen in training": ["a"]}
 
 
 def test_scores_on_the_grid_of_a_run_are_told_from_those_of_its_files(finished: Path) -> None:

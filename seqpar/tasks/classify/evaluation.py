@@ -47,6 +47,7 @@ from seqpar.tasks.classify.scores import (
     replaced_rows,
     rescore,
     unknown_cases,
+    unlisted_rows,
 )
 from seqpar.tasks.seen_cases import Seen, find_seen
 from seqpar.text import quantity, rounded
@@ -66,6 +67,7 @@ class ClassEvaluation(CaseEvaluation):
 
     images = staticmethod(folder_of)
     replaced = staticmethod(replaced_rows)
+    unlisted = staticmethod(unlisted_rows)
 
     def __init__(self, options: argparse.Namespace) -> None:
         super().__init__(options)

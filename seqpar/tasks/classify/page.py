@@ -73,6 +73,7 @@ from seqpar.tasks.classify.scores import (
     replaced_rows,
     rescore,
     unknown_cases,
+    unlisted_rows,
     verdict_on,
     what_maps_share,
     worst_cases,
@@ -174,7 +175,8 @@ def class_page(options: argparse.Namespace, record: RunRecord) -> FinishedPage:
         cautions += [*filter(None, [viewer.maps_outside]), *of_open_sides(viewer.volumes)] if viewer else []
     parts = {"truth": options.truth, "prediction": options.prediction, "cases": cases, "scores": scores}
     parts["order"] = order_note(len(cases), summary["cases"], "probability of the true class") if summary else ""
-    text = render_run(FOLDER, record, gaps, faults, cautions, **parts, viewer=viewer, unused=unused)
+    parts |= {"viewer": viewer, "unused": unused, "unlisted": seen.untold}
+    text = render_run(FOLDER, record, gaps, faults, cautions, **parts)
     return FinishedPage(text, "", faults, cautions)
 
 
@@ -182,8 +184,9 @@ def _cautions(record: RunRecord, summary: Summary, truth: Path, prediction: Path
     """Returns which cases the run was trained on, and what a reader of the scores of other cases should know first."""
     names, images = [case["case"] for case in summary["metric_per_case"]], image_files(truth)
     voxels = spacings_of({name: images[name] for name in names if name in images})
-    seen = seen_by_runs(record, prediction, lambda run: trained_on(run, truth, names, prediction))
-    lines = [*other_classes(record, summary, truth), missing_line(summary["missing"]), *seen.sentences]
+    unlisted, told = unlisted_rows(prediction)
+    seen = seen_by_runs(record, prediction, lambda run: trained_on(run, truth, names, prediction), unlisted)
+    lines = [told, *other_classes(record, summary, truth), missing_line(summary["missing"]), *seen.sentences]
     lines += other_images(record, folder_of(truth), inputs_of(prediction), names)
     return seen, list(filter(None, [*lines, *unknown_runs(record, prediction), other_voxels(record, voxels)]))
 

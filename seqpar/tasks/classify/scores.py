@@ -18,6 +18,7 @@ from seqpar.data.files import read_json, read_whole
 from seqpar.data.formats import dataset
 from seqpar.data.formats.class_lists import read_class_dataset, read_rows, subjects_of
 from seqpar.prediction.prediction_folder import MAPS, RECORD, say_replaced
+from seqpar.report.cautions import recorded_cases, say_unlisted
 from seqpar.scores.class_scores import (
     cases_behind,
     describe_share,
@@ -129,6 +130,20 @@ def replaced_rows(folder: Path) -> str:
     if not others:
         return ""
     return say_replaced(len(others), f"{quantity(len(there), 'row')} of {path}, such as that of {others[0]}")
+
+
+def unlisted_rows(folder: Path) -> tuple[list[str], str]:
+    """Returns the cases whose rows joined a predictions.csv in a folder of predictions that does not name them, and a
+    sentence; ``folder``: as of `replaced_rows`.
+    """
+    path = find_table(folder)
+    known = recorded_cases(path.parent, ("files", "inputs", MAPS)) if path else None
+    if path is None or known is None:
+        return [], ""
+    there = [row["case"] for row in read_rows(path, ("case", "class")).values()]
+    others = [case for case in there if case not in known]
+    named = f"{quantity(len(there), 'row')} of {path}, such as that of {next(iter(others), '')}"
+    return others, say_unlisted(len(others), named)
 
 
 def class_summary(table: ClassTable, truth: Mapping[str, str], path: Path) -> dict[str, Any]:

@@ -6,6 +6,7 @@ import os
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from seqpar.report.cautions import (
     records_behind,
     too_much,
     trained_on_some,
+    unlisted_maps,
 )
 from seqpar.report.curves import count_of, number
 from seqpar.report.images import changed_since, count_shown, find_images, other_voxels, spacings_of
@@ -126,6 +128,7 @@ def segment_page(options: argparse.Namespace, record: RunRecord) -> FinishedPage
         scored = measure_folder(options.prediction, labels)
     else:
         scored = try_reading(lambda: read_scores(record.path), gaps)
+    unlisted, of_unlisted = unlisted_maps(options.prediction) if options.prediction else ([], "")
     cases, shown = None, []
     if scored and options.cases:
         predicted = None if validated else inputs_of(options.prediction)
@@ -137,7 +140,8 @@ def segment_page(options: argparse.Namespace, record: RunRecord) -> FinishedPage
     every, seen, apart, of_which, which = scored, NONE_SEEN, None, "", ""
     if scored and options.truth is not None and not validated:
         truths = {case.name: case.truth for case in scored.cases}
-        seen = seen_by_runs(record, options.prediction, lambda run: trained_on(run, truths, options.prediction))
+        of_run = partial(trained_on, truths=truths, prediction=options.prediction)
+        seen = seen_by_runs(record, options.prediction, of_run, unlisted)
         scored, apart, of_which, which = _of_new(scored, seen)
     if cases:
         marked = [replace(view, caption=f"{seen.mark(view.name)}{view.caption}") for view in cases.shown]
@@ -176,7 +180,7 @@ def segment_page(options: argparse.Namespace, record: RunRecord) -> FinishedPage
     cautions = _reached_by(options.prediction, record if is_own else None) if alone else []
     cautions += not_yet_predicted(options.prediction) if alone else []
     if alone and scored:
-        names = [case.name for case in scored.cases]
+        names = [case.name for case in scored.cases if case.name not in unlisted]
         for one in [record] if is_own else records_behind(options.prediction):
             cautions += trained_on_some(one, names, name_of_run(one.path, ""), voxels_of(options.prediction))
     if scored and not alone:
@@ -189,7 +193,7 @@ def segment_page(options: argparse.Namespace, record: RunRecord) -> FinishedPage
         cautions += [f"{quantity(len(faults), 'case')} could not be scored, as listed below the tables."] * bool(faults)
         scans = about_scans([case.name for case in scored.cases], {})
         cautions += filter(None, [scans, too_much(scored), part_labelled(scored)])
-    cautions += filter(None, [replaced_line(options.prediction)] if options.prediction else [])
+    cautions += filter(None, [of_unlisted, replaced_line(options.prediction)] if options.prediction else [])
     cautions += _mirrored(record)
     cautions += of_open_sides(cases.volumes) if cases else []
     if every:
@@ -214,6 +218,7 @@ def segment_page(options: argparse.Namespace, record: RunRecord) -> FinishedPage
     if scored and alone and len(scored.cases) == 1:
         parts["subject"] = scored.cases[0].name
     parts |= {"truth": options.truth, "prediction": options.prediction, "images": options.images}
+    parts["unlisted"] = unlisted
     text = render_run(FOLDER, record, gaps, faults, [RESEARCH] * alone + cautions, classes=list(colours), **parts)
     own = faults if options.prediction is not None else ()
     return FinishedPage(text, f"{count_shown([bool(case.images) for case, _ in shown])}, ", own, cautions)
