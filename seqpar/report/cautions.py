@@ -66,6 +66,10 @@ def chosen_on_them(*records: RunRecord) -> list[str]:
 
 def cautions_of_validation(record: RunRecord) -> list[str]:
     """Returns sentences on what the run's last validation predicted: which weights did, and what they had seen."""
+    folder = record.path / "validation"
+    if folder.is_dir() and list_label_files(folder) and not (folder / "summary.json").exists():
+        told = f"{folder} has no summary.json, so this validation was not finished, or its scores were removed"
+        return [f"{told}: which weights predicted these label maps is not known.", *cautions_of_learned(record)]
     step = read_best_step(record.path, "validation/summary.json") or 0
     other = with_other_weights(step, record.weights.step)
     return [f"These cases were predicted{other}."] * bool(other) + chosen_on_them(record)

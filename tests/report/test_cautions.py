@@ -16,7 +16,7 @@ from seqpar.data.formats.dataset import Case
 from seqpar.data.preparation.cache_index import sources_of
 from seqpar.report import cases, images
 from seqpar.report.cases import CaseSection, elsewhere_note
-from seqpar.report.cautions import reached_in_validation, trained_on_some
+from seqpar.report.cautions import cautions_of_validation, reached_in_validation, trained_on_some
 from seqpar.report.embedded_volumes import ShownCase
 from seqpar.report.pictures import PicturedCase, caution_about, figure_of_cases
 from seqpar.report.planes import count_vanished_briefly
@@ -106,6 +106,23 @@ def test_cautions_count_the_cases_that_have_scores(copied: Path, tmp_path: Path,
     assert run(evaluate.act, line) == DATA
     said = capsys.readouterr().out
     assert "Caution: 1 of 1 scored case, such as c_001, was" in said and twice not in said
+
+
+def test_label_maps_of_a_validation_that_was_not_finished_are_of_weights_that_nobody_knows(copied: Path) -> None:
+    """As after a kill in its midst: these may be weights that no checkpoint has."""
+    with (copied / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps({**read_record(copied).held_out[-1], "step": 1}) + "\n")
+    record, summary = read_record(copied), copied / "validation" / "summary.json"
+    chosen = "The weights that predict uses were chosen on these held-out cases"
+    assert cautions_of_validation(record)[-1].startswith(chosen)
+    summary.unlink()
+    (told,) = cautions_of_validation(record)
+    assert told == (
+        f"{summary.parent} has no summary.json, so this validation was not finished, or its scores were removed: which "
+        "weights predicted these label maps is not known."
+    )
+    shutil.rmtree(summary.parent)
+    assert cautions_of_validation(record)[-1].startswith(chosen), "as of a classifier, whose table has its own check"
 
 
 def test_each_member_of_a_mean_says_what_it_reached_alone(finished: Path, copied: Path, tmp_path: Path) -> None:

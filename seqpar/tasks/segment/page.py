@@ -165,7 +165,8 @@ def segment_page(options: argparse.Namespace, record: RunRecord) -> FinishedPage
     elif scored:
         metrics = metrics_table(scored)
         open_parts = [UNLABELLED] * (labels.ignore is not None)
-        told = [metrics.note, *open_parts, how_predicted(options.prediction, record)]
+        way = "" if unlisted else how_predicted(options.prediction, record)
+        told = [metrics.note, *open_parts, way]
         metrics = replace(metrics, note=" ".join(filter(None, told)))
         tables |= {"metrics": metrics, "sizes": sizes_table(scored), "volumes": volumes_table(scored)}
         tables |= {
