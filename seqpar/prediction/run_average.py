@@ -19,7 +19,7 @@ from seqpar.runs.archive import digest_of, is_archive
 from seqpar.runs.trained_run import TrainedRun
 from seqpar.scores.label_files import DISAGREEMENT, ENTROPY
 from seqpar.text import quantity
-from seqpar.weights.weight_files import digest as digest_of_bytes
+from seqpar.weights.weight_files import digest
 
 
 @dataclass(frozen=True)
@@ -57,12 +57,12 @@ def check_no_duplicates(members: Iterable[EnsembleMember]) -> list[EnsembleMembe
     has_archive = any(is_archive(member.run.path) for member in every)  # whose bytes are those of a zip
     for member in every:
         for file in member.weights:
-            digest = digest_of(member.run.path, file) if has_archive else digest_of_bytes(file)
-            if other := seen.get(digest):
+            own = digest_of(file) if has_archive else digest(file)
+            if other := seen.get(own):
                 raise ValueError(
                     f"{other} and {member.run.path} hold the same weights, which would count twice: name one of them"
                 )
-            seen[digest] = member.run.path
+            seen[own] = member.run.path
     return every
 
 

@@ -11,7 +11,7 @@ from seqpar.data.errors import DataError, reason
 from seqpar.data.files import read_json, read_whole, strip_suffix, suffix_of
 from seqpar.data.phantom.phantom_files import has_phantoms
 from seqpar.report.planes import colours_of
-from seqpar.runs.archive import ABOUT, is_archive
+from seqpar.runs.archive import is_archive
 from seqpar.runs.journal import read_metrics
 from seqpar.runs.metrics_tail import SCORES, best_validation, comparable, score_of, task_of_row
 from seqpar.runs.run_folder import holds_run, read_config
@@ -32,7 +32,7 @@ from seqpar.scores.summary_files import class_key, summary_content
 from seqpar.settings.config import Config
 from seqpar.settings.network_settings import NetworkSettings, PretrainingSettings
 from seqpar.text import millilitres, quantity
-from seqpar.weights.weight_files import digest
+from seqpar.weights.weight_files import ABOUT, digest
 
 Row = Mapping[str, Any]
 # what Python says of a file whose parts are of other kinds, or missing

@@ -5,7 +5,6 @@ model.safetensors             the weights
 about.json                    licence, checkpoint, version, digest of the weights, a caution if there is one
 """
 
-import hashlib
 import json
 import lzma
 import re
@@ -24,9 +23,9 @@ from seqpar.data.errors import DataError, unreadable, unwritable
 from seqpar.data.files import refuse_existing, whole_file
 from seqpar.settings.rules import FILES
 from seqpar.weights.facts import ANCESTORS, IS_UNKNOWN
-from seqpar.weights.weight_files import ARCHIVED, read_weights
+from seqpar.weights.weight_files import ABOUT, ARCHIVED, digest_of_bytes, read_weights
 
-CONFIG, ABOUT = "config.json", "about.json"
+CONFIG = "config.json"
 CAUTION = "caution"  # of about.json
 MOST_JSON = 16 * 2**20  # bytes of a JSON file, unpacked: a few packed ones may become any number
 _PRIVATE = ("out", *FILES)  # settings that name places on this machine
@@ -67,7 +66,7 @@ def write_archive(
     step = f"{weights.parent.name}/" if re.fullmatch(r"step-\d+", weights.parent.name) else ""
     about: dict[str, Any] = {
         "format": "seqpar run", "licence": licence, "checkpoint": f"{step}{ARCHIVED}" if is_own else "another file",
-        "seqpar": seqpar.__version__, "digest": _digest(body),
+        "seqpar": seqpar.__version__, "digest": digest_of_bytes(body),
         "use": f"seqpar-{act} {shlex.join(arguments)}",
     }  # fmt: skip
     about |= {**windows, **({CAUTION: caution} if caution else {})}
@@ -85,20 +84,13 @@ def write_archive(
     return about
 
 
-def digest_of(run: str | Path, weights: Path) -> str:
-    """Returns what tells weights from others: of a run that was exported, the same as before.
-
-    - ``weights``: a file of the run's weights; an archive holds its own
-    """
-    return str(read_archived(run, ABOUT).get("digest")) if is_archive(run) else _digest(_packed(weights))
+def digest_of(weights: Path) -> str:
+    """Returns what tells weights from others, in a file or an archive: exported ones have the digest that they had."""
+    return digest_of_bytes(_packed(weights))
 
 
 def _packed(weights: Path) -> bytes:
     return save({name: tensor.contiguous() for name, tensor in read_weights(weights).items()})
-
-
-def _digest(body: bytes) -> str:
-    return hashlib.blake2b(body, digest_size=16).hexdigest()
 
 
 def read_archived(path: str | Path, name: str) -> dict[str, Any]:

@@ -21,12 +21,13 @@ from seqpar.cluster.torch_setup import arithmetic_now
 from seqpar.data.errors import DataError, unreadable
 from seqpar.data.files import read_whole
 from seqpar.data.phantom.phantom_files import flags_of_others, has_phantoms
-from seqpar.runs.archive import ABOUT, CONFIG, is_archive, read_archived
+from seqpar.runs.archive import CONFIG, is_archive, read_archived
 from seqpar.scores.label_classes import labels_of_run
 from seqpar.settings.config import Config
 from seqpar.settings.rules import with_absolute_paths
 from seqpar.terminal import next_command, typed_command
 from seqpar.weights.facts import ANCESTORS, LEARNED, ORIGIN, VALIDATED, VOXELS, origin_of
+from seqpar.weights.weight_files import ABOUT
 
 FOLDS_FILE = "folds.json"  # is in a folder of five folds
 SWEEP_FILE = "sweep.json"  # is in the folder of a sweep

@@ -53,7 +53,8 @@ def load_torch(path: str | Path, mapped: bool = False) -> Any:
 
 log = logging.getLogger(__name__)
 State = dict[str, Tensor]
-ARCHIVED = "model.safetensors"  # the weights in an exported run
+ARCHIVED, ABOUT = "model.safetensors", "about.json"  # the weights in an exported run, and what it says of them
+MOST_ABOUT = 1 << 20  # bytes of the latter that are read
 MOST_HEADER = 100_000_000  # bytes of the header of safetensors, as it limits itself
 WIDEST = 8  # bytes of a number
 _OF_TORCH = b"PK", b"\x80"  # its files begin so: archives, and older ones
@@ -146,7 +147,7 @@ def _read(path: Path, mapped: bool = False) -> Mapping[str, Any]:
         if zipfile.is_zipfile(path):  # torch's own files are archives too
             with zipfile.ZipFile(path) as archive:
                 if ARCHIVED in archive.namelist():
-                    return _read_archived(archive)
+                    return _read_archived(archive, path)
         content = load_torch(path, mapped)
     except DataError:
         raise
@@ -186,8 +187,9 @@ def _refuse_changed(path: Path) -> None:
         raise DataError(path.with_name("status.json"), f"{whose}: copy this run's own files back")
 
 
-def _read_archived(archive: zipfile.ZipFile) -> State:
-    """Returns the weights in an archive; reads no more of them than their header announces.
+def _read_archived(archive: zipfile.ZipFile, path: Path) -> State:
+    """Returns the weights in an archive; reads no more of them than their header announces, and raises DataError for
+    others than were exported. Packed otherwise, they are the same.
 
     A few packed bytes may unpack to any number.
     """
@@ -196,7 +198,12 @@ def _read_archived(archive: zipfile.ZipFile) -> State:
         body = file.read(size + 1)
     if len(body) != size:
         raise ValueError(f"{ARCHIVED} has {'more' if len(body) > size else 'fewer'} bytes than its header announces")
-    return load(head + body)
+    whole, exported = head + body, None
+    with suppress(LookupError, ValueError, TypeError, AttributeError), archive.open(ABOUT) as file:
+        exported = json.loads(file.read(MOST_ABOUT)).get("digest")
+    if exported and digest_of_bytes(whole) != exported:
+        raise DataError(path, f"its {ARCHIVED} holds other weights than {ABOUT} says were exported; export it again")
+    return load(whole)
 
 
 def archived_shapes(path: Path) -> dict[str, tuple[int, ...]]:
@@ -390,3 +397,8 @@ def digest(path: Path) -> str:
         while block := file.read(1 << 22):
             bytes_hash.update(block)
     return bytes_hash.hexdigest()
+
+
+def digest_of_bytes(content: bytes) -> str:
+    """Returns the hash of a file with this content."""
+    return hashlib.blake2b(content, digest_size=16).hexdigest()

@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 import tracemalloc
 import zipfile
 from pathlib import Path
@@ -18,7 +19,7 @@ from seqpar.cli.train import act as train
 from seqpar.cluster.exit_codes import DATA, USAGE
 from seqpar.cluster.exit_codes import run as run_act
 from seqpar.data.errors import DataError
-from seqpar.runs.archive import MOST_JSON
+from seqpar.runs.archive import MOST_JSON, digest_of
 from seqpar.runs.trained_run import read_run
 from seqpar.weights.facts import read_dataset
 from tests.support.checkpoints import write_window
@@ -218,6 +219,28 @@ def test_weights_whose_header_announces_more_than_their_network_has_are_not_unpa
     harmed(archive, "model.safetensors", lambda part: (1 << 40).to_bytes(8, "little") + part[8:])
     with pytest.raises(DataError, match="announces a header of 1099511627776 bytes"):
         read_run(archive)
+
+
+def test_weights_that_were_put_into_an_archive_are_refused_and_packing_changes_none(run, tmp_path, capsys) -> None:
+    write_images(tmp_path / "images")
+    archive, before = tmp_path / "a.zip", read_weights(run / "model.safetensors")
+    assert export([str(run), str(archive)]) == 0
+    copy = Path(shutil.copy(archive, tmp_path / "b.zip"))
+    harmed(copy, "", bytes)  # packed otherwise, so that its own bytes differ
+    assert copy.read_bytes() != archive.read_bytes()
+    assert act(tmp_path, copy, out="packed") == 0
+    assert digest_of(copy) == digest_of(archive) == digest_of(run / "model.safetensors")
+    others = ["-i", str(tmp_path / "images"), "-o", str(tmp_path / "o")]
+    with pytest.raises(ValueError, match="hold the same weights"):
+        predict([str(archive), str(copy), *others])
+    harmed(copy, "model.safetensors", lambda _: save({name: tensor + 1 for name, tensor in before.items()}))
+    told = f"{copy}: its model.safetensors holds other weights than about.json says were exported; export it again"
+    for runs in ([copy], [archive, copy]):
+        assert run_act(predict, [*map(str, runs), *others]) == DATA and told in capsys.readouterr().err
+    with pytest.raises(DataError, match="holds other weights"):
+        read_weights(copy)  # as train --weights does
+    harmed(copy, "about.json", lambda part: json.dumps({**json.loads(part), "digest": None}).encode())
+    assert predict([str(archive), str(copy), *others]) == 0, "an older version wrote no digest"
 
 
 @pytest.mark.parametrize("reader", [read_run, read_weights])
