@@ -89,10 +89,10 @@ def _is_dicom(file: Path) -> bool:
 
 def _slices(folder: Path, with_voxels: bool) -> list[_Slice]:
     """Returns the slices of the only series in a folder, in order along their normal."""
-    if not is_series(folder):
-        raise DataError(folder, "is a folder without DICOM files; give one volume: a file, or the folder of a series")
     if gone := next((file for file in sorted(folder.glob("[!.]*")) if file.is_symlink() and not file.exists()), None):
         raise DataError(gone, "is a link that leads nowhere, and may be a slice: copy the series again")
+    if not is_series(folder):
+        raise DataError(folder, "is a folder without DICOM files; give one volume: a file, or the folder of a series")
     with faults_of(folder) as itk:
         names = {uid: itk.ImageSeriesReader.GetGDCMSeriesFileNames(str(folder), uid)
                  for uid in itk.ImageSeriesReader.GetGDCMSeriesIDs(str(folder))}  # fmt: skip

@@ -123,6 +123,13 @@ def retag(old: bytes, new: bytes, folder: Path, array: np.ndarray) -> None:
         file.write_bytes(file.read_bytes().replace(old, new))
 
 
+def all_gone(folder: Path, _: np.ndarray) -> None:
+    """As if links were copied, and not what they lead to."""
+    for file in folder.iterdir():
+        file.unlink()
+        file.symlink_to("nowhere")
+
+
 @pytest.mark.parametrize(
     "harm,words",
     [
@@ -131,7 +138,7 @@ def retag(old: bytes, new: bytes, folder: Path, array: np.ndarray) -> None:
         (same_place, "slices at the same position"),
         (another_size, "differs in size"), (cut_off, "cannot be read as part of its"), (frames, "has 6 frames"),
         *((partial(last_cut_off, length), "cannot be read as part of its") for length in (0, 4096)),
-        (colours, "has colours"), (gone, "is a link that leads nowhere"),
+        (colours, "has colours"), (gone, "is a link that leads nowhere"), (all_gone, "is a link that leads nowhere"),
         *((partial(retag, old, new), "position, orientation or pixel spacing is damaged") for old, new in DAMAGED),
         (lambda folder, _: shutil.rmtree(folder) or folder.mkdir(), "without DICOM files"),
     ],
