@@ -21,7 +21,7 @@ from seqpar.tasks.classify.scores import read_subjects
 from seqpar.tasks.lookup import TASKS
 from seqpar.training.folds import refuse_folds
 from tests.support.class_folders import class_folder
-from tests.support.folders import nnunet, write_json
+from tests.support.folders import image_array, nnunet, save, write_json
 
 
 @pytest.fixture(scope="module")
@@ -145,6 +145,12 @@ BAD: dict[str, tuple[list[str], str]] = {
     ),
     "a case twice": (["case,class", *EIGHT, EIGHT[0]], "names case c_00 a second time"),
     "no header": (EIGHT, "it needs a header with case and class"),
+    "semicolons": (
+        [line.replace(",", ";") for line in ("case,class", *EIGHT)],
+        "begins with case;class; it needs a header with case and class, separated by commas, not by semicolons: save "
+        "it as CSV with commas",
+    ),
+    "tabs": ([line.replace(",", "\t") for line in ("case,class", *EIGHT)], "separated by commas, not by tabs: save"),
     "a line behind empty ones": (["case,class", "", " , ", *EIGHT, "c_99,ill"], "line 12 names case c_99"),
     "a class without a case": (["case,class", *EIGHT, ",ill"], "line 10, case without a name, has no case; fill it"),
     "two columns of a name": (["case,class,Class", *(f"{e},ill" for e in EIGHT)], "has two columns class; keep one"),
@@ -300,3 +306,22 @@ def test_a_folder_of_phantoms_is_a_data_set_of_classes(tmp_path: Path, capsys: p
     dataset = read_class_dataset(tmp_path)
     assert dataset.volume_classes is not None and dataset.volume_classes.names == ("dementia", "healthy")
     assert len(dataset.cases) == 4 and len(list((tmp_path / "regions").iterdir())) == 4
+
+
+def test_numbers_that_are_read_as_channels_are_told_where_cases_have_no_image(tmp_path: Path) -> None:
+    names = [f"case_{number:04d}" for number in range(8)]
+    for name in names:
+        save(tmp_path / f"{name}.nii.gz", image_array(0))
+    with_table(tmp_path, "case,class", *(f"{name},{'healthy' if n % 2 else 'ill'}" for n, name in enumerate(names)))
+    told = (
+        "line 2 names case case_0000, which has no image (the first one with an image is case): _0000 at the end of an "
+        "image's name counts as its channel; rename the images, such as to case_0000_0000"
+    )
+    with pytest.raises(DataError, match=re.escape(told)):
+        read_class_dataset(tmp_path)
+    for name in names:
+        (tmp_path / f"{name}.nii.gz").rename(tmp_path / f"{name}_0000.nii.gz")
+    assert read_class_dataset(tmp_path).ids == tuple(names)
+    with_table(tmp_path, "case,class", *(f"{name},ill" for name in (*names, "case_0009")))
+    with pytest.raises(DataError, match="case_0009, which has no image .*; correct or remove it"):
+        read_class_dataset(tmp_path)

@@ -6,6 +6,7 @@ and ``split`` (train, val or test, or a fold number); other columns are ignored.
 """
 
 import csv
+import re
 import unicodedata
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -89,9 +90,12 @@ def read_rows(path: Path, needed: Sequence[str]) -> dict[int, Row]:
     lines = [(number, row) for number, row in numbered if any(row)]
     header = [name.casefold() if name.casefold() in COLUMNS else name for name in lines[0][1]] if lines else []
     if missing := [name for name in needed if name not in header]:
-        raise DataError(
-            path, f"begins with {','.join(header) or 'nothing'}; it needs a header with {' and '.join(missing)}"
-        )
+        told = f"begins with {','.join(header) or 'nothing'}; it needs a header with {' and '.join(missing)}"
+        others = [
+            name for mark, name in ((";", "semicolons"), ("\t", "tabs")) if len(header) == 1 and mark in header[0]
+        ]
+        told += f", separated by commas, not by {others[0]}: save it as CSV with commas" if others else ""
+        raise DataError(path, told)
     if twice := next((name for name in header if name and header.count(name) > 1), ""):
         raise DataError(path, f"has two columns {twice}; keep one of them")
     rows, first, seen = dict[int, Row](), needed[0], set[str]()
@@ -146,10 +150,12 @@ def _by_case(rows: Mapping[int, Row], path: Path, known: set[str]) -> dict[str, 
     """Returns each case's row; raises DataError for a case without an image."""
     for number, row in rows.items():
         if row["case"] not in known:
-            near = f" (the first one with an image is {min(known)})" if known else ""
-            raise DataError(
-                path, f"line {number} names case {row['case']}, which has no image{near}; correct or remove it"
-            )
+            near, case = f" (the first one with an image is {min(known)})" if known else "", row["case"]
+            told, channel = f"line {number} names case {case}, which has no image{near}", re.search(r"_\d{4}$", case)
+            if channel and case[: channel.start()] in known:
+                why = f"{channel[0]} at the end of an image's name counts as its channel"
+                raise DataError(path, f"{told}: {why}; rename the images, such as to {case}_0000")
+            raise DataError(path, f"{told}; correct or remove it")
     return {row["case"]: row for row in rows.values()}
 
 
