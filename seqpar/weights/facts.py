@@ -219,10 +219,7 @@ def changed_between(*described: Mapping[str, Any]) -> str:
 
     - ``described``: what each run records of its data
     """
-    of_each = defaultdict[str, list[Mapping[str, Any]]](list)  # other data sets may have other cases of the same names
-    for own in described:
-        of_each[str(own.get("name"))].append(own)
-    cases = sorted({case for some in of_each.values() for case in cases_that_differ(*some)})
+    cases = sorted({case for some in _of_each_set(described).values() for case in cases_that_differ(*some)})
     return f"{quantity(len(cases), 'case')}, such as {cases[0]}, changed between these trainings" if cases else ""
 
 
@@ -231,12 +228,38 @@ def several_data(*described: Mapping[str, Any]) -> str:
 
     - ``described``: what each run records of its data
     """
-    names = defaultdict[str, set[Any]](set)  # with the scans of each: one data set may have two names
-    for own in described:
-        names[str(own.get("name", ""))].update(own.get(VOXELS, {}).values())
-    names.pop("", None)
+    sets = _of_each_set([own for own in described if own.get("name")])
+    # with the scans of each: one data set may have two names
+    names = {name: {scan for own in some for scan in own.get(VOXELS, {}).values()} for name, some in sets.items()}
     differ = any(one and other and not one & other for one, other in combinations(names.values(), 2))
     return f"these runs were trained on several data sets: {', '.join(names)}" if differ else ""
+
+
+def _of_each_set(described: Sequence[Mapping[str, Any]]) -> dict[str, list[Mapping[str, Any]]]:
+    """Returns what runs record of their data, by data set: two of one name have no scan in common, and each its folder.
+
+    Other data sets may have other cases of the same names.
+    """
+    groups = list[list[Mapping[str, Any]]]()
+    for own in described:
+        for group in groups:
+            if any(_are_of_one_set(own, other) for other in group):
+                group.append(own)
+                break
+        else:
+            groups.append([own])
+    names = [str(group[0].get("name", "")) for group in groups]
+    places = [
+        f" (prepared in {group[0].get('prepared')})" * (names.count(name) > 1) for name, group in zip(names, groups)
+    ]
+    return {f"{name}{place}": group for name, place, group in zip(names, places, groups)}
+
+
+def _are_of_one_set(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    if one.get("name") != other.get("name"):
+        return False
+    scans, known = ({*described.get(VOXELS, {}).values()} for described in (one, other))
+    return bool(one.get("prepared") == other.get("prepared") or not scans or not known or scans & known)
 
 
 def cases_of_other_fold(fold: str, now: str, described: Mapping[str, Any]) -> set[str]:

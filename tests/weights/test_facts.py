@@ -27,6 +27,7 @@ from seqpar.weights.facts import (
     reordered_names,
     sets_learned,
     sets_of_earlier_data,
+    several_data,
 )
 from seqpar.weights.pretrained import load_pretrained
 from seqpar.weights.weight_files import write_weights
@@ -211,6 +212,18 @@ def test_cases_whose_files_changed_between_runs_are_found_however_these_were_pre
     finer = {**anew, "files": before["files"]}
     assert cases_that_differ(before, finer) == [] and changed_between(before, finer) == ""
     assert cases_that_differ({**before, "files": {}}, anew) == [], "earlier versions recorded none"
+
+
+def test_two_data_sets_of_one_name_are_no_changed_cases() -> None:
+    here = {"name": "A", "prepared": "/x/A", "digests": {"a": "1"}, "voxels": {"a": "s"}}
+    there = {**here, "prepared": "/y/A", "digests": {"a": "2"}, "voxels": {"a": "t"}}
+    told = "these runs were trained on several data sets: A (prepared in /x/A), A (prepared in /y/A)"
+    assert several_data(here, there, here) == told and changed_between(here, there) == ""
+    for other in ({"voxels": {"a": "s"}}, {"voxels": {}}, {"prepared": "/x/A"}):  # moved, not known, changed in place
+        assert several_data(here, {**there, **other}) == ""
+        assert changed_between(here, {**there, **other}).startswith("1 case, such as a, changed between")
+    other = {**there, "name": "B"}
+    assert several_data(here, other).endswith("several data sets: A, B") and changed_between(here, other) == ""
 
 
 def test_a_pretraining_has_learned_no_labels(tmp_path) -> None:
