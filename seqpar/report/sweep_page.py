@@ -17,11 +17,20 @@ from seqpar.report.several_runs import Compare, cautions_about_each, curves_over
 from seqpar.report.tables import mean_over
 from seqpar.runs.run_folder import read_config
 from seqpar.runs.run_status import weights_taken
-from seqpar.runs.sweep_folder import Point, Sweep, format_value, odd_points, read_sweep, refresh_points
+from seqpar.runs.sweep_folder import (
+    Point,
+    Sweep,
+    describe_mixed,
+    format_value,
+    odd_points,
+    read_sweep,
+    refresh_points,
+    validated_on,
+)
 from seqpar.settings.config import SETTINGS
 from seqpar.terminal import next_command
 from seqpar.text import flag_name, rounded
-from seqpar.weights.facts import changed_between, several_data
+from seqpar.weights.facts import cases_that_differ, changed_between, several_data
 
 NUMBERS = {"score": 3, "at": 0, "loss": 3, "step": 0, "seconds": 0}  # columns with their decimals
 HEADS = {"at": "at step", "loss": "training loss", "step": "steps done", "seconds": "seconds"}
@@ -44,6 +53,7 @@ def page_of_sweep(out: Path, compare: Mapping[str, Compare]) -> str:
     for point in sweep.points:
         taken = weights_taken(out / point.name)
         gaps += [f"{point.name}: {told}" for told in (taken.not_the_best, taken.describe_lost()) if told]
+    numbers = validated_on(out, sweep)
     over = sum(point.is_over for point in sweep.points)
     headline = f"{over} of {len(sweep.points)} points have ended."
     if best:
@@ -59,8 +69,13 @@ def page_of_sweep(out: Path, compare: Mapping[str, Compare]) -> str:
         title=name if name.lower().startswith("sweep") else f"Sweep {name}",
         generated=sentence_on_phantoms(records),
         headline=headline,
-        lead=_lead(records, ranked[:2], compare),
-        cautions=[*odd_points(out, sweep), *_of_changed_data(records.values()), *cautions_about_each(records)],
+        lead=_lead(records, ranked[:2], compare, numbers),
+        cautions=[
+            *odd_points(out, sweep),
+            *_of_changed_data(records.values()),
+            *_as_sentence(describe_mixed(numbers)),
+            *cautions_about_each(records),
+        ],
         best=best.name if best else "",
         again=_again(out, best),
         gaps=gaps,
@@ -79,18 +94,32 @@ def _of_changed_data(records: Iterable[RunRecord]) -> list[str]:
     described = [record.dataset for record in records]
     told, several = changed_between(*described), several_data(*described)
     changed = f"{told}: points trained before the change cannot be compared with those after it."
-    mixed = f"{several[:1].upper()}{several[1:]}: their scores cannot be compared."
-    return [changed] * bool(told) + [mixed] * bool(several)
+    mixed = f"{several}: their scores cannot be compared"
+    return [changed] * bool(told) + (_as_sentence(mixed) if several else [])
 
 
-def _lead(records: Mapping[str, RunRecord], first: Sequence[Point], compare: Mapping[str, Compare]) -> str:
+def _as_sentence(told: str) -> list[str]:
+    return [f"{told[0].upper()}{told[1:]}."] if told else []
+
+
+def _lead(
+    records: Mapping[str, RunRecord],
+    first: Sequence[Point],
+    compare: Mapping[str, Compare],
+    numbers: Mapping[str, int],
+) -> str:
     """Returns how far the best validations of the first two points are apart, case by case, and how sure that is.
 
     Scores of single cases are those of the last validations, so nothing is known where the best was another.
+
+    - ``numbers``: as ``validated_on`` returns them
     """
     known = {point.name: records[point.name] for point in first if point.name in records}
     if len(known) < 2:
         return ""
+    if _are_of_other_cases(known, numbers):
+        told = f"{' and '.join(known)}, the first two points, were validated on different cases or labels"
+        return f"{told}: their scores are not compared case by case."
     unknown = "Whether the first two points differ by more than chance is not known: "
     earlier = [point.name for point in first if point.at != known[point.name].held_out[-1]["step"]]
     if earlier:
@@ -100,6 +129,19 @@ def _lead(records: Mapping[str, RunRecord], first: Sequence[Point], compare: Map
     if not sentences:
         return f"{unknown}they share no scores of cases."
     return f"{sentences[0]} {LEAD}"
+
+
+def _are_of_other_cases(records: Mapping[str, RunRecord], numbers: Mapping[str, int]) -> bool:
+    """Returns whether points are known to have been scored on other cases or labels.
+
+    - ``numbers``: as ``validated_on`` returns them; of points of earlier versions, their data tell
+    """
+    known = {numbers[name] for name in records if name in numbers}
+    if len(records) == sum(name in numbers for name in records):
+        return len(known) > 1
+    described = [record.dataset for record in records.values()]
+    held_out = {str(case) for own in described for case in own["held_out"]}
+    return bool(several_data(*described) or held_out & {*cases_that_differ(*described)})
 
 
 LEAD = "Other seeds may change the order, and the first of several points tends to look better than it is."

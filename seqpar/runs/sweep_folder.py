@@ -16,13 +16,14 @@ from typing import Any
 from seqpar.data.errors import DataError, unwritable
 from seqpar.data.files import read_json, write_json
 from seqpar.runs.journal import read_metrics
-from seqpar.runs.metrics_tail import ERRORS, SCORES, best_validation, measure_of, score_of
+from seqpar.runs.metrics_tail import ERRORS, SCORES, basis_of, best_validation, measure_of, score_of
 from seqpar.runs.run_folder import SWEEP_FILE, read_config, read_status
 from seqpar.runs.run_status import list_changes
 from seqpar.scores.comparison import FEW, TOO_FEW
 from seqpar.settings.config import SETTINGS, Config
 from seqpar.settings.presets import PRESETS
 from seqpar.text import quantity
+from seqpar.weights.facts import cases_that_differ
 
 VERSION = 1
 
@@ -36,6 +37,7 @@ class Point:
     - ``loss``: of the last step
     - ``seconds``: of all recorded steps and validations
     - ``cases``: on which the best score was measured; 0: not known
+    - ``measured_on``: a digest of those cases as they were prepared; "": not known
     """
 
     name: str
@@ -50,6 +52,7 @@ class Point:
     code: int = 0
     why: str = ""
     cases: int = 0
+    measured_on: str = ""
 
     @property
     def is_over(self) -> bool:
@@ -229,6 +232,60 @@ def _why_odd(run: Path) -> str:
     return ""
 
 
+def validated_on(out: Path, sweep: Sweep) -> dict[str, int]:
+    """Returns a number for each point, by its name, that is the same for points whose best scores were measured on the
+    same cases with the same labels; without those of which that is not known.
+    """
+    found, numbers = list[tuple[Point, Mapping[str, Any]]](), dict[str, int]()
+    for point in sweep.points:
+        described: Mapping[str, Any] = {}
+        with suppress(OSError, LookupError, TypeError, ValueError):
+            described = dict(read_config(out / point.name)["dataset"])
+        same = next((n for n, first in enumerate(found, 1) if _scored_alike((point, described), first)), 0)
+        if point.measured_on and not math.isnan(point.score) and (same or described):
+            found += [(point, described)] * (not same)
+            numbers[point.name] = same or len(found)
+    return numbers
+
+
+def _scored_alike(one: tuple[Point, Mapping[str, Any]], other: tuple[Point, Mapping[str, Any]]) -> bool:
+    """Returns whether two points were scored on the same cases with the same labels, however these were prepared.
+
+    - ``one``, ``other``: each with what it records of its data
+    """
+    (point, own), (first, theirs) = one, other
+    if point.measured_on == first.measured_on:
+        return True
+    if own.get("recipe") == theirs.get("recipe"):
+        return False
+    held_out, known = (sorted(described.get("held_out", ())) for described in (own, theirs))
+    return held_out == known and point.cases == first.cases and not {*held_out} & {*cases_that_differ(own, theirs)}
+
+
+MOST_NAMED = 4  # points of one number, and numbers, in a sentence
+
+
+def describe_mixed(numbers: Mapping[str, int]) -> str:
+    """Returns which points were not scored on the same cases with the same labels, in words; "" if all were, as far as
+    is known.
+
+    - ``numbers``: as ``validated_on`` returns them
+    """
+    of_each = dict[int, list[str]]()
+    for name, number in numbers.items():
+        of_each.setdefault(number, []).append(name)
+    if len(of_each) < 2:
+        return ""
+    listed = [f"({number}) {_some(names, ', ')}" for number, names in of_each.items()]
+    told = "points were validated on different cases or labels, so their order says little about which setting is best"
+    return f"{told}: {_some(listed, '; ')}"
+
+
+def _some(words: Sequence[str], between: str) -> str:
+    more = [f"and {len(words) - MOST_NAMED} more"] * (len(words) > MOST_NAMED)
+    return between.join([*words[:MOST_NAMED], *more])
+
+
 # what changes no score by itself; the batch of a rank changes with the number of ranks, which keeps the tiles of a step
 _HARMLESS = ("workers", "device", "cache", "tensorboard", "tracker", "neurological", "batch", "accumulate")
 _SECTIONS = ("run folder", "time limits and checks", "memory and device", "tile and ranks")
@@ -273,4 +330,5 @@ def _look_up(run: Path, point: Point, stopped: Sequence[str]) -> Point:
         code=_whole(status.get("code")),
         why="" if state == "stopped" else str(status.get("why", "")),
         cases=int(best.get("cases", 0)) if best else 0,
+        measured_on=basis_of(held_out).partition(" ")[0] if best else "",
     )

@@ -4,7 +4,7 @@ import csv
 import io
 import math
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from statistics import fmean
@@ -15,7 +15,7 @@ from seqpar.report.curves import DICE, MOST_CURVES, TRAIN_LOSS, Curve, Diagram, 
 from seqpar.report.planes import RUN_COLOURS
 from seqpar.report.plots import draw_diagram, make_figure, save_figure, title_of_run
 from seqpar.runs.run_folder import predict_command
-from seqpar.runs.sweep_folder import Point, Sweep, format_value
+from seqpar.runs.sweep_folder import Point, Sweep, describe_mixed, format_value, validated_on
 from seqpar.terminal import next_command
 from seqpar.text import flag_name, quantity
 
@@ -189,12 +189,14 @@ def _draw_setting(plot: Any, sweep: Sweep, name: str, marked: Point | None) -> N
 
 
 COLUMNS = ("state", "step", "steps", "score", "at", "cases", "loss", "seconds", "code", "why")
+NUMBER = "validated_on"  # the same for points that were validated on the same cases and labels
 SHOWN = 10  # points of the table that is printed
 
 
 def write_results(out: Path, sweep: Sweep) -> list[str]:
     """Writes sweep.csv and sweep.png into the sweep's folder; returns the lines that sum it up."""
-    write_text(out / "sweep.csv", csv_text(sweep))
+    numbers = validated_on(out, sweep)
+    write_text(out / "sweep.csv", csv_text(sweep, numbers))
     draw_sweep(out, sweep, out / "sweep.png")
     lines = _table(sweep)
     for point in sweep.points:
@@ -205,6 +207,8 @@ def write_results(out: Path, sweep: Sweep) -> list[str]:
     lines.append(f"{count} of {len(sweep.points)} points have ended: {out / 'sweep.json'}, sweep.csv, sweep.png")
     if best := sweep.best:
         lines.append(sweep.describe_best(best))
+        if told := describe_mixed(numbers):
+            lines.append(f"caution: {told}")
         lines.append(f"next: {next_command('report', out)}  (all points on one page)")
         if (out / best.name).is_dir():
             lines.append(f"next: {predict_command(out / best.name)}")
@@ -213,15 +217,19 @@ def write_results(out: Path, sweep: Sweep) -> list[str]:
     return lines
 
 
-def csv_text(sweep: Sweep) -> str:
-    """Returns a line for each point: its name, its settings, how it stands."""
+def csv_text(sweep: Sweep, numbers: Mapping[str, int]) -> str:
+    """Returns a line for each point: its name, its settings, how it stands, and which of them were validated alike.
+
+    - ``numbers``: as ``validated_on`` returns them
+    """
     text = io.StringIO()
     rows = csv.writer(text, lineterminator="\n")
     names = list(dict.fromkeys(name for point in sweep.points for name in point.settings))
-    rows.writerow(["point", *map(flag_name, names), *("training_loss" if c == "loss" else c for c in COLUMNS)])
+    rows.writerow(["point", *map(flag_name, names), *("training_loss" if c == "loss" else c for c in COLUMNS), NUMBER])
     for point in sweep.points:
         settings = [format_value(point.settings[name]) if name in point.settings else "" for name in names]
-        rows.writerow([point.name, *settings, *(_field(getattr(point, name)) for name in COLUMNS)])
+        own = [_field(getattr(point, name)) for name in COLUMNS]
+        rows.writerow([point.name, *settings, *own, numbers.get(point.name, "")])
     return text.getvalue()
 
 

@@ -1,20 +1,23 @@
 """What a sweep is asked for, checked and changed before and between its runs, without Ray."""
 
+import csv
 import json
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from seqpar.cli import tune
+from seqpar.cli import report, tune
+from seqpar.cluster.exit_codes import run
 from seqpar.data.errors import DataError
-from seqpar.runs.sweep_folder import Point, Sweep, write_sweep
+from seqpar.runs.sweep_folder import Point, Sweep, describe_mixed, read_sweep, refresh_points, write_sweep
 from seqpar.sweeps import sweep_request
 from seqpar.sweeps.ray_cluster import rank_bundle
-from seqpar.sweeps.results import draw_sweep
+from seqpar.sweeps.results import draw_sweep, write_results
 from seqpar.sweeps.space import parse_space
 from seqpar.sweeps.sweep_request import SweepRequest
-from tests.support.sweep_folder import SPACE, TINY, asked, begin
+from tests.support.report_page import Page
+from tests.support.sweep_folder import SPACE, TINY, asked, begin, make_sweep_folder
 
 
 def test_a_sweep_of_which_no_point_has_begun_takes_other_flags(tmp_path: Path) -> None:
@@ -160,3 +163,88 @@ def test_numbers_that_make_a_point_a_second_time_are_drawn_again(monkeypatch: py
     assert len(set(drawn(0)[:12])) == 12 == len(set(drawn(0)[12:])) and drawn(0) == drawn(0) != drawn(1)
     with pytest.raises(ValueError, match="take other ends, or fewer --samples"):
         drawn(0, 14)
+
+
+def told_of(out: Path, *kinds: tuple[str, dict]) -> tuple[str, list[str], str]:
+    """Returns caution, column of sweep.csv and page of a sweep whose first points recorded what they were scored on,
+    and of their data.
+    """
+    for point, (measured_on, described) in zip(read_sweep(out).points, kinds):
+        rows = [json.loads(line) for line in (out / point.name / "metrics.jsonl").read_text().splitlines()]
+        rows = [row | {"measured_on": measured_on} if row["kind"] == "val" and measured_on else row for row in rows]
+        (out / point.name / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows[:-1]))
+        content = json.loads((out / point.name / "config.json").read_text())
+        content["dataset"] |= described
+        (out / point.name / "config.json").write_text(json.dumps(content))
+        summary = out / point.name / "validation" / "summary.json"
+        content = json.loads(summary.read_text())
+        (entry,) = content["metric_per_case"][:1]
+        content["metric_per_case"] = [json.loads(json.dumps(entry).replace("case_a", f"case_{n}")) for n in range(6)]
+        summary.write_text(json.dumps(content))
+    sweep = refresh_points(out, read_sweep(out))
+    lines = [line for line in write_results(out, sweep) if line.startswith("caution: ")]
+    column = [row["validated_on"] for row in csv.DictReader((out / "sweep.csv").open())]
+    assert run(report.act, [str(out)]) == 0
+    return "".join(lines), column, Page((out / "report.html").read_text()).text
+
+
+OTHERWISE = {"recipe": {"spacing": 2}, "files": {"case_a": "f"}, "digests": {"case_a": "2"}}
+HERE, THERE = ({"prepared": f"/{n}/B", "voxels": {"case_a": n}, "files": {"case_a": n}} for n in "xy")
+
+
+@pytest.mark.parametrize(
+    ("kinds", "column"),
+    [
+        ((("a mirror=no", {}), ("b mirror=no", {})), ["1", "2"]),
+        ((("a", HERE), ("b", THERE)), ["1", "2"]),
+        ((("", HERE), ("", THERE)), ["", ""]),
+        ((("a", OTHERWISE | {"recipe": {}}), ("b", OTHERWISE | {"files": {"case_a": "g"}})), ["1", "2"]),
+    ],
+    ids=["other cases", "two data sets", "two data sets in an earlier version", "other labels, prepared otherwise"],
+)
+def test_points_that_were_scored_on_different_cases_are_told_and_not_compared_case_by_case(
+    kinds: tuple, column: list[str], tmp_path: Path
+) -> None:
+    line, numbers, page = told_of(make_sweep_folder(tmp_path), *kinds)
+    assert numbers == [*column, "", ""]
+    told = "oints were validated on different cases or labels, so their order says little about which setting is best: "
+    told += "(1) lr-0.001_batch-1; (2) lr-0.001_batch-2"
+    assert line == f"caution: p{told}" * bool(column[0]) and (f"P{told}." in page) == bool(column[0])
+    assert "the first two points, were validated on different cases or labels: their scores are not compared" in page
+    assert "confidence interval" not in page and "exactly the same mean Dice" not in page
+    if HERE in (own for _, own in kinds):
+        told = "These runs were trained on several data sets: balls (prepared in /y/B), balls (prepared in /x/B): "
+        assert told in page and "changed between these trainings" not in page
+
+
+@pytest.mark.parametrize(
+    "kinds",
+    [
+        (("", {}), ("", {})),
+        (("", {}), ("b", {})),
+        (("a overlap=0.25", {}), ("a overlap=0.5", {})),
+        (("a", OTHERWISE | {"recipe": {}}), ("b", OTHERWISE)),
+        (("a", {"recipe": {}}), ("b", {"recipe": {"spacing": 2}})),
+        (("a", {"files": {"x": "before"}}), ("a", {"files": {"x": "after"}, "recipe": {"mean": 2}})),
+    ],
+    ids=[
+        "not known",
+        "known of one",
+        "scored otherwise",
+        "prepared otherwise",
+        "no files known",
+        "other training data",
+    ],
+)
+def test_points_that_were_scored_on_the_same_cases_are_compared(kinds: tuple, tmp_path: Path) -> None:
+    line, numbers, page = told_of(make_sweep_folder(tmp_path), *kinds)
+    assert line == "" and len({*numbers[:2]} - {""}) < 2 and "validated on different cases" not in page
+    assert "lr-0.001_batch-1 and lr-0.001_batch-2 have exactly the same mean Dice in" in page
+
+
+def test_of_many_points_on_different_cases_some_are_named() -> None:
+    numbers = {f"p{n}": n // 6 + 1 for n in range(36)}
+    told = describe_mixed(numbers)
+    assert told.endswith("is best: (1) p0, p1, p2, p3, and 2 more; (2) p6, p7, p8, p9, and 2 more; (3) p12, p13, p14, "
+                         "p15, and 2 more; (4) p18, p19, p20, p21, and 2 more; and 2 more")  # fmt: skip
+    assert describe_mixed(dict.fromkeys(numbers, 1)) == describe_mixed({}) == ""
