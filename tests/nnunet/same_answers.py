@@ -116,7 +116,7 @@ def test_the_best_of_two_and_of_their_average_is_nnunets(tmp_path, regions, capf
     told = json.loads((tmp_path / "told.json").read_text())
     assert told["best"] == list(trainers), "no control: one alone is best"
     both = " and ".join(map(str, folders))
-    assert f"highest mean Dice of 3 over 3 cases (too few to tell): the mean of {both}\n" in said
+    assert f"highest mean Dice among 3, over 3 cases (too few to tell): the mean of {both}\n" in said
     for dice, who in zip(told["dice"], (*map(str, folders), f"the mean of {both}")):
         assert f"  {dice:.4f}  {who}\n" in said
     ensemble = results / "ensembles" / ("ensemble___" + "___".join(folder.name for folder in folders))

@@ -196,7 +196,7 @@ def test_several_predictions_are_compared_on_cases_that_are_new_to_all(
     )
     best = "highest mean Dice over {} (other seeds may differ): {},"
     places = [told, best.format("1 case", second), "all cases together, new or not:", best.format("3 cases", first)]
-    places.append(f"highest mean Dice of 2 over 1 case (too few to tell): {second}\n")
+    places.append(f"highest mean Dice among 2, over 1 case (too few to tell): {second}\n")
     assert [said.count(place) for place in places] == [1] * 5
     assert sorted(places, key=said.index) == places, "the new ones lead"
     assert (second / "postprocessing.json").is_file()

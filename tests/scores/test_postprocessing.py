@@ -58,7 +58,7 @@ def test_find_best_says_which_and_learns_what_raises_dice(place: Path, capfd) ->
         (place / "shifted" / name).write_text("{}")  # as nnU-Net leaves them next to its predictions
     assert act(place, shifted, specks, "--find-best") == 0
     said = capfd.readouterr().out
-    assert f"highest mean Dice of 2 over 3 cases (too few to tell): {specks}" in said
+    assert f"highest mean Dice among 2, over 3 cases (too few to tell): {specks}" in said
     assert "keeping the largest component of all labels together raises it from 0." in said
     content = json.loads((place / "specks" / "postprocessing.json").read_text())
     assert read_postprocessing(place / "specks" / "postprocessing.json") == ((1, 2),)
@@ -67,6 +67,7 @@ def test_find_best_says_which_and_learns_what_raises_dice(place: Path, capfd) ->
     assert act(place, shifted, "--find-best", str(place / "out" / "pp.json")) == 0
     said = capfd.readouterr().out
     assert read_postprocessing(place / "out" / "pp.json") == () and "raises it for no class" in said
+    assert f"highest mean Dice over 3 cases: {shifted}\n" in said
     assert "predict.py" not in said, "these are predictions, with plans next to them"
 
 
@@ -90,7 +91,7 @@ def test_folds_are_taken_together(place: Path, capfd) -> None:
         (results / name).write_text("{}")
     assert act(place, str(results), str(place / "shifted"), "--find-best") == 0
     said = capfd.readouterr().out
-    assert f"highest mean Dice of 2 over 3 cases (too few to tell): {results}" in said
+    assert f"highest mean Dice among 2, over 3 cases (too few to tell): {results}" in said
     assert f"predict.py {results} -i IMAGES -o PREDICTIONS --postprocessing {results / 'postprocessing.json'}" in said
     assert all(path.read_text() == '{"mean": {}}' for path in results.glob("fold_*/validation/summary.json"))
     shutil.copy(place / "specks" / "c0.nii.gz", results / "fold_2" / "validation")
@@ -133,9 +134,9 @@ def test_averages_of_two_take_part_where_their_probabilities_are_there(place: Pa
         save_probabilities(own / f"c{n}.nii.gz", random_labels(n), 6, "NibabelIOWithReorient", declared)
     assert act(place, str(results), str(own), str(place / "specks"), "--find-best") == 0
     said = capfd.readouterr().out
-    assert f"highest mean Dice of 4 over 3 cases (too few to tell): the mean of {results} and {own}\n" in said
+    assert f"highest mean Dice among 4, over 3 cases (too few to tell): the mean of {results} and {own}\n" in said
     assert f"no averages with {place / 'specks'}: they need" in said
-    said = said[said.index("highest mean Dice of 4") :]
+    said = said[said.index("highest mean Dice among 4") :]
     assert f"  1.0000  the mean of {results} and {own}\n" in said and said.count("  1.0000  ") == 1
     assert "predict as for" in said and said.strip().endswith("names both runs")
     folder = place / "ensembles" / "ensemble___nnUNetTrainer__nnUNetPlans__3d_fullres___own"

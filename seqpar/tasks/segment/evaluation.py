@@ -241,8 +241,8 @@ class LabelMapEvaluation(CaseEvaluation):
             for members, cases in tried.items()
         }
         best = max(dice, key=lambda members: np.nan_to_num(dice[members], nan=-1.0))
-        few = f" ({TOO_FEW})" if count < FEW and len(dice) > 1 else ""
-        lines = [f"highest mean Dice of {len(dice)} over {quantity(count, 'case')}{few}: {_named(best)}"]
+        among, few = (f" among {len(dice)},", f" ({TOO_FEW})" * (count < FEW)) if len(dice) > 1 else ("", "")
+        lines = [f"highest mean Dice{among} over {quantity(count, 'case')}{few}: {_named(best)}"]
         lines += [f"  {rounded(value, 4)}  {_named(members)}" for members, value in dice.items()]
         pairs = [pair for pair, _ in tried[best].values()]
         learned, place = learn_postprocessing(pairs, self.labels, self._workers(pairs)), self._place(*best)
