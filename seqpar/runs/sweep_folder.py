@@ -87,6 +87,13 @@ class Sweep:
         return sorted(known, key=lambda point: (-point.score, point.loss))
 
     @property
+    def failures(self) -> list[str]:
+        """A line on each point that failed or was killed."""
+        how = {"failed": "failed", "killed": "was killed"}
+        ended = [point for point in self.points if point.state in how]
+        return [f"{point.name} {how[point.state]}, code {point.code}: {point.why}" for point in ended]
+
+    @property
     def score_name(self) -> str:
         """What the points are compared by, which is higher for a better point."""
         return f"1 / (1 + {SCORES[self.task]})" if self.task in ERRORS else SCORES[self.task]
@@ -262,7 +269,7 @@ def _scored_alike(one: tuple[Point, Mapping[str, Any]], other: tuple[Point, Mapp
     return held_out == known and point.cases == first.cases and not {*held_out} & {*cases_that_differ(own, theirs)}
 
 
-MOST_NAMED = 4  # points of one number, and numbers, in a sentence
+MOST_NAMED = 4  # in a list
 
 
 def describe_mixed(numbers: Mapping[str, int]) -> str:
@@ -276,12 +283,13 @@ def describe_mixed(numbers: Mapping[str, int]) -> str:
         of_each.setdefault(number, []).append(name)
     if len(of_each) < 2:
         return ""
-    listed = [f"({number}) {_some(names, ', ')}" for number, names in of_each.items()]
+    listed = [f"({number}) {list_some(names, ', ')}" for number, names in of_each.items()]
     told = "points were validated on different cases or labels, so their order says little about which setting is best"
-    return f"{told}: {_some(listed, '; ')}"
+    return f"{told}: {list_some(listed, '; ')}"
 
 
-def _some(words: Sequence[str], between: str) -> str:
+def list_some(words: Sequence[str], between: str) -> str:
+    """Returns the first of some words, and how many more there are."""
     more = [f"and {len(words) - MOST_NAMED} more"] * (len(words) > MOST_NAMED)
     return between.join([*words[:MOST_NAMED], *more])
 

@@ -84,8 +84,13 @@ def read_status(run: Path) -> dict[str, Any]:
         return {}
 
 
-def refuse_other_flags(planned: PlannedRun, run: Path) -> None:
-    """Refuses a run folder that was begun by other flags than those of ``planned``, or on other ranks."""
+def refuse_other_flags(
+    planned: PlannedRun, run: Path, instead: str = "name another --out, or the flags of then"
+) -> None:
+    """Refuses a run folder that was begun by other flags than those of ``planned``, or on other ranks.
+
+    - ``instead``: what to do then
+    """
     content = read_config(run)
     try:
         began, ranks = content["history"][0]["command"][1:], content["layout"]["ranks"]
@@ -100,8 +105,7 @@ def refuse_other_flags(planned: PlannedRun, run: Path) -> None:
     other = [name for name in {**was, **asked} if was.get(name) != asked.get(name)]
     changes = "; ".join(f"{was.get(name) or f'no {name}'}, and now {asked.get(name) or f'no {name}'}" for name in other)
     raise ValueError(
-        f"{run} was made with {changes or f'the same flags in another order, on {ranks} ranks'}: name another --out, "
-        "or the flags of then"
+        f"{run} was made with {changes or f'the same flags in another order, on {ranks} ranks'}: {instead}"
     )
 
 

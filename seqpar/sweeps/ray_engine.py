@@ -24,6 +24,7 @@ from seqpar.sweeps.trial import LEAVING, Trial, TrialTask
 from seqpar.terminal import python_module, typed_variable
 
 STORAGE = ".ray"  # what Tune itself writes lies here in the sweep's folder while it runs; sweep.json is our record
+REPLACED = "rename or remove this folder, and the sweep trains the point again"
 Suggest = Callable[[Callable[[PlannedRun], dict[str, Any]], Callable[[], bool]], Searcher]
 
 
@@ -61,7 +62,7 @@ class SideBySide:
         """
         for run in runs:
             if has_begun(root / run.name):
-                refuse_other_flags(run, root / run.name)
+                refuse_other_flags(run, root / run.name, REPLACED)
         open_runs = [run for run in runs if not has_finished(root / run.name) and run.name not in self.stopped]
         total = max(self.total, len(runs))
         num_open = total - (len(runs) - len(open_runs))

@@ -199,10 +199,7 @@ def write_results(out: Path, sweep: Sweep) -> list[str]:
     write_text(out / "sweep.csv", csv_text(sweep, numbers))
     draw_sweep(out, sweep, out / "sweep.png")
     lines = _table(sweep)
-    for point in sweep.points:
-        if point.state in ("failed", "killed"):
-            how = "failed" if point.state == "failed" else "was killed"
-            lines.append(f"{point.name} {how}, code {point.code}: {point.why}")
+    lines += sweep.failures
     count = sum(point.is_over for point in sweep.points)
     lines.append(f"{count} of {len(sweep.points)} points have ended: {out / 'sweep.json'}, sweep.csv, sweep.png")
     if best := sweep.best:

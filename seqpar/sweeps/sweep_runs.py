@@ -12,7 +12,7 @@ from seqpar.cluster.exit_codes import PREEMPTED, code_of
 from seqpar.data.errors import unwritable
 from seqpar.runs.run_lock import RunLock
 from seqpar.runs.run_status import StatusFile
-from seqpar.runs.sweep_folder import Point, Sweep, make_folder, refresh_points, write_sweep
+from seqpar.runs.sweep_folder import Point, Sweep, list_some, make_folder, refresh_points, write_sweep
 from seqpar.settings.config import Config
 from seqpar.settings.data_settings import DataSettings
 from seqpar.settings.presets import FROM_DATA
@@ -132,7 +132,8 @@ class _Record:
             self.sweep = refresh_points(self.out, self.sweep, self.stopped, ended)
             write_sweep(self.out, self.sweep)
         self.status.step, self.status.steps = self.num_over, max(len(self.sweep.points), self.total)
-        self.status.write(state, code=code)
+        why = list_some(self.sweep.failures, "; ") or "not all points have finished"
+        self.status.write(state, why * (state == "failed"), code)
         return self.sweep
 
 

@@ -13,7 +13,10 @@ from typing import Any
 
 import pytest
 
+from seqpar.data.files import read_json, write_json
 from seqpar.runs.metrics_tail import MetricsTail
+from seqpar.runs.run_status import StatusFile
+from seqpar.runs.sweep_folder import Point, Sweep
 from seqpar.sweeps import one_by_one, ray_cluster
 from seqpar.sweeps.ray_cluster import require_answer
 
@@ -169,3 +172,35 @@ def test_the_first_lines_of_a_sweep_say_what_its_numbers_count() -> None:
     assert sweep_runs._at_a_time(2, 1, 2, False) == "each on 1 core, 2 at a time on 2 cores"
     assert sweep_runs._points_to_train(8, 3) == "8 points to train, of which 3 ended before"
     assert sweep_runs._at_a_time(5, 2, 4, True) == "each on 2 GPUs, 2 at a time on 4 GPUs"
+
+
+def test_a_failed_sweep_says_why_in_its_status(tmp_path: Path) -> None:
+    sweep_runs = pytest.importorskip("seqpar.sweeps.sweep_runs")
+    names = [f"lr-{n}" for n in range(6)]
+    for name in names:
+        (tmp_path / name).mkdir()
+        write_json(tmp_path / name / "status.json", {"state": "failed", "why": "loss nan", "code": 5})
+    for count, state, why in (
+        (1, "failed", "lr-0 failed, code 5: loss nan"),
+        (6, "failed", f"{'; '.join(f'{name} failed, code 5: loss nan' for name in names[:4])}; and 2 more"),
+        (0, "failed", "not all points have finished"),
+        (1, "preempted", ""),
+    ):
+        sweep = Sweep({}, tuple(Point(name, {}) for name in names[:count]))
+        sweep_runs._Record(tmp_path, sweep, StatusFile(tmp_path)).write(state, 5)
+        status = read_json(tmp_path / "status.json")
+        assert (status["state"], status["why"], status["code"]) == (state, why, 5)
+
+
+def test_a_point_with_the_run_of_another_is_to_be_moved_away(tmp_path: Path) -> None:
+    ray_engine = pytest.importorskip("seqpar.sweeps.ray_engine")
+    cluster = ray_engine.Cluster(devices=1, on_gpu=False, bundle={"CPU": 1.0}, own=[])
+    planned = ray_engine.PlannedRun("lr-0.003", "debug", {"lr": 0.003})
+    command = ["train", "--preset", "debug", "--lr", "0.001", "--out", "lr-0.001"]
+    (tmp_path / "lr-0.003").mkdir()
+    write_json(tmp_path / "lr-0.003" / "config.json", {"history": [{"command": command}], "layout": {"ranks": 1}})
+    told = (
+        "made with --lr 0.001, and now --lr 0.003: rename or remove this folder, and the sweep trains the point again"
+    )
+    with pytest.raises(ValueError, match=told):
+        ray_engine.SideBySide(cluster, 1).make([planned], tmp_path)
