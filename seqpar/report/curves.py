@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from seqpar.report.planes import RUN_COLOURS, colours_of
 from seqpar.runs.journal import held_out_scores, loss_terms, read_metrics
 from seqpar.runs.metrics_tail import score_of
+from seqpar.runs.run_folder import name_validated, validates_trained
 from seqpar.text import quantity
 
 TRAIN_LOSS, VAL_LOSS, DICE = "training loss", "validation loss", "Dice"
@@ -255,22 +256,28 @@ WORDS_OF_TERMS = {  # keys of metrics.jsonl
 
 
 def training_diagrams(
-    train: Sequence[Row], held_out: Sequence[Row], loss: str = "loss", classes: Sequence[str] = ()
+    train: Sequence[Row],
+    held_out: Sequence[Row],
+    loss: str = "loss",
+    classes: Sequence[str] = (),
+    data: Mapping[str, Any] = MappingProxyType({}),
 ) -> list[Diagram]:
     """Returns what a run shows over its steps: the loss, its terms, held-out scores with n, the learning rate.
 
     - ``train``, ``held_out``: the rows of steps and of validations
     - ``loss``: its title
     - ``classes``: in the order of their colours; those of the rows that are missing here come after them
+    - ``data``: what the run records of its data
     """
+    validated, which = "validation" if validates_trained(data) else "held out", name_validated(data)
     steps, at = [row["step"] + 1 for row in train], [row["step"] for row in held_out]
     losses = [
         Line("training", steps, [[number(row.get("loss")) for row in train]], noisy=True),
-        Line(f"held out{count_of(held_out, '=')}", at, [[number(row.get("loss")) for row in held_out]], dots=True),
+        Line(f"{validated}{count_of(held_out, '=')}", at, [[number(row.get("loss")) for row in held_out]], dots=True),
     ]
     if any("error_of_mean" in row for row in held_out):  # a loss that falls may still be no better
         guess = [[number(row.get("error_of_mean")) for row in held_out]]
-        losses.append(Line("held out, if filled in with the mean", at, guess, dots=True, dashed=True, style=1))
+        losses.append(Line(f"{validated}, if filled in with the mean", at, guess, dots=True, dashed=True, style=1))
     terms = []
     for name in loss_terms(train):
         rows = [row for row in train if name in row]
@@ -294,7 +301,7 @@ def training_diagrams(
     every = (
         (loss, losses, None, NEUTRAL),
         ("Terms of the training loss", terms, None, OF_NUMBERS),
-        (f"{'Mean Dice' if key == 'dice' else title} on held-out cases{count_of(held_out)}", scores, 1.0, OF_NUMBERS),
+        (f"{'Mean Dice' if key == 'dice' else title} on {which}{count_of(held_out)}", scores, 1.0, OF_NUMBERS),
         ("Learning rate", rates, None, NEUTRAL),
     )
     return [

@@ -39,8 +39,9 @@ from seqpar.report.planes import (
     sides,
 )
 from seqpar.report.plots import escape_mathtext, make_figure, save_figure, title_of_run
+from seqpar.runs.run_folder import data_of_run, name_validated
 from seqpar.scores.class_scores import positive_class, roc_label, roc_points
-from seqpar.text import quantity, with_minus
+from seqpar.text import with_minus
 
 ndimage = late("scipy.ndimage")
 
@@ -77,7 +78,7 @@ def draw_cases(
 ) -> None:
     """Draws three planes of each case with the outlines of truth (solid) and prediction (dashed).
 
-    - ``held_out``: the number of held-out cases; these are the first of them
+    - ``held_out``: the number of cases that are validated; these are the first of them
     - ``when``: after which step
     - ``neurological``: the patient's left is on the left of a picture, and not on the right
     """
@@ -107,7 +108,7 @@ def figure_of_cases(
     about_lines += " The truth is the readers' consensus." * any(case.disputed is not None for case in cases)
     lines = [
         *[f"{when[:1].upper()}{when[1:]}."] * bool(when),
-        f"{first}{quantity(held_out, 'held-out case')}{shown}, in planes with most of the truth{empty}",
+        f"{first}{name_validated(data_of_run(run), held_out)}{shown}, in planes with most of the truth{empty}",
         *textwrap.wrap(f"{orientation_text(neurological)}.{about_lines}", 150),
         *textwrap.wrap(f"{counted(case.slices for case in cases)}.", 120),
     ]
@@ -254,7 +255,8 @@ def draw_scores(path: Path, summary: Mapping[str, Any], when: str = "") -> None:
             label = roc_label(shown[number], truth == number, probabilities[:, number])
             curves.plot(*points, style, label=label, color=colour, clip_on=False)  # 0 and 1 too
     curves.legend(fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -0.14))  # over no curve
-    figure.suptitle(title_of_run(path.parent, f"{quantity(len(cases), 'held-out case')}{after}"), fontsize=11)
+    told = f"{name_validated(data_of_run(path.parent), len(cases))}{after}"
+    figure.suptitle(title_of_run(path.parent, told), fontsize=11)
     curves.set_box_aspect(1)
     curves.set(title="ROC curve", xlabel="1 − specificity", ylabel="sensitivity")
     confusion = np.array(summary["confusion"])

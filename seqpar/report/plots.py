@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from seqpar.data.files import whole_file
 from seqpar.report.curves import AGAIN, DISTINCT, GREY, GRID, INK, Bars, Diagram, Line, LineStyle, training_diagrams
 from seqpar.runs.journal import held_out_scores, read_metrics
-from seqpar.runs.run_folder import FOLDS_FILE, SWEEP_FILE, is_of_phantoms, read_config
+from seqpar.runs.run_folder import FOLDS_FILE, SWEEP_FILE, data_of_run, is_of_phantoms, read_config
 from seqpar.scores.comparison import FEW as FEW_CASES
 
 BUCKETS = 240  # points of a line: a longer one is drawn by the mean and the range of its pieces
@@ -208,7 +208,10 @@ def draw_progress(out: Path) -> None:
     train, held_out = ([row for row in rows if row["kind"] == kind] for kind in ("train", "val"))
     if not train:
         return
-    diagrams, picture = training_diagrams(train, held_out, "Loss", _classes_of(out)), out / "validation.png"
+    diagrams, picture = (
+        training_diagrams(train, held_out, "Loss", _classes_of(out), data_of_run(out)),
+        out / "validation.png",
+    )
     has_picture = bool(held_out) and held_out_scores(held_out[-1])[0] not in held_out[-1] and picture.exists()
     heights, pixels = [4.2], None  # of the panels with the title, in inches
     if has_picture:

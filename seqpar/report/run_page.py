@@ -34,7 +34,7 @@ from seqpar.report.record import (
 )
 from seqpar.report.rendering import render
 from seqpar.runs.metrics_tail import ERRORS, what_is_not_found, what_was_learned
-from seqpar.runs.run_folder import run_of_validation
+from seqpar.runs.run_folder import run_of_validation, validates_trained
 from seqpar.scores.postprocessing import describe_min_component
 from seqpar.text import clock, list_modalities, quantity
 from seqpar.weights.facts import VALIDATED
@@ -160,6 +160,7 @@ def render_run(
                 record.held_out,
                 f"Loss ({loss or WORDS_OF_LOSSES.get(own, own)})",
                 classes,
+                record.dataset,
             )
         ),
         **parts,
@@ -281,7 +282,8 @@ def what_is_unlearned(record: RunRecord, has_scores: bool = False) -> str:
     chance = "" if has_scores else may_be_chance(record)
     if chance or not what_is_not_found(record.held_out):
         return chance
-    return what_is_not_found(record.held_out, count_present(record.path, record.held_out))
+    kind = "validated" if validates_trained(record.dataset) else "held-out"
+    return what_is_not_found(record.held_out, count_present(record.path, record.held_out), kind)
 
 
 def _unlearned_by_others(record: RunRecord, prediction: Path, has_scores: bool = False) -> list[str]:

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 from seqpar.report.curves import count_of, number
 from seqpar.report.plots import Strips, make_strips
 from seqpar.report.record import CaseScores, RunRecord, ScoredCase, mean_of_numbers
+from seqpar.runs.run_folder import name_validated
 from seqpar.scores.class_scores import describe_share
 from seqpar.scores.comparison import FEW, TOO_FEW
 from seqpar.scores.label_scores import UNLABELLED_ML
@@ -407,7 +408,7 @@ def last_validation(record: RunRecord) -> Table | None:
         TableRow(name, [Score(number(value), 3), Score(number(pooled.get(name)), 3)])
         for name, value in row.get("dice", {}).items()
     ]
-    cases = quantity(row["cases"], "held-out case") if "cases" in row else "held-out cases"
+    cases = name_validated(record.dataset, row.get("cases"))
     note = f"From the validation after step {row['step']:,} on {cases}. {OVER_CASES} {ABSENT_RULE}"
     return Table("metrics", list(map(TableHead, ("Class", "Dice, mean", "Dice, global"))), rows, "class", note)
 

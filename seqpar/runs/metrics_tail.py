@@ -123,10 +123,13 @@ def with_other_weights(step: int, best: int | None) -> str:
 NOTHING = 5e-4  # of a Dice, which pages and programs show as 0.000
 
 
-def what_is_not_found(rows: Iterable[Mapping[str, Any]], present: Mapping[str, int] | None = None) -> str:
+def what_is_not_found(
+    rows: Iterable[Mapping[str, Any]], present: Mapping[str, int] | None = None, kind: str = "held-out"
+) -> str:
     """Returns sentences if the best validation of a segmentation has a Dice of 0.000 for some classes; else "".
 
-    - ``present``: in how many held-out cases the truth has each class, as far as that is known
+    - ``present``: in how many validated cases the truth has each class, as far as that is known
+    - ``kind``: of the validated cases
     """
     best, present = best_validation(rows) or {}, present or {}
     names = [name for name, dice in best.get("dice", {}).items() if dice is not None and dice < NOTHING]
@@ -135,9 +138,7 @@ def what_is_not_found(rows: Iterable[Mapping[str, Any]], present: Mapping[str, i
     if found := [name for name in names if name not in lacking]:
         it = _it(found)
         overlaps = f"{'hardly anything' if any(best['dice'][name] for name in found) else 'nothing'} that was predicted"
-        where = (
-            f"in the held-out cases that have {it}" if present.keys() >= {*found} else f"where held-out cases have {it}"
-        )
+        where = f"in the {kind} cases that have {it}" if present.keys() >= {*found} else f"where {kind} cases have {it}"
         told.append(
             f"{begin} {_listed(found)} is 0.000: {where}, {overlaps} overlaps {it}. "
             f"Nothing shows that the network has learned to find {it}."
@@ -145,12 +146,12 @@ def what_is_not_found(rows: Iterable[Mapping[str, Any]], present: Mapping[str, i
     if lacking:
         it = _it(lacking)
         told.append(
-            f"{begin} {_listed(lacking)} is 0.000: no held-out case is known to have {it}, and what is "
+            f"{begin} {_listed(lacking)} is 0.000: no {kind} case is known to have {it}, and what is "
             f"predicted of {it} is false. These cases cannot show whether the network finds {it}."
         )
     if unknown := [name for name, dice in best.get("dice", {}).items() if dice is None]:
         finds = f"nothing shows whether the network finds {_it(unknown)}"
-        told.append(f"In no held-out case could {_listed(unknown)} be scored: {finds}.")
+        told.append(f"In no {kind} case could {_listed(unknown)} be scored: {finds}.")
     return " ".join(told)
 
 

@@ -26,6 +26,7 @@ from seqpar.scores.label_classes import labels_of_run
 from seqpar.settings.config import Config
 from seqpar.settings.rules import with_absolute_paths
 from seqpar.terminal import next_command, typed_command
+from seqpar.text import quantity
 from seqpar.weights.facts import ANCESTORS, LEARNED, ORIGIN, VALIDATED, VOXELS, origin_of
 from seqpar.weights.weight_files import ABOUT
 
@@ -226,9 +227,37 @@ def origin_mark(run: Path) -> dict[str, str]:
 
 
 def describe_results(run: Path) -> list[str]:
-    """Returns a line on each file that people look for after a run, if it is there."""
-    files = {"validation.png": "held-out cases", "progress.png": "curves", "model.safetensors": "weights"}
-    return [f"  {run / name}: {what}" for name, what in files.items() if (run / name).exists()]
+    """Returns a line on each file that people look for after a run, if it is there; first, if its scores say little."""
+    described = data_of_run(run)
+    files = {"validation.png": name_validated(described), "progress.png": "curves", "model.safetensors": "weights"}
+    told = "  scores of this run say nothing about new cases: it is validated on cases that it trains on"
+    lines = [f"  {run / name}: {what}" for name, what in files.items() if (run / name).exists()]
+    return [told] * validates_trained(described) + lines
+
+
+def data_of_run(run: Path) -> dict[str, Any]:
+    """Returns what a run folder records of its data, {} if it does not tell."""
+    with suppress(ValueError, LookupError, TypeError, OSError):
+        return dict(read_config(run)["dataset"])
+    return {}
+
+
+def validates_trained(described: Mapping[str, Any]) -> bool:
+    """Returns whether a run trains on all cases that it validates, as with --fold all.
+
+    - ``described``: what it records of its data
+    """
+    validated = {*described.get("held_out", ())}
+    return bool(validated) and validated <= {*described.get("train", ())}
+
+
+def name_validated(described: Mapping[str, Any], count: int | None = None) -> str:
+    """Returns what to call the cases that a run validates; ``described``: as for ``validates_trained``.
+
+    - ``count``: of the cases, if it is to be named
+    """
+    case, which = ("case", " that the run trains on") if validates_trained(described) else ("held-out case", "")
+    return f"{f'{case}s' if count is None else quantity(count, case)}{which}"
 
 
 def is_of_phantoms(run: Path) -> bool:

@@ -110,7 +110,11 @@ class Sweep:
         if not best.cases:
             return text
         few = f": {TOO_FEW} which setting is best" if best.cases < FEW else ""
-        return f"{text}, on {quantity(best.cases, 'held-out case')}{few}"
+        has_all = {**self.began.get("settings", {}), **best.settings}.get("fold") == "all"
+        cases = (
+            f"{quantity(best.cases, 'case')} that it trains on" if has_all else quantity(best.cases, "held-out case")
+        )
+        return f"{text}, on {cases}{few}"
 
     def varied(self) -> list[str]:
         """Returns the settings in which points differ, by their names in Config."""

@@ -19,6 +19,7 @@ from seqpar.models.network import Network
 from seqpar.parallel.mesh import Mesh
 from seqpar.runs.journal import Journal, read_metrics
 from seqpar.runs.metrics_tail import best_validation, with_other_weights
+from seqpar.runs.run_folder import name_validated
 from seqpar.settings.config import Config
 from seqpar.settings.rules import setting_applies
 from seqpar.tasks.training_data import TrainingData
@@ -123,6 +124,11 @@ class CaseValidation(ABC):
         self.config, self.mesh, self.data, self.loss = config, mesh, data, loss
         self.refuse_taken_over = refuse_taken_over
         self.ids = data.ids_to_validate(config.val_cases)
+
+    @property
+    def counted(self) -> str:
+        """The cases that are validated, in words."""
+        return name_validated({"train": self.data.train_ids, "held_out": self.ids}, len(self.ids))
 
     def measured_on(self, digests: Mapping[str, str]) -> str:
         """Returns a digest of the cases, and the settings that scores depend on: scores of others are on another scale.

@@ -25,7 +25,7 @@ from seqpar.losses import LOSSES, SoftLabels, needs_marks, takes_soft_labels
 from seqpar.parallel.device_constants import copy_to_device
 from seqpar.planner.tile_choice import tile_advice
 from seqpar.runs.fold_folder import started_folds
-from seqpar.runs.run_folder import holds_folds, read_config
+from seqpar.runs.run_folder import holds_folds, read_config, validates_trained
 from seqpar.scores.label_classes import hidden_classes, labels_of_declaration, learned_regions
 from seqpar.settings.config import Config
 from seqpar.settings.presets import FROM_DATA
@@ -273,7 +273,7 @@ def case_lines(data: TrainingData, config: Config) -> list[str]:
     properties = [case.properties for case in dataset.cases.values()]
     sizes = span([p.shape for p in properties], "{:.0f}"), span([p.spacing for p in properties], "{:.3g}")
     split = f"{len(data.train_ids)} to train on, {len(data.held_out_ids)} held out (fold {config.fold})"
-    if data.held_out_ids and set(data.held_out_ids) <= set(data.train_ids):
+    if validates_trained({"train": data.train_ids, "held_out": data.held_out_ids}):
         count = len(data.train_ids)
         split = f"{count} to train on, also used to validate (fold {config.fold}): scores say nothing about new cases"
     layout = describe_layout(str(dataset.described.get("layout", "prepared")), is_generated(config.data))

@@ -391,6 +391,8 @@ def test_a_sweep_names_no_winner_by_the_score_of_few_cases() -> None:
         "highest mean Dice: a, 0.500 after step 20, on 2 held-out cases: too few to tell which setting is best"
     )
     assert Sweep({}, ()).describe_best(replace(point, cases=5)).endswith("after step 20, on 5 held-out cases")
+    assert Sweep({"settings": {"fold": "all"}}, ()).describe_best(point).partition(":")[2].startswith(
+        " a, 0.500 after step 20, on 2 cases that it trains on: too few")  # fmt: skip
     errors = Sweep({"settings": {"task": "pretrain"}}, ())
     assert errors.describe_best(point).startswith("lowest error of hidden voxels: a, 1.000 after step 20")
 

@@ -55,7 +55,8 @@ def images(tmp_path_factory) -> list[str]:
 def test_one_and_three_ranks_have_the_same_losses_on_images_without_labels(images, tmp_path) -> None:
     for ranks in (1, 3):
         more = ["--seqpar", str(ranks), "--precision", "fp64"]
-        trained(ranks, [*images, *more], tmp_path / str(ranks), act=pretrain.act)
+        said = trained(ranks, [*images, *more], tmp_path / str(ranks), act=pretrain.act).said()
+        assert "validation on 3 cases that the run trains on: mean squared error" in said and "held-out" not in said
     assert farthest(losses(tmp_path / "3"), losses(tmp_path / "1")) < 1e-12
     rows = [[r["loss"] for r in read_metrics(tmp_path / n / "metrics.jsonl") if r["kind"] == "val"] for n in "13"]
     assert farthest(*rows) < 1e-12 and len(rows[0]) == 3

@@ -12,6 +12,7 @@ import pytest
 from seqpar.cli import evaluate, export, predict, prepare, report
 from seqpar.data.volumes import read_volume, write_volume
 from seqpar.report.cautions import cautions_together
+from seqpar.runs.run_folder import describe_results
 from seqpar.tasks.segment.validation import SegmentationValidation
 from seqpar.training import gradients
 from seqpar.weights.facts import read_dataset
@@ -24,7 +25,10 @@ def test_cases_that_the_first_weights_had_learned_are_said_by_train_and_evaluate
 ) -> None:
     flags, data = [*tiny_data(tmp_path), "--epochs", "1"], tmp_path / "Dataset001_Tiny"
     first, second = tmp_path / "first", tmp_path / "second"
-    trained(1, [*flags, "--fold", "0"], first)
+    said = trained(1, [*flags, "--fold", "0"], first).said()
+    assert "validation on 1 held-out case: loss" in said and "scores of this run say nothing" not in said
+    (first / "validation.png").touch()
+    assert f"  {first / 'validation.png'}: held-out cases" in describe_results(first)
     said = trained(1, [*flags, "--fold", "1", "--weights", str(first)], second).said()
     (case,) = json.loads((second / "config.json").read_text())["dataset"]["held_out"]
     caution = f"caution: they have learned from 1 held-out case, such as {case}, whose scores therefore say nothing"
@@ -334,6 +338,15 @@ def test_a_run_of_all_cases_holds_none_out(tmp_path: Path, capsys: pytest.Captur
     flags, run = [*tiny_data(tmp_path), "--epochs", "1"], tmp_path / "run"
     said = trained(1, [*flags, "--fold", "all"], run).said()
     assert "5 cases: 5 to train on, also used to validate (fold all): scores say nothing about new cases" in said
+    assert "validation on 5 cases that the run trains on: loss" in said and "held-out" not in said
+    (run / "validation.png").touch()
+    assert f"  {run / 'validation.png'}: cases that the run trains on" in describe_results(run)
+    assert "  scores of this run say nothing about new cases: it is validated on cases that it trains on\n" in said
+    assert report.act([str(run)]) == 0
+    page = (run / "report.html").read_text()
+    assert "on cases that the run trains on (up to 5 cases)" in page and "held out (n" not in page
+    assert "on held-out cases" not in page and "validation (n = 5)" in page
+    capsys.readouterr()
     assert evaluate.act([str(tmp_path / "Dataset001_Tiny"), str(run)]) == 0
     assert "The weights have learned from all of these held-out cases (--fold all" in capsys.readouterr().out
 

@@ -21,7 +21,6 @@ from seqpar.tasks.case_validation import CaseValidation, ValidationResult, when_
 from seqpar.tasks.classify.data import ClassData
 from seqpar.tasks.classify.explanation import class_logits
 from seqpar.tasks.classify.scores import ROWS, TABLE, ClassTable, as_json, class_lines, class_summary, row_stamps
-from seqpar.text import quantity
 
 
 class ClassValidation(CaseValidation):
@@ -56,7 +55,7 @@ class ClassValidation(CaseValidation):
             "cases": len(self.ids),
         }
         lines = [
-            f"validation on {quantity(len(self.ids), 'held-out case')}: loss {row['loss']:.4f}",
+            f"validation on {self.counted}: loss {row['loss']:.4f}",
             *class_lines(summary),
             *["  (in brackets: 95 % confidence intervals)"] * (not self._is_explained),
         ]

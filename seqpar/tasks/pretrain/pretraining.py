@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 from seqpar.runs.metrics_tail import SCORES
 from seqpar.tasks.task import Task
 from seqpar.terminal import next_command
-from seqpar.text import quantity
 
 if TYPE_CHECKING:
     import argparse
@@ -130,6 +129,7 @@ class Pretraining(Task):
         """Returns the page about a run without labels: its error on held-out cases, and pictures."""
         from seqpar.report.run_page import FinishedPage, render_run
         from seqpar.runs.metrics_tail import what_was_learned
+        from seqpar.runs.run_folder import name_validated
 
         if flags := [f"--{name}" for name in ("truth", "prediction", "images", "positive") if getattr(options, name)]:
             raise ValueError(f"{flags[0]}: {record.path} is a pretraining, which predicts no labels: remove it")
@@ -140,6 +140,7 @@ class Pretraining(Task):
             gaps.append(f"There are no pictures of held-out cases: {picture} cannot be read ({error.strerror}).")
         sentence, caution = what_was_learned(record.held_out, bool(record.config.get("normalised_targets")))
         parts: dict[str, Any] = {"errors": _errors(record), "png": png, "sentence": sentence}
+        parts["validated"] = name_validated(record.dataset)
         cautions, folder = [caution] if caution else [], Path(__file__).parent
         return FinishedPage(render_run(folder, record, gaps, (), cautions, loss="mean squared error", **parts))
 
@@ -148,11 +149,13 @@ def _errors(record: RunRecord) -> Table | None:
     """Returns the errors on held-out cases, validation by validation; None before the first."""
     from seqpar.report.curves import number
     from seqpar.report.tables import Score, Table, TableHead, TableRow
+    from seqpar.runs.run_folder import name_validated
 
     if not record.held_out:
         return None
     rows = [TableRow(f"{row['step']:,}", [Score(number(row.get("loss")), 4)]) for row in record.held_out]
     heads = [TableHead("After step"), TableHead("Mean squared error of hidden voxels")]
     count = int(record.held_out[-1].get("cases", 0))
-    note = f"On one tile of each of {quantity(count, 'held-out case')}; the same tokens are hidden in every validation."
+    cases = name_validated(record.dataset, count)
+    note = f"On one tile of each of {cases}; the same tokens are hidden in every validation."
     return Table("metrics", heads, rows, note=note)

@@ -37,7 +37,7 @@ from seqpar.report.plots import escape_mathtext, make_figure, save_figure, title
 from seqpar.runs.journal import Journal
 from seqpar.runs.metrics_tail import guess_of, score_of_error
 from seqpar.tasks.case_validation import NUM_PICTURED, CaseValidation, ValidationResult, when_validated
-from seqpar.text import name_images, quantity, with_minus
+from seqpar.text import name_images, with_minus
 from seqpar.vit.dropout import DropoutKey
 
 COLUMNS = ("image", "what the encoder saw", "rebuilt", "rebuilt − image")
@@ -165,7 +165,7 @@ class MaskedValidation(CaseValidation):
         if tiles:
             journal.draw(lambda: draw_tiles(picture, tiles, when_validated(journal, row), self.config.neurological))
         text = (
-            f"validation on {quantity(len(self.ids), 'held-out case')}: mean squared error of hidden voxels {mean:.4f} "
+            f"validation on {self.counted}: mean squared error of hidden voxels {mean:.4f} "
             f"({of_mean:.4f} if they were filled with {guess_of(self.error.normalised)})"
         )
         return ValidationResult(row, text, score_of_error(mean), {})

@@ -45,7 +45,7 @@ from seqpar.settings.config import Config
 from seqpar.settings.data_settings import prepare_settings
 from seqpar.tasks.case_validation import NUM_PICTURED, CaseValidation, LabelWatch, ValidationResult, when_validated
 from seqpar.terminal import bar
-from seqpar.text import clock, name_images, quantity
+from seqpar.text import clock, name_images
 
 REPLACED = (
     "has been replaced since this run prepared it: summary.json in validation/ scores the new label map, and the run's "
@@ -418,7 +418,7 @@ class SegmentationValidation(CaseValidation):
         }
         known = [value for value in dice.values() if value is not None]
         width = max(len(name) for name in (*dice, "class"))
-        lines = [f"validation on {quantity(len(measured.scores), 'held-out case')}: loss {row['loss']:.4f}"]
+        lines = [f"validation on {self.counted}: loss {row['loss']:.4f}"]
         lines.append(f"  {'class':{width}}  Dice  global")
         lines += [f"  {name:{width}}  {_cell(dice[name])}  {_cell(global_dice[name])}" for name in dice]
         mean_dice = sum(known) / len(known) if known else 0.0
