@@ -172,7 +172,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def main() -> None:
     """Prepares what the command line says and exits with its code."""
-    sys.exit(run(act, prints_result=True))
+    sys.exit(run(act, prints_result="--check" in sys.argv))
 
 
 if __name__ == "__main__":

@@ -53,7 +53,7 @@ def _interrupted_early(number: int, frame: FrameType | None) -> None:
 class SafeStream:
     """A stream that drops what it cannot write, and everything once its reader, or its terminal, is gone.
 
-    ``lost``: why some of it could not be written; "" if all was, or nobody reads it
+    ``lost``: why some of it could not be written when it was to be; "" if all was, or nobody reads it
     """
 
     def __init__(self, stream: Any) -> None:
@@ -66,7 +66,7 @@ class SafeStream:
             shown = text
         except UnicodeEncodeError:  # such as a name in a terminal of ASCII
             shown = text.encode(encoding, "backslashreplace").decode(encoding)
-        self.lost = self._attempt(lambda: self._stream.write(shown)) or self.lost
+        self._attempt(lambda: self._stream.write(shown))
         return len(text)
 
     def flush(self) -> None:
@@ -74,21 +74,21 @@ class SafeStream:
 
     def finish(self) -> None:
         """Writes what is left; the stream itself stays open."""
-        if left := self._attempt(self._stream.flush):  # before this, what a buffer holds is tried again
-            self.lost = left
+        if not self._attempt(self._stream.flush):
             self._drop()
 
-    def _attempt(self, act: Callable[[], object]) -> str:
-        """Returns why an act failed, unless nobody reads the stream."""
+    def _attempt(self, act: Callable[[], object]) -> bool:
+        """Returns whether an act may be repeated, and keeps why it failed, unless nobody reads the stream."""
         try:
             act()
         except OSError as error:  # EIO: the terminal was closed; others: the disk of a log is full
             if error.errno not in (errno.EPIPE, errno.EIO):
-                return reason(error)
+                self.lost = reason(error)
+                return False
             self._drop()
         except ValueError:  # the stream is closed
             pass
-        return ""
+        return True
 
     def _drop(self) -> None:
         """Has the stream's buffer written to nowhere: it is flushed again, at the interpreter's exit at least."""
@@ -186,10 +186,12 @@ def run(
         gc.enable()
     with safe_output() as out:
         code = _call(act, arguments)
-    if out.lost:
-        told = f"not all of the standard output could be written ({out.lost}): free its disk, or write it elsewhere"
-        code = code or DATA * prints_result
-        print(f"{'error' if code else 'warning'}: {told}", file=sys.stderr, flush=True)
+        out.finish()
+        if out.lost:
+            is_error = prints_result and not code
+            told = f"what was printed may be incomplete ({out.lost}): make room on its disk, or write it elsewhere"
+            print(f"{'error' if is_error else 'warning'}: {told}", file=sys.stderr, flush=True)
+            code = DATA if is_error else code
     if code:
         leave_last_words(f"ended with exit code {code}: the lines above say why")
     if code in (USAGE, DATA, MEMORY):

@@ -320,7 +320,7 @@ def measured_otherwise(record: RunRecord, made: Mapping[str, Any]) -> str:
         ways.append(f"{words[way]}{other} and not {words[measured]}")
     overlap, usual = own.get("overlap"), record.config.get("val_overlap")  # which earlier versions do not tell
     if way == measured == "sliding" and overlap is not None and usual is not None and overlap != usual:
-        ways.append(f"in windows that overlap by {100 * overlap:.3g} % and not {100 * usual:.3g} %")
+        ways.append(f"in windows that overlap by {100 * overlap:.3g} %, where validation had {100 * usual:.3g} %")
     mirrored = len(str(record.config.get("val_mirror", "none")).replace("none", ""))
     if len(own.get("mirror") or ()) != mirrored and "mirror" in own:
         ways.append("as a mean over mirrored copies" if own["mirror"] else "without mirroring")

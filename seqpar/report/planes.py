@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from seqpar.late_import import late
-from seqpar.scores.lesions import MIN_VOLUME, Part, count_vanished, unmatched_parts
+from seqpar.scores.lesions import MIN_VOLUME, Part, unmatched_parts, vanished
 from seqpar.text import millilitres, quantity, with_minus
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ DISPUTED = "#a838ff"  # where readers disagree; no class is violet
 TINT = 0.25  # opacity of what is inside the line of truth or prediction; its colour is multiplied by the image's greys
 TINTED = "tinted: inside a line"
 CONTRAST = 0.35  # of stripes over what the truth leaves unlabelled, as a share of black to white
-BLACK = 0.1  # up to this share, on which stripes are lighter
+BLACK = 0.2  # up to this share, on which stripes are lighter
 STRIPES = 30  # across the longer side of a plane, whichever voxels it has
 UNLABELLED = "hatched: unlabelled"
 PLANES = (("sagittal", 0), ("coronal", 1), ("axial", 2))  # a plane's name, and the direction that it is across
@@ -216,11 +216,17 @@ def count_vanished_regions(
 ) -> int:
     """Returns how many regions of a label map are too small for the grid of a prepared image.
 
+    A region within one of another class that is lost, too, is not counted again.
+
     - ``classes``: the value of each, or its values
     """
     if not any(few < many for few, many in zip(coarse.shape, fine.shape)):
         return 0
-    return sum(count_vanished(np.isin(fine, values), np.isin(coarse, values)) for values in classes)
+    lost, total = np.zeros(fine.shape, bool), 0
+    for values in sorted(classes, key=np.size, reverse=True):
+        count, own = vanished(np.isin(fine, values) & ~lost, np.isin(coarse, values))
+        lost, total = lost | own, total + count
+    return total
 
 
 def vanished_note(counts: Mapping[str, int], spacing: Sequence[float]) -> str:
@@ -329,7 +335,8 @@ def hatched(image: NDArray[Any], area: NDArray[Any], low: float, high: float, ac
     period = max(area.shape[0] * up / STRIPES, area.shape[1] * across / STRIPES, 4 * min(across, up))
     width = max(period / 4, min(across, up))
     is_stripe = (rows * min(up, width) + columns * min(across, width)) % period < width  # which join in every row
-    is_black = ndimage.uniform_filter(np.clip(image, low, high).astype(float), 3) < low + (high - low) * BLACK
+    around = ndimage.uniform_filter(np.clip(image, low, high).astype(float), 7)  # so that noise decides nothing
+    is_black = (around < low + (high - low) * BLACK) & (image < low + 1.5 * (high - low) * BLACK)
     stripes: NDArray[Any] = np.where(is_black, image + (high - low) * CONTRAST, image - (high - low) * CONTRAST)
     return np.where((area > 0) & is_stripe, np.clip(stripes, low, high), image).astype(image.dtype)
 

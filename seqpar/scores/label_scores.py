@@ -18,6 +18,8 @@ from typing import Any, Literal, get_args
 import numpy as np
 from numpy.typing import NDArray
 
+from seqpar.data.errors import DataError
+from seqpar.data.volumes import read_geometry
 from seqpar.scores import lesions
 from seqpar.scores.metrics import Confusion, DistanceNotMeasured, Mask, Masks, centreline_recall, hd95_of, nsd_of
 from seqpar.text import rounded
@@ -369,13 +371,20 @@ def hardly_learned_lines(summary: Mapping[str, Any]) -> list[str]:
 
 
 def remarks_on(
-    summary: Mapping[str, Any], cases: Iterable[tuple[object, Scores]], settings: Mapping[str, Any]
+    summary: Mapping[str, Any], cases: Sequence[tuple[Any, Scores]], settings: Mapping[str, Any]
 ) -> list[str]:
-    """Returns lines below a table of scores: on low ones, and on what they hide."""
-    hidden = lesions.hidden_by_scale(
-        [scores for _, scores in cases], settings["nsd_tolerance"], settings["lesion_wise"]
-    )
-    return hardly_learned_lines(summary) + hidden
+    """Returns lines below a table of scores: on low ones, and on what they hide.
+
+    - ``cases``: pairs of label maps, and their scores
+    """
+    asked = [scores for _, scores in cases], settings["nsd_tolerance"], settings["lesion_wise"]
+    lines, largest = hardly_learned_lines(summary), 0.0
+    if not lesions.hidden_by_scale(*asked):
+        return lines
+    for pair, _ in cases:  # slices may be much thicker than pixels are wide
+        with suppress(DataError):
+            largest = max(largest, *read_geometry(pair.prediction)[0].canonical_spacing)
+    return lines + lesions.hidden_by_scale(*asked, largest)
 
 
 def not_measured(cases: Iterable[Scores]) -> str:

@@ -15,6 +15,7 @@ from seqpar.scores.metrics import Mask, check_comparable, confusion, hd95
 
 ndimage = late("scipy.ndimage")
 MARGIN, MIN_VOLUME = 3.0, 50.0  # mm and mm³, as in BraTS 2023
+USUAL_TOLERANCE = 1.0  # mm, of the surface Dice
 FINE = 4  # voxels within a tolerance from which errors hide in it
 
 
@@ -117,7 +118,7 @@ def hidden_by_scale(
     """
     side = max(largest, (1000 * largest_voxel_ml(row for scores in cases for row in scores.values())) ** (1 / 3))
     sentences = list[str]()
-    if side and isinstance(tolerance, (int, float)) and tolerance > FINE * side:
+    if side and tolerance == USUAL_TOLERANCE > FINE * side:  # others were chosen for these data
         sentences.append(
             f"The surface Dice (NSD) has a tolerance of {tolerance:g} mm, which is {tolerance / side:.0f} voxels here: "
             "it does not see errors below that. --nsd-tolerance of evaluate sets another."
@@ -151,21 +152,25 @@ def unmatched_parts(
     return matching.parts(matching.components, false), matching.parts(true_lesions, missed)
 
 
-def count_vanished(mask: Mask, coarse: Mask) -> int:
-    """Returns how many connected parts of a mask have no voxel in their place on a coarser grid over the same box."""
+def vanished(mask: Mask, coarse: Mask) -> tuple[int, Mask]:
+    """Returns how many connected parts of a mask have no voxel in their place on a coarser grid over the same box, and
+    their voxels.
+    """
+    gone, lost = 0, np.zeros_like(mask)
     if not mask.any():
-        return 0
+        return gone, lost
     box = smallest_box(mask)
     numbered, count = ndimage.label(crop(mask, box), np.ones([3] * mask.ndim))
-    gone = 0
-    for place in ndimage.find_objects(numbered, count):
+    for number, place in enumerate(ndimage.find_objects(numbered, count), 1):
         ends = zip(place, box, mask.shape, coarse.shape)
         there = tuple(
             slice((own.start + first) * few // many, -(-(own.stop + first) * few // many))
             for own, (first, _), many, few in ends
         )
-        gone += not coarse[there].any()
-    return gone
+        if not coarse[there].any():
+            gone += 1
+            crop(lost, box)[place] |= numbered[place] == number
+    return gone, lost
 
 
 def _steps_of(margin: float, spacing: Sequence[float]) -> list[int]:

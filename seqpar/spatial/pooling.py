@@ -38,7 +38,8 @@ class MaxPool3d(nn.MaxPool3d):
         """Returns this rank's box of the output, ``b c W/s D/s H/s``, and its box grid."""
         sizes = self.kernel_size, self.stride, self.padding, self.dilation
         if grid is None:
-            return _max_pool(x, *sizes, self.ceil_mode), None
+            is_plain = x.ndim != 5 or not _in_one_order(x)
+            return super().forward(x) if is_plain else max_pool_by_place(x, *sizes, self.ceil_mode), None
         return max_pool_box(x, grid, *sizes, self.ceil_mode, str(self))
 
 
@@ -112,8 +113,12 @@ def upsample_trilinear(x: Tensor, factors: Sequence[int]) -> Tensor:
 
 
 def _max_pool(x: Tensor, *options: Any) -> Tensor:
-    deterministic = x.is_cuda and torch.are_deterministic_algorithms_enabled()
-    return max_pool_by_place(x, *options) if deterministic else _torchs_max_pool(x)(x, *options)
+    return max_pool_by_place(x, *options) if _in_one_order(x) else _torchs_max_pool(x)(x, *options)
+
+
+def _in_one_order(x: Tensor) -> bool:
+    """Returns whether gradients are to be added in one order, where torch's kernel adds them in any."""
+    return x.is_cuda and torch.are_deterministic_algorithms_enabled()
 
 
 def _torchs_max_pool(x: Tensor) -> Callable[..., Any]:
@@ -213,7 +218,7 @@ def upsample_box(x: Tensor, grid: BoxGrid, factors: Sequence[int], mode: str) ->
 
 def _upsample(x: Tensor, factors: Sequence[int], mode: str) -> Tensor:
     interpolates = mode in INTERPOLATING
-    if interpolates and x.is_cuda and torch.are_deterministic_algorithms_enabled():
+    if interpolates and _in_one_order(x):
         return upsample_trilinear(x, factors)
     align = False if interpolates else None
     return F.interpolate(x, scale_factor=[float(f) for f in factors], mode=mode, align_corners=align)

@@ -112,7 +112,8 @@ def _held_by_others(error: BaseException) -> str:
     if others < total / 4:
         return ""
     return (
-        f"other processes hold {others / GIB:.1f} of the GPU's {total / GIB:.1f} GiB; end them, take another GPU, or "
+        f"other processes hold {others / GIB:.1f} of the GPU's {total / GIB:.1f} GiB; end those that are not of this "
+        "run, take another GPU, or "
     )
 
 

@@ -177,6 +177,8 @@ def test_regions_that_the_network_s_grid_loses_are_said() -> None:
     fine[30, 4, 3], fine[19, 10, 10] = 0, 2  # the rim of the first
     coarse = resample_label(fine, (8, 8, 5))
     assert count_vanished_regions(fine, coarse, (1, 2)) == 2 and count_vanished_regions(fine, coarse, [(1, 2)]) == 1
+    nested = [(1,), (2,), (1, 2)]
+    assert count_vanished_regions(fine, coarse, nested) == 2, "a spot alone, of two classes, and one within a region"
     said = vanished_note({"prediction": 0, "truth": 2}, (4.0, 4.0, 4.0))
     assert "voxels of 4 × 4 × 4 mm, in which 2 regions of the truth are too small to be seen." in said
     assert "1 region of the truth is too small" in vanished_note({"truth": 1}, (4.0,) * 3)

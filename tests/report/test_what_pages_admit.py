@@ -238,7 +238,9 @@ def test_what_a_run_reached_is_said_of_the_weights_that_predicted_and_of_how_the
     assert measured_otherwise(both, made(taken)).endswith(told)
     windows = replace(record, content={**record.content, "config": {**record.config, "val_window": "sliding"}})
     way = {"settings": {"window": "sliding", "overlap": 0.0}}
-    assert measured_otherwise(windows, way).endswith("predicted in windows that overlap by 0 % and not 25 %.")
+    assert measured_otherwise(windows, way).endswith(
+        "predicted in windows that overlap by 0 %, where validation had 25 %."
+    )
     way["settings"]["overlap"] = 0.25
     assert measured_otherwise(windows, way) == ""
     assert measured_otherwise(both, made(taken, window="whole")) == measured_otherwise(both, {}) == ""

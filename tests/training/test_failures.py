@@ -181,7 +181,7 @@ def test_a_gpu_that_others_fill_is_told(free: int, says: str, monkeypatch: pytes
         "CUDA out of memory. Tried to allocate 82.00 MiB. GPU 0 has a total capacity of 140 GiB"
     )
     code, text, is_own = failure._judge(error, Config(batch=2), 0)
-    others = f"{says}; end them, take another GPU, or " if says else ""
+    others = f"{says}; end those that are not of this run, take another GPU, or " if says else ""
     means = "use --batch 1 --accumulate 2 (CUDA out of memory. Tried to allocate 82.00 MiB)"
     assert (code, text, is_own) == (4, f"out of memory on rank 0: {others}{means}", True)
 

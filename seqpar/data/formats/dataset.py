@@ -179,19 +179,19 @@ def _check_labels(dataset: Dataset) -> None:
         declared = "readers" if dataset.readers else "soft_labels"
         raise DataError(root, f'declares both an ignore label and "{declared}"; remove one of them')
     order = dataset.regions_class_order
-    if len(order) != len(dataset.regions) or not set(order) <= set(values):
+    if not len({*order}) == len(order) == len(dataset.regions) or not set(order) <= set(values):
         raise DataError(
             root,
             f"regions_class_order is {list(order)}; for each of the regions {list(dataset.regions)} it must give "
-            "one label, the one that the region's voxels get",
+            "one label of its own, the one that the region's voxels get",
         )
     written = list(zip(dataset.regions.items(), order))
     for at, ((name, members), value) in enumerate(written):
         if value not in members:
             raise DataError(
                 root,
-                f"regions_class_order is {list(order)}, which writes region {name} = {members} as {value}, a label "
-                f"that is not in it: give one label of each of the regions {list(dataset.regions)}, in their order",
+                f"regions_class_order is {list(order)}, which writes region {name} ({' + '.join(map(str, members))}) "
+                f"as {value}, which is not in it: give one label of each of {', '.join(dataset.regions)} in this order",
             )
         covering = next((other for (other, own), _ in written[at + 1 :] if set(members) < set(own)), None)
         if covering is not None:

@@ -8,7 +8,7 @@
   const NAMES = ["sagittal", "coronal", "axial"];
   const ACROSS = [[1, 2], [0, 2], [0, 1]]; // of each plane: the directions that lie across and upwards
   const OVERLAYS = { t: "truth", p: "prediction", r: "disputed", u: "ignored" }; // by key
-  const STRIPES = 89, BLACK = 25; // stripes over what the truth leaves unlabelled are lighter by this on black, darker elsewhere
+  const STRIPES = 89, BLACK = 51; // stripes over what the truth leaves unlabelled are lighter by this on black, darker elsewhere
   const VIOLET = [168, 56, 255]; // where readers disagree: no class has this colour
   const LOOK = ["window", "level", "zoom", "fill", "lines", "heat"];
   const HEATS = (told.heat_colours || []).map((text) => [1, 3, 5].map((at) => parseInt(text.slice(at, at + 2), 16)));
@@ -155,17 +155,17 @@
     const heat = state.volumes.heat && plane(state.volumes.heat, dim), strength = look("heat") / 100;
     const [disputed, ignored] = ["disputed", "ignored"].map((id) => get(id).checked && state.volumes[id] && plane(state.volumes[id], dim));
     const shade = (n) => (values ? Math.min(Math.max(Math.round((values[n] - low) * times), 0), 255) : 0);
-    const around = (n) => { // the mean of a pixel and its neighbours, so that noise decides nothing
+    const around = (n) => { // the mean of the pixels around one, so that noise decides nothing
       const column = n % shape[x], shades = [];
-      for (const up of [-shape[x], 0, shape[x]])
-        for (const aside of [-1, 0, 1])
-          if (column + aside >= 0 && column + aside < shape[x] && n + up >= 0 && n + up < small.width * small.height) shades.push(shade(n + up + aside));
+      for (let up = n - 3 * shape[x]; up <= n + 3 * shape[x]; up += shape[x])
+        for (let aside = -3; aside <= 3; aside++)
+          if (column + aside >= 0 && column + aside < shape[x] && up >= 0 && up < small.width * small.height) shades.push(shade(up + aside));
       return shades.reduce((sum, one) => sum + one, 0) / shades.length;
     };
     for (let n = 0; n < small.width * small.height; n++) {
       let grey = shade(n);
       const along = (n % shape[x]) * Math.min(spacing[x], width) + Math.floor(n / shape[x]) * Math.min(spacing[y], width);
-      if (ignored && ignored[n] && along % period < width) grey = Math.max(0, grey + (around(n) < BLACK ? STRIPES : -STRIPES));
+      if (ignored && ignored[n] && along % period < width) grey = Math.max(0, grey + (grey < 1.5 * BLACK && around(n) < BLACK ? STRIPES : -STRIPES));
       const part = heat ? (strength * heat[n]) / 255 : 0, over = part ? heatOf(heat[n]) : [0, 0, 0];
       let colour = over.map((one) => Math.round(grey + (one - grey) * part));
       if (disputed && disputed[n]) colour = VIOLET.map((one, at) => 0.55 * one + 0.45 * colour[at]);
