@@ -31,7 +31,14 @@ from seqpar.tasks.lookup import task_of
 from seqpar.terminal import resume_command
 from seqpar.text import parse_duration
 from seqpar.training.failure import end_failed_run
-from seqpar.training.run import describe_finished, dry_run, refuse_fewer_steps, refuse_other_weights, run_lessons
+from seqpar.training.run import (
+    describe_finished,
+    dry_run,
+    refuse_fewer_steps,
+    refuse_other_weights,
+    refuse_without_effect,
+    run_lessons,
+)
 from seqpar.training.run_request import RunRequest, read_request, refuse_other_run
 from seqpar.training.setup import first_lines, open_folder, refuse_unequal_ranks
 
@@ -50,6 +57,7 @@ def act(arguments: Sequence[str]) -> int:
         request = read_request(arguments, launcher, meeting)
         refuse_other_run(request.config)
         refuse_fewer_steps(request.config)
+        refuse_without_effect(request)
         if request.config.dry_run:
             return dry_run(request, launcher)
         if finished := describe_finished(request):

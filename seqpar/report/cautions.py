@@ -13,17 +13,19 @@ from typing import Any
 import numpy as np
 
 from seqpar.data.errors import DataError
-from seqpar.data.files import read_json, strip_suffix, suffix_of
 from seqpar.data.formats.splits import sample_cases
 from seqpar.report.embedded_volumes import ShownCase, shown_best
 from seqpar.report.record import CaseScores, RunRecord, ScoredCase, read_record, read_scores, runs_behind
 from seqpar.report.tables import ABSENT_RULE, CONSENSUS, DISPUTED_ML, MANY, SIZES, Absent, absent_of, is_part_labelled
 from seqpar.runs.metrics_tail import best_validation, comparable, score_of, with_other_weights
-from seqpar.runs.run_folder import holds_run, read_best_step, read_windows
+from seqpar.runs.run_folder import holds_run, kind_of_validated, read_best_step, read_windows, validates_trained
+from seqpar.runs.run_status import list_changes
+from seqpar.runs.sweep_folder import counts_for_scores, list_some
 from seqpar.scores.comparison import FEW, TOO_FEW
 from seqpar.scores.label_classes import Labels, choose_labels
 from seqpar.scores.label_files import MAX_NAMED, dataset_at, list_label_files
 from seqpar.scores.label_scores import UNLABELLED_ML
+from seqpar.settings.loss_settings import OF_LOSS
 from seqpar.text import millilitres, quantity
 from seqpar.weights.facts import ANCESTORS, IS_UNKNOWN, LEARNED, VOXELS, changed_between, same_scans, several_data
 
@@ -58,7 +60,7 @@ def chosen_on_them(*records: RunRecord) -> list[str]:
     run had learned from some of them before.
     """
     chosen = (
-        "The weights that predict uses were chosen on these held-out cases, so their scores on them tend to be too "
+        "The weights that predict uses were chosen on these cases, so their scores on them tend to be too "
         "good: only a test set tells how good these weights are."
     )
     return cautions_of_learned(*records) + [chosen] * any(record.has_chosen for record in records)
@@ -68,8 +70,8 @@ def cautions_of_validation(record: RunRecord) -> list[str]:
     """Returns sentences on what the run's last validation predicted: which weights did, and what they had seen."""
     folder = record.path / "validation"
     if folder.is_dir() and list_label_files(folder) and not (folder / "summary.json").exists():
-        told = f"{folder} has no summary.json, so this validation was not finished, or its scores were removed"
-        return [f"{told}: which weights predicted these label maps is not known.", *cautions_of_learned(record)]
+        told = f"{folder} has no summary.json: this validation is not finished, or its scores could not be written"
+        return [f"{told}. Which weights predicted these label maps is not known.", *cautions_of_learned(record)]
     step = read_best_step(record.path, "validation/summary.json") or 0
     other = with_other_weights(step, record.weights.step)
     return [f"These cases were predicted{other}."] * bool(other) + chosen_on_them(record)
@@ -83,10 +85,47 @@ def cautions_of_learned(*records: RunRecord) -> list[str]:
     learned = [cases & held_out == held_out for cases, held_out in both if cases & held_out]
     which = "all" if learned and all(learned) else "some"
     sentence = (
-        f"The weights have learned from {which} of these held-out cases (--fold all, another split, a scan under "
+        f"The weights have learned from {which} of these cases (--fold all, another split, a scan under "
         "two names, or weights that training began with), so the scores say nothing about new cases."
     )
     return [sentence] * bool(learned) + unknown
+
+
+def changed_on_the_way(record: RunRecord) -> list[str]:
+    """Returns a sentence if a run was trained with other settings before, as pages list the last ones."""
+    told, changed, last = list[str](), set[str](), max((row.get("step", 0) for row in record.train), default=0)
+    with suppress(LookupError, TypeError, ValueError, AttributeError):  # of an earlier version
+        for start in record.content["history"][1:]:
+            pairs = start["changed"].items()
+            own = {n: pair for n, pair in pairs if n != "epochs" and counts_for_scores(n, *pair)}
+            if own and 0 < start["step"] <= last:
+                told.append(f"{list_changes(own)} from step {start['step']:,}")
+                changed |= own.keys()
+    if not told:
+        return []
+    curves = " The curve of the loss is of two kinds." * bool({*OF_LOSS} & changed)
+    return [f"Settings changed when this run was resumed: {'; '.join(told)}. Below are the last ones.{curves}"]
+
+
+def learned_by_each(named: Mapping[str, RunRecord]) -> list[str]:
+    """Returns what several runs have seen of the cases that they validate, by run if that differs."""
+    if len({tuple(cautions_of_learned(record)) for record in named.values()}) == 1:
+        return chosen_on_them(*named.values())
+    each = ((name, sentence) for name, record in named.items() for sentence in chosen_on_them(record))
+    told = [f"{name}: {sentence[0].lower()}{sentence[1:]}" for name, sentence in each]
+    return told + scored_on_training(named, "The comparison favours them.")
+
+
+def scored_on_training(named: Mapping[str, RunRecord], therefore: str) -> list[str]:
+    """Returns a sentence if some of several runs train on the cases that they validate.
+
+    - ``therefore``: what follows if others do not
+    """
+    trained = [name for name, record in named.items() if validates_trained(record.dataset)]
+    if trained and len(trained) == len(named):
+        return ["All are scored on cases that they train on (--fold all): their scores say nothing about new cases."]
+    told = f"Scored on cases that were trained on (--fold all), unlike the others: {list_some(trained, ', ')}."
+    return [f"{told} {therefore}"] * bool(trained)
 
 
 def records_behind(prediction: Path) -> list[RunRecord]:
@@ -96,44 +135,6 @@ def records_behind(prediction: Path) -> list[RunRecord]:
         with suppress(DataError, ValueError, OSError):
             records.append(read_record(run))
     return records
-
-
-def recorded_cases(prediction: Path, needed: Sequence[str] = ("files", "inputs")) -> set[str] | None:
-    """Returns the cases that a folder's prediction.json names; None if there is none, or an older version wrote it.
-
-    - ``needed``: what it must tell
-    """
-    try:
-        record = read_json(prediction / "prediction.json")
-        _ = [record[part] for part in needed]
-        maps = {strip_suffix(name) for name in record["files"] if "/" not in name and suffix_of(name)}
-        return maps.union(*(record.get(part, ()) for part in ("inputs", "label_maps", "voxels")))
-    except (DataError, OSError, KeyError, TypeError, AttributeError):
-        return None
-
-
-def unlisted_maps(folder: Path) -> tuple[list[str], str]:
-    """Returns the cases whose label maps joined a folder of predictions that does not name them, and a sentence."""
-    if (known := recorded_cases(folder)) is None:
-        return [], ""
-    there = list_label_files(folder)
-    others = {case: files[0].name for case, files in there.items() if case not in known}
-    named = f"{quantity(len(there), 'label map')} in {folder}, such as {next(iter(others.values()), '')}"
-    return list(others), say_unlisted(len(others), named)
-
-
-def say_unlisted(count: int, among: str) -> str:
-    """Returns a sentence on predictions that their folder's prediction.json does not name, "" if there are none.
-
-    - ``among``: of how many they are some, where these are, and one of them
-    """
-    if not count:
-        return ""
-    it, case = ("it", "this case") if count == 1 else ("them", "these cases")
-    return (
-        f"{count} of {among}, {'is' if count == 1 else 'are'} not in its prediction.json: another network or program "
-        f"may have made {it}, and whether that has seen {case} is not known."
-    )
 
 
 def cautions_together(runs: Iterable[Path]) -> list[str]:
@@ -255,7 +256,8 @@ def reached_in_validation(
         return [f"{by} step {first:,}, {unknown}."]
     if row is None or not row.get("dice"):
         return []
-    cases = quantity(row["cases"], "held-out case") if "cases" in row else "held-out cases"
+    case = f"{kind_of_validated(record.dataset)} case"
+    cases = quantity(row["cases"], case) if "cases" in row else f"{case}s"
     scores = ", ".join(f"{name} {value:.3f}" for name, value in row["dice"].items() if isinstance(value, float))
     few = f" ({TOO_FEW})" * (row.get("cases", FEW) < FEW)
     grid = f", measured on its own grid ({size})" if (size := own_grid(record)) else ""
@@ -272,7 +274,7 @@ def reached_in_validation(
 
 
 ALL_HAVE_IT = (
-    "Every held-out case has every class, so it is unknown what would be predicted for a patient who lacks one."
+    "Every validated case has every class, so it is unknown what would be predicted for a patient who lacks one."
 )
 
 
@@ -288,19 +290,23 @@ def reached_and_found(record: RunRecord, made: Mapping[str, Any]) -> list[str]:
     if not sentences or scored is None or len(steps) > 1:
         return sentences
     found = {name: absent_of(scored, name) for name in scored.classes}
-    told = [_found_in_none(name, absent) for name, absent in found.items() if absent.cases]
+    kind = kind_of_validated(record.dataset)
+    told = [_found_in_none(name, absent, kind) for name, absent in found.items() if absent.cases]
     when = ["In that validation:"] * bool(measured_otherwise(record, made))
     if not told:
         return [*sentences, *[ALL_HAVE_IT] * (not any(absent.unknown for absent in found.values()))]
     return [*sentences, " ".join([*when, *told, ABSENT_RULE])]
 
 
-def _found_in_none(name: str, absent: Absent) -> str:
-    """Returns in how many cases without a class some was predicted, which is what a new patient's label may be."""
+def _found_in_none(name: str, absent: Absent, kind: str) -> str:
+    """Returns in how many cases without a class some was predicted, which is what a new patient's label may be.
+
+    - ``kind``: of cases, in words
+    """
     count, predicted = absent.cases, absent.predicted
-    which = f"{predicted} of the {count} held-out cases"
+    which = f"{predicted} of the {count} {kind} cases"
     if predicted == count or not predicted:
-        which = f"{'none of ' * (not predicted)}the {quantity(count, 'held-out case')}"
+        which = f"{'none of ' * (not predicted)}the {quantity(count, f'{kind} case')}"
         which = which.replace("none of the 1 ", "the 1 ")
     did = f", it predicted {'some' if predicted else 'none'}" if predicted or count == 1 else " did it predict any"
     return f"In {which} without {name}{did}."
@@ -362,7 +368,7 @@ def may_be_chance(record: RunRecord, step: int | None = None) -> str:
     if row is None or not counts:
         return ""
     if len(counts) == 1:
-        return "The held-out cases are all of one class: always giving that class would be right for each of them."
+        return "The validated cases are all of one class: always giving that class would be right for each of them."
     best, guess = score_of(row), 1 / len(counts)
     deviation = guess * math.sqrt(guess * (1 - guess) * sum(1 / count for count in counts.values()))
     tries = 1 if step is not None else len(comparable(record.held_out))
@@ -370,7 +376,8 @@ def may_be_chance(record: RunRecord, step: int | None = None) -> str:
     if best - guess > limit * deviation:
         return ""
     after = "" if step is None else f" after step {step:,}"
-    reached = f"On {quantity(cases, 'held-out case')} this run reached a balanced accuracy of {best:.3f}{after}"
+    case = f"{kind_of_validated(record.dataset)} case"
+    reached = f"On {quantity(cases, case)} this run reached a balanced accuracy of {best:.3f}{after}"
     chance = f", and guessing ({guess:.3f} on average) could reach as much"
     area, spreads = row["scores"].get("AUC"), [math.sqrt((cases + 1) / (12 * n * (cases - n))) for n in counts.values()]
     if isinstance(area, float) and area - 0.5 > limit * fmean(spreads):  # Mann and Whitney's, of each class

@@ -1,6 +1,9 @@
-"""Where a report finds the images of its cases: files that the caller names, else prepared data; sizes of voxels."""
+"""Where a report finds the images of its cases: files that the caller names, else prepared data; sizes of voxels.
+And which label maps a folder of predictions does not name.
+"""
 
 import os
+import unicodedata
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -11,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from seqpar.data.errors import DataError
+from seqpar.data.files import read_json, strip_suffix, suffix_of
 from seqpar.data.formats.dataset import Case
 from seqpar.data.formats.recognise import find_inputs, is_folder_of_dataset
 from seqpar.data.preparation.cache import PreparedCase, PreparedDataset, open_cache, read_record
@@ -336,3 +340,46 @@ def to_grey(channel: NDArray[Any], zero_is_outside: bool) -> tuple[Bytes, float,
     scaled = np.clip((channel - low) / max(float(high - low), 1e-6), 0, 1) * 255
     grey: Bytes = np.where(outside, 0, np.rint(scaled)).astype(np.uint8)
     return grey, float(low), float(high)
+
+
+def recorded_cases(prediction: Path, needed: Sequence[str] = ("files", "inputs")) -> set[str] | None:
+    """Returns the cases that a folder's prediction.json names; None if there is none, or an older version wrote it.
+
+    - ``needed``: what it must tell
+    """
+    try:
+        record = read_json(prediction / "prediction.json")
+        _ = [record[part] for part in needed]
+        maps = {strip_suffix(name) for name in record["files"] if "/" not in name and suffix_of(name)}
+        return {*map(as_utf8, maps.union(*(record.get(part, ()) for part in ("inputs", "label_maps", "voxels"))))}
+    except (DataError, OSError, KeyError, TypeError, AttributeError):
+        return None
+
+
+def as_utf8(name: str) -> str:
+    """Returns a name as one written under another locale, or by another system, is the same."""
+    return unicodedata.normalize("NFC", os.fsencode(name).decode("utf-8", "surrogateescape"))
+
+
+def unlisted_maps(folder: Path) -> tuple[list[str], str]:
+    """Returns the cases whose label maps joined a folder of predictions that does not name them, and a sentence."""
+    if (known := recorded_cases(folder)) is None:
+        return [], ""
+    there = list_label_files(folder)
+    others = {case: files[0].name for case, files in there.items() if as_utf8(case) not in known}
+    named = f"{quantity(len(there), 'label map')} in {folder}, such as {next(iter(others.values()), '')}"
+    return list(others), say_unlisted(len(others), named)
+
+
+def say_unlisted(count: int, among: str) -> str:
+    """Returns a sentence on predictions that their folder's prediction.json does not name, "" if there are none.
+
+    - ``among``: of how many they are some, where these are, and one of them
+    """
+    if not count:
+        return ""
+    it, case = ("it", "this case") if count == 1 else ("them", "these cases")
+    return (
+        f"{count} of {among}, {'is' if count == 1 else 'are'} not in its prediction.json: another network or program "
+        f"may have made {it}, and whether that has seen {case} is not known."
+    )

@@ -17,7 +17,7 @@ from seqpar.data.files import SUFFIXES, read_whole
 from seqpar.data.formats.splits import data_faults
 from seqpar.data.phantom.phantom_files import describe_layout, is_generated
 from seqpar.models.build import family_of
-from seqpar.report.cautions import above_scores, may_be_chance, scored_twice
+from seqpar.report.cautions import above_scores, changed_on_the_way, may_be_chance, scored_twice
 from seqpar.report.curves import WORDS_OF_LOSSES, training_diagrams
 from seqpar.report.plots import draw_charts, name_of_run
 from seqpar.report.record import (
@@ -34,7 +34,7 @@ from seqpar.report.record import (
 )
 from seqpar.report.rendering import render
 from seqpar.runs.metrics_tail import ERRORS, what_is_not_found, what_was_learned
-from seqpar.runs.run_folder import run_of_validation, validates_trained
+from seqpar.runs.run_folder import kind_of_validated, run_of_validation
 from seqpar.scores.postprocessing import describe_min_component
 from seqpar.text import clock, list_modalities, quantity
 from seqpar.weights.facts import VALIDATED
@@ -131,7 +131,7 @@ def render_run(
         raise lacking(record.path, error) from None
     what = "volumes and scores" if alone else "errors" if record.network_settings.task in ERRORS else "scores"
     own, told = record.config.get("loss", "dice-ce"), [weak_start(record), what_is_unlearned(record, truth is not None)]
-    told = list(filter(None, [data_faults(record.dataset), *told]))
+    told = list(filter(None, [data_faults(record.dataset), *told])) + changed_on_the_way(record)
     told += scored_twice(record) if prediction is None and truth is None else []
     if averaged or another:
         told = [f"Of {name} alone: {sentence[0].lower()}{sentence[1:]}" for sentence in told]
@@ -282,8 +282,8 @@ def what_is_unlearned(record: RunRecord, has_scores: bool = False) -> str:
     chance = "" if has_scores else may_be_chance(record)
     if chance or not what_is_not_found(record.held_out):
         return chance
-    kind = "validated" if validates_trained(record.dataset) else "held-out"
-    return what_is_not_found(record.held_out, count_present(record.path, record.held_out), kind)
+    present = count_present(record.path, record.held_out)
+    return what_is_not_found(record.held_out, present, kind_of_validated(record.dataset))
 
 
 def _unlearned_by_others(record: RunRecord, prediction: Path, has_scores: bool = False) -> list[str]:

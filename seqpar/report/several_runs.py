@@ -11,7 +11,7 @@ from typing import NamedTuple, TypeVar
 from seqpar.data.errors import DataError
 from seqpar.data.files import read_whole
 from seqpar.data.formats.splits import data_faults
-from seqpar.report.cautions import above_scores, chosen_on_them
+from seqpar.report.cautions import above_scores, learned_by_each
 from seqpar.report.curves import OF_RUNS, Diagram, Line, count_of, number, step_axis
 from seqpar.report.planes import RUN_COLOURS, colours_of
 from seqpar.report.plots import Chart, draw_charts, make_strips
@@ -28,6 +28,7 @@ from seqpar.report.rendering import render
 from seqpar.report.run_page import format_setting, verdict, weak_start, what_is_unlearned
 from seqpar.report.tables import ABSENT_RULE, Score, Table, TableHead, TableRow, absent_of, mean_over
 from seqpar.runs.metrics_tail import ERRORS, SCORES, score_of, task_of_row, with_other_weights
+from seqpar.runs.run_folder import validates_trained
 from seqpar.scores.comparison import FEW, about_scans, describe_interval, interval_of_mean, values_of_cases, where_both
 from seqpar.settings.config import SETTINGS, Config
 from seqpar.settings.loss_settings import OF_LOSS
@@ -113,7 +114,7 @@ def page_of_several(records: Sequence[RunRecord], compare: Mapping[str, Compare]
         runs={name: verdict(record) for name, record in named.items()},
         generated=sentence_on_phantoms(named),
         gaps=gaps,
-        cautions=cautions_about(records) + chosen_on_them(*records) + _scans(records) + cautions_about_each(named),
+        cautions=cautions_about(records) + learned_by_each(named) + _scans(records) + cautions_about_each(named),
         uncompared=""
         if any(one.cases for one in comparisons)
         else f"Fewer than two runs{of_one} have scores of cases.",
@@ -258,14 +259,15 @@ def curves_over_each_other(records: Mapping[str, RunRecord]) -> list[Chart]:
     of_data = ", not comparable" * bool(_differ_in_data(runs))
     of_loss = of_data or ", not comparable" * bool(_losses_that_differ(runs))
     of_cases = ", on different cases" * _differ_in_held_out(runs)
+    where = "in validation" if any(validates_trained(record.dataset) for record in runs) else "on held-out cases"
     every: list[tuple[str, list[Line], float | None]] = [
         (f"Loss in training{of_loss}", losses, None),
-        (f"Loss on held-out cases{count_of(validations, '=')}{of_cases}{of_loss}", held_out, None),
+        (f"Loss {where}{count_of(validations, '=')}{of_cases}{of_loss}", held_out, None),
     ]
     for task, lines in scores.items():  # a chart each, for what one task is scored by is nothing to another
         own = [row for row in validations if task_of_row(row) == task]
         if task not in ERRORS:  # these are compared by that loss
-            title = f"{SCORES[task][:1].upper()}{SCORES[task][1:]} on held-out cases{count_of(own)}{of_cases}{of_data}"
+            title = f"{SCORES[task][:1].upper()}{SCORES[task][1:]} {where}{count_of(own)}{of_cases}{of_data}"
             every.append((title, lines, 1.0))
     axis = step_axis([record.train for record in records.values()])
     return draw_charts(

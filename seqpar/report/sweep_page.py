@@ -9,11 +9,17 @@ from statistics import fmean
 from typing import NamedTuple
 
 from seqpar.data.errors import DataError
+from seqpar.report.cautions import scored_on_training
 from seqpar.report.curves import MOST_CURVES, number
 from seqpar.report.plots import Strips, make_strips
 from seqpar.report.record import RunRecord, read_record
 from seqpar.report.rendering import render
-from seqpar.report.several_runs import Compare, cautions_about_each, curves_over_each_other, sentence_on_phantoms
+from seqpar.report.several_runs import (
+    Compare,
+    cautions_about_each,
+    curves_over_each_other,
+    sentence_on_phantoms,
+)
 from seqpar.report.tables import mean_over
 from seqpar.runs.run_folder import read_config
 from seqpar.runs.run_status import weights_taken
@@ -74,6 +80,7 @@ def page_of_sweep(out: Path, compare: Mapping[str, Compare]) -> str:
             *odd_points(out, sweep),
             *_of_changed_data(records.values()),
             *_as_sentence(describe_mixed(numbers)),
+            *scored_on_training(records, "Their scores say nothing about new cases."),
             *cautions_about_each(records),
         ],
         best=best.name if best else "",

@@ -1,7 +1,7 @@
 """Tables of scores, each class's distribution over the cases, and headline numbers, as the templates draw them."""
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -262,13 +262,13 @@ def _labels_of(key: str) -> str:
     return key.strip("()").rstrip(",").replace(", ", " + ")
 
 
-def voxel_cautions(scored: CaseScores, largest: float = 0.0) -> str:
+def voxel_cautions(scored: CaseScores, sides: Collection[float] = ()) -> str:
     """Returns sentences if voxels are too coarse or too fine for some scores, else "".
 
-    - ``largest``: the longest side of a voxel in mm, 0 if it is not known
+    - ``sides``: of the cases' voxels in mm, as far as they are known
     """
     size, tolerance = 1000 * voxel_ml(scored), scored.settings.get("nsd_tolerance")
-    side, sentences = max(largest, size ** (1 / 3)), list[str]()
+    side, sentences = max([*sides, size ** (1 / 3)]), list[str]()
     if size ** (1 / 3) > COARSE:
         text = f"Voxels are coarse, of up to {size:.3g} mm³: "
         if not scored.summary:
@@ -282,7 +282,7 @@ def voxel_cautions(scored: CaseScores, largest: float = 0.0) -> str:
             "mm: a boundary that is one voxel off may count as wrong, so compare it only at the same voxel size."
         )
     if scored.summary:
-        sentences += hidden_by_scale([case.scores for case in scored.cases], tolerance, True, largest)
+        sentences += hidden_by_scale([case.scores for case in scored.cases], tolerance, True, min(sides, default=0.0))
     return " ".join(sentences)
 
 

@@ -251,6 +251,11 @@ def validates_trained(described: Mapping[str, Any]) -> bool:
     return bool(validated) and validated <= {*described.get("train", ())}
 
 
+def kind_of_validated(described: Mapping[str, Any]) -> str:
+    """Returns of what kind the cases that a run validates are, in a word; ``described``: as above."""
+    return "validated" if validates_trained(described) else "held-out"
+
+
 def name_validated(described: Mapping[str, Any], count: int | None = None) -> str:
     """Returns what to call the cases that a run validates; ``described``: as for ``validates_trained``.
 

@@ -236,7 +236,9 @@ def _why_odd(run: Path) -> str:
         changes = dict[str, list[Any]]()
         for name, (was, now) in (pair for start in later for pair in start["changed"].items()):
             changes[name] = [changes.get(name, [was])[0], now]
-        changes = {name: pair for name, pair in changes.items() if pair[0] != pair[1] and _counts(name, *pair)}
+        changes = {
+            name: pair for name, pair in changes.items() if pair[0] != pair[1] and counts_for_scores(name, *pair)
+        }
         if changes:
             again = "To compare fairly, move this run away and resume the sweep, which then trains the point again."
             return f"was trained on with other settings ({list_changes(changes)}): {mixed}. {again}"
@@ -251,7 +253,8 @@ def validated_on(out: Path, sweep: Sweep) -> dict[str, int]:
     for point in sweep.points:
         described: Mapping[str, Any] = {}
         with suppress(OSError, LookupError, TypeError, ValueError):
-            described = dict(read_config(out / point.name)["dataset"])
+            content = read_config(out / point.name)
+            described = {**content["dataset"], "targets": content["config"].get("targets")}
         same = next((n for n, first in enumerate(found, 1) if _scored_alike((point, described), first)), 0)
         if point.measured_on and not math.isnan(point.score) and (same or described):
             found += [(point, described)] * (not same)
@@ -265,6 +268,12 @@ def _scored_alike(one: tuple[Point, Mapping[str, Any]], other: tuple[Point, Mapp
     - ``one``, ``other``: each with what it records of its data
     """
     (point, own), (first, theirs) = one, other
+    recipes = [described.get("recipe") or {} for described in (own, theirs)]
+    scores = [
+        (described.get("targets"), recipe.get("joined") or []) for described, recipe in zip((own, theirs), recipes)
+    ]
+    if own and theirs and scores[0] != scores[1]:  # other classes
+        return False
     if point.measured_on == first.measured_on:
         return True
     if own.get("recipe") == theirs.get("recipe"):
@@ -303,7 +312,7 @@ _HARMLESS = ("workers", "device", "cache", "tensorboard", "tracker", "neurologic
 _SECTIONS = ("run folder", "time limits and checks", "memory and device", "tile and ranks")
 
 
-def _counts(name: str, was: Any, now: Any) -> bool:
+def counts_for_scores(name: str, was: Any, now: Any) -> bool:
     """Returns whether a change of a setting may change the scores of a run."""
     if name == "data":  # which may have moved
         return Path(str(was)).name != Path(str(now)).name

@@ -378,13 +378,11 @@ def remarks_on(
     - ``cases``: pairs of label maps, and their scores
     """
     asked = [scores for _, scores in cases], settings["nsd_tolerance"], settings["lesion_wise"]
-    lines, largest = hardly_learned_lines(summary), 0.0
-    if not lesions.hidden_by_scale(*asked):
-        return lines
-    for pair, _ in cases:  # slices may be much thicker than pixels are wide
+    lines, shortest = hardly_learned_lines(summary), math.inf
+    for pair, _ in cases:
         with suppress(DataError):
-            largest = max(largest, *read_geometry(pair.prediction)[0].canonical_spacing)
-    return lines + lesions.hidden_by_scale(*asked, largest)
+            shortest = min(shortest, *read_geometry(pair.prediction)[0].canonical_spacing)
+    return lines + lesions.hidden_by_scale(*asked, shortest if math.isfinite(shortest) else 0.0)
 
 
 def not_measured(cases: Iterable[Scores]) -> str:

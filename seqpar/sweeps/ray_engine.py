@@ -24,7 +24,7 @@ from seqpar.sweeps.trial import LEAVING, Trial, TrialTask
 from seqpar.terminal import python_module, typed_variable
 
 STORAGE = ".ray"  # what Tune itself writes lies here in the sweep's folder while it runs; sweep.json is our record
-REPLACED = "rename or remove this folder, and the sweep trains the point again"
+REPLACED = "rename this folder, and the sweep trains the point again"
 Suggest = Callable[[Callable[[PlannedRun], dict[str, Any]], Callable[[], bool]], Searcher]
 
 

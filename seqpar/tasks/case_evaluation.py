@@ -19,9 +19,8 @@ from seqpar.report.cautions import (
     cautions_of_validation,
     cautions_together,
     records_behind,
-    unlisted_maps,
 )
-from seqpar.report.images import has_images_beside, images_beside, other_images
+from seqpar.report.images import has_images_beside, images_beside, other_images, unlisted_maps
 from seqpar.report.record import RunRecord, from_here, mixed_line, predicted_otherwise, read_record, runs_behind
 from seqpar.report.tables import Score, Table, TableHead, TableRow
 from seqpar.runs.run_folder import holds_run, run_of_validation, tested_cases, validation_in
@@ -29,7 +28,7 @@ from seqpar.scores.comparison import about_scans
 from seqpar.scores.label_classes import Labels, labels_of_run
 from seqpar.scores.label_files import missing_line
 from seqpar.scores.summary_files import write_output, writing_alone
-from seqpar.tasks.seen_cases import NEW, NONE_SEEN, Seen
+from seqpar.tasks.seen_cases import NEW, NONE_SEEN, SEEN, Seen
 from seqpar.terminal import next_command
 
 ELSEWHERE = "; --images FOLDER adds images that are stored elsewhere"
@@ -189,7 +188,9 @@ class CaseEvaluation(ABC):
                  if (own := [name for name in one.names if name in led])]  # fmt: skip
         if not told or len(first) < len(scored):  # some folds have no such case
             return scored, "", False
-        return first, told.replace(NEW, "new to all runs") if len(scored) > 1 else told, len(groups) > 1
+        if len(scored) > 1:
+            told = told.replace(NEW, "new to all runs").replace(SEEN, f"{SEEN} by one of these runs or more")
+        return first, told, len(groups) > 1
 
     def _look_up(self, job: ScoringJob) -> str:
         """Gives the job what is known of the runs behind it and of its cases; returns what to say above the scores of

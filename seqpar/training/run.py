@@ -18,7 +18,8 @@ from seqpar.planner.chooser import plan_here
 from seqpar.planner.feasibility import require_peers
 from seqpar.planner.printer import describe_dry_run
 from seqpar.runs.run_folder import describe_results, read_status
-from seqpar.runs.run_status import StatusFile, warn_if_killed
+from seqpar.runs.run_status import StatusFile, list_changes, warn_if_killed
+from seqpar.runs.sweep_folder import counts_for_scores
 from seqpar.settings.config import Config
 from seqpar.settings.data_settings import prepare_settings
 from seqpar.settings.lessons import Lesson, lesson_at
@@ -84,6 +85,19 @@ def refuse_fewer_steps(config: Config) -> None:
         raise ValueError(
             f"--epochs {config.epochs} means {config.steps:,} steps, and {config.out} has done {done:,} already: give "
             f"--epochs {needed} or more to resume it, or predict with what is there"
+        )
+
+
+def refuse_without_effect(request: RunRequest) -> None:
+    """Raises ValueError for settings of a resumed run that has no step left to take them, and would record them."""
+    config, out = request.config, request.config.out
+    if not config.resume or config.curriculum or read_status(out).get("state") != "finished":
+        return
+    changes = {name: pair for name, pair in request.changes.items() if counts_for_scores(name, *pair)}
+    if changes and checkpoint.latest_step(Path(out) / "checkpoints") == config.steps:
+        raise ValueError(
+            f"--resume --out {out}: it has finished at step {config.steps:,} of {config.steps:,}, so nothing would be "
+            f"trained with {list_changes(changes)}: leave that out, or give a larger --epochs to train on"
         )
 
 

@@ -380,7 +380,7 @@ class Trainer:
         if self.progress.best_step < 0:
             best = f"finished: the best weights are gone; those after step {self.progress.step} are here"
         if not self._has_score:
-            best = f"finished: no {self.task.score}, as no held-out case has a class to score"
+            best = f"finished: no {self.task.score}, as no validated case has a class to score"
         if early:
             best += f"; ended at step {self.progress.step} of {self.config.steps}: {early} (--patience)"
         if self.journal.active:  # other ranks may not see the folder

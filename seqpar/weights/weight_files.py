@@ -202,7 +202,8 @@ def _read_archived(archive: zipfile.ZipFile, path: Path) -> State:
     with suppress(LookupError, ValueError, TypeError, AttributeError), archive.open(ABOUT) as file:
         exported = json.loads(file.read(MOST_ABOUT)).get("digest")
     if exported and digest_of_bytes(whole) != exported:
-        raise DataError(path, f"its {ARCHIVED} holds other weights than {ABOUT} says were exported; export it again")
+        told = f"its {ARCHIVED} is not the file that {ABOUT} says was exported"
+        raise DataError(path, f"{told}: copy the archive again, or export it again")
     return load(whole)
 
 

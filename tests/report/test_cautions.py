@@ -60,7 +60,7 @@ def test_what_a_run_reached_on_cases_that_it_had_learned_says_nothing_of_new_one
     (said,) = reached_in_validation(read_record(copied))
     assert said.endswith("Other patients may score lower.")
     (said,) = reached_in_validation(read_record(changed(copied, train=held_out)))
-    learned = "Other patients may score lower. The weights have learned from all of these held-out cases"
+    learned = "Other patients may score lower. The weights have learned from all of these cases"
     assert learned in said and said.endswith("so the scores say nothing about new cases.")
     assert main_settings(read_record(copied))["data"].endswith(
         f"cases to train on, {len(held_out)} of them validated as well"
@@ -113,13 +113,13 @@ def test_label_maps_of_a_validation_that_was_not_finished_are_of_weights_that_no
     with (copied / "metrics.jsonl").open("a") as file:
         file.write(json.dumps({**read_record(copied).held_out[-1], "step": 1}) + "\n")
     record, summary = read_record(copied), copied / "validation" / "summary.json"
-    chosen = "The weights that predict uses were chosen on these held-out cases"
+    chosen = "The weights that predict uses were chosen on these cases"
     assert cautions_of_validation(record)[-1].startswith(chosen)
     summary.unlink()
     (told,) = cautions_of_validation(record)
     assert told == (
-        f"{summary.parent} has no summary.json, so this validation was not finished, or its scores were removed: which "
-        "weights predicted these label maps is not known."
+        f"{summary.parent} has no summary.json: this validation is not finished, or its scores could not be written. "
+        "Which weights predicted these label maps is not known."
     )
     shutil.rmtree(summary.parent)
     assert cautions_of_validation(record)[-1].startswith(chosen), "as of a classifier, whose table has its own check"

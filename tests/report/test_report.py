@@ -114,13 +114,13 @@ def test_slices_are_counted_in_the_file(page: Page, finished: Path) -> None:
 
 
 def test_scores_on_cases_that_chose_the_weights_are_said_to_be_too_good(page: Page, copied: Path) -> None:
-    assert "were chosen on these held-out cases" not in page.text, "there was only one validation"
+    assert "were chosen on these cases" not in page.text, "there was only one validation"
     path = copied / "metrics.jsonl"
     (row,) = [line for line in path.read_text().splitlines() if json.loads(line)["kind"] == "val"]
     better = json.dumps(json.loads(row) | {"step": 1, "dice": {"NCR": 0.75, "ED": None}})
     path.write_text(f"{better}\n{path.read_text()}")
     text = written(copied).text
-    assert "The weights that predict uses were chosen on these held-out cases" in text
+    assert "The weights that predict uses were chosen on these cases" in text
     last = f"All other scores, those of single cases included, are of step {debug().steps:,}, the last one: "
     assert f"{last}predict uses the weights of step 1, whose mean Dice was 0.750. The large numbers are" in text
     html = (copied / "report.html").read_text()
@@ -133,7 +133,7 @@ def test_scores_on_cases_that_chose_the_weights_are_said_to_be_too_good(page: Pa
 
 def test_a_patients_page_says_what_was_predicted_where_the_truth_had_nothing() -> None:
     counts = ((1, 1), (1, 0), (3, 3), (3, 2), (3, 0))
-    assert [_found_in_none("lesion", Absent(*both, 0)) for both in counts] == [
+    assert [_found_in_none("lesion", Absent(*both, 0), "held-out") for both in counts] == [
         "In the 1 held-out case without lesion, it predicted some.",
         "In the 1 held-out case without lesion, it predicted none.",
         "In the 3 held-out cases without lesion, it predicted some.",
@@ -253,7 +253,7 @@ def test_a_prediction_without_truth_is_shown_with_its_volumes_and_no_score(
     assert "Dice" not in said[said.index("Cases") : said.index("Configuration")] and "lowest Dice" not in said
     assert "On its 2 held-out cases (too few to tell) this run reached a mean Dice of NCR 0." in said
     assert said.index("For research; not a medical device.") < said.index("On its 2 held-out")
-    assert "Every held-out case has every class, so it is unknown what would be predicted for a patient who" in said
+    assert "Every validated case has every class, so it is unknown what would be predicted for a patient who" in said
     assert "A volume is that of all labels of its class: WT = NCR + ED + ET; TC = NCR + ET." in said
     assert "Predicted: NCR " in said and "P shows or hides the prediction" in said
     volumes = json.loads(page.scripts["volumes"])["cases"][0]

@@ -265,11 +265,14 @@ def test_voxel_cautions_are_warned_of() -> None:
         "The surface Dice (NSD) has a tolerance of 1 mm, and voxels have sides of up"
     )
     fine = scores_of(1.0, {"liver": (1,)}, (full, full))
-    assert voxel_cautions(fine) == "" and "of up to 5 mm" in voxel_cautions(fine, 5.0), "thick slices"
+    assert voxel_cautions(fine) == "" and "of up to 5 mm" in voxel_cautions(fine, [5.0]), "thick slices"
+    assert voxel_cautions(scores_of(0.4, {"kidney": (1,)}, (full, full)), [0.12, 0.72]).startswith(
+        "The surface Dice (NSD) has a tolerance of 1 mm, up to 8 voxels: it does"
+    ), "one case of thick slices among fine ones"
     tiny = scores_of(0.1, {"kidney": (1,)}, (full, full))
     assert voxel_cautions(tiny) == (
-        "The surface Dice (NSD) has a tolerance of 1 mm, which is 10 voxels here: it does not see errors below that. "
-        "--nsd-tolerance of evaluate sets another. Regions are counted with a margin of 3 mm, which is 30 voxels here: "
+        "The surface Dice (NSD) has a tolerance of 1 mm, up to 10 voxels: it does not see errors below that. "
+        "--nsd-tolerance of evaluate sets another. Regions are counted with a margin of 3 mm, up to 30 voxels: "
         "what is predicted within it counts neither as false nor as a region of its own. No true region of kidney is "
         "larger than 50 mm³: all are too small to count, so none is found or missed."
     )

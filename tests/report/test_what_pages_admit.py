@@ -222,7 +222,7 @@ def test_what_a_run_reached_is_said_of_the_weights_that_predicted_and_of_how_the
         f"Run a predicted these cases with its weights of steps 1 and {taken} together, which no validation has scored."
     ]
     said, found = reached_and_found(record, made(taken, window="whole"))
-    assert found.startswith(("In that validation: In ", "Every held-out case"))
+    assert found.startswith(("In that validation: In ", "Every validated case"))
     assert "not measured in the same way: these cases were predicted in one pass and not in windows." in said
     other = made(taken)
     other["settings"] |= {"mirror": [0, 1], "min_component": "50"}

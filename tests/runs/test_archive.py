@@ -234,10 +234,12 @@ def test_weights_that_were_put_into_an_archive_are_refused_and_packing_changes_n
     with pytest.raises(ValueError, match="hold the same weights"):
         predict([str(archive), str(copy), *others])
     harmed(copy, "model.safetensors", lambda _: save({name: tensor + 1 for name, tensor in before.items()}))
-    told = f"{copy}: its model.safetensors holds other weights than about.json says were exported; export it again"
+    told = (
+        f"{copy}: its model.safetensors is not the file that about.json says was exported: copy the archive again, or"
+    )
     for runs in ([copy], [archive, copy]):
         assert run_act(predict, [*map(str, runs), *others]) == DATA and told in capsys.readouterr().err
-    with pytest.raises(DataError, match="holds other weights"):
+    with pytest.raises(DataError, match="is not the file that about.json says"):
         read_weights(copy)  # as train --weights does
     harmed(copy, "about.json", lambda part: json.dumps({**json.loads(part), "digest": None}).encode())
     assert predict([str(archive), str(copy), *others]) == 0, "an older version wrote no digest"

@@ -196,11 +196,18 @@ HERE, THERE = ({"prepared": f"/{n}/B", "voxels": {"case_a": n}, "files": {"case_
     ("kinds", "column"),
     [
         ((("a mirror=no", {}), ("b mirror=no", {})), ["1", "2"]),
+        ((("a", {"recipe": {"joined": []}}), ("a", {"recipe": {"joined": [[2, 1]]}})), ["1", "2"]),
         ((("a", HERE), ("b", THERE)), ["1", "2"]),
         ((("", HERE), ("", THERE)), ["", ""]),
         ((("a", OTHERWISE | {"recipe": {}}), ("b", OTHERWISE | {"files": {"case_a": "g"}})), ["1", "2"]),
     ],
-    ids=["other cases", "two data sets", "two data sets in an earlier version", "other labels, prepared otherwise"],
+    ids=[
+        "other cases",
+        "joined labels",
+        "two data sets",
+        "two data sets in an earlier version",
+        "other labels, prepared otherwise",
+    ],
 )
 def test_points_that_were_scored_on_different_cases_are_told_and_not_compared_case_by_case(
     kinds: tuple, column: list[str], tmp_path: Path

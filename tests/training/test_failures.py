@@ -15,6 +15,8 @@ from safetensors import SafetensorError
 from seqpar.cli import predict
 from seqpar.cluster import exit_codes, stop_agreement
 from seqpar.data.errors import DataError
+from seqpar.report.cautions import changed_on_the_way
+from seqpar.report.record import read_record
 from seqpar.runs.run_folder import read_status
 from seqpar.runs.run_lock import RunLock
 from seqpar.runs.run_log import RunLog
@@ -367,3 +369,17 @@ def test_a_run_without_a_validation_is_named_where_its_weights_are_taken(flags, 
     assert warning not in capfd.readouterr().err
     trained(1, ["--resume"], out)
     assert exit_codes.run(predict.act, line) == 0 and warning not in capfd.readouterr().err
+
+
+def test_settings_for_a_finished_run_that_no_step_would_take_are_refused(flags, tmp_path):
+    """Else it would record them, and pages show them as those that it was trained with."""
+    out = tmp_path / "run"
+    trained(1, [*flags, "--epochs", "1", "--iterations", "2"], out)
+    before = (out / "config.json").read_bytes()
+    said = trained(1, ["--resume", "--lr", "0.5"], out, expect=2).said()
+    assert "finished at step 2 of 2, so nothing would be trained with --lr" in said and "-> 0.5: leave that out" in said
+    assert (out / "config.json").read_bytes() == before
+    trained(1, ["--resume", "--workers", "1"], out)
+    trained(1, ["--resume", "--lr", "0.5", "--loss", "ce", "--epochs", "2"], out)
+    (told,) = changed_on_the_way(read_record(out))
+    assert "--loss dice-ce -> ce from step 2. Below are the last ones. The curve of the loss is of two kinds." in told

@@ -111,7 +111,7 @@ def test_maps_of_a_validation_are_known_as_its_own_and_told_if_they_change(
     assert run(evaluate.act, line) == 0
     said = capfd.readouterr().out
     assert "These cases were predicted after step 4, not with the weights that predict uses (step 2)." in said
-    assert "were chosen on these held-out cases" in said and "changed since" not in said
+    assert "were chosen on these cases" in said and "changed since" not in said
 
     (found,) = (out / "validation").glob("*.nii.gz")
     assert run_of_validation(found) == run_of_validation(found.parent) == run_of_validation(out) == out

@@ -37,7 +37,7 @@ def test_cases_that_the_first_weights_had_learned_are_said_by_train_and_evaluate
     assert json.loads((second / "config.json").read_text())["dataset"]["learned_before"] == [case]
     assert evaluate.act([str(data), str(second), "--find-best"]) == 0
     said = capsys.readouterr().out
-    assert "The weights have learned from all of these held-out cases" in said
+    assert "The weights have learned from all of these cases" in said
     assert f"Caution: {second}: see above what these weights had learned" in said
     out = tmp_path / "predictions"
     assert predict.act([str(second), "-i", str(data / "imagesTr"), "-o", str(out), "--device", "cpu"]) == 0
@@ -67,9 +67,9 @@ def test_a_scan_with_two_names_is_not_new_where_one_of_them_is_trained_on(
     told = f"1 of 1 held-out case is the same scan as a training case, such as {held_out}, there {learned}: "
     assert f"warning: {told}" in said and told not in (tmp_path / "before" / "train.log").read_text()
     assert report.act([str(out), "--cases", "0"]) == 0 and told in (out / "report.html").read_text()
-    assert "The weights have learned from all of these held-out cases" in capsys.readouterr().out
+    assert "The weights have learned from all of these cases" in capsys.readouterr().out
     assert evaluate.act([str(data), str(out)]) == 0
-    assert "The weights have learned from all of these held-out cases" in capsys.readouterr().out
+    assert "The weights have learned from all of these cases" in capsys.readouterr().out
     found = tmp_path / "predictions"
     assert predict.act([str(out), "-i", str(data / "imagesTr"), "-o", str(found), "--device", "cpu"]) == 0
     assert evaluate.act([str(data), str(found)]) == 0
@@ -294,7 +294,7 @@ def test_what_earlier_starts_learned_stays_known_and_their_label_maps_go(
     trained(1, ["--resume", "--epochs", "5", "--fold", "1", "--device", "cpu"], run)
     described = json.loads((run / "config.json").read_text())["dataset"]
     assert evaluate.act([str(data), str(run)]) == 0
-    assert "The weights have learned from all of these held-out cases" in capsys.readouterr().out
+    assert "The weights have learned from all of these cases" in capsys.readouterr().out
 
 
 def test_a_run_of_which_nothing_was_saved_has_learned_from_no_case(tmp_path: Path) -> None:
@@ -348,7 +348,7 @@ def test_a_run_of_all_cases_holds_none_out(tmp_path: Path, capsys: pytest.Captur
     assert "on held-out cases" not in page and "validation (n = 5)" in page
     capsys.readouterr()
     assert evaluate.act([str(tmp_path / "Dataset001_Tiny"), str(run)]) == 0
-    assert "The weights have learned from all of these held-out cases (--fold all" in capsys.readouterr().out
+    assert "The weights have learned from all of these cases (--fold all" in capsys.readouterr().out
 
 
 def test_a_run_without_its_checkpoints_keeps_the_weights_that_it_has(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from seqpar.data.files import read_json, read_whole
 from seqpar.data.formats import dataset
 from seqpar.data.formats.class_lists import read_class_dataset, read_rows, subjects_of
 from seqpar.prediction.prediction_folder import MAPS, RECORD, say_replaced
-from seqpar.report.cautions import recorded_cases, say_unlisted
+from seqpar.report.images import as_utf8, recorded_cases, say_unlisted
 from seqpar.scores.class_scores import (
     cases_behind,
     describe_share,
@@ -141,7 +141,7 @@ def unlisted_rows(folder: Path) -> tuple[list[str], str]:
     if path is None or known is None:
         return [], ""
     there = [row["case"] for row in read_rows(path, ("case", "class")).values()]
-    others = [case for case in there if case not in known]
+    others = [case for case in there if as_utf8(case) not in known]
     named = f"{quantity(len(there), 'row')} of {path}, such as that of {next(iter(others), '')}"
     return others, say_unlisted(len(others), named)
 

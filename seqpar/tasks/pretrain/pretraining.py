@@ -137,7 +137,7 @@ class Pretraining(Task):
         try:
             png = base64.b64encode(picture.read_bytes()).decode()
         except OSError as error:
-            gaps.append(f"There are no pictures of held-out cases: {picture} cannot be read ({error.strerror}).")
+            gaps.append(f"There are no pictures of validated cases: {picture} cannot be read ({error.strerror}).")
         sentence, caution = what_was_learned(record.held_out, bool(record.config.get("normalised_targets")))
         parts: dict[str, Any] = {"errors": _errors(record), "png": png, "sentence": sentence}
         parts["validated"] = name_validated(record.dataset)

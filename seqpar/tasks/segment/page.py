@@ -29,10 +29,9 @@ from seqpar.report.cautions import (
     records_behind,
     too_much,
     trained_on_some,
-    unlisted_maps,
 )
 from seqpar.report.curves import count_of, number
-from seqpar.report.images import changed_since, count_shown, find_images, other_voxels, spacings_of
+from seqpar.report.images import changed_since, count_shown, find_images, other_voxels, spacings_of, unlisted_maps
 from seqpar.report.plots import Chart, draw_charts, name_of_run
 from seqpar.report.record import (
     CaseScores,
@@ -199,7 +198,7 @@ def segment_page(options: argparse.Namespace, record: RunRecord) -> FinishedPage
     cautions += of_open_sides(cases.volumes) if cases else []
     if every:
         voxels = spacings_of({case.name: case.prediction for case in every.cases})
-        coarse = voxel_cautions(every, max(map(max, voxels.values()), default=0.0))
+        coarse = voxel_cautions(every, [side for own in voxels.values() for side in own])
         cautions += filter(None, [other_voxels(record, voxels) if options.prediction is not None else "", coarse])
     calibration = ([], "") if not scored or alone else _calibration(options, scored, labels, colours)
     parts: dict[str, Any] = {

@@ -71,9 +71,9 @@ class Segmentation(Task):
         rows = [row for row in MetricsTail(out / "metrics.jsonl").read() if row["kind"] == "val"]
         if caution := what_is_not_found(rows):
             from seqpar.report.record import count_present
-            from seqpar.runs.run_folder import data_of_run, validates_trained
+            from seqpar.runs.run_folder import data_of_run, kind_of_validated
 
-            kind = "validated" if validates_trained(data_of_run(out)) else "held-out"
+            kind = kind_of_validated(data_of_run(out))
             caution = what_is_not_found(rows, count_present(out, rows), kind)
         return [*([f"warning: {caution}"] if caution else []), *super().next_lines(out)]
 
