@@ -93,7 +93,7 @@ def refuse_without_effect(request: RunRequest) -> None:
     config, out = request.config, request.config.out
     if not config.resume or config.curriculum or read_status(out).get("state") != "finished":
         return
-    changes = {name: pair for name, pair in request.changes.items() if counts_for_scores(name, *pair)}
+    changes = {n: pair for n, pair in request.changes.items() if n != "data" and counts_for_scores(n, *pair)}
     if changes and checkpoint.latest_step(Path(out) / "checkpoints") == config.steps:
         raise ValueError(
             f"--resume --out {out}: it has finished at step {config.steps:,} of {config.steps:,}, so nothing would be "

@@ -408,7 +408,7 @@ def test_dots_of_several_runs_at_one_place_are_all_seen() -> None:
 
 def test_a_run_that_trained_on_the_cases_that_are_compared_is_named(finished: Path, tmp_path: Path) -> None:
     """Else its caution reads as if both had, and the difference as if it were fair."""
-    for name in ("clean", "all"):
+    for name in ("clean", "other", "all"):
         shutil.copytree(finished, tmp_path / name)
     content = json.loads((tmp_path / "all" / "config.json").read_text())
     dataset = content["dataset"]
@@ -422,4 +422,4 @@ def test_a_run_that_trained_on_the_cases_that_are_compared_is_named(finished: Pa
     text = said("clean", "all")
     assert "all: the weights have learned from all of these cases" in text and "Loss in validation" in text
     assert "that were trained on (--fold all), unlike the others: all. The comparison favours them." in text
-    assert "trained on (--fold all)" not in said("clean", "clean")
+    assert "trained on (--fold all)" not in said("clean", "other")
