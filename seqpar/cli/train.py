@@ -34,9 +34,9 @@ from seqpar.training.failure import end_failed_run
 from seqpar.training.run import (
     describe_finished,
     dry_run,
+    refuse_changes_of_finished,
     refuse_fewer_steps,
     refuse_other_weights,
-    refuse_without_effect,
     run_lessons,
 )
 from seqpar.training.run_request import RunRequest, read_request, refuse_other_run
@@ -57,7 +57,7 @@ def act(arguments: Sequence[str]) -> int:
         request = read_request(arguments, launcher, meeting)
         refuse_other_run(request.config)
         refuse_fewer_steps(request.config)
-        refuse_without_effect(request)
+        refuse_changes_of_finished(request)
         if request.config.dry_run:
             return dry_run(request, launcher)
         if finished := describe_finished(request):

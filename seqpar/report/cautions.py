@@ -25,6 +25,7 @@ from seqpar.scores.comparison import FEW, TOO_FEW
 from seqpar.scores.label_classes import Labels, choose_labels
 from seqpar.scores.label_files import MAX_NAMED, dataset_at, list_label_files
 from seqpar.scores.label_scores import UNLABELLED_ML
+from seqpar.settings.config import SETTINGS
 from seqpar.settings.loss_settings import OF_LOSS
 from seqpar.text import millilitres, quantity
 from seqpar.weights.facts import ANCESTORS, IS_UNKNOWN, LEARNED, VOXELS, changed_between, same_scans, several_data
@@ -93,27 +94,37 @@ def cautions_of_learned(*records: RunRecord) -> list[str]:
 
 def changed_on_the_way(record: RunRecord) -> list[str]:
     """Returns a sentence if a run was trained with other settings before, as pages list the last ones."""
-    told, changed, last = list[str](), set[str](), max((row.get("step", 0) for row in record.train), default=0)
-    with suppress(LookupError, TypeError, ValueError, AttributeError):  # of an earlier version
-        for start in record.content["history"][1:]:
-            pairs = start["changed"].items()
-            own = {n: pair for n, pair in pairs if n != "epochs" and counts_for_scores(n, *pair)}
-            if own and 0 < start["step"] <= last:
-                told.append(f"{list_changes(own)} from step {start['step']:,}")
-                changed |= own.keys()
-    if not told:
-        return []
-    curves = " The curve of the loss is of two kinds." * bool({*OF_LOSS} & changed)
-    return [f"Settings changed when this run was resumed: {'; '.join(told)}. Below are the last ones.{curves}"]
+    starts, last = list[tuple[int, Mapping[str, Any]]](), max((row.get("step", 0) for row in record.train), default=0)
+    for start in record.content.get("history", ())[1:]:
+        with suppress(LookupError, TypeError, ValueError, AttributeError):  # of another version
+            starts.append((int(start["step"]), dict(start["changed"])))
+    at = dict[int, dict[str, list[Any]]]()  # changes by the step from which they hold
+    for n, (_, pairs) in enumerate(starts):
+        since = at.setdefault(min(step for step, _ in starts[n:]), {})
+        for name, (was, now) in pairs.items():
+            since[name] = [since.get(name, [was])[0], now]
+    told = dict[int, dict[str, list[Any]]]()
+    for step, pairs in at.items():
+        own = {n: pair for n, pair in pairs.items() if pair[0] != pair[1] and _changes_weights(n, *pair)}
+        told |= {step: own} if own and 0 < step <= last else {}
+    each = "; ".join(f"{list_changes(own)} from step {step:,}" for step, own in told.items())
+    curves = " The curve of the loss is of two kinds." * any({*OF_LOSS} & own.keys() for own in told.values())
+    return [f"Settings changed when this run was resumed: {each}. Below are the last ones.{curves}"] * bool(told)
+
+
+def _changes_weights(name: str, was: Any, now: Any) -> bool:
+    is_seen = name in SETTINGS and name != "epochs" and SETTINGS[name].section != "validation and curves"
+    return is_seen and counts_for_scores(name, was, now)
 
 
 def learned_by_each(named: Mapping[str, RunRecord]) -> list[str]:
     """Returns what several runs have seen of the cases that they validate, by run if that differs."""
     if len({tuple(cautions_of_learned(record)) for record in named.values()}) == 1:
         return chosen_on_them(*named.values())
-    each = ((name, sentence) for name, record in named.items() for sentence in chosen_on_them(record))
+    each = ((name, sentence) for name, record in named.items() for sentence in cautions_of_learned(record))
     told = [f"{name}: {sentence[0].lower()}{sentence[1:]}" for name, sentence in each]
-    return told + scored_on_training(named, "The comparison favours them.")
+    told += chosen_on_them(*(record for record in named.values() if not cautions_of_learned(record)))
+    return told + scored_on_training(named, "the comparison favours what was trained on them")
 
 
 def scored_on_training(named: Mapping[str, RunRecord], therefore: str) -> list[str]:
@@ -124,8 +135,8 @@ def scored_on_training(named: Mapping[str, RunRecord], therefore: str) -> list[s
     trained = [name for name, record in named.items() if validates_trained(record.dataset)]
     if trained and len(trained) == len(named):
         return ["All are scored on cases that they train on (--fold all): their scores say nothing about new cases."]
-    told = f"Scored on cases that were trained on (--fold all), unlike the others: {list_some(trained, ', ')}."
-    return [f"{told} {therefore}"] * bool(trained)
+    told = f"Scored on cases that were trained on (--fold all), unlike the others: {list_some(trained, ', ')}"
+    return [f"{told}; {therefore}."] * bool(trained)
 
 
 def records_behind(prediction: Path) -> list[RunRecord]:

@@ -357,8 +357,10 @@ def recorded_cases(prediction: Path, needed: Sequence[str] = ("files", "inputs")
 
 
 def as_utf8(name: str) -> str:
-    """Returns a name as one written under another locale, or by another system, is the same."""
-    return unicodedata.normalize("NFC", os.fsencode(name).decode("utf-8", "surrogateescape"))
+    """Returns a name as it is under UTF-8, also if another locale, or another system, wrote it."""
+    with suppress(UnicodeError):
+        return unicodedata.normalize("NFC", name.encode("utf-8", "surrogateescape").decode("utf-8", "surrogateescape"))
+    return name
 
 
 def unlisted_maps(folder: Path) -> tuple[list[str], str]:

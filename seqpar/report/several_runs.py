@@ -135,7 +135,7 @@ def cautions_about(records: Sequence[RunRecord]) -> list[str]:
         names = ", ".join(differ)
         sentences.append(f"These runs differ in their losses ({names}); their loss curves cannot be compared.")
     if _differ_in_held_out(records):
-        sentences.append("These runs held out different cases; their curves on held-out cases cannot be compared.")
+        sentences.append("These runs validate different cases; their curves in validation cannot be compared.")
     return sentences
 
 

@@ -80,7 +80,7 @@ def page_of_sweep(out: Path, compare: Mapping[str, Compare]) -> str:
             *odd_points(out, sweep),
             *_of_changed_data(records.values()),
             *_as_sentence(describe_mixed(numbers)),
-            *scored_on_training(records, "Their scores say nothing about new cases."),
+            *scored_on_training(records, "such a score says nothing about new cases"),
             *cautions_about_each(records),
         ],
         best=best.name if best else "",

@@ -282,7 +282,7 @@ def voxel_cautions(scored: CaseScores, sides: Collection[float] = ()) -> str:
             "mm: a boundary that is one voxel off may count as wrong, so compare it only at the same voxel size."
         )
     if scored.summary:
-        sentences += hidden_by_scale([case.scores for case in scored.cases], tolerance, True, min(sides, default=0.0))
+        sentences += hidden_by_scale([case.scores for case in scored.cases], tolerance, True, sides)
     return " ".join(sentences)
 
 

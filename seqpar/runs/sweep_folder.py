@@ -253,8 +253,7 @@ def validated_on(out: Path, sweep: Sweep) -> dict[str, int]:
     for point in sweep.points:
         described: Mapping[str, Any] = {}
         with suppress(OSError, LookupError, TypeError, ValueError):
-            content = read_config(out / point.name)
-            described = {**content["dataset"], "targets": content["config"].get("targets")}
+            described = dict(read_config(out / point.name)["dataset"])
         same = next((n for n, first in enumerate(found, 1) if _scored_alike((point, described), first)), 0)
         if point.measured_on and not math.isnan(point.score) and (same or described):
             found += [(point, described)] * (not same)
@@ -268,11 +267,8 @@ def _scored_alike(one: tuple[Point, Mapping[str, Any]], other: tuple[Point, Mapp
     - ``one``, ``other``: each with what it records of its data
     """
     (point, own), (first, theirs) = one, other
-    recipes = [described.get("recipe") or {} for described in (own, theirs)]
-    scores = [
-        (described.get("targets"), recipe.get("joined") or []) for described, recipe in zip((own, theirs), recipes)
-    ]
-    if own and theirs and scores[0] != scores[1]:  # other classes
+    joined = [(described.get("recipe") or {}).get("joined") or [] for described in (own, theirs)]
+    if own and theirs and joined[0] != joined[1]:  # other classes
         return False
     if point.measured_on == first.measured_on:
         return True

@@ -378,11 +378,11 @@ def remarks_on(
     - ``cases``: pairs of label maps, and their scores
     """
     asked = [scores for _, scores in cases], settings["nsd_tolerance"], settings["lesion_wise"]
-    lines, shortest = hardly_learned_lines(summary), math.inf
+    sides = list[float]()
     for pair, _ in cases:
         with suppress(DataError):
-            shortest = min(shortest, *read_geometry(pair.prediction)[0].canonical_spacing)
-    return lines + lesions.hidden_by_scale(*asked, shortest if math.isfinite(shortest) else 0.0)
+            sides += read_geometry(pair.prediction)[0].canonical_spacing
+    return hardly_learned_lines(summary) + lesions.hidden_by_scale(*asked, sides)
 
 
 def not_measured(cases: Iterable[Scores]) -> str:

@@ -1,7 +1,7 @@
 """Lesion-wise scores of a predicted mask, as in the BraTS 2023 challenge."""
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -108,22 +108,22 @@ def largest_voxel_ml(rows: Iterable[Mapping[str, float]]) -> float:
 
 
 def hidden_by_scale(
-    cases: Sequence[Mapping[str, Mapping[str, float]]], tolerance: object, regions: bool, shortest: float = 0.0
+    cases: Sequence[Mapping[str, Mapping[str, float]]], tolerance: object, regions: bool, sides: Collection[float] = ()
 ) -> list[str]:
     """Returns sentences if what is scored is so small that fixed millimetres hide errors.
 
     - ``cases``: the scores of each case's classes; ``tolerance``: of the surface Dice, in mm
     - ``regions``: whether regions are counted, too
-    - ``shortest``: the shortest side of a voxel in mm, 0 if it is not known
+    - ``sides``: of the voxels in mm, as far as they are known
     """
     of_cube = (1000 * largest_voxel_ml(row for scores in cases for row in scores.values())) ** (1 / 3)
-    side, sentences = shortest or of_cube, list[str]()
-    if side and tolerance == USUAL_TOLERANCE > FINE * side:  # others were chosen for these data
+    side, longest, sentences = min(sides, default=of_cube), max(sides, default=of_cube), list[str]()
+    if side and tolerance == USUAL_TOLERANCE > max(FINE * side, longest):  # others were chosen for these data
         sentences.append(
             f"The surface Dice (NSD) has a tolerance of {tolerance:g} mm, up to {tolerance / side:.0f} voxels: "
             "it does not see errors below that. --nsd-tolerance of evaluate sets another."
         )
-    if regions and side and 2 * FINE * side < MARGIN:
+    if regions and side and max(2 * side, longest) * FINE < MARGIN:
         sentences.append(
             f"Regions are counted with a margin of {MARGIN:g} mm, up to {MARGIN / side:.0f} voxels: what is "
             "predicted within it counts neither as false nor as a region of its own."

@@ -189,7 +189,7 @@ class CaseEvaluation(ABC):
         if not told or len(first) < len(scored):  # some folds have no such case
             return scored, "", False
         if len(scored) > 1:
-            told = told.replace(NEW, "new to all runs").replace(SEEN, f"{SEEN} by one of these runs or more")
+            told = told.replace(NEW, "new to all runs").replace(SEEN, f"{SEEN} by at least one of these runs")
         return first, told, len(groups) > 1
 
     def _look_up(self, job: ScoringJob) -> str:

@@ -20,7 +20,7 @@ from seqpar.planner.printer import describe_dry_run
 from seqpar.runs.run_folder import describe_results, read_status
 from seqpar.runs.run_status import StatusFile, list_changes, warn_if_killed
 from seqpar.runs.sweep_folder import counts_for_scores
-from seqpar.settings.config import Config
+from seqpar.settings.config import SETTINGS, Config
 from seqpar.settings.data_settings import prepare_settings
 from seqpar.settings.lessons import Lesson, lesson_at
 from seqpar.tasks.lookup import task_of
@@ -88,16 +88,23 @@ def refuse_fewer_steps(config: Config) -> None:
         )
 
 
-def refuse_without_effect(request: RunRequest) -> None:
-    """Raises ValueError for settings of a resumed run that has no step left to take them, and would record them."""
-    config, out = request.config, request.config.out
-    if not config.resume or config.curriculum or read_status(out).get("state") != "finished":
+_LENGTH = {"epochs", "iterations", "patience", "curriculum", "val_every"}  # may leave steps to do
+
+
+def refuse_changes_of_finished(request: RunRequest) -> None:
+    """Raises ValueError for flags with which nothing is left to train, and which the run would record all the same."""
+    out, is_finished = request.config.out, read_status(request.config.out).get("state") == "finished"
+    if not request.config.resume:
         return
-    changes = {n: pair for n, pair in request.changes.items() if n != "data" and counts_for_scores(n, *pair)}
-    if changes and checkpoint.latest_step(Path(out) / "checkpoints") == config.steps:
+    typed = {n: pair for n, pair in request.changes.items() if n in request.flags and counts_for_scores(n, *pair)}
+    changes = {n: pair for n, pair in typed.items() if n not in ("data", "global_batch")}
+    if not is_finished:  # a validation may be left
+        changes = {n: pair for n, pair in changes.items() if SETTINGS[n].section != "validation and curves"}
+    done, steps = checkpoint.latest_step(Path(out) / "checkpoints"), request.lessons[-1].steps.stop
+    if changes and (done >= steps or (is_finished and not _LENGTH & changes.keys())):
         raise ValueError(
-            f"--resume --out {out}: it has finished at step {config.steps:,} of {config.steps:,}, so nothing would be "
-            f"trained with {list_changes(changes)}: leave that out, or give a larger --epochs to train on"
+            f"--resume --out {out}: no step is left after step {done:,} that would use {list_changes(changes)}: leave "
+            "that out, or give a larger --epochs to train on"
         )
 
 

@@ -281,6 +281,6 @@ def test_labels_of_sides_that_mirroring_exchanges_are_named() -> None:
     sides = ["background", "kidney_left", "Kidney_Right", "liver", "cleft"]
     assert exchanged_sides(sides, "light+corruption") == "kidney_left and Kidney_Right"
     assert exchanged_sides(["lung L", "lung R"], "full") and not exchanged_sides(["lung L", "lung"], "full")
-    assert exchanged_sides(["organ", "right"], "light") == "left and right, and with it what right is"
+    assert exchanged_sides(["organ", "right"], "light") == "left and right, so that right may name either side"
     assert exchanged_sides(["background", "left atrium"], "light") == ""
     assert exchanged_sides(sides, "none") == exchanged_sides(sides, "lamp") == exchanged_sides(sides[3:], "light") == ""

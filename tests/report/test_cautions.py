@@ -16,7 +16,7 @@ from seqpar.data.formats.dataset import Case
 from seqpar.data.preparation.cache_index import sources_of
 from seqpar.report import cases, images
 from seqpar.report.cases import CaseSection, elsewhere_note
-from seqpar.report.cautions import cautions_of_validation, reached_in_validation, trained_on_some
+from seqpar.report.cautions import cautions_of_validation, changed_on_the_way, reached_in_validation, trained_on_some
 from seqpar.report.embedded_volumes import ShownCase
 from seqpar.report.pictures import PicturedCase, caution_about, figure_of_cases
 from seqpar.report.planes import count_vanished_briefly
@@ -276,3 +276,20 @@ def test_maps_with_their_maximum_outside_the_body_are_counted() -> None:
     assert told(entries) == f"In 2 of 4 shown maps, {what}"
     assert told(entries[1:2]) == f"In the shown map, {what}"
     assert told(entries[:1]) == "" == told([{"heat": "", "heat_caution": cautions[1]}])
+
+
+def test_settings_that_held_for_some_steps_are_told_and_those_that_never_held_are_not(finished: Path) -> None:
+    record = read_record(finished)
+    last = max(row["step"] for row in record.train)
+
+    def said(*starts: tuple[int, dict[str, Any]]) -> list[str]:
+        history = [{}, *({"step": step, "changed": changed} for step, changed in starts)]
+        return changed_on_the_way(replace(record, content={**record.content, "history": history}))
+
+    lr, back = {"lr": [0.1, 0.2]}, {"lr": [0.2, 0.1]}
+    assert said((1, lr)) == [
+        "Settings changed when this run was resumed: --lr 0.1 -> 0.2 from step 1. Below are the last ones."
+    ]
+    assert said((1, lr), (1, back)) == said((last + 1, lr)) == said((1, {"patience": [1, 2], "epochs": [1, 2]})) == []
+    assert "from step 1." in said((2, lr), (1, {}))[0], "resumed from an older checkpoint"
+    assert said((1, {"gone": [1, 2]}), (1, lr)) == said((1, lr)) and said() == []

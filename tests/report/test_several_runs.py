@@ -134,7 +134,7 @@ def test_curves_of_other_data_or_tasks_are_not_to_be_compared(finished: Path, wo
     assert said in (text := compared(finished, worse).text)
     assert text.count(", not comparable") == 2 and "Loss in training, not comparable" in text, "on the curves too"
     changed(worse, lambda content: content["dataset"]["held_out"].pop())
-    assert "These runs held out different cases; their curves on" in (text := compared(finished, worse).text)
+    assert "These runs validate different cases; their curves in" in (text := compared(finished, worse).text)
     assert said in text
     changed(worse, lambda content: content["dataset"].update(digests={NAMES[0]: "b"}))
     changed(finished, lambda content: content["dataset"].update(digests={NAMES[0]: "a"}))
@@ -421,5 +421,8 @@ def test_a_run_that_trained_on_the_cases_that_are_compared_is_named(finished: Pa
 
     text = said("clean", "all")
     assert "all: the weights have learned from all of these cases" in text and "Loss in validation" in text
-    assert "that were trained on (--fold all), unlike the others: all. The comparison favours them." in text
+    assert (
+        "that were trained on (--fold all), unlike the others: all; the comparison favours what was trained on them."
+        in text
+    )
     assert "trained on (--fold all)" not in said("clean", "other")

@@ -8,6 +8,7 @@ from typing import Any
 
 import nibabel
 import numpy as np
+import pytest
 
 from seqpar.cli import evaluate, report
 from seqpar.data.geometry import make_geometry
@@ -22,7 +23,7 @@ from seqpar.report.cautions import (
     steps_behind,
 )
 from seqpar.report.embedded_volumes import ShownCase, shown_best
-from seqpar.report.images import changed_since, count_shown
+from seqpar.report.images import as_utf8, changed_since, count_shown
 from seqpar.report.planes import outside_planes
 from seqpar.report.record import RunRecord, ScoredCase, read_record, read_scores
 from seqpar.report.run_page import BECAME, _cleaned, _scored, _unlearned_by_others, how_predicted, what_is_unlearned
@@ -321,3 +322,8 @@ def test_a_page_repeats_that_training_exchanged_left_and_right(finished: Path) -
     assert (
         said("light", "liver") == said("none", "left kidney", "right kidney") == said("of another version", "L") == []
     )
+
+
+@pytest.mark.parametrize("name", ["Bu\u0308st", "B\udcc3\udcbcst", "B\u00fcst"])
+def test_names_are_the_same_under_every_locale(name: str) -> None:
+    assert as_utf8(name) == "B\u00fcst" and as_utf8("\ud800") == "\ud800"

@@ -15,6 +15,7 @@ from safetensors import SafetensorError
 from seqpar.cli import predict
 from seqpar.cluster import exit_codes, stop_agreement
 from seqpar.data.errors import DataError
+from seqpar.data.files import write_json
 from seqpar.report.cautions import changed_on_the_way
 from seqpar.report.record import read_record
 from seqpar.runs.run_folder import read_status
@@ -377,8 +378,10 @@ def test_settings_for_a_finished_run_that_no_step_would_take_are_refused(flags, 
     trained(1, [*flags, "--epochs", "1", "--iterations", "2"], out)
     before = (out / "config.json").read_bytes()
     said = trained(1, ["--resume", "--lr", "0.5"], out, expect=2).said()
-    assert "finished at step 2 of 2, so nothing would be trained with --lr" in said and "-> 0.5: leave that out" in said
+    assert "no step is left after step 2 that would use --lr" in said and "-> 0.5: leave that out" in said
     assert (out / "config.json").read_bytes() == before
+    write_json(out / "status.json", {**status(out), "state": "preempted"})  # within the last validation
+    trained(1, ["--resume", "--lr", "0.5"], out, expect=2)
     trained(1, ["--resume", "--workers", "1"], out)
     trained(1, ["--resume", "--lr", "0.5", "--loss", "ce", "--epochs", "2"], out)
     (told,) = changed_on_the_way(read_record(out))

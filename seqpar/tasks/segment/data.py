@@ -125,11 +125,11 @@ def exchanged_sides(labels: Collection[str], augment: str) -> str:
     right = {name: _LEFT.sub(lambda own: _RIGHT_OF[own[0].lower()], name).lower() for name in labels}
     lower = {name.lower(): name for name in labels}
     pair = next((f"{name} and {lower[to]}" for name, to in right.items() if to != name.lower() and to in lower), "")
-    alone = next((f"left and right, and with it what {name} is" for name in labels if _SIDE.fullmatch(name)), "")
-    return pair or alone
+    alone = next(filter(_SIDE.fullmatch, labels), "")
+    return pair or f"left and right, so that {alone} may name either side" * bool(alone)
 
 
-_SIDE = re.compile("(left|right)([ _]side)?", re.IGNORECASE)  # not as in "left atrium", which is told by its form
+_SIDE = re.compile("(left|right)([ _-]side)?", re.IGNORECASE)  # not as in "left atrium", which is told by its form
 _LEFT, _RIGHT_OF = re.compile("left|(?<![a-z])l(?![a-z])", re.IGNORECASE), {"left": "right", "l": "r"}
 
 
