@@ -213,7 +213,7 @@ DATA = [
         "train on single slices, whose held-out case shows no class",
         types=f"train {TINY} --data D --cache cache --out run --epochs 1 --iterations 1 --decoder plain --depth 1",
         code=0,
-        says="finished: no mean Dice, as no held-out case has a class to score",
+        says="finished: no mean Dice, as no validated case has a class to score",
         make=_one_slice,
         slow=True,
     ),
