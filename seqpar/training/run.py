@@ -88,7 +88,7 @@ def refuse_fewer_steps(config: Config) -> None:
         )
 
 
-_LENGTH = {"epochs", "iterations", "patience", "curriculum", "val_every"}  # may leave steps to do
+_LENGTH = {"epochs", "iterations", "patience", "curriculum", "val_every"}  # of a run: more steps, or an end here
 
 
 def refuse_changes_of_finished(request: RunRequest) -> None:
@@ -97,11 +97,11 @@ def refuse_changes_of_finished(request: RunRequest) -> None:
     if not request.config.resume:
         return
     typed = {n: pair for n, pair in request.changes.items() if n in request.flags and counts_for_scores(n, *pair)}
-    changes = {n: pair for n, pair in typed.items() if n not in ("data", "global_batch")}
+    changes = {n: pair for n, pair in typed.items() if n not in ("data", "global_batch", *_LENGTH)}
     if not is_finished:  # a validation may be left
         changes = {n: pair for n, pair in changes.items() if SETTINGS[n].section != "validation and curves"}
     done, steps = checkpoint.latest_step(Path(out) / "checkpoints"), request.lessons[-1].steps.stop
-    if changes and (done >= steps or (is_finished and not _LENGTH & changes.keys())):
+    if changes and (done >= steps or (is_finished and not _LENGTH & typed.keys())):
         raise ValueError(
             f"--resume --out {out}: no step is left after step {done:,} that would use {list_changes(changes)}: leave "
             "that out, or give a larger --epochs to train on"
