@@ -78,7 +78,7 @@ class SafeStream:
             self._drop()
 
     def _attempt(self, act: Callable[[], object]) -> bool:
-        """Returns whether an act may be repeated, and keeps why it failed, unless nobody reads the stream."""
+        """Returns False if output was lost, and keeps why; not if nobody reads the stream any more."""
         try:
             act()
         except OSError as error:  # EIO: the terminal was closed; others: the disk of a log is full

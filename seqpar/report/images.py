@@ -357,7 +357,7 @@ def recorded_cases(prediction: Path, needed: Sequence[str] = ("files", "inputs")
 
 
 def as_utf8(name: str) -> str:
-    """Returns a name as it is under UTF-8, also if another locale, or another system, wrote it."""
+    """Returns a name in UTF-8, also if another locale or another system wrote it."""
     with suppress(UnicodeError):
         return unicodedata.normalize("NFC", name.encode("utf-8", "surrogateescape").decode("utf-8", "surrogateescape"))
     return name

@@ -247,7 +247,7 @@ def _why_odd(run: Path) -> str:
 
 def validated_on(out: Path, sweep: Sweep) -> dict[str, int]:
     """Returns a number for each point, by its name, that is the same for points whose best scores were measured on the
-    same cases with the same labels; without those of which that is not known.
+    same cases with the same labels. Points for which that is not known have none.
     """
     found, numbers = list[tuple[Point, Mapping[str, Any]]](), dict[str, int]()
     for point in sweep.points:

@@ -40,9 +40,9 @@ class Seen(NamedTuple):
     - ``chose``: those that were held out, and on which the best weights were chosen
     - ``held``: those that were held out and chose nothing, as there was a single validation
     - ``differing``: which of all these have another file than there: a "label file", or an "image"
-    - ``gone``: the runs, of several that predicted together, of which nothing is known: no case is called new
+    - ``gone``: runs that nothing is known about, of several that predicted together: no case is called new
     - ``untold``: those that were predicted with settings that nothing tells, so maybe by other networks, and those that
-      the prediction's record does not name, of which nothing else is told
+      the prediction's record does not name, and that nothing else is known about
     - ``twins``: the names of each case that is scored under several
     """
 
