@@ -274,9 +274,16 @@ class CasePrediction(ABC):
             "changed": list(self.folder.changed),
             "replaced": list(self.folder.replaced),
             "others": list(self.folder.others),
-            "warnings": self._other_voxels(left),
+            "warnings": [*self._edited(), *self._other_voxels(left)],
             "faults": list(map(str, [*faults, *unusable.values()])),
         }
+
+    def _edited(self) -> list[str]:
+        """Returns a sentence if predictions that are kept were changed by somebody."""
+        if not (edited := self.folder.edited):
+            return []
+        told = f"what {self.request.output} holds of {shorten_list(edited, 3)} has changed since it was predicted"
+        return [f"{told}: --continue keeps it as it is"]
 
     def _other_voxels(self, cases: Sequence[Case]) -> list[str]:
         """Returns a sentence for each run that saw voxels of another size or shape than these cases have."""

@@ -17,11 +17,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from itertools import chain
 from pathlib import Path, PurePosixPath
-from typing import IO, Any
-
-import numpy as np
-from einops import rearrange
-from torch import Tensor
+from typing import Any
 
 from seqpar.cluster.exit_codes import FolderInUse
 from seqpar.data.errors import DataError, reason, remedy
@@ -33,7 +29,6 @@ from seqpar.data.preparation.cache_index import same_sources, sources_of
 from seqpar.data.volumes import digest_file, digest_samples, read_volume
 from seqpar.report.record import predicted_otherwise
 from seqpar.runs.run_folder import holds_run
-from seqpar.scores.label_files import ENTROPY
 from seqpar.terminal import coloured
 from seqpar.text import quantity
 
@@ -44,18 +39,19 @@ _FILES, _INPUTS, _GENERATED, SERIES = "files", "inputs", "generated", "series"
 MAPS, _VOXELS = "label_maps", "voxels"  # of each case: size and digest of what predict wrote; digests of its images
 
 _RUNS_OWN = re.compile("checkpoints$|validation")  # folders in a run's, which training clears
-_ENDS = {".json": b"}\n", ".pkl": b".", ".png": b"IEND\xaeB`\x82"}  # the last bytes of a whole file
+_ENDS = {".csv": b"\n", ".json": b"}\n", ".pkl": b".", ".png": b"IEND\xaeB`\x82"}  # the last bytes of a whole file
 
 
 class PredictionFolder(ABC):
     """A folder that predict writes to; the first rank alone uses it. A task says which files are in it.
 
-    Only files that an earlier prediction lists are ever replaced or removed.
+    Only files that an earlier prediction lists are ever replaced or removed, and none that has changed since.
 
     - ``path``: where to find the predictions: the folder, or the one file that holds them
     - ``listed``: the names of files that earlier predictions wrote; known once it is read
     - ``changed``: the cases that are predicted again because their images are others; known once it is open
     - ``others``: the cases in it that were predicted with other settings, and stay; known once it is open
+    - ``edited``: the cases whose predictions stay though somebody changed them; known once it is open
 
     An earlier prediction of a case stays until the new one is written, and until then the record speaks of the earlier.
     """
@@ -71,6 +67,7 @@ class PredictionFolder(ABC):
         self.changed: Sequence[str] = ()
         self.others: Sequence[str] = ()
         self.replaced: Sequence[str] = ()
+        self.edited: Sequence[str] = ()
         self._tells_voxels = False  # as no earlier version did
         self._content, self._pending = dict[str, Any](), dict[str, Any]()  # of the record; what will be known of images
         # what is known of label maps, and of images; digests of the images of each case, once they are read
@@ -106,6 +103,10 @@ class PredictionFolder(ABC):
         told = {case for case in same if case in self._voxels or not self._tells_voxels}  # else killed before it did
         left = self.unfinished(cases, frozenset(told) if resume and is_same else frozenset())
         self._refuse_unlisted(left, listed)
+        if lost := self._changed_since(left):
+            why = f"holds a prediction of {lost[0].id} that has changed since predict wrote it, and would be replaced"
+            raise DataError(self.files_of(lost)[0], f"{why}; move the file elsewhere, or choose another --output")
+        self.edited = [case.id for case in self._changed_since(cases)]
         with self.writable():
             self.folder.mkdir(parents=True, exist_ok=True)
             self._lock()
@@ -150,6 +151,12 @@ class PredictionFolder(ABC):
         """Notes what is written of cases."""
         stamps = {case.id: stamp for case in cases if (stamp := self.stamp_of(case)) is not None}
         self._maps = dict(sorted({**self._maps, **stamps}.items()))
+
+    def _changed_since(self, cases: Sequence[Case]) -> list[Case]:
+        """Returns the cases whose predictions are there and whole, but no longer as they were written."""
+        known = (case for case in cases if case.id in self._maps)
+        others = [case for case in known if self.stamp_of(case) not in (None, self._maps[case.id])]
+        return [case for case in others if is_whole(self.files_of([case])[0])]
 
     def forget(self, names: Collection[str]) -> None:
         """Takes files that were removed from the record, which `record_written` then writes."""
@@ -393,55 +400,3 @@ def _stamps(case: Case) -> list[Any]:
         return sources_of(case)
     except DataError:
         return []
-
-
-class ProbabilityFile:
-    """Probabilities ``k W D H`` of a case in a temporary file: rows arrive slab by slab, outputs are read whole.
-
-    The last channel may be their entropy.
-    """
-
-    def __init__(self, path: Path, shape: Sequence[int], softmax: bool) -> None:
-        self.path, self.shape, self.softmax = path, tuple(shape), softmax
-        self.error: OSError | None = None  # raised when the case is written, once all ranks have done their part
-        self._file: IO[bytes] | None = None
-
-    def write_rows(self, first_row: int, rows: Tensor) -> None:
-        """Writes rows ``k w D H``, beginning with row ``first_row`` of the volume."""
-        if self.error is not None:
-            return
-        try:
-            self._file = self._file or open(self.path, "w+b")  # noqa: SIM115
-            body = rearrange(rows.float().cpu(), "k w D H -> w k D H").contiguous().numpy()
-            self.put(self._file, first_row * body[0].nbytes, body)
-        except OSError as error:
-            self.error = error
-
-    def put(self, file: IO[bytes], place: int, rows: np.ndarray) -> None:
-        """Writes rows ``w k D H`` at a place of the file, in bytes."""
-        file.seek(place)
-        file.write(rows.data)
-
-    def mapped(self) -> np.ndarray:
-        """Returns all probabilities, ``W k D H``, as they lie in the file; raises what kept them from being written."""
-        if self.error is not None:
-            raise self.error
-        if self._file is not None:
-            self._file.flush()
-        k, w, d, h = self.shape
-        return np.memmap(self.path, np.float32, "r", shape=(w, k, d, h))
-
-    def read_output(self, number: int) -> np.ndarray:
-        """Returns the probabilities ``W D H`` of one output."""
-        return np.array(self.mapped()[:, number])
-
-    def uncertainty(self) -> dict[str, np.ndarray]:
-        """Returns the maps of uncertainty ``W D H`` by kind, for a file whose last channel is the entropy."""
-        return {ENTROPY: self.read_output(-1)}
-
-    def remove(self) -> None:
-        """Closes and removes the temporary file."""
-        if self._file is not None:
-            with suppress(OSError):
-                self._file.close()
-        self.path.unlink(missing_ok=True)

@@ -1,18 +1,19 @@
 """Runs that predict together: whether they fit each other, their mean, how many ranks share a window."""
 
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
 import numpy as np
 import torch
+from einops import rearrange
 from torch import Tensor
 
 from seqpar.data.errors import DataError
 from seqpar.data.workers import ReportProgress
 from seqpar.prediction.logits_to_labels import entropy_of, to_labels
-from seqpar.prediction.prediction_folder import ProbabilityFile
 from seqpar.prediction.predictor import PredictionSettings
 from seqpar.prediction.window_grid import rows_at_once
 from seqpar.runs.archive import digest_of, is_archive
@@ -83,6 +84,58 @@ def _text(meaning: Any) -> str:
     if isinstance(meaning, dict):
         return ", ".join(f"{name} {value}" for name, value in meaning.items()) or "none"
     return ", ".join(map(str, meaning)) or "none"
+
+
+class ProbabilityFile:
+    """Probabilities ``k W D H`` of a case in a temporary file: rows arrive slab by slab, outputs are read whole.
+
+    The last channel may be their entropy.
+    """
+
+    def __init__(self, path: Path, shape: Sequence[int], softmax: bool) -> None:
+        self.path, self.shape, self.softmax = path, tuple(shape), softmax
+        self.error: OSError | None = None  # raised when the case is written, once all ranks have done their part
+        self._file: IO[bytes] | None = None
+
+    def write_rows(self, first_row: int, rows: Tensor) -> None:
+        """Writes rows ``k w D H``, beginning with row ``first_row`` of the volume."""
+        if self.error is not None:
+            return
+        try:
+            self._file = self._file or open(self.path, "w+b")  # noqa: SIM115
+            body = rearrange(rows.float().cpu(), "k w D H -> w k D H").contiguous().numpy()
+            self.put(self._file, first_row * body[0].nbytes, body)
+        except OSError as error:
+            self.error = error
+
+    def put(self, file: IO[bytes], place: int, rows: np.ndarray) -> None:
+        """Writes rows ``w k D H`` at a place of the file, in bytes."""
+        file.seek(place)
+        file.write(rows.data)
+
+    def mapped(self) -> np.ndarray:
+        """Returns all probabilities, ``W k D H``, as they lie in the file; raises what kept them from being written."""
+        if self.error is not None:
+            raise self.error
+        if self._file is not None:
+            self._file.flush()
+        k, w, d, h = self.shape
+        return np.memmap(self.path, np.float32, "r", shape=(w, k, d, h))
+
+    def read_output(self, number: int) -> np.ndarray:
+        """Returns the probabilities ``W D H`` of one output."""
+        return np.array(self.mapped()[:, number])
+
+    def uncertainty(self) -> dict[str, np.ndarray]:
+        """Returns the maps of uncertainty ``W D H`` by kind, for a file whose last channel is the entropy."""
+        return {ENTROPY: self.read_output(-1)}
+
+    def remove(self) -> None:
+        """Closes and removes the temporary file."""
+        if self._file is not None:
+            with suppress(OSError):
+                self._file.close()
+        self.path.unlink(missing_ok=True)
 
 
 class MeanProbabilities(ProbabilityFile):

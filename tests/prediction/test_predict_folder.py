@@ -55,8 +55,16 @@ def test_label_maps_that_were_replaced_are_not_taken_for_the_network_s(images, t
     capsys.readouterr()
     evaluate.act([str(truth), str(out), "--regions", "tumour=1"])
     assert said in capsys.readouterr().out
+    before = tree(out)
     assert act(tmp_path, run, "--continue") == 0 and replaced_line(out) == said, "it is kept, and not the network's"
+    assert f"{out} holds of c_001 has changed since it was predicted: --continue keeps it" in capsys.readouterr().err
+    with pytest.raises(DataError, match=r"c_001\.nii\.gz: holds a prediction of c_001 that has changed since predict"):
+        act(tmp_path, run)
+    assert tree(out) == before, "somebody's work"
+    (out / "c_001.nii.gz").rename(tmp_path / "c_001.nii.gz")
     assert act(tmp_path, run) == 0 and replaced_line(out) == "", "predicted again"
+    (out / "c_001.nii.gz").write_bytes((out / "c_001.nii.gz").read_bytes()[:-20])
+    assert act(tmp_path, run) == 0 and replaced_line(out) == "", "nobody's work, but a file that was cut off"
 
 
 def test_an_answer_that_is_not_finite_is_a_fault_of_its_case(images, tmp_path, capfd, monkeypatch) -> None:

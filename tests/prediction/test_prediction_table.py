@@ -18,6 +18,7 @@ from seqpar.tasks.classify.scores import (
     EXPLANATIONS,
     place_of_maximum,
     read_class_table,
+    replaced_rows,
     unlisted_rows,
     what_maps_share,
 )
@@ -120,6 +121,18 @@ def test_rows_that_joined_a_table_are_told_from_those_that_predict_wrote(tmp_pat
     (tmp_path / "labels.csv").write_text("case,class\na,ill\nb,healthy\nc,ill\nd,ill\nx,ill\ny,healthy\n")
     assert run(evaluate.act, [str(tmp_path / "labels.csv"), str(tmp_path)]) == 0
     assert said in capsys.readouterr().out
+    lines = path.read_text().splitlines(True)
+    path.write_text("".join([*lines[:3], *lines[4:]]))
+    assert replaced_rows(tmp_path) == f"{path} lacks 1 row that was written, such as that of c."
+    path.write_text("".join([lines[0], lines[1].replace("0.2", "0.3").replace("0.8", "0.7"), lines[2], *lines[5:]]))
+    assert replaced_rows(tmp_path) == (
+        f"1 of 4 rows of {path}, such as that of a, has changed since it was written. "
+        f"{path} lacks 2 rows that were written, such as that of c."
+    )
+    before = path.read_bytes()
+    with pytest.raises(DataError, match="holds a prediction of a that has changed since predict wrote it"):
+        predict_as("abc", "hirescam")
+    assert path.read_bytes() == before
     content = json.loads((tmp_path / "prediction.json").read_text())
     for part in ("label_maps", "inputs", "files"):
         write_json(tmp_path / "prediction.json", {name: own for name, own in content.items() if name != part})

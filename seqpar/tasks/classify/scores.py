@@ -115,7 +115,7 @@ def row_stamps(text: str) -> dict[str, list[Any]]:
 
 
 def replaced_rows(folder: Path) -> str:
-    """Returns a sentence if rows of a predictions.csv are not as they were written; "" if all are, or nothing tells.
+    """Returns which rows of a predictions.csv are not as they were written, or gone; "" if none, or nothing tells.
 
     - ``folder``: that has it, of predict or a run's own validation, or the file itself
     """
@@ -125,11 +125,16 @@ def replaced_rows(folder: Path) -> str:
         record, there = path.with_name(RECORD), row_stamps(read_whole(path).decode("utf-8-sig"))
         known = read_json(record)[MAPS] if record.exists() else read_json(path.with_name("summary.json"))[ROWS]
         others = [case for case, stamp in there.items() if known.get(case, stamp) != stamp]
+        lost = [case for case in known if case not in there]
     except (DataError, OSError, ValueError, LookupError, TypeError, AttributeError):
         return ""
-    if not others:
-        return ""
-    return say_replaced(len(others), f"{quantity(len(there), 'row')} of {path}, such as that of {others[0]}")
+    told = list[str]()
+    if others:
+        told.append(say_replaced(len(others), f"{quantity(len(there), 'row')} of {path}, such as that of {others[0]}"))
+    if lost:
+        was = "was" if len(lost) == 1 else "were"
+        told.append(f"{path} lacks {quantity(len(lost), 'row')} that {was} written, such as that of {lost[0]}.")
+    return " ".join(told)
 
 
 def unlisted_rows(folder: Path) -> tuple[list[str], str]:

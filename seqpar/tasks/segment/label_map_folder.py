@@ -30,7 +30,8 @@ from seqpar.data.preparation.prepared_case import Preparation, Properties
 from seqpar.data.volumes import output_suffix, read_volume, write_volume
 from seqpar.prediction.class_statistics import NAME as STATISTICS
 from seqpar.prediction.class_statistics import ClassStatistics, drop_cases, read_lines
-from seqpar.prediction.prediction_folder import RECORD, PredictionFolder, ProbabilityFile, is_whole, map_stamp
+from seqpar.prediction.prediction_folder import RECORD, PredictionFolder, is_whole, map_stamp
+from seqpar.prediction.run_average import ProbabilityFile
 from seqpar.runs.nnunet_export import dataset_of
 from seqpar.runs.run_folder import read_config
 from seqpar.runs.trained_run import TrainedRun

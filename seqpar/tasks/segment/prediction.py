@@ -17,10 +17,9 @@ from seqpar.parallel.mesh import Mesh
 from seqpar.prediction.case_stream import CasePrediction, Request, record_of_weights
 from seqpar.prediction.class_statistics import ClassStatistics
 from seqpar.prediction.logits_to_labels import with_entropy
-from seqpar.prediction.prediction_folder import ProbabilityFile
 from seqpar.prediction.prediction_memory import footprint
 from seqpar.prediction.predictor import PredictionSettings, Predictor
-from seqpar.prediction.run_average import EnsembleMember, MeanProbabilities, share_of_progress
+from seqpar.prediction.run_average import EnsembleMember, MeanProbabilities, ProbabilityFile, share_of_progress
 from seqpar.prediction.sliding_window import Image, warn_beyond_training
 from seqpar.prediction.window_grid import WindowGrid
 from seqpar.runs.trained_run import TrainedRun, prediction_mode
