@@ -43,14 +43,17 @@ def draw_sweep(out: Path, sweep: Sweep, path: Path) -> None:
 def _figure_of_sweep(out: Path, sweep: Sweep) -> Any:
     """Returns the figure, two narrow panels in a row, so that it can be read on a narrow page."""
     names, best, top = sweep.varied(), sweep.best, _top(sweep)
+    is_mixed = bool(describe_mixed(validated_on(out, sweep)))
+    marked = None if is_mixed else sweep.marked
     rows = math.ceil(len(names) / 2)
-    losses = Diagram(TRAIN_LOSS, "step", _lines(out, sweep, TRAIN_LOSS), low=0.0, styles=STYLES)
-    scores = Diagram(sweep.score_name, "step", _lines(out, sweep, DICE), low=0.0, high=top, styles=STYLES)
+    losses = Diagram(TRAIN_LOSS, "step", _lines(out, sweep, marked, TRAIN_LOSS), low=0.0, styles=STYLES)
+    scores = Diagram(sweep.score_name, "step", _lines(out, sweep, marked, DICE), low=0.0, high=top, styles=STYLES)
     keys = sum(line.label.count("\n") + 1 for line in losses.lines if line.label)
     title = title_of_run(out, points=[out / point.name for point in sweep.points]).split("\n")
     title += [f"{quantity(len(sweep.points), 'point')}, {sum(point.is_over for point in sweep.points)} ended"]
     title += textwrap.wrap(sweep.describe_best(best), LETTERS) if best else []
-    note = textwrap.wrap(_note(sweep), LETTERS) if names else []
+    title += ["points were validated on different cases or labels"] * is_mixed
+    note = textwrap.wrap(_note(sweep, marked), LETTERS) if names else []
     heights = [2.4 + 0.15 * (keys + len(title)), 2.3 * rows + 0.15 * len(note)][: 1 + bool(rows)]
     picture = make_figure(WIDTH, sum(heights))
     above, *below = picture.subfigures(len(heights), 1, height_ratios=heights, squeeze=False)[:, 0]
@@ -66,7 +69,7 @@ def _figure_of_sweep(out: Path, sweep: Sweep) -> Any:
     if names:
         panels = below[0].subplots(rows, 2, squeeze=False).flat
         for name, plot in zip(names, panels):
-            _draw_setting(plot, sweep, name, sweep.marked)
+            _draw_setting(plot, sweep, name, marked)
             plot.set_ylim(0, top)
         for plot in panels:
             plot.remove()
@@ -75,9 +78,9 @@ def _figure_of_sweep(out: Path, sweep: Sweep) -> Any:
     return picture
 
 
-def _note(sweep: Sweep) -> str:
+def _note(sweep: Sweep, marked: Point | None) -> str:
     """Returns what the drawings of settings show; means and spread only if a value was tried more than once."""
-    star = STAR * (sweep.marked is not None)
+    star = STAR * (marked is not None)
     together = " (×2: two in one place)" * any(_covered(sweep, name) for name in sweep.varied())
     effects = [of_values for name, of_values in sweep.main_effects().items() if not _has_range(sweep, name)]
     if all(len(pairs) == 1 for of_values in effects for pairs in of_values.values()):
@@ -99,7 +102,7 @@ def _top(sweep: Sweep) -> float:
     return min(1.0, math.ceil(most * 11) / 10) or 1.0
 
 
-def _lines(out: Path, sweep: Sweep, quantity_drawn: str) -> list[Line]:
+def _lines(out: Path, sweep: Sweep, marked: Point | None, quantity_drawn: str) -> list[Line]:
     """Returns a quantity of all points that have recorded any, the best one on top.
 
     The best points have names; the others share one.
@@ -108,7 +111,7 @@ def _lines(out: Path, sweep: Sweep, quantity_drawn: str) -> list[Line]:
     for point in (*sweep.ranked, *(point for point in sweep.points if point not in sweep.ranked)):
         with suppress(OSError):
             curves[point.name] = read_curve(point.name, [out / point.name], quantity_drawn)
-    lines, marked = list[Line](), sweep.marked
+    lines = list[Line]()
     for n, (name, curve) in enumerate(curves.items()):
         label = textwrap.fill(f"{name}{', highest score' * (marked is not None and name == marked.name)}", LETTERS - 10)
         if n >= MOST_CURVES:

@@ -1,6 +1,8 @@
 """TrainingData: prepared cases, their split into cases to train on and to hold out, their tiles, and a few lines."""
 
+import re
 from collections.abc import Collection, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -50,6 +52,11 @@ class TrainingData:
     @property
     def num_channels(self) -> int:
         return len(self.dataset.modalities)
+
+    @property
+    def validates_trained(self) -> bool:
+        """Whether the cases to validate on are those to train on."""
+        return validates_trained({"train": self.train_ids, "held_out": self.held_out_ids})
 
     @property
     def _regions(self) -> dict[str, tuple[int, ...]]:
@@ -267,13 +274,37 @@ def mirrors_sides(augment: str) -> bool:
     return bool(recipe.mirror.probability) and 0 in recipe.mirror_axes
 
 
+def exchanged_sides(names: Collection[str], augment: str) -> str:
+    """Returns which names of left and right an augmentation mirrors onto each other, in words; "" of none."""
+    if not mirrors_sides(augment):
+        return ""
+    right = {name: _LEFT.sub(lambda own: _RIGHT_OF[own[0].lower()], name).lower() for name in names}
+    lower = {name.lower(): name for name in names}
+    pair = next((f"{name} and {lower[to]}" for name, to in right.items() if to != name.lower() and to in lower), "")
+    alone = next(filter(_SIDE.fullmatch, names), "")
+    return pair or f"left and right, so that {alone} may name either side" * bool(alone)
+
+
+_SIDE = re.compile("(left|right)([ _-]side)?", re.IGNORECASE)  # not as in "left atrium", which is told by its form
+_LEFT, _RIGHT_OF = re.compile("left|(?<![a-z])l(?![a-z])", re.IGNORECASE), {"left": "right", "l": "r"}
+
+
+def about_sides(names: Collection[str], augment: str, what: str = "tiles") -> list[str]:
+    """Returns a sentence if training exchanged names of the left and the right side; ``what`` it mirrored."""
+    with suppress(KeyError):  # a recipe of another version
+        if sides := exchanged_sides(names, augment):
+            told = f"Training mirrored {what} (--augment {augment}), which exchanges {sides}"
+            return [f"{told}: these may be confused. --augment none does not mirror."]
+    return []
+
+
 def case_lines(data: TrainingData, config: Config) -> list[str]:
     """Returns the lines on cases, modalities and sizes; reads a small file of each case."""
     dataset = data.dataset
     properties = [case.properties for case in dataset.cases.values()]
     sizes = span([p.shape for p in properties], "{:.0f}"), span([p.spacing for p in properties], "{:.3g}")
     split = f"{len(data.train_ids)} to train on, {len(data.held_out_ids)} held out (fold {config.fold})"
-    if validates_trained({"train": data.train_ids, "held_out": data.held_out_ids}):
+    if data.validates_trained:
         count = len(data.train_ids)
         split = f"{count} to train on, also used to validate (fold {config.fold}): scores say nothing about new cases"
     layout = describe_layout(str(dataset.described.get("layout", "prepared")), is_generated(config.data))

@@ -38,7 +38,7 @@ def test_a_small_component_of_a_region_costs_no_other_region_a_voxel() -> None:
     assert (drop_small_components(odd, 5, [(1, 2)], [2])[6, 6, 6]) == 9
 
 
-def test_regions_are_filtered_in_the_file(tmp_path, echo) -> None:
+def test_regions_are_filtered_in_the_file(tmp_path, echo, capsys) -> None:
     truth = np.zeros((12, 11, 9), np.uint8)
     truth[1:11, 1:10, 1:8], truth[5, 5, 5] = 2, 4
     save(tmp_path / "images" / "case.nii.gz", truth, np.diag([2, 2, 2, 1]))
@@ -46,9 +46,10 @@ def test_regions_are_filtered_in_the_file(tmp_path, echo) -> None:
     run = make_run(tmp_path / "run", recipe, regions=REGIONS, regions_class_order=[2, 1, 3])
     assert act(tmp_path, run, "--min-component", "9") == 0
     assert np.array_equal(voxels(tmp_path / "out" / "case.nii.gz"), np.where(truth == 4, 2, truth))
+    assert "windows, --min-component leaves nothing of TC, ET, " in capsys.readouterr().out
 
 
-def test_the_smallest_component_acts_in_the_file(tmp_path, echo) -> None:
+def test_the_smallest_component_acts_in_the_file(tmp_path, echo, capsys) -> None:
     truth = np.zeros((12, 11, 9), np.uint8)
     truth[2:5, 2:5, 2:5], truth[8, 8, 7] = 1, 1
     save(tmp_path / "images" / "case.nii.gz", truth, np.diag([2, 2, 2, 1]))
@@ -56,3 +57,6 @@ def test_the_smallest_component_acts_in_the_file(tmp_path, echo) -> None:
     for size, left in (("8", 28), ("9", 27), ("2voxels", 27)):
         assert act(tmp_path, run, "--min-component", size) == 0
         assert int(voxels(tmp_path / "out" / "case.nii.gz").sum()) == left
+        assert "leaves nothing" not in capsys.readouterr().out
+    assert act(tmp_path, run, "--min-component", "999") == 0
+    assert "--min-component leaves nothing of label 1, " in capsys.readouterr().out

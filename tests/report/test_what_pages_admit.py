@@ -30,7 +30,7 @@ from seqpar.report.run_page import BECAME, _cleaned, _scored, _unlearned_by_othe
 from seqpar.report.tables import what_is_missing
 from seqpar.scores.label_scores import format_table
 from seqpar.tasks.seen_cases import Seen
-from seqpar.tasks.segment.page import _mirrored
+from seqpar.tasks.training_data import about_sides
 from tests.support.checkpoints import write_window
 from tests.support.folders import save
 from tests.support.report_page import Page, own_slices
@@ -307,21 +307,15 @@ def test_what_is_ignored_is_no_part_of_a_truth_that_is_not_shown() -> None:
     assert _ml_beyond(volume, ((1, 9), (0, 10), (0, 10))) == 200
 
 
-def test_a_page_repeats_that_training_exchanged_left_and_right(finished: Path) -> None:
-    record = read_record(finished)
-
-    def said(augment: str, *names: str) -> list[str]:
-        content = {**record.content, "config": {**record.config, "augment": augment}}
-        return _mirrored(replace(record, content=content, label_names=dict(enumerate(names, 1))))
-
-    (told,) = said("light", "left kidney", "right kidney")
-    assert told == (
-        "Training mirrored tiles (--augment light), which exchanges left kidney and right kidney: these may be "
-        "confused. --augment none does not mirror."
+def test_a_page_repeats_that_training_exchanged_left_and_right() -> None:
+    told = (
+        "Training mirrored {} (--augment light), which exchanges left kidney and right kidney: these may be confused. "
+        "--augment none does not mirror."
     )
-    assert (
-        said("light", "liver") == said("none", "left kidney", "right kidney") == said("of another version", "L") == []
-    )
+    kidneys = ["left kidney", "right kidney"]
+    assert about_sides(kidneys, "light") == [told.format("tiles")]
+    assert about_sides(kidneys, "light", "volumes") == [told.format("volumes")]
+    assert about_sides(["liver"], "light") == about_sides(kidneys, "none") == about_sides(["L"], "of another") == []
 
 
 @pytest.mark.parametrize("name", ["Bu\u0308st", "B\udcc3\udcbcst", "B\u00fcst"])

@@ -11,7 +11,7 @@ from seqpar.cli import report, tune
 from seqpar.cluster.exit_codes import run
 from seqpar.data.errors import DataError
 from seqpar.runs.sweep_folder import Point, Sweep, describe_mixed, read_sweep, refresh_points, write_sweep
-from seqpar.sweeps import sweep_request
+from seqpar.sweeps import results, sweep_request
 from seqpar.sweeps.ray_cluster import rank_bundle
 from seqpar.sweeps.results import draw_sweep, write_results
 from seqpar.sweeps.space import parse_space
@@ -212,13 +212,17 @@ HERE, THERE = ({"prepared": f"/{n}/B", "voxels": {"case_a": n}, "files": {"case_
 def test_points_that_were_scored_on_different_cases_are_told_and_not_compared_case_by_case(
     kinds: tuple, column: list[str], tmp_path: Path
 ) -> None:
-    line, numbers, page = told_of(make_sweep_folder(tmp_path), *kinds)
+    out = make_sweep_folder(tmp_path)
+    line, numbers, page = told_of(out, *kinds)
     assert numbers == [*column, "", ""]
     told = "oints were validated on different cases or labels, so their order says little about which setting is best: "
     told += "(1) lr-0.001_batch-1; (2) lr-0.001_batch-2"
     assert line == f"caution: p{told}" * bool(column[0]) and (f"P{told}." in page) == bool(column[0])
     assert "the first two points, were validated on different cases or labels: their scores are not compared" in page
     assert "confidence interval" not in page and "exactly the same mean Dice" not in page
+    above, below = results._figure_of_sweep(out, refresh_points(out, read_sweep(out))).subfigs
+    assert ("on different cases or labels" in above.get_suptitle()) == bool(column[0]), "and its best has no star"
+    assert (results.STAR in below._supxlabel.get_text().replace("\n", " ")) != bool(column[0])
     if HERE in (own for _, own in kinds):
         told = "These runs were trained on several data sets: balls (prepared in /y/B), balls (prepared in /x/B): "
         assert told in page and "changed between these trainings" not in page
@@ -244,7 +248,8 @@ def test_points_that_were_scored_on_different_cases_are_told_and_not_compared_ca
     ],
 )
 def test_points_that_were_scored_on_the_same_cases_are_compared(kinds: tuple, tmp_path: Path) -> None:
-    line, numbers, page = told_of(make_sweep_folder(tmp_path), *kinds)
+    out = make_sweep_folder(tmp_path)
+    line, numbers, page = told_of(out, *kinds)
     assert line == "" and len({*numbers[:2]} - {""}) < 2 and "validated on different cases" not in page
     assert "lr-0.001_batch-1 and lr-0.001_batch-2 have exactly the same mean Dice in" in page
 

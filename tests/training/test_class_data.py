@@ -146,3 +146,12 @@ def test_it_is_said_that_volumes_are_mirrored(tmp_path: Path) -> None:
         said = summary_of_classes(open_class_data(config, True), config)
         told = f"  note: --augment {augment} mirrors volumes: if classes differ by side, use --augment none"
         assert (told in said) == is_said == mirrors_sides(augment)
+
+
+def test_a_class_has_no_held_out_cases_if_all_are_trained_on(tmp_path: Path) -> None:
+    where = {"data": str(class_folder(tmp_path / "data", 8)), "cache": str(tmp_path / "cache")}
+    for fold, told in (("all", "4 to train on, also used to validate"), ("0", "held out")):
+        config = Config(task="classify", network="resattnet18", tile=(), fold=fold, **where)
+        lines = summary_of_classes(open_class_data(config, True), config).split("\n")
+        classes = [line for line in lines if line.startswith("  class ")]
+        assert len(classes) == 2 and all(line.endswith(told) for line in classes), lines

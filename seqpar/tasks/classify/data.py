@@ -135,8 +135,9 @@ def summary_of_classes(data: TrainingData, config: Config) -> str:
     assert isinstance(data, ClassData)
     classes = data.volume_classes
     train, held_out = classes.counts(data.train_ids), classes.counts(data.held_out_ids)
-    rows = zip(classes.names, train, held_out)
-    lines = [*case_lines(data, config), *(f"  class {name}: {a} to train on, {b} held out" for name, a, b in rows)]
+    rows, both = zip(classes.names, train, held_out), "{} to train on, also used to validate"
+    of_class = both if data.validates_trained else "{} to train on, {} held out"
+    lines = [*case_lines(data, config), *(f"  class {name}: {of_class.format(*counts)}" for name, *counts in rows)]
     mirrored = f"  note: --augment {config.augment} mirrors volumes: if classes differ by side, use --augment none"
     return "\n".join([*lines, *[mirrored] * mirrors_sides(config.augment)])
 

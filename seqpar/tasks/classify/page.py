@@ -79,6 +79,7 @@ from seqpar.tasks.classify.scores import (
     worst_cases,
 )
 from seqpar.tasks.seen_cases import NONE_SEEN, SHOWN_LARGE, Seen
+from seqpar.tasks.training_data import about_sides
 from seqpar.text import quantity
 
 FOLDER = Path(__file__).parent
@@ -148,7 +149,7 @@ def class_page(options: argparse.Namespace, record: RunRecord) -> FinishedPage:
         predicted = None if options.prediction is None else inputs_of(options.prediction)
         cases = pictured_cases(record, summary, options.cases, explained, predicted, neurological, gaps)
     faults, cautions = summary["faults"] if summary and is_other else (), list[str]()
-    seen, step, unused = NONE_SEEN, "", ""
+    seen, step, unused, viewer = NONE_SEEN, "", "", None
     if summary and is_other:
         seen, told = _cautions(record, summary, options.truth, options.prediction)
         cautions += [*told, *filter(None, [replaced_rows(options.prediction)])] if options.prediction else told
@@ -162,13 +163,13 @@ def class_page(options: argparse.Namespace, record: RunRecord) -> FinishedPage:
         cautions += filter(None, [about_scans(next(iter(groups.values())), subjects)])
     scores = _scores(summary, options.positive, step, seen) if summary else None
     cautions += filter(None, [scores.caution]) if scores else []
+    cautions += about_sides(record.outputs, str(record.config.get("augment", "none")), "volumes")
     if scores and summary and not is_other:
         tiles = tiles_of_steps(scores.tiles, int(summary.get("step") or 0), row_of_taken(record), "scores")
         unused = with_other_weights(int(summary.get("step") or 0), record.weights.step)
         charts = [replace(chart, title=f"{chart.title}{unused and ','}{unused}") for chart in scores.charts]
         scores = replace(scores, tiles=tiles, charts=charts)
     cases = [replace(case, verdict=f"{seen.mark(case.name)}{case.verdict}") for case in cases]
-    viewer = None
     if summary and cases:
         names, maps = [case.name for case in cases], names_of_maps(summary, options.prediction)
         viewer = class_viewer(record, names, explained, options.truth, neurological, maps)

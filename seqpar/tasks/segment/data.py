@@ -1,8 +1,7 @@
 """Opens and describes images with label maps."""
 
-import re
 import sys
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -22,7 +21,7 @@ from seqpar.settings.data_settings import prepare_settings
 from seqpar.tasks.training_data import (
     TrainingData,
     case_lines,
-    mirrors_sides,
+    exchanged_sides,
     refuse_for_soft_labels,
     refuse_weights,
     split_of,
@@ -116,21 +115,6 @@ def _doubt(dataset: PreparedDataset) -> list[str]:
     readers = dataset.described.get("readers", ())
     what = f"the mean of {quantity(len(readers), 'reader')}: {', '.join(readers)}" if readers else "their probabilities"
     return [] if dataset.soft is None else [f"  labels with doubt: the target is {what}; labels below by consensus"]
-
-
-def exchanged_sides(labels: Collection[str], augment: str) -> str:
-    """Returns which labels of left and right an augmentation mirrors onto each other, in words; "" of none."""
-    if not mirrors_sides(augment):
-        return ""
-    right = {name: _LEFT.sub(lambda own: _RIGHT_OF[own[0].lower()], name).lower() for name in labels}
-    lower = {name.lower(): name for name in labels}
-    pair = next((f"{name} and {lower[to]}" for name, to in right.items() if to != name.lower() and to in lower), "")
-    alone = next(filter(_SIDE.fullmatch, labels), "")
-    return pair or f"left and right, so that {alone} may name either side" * bool(alone)
-
-
-_SIDE = re.compile("(left|right)([ _-]side)?", re.IGNORECASE)  # not as in "left atrium", which is told by its form
-_LEFT, _RIGHT_OF = re.compile("left|(?<![a-z])l(?![a-z])", re.IGNORECASE), {"left": "right", "l": "r"}
 
 
 def _class_lines(dataset: PreparedDataset, counts: np.ndarray) -> list[str]:

@@ -4,7 +4,6 @@ import argparse
 import math
 import os
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -94,9 +93,9 @@ from seqpar.tasks.case_evaluation import (
     unknown_runs,
 )
 from seqpar.tasks.seen_cases import NONE_SEEN, SHOWN_LARGE, Seen
-from seqpar.tasks.segment.data import exchanged_sides
 from seqpar.tasks.segment.evaluation import ABOUT_CALIBRATION, calibrate, calibration_diagram, trained_on
 from seqpar.tasks.segment.label_map_folder import DICOM_SEG, SavedProbabilities
+from seqpar.tasks.training_data import about_sides
 from seqpar.text import name_images, quantity
 
 FOLDER = Path(__file__).parent
@@ -194,7 +193,8 @@ def segment_page(options: argparse.Namespace, record: RunRecord) -> FinishedPage
         scans = about_scans([case.name for case in scored.cases], {})
         cautions += filter(None, [scans, too_much(scored), part_labelled(scored)])
     cautions += filter(None, [of_unlisted, replaced_line(options.prediction)] if options.prediction else [])
-    cautions += _mirrored(record)
+    names = [*record.label_names.values(), *map(str, record.dataset.get("regions") or ())]
+    cautions += about_sides(names, str(record.config.get("augment", "none")))
     cautions += of_open_sides(cases.volumes) if cases else []
     if every:
         voxels = spacings_of({case.name: case.prediction for case in every.cases})
@@ -222,17 +222,6 @@ def segment_page(options: argparse.Namespace, record: RunRecord) -> FinishedPage
     text = render_run(FOLDER, record, gaps, faults, [RESEARCH] * alone + cautions, classes=list(colours), **parts)
     own = faults if options.prediction is not None else ()
     return FinishedPage(text, f"{count_shown([bool(case.images) for case, _ in shown])}, ", own, cautions)
-
-
-def _mirrored(record: RunRecord) -> list[str]:
-    """Returns a sentence if training exchanged labels of the left and the right side."""
-    augment = str(record.config.get("augment", "none"))
-    names = [*record.label_names.values(), *map(str, record.dataset.get("regions") or ())]
-    with suppress(KeyError):  # a recipe of another version
-        if sides := exchanged_sides(names, augment):
-            told = f"Training mirrored tiles (--augment {augment}), which exchanges {sides}"
-            return [f"{told}: these may be confused. --augment none does not mirror."]
-    return []
 
 
 def _caution_of(tile: HeadlineTile, rows: Sequence[Scores], count: int) -> str:

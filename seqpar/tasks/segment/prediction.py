@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from torch import Tensor
 
 from seqpar.data.formats.dataset import Case
@@ -25,6 +26,7 @@ from seqpar.prediction.window_grid import WindowGrid
 from seqpar.runs.trained_run import TrainedRun, prediction_mode
 from seqpar.scores.label_classes import labels_of_declaration
 from seqpar.scores.label_files import DISAGREEMENT, ENTROPY, UNCERTAINTY
+from seqpar.scores.postprocessing import describe_min_component
 from seqpar.tasks.segment.label_map_folder import (
     DICOM_SEG,
     NPZ,
@@ -34,7 +36,7 @@ from seqpar.tasks.segment.label_map_folder import (
     LabelMapFolder,
 )
 from seqpar.text import name_images, quantity
-from seqpar.weights.weight_files import digest
+from seqpar.weights.weight_files import digest, shorten_list
 
 
 class LabelMapPrediction(CasePrediction):
@@ -117,21 +119,38 @@ class LabelMapPrediction(CasePrediction):
                 windows.append(self._say_size(predictor, case, image, target.shape))
                 ids = predictor.class_ids(image, target, write_rows, share_of_progress(tell, at, count), rows_of)
 
-            def write() -> None:
+            def write() -> str:
                 properties, labels = self.prepared_cases.taken[0].properties, ids
                 if isinstance(probabilities, MeanProbabilities):
                     with folder.writable():
                         labels = probabilities.class_ids(run.output_order)
                 values = self.predictors[0].to_source(labels.numpy(), properties)
                 folder.write(case, values, properties, run.preparation, probabilities, self.prepared_cases.image)
+                return self._say_emptied(labels.numpy(), values)
 
-            run_on_rank0(write, self.mesh.world)
+            emptied = run_on_rank0(write, self.mesh.world)
         finally:
             if probabilities is not None:
                 probabilities.remove()
-        line = ", ".join(dict.fromkeys(windows))
+        line = ", ".join([*dict.fromkeys(windows), *[emptied] * bool(emptied)])
         statistics = folder.statistics
         return f"{line}; {statistics.volumes(case.id)}" if statistics and self.mesh.is_first else line
+
+    def _say_emptied(self, ids: np.ndarray, written: np.ndarray) -> str:
+        """Returns of what nothing is written though the network predicted it; "" if small components stay as well.
+
+        - ``ids``: the class ids that were predicted; ``written``: the file's label values
+        """
+        run, least = self.run, describe_min_component(self.members[0].settings.min_component)
+        if not least:
+            return ""
+        values, given, left = run.recipe.values or tuple(run.labels.values()), np.unique(ids), np.unique(written)
+        classes = run.regions or {name: (number,) for name, number in run.labels.items() if number}
+        lost = [
+            name for name, own in classes.items()
+            if np.isin(own, given).any() and not np.isin([values[number] for number in own], left).any()
+        ]  # fmt: skip
+        return f"--min-component leaves nothing of {shorten_list(lost, 3)}" if lost else ""
 
     def _say_size(self, predictor: Predictor, case: Case, image: Image, to_shape: Sequence[int]) -> str:
         """Returns how many voxels and windows a case has for a run; says before what a whole pass takes."""
