@@ -29,6 +29,9 @@ def test_nnunet_raw_is_read_with_channels_in_order(tmp_path):
     assert data.labels == {"background": 0, "tumour": 1} and not data.regions and data.ignore_label is None
     assert [path.name for path in data.cases[1].images] == ["c_001_0000.nii.gz", "c_001_0001.nii.gz"]
     assert data.cases[1].label == tmp_path / "Dataset007_X/labelsTr/c_001.nii.gz"
+    described = tmp_path / "Dataset007_X/dataset.json"
+    described.write_text(described.read_text(), encoding="utf-8-sig")  # as Windows' editors save it
+    assert read_dataset(tmp_path / "Dataset007_X") == data
 
 
 def test_what_dataset_json_says_otherwise_than_the_files_is_told(tmp_path, capfd):
