@@ -4,7 +4,7 @@ And which label maps a folder of predictions does not name.
 
 import os
 import unicodedata
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -24,8 +24,10 @@ from seqpar.data.preparation.prepared_case import Properties
 from seqpar.data.preparation.recipe import Recipe
 from seqpar.data.volumes import digest_file, files_digest, read_geometry
 from seqpar.losses import Readers
+from seqpar.report.cautions import own_grid
 from seqpar.report.embedded_volumes import Bytes
 from seqpar.report.record import CaseScores, RunRecord
+from seqpar.runs.sweep_folder import list_some
 from seqpar.scores.label_files import MAX_NAMED, dataset_at, list_label_files
 from seqpar.text import name_images, quantity
 from seqpar.weights.facts import FILE_DIGESTS
@@ -385,3 +387,32 @@ def say_unlisted(count: int, among: str) -> str:
         f"{count} of {among}, {'is' if count == 1 else 'are'} not in its prediction.json: another network or program "
         f"may have made {it}, and whether that has seen {case} is not known."
     )
+
+
+def grids_of(records: Mapping[str, RunRecord]) -> dict[str, list[str]]:
+    """Returns the runs whose validations segment, by the grid where their curves are measured; "": that of the files.
+
+    Grids of which the same prepared cases came are one.
+    """
+    known = {name: one for name, one in records.items() if one.held_out and one.network_settings.task == "segment"}
+    grids, digests = dict[str, list[str]](), [one.dataset.get("digests") or {} for one in known.values()]
+    for name, record in known.items():
+        grids.setdefault(own_grid(record), []).append(name)
+    shared = [case for case in digests[0] if all(case in own for own in digests)] if digests else []
+    is_one = bool(shared) and all(own[case] == digests[0][case] for own in digests for case in shared)
+    return {} if "" in grids and is_one else grids
+
+
+def about_grids(records: Mapping[str, RunRecord], of_one: Callable[[RunRecord], list[str]], so: str = "") -> list[str]:
+    """Returns a sentence if curves are not of the files' grid, or of several grids.
+
+    - ``of_one``: tells of a run what holds for all, if they share a grid; ``so``: what else follows from several
+    """
+    grids = grids_of(records)
+    if len(grids) < 2:
+        return [told for names in grids.values() for told in of_one(records[names[0]])]
+    each = "; ".join(f"{grid or 'the voxels of the files'} ({list_some(names, ', ')})" for grid, names in grids.items())
+    so = so or "The other scores are of label maps on the grid of the files."
+    return [
+        f"These runs were validated on different grids: {each}. Their curves in validation cannot be compared. {so}"
+    ]

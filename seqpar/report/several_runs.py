@@ -11,8 +11,9 @@ from typing import NamedTuple, TypeVar
 from seqpar.data.errors import DataError
 from seqpar.data.files import read_whole
 from seqpar.data.formats.splits import data_faults
-from seqpar.report.cautions import above_scores, learned_by_each
+from seqpar.report.cautions import above_scores, learned_by_each, scored_twice
 from seqpar.report.curves import OF_RUNS, Diagram, Line, count_of, number, step_axis
+from seqpar.report.images import about_grids, grids_of
 from seqpar.report.planes import RUN_COLOURS, colours_of
 from seqpar.report.plots import Chart, draw_charts, make_strips
 from seqpar.report.record import (
@@ -114,7 +115,13 @@ def page_of_several(records: Sequence[RunRecord], compare: Mapping[str, Compare]
         runs={name: verdict(record) for name, record in named.items()},
         generated=sentence_on_phantoms(named),
         gaps=gaps,
-        cautions=cautions_about(records) + learned_by_each(named) + _scans(records) + cautions_about_each(named),
+        cautions=[
+            *cautions_about(records),
+            *about_grids(named, scored_twice),
+            *learned_by_each(named),
+            *_scans(records),
+            *cautions_about_each(named),
+        ],
         uncompared=""
         if any(one.cases for one in comparisons)
         else f"Fewer than two runs{of_one} have scores of cases.",
@@ -259,16 +266,17 @@ def curves_over_each_other(records: Mapping[str, RunRecord]) -> list[Chart]:
     of_data = ", not comparable" * bool(_differ_in_data(runs))
     of_loss = of_data or ", not comparable" * bool(_losses_that_differ(runs))
     of_cases = ", on different cases" * _differ_in_held_out(runs)
+    of_grids = ", on different grids" * (len(grids_of(records)) > 1)
     where = "in validation" if any(validates_trained(record.dataset) for record in runs) else "on held-out cases"
     every: list[tuple[str, list[Line], float | None]] = [
         (f"Loss in training{of_loss}", losses, None),
-        (f"Loss {where}{count_of(validations, '=')}{of_cases}{of_loss}", held_out, None),
+        (f"Loss {where}{count_of(validations, '=')}{of_cases}{of_grids}{of_loss}", held_out, None),
     ]
     for task, lines in scores.items():  # a chart each, for what one task is scored by is nothing to another
         own = [row for row in validations if task_of_row(row) == task]
         if task not in ERRORS:  # these are compared by that loss
-            title = f"{SCORES[task][:1].upper()}{SCORES[task][1:]} {where}{count_of(own)}{of_cases}{of_data}"
-            every.append((title, lines, 1.0))
+            title = f"{SCORES[task][:1].upper()}{SCORES[task][1:]} {where}{count_of(own)}{of_cases}"
+            every.append((f"{title}{of_grids * (task == 'segment')}{of_data}", lines, 1.0))
     axis = step_axis([record.train for record in records.values()])
     return draw_charts(
         [

@@ -188,6 +188,30 @@ def test_scores_on_the_grid_of_a_run_are_told_from_those_of_its_files(finished: 
     assert ", measured on its own grid (voxels of 1.2 × 1.2 × 3 mm)." in reached_in_validation(read_record(finished))[0]
 
 
+def test_curves_on_several_grids_are_not_to_be_compared(copied: Path, tmp_path: Path) -> None:
+    def page(*spacings: list[float] | None, digests: tuple[str, str] = ("a", "b")) -> str:
+        runs = [Path(shutil.copytree(copied, tmp_path / name, dirs_exist_ok=True)) for name in ("one", "other")]
+        for folder, spacing, digest in zip(runs, spacings, digests):
+            path = folder / "config.json"
+            content = json.loads(path.read_text())
+            recipe = {**(content["dataset"].get("recipe") or {}), "spacing": spacing}
+            content["dataset"] |= {"recipe": recipe, "digests": {"a": digest} if digest else {}}
+            path.write_text(json.dumps(content))
+        assert report.act([*map(str, runs), "--out", str(tmp_path / "page.html")]) == 0
+        return (tmp_path / "page.html").read_text()
+
+    fine, coarse, title = [1.0, 1.0, 1.5], [2.5, 2.5, 2.5], "on held-out cases (n = 2), on different grids"
+    told = "These runs were validated on different grids: the voxels of the files (one); voxels of 2.5 × 2.5 × 2.5 mm "
+    told += "(other). Their curves in validation cannot be compared. The other scores are of label maps on the grid of"
+    assert told in (text := page(None, coarse)) and title in text
+    assert "on different grids: voxels of 1 × 1 × 1.5 mm (one); voxels of 2.5" in page(fine, coarse)
+    shared = page(coarse, coarse)
+    assert "own grid (voxels of 2.5 × 2.5 × 2.5 mm): scores in curves" in shared and title not in shared
+    for usual in (page(None, None), page(None, fine, digests=("a", "a")), page(None, None, digests=("", ""))):
+        assert "own grid" not in usual and "different grids" not in usual, "the same prepared cases"
+    assert "different grids" in page(None, fine, digests=("", "")), "an earlier version does not tell"
+
+
 def test_what_a_run_reached_is_said_of_the_weights_that_predicted_and_of_how_they_did(
     finished: Path, tmp_path: Path
 ) -> None:

@@ -188,7 +188,7 @@ def told_of(out: Path, *kinds: tuple[str, dict]) -> tuple[str, list[str], str]:
     return "".join(lines), column, Page((out / "report.html").read_text()).text
 
 
-OTHERWISE = {"recipe": {"spacing": 2}, "files": {"case_a": "f"}, "digests": {"case_a": "2"}}
+OTHERWISE = {"recipe": {"spacing": [2, 2, 2]}, "files": {"case_a": "f"}, "digests": {"case_a": "2"}}
 HERE, THERE = ({"prepared": f"/{n}/B", "voxels": {"case_a": n}, "files": {"case_a": n}} for n in "xy")
 
 
@@ -235,7 +235,7 @@ def test_points_that_were_scored_on_different_cases_are_told_and_not_compared_ca
         (("", {}), ("b", {})),
         (("a overlap=0.25", {}), ("a overlap=0.5", {})),
         (("a", OTHERWISE | {"recipe": {}}), ("b", OTHERWISE)),
-        (("a", {"recipe": {}}), ("b", {"recipe": {"spacing": 2}})),
+        (("a", {"recipe": {}}), ("b", {"recipe": {"spacing": [2, 2, 2]}})),
         (("a", {"files": {"x": "before"}}), ("a", {"files": {"x": "after"}, "recipe": {"mean": 2}})),
     ],
     ids=[
@@ -260,3 +260,23 @@ def test_of_many_points_on_different_cases_some_are_named() -> None:
     assert told.endswith("is best: (1) p0, p1, p2, p3, and 2 more; (2) p6, p7, p8, p9, and 2 more; (3) p12, p13, p14, "
                          "p15, and 2 more; (4) p18, p19, p20, p21, and 2 more; and 2 more")  # fmt: skip
     assert describe_mixed(dict.fromkeys(numbers, 1)) == describe_mixed({}) == ""
+
+
+def test_points_that_were_validated_on_several_grids_say_so(tmp_path: Path) -> None:
+    out = make_sweep_folder(tmp_path)
+    usual, coarse = "voxels of the files (lr-0.001_batch-1)", "voxels of 2 × 2 × 2 mm (lr-0.001_batch-2)"
+    for kinds, told in (
+        ([None, None], ""),
+        ([None, [2.0, 2.0, 2.0]], f"validated on different grids: {coarse}; the {usual}. Their curves in validation"),
+        ([[2.0, 2.0, 2.0]] * 2, "on this page are measured on the runs' own grid (voxels of 2 × 2 × 2 mm), not on"),
+    ):
+        for number, (point, spacing) in enumerate(zip(read_sweep(out).points, kinds)):
+            path = out / point.name / "config.json"
+            content = json.loads(path.read_text())
+            recipe = {**(content["dataset"].get("recipe") or {}), "spacing": spacing}
+            content["dataset"] |= {"recipe": recipe, "digests": {"case_a": str(number)}}
+            path.write_text(json.dumps(content))
+        assert run(report.act, [str(out)]) == 0
+        page = Page((out / "report.html").read_text()).text
+        assert told in page and ("own grid" in page or "different grids" in page) == bool(told)
+        assert ("The order of the points is by these scores too." in page) == ("different grids" in told)
