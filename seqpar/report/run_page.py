@@ -34,7 +34,7 @@ from seqpar.report.record import (
 )
 from seqpar.report.rendering import render
 from seqpar.runs.metrics_tail import ERRORS, what_is_not_found, what_was_learned
-from seqpar.runs.run_folder import kind_of_validated, run_of_validation
+from seqpar.runs.run_folder import kind_of_validated, run_of_validation, untaught_classes
 from seqpar.scores.postprocessing import describe_min_component
 from seqpar.text import clock, list_modalities, quantity
 from seqpar.weights.facts import VALIDATED
@@ -283,7 +283,8 @@ def what_is_unlearned(record: RunRecord, has_scores: bool = False) -> str:
     if chance or not what_is_not_found(record.held_out):
         return chance
     present = count_present(record.path, record.held_out)
-    return what_is_not_found(record.held_out, present, kind_of_validated(record.dataset))
+    kind, untaught = kind_of_validated(record.dataset), untaught_classes(record.dataset)
+    return what_is_not_found(record.held_out, present, kind, untaught)
 
 
 def _unlearned_by_others(record: RunRecord, prediction: Path, has_scores: bool = False) -> list[str]:

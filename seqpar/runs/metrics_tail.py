@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -124,18 +124,26 @@ NOTHING = 5e-4  # of a Dice, which pages and programs show as 0.000
 
 
 def what_is_not_found(
-    rows: Iterable[Mapping[str, Any]], present: Mapping[str, int] | None = None, kind: str = "held-out"
+    rows: Iterable[Mapping[str, Any]],
+    present: Mapping[str, int] | None = None,
+    kind: str = "held-out",
+    untaught: Collection[str] = (),
 ) -> str:
     """Returns sentences if the best validation of a segmentation has a Dice of 0.000 for some classes; else "".
 
     - ``present``: in how many validated cases the truth has each class, as far as that is known
-    - ``kind``: of the validated cases
+    - ``kind``: of the validated cases; ``untaught``: classes that no case to train on has
     """
     best, present = best_validation(rows) or {}, present or {}
     names = [name for name, dice in best.get("dice", {}).items() if dice is not None and dice < NOTHING]
     lacking = [name for name in names if present.get(name) == 0]
     told, begin = list[str](), "At the best validation, the mean Dice of"
-    if found := [name for name in names if name not in lacking]:
+    if without := [name for name in names if name in untaught and name not in lacking]:
+        why = (
+            f"no case that the run trains on has {_it(without)}, so the network could not learn to find {_it(without)}"
+        )
+        told.append(f"{begin} {_listed(without)} is 0.000: {why}.")
+    if found := [name for name in names if name not in (*lacking, *without)]:
         it = _it(found)
         overlaps = f"{'hardly anything' if any(best['dice'][name] for name in found) else 'nothing'} that was predicted"
         where = f"in the {kind} cases that have {it}" if present.keys() >= {*found} else f"where {kind} cases have {it}"

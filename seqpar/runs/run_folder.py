@@ -27,10 +27,13 @@ from seqpar.settings.config import Config
 from seqpar.settings.rules import with_absolute_paths
 from seqpar.terminal import next_command, typed_command
 from seqpar.text import quantity
-from seqpar.weights.facts import ANCESTORS, LEARNED, ORIGIN, VALIDATED, VOXELS, origin_of
+from seqpar.weights.facts import ANCESTORS, IS_UNKNOWN, LEARNED, ORIGIN, VALIDATED, VOXELS, origin_of
 from seqpar.weights.weight_files import ABOUT
 
 FOLDS_FILE = "folds.json"  # is in a folder of five folds
+UNTAUGHT = (
+    "in_no_case"  # in config.json, of its data: the classes that no case to train on has; none in earlier versions
+)
 SWEEP_FILE = "sweep.json"  # is in the folder of a sweep
 _STATUS = re.compile(rb'\{\s*"state": "\w+",\s*"step": ')  # how each status.json of a run begins
 
@@ -254,6 +257,16 @@ def validates_trained(described: Mapping[str, Any]) -> bool:
 def kind_of_validated(described: Mapping[str, Any]) -> str:
     """Returns of what kind the cases that a run validates are, in a word; ``described``: as above."""
     return "validated" if validates_trained(described) else "held-out"
+
+
+def untaught_classes(described: Mapping[str, Any]) -> list[str]:
+    """Returns the classes that no case has from which a run's weights have learned, as far as it records that.
+
+    - ``described``: as above; of weights that learned from further cases, nothing is known
+    """
+    if any(described.get(name) for name in (LEARNED, ANCESTORS, IS_UNKNOWN)):
+        return []
+    return list(map(str, described.get(UNTAUGHT, ())))
 
 
 def name_validated(described: Mapping[str, Any], count: int | None = None) -> str:

@@ -27,11 +27,13 @@ from seqpar.losses import LOSSES, SoftLabels, needs_marks, takes_soft_labels
 from seqpar.parallel.device_constants import copy_to_device
 from seqpar.planner.tile_choice import tile_advice
 from seqpar.runs.fold_folder import started_folds
-from seqpar.runs.run_folder import holds_folds, read_config, validates_trained
+from seqpar.runs.run_folder import UNTAUGHT, holds_folds, read_config, validates_trained
+from seqpar.runs.sweep_folder import list_some
 from seqpar.scores.label_classes import hidden_classes, labels_of_declaration, learned_regions
 from seqpar.settings.config import Config
 from seqpar.settings.presets import FROM_DATA
 from seqpar.text import list_modalities, name_images, quantity
+from seqpar.weights.facts import FILE_DIGESTS, VOXELS
 
 
 @dataclass(frozen=True)
@@ -126,6 +128,39 @@ class TrainingData:
         ids |= {"test": self.test_ids} if self.test_ids else {}
         recipe, how = self.dataset.recipe.to_json(), {BY_PATIENT: True} if self.by_patient else {}
         return {**description, "recipe": recipe, "prepared": str(self.dataset.path.absolute()), **ids, **how}
+
+    def describe_cases(self, config: Config) -> dict[str, Any]:
+        """Returns what config.json records of the single cases; reads small files of each."""
+        own = {"digests": self.digests(), VOXELS: self.voxels(), FILE_DIGESTS: self.files(), "medians": self.medians()}
+        return own | ({UNTAUGHT: names} if (names := self.untaught(config)) else {})
+
+    def untaught(self, config: Config) -> list[str]:
+        """Returns the scored classes that no case to train on has, of those whose labels show them; reads a small file
+        of each.
+        """
+        return self._lacking(self.train_ids) if config.task == "segment" and not config.synthesis else []
+
+    def _lacking(self, ids: Collection[str]) -> list[str]:
+        """Returns the scored classes of which no voxel in these cases is labelled."""
+        present, soft = set[str](), self.dataset.soft
+        for name in ids:
+            case, hidden = self.dataset.cases[name], self.hidden_classes(name)
+            counts = case.properties.counts if soft is None else ()
+            found = {n for n, count in enumerate(counts) if count} if soft is None else case.locations.keys()
+            present |= {kind for kind, own in self.classes.items() if kind not in hidden and found & {*own}}
+        return [kind for kind in self.classes if kind not in present]
+
+    def about_untaught(self, config: Config) -> list[str]:
+        """Returns a warning if no case to train on has some class; reads a small file of each case."""
+        if not (names := self.untaught(config)):
+            return []
+        it = "it" if len(names) == 1 else "them"
+        what = f"{'any of ' * (len(names) > 1)}{list_some(names, ', ')}"
+        ways = [f"raise --train-cases {config.train_cases}"] * bool(config.train_cases)
+        ways += ["choose another --fold"] * (config.fold != "all")
+        others = not {*names} <= {*self._lacking(self.dataset.ids)}
+        advice = f"; {' or '.join(ways)}" * bool(ways and others)
+        return [f"warning: no case to train on has {what}: the network cannot learn {it} from these cases{advice}"]
 
     def digests(self) -> dict[str, str]:
         """Returns a digest of the prepared arrays of each case of the data, with its class and which classes its labels

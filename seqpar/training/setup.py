@@ -279,8 +279,7 @@ def make_trainer(
     before = read_config(out) if config.resume or not is_first else {}
     data_before = before.get("dataset", {})
     data_now = data.describe() | ({"generated": True} if is_generated(config.data) else {})
-    scans = {"digests": data.digests, VOXELS: data.voxels, FILE_DIGESTS: data.files, "medians": data.medians}
-    data_now |= run_on_rank0(lambda: {name: of_cases() for name, of_cases in scans.items()}, mesh.world)
+    data_now |= run_on_rank0(lambda: data.describe_cases(config), mesh.world)
     refuse_other_outputs(data_before, data_now, config.data, out)
     net, attention_reasons = _build_net(config, mesh, data, before["layout"] if saved and is_first else {})
     mode_line = describe_decoding(net, config)

@@ -29,6 +29,7 @@ from seqpar.report.record import RunRecord, ScoredCase, read_record, read_scores
 from seqpar.report.run_page import BECAME, _cleaned, _scored, _unlearned_by_others, how_predicted, what_is_unlearned
 from seqpar.report.tables import what_is_missing
 from seqpar.scores.label_scores import format_table
+from seqpar.tasks.lookup import TASKS
 from seqpar.tasks.seen_cases import Seen
 from seqpar.tasks.training_data import about_sides
 from tests.support.checkpoints import write_window
@@ -210,6 +211,22 @@ def test_curves_on_several_grids_are_not_to_be_compared(copied: Path, tmp_path: 
     for usual in (page(None, None), page(None, fine, digests=("a", "a")), page(None, None, digests=("", ""))):
         assert "own grid" not in usual and "different grids" not in usual, "the same prepared cases"
     assert "different grids" in page(None, fine, digests=("", "")), "an earlier version does not tell"
+
+
+def test_a_class_that_no_case_to_train_on_has_is_told_from_one_that_was_not_learned(copied: Path) -> None:
+    rows = [{"kind": "val", "step": 5, "loss": 1.0, "dice": {"NCR": 0.0, "ED": 0.0}, "cases": 2}]
+    (copied / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    path = copied / "config.json"
+    content = json.loads(path.read_text())
+    told = "Dice of ED is 0.000: no case that the run trains on has it, so the network could not learn to find it."
+    for more, is_said in (
+        ({}, False),
+        ({"in_no_case": ["ED"]}, True),
+        ({"in_no_case": ["ED"], "learned_before": ["a"]}, False),
+    ):
+        path.write_text(json.dumps(content | {"dataset": content["dataset"] | more}))
+        assert (told in what_is_unlearned(read_record(copied))) == is_said
+        assert (told in " ".join(TASKS["segment"].next_lines(copied))) == is_said
 
 
 def test_what_a_run_reached_is_said_of_the_weights_that_predicted_and_of_how_they_did(

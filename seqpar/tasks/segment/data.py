@@ -107,7 +107,9 @@ def summary_of_data(data: TrainingData, config: Config) -> str:
         note = f"  note: --augment {config.augment} mirrors tiles, which exchanges {sides}"
         lines.append(f"{note}; --augment none does not mirror")
     lines += _doubt(dataset)
-    return "\n".join([*lines, *_class_lines(dataset, counts), *_ignored(dataset.ignore_label)])
+    return "\n".join(
+        [*lines, *_class_lines(dataset, counts), *_ignored(dataset.ignore_label), *data.about_untaught(config)]
+    )
 
 
 def _doubt(dataset: PreparedDataset) -> list[str]:

@@ -71,10 +71,11 @@ class Segmentation(Task):
         rows = [row for row in MetricsTail(out / "metrics.jsonl").read() if row["kind"] == "val"]
         if caution := what_is_not_found(rows):
             from seqpar.report.record import count_present
-            from seqpar.runs.run_folder import data_of_run, kind_of_validated
+            from seqpar.runs.run_folder import data_of_run, kind_of_validated, untaught_classes
 
-            kind = kind_of_validated(data_of_run(out))
-            caution = what_is_not_found(rows, count_present(out, rows), kind)
+            data = data_of_run(out)
+            kind, untaught = kind_of_validated(data), untaught_classes(data)
+            caution = what_is_not_found(rows, count_present(out, rows), kind, untaught)
         return [*([f"warning: {caution}"] if caution else []), *super().next_lines(out)]
 
     def predict(self, request: Request, members: Sequence[EnsembleMember], mesh: Mesh) -> list[str]:
