@@ -72,6 +72,7 @@ class Comparison:
     - ``count``: the runs that have scores of cases
     - ``scores``: a table, or a sentence instead
     - ``cases``: the same; "" if fewer than two runs have any; ``sentences`` and ``dots`` are above it
+    - ``cautions``: what a reader should know first
     """
 
     count: int
@@ -79,6 +80,7 @@ class Comparison:
     cases: Table | str
     sentences: Sequence[str] = ()
     dots: Sequence[Dots] = ()
+    cautions: Sequence[str] = ()
 
 
 Compare = Callable[[Mapping[str, RunRecord], list[str]], Comparison]
@@ -121,6 +123,7 @@ def page_of_several(records: Sequence[RunRecord], compare: Mapping[str, Compare]
             *learned_by_each(named),
             *_scans(records),
             *cautions_about_each(named),
+            *(told for one in comparisons for told in one.cautions),
         ],
         uncompared=""
         if any(one.cases for one in comparisons)

@@ -1,11 +1,11 @@
 """TrainingData: prepared cases, their split into cases to train on and to hold out, their tiles, and a few lines."""
 
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -34,6 +34,9 @@ from seqpar.settings.config import Config
 from seqpar.settings.presets import FROM_DATA
 from seqpar.text import list_modalities, name_images, quantity
 from seqpar.weights.facts import FILE_DIGESTS, VOXELS
+
+if TYPE_CHECKING:
+    from seqpar.report.record import RunRecord
 
 
 @dataclass(frozen=True)
@@ -331,6 +334,21 @@ def about_sides(names: Collection[str], augment: str, what: str = "tiles") -> li
             told = f"Training mirrored {what} (--augment {augment}), which exchanges {sides}"
             return [f"{told}: these may be confused. --augment none does not mirror."]
     return []
+
+
+def sides_of_run(record: "RunRecord") -> list[str]:
+    """Returns the same of a run's classes."""
+    names = record.outputs or [*record.label_names.values(), *map(str, record.dataset.get("regions") or ())]
+    return about_sides(names, str(record.config.get("augment", "none")), "volumes" if record.outputs else "tiles")
+
+
+def sides_of_each(records: "Mapping[str, RunRecord]") -> list[str]:
+    """Returns a sentence on the runs whose training exchanged the same names, by the names of these runs."""
+    found = dict[str, list[str]]()
+    for name, record in records.items():
+        for told in sides_of_run(record):
+            found.setdefault(f"{told[0].lower()}{told[1:]}", []).append(name)
+    return [f"{list_some(names, ', ')}: {told}" for told, names in found.items()]
 
 
 def case_lines(data: TrainingData, config: Config) -> list[str]:

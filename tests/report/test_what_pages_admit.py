@@ -31,7 +31,7 @@ from seqpar.report.tables import what_is_missing
 from seqpar.scores.label_scores import format_table
 from seqpar.tasks.lookup import TASKS
 from seqpar.tasks.seen_cases import Seen
-from seqpar.tasks.training_data import about_sides
+from seqpar.tasks.training_data import about_sides, sides_of_each
 from tests.support.checkpoints import write_window
 from tests.support.folders import save
 from tests.support.report_page import Page, own_slices
@@ -357,6 +357,31 @@ def test_a_page_repeats_that_training_exchanged_left_and_right() -> None:
     assert about_sides(kidneys, "light") == [told.format("tiles")]
     assert about_sides(kidneys, "light", "volumes") == [told.format("volumes")]
     assert about_sides(["liver"], "light") == about_sides(kidneys, "none") == about_sides(["L"], "of another") == []
+
+
+def test_a_comparison_names_the_runs_whose_training_exchanged_left_and_right(copied: Path, tmp_path: Path) -> None:
+    runs = {name: Path(shutil.copytree(copied, tmp_path / name)) for name in ("one", "two", "three")}
+
+    def page(**augment: str) -> str:
+        for name, run in runs.items():
+            path = run / "config.json"
+            content = json.loads(path.read_text())
+            content["dataset"]["regions"] = {"left kidney": [1], "right kidney": [2]}
+            content["config"]["augment"] = augment.get(name, "none")
+            path.write_text(json.dumps(content))
+        assert report.act([*map(str, runs.values()), "--out", str(tmp_path / "page.html")]) == 0
+        return Page((tmp_path / "page.html").read_text()).text
+
+    told = "training mirrored tiles (--augment light), which exchanges left kidney and right kidney: these may be"
+    assert (text := page(two="light")).count(told) == 1 and f"two: {told}" in text
+    assert (text := page(one="light", two="light")).count(told) == 1 and f"one, two: {told}" in text
+    assert "mirrored" not in page()
+    labelled = read_record(copied)
+    outputs = {"names": ["right", "left"], "numbers": {}}
+    dataset = labelled.dataset | {"volume_classes": outputs, "labels": {}}
+    content = {"config": {**labelled.config, "augment": "light"}, "dataset": dataset}
+    told = sides_of_each({"a": replace(labelled, content={**labelled.content, **content})})[0]
+    assert told.startswith("a: training mirrored volumes (--augment light), which exchanges left and right")
 
 
 @pytest.mark.parametrize("name", ["Bu\u0308st", "B\udcc3\udcbcst", "B\u00fcst"])

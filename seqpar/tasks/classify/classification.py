@@ -161,5 +161,7 @@ class Classification(Task):
         from seqpar.report.several_runs import read_all
         from seqpar.tasks.classify.evaluation import compare_classifiers
         from seqpar.tasks.classify.page import read_class_scores
+        from seqpar.tasks.training_data import sides_of_each
 
-        return compare_classifiers(read_all(records, read_class_scores, gaps))
+        compared = compare_classifiers(read_all(records, read_class_scores, gaps))
+        return replace(compared, cautions=sides_of_each(records))

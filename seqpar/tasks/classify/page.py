@@ -79,7 +79,7 @@ from seqpar.tasks.classify.scores import (
     worst_cases,
 )
 from seqpar.tasks.seen_cases import NONE_SEEN, SHOWN_LARGE, Seen
-from seqpar.tasks.training_data import about_sides
+from seqpar.tasks.training_data import sides_of_run
 from seqpar.text import quantity
 
 FOLDER = Path(__file__).parent
@@ -163,7 +163,7 @@ def class_page(options: argparse.Namespace, record: RunRecord) -> FinishedPage:
         cautions += filter(None, [about_scans(next(iter(groups.values())), subjects)])
     scores = _scores(summary, options.positive, step, seen) if summary else None
     cautions += filter(None, [scores.caution]) if scores else []
-    cautions += about_sides(record.outputs, str(record.config.get("augment", "none")), "volumes")
+    cautions += sides_of_run(record)
     if scores and summary and not is_other:
         tiles = tiles_of_steps(scores.tiles, int(summary.get("step") or 0), row_of_taken(record), "scores")
         unused = with_other_weights(int(summary.get("step") or 0), record.weights.step)

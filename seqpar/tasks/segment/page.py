@@ -95,7 +95,7 @@ from seqpar.tasks.case_evaluation import (
 from seqpar.tasks.seen_cases import NONE_SEEN, SHOWN_LARGE, Seen
 from seqpar.tasks.segment.evaluation import ABOUT_CALIBRATION, calibrate, calibration_diagram, trained_on
 from seqpar.tasks.segment.label_map_folder import DICOM_SEG, SavedProbabilities
-from seqpar.tasks.training_data import about_sides
+from seqpar.tasks.training_data import sides_of_run
 from seqpar.text import name_images, quantity
 
 FOLDER = Path(__file__).parent
@@ -193,8 +193,7 @@ def segment_page(options: argparse.Namespace, record: RunRecord) -> FinishedPage
         scans = about_scans([case.name for case in scored.cases], {})
         cautions += filter(None, [scans, too_much(scored), part_labelled(scored)])
     cautions += filter(None, [of_unlisted, replaced_line(options.prediction)] if options.prediction else [])
-    names = [*record.label_names.values(), *map(str, record.dataset.get("regions") or ())]
-    cautions += about_sides(names, str(record.config.get("augment", "none")))
+    cautions += sides_of_run(record)
     cautions += of_open_sides(cases.volumes) if cases else []
     if every:
         voxels = spacings_of({case.name: case.prediction for case in every.cases})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from seqpar.data.formats.recognise import read_dataset
@@ -95,5 +96,6 @@ class Segmentation(Task):
 
     def compare(self, records: Mapping[str, RunRecord], gaps: list[str]) -> Comparison:
         from seqpar.report.several_runs import compare_segmentations
+        from seqpar.tasks.training_data import sides_of_each
 
-        return compare_segmentations(records, gaps)
+        return replace(compare_segmentations(records, gaps), cautions=sides_of_each(records))
