@@ -18,7 +18,14 @@ from seqpar.report.embedded_volumes import ShownCase, shown_best
 from seqpar.report.record import CaseScores, RunRecord, ScoredCase, read_record, read_scores, runs_behind
 from seqpar.report.tables import ABSENT_RULE, CONSENSUS, DISPUTED_ML, MANY, SIZES, Absent, absent_of, is_part_labelled
 from seqpar.runs.metrics_tail import best_validation, comparable, score_of, with_other_weights
-from seqpar.runs.run_folder import holds_run, kind_of_validated, read_best_step, read_windows, validates_trained
+from seqpar.runs.run_folder import (
+    holds_run,
+    its_validated,
+    kind_of_validated,
+    read_best_step,
+    read_windows,
+    validates_trained,
+)
 from seqpar.runs.run_status import list_changes
 from seqpar.runs.sweep_folder import counts_for_scores, list_some
 from seqpar.scores.comparison import FEW, TOO_FEW
@@ -267,13 +274,12 @@ def reached_in_validation(
         return [f"{by} step {first:,}, {unknown}."]
     if row is None or not row.get("dice"):
         return []
-    case = f"{kind_of_validated(record.dataset)} case"
-    cases = quantity(row["cases"], case) if "cases" in row else f"{case}s"
+    cases = its_validated(record.content, row.get("cases"))
     scores = ", ".join(f"{name} {value:.3f}" for name, value in row["dice"].items() if isinstance(value, float))
     few = f" ({TOO_FEW})" * (row.get("cases", FEW) < FEW)
     grid = f", measured on its own grid ({size})" if (size := own_grid(record)) else ""
     after = f" after step {first:,}, with the weights that predicted these cases" * is_other
-    reached = f"On its {cases}{few} {who} reached a mean Dice of {scores}{grid}{after}."
+    reached = f"On {cases}{few} {who} reached a mean Dice of {scores}{grid}{after}."
     reached += measured_otherwise(record, made)
     if is_other:
         reached += f" Unless told otherwise, predict takes those of step {taken:,}." * bool(taken)
@@ -352,15 +358,6 @@ def own_grid(record: RunRecord) -> str:
     sizes = () if recipe.get("plan") else recipe.get("spacing") or ()
     is_other = bool(sizes) and record.config.get("task", "segment") == "segment"
     return f"voxels of {' × '.join(f'{size:.3g}' for size in sizes)} mm" * is_other
-
-
-def scored_twice(record: RunRecord) -> list[str]:
-    """Returns a sentence if the label maps of a run's validation are on another grid than its curves' scores."""
-    if not (size := own_grid(record)):
-        return []
-    there = "scores in curves are measured there. The other scores are of its label maps on the grid of the files"
-    how = "Where these grids differ, validation resamples labels, and predict probabilities, so the maps that predict"
-    return [f"Validation predicts on the run's own grid ({size}): {there}. {how} writes score a little differently."]
 
 
 def may_be_chance(record: RunRecord, step: int | None = None) -> str:

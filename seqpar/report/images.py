@@ -389,6 +389,15 @@ def say_unlisted(count: int, among: str) -> str:
     )
 
 
+def scored_twice(record: RunRecord) -> list[str]:
+    """Returns a sentence if the label maps of a run's validation are on another grid than its curves' scores."""
+    if not (size := own_grid(record)):
+        return []
+    there = "scores in curves are measured there. The other scores are of its label maps on the grid of the files"
+    how = "Where these grids differ, validation resamples labels, and predict probabilities, so the maps that predict"
+    return [f"Validation predicts on the run's own grid ({size}): {there}. {how} writes score a little differently."]
+
+
 def grids_of(records: Mapping[str, RunRecord]) -> dict[str, list[str]]:
     """Returns the runs whose validations segment, by the grid where their curves are measured; "": that of the files.
 
@@ -403,7 +412,9 @@ def grids_of(records: Mapping[str, RunRecord]) -> dict[str, list[str]]:
     return {} if "" in grids and is_one else grids
 
 
-def about_grids(records: Mapping[str, RunRecord], of_one: Callable[[RunRecord], list[str]], so: str = "") -> list[str]:
+def about_grids(
+    records: Mapping[str, RunRecord], of_one: Callable[[RunRecord], list[str]] = scored_twice, so: str = ""
+) -> list[str]:
     """Returns a sentence if curves are not of the files' grid, or of several grids.
 
     - ``of_one``: tells of a run what holds for all, if they share a grid; ``so``: what else follows from several

@@ -17,8 +17,9 @@ from seqpar.data.files import SUFFIXES, read_whole
 from seqpar.data.formats.splits import data_faults
 from seqpar.data.phantom.phantom_files import describe_layout, is_generated
 from seqpar.models.build import family_of
-from seqpar.report.cautions import above_scores, changed_on_the_way, may_be_chance, scored_twice
+from seqpar.report.cautions import above_scores, changed_on_the_way, may_be_chance
 from seqpar.report.curves import WORDS_OF_LOSSES, training_diagrams
+from seqpar.report.images import scored_twice
 from seqpar.report.plots import draw_charts, name_of_run
 from seqpar.report.record import (
     DAMAGE,
@@ -34,7 +35,7 @@ from seqpar.report.record import (
 )
 from seqpar.report.rendering import render
 from seqpar.runs.metrics_tail import ERRORS, what_is_not_found, what_was_learned
-from seqpar.runs.run_folder import kind_of_validated, run_of_validation, untaught_classes
+from seqpar.runs.run_folder import kind_of_validated, leaves_unvalidated, run_of_validation, untaught_classes
 from seqpar.scores.postprocessing import describe_min_component
 from seqpar.text import clock, list_modalities, quantity
 from seqpar.weights.facts import VALIDATED
@@ -365,7 +366,9 @@ def main_settings(record: RunRecord) -> dict[str, str]:
     tile = " × ".join(map(str, config["tile"]))
     train, validated = {*data["train"]}, {*data.get(VALIDATED, data["held_out"])}
     both, apart = len(validated & train), {*data["held_out"]} - train  # --fold all holds none out
-    told = [f"{both} of them validated as well"] * bool(both) + [f"{len(apart)} held out"] * bool(apart or not both)
+    some = f" ({part} of them validated)" if (part := leaves_unvalidated(record.content)) else ""
+    told = [f"{both} of them validated as well"] * bool(both)
+    told += [f"{len(apart)} held out{some}"] * bool(apart or not both)
     cases = ", ".join([f"{quantity(len(train), 'case')} to train on", *told])
     pipe = f"pipe {layout['pipe']} × " if layout.get("pipe") else ""
     main = {

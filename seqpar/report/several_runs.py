@@ -11,7 +11,7 @@ from typing import NamedTuple, TypeVar
 from seqpar.data.errors import DataError
 from seqpar.data.files import read_whole
 from seqpar.data.formats.splits import data_faults
-from seqpar.report.cautions import above_scores, learned_by_each, scored_twice
+from seqpar.report.cautions import above_scores, learned_by_each
 from seqpar.report.curves import OF_RUNS, Diagram, Line, count_of, number, step_axis
 from seqpar.report.images import about_grids, grids_of
 from seqpar.report.planes import RUN_COLOURS, colours_of
@@ -119,7 +119,7 @@ def page_of_several(records: Sequence[RunRecord], compare: Mapping[str, Compare]
         gaps=gaps,
         cautions=[
             *cautions_about(records),
-            *about_grids(named, scored_twice),
+            *about_grids(named),
             *learned_by_each(named),
             *_scans(records),
             *cautions_about_each(named),

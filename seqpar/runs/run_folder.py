@@ -278,6 +278,29 @@ def name_validated(described: Mapping[str, Any], count: int | None = None) -> st
     return f"{f'{case}s' if count is None else quantity(count, case)}{which}"
 
 
+def leaves_unvalidated(content: Mapping[str, Any]) -> int:
+    """Returns how many of the cases that it holds out a run validates, if --val-cases leaves out others; else 0.
+
+    - ``content``: of its config.json
+    """
+    count, described = content["config"].get("val_cases", 0), content["dataset"]
+    return count if 0 < count < len(described["held_out"]) and not validates_trained(described) else 0
+
+
+def its_validated(content: Mapping[str, Any], count: int | None) -> str:
+    """Returns on which of its cases a run was validated, such as "2 of its 5 held-out cases"; ``content``: as above.
+
+    - ``count``: of the cases, None if it is not known
+    """
+    case = f"{kind_of_validated(content['dataset'])} case"
+    if count is None:
+        return f"its {case}s"
+    is_part = count == leaves_unvalidated(content)
+    return (
+        f"{count} of its {len(content['dataset']['held_out'])} {case}s" if is_part else f"its {quantity(count, case)}"
+    )
+
+
 def is_of_phantoms(run: Path) -> bool:
     """Returns whether a run was trained on phantoms, as far as its folder says."""
     try:

@@ -71,6 +71,24 @@ def test_what_a_run_reached_on_cases_that_it_had_learned_says_nothing_of_new_one
     assert f"has the name of a case that run moved was trained on, such as {held_out[0]}" in named
 
 
+def test_a_run_that_validates_some_of_the_cases_it_holds_out_says_of_how_many(copied: Path) -> None:
+    record = read_record(copied)
+
+    def said(held_out: int, validates: int, **data: Any) -> tuple[str, str]:
+        dataset = record.dataset | {"held_out": [f"c{n}" for n in range(held_out)], **data}
+        config = record.config | {"val_cases": validates}
+        own = replace(record, content={**record.content, "dataset": dataset, "config": config})
+        return reached_in_validation(own)[0].partition(" (")[0], main_settings(own)["data"].partition(": ")[2]
+
+    assert said(5, 2) == ("On 2 of its 5 held-out cases", "0 cases to train on, 5 held out (2 of them validated)")
+    for usual in (said(5, 0), said(5, 7), said(5, 5), said(2, 2)):
+        assert usual[0] == "On its 2 held-out cases" and usual[1].endswith(" held out")
+    assert said(5, 3)[0] == "On its 2 held-out cases", "the validation was of an earlier start"
+    held_out = [f"c{n}" for n in range(5)]
+    on_trained = said(5, 2, train=held_out, validated=held_out[:2])
+    assert on_trained == ("On its 2 validated cases", "5 cases to train on, 2 of them validated as well")
+
+
 def test_label_maps_of_nobody_known_are_not_called_the_network_s(finished: Path, copied: Path, tmp_path: Path) -> None:
     data, target = finished.parent / "data", tmp_path / "page.html"
     by_hand, by_run = predicted(tmp_path / "hand", data), predicted(tmp_path / "p", data, {"run": str(copied)})
