@@ -308,14 +308,15 @@ def what_is_hardly_learned(
     dice: float, cases: int, present: float, found: float = math.nan, where: str = "", predicted: float = math.nan,
     true: float = math.nan,
 ) -> str:  # fmt: skip
-    """Returns what a low Dice means; "" of one that is not, and of none.
+    """Returns what a low Dice means; "" of one that is not, and of none. It is low too if only cases without the class
+    raise it, which BraTS counts as 1.
 
     - ``cases``: how many it is a mean over; ``present``: the mean over those whose truth has the class
     - ``found``: the mean sensitivity over these; NaN if it is not known
     - ``where``: the truth alone is known, in words: "in the readers' consensus"; "" everywhere
     - ``predicted``, ``true``: the number of predicted and of true voxels, or its mean; NaN if it is not known
     """
-    if math.isnan(dice) or dice >= HARDLY:
+    if math.isnan(dice) or (dice if math.isnan(present) else min(dice, present)) >= HARDLY:
         return ""
     if predicted == 0:
         return "nothing of this class was predicted"
@@ -365,6 +366,8 @@ def hardly_learned_lines(summary: Mapping[str, Any]) -> list[str]:
             why = "this class was predicted where the truth has none"
             absent = f"{zeros} of {own} values {are} 0, as {why}; {mean} without {it}"
             what = f"{what}; {absent}" if what else absent
+        if what and row["Dice"] - of_present > 5e-5:  # cases that both lack the class count as 1
+            what += f"; {rounded(of_present, 4)} where the truth has this class"
         told[name] = row["Dice"], what
     kind = "mean Dice" if count > 1 else "Dice"
     return [f"{name}: {kind} {rounded(dice, 4)}: {what}" for name, (dice, what) in told.items() if what]

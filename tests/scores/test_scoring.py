@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from seqpar.scores import metrics
-from seqpar.scores.label_scores import format_table, score, summarise
+from seqpar.scores.label_scores import format_table, hardly_learned_lines, score, summarise
 from seqpar.scores.lesions import lesion_wise
 from tests.support.label_folders import random_labels
 
@@ -94,3 +94,22 @@ def test_a_summary_weighs_cases_alike_and_global_scores_weigh_voxels() -> None:
     assert [text.count(kind) for kind in ("mean", "median", "global")] == [2, 0, 0], "of one case they are alike"
     with pytest.raises(ValueError, match="no case"):
         summarise([])
+
+
+def test_a_low_dice_is_told_though_cases_without_the_class_count_as_1() -> None:
+    empty, full = np.zeros((6, 6, 6), np.uint8), np.ones((6, 6, 6), np.uint8)
+    part = full.copy()
+    part[1:] = 0
+
+    def told(*pairs: tuple[np.ndarray, np.ndarray], empty: str = "brats") -> list[str]:
+        return hardly_learned_lines(summarise([score(*pair, {"ET": (1,)}, (1, 1, 1), empty=empty) for pair in pairs]))
+
+    nothing, neither = (full, empty), (empty, empty)
+    line = "ET: mean Dice {}: nothing of this class was predicted; 0.0000 where the truth has this class"
+    assert told(*[nothing] * 7, *[neither] * 3) == [line.format("0.3000")]
+    assert told(nothing, *[neither] * 3) == [line.format("0.7500")]
+    (some,) = told((full, part), neither)
+    assert some.startswith("ET: mean Dice 0.6429: too little is predicted: 17 % as many voxels as are true, and ")
+    assert some.endswith("; 0.2857 where the truth has this class")
+    assert told((full, full), neither) == told(neither, neither) == told(neither, empty="skip") == []
+    assert told(nothing, neither, empty="skip") == ["ET: mean Dice 0.0000: nothing of this class was predicted"]
