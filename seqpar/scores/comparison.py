@@ -94,11 +94,36 @@ def compare(folders: Sequence[Scored]) -> str:
         ranked = sorted(folders, key=lambda folder: -nan_to_num(_mean(folder, common)["Dice"], nan=-1.0))
         return "\n".join([*_table(ranked, common), *_verdict(ranked, common)])
     if len(set(every)) == len(every):
-        pooled = summarise([scores for folder in folders for scores in folder.cases.values()])["foreground_mean"]
-        line = f"no case is in two of them: over all {len(every)} cases mean Dice {rounded(pooled['Dice'], 4)}"
+        pooled = summarise([scores for folder in folders for scores in folder.cases.values()])
+        dice = rounded(pooled["foreground_mean"]["Dice"], 4)
+        line = f"no case is in two of them: over all {len(every)} cases mean Dice {dice}{_by_class(folders, pooled)}"
     else:
         line = "no case is in all of them, so that none is called best"
     return "\n".join([*_table(folders, None), line])
+
+
+MOST_CLASSES = 6  # in a line
+
+
+def _by_class(folders: Sequence[Scored], pooled: Mapping[str, Any]) -> str:
+    """Returns what a mean over all folders is of, as they have a Dice of different classes; "" if they do not.
+
+    - ``pooled``: the summary of all cases
+    """
+    scored = [
+        {name for row in folder.cases.values() for name, own in row.items() if not math.isnan(own["Dice"])}
+        for folder in folders
+    ]
+    if all(classes == scored[0] for classes in scored):
+        return ""
+    counts = {name: own["Dice"] for name, own in pooled["num_values"].items() if own["Dice"]}
+    rarest = sorted(counts, key=lambda name: counts[name])[:MOST_CLASSES]
+    shown = [name for name in counts if name in rarest]
+    each = [
+        f"{name} {rounded(pooled['mean'][name]['Dice'], 4)} over {quantity(counts[name], 'case')}" for name in shown
+    ]
+    each += [f"{len(counts) - len(shown)} more"] * (len(counts) > len(shown))
+    return f", in which each class counts alike ({', '.join(each)})"
 
 
 def _mean(folder: Scored, cases: Sequence[str] | None) -> Mapping[str, float]:

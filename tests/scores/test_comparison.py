@@ -89,6 +89,20 @@ def test_folds_are_summed_up_and_none_is_called_best() -> None:
     assert "no case is in all of them" in compare([scored("a", x=1, y=1), scored("b", y=1, z=1), scored("c", z=1, x=1)])
 
 
+def test_a_mean_over_folds_with_other_classes_names_the_mean_of_each() -> None:
+    nan = float("nan")
+    every = of_classes("a", x={"lung": 0.9, "fluid": nan}, y={"lung": 0.7, "fluid": nan})
+    alike = of_classes("b", z={"lung": 0.8, "fluid": nan})
+    assert compare([every, alike]).endswith("over all 3 cases mean Dice 0.8000"), "the same classes"
+    told = "over all 3 cases mean Dice 0.4000, in which each class counts alike (lung 0.8000 over 3 cases, fluid 0.0000"
+    assert compare([every, of_classes("b", z={"lung": 0.8, "fluid": 0.0})]).endswith(f"{told} over 1 case)")
+    many = {f"c{n}": 0.5 for n in range(9)}
+    text = compare([of_classes("a", x=many | {"c0": nan}), of_classes("b", y=many)])
+    assert text.endswith(
+        "(c0 0.5000 over 1 case, " + ", ".join(f"c{n} 0.5000 over 2 cases" for n in range(1, 6)) + ", 3 more)"
+    )
+
+
 def test_several_folders_are_scored_each_and_compared(folders: tuple[Path, Path], capsys) -> None:
     truth, worse = folders
     better, run_folder = worse.parent / "better", worse.parent / "run"
