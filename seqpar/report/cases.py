@@ -30,6 +30,8 @@ from seqpar.report.embedded_volumes import (
     ShownCase,
     ShownPlane,
     heat_rows,
+    most_disagreement,
+    most_entropy,
     planes_of,
     shown_best,
     viewer_data,
@@ -58,7 +60,6 @@ from seqpar.report.planes import (
 )
 from seqpar.report.record import CaseScores, RunRecord, ScoredCase
 from seqpar.report.tables import CONSENSUS, DISPUTED_ML, what_is_missing
-from seqpar.scores.label_classes import learned_regions
 from seqpar.scores.label_files import DISAGREEMENT, ENTROPY, MAX_NAMED, UNCERTAINTY, read_reference
 from seqpar.scores.label_scores import UNLABELLED_ML, format_dice
 from seqpar.text import millilitres
@@ -207,10 +208,9 @@ def _with_uncertainty(shown: ShownCase, prediction: Path, properties: Properties
     except (OSError, ValueError, AttributeError):
         return shown
     folder, name = prediction.parent / UNCERTAINTY, strip_suffix(prediction.name)
-    regions = record.dataset["regions"]
-    regions = learned_regions(record.dataset["labels"], regions, record.network_settings.targets)
-    most = len(regions) * math.log(2) if regions else math.log(len(record.dataset["labels"]))
-    apart = most_disagreement(networks, len(record.dataset["labels"]), len(regions or ()))
+    labels, regions = len(record.dataset["labels"]), len(record.learned_regions)
+    most, when = most_entropy(labels, regions, str(record.config.get("targets")))
+    apart = most_disagreement(networks, labels, regions)
 
     def entropy_greys(kind: str, most: float) -> Bytes | None:
         files = [path for suffix in SUFFIXES if (path := folder / f"{name}_{kind}{suffix}").is_file()]
@@ -225,22 +225,11 @@ def _with_uncertainty(shown: ShownCase, prediction: Path, properties: Properties
     heat = entropy_greys(ENTROPY, most)
     if heat is None:
         return shown
-    when = "each region has a probability of 0.5" if regions else "all labels are equally likely"
     shown = replace(shown, heat=heat, heat_name=ENTROPY, most_nats=most, most_when=when)
     if networks == 1:
         return shown
     most_apart = f"{apart:.2f} nats (the most that {networks} networks can have)"
     return replace(shown, disagreement=entropy_greys(DISAGREEMENT, apart), most_apart=most_apart)
-
-
-def most_disagreement(networks: int, labels: int, regions: int = 0) -> float:
-    """Returns the largest disagreement of averaged networks in nats, if each is certain of one of the labels.
-
-    - ``regions``: how many they learned instead, each of which has a disagreement of its own; 0: none
-    """
-    choices = 2 if regions else labels
-    shares = [len(range(n, networks, choices)) / networks for n in range(min(networks, choices))]
-    return max(regions, 1) * sum(-share * math.log(share) for share in shares)
 
 
 def _numbered(values: NDArray[Any], numbers: dict[int, int]) -> Bytes:

@@ -427,3 +427,23 @@ def draw_plane(case: ShownCase, name: str, dim: int, at: int, neurological: bool
         letter,
         bar_length(width),
     )
+
+
+def most_entropy(labels: int, regions: int, targets: str) -> tuple[float, str]:
+    """Returns the largest entropy in nats that predictions can have, and when they have it.
+
+    - ``regions``: how many outputs are learned by sigmoids, 0 for a softmax of labels
+    """
+    if not regions:
+        return math.log(labels), "all labels are equally likely"
+    return regions * math.log(2), f"each {'label' if targets == 'sigmoids' else 'region'} has a probability of 0.5"
+
+
+def most_disagreement(networks: int, labels: int, regions: int = 0) -> float:
+    """Returns the largest disagreement of averaged networks in nats, if each is certain of one of the labels.
+
+    - ``regions``: how many they learned instead, each of which has a disagreement of its own; 0: none
+    """
+    choices = 2 if regions else labels
+    shares = [len(range(n, networks, choices)) / networks for n in range(min(networks, choices))]
+    return max(regions, 1) * sum(-share * math.log(share) for share in shares)

@@ -16,7 +16,7 @@ from seqpar.runs.journal import read_metrics
 from seqpar.runs.metrics_tail import SCORES, best_validation, comparable, score_of, task_of_row
 from seqpar.runs.run_folder import holds_run, read_config
 from seqpar.runs.run_status import TakenWeights, describe_kill, weights_taken
-from seqpar.scores.label_classes import Labels, labels_of_run
+from seqpar.scores.label_classes import Labels, labels_of_run, learned_regions
 from seqpar.scores.label_files import (
     MAX_NAMED,
     Doubt,
@@ -97,9 +97,10 @@ class RunRecord:
         return dict(self.content["dataset"])
 
     @property
-    def learns_regions(self) -> bool:
-        """Whether outputs of the network may overlap."""
-        return bool(self.dataset.get("regions")) and self.config.get("targets", "regions") != "labels"
+    def learned_regions(self) -> dict[str, tuple[int, ...]]:
+        """What the network learns by sigmoids, with the labels of each; {} if it learns labels by a softmax."""
+        regions = self.dataset.get("regions") or {}
+        return learned_regions(self.dataset["labels"], regions, str(self.config.get("targets", "regions")))
 
     @property
     def layout(self) -> dict[str, Any]:

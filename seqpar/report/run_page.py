@@ -263,7 +263,8 @@ def _scored(truth: Path | None, prediction: Path, record: RunRecord, unlisted: S
 
 def _cleaned(prediction: Path, record: RunRecord) -> list[str]:
     """Returns a sentence on what predict removed from its label maps, and on what is there now, if it did."""
-    told, overlaps = dict[str, str](), record.learns_regions
+    told = dict[str, str]()
+    overlaps = any(len(labels) > 1 for labels in record.learned_regions.values())
     for made in made_by(prediction):
         own = made.get("settings", {})
         if least := describe_min_component(str(own.get("min_component", "0"))):

@@ -18,7 +18,7 @@ from matplotlib.colors import to_hex
 from seqpar.data.formats.recognise import find_inputs
 from seqpar.data.preparation.prepare_dataset import prepared
 from seqpar.report import pictures, plots
-from seqpar.report.cases import greys_of, most_disagreement, viewer_section, with_wide_ct
+from seqpar.report.cases import greys_of, viewer_section, with_wide_ct
 from seqpar.report.curves import NEUTRAL, Diagram, Line
 from seqpar.report.embedded_volumes import (
     ShownCase,
@@ -27,6 +27,7 @@ from seqpar.report.embedded_volumes import (
     draw_plane,
     embed,
     encode,
+    most_disagreement,
     outline,
     png,
     sheet,

@@ -1,6 +1,7 @@
 """What pages say of files that changed, of what predict removed, and of networks behind a mean."""
 
 import json
+import math
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +15,7 @@ from seqpar.cli import evaluate, report
 from seqpar.data.geometry import make_geometry
 from seqpar.data.preparation.cache import open_cache
 from seqpar.data.volumes import Volume
-from seqpar.report.cases import _ml_beyond
+from seqpar.report.cases import _ml_beyond, _with_uncertainty
 from seqpar.report.cautions import (
     measured_otherwise,
     planes_note,
@@ -33,7 +34,7 @@ from seqpar.tasks.lookup import TASKS
 from seqpar.tasks.seen_cases import Seen
 from seqpar.tasks.training_data import about_sides, sides_of_each
 from tests.support.checkpoints import write_window
-from tests.support.folders import save
+from tests.support.folders import save, write_json
 from tests.support.report_page import Page, own_slices
 
 
@@ -346,6 +347,33 @@ def test_what_is_ignored_is_no_part_of_a_truth_that_is_not_shown() -> None:
     volume = Volume(labels, make_geometry((10, 10, 10), np.diag((10.0, 10.0, 10.0, 1.0))), "")
     assert _ml_beyond(volume, ((1, 9), (0, 10), (0, 10)), 9) == 100
     assert _ml_beyond(volume, ((1, 9), (0, 10), (0, 10))) == 200
+
+
+@pytest.mark.parametrize(
+    ("targets", "most", "when"),
+    [
+        ("regions", 3 * math.log(2), "each region has a probability of 0.5"),
+        ("labels", math.log(4), "all labels are equally likely"),
+        ("sigmoids", 3 * math.log(2), "each label has a probability of 0.5"),
+    ],
+)
+def test_the_scale_of_uncertainty_is_that_of_what_was_learned(
+    targets: str, most: float, when: str, finished: Path, tmp_path: Path
+) -> None:
+    record, folder = read_record(finished), tmp_path / "found"
+    record = replace(record, content={**record.content, "config": {**record.config, "targets": targets}})
+    properties = open_cache(finished.parent / "cache").cases["case-b"].properties
+    source = nibabel.load(finished.parent / "data" / "case-b" / "case-b-seg.nii.gz")
+    write_json(folder / "prediction.json", {"uncertainty": True, "runs": [{}, {}]})
+    for kind in ("entropy", "disagreement"):
+        save(folder / "uncertainty" / f"case-b_{kind}.nii.gz", np.ones(source.shape, np.float32), source.affine)
+    volume = np.zeros(properties.shape, np.uint8)
+    case = ShownCase("case-b", {}, volume, volume, (1.0, 1.0, 1.0), ())
+    shown = _with_uncertainty(case, folder / "case-b.nii.gz", properties, record)
+    assert (shown.most_nats, shown.most_when) == (pytest.approx(most), when)
+    assert shown.heat is not None and int(shown.heat.max()) == round(255 / most)
+    apart = math.log(2) if targets == "labels" else 3 * math.log(2)
+    assert shown.most_apart.startswith(f"{apart:.2f} nats")
 
 
 def test_a_page_repeats_that_training_exchanged_left_and_right() -> None:
