@@ -213,7 +213,7 @@ def _settings(options: argparse.Namespace, run: TrainedRun) -> PredictionSetting
     if options.postprocessing:
         others["postprocessing"] = steps = read_postprocessing(options.postprocessing)
         written = run.recipe.values or tuple(run.labels.values())
-        if unknown := sorted({value for step in steps for value in step} - {*written}):
+        if unknown := sorted({value for step in steps for value in step} - {*written, *dict(run.recipe.joined)}):
             raise ValueError(
                 f"--postprocessing {options.postprocessing}: is for label {unknown[0]}, which {run.path} does not "
                 f"write (it writes {', '.join(map(str, written))}): give the file of a network that learned the same"

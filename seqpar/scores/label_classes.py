@@ -109,18 +109,23 @@ def labels_of_run(dataset: Mapping[str, Any]) -> Labels:
     labels = {name: values[n] for name, n in dataset["labels"].items()}
     regions = {name: tuple(values[n] for n in ids) for name, ids in dataset["regions"].items()}
     declared = labels_of_declaration(labels, regions, None if ignore is None else values[ignore])
-    return with_joined(declared, dataset.get("recipe", {}).get("joined", ()))
+    return with_joined(declared, joined_in(dataset))
 
 
-def with_joined(labels: Labels, joined: Sequence[Sequence[int]]) -> Labels:
-    """Returns labels that also declare the files' values which count as another, by pairs of both."""
+def joined_in(dataset: Mapping[str, Any]) -> dict[int, int]:
+    """Returns which of the files' values a run read as which other, from "dataset" in its config.json."""
+    return {int(value): int(other) for value, other in (dataset.get("recipe") or {}).get("joined") or ()}
+
+
+def with_joined(labels: Labels, joined: Mapping[int, int]) -> Labels:
+    """Returns labels that also declare the files' values which count as another."""
     if not joined:
         return labels
     classes = {
-        name: (*values, *(value for value, counts_as in joined if counts_as in values))
+        name: (*values, *(value for value, counts_as in joined.items() if counts_as in values))
         for name, values in labels.classes.items()
     }
-    return Labels(classes, labels.declared | {value for value, _ in joined}, labels.ignore)
+    return Labels(classes, labels.declared | joined.keys(), labels.ignore)
 
 
 def with_declared_by(truth: Path, dataset: Dataset | None, labels: Labels) -> Labels:

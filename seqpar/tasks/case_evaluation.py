@@ -6,11 +6,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from seqpar.cluster.exit_codes import DATA
 from seqpar.data.errors import DataError
+from seqpar.data.formats.dataset import Dataset
 from seqpar.data.phantom.phantom_files import is_generated
 from seqpar.prediction.prediction_folder import inputs_of, replaced_line
 from seqpar.report.cautions import (
@@ -25,7 +27,7 @@ from seqpar.report.record import RunRecord, from_here, mixed_line, predicted_oth
 from seqpar.report.tables import Score, Table, TableHead, TableRow
 from seqpar.runs.run_folder import holds_run, run_of_validation, tested_cases, validation_in
 from seqpar.scores.comparison import about_scans
-from seqpar.scores.label_classes import Labels, labels_of_run
+from seqpar.scores.label_classes import Labels, choose_labels, joined_in, labels_of_run, with_declared_by
 from seqpar.scores.label_files import missing_line
 from seqpar.scores.summary_files import write_output, writing_alone
 from seqpar.tasks.seen_cases import NEW, NONE_SEEN, SEEN, Seen
@@ -211,6 +213,7 @@ class CaseEvaluation(ABC):
                 job.cautions += filter(None, [own.not_the_best * bool(validated), own.describe_lost(), own.edited])
                 if self.labels is not None:
                     job.cautions += other_values(run, labels_of_run(record.dataset), self.labels)
+                    job.cautions += parts_of_joined(run, joined_in(record.dataset), self.labels)
                 found.append(self.find_seen(job, record))
             except (DataError, ValueError, OSError) as error:  # of a damaged record: scores do not need it
                 gone += [f"{error}: whether these cases were in its training data is not known."] * (not validated)
@@ -257,6 +260,22 @@ def other_values(run: Path, written: Labels, scored: Labels) -> list[str]:
         if name in scored.classes and {*scored.classes[name]} != {*values}
     ]
     return [f"Caution: {run} writes {'; '.join(others)}. The scores compare other classes."] * bool(others)
+
+
+def parts_of_joined(run: Path, joined: Mapping[int, int], scored: Labels) -> list[str]:
+    """Returns a caution if classes are scored that are parts of what a run learned as one.
+
+    - ``joined``: as ``joined_in`` returns it
+    """
+    groups = [{first, *(value for value, other in joined.items() if other == first)} for first in {*joined.values()}]
+    parts = [
+        name for name, values in scored.classes.items()
+        if any(group & {*values} and group - {*values} for group in groups)
+    ]  # fmt: skip
+    told = (
+        f"Caution: {run} learned joined labels (--join-labels): it cannot tell {' and '.join(parts)} from the rest of"
+    )
+    return [f"{told} what it joined, and their scores compare a part with the whole."] * bool(parts)
 
 
 def seen_by_runs(
@@ -322,12 +341,44 @@ def seen_table(groups: Mapping[str, Mapping[str, Score]]) -> Table | None:
     return Table("seen-in-training", heads, rows, "class", note)
 
 
-def labels_behind(predictions: Sequence[Path]) -> Labels | None:
+def labels_to_score(options: argparse.Namespace, dataset: Dataset | None) -> Labels:
+    """Returns the classes that evaluate scores, as its command line asks: else those of runs that joined labels, which
+    the truth's own maps hold too, or else the truth's.
+
+    - ``dataset``: that the truth is, if it is one
+    """
+    asked = options.dataset, options.regions or (), options.brats
+    if joined := None if any(asked) else _joined_behind(options.prediction):
+        return with_declared_by(options.truth, dataset, joined)
+    return choose_labels(options.truth, dataset, *asked, partial(_labels_behind, options.prediction))
+
+
+def _joined_behind(predictions: Sequence[Path]) -> Labels | None:
+    """Returns the classes of the runs behind predictions that joined labels, and prints whose; None if none did, or
+    some joined others.
+    """
+    found = list[RunRecord]()
+    for path in predictions:
+        with suppress(DataError, ValueError, OSError):  # of a damaged run: scores do not need it
+            found += [record for record in _records_of(path) if record.labels and joined_in(record.dataset)]
+    if not found or any(one.labels != found[0].labels for one in found):
+        return None
+    why = "which learned joined labels (--join-labels); --dataset scores those of a dataset.json"
+    print(f"classes as in {found[0].path}, {why}", flush=True)
+    return found[0].labels
+
+
+def _labels_behind(predictions: Sequence[Path]) -> Labels | None:
     """Returns the classes of the runs behind predictions, and prints whose; None if they do not tell, or differ."""
-    folders = [path if path.is_dir() else path.parent for path in predictions]
-    each = [[read_record(path)] if holds_run(path) else records_behind(path) for path in folders]
+    each = [_records_of(path) for path in predictions]
     found = [record.labels for records in each for record in records]
     if not all(each) or None in found or any(one != found[0] for one in found):
         return None
     print(f"classes as in {each[0][0].path}, as no dataset.json declares those of the truth", flush=True)
     return found[0]
+
+
+def _records_of(prediction: Path) -> list[RunRecord]:
+    """Returns what is known of the runs behind a prediction."""
+    folder = prediction if prediction.is_dir() else prediction.parent
+    return [read_record(folder)] if holds_run(folder) else records_behind(folder)

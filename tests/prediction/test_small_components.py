@@ -3,9 +3,10 @@
 from dataclasses import replace
 
 import numpy as np
+import pytest
 
-from seqpar.scores.postprocessing import drop_small_components, parse_min_component
-from tests.support.folders import save
+from seqpar.scores.postprocessing import Learned, drop_small_components, parse_min_component
+from tests.support.folders import save, write_json
 from tests.support.predictions import RECIPE, act, make_run, voxels
 
 
@@ -60,3 +61,18 @@ def test_the_smallest_component_acts_in_the_file(tmp_path, echo, capsys) -> None
         assert "leaves nothing" not in capsys.readouterr().out
     assert act(tmp_path, run, "--min-component", "999") == 0
     assert "--min-component leaves nothing of label 1, " in capsys.readouterr().out
+
+
+def test_postprocessing_may_name_the_labels_that_a_run_joined(tmp_path, echo) -> None:
+    """Evaluate learns it on the truth's values, of which the run writes one."""
+    truth = np.zeros((12, 11, 9), np.uint8)
+    truth[2:5, 2:5, 2:5], truth[8, 8, 7] = 1, 1
+    save(tmp_path / "images" / "case.nii.gz", truth)
+    steps = Learned(((1, 3),), {"tumour": 0.5}, {"tumour": 0.6})
+    write_json(tmp_path / "steps.json", steps.content({"tumour": (1, 3)}))
+    more = ["--postprocessing", str(tmp_path / "steps.json")]
+    run = make_run(tmp_path / "run", replace(RECIPE, schemes=("none",), joined=((3, 1),)))
+    assert act(tmp_path, run, *more) == 0
+    assert int(voxels(tmp_path / "out" / "case.nii.gz").sum()) == 27
+    with pytest.raises(ValueError, match="is for label 3, which .* does not write"):
+        act(tmp_path, make_run(tmp_path / "other", replace(RECIPE, schemes=("none",))), *more)

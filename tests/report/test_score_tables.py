@@ -39,6 +39,7 @@ from seqpar.scores.label_files import Pair
 from seqpar.scores.label_scores import DEFAULT_SETTINGS, format_dice, score, summarise
 from seqpar.scores.summary_files import summary_content
 from seqpar.tasks.segment.page import _caution_of, headline
+from tests.support.folders import write_json
 from tests.support.label_folders import save
 from tests.support.report_page import own_slices
 
@@ -342,6 +343,45 @@ def test_a_truth_without_a_declaration_has_the_classes_of_the_run_that_predicted
     (other / "config.json").write_text(json.dumps(content))
     (found / "prediction.json").write_text(json.dumps({"runs": [{"run": str(path)} for path in (finished, other)]}))
     assert run(evaluate.act, [str(truth), str(found)]) == USAGE, "they have other classes"
+
+
+def test_what_a_run_learned_as_one_class_is_scored_as_one(
+    finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its label maps hold one value where the truth has two."""
+    content = json.loads((finished / "config.json").read_text())
+    own = {"labels": {"background": 0, "organ": 1, "lesion": 2}, "values": [0, 1, 2], "regions": {}}
+    for name, joined in (("joined", [[3, 2]]), ("otherwise", [[3, 1]])):
+        shutil.copytree(finished, tmp_path / name)
+        recipe = content["dataset"]["recipe"] | {"joined": joined}
+        write_json(
+            tmp_path / name / "config.json", content | {"dataset": content["dataset"] | own | {"recipe": recipe}}
+        )
+        write_json(tmp_path / f"by-{name}" / "prediction.json", {"run": str(tmp_path / name)})
+    declared = tmp_path / "data" / "dataset.json"
+    labels = {"background": 0, "organ": 1, "solid": 2, "glass": 3}
+    write_json(declared, {"channel_names": {"0": "CT"}, "labels": labels, "file_ending": ".nii.gz", "numTraining": 1})
+    truth, found = np.ones((6, 6, 6), np.uint8), np.ones((6, 6, 6), np.uint8)
+    truth[2:4], truth[4:], found[2:] = 2, 3, 2
+    save(declared.parent / "labelsTr" / "a.nii.gz", truth)
+    save(declared.parent / "imagesTr" / "a_0000.nii.gz", truth)
+    for name in ("by-joined", "by-otherwise", "by-hand"):
+        save(tmp_path / name / "a.nii.gz", found)
+
+    def said(*words: str) -> str:
+        line = [declared.parent / "labelsTr", *(tmp_path / name for name in words if name.startswith("by-")), *words]
+        assert run(evaluate.act, [str(word) for word in line if not str(word).startswith("by-")]) == 0
+        return capsys.readouterr().out
+
+    for names in (["by-joined"], ["by-joined", "by-hand"]):
+        out = said(*names)
+        assert out.startswith(f"classes as in {tmp_path / 'joined'}, which learned joined labels (--join-labels); ")
+        assert out.count("a: Dice organ 1.0000, lesion 1.0000\n") == len(names) and "cannot tell" not in out
+    told = f"Caution: {tmp_path / 'joined'} learned joined labels (--join-labels): it cannot tell solid and glass from"
+    for out in (said("by-joined", "--dataset", str(declared)), said("by-joined", "by-otherwise")):
+        assert "a: Dice organ 1.0000, solid 0.6667, glass 0.0000\n" in out and told in out and "classes as" not in out
+    assert "classes as" not in said("by-hand")
+    assert "cannot tell" not in said("by-joined", "--regions", "organ=1", "--regions", "lesion=2,3")
 
 
 def test_scores_of_an_earlier_validation_are_not_called_the_last(finished: Path) -> None:

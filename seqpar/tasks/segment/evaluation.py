@@ -25,7 +25,7 @@ from seqpar.report.record import RunRecord
 from seqpar.runs.run_folder import read_description
 from seqpar.scores.class_scores import Floats, count_tenths, error_of_tenths, filled_tenths
 from seqpar.scores.comparison import FEW, TOO_FEW, Scored, add_fold, compare
-from seqpar.scores.label_classes import Labels, choose_labels, hidden_classes, labels_of_run
+from seqpar.scores.label_classes import Labels, hidden_classes, labels_of_run
 from seqpar.scores.label_files import (
     Pair,
     about_held_out,
@@ -63,7 +63,7 @@ from seqpar.tasks.case_evaluation import (
     CaseEvaluation,
     ScoredPrediction,
     ScoringJob,
-    labels_behind,
+    labels_to_score,
     lead_with_new,
 )
 from seqpar.tasks.seen_cases import Seen, find_seen
@@ -85,8 +85,7 @@ class LabelMapEvaluation(CaseEvaluation):
         if options.test_of and not (options.regions or options.brats or options.dataset):
             self.labels: Labels = labels_of_run(read_description(options.test_of))
         else:
-            asked = options.dataset, options.regions or (), options.brats, partial(labels_behind, options.prediction)
-            self.labels = choose_labels(options.truth, self.dataset, *asked)
+            self.labels = labels_to_score(options, self.dataset)
 
     def open(self) -> list[ScoringJob]:
         options, jobs = self.options, list[ScoringJob]()
