@@ -274,9 +274,13 @@ class CasePrediction(ABC):
             "changed": list(self.folder.changed),
             "replaced": list(self.folder.replaced),
             "others": list(self.folder.others),
-            "warnings": [*self._edited(), *self._other_voxels(left)],
+            "warnings": [*self._edited(), *self.cautions(), *self._other_voxels(left)],
             "faults": list(map(str, [*faults, *unusable.values()])),
         }
+
+    def cautions(self) -> list[str]:
+        """Returns sentences on how the networks predict that a reader should know."""
+        return []
 
     def _edited(self) -> list[str]:
         """Returns a sentence if predictions that are kept were changed by somebody."""

@@ -314,8 +314,11 @@ def mirrors_sides(augment: str) -> bool:
 
 def exchanged_sides(names: Collection[str], augment: str) -> str:
     """Returns which names of left and right an augmentation mirrors onto each other, in words; "" of none."""
-    if not mirrors_sides(augment):
-        return ""
+    return _sides(names) if mirrors_sides(augment) else ""
+
+
+def _sides(names: Collection[str]) -> str:
+    """Returns which names a mirror exchanges, as ``exchanged_sides`` says it."""
     right = {name: _LEFT.sub(lambda own: _RIGHT_OF[own[0].lower()], name).lower() for name in names}
     lower = {name.lower(): name for name in names}
     pair = next((f"{name} and {lower[to]}" for name, to in right.items() if to != name.lower() and to in lower), "")
@@ -349,6 +352,17 @@ def sides_of_each(records: "Mapping[str, RunRecord]") -> list[str]:
         for told in sides_of_run(record):
             found.setdefault(f"{told[0].lower()}{told[1:]}", []).append(name)
     return [f"{list_some(names, ', ')}: {told}" for told, names in found.items()]
+
+
+def about_mirrored_copies(names: Collection[str], directions: Collection[int], flag: str) -> list[str]:
+    """Returns a sentence if predictions are means over copies that exchange names of the left and the right side.
+
+    - ``directions``: in which copies are mirrored, 0 from left to right; ``flag``: by which they are
+    """
+    if 0 not in directions or not (sides := _sides(names)):
+        return []
+    told = f"A prediction is the mean over copies mirrored from left to right ({flag}), which exchanges {sides}"
+    return [f"{told}: these may be confused. {flag.split()[0]} none does not mirror."]
 
 
 def case_lines(data: TrainingData, config: Config) -> list[str]:

@@ -143,3 +143,13 @@ def test_modalities_are_taken_by_name(tmp_path, capfd) -> None:
     assert of_a == of_b and len(of_a) == 1
     with pytest.raises(DataError, match="T1, T2, but the network was trained on T1, FLAIR"):
         act(tmp_path, run, images="d")
+
+
+def test_it_is_said_that_mirrored_copies_exchange_left_and_right(tmp_path: Path, capsys) -> None:
+    sides = {"background": 0, "left kidney": 1, "right kidney": 2}
+    run = make_run(tmp_path / "run", replace(RECIPE, values=(0, 1, 2)), labels=sides)
+    nnunet(tmp_path / "data", 1)
+    for more, is_said in ((("--mirror",), True), (("--mirror", "D", "H"), False), ((), False)):
+        assert act(tmp_path, run, *more, images="data", out="-".join(("out", *more))) == 0
+        said = "warning: A prediction is the mean over copies mirrored from left to right (--mirror), which exchanges"
+        assert (f"{said} left kidney and right kidney: these may be confused." in capsys.readouterr().err) == is_said

@@ -32,6 +32,7 @@ from seqpar.report.tables import what_is_missing
 from seqpar.scores.label_scores import format_table
 from seqpar.tasks.lookup import TASKS
 from seqpar.tasks.seen_cases import Seen
+from seqpar.tasks.segment.page import _mirrored_copies
 from seqpar.tasks.training_data import about_sides, sides_of_each
 from tests.support.checkpoints import write_window
 from tests.support.folders import save, write_json
@@ -410,6 +411,26 @@ def test_a_comparison_names_the_runs_whose_training_exchanged_left_and_right(cop
     content = {"config": {**labelled.config, "augment": "light"}, "dataset": dataset}
     told = sides_of_each({"a": replace(labelled, content={**labelled.content, **content})})[0]
     assert told.startswith("a: training mirrored volumes (--augment light), which exchanges left and right")
+
+
+def test_a_mean_over_copies_that_exchange_left_and_right_is_told(finished: Path, tmp_path: Path) -> None:
+    kidneys, record = ["left kidney", "right kidney"], read_record(finished)
+
+    def told(flag: str) -> list[str]:
+        return [
+            f"A prediction is the mean over copies mirrored from left to right ({flag}), which exchanges left kidney "
+            f"and right kidney: these may be confused. {flag.split()[0]} none does not mirror."
+        ]
+
+    for letters, is_told in (("WDH", True), ("DH", False), ("none", False)):
+        own = replace(record, content={**record.content, "config": {**record.config, "val_mirror": letters}})
+        assert _mirrored_copies(kidneys, None, own) == told(f"--val-mirror {letters}") * is_told
+        assert _mirrored_copies(["liver"], None, own) == []
+    for directions, is_told in (([0], True), ([1, 2], False), ([], False)):
+        write_json(tmp_path / "prediction.json", {"run": "r", "settings": {"mirror": directions}})
+        assert _mirrored_copies(kidneys, tmp_path, record) == told("--mirror") * is_told
+    write_json(tmp_path / "prediction.json", {"run": "r"})
+    assert _mirrored_copies(kidneys, tmp_path, record) == [], "of an earlier version"
 
 
 @pytest.mark.parametrize("name", ["Bu\u0308st", "B\udcc3\udcbcst", "B\u00fcst"])

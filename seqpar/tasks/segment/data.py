@@ -20,6 +20,7 @@ from seqpar.settings.config import Config
 from seqpar.settings.data_settings import prepare_settings
 from seqpar.tasks.training_data import (
     TrainingData,
+    about_mirrored_copies,
     case_lines,
     exchanged_sides,
     refuse_for_soft_labels,
@@ -103,9 +104,12 @@ def summary_of_data(data: TrainingData, config: Config) -> str:
         names = {number: name for name, number in dataset.labels.items()}
         regions = (f"{name} = {' + '.join(names[n] for n in ids)}" for name, ids in dataset.regions.items())
         lines.append(f"  regions, which may overlap: {', '.join(regions)}")
-    if sides := exchanged_sides([*dataset.labels, *(dataset.regions or ())], config.augment):
+    every = [*dataset.labels, *(dataset.regions or ())]
+    if sides := exchanged_sides(every, config.augment):
         note = f"  note: --augment {config.augment} mirrors tiles, which exchanges {sides}"
         lines.append(f"{note}; --augment none does not mirror")
+    copies = about_mirrored_copies(every, config.mirror, f"--val-mirror {config.val_mirror}")
+    lines += [f"  note: {told}" for told in copies]
     lines += _doubt(dataset)
     return "\n".join(
         [*lines, *_class_lines(dataset, counts), *_ignored(dataset.ignore_label), *data.about_untaught(config)]

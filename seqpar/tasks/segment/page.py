@@ -95,7 +95,7 @@ from seqpar.tasks.case_evaluation import (
 from seqpar.tasks.seen_cases import NONE_SEEN, SHOWN_LARGE, Seen
 from seqpar.tasks.segment.evaluation import ABOUT_CALIBRATION, calibrate, calibration_diagram, trained_on
 from seqpar.tasks.segment.label_map_folder import DICOM_SEG, SavedProbabilities
-from seqpar.tasks.training_data import sides_of_run
+from seqpar.tasks.training_data import about_mirrored_copies, sides_of_run
 from seqpar.text import name_images, quantity
 
 FOLDER = Path(__file__).parent
@@ -194,6 +194,8 @@ def segment_page(options: argparse.Namespace, record: RunRecord) -> FinishedPage
         cautions += filter(None, [scans, too_much(scored), part_labelled(scored)])
     cautions += filter(None, [of_unlisted, replaced_line(options.prediction)] if options.prediction else [])
     cautions += sides_of_run(record)
+    names = [*record.label_names.values(), *map(str, record.dataset.get("regions") or ())]
+    cautions += _mirrored_copies(names, options.prediction, record)
     cautions += of_open_sides(cases.volumes) if cases else []
     if every:
         voxels = spacings_of({case.name: case.prediction for case in every.cases})
@@ -221,6 +223,15 @@ def segment_page(options: argparse.Namespace, record: RunRecord) -> FinishedPage
     text = render_run(FOLDER, record, gaps, faults, [RESEARCH] * alone + cautions, classes=list(colours), **parts)
     own = faults if options.prediction is not None else ()
     return FinishedPage(text, f"{count_shown([bool(case.images) for case, _ in shown])}, ", own, cautions)
+
+
+def _mirrored_copies(names: Sequence[str], prediction: Path | None, record: RunRecord) -> list[str]:
+    """Returns a sentence if the label maps of a page are means over copies that exchange left and right."""
+    if is_validation(prediction, record):
+        letters = str(record.config.get("val_mirror", "none"))
+        return about_mirrored_copies(names, [0] if "W" in letters else [], f"--val-mirror {letters}")
+    ways = [made.get("settings") or {} for made in made_by(prediction)] if prediction else []
+    return about_mirrored_copies(names, {n for own in ways for n in own.get("mirror") or ()}, "--mirror")
 
 
 def _caution_of(tile: HeadlineTile, rows: Sequence[Scores], count: int) -> str:

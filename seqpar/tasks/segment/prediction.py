@@ -35,6 +35,7 @@ from seqpar.tasks.segment.label_map_folder import (
     EnsembleFiles,
     LabelMapFolder,
 )
+from seqpar.tasks.training_data import about_mirrored_copies
 from seqpar.text import name_images, quantity
 from seqpar.weights.weight_files import digest, shorten_list
 
@@ -97,6 +98,14 @@ class LabelMapPrediction(CasePrediction):
                 self.shown.say(f"--window {window}; mean Dice {whose}: {dices}")
                 if (window, run.window) == ("whole", "sliding"):
                     self.shown.warn(f"--window whole is the worse of both by the validation of {run.path}: remove it")
+
+    def cautions(self) -> list[str]:
+        lines = list[str]()
+        for member in self.members:
+            own, run = member.settings, member.run
+            if run.preparation.axes == "canonical":
+                lines += about_mirrored_copies([*run.labels, *run.regions], own.mirror, "--mirror")
+        return list(dict.fromkeys(lines))
 
     def report_flags(self) -> list[str]:
         inputs = self.request.inputs
