@@ -13,7 +13,7 @@ import sys
 import zipfile
 import zlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from itertools import chain
 from pathlib import Path, PurePosixPath
@@ -29,6 +29,7 @@ from seqpar.data.preparation.cache_index import same_sources, sources_of
 from seqpar.data.volumes import digest_file, digest_samples, read_volume
 from seqpar.report.record import predicted_otherwise
 from seqpar.runs.run_folder import holds_run
+from seqpar.scores.label_files import list_label_files
 from seqpar.terminal import coloured
 from seqpar.text import quantity
 
@@ -147,6 +148,10 @@ class PredictionFolder(ABC):
         """Returns what tells what is written of a case from what replaces it later; None if nothing is."""
         return None
 
+    def differs(self, case: Case, stamp: Any) -> bool:
+        """Returns whether something is written of a case that is not what a stamp was made of."""
+        return self.stamp_of(case) not in (None, stamp)
+
     def _stamp_maps(self, cases: Sequence[Case]) -> None:
         """Notes what is written of cases."""
         stamps = {case.id: stamp for case in cases if (stamp := self.stamp_of(case)) is not None}
@@ -155,7 +160,7 @@ class PredictionFolder(ABC):
     def _changed_since(self, cases: Sequence[Case]) -> list[Case]:
         """Returns the cases whose predictions are there and whole, but no longer as they were written."""
         known = (case for case in cases if case.id in self._maps)
-        others = [case for case in known if self.stamp_of(case) not in (None, self._maps[case.id])]
+        others = [case for case in known if self.differs(case, self._maps[case.id])]
         return [case for case in others if is_whole(self.files_of([case])[0])]
 
     def forget(self, names: Collection[str]) -> None:
@@ -333,21 +338,23 @@ def replaced_line(folder: Path) -> str:
     """Returns a sentence if label maps in a folder are no longer those that predict, or a run's validation, wrote; ""
     if all are. Older versions did not record them.
     """
-    stamp: Callable[[Path], Any] = map_stamp
     try:
         if (folder / RECORD).exists():
             record = read_json(folder / RECORD)
             names, known = [name for name in record[_FILES] if "/" not in name and suffix_of(name)], record[MAPS]
         else:
-            known, stamp = read_json(folder / "summary.json")["digests"], digest_file
+            known = read_json(folder / "summary.json")["digests"]
             names = [f"{case}.nii.gz" for case in known]
-        there = [name for name in names if strip_suffix(name) in known and (folder / name).is_file()]
-        others = [name for name in there if stamp(folder / name) != known[strip_suffix(name)]]
+        there, found = list_label_files(folder), list[tuple[Path, Any]]()
+        for case, name in ((strip_suffix(name), name) for name in names):
+            own = [path for path in there.get(case, ()) if path.name == name or len(known.get(case, ())) != 2]
+            found += [(path, known[case]) for path in own[:1] if case in known]
+        others = [path.name for path, stamp in found if not is_as_written(path, stamp)]
     except (DataError, OSError, KeyError, TypeError, AttributeError):
         return ""
     if not others:
         return ""
-    return say_replaced(len(others), f"{quantity(len(there), 'label map')} in {folder}, such as {others[0]}")
+    return say_replaced(len(others), f"{quantity(len(found), 'label map')} in {folder}, such as {others[0]}")
 
 
 def say_replaced(count: int, among: str) -> str:
@@ -360,8 +367,24 @@ def say_replaced(count: int, among: str) -> str:
 
 
 def map_stamp(path: Path) -> list[Any]:
-    """Returns what tells a label map from one that replaces it."""
-    return [path.stat().st_size, digest_samples(path)]
+    """Returns what tells a label map from one that replaces it, also if it is packed in another way."""
+    return [path.stat().st_size, digest_samples(path), digest_file(path)]
+
+
+def is_as_written(path: Path, stamp: Any) -> bool:
+    """Returns whether a label map is the one that was written.
+
+    - ``stamp``: of ``map_stamp``, which in earlier versions did not tell of other packing, or of ``digest_file``
+    """
+    if not isinstance(stamp, str):
+        is_same = [path.stat().st_size, digest_samples(path)] == [*stamp[:2]]
+        if is_same or len(stamp) == 2:
+            return is_same
+        stamp = stamp[2]
+    try:
+        return digest_file(path) == stamp
+    except DataError:
+        return False
 
 
 def comparable(settings: Any) -> Any:

@@ -13,7 +13,7 @@ from statistics import median
 from typing import Any, TypeVar
 
 from seqpar.data.errors import DataError
-from seqpar.data.files import SUFFIXES, read_whole
+from seqpar.data.files import SUFFIXES, read_whole, strip_suffix
 from seqpar.data.formats.splits import data_faults
 from seqpar.data.phantom.phantom_files import describe_layout, is_generated
 from seqpar.models.build import family_of
@@ -36,6 +36,7 @@ from seqpar.report.record import (
 from seqpar.report.rendering import render
 from seqpar.runs.metrics_tail import ERRORS, what_is_not_found, what_was_learned
 from seqpar.runs.run_folder import kind_of_validated, leaves_unvalidated, run_of_validation, untaught_classes
+from seqpar.scores.label_files import list_label_files
 from seqpar.scores.postprocessing import describe_min_component
 from seqpar.text import clock, list_modalities, quantity
 from seqpar.weights.facts import VALIDATED
@@ -228,8 +229,8 @@ def not_yet_predicted(prediction: Path) -> list[str]:
         named = [str(name) for name in json.loads(read_whole(prediction / "prediction.json"))["files"]]
     except (OSError, ValueError, KeyError, TypeError):
         return []
-    maps = [name for name in named if "/" not in name and name.endswith(SUFFIXES)]
-    gone = [name for name in maps if not (prediction / name).is_file()]
+    maps, there = [name for name in named if "/" not in name and name.endswith(SUFFIXES)], list_label_files(prediction)
+    gone = [name for name in maps if strip_suffix(name) not in there]
     if not gone:
         return []
     listed = f"{len(gone)} of {quantity(len(maps), 'label map')} of this prediction are not there, such as {gone[0]}"

@@ -1,5 +1,6 @@
 """The folder of a prediction: going on where it stopped, errors, and files that are never touched."""
 
+import gzip
 import json
 import os
 import resource
@@ -20,6 +21,7 @@ from seqpar.data.errors import DataError
 from seqpar.models.segmentation_network import SegmentationNet
 from seqpar.prediction.prediction_folder import replaced_line
 from seqpar.report.record import predicted_otherwise
+from seqpar.report.run_page import not_yet_predicted
 from seqpar.runs import trained_run
 from seqpar.runs.trained_run import load_nets
 from seqpar.tasks.segment.label_map_folder import LabelMapFolder
@@ -52,6 +54,18 @@ def test_label_maps_that_were_replaced_are_not_taken_for_the_network_s(images, t
     save(out / "c_001.nii.gz", label_array((1,), (9, 17, 8)))
     said = f"1 of 3 label maps in {out}, such as c_001.nii.gz, has changed since it was written."
     assert replaced_line(out) == said
+    (out / "c_001.nii.gz").rename(tmp_path / "changed.nii.gz")
+    shutil.copy(truth / "c_001.nii.gz", out)
+    (out / "c_001.nii.gz").write_bytes(gzip.compress(gzip.decompress((out / "c_001.nii.gz").read_bytes()), 1))
+    assert replaced_line(out) == "", "packed anew"
+    (out / "c_001.nii").write_bytes(gzip.decompress((out / "c_001.nii.gz").read_bytes()))
+    (out / "c_001.nii.gz").unlink()
+    assert replaced_line(out) == "" and not not_yet_predicted(out), "unpacked"
+    (out / "c_001.nii").write_bytes(gzip.decompress((tmp_path / "changed.nii.gz").read_bytes()))
+    assert replaced_line(out) == said.replace("1.nii.gz", "1.nii"), "saved under another ending"
+    (out / "c_001.nii").unlink()
+    assert replaced_line(out) == "" and "1 of 3 label maps of this prediction are" in not_yet_predicted(out)[0]
+    (tmp_path / "changed.nii.gz").rename(out / "c_001.nii.gz")
     capsys.readouterr()
     evaluate.act([str(truth), str(out), "--regions", "tumour=1"])
     assert said in capsys.readouterr().out

@@ -30,7 +30,7 @@ from seqpar.data.preparation.prepared_case import Preparation, Properties
 from seqpar.data.volumes import output_suffix, read_volume, write_volume
 from seqpar.prediction.class_statistics import NAME as STATISTICS
 from seqpar.prediction.class_statistics import ClassStatistics, drop_cases, read_lines
-from seqpar.prediction.prediction_folder import RECORD, PredictionFolder, is_whole, map_stamp
+from seqpar.prediction.prediction_folder import RECORD, PredictionFolder, is_as_written, is_whole, map_stamp
 from seqpar.prediction.run_average import ProbabilityFile
 from seqpar.runs.nnunet_export import dataset_of
 from seqpar.runs.run_folder import read_config
@@ -301,6 +301,10 @@ class LabelMapFolder(PredictionFolder):
     def stamp_of(self, case: Case) -> list[Any] | None:
         path = self.label_path(case)
         return map_stamp(path) if path.is_file() else None
+
+    def differs(self, case: Case, stamp: Any) -> bool:
+        path = self.label_path(case)
+        return path.is_file() and not is_as_written(path, stamp)
 
     def probability_paths(self, case: Case) -> list[Path]:
         """Returns the path of each output's probabilities."""
