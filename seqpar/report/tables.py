@@ -269,6 +269,7 @@ def voxel_cautions(scored: CaseScores, sides: Collection[float] = ()) -> str:
     """
     size, tolerance = 1000 * voxel_ml(scored), scored.settings.get("nsd_tolerance")
     side, sentences = max([*sides, size ** (1 / 3)]), list[str]()
+    how = f"of up to {side:.3g} mm" if side in sides else f"of {side:.3g} mm on average"
     if size ** (1 / 3) > COARSE:
         text = f"Voxels are coarse, of up to {size:.3g} mm³: "
         if not scored.summary:
@@ -278,8 +279,8 @@ def voxel_cautions(scored: CaseScores, sides: Collection[float] = ()) -> str:
         sentences.append(text)
     if scored.summary and isinstance(tolerance, (int, float)) and tolerance * (1 + 1e-6) < side:
         sentences.append(
-            f"The surface Dice (NSD) has a tolerance of {tolerance:g} mm, and voxels have sides of up to {side:.3g} "
-            "mm: a boundary that is one voxel off may count as wrong, so compare it only at the same voxel size."
+            f"The surface Dice (NSD) has a tolerance of {tolerance:g} mm, and voxels have sides {how}: a boundary that "
+            "is one voxel off may count as wrong, so compare it only at the same voxel size."
         )
     if scored.summary:
         sentences += hidden_by_scale([case.scores for case in scored.cases], tolerance, True, sides)

@@ -259,12 +259,10 @@ def test_voxel_cautions_are_warned_of() -> None:
     full[4:9, 4:9, 4:9] = 1
     said = voxel_cautions(scores_of(6.0, {"liver": (1,)}, (full, full)))
     assert "coarse, of up to 216 mm³: a single voxel may count as a region" in said
-    assert "sides of up to 6 mm: a boundary that is one voxel off may count as wrong" in said
+    assert "sides of 6 mm on average: a boundary that is one voxel off may count as wrong" in said
     assert "changes small regions much" in voxel_cautions(scores_of(3.0, {"liver": (1,)}, (full, full)))
     fine = scores_of(1.5, {"liver": (1,)}, (full, full))
-    assert voxel_cautions(fine).startswith(
-        "The surface Dice (NSD) has a tolerance of 1 mm, and voxels have sides of up"
-    )
+    assert voxel_cautions(fine).startswith("The surface Dice (NSD) has a tolerance of 1 mm, and voxels have sides of 1")
     fine = scores_of(1.0, {"liver": (1,)}, (full, full))
     assert voxel_cautions(fine) == "" and "of up to 5 mm" in voxel_cautions(fine, [5.0]), "thick slices"
     assert voxel_cautions(scores_of(0.4, {"kidney": (1,)}, (full, full)), [0.12, 0.72]).startswith(

@@ -36,7 +36,7 @@ from seqpar.tasks.segment.page import _mirrored_copies
 from seqpar.tasks.training_data import about_sides, sides_of_each
 from tests.support.checkpoints import write_window
 from tests.support.folders import save, write_json
-from tests.support.report_page import Page, own_slices
+from tests.support.report_page import Page, own_slices, written
 
 
 def test_files_that_changed_since_they_were_scored_are_named(finished: Path, tmp_path: Path) -> None:
@@ -411,6 +411,17 @@ def test_a_comparison_names_the_runs_whose_training_exchanged_left_and_right(cop
     content = {"config": {**labelled.config, "augment": "light"}, "dataset": dataset}
     told = sides_of_each({"a": replace(labelled, content={**labelled.content, **content})})[0]
     assert told.startswith("a: training mirrored volumes (--augment light), which exchanges left and right")
+
+
+def test_the_sides_of_voxels_are_known_without_the_label_maps_of_a_validation(copied: Path) -> None:
+    summary = copied / "validation" / "summary.json"
+    content = json.loads(summary.read_text())
+    write_json(summary, content | {"settings": content["settings"] | {"nsd_tolerance": 0.01}})
+    said = "a tolerance of 0.01 mm, and voxels have sides of up to"
+    assert said in written(copied).text
+    for path in summary.parent.glob("*.nii.gz"):
+        path.unlink()
+    assert said in written(copied).text
 
 
 def test_a_mean_over_copies_that_exchange_left_and_right_is_told(finished: Path, tmp_path: Path) -> None:

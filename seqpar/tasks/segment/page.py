@@ -198,7 +198,8 @@ def segment_page(options: argparse.Namespace, record: RunRecord) -> FinishedPage
     cautions += _mirrored_copies(names, options.prediction, record)
     cautions += of_open_sides(cases.volumes) if cases else []
     if every:
-        voxels = spacings_of({case.name: case.prediction for case in every.cases})
+        removed = {case.name: case.truth for case in every.cases if case.truth and not case.prediction.is_file()}
+        voxels = spacings_of({case.name: case.prediction for case in every.cases} | removed)
         coarse = voxel_cautions(every, [side for own in voxels.values() for side in own])
         cautions += filter(None, [other_voxels(record, voxels) if options.prediction is not None else "", coarse])
     calibration = ([], "") if not scored or alone else _calibration(options, scored, labels, colours)
