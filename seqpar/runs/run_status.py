@@ -4,6 +4,7 @@ them; at which step each start began.
 
 import json
 import math
+import re
 import sys
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -99,6 +100,21 @@ def describe_kill(run: str | Path) -> str:
     if not process or not _says_running(run):  # it may have ended while the lock was looked at
         return ""
     return f"{run} was killed: its status.json says running, but {process}; {_last_step(run)}"
+
+
+def describe_unfinished(run: Path, weights: Path) -> list[str]:
+    """Returns a remark on weights of a run folder that has not done all of its steps; [] of a finished run, or of none.
+
+    - ``weights``: their file
+    """
+    how = {"running": "is still running", "preempted": "was stopped early", "failed": "failed"}
+    status = read_status(run) if holds_run(run) and not holds_folds(run) else {}
+    if (state := str(status.get("state"))) not in how:
+        return []
+    done = re.fullmatch(r"step-(\d+)", weights.parent.name)
+    steps = f" of {total:,}" if (total := _whole(status, "steps")) else ""
+    of = f": these weights are of its step {int(done[1]):,}{steps}" if done else ""
+    return [f"{run} {'was killed' if describe_kill(run) else how[state]}{of}"]
 
 
 def warn_if_killed(*folders: Path) -> None:

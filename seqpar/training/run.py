@@ -6,7 +6,7 @@ from pathlib import Path
 
 from seqpar.cluster.stop_request import StopRequest
 from seqpar.cluster.torch_setup import keep_memory, recomputes, without_torch_compile
-from seqpar.data.addresses import describe_download, is_missing
+from seqpar.data.addresses import describe_download, is_missing, local_file
 from seqpar.data.errors import DataError
 from seqpar.data.formats.joined_labels import join_labels
 from seqpar.data.preparation.cache_index import cache_folder
@@ -18,7 +18,7 @@ from seqpar.planner.chooser import plan_here
 from seqpar.planner.feasibility import require_peers
 from seqpar.planner.printer import describe_dry_run
 from seqpar.runs.run_folder import describe_results, read_status
-from seqpar.runs.run_status import StatusFile, list_changes, warn_if_killed
+from seqpar.runs.run_status import StatusFile, describe_unfinished, list_changes, warn_if_killed
 from seqpar.runs.sweep_folder import counts_for_scores
 from seqpar.settings.config import SETTINGS, Config
 from seqpar.settings.data_settings import prepare_settings
@@ -132,7 +132,9 @@ def _check_weights(config: Config, channels: int, outputs: int) -> str:
     from seqpar.weights.pretrained import load_pretrained, weights_file  # it knows the names of four libraries
 
     line = load_pretrained(build_on_meta(config, Group("seq"), channels, outputs), config)
-    return "; ".join(filter(None, [line, describe_cases_behind(weights_file(config.weights))]))
+    path = weights_file(config.weights)
+    remarks = describe_unfinished(local_file(config.weights), path)
+    return "; ".join(filter(None, [line, *remarks, describe_cases_behind(path)]))
 
 
 def run_lessons(request: RunRequest, mesh: Mesh, data: TrainingData, status: StatusFile, stopper: StopRequest) -> bool:

@@ -29,7 +29,7 @@ from seqpar.planner.printer import describe_decoding, describe_lessons
 from seqpar.runs.run_folder import describe_run, read_config
 from seqpar.runs.run_lock import RunLock
 from seqpar.runs.run_log import RunLog
-from seqpar.runs.run_status import StatusFile, append_start, changes_line, describe_kill
+from seqpar.runs.run_status import StatusFile, append_start, changes_line, describe_kill, describe_unfinished
 from seqpar.settings.config import Config
 from seqpar.settings.field import Circumstances
 from seqpar.settings.lessons import Lesson
@@ -396,7 +396,7 @@ def _load_weights(
             fold = fold_of_training(checkpoint_of(path, mapped=True), config.data)
             learned |= cases_of_other_fold(fold, config.fold, described)
         moved = reordered_names(before, described)
-        told = about_cases_learned(learned, described)
+        told = [*describe_unfinished(path, weights_file(config.weights)), *about_cases_learned(learned, described)]
         if are_cases_unknown(weights_file(config.weights), before):
             origin[IS_UNKNOWN] = True
             told.append(CASES_UNKNOWN)

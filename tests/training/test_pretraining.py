@@ -106,7 +106,15 @@ def test_training_starts_from_a_pretraining_and_prediction_does_not(images, flag
     tuned = trained(1, [*flags, *more, "--epochs", "1"], tmp_path / "tuned").said()
     (line,) = (line for line in tuned.splitlines() if line.startswith("weights from"))
     assert "positions resized from 64 tokens to 6x6x6" in line and "new: decoder (" in line
-    assert "left out: rebuilder (" in line
+    assert "left out: rebuilder (" in line and "its step" not in line
+    left = Path(shutil.copytree(out, tmp_path / "left"))
+    (left / "model.safetensors").unlink()  # which comes at the end
+    ended = json.loads((left / "status.json").read_text())
+    for state, how in (("preempted", "was stopped early"), ("failed", "failed"), ("running", "was killed")):
+        write_json(left / "status.json", ended | {"state": state, "step": 1, "steps": 9})
+        more[more.index("--weights") + 1] = str(left)
+        assert train.act([*flags, *more, "--out", str(tmp_path / "dry"), "--dry-run"]) == 0
+        assert f"; {left} {how}: these weights are of its step {ended['step']} of 9" in capsys.readouterr().out
     with pytest.raises(ValueError, match="is a pretraining, which predicts no labels: train --weights"):
         predict.act([str(out), "-i", str(tmp_path), "-o", str(tmp_path / "labels")])
     capsys.readouterr()
