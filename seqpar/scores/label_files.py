@@ -215,6 +215,8 @@ def match_cases(
     if only is not None:
         truth_files = {case: files for case, files in truth_files.items() if case in only}
         predicted_files = {case: files for case, files in predicted_files.items() if case in only}
+        if not truth_files and not faults:
+            raise DataError(truth, f"holds none of the cases that the run kept for tests, such as {min(only)}")
     if common:
         predicted_files = {case: files for case, files in predicted_files.items() if case in truth_files}
         truth_files = {case: files for case, files in truth_files.items() if case in predicted_files} or truth_files
@@ -230,7 +232,8 @@ def match_cases(
         else:
             pairs.append(Pair(case, truths[0], predictions[0], shown.get(case), doubts.get(case)))
     if not pairs and not faults:
-        raise DataError(prediction, f"holds no prediction of a case in {truth}: name files as the cases, such as "
+        part = " that the run kept for tests" * (only is not None)
+        raise DataError(prediction, f"holds no prediction of a case in {truth}{part}: name files as the cases, such as "
                         f"{missing[0]}{output_suffix(truth_files[missing[0]][0])}")  # fmt: skip
     return Matched(pairs, missing, faults)
 

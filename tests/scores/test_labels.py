@@ -13,6 +13,7 @@ from seqpar.data.errors import DataError
 from seqpar.data.formats.brats import LABEL_SCHEMES
 from seqpar.data.formats.recognise import read_dataset
 from seqpar.scores.label_classes import BRATS, labels_of_dataset, labels_of_declaration, read_declared_labels
+from seqpar.scores.label_files import match_cases
 from seqpar.tasks.case_evaluation import other_values
 from tests.support.folders import NEW, brats, decathlon, nnunet, write_json
 from tests.support.label_folders import evaluate_folders, random_labels, save, summary_of
@@ -162,6 +163,14 @@ def test_labels_that_are_not_declared_or_twice_are_a_usage_error(
     assert "--regions" in capsys.readouterr().err
     for text in ("core", "=1", "a=x"):
         assert evaluate_folders(folders, "--regions", text) == USAGE
+
+
+def test_cases_for_tests_that_are_not_there_are_named(folders: tuple[Path, Path]) -> None:
+    with pytest.raises(DataError, match="holds none of the cases that the run kept for tests, such as elsewhere"):
+        match_cases(*folders, None, frozenset({"elsewhere"}))
+    (folders[1] / "case_0.nii.gz").unlink()
+    with pytest.raises(DataError, match="no prediction of a case in .* that the run kept for tests: name files as"):
+        match_cases(*folders, None, frozenset({"case_0"}))
 
 
 def test_a_run_that_writes_a_class_as_another_value_is_told() -> None:
