@@ -4,7 +4,7 @@ And which label maps a folder of predictions does not name.
 
 import os
 import unicodedata
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -413,17 +413,13 @@ def grids_of(records: Mapping[str, RunRecord]) -> dict[str, list[str]]:
 
 
 def about_grids(
-    records: Mapping[str, RunRecord], of_one: Callable[[RunRecord], list[str]] = scored_twice, so: str = ""
+    records: Mapping[str, RunRecord], others: str = "The other scores are of label maps on the grid of the files."
 ) -> list[str]:
-    """Returns a sentence if curves are not of the files' grid, or of several grids.
-
-    - ``of_one``: tells of a run what holds for all, if they share a grid; ``so``: what else follows from several
-    """
+    """Returns a sentence if curves are not of the files' grid, or of several grids; ``others``: on other scores."""
     grids = grids_of(records)
     if len(grids) < 2:
-        return [told for names in grids.values() for told in of_one(records[names[0]])]
+        told = "These runs were validated on their own grid ({}): their curves in validation are measured there."
+        return [f"{told.format(grid)} {others}" for grid in grids if grid]
     each = "; ".join(f"{grid or 'the voxels of the files'} ({list_some(names, ', ')})" for grid, names in grids.items())
-    so = so or "The other scores are of label maps on the grid of the files."
-    return [
-        f"These runs were validated on different grids: {each}. Their curves in validation cannot be compared. {so}"
-    ]
+    told = f"These runs were validated on different grids: {each}. Their curves in validation cannot be compared."
+    return [f"{told} {others}"]

@@ -9,7 +9,7 @@ from statistics import fmean
 from typing import NamedTuple
 
 from seqpar.data.errors import DataError
-from seqpar.report.cautions import own_grid, scored_on_training
+from seqpar.report.cautions import scored_on_training
 from seqpar.report.curves import MOST_CURVES, number
 from seqpar.report.images import about_grids
 from seqpar.report.plots import Strips, make_strips
@@ -81,7 +81,7 @@ def page_of_sweep(out: Path, compare: Mapping[str, Compare]) -> str:
             *odd_points(out, sweep),
             *_of_changed_data(records.values()),
             *_as_sentence(describe_mixed(numbers)),
-            *about_grids(records, _scored_there, "The order of the points is by these scores too."),
+            *about_grids(records, "The scores that order the points were measured there too."),
             *scored_on_training(records, "such a score says nothing about new cases"),
             *cautions_about_each(records),
         ],
@@ -105,11 +105,6 @@ def _of_changed_data(records: Iterable[RunRecord]) -> list[str]:
     changed = f"{told}: points trained before the change cannot be compared with those after it."
     mixed = f"{several}: their scores cannot be compared"
     return [changed] * bool(told) + (_as_sentence(mixed) if several else [])
-
-
-def _scored_there(record: RunRecord) -> list[str]:
-    size = own_grid(record)
-    return [f"Scores on this page are measured on the runs' own grid ({size}), not on that of the files."] * bool(size)
 
 
 def _as_sentence(told: str) -> list[str]:

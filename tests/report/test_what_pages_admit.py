@@ -209,7 +209,8 @@ def test_curves_on_several_grids_are_not_to_be_compared(copied: Path, tmp_path: 
     assert told in (text := page(None, coarse)) and title in text
     assert "on different grids: voxels of 1 × 1 × 1.5 mm (one); voxels of 2.5" in page(fine, coarse)
     shared = page(coarse, coarse)
-    assert "own grid (voxels of 2.5 × 2.5 × 2.5 mm): scores in curves" in shared and title not in shared
+    told = "validated on their own grid (voxels of 2.5 × 2.5 × 2.5 mm): their curves in validation are measured there."
+    assert told in shared and title not in shared
     for usual in (page(None, None), page(None, fine, digests=("a", "a")), page(None, None, digests=("", ""))):
         assert "own grid" not in usual and "different grids" not in usual, "the same prepared cases"
     assert "different grids" in page(None, fine, digests=("", "")), "an earlier version does not tell"
