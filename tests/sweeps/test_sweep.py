@@ -146,14 +146,14 @@ def test_a_table_and_a_picture_are_written_and_the_best_is_said(made: Path) -> N
 
 def test_the_picture_explains_means_and_spread_only_if_they_are_drawn(made: Path) -> None:
     sweep = read_sweep(made)
-    assert _note(sweep) == (
+    assert _note(sweep, sweep.marked) == (
         "Scores by setting: a dot for each point, a bar for the mean at each value, a line from lowest to highest, "
         "a star for the highest score"
     )
     one_each = replace(sweep, points=(sweep.points[0], replace(sweep.points[2], score=0.2)))
-    assert _note(one_each) == "Scores by setting: a bar for each point, a star for the highest score"
+    assert _note(one_each, one_each.marked) == "Scores by setting: a bar for each point, a star for the highest score"
     rates = Sweep({}, tuple(Point(f"p{n}", {"lr": n / 8}, score=0.1) for n in range(9)))
-    assert _note(rates) == "Scores by setting: a dot for each point, a star for the highest score", "no bars"
+    assert _note(rates, rates.marked) == "Scores by setting: a dot for each point, a star for the highest score"
 
 
 def test_dots_that_hide_each_other_are_counted(tmp_path: Path) -> None:
@@ -166,7 +166,7 @@ def test_dots_that_hide_each_other_are_counted(tmp_path: Path) -> None:
         )
     sweep = Sweep({}, points)
     assert _covered(sweep, "lr") == [(0, 0.5, 2)] and _covered(sweep, "batch") == []
-    assert "a dot for each point (×2: two in one place), a bar for the mean" in _note(sweep)
+    assert "a dot for each point (×2: two in one place), a bar for the mean" in _note(sweep, sweep.marked)
     texts = [text.get_text() for plot in _figure_of_sweep(tmp_path, sweep).axes for text in plot.texts]
     assert texts.count("×2") == 1
     rates = [*(1e-4 * 2**n for n in range(10)), 1.001e-4]  # the axis is logarithmic
@@ -187,7 +187,8 @@ def test_the_picture_marks_no_winner_by_the_score_of_few_cases(values: int, tmp_
         picture = _figure_of_sweep(tmp_path, sweep)
         paths = [dots.get_paths()[0] for plot in picture.axes for dots in plot.collections if len(dots.get_offsets())]
         stars = [path for path in paths if len(path.vertices) == 11]
-        return _note(sweep), [line.label for line in _lines(tmp_path, sweep, TRAIN_LOSS)], [bool(stars)]
+        labels = [line.label for line in _lines(tmp_path, sweep, sweep.marked, TRAIN_LOSS)]
+        return _note(sweep, sweep.marked), labels, [bool(stars)]
 
     note, labels, stars = drawn(5)
     assert "a star" in note and labels[-1] == f"p{values}, highest score" and stars == [True]
@@ -204,15 +205,15 @@ def test_the_picture_names_the_best_points_in_the_colours_of_the_page(tmp_path: 
         (tmp_path / point.name / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     few, many = Sweep({}, tuple(points[:4])), Sweep({}, tuple(points))
     for quantity in (TRAIN_LOSS, DICE):
-        drawn = Diagram("", "step", _lines(tmp_path, few, quantity), styles=STYLES).named()[::-1]
+        drawn = Diagram("", "step", _lines(tmp_path, few, few.marked, quantity), styles=STYLES).named()[::-1]
         assert [line.label for line, _ in drawn] == ["p2, highest score", "p1", "p0", "p3"]
         assert [style.colour for _, style in drawn] == list(RUN_COLOURS[:4])
-        drawn = Diagram("", "step", _lines(tmp_path, many, quantity), styles=STYLES).named()[::-1]
+        drawn = Diagram("", "step", _lines(tmp_path, many, many.marked, quantity), styles=STYLES).named()[::-1]
         names = ["p9", "p8", "p7", "p6", "p5", "p4", "p2", "p1", "the other 2 points", ""]
         assert [line.label for line, _ in drawn] == names, "p10, the best, has recorded nothing"
         assert [style.colour for _, style in drawn[:8]] == list(RUN_COLOURS)
         assert {style for _, style in drawn[8:]} == {STYLES[-1]} and STYLES[-1].colour not in RUN_COLOURS
-    assert _lines(tmp_path, many, DICE)[-1].rows == ((9 / 12,),)
+    assert _lines(tmp_path, many, many.marked, DICE)[-1].rows == ((9 / 12,),)
 
 
 def test_the_page_of_a_sweep_says_how_sure_the_order_of_its_first_points_is(made: Path) -> None:
