@@ -40,7 +40,7 @@ _FILES, _INPUTS, _GENERATED, SERIES = "files", "inputs", "generated", "series"
 MAPS, _VOXELS = "label_maps", "voxels"  # of each case: size and digest of what predict wrote; digests of its images
 
 _RUNS_OWN = re.compile("checkpoints$|validation")  # folders in a run's, which training clears
-_ENDS = {".csv": b"\n", ".json": b"}\n", ".pkl": b".", ".png": b"IEND\xaeB`\x82"}  # the last bytes of a whole file
+_ENDS = {".json": b"}\n", ".pkl": b".", ".png": b"IEND\xaeB`\x82"}  # the last bytes of a whole file
 
 
 class PredictionFolder(ABC):
@@ -106,7 +106,8 @@ class PredictionFolder(ABC):
         self._refuse_unlisted(left, listed)
         if lost := self._changed_since(left):
             why = f"holds a prediction of {lost[0].id} that has changed since predict wrote it, and would be replaced"
-            raise DataError(self.files_of(lost)[0], f"{why}; move the file elsewhere, or choose another --output")
+            keep = "add --continue, which keeps it, " * (is_same and not resume)
+            raise DataError(self.files_of(lost)[0], f"{why}; {keep}move the file elsewhere, or choose another --output")
         self.edited = [case.id for case in self._changed_since(cases)]
         with self.writable():
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -149,7 +150,7 @@ class PredictionFolder(ABC):
         return None
 
     def differs(self, case: Case, stamp: Any) -> bool:
-        """Returns whether something is written of a case that is not what a stamp was made of."""
+        """Returns whether something whole is written of a case that is not what a stamp was made of."""
         return self.stamp_of(case) not in (None, stamp)
 
     def _stamp_maps(self, cases: Sequence[Case]) -> None:
@@ -159,9 +160,7 @@ class PredictionFolder(ABC):
 
     def _changed_since(self, cases: Sequence[Case]) -> list[Case]:
         """Returns the cases whose predictions are there and whole, but no longer as they were written."""
-        known = (case for case in cases if case.id in self._maps)
-        others = [case for case in known if self.differs(case, self._maps[case.id])]
-        return [case for case in others if is_whole(self.files_of([case])[0])]
+        return [case for case in cases if case.id in self._maps and self.differs(case, self._maps[case.id])]
 
     def forget(self, names: Collection[str]) -> None:
         """Takes files that were removed from the record, which `record_written` then writes."""
@@ -347,10 +346,11 @@ def replaced_line(folder: Path) -> str:
             names = [f"{case}.nii.gz" for case in known]
         there, found = list_label_files(folder), list[tuple[Path, Any]]()
         for case, name in ((strip_suffix(name), name) for name in names):
-            own = [path for path in there.get(case, ()) if path.name == name or len(known.get(case, ())) != 2]
-            found += [(path, known[case]) for path in own[:1] if case in known]
+            own = sorted(there.get(case, ()), key=lambda path: path.name != name)  # another ending only in its place
+            if case in known and own and (own[0].name == name or tells_of_packing(known[case])):
+                found.append((own[0], known[case]))
         others = [path.name for path, stamp in found if not is_as_written(path, stamp)]
-    except (DataError, OSError, KeyError, TypeError, AttributeError):
+    except (DataError, OSError, LookupError, TypeError, AttributeError):
         return ""
     if not others:
         return ""
@@ -371,14 +371,21 @@ def map_stamp(path: Path) -> list[Any]:
     return [path.stat().st_size, digest_samples(path), digest_file(path)]
 
 
+def tells_of_packing(stamp: Any) -> bool:
+    """Returns whether a stamp tells a label map that was packed in another way from one that was replaced."""
+    return not isinstance(stamp, list) or len(stamp) > 2
+
+
 def is_as_written(path: Path, stamp: Any) -> bool:
     """Returns whether a label map is the one that was written.
 
     - ``stamp``: of ``map_stamp``, which in earlier versions did not tell of other packing, or of ``digest_file``
     """
-    if not isinstance(stamp, str):
-        is_same = [path.stat().st_size, digest_samples(path)] == [*stamp[:2]]
-        if is_same or len(stamp) == 2:
+    if not isinstance(stamp, str) and not (isinstance(stamp, list) and len(stamp) in (2, 3)):
+        return True  # no version wrote that: nothing is known
+    if isinstance(stamp, list):
+        is_same = [path.stat().st_size, digest_samples(path)] == stamp[:2]
+        if is_same or not tells_of_packing(stamp):
             return is_same
         stamp = stamp[2]
     try:

@@ -172,10 +172,16 @@ class Predictor:
 
     def to_source(self, ids: np.ndarray, properties: Properties) -> np.ndarray:
         """Returns the file's label values in the file's geometry, without small components, from class ids."""
+        return self.kept_to_source(self.without_small(ids, properties), properties)
+
+    def without_small(self, ids: np.ndarray, properties: Properties) -> np.ndarray:
+        """Returns class ids without small components."""
         min_voxels = parse_min_component(self.settings.min_component, 1000 * properties.geometry.voxel_ml)
-        regions, order = self.run.regions.values(), self.run.regions_class_order
-        kept = drop_small_components(ids, min_voxels, regions, order)
-        return keep_largest(self.run.preparation.labels_to_source(kept, properties), self.settings.postprocessing)
+        return drop_small_components(ids, min_voxels, self.run.regions.values(), self.run.regions_class_order)
+
+    def kept_to_source(self, ids: np.ndarray, properties: Properties) -> np.ndarray:
+        """Returns the file's label values in the file's geometry from class ids without small components."""
+        return keep_largest(self.run.preparation.labels_to_source(ids, properties), self.settings.postprocessing)
 
     def distribute(self, prepare: Callable[[], Prepared]) -> tuple[Image, TargetGrid]:
         """Prepares a case on the first rank; returns on every rank its image ``c W D H`` and the grid of its crop."""

@@ -138,11 +138,12 @@ def what_is_not_found(
     names = [name for name, dice in best.get("dice", {}).items() if dice is not None and dice < NOTHING]
     lacking = [name for name in names if present.get(name) == 0]
     told, begin = list[str](), "At the best validation, the mean Dice of"
-    if without := [name for name in names if name in untaught and name not in lacking]:
+    if without := [name for name in names if name in untaught]:
         why = (
             f"no case that the run trains on has {_it(without)}, so the network could not learn to find {_it(without)}"
         )
         told.append(f"{begin} {_listed(without)} is 0.000: {why}.")
+    lacking = [name for name in lacking if name not in without]
     if found := [name for name in names if name not in (*lacking, *without)]:
         it = _it(found)
         overlaps = f"{'hardly anything' if any(best['dice'][name] for name in found) else 'nothing'} that was predicted"

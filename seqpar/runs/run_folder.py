@@ -31,9 +31,8 @@ from seqpar.weights.facts import ANCESTORS, IS_UNKNOWN, LEARNED, ORIGIN, VALIDAT
 from seqpar.weights.weight_files import ABOUT
 
 FOLDS_FILE = "folds.json"  # is in a folder of five folds
-UNTAUGHT = (
-    "in_no_case"  # in config.json, of its data: the classes that no case to train on has; none in earlier versions
-)
+# in config.json, of its data: the classes that no case to train on has; none in earlier versions
+UNTAUGHT = "in_no_case"
 SWEEP_FILE = "sweep.json"  # is in the folder of a sweep
 _STATUS = re.compile(rb'\{\s*"state": "\w+",\s*"step": ')  # how each status.json of a run begins
 

@@ -111,10 +111,11 @@ def describe_unfinished(run: Path, weights: Path) -> list[str]:
     status = read_status(run) if holds_run(run) and not holds_folds(run) else {}
     if (state := str(status.get("state"))) not in how:
         return []
-    done = re.fullmatch(r"step-(\d+)", weights.parent.name)
-    steps = f" of {total:,}" if (total := _whole(status, "steps")) else ""
-    of = f": these weights are of its step {int(done[1]):,}{steps}" if done else ""
-    return [f"{run} {'was killed' if describe_kill(run) else how[state]}{of}"]
+    done, total = re.fullmatch(r"step-(\d+)", weights.parent.name), _whole(status, "steps")
+    if done and int(done[1]) == total:
+        return []
+    of = f"of its step {int(done[1]):,} of {total:,}" if done else "of an earlier end, before it went on"
+    return [f"{run} {'was killed' if describe_kill(run) else how[state]}: these weights are {of}"]
 
 
 def warn_if_killed(*folders: Path) -> None:

@@ -114,7 +114,7 @@ def _by_class(folders: Sequence[Scored], pooled: Mapping[str, Any]) -> str:
         {name for row in folder.cases.values() for name, own in row.items() if not math.isnan(own["Dice"])}
         for folder in folders
     ]
-    if all(classes == scored[0] for classes in scored):
+    if all(classes == scored[0] for classes in scored) or len(set.union(*scored)) < 2:
         return ""
     counts = {name: own["Dice"] for name, own in pooled["num_values"].items() if own["Dice"]}
     rarest = sorted(counts, key=lambda name: counts[name])[:MOST_CLASSES]

@@ -342,30 +342,35 @@ def seen_table(groups: Mapping[str, Mapping[str, Score]]) -> Table | None:
 
 
 def labels_to_score(options: argparse.Namespace, dataset: Dataset | None) -> Labels:
-    """Returns the classes that evaluate scores, as its command line asks: else those of runs that joined labels, which
-    the truth's own maps hold too, or else the truth's.
+    """Returns the classes that evaluate scores: as its command line asks, or the truth's; of runs that joined some of
+    these, what they learned.
 
     - ``dataset``: that the truth is, if it is one
     """
     asked = options.dataset, options.regions or (), options.brats
-    if joined := None if any(asked) else _joined_behind(options.prediction):
-        return with_declared_by(options.truth, dataset, joined)
-    return choose_labels(options.truth, dataset, *asked, partial(_labels_behind, options.prediction))
+    labels = choose_labels(options.truth, dataset, *asked, partial(_labels_behind, options.prediction))
+    joined = None if any(asked) else _joined_behind(options.prediction, labels)
+    return with_declared_by(options.truth, dataset, joined) if joined else labels
 
 
-def _joined_behind(predictions: Sequence[Path]) -> Labels | None:
-    """Returns the classes of the runs behind predictions that joined labels, and prints whose; None if none did, or
-    some joined others.
+def _joined_behind(predictions: Sequence[Path], truth: Labels) -> Labels | None:
+    """Returns the classes of the runs behind predictions that joined labels of the truth, and prints whose; None if
+    none did, if some joined others, or if the truth's labels mean something else.
     """
     found = list[RunRecord]()
     for path in predictions:
         with suppress(DataError, ValueError, OSError):  # of a damaged run: scores do not need it
             found += [record for record in _records_of(path) if record.labels and joined_in(record.dataset)]
-    if not found or any(one.labels != found[0].labels for one in found):
+    if not found or found[0].labels is None or any(one.labels != found[0].labels for one in found):
+        return None
+    labels, parts = found[0].labels, joined_in(found[0].dataset)
+    others = {name: values for name, values in labels.classes.items() if not parts.keys() & {*values}}
+    is_same = all({*truth.classes.get(name, ())} == {*values} for name, values in others.items())
+    if labels == truth or not is_same or not {*parts, *parts.values()} <= truth.declared:
         return None
     why = "which learned joined labels (--join-labels); --dataset scores those of a dataset.json"
     print(f"classes as in {found[0].path}, {why}", flush=True)
-    return found[0].labels
+    return labels
 
 
 def _labels_behind(predictions: Sequence[Path]) -> Labels | None:

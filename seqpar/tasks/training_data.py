@@ -159,7 +159,7 @@ class TrainingData:
             return []
         it = "it" if len(names) == 1 else "them"
         what = f"{'any of ' * (len(names) > 1)}{list_some(names, ', ')}"
-        ways = [f"raise --train-cases {config.train_cases}"] * bool(config.train_cases)
+        ways = [f"raise --train-cases (now {config.train_cases})"] * bool(config.train_cases)
         ways += ["choose another --fold"] * (config.fold != "all")
         others = not {*names} <= {*self._lacking(self.dataset.ids)}
         advice = f"; {' or '.join(ways)}" * bool(ways and others)

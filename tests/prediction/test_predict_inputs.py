@@ -10,6 +10,7 @@ import pytest
 from seqpar.cli import predict
 from seqpar.cluster.exit_codes import DATA
 from seqpar.data.errors import DataError
+from seqpar.data.preparation.preparation import RecipePreparation
 from tests.support.folders import NEW, OLD, brats, nnunet, tree, write_json
 from tests.support.predictions import RECIPE, act, make_run
 
@@ -145,7 +146,7 @@ def test_modalities_are_taken_by_name(tmp_path, capfd) -> None:
         act(tmp_path, run, images="d")
 
 
-def test_it_is_said_that_mirrored_copies_exchange_left_and_right(tmp_path: Path, capsys) -> None:
+def test_it_is_said_that_mirrored_copies_exchange_left_and_right(tmp_path: Path, capsys, monkeypatch) -> None:
     sides = {"background": 0, "left kidney": 1, "right kidney": 2}
     run = make_run(tmp_path / "run", replace(RECIPE, values=(0, 1, 2)), labels=sides)
     nnunet(tmp_path / "data", 1)
@@ -153,3 +154,6 @@ def test_it_is_said_that_mirrored_copies_exchange_left_and_right(tmp_path: Path,
         assert act(tmp_path, run, *more, images="data", out="-".join(("out", *more))) == 0
         said = "warning: A prediction is the mean over copies mirrored from left to right (--mirror), which exchanges"
         assert (f"{said} left kidney and right kidney: these may be confused." in capsys.readouterr().err) == is_said
+    monkeypatch.setattr(RecipePreparation, "axes", "of the file")
+    assert act(tmp_path, run, "--mirror", images="data", out="other") == 0
+    assert "mirrored" not in capsys.readouterr().err

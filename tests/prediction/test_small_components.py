@@ -61,6 +61,14 @@ def test_the_smallest_component_acts_in_the_file(tmp_path, echo, capsys) -> None
         assert "leaves nothing" not in capsys.readouterr().out
     assert act(tmp_path, run, "--min-component", "999") == 0
     assert "--min-component leaves nothing of label 1, " in capsys.readouterr().out
+    write_json(tmp_path / "steps.json", Learned(((1, 2),), {"all": 0.5}, {"all": 0.6}).content({"all": (1, 2)}))
+    truth[8, 8, 5:8] = 2
+    save(tmp_path / "images" / "case.nii.gz", truth)
+    run = make_run(tmp_path / "three", replace(RECIPE, schemes=("none",), values=(0, 1, 2)))
+    more = ["--min-component", "2voxels", "--postprocessing", str(tmp_path / "steps.json")]
+    assert act(tmp_path, run, *more, out="cleaned") == 0
+    assert set(np.unique(voxels(tmp_path / "cleaned" / "case.nii.gz"))) == {0, 1}
+    assert "leaves nothing" not in capsys.readouterr().out, "the largest component alone was kept"
 
 
 def test_postprocessing_may_name_the_labels_that_a_run_joined(tmp_path, echo) -> None:

@@ -358,7 +358,11 @@ def test_what_a_run_learned_as_one_class_is_scored_as_one(
         write_json(tmp_path / f"by-{name}" / "prediction.json", {"run": str(tmp_path / name)})
     declared = tmp_path / "data" / "dataset.json"
     labels = {"background": 0, "organ": 1, "solid": 2, "glass": 3}
-    write_json(declared, {"channel_names": {"0": "CT"}, "labels": labels, "file_ending": ".nii.gz", "numTraining": 1})
+
+    def content_of(labels: dict[str, int]) -> dict:
+        return {"channel_names": {"0": "CT"}, "labels": labels, "file_ending": ".nii.gz", "numTraining": 1}
+
+    write_json(declared, content_of(labels))
     truth, found = np.ones((6, 6, 6), np.uint8), np.ones((6, 6, 6), np.uint8)
     truth[2:4], truth[4:], found[2:] = 2, 3, 2
     save(declared.parent / "labelsTr" / "a.nii.gz", truth)
@@ -379,6 +383,11 @@ def test_what_a_run_learned_as_one_class_is_scored_as_one(
     for out in (said("by-joined", "--dataset", str(declared)), said("by-joined", "by-otherwise")):
         assert "a: Dice organ 1.0000, solid 0.6667, glass 0.0000\n" in out and told in out and "classes as" not in out
     assert "classes as" not in said("by-hand")
+    for names in (("lesion", "organ", "other"), ("a", "solid", "glass")):  # of another data set
+        write_json(declared, content_of(dict(zip(("background", *names), range(4)))))
+        out = said("by-joined")
+        assert f"a: Dice {names[0]} 1.0000, {names[1]} 0.6667, {names[2]} 0.0000\n" in out
+        assert "classes as" not in out and f"{tmp_path / 'joined'} learned joined labels" in out
     assert "cannot tell" not in said("by-joined", "--regions", "organ=1", "--regions", "lesion=2,3")
 
 

@@ -32,8 +32,7 @@ from seqpar.report.tables import what_is_missing
 from seqpar.scores.label_scores import format_table
 from seqpar.tasks.lookup import TASKS
 from seqpar.tasks.seen_cases import Seen
-from seqpar.tasks.segment.page import _mirrored_copies
-from seqpar.tasks.training_data import about_sides, sides_of_each
+from seqpar.weights.facts import ANCESTORS, IS_UNKNOWN
 from tests.support.checkpoints import write_window
 from tests.support.folders import save, write_json
 from tests.support.report_page import Page, own_slices, written
@@ -226,6 +225,8 @@ def test_a_class_that_no_case_to_train_on_has_is_told_from_one_that_was_not_lear
         ({}, False),
         ({"in_no_case": ["ED"]}, True),
         ({"in_no_case": ["ED"], "learned_before": ["a"]}, False),
+        ({"in_no_case": ["ED"], ANCESTORS: [{"name": "D", "recipe": {}, "train": ["a"], "digests": {}}]}, False),
+        ({"in_no_case": ["ED"], IS_UNKNOWN: True}, False),
     ):
         path.write_text(json.dumps(content | {"dataset": content["dataset"] | more}))
         assert (told in what_is_unlearned(read_record(copied))) == is_said
@@ -378,42 +379,6 @@ def test_the_scale_of_uncertainty_is_that_of_what_was_learned(
     assert shown.most_apart.startswith(f"{apart:.2f} nats")
 
 
-def test_a_page_repeats_that_training_exchanged_left_and_right() -> None:
-    told = (
-        "Training mirrored {} (--augment light), which exchanges left kidney and right kidney: these may be confused. "
-        "--augment none does not mirror."
-    )
-    kidneys = ["left kidney", "right kidney"]
-    assert about_sides(kidneys, "light") == [told.format("tiles")]
-    assert about_sides(kidneys, "light", "volumes") == [told.format("volumes")]
-    assert about_sides(["liver"], "light") == about_sides(kidneys, "none") == about_sides(["L"], "of another") == []
-
-
-def test_a_comparison_names_the_runs_whose_training_exchanged_left_and_right(copied: Path, tmp_path: Path) -> None:
-    runs = {name: Path(shutil.copytree(copied, tmp_path / name)) for name in ("one", "two", "three")}
-
-    def page(**augment: str) -> str:
-        for name, run in runs.items():
-            path = run / "config.json"
-            content = json.loads(path.read_text())
-            content["dataset"]["regions"] = {"left kidney": [1], "right kidney": [2]}
-            content["config"]["augment"] = augment.get(name, "none")
-            path.write_text(json.dumps(content))
-        assert report.act([*map(str, runs.values()), "--out", str(tmp_path / "page.html")]) == 0
-        return Page((tmp_path / "page.html").read_text()).text
-
-    told = "training mirrored tiles (--augment light), which exchanges left kidney and right kidney: these may be"
-    assert (text := page(two="light")).count(told) == 1 and f"two: {told}" in text
-    assert (text := page(one="light", two="light")).count(told) == 1 and f"one, two: {told}" in text
-    assert "mirrored" not in page()
-    labelled = read_record(copied)
-    outputs = {"names": ["right", "left"], "numbers": {}}
-    dataset = labelled.dataset | {"volume_classes": outputs, "labels": {}}
-    content = {"config": {**labelled.config, "augment": "light"}, "dataset": dataset}
-    told = sides_of_each({"a": replace(labelled, content={**labelled.content, **content})})[0]
-    assert told.startswith("a: training mirrored volumes (--augment light), which exchanges left and right")
-
-
 def test_the_sides_of_voxels_are_known_without_the_label_maps_of_a_validation(copied: Path) -> None:
     summary = copied / "validation" / "summary.json"
     content = json.loads(summary.read_text())
@@ -423,26 +388,6 @@ def test_the_sides_of_voxels_are_known_without_the_label_maps_of_a_validation(co
     for path in summary.parent.glob("*.nii.gz"):
         path.unlink()
     assert said in written(copied).text
-
-
-def test_a_mean_over_copies_that_exchange_left_and_right_is_told(finished: Path, tmp_path: Path) -> None:
-    kidneys, record = ["left kidney", "right kidney"], read_record(finished)
-
-    def told(flag: str) -> list[str]:
-        return [
-            f"A prediction is the mean over copies mirrored from left to right ({flag}), which exchanges left kidney "
-            f"and right kidney: these may be confused. {flag.split()[0]} none does not mirror."
-        ]
-
-    for letters, is_told in (("WDH", True), ("DH", False), ("none", False)):
-        own = replace(record, content={**record.content, "config": {**record.config, "val_mirror": letters}})
-        assert _mirrored_copies(kidneys, None, own) == told(f"--val-mirror {letters}") * is_told
-        assert _mirrored_copies(["liver"], None, own) == []
-    for directions, is_told in (([0], True), ([1, 2], False), ([], False)):
-        write_json(tmp_path / "prediction.json", {"run": "r", "settings": {"mirror": directions}})
-        assert _mirrored_copies(kidneys, tmp_path, record) == told("--mirror") * is_told
-    write_json(tmp_path / "prediction.json", {"run": "r"})
-    assert _mirrored_copies(kidneys, tmp_path, record) == [], "of an earlier version"
 
 
 @pytest.mark.parametrize("name", ["Bu\u0308st", "B\udcc3\udcbcst", "B\u00fcst"])

@@ -108,7 +108,8 @@ def summary_of_data(data: TrainingData, config: Config) -> str:
     if sides := exchanged_sides(every, config.augment):
         note = f"  note: --augment {config.augment} mirrors tiles, which exchanges {sides}"
         lines.append(f"{note}; --augment none does not mirror")
-    copies = about_mirrored_copies(every, config.mirror, f"--val-mirror {config.val_mirror}")
+    directions = () if dataset.recipe.plan else config.mirror  # which a plan has in the axes of files
+    copies = about_mirrored_copies(every, directions, f"--val-mirror {config.val_mirror}")
     lines += [f"  note: {told}" for told in copies]
     lines += _doubt(dataset)
     return "\n".join(

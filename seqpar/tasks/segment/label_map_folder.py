@@ -304,7 +304,7 @@ class LabelMapFolder(PredictionFolder):
 
     def differs(self, case: Case, stamp: Any) -> bool:
         path = self.label_path(case)
-        return path.is_file() and not is_as_written(path, stamp)
+        return path.is_file() and not is_as_written(path, stamp) and is_whole(path)
 
     def probability_paths(self, case: Case) -> list[Path]:
         """Returns the path of each output's probabilities."""

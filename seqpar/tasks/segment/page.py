@@ -227,7 +227,11 @@ def segment_page(options: argparse.Namespace, record: RunRecord) -> FinishedPage
 
 
 def _mirrored_copies(names: Sequence[str], prediction: Path | None, record: RunRecord) -> list[str]:
-    """Returns a sentence if the label maps of a page are means over copies that exchange left and right."""
+    """Returns a sentence if the label maps of a page are means over copies that exchange left and right; nothing is
+    known of networks that see the axes of files, as nnU-Net's do.
+    """
+    if (record.dataset.get("recipe") or {}).get("plan"):
+        return []
     if is_validation(prediction, record):
         letters = str(record.config.get("val_mirror", "none"))
         return about_mirrored_copies(names, [0] if "W" in letters else [], f"--val-mirror {letters}")

@@ -26,7 +26,6 @@ from seqpar.prediction.window_grid import WindowGrid
 from seqpar.runs.trained_run import TrainedRun, prediction_mode
 from seqpar.scores.label_classes import labels_of_declaration
 from seqpar.scores.label_files import DISAGREEMENT, ENTROPY, UNCERTAINTY
-from seqpar.scores.postprocessing import describe_min_component
 from seqpar.tasks.segment.label_map_folder import (
     DICOM_SEG,
     NPZ,
@@ -133,9 +132,10 @@ class LabelMapPrediction(CasePrediction):
                 if isinstance(probabilities, MeanProbabilities):
                     with folder.writable():
                         labels = probabilities.class_ids(run.output_order)
-                values = self.predictors[0].to_source(labels.numpy(), properties)
+                kept = self.predictors[0].without_small(labels.numpy(), properties)
+                values = self.predictors[0].kept_to_source(kept, properties)
                 folder.write(case, values, properties, run.preparation, probabilities, self.prepared_cases.image)
-                return self._say_emptied(labels.numpy(), values)
+                return self._say_emptied(labels.numpy(), kept)
 
             emptied = run_on_rank0(write, self.mesh.world)
         finally:
@@ -145,20 +145,12 @@ class LabelMapPrediction(CasePrediction):
         statistics = folder.statistics
         return f"{line}; {statistics.volumes(case.id)}" if statistics and self.mesh.is_first else line
 
-    def _say_emptied(self, ids: np.ndarray, written: np.ndarray) -> str:
-        """Returns of what nothing is written though the network predicted it; "" if small components stay as well.
-
-        - ``ids``: the class ids that were predicted; ``written``: the file's label values
-        """
-        run, least = self.run, describe_min_component(self.members[0].settings.min_component)
-        if not least:
+    def _say_emptied(self, ids: np.ndarray, kept: np.ndarray) -> str:
+        """Returns which classes of the predicted ids --min-component leaves nothing of; "" if there are none."""
+        if kept is ids:
             return ""
-        values, given, left = run.recipe.values or tuple(run.labels.values()), np.unique(ids), np.unique(written)
-        classes = run.regions or {name: (number,) for name, number in run.labels.items() if number}
-        lost = [
-            name for name, own in classes.items()
-            if np.isin(own, given).any() and not np.isin([values[number] for number in own], left).any()
-        ]  # fmt: skip
+        classes, given, left = self.run.regions or _foreground(self.run), np.unique(ids), np.unique(kept)
+        lost = [name for name, own in classes.items() if np.isin(own, given).any() and not np.isin(own, left).any()]
         return f"--min-component leaves nothing of {shorten_list(lost, 3)}" if lost else ""
 
     def _say_size(self, predictor: Predictor, case: Case, image: Image, to_shape: Sequence[int]) -> str:
@@ -231,3 +223,7 @@ def _probability_file(
 
 def _ignore_rows(first_row: int, rows: Tensor) -> None:
     """Stands for the writer of probabilities on the ranks that write nothing."""
+
+
+def _foreground(run: TrainedRun) -> dict[str, tuple[int, ...]]:
+    return {name: (number,) for name, number in run.labels.items() if number}
