@@ -31,6 +31,7 @@ from seqpar.scores.label_classes import Labels, choose_labels, joined_in, labels
 from seqpar.scores.label_files import missing_line
 from seqpar.scores.summary_files import write_output, writing_alone
 from seqpar.tasks.seen_cases import NEW, NONE_SEEN, SEEN, Seen
+from seqpar.tasks.training_data import copies_of_run, sides_of_each
 from seqpar.terminal import next_command
 
 ELSEWHERE = "; --images FOLDER adds images that are stored elsewhere"
@@ -214,6 +215,7 @@ class CaseEvaluation(ABC):
                 if self.labels is not None:
                     job.cautions += other_values(run, labels_of_run(record.dataset), self.labels)
                     job.cautions += parts_of_joined(run, joined_in(record.dataset), self.labels)
+                    job.cautions += _of_sides(record, None if validated else prediction)
                 found.append(self.find_seen(job, record))
             except (DataError, ValueError, OSError) as error:  # of a damaged record: scores do not need it
                 gone += [f"{error}: whether these cases were in its training data is not known."] * (not validated)
@@ -260,6 +262,18 @@ def other_values(run: Path, written: Labels, scored: Labels) -> list[str]:
         if name in scored.classes and {*scored.classes[name]} != {*values}
     ]
     return [f"Caution: {run} writes {'; '.join(others)}. The scores compare other classes."] * bool(others)
+
+
+def _of_sides(record: RunRecord, prediction: Path | None) -> list[str]:
+    """Returns cautions if a run's training, or its way of predicting, exchanged left and right.
+
+    - ``prediction``: None for the run's own validation
+    """
+    from seqpar.report.run_page import made_by  # few evaluations make a page
+
+    ways = None if prediction is None else [made.get("settings") or {} for made in made_by(prediction)]
+    training = sides_of_each({str(record.path): record}, with_copies=False)
+    return [f"Caution: {told}" for told in (*training, *copies_of_run(record, ways))]
 
 
 def parts_of_joined(run: Path, joined: Mapping[int, int], scored: Labels) -> list[str]:

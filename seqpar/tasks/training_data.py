@@ -1,7 +1,7 @@
 """TrainingData: prepared cases, their split into cases to train on and to hold out, their tiles, and a few lines."""
 
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -341,15 +341,45 @@ def about_sides(names: Collection[str], augment: str, what: str = "tiles") -> li
 
 def sides_of_run(record: "RunRecord") -> list[str]:
     """Returns the same of a run's classes."""
-    names = record.outputs or [*record.label_names.values(), *map(str, record.dataset.get("regions") or ())]
-    return about_sides(names, str(record.config.get("augment", "none")), "volumes" if record.outputs else "tiles")
+    augment = str(record.config.get("augment", "none"))
+    return about_sides(_names_in(record), augment, "volumes" if record.outputs else "tiles")
 
 
-def sides_of_each(records: "Mapping[str, RunRecord]") -> list[str]:
-    """Returns a sentence on the runs whose training exchanged the same names, by the names of these runs."""
+def _names_in(record: "RunRecord") -> list[str]:
+    return record.outputs or [*record.label_names.values(), *map(str, record.dataset.get("regions") or ())]
+
+
+def copies_of_run(record: "RunRecord", ways: Iterable[Mapping[str, Any]] | None = None) -> list[str]:
+    """Returns a sentence if a run's predictions are means over copies that exchange names of the left and the right.
+
+    - ``ways``: the settings of these predictions; None: they are those of its validation
+    """
+    if not sees_sides((record.dataset.get("recipe") or {}).get("plan")):
+        return []
+    if ways is not None:
+        directions = {number for own in ways for number in own.get("mirror") or ()}
+        return about_mirrored_copies(_names_in(record), directions, "--mirror")
+    letters = str(record.config.get("val_mirror", "none"))
+    return about_mirrored_copies(_names_in(record), [0] * ("W" in letters), f"--val-mirror {letters}")
+
+
+def sees_sides(plan: Any) -> bool:
+    """Returns whether volumes lie from left to right along W, as in canonical axes; those of files may not.
+
+    - ``plan``: of nnU-Net's, as a recipe or config.json has it; None for our own preparation
+    """
+    reader = plan.get("reader") if isinstance(plan, dict) else getattr(plan, "reader", "")
+    return not plan or str(reader).endswith("WithReorient")
+
+
+def sides_of_each(records: "Mapping[str, RunRecord]", with_copies: bool = True) -> list[str]:
+    """Returns a sentence on the runs whose training exchanged the same names, by the names of these runs.
+
+    - ``with_copies``: also on those whose validation is a mean over copies that do
+    """
     found = dict[str, list[str]]()
     for name, record in records.items():
-        for told in sides_of_run(record):
+        for told in [*sides_of_run(record), *(copies_of_run(record) if with_copies else ())]:
             found.setdefault(f"{told[0].lower()}{told[1:]}", []).append(name)
     return [f"{list_some(names, ', ')}: {told}" for told, names in found.items()]
 

@@ -154,6 +154,6 @@ def test_it_is_said_that_mirrored_copies_exchange_left_and_right(tmp_path: Path,
         assert act(tmp_path, run, *more, images="data", out="-".join(("out", *more))) == 0
         said = "warning: A prediction is the mean over copies mirrored from left to right (--mirror), which exchanges"
         assert (f"{said} left kidney and right kidney: these may be confused." in capsys.readouterr().err) == is_said
-    monkeypatch.setattr(RecipePreparation, "axes", "of the file")
+    monkeypatch.setattr(RecipePreparation, "axes", "nnU-Net's (SimpleITKIO)")
     assert act(tmp_path, run, "--mirror", images="data", out="other") == 0
     assert "mirrored" not in capsys.readouterr().err

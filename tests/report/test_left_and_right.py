@@ -5,11 +5,16 @@ import shutil
 from dataclasses import replace
 from pathlib import Path
 
-from seqpar.cli import report
-from seqpar.report.record import read_record
-from seqpar.tasks.segment.page import _mirrored_copies
+import numpy as np
+import pytest
+
+from seqpar.cli import evaluate, report
+from seqpar.cluster.exit_codes import run as main
+from seqpar.report.record import RunRecord, read_record
+from seqpar.tasks.segment.page import _of_sides
 from seqpar.tasks.training_data import about_sides, sides_of_each
 from tests.support.folders import write_json
+from tests.support.label_folders import save
 from tests.support.report_page import Page
 
 
@@ -50,7 +55,7 @@ def test_a_comparison_names_the_runs_whose_training_exchanged_left_and_right(cop
 
 
 def test_a_mean_over_copies_that_exchange_left_and_right_is_told(finished: Path, tmp_path: Path) -> None:
-    kidneys, record = ["left kidney", "right kidney"], read_record(finished)
+    kidneys, record = {1: "left kidney", 2: "right kidney"}, read_record(finished)
 
     def told(flag: str) -> list[str]:
         return [
@@ -58,15 +63,45 @@ def test_a_mean_over_copies_that_exchange_left_and_right_is_told(finished: Path,
             f"and right kidney: these may be confused. {flag.split()[0]} none does not mirror."
         ]
 
+    def one(letters: str, reader: str = "", names: dict[int, str] = kidneys, augment: str = "none") -> RunRecord:
+        config = {**record.config, "val_mirror": letters, "augment": augment}
+        plan = {"plan": {"reader": reader}} if reader else {}
+        dataset = record.dataset | {"regions": {}, "recipe": record.dataset["recipe"] | plan}
+        return replace(record, label_names=names, content={**record.content, "config": config, "dataset": dataset})
+
     for letters, is_told in (("WDH", True), ("DH", False), ("none", False)):
-        own = replace(record, content={**record.content, "config": {**record.config, "val_mirror": letters}})
-        assert _mirrored_copies(kidneys, None, own) == told(f"--val-mirror {letters}") * is_told
-        assert _mirrored_copies(["liver"], None, own) == []
+        assert _of_sides(None, one(letters)) == told(f"--val-mirror {letters}") * is_told
+        assert _of_sides(None, one(letters, names={1: "liver"})) == []
+        found = " ".join(sides_of_each({"first": one("none"), "second": one(letters)}))
+        assert ("second: a prediction is the mean over copies" in found) == is_told and "first" not in found
+    assert _of_sides(None, one("W", "NibabelIOWithReorient")) == told("--val-mirror W")
+    assert _of_sides(None, one("W", "SimpleITKIO")) == [], "whose axes are those of files"
     for directions, is_told in (([0], True), ([1, 2], False), ([], False)):
-        write_json(tmp_path / "prediction.json", {"run": "r", "settings": {"mirror": directions}})
-        assert _mirrored_copies(kidneys, tmp_path, record) == told("--mirror") * is_told
-    write_json(tmp_path / "prediction.json", {"run": "r"})
-    assert _mirrored_copies(kidneys, tmp_path, record) == [], "of an earlier version"
-    recipe = record.dataset["recipe"] | {"plan": {"any": 1}}
-    content = {"config": {**record.config, "val_mirror": "W"}, "dataset": record.dataset | {"recipe": recipe}}
-    assert _mirrored_copies(kidneys, None, replace(record, content={**record.content, **content})) == [], "of files"
+        write_json(tmp_path / "prediction.json", {"run": str(finished), "settings": {"mirror": directions}})
+        assert _of_sides(tmp_path, one("none")) == told("--mirror") * is_told
+    write_json(tmp_path / "prediction.json", {"run": str(finished)})
+    assert _of_sides(tmp_path, one("none")) == [], "of an earlier version"
+    (trained,) = _of_sides(tmp_path, one("none", augment="light"))
+    assert trained.startswith("Training mirrored tiles (--augment light), which exchanges left kidney and right")
+
+
+def test_that_training_mirrored_is_said_of_the_runs_that_predicted(
+    copied: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    content = json.loads((copied / "config.json").read_text())
+    regions = {"regions": {"left kidney": [1], "right kidney": [2]}}
+    runs = {name: Path(shutil.copytree(copied, tmp_path / name)) for name in ("plain", "mirrors")}
+    for (name, run), augment in zip(runs.items(), ("none", "light")):
+        config = content["config"] | {"augment": augment}
+        write_json(run / "config.json", content | {"config": config, "dataset": content["dataset"] | regions})
+        save(tmp_path / f"by-{name}" / "a.nii.gz", np.ones((4, 4, 4), np.uint8))
+        write_json(tmp_path / f"by-{name}" / "prediction.json", {"run": str(run), "weights": {}})
+    save(tmp_path / "truth" / "a.nii.gz", np.ones((4, 4, 4), np.uint8))
+    for run in runs.values():
+        assert _of_sides(tmp_path / "by-plain", read_record(run)) == [], "whichever page it is"
+        assert len(_of_sides(tmp_path / "by-mirrors", read_record(run))) == 1
+    assert _of_sides(tmp_path / "by-mirrors", read_record(runs["plain"]))[0].startswith("mirrors: training mirrored")
+    for name in runs:
+        assert main(evaluate.act, [str(tmp_path / "truth"), str(tmp_path / f"by-{name}")]) == 0
+        is_told = f"Caution: {runs[name]}: training mirrored tiles" in capsys.readouterr().out
+        assert is_told == (name == "mirrors")

@@ -25,6 +25,7 @@ from seqpar.tasks.training_data import (
     exchanged_sides,
     refuse_for_soft_labels,
     refuse_weights,
+    sees_sides,
     split_of,
     splits_by_patient,
     training_tiles,
@@ -108,7 +109,7 @@ def summary_of_data(data: TrainingData, config: Config) -> str:
     if sides := exchanged_sides(every, config.augment):
         note = f"  note: --augment {config.augment} mirrors tiles, which exchanges {sides}"
         lines.append(f"{note}; --augment none does not mirror")
-    directions = () if dataset.recipe.plan else config.mirror  # which a plan has in the axes of files
+    directions = config.mirror if sees_sides(dataset.recipe.plan) else ()
     copies = about_mirrored_copies(every, directions, f"--val-mirror {config.val_mirror}")
     lines += [f"  note: {told}" for told in copies]
     lines += _doubt(dataset)

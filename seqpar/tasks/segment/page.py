@@ -95,7 +95,7 @@ from seqpar.tasks.case_evaluation import (
 from seqpar.tasks.seen_cases import NONE_SEEN, SHOWN_LARGE, Seen
 from seqpar.tasks.segment.evaluation import ABOUT_CALIBRATION, calibrate, calibration_diagram, trained_on
 from seqpar.tasks.segment.label_map_folder import DICOM_SEG, SavedProbabilities
-from seqpar.tasks.training_data import about_mirrored_copies, sides_of_run
+from seqpar.tasks.training_data import copies_of_run, sides_of_each, sides_of_run
 from seqpar.text import name_images, quantity
 
 FOLDER = Path(__file__).parent
@@ -193,9 +193,7 @@ def segment_page(options: argparse.Namespace, record: RunRecord) -> FinishedPage
         scans = about_scans([case.name for case in scored.cases], {})
         cautions += filter(None, [scans, too_much(scored), part_labelled(scored)])
     cautions += filter(None, [of_unlisted, replaced_line(options.prediction)] if options.prediction else [])
-    cautions += sides_of_run(record)
-    names = [*record.label_names.values(), *map(str, record.dataset.get("regions") or ())]
-    cautions += _mirrored_copies(names, options.prediction, record)
+    cautions += _of_sides(options.prediction, record)
     cautions += of_open_sides(cases.volumes) if cases else []
     if every:
         removed = {case.name: case.truth for case in every.cases if case.truth and not case.prediction.is_file()}
@@ -226,17 +224,18 @@ def segment_page(options: argparse.Namespace, record: RunRecord) -> FinishedPage
     return FinishedPage(text, f"{count_shown([bool(case.images) for case, _ in shown])}, ", own, cautions)
 
 
-def _mirrored_copies(names: Sequence[str], prediction: Path | None, record: RunRecord) -> list[str]:
-    """Returns a sentence if the label maps of a page are means over copies that exchange left and right; nothing is
-    known of networks that see the axes of files, as nnU-Net's do.
+def _of_sides(prediction: Path | None, record: RunRecord) -> list[str]:
+    """Returns sentences if the training of a run that made a page's label maps exchanged left and right, or if these
+    are means over copies that do.
     """
-    if (record.dataset.get("recipe") or {}).get("plan"):
-        return []
     if is_validation(prediction, record):
-        letters = str(record.config.get("val_mirror", "none"))
-        return about_mirrored_copies(names, [0] if "W" in letters else [], f"--val-mirror {letters}")
-    ways = [made.get("settings") or {} for made in made_by(prediction)] if prediction else []
-    return about_mirrored_copies(names, {n for own in ways for n in own.get("mirror") or ()}, "--mirror")
+        return [*sides_of_run(record), *copies_of_run(record)]
+    assert prediction is not None
+    copies = copies_of_run(record, [made.get("settings") or {} for made in made_by(prediction)])
+    if not averaged_runs(prediction) and not other_run(prediction, record.path):
+        return [*sides_of_run(record), *copies]
+    behind = {name_of_run(one.path, ""): one for one in records_behind(prediction)}
+    return [*sides_of_each(behind, with_copies=False), *copies]
 
 
 def _caution_of(tile: HeadlineTile, rows: Sequence[Scores], count: int) -> str:

@@ -34,7 +34,7 @@ from seqpar.tasks.segment.label_map_folder import (
     EnsembleFiles,
     LabelMapFolder,
 )
-from seqpar.tasks.training_data import about_mirrored_copies
+from seqpar.tasks.training_data import about_mirrored_copies, sees_sides
 from seqpar.text import name_images, quantity
 from seqpar.weights.weight_files import digest, shorten_list
 
@@ -102,7 +102,7 @@ class LabelMapPrediction(CasePrediction):
         lines = list[str]()
         for member in self.members:
             own, run = member.settings, member.run
-            if run.preparation.axes == "canonical":
+            if sees_sides(run.recipe.plan) and not run.preparation.axes.startswith("nnU-Net's"):
                 lines += about_mirrored_copies([*run.labels, *run.regions], own.mirror, "--mirror")
         return list(dict.fromkeys(lines))
 
