@@ -21,7 +21,7 @@ from seqpar.runs.fold_folder import expand_folds
 from seqpar.runs.nnunet_export import write_results
 from seqpar.runs.run_folder import read_config, read_windows
 from seqpar.runs.run_status import warn_if_killed, warn_of_weights
-from seqpar.runs.trained_run import find_weights, load_run, read_run
+from seqpar.runs.trained_run import TrainedRun, find_weights, load_run, read_run
 from seqpar.settings.parser import Parser
 from seqpar.tasks.lookup import task_of
 from seqpar.terminal import coloured, next_command
@@ -99,12 +99,27 @@ def _hand_back(options: argparse.Namespace) -> int:
         weights = find_weights(trained, options.checkpoint)
         runs.append((trained, read_config(path), load_run(path, str(weights))))
     what, *notes = write_results(options.out, runs, options.licence)
+    notes += _of_joined(runs[0][0])
     print(f"{options.out}: {what}, licence: {options.licence}")
     print("\n".join(notes), end="\n" * bool(notes), file=sys.stderr)
     folds = " ".join(sorted(path.name.removeprefix("fold_") for path in options.out.glob("fold_*")))
     on_cpu = "" if torch.cuda.is_available() else " -device cpu"
     print(f"next: nnUNetv2_predict_from_modelfolder -i IMAGES -o PREDICTIONS -m {options.out} -f {folds}{on_cpu}")
     return 0
+
+
+def _of_joined(run: TrainedRun) -> list[str]:
+    """Returns a note if a run learned several labels as one, which nnU-Net's folder cannot say."""
+    values, joined = run.recipe.values, dict(run.recipe.joined)
+    names = {name: values[number] for name, number in run.labels.items() if values[number] in joined.values()}
+    each = [
+        f"--regions {name}={','.join(map(str, (first, *(value for value, other in joined.items() if other == first))))}"
+        for name, first in names.items()
+    ]
+    told = (
+        "note: the run learned joined labels (--join-labels), which this folder does not tell: score what it predicts"
+    )
+    return [f"{told} with evaluate {' '.join(each)} and the other classes"] if each else []
 
 
 def main() -> None:

@@ -69,6 +69,7 @@ class PredictionFolder(ABC):
         self.others: Sequence[str] = ()
         self.replaced: Sequence[str] = ()
         self.edited: Sequence[str] = ()
+        self._replacing = dict[str, Any]()  # what is known of the predictions that are there and will be replaced
         self._tells_voxels = False  # as no earlier version did
         self._content, self._pending = dict[str, Any](), dict[str, Any]()  # of the record; what will be known of images
         # what is known of label maps, and of images; digests of the images of each case, once they are read
@@ -104,11 +105,10 @@ class PredictionFolder(ABC):
         told = {case for case in same if case in self._voxels or not self._tells_voxels}  # else killed before it did
         left = self.unfinished(cases, frozenset(told) if resume and is_same else frozenset())
         self._refuse_unlisted(left, listed)
-        if lost := self._changed_since(left):
-            why = f"holds a prediction of {lost[0].id} that has changed since predict wrote it, and would be replaced"
-            keep = "add --continue, which keeps it, " * (is_same and not resume)
-            raise DataError(self.files_of(lost)[0], f"{why}; {keep}move the file elsewhere, or choose another --output")
+        for case in self._changed_since(left):
+            self._refuse_to_replace(case, "add --continue, which keeps it, " * (is_same and not resume))
         self.edited = [case.id for case in self._changed_since(cases)]
+        self._replacing = {case.id: self._maps[case.id] for case in left if case.id in self._maps}
         with self.writable():
             self.folder.mkdir(parents=True, exist_ok=True)
             self._lock()
@@ -148,6 +148,15 @@ class PredictionFolder(ABC):
     def stamp_of(self, case: Case) -> list[Any] | None:
         """Returns what tells what is written of a case from what replaces it later; None if nothing is."""
         return None
+
+    def refuse_edited(self, case: Case) -> None:
+        """Raises DataError if an earlier prediction was changed while this one was at work."""
+        if case.id in self._replacing and self.differs(case, self._replacing[case.id]):
+            self._refuse_to_replace(case)
+
+    def _refuse_to_replace(self, case: Case, keep: str = "") -> None:
+        why = f"holds a prediction of {case.id} that has changed since predict wrote it, and would be replaced"
+        raise DataError(self.files_of([case])[0], f"{why}; {keep}move the file elsewhere, or choose another --output")
 
     def differs(self, case: Case, stamp: Any) -> bool:
         """Returns whether something whole is written of a case that is not what a stamp was made of."""

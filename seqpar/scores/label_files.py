@@ -163,10 +163,13 @@ def about_held_out(run: Path) -> str:
     """Returns a sentence if a run's validation has other label maps than those of its held-out cases; else ""."""
     try:
         scored = {*list_label_files(run / "validation")}
-        held_out = {*json.loads((run / "config.json").read_text())["dataset"]["held_out"]}
-    except (OSError, ValueError, KeyError, TypeError):
+        content = json.loads((run / "config.json").read_text())
+        held_out, count = {*content["dataset"]["held_out"]}, int(content.get("config", {}).get("val_cases", 0))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return ""
     gone, others = sorted(held_out - scored), sorted(scored - held_out)
+    if gone and not others and len(scored) == count:
+        return f"{run} validated {count} of its {quantity(len(held_out), 'held-out case')} (--val-cases {count})."
     parts = [f"lacks {quantity(len(gone), 'held-out case')}, such as {gone[0]}"] if gone else []
     parts += (
         [f"has {quantity(len(others), 'case')} that the run did not hold out, such as {others[0]}"] if others else []

@@ -360,14 +360,16 @@ def hardly_learned_lines(summary: Mapping[str, Any]) -> list[str]:
         what = what_is_hardly_learned(
             row["Dice"], own, of_present, found, where_known(row), *(row.get(n, math.nan) for n in ("n_pred", "n_ref"))
         )
-        if (zeros := summary["zeros_of_absent"][name]) and (not what or of_present < HARDLY):
-            mean = rounded(row["Dice"] * own / (own - zeros), 4)
+        zeros = summary["zeros_of_absent"][name]
+        rest = row["Dice"] * own / (own - zeros) if own > zeros else math.nan
+        if zeros and (not what or of_present < HARDLY):
             are, it = ("is", "it") if zeros == 1 else ("are", "these")
             why = "this class was predicted where the truth has none"
-            absent = f"{zeros} of {own} values {are} 0, as {why}; {mean} without {it}"
+            absent = f"{zeros} of {own} values {are} 0, as {why}; {rounded(rest, 4)} without {it}"
             what = f"{what}; {absent}" if what else absent
-        if what and row["Dice"] - of_present > 5e-5:  # cases that both lack the class count as 1
-            what += f"; {rounded(of_present, 4)} where the truth has this class"
+        where = "where the truth has this class"
+        if what and where not in what and rest - of_present > 5e-5:  # cases that both lack the class count as 1
+            what += f"; {rounded(of_present, 4)} {where}"
         told[name] = row["Dice"], what
     kind = "mean Dice" if count > 1 else "Dice"
     return [f"{name}: {kind} {rounded(dice, 4)}: {what}" for name, (dice, what) in told.items() if what]

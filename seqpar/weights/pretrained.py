@@ -131,10 +131,15 @@ def load_pretrained(net: Network, config: Config) -> str:
 
 
 def weights_file(path: str) -> Path:
-    """Returns the file of weights of a path or address; of a run folder the last, or those of its last checkpoint."""
+    """Returns the file of weights of a path or address; of a run folder the last, or those of its last checkpoint.
+
+    A run that went on after its end, and has not ended again, has weights of that end next to newer checkpoints.
+    """
     folder = local_file(path)
-    if not folder.is_dir() or (folder / WEIGHTS).is_file():
-        return folder / WEIGHTS if folder.is_dir() else folder
+    if not folder.is_dir():
+        return folder
+    if (folder / WEIGHTS).is_file() and not _has_gone_on(folder):
+        return folder / WEIGHTS
     if (folder / "checkpoints" / "latest").is_file():
         point = checkpoints.find(folder / "checkpoints", "latest")
         content = dict[str, Any]()
@@ -145,6 +150,15 @@ def weights_file(path: str) -> Path:
     raise ValueError(
         f"--weights {path}: the folder holds neither {WEIGHTS} nor a checkpoint: name a run folder, or a file"
     )
+
+
+def _has_gone_on(run: Path) -> bool:
+    """Returns whether a run folder says that its training has not ended, and has a checkpoint."""
+    status: Any = None
+    with suppress(OSError, ValueError):
+        status = json.loads((run / "status.json").read_text())
+    has_ended = not isinstance(status, dict) or status.get("state") in (None, "finished")
+    return not has_ended and (run / "checkpoints" / "latest").is_file()
 
 
 def _fit_channels(state: dict[str, Tensor], own: Mapping[str, Tensor]) -> list[str]:

@@ -2,13 +2,16 @@
 
 import gzip
 import json
+import os
 import shutil
 
 import pytest
 
 from seqpar.cli import evaluate
+from seqpar.cluster.exit_codes import DATA
 from seqpar.data.errors import DataError
 from seqpar.prediction.prediction_folder import replaced_line
+from seqpar.prediction.predictor import Predictor
 from seqpar.report.run_page import not_yet_predicted
 from tests.support.folders import label_array, save, tree, write_json
 from tests.support.predictions import act, make_run
@@ -58,3 +61,20 @@ def test_label_maps_that_were_replaced_are_not_taken_for_the_network_s(images, t
     assert act(tmp_path, run) == 0 and replaced_line(out) == "", "predicted again"
     (out / "c_001.nii.gz").write_bytes((out / "c_001.nii.gz").read_bytes()[:-20])
     assert act(tmp_path, run) == 0 and replaced_line(out) == "", "nobody's work, but a file that was cut off"
+
+
+def test_what_somebody_changes_while_it_is_predicted_again_is_kept(images, tmp_path, capsys, monkeypatch) -> None:
+    run, out = make_run(tmp_path / "run"), tmp_path / "out"
+    assert act(tmp_path, run) == 0
+    edited, class_ids = out / "c_002.nii.gz", Predictor.class_ids
+
+    def edit_and_predict(*arguments, **more):
+        if len(list(out.glob("c_00?.nii.gz"))) == 3 and edited.stat().st_mtime_ns != 0:
+            save(edited, label_array((1,), (21, 7, 13)))
+            os.utime(edited, ns=(0, 0))
+        return class_ids(*arguments, **more)
+
+    monkeypatch.setattr(Predictor, "class_ids", edit_and_predict)
+    assert act(tmp_path, run) == DATA
+    assert f"{edited}: holds a prediction of c_002 that has changed since predict wrote it" in capsys.readouterr().err
+    assert edited.stat().st_mtime_ns == 0, "it stays"

@@ -5,12 +5,14 @@ import resource
 import signal
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from seqpar.cli.export import _of_joined
 from seqpar.cli.export import act as export
 from seqpar.cluster.exit_codes import DATA
 from seqpar.cluster.exit_codes import run as code_of
@@ -115,3 +117,13 @@ def test_five_folds_become_five(tmp_path: Path) -> None:
     for number in range(5):
         path = tmp_path / "back" / f"fold_{number}" / "checkpoint_final.pth"
         assert torch.load(path, map_location="cpu", weights_only=True)["init_args"]["fold"] == number
+
+
+def test_joined_labels_are_told_as_the_folder_cannot() -> None:
+    labels = {"background": 0, "organ": 1, "tumour": 2}
+    run = SimpleNamespace(labels=labels, recipe=SimpleNamespace(values=(0, 1, 2), joined=((3, 2), (5, 2))))
+    (told,) = _of_joined(run)
+    assert (
+        told.startswith("note: the run learned joined labels (--join-labels)") and "--regions tumour=2,3,5 and" in told
+    )
+    assert _of_joined(SimpleNamespace(labels=labels, recipe=SimpleNamespace(values=(0, 1, 2), joined=()))) == []

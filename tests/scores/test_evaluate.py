@@ -21,7 +21,6 @@ import pytest
 from seqpar.cli import evaluate
 from seqpar.cluster.exit_codes import DATA, USAGE, run
 from seqpar.scores import summary_files
-from seqpar.scores.label_files import about_held_out
 from seqpar.scores.label_scores import (
     hardly_learned_lines,
     not_measured,
@@ -87,17 +86,6 @@ def test_the_table_ends_with_one_line_that_sums_up(
     assert " mm (1 of 6 replaced: one map lacks the class), NSD " in capsys.readouterr().out
 
 
-def test_a_validation_of_other_cases_than_were_held_out_is_told(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps({"dataset": {"held_out": ["a", "b"]}}))
-    for name in ("a", "b"):
-        save(tmp_path / "validation" / f"{name}.nii.gz", np.zeros((4, 4, 4), np.uint8))
-    assert about_held_out(tmp_path) == "" and about_held_out(tmp_path / "validation") == ""
-    save(tmp_path / "validation" / "c.nii.gz", np.zeros((4, 4, 4), np.uint8))
-    (tmp_path / "validation" / "b.nii.gz").unlink()
-    said = "lacks 1 held-out case, such as b and has 1 case that the run did not hold out, such as c."
-    assert about_held_out(tmp_path) == f"Caution: {tmp_path / 'validation'} {said}"
-
-
 def test_too_much_is_not_called_hardly_overlapping() -> None:
     """Of a Dice alone nobody knows which of both it is."""
     much = "on average, the prediction covers 84 % of the truth, but is much too large"
@@ -144,6 +132,7 @@ def test_what_counts_as_measured_or_as_0_does_not_depend_on_how_empty_cases_coun
     rows = [score(*pair, {"core": (1,)}, (1.0, 1.0, 1.0), empty="brats") for pair in pairs]
     (line,) = hardly_learned_lines(summarise(rows))
     told = "1 of 3 values is 0, as this class was predicted where the truth has none; 0.7500 without it"
+    told += "; 0.5000 where the truth has this class"
     assert line == f"core: mean Dice 0.5000: {told}"
     assert not_measured(rows) == " (1 of 3 replaced: one map lacks the class)"
 

@@ -13,7 +13,7 @@ from seqpar.data.errors import DataError
 from seqpar.data.formats.brats import LABEL_SCHEMES
 from seqpar.data.formats.recognise import read_dataset
 from seqpar.scores.label_classes import BRATS, labels_of_dataset, labels_of_declaration, read_declared_labels
-from seqpar.scores.label_files import match_cases
+from seqpar.scores.label_files import about_held_out, match_cases
 from seqpar.tasks.case_evaluation import other_values
 from tests.support.folders import NEW, brats, decathlon, nnunet, write_json
 from tests.support.label_folders import evaluate_folders, random_labels, save, summary_of
@@ -185,3 +185,18 @@ def test_a_run_that_writes_a_class_as_another_value_is_told() -> None:
     same, turned, smaller = (labels_of_declaration({"background": 0, "a": 1, "b": 2}, own, None) for own in regions)
     assert other_values(Path("run"), turned, same) == []
     assert "whole as 2, which is scored as 1 and 2" in other_values(Path("run"), smaller, same)[0]
+
+
+def test_a_validation_of_other_cases_than_were_held_out_is_told(tmp_path: Path) -> None:
+    write_json(tmp_path / "config.json", {"dataset": {"held_out": ["a", "b"]}})
+    for name in ("a", "b"):
+        save(tmp_path / "validation" / f"{name}.nii.gz", np.zeros((4, 4, 4), np.uint8))
+    assert about_held_out(tmp_path) == "" and about_held_out(tmp_path / "validation") == ""
+    save(tmp_path / "validation" / "c.nii.gz", np.zeros((4, 4, 4), np.uint8))
+    (tmp_path / "validation" / "b.nii.gz").unlink()
+    said = "lacks 1 held-out case, such as b and has 1 case that the run did not hold out, such as c."
+    assert about_held_out(tmp_path) == f"Caution: {tmp_path / 'validation'} {said}"
+    (tmp_path / "validation" / "c.nii.gz").unlink()
+    assert about_held_out(tmp_path).startswith("Caution: ")
+    write_json(tmp_path / "config.json", {"config": {"val_cases": 1}, "dataset": {"held_out": ["a", "b"]}})
+    assert about_held_out(tmp_path) == f"{tmp_path} validated 1 of its 2 held-out cases (--val-cases 1)."

@@ -29,6 +29,7 @@ from seqpar.tasks.pretrain.data import open_image_data
 from seqpar.tasks.pretrain.pretraining import flags_of_training
 from seqpar.tasks.pretrain.validation import RebuiltTile, figure_of_tiles
 from seqpar.training import gradients
+from seqpar.weights.pretrained import weights_file
 from tests.support.configs import NoStop, config_of, trainer_of
 from tests.support.folders import image_array, nnunet, save, write_json
 from tests.support.messages import refused_with
@@ -108,12 +109,13 @@ def test_training_starts_from_a_pretraining_and_prediction_does_not(images, flag
     assert "positions resized from 64 tokens to 6x6x6" in line and "new: decoder (" in line
     assert "left out: rebuilder (" in line and "its step" not in line
     left = Path(shutil.copytree(out, tmp_path / "left"))
-    (left / "model.safetensors").unlink()  # which comes at the end
+    assert weights_file(str(left)) == left / "model.safetensors"
     ended = json.loads((left / "status.json").read_text())
     for state, how in (("preempted", "was stopped early"), ("failed", "failed"), ("running", "was killed")):
         write_json(left / "status.json", ended | {"state": state, "step": 1, "steps": 9})
         more[more.index("--weights") + 1] = str(left)
         assert train.act([*flags, *more, "--out", str(tmp_path / "dry"), "--dry-run"]) == 0
+        assert weights_file(str(left)).parent.parent == left / "checkpoints", "those of the end are older"
         assert f"; {left} {how}: these weights are of its step {ended['step']} of 9" in capsys.readouterr().out
     with pytest.raises(ValueError, match="is a pretraining, which predicts no labels: train --weights"):
         predict.act([str(out), "-i", str(tmp_path), "-o", str(tmp_path / "labels")])

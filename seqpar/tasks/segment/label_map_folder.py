@@ -341,6 +341,7 @@ class LabelMapFolder(PredictionFolder):
 
         ``image``: canonical, ``c W D H`` in the files' numbers, for the statistics.
         """
+        self.refuse_edited(case)
         if self.dicom is not None:
             self._write_segmentation(case, labels, self.dicom)
         with self.writable():
