@@ -161,6 +161,8 @@ def what_is_not_found(
     if unknown := [name for name, dice in best.get("dice", {}).items() if dice is None]:
         finds = f"nothing shows whether the network finds {_it(unknown)}"
         told.append(f"In no {kind} case could {_listed(unknown)} be scored: {finds}.")
+        if neither := [name for name in unknown if name in untaught]:
+            told.append(f"No case that the run trains on has {_listed(neither)} either.")
     return " ".join(told)
 
 

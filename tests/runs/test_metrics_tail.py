@@ -91,6 +91,10 @@ def test_classes_that_the_best_validation_does_not_find_are_named() -> None:
         "Dice of b is 0.000: no case that the run trains on has it, so the network could not learn to find it." in told
     )
     assert "of a is 0.000: in the held-out cases that have it, nothing" in told and told.count("Nothing shows") == 1
+    open_rows = [{"step": 1, "loss": 1.0, "dice": {"a": 0.5, "b": None}}]
+    told = what_is_not_found(open_rows, untaught=["b"])
+    assert told.endswith("whether the network finds it. No case that the run trains on has b either.")
+    assert "either" not in what_is_not_found(open_rows)
     told = what_is_not_found(rows, {"a": 0, "b": 0}, untaught=["b"])
     assert "b is 0.000: no case that the run trains on" in told and "a is 0.000: no held-out case is known" in told
 
