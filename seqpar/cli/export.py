@@ -5,6 +5,7 @@ its package. A folder ``OUT`` becomes an nnU-Net results folder.
 """
 
 import argparse
+import shlex
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
@@ -110,16 +111,17 @@ def _hand_back(options: argparse.Namespace) -> int:
 
 def _of_joined(run: TrainedRun) -> list[str]:
     """Returns a note if a run learned several labels as one, which nnU-Net's folder cannot say."""
-    values, joined = run.recipe.values, dict(run.recipe.joined)
-    names = {name: values[number] for name, number in run.labels.items() if values[number] in joined.values()}
-    each = [
-        f"--regions {name}={','.join(map(str, (first, *(value for value, other in joined.items() if other == first))))}"
-        for name, first in names.items()
-    ]
+    if not (joined := dict(run.recipe.joined)):
+        return []
+    each = list[str]()
+    for name, number in run.labels.items():
+        first = run.recipe.values[number]
+        values = [first, *(value for value, other in joined.items() if other == first)]
+        each += ["--regions", shlex.quote(f"{name}={','.join(map(str, values))}")] if number else []
     told = (
         "note: the run learned joined labels (--join-labels), which this folder does not tell: score what it predicts"
     )
-    return [f"{told} with evaluate {' '.join(each)} and the other classes"] if each else []
+    return [f"{told} with evaluate {' '.join(each)}"]
 
 
 def main() -> None:

@@ -142,7 +142,9 @@ def what_is_not_found(
         why = (
             f"no case that the run trains on has {_it(without)}, so the network could not learn to find {_it(without)}"
         )
-        told.append(f"{begin} {_listed(without)} is 0.000: {why}.")
+        absent = [name for name in without if present.get(name) == 0]
+        either = f" No {kind} case is known to have {_listed(absent)} either." if absent else ""
+        told.append(f"{begin} {_listed(without)} is 0.000: {why}.{either}")
     lacking = [name for name in lacking if name not in without]
     if found := [name for name in names if name not in (*lacking, *without)]:
         it = _it(found)

@@ -114,7 +114,8 @@ def describe_unfinished(run: Path, weights: Path) -> list[str]:
     done, total = re.fullmatch(r"step-(\d+)", weights.parent.name), _whole(status, "steps")
     if done and int(done[1]) == total:
         return []
-    of = f"of its step {int(done[1]):,} of {total:,}" if done else "of an earlier end, before it went on"
+    steps = f" of {total:,}" * bool(total)
+    of = f"of its step {int(done[1]):,}{steps}" if done else "of an earlier end, before it went on"
     return [f"{run} {'was killed' if describe_kill(run) else how[state]}: these weights are {of}"]
 
 

@@ -169,7 +169,8 @@ def about_held_out(run: Path) -> str:
         return ""
     gone, others = sorted(held_out - scored), sorted(scored - held_out)
     if gone and not others and len(scored) == count:
-        return f"{run} validated {count} of its {quantity(len(held_out), 'held-out case')} (--val-cases {count})."
+        held = quantity(len(held_out), "held-out case")
+        return f"{run} validated {count} of its {held} (--val-cases {count}): the scores are of no others."
     parts = [f"lacks {quantity(len(gone), 'held-out case')}, such as {gone[0]}"] if gone else []
     parts += (
         [f"has {quantity(len(others), 'case')} that the run did not hold out, such as {others[0]}"] if others else []

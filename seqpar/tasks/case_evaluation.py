@@ -271,7 +271,7 @@ def _of_sides(record: RunRecord, prediction: Path | None) -> list[str]:
     """
     from seqpar.report.run_page import made_by  # few evaluations make a page
 
-    ways = None if prediction is None else [made.get("settings") or {} for made in made_by(prediction)]
+    ways = None if prediction is None else [made.get("settings", {}) for made in made_by(prediction)]
     training = sides_of_each({str(record.path): record}, with_copies=False)
     return [f"Caution: {told}" for told in (*training, *copies_of_run(record, ways))]
 
@@ -382,7 +382,8 @@ def _joined_behind(predictions: Sequence[Path], truth: Labels) -> Labels | None:
     is_same = all({*truth.classes.get(name, ())} == {*values} for name, values in others.items())
     if labels == truth or not is_same or not {*parts, *parts.values()} <= truth.declared:
         return None
-    why = "which learned joined labels (--join-labels); --dataset scores those of a dataset.json"
+    each = (f"{name} {'+'.join(map(str, own))}" for name, own in labels.classes.items() if parts.keys() & {*own})
+    why = f"which learned joined labels ({', '.join(each)}); --dataset scores those of a dataset.json"
     print(f"classes as in {found[0].path}, {why}", flush=True)
     return labels
 

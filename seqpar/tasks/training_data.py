@@ -354,22 +354,24 @@ def copies_of_run(record: "RunRecord", ways: Iterable[Mapping[str, Any]] | None 
 
     - ``ways``: the settings of these predictions; None: they are those of its validation
     """
-    if not sees_sides((record.dataset.get("recipe") or {}).get("plan")):
-        return []
-    if ways is not None:
-        directions = {number for own in ways for number in own.get("mirror") or ()}
-        return about_mirrored_copies(_names_in(record), directions, "--mirror")
     letters = str(record.config.get("val_mirror", "none"))
-    return about_mirrored_copies(_names_in(record), [0] * ("W" in letters), f"--val-mirror {letters}")
+    directions, flag = {n for n, letter in enumerate("WDH") if letter in letters}, f"--val-mirror {letters}"
+    if ways is not None:
+        given = [own.get("mirror") for own in ways if isinstance(own, dict)]
+        directions, flag = {number for own in given if isinstance(own, list) for number in own}, "--mirror"
+    plan = (record.dataset.get("recipe") or {}).get("plan")
+    return about_mirrored_copies(_names_in(record), directions if mirrors_sides_of(plan, directions) else (), flag)
 
 
-def sees_sides(plan: Any) -> bool:
-    """Returns whether volumes lie from left to right along W, as in canonical axes; those of files may not.
+def mirrors_sides_of(plan: Any, directions: Collection[int]) -> bool:
+    """Returns whether copies that are mirrored in these directions exchange left and right: along W, as volumes lie in
+    canonical axes; those of files may not, unless all three are mirrored.
 
     - ``plan``: of nnU-Net's, as a recipe or config.json has it; None for our own preparation
     """
     reader = plan.get("reader") if isinstance(plan, dict) else getattr(plan, "reader", "")
-    return not plan or str(reader).endswith("WithReorient")
+    is_canonical = not plan or str(reader).endswith("WithReorient")
+    return 0 in directions if is_canonical else {0, 1, 2} <= {*directions}
 
 
 def sides_of_each(records: "Mapping[str, RunRecord]", with_copies: bool = True) -> list[str]:

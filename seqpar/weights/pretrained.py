@@ -157,8 +157,10 @@ def _has_gone_on(run: Path) -> bool:
     status: Any = None
     with suppress(OSError, ValueError):
         status = json.loads((run / "status.json").read_text())
-    has_ended = not isinstance(status, dict) or status.get("state") in (None, "finished")
-    return not has_ended and (run / "checkpoints" / "latest").is_file()
+    left = isinstance(status, dict) and status.get("state") in ("running", "preempted", "failed")
+    with suppress(OSError, ValueError):
+        return left and checkpoints.find(run / "checkpoints", "latest").is_dir()
+    return False
 
 
 def _fit_channels(state: dict[str, Tensor], own: Mapping[str, Tensor]) -> list[str]:

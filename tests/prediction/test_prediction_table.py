@@ -63,7 +63,7 @@ def test_cases_whose_explanation_is_not_whole_are_left(tmp_path: Path) -> None:
             path.parent.mkdir(exist_ok=True)
         save(table.explanation_paths(case)[0], np.zeros((2, 2, 2), np.float32))
         plt.imsave(table.explanation_paths(case)[1], np.zeros((2, 2)))
-        table.add(case, np.array([0.5, 0.5]))
+        table.add(case, np.array([0.123456, 0.876544]))
     table.close()
     volume, picture = table.explanation_paths(cases[0])[0], table.explanation_paths(cases[1])[1]
     volume.write_bytes(b"")
@@ -73,8 +73,15 @@ def test_cases_whose_explanation_is_not_whole_are_left(tmp_path: Path) -> None:
         return [case.id for case in PredictionTable(tmp_path, names, explains=True).open(cases, record, True)]
 
     assert left() == ["a", "b"]
-    table.path.write_bytes(table.path.read_bytes()[:-1])
-    assert left() == ["a", "b", "c"], "the last number of c may be cut off"
+    whole = table.path.read_bytes()
+    table.path.write_bytes(whole[:-1])
+    assert left() == ["a", "b"], "its line break alone is gone"
+    edited = whole.replace(b"0.123456", b"0.223456").replace(b"0.876544", b"0.776544")
+    table.path.write_bytes(whole[: whole.rindex(b"c,")] + edited[whole.rindex(b"c,") :].rstrip())
+    assert left() == ["a", "b"], "somebody's work"
+    table.path.write_bytes(whole[:-2])
+    assert left() == ["a", "b", "c"], "the last number of c is cut off"
+    table.path.write_bytes(whole)
     table.add(cases[0], np.array([0.5, 0.5]))
     table.path.write_bytes(b"")
     assert left() == ["a", "b", "c"], "an emptied table has nothing to keep"
@@ -136,6 +143,13 @@ def test_rows_that_joined_a_table_are_told_from_those_that_predict_wrote(tmp_pat
     path.write_bytes(before.rstrip(b"\n"))  # as some editors save it
     with pytest.raises(DataError, match="holds a prediction of a that has changed since predict wrote it"):
         predict_as("abc", "hirescam")
+    path.write_bytes(before)
+    table = PredictionTable(tmp_path, names, True)
+    table.open([Case("z", ())], {**record, "explained": "hirescam"}, False)
+    path.write_bytes(before.replace(b"0.3", b"0.4").replace(b"0.7", b"0.6"))
+    with pytest.raises(DataError, match="has changed while predict was at work"):
+        table.add(Case("z", ()), np.array([0.2, 0.8]))
+    table.close()
     content = json.loads((tmp_path / "prediction.json").read_text())
     for part in ("label_maps", "inputs", "files"):
         write_json(tmp_path / "prediction.json", {name: own for name, own in content.items() if name != part})

@@ -76,6 +76,12 @@ def test_a_mean_over_copies_that_exchange_left_and_right_is_told(finished: Path,
         assert ("second: a prediction is the mean over copies" in found) == is_told and "first" not in found
     assert _of_sides(None, one("W", "NibabelIOWithReorient")) == told("--val-mirror W")
     assert _of_sides(None, one("W", "SimpleITKIO")) == [], "whose axes are those of files"
+    assert _of_sides(None, one("WDH", "SimpleITKIO")) == told("--val-mirror WDH"), "one of them is"
+    for odd in (True, 5, {"a": 1}):
+        write_json(tmp_path / "prediction.json", {"run": str(finished), "settings": {"mirror": odd}})
+        assert _of_sides(tmp_path, one("none")) == [], odd
+        write_json(tmp_path / "prediction.json", {"run": str(finished), "settings": odd})
+        assert _of_sides(tmp_path, one("none")) == [], odd
     for directions, is_told in (([0], True), ([1, 2], False), ([], False)):
         write_json(tmp_path / "prediction.json", {"run": str(finished), "settings": {"mirror": directions}})
         assert _of_sides(tmp_path, one("none")) == told("--mirror") * is_told
@@ -100,7 +106,9 @@ def test_that_training_mirrored_is_said_of_the_runs_that_predicted(
     for run in runs.values():
         assert _of_sides(tmp_path / "by-plain", read_record(run)) == [], "whichever page it is"
         assert len(_of_sides(tmp_path / "by-mirrors", read_record(run))) == 1
-    assert _of_sides(tmp_path / "by-mirrors", read_record(runs["plain"]))[0].startswith("mirrors: training mirrored")
+    assert _of_sides(tmp_path / "by-mirrors", read_record(runs["plain"]))[0].startswith(
+        f"{runs['mirrors']}: training mirrored"
+    )
     for name in runs:
         assert main(evaluate.act, [str(tmp_path / "truth"), str(tmp_path / f"by-{name}")]) == 0
         is_told = f"Caution: {runs[name]}: training mirrored tiles" in capsys.readouterr().out

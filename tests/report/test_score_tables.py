@@ -377,7 +377,7 @@ def test_what_a_run_learned_as_one_class_is_scored_as_one(
 
     for names in (["by-joined"], ["by-joined", "by-hand"]):
         out = said(*names)
-        assert out.startswith(f"classes as in {tmp_path / 'joined'}, which learned joined labels (--join-labels); ")
+        assert out.startswith(f"classes as in {tmp_path / 'joined'}, which learned joined labels (lesion 2+3); ")
         assert out.count("a: Dice organ 1.0000, lesion 1.0000\n") == len(names) and "cannot tell" not in out
     told = f"Caution: {tmp_path / 'joined'} learned joined labels (--join-labels): it cannot tell solid and glass from"
     for out in (said("by-joined", "--dataset", str(declared)), said("by-joined", "by-otherwise")):

@@ -97,6 +97,7 @@ def test_classes_that_the_best_validation_does_not_find_are_named() -> None:
     assert "either" not in what_is_not_found(open_rows)
     told = what_is_not_found(rows, {"a": 0, "b": 0}, untaught=["b"])
     assert "b is 0.000: no case that the run trains on" in told and "a is 0.000: no held-out case is known" in told
+    assert "find it. No held-out case is known to have b either." in told
 
 
 def _lose(path: Path, how: str) -> None:

@@ -199,4 +199,7 @@ def test_a_validation_of_other_cases_than_were_held_out_is_told(tmp_path: Path) 
     (tmp_path / "validation" / "c.nii.gz").unlink()
     assert about_held_out(tmp_path).startswith("Caution: ")
     write_json(tmp_path / "config.json", {"config": {"val_cases": 1}, "dataset": {"held_out": ["a", "b"]}})
-    assert about_held_out(tmp_path) == f"{tmp_path} validated 1 of its 2 held-out cases (--val-cases 1)."
+    assert (
+        about_held_out(tmp_path)
+        == f"{tmp_path} validated 1 of its 2 held-out cases (--val-cases 1): the scores are of no others."
+    )

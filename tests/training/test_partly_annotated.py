@@ -112,7 +112,10 @@ def test_classes_that_no_case_to_train_on_has_are_told(tmp_path: Path) -> None:
     has_none = "warning: no case to train on has spleen: the network cannot learn it from these cases"
     assert told() == told("--fold all", **in_one) == ""
     assert told(**in_one) == f"{has_none}; choose another --fold"
-    assert told("--fold 0 --train-cases 2", **in_one) == f"{has_none}; raise --train-cases (now 2) or choose another --fold"
+    assert (
+        told("--fold 0 --train-cases 2", **in_one)
+        == f"{has_none}; raise --train-cases (now 2) or choose another --fold"
+    )
     assert told(**liver) == told("--fold all", **liver) == has_none, "nor has any other"
     assert told("--join-labels organs=1,2", **liver) == "", "a label of the data, and no class"
     others = {case: ["liver"] for case in liver if case not in held_out}

@@ -56,6 +56,7 @@ class PredictionTable(PredictionFolder):
     def __init__(self, folder: Path, names: tuple[str, ...], explains: bool = False) -> None:
         super().__init__(folder)
         self.path, self.names, self.explains, self.rows = folder / TABLE, names, explains, dict[str, np.ndarray]()
+        self._there = b""  # the table as it was read or written last
 
     def files_of(self, cases: Sequence[Case]) -> list[Path]:
         explained = cases if self.explains else ()
@@ -74,7 +75,8 @@ class PredictionTable(PredictionFolder):
         if self.path.is_file() and self.path.stat().st_size:  # an emptied one has nothing to keep
             whole = {case.id for case in cases if not self.explains or all(map(is_whole, self.explanation_paths(case)))}
             table, cut = read_class_table(self.path, may_be_cut=True), set[str]()
-            if not self.path.read_bytes().endswith(b"\n"):  # cut off, maybe within a number
+            self._there = self.path.read_bytes()
+            if not self._there.endswith(b"\n") and self._is_cut(table.cases[-1]):  # maybe within a number
                 cut = {case.id for case in cases} & {*table.cases[-1:]}
             if {*table.names} != {*self.names}:
                 raise DataError(
@@ -92,6 +94,11 @@ class PredictionTable(PredictionFolder):
             )  # fmt: skip
         return left
 
+    def _is_cut(self, case: str) -> bool:
+        """Returns whether the last row may be cut off: it is shorter than the one that was written, as far as known."""
+        now, known = row_stamps(self._there.decode("utf-8-sig"))[case], self._maps.get(case)
+        return not isinstance(known, list) or now[:1] < known[:1]
+
     def holds(self, case: Case) -> bool:
         return case.id in self.rows
 
@@ -105,7 +112,10 @@ class PredictionTable(PredictionFolder):
         return folder / f"{case.id}.nii.gz", folder / f"{case.id}.png"
 
     def add(self, case: Case, probabilities: np.ndarray) -> None:
-        """Writes the table with one more case."""
+        """Writes the table with one more case; raises DataError if somebody has changed it meanwhile."""
+        if self.path.is_file() and self.path.read_bytes() != self._there:
+            told = "has changed while predict was at work, and would be replaced; move it elsewhere"
+            raise DataError(self.path, f"{told}, or choose another --output")
         self.rows[case.id] = probabilities
         with self.writable():
             self._write()
@@ -115,6 +125,7 @@ class PredictionTable(PredictionFolder):
         cases = tuple(sorted(self.rows))
         table = ClassTable(self.names, cases, np.stack([self.rows[name] for name in cases]))
         write_text(self.path, table.text())
+        self._there = self.path.read_bytes()
 
 
 class ClassPrediction(CasePrediction):

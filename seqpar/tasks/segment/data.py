@@ -23,9 +23,9 @@ from seqpar.tasks.training_data import (
     about_mirrored_copies,
     case_lines,
     exchanged_sides,
+    mirrors_sides_of,
     refuse_for_soft_labels,
     refuse_weights,
-    sees_sides,
     split_of,
     splits_by_patient,
     training_tiles,
@@ -109,7 +109,7 @@ def summary_of_data(data: TrainingData, config: Config) -> str:
     if sides := exchanged_sides(every, config.augment):
         note = f"  note: --augment {config.augment} mirrors tiles, which exchanges {sides}"
         lines.append(f"{note}; --augment none does not mirror")
-    directions = config.mirror if sees_sides(dataset.recipe.plan) else ()
+    directions = config.mirror if mirrors_sides_of(dataset.recipe.plan, config.mirror) else ()
     copies = about_mirrored_copies(every, directions, f"--val-mirror {config.val_mirror}")
     lines += [f"  note: {told}" for told in copies]
     lines += _doubt(dataset)

@@ -231,10 +231,10 @@ def _of_sides(prediction: Path | None, record: RunRecord) -> list[str]:
     if is_validation(prediction, record):
         return [*sides_of_run(record), *copies_of_run(record)]
     assert prediction is not None
-    copies = copies_of_run(record, [made.get("settings") or {} for made in made_by(prediction)])
+    copies = copies_of_run(record, [made.get("settings", {}) for made in made_by(prediction)])
     if not averaged_runs(prediction) and not other_run(prediction, record.path):
         return [*sides_of_run(record), *copies]
-    behind = {name_of_run(one.path, ""): one for one in records_behind(prediction)}
+    behind = {str(one.path): one for one in records_behind(prediction)}
     return [*sides_of_each(behind, with_copies=False), *copies]
 
 

@@ -34,7 +34,7 @@ from seqpar.tasks.segment.label_map_folder import (
     EnsembleFiles,
     LabelMapFolder,
 )
-from seqpar.tasks.training_data import about_mirrored_copies, sees_sides
+from seqpar.tasks.training_data import about_mirrored_copies, mirrors_sides_of
 from seqpar.text import name_images, quantity
 from seqpar.weights.weight_files import digest, shorten_list
 
@@ -102,7 +102,7 @@ class LabelMapPrediction(CasePrediction):
         lines = list[str]()
         for member in self.members:
             own, run = member.settings, member.run
-            if sees_sides(run.recipe.plan) and not run.preparation.axes.startswith("nnU-Net's"):
+            if mirrors_sides_of(run.recipe.plan, own.mirror) and not run.preparation.axes.startswith("nnU-Net's"):
                 lines += about_mirrored_copies([*run.labels, *run.regions], own.mirror, "--mirror")
         return list(dict.fromkeys(lines))
 
@@ -132,10 +132,11 @@ class LabelMapPrediction(CasePrediction):
                 if isinstance(probabilities, MeanProbabilities):
                     with folder.writable():
                         labels = probabilities.class_ids(run.output_order)
-                kept = self.predictors[0].without_small(labels.numpy(), properties)
+                found = labels.numpy()
+                kept = self.predictors[0].without_small(found, properties)
                 values = self.predictors[0].kept_to_source(kept, properties)
                 folder.write(case, values, properties, run.preparation, probabilities, self.prepared_cases.image)
-                return self._say_emptied(labels.numpy(), kept)
+                return self._say_emptied(found, kept)
 
             emptied = run_on_rank0(write, self.mesh.world)
         finally:
