@@ -216,7 +216,8 @@ def read_json(path: Path) -> Any:
 
     refuse_special(path)
     try:
-        return json.loads(path.read_text(encoding="utf-8-sig"), object_pairs_hook=refuse_duplicates)
+        text = path.read_text(encoding="utf-8").removeprefix("\ufeff")  # which Windows' editors begin with
+        return json.loads(text, object_pairs_hook=refuse_duplicates)
     except json.JSONDecodeError as error:
         raise DataError(path, f"is not valid JSON: {error.msg} in line {error.lineno}; repair it") from error
     except RecursionError as error:

@@ -106,7 +106,9 @@ class PredictionFolder(ABC):
         left = self.unfinished(cases, frozenset(told) if resume and is_same else frozenset())
         self._refuse_unlisted(left, listed)
         for case in self._changed_since(left):
-            self._refuse_to_replace(case, "add --continue, which keeps it, " * (is_same and not resume))
+            self._refuse_to_replace(
+                case, "add --continue, which keeps it, " * (case.id in told and is_same and not resume)
+            )
         self.edited = [case.id for case in self._changed_since(cases)]
         self._replacing = {case.id: self._maps[case.id] for case in left if case.id in self._maps}
         with self.writable():
