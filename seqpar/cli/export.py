@@ -119,7 +119,7 @@ def _of_joined(run: TrainedRun) -> list[str]:
         values = [first, *(value for value, other in joined.items() if other == first)]
         each += ["--regions", shlex.quote(f"{name}={','.join(map(str, values))}")] if number else []
     told = (
-        "note: the run learned joined labels (--join-labels), which this folder does not tell: score what it predicts"
+        "note: the run learned joined labels (--join-labels), which this folder does not record: score its predictions"
     )
     return [f"{told} with evaluate {' '.join(each)}"]
 

@@ -287,7 +287,7 @@ class CasePrediction(ABC):
         if not (edited := self.folder.edited):
             return []
         told = f"what {self.request.output} holds of {shorten_list(edited, 3)} has changed since it was predicted"
-        return [f"{told}: --continue keeps it as it is"]
+        return [f"{told}: --continue keeps it"]
 
     def _other_voxels(self, cases: Sequence[Case]) -> list[str]:
         """Returns a sentence for each run that saw voxels of another size or shape than these cases have."""

@@ -442,7 +442,7 @@ def most_entropy(labels: int, regions: int, targets: str) -> tuple[float, str]:
 def most_disagreement(networks: int, labels: int, regions: int = 0) -> float:
     """Returns the largest disagreement of averaged networks in nats, if each is certain of one of the labels.
 
-    - ``regions``: how many they learned instead, each of which has a disagreement of its own; 0: none
+    - ``regions``: how many they learned instead, each with a disagreement of its own; 0: none
     """
     choices = 2 if regions else labels
     shares = [len(range(n, networks, choices)) / networks for n in range(min(networks, choices))]

@@ -401,7 +401,7 @@ def scored_twice(record: RunRecord) -> list[str]:
 def grids_of(records: Mapping[str, RunRecord]) -> dict[str, list[str]]:
     """Returns the runs whose validations segment, by the grid where their curves are measured; "": that of the files.
 
-    Grids of which the same prepared cases came are one.
+    Grids with the same prepared cases count as one.
     """
     known = {name: one for name, one in records.items() if one.held_out and one.network_settings.task == "segment"}
     grids, digests = dict[str, list[str]](), [one.dataset.get("digests") or {} for one in known.values()]

@@ -215,7 +215,7 @@ class CaseEvaluation(ABC):
                 if self.labels is not None:
                     job.cautions += other_values(run, labels_of_run(record.dataset), self.labels)
                     job.cautions += parts_of_joined(run, joined_in(record.dataset), self.labels)
-                    job.cautions += _of_sides(record, None if validated else prediction)
+                    job.cautions += _cautions_on_sides(record, None if validated else prediction)
                 found.append(self.find_seen(job, record))
             except (DataError, ValueError, OSError) as error:  # of a damaged record: scores do not need it
                 gone += [f"{error}: whether these cases were in its training data is not known."] * (not validated)
@@ -264,7 +264,7 @@ def other_values(run: Path, written: Labels, scored: Labels) -> list[str]:
     return [f"Caution: {run} writes {'; '.join(others)}. The scores compare other classes."] * bool(others)
 
 
-def _of_sides(record: RunRecord, prediction: Path | None) -> list[str]:
+def _cautions_on_sides(record: RunRecord, prediction: Path | None) -> list[str]:
     """Returns cautions if a run's training, or its way of predicting, exchanged left and right.
 
     - ``prediction``: None for the run's own validation

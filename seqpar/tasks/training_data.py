@@ -144,7 +144,7 @@ class TrainingData:
         return self._lacking(self.train_ids) if config.task == "segment" and not config.synthesis else []
 
     def _lacking(self, ids: Collection[str]) -> list[str]:
-        """Returns the scored classes of which no voxel in these cases is labelled."""
+        """Returns the scored classes without a labelled voxel in these cases."""
         present, soft = set[str](), self.dataset.soft
         for name in ids:
             case, hidden = self.dataset.cases[name], self.hidden_classes(name)
@@ -389,7 +389,7 @@ def sides_of_each(records: "Mapping[str, RunRecord]", with_copies: bool = True) 
 def about_mirrored_copies(names: Collection[str], directions: Collection[int], flag: str) -> list[str]:
     """Returns a sentence if predictions are means over copies that exchange names of the left and the right side.
 
-    - ``directions``: in which copies are mirrored, 0 from left to right; ``flag``: by which they are
+    - ``directions``: in which copies are mirrored, 0 from left to right; ``flag``: the option that asks for it
     """
     if 0 not in directions or not (sides := _sides(names)):
         return []

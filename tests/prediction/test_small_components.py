@@ -72,7 +72,7 @@ def test_the_smallest_component_acts_in_the_file(tmp_path, echo, capsys) -> None
 
 
 def test_postprocessing_may_name_the_labels_that_a_run_joined(tmp_path, echo) -> None:
-    """Evaluate learns it on the truth's values, of which the run writes one."""
+    """Evaluate learns it on the truth's values, and the run writes only one of them."""
     truth = np.zeros((12, 11, 9), np.uint8)
     truth[2:5, 2:5, 2:5], truth[8, 8, 7] = 1, 1
     save(tmp_path / "images" / "case.nii.gz", truth)

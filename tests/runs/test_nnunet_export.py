@@ -123,6 +123,6 @@ def test_joined_labels_are_told_as_the_folder_cannot() -> None:
     labels = {"background": 0, "organ": 1, "left tumour": 2}
     run = SimpleNamespace(labels=labels, recipe=SimpleNamespace(values=(0, 1, 2), joined=((3, 2), (5, 2))))
     (told,) = _of_joined(run)
-    assert told.startswith("note: the run learned joined labels (--join-labels), which this folder does not tell: ")
+    assert told.startswith("note: the run learned joined labels (--join-labels), which this folder does not record: ")
     assert told.endswith("with evaluate --regions organ=1 --regions 'left tumour=2,3,5'")
     assert _of_joined(SimpleNamespace(labels=labels, recipe=SimpleNamespace(values=(0, 1, 2), joined=()))) == []
