@@ -261,8 +261,8 @@ def caution_of_guesses(summary: Mapping[str, Any]) -> str:
         if len(present) > 2 and accurate and accurate[0] > largest / total:
             few = [name for name in present if summary["classes"][name]["cases"] < FEW]
             return (
-                f"{' and '.join(few)}: too few cases to tell how often they are recognised, and balanced accuracy and "
-                "AUC count each class alike. The accuracy is above that of a constant answer."
+                f"There are too few cases of {' and '.join(few)} to tell how often they are recognised, and balanced "
+                "accuracy and AUC count each class alike. The accuracy is above that of a constant answer."
             )
         return f"Guessing could reach these scores: the smallest class has {quantity(fewest, 'case')}, {TOO_FEW}."
     within = f", also within its interval ({low:.3f} to {high:.3f})" * (low < high)

@@ -377,8 +377,8 @@ def test_classes_of_few_cases_or_none_are_cautioned_of() -> None:
     names, truth = ["a", "b", "c", "d"], [0] * 10 + [1] * 8 + [2]
     right = score_classes(truth, np.eye(4)[truth], names)
     assert caution_of_guesses(right) == (
-        "c: too few cases to tell how often they are recognised, and balanced accuracy and AUC count each class alike. "
-        "The accuracy is above that of a constant answer."
+        "There are too few cases of c to tell how often they are recognised, and balanced accuracy and AUC count each "
+        "class alike. The accuracy is above that of a constant answer."
     )
     constant = score_classes(truth, np.tile([0.4, 0.3, 0.2, 0.1], (19, 1)), names)
     assert caution_of_guesses(constant).startswith("Guessing could reach these scores: the smallest class has 1 case")

@@ -158,10 +158,12 @@ class Classification(Task):
         return class_page(options, record)
 
     def compare(self, records: Mapping[str, RunRecord], gaps: list[str]) -> Comparison:
+        from seqpar.report.cautions import may_be_chance
         from seqpar.report.several_runs import read_all
-        from seqpar.tasks.classify.evaluation import compare_classifiers
+        from seqpar.tasks.classify.evaluation import compare_classifiers, guessed_by_each
         from seqpar.tasks.classify.page import read_class_scores
         from seqpar.tasks.training_data import sides_of_each
 
-        compared = compare_classifiers(read_all(records, read_class_scores, gaps))
-        return replace(compared, cautions=sides_of_each(records))
+        scored = read_all(records, read_class_scores, gaps)
+        guessed = guessed_by_each(scored, [name for name, record in records.items() if may_be_chance(record)])
+        return replace(compare_classifiers(scored), cautions=[*guessed, *sides_of_each(records)])

@@ -4,7 +4,7 @@ import argparse
 import csv
 import io
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -208,6 +208,12 @@ def compare_classifiers(summaries: Mapping[str, Summary]) -> Comparison:
     table, common = _probabilities_table(summaries) if len(summaries) > 1 else ("", [])
     sentences = _differences(summaries, common) if common else ()
     return Comparison(len(summaries), _scores_table(summaries, bool(common)), table, sentences)
+
+
+def guessed_by_each(summaries: Mapping[str, Summary], told: Collection[str]) -> list[str]:
+    """Returns a sentence on each run whose scores chance explains; ``told``: runs of which that is said elsewhere."""
+    each = {name: caution_of_guesses(own) for name, own in summaries.items() if name not in told}
+    return [f"{name}: {sentence[0].lower()}{sentence[1:]}" for name, sentence in each.items() if sentence]
 
 
 def _differences(summaries: Mapping[str, Summary], common: Sequence[str]) -> list[str]:
