@@ -84,6 +84,7 @@ def page_of_sweep(out: Path, compare: Mapping[str, Compare]) -> str:
             *about_grids(records, "The scores that order the points were measured there too."),
             *scored_on_training(records, "such a score says nothing about new cases"),
             *cautions_about_each(records),
+            *_of_their_task(records, compare),
         ],
         best=best.name if best else "",
         again=_again(out, best),
@@ -105,6 +106,12 @@ def _of_changed_data(records: Iterable[RunRecord]) -> list[str]:
     changed = f"{told}: points trained before the change cannot be compared with those after it."
     mixed = f"{several}: their scores cannot be compared"
     return [changed] * bool(told) + (_as_sentence(mixed) if several else [])
+
+
+def _of_their_task(records: Mapping[str, RunRecord], compare: Mapping[str, Compare]) -> list[str]:
+    """Returns what a comparison of the points says first, such as of sides that training exchanged."""
+    tasks = {record.network_settings.task for record in records.values()}
+    return [*compare[tasks.pop()](records, []).cautions] if len(tasks) == 1 and tasks <= compare.keys() else []
 
 
 def _as_sentence(told: str) -> list[str]:

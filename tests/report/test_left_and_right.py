@@ -11,6 +11,8 @@ import pytest
 from seqpar.cli import evaluate, report
 from seqpar.cluster.exit_codes import run as main
 from seqpar.report.record import RunRecord, read_record
+from seqpar.report.sweep_page import _of_their_task
+from seqpar.tasks.lookup import TASKS
 from seqpar.tasks.segment.page import _of_sides
 from seqpar.tasks.training_data import about_sides, sides_of_each
 from tests.support.folders import write_json
@@ -52,6 +54,15 @@ def test_a_comparison_names_the_runs_whose_training_exchanged_left_and_right(cop
     content = {"config": {**labelled.config, "augment": "light"}, "dataset": dataset}
     told = sides_of_each({"a": replace(labelled, content={**labelled.content, **content})})[0]
     assert told.startswith("a: training mirrored volumes (--augment light), which exchanges left and right")
+
+
+def test_the_page_of_a_sweep_names_the_points_whose_training_exchanged_left_and_right(copied: Path) -> None:
+    record = read_record(copied)
+    dataset = record.dataset | {"regions": {"left kidney": [1], "right kidney": [2]}}
+    contents = {name: {"config": record.config | {"augment": name}, "dataset": dataset} for name in ("light", "none")}
+    points = {name: replace(record, content=record.content | content) for name, content in contents.items()}
+    (told,) = _of_their_task(points, {name: task.compare for name, task in TASKS.items()})
+    assert told.startswith("light: training mirrored tiles (--augment light), which exchanges left kidney and right")
 
 
 def test_a_mean_over_copies_that_exchange_left_and_right_is_told(finished: Path, tmp_path: Path) -> None:
