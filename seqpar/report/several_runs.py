@@ -29,7 +29,7 @@ from seqpar.report.rendering import render
 from seqpar.report.run_page import format_setting, verdict, weak_start, what_is_unlearned
 from seqpar.report.tables import ABSENT_RULE, Score, Table, TableHead, TableRow, absent_of, mean_over
 from seqpar.runs.metrics_tail import ERRORS, SCORES, score_of, task_of_row, with_other_weights
-from seqpar.runs.run_folder import validates_trained
+from seqpar.runs.run_folder import acting_settings, validates_trained
 from seqpar.scores.comparison import FEW, about_scans, describe_interval, interval_of_mean, values_of_cases, where_both
 from seqpar.settings.config import SETTINGS, Config
 from seqpar.settings.loss_settings import OF_LOSS
@@ -163,7 +163,8 @@ def _differ_in_held_out(records: Sequence[RunRecord]) -> bool:
 def _losses_that_differ(records: Sequence[RunRecord]) -> list[str]:
     """Returns the settings in which runs of one task differ, and on which the size of a loss depends."""
     acts = (name for name in OF_LOSS if all(setting_applies(record.network_settings, name) for record in records))
-    values = {name: {json.dumps(record.config.get(name, getattr(Config, name))) for record in records} for name in acts}
+    every = [acting_settings(record.content) for record in records]
+    values = {name: {json.dumps(own.get(name, getattr(Config, name))) for own in every} for name in acts}
     return [name for name, own in values.items() if len(own) > 1]
 
 
@@ -228,7 +229,7 @@ def settings_table(records: Mapping[str, RunRecord]) -> Table | None:
     """Returns the settings in which runs differ that have them, with their data and ranks; None if there are none."""
     every: dict[str, dict[str, str]] = {}
     for name, record in records.items():
-        facts = {"data set": record.dataset["name"], "ranks": record.layout["ranks"], **record.config}
+        facts = {"data set": record.dataset["name"], "ranks": record.layout["ranks"]} | acting_settings(record.content)
         if record.config.get("data"):
             facts["phantoms"] = None  # they are for a run without data
         network = record.network_settings

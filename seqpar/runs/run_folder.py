@@ -253,6 +253,13 @@ def validates_trained(described: Mapping[str, Any]) -> bool:
     return bool(validated) and validated <= {*described.get("train", ())}
 
 
+def acting_settings(content: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the settings of a config.json; its targets are labels where the data have no regions to learn."""
+    config = dict(content["config"])
+    is_told = config.get("targets") == "sigmoids" or content["dataset"].get("regions")
+    return config if is_told else config | {"targets": "labels"}
+
+
 def kind_of_validated(described: Mapping[str, Any]) -> str:
     """Returns of what kind the cases that a run validates are, in a word; ``described``: as above."""
     return "validated" if validates_trained(described) else "held-out"

@@ -129,6 +129,12 @@ def test_curves_of_other_data_or_tasks_are_not_to_be_compared(finished: Path, wo
     text = compared(finished, worse).text
     assert "curves cannot be compared" not in text and ", not comparable" not in text
     assert "run: in no held-out case could ED be scored: nothing shows whether the network finds it." in text
+    changed(worse, lambda content: content["config"].update(targets="labels"))
+    assert "differ in their losses (targets)" in compared(finished, worse).text
+    for folder in (finished, worse):
+        changed(folder, lambda content: content["dataset"].update(regions={}))
+    text = compared(finished, worse).text
+    assert "differ in their losses" not in text and "targets" not in text, "without regions, both learn labels"
     changed(worse, lambda content: content["config"].update(loss="ce", dice_smooth=1.0))
     said = "These runs differ in their losses (loss, dice_smooth); their loss curves cannot be compared."
     assert said in (text := compared(finished, worse).text)
