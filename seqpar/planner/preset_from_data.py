@@ -118,17 +118,18 @@ class _Search:
 
     def choose_widths(self) -> str:
         """Takes the widest network that fits with a usual tile, or with the one that was typed; returns why."""
-        kind, names = family_of(self.config), ("embed_dim", "depth", "heads")
-        if not kind.attends:
-            return f"  {kind.describe(self.config)}, as published"
+        kind = family_of(self.config)
+        names = ("embed_dim", "depth", "heads") if kind.attends else ("features", "stages")
         typed = [name for name in names if name in self.flags]
-        if typed:
-            return f"  {kind.describe(self.config)}, {', '.join(typed)} as given"
+        if typed or not kind.attends:
+            how = f"{' and '.join(typed)} as given" if typed else "as published"
+            return f"  {kind.describe(self.config)}, {how}"
         widths = CPU_WIDTHS if self.device.cores else WIDTHS
         if "tile" in self.flags:
             tile, which = tuple(self.config.tile), f"the tile of {format_sides(self.config.tile)}"
         else:
-            tile, which = tuple(self._tile_of(min(USUAL_VOXELS, self.tile_voxels))), "a tile of 96"
+            tile = tuple(self._tile_of(min(USUAL_VOXELS, self.tile_voxels)))
+            which = f"a usual tile ({format_sides(tile)})"
         why = "narrow, for a CPU" if len(widths) == 1 else f"the narrowest: wider ones do not fit with {which}"
         for width, depth, heads in widths:
             self.config = replace(self.config, embed_dim=width, depth=depth, heads=heads)

@@ -261,7 +261,7 @@ def viewer_note(volumes: Sequence[Embedded], is_ct: bool = False) -> str:
     blocks = " or of ".join(" × ".join(map(str, block)) for block in sorted(factors - {(1, 1, 1)}))
     where = "in some cases " * ((1, 1, 1) in factors)
     note += f" To keep the page small, {where}blocks of {blocks} voxels became one"
-    return f"{note} (images by their mean, labels by their middle voxel)."
+    return f"{note} (images by their mean, labels by one voxel in their middle)."
 
 
 def shown_best(case: ShownCase) -> tuple[NDArray[np.bool_], int]:

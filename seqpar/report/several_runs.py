@@ -5,7 +5,6 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from statistics import fmean
 from typing import NamedTuple, TypeVar
 
 from seqpar.data.errors import DataError
@@ -30,7 +29,7 @@ from seqpar.report.run_page import format_setting, verdict, weak_start, what_is_
 from seqpar.report.tables import ABSENT_RULE, Score, Table, TableHead, TableRow, absent_of, mean_over
 from seqpar.runs.metrics_tail import ERRORS, SCORES, score_of, task_of_row, with_other_weights
 from seqpar.runs.run_folder import acting_settings, validates_trained
-from seqpar.scores.comparison import FEW, about_scans, describe_interval, interval_of_mean, values_of_cases, where_both
+from seqpar.scores.comparison import FEW, Difference, about_scans, difference_of, where_both
 from seqpar.settings.config import SETTINGS, Config
 from seqpar.settings.loss_settings import OF_LOSS
 from seqpar.settings.rules import setting_applies
@@ -207,22 +206,18 @@ def _other_weights(record: RunRecord) -> str:
     return f"Scores of its cases are those{unused}." if unused else ""
 
 
-def difference_sentence(measure: str, name: str, first: str, gaps: Sequence[float]) -> str:
-    """Returns how far a run's score is above that of the first, over cases, and how sure that is.
-
-    - ``gaps``: the difference in each case
-    """
-    known = [gap for gap in gaps if math.isfinite(gap)]
-    if not known:
-        return f"No case has a {measure} in both {name} and {first}."
-    mean, cases = fmean(known), quantity(len(known), "case")
-    if not any(known):
-        return f"{name} and {first} have exactly the same {measure} in {cases}."
-    text = f"The {measure} of {name} is {abs(mean):.3f} {'higher' if mean > 0 else 'lower'} than that of {first}"
-    if math.isclose(mean, 0, abs_tol=5e-4):
-        text = f"The {measure} of {name} equals that of {first} to three decimals"
-    text += f", over {cases}" if len(known) >= FEW else ""
-    return f"{text}{describe_interval(interval_of_mean(known, low=-1.0, high=1.0), len(known), '+.3f')}."
+def _difference_sentence(name: str, first: str, difference: Difference | None) -> str:
+    """Returns how far a run's mean Dice is above that of the first, over cases, and how sure that is."""
+    if difference is None:
+        return f"No case has a mean Dice in both {name} and {first}."
+    gap, cases = difference.value, quantity(difference.cases, "case")
+    if gap == difference.deviation == 0:
+        return f"{name} and {first} have exactly the same mean Dice in {cases}."
+    text = f"The mean Dice of {name} is {abs(gap):.3f} {'higher' if gap > 0 else 'lower'} than that of {first}"
+    if math.isclose(gap, 0, abs_tol=5e-4):
+        text = f"The mean Dice of {name} equals that of {first} to three decimals"
+    text += f", over {cases}" if difference.cases >= FEW else ""
+    return f"{text}{difference.describe_interval('+.3f')}."
 
 
 def settings_table(records: Mapping[str, RunRecord]) -> Table | None:
@@ -435,11 +430,7 @@ def _difference(
         [{kind: own[case][kind] if kind in known else none for kind in classes} for case, known in compared.items()]
         for own in every
     ]
-    has_dice = [
-        any(not math.isnan(row[kind].get("Dice", math.nan)) for row in pair for kind in classes) for pair in zip(*rows)
-    ]
-    own, other = (values_of_cases([row for row, known in zip(run, has_dice) if known]) for run in rows)
-    sentence = difference_sentence("mean Dice", name, first, [a - b for a, b in zip(own, other)])
+    sentence = _difference_sentence(name, first, difference_of(*rows))
     means = [[mean_of_numbers(row[kind].get("Dice", math.nan) for row in run) for run in rows] for kind in classes]
     listed = ", ".join(f"{kind} {rounded(a, 3)} and {rounded(b, 3)}" for kind, (a, b) in zip(classes, means))
     by_class = f"By class, {name} and {first}: {listed}." if len(classes) > 1 else ""

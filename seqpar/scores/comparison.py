@@ -2,10 +2,12 @@
 
 import math
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from statistics import fmean, stdev
 from typing import Any, NamedTuple
 
-from numpy import nan_to_num
+import numpy as np
+from numpy.typing import NDArray
 
 from seqpar.data.formats.splits import patients_of
 from seqpar.late_import import late
@@ -16,7 +18,6 @@ from seqpar.scores.label_scores import (
     TOO_FEW,
     Scores,
     summarise,
-    without_nan,
 )
 from seqpar.text import quantity, rounded
 
@@ -47,16 +48,31 @@ def about_scans(cases: Collection[str], subjects: Mapping[str, str]) -> str:
     )
 
 
-def describe_interval(interval: tuple[float, float] | None, count: int, form: str = "+.4f") -> str:
-    """Returns an interval of a difference in words, and whether it may be chance; of few cases that they are few.
+@dataclass(frozen=True)
+class Difference:
+    """How far the mean Dice of one prediction is above another's: means over the classes of their means over cases.
 
-    - ``count``: of the cases
+    - ``deviation``: the standard deviation of that, as estimated with ``freedom`` degrees of freedom
+    - ``rarest``: the class that has a Dice in the fewest cases, and their number
     """
-    if interval is None or count < FEW:
-        return f" ({quantity(count, 'case')}: {TOO_FEW})"
-    low, high = interval
-    chance = ", which may be chance" if low <= 0 <= high else ""
-    return f" (95 % confidence interval: {low:{form}} to {high:{form}}){chance}"
+
+    value: float
+    deviation: float
+    freedom: float
+    cases: int
+    rarest: tuple[str, int]
+
+    def describe_interval(self, form: str = "+.4f") -> str:
+        """Returns the interval in words, and whether it may be chance; of few cases that they are few."""
+        name, count = self.rarest
+        if self.cases < FEW:
+            return f" ({quantity(self.cases, 'case')}: {TOO_FEW})"
+        if count < FEW:
+            return f" ({name} has a Dice in {'only ' * (count == 1)}{quantity(count, 'case')}: {TOO_FEW})"
+        reach = _quantile(self.freedom) * self.deviation
+        low, high = max(-1.0, self.value - reach), min(1.0, self.value + reach)
+        chance = ", which may be chance" if low <= 0 <= high else ""
+        return f" (95 % confidence interval: {low:{form}} to {high:{form}}){chance}"
 
 
 def interval_of_mean(
@@ -68,9 +84,14 @@ def interval_of_mean(
     """
     if len(values) < 2:
         return None
-    reach = float(special.stdtrit(len(values) - 1, (1 + level) / 2)) * stdev(values) / math.sqrt(len(values))
+    reach = _quantile(len(values) - 1, level) * stdev(values) / math.sqrt(len(values))
     middle = fmean(values)
     return max(low, middle - reach), min(high, middle + reach)
+
+
+def _quantile(freedom: float, level: float = 0.95) -> float:
+    """Returns how many standard deviations Student's interval reaches to either side."""
+    return float(special.stdtrit(freedom, (1 + level) / 2))
 
 
 COLUMNS = {"Dice": 4, "HD95": 2, "NSD": 4}  # and their decimal places
@@ -91,7 +112,7 @@ def compare(folders: Sequence[Scored]) -> str:
     every = [case for folder in folders for case in folder.cases]
     common = [case for case in folders[0].cases if all(case in folder.cases for folder in folders)]
     if common:
-        ranked = sorted(folders, key=lambda folder: -nan_to_num(_mean(folder, common)["Dice"], nan=-1.0))
+        ranked = sorted(folders, key=lambda folder: -np.nan_to_num(_mean(folder, common)["Dice"], nan=-1.0))
         return "\n".join([*_table(ranked, common), *_verdict(ranked, common)])
     if len(set(every)) == len(every):
         pooled = summarise([scores for folder in folders for scores in folder.cases.values()])
@@ -149,22 +170,19 @@ def _table(folders: Sequence[Scored], cases: Sequence[str] | None) -> list[str]:
 def _verdict(ranked: Sequence[Scored], cases: Sequence[str]) -> list[str]:
     """Returns how sure it is that the first of the folders is better than the second."""
     best, second = ranked[:2]
-    cases = [case for case in cases if any(has_dice(folder.cases[case]) for folder in (best, second))]
-    own, other = (values_of_cases([folder.cases[case] for case in cases]) for folder in (best, second))
-    if not own or not other:
-        return ["highest mean Dice: not known, as no class of these cases has a Dice in both of the first two"]
-    differences = [a - b for a, b in zip(own, other)]
-    difference = fmean(differences)
-    if math.isclose(difference, 0.0, abs_tol=1e-9):
-        return [f"no winner: {best.name} and {second.name} have the same mean Dice"]
-    rows = [row for folder in (best, second) for case in cases for row in folder.cases[case].values()]
-    alike = "each class counts alike, however few cases have it; " * any(math.isnan(row["Dice"]) for row in rows)
-    over = f"over {quantity(len(cases), 'case')} ({alike}other seeds may differ)"
-    line = f"highest mean Dice {over}: {best.name}, {difference:.4f} above {second.name}"
-    sure = describe_interval(interval_of_mean(differences, low=-1.0, high=1.0), len(differences))
     first, others = ([folder.cases[case] for case in cases] for folder in (best, second))
+    difference = difference_of(first, others)
+    if difference is None:
+        return ["highest mean Dice: not known, as no class of these cases has a Dice in both of the first two"]
+    if math.isclose(difference.value, 0.0, abs_tol=1e-9):
+        return [f"no winner: {best.name} and {second.name} have the same mean Dice"]
+    pairs = (pair for pair in zip(first, others) if any(map(has_dice, pair)))
+    rows = [row for pair in pairs for each in pair for row in each.values()]
+    alike = "each class counts alike, however few cases have it; " * any(math.isnan(row["Dice"]) for row in rows)
+    over = f"over {quantity(difference.cases, 'case')} ({alike}other seeds may differ)"
+    line = f"highest mean Dice {over}: {best.name}, {difference.value:.4f} above {second.name}"
     uneven = where_both(first, others, best.name)
-    return [line + sure, *[uneven] * bool(uneven)]
+    return [line + difference.describe_interval(), *[uneven] * bool(uneven)]
 
 
 def has_dice(row: Scores) -> bool:
@@ -178,8 +196,10 @@ def where_both(one: Sequence[Scores], other: Sequence[Scores], name: str) -> str
 
     - ``one``, ``other``: of the same cases and classes; ``name``: of the first
     """
-    rows = [[{kind: own.get("Dice", math.nan) for kind, own in row.items()} for row in each] for each in (one, other)]
-    pairs = [[(own[kind], same[kind]) for kind in own] for own, same in zip(*rows)]
+    pairs = [
+        [(own.get("Dice", math.nan), same[kind].get("Dice", math.nan)) for kind, own in row.items()]
+        for row, same in zip(one, other)
+    ]
     alone = sum(any(math.isnan(a) != math.isnan(b) for a, b in pair) for pair in pairs)
     if not alone:
         return ""
@@ -187,36 +207,51 @@ def where_both(one: Sequence[Scores], other: Sequence[Scores], name: str) -> str
         f"These means are over different cases: in {quantity(alone, 'case')}, only one of the two has a Dice of some "
     )
     told += "class (0 if it was predicted where the truth has none)."
-    known = [[not math.isnan(a + b) for a, b in pair] for pair in pairs]
-    both = [
-        values_of_cases([
-            {kind: {"Dice": dice if is_known else math.nan} for (kind, dice), is_known in zip(row.items(), which)}
-            for row, which in zip(each, known)
-        ])
-        for each in rows
-    ]  # fmt: skip
-    if not all(both):
+    none = {"Dice": math.nan}
+    shared = [
+        [
+            {kind: none if math.isnan(pair[0] + pair[1]) else own[kind] for kind, pair in zip(own, each)}
+            for own, each in zip(rows, pairs)
+        ]
+        for rows in (one, other)
+    ]
+    difference = difference_of(*shared)
+    if difference is None:
         return told
-    gap = fmean(both[0]) - fmean(both[1])
+    gap = difference.value
     how = f"{abs(gap):.3f} {'higher' if gap > 0 else 'lower'}" if abs(gap) >= 5e-4 else "the same as the other's"
     return f"{told} Where both have one, the mean Dice of {name} is {how}."
 
 
-def values_of_cases(rows: Sequence[Scores]) -> list[float]:
-    """Returns a value per case whose mean is the mean Dice: that over the classes of their means over cases.
+def difference_of(one: Sequence[Scores], other: Sequence[Scores]) -> Difference | None:
+    """Returns how far the mean Dice of a prediction is above that of another of the same cases and classes.
 
-    Where all cases have all classes it is the mean Dice of the case's classes. A class that a case lacks leaves the
-    case at the mean; a class that few cases have weighs more in each of them (the mean's linear approximation).
-    Empty where no class has a Dice.
+    The deviation is that of the mean's linear approximation, in which a class that few cases have weighs more in each
+    of them. Where all cases have all classes, the interval is Student's of the cases' differences. None if either has
+    no class with a Dice.
     """
-    dices = {name: [row[name]["Dice"] for row in rows] for name in (rows[0] if rows else ())}
-    means = {name: fmean(values) for name, each in dices.items() if (values := without_nan(each))}
-    if not means:
-        return []
-    counts = {name: len(without_nan(dices[name])) for name in means}
-    middle = fmean(means.values())
+    names = list(one[0]) if one else []
+    dices = [np.array([[row[name].get("Dice", math.nan) for name in names] for row in rows]) for rows in (one, other)]
+    known = [~np.isnan(own) for own in dices]
+    if not all(own.any() for own in known):
+        return None
+    (mean, parts), (other_mean, other_parts) = map(_mean_and_parts, dices)
+    parts = parts - other_parts  # of the deviation, by case and class
+    counts = np.array([own.sum(0) for own in known])
+    fewest = np.where(counts > 0, counts, len(one) + 1).min(0)
+    variances, cases = (parts**2).sum(0), int((known[0] | known[1]).any(1).sum())
+    freedom = cases - 1.0
+    if variances.any():  # Welch and Satterthwaite's
+        freedom = min(freedom, variances.sum() ** 2 / (variances**2 / np.maximum(fewest - 1, 1)).sum())
+    at = int(fewest.argmin())
+    deviation = math.sqrt((parts.sum(1) ** 2).sum())
+    return Difference(mean - other_mean, deviation, freedom, cases, (names[at], int(fewest[at])))
 
-    def influence(name: str, dice: float) -> float:
-        return 0.0 if math.isnan(dice) else (dice - means[name]) * len(rows) / counts[name]
 
-    return [middle + fmean(influence(name, dices[name][at]) for name in means) for at in range(len(rows))]
+def _mean_and_parts(dices: NDArray[np.float64]) -> tuple[float, NDArray[np.float64]]:
+    """Returns the mean over classes (columns) of their means over cases, and what each value adds to its deviation."""
+    known = ~np.isnan(dices)
+    counts = known.sum(0)
+    means = np.where(known, dices, 0.0).sum(0) / np.maximum(counts, 1)
+    weights = np.sqrt(counts / np.maximum(counts - 1, 1)) / np.maximum(counts, 1) / (counts > 0).sum()
+    return float(means[counts > 0].mean()), np.where(known, (dices - means) * weights, 0.0)

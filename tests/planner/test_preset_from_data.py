@@ -156,6 +156,7 @@ def test_a_typed_tile_decides_how_wide_the_network_is(small) -> None:
     need = plan_complete_config(RunToPlan(replace(wide, batch=2), roomy, 1, 2, timed=False), 1).total
     narrow, why = chosen(BRAIN, replace(roomy, memory=need - 1), "--tile", "64")
     assert narrow.embed_dim == 24 and why[2].endswith("the narrowest: wider ones do not fit with the tile of 64")
+    assert ": the widest that fits with a usual tile (" in chosen(BRAIN, roomy)[1][2]
 
 
 def test_a_curriculum_is_planned_for_by_its_largest_tile(small) -> None:
@@ -169,6 +170,8 @@ def test_a_curriculum_is_planned_for_by_its_largest_tile(small) -> None:
     flat = ((64, 64, 12),) * 6, ((0.8, 0.8, 5.0),) * 6
     u_net, why = chosen(flat, roomy, "--network", "nnunet-plain", "--curriculum", "32x32x8:1,whole:1")
     assert u_net.stages.startswith("331:111 331:221") and why[3].endswith("the largest is 64x64x12")
+    assert why[2] == "  nnunet-plain, as published"
+    assert chosen(flat, roomy, "--network", "nnunet-plain", "--features", "4")[1][2].endswith(", features as given")
 
 
 def test_a_tile_that_is_too_large_all_the_same_is_not_said_to_fit(small) -> None:
