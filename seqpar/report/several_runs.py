@@ -34,7 +34,7 @@ from seqpar.settings.config import SETTINGS, Config
 from seqpar.settings.loss_settings import OF_LOSS
 from seqpar.settings.rules import setting_applies
 from seqpar.text import quantity, rounded
-from seqpar.weights.facts import cases_that_differ
+from seqpar.weights.facts import VALIDATED, cases_that_differ
 
 T = TypeVar("T")
 
@@ -156,7 +156,13 @@ def _differ_in_data(records: Sequence[RunRecord]) -> bool:
 
 
 def _differ_in_held_out(records: Sequence[RunRecord]) -> bool:
-    return len({tuple(sorted(map(str, record.dataset["held_out"]))) for record in records}) > 1
+    return len({_validated(record) for record in records}) > 1
+
+
+def _validated(record: RunRecord) -> tuple[int, frozenset[str]]:
+    """Returns how many cases a run's validations score, and which; of earlier versions, all that are held out."""
+    cases = frozenset(map(str, record.dataset.get(VALIDATED, record.dataset["held_out"])))
+    return min(record.config.get("val_cases") or len(cases), len(cases)), cases
 
 
 def _losses_that_differ(records: Sequence[RunRecord]) -> list[str]:

@@ -139,6 +139,13 @@ def test_curves_of_other_data_or_tasks_are_not_to_be_compared(finished: Path, wo
     said = "These runs differ in their losses (loss, dice_smooth); their loss curves cannot be compared."
     assert said in (text := compared(finished, worse).text)
     assert text.count(", not comparable") == 2 and "Loss in training, not comparable" in text, "on the curves too"
+    changed(worse, lambda content: content["config"].update(val_cases=1))
+    assert "These runs validate different cases; their curves in" in compared(finished, worse).text
+    changed(worse, lambda content: content["config"].update(val_cases=0))
+    changed(worse, lambda content: content["dataset"].update(validated=content["dataset"]["held_out"][:1]))
+    assert "These runs validate different cases; their curves in" in compared(finished, worse).text
+    changed(worse, lambda content: content["dataset"].pop("validated"))
+    assert "validate different cases" not in compared(finished, worse).text
     changed(worse, lambda content: content["dataset"]["held_out"].pop())
     assert "These runs validate different cases; their curves in" in (text := compared(finished, worse).text)
     assert said in text
