@@ -35,7 +35,7 @@ from seqpar.scores.class_scores import (
     words_of_interval,
 )
 from seqpar.tasks.case_evaluation import ScoringJob, Seen
-from seqpar.tasks.classify.evaluation import ClassEvaluation, other_classes
+from seqpar.tasks.classify.evaluation import ClassEvaluation, guessed_by_each, other_classes
 from seqpar.tasks.classify.scores import ClassTable, class_lines, read_class_table
 
 
@@ -434,3 +434,11 @@ def test_scores_that_a_guess_could_have_are_cautioned() -> None:
 def test_the_class_that_is_looked_for_is_not_the_one_that_says_no(names: str) -> None:
     found, other = names.split("|")
     assert positive_class([found, other]) == 0 and positive_class([other, found]) == 1
+
+
+def test_a_comparison_says_which_scores_guessing_could_reach() -> None:
+    truth = [0, 1] * 6
+    sure, few = (score_classes(truth[:n], np.eye(2)[truth[:n]], ["healthy", "ill"]) for n in (12, 4))
+    assert guessed_by_each({"sure": sure, "few": few, "said": few}, ["said"]) == [
+        "few: guessing could reach these scores: the smallest class has 2 cases, too few to tell."
+    ]
