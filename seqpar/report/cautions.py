@@ -433,11 +433,11 @@ def too_much(scored: CaseScores) -> str:
         pairs = [tuple(case.scores[name].get(key, math.nan) for key in SIZES[:2]) for case in scored.cases]
         known = [pair for pair in pairs if not any(map(math.isnan, pair))]
         true_ml, ml = (sum(pair[at] for pair in known) / max(len(known), 1) for at in range(2))
-        if true_ml and ml >= MANY * true_ml:
+        if true_ml and (times := ml / true_ml) >= MANY:
             mean = "mean " * (len(known) > 1)
             told.append(
-                f"the {mean}predicted volume of {name}, {millilitres(ml)} ml, is {ml / true_ml:,.0f} times the "
-                f"{mean}true one, {millilitres(true_ml)} ml"
+                f"the {mean}predicted volume of {name}, {millilitres(ml)} ml, is {times:,.{int(times < 10)}f} "
+                f"times the {mean}true one, {millilitres(true_ml)} ml"
             )
     wrong = "wrong, and regions may be found by chance"
     if any(DISPUTED_ML in row for case in scored.cases for row in case.scores.values()):

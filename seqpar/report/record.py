@@ -273,7 +273,7 @@ def read_scores(run: Path) -> CaseScores:
 
 
 def count_present(run: Path, held_out: Iterable[Mapping[str, Any]]) -> dict[str, int]:
-    """Returns in how many cases of the best validation the truth has each class; {} if the last was of other cases.
+    """Returns how many truths of the best validation are known to have each class; {} if the last had other cases.
 
     - ``held_out``: rows of the validations
     """
@@ -286,8 +286,9 @@ def count_present(run: Path, held_out: Iterable[Mapping[str, Any]]) -> dict[str,
         return {}
     rows = {name: [case.scores[name] for case in scored.cases] for name in scored.classes}
     is_known = {name: all(row.get("n_ref") or not row.get(UNLABELLED_ML) for row in own) for name, own in rows.items()}
-    counts = {name: [row.get("n_ref") for row in own] for name, own in rows.items() if is_known[name]}
-    return {name: sum(n > 0 for n in own if n) for name, own in counts.items() if None not in own}
+    counts = {name: [row.get("n_ref") for row in own] for name, own in rows.items()}
+    told = {name: own for name, own in counts.items() if None not in own and (is_known[name] or not any(own))}
+    return {name: sum(n > 0 for n in own if n) for name, own in told.items()}
 
 
 def is_of_phantoms(prediction: Path) -> bool:

@@ -53,7 +53,8 @@ WORDS = (  # of a table, for people: a column and what it is
 DASH_WORDS = (("–", "no case has such a score"),)
 LESION_WORDS = (
     ("LesionDice", "mean over true lesions above 50 mm³ and false ones of any size (BraTS 2023); missed or false: 0"),
-    ("", "1 if a case has neither, even if smaller lesions are missed; cases with none count as well"),
+    ("", "1 if a case has neither, even if smaller ones are missed; this counts in means,"),
+    ("", "also of a class that no case has"),
     ("LesionHD95", "the same in mm; missed or false: 374 (made for voxels of 1 mm)"),
 )
 CENTRELINE_WORDS = (

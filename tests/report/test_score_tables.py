@@ -246,6 +246,11 @@ def test_a_prediction_of_many_times_the_true_volume_is_warned_of() -> None:
     disputed = scores_of(1.0, {"vessel": (1,)}, (small, full))
     disputed.cases[0].scores["vessel"]["DisputedMl"] = 1.0
     assert too_much(disputed).endswith("ml: most of it is outside the readers' consensus, though a reader may agree.")
+    small[:] = 0
+    small.flat[:2250] = 1  # of 8,000 voxels
+    assert " is 3.6 times the true one, 2.25 ml" in too_much(scores_of(1.0, {"vessel": (1,)}, (small, full)))
+    small[:] = 0
+    small[4:9, 4:9, 4:9] = 1
     two = too_much(scores_of(1.0, {"vessel": (1,)}, (small, full), (small, full)))
     assert two.startswith("The mean predicted volume of vessel, 8 ml, is 64 times the mean true one, 0.125 ml: ")
     both = too_much(scores_of(1.0, {"vessel": (1,), "tree": (1, 2)}, (small, full)))

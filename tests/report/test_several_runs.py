@@ -234,6 +234,10 @@ def test_a_class_that_was_not_found_says_whether_any_held_out_case_has_it(worse:
     path.write_text(json.dumps(summary))
     told = "NCR is 0.000: no held-out case is known to have it, and what is predicted"
     assert told in written(worse).text and told in TASKS["segment"].next_lines(worse)[0]
+    for case in summary["metric_per_case"]:
+        case["metrics"][summary["classes"]["NCR"]]["UnlabelledMl"] = 1.0
+    path.write_text(json.dumps(summary))
+    assert told in TASKS["segment"].next_lines(worse)[0], "nor has any labelled part of one"
 
 
 def test_runs_with_other_classes_are_compared_on_those_that_all_have(finished: Path, worse: Path) -> None:
