@@ -21,6 +21,7 @@ from seqpar.text import install_hint
 
 _POSITION, _ORIENTATION, _SPACING = "0020|0032", "0020|0037", "0028|0030"
 _DESCRIPTION, _THICKNESS = "0008|103e", "0018|0050"
+_PHOTOMETRIC = "0028|0004"
 _STUDY, _SERIES, _FRAME_OF_REFERENCE = "0020|000d", "0020|000e", "0020|0052"
 _MAX_WHOLE = 2**30  # voxels of all segments, 128 MB, up to which empty slices are written too
 _MAX_LABEL = 64  # letters of a segment's label
@@ -136,6 +137,10 @@ def _slice(file: Path, with_voxels: bool) -> _Slice:
         raise DataError(file, f"has {size[2]} frames, but one file per slice is needed; convert it to NIfTI")
     if reader.GetNumberOfComponents() > 1:
         raise DataError(file, "has colours; one number per voxel is needed")
+    if tags.get(_PHOTOMETRIC, "").strip() == "MONOCHROME1":  # ITK reads -1 - value, or the largest value minus it
+        raise DataError(
+            file, "is MONOCHROME1, which reading inverts: convert the series to NIfTI by a tool that keeps its values"
+        )
     position, axes, spacing = (_numbers(tags, key, file) for key in (_POSITION, _ORIENTATION, _SPACING))
     is_whole = (len(position), len(axes), len(spacing)) == (3, 6, 2) and min(spacing) > 0
     rows = np.reshape(axes, (2, -1))

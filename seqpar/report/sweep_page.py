@@ -29,6 +29,7 @@ from seqpar.runs.sweep_folder import (
     Sweep,
     describe_mixed,
     format_value,
+    how_mixed,
     odd_points,
     read_sweep,
     refresh_points,
@@ -80,7 +81,7 @@ def page_of_sweep(out: Path, compare: Mapping[str, Compare]) -> str:
         cautions=[
             *odd_points(out, sweep),
             *_of_changed_data(records.values()),
-            *_as_sentence(describe_mixed(numbers)),
+            *_as_sentence(describe_mixed(numbers, sweep.task)),
             *about_grids(records, "The scores that order the points were measured there too."),
             *scored_on_training(records, "such a score says nothing about new cases"),
             *cautions_about_each(records),
@@ -133,15 +134,16 @@ def _lead(
     known = {point.name: records[point.name] for point in first if point.name in records}
     if len(known) < 2:
         return ""
+    task = next(iter(known.values())).network_settings.task
     if _are_of_other_cases(known, numbers):
-        told = f"{' and '.join(known)}, the first two points, were validated on different cases or labels"
+        told = f"{' and '.join(known)}, the first two points, {how_mixed(task)}"
         return f"{told}: their scores are not compared case by case."
     unknown = "Whether the first two points differ by more than chance is not known: "
     earlier = [point.name for point in first if point.at != known[point.name].held_out[-1]["step"]]
     if earlier:
         was = f"{' and '.join(earlier)} had {'its' if len(earlier) == 1 else 'their'} best before"
         return f"{unknown}scores of single cases are kept only of the last validation, and {was}."
-    sentences = compare[next(iter(known.values())).network_settings.task](known, []).sentences
+    sentences = compare[task](known, []).sentences
     if not sentences:
         return f"{unknown}they share no scores of cases."
     return f"{sentences[0]} {LEAD}"

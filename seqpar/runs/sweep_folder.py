@@ -37,7 +37,7 @@ class Point:
     - ``loss``: of the last step
     - ``seconds``: of all recorded steps and validations
     - ``cases``: on which the best score was measured; 0: not known
-    - ``measured_on``: a digest of those cases as they were prepared; "": not known
+    - ``measured_on``: a digest of those cases as they were prepared, and what an error depends on; "": not known
     """
 
     name: str
@@ -247,7 +247,7 @@ def _why_odd(run: Path) -> str:
 
 def validated_on(out: Path, sweep: Sweep) -> dict[str, int]:
     """Returns a number for each point, by its name, that is the same for points whose best scores were measured on the
-    same cases with the same labels. Points for which that is not known have none.
+    same cases with the same labels, or with the same share hidden. Points for which that is not known have none.
     """
     found, numbers = list[tuple[Point, Mapping[str, Any]]](), dict[str, int]()
     for point in sweep.points:
@@ -272,18 +272,26 @@ def _scored_alike(one: tuple[Point, Mapping[str, Any]], other: tuple[Point, Mapp
         return False
     if point.measured_on == first.measured_on:
         return True
+    if point.measured_on.split()[1:] != first.measured_on.split()[1:]:
+        return False
     if own.get("recipe") == theirs.get("recipe"):
         return False
     held_out, known = (sorted(described.get("held_out", ())) for described in (own, theirs))
     return held_out == known and point.cases == first.cases and not {*held_out} & {*cases_that_differ(own, theirs)}
 
 
+OF_ERROR = ("mask_ratio", "normalised_targets")  # settings on which the error of a pretraining depends
 MOST_NAMED = 4  # in a list
 
 
-def describe_mixed(numbers: Mapping[str, int]) -> str:
-    """Returns which points were not scored on the same cases with the same labels, in words; "" if all were, as far as
-    is known.
+def how_mixed(task: str) -> str:
+    """Returns how points of a task were validated if their scores cannot be compared."""
+    errors = ", or with other --mask-ratio or --normalised-targets"
+    return f"were validated on different cases{errors if task in ERRORS else ' or labels'}"
+
+
+def describe_mixed(numbers: Mapping[str, int], task: str) -> str:
+    """Returns which points' scores cannot be compared, in words; "" if all can be, as far as is known.
 
     - ``numbers``: as ``validated_on`` returns them
     """
@@ -293,7 +301,7 @@ def describe_mixed(numbers: Mapping[str, int]) -> str:
     if len(of_each) < 2:
         return ""
     listed = [f"({number}) {list_some(names, ', ')}" for number, names in of_each.items()]
-    told = "points were validated on different cases or labels, so their order says little about which setting is best"
+    told = f"points {how_mixed(task)}, so their order says little about which setting is best"
     return f"{told}: {list_some(listed, '; ')}"
 
 
@@ -347,5 +355,11 @@ def _look_up(run: Path, point: Point, stopped: Sequence[str]) -> Point:
         code=_whole(status.get("code")),
         why="" if state == "stopped" else str(status.get("why", "")),
         cases=int(best.get("cases", 0)) if best else 0,
-        measured_on=basis_of(held_out).partition(" ")[0] if best else "",
+        measured_on=_scale_of(basis_of(held_out)) if best else "",
     )
+
+
+def _scale_of(basis: str) -> str:
+    """Returns of what a validation was measured on the digest of its cases, and settings that an error depends on."""
+    cases, *settings = basis.split() or [""]
+    return " ".join([cases, *(one for one in settings if one.partition("=")[0] in OF_ERROR)])

@@ -14,8 +14,9 @@ from seqpar.data.files import write_text
 from seqpar.report.curves import DICE, MOST_CURVES, TRAIN_LOSS, Curve, Diagram, Line, LineStyle, read_curve
 from seqpar.report.planes import RUN_COLOURS
 from seqpar.report.plots import draw_diagram, make_figure, save_figure, title_of_run
-from seqpar.runs.run_folder import predict_command
-from seqpar.runs.sweep_folder import Point, Sweep, describe_mixed, format_value, validated_on
+from seqpar.runs.metrics_tail import ERRORS
+from seqpar.runs.sweep_folder import Point, Sweep, describe_mixed, format_value, how_mixed, validated_on
+from seqpar.tasks.lookup import TASKS
 from seqpar.terminal import next_command
 from seqpar.text import flag_name, quantity
 
@@ -43,7 +44,7 @@ def draw_sweep(out: Path, sweep: Sweep, path: Path) -> None:
 def _figure_of_sweep(out: Path, sweep: Sweep) -> Any:
     """Returns the figure, two narrow panels in a row, so that it can be read on a narrow page."""
     names, best, top = sweep.varied(), sweep.best, _top(sweep)
-    is_mixed = bool(describe_mixed(validated_on(out, sweep)))
+    is_mixed = bool(describe_mixed(validated_on(out, sweep), sweep.task))
     marked = None if is_mixed else sweep.marked
     rows = math.ceil(len(names) / 2)
     losses = Diagram(TRAIN_LOSS, "step", _lines(out, sweep, marked, TRAIN_LOSS), low=0.0, styles=STYLES)
@@ -52,7 +53,7 @@ def _figure_of_sweep(out: Path, sweep: Sweep) -> Any:
     title = title_of_run(out, points=[out / point.name for point in sweep.points]).split("\n")
     title += [f"{quantity(len(sweep.points), 'point')}, {sum(point.is_over for point in sweep.points)} ended"]
     title += textwrap.wrap(sweep.describe_best(best), LETTERS) if best else []
-    title += ["points were validated on different cases or labels"] * is_mixed
+    title += [f"points {how_mixed(sweep.task)}"] * is_mixed
     note = textwrap.wrap(_note(sweep, marked), LETTERS) if names else []
     heights = [2.4 + 0.15 * (keys + len(title)), 2.3 * rows + 0.15 * len(note)][: 1 + bool(rows)]
     picture = make_figure(WIDTH, sum(heights))
@@ -207,11 +208,11 @@ def write_results(out: Path, sweep: Sweep) -> list[str]:
     lines.append(f"{count} of {len(sweep.points)} points have ended: {out / 'sweep.json'}, sweep.csv, sweep.png")
     if best := sweep.best:
         lines.append(sweep.describe_best(best))
-        if told := describe_mixed(numbers):
+        if told := describe_mixed(numbers, sweep.task):
             lines.append(f"caution: {told}")
         lines.append(f"next: {next_command('report', out)}  (all points on one page)")
         if (out / best.name).is_dir():
-            lines.append(f"next: {predict_command(out / best.name)}")
+            lines.append(f"next: {TASKS[sweep.task].next_step(out / best.name)}")
         else:
             lines.append(f"{out / best.name} is gone: no network of the best point is left to predict with")
     return lines
@@ -244,7 +245,8 @@ def _table(sweep: Sweep) -> list[str]:
     ranked = sweep.ranked
     if not ranked:
         return []
-    lines = [f"{'score':>7} {'at step':>8} {'train loss':>10} {'seconds':>8}  point"]
+    lines = [f"score: {sweep.score_name}"] * (sweep.task in ERRORS)
+    lines += [f"{'score':>7} {'at step':>8} {'train loss':>10} {'seconds':>8}  point"]
     for point in ranked[:SHOWN]:
         lines.append(f"{point.score:7.4f} {point.at:8d} {point.loss:10.4f} {point.seconds:8.1f}  {point.name}")
     if len(ranked) > SHOWN:

@@ -104,6 +104,12 @@ class Task(ABC):
         """Returns the program that takes the archive of a run, and its arguments."""
         return ["predict", str(archive), "-i", "IMAGES", "-o", "PREDICTIONS"]
 
+    def next_step(self, run: Path) -> str:
+        """Returns the command that usually follows a finished run, with a note on what it needs."""
+        from seqpar.runs.run_folder import predict_command
+
+        return predict_command(run)
+
     def next_lines(self, out: Path) -> list[str]:
         """Returns the commands that usually follow a finished run."""
         from seqpar.runs.run_folder import next_lines

@@ -113,8 +113,11 @@ class Folds:
                 print(f"warning: {told}: a score of all folds together mixes two states of the data", flush=True)
             if told := several_data(*described):
                 print(f"warning: {told}: together they are no cross-validation", flush=True)
-            line = next_command("predict", out, "-i", "IMAGES", "-o", "PREDICTIONS")
-            print(f"next: {line}  (the mean of all folds)", flush=True)
+            if self._task.predictions:
+                line = next_command("predict", out, "-i", "IMAGES", "-o", "PREDICTIONS")
+                print(f"next: {line}  (the mean of all folds)", flush=True)
+            else:
+                print(f"next: {next_command('report', *runs)}  (all folds on one page)", flush=True)
         return 0
 
     @property
@@ -146,9 +149,12 @@ class Folds:
             check_again_flag(self.own.out, self.own.resume)
         if not self.own.out:
             raise ValueError(f"--fold {ALL_FOLDS} needs --out, the folder for the five run folders")
-        task = task_of(parse(self.typed, "laptop")[1])
         if self.own.data:
-            refuse_folds(task, self.own.data)
+            refuse_folds(self._task, self.own.data)
+
+    @property
+    def _task(self) -> Task:
+        return task_of(parse(self.flags, "laptop")[1])
 
     def _folder(self, launcher: Launcher) -> str:
         """Returns the folder of the five run folders; existing ones resume, which has to be asked for."""

@@ -14,6 +14,7 @@ from safetensors.torch import save_file
 
 from seqpar.cli import evaluate, export, phantom, predict, prepare, pretrain, train
 from seqpar.cluster.exit_codes import USAGE, run
+from seqpar.tasks.lookup import TASKS
 from seqpar.training import folds
 from seqpar.weights.weight_files import digest
 from tests.support.folders import write_json
@@ -87,6 +88,8 @@ def test_a_pretraining_names_a_training_that_takes_its_encoder(line_of, tmp_path
     of_train, of_report = line_of(pretrain.act, *own, "--data", "data", *TINY, "--out", "mae")
     assert start(of_train, *TINY, "--out", "run") == 0
     assert start(of_report) == 0
+    of_best = shlex.split(TASKS["pretrain"].next_step(Path("mae")).partition("  (")[0])
+    assert of_best == of_train, "as a sweep of pretrainings names it for its best point"
     assert "Rebuilt patches are invented: never read a finding" in (tmp_path / "mae/report.html").read_text()
 
 
@@ -109,9 +112,9 @@ def test_five_folds_name_a_prediction_by_their_mean(line_of, tmp_path: Path, mon
 
     def start_or_copy(command: list[str], env: dict[str, str]) -> object:
         run = command[command.index("--out") + 1]
-        if run == "five/fold0":
+        if run.endswith("/fold0"):
             return begin(command, env)
-        shutil.copytree("five/fold0", run)
+        shutil.copytree(Path(run).with_name("fold0"), run)
         content = json.loads(Path(run, "config.json").read_text())
         write_json(Path(run, "config.json"), {**content, "config": {**content["config"], "fold": run[-1]}})
         for file in Path(run).rglob("model.safetensors"):
@@ -122,6 +125,9 @@ def test_five_folds_name_a_prediction_by_their_mean(line_of, tmp_path: Path, mon
     (of_folds,) = line_of(train.act, *small, "--fold", "all5", "--out", "five")
     assert start(of_folds, IMAGES="data", PREDICTIONS="mean") == 0
     assert len(list((tmp_path / "mean").glob("*.nii.gz"))) == 5
+    small[1] = "mae-debug"
+    (of_pretrainings,) = line_of(pretrain.act, *small, "--fold", "all5", "--out", "mae")
+    assert start(of_pretrainings, "--out", "page.html") == 0 and "Comparison of 5 runs" in Path("page.html").read_text()
 
 
 def test_a_dry_run_refuses_weights_that_do_not_fit(line_of, capsys: pytest.CaptureFixture) -> None:

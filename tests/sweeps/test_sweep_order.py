@@ -199,6 +199,7 @@ HERE, THERE = ({"prepared": f"/{n}/B", "voxels": {"case_a": n}, "files": {"case_
         ((("a", {"recipe": {"joined": []}}), ("a", {"recipe": {"joined": [[2, 1]]}})), ["1", "2"]),
         ((("a", HERE), ("b", THERE)), ["1", "2"]),
         ((("", HERE), ("", THERE)), ["", ""]),
+        ((("a mask_ratio=0.5", {"recipe": {}}), ("a mask_ratio=0.75", {})), ["1", "2"]),
         ((("a", OTHERWISE | {"recipe": {}}), ("b", OTHERWISE | {"files": {"case_a": "g"}})), ["1", "2"]),
     ],
     ids=[
@@ -206,6 +207,7 @@ HERE, THERE = ({"prepared": f"/{n}/B", "voxels": {"case_a": n}, "files": {"case_
         "joined labels",
         "two data sets",
         "two data sets in an earlier version",
+        "other parts hidden",
         "other labels, prepared otherwise",
     ],
 )
@@ -256,10 +258,14 @@ def test_points_that_were_scored_on_the_same_cases_are_compared(kinds: tuple, tm
 
 def test_of_many_points_on_different_cases_some_are_named() -> None:
     numbers = {f"p{n}": n // 6 + 1 for n in range(36)}
-    told = describe_mixed(numbers)
+    told = describe_mixed(numbers, "segment")
     assert told.endswith("is best: (1) p0, p1, p2, p3, and 2 more; (2) p6, p7, p8, p9, and 2 more; (3) p12, p13, p14, "
                          "p15, and 2 more; (4) p18, p19, p20, p21, and 2 more; and 2 more")  # fmt: skip
-    assert describe_mixed(dict.fromkeys(numbers, 1)) == describe_mixed({}) == ""
+    assert describe_mixed(dict.fromkeys(numbers, 1), "segment") == describe_mixed({}, "segment") == ""
+    told = (
+        "points were validated on different cases, or with other --mask-ratio or --normalised-targets, so their order"
+    )
+    assert describe_mixed(numbers, "pretrain").startswith(told)
 
 
 def test_points_that_were_validated_on_several_grids_say_so(tmp_path: Path) -> None:

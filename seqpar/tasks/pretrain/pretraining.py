@@ -32,6 +32,16 @@ PARTNERS = {"mae": "modern", "mae-laptop": "laptop", "mae-debug": "debug", "auto
 WITH_ENCODER = ("tile", "patch", "spacing", "seqpar")  # and the settings of the network
 
 
+def _caution(run: Path) -> str:
+    """Returns a sentence if a run learned little or nothing; else ""."""
+    from seqpar.runs.journal import read_metrics
+    from seqpar.runs.metrics_tail import what_was_learned
+    from seqpar.runs.run_folder import read_config
+
+    held_out = [row for row in read_metrics(run / "metrics.jsonl") if row["kind"] == "val"]
+    return what_was_learned(held_out, bool(read_config(run)["config"].get("normalised_targets")))[1]
+
+
 def flags_of_training(out: Path, archive: Path | None = None) -> list[str]:
     """Returns the flags that train on labels from the encoder in a run folder: a preset, and what differs from it.
 
@@ -106,22 +116,18 @@ class Pretraining(Task):
         """Returns the program that takes the archive of a run, and its arguments."""
         return ["train", *flags_of_training(run, archive)]
 
+    def next_step(self, run: Path) -> str:
+        line = next_command("train", *flags_of_training(run))
+        notes = ["once it has learned more"] * bool(_caution(run))
+        notes += [f"{LABELLED}: a data set with labels"] * (LABELLED in line)
+        return line + (f"  ({'; '.join(notes)})" if notes else "")
+
     def next_lines(self, out: Path) -> list[str]:
         """Returns the commands that usually follow, after a warning if little was learned."""
-        from seqpar.runs.journal import read_metrics
-        from seqpar.runs.metrics_tail import what_was_learned
-        from seqpar.runs.run_folder import read_config
-
-        line = next_command("train", *flags_of_training(out))
-        held_out = [row for row in read_metrics(out / "metrics.jsonl") if row["kind"] == "val"]
-        normalised = bool(read_config(out)["config"].get("normalised_targets"))
-        caution = what_was_learned(held_out, normalised)[1]
-        notes = ["once it has learned more"] * bool(caution)
-        notes += [f"{LABELLED}: a data set with labels"] * (LABELLED in line)
-        note = f"  ({'; '.join(notes)})" if notes else ""
+        caution = _caution(out)
         return [
             *([f"warning: {caution}"] if caution else []),
-            f"next: {line}{note}",
+            f"next: {self.next_step(out)}",
             f"next: {next_command('report', out)}  (curves, errors and pictures on one page)",
         ]
 
