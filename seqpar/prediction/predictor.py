@@ -129,6 +129,8 @@ class Predictor:
         """
         if isinstance(images, (str, Path)):
             raise ValueError(f"predict takes images, and a path came: give nibabel.load({str(images)!r})")
+        if isinstance(images, Tensor):
+            raise ValueError("predict takes images or an array, and a tensor came: give tensor.cpu().numpy()")
         loaded = _from_array(images, affine) if isinstance(images, np.ndarray) else _from_images(images)
         needed = len(self.run.recipe.modalities)
         if len(loaded.image) != needed:

@@ -88,6 +88,8 @@ def predict(
         ``mesh``: the ranks that share the work: sequence groups take turns, and each rank adds up its own rows. None:
             every sequence group computes all windows, and every rank adds them up.
     """
+    if not isinstance(model, nn.Module) or next(model.parameters(), None) is None:
+        raise ValueError(f"model is a {type(model).__name__}: give a module with parameters, which tell its device")
     if model.training:
         raise ValueError("the model is in training mode: call model.eval() first")
     shared = next((net for net in model.modules() if isinstance(net, TileNetwork)), None)

@@ -156,6 +156,10 @@ BAD: dict[str, tuple[list[str], str]] = {
     "two columns of a name": (["case,class,Class", *(f"{e},ill" for e in EIGHT)], "has two columns class; keep one"),
     "all kept for tests": (["case,class,split", *(f"{e},test" for e in EIGHT)], "keeps every case for tests"),
     "cells": (["case,class", *EIGHT[:7], "c_07,ill,1"], "line 9 has 3 cells; 2 are needed"),
+    "an empty split": (
+        ["case,class,split", *(f"{line}," + "train" * n for n, line in enumerate(EIGHT))],
+        "has no split",
+    ),
     "a split": (["case,class,split", *(f"{line},later" for line in EIGHT)], "has the split 'later'"),
     "a subject on both sides": (
         ["case,class,subject,split", *(f"{e},s,{'train' if n < 4 else 'val'}" for n, e in enumerate(EIGHT))],

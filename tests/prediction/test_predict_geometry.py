@@ -129,6 +129,8 @@ def test_arrays_and_images_are_predicted_as_files_are(images, tmp_path) -> None:
     predictor = seqpar.Predictor.from_run(run)
     with pytest.raises(ValueError, match=r"a path came: give nibabel.load\('scan.nii.gz'\)"):
         predictor.predict("scan.nii.gz")
+    with pytest.raises(ValueError, match=r"a tensor came: give tensor.cpu\(\).numpy\(\)"):
+        predictor.predict(torch.zeros(2, 8, 8, 8))  # type: ignore[arg-type]
     for name in ("c_000", "c_002"):
         image = nibabel.load(images / f"{name}_0000.nii.gz")
         expected = nibabel.load(tmp_path / "out" / f"{name}.nii.gz")

@@ -430,6 +430,9 @@ def test_volumes_are_arrays_or_tensors_with_or_without_a_batch() -> None:
         predict(nn.Conv3d(1, 1, 2, 2).eval(), array, 16)
     with pytest.raises(ValueError, match="returned a tuple of a window"):
         predict(Pair().eval(), array, 16)
+    for other in (nn.Identity().eval(), torch.relu):
+        with pytest.raises(ValueError, match="give a module with parameters, which tell its device"):
+            predict(other, array, 16)  # type: ignore[arg-type]
     for tile in (0, (16, 16)):
         with pytest.raises(ValueError, match="^tile=.*: give 3 numbers of voxels above 0"):
             predict(model, array, tile)

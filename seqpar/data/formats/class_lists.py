@@ -168,7 +168,8 @@ def _splits(listed: Mapping[str, Row], path: Path) -> tuple[tuple[Split, ...], t
         return *_folds({case: int(text) for case, text in texts.items()}), list(listed)
     for case, text in texts.items():
         if text not in SPLITS:
-            raise DataError(path, f"case {case} has the split {text or 'none'!r}; it needs train, val or test, or "
+            what = f"the split {text!r}" if text else "no split"
+            raise DataError(path, f"case {case} has {what}; it needs train, val or test, or "
                             "every line needs a fold number")  # fmt: skip
     parts = {part: tuple(c for c in sorted(texts) if SPLITS[texts[c]] == part) for part in ("train", "val")}
     return ((parts["train"], parts["val"]),), (), [*parts["train"], *parts["val"]]
