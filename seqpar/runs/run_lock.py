@@ -76,13 +76,16 @@ class RunLock:
         except OSError:  # the disk is away for a moment, for others too
             return not number
 
-    def refuse_lost(self) -> None:
-        """Raises ``TakenOver`` where this process does not hold the lock any more."""
+    def refuse_lost(self, then: str = "") -> None:
+        """Raises ``TakenOver`` where this process does not hold the lock any more.
+
+        - ``then``: what follows, in words; "": of a training
+        """
         if self.is_lost():
             owner = self._owner(max(self._numbers()[0], default=0))
             by = f"taken over by {owner}" if owner else "taken over, or its lock was removed"
             kept = "its last checkpoint is kept" if (self.folder / "checkpoints").is_dir() else "no checkpoint is there"
-            raise TakenOver(f"--out {self.folder} was {by}: this training ends without saving; {kept}")
+            raise TakenOver(f"--out {self.folder} was {by}: {then or f'this training ends without saving; {kept}'}")
 
     def release(self) -> None:
         """Returns the lock, if this process holds it."""

@@ -38,6 +38,7 @@ class SideBySide:
     - ``until``: when to leave, by ``time.monotonic``
     - ``stopped``: names of runs that were ended early
     - ``on_end``: called when a run is over
+    - ``refuse_taken_over``: raises if another sweep has the folder by now
     - ``suggest``: makes the search algorithm that adds runs, as many as ``total`` says; it takes what makes a run's
       task, and whether no further run is to begin. None: the runs are all there
     """
@@ -52,6 +53,7 @@ class SideBySide:
     signals: list[int] = field(default_factory=list)
     stopped: list[str] = field(default_factory=list)
     on_end: Callable[[], object] = lambda: None
+    refuse_taken_over: Callable[[], object] = lambda: None
     suggest: Suggest | None = None
     total: int = 0
 
@@ -76,13 +78,13 @@ class SideBySide:
             num_over = watch.table.over
             while thread.is_alive():
                 thread.join(0.2)
+                self._refuse_lost()
                 if watch.table.over > num_over:
                     num_over = watch.table.over
                     self.on_end()
                 if not watch.leaves and (self.signals or time.monotonic() > self.until or (root / STOP_FILE).is_file()):
                     watch.leave()
                 watch.refresh()
-                self._refuse_lost()
         self._refuse_lost()
         watch.table.close()
         (root / LEAVING).unlink(missing_ok=True)
@@ -92,6 +94,7 @@ class SideBySide:
         return PREEMPTED if watch.leaves else most_informative_code(list(watch.codes.values()))
 
     def _refuse_lost(self) -> None:
+        self.refuse_taken_over()
         if lost := self.cluster.lost():
             raise ConnectionError(f"{lost}: the same command with --resume continues")
 

@@ -37,7 +37,7 @@ def make_sweep(order: SweepRequest, sweep: Sweep, options: argparse.Namespace, u
         lock.take(options.take_over)
     except OSError as error:
         raise unwritable(f"--out {out}", error) from None
-    record = _Record(out, sweep, StatusFile(out, lock), order.total)
+    record = _Record(out, sweep, lock, order.total)
     try:
         record.write()
         is_over = record.num_over == max(len(sweep.points), order.total)
@@ -81,6 +81,7 @@ def _make(
             until,
             stopped=record.stopped,
             on_end=record.write,
+            refuse_taken_over=record.refuse_taken_over,
             suggest=partial(_suggested, order, record, cluster.devices) if order.total else None,
             total=order.total,
         )
@@ -109,8 +110,9 @@ def _suggested(
 class _Record:
     """Writes sweep.json and the status of the sweep as its runs stand."""
 
-    def __init__(self, out: Path, sweep: Sweep, status: StatusFile, total: int = 0) -> None:
-        self.out, self.sweep, self.status, self.total = out, sweep, status, total
+    def __init__(self, out: Path, sweep: Sweep, lock: RunLock, total: int = 0) -> None:
+        self.out, self.sweep, self.status, self.total = out, sweep, StatusFile(out, lock), total
+        self.refuse_taken_over = partial(lock.refuse_lost, "this sweep ends; its points go on there")
         self.stopped = [point.name for point in sweep.points if point.state == "stopped"]
         self._lock = threading.Lock()
 
@@ -120,6 +122,7 @@ class _Record:
 
     def add(self, point: Point) -> None:
         """Adds a point, unless it is there, and writes it down before its run begins."""
+        self.refuse_taken_over()
         with self._lock:
             if point.name not in {known.name for known in self.sweep.points}:
                 self.sweep = replace(self.sweep, points=(*self.sweep.points, point))
@@ -127,6 +130,7 @@ class _Record:
 
     def write(self, state: str = "running", code: int = 0) -> Sweep:
         """Returns the sweep as it stands."""
+        self.refuse_taken_over()
         with self._lock:  # points may be added by the thread of a search algorithm
             ended = {"running": "", "preempted": "preempted"}.get(state, "killed")
             self.sweep = refresh_points(self.out, self.sweep, self.stopped, ended)

@@ -207,6 +207,19 @@ def test_a_sweep_whose_trial_driver_and_raylet_are_killed_and_that_is_told_to_le
     )
 
 
+def test_a_sweep_that_is_taken_over_ends_and_its_points_go_on_in_the_other(flags: list[str], tmp_path: Path) -> None:
+    out, rates = tmp_path / "taken", ("0.01", "0.02", "0.005")
+    with Tune(out, "--space", f"lr={','.join(rates)}", "--batch", "1", "--devices", "2", *flags) as first:
+        first.until(lambda: steps(out / "lr-0.01") > 3, "the first point trains")
+        with Tune(out, "--resume", "--take-over") as second:
+            assert first.ends() == 6, first.said()
+            assert second.ends() == 0, second.said()
+    assert f"--out {out.name} was taken over by process {second.process.pid} " in (said := first.log.read_text())
+    assert "this sweep ends; its points go on there" in said and "3 of 3 points have ended" in second.log.read_text()
+    assert {state(out, f"lr-{rate}") for rate in rates} == {"finished"} and status(out)["state"] == "finished"
+    gone(out)
+
+
 def gone(out: Path) -> None:
     """Asserts that no training of a sweep is left, soon."""
     until = time.monotonic() + 30
