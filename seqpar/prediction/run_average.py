@@ -52,18 +52,17 @@ def check_compatible_runs(runs: Sequence[TrainedRun]) -> None:
 
 def check_no_duplicates(members: Iterable[EnsembleMember]) -> list[EnsembleMember]:
     """Returns the members; raises ValueError where one has the weights of another, such as a copy or an export."""
-    every, seen = list(members), dict[str, Path]()
-    if len(every) == 1:
+    every, seen = list(members), dict[str, tuple[Path, Path]]()
+    if sum(len(member.weights) for member in every) == 1:
         return every
     has_archive = any(is_archive(member.run.path) for member in every)  # whose bytes are those of a zip
     for member in every:
         for file in member.weights:
             own = digest_of(file) if has_archive else digest(file)
-            if other := seen.get(own):
-                raise ValueError(
-                    f"{other} and {member.run.path} hold the same weights, which would count twice: name one of them"
-                )
-            seen[own] = member.run.path
+            run, before = seen.setdefault(own, (member.run.path, file))
+            if run != member.run.path or before != file:
+                one, other = (before, file) if run == member.run.path else (run, member.run.path)  # folds, or runs
+                raise ValueError(f"{one} and {other} hold the same weights, which would count twice: name one of them")
     return every
 
 

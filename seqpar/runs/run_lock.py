@@ -82,6 +82,11 @@ class RunLock:
         - ``then``: what follows, in words; "": of a training
         """
         if self.is_lost():
+            if not self.folder.is_dir():
+                raise TakenOver(
+                    f"--out {self.folder} was moved or removed: {then or 'this training ends without saving'}; if it "
+                    "was moved, --resume continues it there"
+                )
             owner = self._owner(max(self._numbers()[0], default=0))
             by = f"taken over by {owner}" if owner else "taken over, or its lock was removed"
             kept = "its last checkpoint is kept" if (self.folder / "checkpoints").is_dir() else "no checkpoint is there"

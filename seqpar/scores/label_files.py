@@ -155,7 +155,9 @@ def validation_of(path: Path) -> Path | None:
         )  # fmt: skip
     folder = path / "validation"
     if not folder.is_dir() or not list_label_files(folder):
-        raise DataError(folder, "holds no label map: let the run finish, or give a folder of predictions")
+        raise DataError(
+            folder, "holds no label map: a finished segmentation leaves them there; give a folder of predictions"
+        )
     return folder
 
 

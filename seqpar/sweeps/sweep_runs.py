@@ -112,7 +112,7 @@ class _Record:
 
     def __init__(self, out: Path, sweep: Sweep, lock: RunLock, total: int = 0) -> None:
         self.out, self.sweep, self.status, self.total = out, sweep, StatusFile(out, lock), total
-        self.refuse_taken_over = partial(lock.refuse_lost, "this sweep ends; its points go on there")
+        self.refuse_taken_over = partial(lock.refuse_lost, "this sweep ends")
         self.stopped = [point.name for point in sweep.points if point.state == "stopped"]
         self._lock = threading.Lock()
 

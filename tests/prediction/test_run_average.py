@@ -4,6 +4,7 @@ import json
 from dataclasses import replace
 from pathlib import Path
 from shutil import copytree
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from seqpar.cli import export, predict
 from seqpar.cluster import exit_codes
 from seqpar.data.errors import DataError
-from seqpar.prediction.run_average import MeanProbabilities
+from seqpar.prediction.run_average import MeanProbabilities, check_no_duplicates
 from tests.support.folders import tree, write_json
 from tests.support.predictions import RECIPE, SMALL, act, make_run, on_ranks, voxels, write_images
 
@@ -224,3 +225,15 @@ def test_no_room_for_the_mean_is_one_error_that_leaves_nothing_half_done(place, 
     assert exit_codes.run(predict.act, line) == exit_codes.DATA
     assert capfd.readouterr().err.count("No space left") == 1
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["prediction.json"]
+
+
+def test_a_copied_fold_does_not_count_twice(tmp_path) -> None:
+    """As somebody may make who knows that nnU-Net averages five folds."""
+    files = [tmp_path / f"fold_{fold}.pth" for fold in range(3)]
+    for fold, file in enumerate(files):
+        file.write_text(str(min(fold, 1)))
+    member = SimpleNamespace(run=SimpleNamespace(path=tmp_path), weights=files[:2])
+    assert check_no_duplicates([member]) == [member]
+    member.weights = files
+    with pytest.raises(ValueError, match="fold_1.pth and .*fold_2.pth hold the same weights, which would count twice"):
+        check_no_duplicates([member])

@@ -215,7 +215,7 @@ def test_a_sweep_that_is_taken_over_ends_and_its_points_go_on_in_the_other(flags
             assert first.ends() == 6, first.said()
             assert second.ends() == 0, second.said()
     assert f"--out {out.name} was taken over by process {second.process.pid} " in (said := first.log.read_text())
-    assert "this sweep ends; its points go on there" in said and "3 of 3 points have ended" in second.log.read_text()
+    assert ": this sweep ends" in said and "3 of 3 points have ended" in second.log.read_text()
     assert {state(out, f"lr-{rate}") for rate in rates} == {"finished"} and status(out)["state"] == "finished"
     gone(out)
 

@@ -15,7 +15,7 @@ import pytest
 
 from seqpar.data.files import read_json, write_json
 from seqpar.runs.metrics_tail import MetricsTail
-from seqpar.runs.run_status import StatusFile
+from seqpar.runs.run_lock import RunLock
 from seqpar.runs.sweep_folder import Point, Sweep
 from seqpar.sweeps import one_by_one, ray_cluster
 from seqpar.sweeps.ray_cluster import require_answer
@@ -187,7 +187,10 @@ def test_a_failed_sweep_says_why_in_its_status(tmp_path: Path) -> None:
         (1, "preempted", ""),
     ):
         sweep = Sweep({}, tuple(Point(name, {}) for name in names[:count]))
-        sweep_runs._Record(tmp_path, sweep, StatusFile(tmp_path)).write(state, 5)
+        lock = RunLock(tmp_path)
+        lock.take()
+        sweep_runs._Record(tmp_path, sweep, lock).write(state, 5)
+        lock.release()
         status = read_json(tmp_path / "status.json")
         assert (status["state"], status["why"], status["code"]) == (state, why, 5)
 

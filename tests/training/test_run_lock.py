@@ -169,6 +169,17 @@ def test_who_has_lost_the_folder_knows_it_and_no_number_is_given_twice(tmp_path)
     assert not third.is_lost() and len(list(tmp_path.iterdir())) == 1
 
 
+def test_who_finds_its_folder_moved_is_told_so(tmp_path):
+    lock = RunLock(tmp_path / "run")
+    lock.folder.mkdir()
+    lock.take()
+    lock.folder.rename(tmp_path / "renamed")
+    with pytest.raises(TakenOver, match="was moved or removed: this training ends without saving; if it was moved, --"):
+        lock.refuse_lost()
+    with pytest.raises(TakenOver, match="was moved or removed: this sweep ends; if"):
+        lock.refuse_lost("this sweep ends")
+
+
 def test_a_slow_start_takes_nothing_of_what_came_after_the_lock_that_it_judged(tmp_path, monkeypatch):
     assert exit_code(child(lambda: RunLock(tmp_path).take())) == 0  # nobody holds it any more
     slow, quick, later = (RunLock(tmp_path) for _ in range(3))
