@@ -205,6 +205,7 @@ def how_predicted(prediction: Path | None, record: RunRecord) -> str:
 
     - ``prediction``: a folder of label maps; None: the run's own validation
     """
+    large = ""
     if is_validation(prediction, record):
         config = record.config
         is_whole = config.get("val_window") == "whole" or (prediction and prediction.name == "validation-whole")
@@ -212,11 +213,12 @@ def how_predicted(prediction: Path | None, record: RunRecord) -> str:
         ways = [{"window": "whole" if is_whole else "sliding", "overlap": config.get("val_overlap"), "mirror": mirror}]
     else:
         ways = [made.get("settings", {}) for made in made_by(prediction)] if prediction else []
+        large = " That can ruin the result of cases much larger than the tiles of the training; predict warns of these."
     known = {(own.get("window"), own.get("overlap"), len(own.get("mirror") or ())) for own in ways}
     window, overlap, mirrored = known.pop() if len(known) == 1 else (None, None, 0)
     flips = f", as a mean over mirrored copies ({quantity(mirrored, 'direction')})" * bool(mirrored)
     if window == "whole":
-        return f"Each case was predicted in one pass{flips}."
+        return f"Each case was predicted in one pass{flips}.{large}"
     if window != "sliding" or not isinstance(overlap, float):
         return ""
     told = f"Cases were predicted in windows that overlap by {100 * overlap:.3g} %{flips}"

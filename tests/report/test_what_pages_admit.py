@@ -297,6 +297,11 @@ def test_it_is_said_if_cases_were_mirrored(finished: Path, tmp_path: Path) -> No
     config = {**record.config, "val_window": "whole", "val_mirror": "WD"}
     told = how_predicted(None, replace(record, content={**record.content, "config": config}))
     assert told == "Each case was predicted in one pass, as a mean over mirrored copies (2 directions)."
+    (tmp_path / "prediction.json").write_text(json.dumps({"run": "r", "settings": {"window": "whole"}}))
+    told = how_predicted(tmp_path, record)
+    assert told.startswith("Each case was predicted in one pass. That can ruin the result of cases much larger than"), (
+        told
+    )
     for mirror, said in (([0], ", as a mean over mirrored copies (1 direction);"), ([], " by 50 %;")):
         way = {"run": "r", "weights": {}, "settings": {"window": "sliding", "overlap": 0.5, "mirror": mirror}}
         (tmp_path / "prediction.json").write_text(json.dumps(way))
