@@ -122,7 +122,7 @@ class _Search:
         names = ("embed_dim", "depth", "heads") if kind.attends else ("features", "stages")
         typed = [name for name in names if name in self.flags]
         if typed or not kind.attends:
-            how = f"{' and '.join(typed)} as given" if typed else "as published"
+            how = f"{', '.join(typed)} as given" if typed else "as published"
             return f"  {kind.describe(self.config)}, {how}"
         widths = CPU_WIDTHS if self.device.cores else WIDTHS
         if "tile" in self.flags:

@@ -272,13 +272,18 @@ def draw_chart(diagram: Diagram, width: int = 340) -> Chart | None:
         diagram = replace(diagram, styles=(LineStyle(INK),))  # a class or a run keeps its colour
     with (  # the salt makes the names of markers differ between the charts of a page
         rc_context({"svg.fonttype": "none", "svg.hashsalt": diagram.quantity, "font.size": 10}),
-        rc_context({"axes.autolimit_mode": "round_numbers"}),  # the highest value too lies between two ticks
         io.StringIO() as text,
     ):
         figure = make_figure(width / 72, width / 72 if diagram.square else 2.9)
         plot = figure.add_subplot(box_aspect=1 if diagram.square else None)
-        plot.locator_params(nbins=5)
         draw_diagram(plot, diagram)
+        plot.locator_params(nbins=5)
+        if diagram.high is None:  # the highest value too lies between two ticks
+            low, high = plot.get_ylim()
+            ticks = plot.yaxis.get_major_locator().tick_values(low, high)
+            top = next((tick for tick in ticks if tick >= high), high)
+            plot.set_yticks([tick for tick in ticks if low <= tick <= top])
+            plot.set_ylim(low, top)
         plot.xaxis.set_major_formatter("{x:,g}")
         plot.yaxis.set_major_formatter("{x:g}")
         plot.grid(axis="y", color=GRID, linewidth=0.8, clip_on=False)

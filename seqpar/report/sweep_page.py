@@ -81,7 +81,7 @@ def page_of_sweep(out: Path, compare: Mapping[str, Compare]) -> str:
         cautions=[
             *odd_points(out, sweep),
             *_of_changed_data(records.values()),
-            *_as_sentence(describe_mixed(numbers, sweep.task)),
+            *_as_sentence(describe_mixed(sweep, numbers)),
             *about_grids(records, "The scores that order the points were measured there too."),
             *scored_on_training(records, "such a score says nothing about new cases"),
             *cautions_about_each(records),
@@ -136,7 +136,7 @@ def _lead(
         return ""
     task = next(iter(known.values())).network_settings.task
     if _are_of_other_cases(known, numbers):
-        told = f"{' and '.join(known)}, the first two points, {how_mixed(task)}"
+        told = f"{' and '.join(known)}, the first two points, {how_mixed(first)}"
         return f"{told}: their scores are not compared case by case."
     unknown = "Whether the first two points differ by more than chance is not known: "
     earlier = [point.name for point in first if point.at != known[point.name].held_out[-1]["step"]]

@@ -22,7 +22,7 @@ from seqpar.runs.run_status import list_changes
 from seqpar.scores.comparison import FEW, TOO_FEW
 from seqpar.settings.config import SETTINGS, Config
 from seqpar.settings.presets import PRESETS
-from seqpar.text import quantity
+from seqpar.text import flag_name, quantity
 from seqpar.weights.facts import cases_that_differ
 
 VERSION = 1
@@ -247,7 +247,7 @@ def _why_odd(run: Path) -> str:
 
 def validated_on(out: Path, sweep: Sweep) -> dict[str, int]:
     """Returns a number for each point, by its name, that is the same for points whose best scores were measured on the
-    same cases with the same labels, or with the same share hidden. Points for which that is not known have none.
+    same cases with the same labels, and with the same share hidden. Points for which that is not known have none.
     """
     found, numbers = list[tuple[Point, Mapping[str, Any]]](), dict[str, int]()
     for point in sweep.points:
@@ -284,13 +284,16 @@ OF_ERROR = ("mask_ratio", "normalised_targets")  # settings on which the error o
 MOST_NAMED = 4  # in a list
 
 
-def how_mixed(task: str) -> str:
-    """Returns how points of a task were validated if their scores cannot be compared."""
-    errors = ", or with other --mask-ratio or --normalised-targets"
-    return f"were validated on different cases{errors if task in ERRORS else ' or labels'}"
+def how_mixed(points: Sequence[Point]) -> str:
+    """Returns how points whose scores cannot be compared were validated, in words."""
+    measured = [point.measured_on.split() for point in points if point.measured_on]
+    settings = [dict(one.split("=") for one in words) for _, *words in measured]
+    others = [f"--{flag_name(name)}" for name in OF_ERROR if len({own.get(name) for own in settings}) > 1]
+    on_cases = [] if others and len({cases for cases, *_ in measured}) == 1 else ["on different cases or labels"]
+    return f"were validated {' and '.join([*on_cases, *(f'with different {flag}' for flag in others)])}"
 
 
-def describe_mixed(numbers: Mapping[str, int], task: str) -> str:
+def describe_mixed(sweep: Sweep, numbers: Mapping[str, int]) -> str:
     """Returns which points' scores cannot be compared, in words; "" if all can be, as far as is known.
 
     - ``numbers``: as ``validated_on`` returns them
@@ -301,7 +304,8 @@ def describe_mixed(numbers: Mapping[str, int], task: str) -> str:
     if len(of_each) < 2:
         return ""
     listed = [f"({number}) {list_some(names, ', ')}" for number, names in of_each.items()]
-    told = f"points {how_mixed(task)}, so their order says little about which setting is best"
+    how = how_mixed([point for point in sweep.points if point.name in numbers])
+    told = f"points {how}, so their order says little about which setting is best"
     return f"{told}: {list_some(listed, '; ')}"
 
 

@@ -68,7 +68,7 @@ class Difference:
         if self.cases < FEW:
             return f" ({quantity(self.cases, 'case')}: {TOO_FEW})"
         if count < FEW:
-            return f" ({name} has a Dice in {'only ' * (count == 1)}{quantity(count, 'case')}: {TOO_FEW})"
+            return f" ({name} is scored in only {quantity(count, 'case')}: {TOO_FEW})"
         reach = _quantile(self.freedom) * self.deviation
         low, high = max(-1.0, self.value - reach), min(1.0, self.value + reach)
         chance = ", which may be chance" if low <= 0 <= high else ""
@@ -197,10 +197,10 @@ def where_both(one: Sequence[Scores], other: Sequence[Scores], name: str) -> str
     - ``one``, ``other``: of the same cases and classes; ``name``: of the first
     """
     pairs = [
-        [(own.get("Dice", math.nan), same[kind].get("Dice", math.nan)) for kind, own in row.items()]
+        {kind: (own.get("Dice", math.nan), same[kind].get("Dice", math.nan)) for kind, own in row.items()}
         for row, same in zip(one, other)
     ]
-    alone = sum(any(math.isnan(a) != math.isnan(b) for a, b in pair) for pair in pairs)
+    alone = sum(any(math.isnan(a) != math.isnan(b) for a, b in pair.values()) for pair in pairs)
     if not alone:
         return ""
     told = (
@@ -210,7 +210,7 @@ def where_both(one: Sequence[Scores], other: Sequence[Scores], name: str) -> str
     none = {"Dice": math.nan}
     shared = [
         [
-            {kind: none if math.isnan(pair[0] + pair[1]) else own[kind] for kind, pair in zip(own, each)}
+            {kind: none if math.isnan(a + b) else own[kind] for kind, (a, b) in each.items()}
             for own, each in zip(rows, pairs)
         ]
         for rows in (one, other)

@@ -15,7 +15,7 @@ from seqpar.report.curves import DICE, MOST_CURVES, TRAIN_LOSS, Curve, Diagram, 
 from seqpar.report.planes import RUN_COLOURS
 from seqpar.report.plots import draw_diagram, make_figure, save_figure, title_of_run
 from seqpar.runs.metrics_tail import ERRORS
-from seqpar.runs.sweep_folder import Point, Sweep, describe_mixed, format_value, how_mixed, validated_on
+from seqpar.runs.sweep_folder import Point, Sweep, describe_mixed, format_value, validated_on
 from seqpar.tasks.lookup import TASKS
 from seqpar.terminal import next_command
 from seqpar.text import flag_name, quantity
@@ -44,8 +44,8 @@ def draw_sweep(out: Path, sweep: Sweep, path: Path) -> None:
 def _figure_of_sweep(out: Path, sweep: Sweep) -> Any:
     """Returns the figure, two narrow panels in a row, so that it can be read on a narrow page."""
     names, best, top = sweep.varied(), sweep.best, _top(sweep)
-    is_mixed = bool(describe_mixed(validated_on(out, sweep), sweep.task))
-    marked = None if is_mixed else sweep.marked
+    mixed = describe_mixed(sweep, validated_on(out, sweep)).partition(",")[0]
+    marked = None if mixed else sweep.marked
     rows = math.ceil(len(names) / 2)
     losses = Diagram(TRAIN_LOSS, "step", _lines(out, sweep, marked, TRAIN_LOSS), low=0.0, styles=STYLES)
     scores = Diagram(sweep.score_name, "step", _lines(out, sweep, marked, DICE), low=0.0, high=top, styles=STYLES)
@@ -53,7 +53,7 @@ def _figure_of_sweep(out: Path, sweep: Sweep) -> Any:
     title = title_of_run(out, points=[out / point.name for point in sweep.points]).split("\n")
     title += [f"{quantity(len(sweep.points), 'point')}, {sum(point.is_over for point in sweep.points)} ended"]
     title += textwrap.wrap(sweep.describe_best(best), LETTERS) if best else []
-    title += [f"points {how_mixed(sweep.task)}"] * is_mixed
+    title += textwrap.wrap(mixed, LETTERS)
     note = textwrap.wrap(_note(sweep, marked), LETTERS) if names else []
     heights = [2.4 + 0.15 * (keys + len(title)), 2.3 * rows + 0.15 * len(note)][: 1 + bool(rows)]
     picture = make_figure(WIDTH, sum(heights))
@@ -208,11 +208,11 @@ def write_results(out: Path, sweep: Sweep) -> list[str]:
     lines.append(f"{count} of {len(sweep.points)} points have ended: {out / 'sweep.json'}, sweep.csv, sweep.png")
     if best := sweep.best:
         lines.append(sweep.describe_best(best))
-        if told := describe_mixed(numbers, sweep.task):
+        if told := describe_mixed(sweep, numbers):
             lines.append(f"caution: {told}")
         lines.append(f"next: {next_command('report', out)}  (all points on one page)")
         if (out / best.name).is_dir():
-            lines.append(f"next: {TASKS[sweep.task].next_step(out / best.name)}")
+            lines.append(f"next: {TASKS[sweep.task].next_step(out / best.name)}{'  (or another point)' * bool(told)}")
         else:
             lines.append(f"{out / best.name} is gone: no network of the best point is left to predict with")
     return lines

@@ -67,7 +67,7 @@ def test_the_difference_is_that_of_the_means_by_which_folders_are_ranked() -> No
     verdict = compare([a, b]).splitlines()[-1]
     assert verdict == (
         "highest mean Dice over 8 cases (each class counts alike, however few cases have it; other seeds may differ): "
-        "b, 0.0905 above a (lesion has a Dice in 2 cases: too few to tell)"
+        "b, 0.0905 above a (lesion is scored in only 2 cases: too few to tell)"
     )
 
 

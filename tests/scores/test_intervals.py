@@ -61,7 +61,7 @@ def test_a_class_that_few_cases_have_leaves_no_interval() -> None:
     dices[:, 1:, 1], dices[1, 0, 1] = math.nan, 0.3
     difference = difference_of(*map(rows_of, dices))
     assert difference and difference.value == pytest.approx(0.25)
-    assert difference.describe_interval() == " (b has a Dice in only 1 case: too few to tell)"
+    assert difference.describe_interval() == " (b is scored in only 1 case: too few to tell)"
     dices[0, 0, 1] = math.nan  # predicted by the second alone, where the truth has none
     difference = difference_of(*map(rows_of, dices))
     assert difference and difference.value == pytest.approx(0.25) and difference.rarest == ("b", 1)

@@ -10,7 +10,7 @@ import pytest
 from seqpar.cli import report, tune
 from seqpar.cluster.exit_codes import run
 from seqpar.data.errors import DataError
-from seqpar.runs.sweep_folder import Point, Sweep, describe_mixed, read_sweep, refresh_points, write_sweep
+from seqpar.runs.sweep_folder import Point, Sweep, describe_mixed, how_mixed, read_sweep, refresh_points, write_sweep
 from seqpar.sweeps import results, sweep_request
 from seqpar.sweeps.ray_cluster import rank_bundle
 from seqpar.sweeps.results import draw_sweep, write_results
@@ -217,13 +217,14 @@ def test_points_that_were_scored_on_different_cases_are_told_and_not_compared_ca
     out = make_sweep_folder(tmp_path)
     line, numbers, page = told_of(out, *kinds)
     assert numbers == [*column, "", ""]
-    told = "oints were validated on different cases or labels, so their order says little about which setting is best: "
+    how = "with different --mask-ratio" if "mask" in kinds[0][0] else "on different cases or labels"
+    told = f"oints were validated {how}, so their order says little about which setting is best: "
     told += "(1) lr-0.001_batch-1; (2) lr-0.001_batch-2"
     assert line == f"caution: p{told}" * bool(column[0]) and (f"P{told}." in page) == bool(column[0])
-    assert "the first two points, were validated on different cases or labels: their scores are not compared" in page
+    assert f"the first two points, were validated {how}: their scores are not compared" in page
     assert "confidence interval" not in page and "exactly the same mean Dice" not in page
     above, below = results._figure_of_sweep(out, refresh_points(out, read_sweep(out))).subfigs
-    assert ("on different cases or labels" in above.get_suptitle()) == bool(column[0]), "and its best has no star"
+    assert (f"points were validated {how}" in above.get_suptitle()) == bool(column[0]), "and its best has no star"
     assert (results.STAR in below._supxlabel.get_text().replace("\n", " ")) != bool(column[0])
     if HERE in (own for _, own in kinds):
         told = "These runs were trained on several data sets: balls (prepared in /y/B), balls (prepared in /x/B): "
@@ -258,14 +259,23 @@ def test_points_that_were_scored_on_the_same_cases_are_compared(kinds: tuple, tm
 
 def test_of_many_points_on_different_cases_some_are_named() -> None:
     numbers = {f"p{n}": n // 6 + 1 for n in range(36)}
-    told = describe_mixed(numbers, "segment")
+    sweep = Sweep({}, tuple(Point(name, {}, measured_on=f"case{n}") for name, n in numbers.items()))
+    told = describe_mixed(sweep, numbers)
     assert told.endswith("is best: (1) p0, p1, p2, p3, and 2 more; (2) p6, p7, p8, p9, and 2 more; (3) p12, p13, p14, "
                          "p15, and 2 more; (4) p18, p19, p20, p21, and 2 more; and 2 more")  # fmt: skip
-    assert describe_mixed(dict.fromkeys(numbers, 1), "segment") == describe_mixed({}, "segment") == ""
-    told = (
-        "points were validated on different cases, or with other --mask-ratio or --normalised-targets, so their order"
+    assert describe_mixed(sweep, dict.fromkeys(numbers, 1)) == describe_mixed(sweep, {}) == ""
+
+
+def test_it_is_told_on_what_scores_that_cannot_be_compared_depend() -> None:
+    def told(*measured_on: str) -> str:
+        return how_mixed([Point(str(n), {}, measured_on=own) for n, own in enumerate(measured_on)])
+
+    assert told("a", "b", "") == "were validated on different cases or labels"
+    assert told("a mask_ratio=0.5", "a mask_ratio=0.7", "") == "were validated with different --mask-ratio"
+    assert told("a mask_ratio=0.5 normalised_targets=True", "b mask_ratio=0.7 normalised_targets=False") == (
+        "were validated on different cases or labels and with different --mask-ratio and with different "
+        "--normalised-targets"
     )
-    assert describe_mixed(numbers, "pretrain").startswith(told)
 
 
 def test_points_that_were_validated_on_several_grids_say_so(tmp_path: Path) -> None:
