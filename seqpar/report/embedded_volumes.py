@@ -255,7 +255,7 @@ def viewer_note(volumes: Sequence[Embedded], is_ct: bool = False) -> str:
     to = "body" if all(pictured) else "labels or the body" if any(pictured) else "labels"
     note = f"Volumes are cropped to the {to}."
     if any(pictured):
-        cut = "" if is_ct else "; the darkest and the brightest half percent of the body are black and white"
+        cut = "" if is_ct else "; the brightest half percent of the body is white"
         note += f" Images are stored in {256 if is_ct else GREYS} grey levels, so values are rounded{cut}."
     if factors == {(1, 1, 1)}:
         return note

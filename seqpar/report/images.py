@@ -26,6 +26,7 @@ from seqpar.data.volumes import digest_file, files_digest, read_geometry
 from seqpar.losses import Readers
 from seqpar.report.cautions import own_grid
 from seqpar.report.embedded_volumes import Bytes
+from seqpar.report.planes import grey_window, limits_of
 from seqpar.report.record import CaseScores, RunRecord
 from seqpar.runs.sweep_folder import list_some
 from seqpar.scores.label_files import MAX_NAMED, dataset_at, list_label_files
@@ -326,19 +327,15 @@ def grey_images(
     pictures, ranges, properties = dict[str, Bytes](), dict[str, tuple[float, float]](), image.properties
     rows = zip(name_images(modalities), image.image, properties.schemes, properties.means, properties.stds)
     for name, channel, scheme, mean, std in rows:
-        pictures[name], low, high = to_grey(np.asarray(channel), scheme == "zscore")
+        pictures[name], low, high = to_grey(np.asarray(channel), scheme)
         ranges[name] = low * std + mean, high * std + mean
     return pictures, ranges, "ct" in properties.schemes
 
 
-def to_grey(channel: NDArray[Any], zero_is_outside: bool) -> tuple[Bytes, float, float]:
-    """Returns a prepared channel as grey levels, and the values that are black and white.
-
-    The brightest and darkest half percent are clipped.
-    """
-    outside = channel == 0 if zero_is_outside else np.zeros(channel.shape, bool)
-    body = channel[~outside]
-    low, high = np.percentile(body, (0.5, 99.5)) if body.size else (0.0, 1.0)
+def to_grey(channel: NDArray[Any], scheme: str) -> tuple[Bytes, float, float]:
+    """Returns a channel as grey levels, and the values that are black and white; ``scheme``: how it was prepared."""
+    outside = channel == 0 if scheme == "zscore" else np.zeros(channel.shape, bool)
+    low, high = limits_of([channel]) if scheme == "ct" else grey_window(channel)
     scaled = np.clip((channel - low) / max(float(high - low), 1e-6), 0, 1) * 255
     grey: Bytes = np.where(outside, 0, np.rint(scaled)).astype(np.uint8)
     return grey, float(low), float(high)

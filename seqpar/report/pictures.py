@@ -27,6 +27,7 @@ from seqpar.report.planes import (
     counted,
     ct_window,
     fullest_planes,
+    grey_window,
     hatched,
     kept_of_ct,
     limits_of,
@@ -124,7 +125,7 @@ def figure_of_cases(
         known = np.where(np.isin(case.prediction, case.hidden), 0, case.prediction)
         truth = np.where(case.truth > len(classes), -1, case.truth.astype(int))
         unseen = count_outside(outside_planes(truth, known, numbers, case.spacing, at))
-        low, high = window or limits_of([case.image[case.image != 0]])
+        low, high = window or grey_window(case.image)
         greys = case.image if window else np.where(case.image == 0, low, case.image), low, max(high, low + 1e-6)
         for (plane, dim), panel, letters in zip(PLANES, row, sides(neurological, case.slices)):
             _draw_plane(panel, case, greys, dim, at[dim], len(classes), neurological)

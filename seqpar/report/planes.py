@@ -299,6 +299,16 @@ def limits_of(images: Sequence[NDArray[Any]]) -> tuple[float, float]:
     return float(low), float(high)
 
 
+def grey_window(image: NDArray[Any]) -> tuple[float, float]:
+    """Returns what is black and white in an image ``W D H`` without units: below the body's brightest half percent.
+
+    Air has noise in most images, so that half a percent of all voxels would be more of the body.
+    """
+    shown, body = image[image != 0], image[body_of(image)]
+    low, high = limits_of([shown])
+    return low, max(high, limits_of([body])[1] if body.size else high)
+
+
 def ct_window(limits: tuple[float, float], images: Sequence[NDArray[Any]]) -> tuple[float, float]:
     """Returns what is black and white in CT: ``limits``, and at least what its images have of ``KEPT_HU``.
 

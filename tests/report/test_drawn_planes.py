@@ -9,8 +9,9 @@ import pytest
 from matplotlib.colors import to_hex
 
 from seqpar.report.embedded_volumes import ShownCase, planes_of, viewer_data
+from seqpar.report.images import to_grey
 from seqpar.report.pictures import PicturedCase, figure_of_cases
-from seqpar.report.planes import COLOURS, UNLABELLED, body_of, hatched
+from seqpar.report.planes import COLOURS, UNLABELLED, body_of, grey_window, hatched
 from tests.support.report_page import own_slices, unroll
 
 GREY = 60
@@ -103,3 +104,16 @@ def test_noise_in_air_is_no_body_and_what_the_body_encloses_is(snr: float) -> No
     full = rng.normal(1, 0.2, body.shape)
     full[8:20, 8:20, 8:20] += 1
     assert body_of(full).mean() > 0.99, "corners of tissue are not air"
+
+
+def test_noise_in_the_air_leaves_no_more_of_the_body_white() -> None:
+    """A bright lesion of a hundredth of the body is brighter than the rest, where most voxels are air."""
+    image = np.random.default_rng(0).normal(0, 4, (40, 40, 30)).astype(np.float32)
+    image[8:32, 8:32, 5:25] = np.random.default_rng(1).normal(80, 6, (24, 24, 20))
+    image[20:25, 20:25, 12:17] = np.linspace(140, 160, 125).reshape(5, 5, 5)
+    low, high = grey_window(image)
+    assert low < 0 and 140 < high < 160 and np.percentile(image, 99.5) < 100, "as all voxels would have it"
+    image[image < 20] = 0
+    assert grey_window(image)[1] == pytest.approx(np.percentile(image[image != 0], 99.5))
+    assert to_grey(image, "zscore")[2] == grey_window(image)[1] and to_grey(image, "ct")[2] < 100
+    assert grey_window(np.zeros((4, 4, 4))) == (0.0, 1.0)

@@ -183,7 +183,7 @@ def test_without_prepared_images_the_labels_are_shown(copied: Path, page: Page) 
     assert bare.cases == page.cases
     assert "prepared data are not where" in bare.text
     assert "cropped to the labels." in bare.text and "grey levels" not in bare.text
-    assert "to the body. Images are stored in 64 grey levels, so values are rounded; the darkest" in page.text
+    assert "to the body. Images are stored in 64 grey levels, so values are rounded; the brightest half" in page.text
     case = json.loads(bare.scripts["volumes"])["cases"][0]
     assert case["images"] == [] and unroll(case["truth"], case["shape"], case["columns"]).max() == 3
 
