@@ -280,10 +280,12 @@ def _cleaned(prediction: Path, record: RunRecord) -> list[str]:
 
 
 def what_is_unlearned(record: RunRecord, has_scores: bool = False) -> str:
-    """Returns a sentence if nothing shows that the network has learned a segmentation's class, or to classify.
+    """Returns a sentence if nothing shows that the network has learned a segmentation's class, to classify or rebuild.
 
     - ``has_scores``: whether the page has scores of other cases, which show that themselves of a classifier
     """
+    if little := what_was_learned(record.held_out, bool(record.config.get("normalised_targets")))[1]:
+        return little
     chance = "" if has_scores else may_be_chance(record)
     if chance or not what_is_not_found(record.held_out):
         return chance

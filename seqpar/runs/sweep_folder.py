@@ -16,7 +16,16 @@ from typing import Any
 from seqpar.data.errors import DataError, unwritable
 from seqpar.data.files import read_json, write_json
 from seqpar.runs.journal import read_metrics
-from seqpar.runs.metrics_tail import ERRORS, SCORES, basis_of, best_validation, measure_of, score_of
+from seqpar.runs.metrics_tail import (
+    ERRORS,
+    GUESS,
+    SCORES,
+    basis_of,
+    best_validation,
+    hides_otherwise,
+    measure_of,
+    score_of,
+)
 from seqpar.runs.run_folder import SWEEP_FILE, read_config, read_status
 from seqpar.runs.run_status import list_changes
 from seqpar.scores.comparison import FEW, TOO_FEW
@@ -272,8 +281,12 @@ def _scored_alike(one: tuple[Point, Mapping[str, Any]], other: tuple[Point, Mapp
         return False
     if point.measured_on == first.measured_on:
         return True
-    if point.measured_on.split()[1:] != first.measured_on.split()[1:]:
+    ours, others = (dict(part.split("=") for part in one.measured_on.split()[1:]) for one in (point, first))
+    guesses = [{GUESS: float(part.pop(GUESS, "nan"))} for part in (ours, others)]
+    if ours != others or hides_otherwise([[guess] for guess in guesses]):
         return False
+    if point.measured_on.partition(" ")[0] == first.measured_on.partition(" ")[0]:
+        return True
     if own.get("recipe") == theirs.get("recipe"):
         return False
     held_out, known = (sorted(described.get("held_out", ())) for described in (own, theirs))
@@ -289,6 +302,8 @@ def how_mixed(points: Sequence[Point]) -> str:
     measured = [point.measured_on.split() for point in points if point.measured_on]
     settings = [dict(one.split("=") for one in words) for _, *words in measured]
     others = [f"--{flag_name(name)}" for name in OF_ERROR if len({own.get(name) for own in settings}) > 1]
+    if len({cases for cases, *_ in measured}) == 1 and not others and any(GUESS in own for own in settings):
+        return "were validated on different hidden voxels (by --seed, --tile or --patch)"
     on_cases = [] if others and len({cases for cases, *_ in measured}) == 1 else ["on different cases or labels"]
     return f"were validated {' and '.join([*on_cases, *(f'with different {flag}' for flag in others)])}"
 
@@ -359,11 +374,15 @@ def _look_up(run: Path, point: Point, stopped: Sequence[str]) -> Point:
         code=_whole(status.get("code")),
         why="" if state == "stopped" else str(status.get("why", "")),
         cases=int(best.get("cases", 0)) if best else 0,
-        measured_on=_scale_of(basis_of(held_out)) if best else "",
+        measured_on=_scale_of(basis_of(held_out), best) if best else "",
     )
 
 
-def _scale_of(basis: str) -> str:
-    """Returns of what a validation was measured on the digest of its cases, and settings that an error depends on."""
+def _scale_of(basis: str, row: Mapping[str, Any]) -> str:
+    """Returns on what a validation was measured: the digest of its cases, and what an error depends on.
+
+    - ``row``: of the validation
+    """
     cases, *settings = basis.split() or [""]
-    return " ".join([cases, *(one for one in settings if one.partition("=")[0] in OF_ERROR)])
+    guess = [f"{GUESS}={row[GUESS]:.6g}"] if isinstance(row.get(GUESS), float) else []
+    return " ".join([cases, *(one for one in settings if one.partition("=")[0] in OF_ERROR), *guess])

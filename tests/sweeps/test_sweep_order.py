@@ -272,6 +272,8 @@ def test_it_is_told_on_what_scores_that_cannot_be_compared_depend() -> None:
 
     assert told("a", "b", "") == "were validated on different cases or labels"
     assert told("a mask_ratio=0.5", "a mask_ratio=0.7", "") == "were validated with different --mask-ratio"
+    seeds = [f"a mask_ratio=0.5 error_of_mean={guess}" for guess in (0.322, 0.338)]
+    assert told(*seeds) == "were validated on different hidden voxels (by --seed, --tile or --patch)"
     assert told("a mask_ratio=0.5 normalised_targets=True", "b mask_ratio=0.7 normalised_targets=False") == (
         "were validated on different cases or labels and with different --mask-ratio and with different "
         "--normalised-targets"

@@ -144,11 +144,15 @@ class Pretraining(Task):
             png = base64.b64encode(picture.read_bytes()).decode()
         except OSError as error:
             gaps.append(f"There are no pictures of validated cases: {picture} cannot be read ({error.strerror}).")
-        sentence, caution = what_was_learned(record.held_out, bool(record.config.get("normalised_targets")))
+        from seqpar.tasks.pretrain.validation import GIVEN
+
+        normalised = bool(record.config.get("normalised_targets"))
+        sentence, _ = what_was_learned(record.held_out, normalised)
         parts: dict[str, Any] = {"errors": _errors(record), "png": png, "sentence": sentence}
+        parts["given"] = f" Errors are in standard deviations of each patch. {GIVEN}." * normalised
         parts["validated"] = name_validated(record.dataset)
-        cautions, folder = [caution] if caution else [], Path(__file__).parent
-        return FinishedPage(render_run(folder, record, gaps, (), cautions, loss="mean squared error", **parts))
+        folder = Path(__file__).parent
+        return FinishedPage(render_run(folder, record, gaps, (), [], loss="mean squared error", **parts))
 
 
 def _errors(record: RunRecord) -> Table | None:

@@ -42,6 +42,9 @@ from seqpar.vit.dropout import DropoutKey
 
 COLUMNS = ("image", "what the encoder saw", "rebuilt", "rebuilt − image")
 AXIAL = 2
+GIVEN = (
+    "Mean and contrast of each hidden patch are taken from the image, as they are not rebuilt (--normalised-targets)"
+)
 HIDDEN, SEEN = "#b9a06a", "#8f8f8f"  # of patches: sand is no grey level of an image, and neither is an error
 
 
@@ -86,6 +89,8 @@ def figure_of_tiles(tiles: Sequence[RebuiltTile], neurological: bool, run: Path,
     figure = make_figure(5.4, 5.5 * len(tiles) + 2.1)  # narrow, so that it can be read on a narrow page
     of_modality = f" of {escape_mathtext(tiles[0].modality)}" if tiles[0].modality else ""
     errors = f"Errors are mean squared errors of hidden voxels{', of all modalities' * bool(of_modality)}"
+    if tiles[0].guess == guess_of(normalised=True):
+        errors += f", in standard deviations of each patch. {GIVEN}"
     count = counted([tile.axial] for tile in tiles)
     ranges, window, unit = [limits_of([tile.image]) for tile in tiles], "", ""
     if (hounsfield := tiles[0].hounsfield) is not None:

@@ -1,0 +1,68 @@
+"""What pages say of pretrainings: what errors are of, which of them compare, and what pictures are given."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from seqpar.cli import report
+from seqpar.cluster.exit_codes import run
+from seqpar.report.record import read_record
+from seqpar.report.several_runs import cautions_about
+from seqpar.runs.sweep_folder import read_sweep, refresh_points, validated_on
+from seqpar.tasks.pretrain.validation import RebuiltTile, figure_of_tiles
+from tests.support.report_page import Page, own_slices
+from tests.support.sweep_folder import make_sweep_folder
+
+
+def pretrained(finished: Path, folder: Path, loss: float, guess: float, **config: Any) -> Path:
+    """Returns a copy of a run as a pretraining with one validation."""
+    out = Path(shutil.copytree(finished, folder))
+    content = json.loads((out / "config.json").read_text())
+    content["config"] |= {"task": "pretrain", **config}
+    (out / "config.json").write_text(json.dumps(content))
+    row = {"kind": "val", "step": 5, "loss": loss, "error_of_mean": guess, "cases": 2}
+    (out / "metrics.jsonl").write_text(json.dumps(row) + "\n")
+    return out
+
+
+def test_errors_on_other_hidden_voxels_are_not_compared(finished: Path, tmp_path: Path) -> None:
+    one, same, other = (
+        pretrained(finished, tmp_path / name, loss, guess)
+        for name, loss, guess in (("one", 0.34, 0.5), ("same", 0.3, 0.5001), ("other", 0.55, 0.52))
+    )
+    told = "These runs hide different voxels in validation; their errors cannot be compared."
+    assert cautions_about([read_record(one), read_record(same)]) == []
+    assert cautions_about([read_record(one), read_record(other)]) == [told]
+    assert run(report.act, [str(one), str(other), "--out", str(tmp_path / "page.html")]) == 0
+    text = Page((tmp_path / "page.html").read_text()).text
+    assert told in text and "Loss on held-out cases (n = 2), on different voxels" in text
+    assert "other: nothing was learned: the best error is 0.5500, and that of" in text and "one: nothing" not in text
+    assert run(report.act, [str(other)]) == 0
+    assert (other / "report.html").read_text().count("Nothing was learned: the best error is") == 1
+
+
+@pytest.mark.parametrize(("guess", "number"), [(0.338, 2), (0.3221, 1)])
+def test_points_that_hide_other_voxels_are_not_ranked(guess: float, number: int, tmp_path: Path) -> None:
+    out = make_sweep_folder(tmp_path)
+    for point, own in zip(read_sweep(out).points, (0.322, guess)):
+        rows = [json.loads(line) for line in (out / point.name / "metrics.jsonl").read_text().splitlines()]
+        more = {"measured_on": "a mask_ratio=0.75", "error_of_mean": own}
+        rows = [row | more if row["kind"] == "val" else row for row in rows]
+        (out / point.name / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert [*validated_on(out, refresh_points(out, read_sweep(out))).values()] == [1, number]
+
+
+def test_pictures_with_normalised_targets_say_what_they_are_given(finished: Path, tmp_path: Path) -> None:
+    image, slices = np.ones((8, 8, 8)), own_slices((8, 8, 8))[2]
+    for guess, is_told in (("the tile's mean", False), ("each patch's own mean", True)):
+        tile = RebuiltTile("a", image, image, image > 0, (1.0,) * 3, slices, 0.5, 0.6, guess)
+        title = figure_of_tiles([tile], False, tmp_path).get_suptitle().replace("\n", " ")
+        assert ("contrast of each hidden patch are taken from the image" in title) == is_told
+        out = pretrained(finished, tmp_path / guess[:4], 0.5, 1.0, normalised_targets=is_told)
+        (out / "validation.png").write_bytes(b"a picture")
+        assert run(report.act, [str(out)]) == 0
+        assert ("contrast of each hidden patch are taken from" in (out / "report.html").read_text()) == is_told
