@@ -276,8 +276,11 @@ def _scored_alike(one: tuple[Point, Mapping[str, Any]], other: tuple[Point, Mapp
     - ``one``, ``other``: each with what it records of its data
     """
     (point, own), (first, theirs) = one, other
-    joined = [(described.get("recipe") or {}).get("joined") or [] for described in (own, theirs)]
+    recipes = [described.get("recipe") or {} for described in (own, theirs)]
+    joined, cuts = ([recipe.get(name) or [] for recipe in recipes] for name in ("joined", "crop_to"))
     if own and theirs and joined[0] != joined[1]:  # other classes
+        return False
+    if cuts[0] != cuts[1] and any(recipe.get("cut_labels") for recipe in recipes):  # other parts of labels
         return False
     if point.measured_on == first.measured_on:
         return True
@@ -303,7 +306,7 @@ def how_mixed(points: Sequence[Point]) -> str:
     settings = [dict(one.split("=") for one in words) for _, *words in measured]
     others = [f"--{flag_name(name)}" for name in OF_ERROR if len({own.get(name) for own in settings}) > 1]
     if len({cases for cases, *_ in measured}) == 1 and not others and any(GUESS in own for own in settings):
-        return "were validated on different hidden voxels (by --seed, --tile or --patch)"
+        return "were validated on different hidden voxels (by --tile, --patch or --spacing)"
     on_cases = [] if others and len({cases for cases, *_ in measured}) == 1 else ["on different cases or labels"]
     return f"were validated {' and '.join([*on_cases, *(f'with different {flag}' for flag in others)])}"
 

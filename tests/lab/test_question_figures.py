@@ -89,6 +89,13 @@ def test_figure_14_tells_who_reaches_a_dice(tmp_path: Path) -> None:
     assert bars.values["skips (UNETR), patch 8"] == {}
     write_figure(figures.FIGURES[14], results, "debug", tmp_path)
     assert "no skips (Primus), patch 16" in (tmp_path / "figure-14.csv").read_text()
+    assert "CAUTION" not in (tmp_path / "figure-14.txt").read_text()
+    for number, run in enumerate(runs[0] for runs in results.runs.values()):
+        content = json.loads((run / "config.json").read_text())
+        described = {"name": "d", "prepared": "p", "digests": {"case_a": str(number)}, "files": {"case_a": str(number)}}
+        (run / "config.json").write_text(json.dumps(content | {"dataset": described}))
+    told = "CAUTION: 1 case, such as case_a, changed between these trainings: they cannot be compared"
+    assert told in "\n".join(write_figure(figures.FIGURES[14], results, "debug", tmp_path))
 
 
 def test_figure_11_puts_measured_points_beside_plans(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -188,6 +188,7 @@ def told_of(out: Path, *kinds: tuple[str, dict]) -> tuple[str, list[str], str]:
     return "".join(lines), column, Page((out / "report.html").read_text()).text
 
 
+CUT = {"crop_to": [2, 2, 2], "cut_labels": True}
 OTHERWISE = {"recipe": {"spacing": [2, 2, 2]}, "files": {"case_a": "f"}, "digests": {"case_a": "2"}}
 HERE, THERE = ({"prepared": f"/{n}/B", "voxels": {"case_a": n}, "files": {"case_a": n}} for n in "xy")
 
@@ -200,6 +201,7 @@ HERE, THERE = ({"prepared": f"/{n}/B", "voxels": {"case_a": n}, "files": {"case_
         ((("a", HERE), ("b", THERE)), ["1", "2"]),
         ((("", HERE), ("", THERE)), ["", ""]),
         ((("a mask_ratio=0.5", {"recipe": {}}), ("a mask_ratio=0.75", {})), ["1", "2"]),
+        ((("a", OTHERWISE | {"recipe": CUT}), ("b", OTHERWISE)), ["1", "2"]),
         ((("a", OTHERWISE | {"recipe": {}}), ("b", OTHERWISE | {"files": {"case_a": "g"}})), ["1", "2"]),
     ],
     ids=[
@@ -208,6 +210,7 @@ HERE, THERE = ({"prepared": f"/{n}/B", "voxels": {"case_a": n}, "files": {"case_
         "two data sets",
         "two data sets in an earlier version",
         "other parts hidden",
+        "labels cut off",
         "other labels, prepared otherwise",
     ],
 )
@@ -238,6 +241,7 @@ def test_points_that_were_scored_on_different_cases_are_told_and_not_compared_ca
         (("", {}), ("b", {})),
         (("a overlap=0.25", {}), ("a overlap=0.5", {})),
         (("a", OTHERWISE | {"recipe": {}}), ("b", OTHERWISE)),
+        (("a", OTHERWISE | {"recipe": CUT | {"cut_labels": False}}), ("b", OTHERWISE)),
         (("a", {"recipe": {}}), ("b", {"recipe": {"spacing": [2, 2, 2]}})),
         (("a", {"files": {"x": "before"}}), ("a", {"files": {"x": "after"}, "recipe": {"mean": 2}})),
     ],
@@ -246,6 +250,7 @@ def test_points_that_were_scored_on_different_cases_are_told_and_not_compared_ca
         "known of one",
         "scored otherwise",
         "prepared otherwise",
+        "cut, and no label",
         "no files known",
         "other training data",
     ],
@@ -272,8 +277,8 @@ def test_it_is_told_on_what_scores_that_cannot_be_compared_depend() -> None:
 
     assert told("a", "b", "") == "were validated on different cases or labels"
     assert told("a mask_ratio=0.5", "a mask_ratio=0.7", "") == "were validated with different --mask-ratio"
-    seeds = [f"a mask_ratio=0.5 error_of_mean={guess}" for guess in (0.322, 0.338)]
-    assert told(*seeds) == "were validated on different hidden voxels (by --seed, --tile or --patch)"
+    tiles = [f"a mask_ratio=0.5 error_of_mean={guess}" for guess in (0.322, 0.338)]
+    assert told(*tiles) == "were validated on different hidden voxels (by --tile, --patch or --spacing)"
     assert told("a mask_ratio=0.5 normalised_targets=True", "b mask_ratio=0.7 normalised_targets=False") == (
         "were validated on different cases or labels and with different --mask-ratio and with different "
         "--normalised-targets"

@@ -54,8 +54,8 @@ def patients_of(ids: Iterable[str]) -> dict[str, str]:
 
 
 def data_faults(described: Mapping[str, Any]) -> str:
-    """Returns sentences if a run trains on other scans of patients that it holds out, or on the same scans, and if one
-    scan has two classes; else "".
+    """Returns sentences if a run trains on other scans of patients that it holds out, or on the same scans, if labels
+    may be cut off, and if one scan has two classes; else "".
 
     - ``described``: its data, as config.json has them: a table may name the patients, else names of cases tell them
     """
@@ -74,7 +74,16 @@ def data_faults(described: Mapping[str, Any]) -> str:
         told.append(f"{which} whom the run was trained on: scores in validation are too good.")
     counts = [len(own) for own in (same, divided) if own]
     sentences = [f"{n} of {quantity(len(held_out), 'held-out case')} {one}" for n, one in zip(counts, told)]
-    return " ".join([*sentences, *_contradiction(described)])
+    return " ".join([*sentences, *_cut_off(described), *_contradiction(described)])
+
+
+def _cut_off(described: Mapping[str, Any]) -> list[str]:
+    """Returns a sentence if volumes were cut though that may lose labels."""
+    recipe = described.get("recipe") or {}
+    if not (recipe.get("cut_labels") and recipe.get("crop_to")):
+        return []
+    sides = " × ".join(map(str, recipe["crop_to"]))
+    return [f"Volumes are cut to {sides} voxels, labelled ones too (--force): validation scores only what is left."]
 
 
 def _contradiction(described: Mapping[str, Any]) -> list[str]:
