@@ -311,12 +311,12 @@ def calibration_error(truth: Ints, probabilities: Floats) -> float:
     return error_of_tenths(count_tenths(probabilities.max(1), probabilities.argmax(1) == truth))
 
 
-def count_tenths(given: NDArray[Any], right: NDArray[np.bool_]) -> Floats:
+def count_tenths(given: NDArray[Any], right: NDArray[Any]) -> Floats:
     """Returns for each tenth of probability ``t 3``: how many there are, the sum of them, and how many are right.
 
     Those of several cases add up, so that no more than one is in memory.
 
-    - ``given``, ``right``: a probability each, of any shape, and whether what it is of is true
+    - ``given``, ``right``: a probability each, of any shape, and whether what it is of is true, or how far
     """
     values, is_right = given.ravel().astype(np.float64), right.ravel()
     bins = np.clip((values * NUM_BINS).astype(np.int64), 0, NUM_BINS - 1)
@@ -332,6 +332,21 @@ def error_of_tenths(tenths: Floats) -> float:
     """Returns the expected calibration error: the mean distance of probability and share that is right; NaN of none."""
     count = float(tenths[:, 0].sum())
     return float(np.abs(tenths[:, 1] - tenths[:, 2]).sum()) / count if count else math.nan
+
+
+def calibration_content(tenths: Mapping[str, Floats]) -> dict[str, Any]:
+    """Returns what summary.json says of calibration, by class."""
+    return {
+        name: {
+            "ECE": error_of_tenths(own),
+            "ECE_from_0.1": error_of_tenths(own[1:]),
+            "tenths": [
+                {"voxels": int(count), "probability": float(given), "share": float(right)}
+                for count, given, right in np.concatenate([own[:, :1], own[:, 1:] / np.maximum(own[:, :1], 1)], 1)
+            ],
+        }
+        for name, own in tenths.items()
+    }
 
 
 def roc_points(is_class: NDArray[np.bool_], scores: Floats) -> tuple[list[float], list[float]]:

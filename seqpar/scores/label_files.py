@@ -23,7 +23,7 @@ from seqpar.data.geometry import Geometry, geometry_difference, to_canonical
 from seqpar.data.volumes import output_suffix, read_volume
 from seqpar.parallel.processes import calls_in_forks
 from seqpar.scores.label_classes import Labels, hidden_classes
-from seqpar.scores.label_scores import Scores, describe_consensus, score, score_readers
+from seqpar.scores.label_scores import Scores, class_mask, describe_consensus, score, score_readers
 from seqpar.text import quantity
 
 UNCERTAINTY, ENTROPY, DISAGREEMENT = "uncertainty", "entropy", "disagreement"  # a folder next to label maps, and maps
@@ -47,6 +47,11 @@ class Doubt(NamedTuple):
     def consensus(self) -> str:
         """The label that the truth has in each voxel, in words."""
         return describe_consensus(len(self.readers))
+
+    @property
+    def share(self) -> str:
+        """What ``Reference.shares`` of several voxels come to, in words."""
+        return f"the mean over the {len(self.readers)} readers" if self.readers else "the mean probability in the truth"
 
     def to_json(self) -> dict[str, Any]:
         """Returns what ``from_json`` reads."""
@@ -72,11 +77,15 @@ class Pair(NamedTuple):
 
 
 class Reference(NamedTuple):
-    """A true label map ``W D H`` in canonical orientation: of several readers, their consensus and each one's own."""
+    """A true label map ``W D H`` in canonical orientation: of several readers, their consensus and each one's own.
+
+    - ``probabilities``: of label values, if the truth is written so; a value may have several, which add up
+    """
 
     values: NDArray[Any]
     geometry: Geometry
     readers: dict[str, NDArray[Any]]
+    probabilities: Sequence[tuple[int, NDArray[Any]]] = ()
 
     @property
     def disputed(self) -> list[NDArray[np.bool_]]:
@@ -84,6 +93,18 @@ class Reference(NamedTuple):
         if len(self.readers) < 2:  # one, or labels as probabilities
             return []
         return [reduce(np.logical_or, (a != b for a, b in pairwise(self.readers.values())))]
+
+    def shares(self, values: Collection[int]) -> NDArray[Any]:
+        """Returns how far each voxel has one of the label ``values``: as a mask, or with doubt as training's target.
+
+        That is the share of the readers who gave it one of them, or the sum of their probabilities.
+        """
+        if self.probabilities:
+            own = (array for value, array in self.probabilities if value in values)
+            return reduce(np.add, own, np.zeros(self.values.shape, np.float32))
+        if self.readers:
+            return np.stack([class_mask(one, values) for one in self.readers.values()]).mean(0, np.float32)
+        return class_mask(self.values, values)
 
 
 class Matched(NamedTuple):
@@ -281,8 +302,10 @@ def read_reference(truth: Path, doubt: Doubt | None, declared: frozenset[int] | 
         array, geometry, _ = read_volume(truth)
         if len(array) != len(doubt.channels):
             raise DataError(truth, f"holds {len(array)} channels: {len(doubt.channels)} probabilities are needed")
-        most = np.asarray(doubt.channels)[to_canonical(array, geometry.orientation).argmax(0)]
-        return Reference(_joined(most, doubt), geometry, {})
+        array, joined = to_canonical(array, geometry.orientation), dict(doubt.joined)
+        most = np.asarray(doubt.channels)[array.argmax(0)]
+        probabilities = [(joined.get(value, value), channel) for value, channel in zip(doubt.channels, array)]
+        return Reference(_joined(most, doubt), geometry, {}, probabilities)
     maps, first = dict[str, NDArray[Any]](), None
     for name, path in doubt.readers.items():
         values, geometry = read_label_map(path)
@@ -349,7 +372,7 @@ def refuse_unknown(labels: Labels, pairs: Iterable[Pair]) -> None:
 def score_pair(pair: Pair, labels: Labels, settings: dict[str, Any]) -> Scores:
     """Returns the scores of one case, read from its two files; ``settings`` are keyword arguments of ``score``."""
     ignored = frozenset() if labels.ignore is None else frozenset({labels.ignore})
-    truth, geometry, readers = read_reference(pair.truth, pair.doubt, labels.declared | ignored)
+    truth, geometry, readers = read_reference(pair.truth, pair.doubt, labels.declared | ignored)[:3]
     prediction, predicted_geometry = read_label_map(pair.prediction)
     if (difference := geometry_difference(predicted_geometry, geometry)) is not None:
         problem = f"does not lie on {pair.truth}: {difference}; write it in the geometry of the source"

@@ -1,15 +1,20 @@
 """Calibration of voxels by tenths of probability: sums of cases equal a direct computation over all voxels."""
 
 import json
+from argparse import Namespace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import nibabel
 import numpy as np
 import pytest
 
+from seqpar.data.formats.recognise import describe
+from seqpar.scores.label_classes import labels_of_classes
+from seqpar.scores.label_files import doubts_of, read_reference
 from seqpar.tasks.case_evaluation import CaseEvaluation, ScoringJob, Seen
-from seqpar.tasks.segment import evaluation
+from seqpar.tasks.segment import evaluation, page
 from seqpar.tasks.segment.evaluation import calibration_diagram, format_calibration
 from seqpar.tasks.segment.label_map_folder import SavedProbabilities
 from tests.support.label_folders import evaluate_folders, random_labels, save, summary_of
@@ -79,7 +84,7 @@ def test_calibration_is_that_of_all_voxels_together(predicted, capfd) -> None:
         assert found[name]["ECE_from_0.1"] == pytest.approx(expected_error(given, right, 1), abs=1e-6) and right.any()
         assert found[name]["ECE_from_0.1"] > 0.01, "or all is certain"
         assert sum(tenth["voxels"] for tenth in found[name]["tenths"]) == len(given)
-        assert f"{found[name]['ECE_from_0.1']:.4f}" in said
+        assert f"{found[name]['ECE_from_0.1']:.4f}" in said and "(share" not in said
     picture = folders[1] / "summary-calibration.png"
     assert str(picture) in said and picture.stat().st_size > 5000
     assert evaluate_folders(folders, "--calibration") == 0, "its own picture is drawn again"
@@ -159,6 +164,68 @@ def test_a_union_of_labels_has_the_sum_of_their_probabilities_and_one_of_regions
         assert found["both"]["ECE"] == pytest.approx(expected_error(given, right > 0), abs=1e-6)
     else:
         assert set(found) == {"both"} and "organ  no output of the network stands for it" in said
+
+
+def written_by(kind: str, root: Path) -> np.ndarray:
+    """Writes a data set of one case whose labels have doubt; returns the probability of each label in it."""
+    content: dict[str, Any] = {"labels": PLAIN, "channel_names": {"0": "T1"}, "file_ending": ".nii.gz"}
+    save(root / "imagesTr" / "c_0000.nii.gz", np.ones((12, 11, 9), np.float32))
+    if kind == "readers":
+        maps = {name: random_labels(n) for n, name in enumerate(("ann", "ben", "cy"))}
+        for name, values in maps.items():
+            save(root / f"labelsTr_{name}" / "c.nii.gz", values)
+        content["readers"], shares = [*maps], np.mean([[m == v for v in range(3)] for m in maps.values()], 0)
+    else:
+        shares = np.random.default_rng(0).dirichlet((1, 1, 1), (12, 11, 9)).astype(np.float32)
+        save(root / "labelsTr" / "c.nii.gz", shares)
+        content["soft_labels"], shares = True, np.moveaxis(shares, -1, 0)
+    (root / "dataset.json").write_text(json.dumps(content))
+    return shares
+
+
+@pytest.mark.parametrize(
+    "kind, share", [("readers", "the mean over the 3 readers"), ("probabilities", "the mean probability in the truth")]
+)
+def test_probabilities_that_are_those_of_a_doubtful_truth_are_right(kind, share, tmp_path, capfd, monkeypatch) -> None:
+    """The target that a network learns has no calibration error, nor has a class of two labels."""
+    monkeypatch.setattr(evaluation, "draw_figure", lambda _title, _diagrams, about, _files: told.append(about))
+    told, folders = list[str](), (tmp_path / "data", tmp_path / "predicted")
+    shares = written_by(kind, folders[0])
+    image = nibabel.load(folders[0] / "imagesTr" / "c_0000.nii.gz")
+    turned = nibabel.as_closest_canonical(nibabel.Nifti1Image(np.moveaxis(shares, 0, -1), image.affine))
+    given = np.moveaxis(turned.get_fdata(), -1, 0)
+    save(folders[1] / "c.nii.gz", given.argmax(0).astype(np.uint8), turned.affine)
+    save_probabilities(folders[1], "c", given, PLAIN)
+    more = ("--regions", "organ=1", "--regions", "core=2", "--regions", "both=1,2")
+    assert evaluate_folders(folders, "--calibration", *more) == 0
+    found, said = summary_of(folders)["calibration"], capfd.readouterr().out
+    for name, own in {"organ": (1,), "core": (2,), "both": (1, 2)}.items():
+        assert found[name]["ECE"] < 1e-6 and found[name]["ECE_from_0.1"] < 1e-6
+        right = shares[list(own)].sum(0)
+        assert sum(t["voxels"] * t["share"] for t in found[name]["tenths"]) == pytest.approx(right.sum(), rel=1e-5)
+        assert ((right > 0.3) & (right < 0.4)).any(), "or nothing is in doubt"
+    (doubt,) = doubts_of(describe(folders[0])).values()
+    joined = read_reference(folders[0] / "labelsTr" / "c.nii.gz", doubt._replace(joined=((2, 1),)))
+    assert joined.shares([1]).sum() == pytest.approx(shares[1:].sum(), rel=1e-5) and not joined.shares([2]).any()
+    assert f"(share: {share})" in said and told[0].endswith(f" The share is {share}.")
+    scored: Any = SimpleNamespace(cases=[SimpleNamespace(name="c")])
+    options = Namespace(truth=folders[0], prediction=folders[1], common=False)
+    (chart,), text = page._calibration(options, scored, labels_of_classes({"core": (2,)}), {"core": "#111111"})
+    assert text == told[0] and "core: ECE (from 0.1) 0.000" in str(chart)
+
+    save_probabilities(folders[1], "c", (given.argmax(0) == np.arange(3)[:, None, None, None]) * 1.0, PLAIN)
+    assert evaluate_folders(folders, "--calibration") == 0
+    assert summary_of(folders)["calibration"]["core"]["ECE_from_0.1"] > 0.05, "certainty is overconfident"
+
+
+def test_a_truth_of_other_numbers_than_probabilities_is_said_by_name(tmp_path, capfd) -> None:
+    folders = tmp_path / "data", tmp_path / "predicted"
+    shares = written_by("probabilities", folders[0])
+    save(folders[0] / "labelsTr" / "c.nii.gz", 100 * np.moveaxis(shares, 0, -1))
+    save(folders[1] / "c.nii.gz", shares.argmax(0).astype(np.uint8))
+    save_probabilities(folders[1], "c", shares, PLAIN)
+    assert evaluate_folders(folders, "--calibration") == 3
+    assert f"{folders[0] / 'labelsTr' / 'c.nii.gz'}: holds numbers that are no prob" in capfd.readouterr().err
 
 
 def test_cases_without_probabilities_or_with_others_are_said_by_name(predicted, capfd) -> None:

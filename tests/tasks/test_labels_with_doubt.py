@@ -142,7 +142,7 @@ def test_a_reference_is_the_value_that_most_readers_gave(tmp_path: Path) -> None
         one[0].flat[:] = values
     doubt = reference_of(tmp_path, maps)
     first = doubt.readers["a"]
-    values, geometry, readers = read_reference(first, doubt)
+    values, geometry, readers, _ = read_reference(first, doubt)
     assert sorted(values[values > 0].tolist()) == [2, 2, 5] and (readers["b"] > 0).sum() == 4
     assert sorted(read_reference(first, doubt._replace(joined=((5, 2),))).values.ravel().tolist()) == [0] * 4 + [2] * 4
     with pytest.raises(DataError, match=r"a/c.nii.gz: holds \[5\], which is not among the declared labels"):

@@ -17,13 +17,14 @@ import numpy as np
 from seqpar.data.errors import DataError
 from seqpar.data.geometry import to_canonical
 from seqpar.data.phantom.phantom_files import is_generated
+from seqpar.data.preparation.prepared_case import CLOSE
 from seqpar.report.cautions import records_behind
 from seqpar.report.curves import Diagram, reliability_diagram
 from seqpar.report.planes import colours_of
 from seqpar.report.plots import draw_figure, title_of
 from seqpar.report.record import RunRecord
 from seqpar.runs.run_folder import read_description
-from seqpar.scores.class_scores import Floats, count_tenths, error_of_tenths, filled_tenths
+from seqpar.scores.class_scores import Floats, calibration_content, count_tenths, error_of_tenths, filled_tenths
 from seqpar.scores.comparison import FEW, TOO_FEW, Scored, add_fold, compare
 from seqpar.scores.label_classes import Labels, hidden_classes, labels_of_run
 from seqpar.scores.label_files import (
@@ -41,7 +42,6 @@ from seqpar.scores.label_files import (
 from seqpar.scores.label_scores import (
     DEFAULT_SETTINGS,
     Scores,
-    class_mask,
     format_dice,
     format_table,
     not_measured,
@@ -162,13 +162,14 @@ class LabelMapEvaluation(CaseEvaluation):
             for name, group in content.get("groups", {}).items():
                 group["calibration"] = calibration_content(parts[name])
             tenths = parts[which]
-            text += f"\n\n{format_calibration(tenths, self.labels.classes, which)}"
+            text += f"\n\n{format_calibration(tenths, self.labels.classes, which, share_of(job.cases))}"
             if tenths:
                 by = records_behind(Path(job.name))  # its page has these colours
                 colours = by[0].class_colours(self.labels.classes) if by else colours_of(self.labels.classes)
                 diagram = calibration_diagram(tenths, counts[which], colours, which)
                 title = title_of(job.name, is_generated(self.options.truth), diagram.quantity)
-                contents["calibration"] = lambda path: draw_figure(title, [diagram], ABOUT_CALIBRATION, [path])
+                about = about_calibration(job.cases)
+                contents["calibration"] = lambda path: draw_figure(title, [diagram], about, [path])
         contents["json"] = json.dumps(content, indent=2) + "\n"
         return ScoredPrediction(
             job.name,
@@ -306,8 +307,8 @@ def calibrate(
 ) -> tuple[dict[str, Floats], int]:
     """Returns how probable each class was in the voxels of all cases, and how often it was there, by tenths ``t 3``.
 
-    Also returns of how many cases: in those without a labelled voxel nothing is known. One case after the other is in
-    memory. A class that no output stands for is left out.
+    Where the truth has doubt, a voxel counts by its share of the class. Also returns of how many cases: in those
+    without a labelled voxel nothing is known. One is in memory after the other. A class without an output is left out.
 
     - ``faults``: gets what is wrong with a case
     """
@@ -335,7 +336,7 @@ def calibrate_pair(pair: Pair, labels: Labels) -> dict[str, Floats]:
     if saved is None:
         raise DataError(pair.prediction, "has no probabilities: predict with --npz")
     (probabilities, geometry), outputs = saved.read(), saved.outputs
-    truth = read_reference(pair.truth, pair.doubt).values
+    truth = read_reference(pair.truth, pair.doubt)
     if probabilities.shape != (len(outputs), *geometry.shape):
         raise DataError(
             saved.path, f"has probabilities of shape {probabilities.shape}, and {pair.prediction} is a label map of "
@@ -349,12 +350,14 @@ def calibrate_pair(pair: Pair, labels: Labels) -> dict[str, Floats]:
             saved.path, f"holds probabilities of another prediction than {pair.prediction}: in {100 * share:.3g}% of "
             f"its labelled voxels, {why}: predict the case again"
         )  # fmt: skip
-    counted = np.ones(truth.shape, bool) if labels.ignore is None else truth != labels.ignore
+    counted = np.ones(truth.values.shape, bool) if labels.ignore is None else truth.values != labels.ignore
     hidden, tenths = hidden_classes(labels.classes, pair.shown), dict[str, Floats]()
     for name, own in labels.classes.items():
         if name not in hidden and (channels := _channels_of(own, outputs)):
-            given = to_canonical(probabilities[channels].sum(0), geometry.orientation)
-            rows = zip(given, class_mask(truth, own), counted)
+            given, shares = to_canonical(probabilities[channels].sum(0), geometry.orientation), truth.shares(own)
+            if shares.min() < -CLOSE or shares.max() > 1 + CLOSE:
+                raise DataError(pair.truth, "holds numbers that are no probabilities: write some from 0 to 1")
+            rows = zip(given, shares, counted)
             tenths[name] = np.sum([count_tenths(row[keep], right[keep]) for row, right, keep in rows], axis=0)
     return tenths
 
@@ -383,6 +386,17 @@ ABOUT_CALIBRATION = (
 )
 
 
+def share_of(pairs: Iterable[Pair]) -> str:
+    """Returns what the share of a class is if the truth has doubt; "" otherwise."""
+    return next((pair.doubt.share for pair in pairs if pair.doubt), "")
+
+
+def about_calibration(pairs: Iterable[Pair]) -> str:
+    """Returns what a reliability diagram shows."""
+    share = share_of(pairs)
+    return ABOUT_CALIBRATION + f" The share is {share}." * bool(share)
+
+
 def calibration_diagram(
     tenths: Mapping[str, Floats], cases: int, class_colours: Mapping[str, str], which: str = ""
 ) -> Diagram:
@@ -401,26 +415,14 @@ def calibration_diagram(
     return reliability_diagram(title, over, up, points, colours)
 
 
-def calibration_content(tenths: Mapping[str, Floats]) -> dict[str, Any]:
-    """Returns what summary.json says of calibration, by class."""
-    return {
-        name: {
-            "ECE": error_of_tenths(own),
-            "ECE_from_0.1": error_of_tenths(own[1:]),
-            "tenths": [
-                {"voxels": int(count), "probability": float(given), "share": float(right)}
-                for count, given, right in np.concatenate([own[:, :1], own[:, 1:] / np.maximum(own[:, :1], 1)], 1)
-            ],
-        }
-        for name, own in tenths.items()
-    }
-
-
-def format_calibration(tenths: Mapping[str, Floats], classes: Collection[str], which: str = "") -> str:
-    """Returns the calibration errors as a table in lines; ``which``: what is known of the cases."""
+def format_calibration(
+    tenths: Mapping[str, Floats], classes: Collection[str], which: str = "", shares: str = ""
+) -> str:
+    """Returns the calibration errors as a table in lines; ``which``, ``shares``: what is known of cases and truth."""
     width = max(len(name) for name in (*classes, "class"))
     lines = [f"calibration over the voxels of {f'the cases {which}' if which else 'all cases'}"]
     lines.append("(ECE: expected calibration error; from 0.1 and in the last two columns: without voxels below 0.1)")
+    lines += [f"(share: {shares})"] * bool(shares)
     lines.append(f"{'class':{width}}  {'ECE':>6}  {'from 0.1':>8}  {'mean probability':>16}  {'share there':>11}")
     for name, own in tenths.items():
         count, given, right = own[1:].sum(0)

@@ -93,7 +93,7 @@ from seqpar.tasks.case_evaluation import (
     unknown_runs,
 )
 from seqpar.tasks.seen_cases import NONE_SEEN, SHOWN_LARGE, Seen
-from seqpar.tasks.segment.evaluation import ABOUT_CALIBRATION, calibrate, calibration_diagram, trained_on
+from seqpar.tasks.segment.evaluation import about_calibration, calibrate, calibration_diagram, trained_on
 from seqpar.tasks.segment.label_map_folder import DICOM_SEG, SavedProbabilities
 from seqpar.tasks.training_data import copies_of_run, sides_of_each, sides_of_run
 from seqpar.text import name_images, quantity
@@ -356,7 +356,7 @@ def _calibration(
     faults = list[DataError]()  # of cases, which are those of their scores
     tenths, num_cases = calibrate(pairs, labels, 1, faults)
     lacking = ", ".join(name for name in labels.classes if name not in tenths)
-    text = f"{ABOUT_CALIBRATION} No output of the network stands for {lacking}." if lacking else ABOUT_CALIBRATION
+    text = about_calibration(pairs) + f" No output of the network stands for {lacking}." * bool(lacking)
     diagram = calibration_diagram(tenths, num_cases, colours)
     return draw_charts([diagram] * bool(tenths), width=360), text
 
