@@ -79,7 +79,7 @@ class Pair(NamedTuple):
 class Reference(NamedTuple):
     """A true label map ``W D H`` in canonical orientation: of several readers, their consensus and each one's own.
 
-    - ``probabilities``: of label values, if the truth is written so; a value may have several, which add up
+    - ``probabilities``: of label values, if the truth is written so
     """
 
     values: NDArray[Any]
@@ -303,9 +303,11 @@ def read_reference(truth: Path, doubt: Doubt | None, declared: frozenset[int] | 
         if len(array) != len(doubt.channels):
             raise DataError(truth, f"holds {len(array)} channels: {len(doubt.channels)} probabilities are needed")
         array, joined = to_canonical(array, geometry.orientation), dict(doubt.joined)
-        most = np.asarray(doubt.channels)[array.argmax(0)]
-        probabilities = [(joined.get(value, value), channel) for value, channel in zip(doubt.channels, array)]
-        return Reference(_joined(most, doubt), geometry, {}, probabilities)
+        sums = dict[int, NDArray[Any]]()  # before the most probable is taken, as training does
+        for value, channel in zip((joined.get(value, value) for value in doubt.channels), array):
+            sums[value] = sums[value] + channel if value in sums else channel
+        most = np.asarray([*sums])[np.stack([*sums.values()]).argmax(0)]
+        return Reference(most, geometry, {}, [*sums.items()])
     maps, first = dict[str, NDArray[Any]](), None
     for name, path in doubt.readers.items():
         values, geometry = read_label_map(path)

@@ -211,10 +211,11 @@ def write_results(out: Path, sweep: Sweep) -> list[str]:
         if told := describe_mixed(sweep, numbers):
             lines.append(f"caution: {told}")
         lines.append(f"next: {next_command('report', out)}  (all points on one page)")
-        if (out / best.name).is_dir():
+        if any((out / best.name).glob("**/model.safetensors")):
             lines.append(f"next: {TASKS[sweep.task].next_step(out / best.name)}{'  (or another point)' * bool(told)}")
         else:
-            lines.append(f"{out / best.name} is gone: no network of the best point is left to predict with")
+            gone = "holds no weights" if (out / best.name).is_dir() else "is gone"
+            lines.append(f"{out / best.name} {gone}: no network of the best point is left to go on with")
     return lines
 
 

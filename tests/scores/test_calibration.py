@@ -206,6 +206,7 @@ def test_probabilities_that_are_those_of_a_doubtful_truth_are_right(kind, share,
         assert ((right > 0.3) & (right < 0.4)).any(), "or nothing is in doubt"
     (doubt,) = doubts_of(describe(folders[0])).values()
     joined = read_reference(folders[0] / "labelsTr" / "c.nii.gz", doubt._replace(joined=((2, 1),)))
+    assert np.array_equal(joined.values == 1, joined.shares([1]) > joined.shares([0])), "their sum is compared"
     assert joined.shares([1]).sum() == pytest.approx(shares[1:].sum(), rel=1e-5) and not joined.shares([2]).any()
     assert f"(share: {share})" in said and told[0].endswith(f" The share is {share}.")
     scored: Any = SimpleNamespace(cases=[SimpleNamespace(name="c")])

@@ -138,7 +138,9 @@ def test_a_table_and_a_picture_are_written_and_the_best_is_said(made: Path) -> N
     assert rows[0]["training_loss"] == "0.7" and "train loss" in text
     assert (made / "sweep.png").read_bytes()[:4] == b"\x89PNG"
     best = made / sweep.points[1].name
-    assert f" {best} -i IMAGES" in text
+    assert f"{best} holds no weights: no network of the best point" in text
+    (best / "model.safetensors").touch()
+    assert f" {best} -i IMAGES" in "\n".join(write_results(made, sweep))
     best.rename(made / "away")
     text = "\n".join(write_results(made, sweep))
     assert "-i IMAGES" not in text and f"{best} is gone: no network of the best point is left" in text

@@ -83,7 +83,7 @@ def _cut_off(described: Mapping[str, Any]) -> list[str]:
     if not (recipe.get("cut_labels") and recipe.get("crop_to")):
         return []
     sides = " × ".join(map(str, recipe["crop_to"]))
-    return [f"Volumes are cut to {sides} voxels, labelled ones too (--force): validation scores only what is left."]
+    return [f"Volumes are cut to {sides} voxels, also labelled ones (--force): curves score only what is left."]
 
 
 def _contradiction(described: Mapping[str, Any]) -> list[str]:
