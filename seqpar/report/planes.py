@@ -300,7 +300,7 @@ def limits_of(images: Sequence[NDArray[Any]]) -> tuple[float, float]:
 
 
 def grey_window(image: NDArray[Any]) -> tuple[float, float]:
-    """Returns what is black and white in an image ``W D H`` without units: below the body's brightest half percent.
+    """Returns what is black and white in an image ``W D H`` without units; half a percent of the body is brighter.
 
     Air has noise in most images, so that half a percent of all voxels would be more of the body.
     """

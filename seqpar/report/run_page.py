@@ -280,7 +280,7 @@ def _cleaned(prediction: Path, record: RunRecord) -> list[str]:
 
 
 def what_is_unlearned(record: RunRecord, has_scores: bool = False) -> str:
-    """Returns a sentence if nothing shows that the network has learned a segmentation's class, to classify or rebuild.
+    """Returns a sentence if nothing shows that the network has learned to find a class, to classify, or to rebuild.
 
     - ``has_scores``: whether the page has scores of other cases, which show that themselves of a classifier
     """

@@ -27,8 +27,9 @@ from seqpar.report.record import (
 from seqpar.report.rendering import render
 from seqpar.report.run_page import format_setting, verdict, weak_start, what_is_unlearned
 from seqpar.report.tables import ABSENT_RULE, Score, Table, TableHead, TableRow, absent_of, mean_over
-from seqpar.runs.metrics_tail import ERRORS, SCORES, hides_otherwise, score_of, task_of_row, with_other_weights
+from seqpar.runs.metrics_tail import ERRORS, SCORES, score_of, task_of_row, with_other_weights
 from seqpar.runs.run_folder import acting_settings, validates_trained
+from seqpar.runs.sweep_folder import OF_ERROR
 from seqpar.scores.comparison import FEW, Difference, about_scans, difference_of, where_both
 from seqpar.settings.config import SETTINGS, Config
 from seqpar.settings.loss_settings import OF_LOSS
@@ -143,8 +144,6 @@ def cautions_about(records: Sequence[RunRecord]) -> list[str]:
     if differ := _losses_that_differ(records):
         names = ", ".join(differ)
         sentences.append(f"These runs differ in their losses ({names}); their loss curves cannot be compared.")
-    if hides_otherwise(record.held_out for record in records):
-        sentences.append("These runs hide different voxels in validation; their errors cannot be compared.")
     if _differ_in_held_out(records):
         sentences.append("These runs validate different cases; their curves in validation cannot be compared.")
     return sentences
@@ -169,7 +168,9 @@ def _validated(record: RunRecord) -> tuple[int, frozenset[str]]:
 
 def _losses_that_differ(records: Sequence[RunRecord]) -> list[str]:
     """Returns the settings in which runs of one task differ, and on which the size of a loss depends."""
-    acts = (name for name in OF_LOSS if all(setting_applies(record.network_settings, name) for record in records))
+    are_errors = all(record.network_settings.task in ERRORS for record in records)  # of what is hidden
+    names = dict.fromkeys((*OF_LOSS, *OF_ERROR * are_errors))
+    acts = (name for name in names if all(setting_applies(record.network_settings, name) for record in records))
     every = [acting_settings(record.content) for record in records]
     values = {name: {json.dumps(own.get(name, getattr(Config, name))) for own in every} for name in acts}
     return [name for name, own in values.items() if len(own) > 1]
@@ -272,9 +273,7 @@ def curves_over_each_other(records: Mapping[str, RunRecord]) -> list[Chart]:
     runs = list(records.values())
     of_data = ", not comparable" * bool(_differ_in_data(runs))
     of_loss = of_data or ", not comparable" * bool(_losses_that_differ(runs))
-    of_cases = ", on different cases" * _differ_in_held_out(runs) + ", on different voxels" * hides_otherwise(
-        run.held_out for run in runs
-    )
+    of_cases = ", on different cases" * _differ_in_held_out(runs)
     of_grids = ", on different grids" * (len(grids_of(records)) > 1)
     where = "in validation" if any(validates_trained(record.dataset) for record in runs) else "on held-out cases"
     every: list[tuple[str, list[Line], float | None]] = [

@@ -136,7 +136,7 @@ def _lead(
         return ""
     task = next(iter(known.values())).network_settings.task
     if _are_of_other_cases(known, numbers):
-        told = f"{' and '.join(known)}, the first two points, {how_mixed(first)}"
+        told = f"{' and '.join(known)}, the first two points, {how_mixed(task, first)}"
         return f"{told}: their scores are not compared case by case."
     unknown = "Whether the first two points differ by more than chance is not known: "
     earlier = [point.name for point in first if point.at != known[point.name].held_out[-1]["step"]]

@@ -13,7 +13,6 @@ SCORES = {
     "classify": "balanced accuracy",
     "pretrain": "error of hidden voxels",
 }
-GUESS = "error_of_mean"  # in that of a pretraining: the error of a mean in place of what is hidden
 MEASURED_ON = "measured_on"  # in a validation's row: which cases it scored, and how
 ERRORS = ("pretrain",)  # tasks whose measure is an error: its score is higher where the error is lower
 
@@ -183,16 +182,6 @@ LITTLE = 0.8  # of the error of a mean; above it, a pretraining has learned litt
 def guess_of(normalised: bool) -> str:
     """Returns with what a pretraining is compared: a mean in place of what is hidden, in words."""
     return "each patch's own mean" if normalised else "the tile's mean"
-
-
-def hides_otherwise(runs: Iterable[Sequence[Mapping[str, Any]]]) -> bool:
-    """Returns whether pretrainings hide other voxels in validation: a mean in their place has another error there.
-
-    - ``runs``: rows of the validations of each
-    """
-    guesses = [rows[-1].get(GUESS) for rows in runs if rows]
-    known = [guess for guess in guesses if isinstance(guess, float) and math.isfinite(guess)]
-    return len(known) > 1 and not math.isclose(min(known), max(known), rel_tol=2e-3)
 
 
 def what_was_learned(rows: Iterable[Mapping[str, Any]], normalised: bool) -> tuple[str, str]:

@@ -18,11 +18,9 @@ from seqpar.data.files import read_json, write_json
 from seqpar.runs.journal import read_metrics
 from seqpar.runs.metrics_tail import (
     ERRORS,
-    GUESS,
     SCORES,
     basis_of,
     best_validation,
-    hides_otherwise,
     measure_of,
     score_of,
 )
@@ -263,14 +261,14 @@ def validated_on(out: Path, sweep: Sweep) -> dict[str, int]:
         described: Mapping[str, Any] = {}
         with suppress(OSError, LookupError, TypeError, ValueError):
             described = dict(read_config(out / point.name)["dataset"])
-        same = next((n for n, first in enumerate(found, 1) if _scored_alike((point, described), first)), 0)
+        same = next((n for n, first in enumerate(found, 1) if _scored_alike(sweep.task, (point, described), first)), 0)
         if point.measured_on and not math.isnan(point.score) and (same or described):
             found += [(point, described)] * (not same)
             numbers[point.name] = same or len(found)
     return numbers
 
 
-def _scored_alike(one: tuple[Point, Mapping[str, Any]], other: tuple[Point, Mapping[str, Any]]) -> bool:
+def _scored_alike(task: str, one: tuple[Point, Mapping[str, Any]], other: tuple[Point, Mapping[str, Any]]) -> bool:
     """Returns whether two points were scored on the same cases with the same labels, however these were prepared.
 
     - ``one``, ``other``: each with what it records of its data
@@ -280,13 +278,10 @@ def _scored_alike(one: tuple[Point, Mapping[str, Any]], other: tuple[Point, Mapp
     joined, cuts = ([recipe.get(name) or [] for recipe in recipes] for name in ("joined", "crop_to"))
     if own and theirs and joined[0] != joined[1]:  # other classes
         return False
-    if cuts[0] != cuts[1] and any(recipe.get("cut_labels") for recipe in recipes):  # other parts of labels
+    is_cut = any(recipe.get("cut_labels") for recipe in recipes)
+    if own and theirs and cuts[0] != cuts[1] and is_cut:  # other parts of labels
         return False
-    if point.measured_on == first.measured_on:
-        return True
-    ours, others = (dict(part.split("=") for part in one.measured_on.split()[1:]) for one in (point, first))
-    guesses = [{GUESS: float(part.pop(GUESS, "nan"))} for part in (ours, others)]
-    if ours != others or hides_otherwise([[guess] for guess in guesses]):
+    if errors_on_other_scales(task, (point, first)):
         return False
     if point.measured_on.partition(" ")[0] == first.measured_on.partition(" ")[0]:
         return True
@@ -296,19 +291,27 @@ def _scored_alike(one: tuple[Point, Mapping[str, Any]], other: tuple[Point, Mapp
     return held_out == known and point.cases == first.cases and not {*held_out} & {*cases_that_differ(own, theirs)}
 
 
-OF_ERROR = ("mask_ratio", "normalised_targets")  # settings on which the error of a pretraining depends
+# settings on which the error of a pretraining depends: which voxels are hidden, and its unit
+OF_ERROR = ("mask_ratio", "normalised_targets", "tile", "patch", "spacing", "normalise", "crop_to")
 MOST_NAMED = 4  # in a list
 
 
-def how_mixed(points: Sequence[Point]) -> str:
+def errors_on_other_scales(task: str, points: Sequence[Point]) -> list[str]:
+    """Returns the flags by which the errors of pretrainings are of other voxels or in other units; none of others."""
+    known = [
+        {name: str(value) for name, value in point.settings.items()}
+        | dict(one.split("=") for one in point.measured_on.split()[1:])
+        for point in points
+    ]
+    values = {name: {own[name] for own in known if name in own} for name in OF_ERROR * (task in ERRORS)}
+    return [f"--{flag_name(name)}" for name, own in values.items() if len(own) > 1]
+
+
+def how_mixed(task: str, points: Sequence[Point]) -> str:
     """Returns how points whose scores cannot be compared were validated, in words."""
-    measured = [point.measured_on.split() for point in points if point.measured_on]
-    settings = [dict(one.split("=") for one in words) for _, *words in measured]
-    others = [f"--{flag_name(name)}" for name in OF_ERROR if len({own.get(name) for own in settings}) > 1]
-    if len({cases for cases, *_ in measured}) == 1 and not others and any(GUESS in own for own in settings):
-        return "were validated on different hidden voxels (by --tile, --patch or --spacing)"
-    on_cases = [] if others and len({cases for cases, *_ in measured}) == 1 else ["on different cases or labels"]
-    return f"were validated {' and '.join([*on_cases, *(f'with different {flag}' for flag in others)])}"
+    if flags := errors_on_other_scales(task, points):
+        return f"were validated with different {' and '.join(flags)}"
+    return f"were validated on different cases{' or labels' * (task not in ERRORS)}"
 
 
 def describe_mixed(sweep: Sweep, numbers: Mapping[str, int]) -> str:
@@ -322,7 +325,7 @@ def describe_mixed(sweep: Sweep, numbers: Mapping[str, int]) -> str:
     if len(of_each) < 2:
         return ""
     listed = [f"({number}) {list_some(names, ', ')}" for number, names in of_each.items()]
-    how = how_mixed([point for point in sweep.points if point.name in numbers])
+    how = how_mixed(sweep.task, [point for point in sweep.points if point.name in numbers])
     told = f"points {how}, so their order says little about which setting is best"
     return f"{told}: {list_some(listed, '; ')}"
 
@@ -377,15 +380,11 @@ def _look_up(run: Path, point: Point, stopped: Sequence[str]) -> Point:
         code=_whole(status.get("code")),
         why="" if state == "stopped" else str(status.get("why", "")),
         cases=int(best.get("cases", 0)) if best else 0,
-        measured_on=_scale_of(basis_of(held_out), best) if best else "",
+        measured_on=_scale_of(basis_of(held_out)) if best else "",
     )
 
 
-def _scale_of(basis: str, row: Mapping[str, Any]) -> str:
-    """Returns on what a validation was measured: the digest of its cases, and what an error depends on.
-
-    - ``row``: of the validation
-    """
-    cases, *settings = basis.split() or [""]
-    guess = [f"{GUESS}={row[GUESS]:.6g}"] if isinstance(row.get(GUESS), float) else []
-    return " ".join([cases, *(one for one in settings if one.partition("=")[0] in OF_ERROR), *guess])
+def _scale_of(basis: str) -> str:
+    """Returns of what a validation was measured on the digest of its cases, and settings that an error depends on."""
+    cases, _, settings = basis.partition(" ")
+    return " ".join([cases, *(one for one in settings.split() if one.partition("=")[0] in OF_ERROR)])

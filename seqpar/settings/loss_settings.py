@@ -66,10 +66,4 @@ class LossSettings:
 
 
 # the settings on which the size of a loss depends
-OF_LOSS = (
-    *(each.name for each in fields(LossSettings)),
-    "targets",
-    "deep_supervision",
-    "mask_ratio",
-    "normalised_targets",
-)
+OF_LOSS = (*(each.name for each in fields(LossSettings)), "targets", "deep_supervision", "normalised_targets")

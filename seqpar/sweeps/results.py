@@ -44,7 +44,7 @@ def draw_sweep(out: Path, sweep: Sweep, path: Path) -> None:
 def _figure_of_sweep(out: Path, sweep: Sweep) -> Any:
     """Returns the figure, two narrow panels in a row, so that it can be read on a narrow page."""
     names, best, top = sweep.varied(), sweep.best, _top(sweep)
-    mixed = describe_mixed(sweep, validated_on(out, sweep)).partition(",")[0]
+    mixed = describe_mixed(sweep, validated_on(out, sweep)).partition(", so their order")[0]
     marked = None if mixed else sweep.marked
     rows = math.ceil(len(names) / 2)
     losses = Diagram(TRAIN_LOSS, "step", _lines(out, sweep, marked, TRAIN_LOSS), low=0.0, styles=STYLES)

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,8 @@ from seqpar.cli import report
 from seqpar.cluster.exit_codes import run
 from seqpar.report.record import read_record
 from seqpar.report.several_runs import cautions_about
-from seqpar.runs.sweep_folder import read_sweep, refresh_points, validated_on
+from seqpar.runs.sweep_folder import describe_mixed, read_sweep, refresh_points, validated_on
+from seqpar.sweeps.results import _figure_of_sweep
 from seqpar.tasks.pretrain.validation import RebuiltTile, figure_of_tiles
 from tests.support.report_page import Page, own_slices
 from tests.support.sweep_folder import make_sweep_folder
@@ -30,30 +32,43 @@ def pretrained(finished: Path, folder: Path, loss: float, guess: float, **config
 
 
 def test_errors_on_other_hidden_voxels_are_not_compared(finished: Path, tmp_path: Path) -> None:
+    tile = read_record(finished).config["tile"]
     one, same, other = (
-        pretrained(finished, tmp_path / name, loss, guess)
-        for name, loss, guess in (("one", 0.34, 0.5), ("same", 0.3, 0.5001), ("other", 0.55, 0.52))
+        pretrained(finished, tmp_path / name, loss, 0.5, **config)
+        for name, loss, config in (("one", 0.34, {}), ("same", 0.3, {"seed": 5}), ("other", 0.55, {"tile": [8, 8, 8]}))
     )
-    told = "These runs hide different voxels in validation; their errors cannot be compared."
-    assert cautions_about([read_record(one), read_record(same)]) == []
+    told = "These runs differ in their losses (tile); their loss curves cannot be compared."
+    assert tile != [8, 8, 8] and cautions_about([read_record(one), read_record(same)]) == []
     assert cautions_about([read_record(one), read_record(other)]) == [told]
     assert run(report.act, [str(one), str(other), "--out", str(tmp_path / "page.html")]) == 0
     text = Page((tmp_path / "page.html").read_text()).text
-    assert told in text and "Loss on held-out cases (n = 2), on different voxels" in text
+    assert told in text and "Loss on held-out cases (n = 2), not comparable" in text
     assert "other: nothing was learned: the best error is 0.5500, and that of" in text and "one: nothing" not in text
     assert run(report.act, [str(other)]) == 0
     assert (other / "report.html").read_text().count("Nothing was learned: the best error is") == 1
 
 
-@pytest.mark.parametrize(("guess", "number"), [(0.338, 2), (0.3221, 1)])
-def test_points_that_hide_other_voxels_are_not_ranked(guess: float, number: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("task", "tiles", "number"), [("pretrain", "48", 2), ("pretrain", "32", 1), ("segment", "48", 1)]
+)
+def test_points_that_hide_other_voxels_are_not_ranked(task: str, tiles: str, number: int, tmp_path: Path) -> None:
     out = make_sweep_folder(tmp_path)
-    for point, own in zip(read_sweep(out).points, (0.322, guess)):
+    for point in read_sweep(out).points[:2]:
         rows = [json.loads(line) for line in (out / point.name / "metrics.jsonl").read_text().splitlines()]
-        more = {"measured_on": "a mask_ratio=0.75", "error_of_mean": own}
-        rows = [row | more if row["kind"] == "val" else row for row in rows]
+        rows = [row | {"measured_on": "a mask_ratio=0.75"} if row["kind"] == "val" else row for row in rows]
         (out / point.name / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    assert [*validated_on(out, refresh_points(out, read_sweep(out))).values()] == [1, number]
+    sweep = refresh_points(out, read_sweep(out))
+    points = [replace(p, settings={"tile": tile, "lr": tile}) for p, tile in zip(sweep.points, ("32", tiles))]
+    sweep = replace(sweep, began={"settings": {"task": task}}, points=tuple(points))
+    first, second, *_ = points
+    masked = replace(second, measured_on="a mask_ratio=0.5", settings=first.settings)
+    other = validated_on(out, replace(sweep, points=(first, masked)))
+    assert [*other.values()] == [1, 1 + (task == "pretrain")]
+    numbers = validated_on(out, sweep)
+    assert [*numbers.values()] == [1, number]
+    told = "points were validated with different --tile, so their order says little about which setting is best: "
+    assert describe_mixed(sweep, numbers).startswith(told) == (number == 2)
+    assert (f"{told.partition(', so')[0]}" in _figure_of_sweep(out, sweep).subfigs[0].get_suptitle()) == (number == 2)
 
 
 def test_pictures_with_normalised_targets_say_what_they_are_given(finished: Path, tmp_path: Path) -> None:

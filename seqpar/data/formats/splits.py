@@ -82,8 +82,8 @@ def _cut_off(described: Mapping[str, Any]) -> list[str]:
     recipe = described.get("recipe") or {}
     if not (recipe.get("cut_labels") and recipe.get("crop_to")):
         return []
-    sides = " × ".join(map(str, recipe["crop_to"]))
-    return [f"Volumes are cut to {sides} voxels, also labelled ones (--force): curves score only what is left."]
+    sides = " ".join(map(str, recipe["crop_to"]))
+    return [f"--crop-to {sides} with --force may have cut off labels: curves score only what is left."]
 
 
 def _contradiction(described: Mapping[str, Any]) -> list[str]:

@@ -355,7 +355,7 @@ def calibrate_pair(pair: Pair, labels: Labels) -> dict[str, Floats]:
     for name, own in labels.classes.items():
         if name not in hidden and (channels := _channels_of(own, outputs)):
             given, shares = to_canonical(probabilities[channels].sum(0), geometry.orientation), truth.shares(own)
-            if shares.min() < -CLOSE or shares.max() > 1 + CLOSE:
+            if not (shares.min() >= -CLOSE and shares.max() <= 1 + CLOSE):  # nor NaN
                 raise DataError(pair.truth, "holds numbers that are no probabilities: write some from 0 to 1")
             rows = zip(given, shares, counted)
             tenths[name] = np.sum([count_tenths(row[keep], right[keep]) for row, right, keep in rows], axis=0)
