@@ -16,14 +16,7 @@ from typing import Any
 from seqpar.data.errors import DataError, unwritable
 from seqpar.data.files import read_json, write_json
 from seqpar.runs.journal import read_metrics
-from seqpar.runs.metrics_tail import (
-    ERRORS,
-    SCORES,
-    basis_of,
-    best_validation,
-    measure_of,
-    score_of,
-)
+from seqpar.runs.metrics_tail import ERRORS, SCORES, basis_of, best_validation, measure_of, score_of
 from seqpar.runs.run_folder import SWEEP_FILE, read_config, read_status
 from seqpar.runs.run_status import list_changes
 from seqpar.scores.comparison import FEW, TOO_FEW
@@ -297,7 +290,7 @@ MOST_NAMED = 4  # in a list
 
 
 def errors_on_other_scales(task: str, points: Sequence[Point]) -> list[str]:
-    """Returns the flags by which the errors of pretrainings are of other voxels or in other units; none of others."""
+    """Returns the flags that give errors of pretrainings other hidden voxels or other units; none for other tasks."""
     known = [
         {name: str(value) for name, value in point.settings.items()}
         | dict(one.split("=") for one in point.measured_on.split()[1:])

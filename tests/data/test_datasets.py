@@ -369,7 +369,7 @@ def test_scans_of_a_patient_stay_on_one_side_of_each_split(tmp_path):
     assert not data_faults({**two, "volume_classes": told}), "a table knows better"
     assert not data_faults({"train": ids, "held_out": ids})
     cut = {"crop_to": [16, 16, 16], "cut_labels": True}
-    told = "--crop-to 16 16 16 with --force may have cut off labels: curves score only what is left."
+    told = "--crop-to 16 16 16 with --force may have cut off labels: scores in curves count only what is left."
     assert data_faults({"train": ids, "held_out": ids, "recipe": cut}) == told
     assert not data_faults({"train": ids, "held_out": ids, "recipe": cut | {"cut_labels": False}})
     scans = {ids[0]: "1 2", ids[1]: "1 2", ids[2]: "3"}

@@ -140,7 +140,7 @@ def all_gone(folder: Path, _: np.ndarray) -> None:
         *((partial(last_cut_off, length), "cannot be read as part of its") for length in (0, 4096)),
         (colours, "has colours"), (gone, "is a link that leads nowhere"), (all_gone, "is a link that leads nowhere"),
         *((partial(retag, old, new), "position, orientation or pixel spacing is damaged") for old, new in DAMAGED),
-        (partial(retag, b"MONOCHROME2", b"MONOCHROME1"), "is MONOCHROME1, which reading inverts"),
+        (partial(retag, b"MONOCHROME2", b"MONOCHROME1"), "is MONOCHROME1, whose values would be read inverted"),
         (lambda folder, _: shutil.rmtree(folder) or folder.mkdir(), "without DICOM files"),
     ],
 )  # fmt: skip

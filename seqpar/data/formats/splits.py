@@ -83,7 +83,7 @@ def _cut_off(described: Mapping[str, Any]) -> list[str]:
     if not (recipe.get("cut_labels") and recipe.get("crop_to")):
         return []
     sides = " ".join(map(str, recipe["crop_to"]))
-    return [f"--crop-to {sides} with --force may have cut off labels: curves score only what is left."]
+    return [f"--crop-to {sides} with --force may have cut off labels: scores in curves count only what is left."]
 
 
 def _contradiction(described: Mapping[str, Any]) -> list[str]:

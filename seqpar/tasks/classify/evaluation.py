@@ -211,7 +211,7 @@ def compare_classifiers(summaries: Mapping[str, Summary]) -> Comparison:
 
 
 def guessed_by_each(summaries: Mapping[str, Summary], told: Collection[str]) -> list[str]:
-    """Returns a sentence on each run whose scores chance explains; ``told``: runs of which that is said elsewhere."""
+    """Returns a sentence on each run whose scores chance explains; ``told``: runs that are known to guess already."""
     each = {name: caution_of_guesses(own) for name, own in summaries.items() if name not in told}
     return [f"{name}: {sentence[0].lower()}{sentence[1:]}" for name, sentence in each.items() if sentence]
 
