@@ -221,7 +221,7 @@ def _difference_sentence(name: str, first: str, difference: Difference | None) -
         return f"No case has a mean Dice in both {name} and {first}."
     gap, cases = difference.value, quantity(difference.cases, "case")
     if gap == difference.deviation == 0:
-        return f"{name} and {first} have exactly the same mean Dice in {cases}."
+        return f"{name} and {first} have exactly the same mean Dice over {cases}."
     text = f"The mean Dice of {name} is {abs(gap):.3f} {'higher' if gap > 0 else 'lower'} than that of {first}"
     if math.isclose(gap, 0, abs_tol=5e-4):
         text = f"The mean Dice of {name} equals that of {first} to three decimals"

@@ -107,6 +107,8 @@ class Sweep:
         """Returns which point reached most, in words: its score or the error behind it, and on how many cases."""
         most = "lowest" if self.task in ERRORS else "highest"
         text = f"{most} {SCORES[self.task]}: {best.name}, {measure_of(self.task, best.score):.3f} after step {best.at}"
+        if same := [point.name for point in self.ranked if point.score == best.score and point.name != best.name]:
+            text += f" ({list_some(same, ', ')} scored the same)"
         if not best.cases:
             return text
         few = f": {TOO_FEW} which setting is best" if best.cases < FEW else ""

@@ -5,7 +5,7 @@ import re
 from collections.abc import Collection, Iterable, Sequence
 
 from seqpar.attention.strategies import check_strategy
-from seqpar.data.formats.splits import FOLDS, parse_percentages
+from seqpar.data.formats.splits import FOLDS, OTHER_FOLDS, parse_percentages
 from seqpar.data.sampling.augmentation import recipe_of
 from seqpar.losses.terms import check_signs, check_weights
 from seqpar.optimization.optimizers import OPTIMIZERS
@@ -139,7 +139,7 @@ def _check_run(config: Config) -> None:
     if not config.data and config.task == "segment" and config.phantoms < FOLDS:
         raise ValueError(f"--phantoms {config.phantoms}: five folds need at least 5 cases")
     if not config.data and config.fold.isdigit() and int(config.fold) >= FOLDS:
-        raise ValueError(f"--fold {config.fold}: the folds are 0 to {FOLDS - 1}, all and 90:10")
+        raise ValueError(f"--fold {config.fold}: the folds are 0 to {FOLDS - 1}; {OTHER_FOLDS}")
     prepare_settings(config)
     try:
         recipe_of(config.augment)

@@ -137,6 +137,8 @@ def _value(name: str, text: str) -> Any:
         return from_anywhere(name, text)
     if name == "fold" and text == ALL_FOLDS:
         raise ValueError(f"--space fold={ALL_FOLDS} is five runs: compare folds by --space fold=0,1,2,3,4")
+    if name == "spacing":
+        return text.replace(":", ",")
     try:
         if kind is bool:
             return SWITCHES[text.lower()]

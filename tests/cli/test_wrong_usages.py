@@ -33,7 +33,7 @@ USAGES = """
 2 train --seed 99999999999999999999 | --seed 99999999999999999999: it must be in
 2 train --accumulate 4 --micro-batches 2 | --accumulate and --micro-batches are two names
 2 train --fold 7 --data D --cache cache | --fold 7: the folds are 0 to 4
-2 train --fold 7 | --fold 7: the folds are 0 to 4
+2 train --fold 7 | --fold 7: the folds are 0 to 4; other values are 90:10, 70:15:15, all and all5
 2 train --resume --out nothing | no run has begun there, as it does not exist
 3 train --resume --out no-layout | no-layout/config.json: lacks 'layout'
 3 train --resume --out a-list | a-list/config.json: is damaged (no JSON object)

@@ -206,7 +206,7 @@ def test_the_difference_of_two_runs_is_that_of_their_scores_also_where_a_case_la
 def test_a_run_with_the_name_of_a_class_is_called_a_run(finished: Path, tmp_path: Path) -> None:
     named = Path(shutil.copytree(finished, tmp_path / "ncr"))
     text = compared(finished, named, "--out", finished / "comparison.html").text
-    assert "run ncr and run have exactly the same mean Dice in 3 cases." in text
+    assert "run ncr and run have exactly the same mean Dice over 3 cases." in text
 
 
 def test_classes_that_a_run_did_not_find_are_named_on_its_page_and_on_comparisons(finished: Path, worse: Path) -> None:

@@ -24,6 +24,7 @@ def test_ranges_are_drawn_for_each_of_the_other_values() -> None:
     space = parse_space(["lr=log:1e-4:1e-2", "--tile=16,16:24:32"])
     assert space.ranges == {"lr": Range("log", 1e-4, 1e-2)}
     assert space.values == {"tile": ((16, 16, 16), (16, 24, 32))}
+    assert parse_space(["spacing=median,1:1:2.5"]).values == {"spacing": ("median", "1,1,2.5")}
     drawn = iter(range(1, 100))
     points = space.points(3, lambda one: one.low + next(drawn) / 81)
     assert [point["lr"] for point in points] == [0.01245, 0.02479, 0.03714, 0.04948, 0.06183, 0.07417]

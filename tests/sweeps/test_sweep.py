@@ -383,9 +383,9 @@ def test_a_point_that_tune_did_not_write_is_named(point: dict[str, object], says
 
 
 def test_of_equal_points_that_with_the_lower_loss_is_best() -> None:
-    points = [Point("a", {}, score=0.5, loss=2.0), Point("b", {}, score=0.5, loss=1.0), Point("c", {})]
-    best = Sweep({}, tuple(points)).best
-    assert best is not None and best.name == "b" and Sweep({}, (Point("c", {}),)).best is None
+    points = Point("a", {}, score=0.5, loss=2.0), Point("b", {}, score=0.5, loss=1.0), Point("c", {})
+    assert (sweep := Sweep({}, points)).best is points[1] and Sweep({}, points[2:]).best is None
+    assert sweep.describe_best(points[1]).endswith(": b, 0.500 after step 0 (a scored the same)")
 
 
 def test_a_sweep_names_no_winner_by_the_score_of_few_cases() -> None:

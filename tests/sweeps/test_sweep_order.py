@@ -257,7 +257,7 @@ def test_points_that_were_scored_on_the_same_cases_are_compared(kinds: tuple, tm
     out = make_sweep_folder(tmp_path)
     line, numbers, page = told_of(out, *kinds)
     assert line == "" and len({*numbers[:2]} - {""}) < 2 and "validated on different cases" not in page
-    assert "lr-0.001_batch-1 and lr-0.001_batch-2 have exactly the same mean Dice in" in page
+    assert "lr-0.001_batch-1 and lr-0.001_batch-2 have exactly the same mean Dice over" in page
 
 
 def test_of_many_points_on_different_cases_some_are_named() -> None:

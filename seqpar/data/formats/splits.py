@@ -19,6 +19,7 @@ from seqpar.data.formats.dataset import Split, VolumeClasses
 from seqpar.text import quantity
 
 FOLDS, SEED = 5, 12345  # nnU-Net's
+OTHER_FOLDS = "other values are 90:10, 70:15:15, all and all5"
 _PREPROCESSED = "nnUNet_preprocessed"
 
 
@@ -197,7 +198,7 @@ def split(dataset: HasCases, fold: int | str, by_patient: bool = True) -> Split:
         raise ValueError(f"fold is {fold!r}; it must be a number, all, 90:10 or 70:15:15")
     all_folds = folds(dataset, by_patient)
     if int(fold) >= len(all_folds):
-        raise ValueError(f"--fold {fold}: the folds are 0 to {len(all_folds) - 1}, all and 90:10")
+        raise ValueError(f"--fold {fold}: the folds are 0 to {len(all_folds) - 1}; {OTHER_FOLDS}")
     train, held_out = all_folds[int(fold)]
     unknown = sorted({*train, *held_out} - set(ids))
     if unknown:
