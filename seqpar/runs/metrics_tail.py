@@ -148,10 +148,11 @@ def what_is_not_found(
     lacking = [name for name in lacking if name not in without]
     if found := [name for name in names if name not in (*lacking, *without)]:
         it = _it(found)
-        overlaps = f"{'hardly anything' if any(best['dice'][name] for name in found) else 'nothing'} that was predicted"
+        share = "hardly any" if any(best["dice"][name] for name in found) else "none"
+        voxels = f"{share} of {'its' if len(found) == 1 else 'their'} voxels"
         where = f"in the {kind} cases that have {it}" if present.keys() >= {*found} else f"where {kind} cases have {it}"
         told.append(
-            f"{begin} {_listed(found)} is 0.000: {where}, {overlaps} overlaps {it}. "
+            f"{begin} {_listed(found)} is 0.000: {where}, {voxels} were found. "
             f"Nothing shows that the network has learned to find {it}."
         )
     if lacking:

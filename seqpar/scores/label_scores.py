@@ -345,7 +345,7 @@ def what_is_hardly_learned(
     if dice and math.isnan(found):
         return "little of it overlaps the truth, or much too much is predicted"
     if not dice and math.isnan(predicted):  # whether any was is not known
-        return "nothing that was predicted overlaps the truth"
+        return "no voxel of the truth was found"
     if cases > 1:
         return f"the predictions {'hardly' if dice else 'do not'} overlap the truth"
     return f"the prediction {'hardly overlaps' if dice else 'does not overlap'} the truth"

@@ -99,7 +99,7 @@ def test_too_much_is_not_called_hardly_overlapping() -> None:
     little = "too little is predicted: 10 % as many voxels as are true, and on average, 9 % of the truth covered"
     assert what_is_hardly_learned(0.16, 2, 0.16, 0.09, predicted=1.0, true=10.0) == little
     assert "or much too much is predicted" in what_is_hardly_learned(0.16, 2, 0.16)
-    assert what_is_hardly_learned(0.0, 1, 0.0, 0.0) == "nothing that was predicted overlaps the truth", "if any was"
+    assert what_is_hardly_learned(0.0, 1, 0.0, 0.0) == "no voxel of the truth was found", "or predicted"
     assert what_is_hardly_learned(0.0, 6, 0.0, 0.0, predicted=0.0) == "nothing of this class was predicted"
     assert "do not overlap" in what_is_hardly_learned(0.0, 6, 0.0, 0.0, predicted=2.5)
     said = "no case has this class in the readers' consensus"

@@ -212,6 +212,7 @@ def segment_page(options: argparse.Namespace, record: RunRecord) -> FinishedPage
         "unused": with_other_weights(step, record.weights.step),
         "of_which": f", after step {step:,}" * bool(step) + f" {which}" * bool(which),
         "is_scored": scored is not None and not alone,
+        "is_single": scored is not None and len(scored.cases) == 1,
         "cases": cases,
         **tables,
     }
