@@ -1,4 +1,5 @@
-"""From slabs of logits to class ids on the grid of the case's own crop, a few rows at a time.
+"""From slabs of logits to class ids on the grid of the case's own crop, a few rows at a time, and the temperature that
+fits logits best.
 
 Where a case was resampled for the network, its logits are resampled back first, linearly and slab by slab: those of
 all classes never lie at the case's own resolution at once. Legend: k classes, w rows of a slab, W D H voxels; ``/s``
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from seqpar.data.preparation.prepared_case import TargetGrid
 from seqpar.data.preparation.transforms import blend, neighbours, resample
+from seqpar.losses.soft_labels import SoftLabels
 from seqpar.parallel.consensus import max_over_ranks
 from seqpar.parallel.mesh import Mesh
 from seqpar.parallel.messages import post
@@ -214,3 +216,67 @@ def with_entropy(probabilities: Tensor, are_regions: bool, alone: bool) -> Tenso
     """Returns probabilities ``k w D H`` with their entropy as one more channel, or that channel ``alone``."""
     entropy = entropy_of(probabilities, are_regions)[None]
     return entropy if alone else torch.cat([probabilities, entropy])
+
+
+TEMPERATURES = tuple(2 ** (step / 8) for step in range(-16, 25))  # from 1/4 to 8
+MOST_VOXELS = 2**20  # of a case, for its temperature
+_AT_ONCE = 2**22  # numbers
+
+
+def negative_likelihoods(
+    logits: Tensor, truth: Tensor, regions: Sequence[Sequence[int]] = (), ignore: int | None = None,
+    soft: SoftLabels | None = None,
+) -> Tensor:  # fmt: skip
+    """Returns the negative log-likelihood ``t`` of labels at each of ``TEMPERATURES``, summed over voxels v.
+
+    Of regions it is also summed over these, which have a sigmoid each.
+
+    - ``logits``: ``k v``; ``truth``: ``v``
+    - ``ignore``: label of the voxels that do not count
+    - ``soft``: what the truth is codes of, whose likelihood is the mean over their probabilities
+    """
+    if ignore is not None:
+        counted = truth != ignore
+        logits, truth = logits[:, counted], truth[counted]
+    scales = torch.tensor([1 / one for one in TEMPERATURES], device=logits.device)[:, None, None]
+    sums, step = scales.new_zeros(len(scales), dtype=torch.float64), max(1, _AT_ONCE // (len(scales) * len(logits)))
+    for some, labels in zip(logits.float().split(step, 1), truth.long().split(step)):
+        scaled = scales * some  # t k v
+        target = None if soft is None else soft.target(labels[None], scaled.dtype, regions)[0]
+        if regions:
+            inside = target
+            if inside is None:
+                inside = torch.stack([torch.isin(labels, labels.new_tensor(region)) for region in regions])
+            own = torch.nn.functional.softplus(scaled) - scaled * inside
+        else:
+            true = some.gather(0, labels[None]) if target is None else (some * target).sum(0, keepdim=True)
+            own = scaled.logsumexp(1) - scales[:, 0] * true
+        sums += own.flatten(1).double().sum(1)
+    return sums
+
+
+def step_between(voxels: int, area: int) -> int:
+    """Returns the step from one voxel of a case to the next that counts, so that at most ``MOST_VOXELS`` do.
+
+    It has no divisor in common with ``area``, the voxels of one slice: else some lines of every slice would be missed.
+    """
+    step = max(1, -(-voxels // MOST_VOXELS))
+    while math.gcd(step, area) > 1:
+        step += 1
+    return step
+
+
+def best_temperature(likelihoods: Sequence[float]) -> float | None:
+    """Returns the temperature with the least negative log-likelihood, by a parabola through the three lowest.
+
+    None if no voxel counted, or if some logit was not finite.
+    """
+    if not all(map(math.isfinite, likelihoods)) or not any(likelihoods):
+        return None
+    at = min(range(len(likelihoods)), key=likelihoods.__getitem__)
+    if at in (0, len(likelihoods) - 1):
+        return TEMPERATURES[at]
+    left, least, right = likelihoods[at - 1 : at + 2]
+    curvature = left - 2 * least + right
+    shift = (left - right) / (2 * curvature) if curvature else 0.0
+    return float(TEMPERATURES[at] * 2 ** (shift / 8))

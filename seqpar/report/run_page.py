@@ -208,7 +208,9 @@ def how_predicted(prediction: Path | None, record: RunRecord) -> str:
     large = ""
     if is_validation(prediction, record):
         config = record.config
-        is_whole = config.get("val_window") == "whole" or (prediction and prediction.name == "validation-whole")
+        place = prediction or record.path / "validation"
+        of_whole = f"validation{'' if (record.path / 'validation-sliding').is_dir() else '-whole'}"
+        is_whole = config.get("val_window") == "whole" or place.name == of_whole
         mirror = str(config.get("val_mirror", "none")).replace("none", "")
         ways = [{"window": "whole" if is_whole else "sliding", "overlap": config.get("val_overlap"), "mirror": mirror}]
     else:

@@ -297,6 +297,15 @@ def test_it_is_said_if_cases_were_mirrored(finished: Path, tmp_path: Path) -> No
     config = {**record.config, "val_window": "whole", "val_mirror": "WD"}
     told = how_predicted(None, replace(record, content={**record.content, "config": config}))
     assert told == "Each case was predicted in one pass, as a mean over mirrored copies (2 directions)."
+    both = replace(record, content={**record.content, "config": {**record.config, "val_window": "both"}})
+    assert how_predicted(None, both).startswith("Cases were predicted in windows")
+    (finished / "validation-sliding").mkdir()  # of the worse
+    assert (
+        how_predicted(None, both)
+        == how_predicted(finished / "validation", both)
+        == "Each case was predicted in one pass."
+    )
+    assert how_predicted(finished / "validation-sliding", both).startswith("Cases were predicted in windows")
     (tmp_path / "prediction.json").write_text(json.dumps({"run": "r", "settings": {"window": "whole"}}))
     told = how_predicted(tmp_path, record)
     assert told.startswith("Each case was predicted in one pass. That can ruin the result of cases much larger than"), (

@@ -4,18 +4,21 @@ import json
 import math
 import os
 from pathlib import Path
+from statistics import fmean
 
 import pytest
 import torch
 import torch.nn.functional as F
 
 from seqpar.cli import predict
+from seqpar.prediction import logits_to_labels
+from seqpar.prediction.logits_to_labels import TEMPERATURES, best_temperature, negative_likelihoods, step_between
 from seqpar.prediction.predictor import Predictor
 from seqpar.prediction.sliding_window import BEYOND, warn_beyond_training
+from seqpar.prediction.window_grid import WINDOWS
 from seqpar.runs.journal import Journal, read_metrics
 from seqpar.runs.run_lock import RunLock, TakenOver
 from seqpar.tasks.segment import validation
-from seqpar.tasks.segment.validation import TEMPERATURES, best_temperature, negative_likelihoods, step_between
 from tests.support.checkpoints import write_window
 from tests.support.configs import NoStop, config_of, trainer_of
 from tests.support.folders import tree
@@ -50,6 +53,44 @@ def test_both_are_measured_as_each_is_alone_and_the_better_is_kept(flags, tmp_pa
     assert f"--window {better}" in both.text and all(f"{dice:.3f}" in both.text for dice in scores.values())
 
 
+@pytest.mark.parametrize("order", [WINDOWS, WINDOWS[::-1]])
+def test_label_maps_and_scores_of_a_run_are_of_the_better_window(flags, order, tmp_path, alone, monkeypatch):
+    monkeypatch.setattr(validation, "WINDOWS", order)  # with one of these, the second is the better
+    trainer = trainer_of(config_of([*flags, *SMALLER], "--val-window", "both"), alone, tmp_path)
+    trainer.net.decoder.classes.bias.data.zero_()
+    for left in ("validation-sliding", "validation-whole"):  # by an earlier validation
+        (tmp_path / left).mkdir()
+        (tmp_path / left / "summary.json").touch()
+    result = trainer.validation.run(trainer.net, Journal(tmp_path, True, 0), NoStop(), keep=True)
+    better, worse = result.windows
+    assert result.windows[better] > result.windows[worse]
+    assert {one.name for one in tmp_path.glob("validation*/")} == {"validation", f"validation-{worse}"}
+    for folder, window in (("validation", better), (f"validation-{worse}", worse)):
+        content = json.loads((tmp_path / folder / "summary.json").read_text())
+        assert content["foreground_mean"]["Dice"] == pytest.approx(result.windows[window], abs=1e-6)
+        for case in content["metric_per_case"]:
+            assert Path(case["prediction_file"]).is_file() and Path(case["prediction_file"]).parent.name == folder
+        assert set(content["digests"]) == {file.name[:-7] for file in (tmp_path / folder).glob("*.nii.gz")} != set()
+
+
+def test_a_class_that_one_window_has_no_dice_of_does_not_decide_which_is_better():
+    """A few false voxels of a class that no case has are no reason for the other window."""
+
+    def result(window: str, dice: dict[str, float | None]) -> validation.ValidationResult:
+        return validation.ValidationResult(
+            {"dice": dice}, window, fmean(n for n in dice.values() if n is not None), {window: 0.5}
+        )
+
+    sliding, whole = result("sliding", {"a": 0.6, "b": None}), result("whole", {"a": 0.7, "b": 0.0})
+    better = validation._better([sliding, whole])
+    assert list(better.windows) == ["whole", "sliding"] and better.windows["whole"] == 0.7 and better.score == 0.35
+    assert better.text.endswith("by --window whole, the better in mean Dice over a: whole 0.700, sliding 0.600")
+    nothing = validation._better([sliding, result("whole", {"a": None, "b": 0.5})])
+    assert nothing.text.endswith(
+        "by --window sliding, the better in mean Dice over no class: sliding 0.000, whole 0.000"
+    )
+
+
 def temperature(mesh, flags: list[str], folder: Path) -> float:
     """Returns what a fresh network's validation fits, whose logits are tripled."""
     trainer = trainer_of(config_of([*flags, *SMALLER], "--seqpar", str(mesh.seq.size)), mesh, folder)
@@ -60,7 +101,7 @@ def temperature(mesh, flags: list[str], folder: Path) -> float:
 
 
 def test_the_temperature_does_not_depend_on_the_ranks(flags, tmp_path, ranks, alone, monkeypatch):
-    monkeypatch.setattr(validation, "MOST_VOXELS", 110)  # so that most voxels of a case are left out
+    monkeypatch.setattr(logits_to_labels, "MOST_VOXELS", 110)  # so that most voxels of a case are left out
     expected = temperature(alone, flags, tmp_path)
     assert min(TEMPERATURES) < expected < max(TEMPERATURES)
     for world, seqpar in ((2, 1), (2, 2), (4, 2)):
@@ -107,7 +148,8 @@ def test_a_run_records_the_better_and_predict_follows_it(flags, tmp_path, capsys
     rows = [row for row in read_metrics(run / "metrics.jsonl") if row["kind"] == "val"]
     best = max(rows, key=lambda row: (max(row["windows"].values()), -row["loss"]))
     assert (record["window"], record["dice"], record["step"]) == (best["window"], best["windows"], best["step"])
-    assert {path.parent.name for path in run.glob("validation*/summary.json")} == {"validation", "validation-whole"}
+    other = f"validation-{[*rows[-1]['windows']][1]}"
+    assert {path.parent.name for path in run.glob("validation*/summary.json")} == {"validation", other}
     assert record["whole_grid"] == [3, 2, 2], "of the largest held-out volume, in patches of 4"
     assert set(record["temperatures"]) == {"sliding", "whole"}
     own = ("--uncertainty", "--temperature", "run")
@@ -159,11 +201,12 @@ def test_a_whole_pass_far_beyond_the_trained_tile_is_warned_of_with_both_sizes(t
 def test_a_run_that_no_longer_measures_whole_passes_keeps_no_scores_of_them(flags, tmp_path):
     run, out = ["--val-window", "both", "--epochs", "1"], tmp_path / "run"
     trained(1, [*flags, *SMALLER, *run], out)
-    assert (out / "validation-whole" / "summary.json").exists()
-    (out / "validation-whole" / ".c_000.nii.gz.another.host.7.tmp").touch()
-    os.utime(out / "validation-whole" / ".c_000.nii.gz.another.host.7.tmp", (0, 0))
+    (other,) = out.glob("validation-*")
+    assert (other / "summary.json").exists()
+    (other / ".c_000.nii.gz.another.host.7.tmp").touch()
+    os.utime(other / ".c_000.nii.gz.another.host.7.tmp", (0, 0))
     trained(1, ["--resume", "--val-window", "sliding", "--epochs", "2"], out)
-    assert not (out / "validation-whole").exists() and (out / "validation" / "summary.json").exists()
+    assert not other.exists() and (out / "validation" / "summary.json").exists()
 
 
 def test_the_better_window_is_not_written_into_a_folder_that_was_taken_over(flags, tmp_path, alone, monkeypatch):

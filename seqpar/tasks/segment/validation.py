@@ -6,8 +6,9 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import numpy as np
@@ -27,10 +28,16 @@ from seqpar.data.preparation.prepared_case import Preparation, Properties
 from seqpar.data.preparation.transforms import resample_label, to_ids
 from seqpar.data.volumes import digest_file, write_volume
 from seqpar.data.workers import ReportProgress
-from seqpar.losses import LossParts, Readers, SoftLabels
+from seqpar.losses import LossParts, Readers
 from seqpar.models.network import Network
 from seqpar.parallel.collectives import all_reduce
-from seqpar.prediction.logits_to_labels import slabs_to_labels
+from seqpar.prediction.logits_to_labels import (
+    TEMPERATURES,
+    best_temperature,
+    negative_likelihoods,
+    slabs_to_labels,
+    step_between,
+)
 from seqpar.prediction.sliding_window import FinishedRows, padded_shape, sliding_window, whole_grid, whole_volume
 from seqpar.prediction.window_grid import WINDOWS, Sliding
 from seqpar.report.pictures import PicturedCase, draw_cases
@@ -117,6 +124,19 @@ class ValidationFolder:
         except DataError as error:
             self.faults.append(error)
 
+    def move(self, folder: Path) -> None:
+        """Has another folder take the label maps, before summary.json is written."""
+        try:
+            folder.mkdir(exist_ok=True)
+            for case in self.digests:
+                (self.folder / f"{case}.nii.gz").replace(folder / f"{case}.nii.gz")
+            with suppress(OSError):  # another program's files may be there
+                self.folder.rmdir()
+        except OSError as error:
+            self.faults.append(DataError(folder, f"cannot be written ({error.strerror})"))
+        self.scored = [(pair._replace(prediction=folder / pair.prediction.name), own) for pair, own in self.scored]
+        self.folder = folder
+
     def close(self) -> list[str]:
         """Writes summary.json and returns a warning for each fault."""
         if self.scored:
@@ -128,70 +148,6 @@ class ValidationFolder:
             except DataError as error:
                 self.faults.append(error)
         return [f"warning: {fault}" for fault in self.faults]
-
-
-TEMPERATURES = tuple(2 ** (step / 8) for step in range(-16, 25))  # from 1/4 to 8
-MOST_VOXELS = 2**20  # of a case, for its temperature
-_AT_ONCE = 2**22  # numbers
-
-
-def negative_likelihoods(
-    logits: Tensor, truth: Tensor, regions: Sequence[Sequence[int]] = (), ignore: int | None = None,
-    soft: SoftLabels | None = None,
-) -> Tensor:  # fmt: skip
-    """Returns the negative log-likelihood ``t`` of labels at each of ``TEMPERATURES``, summed over voxels v.
-
-    Of regions it is also summed over these, which have a sigmoid each.
-
-    - ``logits``: ``k v``; ``truth``: ``v``
-    - ``ignore``: label of the voxels that do not count
-    - ``soft``: what the truth is codes of, whose likelihood is the mean over their probabilities
-    """
-    if ignore is not None:
-        counted = truth != ignore
-        logits, truth = logits[:, counted], truth[counted]
-    scales = torch.tensor([1 / one for one in TEMPERATURES], device=logits.device)[:, None, None]
-    sums, step = scales.new_zeros(len(scales), dtype=torch.float64), max(1, _AT_ONCE // (len(scales) * len(logits)))
-    for some, labels in zip(logits.float().split(step, 1), truth.long().split(step)):
-        scaled = scales * some  # t k v
-        target = None if soft is None else soft.target(labels[None], scaled.dtype, regions)[0]
-        if regions:
-            inside = target
-            if inside is None:
-                inside = torch.stack([torch.isin(labels, labels.new_tensor(region)) for region in regions])
-            own = torch.nn.functional.softplus(scaled) - scaled * inside
-        else:
-            true = some.gather(0, labels[None]) if target is None else (some * target).sum(0, keepdim=True)
-            own = scaled.logsumexp(1) - scales[:, 0] * true
-        sums += own.flatten(1).double().sum(1)
-    return sums
-
-
-def step_between(voxels: int, area: int) -> int:
-    """Returns the step from one voxel of a case to the next that counts, so that at most ``MOST_VOXELS`` do.
-
-    It has no divisor in common with ``area``, the voxels of one slice: else some lines of every slice would be missed.
-    """
-    step = max(1, -(-voxels // MOST_VOXELS))
-    while math.gcd(step, area) > 1:
-        step += 1
-    return step
-
-
-def best_temperature(likelihoods: Sequence[float]) -> float | None:
-    """Returns the temperature with the least negative log-likelihood, by a parabola through the three lowest.
-
-    None if no voxel counted, or if some logit was not finite.
-    """
-    if not all(map(math.isfinite, likelihoods)) or not any(likelihoods):
-        return None
-    at = min(range(len(likelihoods)), key=likelihoods.__getitem__)
-    if at in (0, len(likelihoods) - 1):
-        return TEMPERATURES[at]
-    left, least, right = likelihoods[at - 1 : at + 2]
-    curvature = left - 2 * least + right
-    shift = (left - right) / (2 * curvature) if curvature else 0.0
-    return float(TEMPERATURES[at] * 2 ** (shift / 8))
 
 
 class _Left(Exception):
@@ -207,6 +163,7 @@ class _Measured:
     scores: list[Scores] = field(default_factory=list)
     losses: list[LossParts] = field(default_factory=list)
     likelihoods: Tensor = field(default_factory=lambda: torch.zeros(len(TEMPERATURES), dtype=torch.float64))
+    pictured: list[PicturedCase] = field(default_factory=list)
 
 
 class SegmentationValidation(CaseValidation):
@@ -233,10 +190,10 @@ class SegmentationValidation(CaseValidation):
         out, dataset = journal.path.parent, self.data.dataset
         shown = dataset.modalities.index(best_modality(dataset.modalities))
         net.eval()
+        for window in WINDOWS if keep else ():  # of an earlier validation, which another window was better in
+            journal.attempt(partial(remove_predictions, out / f"validation-{window}", self.data.held_out_ids))
         kinds = [_Measured(window, self._folder(journal, window) if keep else None) for window in self.windows]
-        if keep and len(kinds) == 1:  # the settings of a resumed run may have changed
-            journal.attempt(lambda: remove_predictions(out / "validation-whole", self.data.held_out_ids))
-        pictured, began = list[PicturedCase](), time.monotonic()
+        began = time.monotonic()
         for number, name in enumerate(self.ids):
             case = dataset.cases[name]
             truth, spacing = dataset.consensus(case.truth), case.properties.spacing
@@ -257,16 +214,20 @@ class SegmentationValidation(CaseValidation):
                 ml = math.prod(spacing) * case.properties.geometry.slant / 1000
                 own = score(truth, ids, self.data.classes, spacing, **known, surfaces=False, voxel_ml=ml)
                 kind.scores.append(own)
-                if self.mesh.is_first and not at and len(pictured) < NUM_PICTURED:
-                    pictured.append(self._pictured(case, ids, shown))
+                if self.mesh.is_first and number < NUM_PICTURED:
+                    kind.pictured.append(self._pictured(case, ids, shown))
         net.train()
         self.refuse_taken_over()
         classes = [name for name, value in dataset.labels.items() if value]
         result, picture = _better([self._summary(kind) for kind in kinds]), out / "validation.png"
+        better = next(kind for kind in kinds if kind.window == next(iter(result.windows)))
+        if better.folder and kinds[0].folder and better is not kinds[0]:
+            kinds[0].folder.move(out / f"validation-{kinds[0].window}")
+            better.folder.move(out / "validation")
 
         def draw() -> None:
             when = when_validated(journal, result.row)
-            draw_cases(picture, pictured, classes, len(self.ids), when, self.config.neurological)
+            draw_cases(picture, better.pictured, classes, len(self.ids), when, self.config.neurological)
 
         journal.draw(draw)
         lines = [result.text, *(line for kind in kinds if kind.folder for line in kind.folder.close())]
@@ -282,7 +243,9 @@ class SegmentationValidation(CaseValidation):
         return tuple(map(max, zip(*(whole_grid(net, shape) for shape in shapes))))
 
     def _folder(self, journal: Journal, window: str) -> ValidationFolder | None:
-        """Returns RUN/validation on the first rank, and RUN/validation-whole where both kinds are measured."""
+        """Returns RUN/validation on the first rank, and RUN/validation-whole where both kinds are measured; once these
+        are, RUN/validation gets the label maps of the better.
+        """
         if not self.mesh.is_first:
             return None
         name = "validation" if window == self.windows[0] else f"validation-{window}"
@@ -428,14 +391,20 @@ class SegmentationValidation(CaseValidation):
 
 
 def _better(results: Sequence[ValidationResult]) -> ValidationResult:
-    """Returns the result of the kind of window with the highest score; it says those of all."""
+    """Returns the result of the kind of window with the highest mean Dice over the classes that all have one of; it
+    says those of all.
+    """
     if len(results) == 1:
         return results[0]
-    ranked = sorted(results, key=lambda result: -result.score)  # stable: sliding windows where they are equal
-    windows = {window: dice for result in ranked for window, dice in result.windows.items()}
-    means = ", ".join(f"{window} {dice:.3f}" for window, dice in windows.items())
+    known = [{name for name, dice in result.row["dice"].items() if dice is not None} for result in results]
+    shared = [name for name in results[0].row["dice"] if all(name in own for own in known)]
+    means = {id(result): fmean([result.row["dice"][name] for name in shared] or [0.0]) for result in results}
+    ranked = sorted(results, key=lambda result: -means[id(result)])  # stable: sliding windows where they are equal
+    windows = {window: means[id(result)] for result in ranked for window in result.windows}
+    told = ", ".join(f"{window} {dice:.3f}" for window, dice in windows.items())
     best, window = ranked[0], next(iter(windows))
-    text = f"{best.text}\n  these are by --window {window}, the better in mean Dice: {means}"
+    over = "" if all(len(own) == len(shared) for own in known) else f" over {', '.join(shared) or 'no class'}"
+    text = f"{best.text}\n  these are by --window {window}, the better in mean Dice{over}: {told}"
     temperatures = {window: value for result in ranked for window, value in result.temperatures.items()}
     row = {**best.row, "window": window, "windows": windows}
     return replace(best, row=row, text=text, windows=windows, temperatures=temperatures)
