@@ -271,9 +271,18 @@ def training_diagrams(
     """
     validated, which = "validation" if validates_trained(data) else "held out", name_validated(data)
     steps, at = [row["step"] + 1 for row in train], [row["step"] for row in held_out]
+    lacking = [
+        WORDS_OF_TERMS.get(name, name) for name in loss_terms(train) if name not in (loss_terms(held_out) or [name])
+    ]
+    of_terms = f", without {' and '.join(lacking)}" * bool(lacking)
     losses = [
         Line("training", steps, [[number(row.get("loss")) for row in train]], noisy=True),
-        Line(f"{validated}{count_of(held_out, '=')}", at, [[number(row.get("loss")) for row in held_out]], dots=True),
+        Line(
+            f"{validated}{count_of(held_out, '=')}{of_terms}",
+            at,
+            [[number(row.get("loss")) for row in held_out]],
+            dots=True,
+        ),
     ]
     if any("error_of_mean" in row for row in held_out):  # a loss that falls may still be no better
         guess = [[number(row.get("error_of_mean")) for row in held_out]]
@@ -298,10 +307,12 @@ def training_diagrams(
         for n in names
     ]
     rates = [Line("learning rate", steps, [[number(row.get("lr")) for row in train]])]
+    windows = {row["window"] for row in held_out if "window" in row}
+    ways = ", in windows or in one pass, whichever was better" * (len(windows) > 1)
     every = (
         (loss, losses, None, NEUTRAL),
-        ("Terms of the training loss", terms, None, OF_NUMBERS),
-        (f"{'Mean Dice' if key == 'dice' else title} on {which}{count_of(held_out)}", scores, 1.0, OF_NUMBERS),
+        ("Terms of the training loss, before their weights", terms, None, OF_NUMBERS),
+        (f"{'Mean Dice' if key == 'dice' else title} on {which}{count_of(held_out)}{ways}", scores, 1.0, OF_NUMBERS),
         ("Learning rate", rates, None, NEUTRAL),
     )
     return [

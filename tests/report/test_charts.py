@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from seqpar.report import plots
-from seqpar.report.curves import Diagram, Line
+from seqpar.report.curves import Diagram, Line, training_diagrams
 
 
 @pytest.mark.parametrize("values", [(0.68, 0.7), (0.91, 0.95), (1.31, 1.35), (3.37,), (1.9, 0.6), (-0.5, -0.7)])
@@ -19,3 +19,21 @@ def test_the_highest_value_lies_below_a_tick(values: tuple[float, ...], monkeypa
     low, high = plot.get_ylim()
     ticks = [tick for tick in plot.get_yticks() if low - 1e-9 <= tick <= high + 1e-9]
     assert low <= min(values) and max(values) <= max(ticks) == pytest.approx(high), (ticks, low, high)
+
+
+def test_the_loss_on_held_out_cases_names_the_terms_that_it_lacks() -> None:
+    terms = {"ce_loss": 0.2, "dice_loss": 0.7}
+    train = [{"step": 0, "loss": 1.0, "lr": 0.1, "skeleton_recall_loss": 0.1, **terms}]
+    held_out = [{"step": 1, "loss": 0.9, "cases": 3, "dice": {"a": 0.5}, **terms}]
+    training, validation = training_diagrams(train, held_out)[0].lines
+    assert (training.label, validation.label) == ("training", "held out (n = 3), without skeleton recall loss")
+    for row in (held_out[0] | {"skeleton_recall_loss": 0.1}, {"step": 1, "loss": 0.9, "cases": 3}):
+        assert training_diagrams(train, [row])[0].lines[1].label == "held out (n = 3)", "all, or an earlier version"
+
+
+def test_a_chart_says_if_validations_differ_in_their_windows() -> None:
+    rows = [{"step": n, "loss": 1.0, "dice": {"a": 0.5}, "window": "whole"} for n in (1, 2)]
+    alike, mixed = (
+        training_diagrams([], own)[-1].quantity for own in (rows, [rows[0], rows[1] | {"window": "sliding"}])
+    )
+    assert mixed == f"{alike}, in windows or in one pass, whichever was better"
