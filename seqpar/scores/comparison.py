@@ -180,7 +180,8 @@ def _verdict(ranked: Sequence[Scored], cases: Sequence[str]) -> list[str]:
     rows = [row for pair in pairs for each in pair for row in each.values()]
     alike = "each class counts alike, however few cases have it; " * any(math.isnan(row["Dice"]) for row in rows)
     over = f"over {quantity(difference.cases, 'case')} ({alike}other seeds may differ)"
-    line = f"highest mean Dice {over}: {best.name}, {difference.value:.4f} above {second.name}"
+    value = rounded(difference.value, 4) if difference.value >= 5e-5 else "less than 0.0001"
+    line = f"highest mean Dice {over}: {best.name}, {value} above {second.name}"
     uneven = where_both(first, others, best.name)
     return [line + difference.describe_interval(), *[uneven] * bool(uneven)]
 

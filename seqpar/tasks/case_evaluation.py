@@ -166,6 +166,7 @@ class CaseEvaluation(ABC):
             lines += [f"\nall cases together, new or not:\n{self.compare(scored)}"] * every
             if self.options.find_best is None and not set.intersection(*(set(one.names) for one in scored)):  # pooled
                 lines += cautions_together(Path(job.name) for job in jobs)
+                lines += filter(None, [about_scans([name for one in scored for name in one.names], self.subjects)])
             print("\n" + "\n".join(lines), flush=True)
         if self.options.find_best is not None and scored:
             lines = [which] * (bool(which) and len(scored) == 1) + [self.find_best(first)]

@@ -237,6 +237,11 @@ def test_tables_without_a_common_case_are_scored_together(tmp_path: Path, capsys
     accuracy = float((probabilities.argmax(1) == truth).mean())
     assert "all 40 cases together" in output.out and f"{accuracy:.3f}" in output.out.split("together")[1]
     assert "15 cases without a prediction: c025, c026, c027, c028, c029, c030, …" in output.out and not output.err
+    patients = ["case,class,subject", *(f"{line},p{n // 2}" for n, line in enumerate(lines))]  # one in both tables
+    (tmp_path / "labels.csv").write_text("\n".join(patients))
+    run(evaluate.act, [str(tmp_path), str(tmp_path / "a"), str(tmp_path / "b")])
+    together = capsys.readouterr().out.split("all 40 cases together, with probabilities from 2 tables:")[1]
+    assert "\n40 scans of 20 patients: any interval takes scans as independent" in together
 
 
 def test_a_table_has_the_digits_that_its_scores_depend_on(tmp_path: Path) -> None:

@@ -74,6 +74,8 @@ def test_the_difference_is_that_of_the_means_by_which_folders_are_ranked() -> No
 def test_one_case_and_equal_means_decide_nothing() -> None:
     one = compare([scored("a", x=0.5), scored("b", x=0.6)]).splitlines()[-1]
     assert one == "highest mean Dice over 1 case (other seeds may differ): b, 0.1000 above a (1 case: too few to tell)"
+    near = compare([scored("a", x=0.5), scored("b", x=0.50001)]).splitlines()[-1]
+    assert "): b, less than 0.0001 above a (" in near
     same = compare([scored("a", x=0.5, y=0.6), scored("b", x=0.6, y=0.5)]).splitlines()[-1]
     assert same == "no winner: a and b have the same mean Dice"
     nan = float("nan")

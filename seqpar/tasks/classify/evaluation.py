@@ -145,7 +145,11 @@ class ClassEvaluation(CaseEvaluation):
             return ""
         joined = ClassTable(tables[0].names, cases, np.concatenate([table.probabilities for table in tables]))
         content = class_summary(joined, self.truth, self.options.truth)
-        lines = [f"all {content['cases']} cases together:", *class_lines(content), *_cautions(content)]
+        lines = [
+            f"all {content['cases']} cases together, with probabilities from {len(tables)} tables:",
+            *class_lines(content),
+            *_cautions(content),
+        ]
         return "\n".join([*lines, *self.words("")])
 
     def _best(self, tables: Mapping[str, ClassTable]) -> str:
