@@ -369,9 +369,9 @@ def verdict(record: RunRecord) -> Verdict:
 def main_settings(record: RunRecord) -> dict[str, str]:
     """Returns the settings that most readers look for."""
     config, data, layout = record.config, record.dataset, record.layout
-    settings = record.network_settings
+    settings, tile = record.network_settings, " × ".join(map(str, config["tile"]))
     kind = family_of(settings)
-    tile = " × ".join(map(str, config["tile"]))
+    last = f" in the last lesson of {lessons}" if (lessons := config.get("curriculum")) else ""
     train, validated = {*data["train"]}, {*data.get(VALIDATED, data["held_out"])}
     both, apart = len(validated & train), {*data["held_out"]} - train  # --fold all holds none out
     some = f" ({part} of them validated)" if (part := leaves_unvalidated(record.content)) else ""
@@ -382,7 +382,7 @@ def main_settings(record: RunRecord) -> dict[str, str]:
     main = {
         "data": f"{data['name']} ({describe_layout(str(data['layout']), record.has_phantoms)}): {cases}",
         "modalities": list_modalities(data["modalities"]),
-        "tile": TIMES.sub(" × ", f"{tile} voxels, {kind.describe_tile(settings)}"),
+        "tile": TIMES.sub(" × ", f"{tile} voxels{last}, {kind.describe_tile(settings)}"),
         "network": TIMES.sub(" × ", kind.describe(settings)),
         "parameters": parameters(layout),
         "training": f"{quantity(config['epochs'], 'epoch')} × {quantity(config['iterations'], 'step')}, "
