@@ -3,7 +3,7 @@
 import argparse
 import sys
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from seqpar.cluster.exit_codes import DATA, INTERRUPTED, run
@@ -67,8 +67,9 @@ def act(arguments: Sequence[str]) -> int:
         )
         return INTERRUPTED
     _print_report(report)
-    code = _print_faults(report.faults, "data set", report.path)
+    code = _print_faults(report.faults, "data set")
     if code == 0:
+        _warn_of_twins({name: case.voxels for name, case in open_cache(report.path).cases.items()})
         more = ["--cache", options.out] if options.out else []
         more += ["--plans", options.plans] if options.plans else []
         more += ["--spacing", options.spacing] if options.spacing not in ("", "source") else []
@@ -79,21 +80,22 @@ def act(arguments: Sequence[str]) -> int:
     return code
 
 
-def scans_with_several_names(cache: Path) -> str:
-    """Returns a sentence on prepared cases with the same voxels in all images, "" if there are none."""
+def _warn_of_twins(voxels: Mapping[str, str]) -> None:
+    """Prints a sentence on cases with the same voxels in all images, if there are any; ``voxels``: their digests."""
     names = defaultdict[str, list[str]](list)
-    for name, case in open_cache(cache).cases.items():
-        names[case.voxels].append(name)
-    several = [own for voxels, own in names.items() if voxels and len(own) > 1]
+    for name, digest in voxels.items():
+        names[digest].append(name)
+    several = [own for digest, own in names.items() if digest and len(own) > 1]
     if not several:
-        return ""
+        return
     others = len(several) - 1
     more = f", and {quantity(others, 'more scan')} {'has' if others == 1 else 'have'} several" * bool(others)
     listed = f"{', '.join(several[0][:MAX_NAMED])}{', …' * (len(several[0]) > MAX_NAMED)}"
-    return (
-        f"{listed} are one scan under {len(several[0])} names{more}: if one is trained on and another held "
+    told = (
+        f"warning: {listed} are one scan under {len(several[0])} names{more}: if one is trained on and another held "
         "out, scores are too good. Keep one of them"
     )
+    print(coloured(told, sys.stderr), file=sys.stderr, flush=True)
 
 
 def _planned(options: argparse.Namespace) -> str:
@@ -105,14 +107,18 @@ def _planned(options: argparse.Namespace) -> str:
 
 def _check(dataset: Dataset, out: Path, settings: PrepareSettings, workers: int | None) -> int:
     """Prints what is wrong with the data set's files and with its cache, if there is one; returns the exit code."""
-    faults = [*dataset.faults, *check_sources(dataset, out, settings, workers, ProgressBar("checking"))]
+    found, voxels = check_sources(dataset, out, settings, workers, ProgressBar("checking"))
+    faults, what = [*dataset.faults, *found], "data set, and its cache,"
     if not out.exists():
         print(f"{out}: there is no cache yet")
-        return _print_faults(faults, "data set")
-    faults += check_cache(out)
-    if not faults and not is_current(dataset, out, settings):
-        faults = [DataError(out, "is not what the data set and settings are now; run prepare again")]
-    return _print_faults(faults, "data set, and its cache,", out)
+        what = "data set"
+    else:
+        faults += check_cache(out)
+        if not faults and not is_current(dataset, out, settings):
+            faults = [DataError(out, "is not what the data set and settings are now; run prepare again")]
+    code = _print_faults(faults, what)
+    _warn_of_twins(voxels if code == 0 else {})
+    return code
 
 
 def _print_report(report: Report) -> None:
@@ -122,14 +128,12 @@ def _print_report(report: Report) -> None:
     print(f"{done}, {quantity(len(report.faults), 'fault')}")
 
 
-def _print_faults(faults: Sequence[DataError], what: str, cache: Path | None = None) -> int:
-    """Prints a line for each fault, or else on scans with several names in a ``cache``; returns the exit code."""
+def _print_faults(faults: Sequence[DataError], what: str) -> int:
+    """Prints a line for each fault, or else that there is none; returns the exit code."""
     for fault in faults:
         print(f"error: {fault}", file=sys.stderr, flush=True)
     if not faults:
         print(f"the {what} is in order")
-        if cache is not None and (told := scans_with_several_names(cache)):
-            print(coloured(f"warning: {told}", sys.stderr), file=sys.stderr, flush=True)
     return DATA if faults else 0
 
 

@@ -52,6 +52,11 @@ def test_a_column_patient_is_read_as_subject_is_and_both_are_refused(folder: Pat
     classes = read_class_dataset(with_table(folder, "case,class,Patient", *lines)).volume_classes
     assert classes is not None and classes.subject_of("c_03") == "s1"
     assert read_subjects(folder) == read_subjects(folder / "labels.csv") == classes.subjects
+    for name in ("patient_id", "Subject ID", "PatientID", "participant_id"):
+        with_table(folder, f"case,class,{name}", *lines)
+        assert read_subjects(folder) == classes.subjects, name
+    with_table(folder, "case,class,subject,patient_id", *(f"{line},{n}" for n, line in enumerate(lines)))
+    assert read_subjects(folder) == classes.subjects, "the name that pages give comes first"
     with_table(folder, "case,class,patient,subject", *(f"{line},s1" for line in lines))
     for read in (read_class_dataset, read_subjects):
         with pytest.raises(DataError, match="has the columns subject and patient, which both name the patient; keep"):

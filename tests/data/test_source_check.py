@@ -1,6 +1,8 @@
 """prepare --check reads the source, with and without a cache, and writes nothing."""
 
+import json
 import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -41,6 +43,24 @@ def test_the_source_is_checked_without_a_cache(modality, more, tmp_path, check):
     assert code == 3 and len(errors) == 3 and "in order" not in said
     for error, file in zip(errors, ("imagesTr/c_001_0000.nii.gz", "labelsTr/c_002.nii.gz", "labelsTr/c_003.nii.gz")):
         assert error.startswith(f"error: {root / file}: ")
+
+
+def test_voxels_of_a_class_that_a_case_is_not_annotated_for_are_found(tmp_path, check):
+    root = nnunet(tmp_path / "D", 3)
+    assert run(act, [str(root), "--workers", "0"]) == 0
+    names = [name for name, value in json.loads((root / "dataset.json").read_text())["labels"].items() if value]
+    (root / "annotated.csv").write_text(f"case,{','.join(names)}\nc_001,{','.join('0' * len(names))}\n")
+    for _ in ("with a cache", "without"):
+        code, _, (error, *_) = check()
+        assert code == 3 and error.startswith(f"error: {root / 'labelsTr/c_001.nii.gz'}: has voxels of value [1")
+        shutil.rmtree(tmp_path / "seqpar-prepared", ignore_errors=True)
+
+
+def test_one_scan_under_two_names_is_named_without_a_cache(tmp_path, check, capfd):
+    root = nnunet(tmp_path / "D", 3)
+    shutil.copy(root / "imagesTr/c_001_0000.nii.gz", root / "imagesTr/c_002_0000.nii.gz")
+    assert run(act, [str(root), "--workers", "0", "--check"]) == 0
+    assert "warning: c_001, c_002 are one scan under 2 names" in capfd.readouterr().err
 
 
 def test_nothing_to_learn_is_seen_without_a_cache_too(tmp_path, check):

@@ -1,8 +1,8 @@
 """Reads data sets whose volumes have one class each: labels.csv next to images, or a MONAI list with ``label``.
 
-``labels.csv`` has the columns ``case`` and ``class``, optionally ``subject`` or ``patient`` (its cases stay together)
-and ``split`` (train, val or test, or a fold number); other columns are ignored. An entry of a list may have
-``subject`` or ``patient`` too.
+``labels.csv`` has the columns ``case`` and ``class``, optionally ``subject`` or ``patient`` (its cases stay together;
+``patient_id`` and the like are taken too) and ``split`` (train, val or test, or a fold number); other columns are
+ignored. An entry of a list may name its subject or patient, too.
 """
 
 import csv
@@ -23,6 +23,7 @@ from seqpar.text import quantity
 
 _NO_LETTERS = ("Cc", "Cs", "Zl", "Zp")  # control characters, halves of characters, separators of lines
 PATIENTS = ("subject", "patient")  # two names of one column
+OF_PATIENTS = re.compile(r"(subject|patient|participant)s?[ _-]?(id|name|code|number)?", re.I)  # further names of it
 COLUMNS = ("case", "class", *PATIENTS, "split")
 SPLITS = {"train": "train", "training": "train", "val": "val", "validation": "val", "test": "test"}
 Row = dict[str, str]
@@ -118,11 +119,18 @@ def subjects_of(rows: Iterable[Row], path: Path) -> dict[str, str]:
     """Returns the patient of each case that a table names; raises DataError if two columns do."""
     subjects = dict[str, str]()
     for row in rows:
-        if all(name in row for name in PATIENTS):
-            raise DataError(path, f"has the columns {' and '.join(PATIENTS)}, which both name the patient; keep one")
-        if patient := next((row[name] for name in PATIENTS if row.get(name)), ""):
+        names = columns_of_patients(row)
+        if len(names) > 1:
+            raise DataError(path, f"has the columns {' and '.join(names)}, which both name the patient; keep one")
+        if patient := next((row[name] for name in names if row[name]), ""):
             subjects[row["case"]] = patient
     return subjects
+
+
+def columns_of_patients(names: Iterable[str]) -> list[str]:
+    """Returns the columns that name the patient of a case: subject or patient, or else one such as patient_id."""
+    names = [*map(str, names)]
+    return [name for name in names if name in PATIENTS] or [name for name in names if OF_PATIENTS.fullmatch(name)]
 
 
 def refuse_class_name(name: str, whose: str, path: Path) -> None:
@@ -202,7 +210,7 @@ def _read_list(path: Path, cases: Sequence[Case]) -> VolumeClasses:
             if case in labels:
                 raise DataError(path, f"lists case {case} for training and for validation; keep one of them")
             labels[case] = _label_of(entry, case, path)
-            named = [str(entry[name]) for name in PATIENTS if entry.get(name) is not None]
+            named = [str(entry[name]) for name in columns_of_patients(entry) if entry[name] is not None]
             if len({*named}) > 1:
                 raise DataError(path, f"gives case {case} two patients ({' and '.join(named)}); keep one of them")
             if named:

@@ -3,7 +3,7 @@
 Also checks its files as preparation would read them, without writing anything.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -49,7 +49,7 @@ from seqpar.data.preparation.prepared_case import (
 from seqpar.data.preparation.recipe import PrepareSettings, Recipe
 from seqpar.data.preparation.recipe_survey import case_lost_error, decide_recipe
 from seqpar.data.preparation.waiting import run_token, wait_for, writing_progress
-from seqpar.data.volumes import digest_file
+from seqpar.data.volumes import digest_file, join_digests
 from seqpar.data.workers import (
     Progress,
     ReportProgress,
@@ -297,8 +297,9 @@ def check_sources(
     settings: PrepareSettings,
     workers: int | None = None,
     progress: Progress = no_progress,
-) -> list[DataError]:
-    """Returns what is wrong with a data set's files; each case is read and prepared in memory.
+) -> tuple[Sequence[DataError], dict[str, str]]:
+    """Returns what is wrong with a data set's files, and the digest of each case's voxels, if all is right; each case
+    is read and prepared in memory.
 
     A case of the cache in ``out`` is not prepared again if its files still have the same bytes.
     """
@@ -306,12 +307,12 @@ def check_sources(
     broken = faults_of_headers(dataset, settings, workers, progress)
     faults, total = list(broken.values()), len(dataset.cases) - len(broken)
     if total == 0:
-        return sorted(faults, key=lambda fault: fault.path)
-    dataset, done, has_foreground = dataset.without(broken), 0, False
+        return _in_order(faults), {}
+    dataset, done, has_foreground, voxels = dataset.without(broken), 0, False, dict[str, str]()
     try:
         recipe, was_surveyed = decide_recipe(dataset, out, settings, workers, progress, keep=False)
     except DataError as error:
-        return [error]
+        return [error], {}
 
     def beat(shares: dict[int, float]) -> None:
         checked = done + sum(shares.values())
@@ -325,27 +326,36 @@ def check_sources(
             if isinstance(outcome, DataError):
                 faults.append(outcome)
             else:
-                has_foreground |= outcome
+                has_foreground |= outcome[0]
+                voxels[case.id] = outcome[1]
     if dataset.labels and not faults and not has_foreground:
-        return [nothing_to_learn(dataset)]
-    return sorted(faults, key=lambda fault: fault.path)
+        return [nothing_to_learn(dataset)], {}
+    return _in_order(faults), voxels
 
 
 @dataclass(frozen=True)
 class _Check:
-    """Raises DataError if a case cannot be prepared; returns whether it has labelled voxels."""
+    """Raises DataError if a case cannot be prepared; returns whether it has labelled voxels, and its image's digest."""
 
     out: Path
     recipe: Recipe
 
-    def __call__(self, case: Case, tell: ReportProgress) -> bool:
+    def __call__(self, case: Case, tell: ReportProgress) -> tuple[bool, str]:
         labelled(case, self.recipe)
         record = read_record(self.out, case.id)
         if record is None or Recipe.from_json(record["recipe"]) != self.recipe:
-            return bool(prepare_case(case, self.recipe, tell).locations)
+            return self._prepared(case, tell)
         looks_the_same = [file[:3] for file in record["sources"]] == [file[:3] for file in sources_of(case)]
         for path, digest in zip(case.files, record["digests"]):
             if digest_file(path) != digest and looks_the_same:
                 raise DataError(path, "has other bytes than when it was prepared, but the same size and modification "
                                 "time: it may be damaged; copy it again, or touch it if it is right")  # fmt: skip
-        return bool(record["locations"] if looks_the_same else prepare_case(case, self.recipe, tell).locations)
+        if not looks_the_same:
+            return self._prepared(case, tell)
+        refuse_unannotated(case, record["properties"]["counts"], self.recipe)
+        return bool(record["locations"]), join_digests(record.get("voxels", ()))
+
+    def _prepared(self, case: Case, tell: ReportProgress) -> tuple[bool, str]:
+        found = prepare_case(case, self.recipe, tell)
+        refuse_unannotated(case, found.properties.counts, self.recipe)
+        return bool(found.locations), join_digests(found.voxels)
