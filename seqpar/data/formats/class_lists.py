@@ -130,7 +130,7 @@ def subjects_of(rows: Iterable[Row], path: Path) -> dict[str, str]:
 def columns_of_patients(names: Iterable[str]) -> list[str]:
     """Returns the columns that name the patient of a case: subject or patient, or else one such as patient_id."""
     names = [*map(str, names)]
-    return [name for name in names if name in PATIENTS] or [name for name in names if OF_PATIENTS.fullmatch(name)]
+    return [name for name in PATIENTS if name in names] or [name for name in names if OF_PATIENTS.fullmatch(name)]
 
 
 def refuse_class_name(name: str, whose: str, path: Path) -> None:
