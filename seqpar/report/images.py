@@ -216,7 +216,8 @@ def images_beside(truth: Path) -> Path | None:
     if folder.name.startswith("labels") and is_folder_of_dataset(folder):
         images = folder.with_name("images" + folder.name.removeprefix("labels"))
         return images if images.is_dir() else None
-    return truth if dataset_at(truth) is not None else None
+    dataset = dataset_at(truth)
+    return truth if dataset is not None and (dataset.faults or any(case.images for case in dataset.cases)) else None
 
 
 def has_images_beside(truth: Path) -> bool:

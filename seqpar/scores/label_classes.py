@@ -156,7 +156,7 @@ def choose_labels(
     """
     if brats:
         return labels_of_brats(brats)
-    if dataset is not None and not declaration:
+    if dataset is not None and dataset.modalities and not declaration:  # else it is label maps alone
         declared: Labels | None = labels_of_dataset(dataset)
     else:
         path = declaration or find_declaration(truth)

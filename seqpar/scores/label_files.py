@@ -17,12 +17,13 @@ from seqpar.data.errors import DataError
 from seqpar.data.files import SUFFIXES, strip_suffix
 from seqpar.data.formats.annotations import with_annotations
 from seqpar.data.formats.brats import read_brats
-from seqpar.data.formats.dataset import Dataset
-from seqpar.data.formats.recognise import describe, find_dataset, is_folder_of_dataset
+from seqpar.data.formats.dataset import Case, Dataset
+from seqpar.data.formats.dataset_json import read_json_object
+from seqpar.data.formats.recognise import describe, find_dataset, is_folder_of_dataset, read_declaration
 from seqpar.data.geometry import Geometry, geometry_difference, to_canonical
 from seqpar.data.volumes import output_suffix, read_volume
 from seqpar.parallel.processes import calls_in_forks
-from seqpar.scores.label_classes import Labels, hidden_classes
+from seqpar.scores.label_classes import Labels, find_declaration, hidden_classes
 from seqpar.scores.label_scores import Scores, class_mask, describe_consensus, score, score_readers
 from seqpar.text import quantity
 
@@ -133,7 +134,14 @@ def dataset_at(truth: Path) -> Dataset | None:
 
 
 def _annotated(folder: Path) -> Dataset | None:
-    """Returns a data set's cases with labels in a folder of it, if it says that some show a part of the classes."""
+    """Returns the label maps of a folder as cases, if some are said to show a part of the classes: by the data set that
+    the folder belongs to, or by a list next to them, as of test cases in labelsTs.
+    """
+    declaration = folder / "dataset.json"
+    if lists := [path for name in ("annotated.csv", "annotated") if (path := folder / name).exists()]:
+        return _listed(folder, lists[0])
+    if declaration.is_file() and read_json_object(declaration).get("annotated") is not None:
+        return _listed(folder, declaration)
     if not is_folder_of_dataset(folder):
         return None
     try:
@@ -142,6 +150,21 @@ def _annotated(folder: Path) -> Dataset | None:
         return None
     own = tuple(case for case in dataset.cases if case.label and case.label.parent.resolve() == folder.resolve())
     return replace(dataset, cases=own) if any(case.annotated is not None for case in own) else None
+
+
+def _listed(folder: Path, listing: Path) -> Dataset:
+    """Returns the label maps of a folder as cases that show what a list next to them says."""
+    declaration = find_declaration(folder)
+    if declaration is None:
+        raise DataError(listing, "names classes, and no dataset.json says which labels they have; add one next to it")
+    labels, _, ignore = read_declaration(declaration)
+    cases = list[Case]()
+    for name, files in list_label_files(folder).items():
+        if len(files) > 1:
+            raise DataError(files[0], f"is there as {files[1]} too: keep one of them")
+        cases.append(Case(name, (), files[0]))
+    bare = Dataset(folder.name, folder, "label maps", tuple(cases), (), labels, ignore_label=ignore)
+    return with_annotations(bare, folder)
 
 
 def folders_of_truth(truth: Path, dataset: Dataset | None) -> set[Path]:

@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from seqpar.cluster.exit_codes import DATA, run
 from seqpar.data.errors import DataError
 from seqpar.data.formats.recognise import read_dataset
 from seqpar.data.preparation.cache import open_cache
@@ -135,3 +136,31 @@ def test_evaluation_of_a_data_set_scores_what_its_labels_show(tmp_path: Path) ->
     summary = json.loads((tmp_path / "out" / "summary.json").read_text())
     assert {key: row["Dice"] for key, row in summary["num_values"].items()} == {"1": 2, "2": 2, "5": 2}
     assert len(summary["metric_per_case"]) == 4
+
+
+@pytest.mark.parametrize("place", ["labelsTs", "elsewhere"])
+@pytest.mark.parametrize("way", ["csv", "files", "json"])
+def test_a_list_next_to_label_maps_says_what_they_show(place: str, way: str, tmp_path: Path) -> None:
+    from seqpar.cli import evaluate
+
+    root, content = organs(tmp_path / "D"), json.loads((tmp_path / "D" / "dataset.json").read_text())
+    folder, regions = root / place, {"organs": [1, 2], "liver": 1, "spleen": 2, "kidney": 5, "background": 0}
+    save(folder / "new.nii.gz", label_array((1,)))
+    content |= {"labels": regions, "regions_class_order": [1, 2, 3, 5]}
+    if way == "json":
+        write_json(folder / "dataset.json", {**content, "annotated": {"new": ["liver"]}})
+    else:
+        write_json(root / "dataset.json", content)
+        (folder / "annotated").mkdir()
+        (folder / "annotated/new.txt").write_text("liver")
+    if way == "csv":
+        (folder / "annotated/new.txt").unlink()
+        (folder / "annotated").rmdir()
+        (folder / "annotated.csv").write_text("case,liver,spleen\nnew,1,0\n")
+    save(tmp_path / "out" / "new.nii.gz", label_array((1, 2, 5)))
+    assert evaluate.act([str(folder), str(tmp_path / "out"), "--workers", "1"]) == 0
+    rows = json.loads((tmp_path / "out" / "summary.json").read_text())["num_values"]
+    assert {key: row["Dice"] for key, row in rows.items()} == {"1": 1, "2": 0, "5": 0, "(1, 2)": 0}
+    (root / "dataset.json").unlink()
+    if way != "json":
+        assert run(evaluate.act, [str(folder), str(tmp_path / "out")]) == DATA

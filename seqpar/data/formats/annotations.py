@@ -86,7 +86,11 @@ def _values_of(listed: Listed, dataset: Dataset, path: Path) -> Mapping[str, tup
         usable |= listed.keys()
     for case, names in listed.items():
         if case not in usable:
-            raise DataError(path, f"lists case {case}, which the data set does not have; correct or remove it")
+            raise DataError(
+                path,
+                f"lists case {case}, which the data set does not have; correct or remove it, and "
+                "list cases of a test set next to their label maps",
+            )
         if unknown := [name for name in names if name not in known and name not in dataset.labels]:
             raise DataError(path, f"says that case {case} shows {unknown[0]}; the classes are {', '.join(known)}")
     return {case: tuple(sorted(known[name] for name in set(names) & known.keys())) for case, names in listed.items()}
