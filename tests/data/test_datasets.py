@@ -248,6 +248,11 @@ def test_monai_list_with_validation_is_one_split(tmp_path):
     data = read_dataset(write_json(root / "dataset_0.json", content))
     assert data.modalities == ("channel 0",) and data.labels == {"background": 0, "organ": 1}
     assert split(data, 0) == (("c_000_0000", "c_001_0000"), ("c_002_0000",))
+    entries[0]["annotated"], entries[1]["label"] = ["organ"], entries[1]["image"]
+    content |= {"training": entries, "validation": []}
+    list_fault, same_fault = read_dataset(write_json(root / "dataset_0.json", content)).faults
+    assert 'in the entry of case c_000_0000 what is annotated; list that next to "training"' in list_fault.problem
+    assert "c_001_0000.nii.gz as an image and as its label" in same_fault.problem
 
 
 def test_a_folder_of_images_is_for_prediction(tmp_path):

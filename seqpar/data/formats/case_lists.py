@@ -111,6 +111,13 @@ def _listed(
             images = _in_order(images, first) if first else images
             label, *more = listed_labels(entry["label"], path.parent, readers) if labelled else (None,)
             case = require_files(Case(name, images, label, more_labels=tuple(more)), path)
+            if both := set(case.images).intersection(case.labels):
+                raise DataError(
+                    path, f"gives case {name} {both.pop()} as an image and as its label; correct one of both"
+                )
+            if labelled and "annotated" in entry:
+                raise DataError(path, f'says in the entry of case {name} what is annotated; list that next to "{key}": '
+                                '"annotated": {"CASE": ["liver", …], …}')  # fmt: skip
             first = first or case
             if labelled and entry.get("fold") is not None:
                 folds[name] = fold_number(entry["fold"], name, path)
