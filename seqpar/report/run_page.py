@@ -234,12 +234,12 @@ def not_yet_predicted(prediction: Path) -> list[str]:
     except (OSError, ValueError, KeyError, TypeError):
         return []
     maps, there = [name for name in named if "/" not in name and name.endswith(SUFFIXES)], list_label_files(prediction)
-    gone = [name for name in maps if strip_suffix(name) not in there]
-    if not gone:
+    if not (gone := [name for name in maps if strip_suffix(name) not in there]):
         return []
     listed = f"{len(gone)} of {quantity(len(maps), 'label map')} of this prediction are not there, such as {gone[0]}"
     why = "it was left early, their images could not be predicted, or they were removed"
-    return [f"{listed}: {why}. predict --continue tries them again."]
+    again = "another --output for them" if predicted_otherwise(prediction) else "--continue"
+    return [f"{listed}: {why}. predict with {again} tries them again."]
 
 
 def made_by(prediction: Path) -> list[dict[str, Any]]:

@@ -4,6 +4,7 @@ import gzip
 import json
 import os
 import shutil
+from pathlib import Path
 
 import pytest
 
@@ -78,3 +79,17 @@ def test_what_somebody_changes_while_it_is_predicted_again_is_kept(images, tmp_p
     assert act(tmp_path, run) == DATA
     assert f"{edited}: holds a prediction of c_002 that has changed since predict wrote it" in capsys.readouterr().err
     assert edited.stat().st_mtime_ns == 0, "it stays"
+
+
+def test_a_prediction_that_was_left_early_is_said(tmp_path: Path) -> None:
+    record = {"files": ["a.nii.gz", "b.nii.gz", "npz/b.npz", "statistics.csv"]}
+    (tmp_path / "a.nii.gz").touch()
+    for known, way in (
+        (["a"], "with --continue tries"),
+        ([], "with another --output for them tries"),
+    ):  # [] mixed settings
+        (tmp_path / "prediction.json").write_text(json.dumps(record | {"inputs": dict.fromkeys(known)}))
+        (said,) = not_yet_predicted(tmp_path)
+        assert said.startswith("1 of 2 label maps of this prediction are not there, such as b.nii.gz") and way in said
+    (tmp_path / "b.nii.gz").touch()
+    assert not_yet_predicted(tmp_path) == [] == not_yet_predicted(tmp_path / "nowhere")

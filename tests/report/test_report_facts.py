@@ -23,7 +23,7 @@ from seqpar.report.planes import COLOURS, RUN_COLOURS
 from seqpar.report.plots import draw_chart
 from seqpar.report.record import ScoredCase, read_record
 from seqpar.report.rendering import _environment
-from seqpar.report.run_page import how_predicted, not_yet_predicted
+from seqpar.report.run_page import how_predicted
 from seqpar.report.several_runs import page_of_several
 from seqpar.settings.presets import debug
 from seqpar.tasks.lookup import TASKS
@@ -438,13 +438,3 @@ def test_a_page_of_ct_says_which_values_it_keeps() -> None:
     mr = replace(case, is_ct=False)
     assert " HU" not in _case_view(ScoredCase("a", None, Path("a"), {}), mr, (), {}, False).caption
     assert "HU" not in viewer_section([(mr, mr.embedded(10**6))], (), False).note
-
-
-def test_a_prediction_that_was_left_early_is_said(tmp_path: Path) -> None:
-    record = {"files": ["a.nii.gz", "b.nii.gz", "npz/b.npz", "statistics.csv"]}
-    (tmp_path / "prediction.json").write_text(json.dumps(record))
-    (tmp_path / "a.nii.gz").touch()
-    (said,) = not_yet_predicted(tmp_path)
-    assert said.startswith("1 of 2 label maps of this prediction are not there, such as b.nii.gz: it was left early")
-    (tmp_path / "b.nii.gz").touch()
-    assert not_yet_predicted(tmp_path) == [] == not_yet_predicted(tmp_path / "nowhere")
