@@ -338,7 +338,7 @@ def measured_otherwise(record: RunRecord, made: Mapping[str, Any]) -> str:
         with suppress(DataError):
             dice = read_windows(record.path).dice
             measured = next(iter(dice), "")
-            other = f" (mean Dice in validation: {dice[way]:.3f})" if way in dice else ""
+            other = f" (mean Dice in validation, over classes scored both ways: {dice[way]:.3f})" if way in dice else ""
     if way != measured and {way, measured} <= words.keys():
         ways.append(f"{words[way]}{other} and not {words[measured]}")
     overlap, usual = own.get("overlap"), record.config.get("val_overlap")  # which earlier versions do not tell

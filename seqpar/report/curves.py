@@ -271,9 +271,8 @@ def training_diagrams(
     """
     validated, which = "validation" if validates_trained(data) else "held out", name_validated(data)
     steps, at = [row["step"] + 1 for row in train], [row["step"] for row in held_out]
-    lacking = [
-        WORDS_OF_TERMS.get(name, name) for name in loss_terms(train) if name not in (loss_terms(held_out) or [name])
-    ]
+    has = {name for row in held_out for name in row if name.endswith("_loss")}
+    lacking = [WORDS_OF_TERMS.get(name, name) for name in loss_terms(train) if has and name not in has]
     of_terms = f", without {' and '.join(lacking)}" * bool(lacking)
     losses = [
         Line("training", steps, [[number(row.get("loss")) for row in train]], noisy=True),

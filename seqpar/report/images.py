@@ -216,16 +216,11 @@ def images_beside(truth: Path) -> Path | None:
     if folder.name.startswith("labels") and is_folder_of_dataset(folder):
         images = folder.with_name("images" + folder.name.removeprefix("labels"))
         return images if images.is_dir() else None
-    dataset = dataset_at(truth)
-    return truth if dataset is not None and (dataset.faults or any(case.images for case in dataset.cases)) else None
-
-
-def has_images_beside(truth: Path) -> bool:
-    """Returns whether a truth comes with images; False if its folder cannot be read."""
-    try:
-        return images_beside(truth) is not None
-    except DataError:
-        return False
+    with suppress(DataError):  # of a list of annotated classes, whose labels nothing in the folder names
+        dataset = dataset_at(truth)
+        if dataset is not None and (dataset.faults or any(case.images for case in dataset.cases)):
+            return truth
+    return None
 
 
 def same_cases(cache: PreparedDataset, stamps: Stamps) -> PreparedDataset:

@@ -207,10 +207,10 @@ def how_predicted(prediction: Path | None, record: RunRecord) -> str:
     """
     large = ""
     if is_validation(prediction, record):
-        config = record.config
-        place = prediction or record.path / "validation"
-        of_whole = f"validation{'' if (record.path / 'validation-sliding').is_dir() else '-whole'}"
-        is_whole = config.get("val_window") == "whole" or place.name == of_whole
+        config, place = record.config, prediction or record.path / "validation"
+        is_whole = config.get("val_window") == "whole" or place.name == "validation-whole"
+        with suppress(OSError, *DAMAGE):  # scores of earlier versions do not tell
+            is_whole = json.loads(read_whole(place / "summary.json"))["window"] == "whole"
         mirror = str(config.get("val_mirror", "none")).replace("none", "")
         ways = [{"window": "whole" if is_whole else "sliding", "overlap": config.get("val_overlap"), "mirror": mirror}]
     else:
@@ -371,7 +371,7 @@ def main_settings(record: RunRecord) -> dict[str, str]:
     config, data, layout = record.config, record.dataset, record.layout
     settings, tile = record.network_settings, " × ".join(map(str, config["tile"]))
     kind = family_of(settings)
-    last = f" in the last lesson of {lessons}" if (lessons := config.get("curriculum")) else ""
+    last = f" in the last of {quantity(text.count(',') + 1, 'lesson')}" if (text := config.get("curriculum")) else ""
     train, validated = {*data["train"]}, {*data.get(VALIDATED, data["held_out"])}
     both, apart = len(validated & train), {*data["held_out"]} - train  # --fold all holds none out
     some = f" ({part} of them validated)" if (part := leaves_unvalidated(record.content)) else ""

@@ -148,11 +148,11 @@ def what_is_not_found(
     lacking = [name for name in lacking if name not in without]
     if found := [name for name in names if name not in (*lacking, *without)]:
         it = _it(found)
-        share = "hardly any" if any(best["dice"][name] for name in found) else "none"
-        voxels = f"{share} of {'its' if len(found) == 1 else 'their'} voxels"
+        hardly = f"what is predicted of {it} hardly overlaps {it}"
+        missed = hardly if any(best["dice"][name] for name in found) else f"no voxel of {it} was found"
         where = f"in the {kind} cases that have {it}" if present.keys() >= {*found} else f"where {kind} cases have {it}"
         told.append(
-            f"{begin} {_listed(found)} is 0.000: {where}, {voxels} were found. "
+            f"{begin} {_listed(found)} is 0.000: {where}, {missed}. "
             f"Nothing shows that the network has learned to find {it}."
         )
     if lacking:

@@ -3,7 +3,7 @@
 import json
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import replace
 from functools import partial, reduce
 from itertools import pairwise
@@ -15,10 +15,9 @@ from numpy.typing import NDArray
 
 from seqpar.data.errors import DataError
 from seqpar.data.files import SUFFIXES, strip_suffix
-from seqpar.data.formats.annotations import with_annotations
+from seqpar.data.formats.annotations import lists_annotations, with_annotations
 from seqpar.data.formats.brats import read_brats
 from seqpar.data.formats.dataset import Case, Dataset
-from seqpar.data.formats.dataset_json import read_json_object
 from seqpar.data.formats.recognise import describe, find_dataset, is_folder_of_dataset, read_declaration
 from seqpar.data.geometry import Geometry, geometry_difference, to_canonical
 from seqpar.data.volumes import output_suffix, read_volume
@@ -122,41 +121,45 @@ def missing_line(cases: Sequence[str]) -> str:
     return f"{quantity(len(cases), 'case')} without a prediction: {shown}" if cases else ""
 
 
-def dataset_at(truth: Path) -> Dataset | None:
-    """Returns the data set that a path names, None if it is a label map or a folder of label maps."""
+def dataset_at(truth: Path, declaration: Path | None = None) -> Dataset | None:
+    """Returns the data set that a path names, or label maps that show a part of the classes; None of other label maps.
+
+    - ``declaration``: a dataset.json that was named for these, or its folder
+    """
     if truth.is_file() and truth.suffix != ".json":
         return None
     if truth.is_dir() and list_label_files(truth):
         brats = read_brats(truth)  # the one format with images next to their labels
-        return brats if brats and brats.labels else _annotated(truth)
+        return brats if brats and brats.labels else _annotated(truth, declaration)
     dataset = describe(truth)
     return with_annotations(dataset, find_dataset(truth)) if dataset.labels else dataset
 
 
-def _annotated(folder: Path) -> Dataset | None:
+def _annotated(folder: Path, declaration: Path | None) -> Dataset | None:
     """Returns the label maps of a folder as cases, if some are said to show a part of the classes: by the data set that
-    the folder belongs to, or by a list next to them, as of test cases in labelsTs.
+    the folder belongs to, or by a list next to them or to a ``declaration``, as of test cases in labelsTs.
     """
-    declaration = folder / "dataset.json"
-    if lists := [path for name in ("annotated.csv", "annotated") if (path := folder / name).exists()]:
-        return _listed(folder, lists[0])
-    if declaration.is_file() and read_json_object(declaration).get("annotated") is not None:
-        return _listed(folder, declaration)
-    if not is_folder_of_dataset(folder):
-        return None
-    try:
-        dataset = with_annotations(describe(folder.parent), folder.parent)
-    except DataError:  # label maps need no data set
-        return None
-    own = tuple(case for case in dataset.cases if case.label and case.label.parent.resolve() == folder.resolve())
-    return replace(dataset, cases=own) if any(case.annotated is not None for case in own) else None
+    if is_folder_of_dataset(folder):
+        with suppress(DataError):  # label maps need no data set
+            dataset = with_annotations(describe(folder.parent), folder.parent)
+            place = folder.resolve()
+            if own := tuple(case for case in dataset.cases if case.label and case.label.parent.resolve() == place):
+                return replace(dataset, cases=own) if any(case.annotated is not None for case in own) else None
+    places = [folder] if declaration is None else [folder, declaration]
+    listing = next((place for place in places if lists_annotations(place)), None)
+    return None if listing is None else _listed(folder, listing, declaration or find_declaration(folder))
 
 
-def _listed(folder: Path, listing: Path) -> Dataset:
-    """Returns the label maps of a folder as cases that show what a list next to them says."""
-    declaration = find_declaration(folder)
+def _listed(folder: Path, listing: Path, declaration: Path | None) -> Dataset | None:
+    """Returns the label maps of a folder as cases that show what a list says; None if it says nothing of them.
+
+    - ``listing``: the folder, or the JSON file, that has the list
+    """
     if declaration is None:
-        raise DataError(listing, "names classes, and no dataset.json says which labels they have; add one next to it")
+        raise DataError(
+            listing, "lists annotated classes, and no dataset.json says which labels they have: add one next to it (or "
+            "name it to evaluate by --dataset)"
+        )  # fmt: skip
     labels, _, ignore = read_declaration(declaration)
     cases = list[Case]()
     for name, files in list_label_files(folder).items():
@@ -164,7 +167,8 @@ def _listed(folder: Path, listing: Path) -> Dataset:
             raise DataError(files[0], f"is there as {files[1]} too: keep one of them")
         cases.append(Case(name, (), files[0]))
     bare = Dataset(folder.name, folder, "label maps", tuple(cases), (), labels, ignore_label=ignore)
-    return with_annotations(bare, folder)
+    dataset = with_annotations(bare, listing, with_others=True)
+    return dataset if any(case.annotated is not None for case in dataset.cases) else None
 
 
 def folders_of_truth(truth: Path, dataset: Dataset | None) -> set[Path]:

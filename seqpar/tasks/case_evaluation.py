@@ -22,7 +22,7 @@ from seqpar.report.cautions import (
     cautions_together,
     records_behind,
 )
-from seqpar.report.images import has_images_beside, images_beside, other_images, unlisted_maps
+from seqpar.report.images import images_beside, other_images, unlisted_maps
 from seqpar.report.record import RunRecord, from_here, mixed_line, predicted_otherwise, read_record, runs_behind
 from seqpar.report.tables import Score, Table, TableHead, TableRow
 from seqpar.runs.run_folder import holds_run, run_of_validation, tested_cases, validation_in
@@ -251,7 +251,7 @@ class CaseEvaluation(ABC):
             return []
         shown = [from_here(str(runs[0])), "--truth", options.truth, "--prediction", prediction]
         line = next_command("report", *shown, *["--common"] * bool(options.common or options.test_of))
-        own = "" if self.labels is None or has_images_beside(options.truth) else ELSEWHERE
+        own = "" if self.labels is None or images_beside(options.truth) else ELSEWHERE
         return [f"next: {line}  (scores and cases on one page{own})"]
 
 

@@ -1,6 +1,7 @@
 """Which classes a case's label shows: listed in three ways, checked, kept in the cache."""
 
 import json
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +12,7 @@ from seqpar.data.errors import DataError
 from seqpar.data.formats.recognise import read_dataset
 from seqpar.data.preparation.cache import open_cache
 from seqpar.data.preparation.prepare_dataset import prepare
+from seqpar.scores.label_files import dataset_at
 from tests.support.folders import label_array, nnunet, save, write_json
 
 LABELS = {"background": 0, "liver": 1, "spleen": 2, "kidney": 5}
@@ -140,7 +142,7 @@ def test_evaluation_of_a_data_set_scores_what_its_labels_show(tmp_path: Path) ->
 
 @pytest.mark.parametrize("place", ["labelsTs", "elsewhere"])
 @pytest.mark.parametrize("way", ["csv", "files", "json"])
-def test_a_list_next_to_label_maps_says_what_they_show(place: str, way: str, tmp_path: Path) -> None:
+def test_a_list_next_to_label_maps_says_what_they_show(place, way, tmp_path, capsys) -> None:
     from seqpar.cli import evaluate
 
     root, content = organs(tmp_path / "D"), json.loads((tmp_path / "D" / "dataset.json").read_text())
@@ -162,5 +164,29 @@ def test_a_list_next_to_label_maps_says_what_they_show(place: str, way: str, tmp
     rows = json.loads((tmp_path / "out" / "summary.json").read_text())["num_values"]
     assert {key: row["Dice"] for key, row in rows.items()} == {"1": 1, "2": 0, "5": 0, "(1, 2)": 0}
     (root / "dataset.json").unlink()
-    if way != "json":
+    if way == "json":
+        shutil.move(folder / "dataset.json", tmp_path / "named.json")
+    else:
         assert run(evaluate.act, [str(folder), str(tmp_path / "out")]) == DATA
+        assert "add one next to it (or name it to evaluate by --dataset)" in capsys.readouterr().err
+        write_json(tmp_path / "named.json", content)
+    assert evaluate.act([str(folder), str(tmp_path / "out"), "--dataset", str(tmp_path / "named.json")]) == 0
+    assert json.loads((tmp_path / "out" / "summary.json").read_text())["num_values"] == rows
+
+
+def test_lists_of_other_cases_and_empty_ones_change_nothing(tmp_path: Path) -> None:
+    """A copy of some label maps may come with the list of all; a data set's own list stands in the data set."""
+    by_csv(tmp_path / "D")
+    shutil.copytree(tmp_path / "D/labelsTr", tmp_path / "copy")
+    for name in ("annotated.csv", "dataset.json"):
+        shutil.copy(tmp_path / "D" / name, tmp_path / "copy")
+    (tmp_path / "copy/c_002.nii.gz").unlink()
+    copied = dataset_at(tmp_path / "copy")
+    assert copied is not None
+    assert {case.id: case.annotated for case in copied.cases} == {"c_000": (1, 5), "c_001": (2,), "c_003": None}
+    (tmp_path / "D/labelsTr/annotated.csv").write_text("case,liver,spleen,kidney\nc_000,0,0,0\n")
+    own = dataset_at(tmp_path / "D/labelsTr")
+    assert own is not None and {case.id: case.annotated for case in own.cases} == {**SHOWN, "c_003": None}
+    (tmp_path / "copy/annotated.csv").unlink()
+    (tmp_path / "copy/annotated").mkdir()
+    assert dataset_at(tmp_path / "copy") is None and dataset_at(tmp_path / "copy", tmp_path / "copy") is None

@@ -57,6 +57,12 @@ def test_a_column_patient_is_read_as_subject_is_and_both_are_refused(folder: Pat
         assert read_subjects(folder) == classes.subjects, name
     with_table(folder, "case,class,subject,patient_id", *(f"{line},{n}" for n, line in enumerate(lines)))
     assert read_subjects(folder) == classes.subjects, "the name that pages give comes first"
+    with_table(
+        folder,
+        "case,class,patient_id,patient_name,subject_id,patients",
+        *(f"{line},Ann,{line[:4]},3" for line in lines),
+    )
+    assert read_subjects(folder) == classes.subjects, "the others are ignored"
     with_table(folder, "case,class,patient,subject", *(f"{line},s1" for line in lines))
     for read in (read_class_dataset, read_subjects):
         with pytest.raises(DataError, match="has the columns subject and patient, which both name the patient; keep"):

@@ -210,8 +210,8 @@ def test_a_run_with_the_name_of_a_class_is_called_a_run(finished: Path, tmp_path
 
 
 def test_classes_that_a_run_did_not_find_are_named_on_its_page_and_on_comparisons(finished: Path, worse: Path) -> None:
-    said = "t the best validation, the mean Dice of NCR is 0.000: where held-out cases have it, none of "
-    said += "its voxels were found."
+    said = "t the best validation, the mean Dice of NCR is 0.000: where held-out cases have it, no voxel "
+    said += "of it was found."
     assert said not in compared(finished, worse).text and f"A{said}" not in written(worse).text
     rows = (worse / "metrics.jsonl").read_text()
     assert '"NCR": 0.5' in rows
@@ -224,9 +224,11 @@ def test_a_class_that_was_not_found_says_whether_any_held_out_case_has_it(worse:
     assert '"NCR": 0.5' in rows and '"cases": 2' in rows
     rows = rows.replace('"NCR": 0.5', '"NCR": 0.0')
     (worse / "metrics.jsonl").write_text(rows)
-    assert "is 0.000: where held-out cases have it, none" in written(worse).text, "scores of another number of cases"
+    assert "is 0.000: where held-out cases have it, no voxel of it" in written(worse).text, (
+        "scores of another number of cases"
+    )
     (worse / "metrics.jsonl").write_text(rows.replace('"cases": 2', f'"cases": {len(NAMES)}'))
-    told = "NCR is 0.000: in the held-out cases that have it, none"
+    told = "NCR is 0.000: in the held-out cases that have it, no voxel"
     assert told in written(worse).text and told in TASKS["segment"].next_lines(worse)[0], "as the training says it"
     summary = json.loads(path.read_text())
     for case in summary["metric_per_case"]:

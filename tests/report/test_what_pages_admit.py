@@ -280,7 +280,9 @@ def test_what_a_run_reached_is_said_of_the_weights_that_predicted_and_of_how_the
     assert measured_otherwise(mirrored, other).endswith("these cases were predicted without mirroring.")
     both = validating("both")
     write_window(record.path, {"whole": 0.5, "sliding": 0.4}, taken)
-    told = "were predicted in windows (mean Dice in validation: 0.400) and not in one pass."
+    told = (
+        "were predicted in windows (mean Dice in validation, over classes scored both ways: 0.400) and not in one pass."
+    )
     assert measured_otherwise(both, made(taken)).endswith(told)
     windows = replace(record, content={**record.content, "config": {**record.config, "val_window": "sliding"}})
     way = {"settings": {"window": "sliding", "overlap": 0.0}}
@@ -295,11 +297,14 @@ def test_what_a_run_reached_is_said_of_the_weights_that_predicted_and_of_how_the
 def test_it_is_said_if_cases_were_mirrored(finished: Path, tmp_path: Path) -> None:
     record = read_record(finished)
     config = {**record.config, "val_window": "whole", "val_mirror": "WD"}
+    summary = finished / "validation/summary.json"
+    write_json(summary, {key: own for key, own in json.loads(summary.read_text()).items() if key != "window"})
     told = how_predicted(None, replace(record, content={**record.content, "config": config}))
     assert told == "Each case was predicted in one pass, as a mean over mirrored copies (2 directions)."
     both = replace(record, content={**record.content, "config": {**record.config, "val_window": "both"}})
     assert how_predicted(None, both).startswith("Cases were predicted in windows")
-    (finished / "validation-sliding").mkdir()  # of the worse
+    write_json(summary, json.loads(summary.read_text()) | {"window": "whole"})
+    write_json(finished / "validation-sliding/summary.json", {"window": "sliding"})  # of the worse
     assert (
         how_predicted(None, both)
         == how_predicted(finished / "validation", both)

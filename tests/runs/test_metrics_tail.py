@@ -69,9 +69,9 @@ def test_classes_that_the_best_validation_does_not_find_are_named() -> None:
         return what_is_not_found([{"step": 1, "loss": 1.0, "dice": dice}])
 
     assert said(a=0.0, b=0.5, c=0.0004, d=None, e=0.0) == (
-        "At the best validation, the mean Dice of a, c and e is 0.000: where held-out cases have them, hardly any of "
-        "their voxels were found. Nothing shows that the network has learned to find them. In no held-out "
-        "case could d be scored: nothing shows whether the network finds it."
+        "At the best validation, the mean Dice of a, c and e is 0.000: where held-out cases have them, what is "
+        "predicted of them hardly overlaps them. Nothing shows that the network has learned to find them. In no "
+        "held-out case could d be scored: nothing shows whether the network finds it."
     )
     assert "Dice of a is 0.000" in said(a=0.0, b=0.5) and said(a=0.0).endswith("learned to find it.")
     assert said(a=0.0005) == "" and what_is_not_found([]) == ""
@@ -79,18 +79,18 @@ def test_classes_that_the_best_validation_does_not_find_are_named() -> None:
     better = {"step": 2, "loss": 1.0, "dice": {"a": 0.1}}
     assert what_is_not_found([{"step": 1, "loss": 1.0, "dice": {"a": 0.0}}, better]) == ""
     rows = [{"step": 1, "loss": 1.0, "dice": {"a": 0.0, "b": 0.0}}]
-    assert "of a and b is 0.000: in the held-out cases that have them, none" in what_is_not_found(
+    assert "of a and b is 0.000: in the held-out cases that have them, no voxel" in what_is_not_found(
         rows, {"a": 1, "b": 2}
     )
-    assert "of a and b is 0.000: where held-out cases have them, none" in what_is_not_found(rows, {"a": 1})
+    assert "of a and b is 0.000: where held-out cases have them, no voxel" in what_is_not_found(rows, {"a": 1})
     told = what_is_not_found(rows, {"a": 1, "b": 0})
-    assert "is 0.000: in the held-out cases that have it, none of its voxels were found. Nothing shows" in told
+    assert "is 0.000: in the held-out cases that have it, no voxel of it was found. Nothing shows" in told
     assert "Dice of b is 0.000: no held-out case is known to have it, and what is predicted of it is" in told
     told = what_is_not_found(rows, {"a": 1, "b": 1}, untaught=["b"])
     assert (
         "Dice of b is 0.000: no case that the run trains on has it, so the network could not learn to find it." in told
     )
-    assert "of a is 0.000: in the held-out cases that have it, none" in told and told.count("Nothing shows") == 1
+    assert "of a is 0.000: in the held-out cases that have it, no voxel" in told and told.count("Nothing shows") == 1
     open_rows = [{"step": 1, "loss": 1.0, "dice": {"a": 0.5, "b": None}}]
     told = what_is_not_found(open_rows, untaught=["b"])
     assert told.endswith("whether the network finds it. No case that the run trains on has b either.")

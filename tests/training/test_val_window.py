@@ -21,7 +21,7 @@ from seqpar.runs.run_lock import RunLock, TakenOver
 from seqpar.tasks.segment import validation
 from tests.support.checkpoints import write_window
 from tests.support.configs import NoStop, config_of, trainer_of
-from tests.support.folders import tree
+from tests.support.folders import tree, write_json
 from tests.support.predictions import act, make_run, write_images
 from tests.support.training_runs import trained
 
@@ -60,13 +60,15 @@ def test_label_maps_and_scores_of_a_run_are_of_the_better_window(flags, order, t
     trainer.net.decoder.classes.bias.data.zero_()
     for left in ("validation-sliding", "validation-whole"):  # by an earlier validation
         (tmp_path / left).mkdir()
-        (tmp_path / left / "summary.json").touch()
+        write_json(tmp_path / left / "summary.json", {"digests": {"another-fold": "0", "../config": "0"}})
+        (tmp_path / left / "another-fold.nii.gz").touch()
     result = trainer.validation.run(trainer.net, Journal(tmp_path, True, 0), NoStop(), keep=True)
     better, worse = result.windows
     assert result.windows[better] > result.windows[worse]
     assert {one.name for one in tmp_path.glob("validation*/")} == {"validation", f"validation-{worse}"}
     for folder, window in (("validation", better), (f"validation-{worse}", worse)):
         content = json.loads((tmp_path / folder / "summary.json").read_text())
+        assert content["window"] == window
         assert content["foreground_mean"]["Dice"] == pytest.approx(result.windows[window], abs=1e-6)
         for case in content["metric_per_case"]:
             assert Path(case["prediction_file"]).is_file() and Path(case["prediction_file"]).parent.name == folder
@@ -87,7 +89,7 @@ def test_a_class_that_one_window_has_no_dice_of_does_not_decide_which_is_better(
     assert better.text.endswith("by --window whole, the better in mean Dice over a: whole 0.700, sliding 0.600")
     nothing = validation._better([sliding, result("whole", {"a": None, "b": 0.5})])
     assert nothing.text.endswith(
-        "by --window sliding, the better in mean Dice over no class: sliding 0.000, whole 0.000"
+        "sliding, the better in mean Dice, each over other classes: sliding 0.600, whole 0.500"
     )
 
 
@@ -163,7 +165,10 @@ def test_a_run_records_the_better_and_predict_follows_it(flags, tmp_path, capsys
         assert predicted(run, images, tmp_path / window) == window
         assert Predictor.from_run(run).settings.window == window
         text = capsys.readouterr()
-        assert f"--window {window}; mean Dice in the run's validation: {window} 0.900" in text.out
+        assert (
+            f"--window {window}; mean Dice in the run's validation, over classes scored both ways: {window} 0.900"
+            in text.out
+        )
         assert "warning" not in text.err, "it was measured"
         if window == "whole":
             with pytest.raises(ValueError, match="--overlap: a whole pass, which .* found better than sliding windows"):

@@ -18,27 +18,40 @@ from seqpar.data.formats.dataset_json import read_json_object
 Listed = dict[str, Sequence[str]]  # classes by case
 
 
-def with_annotations(dataset: Dataset, root: Path) -> Dataset:
-    """Returns the data set with the annotated classes of each case filled in; ``root``: its folder or JSON file."""
+def lists_annotations(root: Path) -> bool:
+    """Returns whether a folder, or a JSON file, has a list of the annotated classes of some case."""
+    return bool(_lists_at(root)[1])
+
+
+def _lists_at(root: Path) -> tuple[Path, list[Path]]:
+    """Returns the JSON file of a folder, or that file, and which lists of annotated classes are there."""
     folder, json = (root.parent, root) if root.suffix == ".json" else (root, root / "dataset.json")
-    content = read_json_object(json) if json.is_file() else {}
-    ways = {
-        json: content.get("annotated"),
-        folder / "annotated.csv": None,
-        folder / "annotated": None,
-    }
-    present = [path for path, listed in ways.items() if listed is not None or (path != json and path.exists())]
+    listed = json.is_file() and read_json_object(json).get("annotated") is not None
+    table, texts = folder / "annotated.csv", folder / "annotated"
+    return json, [json] * listed + [table] * table.exists() + [texts] * any(texts.glob("*.txt"))
+
+
+def with_annotations(dataset: Dataset, root: Path, with_others: bool = False) -> Dataset:
+    """Returns the data set with the annotated classes of each case filled in.
+
+    - ``root``: its folder or JSON file
+    - ``with_others``: lists may name cases that the data set does not have
+    """
+    json, present = _lists_at(root)
     if not present:
         return dataset
     if len(present) > 1:
         raise DataError(present[1], f"lists annotated classes, and so does {present[0].name}; keep one of them")
     (path,) = present
     if path == json:
-        listed = _checked_json(content["annotated"], path)
+        listed = _checked_json(read_json_object(json)["annotated"], path)
     else:
         listed = _read_csv(path) if path.suffix == ".csv" else _read_folder(path)
     if dataset.soft is not None:
         raise DataError(path, "lists annotated classes, and labels with doubt show all classes; remove the list")
+    if with_others:
+        own = {case.id for case in dataset.cases}
+        listed = {case: names for case, names in listed.items() if case in own}
     values = _values_of(listed, dataset, path)
     cases = [replace(case, annotated=values.get(case.id)) for case in dataset.cases]
     return replace(dataset, cases=tuple(cases))

@@ -8,7 +8,7 @@ ignored. An entry of a list may name its subject or patient, too.
 import csv
 import re
 import unicodedata
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from seqpar.text import quantity
 
 _NO_LETTERS = ("Cc", "Cs", "Zl", "Zp")  # control characters, halves of characters, separators of lines
 PATIENTS = ("subject", "patient")  # two names of one column
-OF_PATIENTS = re.compile(r"(subject|patient|participant)s?[ _-]?(id|name|code|number)?", re.I)  # further names of it
+ID_OF_PATIENT = re.compile(r"(subject|patient|participant)[ _-]?id", re.I)  # another name, where neither is there
 COLUMNS = ("case", "class", *PATIENTS, "split")
 SPLITS = {"train": "train", "training": "train", "val": "val", "validation": "val", "test": "test"}
 Row = dict[str, str]
@@ -127,10 +127,10 @@ def subjects_of(rows: Iterable[Row], path: Path) -> dict[str, str]:
     return subjects
 
 
-def columns_of_patients(names: Iterable[str]) -> list[str]:
-    """Returns the columns that name the patient of a case: subject or patient, or else one such as patient_id."""
-    names = [*map(str, names)]
-    return [name for name in PATIENTS if name in names] or [name for name in names if OF_PATIENTS.fullmatch(name)]
+def columns_of_patients(names: Collection[str]) -> list[str]:
+    """Returns the columns that name the patient of a case: subject or patient, or else the first like patient_id."""
+    own = [name for name in names if name in PATIENTS]
+    return sorted(own, key=PATIENTS.index) or [name for name in names if ID_OF_PATIENT.fullmatch(str(name))][:1]
 
 
 def refuse_class_name(name: str, whose: str, path: Path) -> None:

@@ -81,7 +81,7 @@ class LabelMapEvaluation(CaseEvaluation):
 
     def __init__(self, options: argparse.Namespace) -> None:
         super().__init__(options)
-        self.dataset, self.pairs = dataset_at(options.truth), dict[str, list[Pair]]()
+        self.dataset, self.pairs = dataset_at(options.truth, options.dataset), dict[str, list[Pair]]()
         if options.test_of and not (options.regions or options.brats or options.dataset):
             self.labels: Labels = labels_of_run(read_description(options.test_of))
         else:

@@ -94,7 +94,7 @@ class LabelMapPrediction(CasePrediction):
             if len(run.windows) > 1:
                 dices = ", ".join(f"{window} {dice:.3f}" for window, dice in run.windows.items())
                 whose = f"of {run.path}" if len(self.members) > 1 else "in the run's validation"
-                self.shown.say(f"--window {window}; mean Dice {whose}: {dices}")
+                self.shown.say(f"--window {window}; mean Dice {whose}, over classes scored both ways: {dices}")
                 if (window, run.window) == ("whole", "sliding"):
                     self.shown.warn(f"--window whole is the worse of both by the validation of {run.path}: remove it")
 

@@ -3,7 +3,7 @@
 import json
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
@@ -18,6 +18,7 @@ from torch import Tensor
 from seqpar.cluster.stop_request import StopRequest
 from seqpar.data.boxes import crop
 from seqpar.data.errors import DataError
+from seqpar.data.files import read_json
 from seqpar.data.formats.dataset import Dataset
 from seqpar.data.formats.joined_labels import join_labels
 from seqpar.data.formats.recognise import read_dataset
@@ -71,9 +72,14 @@ def label_files(dataset: Dataset) -> dict[str, Path]:
     return {case.id: case.label.absolute() for case in dataset.cases if case.label is not None}
 
 
-def remove_predictions(folder: Path, ids: Sequence[str]) -> None:
-    """Removes the scores and label maps that an earlier validation left in a folder, and the folder if it is empty."""
-    for name in ("summary.json", *(f"{case}.nii.gz" for case in ids)):
+def remove_predictions(folder: Path, ids: Collection[str]) -> None:
+    """Removes the scores and label maps that an earlier validation left in a folder, and the folder if it is empty.
+
+    - ``ids``: cases that it may be of, besides those that its scores name
+    """
+    with suppress(DataError, TypeError):
+        ids = {*ids, *map(str, read_json(folder / "summary.json")["digests"])}
+    for name in ("summary.json", *(f"{case}.nii.gz" for case in ids if Path(case).name == case)):
         (folder / name).unlink(missing_ok=True)
     with suppress(OSError):
         folder.rmdir()
@@ -83,15 +89,15 @@ class ValidationFolder:
     """Writes the folder, one case after the other; used by the first rank.
 
     ``description``: of the data set, as in config.json; ``find_dataset`` returns the data set with its label files;
-    ``step``: of the run, for summary.json; ``preparation``: of its cases.
+    ``step``: of the run, for summary.json; ``preparation``: of its cases; ``window``: by which they are predicted.
     """
 
     def __init__(
         self, folder: Path, description: Mapping[str, Any], find_dataset: Callable[[], Dataset], step: int,
-        preparation: Preparation,
+        preparation: Preparation, window: str = "sliding",
     ) -> None:  # fmt: skip
         self.folder, self.labels, self.step = folder, labels_of_run(description), step
-        self.preparation = preparation
+        self.preparation, self.window = preparation, window
         self.scored: list[tuple[Pair, Scores]] = []
         self.faults: list[DataError] = []
         self.label_files, self.doubts, self.digests = dict[str, Path](), dict[str, Doubt](), dict[str, str]()
@@ -142,7 +148,7 @@ class ValidationFolder:
         if self.scored:
             content = summary_content(self.scored, self.labels, summarise([scores for _, scores in self.scored]))
             content |= {"settings": DEFAULT_SETTINGS, "faults": list(map(str, self.faults)), "step": self.step}
-            content |= {"digests": self.digests} | origin_mark(self.folder.parent)
+            content |= {"window": self.window, "digests": self.digests} | origin_mark(self.folder.parent)
             try:
                 write_output(self.folder / "summary.json", json.dumps(content, indent=2) + "\n")
             except DataError as error:
@@ -190,7 +196,7 @@ class SegmentationValidation(CaseValidation):
         out, dataset = journal.path.parent, self.data.dataset
         shown = dataset.modalities.index(best_modality(dataset.modalities))
         net.eval()
-        for window in WINDOWS if keep else ():  # of an earlier validation, which another window was better in
+        for window in WINDOWS if keep else ():  # left where the other window was better
             journal.attempt(partial(remove_predictions, out / f"validation-{window}", self.data.held_out_ids))
         kinds = [_Measured(window, self._folder(journal, window) if keep else None) for window in self.windows]
         began = time.monotonic()
@@ -250,7 +256,7 @@ class SegmentationValidation(CaseValidation):
             return None
         name = "validation" if window == self.windows[0] else f"validation-{window}"
         find, step, out = lambda: dataset_of(self.config), journal.steps_done, journal.path.parent
-        return ValidationFolder(out / name, self.data.describe(), find, step, self.data.dataset.preparation)
+        return ValidationFolder(out / name, self.data.describe(), find, step, self.data.dataset.preparation, window)
 
     def _pictured(self, case: PreparedCase, ids: np.ndarray, shown: int) -> PicturedCase:
         """Returns a case as pictures show it: on the grid of its image, in canonical axes."""
@@ -391,19 +397,21 @@ class SegmentationValidation(CaseValidation):
 
 
 def _better(results: Sequence[ValidationResult]) -> ValidationResult:
-    """Returns the result of the kind of window with the highest mean Dice over the classes that all have one of; it
+    """Returns the result of the kind of window with the highest mean Dice, over the classes that have a Dice in all; it
     says those of all.
     """
     if len(results) == 1:
         return results[0]
     known = [{name for name, dice in result.row["dice"].items() if dice is not None} for result in results]
     shared = [name for name in results[0].row["dice"] if all(name in own for own in known)]
-    means = {id(result): fmean([result.row["dice"][name] for name in shared] or [0.0]) for result in results}
-    ranked = sorted(results, key=lambda result: -means[id(result)])  # stable: sliding windows where they are equal
-    windows = {window: means[id(result)] for result in ranked for window in result.windows}
+    means = [fmean(result.row["dice"][name] for name in shared) if shared else result.score for result in results]
+    order = sorted(range(len(results)), key=lambda n: -means[n])  # stable: sliding windows where they are equal
+    ranked = [results[n] for n in order]
+    windows = {window: means[n] for n in order for window in results[n].windows}
     told = ", ".join(f"{window} {dice:.3f}" for window, dice in windows.items())
     best, window = ranked[0], next(iter(windows))
-    over = "" if all(len(own) == len(shared) for own in known) else f" over {', '.join(shared) or 'no class'}"
+    over = f" over {', '.join(shared)}" if shared else ", each over other classes"
+    over *= any(len(own) > len(shared) for own in known)
     text = f"{best.text}\n  these are by --window {window}, the better in mean Dice{over}: {told}"
     temperatures = {window: value for result in ranked for window, value in result.temperatures.items()}
     row = {**best.row, "window": window, "windows": windows}
