@@ -248,6 +248,11 @@ def test_monai_list_with_validation_is_one_split(tmp_path):
     data = read_dataset(write_json(root / "dataset_0.json", content))
     assert data.modalities == ("channel 0",) and data.labels == {"background": 0, "organ": 1}
     assert split(data, 0) == (("c_000_0000", "c_001_0000"), ("c_002_0000",))
+    content |= {"training": [entry | {"subject": n // 2} for n, entry in enumerate(entries)], "validation": []}
+    (note,) = read_dataset(write_json(root / "dataset_0.json", content)).notes
+    assert "scans of a patient may be on both sides of a split; give each entry a fold" in note
+    content["training"] = [entry | {"fold": n // 2} for n, entry in enumerate(content["training"])]
+    assert read_dataset(write_json(root / "dataset_0.json", content)).notes == ()
     entries[0]["annotated"], entries[1]["label"] = ["organ"], entries[1]["image"]
     content |= {"training": entries, "validation": []}
     list_fault, same_fault = read_dataset(write_json(root / "dataset_0.json", content)).faults

@@ -1,6 +1,6 @@
 """Reads lists of cases in JSON, as MSD (Decathlon) and MONAI write them."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from seqpar.data.formats.dataset_json import (
     require_files,
     resolve_path,
 )
+from seqpar.data.formats.splits import patients_of
 
 Declared = tuple[dict[str, int], dict[str, tuple[int, ...]], tuple[int, ...], int | None]
 _NOTHING: Declared = ({}, {}, (), None)  # of images without labels
@@ -75,8 +76,21 @@ def read_fold_json(path: Path, labelled: bool = True) -> Dataset:
     return Dataset(
         str(content.get("name") or path.stem), path.parent, LISTED, tuple(all_cases.values()), modalities,
         labels, regions, order, ignore, _splits(folds, path, labelled) or splits, tuple(faults + more_faults),
+        notes=_unread_patients(content["training"], cases, path) if labelled and not (folds or held_out) else (),
         readers=readers, probabilities=probabilities,
     )  # fmt: skip
+
+
+def _unread_patients(entries: Iterable[Any], cases: Collection[str], path: Path) -> tuple[str, ...]:
+    """Returns a line if entries name patients with several cases, whose names do not tell that."""
+    known = [entry.get("subject", entry.get("patient")) for entry in entries if isinstance(entry, dict)]
+    named = [str(patient) for patient in known if patient is not None]
+    if len({*named}) == len(named) or len({*patients_of(cases).values()}) < len(cases):
+        return ()
+    return (
+        f"{path}: names patients with several cases, which segmentation reads from the names of cases alone: scans of "
+        "a patient may be on both sides of a split; give each entry a fold",
+    )
 
 
 def _declared(content: dict[str, Any], path: Path) -> Declared:
