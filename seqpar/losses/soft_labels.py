@@ -5,7 +5,7 @@ certainly background. Legend: b batch, k classes or regions, ``...`` voxels.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from functools import reduce
 from operator import add
@@ -19,6 +19,36 @@ Array = TypeVar("Array", np.ndarray, Tensor)
 Change = Callable[[np.ndarray], np.ndarray]
 MOST_BITS = 53  # of a code: float64, in which a warp moves codes, has all smaller whole numbers
 LEVELS = 255  # of a probability
+
+
+def agreed(shares: Sequence[np.ndarray], whole: float, regions: Iterable[Collection[int]] = ()) -> np.ndarray:
+    """Returns the class with most shares in each voxel; of equally many, the first.
+
+    Where regions have several classes, those that fit come first: the class that is in just the regions that have more
+    than half of the shares. Else two readers who name different classes of one region would not be a majority for it.
+
+    - ``shares``: of each class, which add up to ``whole``; ``regions``: the numbers of their classes
+    """
+    stacked, regions = np.stack(shares), [*map(set, regions)]
+    if all(len(region) < 2 for region in regions):
+        return stacked.argmax(0)
+    fits = np.zeros(stacked.shape)
+    for region in regions:
+        has_most = 2 * stacked[sorted(region)].sum(0) > whole
+        for number, own in enumerate(fits):
+            own += has_most == (number in region)
+    return np.where(stacked > 0, fits * (whole + 1) + stacked, -1).argmax(0)
+
+
+def agreed_values(maps: Sequence[np.ndarray], regions: Collection[Collection[int]] = ()) -> np.ndarray:
+    """Returns the value that most label maps agree on in each voxel; of equally many, the smallest."""
+    known = np.unique(np.concatenate([np.unique(values) for values in maps]))
+    chosen = np.empty(maps[0].shape, known.dtype)
+    numbers = [{n for n, value in enumerate(known) if value in region} for region in regions]
+    for row, *rows in zip(chosen, *maps):  # row by row, since votes take much memory
+        votes = [np.sum([own == value for own in rows], 0) for value in known]
+        row[...] = known[agreed(votes, len(maps), numbers)]
+    return chosen
 
 
 @dataclass(frozen=True)
@@ -101,11 +131,11 @@ class SoftLabels(ABC):
             shares = [reduce(add, (shares[number] for number in region)) for region in regions]
         return torch.stack(shares, 1).to(dtype) / self.whole
 
-    def consensus(self, code: np.ndarray) -> np.ndarray:
-        """Returns the class ids that have most shares; of equally many, the smallest id."""
+    def consensus(self, code: np.ndarray, regions: Iterable[Collection[int]] = ()) -> np.ndarray:
+        """Returns the class ids that ``agreed`` chooses."""
         ids = np.empty(code.shape, np.uint8 if self.num_classes <= 256 else np.int16)
         for row, own in zip(code, ids):  # row by row, since shares take much memory
-            own[...] = np.argmax(self.shares(row), 0)
+            own[...] = agreed(self.shares(row), self.whole, regions)
         return ids
 
 

@@ -123,7 +123,7 @@ def load(case: ScoredCase, record: RunRecord, images: Images) -> ShownCase:
             note = f"{ELSEWHERE} ({difference}); only the labels are shown."
     except DataError as error:
         note = f"The image cannot be used ({error}); only the labels are shown."
-    read, geometry = _read_truth(case, prediction), prediction.geometry
+    read, geometry = _read_truth(case, prediction, record), prediction.geometry
     every = np.stack([to_canonical(volume.array[0], volume.geometry.orientation) for volume in (prediction, *read)])
     box = smallest_box((every != 0).any(0))
     w, d, h = ((max(0, low - _MARGIN), min(side, high + _MARGIN)) for (low, high), side in zip(box, every.shape[1:]))
@@ -142,14 +142,15 @@ def _with_areas(
     return replace(shown, ignored=ignored, disputed=disputed[0].astype(np.uint8) if disputed else None)
 
 
-def _read_truth(case: ScoredCase, prediction: Volume) -> list[Volume]:
+def _read_truth(case: ScoredCase, prediction: Volume, record: RunRecord) -> list[Volume]:
     """Returns the true label map and, of several readers, where they gave different labels."""
     if case.truth is None:
         return [prediction._replace(array=np.zeros_like(prediction.array))]
     if case.doubt is None:
         volumes = [read_volume(case.truth)]
     else:
-        reference = read_reference(case.truth, case.doubt)
+        regions = record.labels.classes.values() if record.labels else ()
+        reference = read_reference(case.truth, case.doubt, regions=regions)
         geometry, maps = reference.geometry, [reference.values, *reference.disputed]
         volumes = [
             prediction._replace(array=from_canonical(one, geometry.orientation)[None], geometry=geometry)
@@ -177,7 +178,7 @@ def _on_prepared_grid(
     classes = [*record.labels.classes.values()] if record.labels else [*numbers]
     vanished = {"prediction": count_vanished_regions(in_box(prediction), predicted, classes)}
     if case.truth is None or case.truth.exists() or image.label is None:
-        read = _read_truth(case, prediction)
+        read = _read_truth(case, prediction, record)
         truth, *disputed = map(to_grid, read)
         outside["the truth"] = _ml_beyond(read[0], properties.box, (record.labels and record.labels.ignore) or 0)
         vanished["truth"] = count_vanished_regions(in_box(read[0]), truth, classes)

@@ -21,6 +21,7 @@ from seqpar.data.formats.dataset import Case, Dataset
 from seqpar.data.formats.recognise import describe, find_dataset, is_folder_of_dataset, read_declaration
 from seqpar.data.geometry import Geometry, geometry_difference, to_canonical
 from seqpar.data.volumes import output_suffix, read_volume
+from seqpar.losses.soft_labels import agreed, agreed_values
 from seqpar.parallel.processes import calls_in_forks
 from seqpar.scores.label_classes import Labels, find_declaration, hidden_classes
 from seqpar.scores.label_scores import Scores, class_mask, describe_consensus, score, score_readers
@@ -37,16 +38,18 @@ class Doubt(NamedTuple):
     - ``readers``: the label map of each reader, the truth's own file first
     - ``channels``: the label value that each channel of the truth's file stands for
     - ``joined``: pairs of a value in the files and the one that it is read as
+    - ``regions``: whether classes have several labels
     """
 
     readers: dict[str, Path]
     channels: tuple[int, ...] = ()
     joined: tuple[tuple[int, int], ...] = ()
+    regions: bool = False
 
     @property
     def consensus(self) -> str:
         """The label that the truth has in each voxel, in words."""
-        return describe_consensus(len(self.readers))
+        return describe_consensus(len(self.readers), self.regions)
 
     @property
     def share(self) -> str:
@@ -63,7 +66,8 @@ class Doubt(NamedTuple):
         if value is None:
             return None
         readers = {str(name): Path(path) for name, path in value["readers"].items()}
-        return Doubt(readers, tuple(value["channels"]), tuple((int(a), int(b)) for a, b in value["joined"]))
+        joined = tuple((int(a), int(b)) for a, b in value["joined"])
+        return Doubt(readers, tuple(value["channels"]), joined, bool(value.get("regions")))
 
 
 class Pair(NamedTuple):
@@ -312,13 +316,16 @@ def doubts_of(dataset: Dataset) -> dict[str, Doubt]:
         return {}
     joined = tuple(dataset.joined.items())
     channels = tuple(sorted({*dataset.labels.values(), *dataset.joined})) if dataset.probabilities else ()
-    return {case.id: Doubt(dict(zip(dataset.readers, case.labels)), channels, joined) for case in dataset.cases}
+    more = channels, joined, bool(dataset.regions)
+    return {case.id: Doubt(dict(zip(dataset.readers, case.labels)), *more) for case in dataset.cases}
 
 
-def read_reference(truth: Path, doubt: Doubt | None, declared: frozenset[int] | None = None) -> Reference:
-    """Returns a true label map; of one with doubt, what most readers gave or is most probable, else the smallest value.
+def read_reference(
+    truth: Path, doubt: Doubt | None, declared: frozenset[int] | None = None, regions: Collection[Collection[int]] = ()
+) -> Reference:
+    """Returns a true label map; of one with doubt, what most readers agree on or is most probable.
 
-    - ``declared``: values that label maps may have; None: any
+    - ``declared``: values that label maps may have; None: any; ``regions``: the values of each class
     """
     if doubt is None:
         values, geometry = read_label_map(truth)
@@ -333,7 +340,8 @@ def read_reference(truth: Path, doubt: Doubt | None, declared: frozenset[int] | 
         sums = dict[int, NDArray[Any]]()  # before the most probable is taken, as training does
         for value, channel in zip((joined.get(value, value) for value in doubt.channels), array):
             sums[value] = sums[value] + channel if value in sums else channel
-        most = np.asarray([*sums])[np.stack([*sums.values()]).argmax(0)]
+        own = [{n for n, value in enumerate(sums) if value in region} for region in regions]
+        most = np.asarray([*sums])[agreed([*sums.values()], 1, own)]
         return Reference(most, geometry, {}, [*sums.items()])
     maps, first = dict[str, NDArray[Any]](), None
     for name, path in doubt.readers.items():
@@ -345,23 +353,13 @@ def read_reference(truth: Path, doubt: Doubt | None, declared: frozenset[int] | 
             check_values(path, values, declared)
         maps[name] = _joined(values, doubt)
     assert first is not None
-    return Reference(_consensus(list(maps.values())), first, maps)
+    return Reference(agreed_values(list(maps.values()), regions), first, maps)
 
 
 def _joined(values: NDArray[Any], doubt: Doubt) -> NDArray[Any]:
     for value, counts_as in doubt.joined:
         values = np.where(values == value, counts_as, values)
     return values
-
-
-def _consensus(maps: Sequence[NDArray[Any]]) -> NDArray[Any]:
-    """Returns the value that most label maps have in each voxel; of equally many, the smallest."""
-    known = np.unique(np.concatenate([np.unique(values) for values in maps]))
-    chosen = np.empty(maps[0].shape, known.dtype)
-    for row, *rows in zip(chosen, *maps):  # row by row, since votes take much memory
-        votes = np.stack([np.sum([own == value for own in rows], 0) for value in known])
-        row[...] = known[votes.argmax(0)]
-    return chosen
 
 
 def check_values(path: Path, values: NDArray[Any], declared: frozenset[int]) -> None:
@@ -401,7 +399,9 @@ def refuse_unknown(labels: Labels, pairs: Iterable[Pair]) -> None:
 def score_pair(pair: Pair, labels: Labels, settings: dict[str, Any]) -> Scores:
     """Returns the scores of one case, read from its two files; ``settings`` are keyword arguments of ``score``."""
     ignored = frozenset() if labels.ignore is None else frozenset({labels.ignore})
-    truth, geometry, readers = read_reference(pair.truth, pair.doubt, labels.declared | ignored)[:3]
+    truth, geometry, readers = read_reference(
+        pair.truth, pair.doubt, labels.declared | ignored, labels.classes.values()
+    )[:3]
     prediction, predicted_geometry = read_label_map(pair.prediction)
     if (difference := geometry_difference(predicted_geometry, geometry)) is not None:
         problem = f"does not lie on {pair.truth}: {difference}; write it in the geometry of the source"

@@ -67,8 +67,11 @@ READER_WORDS = (
 )
 
 
-def describe_consensus(readers: int) -> str:
-    """Returns the label that a truth with doubt has in each voxel, in words; ``readers``: none of probabilities."""
+def describe_consensus(readers: int, of_regions: bool = False) -> str:
+    """Returns what a truth with doubt has in each voxel, in words; ``readers``: none of probabilities."""
+    if of_regions:
+        who = "both readers" if readers == 2 else f"most of the {readers} readers"
+        return f"the voxels that {f'{who} gave to' if readers else 'are more probably in than outside of'} each region"
     if not readers:
         return "the most probable label of a voxel"
     if readers == 2:
@@ -77,17 +80,17 @@ def describe_consensus(readers: int) -> str:
 
 
 def words_of(
-    lesion_wise: bool, centreline: bool, dashes: bool, readers: int | None = None, is_part: bool = False
+    lesion_wise: bool, centreline: bool, dashes: bool, truth: str = "", readers: bool = False, is_part: bool = False
 ) -> list[str]:
     """Returns what the columns of a table mean, a line for each.
 
     - ``dashes``: whether it has cells without a number
-    - ``readers``: of the truth; 0 if it has probabilities, None without doubt
+    - ``truth``: what it is, if it has doubt; ``readers``: whether several gave it
     - ``is_part``: whether a part of it has the ignore label
     """
-    words = [*WORDS, *LESION_WORDS * lesion_wise, *CENTRELINE_WORDS * centreline, *READER_WORDS * bool(readers)]
+    words = [*WORDS, *LESION_WORDS * lesion_wise, *CENTRELINE_WORDS * centreline, *READER_WORDS * readers]
     words += DASH_WORDS * dashes + (("truth", "what has the ignore label counts nowhere"),) * is_part
-    words[:0] = [] if readers is None else [("truth", describe_consensus(readers))]
+    words[:0] = [("truth", truth)] * bool(truth)
     width = max(len(name) for name, _ in words)
     return [f"  {name:{width}}  {text}" for name, text in words]
 

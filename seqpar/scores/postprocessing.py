@@ -154,7 +154,7 @@ def _mean_dices(pairs: Sequence[Pair], labels: Labels, steps: Steps, workers: in
 
 
 def _dices(pair: Pair, labels: Labels, steps: Steps) -> Dices:
-    truth = read_reference(pair.truth, pair.doubt).values
+    truth = read_reference(pair.truth, pair.doubt, regions=labels.classes.values()).values
     prediction = keep_largest(read_label_map(pair.prediction)[0], steps)
     known = truth != (-1 if labels.ignore is None else labels.ignore)
     dices, hidden = dict[str, float](), hidden_classes(labels.classes, pair.shown)

@@ -22,6 +22,7 @@ from seqpar.cli import evaluate
 from seqpar.cluster.exit_codes import DATA, USAGE, run
 from seqpar.scores import summary_files
 from seqpar.scores.label_scores import (
+    describe_consensus,
     hardly_learned_lines,
     not_measured,
     score,
@@ -61,7 +62,7 @@ def test_the_csv_has_a_line_per_case_and_class(folders: tuple[Path, Path], capsy
     assert evaluate_folders(folders, "--lesion-wise", "--centreline") == 0
     said = capsys.readouterr().out
     assert "missed or false: 374" in said and "false branches cost" in said
-    assert max(map(len, words_of(True, True, True, readers=2))) < 120
+    assert max(map(len, words_of(True, True, True, describe_consensus(2), readers=True))) < 120
     with open(folders[1] / "metrics.csv", newline="") as file:
         rows = list(csv.DictReader(file))
     assert [(r["case"], r["class"]) for r in rows] == [

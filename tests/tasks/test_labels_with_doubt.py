@@ -6,6 +6,7 @@ import re
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,6 +18,7 @@ import pytest
 from seqpar.cli import evaluate, report
 from seqpar.cluster.exit_codes import run
 from seqpar.data.errors import DataError
+from seqpar.losses import Readers
 from seqpar.report.record import CaseScores, ScoredCase, mean_of_numbers
 from seqpar.scores.label_files import Doubt, read_label_map, read_reference
 from seqpar.scores.label_scores import score_readers
@@ -190,3 +192,27 @@ def test_agreements_over_different_cases_say_how_many_these_are() -> None:
     assert "Compare scores of the same n." in table.note and table.heads[-1].text == "Mean disputed, ml"
     table = (_readers(CaseScores("", {"t": "1"}, (cases[0],), {"mean": {"t": agree}}, {})) or ())[0]
     assert table.rows[0].cells[2].text == "1.000" and "same n" not in table.note  # type: ignore[union-attr]
+
+
+def test_a_voxel_is_in_the_regions_that_most_readers_put_it_into(tmp_path: Path) -> None:
+    """Readers who name different labels of one region agree on the region, in scores as in prepared cases."""
+    regions = {"whole": (1, 2, 3), "core": (2, 3), "enhancing": (3,)}
+    each = np.array(list(product(range(4), repeat=3)), np.uint8).T.reshape(3, 4, 4, 4)  # all that three may say
+    doubt = reference_of(tmp_path, list(each))._replace(regions=True)
+    found = read_reference(doubt.readers["a"], doubt, regions=regions.values()).values
+    each = np.stack([read_label_map(path)[0] for path in doubt.readers.values()])  # in canonical orientation
+    for region in regions.values():
+        expected = np.isin(each, region).sum(0) >= 2
+        assert (np.isin(found, region) == expected).all(), region
+    soft = Readers(4, 3)
+    codes = soft.join(list(each))
+    assert (soft.consensus(codes, regions.values()) == found).all() and (soft.consensus(codes) != found).any()
+    assert (soft.consensus(codes, [(1,), (2,), (3,)]) == soft.consensus(codes)).all(), "labels alone"
+    probabilities = np.ones((2, 2, 2, 1)) * [0.45, 0.0, 0.3, 0.25]
+    path = save(tmp_path / "p.nii.gz", probabilities.astype(np.float32))
+    channels = Doubt({}, (0, 1, 2, 3), regions=True)
+    assert (read_reference(path, channels).values == 0).all()
+    assert (read_reference(path, channels, regions=regions.values()).values == 2).all()
+    assert Doubt.from_json(json.loads(json.dumps(channels.to_json()))) == channels
+    assert channels.consensus == "the voxels that are more probably in than outside of each region"
+    assert doubt.consensus == "the voxels that most of the 3 readers gave to each region"

@@ -118,8 +118,8 @@ class PreparedDataset:
         return self.recipe.soft
 
     def consensus(self, label: np.ndarray) -> np.ndarray:
-        """Returns the class ids of a case's label: of labels with doubt, those that most readers gave."""
-        return np.asarray(label) if self.soft is None else self.soft.consensus(label)
+        """Returns the class ids of a case's label: of labels with doubt, those that most readers agree on."""
+        return np.asarray(label) if self.soft is None else self.soft.consensus(label, self.regions.values())
 
     @property
     def preparation(self) -> Preparation:

@@ -184,10 +184,10 @@ class LabelMapEvaluation(CaseEvaluation):
         )
 
     def words(self, text: str) -> list[str]:
-        doubtful = self.dataset if self.dataset and self.dataset.soft else None
-        readers = len(doubtful.readers) if doubtful else None
+        doubt = next((pair.doubt for own in self.pairs.values() for pair in own if pair.doubt), None)
+        truth = (doubt.consensus, bool(doubt.readers)) if doubt else ("", False)
         asked = self.options.lesion_wise, self.options.centreline
-        return words_of(*asked, "–" in text, readers, self.labels.ignore is not None)
+        return words_of(*asked, "–" in text, *truth, self.labels.ignore is not None)
 
     def find_seen(self, job: ScoringJob, record: RunRecord) -> Seen:
         return trained_on(record, {pair.case: pair.truth for pair in job.cases}, Path(job.name))

@@ -308,8 +308,8 @@ SHARED_CASES = " n: cases with such a score, as maps that both lack a class have
 
 def _readers(scored: CaseScores) -> tuple[Table, Table] | None:
     """Returns how well prediction and readers agree, by class and by case; None without several readers."""
-    names = list(dict.fromkeys(name for case in scored.cases if case.doubt for name in case.doubt.readers))
-    if not names:
+    doubts = [case.doubt for case in scored.cases if case.doubt]
+    if not (names := list(dict.fromkeys(name for doubt in doubts for name in doubt.readers))):
         return None
     mean, own = scored.summary["mean"], [f"Dice_{name}" for name in names]
     metrics = dict.fromkeys(["Dice", "ReaderDice", "InterReaderDice", *own], 3) | {DISPUTED_ML: 2}
@@ -323,7 +323,7 @@ def _readers(scored: CaseScores) -> tuple[Table, Table] | None:
     heads = [TableHead("Class"), TableHead("Mean Dice", pairs), TableHead("Mean Dice of the prediction with", names)]
     heads.append(TableHead("Mean disputed, ml"))
     note = (
-        f"The consensus is {describe_consensus(len(names))}. How well two readers agree tells what to expect of a "
+        f"The consensus is {doubts[0].consensus}. How well two readers agree tells what to expect of a "
         "prediction and a reader. Disputed is the volume that some readers give to the class, and others do not."
         f"{SHARED_CASES * differ}"
     )
@@ -445,6 +445,6 @@ def _compared_with(record: RunRecord, scored: CaseScores | None) -> str:
     if scored:
         told = next((case.doubt.consensus for case in scored.cases if case.doubt), "")
     else:
-        readers = record.dataset.get("readers", ())
-        told = describe_consensus(len(readers)) if readers or record.dataset.get("soft_labels") else ""
+        data, readers = record.dataset, record.dataset.get("readers", ())
+        told = describe_consensus(len(readers), bool(data.get("regions"))) if readers or data.get("soft_labels") else ""
     return f" It compares with {told}." if told else ""
