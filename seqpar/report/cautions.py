@@ -14,6 +14,7 @@ import numpy as np
 
 from seqpar.data.errors import DataError
 from seqpar.data.formats.splits import sample_cases
+from seqpar.report.curves import WORDS_OF_WINDOWS
 from seqpar.report.embedded_volumes import ShownCase, shown_best
 from seqpar.report.record import CaseScores, RunRecord, ScoredCase, read_record, read_scores, runs_behind
 from seqpar.report.tables import ABSENT_RULE, CONSENSUS, DISPUTED_ML, MANY, SIZES, Absent, absent_of, is_part_labelled
@@ -332,7 +333,7 @@ def _found_in_none(name: str, absent: Absent, kind: str) -> str:
 def measured_otherwise(record: RunRecord, made: Mapping[str, Any]) -> str:
     """Returns a sentence if cases were predicted in another way than validation measures; else, or if unknown, ""."""
     own, ways = made.get("settings") or {}, list[str]()
-    words, measured = {"whole": "in one pass", "sliding": "in windows"}, str(record.config.get("val_window"))
+    words, measured = WORDS_OF_WINDOWS, str(record.config.get("val_window"))
     way, other = str(own.get("window")), ""
     if measured == "both":  # the better of both counts
         with suppress(DataError):

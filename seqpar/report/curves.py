@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from seqpar.report.planes import RUN_COLOURS, colours_of
 from seqpar.runs.journal import held_out_scores, loss_terms, read_metrics
-from seqpar.runs.metrics_tail import score_of
+from seqpar.runs.metrics_tail import of_one_way, score_of
 from seqpar.runs.run_folder import name_validated, validates_trained
 from seqpar.text import quantity
 
@@ -66,7 +66,7 @@ def _points(rows: Sequence[dict[str, Any]], quantity: str) -> dict[int, tuple[fl
         until[step] = spent
     if quantity == TRAIN_LOSS:
         return {step: (float(row["loss"]), until[step]) for step, row in sorted(train.items())}
-    held_out = {row["step"]: row for row in rows if row["kind"] == "val"}
+    held_out = {row["step"]: row for row in of_one_way([row for row in rows if row["kind"] == "val"])}
     return {
         step: (score_of(row) if quantity == DICE else float(row["loss"]), until.get(step, math.nan))
         for step, row in sorted(held_out.items())
@@ -244,6 +244,7 @@ WORDS_OF_LOSSES = {  # values of --loss, as people read them
     "skeleton-recall": "Dice, cross-entropy and skeleton recall",
     "tversky": "Tversky",
 }
+WORDS_OF_WINDOWS = {"sliding": "in windows", "whole": "in one pass"}  # values of --val-window
 WORDS_OF_TERMS = {  # keys of metrics.jsonl
     "ce_loss": "cross-entropy",
     "dice_loss": "Dice loss",
@@ -269,15 +270,18 @@ def training_diagrams(
     - ``classes``: in the order of their colours; those of the rows that are missing here come after them
     - ``data``: what the run records of its data
     """
+    held_out = of_one_way(held_out)
     validated, which = "validation" if validates_trained(data) else "held out", name_validated(data)
     steps, at = [row["step"] + 1 for row in train], [row["step"] for row in held_out]
     has = {name for row in held_out for name in row if name.endswith("_loss")}
     lacking = [WORDS_OF_TERMS.get(name, name) for name in loss_terms(train) if has and name not in has]
     of_terms = f", without {' and '.join(lacking)}" * bool(lacking)
+    windows = {WORDS_OF_WINDOWS[row["window"]] for row in held_out if row.get("window") in WORDS_OF_WINDOWS}
+    ways = f", {' or '.join(sorted(windows))}" * bool(windows)
     losses = [
         Line("training", steps, [[number(row.get("loss")) for row in train]], noisy=True),
         Line(
-            f"{validated}{count_of(held_out, '=')}{of_terms}",
+            f"{validated}{count_of(held_out, '=')}{of_terms}{ways}",
             at,
             [[number(row.get("loss")) for row in held_out]],
             dots=True,
@@ -306,11 +310,9 @@ def training_diagrams(
         for n in names
     ]
     rates = [Line("learning rate", steps, [[number(row.get("lr")) for row in train]])]
-    windows = {row["window"] for row in held_out if "window" in row}
-    ways = ", in windows or in one pass, whichever was better" * (len(windows) > 1)
     every = (
         (loss, losses, None, NEUTRAL),
-        ("Terms of the training loss, before their weights", terms, None, OF_NUMBERS),
+        ("Terms of the training loss, unweighted", terms, None, OF_NUMBERS),
         (f"{'Mean Dice' if key == 'dice' else title} on {which}{count_of(held_out)}{ways}", scores, 1.0, OF_NUMBERS),
         ("Learning rate", rates, None, NEUTRAL),
     )

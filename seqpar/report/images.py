@@ -25,6 +25,7 @@ from seqpar.data.preparation.recipe import Recipe
 from seqpar.data.volumes import digest_file, files_digest, read_geometry
 from seqpar.losses import Readers
 from seqpar.report.cautions import own_grid
+from seqpar.report.curves import WORDS_OF_WINDOWS
 from seqpar.report.embedded_volumes import Bytes
 from seqpar.report.planes import grey_window, limits_of
 from seqpar.report.record import CaseScores, RunRecord
@@ -403,6 +404,20 @@ def grids_of(records: Mapping[str, RunRecord]) -> dict[str, list[str]]:
     shared = [case for case in digests[0] if all(case in own for own in digests)] if digests else []
     is_one = bool(shared) and all(own[case] == digests[0][case] for own in digests for case in shared)
     return {} if "" in grids and is_one else grids
+
+
+def about_windows(records: Mapping[str, RunRecord]) -> list[str]:
+    """Returns a sentence if validations did not predict all cases in windows, or all in one pass."""
+    ways = dict[str, list[str]]()
+    for name, record in records.items():
+        usual = record.config.get("val_window", "sliding")
+        own = {WORDS_OF_WINDOWS.get(row.get("window", usual), "") for row in record.held_out if "dice" in row} - {""}
+        if own:
+            ways.setdefault(" or ".join(sorted(own)), []).append(name)
+    if len(ways) < 2 and not any(" or " in way for way in ways):
+        return []
+    each = "; ".join(f"{way} ({list_some(names, ', ')})" for way, names in ways.items())
+    return [f"Validations predicted cases in different ways: {each}. That alone changes losses and scores."]
 
 
 def about_grids(

@@ -224,7 +224,7 @@ def draw_progress(out: Path) -> None:
     for column, diagram in enumerate(diagrams):
         plot = figure.add_subplot(grid[0, column])
         draw_diagram(plot, diagram)
-        plot.set_title(diagram.quantity, fontsize=10)  # next to its neighbours'
+        plot.set_title(textwrap.fill(diagram.quantity, 120 // len(diagrams)), fontsize=10)  # next to its neighbours'
         plot.set_xlabel(diagram.over)
         plot.grid(alpha=0.3)
         if diagram.has_keys:

@@ -12,7 +12,7 @@ from seqpar.data.files import read_whole
 from seqpar.data.formats.splits import data_faults
 from seqpar.report.cautions import above_scores, learned_by_each
 from seqpar.report.curves import OF_RUNS, Diagram, Line, count_of, number, step_axis
-from seqpar.report.images import about_grids, grids_of
+from seqpar.report.images import about_grids, about_windows, grids_of
 from seqpar.report.planes import RUN_COLOURS, colours_of
 from seqpar.report.plots import Chart, draw_charts, make_strips
 from seqpar.report.record import (
@@ -120,6 +120,7 @@ def page_of_several(records: Sequence[RunRecord], compare: Mapping[str, Compare]
         cautions=[
             *cautions_about(records),
             *about_grids(named),
+            *about_windows(named),
             *learned_by_each(named),
             *_scans(records),
             *cautions_about_each(named),

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from seqpar.data.errors import DataError
 from seqpar.report.cautions import scored_on_training
 from seqpar.report.curves import MOST_CURVES, number
-from seqpar.report.images import about_grids
+from seqpar.report.images import about_grids, about_windows
 from seqpar.report.plots import Strips, make_strips
 from seqpar.report.record import RunRecord, read_record
 from seqpar.report.rendering import render
@@ -83,6 +83,7 @@ def page_of_sweep(out: Path, compare: Mapping[str, Compare]) -> str:
             *_of_changed_data(records.values()),
             *_as_sentence(describe_mixed(sweep, numbers)),
             *about_grids(records, "The scores that order the points were measured there too."),
+            *about_windows(records),
             *scored_on_training(records, "such a score says nothing about new cases"),
             *cautions_about_each(records),
             *_of_their_task(records, compare),

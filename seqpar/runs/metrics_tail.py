@@ -81,6 +81,20 @@ def score_of(row: Mapping[str, Any]) -> float:
     return fmean(known) if known else math.nan
 
 
+BY_WINDOW = "by_window"  # of a validation that predicted in windows and in one pass: what each of both gave
+OF_ONE_WAY = ("loss", "dice", "global_dice")
+
+
+def of_one_way(rows: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
+    """Returns validations as curves show them: all by the way of the best, in windows or in one pass, if they measured
+    both and their rows are of the one that was better there.
+    """
+    if len({row.get("window") for row in rows}) < 2 or not all(row.get(BY_WINDOW) for row in rows):
+        return rows
+    window = max(rows, key=lambda row: (score_of(row), -float(row["loss"])))["window"]
+    return [{**row, **row[BY_WINDOW][window], "window": window} for row in rows]
+
+
 def basis_of(rows: Sequence[Mapping[str, Any]]) -> str:
     """Returns which cases the last of some validations scored, and how; "" if no row says so."""
     return next((str(row[MEASURED_ON]) for row in reversed(rows) if MEASURED_ON in row), "")

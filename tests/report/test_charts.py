@@ -1,11 +1,14 @@
 """The charts of pages: their axes."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from seqpar.report import plots
 from seqpar.report.curves import Diagram, Line, training_diagrams
+from seqpar.report.images import about_windows
+from seqpar.report.record import RunRecord
 
 
 @pytest.mark.parametrize("values", [(0.68, 0.7), (0.91, 0.95), (1.31, 1.35), (3.37,), (1.9, 0.6), (-0.5, -0.7)])
@@ -31,9 +34,36 @@ def test_the_loss_on_held_out_cases_names_the_terms_that_it_lacks() -> None:
         assert training_diagrams(train, [row])[0].lines[1].label == "held out (n = 3)", "all, or an earlier version"
 
 
-def test_a_chart_says_if_validations_differ_in_their_windows() -> None:
+def test_curves_of_both_kinds_of_window_are_of_one() -> None:
+    """A loss that falls both ways must not seem to rise because the other way was better at a step."""
+    each = [{"whole": (0.9, 0.4), "sliding": (1.1, 0.3)}, {"whole": (0.8, 0.5), "sliding": (0.95, 0.6)}]
+    rows = list[dict[str, Any]]()
+    for step, own in enumerate(each):
+        window = max(own, key=lambda name: own[name][1])
+        parts = {name: {"loss": loss, "dice": {"a": dice}} for name, (loss, dice) in own.items()}
+        rows.append({"step": step, **parts[window], "window": window, "by_window": parts})
+    assert [row["window"] for row in rows] == ["whole", "sliding"]
+    losses, dices = training_diagrams([], rows)
+    assert losses.lines[1].rows == [[1.1, 0.95]] and losses.lines[1].label == "held out, in windows"
+    assert dices.lines[0].rows == [[0.3, 0.6]] and dices.quantity.endswith(", in windows")
+
+
+def test_a_chart_says_in_which_windows_validations_predicted() -> None:
     rows = [{"step": n, "loss": 1.0, "dice": {"a": 0.5}, "window": "whole"} for n in (1, 2)]
     alike, mixed = (
         training_diagrams([], own)[-1].quantity for own in (rows, [rows[0], rows[1] | {"window": "sliding"}])
     )
-    assert mixed == f"{alike}, in windows or in one pass, whichever was better"
+    assert alike.endswith(", in one pass") and mixed == alike.replace("in one pass", "in one pass or in windows")
+
+
+def test_runs_that_predict_in_different_ways_are_named() -> None:
+    def run(window: str, *rows: str) -> RunRecord:
+        held_out = tuple({"step": n, "dice": {}, **({"window": row} if row else {})} for n, row in enumerate(rows))
+        return RunRecord(Path(), {"config": {"val_window": window}}, None, {}, held_out=held_out)
+
+    alike = {"a": run("sliding", ""), "b": run("both", "sliding"), "c": run("whole")}  # c has not been validated
+    assert about_windows(alike) == [] == about_windows({"a": run("whole", "")})
+    (told,) = about_windows({**alike, "d": run("both", "whole", "sliding"), "e": run("whole", "")})
+    assert told.endswith(
+        "ways: in windows (a, b); in one pass or in windows (d); in one pass (e). That alone changes losses and scores."
+    )

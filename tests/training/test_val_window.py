@@ -50,6 +50,8 @@ def test_both_are_measured_as_each_is_alone_and_the_better_is_kept(flags, tmp_pa
     assert both.row["dice"] == same.row["dice"] and both.row["loss"] == same.row["loss"] and "window" not in same.row
     alone_temperatures = {window: one.temperatures[window] for window, one in zip(("sliding", "whole"), single)}
     assert both.temperatures == alone_temperatures
+    for window, one in zip(("sliding", "whole"), single):
+        assert both.row["by_window"][window] == {key: one.row[key] for key in ("loss", "dice", "global_dice")}
     assert f"--window {better}" in both.text and all(f"{dice:.3f}" in both.text for dice in scores.values())
 
 
@@ -80,7 +82,10 @@ def test_a_class_that_one_window_has_no_dice_of_does_not_decide_which_is_better(
 
     def result(window: str, dice: dict[str, float | None]) -> validation.ValidationResult:
         return validation.ValidationResult(
-            {"dice": dice}, window, fmean(n for n in dice.values() if n is not None), {window: 0.5}
+            {"loss": 1.0, "dice": dice, "global_dice": dice},
+            window,
+            fmean(n for n in dice.values() if n is not None),
+            {window: 0.5},
         )
 
     sliding, whole = result("sliding", {"a": 0.6, "b": None}), result("whole", {"a": 0.7, "b": 0.0})

@@ -44,6 +44,7 @@ from seqpar.prediction.window_grid import WINDOWS, Sliding
 from seqpar.report.pictures import PicturedCase, draw_cases
 from seqpar.report.planes import best_modality, count_vanished_regions, slices_of
 from seqpar.runs.journal import Journal
+from seqpar.runs.metrics_tail import BY_WINDOW, OF_ONE_WAY
 from seqpar.runs.run_folder import origin_mark
 from seqpar.scores.label_classes import labels_of_run
 from seqpar.scores.label_files import Doubt, Pair, doubts_of, read_reference, score_pair
@@ -414,7 +415,9 @@ def _better(results: Sequence[ValidationResult]) -> ValidationResult:
     over *= any(len(own) > len(shared) for own in known)
     text = f"{best.text}\n  these are by --window {window}, the better in mean Dice{over}: {told}"
     temperatures = {window: value for result in ranked for window, value in result.temperatures.items()}
-    row = {**best.row, "window": window, "windows": windows}
+    parts = {name: one.row for one in results for name in one.windows}
+    each = {name: {key: own[key] for key in OF_ONE_WAY} for name, own in parts.items()}
+    row = {**best.row, "window": window, "windows": windows, BY_WINDOW: each}
     return replace(best, row=row, text=text, windows=windows, temperatures=temperatures)
 
 
