@@ -113,8 +113,9 @@ def render_run(
             heading += " and with other settings" * (not subject)
             mixed = mixed_line(prediction, others).removeprefix("warning: ")
             cautions = [f"{mixed.partition(': scores over')[0] if alone else mixed}.", *cautions]
-    if averaged:
-        unscored = "; no score of this mean exists" * alone
+    if averaged and prediction:
+        apart = "" if any(is_made_by(own, record.path) for own in made_by(prediction)) else f", without {name}"
+        unscored = f"{apart}{'; no score of this mean exists' * alone}"
         about = f"Configuration and training are those of {name} alone."
         cautions = [f"The prediction is the mean of {averaged}{unscored}. {about}", *cautions]
     if another:
@@ -194,10 +195,8 @@ def is_made_by(made: Mapping[str, Any], run: Path) -> bool:
 
 def is_validation(prediction: Path | None, record: RunRecord) -> bool:
     """Returns whether predictions are a run's own validation, whose cases are those of its data."""
-    if prediction is None:
-        return True
-    run = run_of_validation(Path(os.path.realpath(prediction)))
-    return run is not None and os.path.samefile(run, record.path)
+    run = record.path if prediction is None else run_of_validation(Path(os.path.realpath(prediction)))
+    return prediction is None or run is not None and os.path.samefile(run, record.path)
 
 
 def how_predicted(prediction: Path | None, record: RunRecord) -> str:

@@ -62,6 +62,20 @@ def test_a_label_file_is_its_own_prediction(name: str, window: str, tmp_path, ec
     assert np.array_equal(predicted.header["pixdim"][:4], read.header["pixdim"][:4])
 
 
+def test_a_scan_that_does_not_say_how_the_patient_lies_is_named(tmp_path, echo, capsys) -> None:
+    run = make_run(tmp_path / "run", replace(RECIPE, schemes=("none",), values=(0, 1, 3, 200)))
+    for code, name in enumerate(("open", "known")):
+        image = nibabel.Nifti1Image(labelled((8, 9, 10), (0, 1, 3, 200)).astype(np.int16), np.eye(4))
+        image.set_sform(np.eye(4), code)
+        image.set_qform(np.eye(4), code)
+        (tmp_path / "images").mkdir(exist_ok=True)
+        nibabel.save(image, tmp_path / "images" / f"{name}.nii.gz")
+    assert predict.act([str(run), "-i", str(tmp_path / "images"), "-o", str(tmp_path / "out")]) == 0
+    told = capsys.readouterr().err
+    assert "warning: open: its file does not say how the patient lies: its qform_code and sform_code are both 0" in told
+    assert "known: its file" not in told
+
+
 def test_regions_become_labels_in_their_order(tmp_path, echo) -> None:
     """A region's voxels get its label, later regions write over earlier ones; what is in none is background."""
     truth = labelled((11, 9, 10), (0, 1, 2, 4))

@@ -151,6 +151,9 @@ def test_each_member_of_a_mean_says_what_it_reached_alone(finished: Path, copied
     assert "The prediction is the mean of run and moved; no score of this mean exists." in text
     for name in ("run", "moved"):
         assert f"(too few to tell) run {name} reached a mean Dice of NCR 0.500" in text
+    other = Path(shutil.copytree(copied, tmp_path / "other"))
+    assert run(report.act, [str(other), "--prediction", str(found), "--out", str(target)]) == 0
+    assert "The prediction is the mean of run and moved, without other; no score of" in Page(target.read_text()).text
 
 
 def test_images_of_other_scans_are_not_shown_under_a_prediction(tmp_path: Path) -> None:

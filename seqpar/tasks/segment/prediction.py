@@ -129,6 +129,8 @@ class LabelMapPrediction(CasePrediction):
 
             def write() -> str:
                 properties, labels = self.prepared_cases.taken[0].properties, ids
+                if doubt := properties.geometry.orientation_doubt:
+                    self.shown.warn(f"{case.id}: its file {doubt}; left and right, or other sides, may be swapped")
                 if isinstance(probabilities, MeanProbabilities):
                     with folder.writable():
                         labels = probabilities.class_ids(run.output_order)
