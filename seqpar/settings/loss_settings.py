@@ -17,7 +17,7 @@ _of_dice = partial(_loss, tasks=VOXELS, acts_when=lambda c: "dice" in c.loss_ter
 class LossSettings:
     """What is minimised; a part of ``Config``."""
 
-    loss: str = _loss("dice-ce", "loss", choices=tuple(LOSSES), metavar="NAME", common=True)
+    loss: str = _loss("dice-ce", "what training minimises", choices=tuple(LOSSES), metavar="NAME", common=True)
     loss_weights: tuple[float, ...] = _loss(
         (),
         "weights of the loss's terms, such as 0.9 0.1 (1 each)",
