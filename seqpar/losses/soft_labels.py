@@ -5,7 +5,7 @@ certainly background. Legend: b batch, k classes or regions, ``...`` voxels.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import reduce
 from operator import add
@@ -21,16 +21,21 @@ MOST_BITS = 53  # of a code: float64, in which a warp moves codes, has all small
 LEVELS = 255  # of a probability
 
 
-def agreed(shares: Sequence[np.ndarray], whole: float, regions: Iterable[Collection[int]] = ()) -> np.ndarray:
+def with_several(regions: Collection[Collection[int]]) -> Collection[Collection[int]]:
+    """Returns the regions if some has several labels; none otherwise, since each label then speaks for itself."""
+    return regions if any(len(region) > 1 for region in regions) else ()
+
+
+def agreed(shares: Sequence[np.ndarray], whole: float, regions: Collection[Collection[int]] = ()) -> np.ndarray:
     """Returns the class with most shares in each voxel; of equally many, the first.
 
-    Where regions have several classes, those that fit come first: the class that is in just the regions that have more
-    than half of the shares. Else two readers who name different classes of one region would not be a majority for it.
+    With regions, those that fit come first: the class that is in just the regions that have more than half of the
+    shares. Else two readers who name different classes of one region would not be a majority for it.
 
     - ``shares``: of each class, which add up to ``whole``; ``regions``: the numbers of their classes
     """
-    stacked, regions = np.stack(shares), [*map(set, regions)]
-    if all(len(region) < 2 for region in regions):
+    stacked = np.stack(shares)
+    if not regions:
         return stacked.argmax(0)
     fits = np.zeros(stacked.shape)
     for region in regions:
@@ -44,7 +49,7 @@ def agreed_values(maps: Sequence[np.ndarray], regions: Collection[Collection[int
     """Returns the value that most label maps agree on in each voxel; of equally many, the smallest."""
     known = np.unique(np.concatenate([np.unique(values) for values in maps]))
     chosen = np.empty(maps[0].shape, known.dtype)
-    numbers = [{n for n, value in enumerate(known) if value in region} for region in regions]
+    numbers = [{n for n, value in enumerate(known) if value in region} for region in with_several(regions)]
     for row, *rows in zip(chosen, *maps):  # row by row, since votes take much memory
         votes = [np.sum([own == value for own in rows], 0) for value in known]
         row[...] = known[agreed(votes, len(maps), numbers)]
@@ -131,8 +136,9 @@ class SoftLabels(ABC):
             shares = [reduce(add, (shares[number] for number in region)) for region in regions]
         return torch.stack(shares, 1).to(dtype) / self.whole
 
-    def consensus(self, code: np.ndarray, regions: Iterable[Collection[int]] = ()) -> np.ndarray:
+    def consensus(self, code: np.ndarray, regions: Collection[Collection[int]] = ()) -> np.ndarray:
         """Returns the class ids that ``agreed`` chooses."""
+        regions = with_several(regions)
         ids = np.empty(code.shape, np.uint8 if self.num_classes <= 256 else np.int16)
         for row, own in zip(code, ids):  # row by row, since shares take much memory
             own[...] = agreed(self.shares(row), self.whole, regions)

@@ -29,6 +29,7 @@ from seqpar.report.curves import WORDS_OF_WINDOWS
 from seqpar.report.embedded_volumes import Bytes
 from seqpar.report.planes import grey_window, limits_of
 from seqpar.report.record import CaseScores, RunRecord
+from seqpar.runs.metrics_tail import of_one_way
 from seqpar.runs.sweep_folder import list_some
 from seqpar.scores.label_files import MAX_NAMED, dataset_at, list_label_files
 from seqpar.text import name_images, quantity
@@ -410,8 +411,8 @@ def about_windows(records: Mapping[str, RunRecord]) -> list[str]:
     """Returns a sentence if validations did not predict all cases in windows, or all in one pass."""
     ways = dict[str, list[str]]()
     for name, record in records.items():
-        usual = record.config.get("val_window", "sliding")
-        own = {WORDS_OF_WINDOWS.get(row.get("window", usual), "") for row in record.held_out if "dice" in row} - {""}
+        usual, held_out = record.config.get("val_window", "sliding"), of_one_way(record.held_out)
+        own = {WORDS_OF_WINDOWS.get(row.get("window", usual), "") for row in held_out if "dice" in row} - {""}
         if own:
             ways.setdefault(" or ".join(sorted(own)), []).append(name)
     if len(ways) < 2 and not any(" or " in way for way in ways):

@@ -403,7 +403,7 @@ def score_folders(truth: Path, prediction: Path, labels: Labels, workers: int, c
 
     - ``common``: of the cases that both have; nothing is said of others
     """
-    pairs, missing, faults = match_cases(truth, prediction, dataset_at(truth), None, common)
+    pairs, missing, faults = match_cases(truth, prediction, dataset_at(truth), None, common, labels.classes.values())
     missing = [] if common else missing
     cases = []
     for pair, result in score_pairs(pairs, labels, DEFAULT_SETTINGS, max(1, min(workers, len(pairs)))):

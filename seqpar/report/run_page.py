@@ -237,8 +237,8 @@ def not_yet_predicted(prediction: Path) -> list[str]:
         return []
     listed = f"{len(gone)} of {quantity(len(maps), 'label map')} of this prediction are not there, such as {gone[0]}"
     why = "it was left early, their images could not be predicted, or they were removed"
-    again = "another --output for them" if predicted_otherwise(prediction) else "--continue"
-    return [f"{listed}: {why}. predict with {again} tries them again."]
+    again = "another --output" if predicted_otherwise(prediction) else "--continue"
+    return [f"{listed}: {why}. Run predict with {again} to try them again."]
 
 
 def made_by(prediction: Path) -> list[dict[str, Any]]:

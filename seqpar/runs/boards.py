@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 from seqpar.parallel.consensus import raise_on_all_ranks
 from seqpar.parallel.mesh import Group
+from seqpar.runs.metrics_tail import BY_WINDOW
 from seqpar.settings.config import Config
 
 
@@ -79,7 +80,7 @@ class Tracker:
 def numbers(kind: str, values: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
     """Yields the numbers of a row as ``kind/name``, those of nested dicts as ``kind/name/name``."""
     for name, value in values.items():
-        if isinstance(value, dict):
+        if isinstance(value, dict) and name != BY_WINDOW:  # the better of it is there
             yield from numbers(f"{kind}/{name}", value)
         elif isinstance(value, (int, float)) and name != "epoch":
             yield f"{kind}/{name}", value

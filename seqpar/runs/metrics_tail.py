@@ -89,9 +89,9 @@ def of_one_way(rows: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]
     """Returns validations as curves show them: all by the way of the best, in windows or in one pass, if they measured
     both and their rows are of the one that was better there.
     """
-    if len({row.get("window") for row in rows}) < 2 or not all(row.get(BY_WINDOW) for row in rows):
+    window = (best_validation(rows) or {}).get("window")
+    if not window or not all(window in row.get(BY_WINDOW, {}) for row in rows):
         return rows
-    window = max(rows, key=lambda row: (score_of(row), -float(row["loss"])))["window"]
     return [{**row, **row[BY_WINDOW][window], "window": window} for row in rows]
 
 

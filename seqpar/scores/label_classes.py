@@ -6,6 +6,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from seqpar.data.errors import DataError
 from seqpar.data.formats.brats import LABEL_SCHEMES
 from seqpar.data.formats.dataset import Dataset
@@ -172,3 +175,14 @@ def choose_labels(
     known, ignore = (declared.declared, declared.ignore) if declared else (frozenset({0}), None)
     undeclared = {name: values for name, values in regions if not {*known, ignore}.intersection(values)}
     return Labels(labels.classes, labels.declared | known, ignore, undeclared)
+
+
+def check_values(path: Path, values: NDArray[Any], declared: frozenset[int]) -> None:
+    """Raises DataError if a label map holds a value that is not declared."""
+    undeclared = sorted(set(np.unique(values).tolist()) - declared)
+    if undeclared:
+        raise DataError(
+            path,
+            f"holds {undeclared[:5]}, which is not among the declared labels {sorted(declared)}: "
+            "declare it (dataset.json or --regions NAME=VALUE) or choose the preset that has it",
+        )

@@ -15,15 +15,15 @@ from numpy.typing import NDArray
 
 from seqpar.data.errors import DataError
 from seqpar.data.files import SUFFIXES, strip_suffix
-from seqpar.data.formats.annotations import lists_annotations, with_annotations
+from seqpar.data.formats.annotations import lists_annotations, tables_at, with_annotations
 from seqpar.data.formats.brats import read_brats
 from seqpar.data.formats.dataset import Case, Dataset
 from seqpar.data.formats.recognise import describe, find_dataset, is_folder_of_dataset, read_declaration
 from seqpar.data.geometry import Geometry, geometry_difference, to_canonical
 from seqpar.data.volumes import output_suffix, read_volume
-from seqpar.losses.soft_labels import agreed, agreed_values
+from seqpar.losses.soft_labels import agreed, agreed_values, with_several
 from seqpar.parallel.processes import calls_in_forks
-from seqpar.scores.label_classes import Labels, find_declaration, hidden_classes
+from seqpar.scores.label_classes import Labels, check_values, find_declaration, hidden_classes
 from seqpar.scores.label_scores import Scores, class_mask, describe_consensus, score, score_readers
 from seqpar.text import quantity
 
@@ -144,11 +144,16 @@ def _annotated(folder: Path, declaration: Path | None) -> Dataset | None:
     the folder belongs to, or by a list next to them or to a ``declaration``, as of test cases in labelsTs.
     """
     if is_folder_of_dataset(folder):
+        dataset, own, place = None, tuple[Case, ...](), folder.resolve()
         with suppress(DataError):  # label maps need no data set
             dataset = with_annotations(describe(folder.parent), folder.parent)
-            place = folder.resolve()
-            if own := tuple(case for case in dataset.cases if case.label and case.label.parent.resolve() == place):
-                return replace(dataset, cases=own) if any(case.annotated is not None for case in own) else None
+            own = tuple(case for case in dataset.cases if case.label and case.label.parent.resolve() == place)
+        if dataset is not None and any(case.annotated is not None for case in own):
+            return replace(dataset, cases=own)
+        if own and (tables := tables_at(folder)):
+            raise DataError(tables[0], "is where training does not look for annotated classes: move it to dataset.json")
+        if own:
+            return None
     places = [folder] if declaration is None else [folder, declaration]
     listing = next((place for place in places if lists_annotations(place)), None)
     return None if listing is None else _listed(folder, listing, declaration or find_declaration(folder))
@@ -172,7 +177,13 @@ def _listed(folder: Path, listing: Path, declaration: Path | None) -> Dataset | 
         cases.append(Case(name, (), files[0]))
     bare = Dataset(folder.name, folder, "label maps", tuple(cases), (), labels, ignore_label=ignore)
     dataset = with_annotations(bare, listing, with_others=True)
-    return dataset if any(case.annotated is not None for case in dataset.cases) else None
+    if any(case.annotated is not None for case in dataset.cases):
+        return dataset
+    if listing == folder and (tables := tables_at(folder)):
+        raise DataError(
+            tables[0], f"lists none of the label maps beside it: name cases as these, such as {cases[0].id}"
+        )
+    return None
 
 
 def folders_of_truth(truth: Path, dataset: Dataset | None) -> set[Path]:
@@ -245,12 +256,13 @@ def match_cases(
     dataset: Dataset | None = None,
     only: Collection[str] | None = None,
     common: bool = False,
+    regions: Collection[Collection[int]] = (),
 ) -> Matched:
     """Pairs predictions with their true label maps.
 
     ``truth`` and ``prediction`` are two files, or two folders whose files are paired by name without suffix. With a
     ``dataset``, its cases and their label files are the truth. ``only``: the cases that are looked at; None for all.
-    ``common``: those that both have, and nothing is said of others.
+    ``common``: those that both have, and nothing is said of others. ``regions``: the values of each class.
     """
     refuse_missing((truth, prediction) if dataset is None else (prediction,))
     if dataset is None and truth.is_file() and prediction.is_file():
@@ -258,13 +270,12 @@ def match_cases(
     if prediction.is_file() or (dataset is None and truth.is_file()):
         raise ValueError(f"{truth} and {prediction}: give two folders or two files")
     pairs, missing, faults = list[Pair](), list[str](), list[DataError]()
-    shown: dict[str, tuple[int, ...] | None] = {}
-    doubts: Mapping[str, Doubt] = {}
+    shown, doubts = dict[str, tuple[int, ...] | None](), dict[str, Doubt]()
     if dataset is not None:
         faults += dataset.faults
         truth_files = {case.id: [case.label] for case in dataset.cases if case.label is not None}
         shown = {case.id: case.annotated for case in dataset.cases}
-        doubts = doubts_of(dataset)
+        doubts = doubts_of(dataset, regions)
     else:
         truth_files = list_label_files(truth)
     if not truth_files:
@@ -310,13 +321,13 @@ def read_label_map(path: Path) -> tuple[NDArray[Any], Geometry]:
     return values, geometry
 
 
-def doubts_of(dataset: Dataset) -> dict[str, Doubt]:
-    """Returns how the truth of each case is written, if its labels have doubt; else nothing."""
+def doubts_of(dataset: Dataset, regions: Collection[Collection[int]] = ()) -> dict[str, Doubt]:
+    """Returns how the truth of each case is written, if its labels have doubt; else nothing; ``regions``: of scores."""
     if not (dataset.readers or dataset.probabilities):
         return {}
     joined = tuple(dataset.joined.items())
     channels = tuple(sorted({*dataset.labels.values(), *dataset.joined})) if dataset.probabilities else ()
-    more = channels, joined, bool(dataset.regions)
+    more = channels, joined, bool(with_several(regions))
     return {case.id: Doubt(dict(zip(dataset.readers, case.labels)), *more) for case in dataset.cases}
 
 
@@ -340,7 +351,7 @@ def read_reference(
         sums = dict[int, NDArray[Any]]()  # before the most probable is taken, as training does
         for value, channel in zip((joined.get(value, value) for value in doubt.channels), array):
             sums[value] = sums[value] + channel if value in sums else channel
-        own = [{n for n, value in enumerate(sums) if value in region} for region in regions]
+        own = [{n for n, value in enumerate(sums) if value in region} for region in with_several(regions)]
         most = np.asarray([*sums])[agreed([*sums.values()], 1, own)]
         return Reference(most, geometry, {}, [*sums.items()])
     maps, first = dict[str, NDArray[Any]](), None
@@ -360,17 +371,6 @@ def _joined(values: NDArray[Any], doubt: Doubt) -> NDArray[Any]:
     for value, counts_as in doubt.joined:
         values = np.where(values == value, counts_as, values)
     return values
-
-
-def check_values(path: Path, values: NDArray[Any], declared: frozenset[int]) -> None:
-    """Raises DataError if a label map holds a value that is not declared."""
-    undeclared = sorted(set(np.unique(values).tolist()) - declared)
-    if undeclared:
-        raise DataError(
-            path,
-            f"holds {undeclared[:5]}, which is not among the declared labels {sorted(declared)}: "
-            "declare it (dataset.json or --regions NAME=VALUE) or choose the preset that has it",
-        )
 
 
 def refuse_unknown(labels: Labels, pairs: Iterable[Pair]) -> None:

@@ -187,6 +187,12 @@ def test_lists_of_other_cases_and_empty_ones_change_nothing(tmp_path: Path) -> N
     (tmp_path / "D/labelsTr/annotated.csv").write_text("case,liver,spleen,kidney\nc_000,0,0,0\n")
     own = dataset_at(tmp_path / "D/labelsTr")
     assert own is not None and {case.id: case.annotated for case in own.cases} == {**SHOWN, "c_003": None}
+    (tmp_path / "D/annotated.csv").unlink()
+    with pytest.raises(DataError, match="where training does not look for annotated classes: move it to dataset.json"):
+        dataset_at(tmp_path / "D/labelsTr")
+    (tmp_path / "copy/annotated.csv").write_text("case,liver,spleen,kidney\nc_000.nii.gz,1,0,0\n")
+    with pytest.raises(DataError, match="lists none of the label maps beside it: name cases as these, such as c_000"):
+        dataset_at(tmp_path / "copy")
     (tmp_path / "copy/annotated.csv").unlink()
     (tmp_path / "copy/annotated").mkdir()
     assert dataset_at(tmp_path / "copy") is None and dataset_at(tmp_path / "copy", tmp_path / "copy") is None

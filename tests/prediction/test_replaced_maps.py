@@ -85,8 +85,8 @@ def test_a_prediction_that_was_left_early_is_said(tmp_path: Path) -> None:
     record = {"files": ["a.nii.gz", "b.nii.gz", "npz/b.npz", "statistics.csv"]}
     (tmp_path / "a.nii.gz").touch()
     for known, way in (
-        (["a"], "with --continue tries"),
-        ([], "with another --output for them tries"),
+        (["a"], "with --continue to try"),
+        ([], "with another --output to try"),
     ):  # [] mixed settings
         (tmp_path / "prediction.json").write_text(json.dumps(record | {"inputs": dict.fromkeys(known)}))
         (said,) = not_yet_predicted(tmp_path)

@@ -61,6 +61,10 @@ def test_runs_that_predict_in_different_ways_are_named() -> None:
         held_out = tuple({"step": n, "dice": {}, **({"window": row} if row else {})} for n, row in enumerate(rows))
         return RunRecord(Path(), {"config": {"val_window": window}}, None, {}, held_out=held_out)
 
+    flips = run("both", "sliding", "whole")
+    for row, dice in zip(flips.held_out, (0.4, 0.5)):
+        row |= {"loss": 1.0, "dice": {"n": dice}, "by_window": {"whole": {"loss": 0.9}, "sliding": {"loss": 1.1}}}
+    assert about_windows({"a": flips, "b": run("whole", "")}) == [], "its curves are of one way"
     alike = {"a": run("sliding", ""), "b": run("both", "sliding"), "c": run("whole")}  # c has not been validated
     assert about_windows(alike) == [] == about_windows({"a": run("whole", "")})
     (told,) = about_windows({**alike, "d": run("both", "whole", "sliding"), "e": run("whole", "")})

@@ -19,6 +19,7 @@ from seqpar.cli import evaluate, report
 from seqpar.cluster.exit_codes import run
 from seqpar.data.errors import DataError
 from seqpar.losses import Readers
+from seqpar.losses.soft_labels import agreed_values
 from seqpar.report.record import CaseScores, ScoredCase, mean_of_numbers
 from seqpar.scores.label_files import Doubt, read_label_map, read_reference
 from seqpar.scores.label_scores import score_readers
@@ -216,3 +217,24 @@ def test_a_voxel_is_in_the_regions_that_most_readers_put_it_into(tmp_path: Path)
     assert Doubt.from_json(json.loads(json.dumps(channels.to_json()))) == channels
     assert channels.consensus == "the voxels that are more probably in than outside of each region"
     assert doubt.consensus == "the voxels that most of the 3 readers gave to each region"
+
+
+def test_regions_agree_alike_whichever_labels_a_case_has(tmp_path: Path) -> None:
+    """Four readers, two regions apart: half of the readers are no majority, also where no map has the other label."""
+    regions, votes = [(1, 2), (3,)], np.array([1, 1, 0, 3], np.uint8)[:, None, None, None]
+    alone = agreed_values(list(votes), regions)
+    among = agreed_values(list(np.concatenate([votes, np.full_like(votes, 2)], 1)), regions)
+    codes = Readers(4, 4).join(list(votes))
+    assert alone.ravel()[0] == among.ravel()[0] == Readers(4, 4).consensus(codes, regions).ravel()[0] == 0
+    assert agreed_values(list(votes)).ravel()[0] == 1, "labels alone"
+
+
+def test_the_truth_is_described_as_it_is_scored(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    data, out = several_readers(tmp_path / "D", cases=2), tmp_path / "out"
+    shutil.copytree(data / f"labelsTr_{READERS[0]}", out)
+    for more, said in (
+        ([], "the label that most of the 3 readers gave a voxel"),
+        (["--regions", "both=1,2", "--regions", "one=1"], "the voxels that most of the 3 readers gave to each region"),
+    ):
+        run(evaluate.act, [str(data), str(out), *more])
+        assert f"  {said}" in capsys.readouterr().out, more

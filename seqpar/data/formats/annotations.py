@@ -27,8 +27,13 @@ def _lists_at(root: Path) -> tuple[Path, list[Path]]:
     """Returns the JSON file of a folder, or that file, and which lists of annotated classes are there."""
     folder, json = (root.parent, root) if root.suffix == ".json" else (root, root / "dataset.json")
     listed = json.is_file() and read_json_object(json).get("annotated") is not None
+    return json, [json] * listed + tables_at(folder)
+
+
+def tables_at(folder: Path) -> list[Path]:
+    """Returns the table of annotated classes in a folder, and the folder of texts, as far as they are there."""
     table, texts = folder / "annotated.csv", folder / "annotated"
-    return json, [json] * listed + [table] * table.exists() + [texts] * any(texts.glob("*.txt"))
+    return [table] * table.exists() + [texts] * any(texts.glob("*.txt"))
 
 
 def with_annotations(dataset: Dataset, root: Path, with_others: bool = False) -> Dataset:

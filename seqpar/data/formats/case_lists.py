@@ -1,5 +1,6 @@
 """Reads lists of cases in JSON, as MSD (Decathlon) and MONAI write them."""
 
+import os
 from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -83,9 +84,9 @@ def read_fold_json(path: Path, labelled: bool = True) -> Dataset:
 
 def _unread_patients(entries: Iterable[Any], cases: Collection[str], path: Path) -> tuple[str, ...]:
     """Returns a line if entries name patients with several cases, whose names do not tell that."""
-    known = [entry.get("subject", entry.get("patient")) for entry in entries if isinstance(entry, dict)]
-    named = [str(patient) for patient in known if patient is not None]
-    if len({*named}) == len(named) or len({*patients_of(cases).values()}) < len(cases):
+    known = [(entry.get("subject"), entry.get("patient")) for entry in entries if isinstance(entry, dict)]
+    named = [str(own[0]) for both in known if (own := [one for one in both if one not in (None, "")])]
+    if len({*named}) in (1, len(named)) or len({*patients_of(cases).values()}) < len(cases):
         return ()
     return (
         f"{path}: names patients with several cases, which segmentation reads from the names of cases alone: scans of "
@@ -125,11 +126,11 @@ def _listed(
             images = _in_order(images, first) if first else images
             label, *more = listed_labels(entry["label"], path.parent, readers) if labelled else (None,)
             case = require_files(Case(name, images, label, more_labels=tuple(more)), path)
-            if both := set(case.images).intersection(case.labels):
+            if both := set(map(os.path.realpath, case.images)).intersection(map(os.path.realpath, case.labels)):
                 raise DataError(
-                    path, f"gives case {name} {both.pop()} as an image and as its label; correct one of both"
+                    path, f"gives case {name} {both.pop()} as an image and as its label; correct one of them"
                 )
-            if labelled and "annotated" in entry:
+            if labelled and isinstance(entry.get("annotated"), (list, dict)):
                 raise DataError(path, f'says in the entry of case {name} what is annotated; list that next to "{key}": '
                                 '"annotated": {"CASE": ["liver", …], …}')  # fmt: skip
             first = first or case

@@ -94,7 +94,8 @@ class LabelMapEvaluation(CaseEvaluation):
         refuse_duplicates((path, validation or path) for path, validation in validations)
         for path, validation in validations:
             folder = validation or path
-            pairs, missing, faults = match_cases(options.truth, folder, self.dataset, self.only, options.common)
+            more = self.dataset, self.only, options.common, self.labels.classes.values()
+            pairs, missing, faults = match_cases(options.truth, folder, *more)
             files = output_files(path if validation is None else None, options.json, options.csv)
             files, note = without_larger(files, path)
             refuse_foreign(files, data)
@@ -184,10 +185,9 @@ class LabelMapEvaluation(CaseEvaluation):
         )
 
     def words(self, text: str) -> list[str]:
-        doubt = next((pair.doubt for own in self.pairs.values() for pair in own if pair.doubt), None)
-        truth = (doubt.consensus, bool(doubt.readers)) if doubt else ("", False)
-        asked = self.options.lesion_wise, self.options.centreline
-        return words_of(*asked, "–" in text, *truth, self.labels.ignore is not None)
+        asked, pairs = self.options, chain.from_iterable(self.pairs.values())
+        truth = next(((own.doubt.consensus, bool(own.doubt.readers)) for own in pairs if own.doubt), ("", False))
+        return words_of(asked.lesion_wise, asked.centreline, "–" in text, *truth, self.labels.ignore is not None)
 
     def find_seen(self, job: ScoringJob, record: RunRecord) -> Seen:
         return trained_on(record, {pair.case: pair.truth for pair in job.cases}, Path(job.name))

@@ -78,7 +78,7 @@ def remove_predictions(folder: Path, ids: Collection[str]) -> None:
 
     - ``ids``: cases that it may be of, besides those that its scores name
     """
-    with suppress(DataError, TypeError):
+    with suppress(DataError, TypeError, LookupError, ValueError):
         ids = {*ids, *map(str, read_json(folder / "summary.json")["digests"])}
     for name in ("summary.json", *(f"{case}.nii.gz" for case in ids if Path(case).name == case)):
         (folder / name).unlink(missing_ok=True)
@@ -106,7 +106,7 @@ class ValidationFolder:
             folder.mkdir(parents=True, exist_ok=True)
             (folder / "summary.json").unlink(missing_ok=True)  # it describes other label maps from here on
             dataset = find_dataset()
-            self.label_files, self.doubts = label_files(dataset), doubts_of(dataset)
+            self.label_files, self.doubts = label_files(dataset), doubts_of(dataset, self.labels.classes.values())
             for case in {*description.get("train", ()), *description.get("held_out", ()), *self.label_files}:
                 (folder / f"{case}.nii.gz").unlink(missing_ok=True)  # of an earlier network, whatever becomes of this
         except DataError as error:
