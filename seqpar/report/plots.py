@@ -7,6 +7,7 @@ import re
 import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from statistics import median
 from types import MappingProxyType
@@ -224,11 +225,13 @@ def draw_progress(out: Path) -> None:
     for column, diagram in enumerate(diagrams):
         plot = figure.add_subplot(grid[0, column])
         draw_diagram(plot, diagram)
-        plot.set_title(textwrap.fill(diagram.quantity, 120 // len(diagrams)), fontsize=10)  # next to its neighbours'
+        wrap = partial(textwrap.fill, width=120 // len(diagrams))  # next to its neighbours
+        plot.set_title(wrap(diagram.quantity), fontsize=10)
         plot.set_xlabel(diagram.over)
         plot.grid(alpha=0.3)
         if diagram.has_keys:
-            plot.legend(fontsize=8)
+            handles, labels = plot.get_legend_handles_labels()
+            plot.legend(handles, list(map(wrap, labels)), fontsize=8)
     figure.suptitle(title_of_run(out), fontsize=10)
     if note := _about_lines(diagrams):
         figure.supxlabel(note, fontsize=8)
