@@ -362,6 +362,8 @@ def labels_to_score(options: argparse.Namespace, dataset: Dataset | None) -> Lab
 
     - ``dataset``: that the truth is, if it is one
     """
+    for note in dataset.notes if dataset is not None and not dataset.modalities else ():  # of label maps alone
+        print(note, flush=True)
     asked = options.dataset, options.regions or (), options.brats
     labels = choose_labels(options.truth, dataset, *asked, partial(_labels_behind, options.prediction))
     joined = None if any(asked) else _joined_behind(options.prediction, labels)

@@ -190,6 +190,7 @@ def find_seen(
     scored: Mapping[str, Path | None],
     read_files: Callable[[], Mapping[str, Path]],
     prediction: Path | None = None,
+    subjects: Mapping[str, str] = MappingProxyType({}),
 ) -> Seen:
     """Returns which scored cases are among those that the run was trained on, or that it held out and validated.
 
@@ -198,6 +199,7 @@ def find_seen(
       names of these
     - ``prediction``: where predict recorded the images of each case; one with the image of a training case was seen,
       whichever labels it has now, and whichever data the run has
+    - ``subjects``: the patients of scored cases that a table names
     """
     train, held_out = (set(map(str, record.dataset.get(part, ()))) for part in ("train", "held_out"))
     held_out = set(map(str, record.dataset.get(VALIDATED, held_out)))  # others have not been looked at
@@ -208,7 +210,8 @@ def find_seen(
     scans = {name: own for name, own in (voxels_of(prediction) if prediction else {}).items() if name in scored}
     by_scan = same_scans(scans, own_scans)
     new = {name for name in scans if name in own_scans and name not in by_scan[name]}
-    patients = patients_of(train | held_out | scored.keys()) | record.subjects
+    patients = patients_of(train | held_out | scored.keys())
+    patients |= {case: own for case, own in subjects.items() if case in scored} | record.subjects
     known = {patients[name] for name in (train | held_out if record.has_chosen else train)}
     names = [name for name in scored if name in train | held_out]
     there = {name: path for name, path in scored.items() if path and path.is_file()}

@@ -184,6 +184,8 @@ def test_lists_of_other_cases_and_empty_ones_change_nothing(tmp_path: Path) -> N
     copied = dataset_at(tmp_path / "copy")
     assert copied is not None
     assert {case.id: case.annotated for case in copied.cases} == {"c_000": (1, 5), "c_001": (2,), "c_003": None}
+    (told,) = copied.notes
+    assert told.endswith("annotated.csv: lists cases that are not among the label maps (1), such as c_002")
     (tmp_path / "D/labelsTr/annotated.csv").write_text("case,liver,spleen,kidney\nc_000,0,0,0\n")
     own = dataset_at(tmp_path / "D/labelsTr")
     assert own is not None and {case.id: case.annotated for case in own.cases} == {**SHOWN, "c_003": None}

@@ -276,14 +276,15 @@ def test_a_scan_counts_as_seen_however_it_is_written_and_whichever_data_the_run_
 def test_a_further_scan_of_a_patient_is_not_new() -> None:
     scored = dict.fromkeys(("sub-01_ses-2", "sub-02_ses-2", "sub-03_ses-2", "d2"))
 
-    def found(validations: int, subjects: Mapping[str, str]) -> Sequence[str]:
+    def found(validations: int, subjects: Mapping[str, str], more: Mapping[str, str] = {}) -> Sequence[str]:
         dataset = {"train": ["sub-01_ses-1", "d1"], "held_out": ["sub-02_ses-1"]}
         record = SimpleNamespace(dataset=dataset, has_chosen=validations > 1, subjects=subjects)
-        return find_seen(record, scored, dict).namesakes
+        return find_seen(record, scored, dict, subjects=more).namesakes
 
     assert found(2, {}) == ["sub-01_ses-2", "sub-02_ses-2"]
     assert found(1, {}) == ["sub-01_ses-2"], "a single validation chooses nothing"
     assert found(1, {"d1": "d", "d2": "d"}) == ["sub-01_ses-2", "d2"], "as a table says"
+    assert found(1, {"d1": "d"}, {"d2": "d", "d9": "d"}) == ["sub-01_ses-2", "d2"], "as that of the scored cases says"
 
 
 def test_a_case_that_is_scored_under_several_names_is_said_to_count_so_often(tmp_path: Path) -> None:

@@ -56,6 +56,9 @@ def with_annotations(dataset: Dataset, root: Path, with_others: bool = False) ->
         raise DataError(path, "lists annotated classes, and labels with doubt show all classes; remove the list")
     if with_others:
         own = {case.id for case in dataset.cases}
+        if others := sorted(listed.keys() - own):
+            told = f"{path}: lists cases that are not among the label maps ({len(others)}), such as {others[0]}"
+            dataset = replace(dataset, notes=(*dataset.notes, told))
         listed = {case: names for case, names in listed.items() if case in own}
     values = _values_of(listed, dataset, path)
     cases = [replace(case, annotated=values.get(case.id)) for case in dataset.cases]

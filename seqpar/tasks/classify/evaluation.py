@@ -193,7 +193,7 @@ def trained_on(record: RunRecord, truth: Path, cases: Sequence[str], prediction:
     alike = same_scans(scans, own)
     others = {case for case in scans if case in own and case not in alike.get(case, ())}  # the truth has other images
     scored = {case: None if case in others else known.get(case) for case in cases}
-    seen = find_seen(record, scored, lambda: image_files(record.config["data"]), prediction)
+    seen = find_seen(record, scored, lambda: image_files(record.config["data"]), prediction, read_subjects(truth))
     return seen._replace(differing={})  # they have no label map
 
 
