@@ -85,7 +85,7 @@ def test_voxels_of_a_class_that_is_not_listed_are_a_fault_of_the_case(tmp_path: 
 
 BAD = {
     "case,liver\nc_009,1\n": "lists case c_009, which the data set does not have",
-    "case,heart\nc_000,1\n": "says that case c_000 shows heart; the classes are liver, spleen, kidney",
+    "case,heart\nc_000,0\n": "has a column heart; the classes are liver, spleen, kidney",
     "case,liver\nc_000,yes\n": "case c_000 has yes; it needs 0 or 1 for each of liver",
     "case,liver\nc_000,1\nc_000,0\n": "lists case c_000 twice",
     "id,liver\nc_000,1\n": "begins with id,liver; it needs the header case,CLASS",

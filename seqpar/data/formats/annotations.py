@@ -7,7 +7,7 @@ A data set can list them in three ways; a case that is not listed shows all clas
 """
 
 import csv
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -51,7 +51,7 @@ def with_annotations(dataset: Dataset, root: Path, with_others: bool = False) ->
     if path == json:
         listed = _checked_json(read_json_object(json)["annotated"], path)
     else:
-        listed = _read_csv(path) if path.suffix == ".csv" else _read_folder(path)
+        listed = _read_csv(path, dataset.labels) if path.suffix == ".csv" else _read_folder(path)
     if dataset.soft is not None:
         raise DataError(path, "lists annotated classes, and labels with doubt show all classes; remove the list")
     if with_others:
@@ -71,7 +71,7 @@ def _checked_json(listed: object, path: Path) -> Listed:
     return {str(case): [str(name) for name in names] for case, names in listed.items()}
 
 
-def _read_csv(path: Path) -> Listed:
+def _read_csv(path: Path, classes: Collection[str]) -> Listed:
     try:
         with open(path, newline="", encoding="utf-8-sig") as file:
             rows = [[cell.strip() for cell in row] for row in csv.reader(file) if any(row)]
@@ -82,6 +82,8 @@ def _read_csv(path: Path) -> Listed:
             path, f"begins with {','.join(rows[0]) if rows else 'nothing'}; it needs the header case,CLASS,…"
         )
     header, listed = rows[0][1:], Listed()
+    if unknown := [name for name in header if name not in classes]:
+        raise DataError(path, f"has a column {unknown[0]}; the classes are {', '.join([*classes][1:])}")
     for case, *marks in rows[1:]:
         if len(marks) != len(header) or not set(marks) <= {"0", "1"}:
             raise DataError(path, f"case {case} has {','.join(marks)}; it needs 0 or 1 for each of {','.join(header)}")
