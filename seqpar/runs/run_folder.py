@@ -27,7 +27,7 @@ from seqpar.settings.config import Config
 from seqpar.settings.rules import with_absolute_paths
 from seqpar.terminal import next_command, typed_command
 from seqpar.text import quantity
-from seqpar.weights.facts import ANCESTORS, IS_UNKNOWN, LEARNED, ORIGIN, VALIDATED, VOXELS, origin_of
+from seqpar.weights.facts import ANCESTORS, IS_UNKNOWN, LEARNED, ORIGIN, SUBJECTS, VALIDATED, VOXELS, origin_of
 from seqpar.weights.weight_files import ABOUT
 
 FOLDS_FILE = "folds.json"  # is in a folder of five folds
@@ -85,6 +85,7 @@ def _is_learned_set(value: Any) -> bool:
         and _is_list_of_names(value.get(VALIDATED, []))
         and isinstance(value.get("digests"), dict)
         and _is_texts(value.get(VOXELS, {}))
+        and _is_texts(value.get(SUBJECTS, {}))
     )
 
 

@@ -21,7 +21,7 @@ from seqpar.prediction.prediction_folder import inputs_of, voxels_of
 from seqpar.report.record import RunRecord
 from seqpar.scores.label_files import MAX_NAMED
 from seqpar.text import quantity
-from seqpar.weights.facts import ANCESTORS, LEARNED, VALIDATED, VOXELS, same_scans
+from seqpar.weights.facts import ANCESTORS, LEARNED, SUBJECTS, VALIDATED, VOXELS, same_scans
 
 NEW, HELD, CHOSE = "new to the run", "held out by the run", "used to choose the weights"
 UNSEEN, UNTOLD = "not seen by the other runs", "predicted with unknown settings"
@@ -239,6 +239,8 @@ def find_seen(
     copies = {name: one for name, one in same.items() if name != one}
     unknown = [name for name in names if (name not in there or name not in files) and name not in new]
     further = [n for n in scored if n not in train | held_out and n not in same and patients[n] in known]
+    elsewhere = _patients_elsewhere(before, scored, subjects) - train - held_out - others - {*same, *further}
+    further += sorted(elsewhere)
     chose = [name for name in same if name not in seen]
     namesakes = [name for name in unknown if name not in same]
     told = {name for name in scans if all(name in own.get(VOXELS, {}) for own in before if name in own["train"])}
@@ -280,6 +282,21 @@ def _known_elsewhere(before: Sequence[Mapping[str, Any]], scans: Mapping[str, st
         for name, others in same_scans(scans, own.get(VOXELS, {})).items():
             if alike := others & {*own.get(part, ())}:
                 found.setdefault(name, f"{name if name in alike else min(alike)} of {own['name']}")
+    return found
+
+
+def _patients_elsewhere(
+    before: Sequence[Mapping[str, Any]], scored: Iterable[str], subjects: Mapping[str, str]
+) -> set[str]:
+    """Returns the scored cases of patients in data that weights have learned from and the run does not have now.
+
+    - ``before``: what the run records of these data; ``subjects``: patients of scored cases that a table names
+    """
+    found = set[str]()
+    for own in before:
+        patients = patients_of({*own["train"], *scored}) | {**subjects, **own.get(SUBJECTS, {})}
+        known = {patients[case] for case in own["train"]}
+        found |= {name for name in scored if patients[name] in known}
     return found
 
 

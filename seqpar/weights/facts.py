@@ -23,6 +23,7 @@ LEARNED, ANCESTORS, IS_UNKNOWN = "learned_before", "weights_learned_from", "weig
 FILE_DIGESTS = "files"  # there: digests of each case's files, images and labels; earlier versions recorded none
 VOXELS = "voxels"  # there: digests of each case's image, as read; a line of earlier versions has none
 ORIGIN = "run"  # in status.json and the summary.json of a validation: which run this is
+SUBJECTS = "subjects"  # there: the patients of cases that a table names
 VALIDATED = "validated"  # there: the cases that validations of any start scored, where these are not those held out now
 CASES_UNKNOWN = "caution: they do not say from which cases they have learned; of those, scores say nothing of new cases"
 SETTINGS, WEIGHTS = "config.json", "model.safetensors"  # in a run folder, a checkpoint and an exported run
@@ -111,6 +112,9 @@ def sets_learned(described: Mapping[str, Any]) -> list[dict[str, Any]]:
     own |= {VALIDATED: sorted(chose)} if chose else {}
     if voxels := {case: scan for case, scan in described.get(VOXELS, {}).items() if case in chose.union(learned)}:
         own[VOXELS] = voxels
+    named = (described.get("volume_classes") or {}).get("subjects", {})
+    if subjects := {case: patient for case, patient in named.items() if case in learned}:
+        own[SUBJECTS] = subjects
     return [*[own] * bool(has_labels and learned), *described.get(ANCESTORS, ())]
 
 

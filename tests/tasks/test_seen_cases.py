@@ -17,6 +17,7 @@ from seqpar.report.record import runs_behind
 from seqpar.tasks import case_evaluation
 from seqpar.tasks.case_evaluation import seen_by_runs, unknown_runs
 from seqpar.tasks.seen_cases import NONE_SEEN, Seen, find_seen
+from seqpar.weights.facts import ANCESTORS
 from seqpar.weights.weight_files import digest
 from tests.support.folders import image_array, label_array, nnunet, save, write_json
 
@@ -284,6 +285,11 @@ def test_a_further_scan_of_a_patient_is_not_new() -> None:
     assert found(2, {}) == ["sub-01_ses-2", "sub-02_ses-2"]
     assert found(1, {}) == ["sub-01_ses-2"], "a single validation chooses nothing"
     assert found(1, {"d1": "d", "d2": "d"}) == ["sub-01_ses-2", "d2"], "as a table says"
+    learned = {"name": "E", "recipe": {}, "digests": {}, "train": ["sub-03_ses-1", "e1"], "subjects": {"e1": "e"}}
+    run = SimpleNamespace(dataset={"train": ["sub-01_ses-2"], ANCESTORS: [learned]}, has_chosen=True, subjects={})
+    cases = dict.fromkeys((*scored, "sub-03_ses-1", "e2"))
+    seen = find_seen(run, cases, dict, subjects={"e2": "e", "d2": "d"}).namesakes  # type: ignore[arg-type]
+    assert sorted(seen) == ["e2", "sub-01_ses-2", "sub-03_ses-1", "sub-03_ses-2"], "by weights that the run began with"
     assert found(1, {"d1": "d"}, {"d2": "d", "d9": "d"}) == ["sub-01_ses-2", "d2"], "as that of the scored cases says"
 
 
