@@ -114,7 +114,8 @@ def render_run(
             mixed = mixed_line(prediction, others).removeprefix("warning: ")
             cautions = [f"{mixed.partition(': scores over')[0] if alone else mixed}.", *cautions]
     if averaged and prediction:
-        apart = "" if any(is_made_by(own, record.path) for own in made_by(prediction)) else f", without {name}"
+        belongs = any(is_made_by(own, record.path) or Path(own["run"]).name == name for own in made_by(prediction))
+        apart = "" if belongs else f", without {name}"  # a member that has moved may have no digest
         unscored = f"{apart}{'; no score of this mean exists' * alone}"
         about = f"Configuration and training are those of {name} alone."
         cautions = [f"The prediction is the mean of {averaged}{unscored}. {about}", *cautions]

@@ -90,7 +90,7 @@ def of_one_way(rows: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]
     both and their rows are of the one that was better there.
     """
     window = (best_validation(rows) or {}).get("window")
-    if not window or not all(window in row.get(BY_WINDOW, {}) for row in rows):
+    if not window or not all(window in (row.get(BY_WINDOW) or {}) for row in rows):
         return rows
     return [{**row, **row[BY_WINDOW][window], "window": window} for row in rows]
 

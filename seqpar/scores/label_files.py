@@ -151,7 +151,7 @@ def _annotated(folder: Path, declaration: Path | None) -> Dataset | None:
         if dataset is not None and any(case.annotated is not None for case in own):
             return replace(dataset, cases=own)
         if own and (tables := tables_at(folder)):
-            raise DataError(tables[0], "is where training does not look for annotated classes: move it to dataset.json")
+            raise DataError(tables[0], f"is not read by training there: move it to {folder.parent}")
         if own:
             return None
     places = [folder] if declaration is None else [folder, declaration]
@@ -177,13 +177,8 @@ def _listed(folder: Path, listing: Path, declaration: Path | None) -> Dataset | 
         cases.append(Case(name, (), files[0]))
     bare = Dataset(folder.name, folder, "label maps", tuple(cases), (), labels, ignore_label=ignore)
     dataset = with_annotations(bare, listing, with_others=True)
-    if any(case.annotated is not None for case in dataset.cases):
-        return dataset
-    if listing == folder and (tables := tables_at(folder)):
-        raise DataError(
-            tables[0], f"lists none of the label maps beside it: name cases as these, such as {cases[0].id}"
-        )
-    return None
+    dataset = dataset if listing == folder else replace(dataset, notes=())  # a list for other cases, too
+    return dataset if dataset.notes or any(case.annotated is not None for case in dataset.cases) else None
 
 
 def folders_of_truth(truth: Path, dataset: Dataset | None) -> set[Path]:

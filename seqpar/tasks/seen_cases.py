@@ -239,7 +239,13 @@ def find_seen(
     copies = {name: one for name, one in same.items() if name != one}
     unknown = [name for name in names if (name not in there or name not in files) and name not in new]
     further = [n for n in scored if n not in train | held_out and n not in same and patients[n] in known]
-    elsewhere = _patients_elsewhere(before, scored, subjects) - train - held_out - others - {*same, *further}
+    elsewhere = (
+        _patients_elsewhere(before, {case: subjects.get(case) for case in scored})
+        - train
+        - held_out
+        - others
+        - {*same, *further}
+    )
     further += sorted(elsewhere)
     chose = [name for name in same if name not in seen]
     namesakes = [name for name in unknown if name not in same]
@@ -285,18 +291,17 @@ def _known_elsewhere(before: Sequence[Mapping[str, Any]], scans: Mapping[str, st
     return found
 
 
-def _patients_elsewhere(
-    before: Sequence[Mapping[str, Any]], scored: Iterable[str], subjects: Mapping[str, str]
-) -> set[str]:
+def _patients_elsewhere(before: Sequence[Mapping[str, Any]], scored: Mapping[str, str | None]) -> set[str]:
     """Returns the scored cases of patients in data that weights have learned from and the run does not have now.
 
-    - ``before``: what the run records of these data; ``subjects``: patients of scored cases that a table names
+    - ``before``: what the run records of these data; ``scored``: the cases, each with the patient that a table names
     """
     found = set[str]()
     for own in before:
-        patients = patients_of({*own["train"], *scored}) | {**subjects, **own.get(SUBJECTS, {})}
-        known = {patients[case] for case in own["train"]}
-        found |= {name for name in scored if patients[name] in known}
+        cases = {*own["train"], *own.get(VALIDATED, ())}
+        patients = patients_of(cases.union(scored)) | {name: patient for name, patient in scored.items() if patient}
+        named = {**{case: patients_of(cases)[case] for case in cases}, **own.get(SUBJECTS, {})}
+        found |= {name for name in scored if patients[name] in {*named.values()}}
     return found
 
 

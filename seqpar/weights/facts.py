@@ -113,7 +113,7 @@ def sets_learned(described: Mapping[str, Any]) -> list[dict[str, Any]]:
     if voxels := {case: scan for case, scan in described.get(VOXELS, {}).items() if case in chose.union(learned)}:
         own[VOXELS] = voxels
     named = (described.get("volume_classes") or {}).get("subjects", {})
-    if subjects := {case: patient for case, patient in named.items() if case in learned}:
+    if subjects := {case: patient for case, patient in named.items() if case in chose.union(learned)}:
         own[SUBJECTS] = subjects
     return [*[own] * bool(has_labels and learned), *described.get(ANCESTORS, ())]
 

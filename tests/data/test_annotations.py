@@ -185,16 +185,20 @@ def test_lists_of_other_cases_and_empty_ones_change_nothing(tmp_path: Path) -> N
     assert copied is not None
     assert {case.id: case.annotated for case in copied.cases} == {"c_000": (1, 5), "c_001": (2,), "c_003": None}
     (told,) = copied.notes
-    assert told.endswith("annotated.csv: lists cases that are not among the label maps (1), such as c_002")
+    assert told.endswith(
+        "annotated.csv: lists cases that are not among the label maps (1), such as c_002: these lines are ignored"
+    )
     (tmp_path / "D/labelsTr/annotated.csv").write_text("case,liver,spleen,kidney\nc_000,0,0,0\n")
     own = dataset_at(tmp_path / "D/labelsTr")
     assert own is not None and {case.id: case.annotated for case in own.cases} == {**SHOWN, "c_003": None}
     (tmp_path / "D/annotated.csv").unlink()
-    with pytest.raises(DataError, match="where training does not look for annotated classes: move it to dataset.json"):
+    with pytest.raises(DataError, match="is not read by training there: move it to .*/D"):
         dataset_at(tmp_path / "D/labelsTr")
     (tmp_path / "copy/annotated.csv").write_text("case,liver,spleen,kidney\nc_000.nii.gz,1,0,0\n")
-    with pytest.raises(DataError, match="lists none of the label maps beside it: name cases as these, such as c_000"):
-        dataset_at(tmp_path / "copy")
+    unmatched = dataset_at(tmp_path / "copy")
+    assert unmatched is not None and "such as c_000.nii.gz: these lines are ignored" in unmatched.notes[0]
+    (tmp_path / "copy/annotated.csv").write_text("case,liver,spleen,kidney\n")
+    assert dataset_at(tmp_path / "copy") is None
     (tmp_path / "copy/annotated.csv").unlink()
     (tmp_path / "copy/annotated").mkdir()
     assert dataset_at(tmp_path / "copy") is None and dataset_at(tmp_path / "copy", tmp_path / "copy") is None

@@ -13,11 +13,12 @@ from seqpar.data.formats.recognise import read_dataset
 from seqpar.data.preparation.cache_index import sources_of
 from seqpar.data.preparation.prepare_dataset import prepare
 from seqpar.report.cautions import records_behind
-from seqpar.report.record import runs_behind
+from seqpar.report.record import RunRecord, runs_behind
 from seqpar.tasks import case_evaluation
 from seqpar.tasks.case_evaluation import seen_by_runs, unknown_runs
+from seqpar.tasks.classify.evaluation import trained_on
 from seqpar.tasks.seen_cases import NONE_SEEN, Seen, find_seen
-from seqpar.weights.facts import ANCESTORS
+from seqpar.weights.facts import ANCESTORS, sets_learned
 from seqpar.weights.weight_files import digest
 from tests.support.folders import image_array, label_array, nnunet, save, write_json
 
@@ -285,7 +286,14 @@ def test_a_further_scan_of_a_patient_is_not_new() -> None:
     assert found(2, {}) == ["sub-01_ses-2", "sub-02_ses-2"]
     assert found(1, {}) == ["sub-01_ses-2"], "a single validation chooses nothing"
     assert found(1, {"d1": "d", "d2": "d"}) == ["sub-01_ses-2", "d2"], "as a table says"
-    learned = {"name": "E", "recipe": {}, "digests": {}, "train": ["sub-03_ses-1", "e1"], "subjects": {"e1": "e"}}
+    learned = {
+        "name": "E",
+        "recipe": {},
+        "digests": {},
+        "train": ["sub-03_ses-1"],
+        "subjects": {"e1": "e"},
+        "validated": ["e1"],
+    }
     run = SimpleNamespace(dataset={"train": ["sub-01_ses-2"], ANCESTORS: [learned]}, has_chosen=True, subjects={})
     cases = dict.fromkeys((*scored, "sub-03_ses-1", "e2"))
     seen = find_seen(run, cases, dict, subjects={"e2": "e", "d2": "d"}).namesakes  # type: ignore[arg-type]
@@ -327,3 +335,24 @@ def test_another_label_file_is_named_only_where_both_are_there(tmp_path: Path) -
     assert list(groups) == ["new to the run", "predicted with unknown settings", "seen in training"]
     assert told.endswith("Of the other 2, 1 was predicted with unknown settings, and 1 was seen in "
                          "training.")  # fmt: skip
+
+
+def test_what_weights_learned_from_has_the_patients_that_a_table_names() -> None:
+    described = {"name": "D", "labels": {"a": 1}, "train": ["t"], "held_out": ["h"], "digests": {}}
+    described |= {"volume_classes": {"subjects": {"t": "p", "h": "q", "other": "r"}}}
+    (learned,) = sets_learned(described)
+    assert (
+        learned["subjects"] == {"t": "p", "h": "q"}
+        and "subjects" not in sets_learned({**described, "volume_classes": None})[0]
+    )
+
+
+def test_numbers_of_patients_are_compared_within_one_data_set_only(tmp_path: Path) -> None:
+    """Another hospital numbers its patients from 0 as well."""
+    for name in ("own", "other"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "labels.csv").write_text("case,class,subject\nnew_1,ill,0\nnew_2,ill,p1\n")
+    dataset = {"train": ["a", "b"], "volume_classes": {"subjects": {"a": "0", "b": "p1"}}}
+    record = RunRecord(tmp_path, {"dataset": dataset, "config": {"data": str(tmp_path / "own")}}, None, {})
+    for name, alike in (("own", ["new_1", "new_2"]), ("other", ["new_2"])):
+        assert trained_on(record, tmp_path / name, ["new_1", "new_2"], tmp_path).namesakes == alike

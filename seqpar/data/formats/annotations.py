@@ -58,7 +58,7 @@ def with_annotations(dataset: Dataset, root: Path, with_others: bool = False) ->
         own = {case.id for case in dataset.cases}
         if others := sorted(listed.keys() - own):
             told = f"{path}: lists cases that are not among the label maps ({len(others)}), such as {others[0]}"
-            dataset = replace(dataset, notes=(*dataset.notes, told))
+            dataset = replace(dataset, notes=(*dataset.notes, f"{told}: these lines are ignored"))
         listed = {case: names for case, names in listed.items() if case in own}
     values = _values_of(listed, dataset, path)
     cases = [replace(case, annotated=values.get(case.id)) for case in dataset.cases]
@@ -82,7 +82,7 @@ def _read_csv(path: Path, classes: Collection[str]) -> Listed:
             path, f"begins with {','.join(rows[0]) if rows else 'nothing'}; it needs the header case,CLASS,…"
         )
     header, listed = rows[0][1:], Listed()
-    if unknown := [name for name in header if name not in classes]:
+    if unknown := [name for name in header if name and name not in classes]:
         raise DataError(path, f"has a column {unknown[0]}; the classes are {', '.join([*classes][1:])}")
     for case, *marks in rows[1:]:
         if len(marks) != len(header) or not set(marks) <= {"0", "1"}:

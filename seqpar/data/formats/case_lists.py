@@ -3,6 +3,7 @@
 import os
 from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
+from types import NoneType
 from typing import Any
 
 from seqpar.data.errors import DataError
@@ -130,7 +131,7 @@ def _listed(
                 raise DataError(
                     path, f"gives case {name} {both.pop()} as an image and as its label; correct one of them"
                 )
-            if labelled and isinstance(entry.get("annotated"), (list, dict)):
+            if labelled and not isinstance(entry.get("annotated"), (bool, int, float, NoneType)):
                 raise DataError(path, f'says in the entry of case {name} what is annotated; list that next to "{key}": '
                                 '"annotated": {"CASE": ["liver", …], …}')  # fmt: skip
             first = first or case

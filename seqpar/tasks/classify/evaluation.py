@@ -4,6 +4,7 @@ import argparse
 import csv
 import io
 import math
+import re
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -193,7 +194,10 @@ def trained_on(record: RunRecord, truth: Path, cases: Sequence[str], prediction:
     alike = same_scans(scans, own)
     others = {case for case in scans if case in own and case not in alike.get(case, ())}  # the truth has other images
     scored = {case: None if case in others else known.get(case) for case in cases}
-    seen = find_seen(record, scored, lambda: image_files(record.config["data"]), prediction, read_subjects(truth))
+    subjects = read_subjects(truth)
+    if truth.resolve() != Path(str(record.config.get("data"))).resolve():  # numbers may be those of other patients
+        subjects = {case: patient for case, patient in subjects.items() if re.search("[A-Za-z]", patient)}
+    seen = find_seen(record, scored, lambda: image_files(record.config["data"]), prediction, subjects)
     return seen._replace(differing={})  # they have no label map
 
 

@@ -58,6 +58,7 @@ class LabelMapPrediction(CasePrediction):
             weights = "".join(digest(path) for member in members for path in member.weights)
             dicom = DicomFiles(_classes(self.run), hashlib.sha256(weights.encode()).hexdigest()[:16])
         self.folder = LabelMapFolder(request.output, outputs, statistics, ensemble, maps, dicom)
+        self.doubts = set[str]()  # of how patients lie, that were said
 
     def record(self) -> dict[str, Any]:
         runs = [record_of_weights(member) | {"settings": _that_act(member.settings)} for member in self.members]
@@ -129,7 +130,8 @@ class LabelMapPrediction(CasePrediction):
 
             def write() -> str:
                 properties, labels = self.prepared_cases.taken[0].properties, ids
-                if doubt := properties.geometry.orientation_doubt:
+                if (doubt := properties.geometry.orientation_doubt) and doubt not in self.doubts:
+                    self.doubts.add(doubt)  # said once, whatever the number of such files
                     self.shown.warn(f"{case.id}: its file {doubt}; left and right, or other sides, may be swapped")
                 if isinstance(probabilities, MeanProbabilities):
                     with folder.writable():

@@ -293,10 +293,10 @@ class SegmentationValidation(CaseValidation):
         return LabelWatch(self.data, lambda: dataset_of(self.config))
 
     @cached_property
-    def _source(self) -> tuple[dict[str, Path], dict[str, Doubt], tuple[tuple[int, int], ...]]:
-        """The files of the truths, how they are written, and which values are read as others."""
+    def _source(self) -> tuple[dict[str, Path], dict[str, Doubt], Dataset]:
+        """The files of the truths, how they are written, and the data set."""
         dataset = dataset_of(self.config)
-        return label_files(dataset), doubts_of(dataset), tuple(dataset.joined.items())
+        return label_files(dataset), doubts_of(dataset), dataset
 
     def _count_vanished(self, name: str, turned: Properties, truth: np.ndarray, values: Sequence[int]) -> int:
         """Returns how many regions of a case's true file its prepared grid cannot show; 0 if the file is gone.
@@ -305,9 +305,9 @@ class SegmentationValidation(CaseValidation):
         """
         if name not in self._vanished and any(few < many for few, many in zip(turned.shape, turned.box_shape)):
             with suppress(OSError, ValueError, LookupError):
-                files, doubts, joined = self._source
-                whole = read_reference(files[name], doubts.get(name)).values
-                fine = to_ids(crop(whole, turned.box), turned.values, joined)
+                files, doubts, source = self._source
+                whole = read_reference(files[name], doubts.get(name), regions=source.regions.values()).values
+                fine = to_ids(crop(whole, turned.box), turned.values, tuple(source.joined.items()))
                 self._vanished[name] = count_vanished_regions(fine, truth, values)
         return self._vanished.get(name, 0)
 
