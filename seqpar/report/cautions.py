@@ -443,5 +443,7 @@ def too_much(scored: CaseScores) -> str:
     wrong = "wrong, and regions may be found by chance"
     if any(DISPUTED_ML in row for case in scored.cases for row in case.scores.values()):
         wrong = f"outside {CONSENSUS}, though a reader may agree"
+    elif any(case.doubt for case in scored.cases):
+        wrong = "where the truth calls it less probable than not"
     text = "; ".join(told)
     return f"{text[0].upper()}{text[1:]}: most of it is {wrong}." if told else ""

@@ -173,7 +173,7 @@ def what_is_not_found(
         it = _it(lacking)
         told.append(
             f"{begin} {_listed(lacking)} is 0.000: no {kind} case is known to have {it}, and what is "
-            f"predicted of {it} is false. These cases cannot show whether the network finds {it}."
+            f"predicted of {it} counts as false. These cases cannot show whether the network finds {it}."
         )
     if unknown := [name for name, dice in best.get("dice", {}).items() if dice is None]:
         finds = f"nothing shows whether the network finds {_it(unknown)}"

@@ -327,7 +327,7 @@ def what_is_hardly_learned(
     if math.isnan(present) and where:
         return f"no case has this class {where}"
     if math.isnan(present):
-        return "no case has this class, and what is predicted of it is false"
+        return "no case has this class, and what is predicted of it counts as false"
     if present < HARDLY and found >= MOSTLY:
         if cases == 1:
             return f"the prediction covers {100 * found:.0f} % of the truth, but is much too large"
@@ -344,7 +344,7 @@ def what_is_hardly_learned(
         )
         return f"too little is predicted: {share}{covers}"
     if present >= HARDLY:
-        return f"{rounded(present, 3)} where the truth has this class; where it has none, what is predicted is false"
+        return f"{rounded(present, 3)} where the truth has this class; where it has none, predictions count as false"
     if dice and math.isnan(found):
         return "little of it overlaps the truth, or much too much is predicted"
     if not dice and math.isnan(predicted):  # whether any was is not known

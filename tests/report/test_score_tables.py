@@ -35,7 +35,7 @@ from seqpar.report.tables import (
     what_volumes_count,
 )
 from seqpar.scores.label_classes import Labels
-from seqpar.scores.label_files import Pair
+from seqpar.scores.label_files import Doubt, Pair
 from seqpar.scores.label_scores import DEFAULT_SETTINGS, format_dice, score, summarise
 from seqpar.scores.summary_files import summary_content
 from seqpar.tasks.segment.page import _caution_of, headline
@@ -246,6 +246,9 @@ def test_a_prediction_of_many_times_the_true_volume_is_warned_of() -> None:
     disputed = scores_of(1.0, {"vessel": (1,)}, (small, full))
     disputed.cases[0].scores["vessel"]["DisputedMl"] = 1.0
     assert too_much(disputed).endswith("ml: most of it is outside the readers' consensus, though a reader may agree.")
+    soft = scores_of(1.0, {"vessel": (1,)}, (small, full))
+    soft = replace(soft, cases=(replace(soft.cases[0], doubt=Doubt({}, (0, 1))),))
+    assert too_much(soft).endswith("ml: most of it is where the truth calls it less probable than not.")
     small[:] = 0
     small.flat[:2250] = 1  # of 8,000 voxels
     assert " is 3.6 times the true one, 2.25 ml" in too_much(scores_of(1.0, {"vessel": (1,)}, (small, full)))

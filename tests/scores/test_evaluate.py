@@ -113,11 +113,11 @@ def test_a_class_that_no_truth_has_is_not_called_hardly_learned(folders: tuple[P
         save(folders[1] / f"case_{case}.nii.gz", np.full((12, 11, 9), 2, np.uint8))
     assert evaluate_folders(folders) == 0
     said = capsys.readouterr().out
-    assert "core: mean Dice 0.0000: no case has this class, and what is predicted of it is false" in said
+    assert "core: mean Dice 0.0000: no case has this class, and what is predicted of it counts as false" in said
     save(folders[0] / "case_0.nii.gz", np.full((12, 11, 9), 2, np.uint8))
     assert evaluate_folders(folders) == 0
     said = capsys.readouterr().out
-    assert "core: mean Dice 0.2000: 1.000 where the truth has this class; where it has none, what is pred" in said
+    assert "core: mean Dice 0.2000: 1.000 where the truth has this class; where it has none, predictions c" in said
     for case in range(1, 4):
         save(folders[0] / f"case_{case}.nii.gz", np.full((12, 11, 9), 2, np.uint8))
     assert evaluate_folders(folders) == 0
