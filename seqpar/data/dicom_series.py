@@ -138,10 +138,8 @@ def _slice(file: Path, with_voxels: bool) -> _Slice:
     if reader.GetNumberOfComponents() > 1:
         raise DataError(file, "has colours; one number per voxel is needed")
     if tags.get(_PHOTOMETRIC, "").strip() == "MONOCHROME1":  # ITK reads -1 - value, or the largest value minus it
-        problem = (
-            "is MONOCHROME1, whose values would be read inverted: convert the series to NIfTI by a tool that keeps"
-        )
-        raise DataError(file, f"{problem} them")
+        raise DataError(file, "is MONOCHROME1, whose values would be read inverted: convert the series to NIfTI by a "
+                        "tool that keeps them")  # fmt: skip
     position, axes, spacing = (_numbers(tags, key, file) for key in (_POSITION, _ORIENTATION, _SPACING))
     is_whole = (len(position), len(axes), len(spacing)) == (3, 6, 2) and min(spacing) > 0
     rows = np.reshape(axes, (2, -1))

@@ -90,7 +90,7 @@ class ValidationFolder:
     """Writes the folder, one case after the other; used by the first rank.
 
     ``description``: of the data set, as in config.json; ``find_dataset`` returns the data set with its label files;
-    ``step``: of the run, for summary.json; ``preparation``: of its cases; ``window``: by which they are predicted.
+    ``step``: of the run, for summary.json; ``preparation``: of its cases; ``window``: how they are predicted.
     """
 
     def __init__(
