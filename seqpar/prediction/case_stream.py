@@ -74,30 +74,39 @@ class PreparedCases:
     - ``preparations``: each run's; runs that prepare alike share a prepared case
     - ``taken``: the case that was taken last, as each run takes it
     - ``image``: of that case, canonical ``c W D H`` in the files' numbers, if images are kept
+    - ``is_like_labels``: whether that case's files could be label maps of the runs' labels by their values
     """
 
     def __init__(self, cases: Sequence[Case], preparations: Sequence[Preparation], keep_images: bool) -> None:
         self.cases, self.preparations, self.keep_images = cases, preparations, keep_images
-        self.taken, self.image = list[Prepared](), cast(np.ndarray | None, None)
+        self.taken, self.image, self.is_like_labels = list[Prepared](), cast(np.ndarray | None, None), False
         self._pool = ThreadPoolExecutor(1)
-        self._started: dict[int, Future[tuple[list[Prepared], np.ndarray | None]]] = {}
+        self._started: dict[int, Future[tuple[list[Prepared], np.ndarray | None, bool]]] = {}
 
     def take(self, number: int) -> list[Prepared]:
         """Returns the case with that number as each run takes it, once it is prepared, and starts on the next one."""
         for index in range(number, min(number + 2, len(self.cases))):
             if index not in self._started:
                 self._started[index] = self._pool.submit(self._prepare, self.cases[index])
-        self.taken, self.image = self._started.pop(number).result()
+        self.taken, self.image, self.is_like_labels = self._started.pop(number).result()
         return self.taken
 
-    def _prepare(self, case: Case) -> tuple[list[Prepared], np.ndarray | None]:
+    def _prepare(self, case: Case) -> tuple[list[Prepared], np.ndarray | None, bool]:
         loaded = load_case(case, self.preparations[0].recipe)
         distinct = list[tuple[Preparation, Prepared]]()
         for preparation in self.preparations:
             if all(preparation != known for known, _ in distinct):
                 distinct.append((preparation, preparation.prepare(loaded, case)))
         prepared = [next(one for known, one in distinct if known == own) for own in self.preparations]
-        return prepared, loaded.image if self.keep_images else None
+        is_like_labels = _is_like_labels(loaded.image, {*self.preparations[0].recipe.values})
+        return prepared, loaded.image if self.keep_images else None, is_like_labels
+
+
+def _is_like_labels(image: np.ndarray, values: set[int]) -> bool:
+    """Returns whether an image has several values, all of them labels."""
+    if not values or image.min() == image.max() or image.min() < min(values) or image.max() > max(values):
+        return False
+    return {*np.unique(image).tolist()} <= values
 
 
 class CaseProgress:

@@ -58,7 +58,7 @@ class LabelMapPrediction(CasePrediction):
             weights = "".join(digest(path) for member in members for path in member.weights)
             dicom = DicomFiles(_classes(self.run), hashlib.sha256(weights.encode()).hexdigest()[:16])
         self.folder = LabelMapFolder(request.output, outputs, statistics, ensemble, maps, dicom)
-        self.doubts = set[str]()  # of how patients lie, that were said
+        self.doubts = set[str]()  # about files, that were said: once each, whatever the number of such files
 
     def record(self) -> dict[str, Any]:
         runs = [record_of_weights(member) | {"settings": _that_act(member.settings)} for member in self.members]
@@ -130,9 +130,12 @@ class LabelMapPrediction(CasePrediction):
 
             def write() -> str:
                 properties, labels = self.prepared_cases.taken[0].properties, ids
-                if (doubt := properties.geometry.orientation_doubt) and doubt not in self.doubts:
-                    self.doubts.add(doubt)  # said once, whatever the number of such files
-                    self.shown.warn(f"{case.id}: its file {doubt}; left and right, or other sides, may be swapped")
+                if doubt := properties.geometry.orientation_doubt:
+                    self._warn_once(case, f"its file {doubt}; left and right, or other sides, may be swapped")
+                if self.prepared_cases.is_like_labels:
+                    self._warn_once(
+                        case, "its file has no values but those of labels: it may be a label map, not an image"
+                    )
                 if isinstance(probabilities, MeanProbabilities):
                     with folder.writable():
                         labels = probabilities.class_ids(run.output_order)
@@ -149,6 +152,11 @@ class LabelMapPrediction(CasePrediction):
         line = ", ".join([*dict.fromkeys(windows), *[emptied] * bool(emptied)])
         statistics = folder.statistics
         return f"{line}; {statistics.volumes(case.id)}" if statistics and self.mesh.is_first else line
+
+    def _warn_once(self, case: Case, doubt: str) -> None:
+        if doubt not in self.doubts:
+            self.doubts.add(doubt)
+            self.shown.warn(f"{case.id}: {doubt}")
 
     def _say_emptied(self, ids: np.ndarray, kept: np.ndarray) -> str:
         """Returns which classes of the predicted ids --min-component leaves nothing of; "" if there are none."""
