@@ -256,6 +256,15 @@ WORDS_OF_TERMS = {  # keys of metrics.jsonl
 }
 
 
+def seen_in(window: object, overlap: object, mirrored: int) -> str:
+    """Returns how a network sees a case, in words; "" if it is not known. ``mirrored``: in how many directions."""
+    if not isinstance(window, str) or window not in WORDS_OF_WINDOWS:
+        return ""
+    by = f" that overlap by {100 * overlap:.3g} %" * (window == "sliding") if isinstance(overlap, float) else ""
+    flips = f", as a mean over mirrored copies ({quantity(mirrored, 'direction')})" * bool(mirrored)
+    return f"{WORDS_OF_WINDOWS[window]}{by}{flips}"
+
+
 def training_diagrams(
     train: Sequence[Row],
     held_out: Sequence[Row],

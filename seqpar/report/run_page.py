@@ -18,7 +18,7 @@ from seqpar.data.formats.splits import data_faults
 from seqpar.data.phantom.phantom_files import describe_layout, is_generated
 from seqpar.models.build import family_of
 from seqpar.report.cautions import above_scores, changed_on_the_way, may_be_chance
-from seqpar.report.curves import WORDS_OF_LOSSES, training_diagrams
+from seqpar.report.curves import WORDS_OF_LOSSES, WORDS_OF_WINDOWS, seen_in, training_diagrams
 from seqpar.report.images import scored_twice
 from seqpar.report.plots import draw_charts, name_of_run
 from seqpar.report.record import (
@@ -201,7 +201,7 @@ def is_validation(prediction: Path | None, record: RunRecord) -> bool:
 
 
 def how_predicted(prediction: Path | None, record: RunRecord) -> str:
-    """Returns how a network saw the scored cases, a sentence; "" if it is not known, or if averaged runs differ in it.
+    """Returns how networks saw the scored cases, a sentence; "" if it is not known.
 
     - ``prediction``: a folder of label maps; None: the run's own validation
     """
@@ -216,15 +216,13 @@ def how_predicted(prediction: Path | None, record: RunRecord) -> str:
     else:
         ways = [made.get("settings", {}) for made in made_by(prediction)] if prediction else []
         large = " That can ruin the result of cases much larger than the tiles of the training; predict warns of these."
-    known = {(own.get("window"), own.get("overlap"), len(own.get("mirror") or ())) for own in ways}
-    window, overlap, mirrored = known.pop() if len(known) == 1 else (None, None, 0)
-    flips = f", as a mean over mirrored copies ({quantity(mirrored, 'direction')})" * bool(mirrored)
-    if window == "whole":
-        return f"Each case was predicted in one pass{flips}.{large}"
-    if window != "sliding" or not isinstance(overlap, float):
+    known = sorted({seen_in(own.get("window"), own.get("overlap"), len(own.get("mirror") or ())) for own in ways})
+    if not known or not all(known):
         return ""
-    told = f"Cases were predicted in windows that overlap by {100 * overlap:.3g} %{flips}"
-    return f"{told}; another overlap changes scores a little."
+    told = f"Each case was predicted {known[0]}" + "; another overlap changes scores a little" * ("overlap" in known[0])
+    if len(known) > 1:
+        told = f"The averaged networks saw each case in different ways: {'; '.join(known)}"
+    return f"{told}.{large * any(WORDS_OF_WINDOWS['whole'] in way for way in known)}"
 
 
 def not_yet_predicted(prediction: Path) -> list[str]:

@@ -302,7 +302,7 @@ def test_it_is_said_if_cases_were_mirrored(finished: Path, tmp_path: Path) -> No
     told = how_predicted(None, replace(record, content={**record.content, "config": config}))
     assert told == "Each case was predicted in one pass, as a mean over mirrored copies (2 directions)."
     both = replace(record, content={**record.content, "config": {**record.config, "val_window": "both"}})
-    assert how_predicted(None, both).startswith("Cases were predicted in windows")
+    assert how_predicted(None, both).startswith("Each case was predicted in windows")
     write_json(summary, json.loads(summary.read_text()) | {"window": "whole"})
     write_json(finished / "validation-sliding/summary.json", {"window": "sliding"})  # of the worse
     assert (
@@ -310,7 +310,7 @@ def test_it_is_said_if_cases_were_mirrored(finished: Path, tmp_path: Path) -> No
         == how_predicted(finished / "validation", both)
         == "Each case was predicted in one pass."
     )
-    assert how_predicted(finished / "validation-sliding", both).startswith("Cases were predicted in windows")
+    assert how_predicted(finished / "validation-sliding", both).startswith("Each case was predicted in windows")
     (tmp_path / "prediction.json").write_text(json.dumps({"run": "r", "settings": {"window": "whole"}}))
     told = how_predicted(tmp_path, record)
     assert told.startswith("Each case was predicted in one pass. That can ruin the result of cases much larger than"), (
@@ -320,6 +320,12 @@ def test_it_is_said_if_cases_were_mirrored(finished: Path, tmp_path: Path) -> No
         way = {"run": "r", "weights": {}, "settings": {"window": "sliding", "overlap": 0.5, "mirror": mirror}}
         (tmp_path / "prediction.json").write_text(json.dumps(way))
         assert said in how_predicted(tmp_path, record)
+    one_pass = {"run": "q", "settings": {"window": "whole", "overlap": 0.5}}
+    (tmp_path / "prediction.json").write_text(json.dumps({"runs": [way, one_pass]}))
+    told = (
+        "The averaged networks saw each case in different ways: in one pass; in windows that overlap by 50 %. That can"
+    )
+    assert how_predicted(tmp_path, record).startswith(told)
 
 
 def test_captions_ask_the_file_and_every_reader_whether_the_truth_has_a_class() -> None:
