@@ -259,6 +259,11 @@ def _middle(path: Path, size: int) -> bytes:
         return file.read(SAMPLE)
 
 
+def is_single_volume(path: Path) -> bool:
+    """Returns whether a path is one file, and not a list of cases."""
+    return path.is_file() and path.suffix != ".json"
+
+
 def strip_suffix(name: str) -> str:
     """Returns a volume's name without its suffix, such as .nii.gz."""
     return name.removesuffix(suffix_of(name))

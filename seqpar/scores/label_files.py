@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from seqpar.data.errors import DataError
-from seqpar.data.files import SUFFIXES, strip_suffix
+from seqpar.data.files import SUFFIXES, is_single_volume, strip_suffix
 from seqpar.data.formats.annotations import lists_annotations, tables_at, with_annotations
 from seqpar.data.formats.brats import read_brats
 from seqpar.data.formats.dataset import Case, Dataset
@@ -130,8 +130,10 @@ def dataset_at(truth: Path, declaration: Path | None = None) -> Dataset | None:
 
     - ``declaration``: a dataset.json that was named for these, or its folder
     """
-    if truth.is_file() and truth.suffix != ".json":
-        return None
+    if is_single_volume(truth):
+        folder = _annotated(truth.parent, declaration)
+        own = (case for case in folder.cases if case.label and case.label.samefile(truth)) if folder else ()
+        return replace(folder, cases=tuple(own)) if folder else None
     if truth.is_dir() and list_label_files(truth):
         brats = read_brats(truth)  # the one format with images next to their labels
         return brats if brats and brats.labels else _annotated(truth, declaration)
@@ -183,7 +185,7 @@ def _listed(folder: Path, listing: Path, declaration: Path | None) -> Dataset | 
 
 def folders_of_truth(truth: Path, dataset: Dataset | None) -> set[Path]:
     """Returns the folders that hold the true label maps and their images; none for a single label map."""
-    if dataset is None:
+    if dataset is None or is_single_volume(truth):
         return {truth} if truth.is_dir() else set()
     return {path.parent for case in dataset.cases for path in case.files}
 
@@ -232,9 +234,8 @@ def about_held_out(run: Path) -> str:
         held = quantity(len(held_out), "held-out case")
         return f"{run} validated {count} of its {held} (--val-cases {count}): the scores are of no others."
     parts = [f"lacks {quantity(len(gone), 'held-out case')}, such as {gone[0]}"] if gone else []
-    parts += (
-        [f"has {quantity(len(others), 'case')} that the run did not hold out, such as {others[0]}"] if others else []
-    )
+    if others:
+        parts.append(f"has {quantity(len(others), 'case')} that the run did not hold out, such as {others[0]}")
     return f"Caution: {run / 'validation'} {' and '.join(parts)}." if parts else ""
 
 
@@ -260,9 +261,10 @@ def match_cases(
     ``common``: those that both have, and nothing is said of others. ``regions``: the values of each class.
     """
     refuse_missing((truth, prediction) if dataset is None else (prediction,))
-    if dataset is None and truth.is_file() and prediction.is_file():
-        return Matched([Pair(strip_suffix(truth.name), truth, prediction)], [], [])
-    if prediction.is_file() or (dataset is None and truth.is_file()):
+    if is_single_volume(truth) and prediction.is_file():
+        annotated = dataset.cases[0].annotated if dataset and dataset.cases else None
+        return Matched([Pair(strip_suffix(truth.name), truth, prediction, annotated)], [], [])
+    if prediction.is_file() or is_single_volume(truth):
         raise ValueError(f"{truth} and {prediction}: give two folders or two files")
     pairs, missing, faults = list[Pair](), list[str](), list[DataError]()
     shown, doubts = dict[str, tuple[int, ...] | None](), dict[str, Doubt]()
