@@ -101,16 +101,34 @@ class MaskedError(Loss):
         group = (loss_groups or LossGroups()).voxels
 
         def share(part: Tensor, rebuilt: Sequence[Tensor]) -> LossParts:
-            patches, hidden = rebuilt
-            wide = torch.promote_types(patches.dtype, torch.float32)
-            target = self.target(part.flatten(0, 1).index_select(0, hidden).to(wide))
-            error = (patches.to(wide) - target).square().sum()
-            count = error.new_tensor(target.numel())
+            squares = self._squares(rebuilt, part)
+            error, count = squares.sum(), squares.new_tensor(squares.numel())
             if group is not None:
                 error, count = all_sum(error, group), all_reduce(count, group)
             return LossParts(error / count / len(labels), {})
 
         return [partial(share, part) for part in labels]
+
+    def sums_within(
+        self, rebuilt: Sequence[Tensor], part: Tensor, within: Tensor, loss_groups: LossGroups | None = None
+    ) -> Tensor:
+        """Returns sums over the hidden voxels, on whichever ranks they are: of the squared errors within scans, of the
+        voxels that these are over, and of all.
+
+        - ``within``: ``b n/s 1 p p p`` is 1 for voxels of a scan, and 0 for those of its padding
+        """
+        squares, hidden = self._squares(rebuilt, part), rebuilt[1]
+        own = within.flatten(0, 1).index_select(0, hidden).to(squares).expand_as(squares)
+        sums = torch.stack([(squares * own).sum(), own.sum(), squares.new_tensor(squares.numel())]).double()
+        group = (loss_groups or LossGroups()).voxels
+        return sums if group is None else all_reduce(sums, group)
+
+    def _squares(self, rebuilt: Sequence[Tensor], part: Tensor) -> Tensor:
+        """Returns the squared errors ``r/s c p p p`` of decoded patches with their positions."""
+        patches, hidden = rebuilt
+        wide = torch.promote_types(patches.dtype, torch.float32)
+        target = self.target(part.flatten(0, 1).index_select(0, hidden).to(wide))
+        return (patches.to(wide) - target).square()
 
     def target(self, patches: Tensor) -> Tensor:
         """Returns patches ``r c p p p`` as they are compared."""

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from seqpar.report.planes import RUN_COLOURS, colours_of
 from seqpar.runs.journal import held_out_scores, loss_terms, read_metrics
-from seqpar.runs.metrics_tail import of_one_way, score_of
+from seqpar.runs.metrics_tail import PADDING, of_one_way, score_of
 from seqpar.runs.run_folder import name_validated, validates_trained
 from seqpar.text import quantity
 
@@ -287,10 +287,11 @@ def training_diagrams(
     of_terms = f", without {' and '.join(lacking)}" * bool(lacking)
     windows = {WORDS_OF_WINDOWS[row["window"]] for row in held_out if row.get("window") in WORDS_OF_WINDOWS}
     ways = f", {' or '.join(sorted(windows))}" * bool(windows)
+    is_padded = any(PADDING in row for row in held_out)
     losses = [
         Line("training", steps, [[number(row.get("loss")) for row in train]], noisy=True),
         Line(
-            f"{validated}{count_of(held_out, '=')}{of_terms}{ways}",
+            f"{validated}{count_of(held_out, '=')}{of_terms}{ways}{', padding left out' * is_padded}",
             at,
             [[number(row.get("loss")) for row in held_out]],
             dots=True,

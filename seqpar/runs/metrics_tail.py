@@ -191,6 +191,7 @@ def _it(names: Sequence[str]) -> str:
     return "them" if len(names) > 1 else "it"
 
 
+PADDING = "padding"  # in a pretraining's validation: which share of what is hidden it is; errors leave it out
 LITTLE = 0.8  # of the error of a mean; above it, a pretraining has learned little
 
 

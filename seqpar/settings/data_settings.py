@@ -167,7 +167,9 @@ class DataSettings:
         "label",
         choices=TARGETS,
         tasks=VOXELS,
-        idle_here=lambda c, here: "because the data declare no regions" if here.declares_regions is False else "",
+        idle_here=lambda c, here: (
+            "because the data declare no regions" if here.declares_regions is False and c.targets != "sigmoids" else ""
+        ),
         fixed="the network's outputs follow from it",
     )
     phantoms: int = _data(

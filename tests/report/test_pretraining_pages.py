@@ -48,6 +48,23 @@ def test_errors_on_other_hidden_voxels_are_not_compared(finished: Path, tmp_path
     assert (other / "report.html").read_text().count("Nothing was learned: the best error is") == 1
 
 
+def test_pages_say_which_share_of_what_is_hidden_is_padding(finished: Path, tmp_path: Path) -> None:
+    run_folder = pretrained(finished, tmp_path / "run", 0.34, 0.5)
+    assert run(report.act, [str(run_folder)]) == 0
+    text = Page((run_folder / "report.html").read_text()).text
+    assert "reaches beyond the scan is padded" not in text or "no error counts" not in text  # of earlier versions
+    row = json.loads((run_folder / "metrics.jsonl").read_text()) | {"padding": 0.654}
+    (run_folder / "metrics.jsonl").write_text(json.dumps(row) + "\n")
+    shutil.copy(Path(__file__).parents[2] / "docs/pictures/first-run.png", run_folder / "validation.png")
+    assert run(report.act, [str(run_folder)]) == 0
+    text = Page((run_folder / "report.html").read_text()).text
+    assert (
+        "Of the hidden voxels, 65 % are padding, as tiles reach beyond the scans: errors in validation leave it" in text
+    )
+    assert "A tile that reaches beyond the scan is padded, which no error counts." in text
+    assert "held out (n = 2), padding left out" in text
+
+
 @pytest.mark.parametrize(
     ("task", "tiles", "number"), [("pretrain", "48", 2), ("pretrain", "32", 1), ("segment", "48", 1)]
 )

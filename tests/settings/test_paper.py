@@ -146,6 +146,7 @@ def test_what_the_data_leave_without_effect_is_said(brains, flags, alone, tmp_pa
         "--dice-background: no effect because the outputs are regions, without a background"
     ]
     assert said(*labels, "--targets", "labels") == ["--targets labels: no effect because the data declare no regions"]
+    assert said(*labels, "--targets", "sigmoids") == [], "outputs and loss are others"
     assert said(*regions, "--targets", "labels", "--dice-background") == said(*labels, "--dice-background") == []
 
 

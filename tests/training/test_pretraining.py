@@ -197,14 +197,22 @@ def test_pictures_show_image_masked_rebuilt_and_difference(images, tmp_path, alo
     tile = drawn[0]
     assert tile.image.shape == (16, 16, 16) and tile.hidden.mean() == 0.75
     assert np.array_equal(tile.rebuilt[~tile.hidden], tile.image[~tile.hidden])
-    error = float(((tile.rebuilt - tile.image)[tile.hidden] ** 2).mean())
+    of_all = float(((tile.rebuilt - tile.image)[tile.hidden] ** 2).mean())
     part = trainer.net.layout.cut(torch.from_numpy(tile.image)[None, None], 0)
     output = trainer.net(part, None, DropoutKey(0, -1, (0,)))  # runs of other seeds are compared
-    assert error == pytest.approx(float(trainer.loss(output, part).detach()), rel=1e-5)
-    assert tile.error == pytest.approx(error, rel=1e-5)
-    of_mean = float(((tile.image.mean() - tile.image)[tile.hidden] ** 2).mean())
+    assert of_all == pytest.approx(float(trainer.loss(output, part).detach()), rel=1e-5), "training counts padding"
+    shape = trainer.data.dataset.cases[trainer.validation.ids[0]].image.shape[1:]
+    first, scan = [max(0, (16 - side + 1) // 2) for side in shape], np.zeros((16, 16, 16), bool)
+    scan[tuple(slice(begin, begin + side) for begin, side in zip(first, shape))] = True
+    assert max(first) and not tile.image[~scan].any() and tile.image[scan].all(), "in one direction it is padded"
+    error = float(((tile.rebuilt - tile.image)[tile.hidden & scan] ** 2).mean())
+    assert tile.error == pytest.approx(error, rel=1e-5) and tile.error != pytest.approx(of_all, rel=1e-2)
+    of_mean = float(((tile.image[scan].mean() - tile.image)[tile.hidden & scan] ** 2).mean())
     assert tile.error_of_mean == pytest.approx(of_mean, rel=1e-5)
     assert result.row["error_of_mean"] == pytest.approx(np.mean([one.error_of_mean for one in drawn]))
+    assert result.row["loss"] == pytest.approx(np.mean([one.error for one in drawn]))
+    assert 0.05 < result.row["padding"] < 0.3 and "error of hidden voxels of scans " in result.text
+    assert trainer.validation.measured_on(trainer.description["dataset"]["digests"]).endswith(" padding=0")
     figure = figure_of_tiles([tile], False, tmp_path)
     *panels, bar = figure.axes
     titles = [panel.get_title() for panel in panels]
@@ -225,7 +233,7 @@ def test_pictures_show_image_masked_rebuilt_and_difference(images, tmp_path, alo
     assert trainer.data.dataset.modalities == ("channel 0",), "an image alone and unnamed needs no name"
     assert "Hidden patches, rebuilt" in title and "axial plane through the tile's middle" in title
     of_two = " ".join(figure_of_tiles([replace(tile, modality="T1")], False, tmp_path).get_suptitle().split())
-    assert "Hidden patches of T1, rebuilt" in of_two and "hidden voxels, of all modalities." in of_two
+    assert "Hidden patches of T1, rebuilt" in of_two and "hidden voxels of the scan, of all modalities." in of_two
     said = f"{tile.axial.numbers[8]} / {tile.axial.total}: image"
     assert titles[0] == f"{trainer.validation.ids[0]}\naxial {said}" and f"{COUNTED}." in title, "planes have numbers"
     masked = np.asarray(figure_of_tiles([tile], False, tmp_path).axes[1].images[0].get_array())

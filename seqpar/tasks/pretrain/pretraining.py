@@ -134,7 +134,7 @@ class Pretraining(Task):
     def page(self, options: argparse.Namespace, record: RunRecord) -> FinishedPage:
         """Returns the page about a run without labels: its error on held-out cases, and pictures."""
         from seqpar.report.run_page import FinishedPage, render_run
-        from seqpar.runs.metrics_tail import what_was_learned
+        from seqpar.runs.metrics_tail import PADDING, what_was_learned
         from seqpar.runs.run_folder import name_validated
 
         if flags := [f"--{name}" for name in ("truth", "prediction", "images", "positive") if getattr(options, name)]:
@@ -148,9 +148,10 @@ class Pretraining(Task):
 
         normalised = bool(record.config.get("normalised_targets"))
         sentence, _ = what_was_learned(record.held_out, normalised)
+        last_validation = record.held_out[-1] if record.held_out else {}
         parts: dict[str, Any] = {"errors": _errors(record), "png": png, "sentence": sentence}
         parts["given"] = f" Errors are in standard deviations of each patch. {GIVEN}." * normalised
-        parts["validated"] = name_validated(record.dataset)
+        parts["validated"], parts["padding"] = name_validated(record.dataset), last_validation.get(PADDING)
         folder = Path(__file__).parent
         return FinishedPage(render_run(folder, record, gaps, (), [], loss="mean squared error", **parts))
 
@@ -159,6 +160,7 @@ def _errors(record: RunRecord) -> Table | None:
     """Returns the errors on held-out cases, validation by validation; None before the first."""
     from seqpar.report.curves import number
     from seqpar.report.tables import Score, Table, TableHead, TableRow
+    from seqpar.runs.metrics_tail import PADDING
     from seqpar.runs.run_folder import name_validated
 
     if not record.held_out:
@@ -168,4 +170,7 @@ def _errors(record: RunRecord) -> Table | None:
     count = int(record.held_out[-1].get("cases", 0))
     cases = name_validated(record.dataset, count)
     note = f"On one tile of each of {cases}; the same tokens are hidden in every validation."
+    if share := record.held_out[-1].get(PADDING):
+        beyond = f" Of the hidden voxels, {100 * share:.0f} % are padding, as tiles reach beyond the scans: errors in "
+        note += f"{beyond}validation leave it out, and the loss in training counts it."
     return Table("metrics", heads, rows, note=note)

@@ -35,7 +35,7 @@ from seqpar.report.planes import (
 )
 from seqpar.report.plots import escape_mathtext, make_figure, save_figure, title_of_run
 from seqpar.runs.journal import Journal
-from seqpar.runs.metrics_tail import guess_of, score_of_error
+from seqpar.runs.metrics_tail import PADDING, guess_of, score_of_error
 from seqpar.tasks.case_validation import NUM_PICTURED, CaseValidation, ValidationResult, when_validated
 from seqpar.text import name_images, with_minus
 from seqpar.vit.dropout import DropoutKey
@@ -88,7 +88,7 @@ def figure_of_tiles(tiles: Sequence[RebuiltTile], neurological: bool, run: Path,
 
     figure = make_figure(5.4, 5.5 * len(tiles) + 2.1)  # narrow, so that it can be read on a narrow page
     of_modality = f" of {escape_mathtext(tiles[0].modality)}" if tiles[0].modality else ""
-    errors = f"Errors are mean squared errors of hidden voxels{', of all modalities' * bool(of_modality)}"
+    errors = f"Errors are mean squared errors of hidden voxels of the scan{', of all modalities' * bool(of_modality)}"
     if tiles[0].guess == guess_of(normalised=True):
         errors += f", in standard deviations of each patch. {GIVEN}"
     count = counted([tile.axial] for tile in tiles)
@@ -151,7 +151,9 @@ class MaskedValidation(CaseValidation):
 
     def measured_on(self, digests: Mapping[str, str]) -> str:
         """Returns it as other validations do; earlier versions hid other voxels if the seed was not 0."""
-        return super().measured_on(digests) + " hidden=0" * (self.config.seed != 0)
+        cases, tile = self.data.dataset.cases, self.config.tile  # errors of earlier versions count padding, too
+        is_padded = any(extent < side for name in self.ids for extent, side in zip(cases[name].image.shape[1:], tile))
+        return super().measured_on(digests) + " hidden=0" * (self.config.seed != 0) + " padding=0" * is_padded
 
     @property
     def shown(self) -> int:
@@ -167,53 +169,65 @@ class MaskedValidation(CaseValidation):
         net.train()
         if means is None:
             return None
-        mean, of_mean = means
+        mean, of_mean, padding = means
         self.refuse_taken_over()
         picture = journal.path.parent / "validation.png"
         row = {"loss": mean, "error_of_mean": of_mean, "cases": len(self.ids)}
+        row |= {PADDING: padding} if padding else {}
         if tiles:
             journal.draw(lambda: draw_tiles(picture, tiles, when_validated(journal, row), self.config.neurological))
+        of_scans = " of scans" * bool(padding)
         text = (
-            f"validation on {self.counted}: mean squared error of hidden voxels {mean:.4f} "
+            f"validation on {self.counted}: mean squared error of hidden voxels{of_scans} {mean:.4f} "
             f"({of_mean:.4f} if they were filled with {guess_of(self.error.normalised)})"
         )
         return ValidationResult(row, text, score_of_error(mean), {})
 
     def _means(
         self, net: Network, journal: Journal, stopper: StopRequest, tiles: list[RebuiltTile]
-    ) -> tuple[float, float] | None:
-        """Returns the mean loss and that of a mean in place of what is hidden, None if all ranks leave.
+    ) -> tuple[float, float, float] | None:
+        """Returns the mean error and that of a mean in place of what is hidden, both over cases and within scans, and
+        which share of what is hidden is padding; None if all ranks leave.
 
         - ``tiles``: gets what the first rank pictures
         """
-        data, total = self.mesh.data, torch.zeros(2, dtype=torch.float64, device=self.mesh.device)
+        data, total = self.mesh.data, torch.zeros(5, dtype=torch.float64, device=self.mesh.device)
         for first in self.turns(journal, stopper):
             if first is None:
                 return None
             number = first + data.index
             if number < len(self.ids):
                 total += self._case(net, number, tiles if first < NUM_PICTURED * data.size else None)
-        mean, of_mean = (all_reduce(total, data) / len(self.ids)).tolist()
-        return mean, of_mean
+        mean, of_mean, count, within, hidden = all_reduce(total, data).tolist()
+        if not count:  # what is hidden of every case is padding
+            return math.nan, math.nan, 1.0
+        return mean / count, of_mean / count, 1 - within / hidden
 
     @torch.no_grad()
     def _case(self, net: Network, number: int, tiles: list[RebuiltTile] | None) -> Tensor:
-        """Returns the loss of a case's tile, and that of a mean; the picture is added to ``tiles``."""
+        """Returns the error in the scan of a case's tile, and that of a mean; 1, or 0 if nothing is hidden there; how
+        many hidden voxels are in the scan, and how many in all. The picture is added to ``tiles``.
+        """
         case = self.data.dataset.cases[self.ids[number]]
         whole = torch.from_numpy(middle_of(case, net.layout.tile))[None]
         part = net.layout.cut(whole, self.mesh.seq.index).to(self.mesh.device)
         image = part.double() if self.config.precision == "fp64" else part
         with autocast(self.config.precision, self.mesh.device):
             rebuilt, hidden = net(image, None, DropoutKey(0, STEP, (number,)))  # the same, whatever the run's seed
+        place = _of_scan(case, net.layout.tile)
+        within = torch.zeros(1, 1, *net.layout.tile)
+        within[place] = 1
         guess = torch.zeros_like(rebuilt)  # each patch's own mean, where patches are normalised
         if not self.error.normalised:
-            guess += whole[0].flatten(1).mean(1).to(rebuilt)[None, :, None, None, None]
-        groups = net.loss_groups(None, 1)
-        errors = torch.stack([self.error.parts((it, hidden), part, groups).total.double() for it in (rebuilt, guess)])
+            guess += whole[place][0].flatten(1).mean(1).to(rebuilt)[None, :, None, None, None]
+        groups, own = net.loss_groups(None, 1), net.layout.cut(within, self.mesh.seq.index).to(self.mesh.device)
+        sums = torch.stack([self.error.sums_within((it, hidden), part, own, groups) for it in (rebuilt, guess)])
+        errors, (_, count, total) = sums[:, 0] / sums[:, 1], sums[0]
         if tiles is not None:
             tile = self._tile(net, case, whole, part, rebuilt, hidden)
             tiles.append(replace(tile, error=float(errors[0]), error_of_mean=float(errors[1])))
-        return errors
+        found = (count > 0).to(count)
+        return torch.stack([*errors.nan_to_num(0).mul(found), found, count, total])
 
     def _tile(
         self, net: Network, case: PreparedCase, whole: Tensor, part: Tensor, rebuilt: Tensor, hidden: Tensor
@@ -244,6 +258,12 @@ class MaskedValidation(CaseValidation):
 def middle_of(case: PreparedCase, tile: tuple[int, ...]) -> np.ndarray:
     """Returns the tile ``c W D H`` in the middle of a case; outside of the case it is 0."""
     return np.ascontiguousarray(read_box(case.image, _first_of(case, tile), tile, 0), np.float32)
+
+
+def _of_scan(case: PreparedCase, tile: tuple[int, ...]) -> tuple[Any, ...]:
+    """Returns which part ``… W D H`` of the tile in the middle of a case is in the case: elsewhere it is padded."""
+    every = zip(_first_of(case, tile), case.image.shape[1:], tile)
+    return ..., *(slice(max(0, -first), min(side, extent - first)) for first, extent, side in every)
 
 
 def _first_of(case: PreparedCase, tile: tuple[int, ...]) -> list[int]:
