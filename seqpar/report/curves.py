@@ -244,6 +244,10 @@ WORDS_OF_LOSSES = {  # values of --loss, as people read them
     "skeleton-recall": "Dice, cross-entropy and skeleton recall",
     "tversky": "Tversky",
 }
+OF_TILES = (  # settings that decide on which tiles the loss in training is
+    *("tile", "spacing", "crop_to", "augment", "synthesis", "synthesis_per"),
+    *("foreground", "foreground_by", "foreground_shift"),
+)
 WORDS_OF_WINDOWS = {"sliding": "in windows", "whole": "in one pass"}  # values of --val-window
 WORDS_OF_TERMS = {  # keys of metrics.jsonl
     "ce_loss": "cross-entropy",

@@ -11,7 +11,7 @@ from seqpar.data.errors import DataError
 from seqpar.data.files import read_whole
 from seqpar.data.formats.splits import data_faults
 from seqpar.report.cautions import above_scores, learned_by_each
-from seqpar.report.curves import OF_RUNS, Diagram, Line, count_of, number, step_axis
+from seqpar.report.curves import OF_RUNS, OF_TILES, Diagram, Line, count_of, number, step_axis
 from seqpar.report.images import about_grids, about_windows, grids_of
 from seqpar.report.planes import RUN_COLOURS, colours_of
 from seqpar.report.plots import Chart, draw_charts, make_strips
@@ -167,10 +167,10 @@ def _validated(record: RunRecord) -> tuple[int, frozenset[str]]:
     return min(record.config.get("val_cases") or len(cases), len(cases)), cases
 
 
-def _losses_that_differ(records: Sequence[RunRecord]) -> list[str]:
-    """Returns the settings in which runs of one task differ, and on which the size of a loss depends."""
+def _losses_that_differ(records: Sequence[RunRecord], also: Sequence[str] = ()) -> list[str]:
+    """Returns the settings in which runs of one task differ, and on which the size of a loss depends, or ``also``."""
     are_errors = all(record.network_settings.task in ERRORS for record in records)  # of what is hidden
-    names = dict.fromkeys((*OF_LOSS, *OF_ERROR * are_errors))
+    names = dict.fromkeys((*OF_LOSS, *OF_ERROR * are_errors, *also))
     acts = (name for name in names if all(setting_applies(record.network_settings, name) for record in records))
     every = [acting_settings(record.content) for record in records]
     values = {name: {json.dumps(own.get(name, getattr(Config, name))) for own in every} for name in acts}
@@ -274,11 +274,12 @@ def curves_over_each_other(records: Mapping[str, RunRecord]) -> list[Chart]:
     runs = list(records.values())
     of_data = ", not comparable" * bool(_differ_in_data(runs))
     of_loss = of_data or ", not comparable" * bool(_losses_that_differ(runs))
+    of_tiles = of_loss or ", on different tiles" * bool(_losses_that_differ(runs, OF_TILES))
     of_cases = ", on different cases" * _differ_in_held_out(runs)
     of_grids = ", on different grids" * (len(grids_of(records)) > 1)
     where = "in validation" if any(validates_trained(record.dataset) for record in runs) else "on held-out cases"
     every: list[tuple[str, list[Line], float | None]] = [
-        (f"Loss in training{of_loss}", losses, None),
+        (f"Loss in training{of_tiles}", losses, None),
         (f"Loss {where}{count_of(validations, '=')}{of_cases}{of_grids}{of_loss}", held_out, None),
     ]
     for task, lines in scores.items():  # a chart each, for what one task is scored by is nothing to another

@@ -192,6 +192,7 @@ def _it(names: Sequence[str]) -> str:
 
 
 PADDING = "padding"  # in a pretraining's validation: which share of what is hidden it is; errors leave it out
+MUCH = 0.25  # of padding
 LITTLE = 0.8  # of the error of a mean; above it, a pretraining has learned little
 
 
@@ -206,9 +207,8 @@ def what_was_learned(rows: Iterable[Mapping[str, Any]], normalised: bool) -> tup
     - ``rows``: of the validations
     - ``normalised``: whether patches are rebuilt without their mean
     """
-    known = [
-        (row["loss"], row["error_of_mean"]) for row in comparable(rows) if isinstance(row.get("error_of_mean"), float)
-    ]
+    rows = [row for row in comparable(rows) if isinstance(row.get("error_of_mean"), float)]
+    known = [(row["loss"], row["error_of_mean"]) for row in rows]
     known = [pair for pair in known if all(isinstance(error, float) and math.isfinite(error) for error in pair)]
     if not known:
         return "", ""
@@ -217,4 +217,5 @@ def what_was_learned(rows: Iterable[Mapping[str, Any]], normalised: bool) -> tup
     if error <= LITTLE * of_mean:
         return sentence, ""
     learned = "Little was learned" if error < of_mean else "Nothing was learned"
-    return sentence, f"{learned}: the best error is {error:.4f}, and that of {guess} is {of_mean:.4f}. Train longer."
+    advice = "Train longer" + ", on tiles that fit into the scans" * (rows[-1].get(PADDING, 0) > MUCH)
+    return sentence, f"{learned}: the best error is {error:.4f}, and that of {guess} is {of_mean:.4f}. {advice}."

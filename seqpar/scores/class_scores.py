@@ -224,10 +224,11 @@ def baseline(summary: Mapping[str, Any]) -> str:
 def about_scores(summary: Mapping[str, Any]) -> str:
     """Returns how intervals are computed, and what guessing and a constant answer reach."""
     present = sum(row["cases"] > 0 for row in summary["classes"].values())
+    among = " among the classes that cases have" * (present < len(summary["classes"]))
     of_each = " AUC: each class against the others, averaged over classes." * (len(summary["classes"]) > 2)
     return (
         "95 % intervals: accuracy, Wilson's; balanced accuracy, the classes' Wilson intervals, combined; AUC, by "
-        "bootstrap (1,000 draws, stratified by class). n: cases. Guessing gives a balanced accuracy of "
+        f"bootstrap (1,000 draws, stratified by class). n: cases. Guessing{among} gives a balanced accuracy of "
         f"{1 / max(1, present):.3g} and an AUC of 0.5 on average. {baseline(summary)}{of_each}"
     )
 

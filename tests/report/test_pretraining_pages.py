@@ -12,7 +12,7 @@ import pytest
 from seqpar.cli import report
 from seqpar.cluster.exit_codes import run
 from seqpar.report.record import read_record
-from seqpar.report.several_runs import cautions_about
+from seqpar.report.several_runs import cautions_about, curves_over_each_other
 from seqpar.runs.sweep_folder import describe_mixed, read_sweep, refresh_points, validated_on
 from seqpar.sweeps.results import _figure_of_sweep
 from seqpar.tasks.pretrain.validation import RebuiltTile, figure_of_tiles
@@ -37,6 +37,9 @@ def test_errors_on_other_hidden_voxels_are_not_compared(finished: Path, tmp_path
         pretrained(finished, tmp_path / name, loss, 0.5, **config)
         for name, loss, config in (("one", 0.34, {}), ("same", 0.3, {"seed": 5}), ("other", 0.55, {"tile": [8, 8, 8]}))
     )
+    config = pretrained(finished, tmp_path / "segments", 0.3, 0.5, task="segment", tile=[8, 8, 8]), finished
+    titles = [chart.title for chart in curves_over_each_other({own.name: read_record(own) for own in config})]
+    assert titles[0] == "Loss in training, on different tiles" and "not comparable" not in titles[1]
     told = "These runs differ in their losses (tile); their loss curves cannot be compared."
     assert tile != [8, 8, 8] and cautions_about([read_record(one), read_record(same)]) == []
     assert cautions_about([read_record(one), read_record(other)]) == [told]
@@ -53,7 +56,7 @@ def test_pages_say_which_share_of_what_is_hidden_is_padding(finished: Path, tmp_
     assert run(report.act, [str(run_folder)]) == 0
     text = Page((run_folder / "report.html").read_text()).text
     assert "reaches beyond the scan is padded" not in text or "no error counts" not in text  # of earlier versions
-    row = json.loads((run_folder / "metrics.jsonl").read_text()) | {"padding": 0.654}
+    row = json.loads((run_folder / "metrics.jsonl").read_text()) | {"padding": 0.654, "loss": 0.45}
     (run_folder / "metrics.jsonl").write_text(json.dumps(row) + "\n")
     shutil.copy(Path(__file__).parents[2] / "docs/pictures/first-run.png", run_folder / "validation.png")
     assert run(report.act, [str(run_folder)]) == 0
@@ -63,6 +66,9 @@ def test_pages_say_which_share_of_what_is_hidden_is_padding(finished: Path, tmp_
     )
     assert "A tile that reaches beyond the scan is padded, which no error counts." in text
     assert "held out (n = 2), padding left out" in text
+    assert (
+        "Little was learned: the best error is 0.4500, and that of the tile's mean is 0.5000. Train longer, on" in text
+    )
 
 
 @pytest.mark.parametrize(
