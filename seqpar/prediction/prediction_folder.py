@@ -40,6 +40,7 @@ _FILES, _INPUTS, _GENERATED, SERIES = "files", "inputs", "generated", "series"
 MAPS, _VOXELS = "label_maps", "voxels"  # of each case: size and digest of what predict wrote; digests of its images
 
 _RUNS_OWN = re.compile("checkpoints$|validation")  # folders in a run's, which training clears
+_MORE_FILES = ("probabilities", "npz", "dicom_seg", "uncertainty", "statistics")  # settings that only add files
 _ENDS = {".json": b"}\n", ".pkl": b".", ".png": b"IEND\xaeB`\x82"}  # the last bytes of a whole file
 
 
@@ -98,7 +99,8 @@ class PredictionFolder(ABC):
             )
         self._refuse_unlisted([], listed)  # before it is read
         is_same, images = earlier == now, {case.id: _stamps(case) for case in cases}
-        before = {} if not is_same else images if inputs is None else inputs  # older versions did not record them
+        is_alike = earlier is not None and _without_files(earlier) == _without_files(now)  # what is kept is of one way
+        before = {} if not is_alike else images if inputs is None else inputs  # older versions did not record them
         same = frozenset(name for name, stamps in images.items() if same_sources(before.get(name), stamps))
         self.changed = [name for name in images if resume and name in before and name not in same]
         self.listed = listed
@@ -415,6 +417,10 @@ def comparable(settings: Any) -> Any:
     if isinstance(own.get("weights"), dict):  # digests by path; those of windows have a name
         own["weights"] = sorted(map(str, own["weights"].values()))
     return own
+
+
+def _without_files(settings: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in settings.items() if name not in _MORE_FILES}
 
 
 def is_whole(path: Path) -> bool:

@@ -10,7 +10,7 @@ from typing import NamedTuple, TypeVar
 from seqpar.data.errors import DataError
 from seqpar.data.files import read_whole
 from seqpar.data.formats.splits import data_faults
-from seqpar.report.cautions import above_scores, learned_by_each
+from seqpar.report.cautions import above_scores, changed_on_the_way, learned_by_each
 from seqpar.report.curves import OF_RUNS, OF_TILES, Diagram, Line, count_of, number, step_axis
 from seqpar.report.images import about_grids, about_windows, grids_of
 from seqpar.report.planes import RUN_COLOURS, colours_of
@@ -190,7 +190,7 @@ ABOUT_PHANTOMS = "Scores on phantoms say nothing about real images."
 
 def cautions_about_each(records: Mapping[str, RunRecord]) -> list[str]:
     """Returns a sentence for each run that may have learned nothing, or whose scores say less than they seem to."""
-    tests = (_divided, weak_start, what_is_unlearned, _other_weights)
+    tests = (_divided, weak_start, what_is_unlearned, _other_weights, lambda run: " ".join(changed_on_the_way(run)))
     pairs = ((name, own(record)) for name, record in records.items() for own in tests)
     return [f"{name}: {sentence[0].lower()}{sentence[1:]}" for name, sentence in pairs if sentence]
 
@@ -234,7 +234,8 @@ def settings_table(records: Mapping[str, RunRecord]) -> Table | None:
     """Returns the settings in which runs differ that have them, with their data and ranks; None if there are none."""
     every: dict[str, dict[str, str]] = {}
     for name, record in records.items():
-        facts = {"data set": record.dataset["name"], "ranks": record.layout["ranks"]} | acting_settings(record.content)
+        facts = {"data set": record.dataset["name"], "cases to train on": len(record.dataset["train"])}
+        facts |= {"ranks": record.layout["ranks"]} | acting_settings(record.content)
         if record.config.get("data"):
             facts["phantoms"] = None  # they are for a run without data
         network = record.network_settings

@@ -22,6 +22,7 @@ from seqpar.report.pictures import PicturedCase, caution_about, figure_of_cases
 from seqpar.report.planes import count_vanished_briefly
 from seqpar.report.record import ScoredCase, read_record
 from seqpar.report.run_page import main_settings
+from seqpar.report.several_runs import cautions_about_each, settings_table
 from seqpar.report.tables import DISPUTED_ML, sizes_table
 from seqpar.scores.label_files import Doubt
 from tests.report.test_score_tables import scores_of
@@ -314,3 +315,19 @@ def test_settings_that_held_for_some_steps_are_told_and_those_that_never_held_ar
     assert said((1, lr), (1, back)) == said((last + 1, lr)) == said((1, {"patience": [1, 2], "epochs": [1, 2]})) == []
     assert "from step 1." in said((2, lr), (1, {}))[0], "resumed from an older checkpoint"
     assert said((1, {"gone": [1, 2]}), (1, lr)) == said((1, lr)) and said() == []
+
+
+def test_comparisons_name_runs_whose_settings_changed_and_how_many_cases_each_trains_on(
+    finished: Path, tmp_path
+) -> None:
+    record = read_record(finished)
+    history = [{}, {"step": 1, "changed": {"lr": [0.1, 0.2]}}]
+    resumed = replace(record, content={**record.content, "history": history})
+    told = "later: settings changed when this run was resumed: --lr 0.1 -> 0.2 from step 1. Below are the last ones."
+    assert cautions_about_each({"once": record, "later": resumed}).count(told) == 1
+    assert told not in cautions_about_each({"once": record, "later": record})
+    fewer = replace(record, content={**record.content, "dataset": {**record.dataset, "train": ["one"]}})
+    table = settings_table({"all": record, "one": fewer})
+    assert table is not None and settings_table({"all": record, "later": resumed}) is None
+    (row,) = table.rows
+    assert (row.name, row.cells) == ("cases to train on", [str(len(record.dataset["train"])), "1"])

@@ -60,7 +60,9 @@ def test_settings_that_differ_stand_beside_each_other(finished: Path, worse: Pat
     page = compared(finished, worse)
     assert "Settings that differ" in page.text and "lr" in page.text and "0.5" in page.text
     assert "embed_dim" not in page.text
-    assert "None: the runs have the same settings." in compared(finished, shutil.copytree(finished, worse / "b")).text
+    assert (
+        "None: the runs' last settings are the same." in compared(finished, shutil.copytree(finished, worse / "b")).text
+    )
 
 
 def changed(run: Path, change: Callable[[dict[str, Any]], object]) -> Path:
