@@ -339,6 +339,19 @@ def test_nothing_of_another_prediction_stays_next_to_a_label_map(images, tmp_pat
     assert {name for name in tree(out) if "/" in name} <= {"npz/plans.json", "npz/dataset.json"}
 
 
+def test_further_files_of_some_cases_are_no_other_settings(images, tmp_path, capsys) -> None:
+    run, out = make_run(tmp_path / "run"), tmp_path / "out"
+    assert act(tmp_path, run, images=str(images / "c_000_0000.nii.gz")) == 0
+    assert act(tmp_path, run, "--statistics", images=str(images / "c_001_0000.nii.gz")) == 0
+    assert "other settings" not in capsys.readouterr().out and predicted_otherwise(out) == []
+    assert act(tmp_path, run, "--statistics", "--continue") == 0
+    assert "2 cases (1 are done)" in capsys.readouterr().out, "one of the others has no statistics yet"
+    assert act(tmp_path, run, images=str(images / "c_002_0000.nii.gz")) == 0
+    assert "other settings" not in capsys.readouterr().out and predicted_otherwise(out) == []
+    assert act(tmp_path, run, "--overlap", "0.25", images=str(images / "c_002_0000.nii.gz")) == 0
+    assert predicted_otherwise(out) == ["c_000", "c_001"]
+
+
 def test_probabilities_of_a_case_whose_output_is_anothers_name_stay(images, tmp_path) -> None:
     run, out = make_run(tmp_path / "run"), tmp_path / "out"
     other = images / "c_001_label-1_0000.nii.gz"  # as c_001's probabilities are called
