@@ -23,10 +23,11 @@ from seqpar.report.several_runs import (
 )
 from seqpar.report.tables import mean_over
 from seqpar.runs.run_folder import read_config
-from seqpar.runs.run_status import weights_taken
+from seqpar.runs.run_status import describe_kill, weights_taken
 from seqpar.runs.sweep_folder import (
     Point,
     Sweep,
+    as_ended,
     describe_mixed,
     format_value,
     how_mixed,
@@ -50,6 +51,8 @@ def page_of_sweep(out: Path, compare: Mapping[str, Compare]) -> str:
     - ``compare``: compares the runs of a task, by the task's name
     """
     sweep, name = refresh_points(out, read_sweep(out)), out.resolve().name
+    killed = (as_ended(point, "killed") if describe_kill(out / point.name) else point for point in sweep.points)
+    sweep = replace(sweep, points=tuple(killed))
     ranked = sweep.ranked
     best, records, gaps = sweep.best, dict[str, RunRecord](), list[str]()
     for point in ranked[:MOST_CURVES]:
@@ -167,6 +170,8 @@ LEAD = "Other seeds may change the order, and the first of several points tends 
 
 
 def _why_not_over(point: Point) -> str:
+    if point.state == "killed":
+        return f"{point.name} was killed after step {point.step:,}."
     return f"{point.name} {'has not begun' if point.state == 'open' else f'is {point.state}'}. {point.why}".rstrip()
 
 

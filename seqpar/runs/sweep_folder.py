@@ -218,7 +218,7 @@ def refresh_points(out: Path, sweep: Sweep, stopped: Sequence[str] = (), ended: 
       "preempted" where a signal reached a training before it could act on it
     """
     points = (_look_up(out / point.name, point, stopped) for point in sweep.points)
-    return replace(sweep, points=tuple(_ended(point, ended) if ended else point for point in points))
+    return replace(sweep, points=tuple(as_ended(point, ended) if ended else point for point in points))
 
 
 def odd_points(out: Path, sweep: Sweep) -> list[str]:
@@ -343,7 +343,8 @@ def counts_for_scores(name: str, was: Any, now: Any) -> bool:
     return name not in _HARMLESS and SETTINGS[name].section not in _SECTIONS
 
 
-def _ended(point: Point, state: str) -> Point:
+def as_ended(point: Point, state: str) -> Point:
+    """Returns a point, with another state if its status says that it runs."""
     if point.state != "running":
         return point
     why = f"its training was killed, after step {point.step}" if state == "killed" else ""

@@ -23,12 +23,16 @@ from seqpar.report.planes import count_vanished_briefly
 from seqpar.report.record import ScoredCase, read_record
 from seqpar.report.run_page import main_settings
 from seqpar.report.several_runs import cautions_about_each, settings_table
+from seqpar.report.sweep_page import page_of_sweep
 from seqpar.report.tables import DISPUTED_ML, sizes_table
+from seqpar.runs.run_lock import RunLock
+from seqpar.runs.sweep_folder import read_sweep, refresh_points
 from seqpar.scores.label_files import Doubt
 from tests.report.test_score_tables import scores_of
 from tests.support.configs import config_of, trainer_of
 from tests.support.folders import image_array, nnunet, save
 from tests.support.report_page import NAMES, Page, own_slices, written
+from tests.support.sweep_folder import make_sweep_folder
 
 
 def changed(folder: Path, **dataset: Any) -> Path:
@@ -331,3 +335,14 @@ def test_comparisons_name_runs_whose_settings_changed_and_how_many_cases_each_tr
     assert table is not None and settings_table({"all": record, "later": resumed}) is None
     (row,) = table.rows
     assert (row.name, row.cells) == ("cases to train on", [str(len(record.dataset["train"])), "1"])
+
+
+def test_points_that_run_are_told_from_those_that_were_killed(tmp_path: Path) -> None:
+    made = make_sweep_folder(tmp_path)
+    (name,) = (point.name for point in refresh_points(made, read_sweep(made)).points if point.state == "running")
+    lock = RunLock(made / name)
+    lock.take()
+    assert f"{name} is running." in Page(page_of_sweep(made, {})).text
+    lock.release()
+    text = Page(page_of_sweep(made, {})).text
+    assert f"{name} was killed after step" in text and "is running" not in text

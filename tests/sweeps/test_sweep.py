@@ -324,7 +324,7 @@ def test_the_page_of_a_sweep_has_all_points_effects_and_the_command_of_the_best(
     assert "train.py --lr 1e-3 --out" in page.text and "batch-2-again" in page.text
     assert "torchrun --nproc-per-node 2 launch/train.py --lr" in page.text, "as many groups as it had"
     assert "data:image/png;base64," in text and "aria-sort" in text
-    assert "lr-0.002_batch-1 is running" in page.text
+    assert "lr-0.002_batch-1 was killed after step 1." in page.text, "no process holds it"
     assert "<h1>sweep</h1>" in text and "<h2>Curves</h2>" in text and "training loss" in page.text
     rows = re.findall(r"<tr><th>(.*?)</th>", text.partition('data-effect="batch"')[2].partition("</table>")[0])[1:]
     assert rows == ["1", "2"], "in the order of the drawing, not the best first"
