@@ -16,6 +16,7 @@ from seqpar.data.errors import DataError
 from seqpar.data.formats.splits import sample_cases
 from seqpar.report.curves import WORDS_OF_WINDOWS
 from seqpar.report.embedded_volumes import ShownCase, shown_best
+from seqpar.report.images import own_grid
 from seqpar.report.record import CaseScores, RunRecord, ScoredCase, read_record, read_scores, runs_behind
 from seqpar.report.tables import ABSENT_RULE, CONSENSUS, DISPUTED_ML, MANY, SIZES, Absent, absent_of, is_part_labelled
 from seqpar.runs.metrics_tail import best_validation, comparable, score_of, with_other_weights
@@ -27,7 +28,7 @@ from seqpar.runs.run_folder import (
     read_windows,
     validates_trained,
 )
-from seqpar.runs.run_status import list_changes
+from seqpar.runs.run_status import changes_of_data, list_changes
 from seqpar.runs.sweep_folder import counts_for_scores, list_some
 from seqpar.scores.comparison import FEW, TOO_FEW
 from seqpar.scores.label_classes import Labels, choose_labels
@@ -117,7 +118,8 @@ def changed_on_the_way(record: RunRecord) -> list[str]:
         told |= {step: own} if own and 0 < step <= last else {}
     each = "; ".join(f"{list_changes(own)} from step {step:,}" for step, own in told.items())
     curves = " The curve of the loss is of two kinds." * any({*OF_LOSS} & own.keys() for own in told.values())
-    return [f"Settings changed when this run was resumed: {each}. Below are the last ones.{curves}"] * bool(told)
+    lines = [f"Settings changed when this run was resumed: {each}. Below are the last ones.{curves}"] * bool(told)
+    return lines + changes_of_data(record.content.get("history", ()), last)
 
 
 def _changes_weights(name: str, was: Any, now: Any) -> bool:
@@ -351,14 +353,6 @@ def measured_otherwise(record: RunRecord, made: Mapping[str, Any]) -> str:
     if str(own.get("min_component", "0")) != "0" or own.get("postprocessing"):
         ways.append("with regions removed")
     return f" That was not measured in the same way: these cases were predicted {' and '.join(ways)}." if ways else ""
-
-
-def own_grid(record: RunRecord) -> str:
-    """Returns the voxels to which a segmentation's run resamples its cases, in words; "" if they keep their own."""
-    recipe = record.dataset.get("recipe") or {}  # a plan of nnU-Net's has probabilities resampled
-    sizes = () if recipe.get("plan") else recipe.get("spacing") or ()
-    is_other = bool(sizes) and record.config.get("task", "segment") == "segment"
-    return f"voxels of {' × '.join(f'{size:.3g}' for size in sizes)} mm" * is_other
 
 
 def may_be_chance(record: RunRecord, step: int | None = None) -> str:

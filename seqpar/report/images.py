@@ -24,7 +24,6 @@ from seqpar.data.preparation.prepared_case import Properties
 from seqpar.data.preparation.recipe import Recipe
 from seqpar.data.volumes import digest_file, files_digest, read_geometry
 from seqpar.losses import Readers
-from seqpar.report.cautions import own_grid
 from seqpar.report.curves import WORDS_OF_WINDOWS
 from seqpar.report.embedded_volumes import Bytes
 from seqpar.report.planes import grey_window, limits_of
@@ -432,3 +431,11 @@ def about_grids(
     each = "; ".join(f"{grid or 'the voxels of the files'} ({list_some(names, ', ')})" for grid, names in grids.items())
     told = f"These runs were validated on different grids: {each}. Their curves in validation cannot be compared."
     return [f"{told} {others}"]
+
+
+def own_grid(record: RunRecord) -> str:
+    """Returns the voxels to which a segmentation's run resamples its cases, in words; "" if they keep their own."""
+    recipe = record.dataset.get("recipe") or {}  # a plan of nnU-Net's has probabilities resampled
+    sizes = () if recipe.get("plan") else recipe.get("spacing") or ()
+    is_other = bool(sizes) and record.config.get("task", "segment") == "segment"
+    return f"voxels of {' × '.join(f'{size:.3g}' for size in sizes)} mm" * is_other

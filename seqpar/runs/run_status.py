@@ -422,7 +422,22 @@ def _typed(value: Any) -> str:
     return (" ".join(map(str, value)) if isinstance(value, (tuple, list)) else str(value)) or "unset"
 
 
-def append_start(history: Sequence[Any], step: int, ranks: int, changes: Changes) -> list[Any]:
-    """Returns a run's history with this start of it; ``step``: from where it resumes."""
+def append_start(
+    history: Sequence[Any], step: int, ranks: int, changes: Changes, data: Sequence[str] = ()
+) -> list[Any]:
+    """Returns a run's history with this start of it; ``step``: from where it resumes; ``data``: how those changed."""
     now = time.strftime("%Y-%m-%d %H:%M:%S")
-    return [*history, {"step": step, "time": now, "ranks": ranks, "changed": dict(changes), "command": typed_command()}]
+    start = {"step": step, "time": now, "ranks": ranks, "changed": dict(changes), "command": typed_command()}
+    return [*history, start | ({"data": list(data)} if data else {})]
+
+
+def changes_of_data(history: Sequence[Any], last: int) -> list[str]:
+    """Returns sentences on how the data changed where a run was resumed before its ``last`` step; earlier versions do
+    not tell.
+    """
+    lines = list[str]()
+    for start in history[1:]:
+        with suppress(LookupError, TypeError, ValueError, AttributeError):
+            told = [*start["data"]] * (0 < start["step"] <= last)
+            lines += [f"From step {start['step']:,}, where this run was resumed, {one}." for one in told]
+    return lines

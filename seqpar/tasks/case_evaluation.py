@@ -13,6 +13,7 @@ from typing import Any
 from seqpar.cluster.exit_codes import DATA
 from seqpar.data.errors import DataError
 from seqpar.data.formats.dataset import Dataset
+from seqpar.data.formats.splits import FOLDS
 from seqpar.data.phantom.phantom_files import is_generated
 from seqpar.prediction.prediction_folder import inputs_of, replaced_line
 from seqpar.report.cautions import (
@@ -25,7 +26,7 @@ from seqpar.report.cautions import (
 from seqpar.report.images import images_beside, other_images, unlisted_maps
 from seqpar.report.record import RunRecord, from_here, mixed_line, predicted_otherwise, read_record, runs_behind
 from seqpar.report.tables import Score, Table, TableHead, TableRow
-from seqpar.runs.run_folder import holds_run, run_of_validation, tested_cases, validation_in
+from seqpar.runs.run_folder import holds_folds, holds_run, read_config, run_of_validation, tested_cases, validation_in
 from seqpar.scores.comparison import about_scans
 from seqpar.scores.label_classes import Labels, choose_labels, joined_in, labels_of_run, with_declared_by
 from seqpar.scores.label_files import missing_line
@@ -33,6 +34,7 @@ from seqpar.scores.summary_files import write_output, writing_alone
 from seqpar.tasks.seen_cases import NEW, NONE_SEEN, SEEN, Seen
 from seqpar.tasks.training_data import copies_of_run, sides_of_each
 from seqpar.terminal import next_command
+from seqpar.weights.facts import not_one_split
 
 ELSEWHERE = "; --images FOLDER adds images that are stored elsewhere"
 
@@ -168,6 +170,8 @@ class CaseEvaluation(ABC):
                 lines += cautions_together(Path(job.name) for job in jobs)
                 lines += filter(None, [about_scans([name for one in scored for name in one.names], self.subjects)])
             print("\n" + "\n".join(lines), flush=True)
+        for caution in _about_folds([Path(job.name) for job in jobs]):
+            print(f"\n{caution}", flush=True)
         if self.options.find_best is not None and scored:
             lines = [which] * (bool(which) and len(scored) == 1) + [self.find_best(first)]
             lines += cautions_together(Path(job.name) for job in jobs)
@@ -263,6 +267,18 @@ def other_values(run: Path, written: Labels, scored: Labels) -> list[str]:
         if name in scored.classes and {*scored.classes[name]} != {*values}
     ]
     return [f"Caution: {run} writes {'; '.join(others)}. The scores compare other classes."] * bool(others)
+
+
+def _about_folds(runs: Sequence[Path]) -> list[str]:
+    """Returns a caution if runs are the five of one folder, and do not hold out each case once."""
+    folders, described = {run.absolute().parent for run in runs}, list[Mapping[str, Any]]()
+    if len(runs) < FOLDS or len(folders) > 1 or not holds_folds(folders.pop()):
+        return []
+    for run in runs:
+        with suppress(DataError, ValueError, KeyError):
+            described.append(read_config(run)["dataset"])
+    told = not_one_split(described, len(described) == FOLDS)
+    return [f"Caution: {told}. Their split changed between trainings: they are no cross-validation."] * bool(told)
 
 
 def _cautions_on_sides(record: RunRecord, prediction: Path | None) -> list[str]:

@@ -42,7 +42,7 @@ from seqpar.tasks.task import Task
 from seqpar.terminal import next_command, python_module, resume_command, typed_variable
 from seqpar.text import parse_duration
 from seqpar.training.run_request import check_again_flag, is_requeued, refuse_unlike_folds
-from seqpar.weights.facts import changed_between, several_data
+from seqpar.weights.facts import changed_between, not_one_split, several_data
 
 GRACE_S = 60.0  # for other ranks' word on how a fold ended, where it failed on this one
 
@@ -103,12 +103,11 @@ class Folds:
                 code = _agree_code(self._train_fold(fold, run, now["begun"], launcher), meeting, fold)
             if code:
                 return self._end(code, out, fold, launcher)
+            if launcher.rank == 0:
+                _warn_of_other_data(_described(runs[: fold + 1]))
         _write(out, launcher, FOLDS, "finished")
         if launcher.rank == 0:
-            described = list[dict[str, Any]]()
-            for run in runs:
-                with suppress(DataError, ValueError):  # all have finished, whatever becomes of their records
-                    described.append(read_config(run).get("dataset", {}))
+            described = _described(runs)
             if told := changed_between(*described):
                 print(f"warning: {told}: a score of all folds together mixes two states of the data", flush=True)
             if told := several_data(*described):
@@ -254,6 +253,24 @@ class Folds:
         print(line, flush=True)
         exit_codes.leave_last_words(line)
         return code
+
+
+def _described(runs: Sequence[str]) -> list[Mapping[str, Any]]:
+    """Returns what finished folds record of their data, as far as their records are there."""
+    described = list[Mapping[str, Any]]()
+    for run in runs:
+        with suppress(DataError, ValueError):
+            described.append(read_config(run).get("dataset", {}))
+    return described
+
+
+def _warn_of_other_data(described: Sequence[Mapping[str, Any]]) -> None:
+    """Warns if folds that have finished are not of one split, or not of the same classes."""
+    if told := not_one_split(described, len(described) == FOLDS):
+        print(f"warning: {told}: the cases of the data, or their split, changed between them", flush=True)
+    classes = ([own.get("labels"), (own.get("volume_classes") or {}).get("names")] for own in described)
+    if len(set(map(json.dumps, classes))) > 1:
+        print("warning: the classes of the data changed between these folds: predict refuses their mean", flush=True)
 
 
 def _agree_code(code: int, meeting: Meeting, fold: int) -> int:

@@ -131,7 +131,7 @@ _SIDES = {"train": "trained on", "held_out": "held out", "test": "kept for tests
 
 
 def data_that_changed(began: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """Returns a line on cases that came, went or changed since a run was last started, and one on those that changed
+    """Returns words on cases that came, went or changed since a run was last started, and on those that changed
     sides of its split; none of runs that recorded no digests.
 
     - ``began``, ``now``: what config.json says of the data, then and now
@@ -144,20 +144,20 @@ def data_that_changed(began: Mapping[str, Any], now: Mapping[str, Any]) -> list[
     changed = sorted(case for case in has if had.get(case, has[case]) != has[case])
     recipes = json.loads(json.dumps([began.get("recipe"), now.get("recipe")]))  # lists, not tuples
     if recipes[0] != recipes[1] and len(changed) == len(had.keys() & has.keys()) > 0:
-        lines.append("warning: the data are not prepared as they were when this run was last started")
+        lines.append("the data are not prepared as they were when this run was last started")
         which = FILE_DIGESTS if FILE_DIGESTS in began else VOXELS  # earlier versions recorded no files
         files, before = (content.get(which, {}) for content in (now, began))
         changed = [case for case in changed if case in before and before[case] != files.get(case, before[case])]
     cases = {"changed": changed, "added": sorted(sides.keys() - recorded), "removed": sorted(recorded - there)}
     listed = [f"{quantity(len(some), 'case')} {kind}, such as {some[0]}" for kind, some in cases.items() if some]
     if listed:
-        lines.append(f"warning: the data are not those with which this run was last started: {'; '.join(listed)}")
+        lines.append(f"the data are not those with which this run was last started: {'; '.join(listed)}")
     moved = dict[tuple[str, str], list[str]]()
     for case in sorted(recorded & there):
         if (before := was.get(case, "left out")) != (side := sides.get(case, "left out")):
             moved.setdefault((before, side), []).append(case)
     if told := "; ".join(_tell_move(*pair, some) for pair, some in moved.items()):
-        lines.append(f"warning: the split is not the one with which this run was last started: {told}")
+        lines.append(f"the split is not the one with which this run was last started: {told}")
     return lines
 
 
@@ -299,7 +299,7 @@ def make_trainer(
         validated |= {*data_before.get(VALIDATED, data_before.get("held_out", ()))} - others
     data_now |= {VALIDATED: sorted(validated)} if validated != {*data_now["held_out"]} else {}
     layout = {"ranks": mesh.world.size, "data": mesh.data.size, "seqpar": mesh.seq.size, "hosts": mesh.hosts}
-    step, history = progress.step, before.get("history", ())
+    step, history, changed = progress.step, before.get("history", ()), data_that_changed(data_before, data_now)
     # the stages of a lesson before have other costs
     stages, stage_lines = _stages(config, mesh, net, before if step > lesson.steps.start else {})
     if stages is not None:
@@ -309,16 +309,15 @@ def make_trainer(
     layout |= {"strategy": str(net.attention), "attention": attention_reasons, **request.choices}
     layout["global_batches"] = [global_batch(each.config, mesh) for each in request.lessons]
     if is_first:
-        history = append_start(history, step, mesh.world.size, request.changes)
+        history = append_start(history, step, mesh.world.size, request.changes, changed)
     resizing = net.resized(request.lessons[number - 1].config.tile) if 0 < step == lesson.steps.start else {}
     description = describe_run(config, request.preset, data_now, layout, history)
     if mesh.is_first:
         print("\n".join(_lesson_lines(request, number, resizing)), flush=True)
-        changed = data_that_changed(data_before, data_now)
         divided = data_faults(data_now)
         divided = f"warning: {divided}" if divided else ""
         sides = cases_that_changed_sides(learned_from, data_now), tested_cases_that_chose(data_now)
-        for warning in filter(None, (*changed, *sides, divided)):
+        for warning in filter(None, (*(f"warning: {line}" for line in changed), *sides, divided)):
             print(warning, flush=True)
         here = Circumstances(declares_regions=bool(data.dataset.regions), learns_regions=bool(data.regions))
         if is_first and (idle := describe_settings_without_effect(config, request.flags, here)):

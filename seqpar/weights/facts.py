@@ -3,7 +3,7 @@
 import hashlib
 import json
 import zipfile
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
@@ -237,6 +237,19 @@ def several_data(*described: Mapping[str, Any]) -> str:
     names = {name: {scan for own in some for scan in own.get(VOXELS, {}).values()} for name, some in sets.items()}
     differ = any(one and other and not one & other for one, other in combinations(names.values(), 2))
     return f"these runs were trained on several data sets: {', '.join(names)}" if differ else ""
+
+
+def not_one_split(described: Sequence[Mapping[str, Any]], are_all: bool) -> str:
+    """Returns which cases folds do not hold out once, in words; "" if there are none.
+
+    - ``described``: what the run of each fold records of its data
+    - ``are_all``: these are all folds, so that a case that none holds out is missing
+    """
+    times = Counter(case for own in described for case in own.get("held_out", ()))
+    every = {case for own in described for case in (*own.get("train", ()), *times)} if are_all else set[str]()
+    kinds = {"several": sorted(case for case in times if times[case] > 1), "none": sorted(every - times.keys())}
+    told = [f"{quantity(len(own), 'case')}, such as {own[0]}, in {where}" for where, own in kinds.items() if own]
+    return f"folds should hold out each case once, and these hold out {' and '.join(told)}" if told else ""
 
 
 def _of_each_set(described: Sequence[Mapping[str, Any]]) -> dict[str, list[Mapping[str, Any]]]:

@@ -26,6 +26,7 @@ from seqpar.report.several_runs import cautions_about_each, settings_table
 from seqpar.report.sweep_page import page_of_sweep
 from seqpar.report.tables import DISPUTED_ML, sizes_table
 from seqpar.runs.run_lock import RunLock
+from seqpar.runs.run_status import append_start
 from seqpar.runs.sweep_folder import read_sweep, refresh_points
 from seqpar.scores.label_files import Doubt
 from tests.report.test_score_tables import scores_of
@@ -319,6 +320,11 @@ def test_settings_that_held_for_some_steps_are_told_and_those_that_never_held_ar
     assert said((1, lr), (1, back)) == said((last + 1, lr)) == said((1, {"patience": [1, 2], "epochs": [1, 2]})) == []
     assert "from step 1." in said((2, lr), (1, {}))[0], "resumed from an older checkpoint"
     assert said((1, {"gone": [1, 2]}), (1, lr)) == said((1, lr)) and said() == []
+    history = append_start([{}], 1, 1, {}, ["the data are others: 6 cases added"])
+    (told,) = changed_on_the_way(replace(record, content={**record.content, "history": history}))
+    assert told == "From step 1, where this run was resumed, the data are others: 6 cases added."
+    history = append_start([{}], last + 1, 1, {}, ["the data are others: 6 cases added"])
+    assert changed_on_the_way(replace(record, content={**record.content, "history": history})) == [], "before a step"
 
 
 def test_comparisons_name_runs_whose_settings_changed_and_how_many_cases_each_trains_on(

@@ -80,7 +80,7 @@ def test_a_split_or_a_preparation_that_changed_is_not_called_other_data() -> Non
     every = {"digests": {case: case for case in "abcde"}, "recipe": {"spacing": (1, 1)}}
     began = {**every, "train": ["a", "b"], "held_out": ["c"], "test": ["d"]}
     now = {**every, "train": ["a"], "held_out": ["c", "d"], "test": ["e"]}
-    split = "warning: the split is not the one with which this run was last started: "
+    split = "the split is not the one with which this run was last started: "
     (said,) = data_that_changed(began, now)
     assert said == (
         f"{split}1 case that was trained on is now left out, such as b; 1 case that was kept for tests is now held "
@@ -92,7 +92,7 @@ def test_a_split_or_a_preparation_that_changed_is_not_called_other_data() -> Non
     fewer = {**every, "train": ["c"], "held_out": ["a", "b"]}
     assert "2 cases that were trained on and held out are now held out, such as a" in data_that_changed(both, fewer)[0]
     other = {**began, "digests": dict.fromkeys("abcde", "new"), "recipe": {"spacing": (2, 2)}}
-    prepared = "warning: the data are not prepared as they were when this run was last started"
+    prepared = "the data are not prepared as they were when this run was last started"
     assert data_that_changed(began, other) == [prepared]
     scans = {case: case for case in "abcde"}
     lines = data_that_changed({**began, "files": scans}, {**other, "files": {**scans, "c": "new"}})

@@ -14,8 +14,9 @@ import torch.distributed as dist
 from seqpar.cli import train
 from seqpar.cluster import exit_codes
 from seqpar.data.errors import DataError
-from seqpar.runs.fold_folder import refuse_other_folds
+from seqpar.runs.fold_folder import refuse_other_folds, write_flags
 from seqpar.runs.run_folder import read_config
+from seqpar.tasks.case_evaluation import _about_folds
 from seqpar.training import folds, gradients
 from tests.support.folders import nnunet, write_json
 from tests.support.training_runs import Hook, at, signalled, status, trained, weights
@@ -120,9 +121,31 @@ def test_five_folds_left_in_the_middle_go_on_and_each_is_a_run_of_its_own(flags,
         parts.append(config["dataset"]["held_out"])
     assert sorted(sum(parts, [])) == [f"c_{n:03d}" for n in range(5)]
     assert status(out)["state"] == "finished" and status(out)["step"] == 5
-    assert f"predict.py {out} -i IMAGES" in ended.said(0).splitlines()[-1]
+    assert f"predict.py {out} -i IMAGES" in ended.said(0).splitlines()[-1] and "folds should" not in ended.said(0)
+    assert _about_folds([out / f"fold{fold}" for fold in range(5)]) == []
     trained(2, [*flags, *SHORT, "--fold", "1"], tmp_path / "alone")
     assert weights(out / "fold1") == weights(tmp_path / "alone")
+
+
+def test_folds_of_several_splits_or_classes_are_named(tmp_path, capsys) -> None:
+    write_flags(tmp_path, [])
+    described = [{"train": [], "held_out": [f"c_{n}"], "labels": {"tumour": 1}} for n in range(5)]
+    for n, own in enumerate(described):
+        (tmp_path / f"fold{n}").mkdir()
+        write_json(tmp_path / f"fold{n}/config.json", {"dataset": own})
+    runs = [tmp_path / f"fold{n}" for n in range(5)]
+    folds._warn_of_other_data(described)
+    assert _about_folds(runs) == [] and capsys.readouterr().out == ""
+    described[4] |= {"held_out": ["c_0"], "train": ["c_4"], "labels": {"tumour": 2}}
+    write_json(tmp_path / "fold4/config.json", {"dataset": described[4]})
+    (caution,) = _about_folds(runs)
+    told = "these hold out 1 case, such as c_0, in several and 1 case, such as c_4, in none"
+    assert told in caution and _about_folds(runs[:4]) == []
+    folds._warn_of_other_data(described)
+    said = capsys.readouterr().out
+    assert told in said and "warning: the classes of the data changed between these folds" in said
+    folds._warn_of_other_data(described[:4])
+    assert capsys.readouterr().out == ""
 
 
 def ending(*codes: Sequence[int]) -> Hook:

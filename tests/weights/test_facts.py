@@ -22,6 +22,7 @@ from seqpar.weights.facts import (
     cases_of_other_fold,
     cases_that_differ,
     changed_between,
+    not_one_split,
     other_scans,
     read_dataset,
     reordered_names,
@@ -212,6 +213,15 @@ def test_cases_whose_files_changed_between_runs_are_found_however_these_were_pre
     finer = {**anew, "files": before["files"]}
     assert cases_that_differ(before, finer) == [] and changed_between(before, finer) == ""
     assert cases_that_differ({**before, "files": {}}, anew) == [], "earlier versions recorded none"
+
+
+def test_folds_that_do_not_hold_out_each_case_once_are_of_several_splits() -> None:
+    folds = [{"train": [*"abc".replace(case, "")], "held_out": [case]} for case in "abc"]
+    assert not_one_split(folds, True) == not_one_split(folds[:2], False) == ""
+    gone = [*folds[:2], {"train": ["b", "d"], "held_out": ["a"]}]
+    told = "folds should hold out each case once, and these hold out 1 case, such as a, in several"
+    assert not_one_split(gone, False) == told
+    assert not_one_split(gone, True) == f"{told} and 2 cases, such as c, in none"
 
 
 def test_two_data_sets_of_one_name_are_no_changed_cases() -> None:
