@@ -40,7 +40,8 @@ _FILES, _INPUTS, _GENERATED, SERIES = "files", "inputs", "generated", "series"
 MAPS, _VOXELS = "label_maps", "voxels"  # of each case: size and digest of what predict wrote; digests of its images
 
 _RUNS_OWN = re.compile("checkpoints$|validation")  # folders in a run's, which training clears
-_MORE_FILES = ("probabilities", "npz", "dicom_seg", "uncertainty", "statistics")  # settings that only add files
+# settings that change no label map but for rounding
+_NO_OTHER_LABELS = ("probabilities", "npz", "dicom_seg", "uncertainty", "statistics", "window_batch")
 _ENDS = {".json": b"}\n", ".pkl": b".", ".png": b"IEND\xaeB`\x82"}  # the last bytes of a whole file
 
 
@@ -99,8 +100,10 @@ class PredictionFolder(ABC):
             )
         self._refuse_unlisted([], listed)  # before it is read
         is_same, images = earlier == now, {case.id: _stamps(case) for case in cases}
-        is_alike = earlier is not None and _without_files(earlier) == _without_files(now)  # what is kept is of one way
-        before = {} if not is_alike else images if inputs is None else inputs  # older versions did not record them
+        of_labels = [comparable(one, _NO_OTHER_LABELS) for one in (previous, record)]
+        before = (
+            {} if of_labels[0] != of_labels[1] else images if inputs is None else inputs
+        )  # older versions did not record them
         same = frozenset(name for name, stamps in images.items() if same_sources(before.get(name), stamps))
         self.changed = [name for name in images if resume and name in before and name not in same]
         self.listed = listed
@@ -407,20 +410,19 @@ def is_as_written(path: Path, stamp: Any) -> bool:
         return False
 
 
-def comparable(settings: Any) -> Any:
-    """Returns settings that do not depend on paths, as a run may be moved: it counts by the content of its weights."""
+def comparable(settings: Any, but: Collection[str] = ()) -> Any:
+    """Returns settings that do not depend on paths, as a run may be moved: it counts by the content of its weights.
+
+    - ``but``: names of further settings that do not count
+    """
     if isinstance(settings, list):
-        return list(map(comparable, settings))
+        return [comparable(one, but) for one in settings]
     if not isinstance(settings, dict):
         return settings
-    own = {name: comparable(value) for name, value in settings.items() if name != "run"}
+    own = {name: comparable(value, but) for name, value in settings.items() if name not in ("run", *but)}
     if isinstance(own.get("weights"), dict):  # digests by path; those of windows have a name
         own["weights"] = sorted(map(str, own["weights"].values()))
     return own
-
-
-def _without_files(settings: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in settings.items() if name not in _MORE_FILES}
 
 
 def is_whole(path: Path) -> bool:

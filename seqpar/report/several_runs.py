@@ -147,6 +147,10 @@ def cautions_about(records: Sequence[RunRecord]) -> list[str]:
         sentences.append(f"These runs differ in their losses ({names}); their loss curves cannot be compared.")
     if _differ_in_held_out(records):
         sentences.append("These runs validate different cases; their curves in validation cannot be compared.")
+    elif len({frozenset(own.dataset["train"]) for own in records}) > len(
+        {own.config.get("train_cases") for own in records}
+    ):
+        sentences.append("These runs were trained on different cases, and validate the same.")
     return sentences
 
 
@@ -190,13 +194,10 @@ ABOUT_PHANTOMS = "Scores on phantoms say nothing about real images."
 
 def cautions_about_each(records: Mapping[str, RunRecord]) -> list[str]:
     """Returns a sentence for each run that may have learned nothing, or whose scores say less than they seem to."""
-    tests = (_divided, weak_start, what_is_unlearned, _other_weights, lambda run: " ".join(changed_on_the_way(run)))
+    of_data: list[Callable[[RunRecord], str]] = [lambda run: data_faults(run.dataset), weak_start, what_is_unlearned]
+    tests = (*of_data, _other_weights, lambda run: " ".join(changed_on_the_way(run)))
     pairs = ((name, own(record)) for name, record in records.items() for own in tests)
     return [f"{name}: {sentence[0].lower()}{sentence[1:]}" for name, sentence in pairs if sentence]
-
-
-def _divided(record: RunRecord) -> str:
-    return data_faults(record.dataset)
 
 
 def _scans(records: Sequence[RunRecord]) -> list[str]:
@@ -235,6 +236,7 @@ def settings_table(records: Mapping[str, RunRecord]) -> Table | None:
     every: dict[str, dict[str, str]] = {}
     for name, record in records.items():
         facts = {"data set": record.dataset["name"], "cases to train on": len(record.dataset["train"])}
+        facts |= {"tiles a step": " ".join(map(str, record.layout.get("global_batches", ())))}
         facts |= {"ranks": record.layout["ranks"]} | acting_settings(record.content)
         if record.config.get("data"):
             facts["phantoms"] = None  # they are for a run without data
@@ -264,8 +266,7 @@ def curves_over_each_other(records: Mapping[str, RunRecord]) -> list[Chart]:
     """Returns the charts of training loss, held-out loss and score, a curve for each run."""
     losses, held_out, scores = list[Line](), list[Line](), dict[str, list[Line]]()
     for n, (name, record) in enumerate(records.items()):
-        rows = record.train
-        at = [row["step"] for row in record.held_out]
+        rows, at = record.train, [row["step"] for row in record.held_out]
         train = [number(row.get("loss")) for row in rows]
         losses.append(Line(name, [row["step"] + 1 for row in rows], [train], noisy=True, style=n))
         held_out.append(Line(name, at, [[number(row.get("loss")) for row in record.held_out]], dots=True, style=n))

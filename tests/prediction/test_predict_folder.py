@@ -346,7 +346,7 @@ def test_further_files_of_some_cases_are_no_other_settings(images, tmp_path, cap
     assert "other settings" not in capsys.readouterr().out and predicted_otherwise(out) == []
     assert act(tmp_path, run, "--statistics", "--continue") == 0
     assert "2 cases (1 are done)" in capsys.readouterr().out, "one of the others has no statistics yet"
-    assert act(tmp_path, run, images=str(images / "c_002_0000.nii.gz")) == 0
+    assert act(tmp_path, run, "--window-batch", "2", images=str(images / "c_002_0000.nii.gz")) == 0
     assert "other settings" not in capsys.readouterr().out and predicted_otherwise(out) == []
     assert act(tmp_path, run, "--overlap", "0.25", images=str(images / "c_002_0000.nii.gz")) == 0
     assert predicted_otherwise(out) == ["c_000", "c_001"]

@@ -22,7 +22,7 @@ from seqpar.report.pictures import PicturedCase, caution_about, figure_of_cases
 from seqpar.report.planes import count_vanished_briefly
 from seqpar.report.record import ScoredCase, read_record
 from seqpar.report.run_page import main_settings
-from seqpar.report.several_runs import cautions_about_each, settings_table
+from seqpar.report.several_runs import cautions_about, cautions_about_each, settings_table
 from seqpar.report.sweep_page import page_of_sweep
 from seqpar.report.tables import DISPUTED_ML, sizes_table
 from seqpar.runs.run_lock import RunLock
@@ -337,6 +337,10 @@ def test_comparisons_name_runs_whose_settings_changed_and_how_many_cases_each_tr
     assert cautions_about_each({"once": record, "later": resumed}).count(told) == 1
     assert told not in cautions_about_each({"once": record, "later": record})
     fewer = replace(record, content={**record.content, "dataset": {**record.dataset, "train": ["one"]}})
+    told = "These runs were trained on different cases, and validate the same."
+    asked = replace(fewer, content={**fewer.content, "config": {**record.config, "train_cases": 1}})
+    assert told in cautions_about([record, fewer]) and told not in cautions_about([record, record])
+    assert told not in cautions_about([record, asked]), "the table says so"
     table = settings_table({"all": record, "one": fewer})
     assert table is not None and settings_table({"all": record, "later": resumed}) is None
     (row,) = table.rows
