@@ -5,15 +5,15 @@ Legend: n cases, k classes, d draws of the bootstrap, t tenths of probability.
 
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
-from statistics import NormalDist
+from collections.abc import Callable, Collection, Mapping, Sequence
+from statistics import NormalDist, fmean
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from seqpar.scores.comparison import FEW, TOO_FEW
-from seqpar.text import quantity
+from seqpar.text import quantity, rounded
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -256,7 +256,7 @@ def caution_of_guesses(summary: Mapping[str, Any]) -> str:
     low, high = summary["intervals"].get("AUC") or (1.0, 1.0)
     fewest, total = fewest_cases(summary, "AUC"), int(summary["cases"])
     by_chance = 1 / math.comb(total, fewest)  # that all are ranked rightly, of two classes
-    if fewest < FEW and (low <= 0.5 or by_chance > 0.05):
+    if fewest < FEW and (low <= 0.5 or by_chance > 0.05 or _is_rank_of_chance(summary)):
         accurate = interval_of_share(summary["scores"]["accuracy"], total)
         largest = max(row["cases"] for row in summary["classes"].values())
         if len(present) > 2 and accurate and accurate[0] > largest / total:
@@ -280,6 +280,16 @@ def caution_of_guesses(summary: Mapping[str, Any]) -> str:
         within = f"the interval of the balanced accuracy ({least:.3f} to {most:.3f}) is not above {guess:.3f}"
         return f"Guessing could reach these scores: {within}."
     return ""
+
+
+def _is_rank_of_chance(summary: Mapping[str, Any]) -> bool:
+    """Returns whether one ranking by chance in twenty has as high an AUC, by Mann and Whitney's spread: of very few
+    cases of a class, the bootstrap's interval is too narrow.
+    """
+    total, area = summary["cases"], summary["scores"]["AUC"]
+    counts = [row["cases"] for row in summary["classes"].values() if 0 < row["cases"] < total]
+    spread = fmean(math.sqrt((total + 1) / (12 * n * (total - n))) for n in counts)
+    return area is not None and area - 0.5 <= NormalDist().inv_cdf(0.95) * spread
 
 
 def doubt_of_area(content: Mapping[str, Any], name: str) -> str:
@@ -333,6 +343,27 @@ def error_of_tenths(tenths: Floats) -> float:
     """Returns the expected calibration error: the mean distance of probability and share that is right; NaN of none."""
     count = float(tenths[:, 0].sum())
     return float(np.abs(tenths[:, 1] - tenths[:, 2]).sum()) / count if count else math.nan
+
+
+def format_calibration(
+    tenths: Mapping[str, Floats], classes: Collection[str], which: str = "", shares: str = ""
+) -> str:
+    """Returns the calibration errors as a table in lines; ``which``, ``shares``: what is known of cases and truth."""
+    width = max(len(name) for name in (*classes, "class"))
+    lines = [f"calibration over the voxels of {f'the cases {which}' if which else 'all cases'}"]
+    lines.append("(ECE: expected calibration error; from 0.1 and in the last three columns: without voxels below 0.1)")
+    lines += [f"(share: {shares})"] * bool(shares)
+    lines.append(
+        f"{'class':{width}}  {'ECE':>6}  {'from 0.1':>8}  {'mean probability':>16}  {'share there':>11}  {'voxels':>9}"
+    )
+    for name, own in tenths.items():
+        count, given, right = own[1:].sum(0)
+        mean, share = (given / count, right / count) if count else (np.nan, np.nan)
+        cells = (error_of_tenths(own), error_of_tenths(own[1:]), mean, share)
+        texts = (f"{rounded(cell, 4):>{wide}}" for cell, wide in zip(cells, (6, 8, 16, 11)))
+        lines.append("  ".join([f"{name:{width}}", *texts, f"{int(count):>9,}"]))
+    lines += [f"{name:{width}}  no output of the network stands for it" for name in classes if name not in tenths]
+    return "\n".join(lines)
 
 
 def calibration_content(tenths: Mapping[str, Floats]) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """Calibration of voxels by tenths of probability: sums of cases equal a direct computation over all voxels."""
 
 import json
+import re
 from argparse import Namespace
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,11 +12,12 @@ import numpy as np
 import pytest
 
 from seqpar.data.formats.recognise import describe
+from seqpar.scores.class_scores import format_calibration
 from seqpar.scores.label_classes import labels_of_classes
 from seqpar.scores.label_files import doubts_of, read_reference
 from seqpar.tasks.case_evaluation import CaseEvaluation, ScoringJob, Seen
 from seqpar.tasks.segment import evaluation, page
-from seqpar.tasks.segment.evaluation import calibration_diagram, format_calibration
+from seqpar.tasks.segment.evaluation import calibration_diagram
 from seqpar.tasks.segment.label_map_folder import SavedProbabilities
 from tests.support.label_folders import evaluate_folders, random_labels, save, summary_of
 
@@ -93,7 +95,7 @@ def test_calibration_is_that_of_all_voxels_together(predicted, capfd) -> None:
     assert f"{picture}: is there, and evaluate did not write it" in capfd.readouterr().err
 
 
-def test_a_case_without_a_labelled_voxel_is_not_counted(predicted, monkeypatch) -> None:
+def test_a_case_without_a_labelled_voxel_is_not_counted(predicted, monkeypatch, capfd) -> None:
     folders, _ = predicted
     save(folders[0] / "c1.nii.gz", np.full(random_labels(1).shape, 3, np.uint8))
     titles = list[str]()
@@ -105,7 +107,11 @@ def test_a_case_without_a_labelled_voxel_is_not_counted(predicted, monkeypatch) 
 
     monkeypatch.setattr(evaluation, "calibration_diagram", drawn)
     assert evaluate_folders(folders, "--calibration") == 0
-    assert titles == ["Calibration of the voxels of 2 cases"]
+    assert titles == ["Calibration of the voxels of 2 cases"] and "a temperature" not in capfd.readouterr().out
+    made = {"run": "gone", "settings": {"temperature": 0.8154}}
+    (folders[1] / "prediction.json").write_text(json.dumps(made))
+    assert evaluate_folders(folders, "--calibration") == 0
+    assert "\n(probabilities were computed at a temperature of 0.815)" in capfd.readouterr().out
 
 
 def test_calibration_of_new_cases_leads_and_all_together_stay_in_the_summary(predicted, capfd, monkeypatch) -> None:
@@ -151,7 +157,12 @@ def test_a_class_without_a_probable_voxel_has_no_calibration_error_and_each_clas
     assert [line.label for line in lines] == ["never: no voxel above 0.1", "own: ECE (from 0.1) 0.020"]
     assert [line.colour for line in lines] == ["#111111", "#222222"]
     row = format_calibration(tenths, tenths).splitlines()[-2]
-    assert row.split() == ["never", "0.0200", "–", "–", "–"], "no mean of no voxel"
+    assert row.split() == ["never", "0.0200", "–", "–", "–", "0"], "no mean of no voxel"
+    one = np.zeros((10, 3))
+    one[0], one[1] = (1000, 20, 0), (1, 0.11, 1)
+    (label,) = [line.label for line in calibration_diagram({"one": one}, 2, {"one": "#111111"}).lines[1:]]
+    assert label == "one: 1 voxel above 0.1", "an error of one voxel is none"
+    assert format_calibration({"one": one}, ["one"]).splitlines()[-1].split()[-1] == "1"
 
 
 def test_a_union_of_labels_has_the_sum_of_their_probabilities_and_one_of_regions_none(predicted, capfd) -> None:
@@ -212,7 +223,7 @@ def test_probabilities_that_are_those_of_a_doubtful_truth_are_right(kind, share,
     scored: Any = SimpleNamespace(cases=[SimpleNamespace(name="c")])
     options = Namespace(truth=folders[0], prediction=folders[1], common=False)
     (chart,), text = page._calibration(options, scored, labels_of_classes({"core": (2,)}), {"core": "#111111"})
-    assert text == told[0] and "core: ECE (from 0.1) 0.000" in str(chart)
+    assert text == told[0] and re.search(r"core: (57 voxels above 0.1|ECE \(from 0.1\) 0.000)", str(chart))
 
     save_probabilities(folders[1], "c", (given.argmax(0) == np.arange(3)[:, None, None, None]) * 1.0, PLAIN)
     assert evaluate_folders(folders, "--calibration") == 0

@@ -5,6 +5,7 @@ import math
 import numpy as np
 import pytest
 
+from seqpar.scores.class_scores import caution_of_guesses, score_classes
 from seqpar.scores.comparison import difference_of, interval_of_mean
 
 TABLE = {2: 12.706, 3: 4.303, 5: 2.776, 10: 2.262, 30: 2.045}  # Student's t at 97.5 %, of n - 1 degrees of freedom
@@ -68,3 +69,14 @@ def test_a_class_that_few_cases_have_leaves_no_interval() -> None:
     assert (
         difference_of(rows_of(dices[0]), rows_of(np.full((6, 2), math.nan))) is None and difference_of([], []) is None
     )
+
+
+@pytest.mark.parametrize(("rank", "is_told"), [(1, False), (3, True), (12, True), (41, True)])
+def test_the_rank_of_a_single_case_may_be_chance(rank: int, is_told: bool) -> None:
+    """The bootstrap's interval never has other cases of a class that has one."""
+    given, truth = np.linspace(0.9, 0.1, 41), [0] * 41
+    truth[rank - 1] = 1
+    scores = score_classes(truth, np.stack([1 - given, given], 1), ["normal", "bleed"])
+    assert scores["scores"]["AUC"] == pytest.approx((41 - rank) / 40)
+    told = "Guessing could reach these scores: the smallest class has 1 case, too few to tell."
+    assert caution_of_guesses(scores) == told * is_told

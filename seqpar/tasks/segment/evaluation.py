@@ -4,7 +4,7 @@ import argparse
 import json
 import os
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import chain, combinations
@@ -24,7 +24,14 @@ from seqpar.report.planes import colours_of
 from seqpar.report.plots import draw_figure, title_of
 from seqpar.report.record import RunRecord
 from seqpar.runs.run_folder import read_description
-from seqpar.scores.class_scores import Floats, calibration_content, count_tenths, error_of_tenths, filled_tenths
+from seqpar.scores.class_scores import (
+    Floats,
+    calibration_content,
+    count_tenths,
+    error_of_tenths,
+    filled_tenths,
+    format_calibration,
+)
 from seqpar.scores.comparison import FEW, TOO_FEW, Scored, add_fold, compare
 from seqpar.scores.label_classes import Labels, hidden_classes, labels_of_run
 from seqpar.scores.label_files import (
@@ -154,6 +161,8 @@ class LabelMapEvaluation(CaseEvaluation):
             }
         contents: dict[str, str | Callable[[Path], object]] = {"csv": csv_text(cases, self.labels)}
         if self.options.calibration:
+            from seqpar.report.run_page import made_by  # few evaluations make a page
+
             parts, counts, faults = dict[str, dict[str, Floats]](), dict[str, int](), list[DataError]()
             for name, own in each.items():
                 pairs = [pair for pair, _ in own]
@@ -164,6 +173,8 @@ class LabelMapEvaluation(CaseEvaluation):
                 group["calibration"] = calibration_content(parts[name])
             tenths = parts[which]
             text += f"\n\n{format_calibration(tenths, self.labels.classes, which, share_of(job.cases))}"
+            heats = {made.get("settings", {}).get("temperature", 1) for made in made_by(Path(job.name))} - {1}
+            text += "".join(f"\n(probabilities were computed at a temperature of {own:.3g})" for own in sorted(heats))
             if tenths:
                 by = records_behind(Path(job.name))  # its page has these colours
                 colours = by[0].class_colours(self.labels.classes) if by else colours_of(self.labels.classes)
@@ -402,8 +413,12 @@ def calibration_diagram(
 ) -> Diagram:
     """Returns the reliability diagram of classes over the voxels of cases; ``which``: what is known of these."""
     errors = {name: error_of_tenths(own[1:]) for name, own in tenths.items()}
+    counts = {name: int(own[1:, 0].sum()) for name, own in tenths.items()}
+    few = {
+        name: quantity(count, "voxel") if count else "no voxel" for name, count in counts.items() if count < MIN_VOXELS
+    }
     labels = {
-        name: f"{name}: " + (f"ECE (from 0.1) {error:.3f}" if np.isfinite(error) else "no voxel above 0.1")
+        name: f"{name}: " + (f"{few[name]} above 0.1" if name in few else f"ECE (from 0.1) {error:.3f}")
         for name, error in errors.items()
     }
     points = {
@@ -413,25 +428,6 @@ def calibration_diagram(
     over, up = "probability of the class", "share of voxels of the class"
     title = f"Calibration of the voxels of {quantity(cases, 'case')}{f' {which}' * bool(which)}"
     return reliability_diagram(title, over, up, points, colours)
-
-
-def format_calibration(
-    tenths: Mapping[str, Floats], classes: Collection[str], which: str = "", shares: str = ""
-) -> str:
-    """Returns the calibration errors as a table in lines; ``which``, ``shares``: what is known of cases and truth."""
-    width = max(len(name) for name in (*classes, "class"))
-    lines = [f"calibration over the voxels of {f'the cases {which}' if which else 'all cases'}"]
-    lines.append("(ECE: expected calibration error; from 0.1 and in the last two columns: without voxels below 0.1)")
-    lines += [f"(share: {shares})"] * bool(shares)
-    lines.append(f"{'class':{width}}  {'ECE':>6}  {'from 0.1':>8}  {'mean probability':>16}  {'share there':>11}")
-    for name, own in tenths.items():
-        count, given, right = own[1:].sum(0)
-        mean, share = (given / count, right / count) if count else (np.nan, np.nan)
-        cells = (error_of_tenths(own), error_of_tenths(own[1:]), mean, share)
-        texts = (f"{rounded(cell, 4):>{wide}}" for cell, wide in zip(cells, (6, 8, 16, 11)))
-        lines.append("  ".join([f"{name:{width}}", *texts]))
-    lines += [f"{name:{width}}  no output of the network stands for it" for name in classes if name not in tenths]
-    return "\n".join(lines)
 
 
 def _named(members: Members) -> str:
