@@ -123,6 +123,17 @@ class MaskedError(Loss):
         group = (loss_groups or LossGroups()).voxels
         return sums if group is None else all_reduce(sums, group)
 
+    def means_within(self, part: Tensor, within: Tensor, loss_groups: LossGroups | None = None) -> Tensor:
+        """Returns the mean ``c`` of each channel's targets over the voxels of scans, on whichever ranks they are.
+
+        - ``part``, ``within``: as above
+        """
+        targets, own = self.target(part.flatten(0, 1)), within.flatten(0, 1).to(part)
+        sums = torch.cat([(targets * own).sum((0, 2, 3, 4)), own.sum()[None]]).double()
+        group = (loss_groups or LossGroups()).voxels
+        *means, count = sums if group is None else all_reduce(sums, group)
+        return torch.stack(means) / count
+
     def _squares(self, rebuilt: Sequence[Tensor], part: Tensor) -> Tensor:
         """Returns the squared errors ``r/s c p p p`` of decoded patches with their positions."""
         patches, hidden = rebuilt

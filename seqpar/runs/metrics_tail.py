@@ -192,6 +192,8 @@ def _it(names: Sequence[str]) -> str:
 
 
 PADDING = "padding"  # in a pretraining's validation: which share of what is hidden it is; errors leave it out
+GUESS = "guess"  # there: with what the error is compared, in words, if not with what `guess_of` returns
+OF_MODALITIES = "each modality's mean"  # of patches that are normalised over several modalities together
 MUCH = 0.25  # of padding
 LITTLE = 0.8  # of the error of a mean; above it, a pretraining has learned little
 
@@ -212,7 +214,7 @@ def what_was_learned(rows: Iterable[Mapping[str, Any]], normalised: bool) -> tup
     known = [pair for pair in known if all(isinstance(error, float) and math.isfinite(error) for error in pair)]
     if not known:
         return "", ""
-    (error, of_mean), guess = min(known), guess_of(normalised)
+    (error, of_mean), guess = min(known), rows[-1].get(GUESS, guess_of(normalised))
     sentence = f"The best error is {error:.4f}. Filling the hidden voxels with {guess} would give {of_mean:.4f}."
     if error <= LITTLE * of_mean:
         return sentence, ""

@@ -21,6 +21,7 @@ from seqpar.planner.step_counter import StepSetup, count_step
 from seqpar.report import pictures
 from seqpar.report.planes import COUNTED
 from seqpar.runs.journal import Journal, read_metrics
+from seqpar.runs.metrics_tail import what_was_learned
 from seqpar.settings.command_line import default_preset
 from seqpar.settings.presets import PRESETS
 from seqpar.tasks.lookup import TASKS
@@ -260,6 +261,39 @@ def test_pictures_of_ct_have_one_window_in_hounsfield_units(tmp_path, alone, mon
     assert bar.get_xlabel() == "too dark ← rebuilt − image, in normalised intensity (1 is 50 HU) → too bright"
     other = figure_of_tiles([replace(tiles[0], hounsfield=None)], False, tmp_path)
     assert "HU" not in other.get_suptitle() and "HU" not in other.axes[-1].get_xlabel()
+
+
+def test_of_patches_of_several_modalities_that_are_normalised_together_the_guess_is_each_modality_s_mean(
+    tmp_path, alone, monkeypatch
+) -> None:
+    data, tile_of = ["--data", str(nnunet(tmp_path / "D", channels=("T1", "PET")))], validation.middle_of
+    data += ["--cache", str(tmp_path / "cache")]
+    offsets = np.array([0, 2], np.float32)[:, None, None, None]  # as of a CT and a PET
+    monkeypatch.setattr(validation, "middle_of", lambda case, tile: tile_of(case, tile) + offsets)
+    trainer, drawn = trainer_of(config_of([*TINY.split(), *data, "--normalised-targets"]), alone, tmp_path), []
+    monkeypatch.setattr(validation, "draw_tiles", lambda path, tiles, *_: drawn.extend(tiles))
+    journal = Journal(tmp_path, True, 0)
+    result = trainer.validation.run(trainer.net, journal, NoStop())
+    journal.close()
+    assert result is not None
+    case = trainer.data.dataset.cases[trainer.validation.ids[0]]
+    whole = torch.from_numpy(validation.middle_of(case, (16, 16, 16)))
+    patches = trainer.net.layout.cut(whole[None], 0)[0]  # n c p p p
+    spread = patches.flatten(1).var(1) + 1e-6
+    targets = (patches - patches.flatten(1).mean(1).view(-1, 1, 1, 1, 1)) / spread.sqrt().view(-1, 1, 1, 1, 1)
+    ones = torch.zeros(1, 1, 16, 16, 16)
+    ones[validation._of_scan(case, (16, 16, 16))] = 1
+    inside = trainer.net.layout.cut(ones, 0)[0] > 0
+    means = torch.stack([channel[inside[:, 0]].mean() for channel in targets.unbind(1)])
+    _, hidden = trainer.net(patches[None], None, DropoutKey(0, -1, (0,)))
+    squares = (targets - means.view(1, -1, 1, 1, 1)).square()[hidden]
+    expected = float(squares[inside.expand_as(patches)[hidden]].mean())
+    assert drawn[0].error_of_mean == pytest.approx(expected, rel=1e-4) and abs(means).max() > 0.5
+    assert (
+        drawn[0].guess == result.row["guess"] == "each modality's mean" and "with each modality's mean)" in result.text
+    )
+    told = f"error is 9.0000, and that of each modality's mean is {result.row['error_of_mean']:.4f}."
+    assert told in what_was_learned([{"step": 1, **result.row, "loss": 9.0}], True)[1]
 
 
 class Turned:

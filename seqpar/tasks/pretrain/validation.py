@@ -35,7 +35,7 @@ from seqpar.report.planes import (
 )
 from seqpar.report.plots import escape_mathtext, make_figure, save_figure, title_of_run
 from seqpar.runs.journal import Journal
-from seqpar.runs.metrics_tail import PADDING, guess_of, score_of_error
+from seqpar.runs.metrics_tail import GUESS, OF_MODALITIES, PADDING, guess_of, score_of_error
 from seqpar.tasks.case_validation import NUM_PICTURED, CaseValidation, ValidationResult, when_validated
 from seqpar.text import name_images, with_minus
 from seqpar.vit.dropout import DropoutKey
@@ -89,7 +89,7 @@ def figure_of_tiles(tiles: Sequence[RebuiltTile], neurological: bool, run: Path,
     figure = make_figure(5.4, 5.5 * len(tiles) + 2.1)  # narrow, so that it can be read on a narrow page
     of_modality = f" of {escape_mathtext(tiles[0].modality)}" if tiles[0].modality else ""
     errors = f"Errors are mean squared errors of hidden voxels of the scan{', of all modalities' * bool(of_modality)}"
-    if tiles[0].guess == guess_of(normalised=True):
+    if tiles[0].guess != guess_of(normalised=False):
         errors += f", in standard deviations of each patch. {GIVEN}"
     count = counted([tile.axial] for tile in tiles)
     ranges, window, unit = [limits_of([tile.image]) for tile in tiles], "", ""
@@ -156,6 +156,12 @@ class MaskedValidation(CaseValidation):
         return super().measured_on(digests) + " hidden=0" * (self.config.seed != 0) + " padding=0" * is_padded
 
     @property
+    def _guess(self) -> str:
+        """What the error is compared with, in words."""
+        is_joint = self.error.normalised and len(self.data.dataset.modalities) > 1
+        return OF_MODALITIES if is_joint else guess_of(self.error.normalised)
+
+    @property
     def shown(self) -> int:
         """The modality that pictures show."""
         modalities = self.data.dataset.modalities
@@ -172,14 +178,15 @@ class MaskedValidation(CaseValidation):
         mean, of_mean, padding = means
         self.refuse_taken_over()
         picture = journal.path.parent / "validation.png"
-        row = {"loss": mean, "error_of_mean": of_mean, "cases": len(self.ids)}
+        row: dict[str, Any] = {"loss": mean, "error_of_mean": of_mean, "cases": len(self.ids)}
         row |= {PADDING: padding} if padding else {}
+        row |= {GUESS: self._guess} if self._guess == OF_MODALITIES else {}
         if tiles:
             journal.draw(lambda: draw_tiles(picture, tiles, when_validated(journal, row), self.config.neurological))
         of_scans = " of scans" * bool(padding)
         text = (
             f"validation on {self.counted}: mean squared error of hidden voxels{of_scans} {mean:.4f} "
-            f"({of_mean:.4f} if they were filled with {guess_of(self.error.normalised)})"
+            f"({of_mean:.4f} if they were filled with {self._guess})"
         )
         return ValidationResult(row, text, score_of_error(mean), {})
 
@@ -217,10 +224,13 @@ class MaskedValidation(CaseValidation):
         place = _of_scan(case, net.layout.tile)
         within = torch.zeros(1, 1, *net.layout.tile)
         within[place] = 1
-        guess = torch.zeros_like(rebuilt)  # each patch's own mean, where patches are normalised
-        if not self.error.normalised:
-            guess += whole[place][0].flatten(1).mean(1).to(rebuilt)[None, :, None, None, None]
         groups, own = net.loss_groups(None, 1), net.layout.cut(within, self.mesh.seq.index).to(self.mesh.device)
+        means = torch.zeros(len(whole[0]))  # each patch's own, where patches of one modality are normalised
+        if not self.error.normalised:
+            means = whole[place][0].flatten(1).mean(1)
+        elif len(means) > 1:
+            means = self.error.means_within(part, own, groups)
+        guess = torch.zeros_like(rebuilt) + means.to(rebuilt)[None, :, None, None, None]
         sums = torch.stack([self.error.sums_within((it, hidden), part, own, groups) for it in (rebuilt, guess)])
         errors, (_, count, total) = sums[:, 0] / sums[:, 1], sums[0]
         if tiles is not None:
@@ -246,12 +256,12 @@ class MaskedValidation(CaseValidation):
         shown = whole[0, self.shown].numpy()
         shown, image, mask = (preparation.canonical(volume, properties) for volume in (shown, image, mask))
         axial, spacing = axial_slices(case, net.layout.tile, preparation)
-        guess, images = guess_of(self.error.normalised), name_images(self.data.dataset.modalities)
+        images = name_images(self.data.dataset.modalities)
         modality = "" if images == ["image"] else images[self.shown]
         name = f"{case.id}\n{GENERATED}" if is_generated(self.config.data) else case.id
         units = (properties.stds[self.shown], properties.means[self.shown])
         is_ct = properties.schemes[self.shown] == "ct"
-        more: dict[str, Any] = {"guess": guess, "modality": modality, "hounsfield": units if is_ct else None}
+        more: dict[str, Any] = {"guess": self._guess, "modality": modality, "hounsfield": units if is_ct else None}
         return RebuiltTile(name, shown, image, mask > 0, spacing, axial, **more)
 
 
