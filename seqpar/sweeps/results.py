@@ -11,11 +11,12 @@ from statistics import fmean
 from typing import Any
 
 from seqpar.data.files import write_text
-from seqpar.report.curves import DICE, MOST_CURVES, TRAIN_LOSS, Curve, Diagram, Line, LineStyle, read_curve
+from seqpar.report.curves import DICE, MOST_CURVES, OF_TILES, TRAIN_LOSS, Curve, Diagram, Line, LineStyle, read_curve
 from seqpar.report.planes import RUN_COLOURS
 from seqpar.report.plots import draw_diagram, make_figure, save_figure, title_of_run
 from seqpar.runs.metrics_tail import ERRORS
 from seqpar.runs.sweep_folder import Point, Sweep, describe_mixed, format_value, validated_on
+from seqpar.settings.loss_settings import OF_LOSS
 from seqpar.tasks.lookup import TASKS
 from seqpar.terminal import next_command
 from seqpar.text import flag_name, quantity
@@ -47,7 +48,8 @@ def _figure_of_sweep(out: Path, sweep: Sweep) -> Any:
     mixed = describe_mixed(sweep, validated_on(out, sweep)).partition(", so their order")[0]
     marked = None if mixed else sweep.marked
     rows = math.ceil(len(names) / 2)
-    losses = Diagram(TRAIN_LOSS, "step", _lines(out, sweep, marked, TRAIN_LOSS), low=0.0, styles=STYLES)
+    of_loss = ", not comparable" if {*OF_LOSS} & {*names} else ", on different tiles" * bool({*OF_TILES} & {*names})
+    losses = Diagram(f"{TRAIN_LOSS}{of_loss}", "step", _lines(out, sweep, marked, TRAIN_LOSS), low=0.0, styles=STYLES)
     scores = Diagram(sweep.score_name, "step", _lines(out, sweep, marked, DICE), low=0.0, high=top, styles=STYLES)
     keys = sum(line.label.count("\n") + 1 for line in losses.lines if line.label)
     title = title_of_run(out, points=[out / point.name for point in sweep.points]).split("\n")

@@ -91,7 +91,12 @@ def test_points_that_hide_other_voxels_are_not_ranked(task: str, tiles: str, num
     assert [*numbers.values()] == [1, number]
     told = "points were validated with different --tile, so their order says little about which setting is best: "
     assert describe_mixed(sweep, numbers).startswith(told) == (number == 2)
-    assert (f"{told.partition(', so')[0]}" in _figure_of_sweep(out, sweep).subfigs[0].get_suptitle()) == (number == 2)
+    above = _figure_of_sweep(out, sweep).subfigs[0]
+    assert (f"{told.partition(', so')[0]}" in above.get_suptitle()) == (number == 2)
+    assert above.axes[0].get_ylabel() == "training loss" + ", on different tiles" * (tiles != "32")
+    points = tuple(replace(p, settings={"loss": loss}) for p, loss in zip(points, ("tversky", "dice-ce")))
+    above = _figure_of_sweep(out, replace(sweep, points=points)).subfigs[0]
+    assert above.axes[0].get_ylabel() == "training loss, not comparable"
 
 
 def test_pictures_with_normalised_targets_say_what_they_are_given(finished: Path, tmp_path: Path) -> None:
