@@ -310,7 +310,8 @@ def weights_behind(prediction: Path) -> str:
     """Returns the files of weights that a folder was predicted with, in words; "" if it does not say."""
     try:
         content = json.loads(read_whole(prediction / "prediction.json"))
-        return ", ".join(str(from_here(path)) for run in content.get("runs", [content]) for path in run["weights"])
+        files = [str(from_here(path)) for run in content.get("runs", [content]) for path in run["weights"]]
+        return "the mean of " * (len(files) > 1) + ", ".join(files)
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return ""
 
@@ -370,10 +371,8 @@ def predicted_otherwise(folder: Path) -> list[str]:
 def mixed_line(folder: Path, others: Sequence[str]) -> str:
     """Returns a warning of cases that were predicted with other settings than those in a folder's record."""
     shown = ", ".join(others[:MAX_NAMED]) + ", …" * (len(others) > MAX_NAMED)
-    return (
-        f"warning: {folder} also holds {quantity(len(others), 'case')} predicted with other settings ({shown}): "
-        "scores over all its cases are of no single network"
-    )
+    told = f"{folder} also holds {quantity(len(others), 'case')} predicted with other settings ({shown})"
+    return f"warning: {told}: scores over all its cases are of no single network"
 
 
 def measure_folder(prediction: Path, labels: Labels) -> CaseScores:

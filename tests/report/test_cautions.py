@@ -20,7 +20,7 @@ from seqpar.report.cautions import cautions_of_validation, changed_on_the_way, r
 from seqpar.report.embedded_volumes import ShownCase
 from seqpar.report.pictures import PicturedCase, caution_about, figure_of_cases
 from seqpar.report.planes import count_vanished_briefly
-from seqpar.report.record import ScoredCase, read_record
+from seqpar.report.record import ScoredCase, read_record, weights_behind
 from seqpar.report.run_page import main_settings
 from seqpar.report.several_runs import cautions_about, cautions_about_each, settings_table
 from seqpar.report.sweep_page import page_of_sweep
@@ -356,3 +356,11 @@ def test_points_that_run_are_told_from_those_that_were_killed(tmp_path: Path) ->
     lock.release()
     text = Page(page_of_sweep(made, {})).text
     assert f"{name} was killed after step" in text and "is running" not in text
+
+
+def test_several_checkpoints_of_one_run_are_called_their_mean(tmp_path: Path) -> None:
+    made = {"run": "r", "weights": {"/r/step-20/w": "0", "/r/step-60/w": "1"}, "settings": {}}
+    (tmp_path / "prediction.json").write_text(json.dumps(made))
+    assert weights_behind(tmp_path) == "the mean of /r/step-20/w, /r/step-60/w"
+    (tmp_path / "prediction.json").write_text(json.dumps(made | {"weights": {"/r/step-20/w": "0"}}))
+    assert weights_behind(tmp_path) == "/r/step-20/w"
