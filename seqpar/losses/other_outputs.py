@@ -119,7 +119,8 @@ class MaskedError(Loss):
         """
         squares, hidden = self._squares(rebuilt, part), rebuilt[1]
         own = within.flatten(0, 1).index_select(0, hidden).to(squares).expand_as(squares)
-        sums = torch.stack([(squares * own).sum(), own.sum(), squares.new_tensor(squares.numel())]).double()
+        error, count = (kind.sum(dtype=torch.float64) for kind in (squares * own, own))
+        sums = torch.stack([error, count, count.new_tensor(squares.numel())])
         group = (loss_groups or LossGroups()).voxels
         return sums if group is None else all_reduce(sums, group)
 
@@ -129,7 +130,8 @@ class MaskedError(Loss):
         - ``part``, ``within``: as above
         """
         targets, own = self.target(part.flatten(0, 1)), within.flatten(0, 1).to(part)
-        sums = torch.cat([(targets * own).sum((0, 2, 3, 4)), own.sum()[None]]).double()
+        of_channels = (targets * own).sum((0, 2, 3, 4), dtype=torch.float64)
+        sums = torch.cat([of_channels, own.sum(dtype=torch.float64)[None]])
         group = (loss_groups or LossGroups()).voxels
         *means, count = sums if group is None else all_reduce(sums, group)
         return torch.stack(means) / count

@@ -145,11 +145,10 @@ def cautions_about(records: Sequence[RunRecord]) -> list[str]:
     if differ := _losses_that_differ(records):
         names = ", ".join(differ)
         sentences.append(f"These runs differ in their losses ({names}); their loss curves cannot be compared.")
+    trained = {(own.config.get("train_cases"), frozenset(own.dataset["train"])) for own in records}
     if _differ_in_held_out(records):
         sentences.append("These runs validate different cases; their curves in validation cannot be compared.")
-    elif len({frozenset(own.dataset["train"]) for own in records}) > len(
-        {own.config.get("train_cases") for own in records}
-    ):
+    elif len(trained) > len({count for count, _ in trained}):
         sentences.append("These runs were trained on different cases, and validate the same.")
     return sentences
 
@@ -236,7 +235,8 @@ def settings_table(records: Mapping[str, RunRecord]) -> Table | None:
     every: dict[str, dict[str, str]] = {}
     for name, record in records.items():
         facts = {"data set": record.dataset["name"], "cases to train on": len(record.dataset["train"])}
-        facts |= {"tiles a step": " ".join(map(str, record.layout.get("global_batches", ())))}
+        if all("global_batches" in one.layout for one in records.values()):  # of earlier versions it is not known
+            facts |= {"tiles a step": " ".join(map(str, record.layout["global_batches"]))}
         facts |= {"ranks": record.layout["ranks"]} | acting_settings(record.content)
         if record.config.get("data"):
             facts["phantoms"] = None  # they are for a run without data

@@ -210,11 +210,11 @@ def what_was_learned(rows: Iterable[Mapping[str, Any]], normalised: bool) -> tup
     - ``normalised``: whether patches are rebuilt without their mean
     """
     rows = [row for row in comparable(rows) if isinstance(row.get("error_of_mean"), float)]
-    known = [(row["loss"], row["error_of_mean"]) for row in rows]
-    known = [pair for pair in known if all(isinstance(error, float) and math.isfinite(error) for error in pair)]
+    known = [(row["loss"], row["error_of_mean"], row.get(GUESS, guess_of(normalised))) for row in rows]
+    known = [one for one in known if all(isinstance(error, float) and math.isfinite(error) for error in one[:2])]
     if not known:
         return "", ""
-    (error, of_mean), guess = min(known), rows[-1].get(GUESS, guess_of(normalised))
+    error, of_mean, guess = min(known)
     sentence = f"The best error is {error:.4f}. Filling the hidden voxels with {guess} would give {of_mean:.4f}."
     if error <= LITTLE * of_mean:
         return sentence, ""

@@ -432,12 +432,16 @@ def append_start(
 
 
 def changes_of_data(history: Sequence[Any], last: int) -> list[str]:
-    """Returns sentences on how the data changed where a run was resumed before its ``last`` step; earlier versions do
-    not tell.
+    """Returns a sentence for each step up to the ``last`` from which a run, resumed there, had other data.
+
+    Earlier versions do not tell.
     """
-    lines = list[str]()
-    for start in history[1:]:
-        with suppress(LookupError, TypeError, ValueError, AttributeError):
-            told = [*start["data"]] * (0 < start["step"] <= last)
-            lines += [f"From step {start['step']:,}, where this run was resumed, {one}." for one in told]
-    return lines
+    told = dict[int, list[str]]()
+    with suppress(LookupError, TypeError, ValueError):  # a damaged record
+        steps = [int(start["step"]) for start in history[1:]]
+        for n, start in enumerate(history[1:]):
+            step = min(steps[n:])  # steps that a later start did again do not count
+            if "data" in start and 0 < step <= last:
+                told.setdefault(step, []).append("; ".join(start["data"]))
+    before = "; then, before any further step, "
+    return [f"From step {step:,}, where this run was resumed, {before.join(own)}." for step, own in told.items()]

@@ -131,9 +131,7 @@ def dataset_at(truth: Path, declaration: Path | None = None) -> Dataset | None:
     - ``declaration``: a dataset.json that was named for these, or its folder
     """
     if is_single_volume(truth):
-        folder = _annotated(truth.parent, declaration)
-        own = (case for case in folder.cases if case.label and case.label.samefile(truth)) if folder else ()
-        return replace(folder, cases=tuple(own)) if folder else None
+        return _annotated(truth.parent, declaration, truth.name)
     if truth.is_dir() and list_label_files(truth):
         brats = read_brats(truth)  # the one format with images next to their labels
         return brats if brats and brats.labels else _annotated(truth, declaration)
@@ -141,9 +139,11 @@ def dataset_at(truth: Path, declaration: Path | None = None) -> Dataset | None:
     return with_annotations(dataset, find_dataset(truth)) if dataset.labels else dataset
 
 
-def _annotated(folder: Path, declaration: Path | None) -> Dataset | None:
+def _annotated(folder: Path, declaration: Path | None, only: str = "") -> Dataset | None:
     """Returns the label maps of a folder as cases, if some are said to show a part of the classes: by the data set that
     the folder belongs to, or by a list next to them or to a ``declaration``, as of test cases in labelsTs.
+
+    - ``only``: the name of the file that counts; "": all do
     """
     if is_folder_of_dataset(folder):
         dataset, own, place = None, tuple[Case, ...](), folder.resolve()
@@ -151,20 +151,20 @@ def _annotated(folder: Path, declaration: Path | None) -> Dataset | None:
             dataset = with_annotations(describe(folder.parent), folder.parent)
             own = tuple(case for case in dataset.cases if case.label and case.label.parent.resolve() == place)
         if dataset is not None and any(case.annotated is not None for case in own):
-            return replace(dataset, cases=own)
+            return replace(dataset, cases=tuple(case for case in own if only in ("", case.label and case.label.name)))
         if own and (tables := tables_at(folder)):
             raise DataError(tables[0], f"is not read by training there: move it to {folder.parent}")
         if own:
             return None
     places = [folder] if declaration is None else [folder, declaration]
     listing = next((place for place in places if lists_annotations(place)), None)
-    return None if listing is None else _listed(folder, listing, declaration or find_declaration(folder))
+    return None if listing is None else _listed(folder, listing, declaration or find_declaration(folder), only)
 
 
-def _listed(folder: Path, listing: Path, declaration: Path | None) -> Dataset | None:
+def _listed(folder: Path, listing: Path, declaration: Path | None, only: str) -> Dataset | None:
     """Returns the label maps of a folder as cases that show what a list says; None if it says nothing of them.
 
-    - ``listing``: the folder, or the JSON file, that has the list
+    - ``listing``: the folder, or the JSON file, that has the list; ``only``: as above
     """
     if declaration is None:
         raise DataError(
@@ -173,13 +173,13 @@ def _listed(folder: Path, listing: Path, declaration: Path | None) -> Dataset | 
         )  # fmt: skip
     labels, _, ignore = read_declaration(declaration)
     cases = list[Case]()
-    for name, files in list_label_files(folder).items():
+    for name, files in ({strip_suffix(only): [folder / only]} if only else list_label_files(folder)).items():
         if len(files) > 1:
             raise DataError(files[0], f"is there as {files[1]} too: keep one of them")
         cases.append(Case(name, (), files[0]))
     bare = Dataset(folder.name, folder, "label maps", tuple(cases), (), labels, ignore_label=ignore)
     dataset = with_annotations(bare, listing, with_others=True)
-    dataset = dataset if listing == folder else replace(dataset, notes=())  # a list for other cases, too
+    dataset = dataset if listing == folder and not only else replace(dataset, notes=())  # a list for other cases, too
     return dataset if dataset.notes or any(case.annotated is not None for case in dataset.cases) else None
 
 

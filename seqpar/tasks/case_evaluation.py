@@ -1,6 +1,7 @@
 """What the evaluations of tasks share: predictions are scored one after the other, and several are compared."""
 
 import argparse
+import os
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
@@ -13,7 +14,6 @@ from typing import Any
 from seqpar.cluster.exit_codes import DATA
 from seqpar.data.errors import DataError
 from seqpar.data.formats.dataset import Dataset
-from seqpar.data.formats.splits import FOLDS
 from seqpar.data.phantom.phantom_files import is_generated
 from seqpar.prediction.prediction_folder import inputs_of, replaced_line
 from seqpar.report.cautions import (
@@ -26,6 +26,7 @@ from seqpar.report.cautions import (
 from seqpar.report.images import images_beside, other_images, unlisted_maps
 from seqpar.report.record import RunRecord, from_here, mixed_line, predicted_otherwise, read_record, runs_behind
 from seqpar.report.tables import Score, Table, TableHead, TableRow
+from seqpar.runs.fold_folder import runs_of
 from seqpar.runs.run_folder import holds_folds, holds_run, read_config, run_of_validation, tested_cases, validation_in
 from seqpar.scores.comparison import about_scans
 from seqpar.scores.label_classes import Labels, choose_labels, joined_in, labels_of_run, with_declared_by
@@ -270,15 +271,17 @@ def other_values(run: Path, written: Labels, scored: Labels) -> list[str]:
 
 
 def _about_folds(runs: Sequence[Path]) -> list[str]:
-    """Returns a caution if runs are the five of one folder, and do not hold out each case once."""
-    folders, described = {run.absolute().parent for run in runs}, list[Mapping[str, Any]]()
-    if len(runs) < FOLDS or len(folders) > 1 or not holds_folds(folders.pop()):
-        return []
-    for run in runs:
-        with suppress(DataError, ValueError, KeyError):
-            described.append(read_config(run)["dataset"])
-    told = not_one_split(described, len(described) == FOLDS)
-    return [f"Caution: {told}. Their split changed between trainings: they are no cross-validation."] * bool(told)
+    """Returns a caution if the five runs of one folder are among some, and are not of one split."""
+    own = {Path(os.path.realpath(run.parent if run.name == "validation" else run)) for run in runs}
+    for folder in {run.parent for run in own}:
+        folds, described = [*map(Path, runs_of(folder))], list[Mapping[str, Any]]()
+        if holds_folds(folder) and own.issuperset(folds):
+            for run in folds:
+                with suppress(DataError, ValueError, KeyError):
+                    described.append(read_config(run)["dataset"])
+            told = not_one_split(described)
+            return [f"Caution: {told}: together they are no cross-validation."] * bool(told)
+    return []
 
 
 def _cautions_on_sides(record: RunRecord, prediction: Path | None) -> list[str]:

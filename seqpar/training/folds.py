@@ -73,6 +73,7 @@ class Folds:
         self.began = time.monotonic()
         parse_duration(own.time_limit or "")
         self._signals, self._before = list[int](), ""  # the run folder that was trained before, in this start
+        self._has_warned = False  # of other data, in this start
 
     def train(self, launcher: Launcher) -> int:
         """Returns 0 once all folds have finished, else the exit code of the fold that did not; called on every rank.
@@ -104,7 +105,7 @@ class Folds:
             if code:
                 return self._end(code, out, fold, launcher)
             if launcher.rank == 0:
-                _warn_of_other_data(_described(runs[: fold + 1]))
+                self._warn_of_other_data(_described(runs[: fold + 1]))
         _write(out, launcher, FOLDS, "finished")
         if launcher.rank == 0:
             described = _described(runs)
@@ -118,6 +119,18 @@ class Folds:
             else:
                 print(f"next: {next_command('report', *runs)}  (all folds on one page)", flush=True)
         return 0
+
+    def _warn_of_other_data(self, described: Sequence[Mapping[str, Any]]) -> None:
+        """Warns once if folds that have finished are not of one split, or not of the same classes."""
+        warnings = [f"{told}: together they are no cross-validation"] if (told := not_one_split(described)) else []
+        classes = (
+            [own["labels"], (own.get("volume_classes") or {}).get("names")] for own in described if "labels" in own
+        )
+        if len({json.dumps(own, sort_keys=True) for own in classes}) > 1:
+            warnings.append("the classes of the data changed between these folds: predict refuses their mean")
+        if warnings and not self._has_warned:
+            self._has_warned = True
+            print(f"warning: {'; '.join(warnings)}", flush=True)
 
     @property
     def until(self) -> float:
@@ -262,15 +275,6 @@ def _described(runs: Sequence[str]) -> list[Mapping[str, Any]]:
         with suppress(DataError, ValueError):
             described.append(read_config(run).get("dataset", {}))
     return described
-
-
-def _warn_of_other_data(described: Sequence[Mapping[str, Any]]) -> None:
-    """Warns if folds that have finished are not of one split, or not of the same classes."""
-    if told := not_one_split(described, len(described) == FOLDS):
-        print(f"warning: {told}: the cases of the data, or their split, changed between them", flush=True)
-    classes = ([own.get("labels"), (own.get("volume_classes") or {}).get("names")] for own in described)
-    if len(set(map(json.dumps, classes))) > 1:
-        print("warning: the classes of the data changed between these folds: predict refuses their mean", flush=True)
 
 
 def _agree_code(code: int, meeting: Meeting, fold: int) -> int:

@@ -239,17 +239,18 @@ def several_data(*described: Mapping[str, Any]) -> str:
     return f"these runs were trained on several data sets: {', '.join(names)}" if differ else ""
 
 
-def not_one_split(described: Sequence[Mapping[str, Any]], are_all: bool) -> str:
-    """Returns which cases folds do not hold out once, in words; "" if there are none.
+def not_one_split(described: Sequence[Mapping[str, Any]]) -> str:
+    """Returns which cases several folds hold out, or are not in all of them, in words; "" if there are none.
 
     - ``described``: what the run of each fold records of its data
-    - ``are_all``: these are all folds, so that a case that none holds out is missing
     """
     times = Counter(case for own in described for case in own.get("held_out", ()))
-    every = {case for own in described for case in (*own.get("train", ()), *times)} if are_all else set[str]()
-    kinds = {"several": sorted(case for case in times if times[case] > 1), "none": sorted(every - times.keys())}
-    told = [f"{quantity(len(own), 'case')}, such as {own[0]}, in {where}" for where, own in kinds.items() if own]
-    return f"folds should hold out each case once, and these hold out {' and '.join(told)}" if told else ""
+    sides = [{*own.get("train", ()), *own.get("held_out", ())} for own in described]
+    twice = sorted(case for case in times if times[case] > 1)
+    apart = sorted(set[str]().union(*sides).difference(set.intersection(*sides) if sides else ()))
+    told = [f"several of these folds hold out {quantity(len(twice), 'case')}, such as {twice[0]}"] if twice else []
+    told += [f"{quantity(len(apart), 'case')}, such as {apart[0]}, are in some of these folds only"] if apart else []
+    return "; ".join(told)
 
 
 def _of_each_set(described: Sequence[Mapping[str, Any]]) -> dict[str, list[Mapping[str, Any]]]:

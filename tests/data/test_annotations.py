@@ -163,8 +163,12 @@ def test_a_list_next_to_label_maps_says_what_they_show(place, way, tmp_path, cap
     assert evaluate.act([str(folder), str(tmp_path / "out"), "--workers", "1"]) == 0
     rows = json.loads((tmp_path / "out" / "summary.json").read_text())["num_values"]
     assert {key: row["Dice"] for key, row in rows.items()} == {"1": 1, "2": 0, "5": 0, "(1, 2)": 0}
+    (folder / "other.nii").write_bytes(b"")
+    (folder / "other.nii.gz").symlink_to(tmp_path / "gone")  # other files do not count
     alone = [str(folder / "new.nii.gz"), str(tmp_path / "out/new.nii.gz"), "--json", str(tmp_path / "alone.json")]
     assert evaluate.act(alone) == 0
+    (folder / "other.nii").unlink()
+    (folder / "other.nii.gz").unlink()
     assert json.loads((tmp_path / "alone.json").read_text())["num_values"] == rows
     (root / "dataset.json").unlink()
     if way == "json":

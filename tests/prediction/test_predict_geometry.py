@@ -18,6 +18,7 @@ from seqpar.data.preparation.transforms import resample
 from seqpar.parallel.mesh import Mesh
 from seqpar.prediction.logits_to_labels import slabs_to_labels
 from seqpar.prediction.sliding_window import FinishedRows
+from seqpar.tasks.segment.prediction import LIKE_LABELS
 from tests.support.folders import OBLIQUE, save
 from tests.support.predictions import RECIPE, SMALL, act, labelled, make_run, voxels
 
@@ -83,7 +84,7 @@ def test_a_label_map_in_place_of_an_image_is_named(tmp_path, echo, capsys) -> No
         save(tmp_path / "in" / f"{name}.nii.gz", labelled((8, 9, 10), values).astype(np.int16))
     predict.act([str(run), "-i", str(tmp_path / "in"), "-o", str(tmp_path / "out")])
     told = [line for line in capsys.readouterr().err.splitlines() if "label map" in line]
-    assert told == ["warning: labels: its file has no values but those of labels: it may be a label map, not an image"]
+    assert told == [f"warning: labels: {LIKE_LABELS}"]
 
 
 def test_regions_become_labels_in_their_order(tmp_path, echo) -> None:

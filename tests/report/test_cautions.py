@@ -323,6 +323,9 @@ def test_settings_that_held_for_some_steps_are_told_and_those_that_never_held_ar
     history = append_start([{}], 1, 1, {}, ["the data are others: 6 cases added"])
     (told,) = changed_on_the_way(replace(record, content={**record.content, "history": history}))
     assert told == "From step 1, where this run was resumed, the data are others: 6 cases added."
+    back = append_start(history, 1, 1, {}, ["the data are others: 6 cases removed"])
+    (told,) = changed_on_the_way(replace(record, content={**record.content, "history": back}))
+    assert told.endswith("6 cases added; then, before any further step, the data are others: 6 cases removed.")
     history = append_start([{}], last + 1, 1, {}, ["the data are others: 6 cases added"])
     assert changed_on_the_way(replace(record, content={**record.content, "history": history})) == [], "before a step"
 

@@ -18,6 +18,7 @@ from seqpar.runs.fold_folder import refuse_other_folds, write_flags
 from seqpar.runs.run_folder import read_config
 from seqpar.tasks.case_evaluation import _about_folds
 from seqpar.training import folds, gradients
+from seqpar.training.folds import find_folds
 from tests.support.folders import nnunet, write_json
 from tests.support.training_runs import Hook, at, signalled, status, trained, weights
 
@@ -129,23 +130,32 @@ def test_five_folds_left_in_the_middle_go_on_and_each_is_a_run_of_its_own(flags,
 
 def test_folds_of_several_splits_or_classes_are_named(tmp_path, capsys) -> None:
     write_flags(tmp_path, [])
-    described = [{"train": [], "held_out": [f"c_{n}"], "labels": {"tumour": 1}} for n in range(5)]
+    cases = [f"c_{n}" for n in range(5)]
+    described = [
+        {"train": [case for case in cases if case != held], "held_out": [held], "labels": {"tumour": 1}}
+        for held in cases
+    ]
     for n, own in enumerate(described):
         (tmp_path / f"fold{n}").mkdir()
         write_json(tmp_path / f"fold{n}/config.json", {"dataset": own})
     runs = [tmp_path / f"fold{n}" for n in range(5)]
-    folds._warn_of_other_data(described)
+    five = find_folds(["--fold", "all5"])
+    assert five is not None
+    five._warn_of_other_data(described)
     assert _about_folds(runs) == [] and capsys.readouterr().out == ""
-    described[4] |= {"held_out": ["c_0"], "train": ["c_4"], "labels": {"tumour": 2}}
+    described[3] |= {"labels": {"liver": 2, "tumour": 1}}
+    described[4] |= {"held_out": ["c_0"], "train": cases[1:], "labels": {"tumour": 1, "liver": 2}}
     write_json(tmp_path / "fold4/config.json", {"dataset": described[4]})
-    (caution,) = _about_folds(runs)
-    told = "these hold out 1 case, such as c_0, in several and 1 case, such as c_4, in none"
-    assert told in caution and _about_folds(runs[:4]) == []
-    folds._warn_of_other_data(described)
-    said = capsys.readouterr().out
-    assert told in said and "warning: the classes of the data changed between these folds" in said
-    folds._warn_of_other_data(described[:4])
-    assert capsys.readouterr().out == ""
+    told = "several of these folds hold out 1 case, such as c_0: together they are no cross-validation"
+    assert _about_folds(runs) == _about_folds([run / "validation" for run in runs]) == [f"Caution: {told}."]
+    assert _about_folds(runs[:4]) == [] and _about_folds([*runs, tmp_path / "more"]) == [f"Caution: {told}."]
+    five._warn_of_other_data(described[3:])
+    assert capsys.readouterr().out == "", "names in another order are the same classes"
+    five._warn_of_other_data(described)
+    classes = "the classes of the data changed between these folds: predict refuses their mean"
+    assert capsys.readouterr().out == f"warning: {told}; {classes}\n"
+    five._warn_of_other_data(described)
+    assert capsys.readouterr().out == "", "said before"
 
 
 def ending(*codes: Sequence[int]) -> Hook:

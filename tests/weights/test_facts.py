@@ -215,13 +215,13 @@ def test_cases_whose_files_changed_between_runs_are_found_however_these_were_pre
     assert cases_that_differ({**before, "files": {}}, anew) == [], "earlier versions recorded none"
 
 
-def test_folds_that_do_not_hold_out_each_case_once_are_of_several_splits() -> None:
-    folds = [{"train": [*"abc".replace(case, "")], "held_out": [case]} for case in "abc"]
-    assert not_one_split(folds, True) == not_one_split(folds[:2], False) == ""
-    gone = [*folds[:2], {"train": ["b", "d"], "held_out": ["a"]}]
-    told = "folds should hold out each case once, and these hold out 1 case, such as a, in several"
-    assert not_one_split(gone, False) == told
-    assert not_one_split(gone, True) == f"{told} and 2 cases, such as c, in none"
+def test_folds_that_are_not_of_one_split_are_told() -> None:
+    folds = [{"train": [*"abcx".replace(case, "")], "held_out": [case]} for case in "abc"]
+    assert not_one_split(folds) == not_one_split(folds[:2]) == not_one_split([]) == "", "x is trained on in all"
+    twice, apart = "several of these folds hold out 1 case, such as a", ", are in some of these folds only"
+    assert not_one_split([*folds[:2], {"train": [*"bcx"], "held_out": ["a"]}]) == twice
+    gone = [*folds[:2], {"train": ["b", "d", "x"], "held_out": ["a"]}]
+    assert not_one_split(gone) == f"{twice}; 2 cases, such as c{apart}"
 
 
 def test_two_data_sets_of_one_name_are_no_changed_cases() -> None:

@@ -38,6 +38,8 @@ from seqpar.tasks.training_data import about_mirrored_copies, mirrors_sides_of
 from seqpar.text import name_images, quantity
 from seqpar.weights.weight_files import digest, shorten_list
 
+LIKE_LABELS = "its file has only values of labels, as a label map has; other such files are not named"
+
 
 class LabelMapPrediction(CasePrediction):
     """Writes the label map of each case."""
@@ -133,9 +135,7 @@ class LabelMapPrediction(CasePrediction):
                 if doubt := properties.geometry.orientation_doubt:
                     self._warn_once(case, f"its file {doubt}; left and right, or other sides, may be swapped")
                 if self.prepared_cases.is_like_labels:
-                    self._warn_once(
-                        case, "its file has no values but those of labels: it may be a label map, not an image"
-                    )
+                    self._warn_once(case, LIKE_LABELS)
                 if isinstance(probabilities, MeanProbabilities):
                     with folder.writable():
                         labels = probabilities.class_ids(run.output_order)
