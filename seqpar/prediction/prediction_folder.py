@@ -101,9 +101,8 @@ class PredictionFolder(ABC):
         self._refuse_unlisted([], listed)  # before it is read
         is_same, images = earlier == now, {case.id: _stamps(case) for case in cases}
         of_labels = [comparable(one, _NO_OTHER_LABELS) for one in (previous, record)]
-        before = (
-            {} if of_labels[0] != of_labels[1] else images if inputs is None else inputs
-        )  # older versions did not record them
+        recorded = images if inputs is None else inputs  # older versions did not record them
+        before = recorded if of_labels[0] == of_labels[1] else {}
         same = frozenset(name for name, stamps in images.items() if same_sources(before.get(name), stamps))
         self.changed = [name for name in images if resume and name in before and name not in same]
         self.listed = listed

@@ -18,8 +18,6 @@ from typing import Any, Literal, get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from seqpar.data.errors import DataError
-from seqpar.data.volumes import read_geometry
 from seqpar.scores import lesions
 from seqpar.scores.metrics import Confusion, DistanceNotMeasured, Mask, Masks, centreline_recall, hd95_of, nsd_of
 from seqpar.text import rounded
@@ -294,9 +292,6 @@ def without_nan(values: Iterable[float]) -> list[float]:
 
 
 FEW, TOO_FEW = 5, "too few to tell"  # cases; what is said instead of an interval of fewer
-HARDLY = 0.3  # of a Dice: most of what is below is wrong
-LARGE = 1.5  # times as large as the truth: too much is predicted
-MOSTLY = 0.75  # of a mean sensitivity: with a mean Dice below HARDLY, cases that are found are much too large
 
 
 def mean_where_present(rows: Iterable[Scores], name: str, metric: str = "Dice") -> float:
@@ -309,92 +304,6 @@ def where_known(row: Mapping[str, float]) -> str:
     """Returns where the truth is known, in words, as scores of a case or their mean tell; "" of an ordinary truth."""
     is_part = row.get(UNLABELLED_ML, 0.0) > 0
     return "in the labelled part" if is_part else "in the readers' consensus" * (READER_COLUMNS[-1] in row)
-
-
-def what_is_hardly_learned(
-    dice: float, cases: int, present: float, found: float = math.nan, where: str = "", predicted: float = math.nan,
-    true: float = math.nan,
-) -> str:  # fmt: skip
-    """Returns what a low Dice means; "" of one that is not, and of none. It is low too if only cases without the class
-    raise it, which BraTS counts as 1.
-
-    - ``cases``: how many it is a mean over; ``present``: the mean over those whose truth has the class
-    - ``found``: the mean sensitivity over these; NaN if it is not known
-    - ``where``: the truth alone is known, in words: "in the readers' consensus"; "" everywhere
-    - ``predicted``, ``true``: the number of predicted and of true voxels, or its mean; NaN if it is not known
-    """
-    if math.isnan(dice) or (dice if math.isnan(present) else min(dice, present)) >= HARDLY:
-        return ""
-    if predicted == 0:
-        return "nothing of this class was predicted"
-    if math.isnan(present) and where:
-        return f"no case has this class {where}"
-    if math.isnan(present):
-        return "no case has this class, and what is predicted of it counts as false"
-    if present < HARDLY and found >= MOSTLY:
-        if cases == 1:
-            return f"the prediction covers {100 * found:.0f} % of the truth, but is much too large"
-        return f"on average, the prediction covers {100 * found:.0f} % of the truth, but is much too large"
-    if present < HARDLY <= found:
-        missed = ": cases are missed, or too much is predicted" if cases > 1 else ", and much that is false"
-        if true and predicted > LARGE * true:
-            missed += f" ({predicted / true:.1f} times as many voxels as are true)"
-        return f"{'on average, ' * (cases > 1)}the prediction covers {100 * found:.0f} % of the truth{missed}"
-    if present < HARDLY and predicted < true / 2:
-        share = f"{100 * predicted / true:.0f} % as many voxels as are true"
-        covers = (
-            "" if math.isnan(found) else f", and {'on average, ' * (cases > 1)}{100 * found:.0f} % of the truth covered"
-        )
-        return f"too little is predicted: {share}{covers}"
-    if present >= HARDLY:
-        return f"{rounded(present, 3)} where the truth has this class; where it has none, predictions count as false"
-    if dice and math.isnan(found):
-        return "little of it overlaps the truth, or much too much is predicted"
-    if not dice and math.isnan(predicted):  # whether any was is not known
-        return "no voxel of the truth was found"
-    if cases > 1:
-        return f"the predictions {'hardly' if dice else 'do not'} overlap the truth"
-    return f"the prediction {'hardly overlaps' if dice else 'does not overlap'} the truth"
-
-
-def hardly_learned_lines(summary: Mapping[str, Any]) -> list[str]:
-    """Returns a line on each class of a summary that has a low Dice, or a Dice of 0 for cases that lack it."""
-    count, present = summary["num_cases"], summary["present"]
-    told = dict[str, tuple[float, str]]()
-    for name, row in summary["mean"].items():
-        of_present, found = present[name]
-        own = summary["num_values"][name]["Dice"]
-        what = what_is_hardly_learned(
-            row["Dice"], own, of_present, found, where_known(row), *(row.get(n, math.nan) for n in ("n_pred", "n_ref"))
-        )
-        zeros = summary["zeros_of_absent"][name]
-        rest = row["Dice"] * own / (own - zeros) if own > zeros else math.nan
-        if zeros and (not what or of_present < HARDLY):
-            are, it = ("is", "it") if zeros == 1 else ("are", "these")
-            why = "this class was predicted where the truth has none"
-            absent = f"{zeros} of {own} values {are} 0, as {why}; {rounded(rest, 4)} without {it}"
-            what = f"{what}; {absent}" if what else absent
-        where = "where the truth has this class"
-        if what and where not in what and rest - of_present > 5e-5:  # cases that both lack the class count as 1
-            what += f"; {rounded(of_present, 4)} {where}"
-        told[name] = row["Dice"], what
-    kind = "mean Dice" if count > 1 else "Dice"
-    return [f"{name}: {kind} {rounded(dice, 4)}: {what}" for name, (dice, what) in told.items() if what]
-
-
-def remarks_on(
-    summary: Mapping[str, Any], cases: Sequence[tuple[Any, Scores]], settings: Mapping[str, Any]
-) -> list[str]:
-    """Returns lines below a table of scores: on low ones, and on what they hide.
-
-    - ``cases``: pairs of label maps, and their scores
-    """
-    asked = [scores for _, scores in cases], settings["nsd_tolerance"], settings["lesion_wise"]
-    sides = list[float]()
-    for pair, _ in cases:
-        with suppress(DataError):
-            sides += read_geometry(pair.prediction)[0].canonical_spacing
-    return hardly_learned_lines(summary) + lesions.hidden_by_scale(*asked, sides)
 
 
 def not_measured(cases: Iterable[Scores]) -> str:

@@ -19,7 +19,6 @@ from seqpar.report.embedded_volumes import ShownCase
 from seqpar.report.planes import COLOURS, count_vanished_regions, vanished_note
 from seqpar.report.record import CaseScores, parse_scores, read_record, step_sentence
 from seqpar.report.tables import (
-    HeadlineTile,
     Score,
     dice_table,
     mean_over,
@@ -34,11 +33,12 @@ from seqpar.report.tables import (
     what_is_missing,
     what_volumes_count,
 )
+from seqpar.scores.comparison import what_is_low
 from seqpar.scores.label_classes import Labels
 from seqpar.scores.label_files import Doubt, Pair
 from seqpar.scores.label_scores import DEFAULT_SETTINGS, format_dice, score, summarise
 from seqpar.scores.summary_files import summary_content
-from seqpar.tasks.segment.page import _caution_of, headline
+from seqpar.tasks.segment.page import headline
 from tests.support.folders import write_json
 from tests.support.label_folders import save
 from tests.support.report_page import own_slices
@@ -420,7 +420,15 @@ def test_what_nobody_annotated_is_not_said_to_be_in_every_case(finished: Path, t
     path.write_text(json.dumps(summary))
     assert not any("Every held-out case has every class" in line for line in reached_and_found(read_record(run), {}))
     assert said
-    rows = [{"a": {"Dice": 0.0, "n_pred": 0, "n_ref": 5, "Sensitivity": 0.0}}]
-    rows += [{"a": {"Dice": math.nan, "n_pred": math.nan, "n_ref": math.nan}}]
-    tile = HeadlineTile("a", Score(0.0, 3), "")
-    assert _caution_of(tile, rows, 2) == "nothing of this class was predicted"
+    rows = [{"Dice": 0.0, "n_pred": 0, "n_ref": 5, "Sensitivity": 0.0}]
+    rows += [{"Dice": math.nan, "n_pred": math.nan, "n_ref": math.nan}]
+    assert what_is_low(0.0, rows, True, 2) == "nothing of this class was predicted"
+
+
+def test_a_low_dice_of_other_weights_is_not_called_missed_where_the_truth_lacks_the_class() -> None:
+    rows = [{"Dice": 0.0, "n_pred": 9, "n_ref": count} for count in (0, 0, 5)]
+    absent = "no case has this class, and what is predicted of it counts as false"
+    assert what_is_low(0.0, rows[:2], False, 2) == what_is_low(0.0, rows[:2], True, 2) == absent
+    told = "the truth of 2 of 3 cases lacks it, and its Dice there is 0 if any of it is predicted"
+    assert what_is_low(0.0, rows, False, 3) == told and what_is_low(0.5, rows, False, 3) == ""
+    assert what_is_low(0.0, rows[2:], False, 1) == what_is_low(0.0, [], False, 1) == "no voxel of the truth was found"

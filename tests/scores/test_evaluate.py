@@ -21,15 +21,8 @@ import pytest
 from seqpar.cli import evaluate
 from seqpar.cluster.exit_codes import DATA, USAGE, run
 from seqpar.scores import summary_files
-from seqpar.scores.label_scores import (
-    describe_consensus,
-    hardly_learned_lines,
-    not_measured,
-    score,
-    summarise,
-    what_is_hardly_learned,
-    words_of,
-)
+from seqpar.scores.comparison import hardly_learned_lines, what_is_hardly_learned
+from seqpar.scores.label_scores import describe_consensus, not_measured, score, summarise, words_of
 from seqpar.scores.summary_files import write_output, writing_alone
 from seqpar.tasks import case_evaluation
 from tests.support.folders import child, exit_code

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from seqpar.scores import metrics
-from seqpar.scores.label_scores import format_table, hardly_learned_lines, score, summarise
+from seqpar.scores.comparison import hardly_learned_lines
+from seqpar.scores.label_scores import format_table, score, summarise
 from seqpar.scores.lesions import lesion_wise
 from tests.support.label_folders import random_labels
 

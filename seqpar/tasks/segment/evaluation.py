@@ -32,7 +32,7 @@ from seqpar.scores.class_scores import (
     filled_tenths,
     format_calibration,
 )
-from seqpar.scores.comparison import FEW, TOO_FEW, Scored, add_fold, compare
+from seqpar.scores.comparison import FEW, TOO_FEW, Scored, add_fold, compare, remarks_on
 from seqpar.scores.label_classes import Labels, hidden_classes, labels_of_run
 from seqpar.scores.label_files import (
     Pair,
@@ -52,7 +52,6 @@ from seqpar.scores.label_scores import (
     format_dice,
     format_table,
     not_measured,
-    remarks_on,
     summarise,
     words_of,
 )

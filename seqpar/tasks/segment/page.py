@@ -75,15 +75,11 @@ from seqpar.report.tables import (
 )
 from seqpar.runs.metrics_tail import with_other_weights
 from seqpar.scores.comparison import FEW as FEW_CASES
-from seqpar.scores.comparison import TOO_FEW, about_scans, interval_of_mean
+from seqpar.scores.comparison import TOO_FEW, about_scans, interval_of_mean, what_is_low
 from seqpar.scores.label_classes import Labels, with_declared_by
 from seqpar.scores.label_files import MAX_NAMED, dataset_at, match_cases, missing_line
 from seqpar.scores.label_scores import (
-    Scores,
     describe_consensus,
-    mean_where_present,
-    what_is_hardly_learned,
-    where_known,
     why_no_dice,
     without_nan,
 )
@@ -149,9 +145,12 @@ def segment_page(options: argparse.Namespace, record: RunRecord) -> FinishedPage
     best = row_of_taken(record)
     tiles = tiles_of_steps(tiles, step, best, "dice")
     count = len(scored.cases if scored else record.dataset["held_out"])
-    has_rows = scored is not None and (not step or best is None or best["step"] == step)  # of what the tiles show
-    rows = [case.scores for case in scored.cases] if scored and has_rows else []
-    tiles = [tile._replace(caution=_caution_of(tile, rows, count)) for tile in tiles]
+    are_theirs = scored is not None and (not step or best is None or best["step"] == step)  # of what the tiles show
+    rows = [case.scores for case in scored.cases] if scored else []
+    tiles = [
+        tile._replace(caution=what_is_low(tile.score.value, own, are_theirs, count))
+        for tile, own in ((tile, [row[tile.name] for row in rows if tile.name in row]) for tile in tiles)
+    ]
     colours = record.class_colours(scored.classes if scored else ())
     tables: dict[str, object] = {"metrics": last_validation(record), "sizes": None, "intensities": None, "series": None}
     tables["readers"] = None
@@ -237,18 +236,6 @@ def _of_sides(prediction: Path | None, record: RunRecord) -> list[str]:
         return [*sides_of_run(record), *copies]
     behind = {str(one.path): one for one in records_behind(prediction)}
     return [*sides_of_each(behind, with_copies=False), *copies]
-
-
-def _caution_of(tile: HeadlineTile, rows: Sequence[Scores], count: int) -> str:
-    """Returns what the low Dice of a tile means; ``rows``: of its ``count`` cases, none if only the mean is known."""
-    if not rows:
-        return what_is_hardly_learned(tile.score.value, count, tile.score.value)
-    present, found = (mean_where_present(rows, tile.name, metric) for metric in ("Dice", "Sensitivity"))
-    own = [row[tile.name] for row in rows if tile.name in row]
-    where, count = next(filter(None, map(where_known, own)), ""), len(without_nan(row["Dice"] for row in own))
-    known = [without_nan(row.get(n, math.nan) for row in own) for n in ("n_pred", "n_ref")]  # of cases annotated for it
-    predicted, true = (sum(values) if values else math.nan for values in known)
-    return what_is_hardly_learned(tile.score.value, count, present, found, where, predicted, true)
 
 
 def _intensities(prediction: Path, scored: CaseScores, schemes: Sequence[str], gaps: list[str]) -> Table | None:
