@@ -260,10 +260,10 @@ class LabelMapEvaluation(CaseEvaluation):
         names = {values: name for name, values in self.labels.classes.items()}
         kept = [names.get(values, "all labels together") for values in learned.steps]
         if kept:
-            raised = (
-                f"{mean_of(learned.before):.4f} to {mean_of(learned.after):.4f}, with background in place of others"
-            )
-            lines.append(f"keeping the largest component of {', then of '.join(kept)} raises it from {raised}: {place}")
+            was, now = (f"{mean_of(dices):.4f}" for dices in (learned.before, learned.after))
+            raised = f"raises it from {was} to {now}" if was != now else f"raises it from {was} by less than 0.0001"
+            kept_of = f"keeping the largest component of {', then of '.join(kept)}"
+            lines.append(f"{kept_of} {raised}, with background in place of others: {place}")
         else:
             lines.append(f"keeping largest components raises it for no class: {place}")
         more = ["--postprocessing", place] if kept else []
