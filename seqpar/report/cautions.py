@@ -307,9 +307,15 @@ def reached_and_found(record: RunRecord, made: Mapping[str, Any]) -> list[str]:
     with suppress(DataError):
         scored = read_scores(record.path)
     steps = {*(steps_behind(made) or [taken or 0]), (scored.step if scored else 0) or taken or 0}
-    if not sentences or scored is None or len(steps) > 1:
+    if not sentences or scored is None:
         return sentences
     found = {name: absent_of(scored, name) for name in scored.classes}
+    if len(steps) > 1:  # the label maps are of other weights, and the truth is the same
+        by: Sequence[int | None] = steps_behind(made) or [taken]
+        is_scored = len(by) == 1 and any(row.get("step") == by[0] for row in record.held_out)
+        have = [f"{n} {'have' if n > 1 else 'has'} no {name}" for name, own in found.items() if (n := own.cases)]
+        absent_in = f"Of {quantity(len(scored.cases), 'validated case')}, {', '.join(have)}. {ABSENT_RULE}"
+        return [*sentences, *[absent_in] * (is_scored and bool(have))]
     kind = kind_of_validated(record.dataset)
     told = [_found_in_none(name, absent, kind) for name, absent in found.items() if absent.cases]
     when = ["In that validation:"] * bool(measured_otherwise(record, made))

@@ -262,6 +262,14 @@ def test_what_a_run_reached_is_said_of_the_weights_that_predicted_and_of_how_the
     assert reached_and_found(record, made(2)) == [
         "This run predicted these cases with its weights of step 2, which were not validated."
     ]
+    path = record.path / "validation/summary.json"
+    summary = json.loads(path.read_text())
+    summary["metric_per_case"][0]["metrics"][next(iter(summary["metric_per_case"][0]["metrics"]))]["n_ref"] = 0
+    before = path.read_text()
+    path.write_text(json.dumps(summary))
+    (_, absent), (_,) = reached_and_found(record, made(1)), reached_and_found(record, made(2))
+    assert absent.startswith("Of 3 validated cases, 1 has no NCR. Where the truth lacks a class"), absent
+    path.write_text(before)
     lost = replace(record, held_out=())
     assert reached_in_validation(lost, "run a", made(2))[0].endswith("step 2, whose validation is not on record.")
     assert reached_in_validation(record, "run a", made(1, taken)) == [
