@@ -92,6 +92,8 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
             named = f"{sweeps[0]} is a sweep" if sweeps else f"{len(options.runs)} were named"
             raise ValueError(f"--{name} shows the cases of one run, and {named}: leave out --{name}, or name one run")
     options.cases = 6 if options.cases is None else options.cases
+    if options.prediction is not None and options.prediction.suffix == ".csv":  # a table of classes, as evaluate takes
+        options.prediction = options.prediction.parent
     if options.truth is not None and options.prediction is None:
         raise ValueError(f"--truth {options.truth} needs the predictions to score: add --prediction")
     if options.common and options.truth is None:

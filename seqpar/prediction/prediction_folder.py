@@ -349,9 +349,10 @@ def _recorded(prediction: Path, name: str) -> dict[str, Any]:
 
 
 def replaced_line(folder: Path) -> str:
-    """Returns a sentence if label maps in a folder are no longer those that predict, or a run's validation, wrote; ""
-    if all are. Older versions did not record them.
+    """Returns a sentence if label maps in a folder, or a single one, are no longer those that predict, or a run's
+    validation, wrote; "" if all are. Older versions did not record them.
     """
+    folder, only = (folder.parent, folder.name) if folder.is_file() else (folder, "")
     try:
         if (folder / RECORD).exists():
             record = read_json(folder / RECORD)
@@ -364,12 +365,11 @@ def replaced_line(folder: Path) -> str:
             own = sorted(there.get(case, ()), key=lambda path: path.name != name)  # another ending only in its place
             if case in known and own and (own[0].name == name or tells_of_packing(known[case])):
                 found.append((own[0], known[case]))
-        others = [path.name for path, stamp in found if not is_as_written(path, stamp)]
+        others = [path.name for path, stamp in found if only in ("", path.name) and not is_as_written(path, stamp)]
     except (DataError, OSError, LookupError, TypeError, AttributeError):
         return ""
-    if not others:
-        return ""
-    return say_replaced(len(others), f"{quantity(len(found), 'label map')} in {folder}, such as {others[0]}")
+    among = f"{quantity(len(found), 'label map')} in {folder}, such as {', '.join(others[:1])}"
+    return say_replaced(len(others), among) if others else ""
 
 
 def say_replaced(count: int, among: str) -> str:

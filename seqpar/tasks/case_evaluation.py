@@ -13,6 +13,7 @@ from typing import Any
 
 from seqpar.cluster.exit_codes import DATA
 from seqpar.data.errors import DataError
+from seqpar.data.files import SUFFIXES, strip_suffix
 from seqpar.data.formats.dataset import Dataset
 from seqpar.data.phantom.phantom_files import is_generated
 from seqpar.prediction.prediction_folder import inputs_of, replaced_line
@@ -23,7 +24,7 @@ from seqpar.report.cautions import (
     cautions_together,
     records_behind,
 )
-from seqpar.report.images import images_beside, other_images, unlisted_maps
+from seqpar.report.images import as_utf8, images_beside, other_images, recorded_cases, unlisted_maps
 from seqpar.report.record import RunRecord, from_here, mixed_line, predicted_otherwise, read_record, runs_behind
 from seqpar.report.tables import Score, Table, TableHead, TableRow
 from seqpar.runs.fold_folder import runs_of
@@ -68,6 +69,18 @@ class ScoringJob:
     known: Seen = NONE_SEEN
     records: list[RunRecord] = field(default_factory=list)
     cautions: list[str] = field(default_factory=list)
+
+    @property
+    def place(self) -> Path:
+        """Where the predictions are: the folder of a single file says how it was made."""
+        path = Path(self.name)
+        return path.parent if path.is_file() else path
+
+    @property
+    def only(self) -> str:
+        """The case of a single label map; "" of other predictions."""
+        path = Path(self.name)
+        return strip_suffix(path.name) if path.is_file() and path.name.endswith(SUFFIXES) else ""
 
 
 @dataclass(frozen=True)
@@ -205,7 +218,7 @@ class CaseEvaluation(ABC):
         """Gives the job what is known of the runs behind it and of its cases; returns what to say above the scores of
         phantoms, or "".
         """
-        prediction, validated = Path(job.name), run_of_validation(Path(job.name))
+        prediction, validated = job.place, run_of_validation(job.place)
         found = list[Seen]()
         behind = [(validated, "")] if validated else runs_behind(prediction)
         runs, gone = [run for run, why in behind if not why], [why for _, why in behind if why]
@@ -237,27 +250,37 @@ class CaseEvaluation(ABC):
 
     def _cautions(self, job: ScoringJob, scored: Sequence[str]) -> list[str]:
         """Returns what a report on the same scores says; ``scored``: the names of the cases that have some."""
-        prediction, lines = Path(job.name), list[str]()
+        prediction, lines = job.place, list[str]()
         if not run_of_validation(prediction):
             place, inputs = self.images(self.options.truth), inputs_of(prediction)
             for record in job.records:
                 with suppress(ValueError):  # of a damaged record
                     lines += other_images(record, place, inputs, scored)
         lines += [*job.cautions, *job.seen.of(scored).sentences]
-        if others := predicted_otherwise(prediction):
+        if (others := predicted_otherwise(prediction)) and not job.only:
             lines.append(mixed_line(prediction, others))
-        _, unlisted = self.unlisted(prediction)
-        return list(dict.fromkeys([*lines, unlisted, self.replaced(validation_in(prediction))]))
+        names, unlisted = self.unlisted(prediction)
+        lines += [unlisted] * (not job.only or job.only in names)
+        return list(dict.fromkeys([*lines, self.replaced(Path(job.name) if job.only else validation_in(prediction))]))
 
     def _next_lines(self, runs: Sequence[Path]) -> list[str]:
         """Returns the command that shows the scored cases, if a single run folder predicted them."""
         options, (prediction,) = self.options, self.options.prediction
+        prediction = prediction.parent if prediction.is_file() else prediction
         if not (options.truth.is_dir() and len(runs) == 1 and holds_run(runs[0])):
             return []
         shown = [from_here(str(runs[0])), "--truth", options.truth, "--prediction", prediction]
         line = next_command("report", *shown, *["--common"] * bool(options.common or options.test_of))
         own = "" if self.labels is None or images_beside(options.truth) else ELSEWHERE
         return [f"next: {line}  (scores and cases on one page{own})"]
+
+
+def about_names(prediction: Path, truth: Path) -> str:
+    """Returns a question if a single label map is compared with a truth that has the name of another predicted case."""
+    own, other = (as_utf8(strip_suffix(path.name)) for path in (prediction, truth))
+    if not prediction.is_file() or own == other or not {own, other} <= (recorded_cases(prediction.parent) or set()):
+        return ""
+    return f"Caution: {prediction} is of case {own}, and {truth} has the name of another case that was predicted."
 
 
 def other_values(run: Path, written: Labels, scored: Labels) -> list[str]:

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from seqpar.cli import evaluate
 from seqpar.data.formats.dataset import Case
 from seqpar.data.formats.recognise import read_dataset
 from seqpar.data.preparation.cache_index import sources_of
@@ -20,6 +21,7 @@ from seqpar.tasks.classify.evaluation import trained_on
 from seqpar.tasks.seen_cases import NONE_SEEN, Seen, find_seen
 from seqpar.weights.facts import ANCESTORS, sets_learned
 from seqpar.weights.weight_files import digest
+from tests.scores.test_class_scores import table_at
 from tests.support.folders import image_array, label_array, nnunet, save, write_json
 
 
@@ -356,3 +358,40 @@ def test_numbers_of_patients_are_compared_within_one_data_set_only(tmp_path: Pat
     record = RunRecord(tmp_path, {"dataset": dataset, "config": {"data": str(tmp_path / "own")}}, None, {})
     for name, alike in (("own", ["new_1", "new_2"]), ("other", ["new_2"])):
         assert trained_on(record, tmp_path / name, ["new_1", "new_2"], tmp_path).namesakes == alike
+
+
+def test_a_single_file_is_told_as_its_folder_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    truth, found, labels = tmp_path / "truth", tmp_path / "found", label_array((1,))
+    for name in "ab":
+        for folder in (truth, found):
+            save(folder / f"{name}.nii.gz", labels)
+    made = {"run": "/gone/run", "weights": {}, "files": ["a.nii.gz", "b.nii.gz"], "inputs": {"a": [], "b": []}}
+    write_json(found / "prediction.json", made)
+    shutil.copy(truth / "a.nii.gz", tmp_path / "reader.nii.gz")
+
+    def said(truth: Path, prediction: Path) -> str:
+        assert evaluate.act([str(truth), str(prediction), "--regions", "core=1", "--workers", "1"]) == 0
+        return capsys.readouterr().out
+
+    gone = "/gone/run, which predicted these cases, is no longer there: whether they were in its training data is not"
+    other = (
+        f"Caution: {found}/a.nii.gz is of case a, and {truth}/b.nii.gz has the name of another case that was predicted."
+    )
+    alone = said(truth / "a.nii.gz", found / "a.nii.gz")
+    assert gone in said(truth, found) and gone in alone and "Caution" not in alone
+    assert other in said(truth / "b.nii.gz", found / "a.nii.gz")
+    assert "\na: Dice core 1.0000" in "\n" + said(tmp_path / "reader.nii.gz", found / "a.nii.gz")
+    write_json(found / "prediction.json", {**made, "files": ["b.nii.gz"], "inputs": {"b": []}})
+    unlisted = "1 of 2 label maps in {}, such as a.nii.gz, is not in its prediction.json"
+    assert unlisted.format(found) in said(truth / "a.nii.gz", found / "a.nii.gz")
+    assert "is not in its prediction.json" not in said(truth / "b.nii.gz", found / "b.nii.gz")
+
+
+def test_a_table_of_classes_is_told_as_its_folder_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    truth = np.array([0, 1] * 5)
+    lines = table_at(tmp_path / "found/predictions.csv", truth, np.eye(2)[truth] * 0.8 + 0.1)
+    (tmp_path / "labels.csv").write_text("\n".join(["case,class", *lines]))
+    write_json(tmp_path / "found/prediction.json", {"run": "/gone/run", "weights": {}, "task": "classify"})
+    for prediction in (tmp_path / "found", tmp_path / "found/predictions.csv"):
+        assert evaluate.act([str(tmp_path / "labels.csv"), str(prediction)]) == 0
+        assert "/gone/run, which predicted these cases, is no longer there" in capsys.readouterr().out

@@ -129,7 +129,7 @@ class ClassEvaluation(CaseEvaluation):
 
     def find_seen(self, job: ScoringJob, record: RunRecord) -> Seen:
         names = [case for case in job.cases.cases if case in self.truth]
-        return trained_on(record, self.options.truth, names, Path(job.name))
+        return trained_on(record, self.options.truth, names, job.place)
 
     def of(self, cases: ClassTable, names: Sequence[str]) -> ClassTable:
         return cases.of(names)

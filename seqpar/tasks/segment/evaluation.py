@@ -15,11 +15,13 @@ from typing import Any
 import numpy as np
 
 from seqpar.data.errors import DataError
+from seqpar.data.files import strip_suffix
 from seqpar.data.geometry import to_canonical
 from seqpar.data.phantom.phantom_files import is_generated
 from seqpar.data.preparation.prepared_case import CLOSE
 from seqpar.report.cautions import records_behind
 from seqpar.report.curves import Diagram, reliability_diagram
+from seqpar.report.images import recorded_cases
 from seqpar.report.planes import colours_of
 from seqpar.report.plots import draw_figure, title_of
 from seqpar.report.record import RunRecord
@@ -69,6 +71,7 @@ from seqpar.tasks.case_evaluation import (
     CaseEvaluation,
     ScoredPrediction,
     ScoringJob,
+    about_names,
     labels_to_score,
     lead_with_new,
 )
@@ -102,6 +105,8 @@ class LabelMapEvaluation(CaseEvaluation):
             folder = validation or path
             more = self.dataset, self.only, options.common, self.labels.classes.values()
             pairs, missing, faults = match_cases(options.truth, folder, *more)
+            if path.is_file() and (own := strip_suffix(path.name)) in (recorded_cases(path.parent) or ()):
+                pairs = [pair._replace(case=own) for pair in pairs]  # whatever the truth is called
             files = output_files(path if validation is None else None, options.json, options.csv)
             files, note = without_larger(files, path)
             refuse_foreign(files, data)
@@ -120,7 +125,7 @@ class LabelMapEvaluation(CaseEvaluation):
                 if folder.exists() and not os.access(folder, os.W_OK):
                     raise DataError(folder, "cannot be written to: choose other places by --json and --csv")
             says_missing = not (validation or options.common)
-            note = " ".join(filter(None, [note, about_held_out(path)]))
+            note = " ".join(filter(None, [note, about_held_out(path), about_names(path, options.truth)]))
             jobs.append(ScoringJob(str(path), pairs, files, faults, missing if says_missing else [], note))
             self.pairs[str(path)] = pairs
         refuse_unknown(self.labels, chain.from_iterable(self.pairs.values()))
@@ -172,10 +177,10 @@ class LabelMapEvaluation(CaseEvaluation):
                 group["calibration"] = calibration_content(parts[name])
             tenths = parts[which]
             text += f"\n\n{format_calibration(tenths, self.labels.classes, which, share_of(job.cases))}"
-            heats = {made.get("settings", {}).get("temperature", 1) for made in made_by(Path(job.name))} - {1}
+            heats = {made.get("settings", {}).get("temperature", 1) for made in made_by(job.place)} - {1}
             text += "".join(f"\n(probabilities were computed at a temperature of {own:.3g})" for own in sorted(heats))
             if tenths:
-                by = records_behind(Path(job.name))  # its page has these colours
+                by = records_behind(job.place)  # its page has these colours
                 colours = by[0].class_colours(self.labels.classes) if by else colours_of(self.labels.classes)
                 diagram = calibration_diagram(tenths, counts[which], colours, which)
                 title = title_of(job.name, is_generated(self.options.truth), diagram.quantity)
@@ -200,7 +205,7 @@ class LabelMapEvaluation(CaseEvaluation):
         return words_of(asked.lesion_wise, asked.centreline, "–" in text, *truth, self.labels.ignore is not None)
 
     def find_seen(self, job: ScoringJob, record: RunRecord) -> Seen:
-        return trained_on(record, {pair.case: pair.truth for pair in job.cases}, Path(job.name))
+        return trained_on(record, {pair.case: pair.truth for pair in job.cases}, job.place)
 
     def of(self, cases: dict[str, Scores], names: Sequence[str]) -> dict[str, Scores]:
         return {name: cases[name] for name in names}
