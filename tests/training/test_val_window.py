@@ -92,6 +92,8 @@ def test_a_class_that_one_window_has_no_dice_of_does_not_decide_which_is_better(
     better = validation._better([sliding, whole])
     assert list(better.windows) == ["whole", "sliding"] and better.windows["whole"] == 0.7 and better.score == 0.35
     assert better.text.endswith("by --window whole, the better in mean Dice over a: whole 0.700, sliding 0.600")
+    equal = validation._better([sliding, result("whole", {"a": 0.6, "b": 0.6})])
+    assert "by --window sliding, as good as the other in mean Dice over a: sliding 0.600" in equal.text
     nothing = validation._better([sliding, result("whole", {"a": None, "b": 0.5})])
     assert nothing.text.endswith(
         "sliding, the better in mean Dice, each over other classes: sliding 0.600, whole 0.500"

@@ -413,7 +413,8 @@ def _better(results: Sequence[ValidationResult]) -> ValidationResult:
     best, window = ranked[0], next(iter(windows))
     over = f" over {', '.join(shared)}" if shared else ", each over other classes"
     over *= any(len(own) > len(shared) for own in known)
-    text = f"{best.text}\n  these are by --window {window}, the better in mean Dice{over}: {told}"
+    is_better = "the better" if max(means) - min(means) >= 5e-4 else "as good as the other"
+    text = f"{best.text}\n  these are by --window {window}, {is_better} in mean Dice{over}: {told}"
     temperatures = {window: value for result in ranked for window, value in result.temperatures.items()}
     parts = {name: one.row for one in results for name in one.windows}
     each = {name: {key: own[key] for key in OF_ONE_WAY} for name, own in parts.items()}
