@@ -15,6 +15,7 @@ from seqpar.report.several_runs import Compare, page_of_several
 from seqpar.report.sweep_page import page_of_sweep
 from seqpar.runs.run_status import warn_if_killed, warn_of_lost
 from seqpar.runs.sweep_folder import holds_sweep
+from seqpar.scores.class_scores import TABLE
 from seqpar.scores.summary_files import write_output
 from seqpar.settings.parser import Parser
 from seqpar.tasks.lookup import TASKS
@@ -92,7 +93,7 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
             named = f"{sweeps[0]} is a sweep" if sweeps else f"{len(options.runs)} were named"
             raise ValueError(f"--{name} shows the cases of one run, and {named}: leave out --{name}, or name one run")
     options.cases = 6 if options.cases is None else options.cases
-    if options.prediction is not None and options.prediction.suffix == ".csv":  # a table of classes, as evaluate takes
+    if options.prediction is not None and options.prediction.name == TABLE:  # as evaluate takes it
         options.prediction = options.prediction.parent
     if options.truth is not None and options.prediction is None:
         raise ValueError(f"--truth {options.truth} needs the predictions to score: add --prediction")

@@ -359,6 +359,14 @@ def as_utf8(name: str) -> str:
     return name
 
 
+def about_names(prediction: Path, truth: Path) -> str:
+    """Returns a caution if a single label map is compared with a truth that has the name of another predicted case."""
+    own, other = (as_utf8(strip_suffix(path.name)) for path in (prediction, truth))
+    if not prediction.is_file() or own == other or not {own, other} <= (recorded_cases(prediction.parent) or set()):
+        return ""
+    return f"Caution: {prediction} is of case {own}, and {truth} has the name of another case that was predicted."
+
+
 def unlisted_maps(folder: Path) -> tuple[list[str], str]:
     """Returns the cases whose label maps joined a folder of predictions that does not name them, and a sentence."""
     if (known := recorded_cases(folder)) is None:

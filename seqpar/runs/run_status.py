@@ -436,12 +436,13 @@ def changes_of_data(history: Sequence[Any], last: int) -> list[str]:
 
     Earlier versions do not tell.
     """
-    told = dict[int, list[str]]()
-    with suppress(LookupError, TypeError, ValueError):  # a damaged record
-        steps = [int(start["step"]) for start in history[1:]]
-        for n, start in enumerate(history[1:]):
-            step = min(steps[n:])  # steps that a later start did again do not count
-            if "data" in start and 0 < step <= last:
-                told.setdefault(step, []).append("; ".join(start["data"]))
+    told, starts = dict[int, list[str]](), list[tuple[int, str]]()
+    for start in history[1:]:
+        with suppress(LookupError, TypeError, ValueError):  # of a damaged record
+            starts.append((int(start["step"]), "; ".join(start.get("data", ()))))
+    for n, (_, data) in enumerate(starts):
+        step = min(step for step, _ in starts[n:])  # steps that a later start did again do not count
+        if data and 0 < step <= last:
+            told.setdefault(step, []).append(data)
     before = "; then, before any further step, "
     return [f"From step {step:,}, where this run was resumed, {before.join(own)}." for step, own in told.items()]

@@ -15,6 +15,8 @@ from numpy.typing import NDArray
 from seqpar.scores.comparison import FEW, TOO_FEW
 from seqpar.text import quantity, rounded
 
+TABLE = "predictions.csv"  # of classes, in predict's folder
+
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 DRAWS, LEVEL, SEED = 1000, 0.95, 0

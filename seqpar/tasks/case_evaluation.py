@@ -16,7 +16,7 @@ from seqpar.data.errors import DataError
 from seqpar.data.files import SUFFIXES, strip_suffix
 from seqpar.data.formats.dataset import Dataset
 from seqpar.data.phantom.phantom_files import is_generated
-from seqpar.prediction.prediction_folder import inputs_of, replaced_line
+from seqpar.prediction.prediction_folder import RECORD, inputs_of, replaced_line
 from seqpar.report.cautions import (
     above_scores,
     begun_unknown,
@@ -24,11 +24,12 @@ from seqpar.report.cautions import (
     cautions_together,
     records_behind,
 )
-from seqpar.report.images import as_utf8, images_beside, other_images, recorded_cases, unlisted_maps
+from seqpar.report.images import images_beside, other_images, unlisted_maps
 from seqpar.report.record import RunRecord, from_here, mixed_line, predicted_otherwise, read_record, runs_behind
 from seqpar.report.tables import Score, Table, TableHead, TableRow
 from seqpar.runs.fold_folder import runs_of
 from seqpar.runs.run_folder import holds_folds, holds_run, read_config, run_of_validation, tested_cases, validation_in
+from seqpar.scores.class_scores import TABLE
 from seqpar.scores.comparison import about_scans
 from seqpar.scores.label_classes import Labels, choose_labels, joined_in, labels_of_run, with_declared_by
 from seqpar.scores.label_files import missing_line
@@ -72,9 +73,9 @@ class ScoringJob:
 
     @property
     def place(self) -> Path:
-        """Where the predictions are: the folder of a single file says how it was made."""
+        """Where the predictions are: the folder of a single label map, or of its table, says how it was made."""
         path = Path(self.name)
-        return path.parent if path.is_file() else path
+        return path.parent if self.only or path.name == TABLE and path.is_file() else path
 
     @property
     def only(self) -> str:
@@ -218,7 +219,8 @@ class CaseEvaluation(ABC):
         """Gives the job what is known of the runs behind it and of its cases; returns what to say above the scores of
         phantoms, or "".
         """
-        prediction, validated = job.place, run_of_validation(job.place)
+        prediction, is_own = job.place, not job.only or job.place.name.startswith("validation")
+        validated = run_of_validation(prediction) if is_own else None
         found = list[Seen]()
         behind = [(validated, "")] if validated else runs_behind(prediction)
         runs, gone = [run for run, why in behind if not why], [why for _, why in behind if why]
@@ -257,7 +259,10 @@ class CaseEvaluation(ABC):
                 with suppress(ValueError):  # of a damaged record
                     lines += other_images(record, place, inputs, scored)
         lines += [*job.cautions, *job.seen.of(scored).sentences]
-        if (others := predicted_otherwise(prediction)) and not job.only:
+        others = predicted_otherwise(prediction)
+        if job.only in others:
+            lines.append(f"warning: {job.name} was predicted with other settings than those of {prediction}/{RECORD}")
+        elif others and not job.only:
             lines.append(mixed_line(prediction, others))
         names, unlisted = self.unlisted(prediction)
         lines += [unlisted] * (not job.only or job.only in names)
@@ -275,14 +280,6 @@ class CaseEvaluation(ABC):
         return [f"next: {line}  (scores and cases on one page{own})"]
 
 
-def about_names(prediction: Path, truth: Path) -> str:
-    """Returns a question if a single label map is compared with a truth that has the name of another predicted case."""
-    own, other = (as_utf8(strip_suffix(path.name)) for path in (prediction, truth))
-    if not prediction.is_file() or own == other or not {own, other} <= (recorded_cases(prediction.parent) or set()):
-        return ""
-    return f"Caution: {prediction} is of case {own}, and {truth} has the name of another case that was predicted."
-
-
 def other_values(run: Path, written: Labels, scored: Labels) -> list[str]:
     """Returns a caution if a run writes some classes as other values than those that are scored under their names."""
     others = [
@@ -297,13 +294,13 @@ def _about_folds(runs: Sequence[Path]) -> list[str]:
     """Returns a caution if the five runs of one folder are among some, and are not of one split."""
     own = {Path(os.path.realpath(run.parent if run.name == "validation" else run)) for run in runs}
     for folder in {run.parent for run in own}:
-        folds, described = [*map(Path, runs_of(folder))], list[Mapping[str, Any]]()
+        folds, contents = [*map(Path, runs_of(folder))], list[Mapping[str, Any]]()
         if holds_folds(folder) and own.issuperset(folds):
             for run in folds:
-                with suppress(DataError, ValueError, KeyError):
-                    described.append(read_config(run)["dataset"])
-            told = not_one_split(described)
-            return [f"Caution: {told}: together they are no cross-validation."] * bool(told)
+                with suppress(DataError, ValueError):
+                    contents.append(read_config(run))
+            told = not_one_split(contents)
+            return [f"Caution: {told}: together these folds are no cross-validation."] * bool(told)
     return []
 
 

@@ -73,7 +73,7 @@ class Folds:
         self.began = time.monotonic()
         parse_duration(own.time_limit or "")
         self._signals, self._before = list[int](), ""  # the run folder that was trained before, in this start
-        self._has_warned = False  # of other data, in this start
+        self._told = set[str]()  # of what this start has warned
 
     def train(self, launcher: Launcher) -> int:
         """Returns 0 once all folds have finished, else the exit code of the fold that did not; called on every rank.
@@ -105,10 +105,10 @@ class Folds:
             if code:
                 return self._end(code, out, fold, launcher)
             if launcher.rank == 0:
-                self._warn_of_other_data(_described(runs[: fold + 1]))
+                self._warn_of_other_data(_contents(runs[: fold + 1]))
         _write(out, launcher, FOLDS, "finished")
         if launcher.rank == 0:
-            described = _described(runs)
+            described = [content.get("dataset", {}) for content in _contents(runs)]
             if told := changed_between(*described):
                 print(f"warning: {told}: a score of all folds together mixes two states of the data", flush=True)
             if told := several_data(*described):
@@ -120,17 +120,19 @@ class Folds:
                 print(f"next: {next_command('report', *runs)}  (all folds on one page)", flush=True)
         return 0
 
-    def _warn_of_other_data(self, described: Sequence[Mapping[str, Any]]) -> None:
-        """Warns once if folds that have finished are not of one split, or not of the same classes."""
-        warnings = [f"{told}: together they are no cross-validation"] if (told := not_one_split(described)) else []
+    def _warn_of_other_data(self, contents: Sequence[Mapping[str, Any]]) -> None:
+        """Warns, once of each, if folds that have finished are not of one split, or not of the same classes."""
+        if (told := not_one_split(contents)) and "split" not in self._told:
+            self._told.add("split")
+            print(f"warning: {told}: together these folds are no cross-validation", flush=True)
+        described = [content["dataset"] for content in contents if "dataset" in content]
         classes = (
             [own["labels"], (own.get("volume_classes") or {}).get("names")] for own in described if "labels" in own
         )
-        if len({json.dumps(own, sort_keys=True) for own in classes}) > 1:
-            warnings.append("the classes of the data changed between these folds: predict refuses their mean")
-        if warnings and not self._has_warned:
-            self._has_warned = True
-            print(f"warning: {'; '.join(warnings)}", flush=True)
+        if len({json.dumps(own, sort_keys=True) for own in classes}) > 1 and "classes" not in self._told:
+            self._told.add("classes")
+            why = "the classes of the data changed between these folds: predict refuses their mean"
+            print(f"warning: {why}", flush=True)
 
     @property
     def until(self) -> float:
@@ -268,13 +270,13 @@ class Folds:
         return code
 
 
-def _described(runs: Sequence[str]) -> list[Mapping[str, Any]]:
-    """Returns what finished folds record of their data, as far as their records are there."""
-    described = list[Mapping[str, Any]]()
+def _contents(runs: Sequence[str]) -> list[Mapping[str, Any]]:
+    """Returns the content of the config.json of finished folds, as far as it is there."""
+    contents = list[Mapping[str, Any]]()
     for run in runs:
         with suppress(DataError, ValueError):
-            described.append(read_config(run).get("dataset", {}))
-    return described
+            contents.append(read_config(run))
+    return contents
 
 
 def _agree_code(code: int, meeting: Meeting, fold: int) -> int:

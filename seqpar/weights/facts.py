@@ -239,17 +239,21 @@ def several_data(*described: Mapping[str, Any]) -> str:
     return f"these runs were trained on several data sets: {', '.join(names)}" if differ else ""
 
 
-def not_one_split(described: Sequence[Mapping[str, Any]]) -> str:
-    """Returns which cases several folds hold out, or are not in all of them, in words; "" if there are none.
+def not_one_split(contents: Sequence[Mapping[str, Any]]) -> str:
+    """Returns which cases several folds hold out, or only some train on and none holds out, in words; "" if there are
+    none.
 
-    - ``described``: what the run of each fold records of its data
+    - ``contents``: of the config.json of each fold
     """
+    described = [content["dataset"] for content in contents if "dataset" in content]
+    is_sample = any(content.get("config", {}).get("train_cases") for content in contents)
     times = Counter(case for own in described for case in own.get("held_out", ()))
     sides = [{*own.get("train", ()), *own.get("held_out", ())} for own in described]
     twice = sorted(case for case in times if times[case] > 1)
-    apart = sorted(set[str]().union(*sides).difference(set.intersection(*sides) if sides else ()))
+    apart = sorted(set[str]().union(*sides).difference(times, set.intersection(*sides) if sides else ()))
     told = [f"several of these folds hold out {quantity(len(twice), 'case')}, such as {twice[0]}"] if twice else []
-    told += [f"{quantity(len(apart), 'case')}, such as {apart[0]}, are in some of these folds only"] if apart else []
+    if apart and not is_sample:
+        told.append(f"none of them holds out {quantity(len(apart), 'case')}, such as {apart[0]}, that only some have")
     return "; ".join(told)
 
 

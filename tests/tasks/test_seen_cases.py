@@ -395,3 +395,31 @@ def test_a_table_of_classes_is_told_as_its_folder_is(tmp_path: Path, capsys: pyt
     for prediction in (tmp_path / "found", tmp_path / "found/predictions.csv"):
         assert evaluate.act([str(tmp_path / "labels.csv"), str(prediction)]) == 0
         assert "/gone/run, which predicted these cases, is no longer there" in capsys.readouterr().out
+
+
+def test_of_a_single_file_the_prediction_s_case_counts_if_nothing_is_compared(tmp_path: Path, capsys) -> None:
+    """Else one patient would count under two names."""
+    labels = label_array((1,))
+    for path in (tmp_path / "a-seg.nii.gz", tmp_path / "found/a.nii.gz", tmp_path / "other/a.nii.gz"):
+        save(path, labels)
+    made = {"run": "/gone/run", "weights": {}, "files": ["a.nii.gz", "b.nii.gz"], "inputs": {"b": []}}
+    write_json(tmp_path / "found/prediction.json", made)
+    files = [str(tmp_path / name) for name in ("a-seg.nii.gz", "found/a.nii.gz", "other/a.nii.gz")]
+    more = ["--regions", "core=1", "--workers", "1"]
+    assert evaluate.act([*files[:2], *more]) == 0
+    said = capsys.readouterr().out
+    assert "a: Dice core 1.0000" in said and "no longer there" in said
+    assert (
+        f"warning: {files[1]} was predicted with other settings than those of {tmp_path}/found/prediction.json" in said
+    )
+    assert evaluate.act([*files, *more]) == 0
+    assert "a-seg: Dice" in (said := capsys.readouterr().out) and "have the same mean Dice" in said
+
+
+def test_a_table_next_to_that_of_a_prediction_is_not_that_one(tmp_path: Path, capsys) -> None:
+    truth = np.array([0, 1] * 5)
+    lines = table_at(tmp_path / "found/mine.csv", truth, np.eye(2)[truth] * 0.8 + 0.1)
+    (tmp_path / "labels.csv").write_text("\n".join(["case,class", *lines]))
+    write_json(tmp_path / "found/prediction.json", {"run": "/gone/run", "weights": {}, "task": "classify"})
+    assert evaluate.act([str(tmp_path / "labels.csv"), str(tmp_path / "found/mine.csv")]) == 0
+    assert "/gone/run" not in capsys.readouterr().out

@@ -131,31 +131,34 @@ def test_five_folds_left_in_the_middle_go_on_and_each_is_a_run_of_its_own(flags,
 def test_folds_of_several_splits_or_classes_are_named(tmp_path, capsys) -> None:
     write_flags(tmp_path, [])
     cases = [f"c_{n}" for n in range(5)]
-    described = [
-        {"train": [case for case in cases if case != held], "held_out": [held], "labels": {"tumour": 1}}
+    contents = [
+        {"dataset": {"train": [own for own in cases if own != held], "held_out": [held], "labels": {"tumour": 1}}}
         for held in cases
     ]
-    for n, own in enumerate(described):
+    for n, own in enumerate(contents):
         (tmp_path / f"fold{n}").mkdir()
-        write_json(tmp_path / f"fold{n}/config.json", {"dataset": own})
+        write_json(tmp_path / f"fold{n}/config.json", own)
     runs = [tmp_path / f"fold{n}" for n in range(5)]
     five = find_folds(["--fold", "all5"])
     assert five is not None
-    five._warn_of_other_data(described)
+    five._warn_of_other_data(contents)
     assert _about_folds(runs) == [] and capsys.readouterr().out == ""
-    described[3] |= {"labels": {"liver": 2, "tumour": 1}}
-    described[4] |= {"held_out": ["c_0"], "train": cases[1:], "labels": {"tumour": 1, "liver": 2}}
-    write_json(tmp_path / "fold4/config.json", {"dataset": described[4]})
-    told = "several of these folds hold out 1 case, such as c_0: together they are no cross-validation"
+    contents[4]["dataset"] |= {"held_out": ["c_0"], "train": cases[1:]}
+    write_json(tmp_path / "fold4/config.json", contents[4])
+    told = "several of these folds hold out 1 case, such as c_0: together these folds are no cross-validation"
     assert _about_folds(runs) == _about_folds([run / "validation" for run in runs]) == [f"Caution: {told}."]
     assert _about_folds(runs[:4]) == [] and _about_folds([*runs, tmp_path / "more"]) == [f"Caution: {told}."]
-    five._warn_of_other_data(described[3:])
+    five._warn_of_other_data(contents)
+    assert capsys.readouterr().out == f"warning: {told}\n"
+    contents[3]["dataset"] |= {"labels": {"liver": 2, "tumour": 1}}
+    contents[4]["dataset"] |= {"labels": {"tumour": 1, "liver": 2}}
+    five._warn_of_other_data(contents[3:])
     assert capsys.readouterr().out == "", "names in another order are the same classes"
-    five._warn_of_other_data(described)
+    five._warn_of_other_data(contents)
     classes = "the classes of the data changed between these folds: predict refuses their mean"
-    assert capsys.readouterr().out == f"warning: {told}; {classes}\n"
-    five._warn_of_other_data(described)
-    assert capsys.readouterr().out == "", "said before"
+    assert capsys.readouterr().out == f"warning: {classes}\n", "the other was said before"
+    five._warn_of_other_data(contents)
+    assert capsys.readouterr().out == ""
 
 
 def ending(*codes: Sequence[int]) -> Hook:

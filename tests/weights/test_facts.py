@@ -216,12 +216,16 @@ def test_cases_whose_files_changed_between_runs_are_found_however_these_were_pre
 
 
 def test_folds_that_are_not_of_one_split_are_told() -> None:
-    folds = [{"train": [*"abcx".replace(case, "")], "held_out": [case]} for case in "abc"]
+    folds = [{"dataset": {"train": [*"abcx".replace(case, "")], "held_out": [case]}} for case in "abc"]
     assert not_one_split(folds) == not_one_split(folds[:2]) == not_one_split([]) == "", "x is trained on in all"
-    twice, apart = "several of these folds hold out 1 case, such as a", ", are in some of these folds only"
-    assert not_one_split([*folds[:2], {"train": [*"bcx"], "held_out": ["a"]}]) == twice
-    gone = [*folds[:2], {"train": ["b", "d", "x"], "held_out": ["a"]}]
-    assert not_one_split(gone) == f"{twice}; 2 cases, such as c{apart}"
+    twice = "several of these folds hold out 1 case, such as a"
+    assert not_one_split([*folds[:2], {"dataset": {"train": [*"bcx"], "held_out": ["a"]}}]) == twice
+    gone = [*folds[:2], {"dataset": {"train": ["b", "d", "x"], "held_out": ["a"]}}]
+    assert not_one_split(gone) == f"{twice}; none of them holds out 2 cases, such as c, that only some have"
+    few = [{"dataset": {"train": [one], "held_out": [held]}} for one, held in ("xa", "yb")]
+    assert not_one_split(few).startswith("none of them holds out 2 cases, such as x")
+    few = [{**own, "config": {"train_cases": 1}} for own in few]
+    assert not_one_split(few) == "", "as --train-cases draws them"
 
 
 def test_two_data_sets_of_one_name_are_no_changed_cases() -> None:

@@ -20,6 +20,7 @@ from seqpar.data.formats.class_lists import read_class_dataset, read_rows, subje
 from seqpar.prediction.prediction_folder import MAPS, RECORD, say_replaced
 from seqpar.report.images import as_utf8, recorded_cases, say_unlisted
 from seqpar.scores.class_scores import (
+    TABLE,
     cases_behind,
     describe_share,
     doubt_of_area,
@@ -30,7 +31,7 @@ from seqpar.scores.class_scores import (
 from seqpar.scores.comparison import FEW
 from seqpar.text import quantity
 
-TABLE, EXPLANATIONS = "predictions.csv", "explanations"  # in predict's folder
+EXPLANATIONS = "explanations"  # in predict's folder
 ROWS = "rows"  # in the summary.json of a run's own validation: what tells each row of its table
 
 

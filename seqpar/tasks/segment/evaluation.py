@@ -21,7 +21,7 @@ from seqpar.data.phantom.phantom_files import is_generated
 from seqpar.data.preparation.prepared_case import CLOSE
 from seqpar.report.cautions import records_behind
 from seqpar.report.curves import Diagram, reliability_diagram
-from seqpar.report.images import recorded_cases
+from seqpar.report.images import about_names, recorded_cases
 from seqpar.report.planes import colours_of
 from seqpar.report.plots import draw_figure, title_of
 from seqpar.report.record import RunRecord
@@ -71,7 +71,6 @@ from seqpar.tasks.case_evaluation import (
     CaseEvaluation,
     ScoredPrediction,
     ScoringJob,
-    about_names,
     labels_to_score,
     lead_with_new,
 )
@@ -105,8 +104,9 @@ class LabelMapEvaluation(CaseEvaluation):
             folder = validation or path
             more = self.dataset, self.only, options.common, self.labels.classes.values()
             pairs, missing, faults = match_cases(options.truth, folder, *more)
-            if path.is_file() and (own := strip_suffix(path.name)) in (recorded_cases(path.parent) or ()):
-                pairs = [pair._replace(case=own) for pair in pairs]  # whatever the truth is called
+            own = strip_suffix(path.name)  # whatever the truth is called
+            if len(validations) == 1 and path.is_file() and own in (recorded_cases(path.parent) or ()):
+                pairs = [pairs[0]._replace(case=own)]
             files = output_files(path if validation is None else None, options.json, options.csv)
             files, note = without_larger(files, path)
             refuse_foreign(files, data)

@@ -38,7 +38,7 @@ from seqpar.tasks.training_data import about_mirrored_copies, mirrors_sides_of
 from seqpar.text import name_images, quantity
 from seqpar.weights.weight_files import digest, shorten_list
 
-LIKE_LABELS = "its file has only values of labels, as a label map has; other such files are not named"
+LIKE_LABELS = "its file holds only label values: it may be a label map, not an image; further such files are not named"
 
 
 class LabelMapPrediction(CasePrediction):
