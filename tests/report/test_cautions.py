@@ -11,12 +11,18 @@ from unittest.mock import Mock
 import numpy as np
 
 from seqpar.cli import evaluate, report
-from seqpar.cluster.exit_codes import DATA, run
+from seqpar.cluster.exit_codes import DATA, USAGE, run
 from seqpar.data.formats.dataset import Case
 from seqpar.data.preparation.cache_index import sources_of
 from seqpar.report import cases, images
 from seqpar.report.cases import CaseSection, elsewhere_note
-from seqpar.report.cautions import cautions_of_validation, changed_on_the_way, reached_in_validation, trained_on_some
+from seqpar.report.cautions import (
+    cautions_of_validation,
+    changed_on_the_way,
+    reached_in_validation,
+    records_behind,
+    trained_on_some,
+)
 from seqpar.report.embedded_volumes import ShownCase
 from seqpar.report.pictures import PicturedCase, caution_about, figure_of_cases
 from seqpar.report.planes import count_vanished_briefly
@@ -29,9 +35,10 @@ from seqpar.runs.run_lock import RunLock
 from seqpar.runs.run_status import append_start
 from seqpar.runs.sweep_folder import read_sweep, refresh_points
 from seqpar.scores.label_files import Doubt
+from seqpar.tasks.segment.page import _refuse_other_classes
 from tests.report.test_score_tables import scores_of
 from tests.support.configs import config_of, trainer_of
-from tests.support.folders import image_array, nnunet, save
+from tests.support.folders import image_array, nnunet, save, write_json
 from tests.support.report_page import NAMES, Page, own_slices, written
 from tests.support.sweep_folder import make_sweep_folder
 
@@ -367,3 +374,20 @@ def test_several_checkpoints_of_one_run_are_called_their_mean(tmp_path: Path) ->
     assert weights_behind(tmp_path) == "the mean of /r/step-20/w, /r/step-60/w"
     (tmp_path / "prediction.json").write_text(json.dumps(made | {"weights": {"/r/step-20/w": "0"}}))
     assert weights_behind(tmp_path) == "/r/step-20/w"
+
+
+def test_a_page_does_not_give_another_run_s_labels_its_own_names(finished: Path, tmp_path: Path, capsys) -> None:
+    other = Path(shutil.copytree(finished, tmp_path / "other"))
+    out = tmp_path / "out"
+    out.mkdir()
+    write_json(out / "prediction.json", {"run": str(other), "weights": {}, "files": [], "inputs": {}})
+    record = read_record(finished)
+    _refuse_other_classes(record, records_behind(out))
+    content = json.loads((other / "config.json").read_text())
+    names = [*content["dataset"]["labels"]]
+    labels = content["dataset"]["labels"]
+    labels[names[1]], labels[names[2]] = labels[names[2]], labels[names[1]]
+    write_json(other / "config.json", content)
+    assert run(report.act, [str(finished), "--prediction", str(out)]) == USAGE
+    said = capsys.readouterr().err
+    assert f"{other} predicted these label maps, whose values stand for other classes than in {finished}: name" in said

@@ -112,6 +112,8 @@ def segment_page(options: argparse.Namespace, record: RunRecord) -> FinishedPage
     assert (labels := record.labels) is not None
     alone = options.prediction is not None and options.truth is None
     validated = is_validation(options.prediction, record)
+    behind = records_behind(options.prediction) if options.prediction is not None else []
+    _refuse_other_classes(record, behind)
     if options.truth is not None:
         labels = with_declared_by(options.truth, dataset_at(options.truth), labels)
         record = replace(record, labels=labels)
@@ -179,7 +181,7 @@ def segment_page(options: argparse.Namespace, record: RunRecord) -> FinishedPage
     cautions += not_yet_predicted(options.prediction) if alone else []
     if alone and scored:
         names = [case.name for case in scored.cases if case.name not in unlisted]
-        for one in [record] if is_own else records_behind(options.prediction):
+        for one in [record] if is_own else behind:
             cautions += trained_on_some(one, names, name_of_run(one.path, ""), voxels_of(options.prediction))
     if scored and not alone:
         missing = filter(None, [missing_line(scored.missing)])
@@ -198,7 +200,8 @@ def segment_page(options: argparse.Namespace, record: RunRecord) -> FinishedPage
         removed = {case.name: case.truth for case in every.cases if case.truth and not case.prediction.is_file()}
         voxels = spacings_of({case.name: case.prediction for case in every.cases} | removed)
         coarse = voxel_cautions(every, [side for own in voxels.values() for side in own])
-        cautions += filter(None, [other_voxels(record, voxels) if options.prediction is not None else "", coarse])
+        others = [other_voxels(one, voxels) for one in behind or [record]] if options.prediction is not None else []
+        cautions += filter(None, [*dict.fromkeys(others), coarse])
     calibration = ([], "") if not scored or alone else _calibration(options, scored, labels, colours)
     parts: dict[str, Any] = {
         "calibration": calibration[0],
@@ -236,6 +239,14 @@ def _of_sides(prediction: Path | None, record: RunRecord) -> list[str]:
         return [*sides_of_run(record), *copies]
     behind = {str(one.path): one for one in records_behind(prediction)}
     return [*sides_of_each(behind, with_copies=False), *copies]
+
+
+def _refuse_other_classes(record: RunRecord, behind: Sequence[RunRecord]) -> None:
+    """Raises ValueError if a run behind a prediction, whose label maps a page shows, gave labels other names."""
+    for one in behind:
+        if one.labels and record.labels and one.labels.classes != record.labels.classes:
+            told = f"{one.path} predicted these label maps, whose values stand for other classes than in {record.path}"
+            raise ValueError(f"--prediction: {told}: name {one.path} as the run of the page")
 
 
 def _intensities(prediction: Path, scored: CaseScores, schemes: Sequence[str], gaps: list[str]) -> Table | None:
