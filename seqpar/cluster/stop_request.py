@@ -38,7 +38,7 @@ class StopRequest:
         self._interrupted: float | None = None  # when Ctrl-C came first
         self._early: LeftBeforeStart | None = None  # raised before the start: Python drops it in a finaliser
         self._pipe: int | None = None
-        self._file: Path | None = None
+        self._files: list[Path] = []
         self._agreement: StopAgreement | None = None
         self._deadline = time.monotonic() + time_limit_s - min(margin_s, 0.1 * time_limit_s)
         left_s = slurm_seconds_left()
@@ -62,11 +62,12 @@ class StopRequest:
         """From now on a signal is kept, and all ranks leave at the next place where the run can be left.
 
         - ``on_lost``: called with the reason when this rank has to leave alone
-        - ``out``: the run folder, in which the first rank looks for a file named ``stop``
+        - ``out``: the run folder, in which the first rank looks for a file named ``stop``, as in that of five folds
         """
         if self._early is not None:
             raise self._early
-        self._file = out / STOP_FILE if mesh.is_first else None
+        folders = [out, out.parent] if PARENT_OF_FOLD in os.environ else [out]
+        self._files = [folder / STOP_FILE for folder in folders] * mesh.is_first
         if mesh.store is not None:
             self._pipe, writes = os.pipe()
             os.set_blocking(self._pipe, False)
@@ -107,8 +108,8 @@ class StopRequest:
                 )
         if not self._reason and time.monotonic() > self._deadline:
             self._reason = "time limit"
-        if not self._reason and self._file is not None and self._file.is_file():
-            self._reason = f"file {self._file}"
+        if not self._reason and (found := next((file for file in self._files if file.is_file()), None)):
+            self._reason = f"file {found}"
         return self._reason
 
     def _begun(self) -> StopAgreement:

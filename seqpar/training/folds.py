@@ -20,7 +20,14 @@ from seqpar.data.formats.splits import FOLDS
 from seqpar.parallel.consensus import run_on_rank0_before_mesh
 from seqpar.parallel.launcher import MEETING, Launcher
 from seqpar.parallel.meeting import START_S, Meeting
-from seqpar.parallel.processes import PARENT_OF_FOLD, forward_signals, most_informative_code, shell_code, start_python
+from seqpar.parallel.processes import (
+    PARENT_OF_FOLD,
+    STOP_FILE,
+    forward_signals,
+    most_informative_code,
+    shell_code,
+    start_python,
+)
 from seqpar.runs.fold_folder import (
     all_ended,
     has_ended,
@@ -224,6 +231,7 @@ class Folds:
         """Returns, on every rank, how the fold stands by the first one's reading, and whether any has to leave."""
         own = {"leaves": bool(self._signals) or time.monotonic() > self.until}
         if meeting.launcher.rank == 0:
+            own["leaves"] |= (Path(run).parent / STOP_FILE).is_file()
             own |= {"finished": has_finished(read_status(run)), "begun": holds_run(run)}
         words = [dict(json.loads(text)) for text in meeting.gather(f"fold {fold} begins", json.dumps(own))]
         return {**words[0], "leaves": any(word["leaves"] for word in words)}
@@ -258,6 +266,8 @@ class Folds:
         if launcher.rank:
             return code
         left = code == exit_codes.PREEMPTED
+        with suppress(OSError):
+            (Path(out) / STOP_FILE).unlink(missing_ok=True)  # else it would end the next start
         how = "left early" if left else f"ended with exit code {code}"
         state, killed = read_status(runs_of(out)[fold]), code == exit_codes.FAULT
         if left or killed or state.get("state") != "running":  # else another training may hold it and go on

@@ -128,6 +128,32 @@ def test_five_folds_left_in_the_middle_go_on_and_each_is_a_run_of_its_own(flags,
     assert weights(out / "fold1") == weights(tmp_path / "alone")
 
 
+def stopped_in_fold(number: int, out: Path) -> Hook:
+    """Returns a hook by which a file ``stop`` appears next to the folds amid one of them."""
+
+    def touch() -> None:
+        if os.environ[folds.MEETING] == f"fold{number}":
+            (out / "stop").touch()
+
+    def hook(rank: int) -> None:
+        forking(rank)
+        at(gradients.Gradients, "_backward", 1, touch, call=3)(rank)
+
+    return hook
+
+
+@pytest.mark.started
+def test_a_file_stop_next_to_five_folds_ends_them_after_a_step_or_before_a_fold(flags, tmp_path) -> None:
+    out, line = tmp_path / "five", [*flags, *SHORT, *FIVE]
+    left = trained(2, line, out, expect=75, hook=stopped_in_fold(0, out))
+    assert status(out / "fold0")["state"] == status(out)["state"] == "preempted" and status(out / "fold0")["step"] < 6
+    assert f"file {out}/stop" in status(out)["why"] and "fold 0 left early; to continue:" in left.said(0)
+    assert not (out / "stop").exists() and not (out / "fold1").exists()
+    (out / "stop").touch()
+    trained(2, [*line, "--resume"], out, expect=75, hook=forking)
+    assert status(out / "fold0")["step"] < 6 and not (out / "stop").exists()
+
+
 def test_folds_of_several_splits_or_classes_are_named(tmp_path, capsys) -> None:
     write_flags(tmp_path, [])
     cases = [f"c_{n}" for n in range(5)]
