@@ -368,8 +368,9 @@ def replaced_line(folder: Path) -> str:
         others = [path.name for path, stamp in found if only in ("", path.name) and not is_as_written(path, stamp)]
     except (DataError, OSError, LookupError, TypeError, AttributeError):
         return ""
-    among = f"{quantity(len(found), 'label map')} in {folder}, such as {', '.join(others[:1])}"
-    return say_replaced(len(others), among) if others else ""
+    if not others:
+        return ""
+    return say_replaced(len(others), f"{quantity(len(found), 'label map')} in {folder}, such as {others[0]}")
 
 
 def say_replaced(count: int, among: str) -> str:
@@ -410,10 +411,7 @@ def is_as_written(path: Path, stamp: Any) -> bool:
 
 
 def comparable(settings: Any, but: Collection[str] = ()) -> Any:
-    """Returns settings that do not depend on paths, as a run may be moved: it counts by the content of its weights.
-
-    - ``but``: names of further settings that do not count
-    """
+    """Returns settings ``but`` for some, without paths, as a run may be moved: it counts by its weights' content."""
     if isinstance(settings, list):
         return [comparable(one, but) for one in settings]
     if not isinstance(settings, dict):

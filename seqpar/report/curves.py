@@ -295,7 +295,7 @@ def training_diagrams(
     losses = [
         Line("training", steps, [[number(row.get("loss")) for row in train]], noisy=True),
         Line(
-            f"{validated}{count_of(held_out, '=')}{of_terms}{ways}{', padding left out' * is_padded}",
+            f"{validated}{count_of(held_out, '=')}{of_terms}{ways}{', without padding' * is_padded}",
             at,
             [[number(row.get("loss")) for row in held_out]],
             dots=True,

@@ -149,7 +149,7 @@ def cautions_about(records: Sequence[RunRecord]) -> list[str]:
     if _differ_in_held_out(records):
         sentences.append("These runs validate different cases; their curves in validation cannot be compared.")
     elif len(trained) > len({count for count, _ in trained}):
-        sentences.append("These runs were trained on different cases, and validate the same.")
+        sentences.append("These runs were trained on different cases and validated on the same ones.")
     return sentences
 
 

@@ -191,7 +191,7 @@ def _it(names: Sequence[str]) -> str:
     return "them" if len(names) > 1 else "it"
 
 
-PADDING = "padding"  # in a pretraining's validation: which share of what is hidden it is; errors leave it out
+PADDING = "padding"  # in a pretraining's validation: its share of the hidden voxels, which errors do not count
 GUESS = "guess"  # there: with what the error is compared, in words, if not with what `guess_of` returns
 OF_MODALITIES = "each modality's mean"  # of patches that are normalised over several modalities together
 MUCH = 0.25  # of padding

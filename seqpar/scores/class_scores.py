@@ -226,7 +226,7 @@ def baseline(summary: Mapping[str, Any]) -> str:
 def about_scores(summary: Mapping[str, Any]) -> str:
     """Returns how intervals are computed, and what guessing and a constant answer reach."""
     present = sum(row["cases"] > 0 for row in summary["classes"].values())
-    among = " among the classes that cases have" * (present < len(summary["classes"]))
+    among = " among the classes that occur" * (present < len(summary["classes"]))
     of_each = " AUC: each class against the others, averaged over classes." * (len(summary["classes"]) > 2)
     return (
         "95 % intervals: accuracy, Wilson's; balanced accuracy, the classes' Wilson intervals, combined; AUC, by "

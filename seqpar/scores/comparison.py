@@ -347,9 +347,7 @@ def what_is_low(dice: float, rows: Sequence[Mapping[str, float]], are_its: bool,
     predicted, true = (without_nan(row.get(name, math.nan) for row in rows) for name in ("n_pred", "n_ref"))
     lacking = true.count(0)
     if not are_its and 0 < lacking < len(true):
-        told = (
-            f"the truth of {lacking} of {len(true)} cases lacks it, and its Dice there is 0 if any of it is predicted"
-        )
+        told = f"in {lacking} of {len(true)} cases the truth lacks this class: the Dice is 0 if any of it is predicted"
         return told * (dice < HARDLY)
     if not are_its or not rows:
         return what_is_hardly_learned(dice, count, math.nan if lacking else dice)

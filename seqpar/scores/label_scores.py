@@ -43,11 +43,9 @@ WORDS = (  # of a table, for people: a column and what it is
     ("HD95", "95th percentile of the distances from one surface to the other, the larger of both ways, in mm"),
     ("", "the image's diagonal (with --empty brats: 374) if only one map has the class"),
     ("NSD", "share of both surfaces that is within --nsd-tolerance of the other"),
-    (
-        "VolumeError",
-        "predicted minus true volume, as a share of the true one where there is one; in means, signs cancel",
-    ),
-    ("Sensitivity", "share of the true voxels that are predicted, where there are any"),
+    ("VolumeError", "predicted minus true volume, as a share of the true one; in the mean, signs cancel"),
+    ("", "as for Sensitivity, only cases with the class count (unless --empty brats)"),
+    ("Sensitivity", "share of the true voxels that are predicted"),
     ("Specificity", "share of the other voxels that are not predicted"),
     ("cases", "how many of all have a Dice"),
 )

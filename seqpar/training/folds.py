@@ -80,7 +80,7 @@ class Folds:
         self.began = time.monotonic()
         parse_duration(own.time_limit or "")
         self._signals, self._before = list[int](), ""  # the run folder that was trained before, in this start
-        self._told = set[str]()  # of what this start has warned
+        self._told = set[str]()  # what this start has warned of
 
     def train(self, launcher: Launcher) -> int:
         """Returns 0 once all folds have finished, else the exit code of the fold that did not; called on every rank.
@@ -281,7 +281,7 @@ class Folds:
 
 
 def _contents(runs: Sequence[str]) -> list[Mapping[str, Any]]:
-    """Returns the content of the config.json of finished folds, as far as it is there."""
+    """Returns the config.json of each finished fold that has one that can be read."""
     contents = list[Mapping[str, Any]]()
     for run in runs:
         with suppress(DataError, ValueError):

@@ -240,8 +240,7 @@ def several_data(*described: Mapping[str, Any]) -> str:
 
 
 def not_one_split(contents: Sequence[Mapping[str, Any]]) -> str:
-    """Returns which cases several folds hold out, or only some train on and none holds out, in words; "" if there are
-    none.
+    """Returns which cases several folds hold out, or no fold holds out and only some train on, in words; else "".
 
     - ``contents``: of the config.json of each fold
     """
@@ -253,7 +252,7 @@ def not_one_split(contents: Sequence[Mapping[str, Any]]) -> str:
     apart = sorted(set[str]().union(*sides).difference(times, set.intersection(*sides) if sides else ()))
     told = [f"several of these folds hold out {quantity(len(twice), 'case')}, such as {twice[0]}"] if twice else []
     if apart and not is_sample:
-        told.append(f"none of them holds out {quantity(len(apart), 'case')}, such as {apart[0]}, that only some have")
+        told.append(f"no fold holds out {quantity(len(apart), 'case')}, such as {apart[0]}, which only some train on")
     return "; ".join(told)
 
 

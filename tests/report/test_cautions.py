@@ -347,7 +347,7 @@ def test_comparisons_name_runs_whose_settings_changed_and_how_many_cases_each_tr
     assert cautions_about_each({"once": record, "later": resumed}).count(told) == 1
     assert told not in cautions_about_each({"once": record, "later": record})
     fewer = replace(record, content={**record.content, "dataset": {**record.dataset, "train": ["one"]}})
-    told = "These runs were trained on different cases, and validate the same."
+    told = "These runs were trained on different cases and validated on the same ones."
     asked = replace(fewer, content={**fewer.content, "config": {**record.config, "train_cases": 1}})
     assert told in cautions_about([record, fewer]) and told not in cautions_about([record, record])
     assert told not in cautions_about([record, asked]), "the table says so"

@@ -429,6 +429,6 @@ def test_a_low_dice_of_other_weights_is_not_called_missed_where_the_truth_lacks_
     rows = [{"Dice": 0.0, "n_pred": 9, "n_ref": count} for count in (0, 0, 5)]
     absent = "no case has this class, and what is predicted of it counts as false"
     assert what_is_low(0.0, rows[:2], False, 2) == what_is_low(0.0, rows[:2], True, 2) == absent
-    told = "the truth of 2 of 3 cases lacks it, and its Dice there is 0 if any of it is predicted"
+    told = "in 2 of 3 cases the truth lacks this class: the Dice is 0 if any of it is predicted"
     assert what_is_low(0.0, rows, False, 3) == told and what_is_low(0.5, rows, False, 3) == ""
     assert what_is_low(0.0, rows[2:], False, 1) == what_is_low(0.0, [], False, 1) == "no voxel of the truth was found"

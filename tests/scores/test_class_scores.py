@@ -402,7 +402,7 @@ def test_classes_of_few_cases_or_none_are_cautioned_of() -> None:
     assert caution_of_absent(right).startswith(
         "No case is of the class d: whether such cases are recognised is unknown"
     )
-    told = "Guessing among the classes that cases have gives a balanced accuracy of 0.333 and"
+    told = "Guessing among the classes that occur gives a balanced accuracy of 0.333 and"
     assert told in about_scores({"names": names, **right})
     assert caution_of_absent(score_classes([0, 1], np.eye(2), names[:2])) == ""
     assert caution_of_absent(score_classes([0, 0], np.eye(2), names[:2])) == "", "told as the only class"

@@ -5,7 +5,7 @@ import shutil
 import signal
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import pytest
@@ -70,23 +70,28 @@ def forking(rank: int) -> None:
     folds.start_python = Forked  # type: ignore[assignment]
 
 
-def told_in_fold(number: int) -> Hook:
-    """Returns a hook by which the process of rank 1 that trains fold after fold is told to leave amid one of them."""
+def amid_fold(number: int, act: Callable[[], object]) -> Hook:
+    """Returns a hook by which the process of rank 1 that trains one of the folds does something amid a step."""
 
-    def tell() -> None:
+    def act_in_fold() -> None:
         if os.environ[folds.MEETING] == f"fold{number}":
-            arrived, usual = list[int](), signal.getsignal(signal.SIGTERM)
-            signal.signal(signal.SIGTERM, lambda number, frame: (arrived.append(number), usual(number, frame)))
-            os.kill(int(os.environ[folds.PARENT_OF_FOLD]), signal.SIGTERM)
-            until = time.monotonic() + 30
-            while not arrived and time.monotonic() < until:  # it is passed on to this process
-                time.sleep(0.01)
+            act()
 
     def hook(rank: int) -> None:
         forking(rank)
-        at(gradients.Gradients, "_backward", 1, tell, call=3)(rank)
+        at(gradients.Gradients, "_backward", 1, act_in_fold, call=3)(rank)
 
     return hook
+
+
+def tell_to_leave() -> None:
+    """Tells the process that trains fold after fold to leave."""
+    arrived, usual = list[int](), signal.getsignal(signal.SIGTERM)
+    signal.signal(signal.SIGTERM, lambda number, frame: (arrived.append(number), usual(number, frame)))
+    os.kill(int(os.environ[folds.PARENT_OF_FOLD]), signal.SIGTERM)
+    until = time.monotonic() + 30
+    while not arrived and time.monotonic() < until:  # it is passed on to this process
+        time.sleep(0.01)
 
 
 @pytest.mark.started
@@ -96,7 +101,7 @@ def test_five_folds_left_in_the_middle_go_on_and_each_is_a_run_of_its_own(flags,
     line = [*flags, *SHORT, *FIVE]
     store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
     agent = {"TORCHELASTIC_USE_AGENT_STORE": "True", "MASTER_PORT": str(store.port)}
-    left = trained(2, line, out, expect=75, hook=told_in_fold(1), **agent)
+    left = trained(2, line, out, expect=75, hook=amid_fold(1, tell_to_leave), **agent)
     assert [status(out / f"fold{n}")["state"] for n in (0, 1)] == ["finished", "preempted"]
     assert status(out / "fold1")["step"] < 6 and not (out / "fold2").exists()
     state = status(out)
@@ -128,24 +133,10 @@ def test_five_folds_left_in_the_middle_go_on_and_each_is_a_run_of_its_own(flags,
     assert weights(out / "fold1") == weights(tmp_path / "alone")
 
 
-def stopped_in_fold(number: int, out: Path) -> Hook:
-    """Returns a hook by which a file ``stop`` appears next to the folds amid one of them."""
-
-    def touch() -> None:
-        if os.environ[folds.MEETING] == f"fold{number}":
-            (out / "stop").touch()
-
-    def hook(rank: int) -> None:
-        forking(rank)
-        at(gradients.Gradients, "_backward", 1, touch, call=3)(rank)
-
-    return hook
-
-
 @pytest.mark.started
 def test_a_file_stop_next_to_five_folds_ends_them_after_a_step_or_before_a_fold(flags, tmp_path) -> None:
     out, line = tmp_path / "five", [*flags, *SHORT, *FIVE]
-    left = trained(2, line, out, expect=75, hook=stopped_in_fold(0, out))
+    left = trained(2, line, out, expect=75, hook=amid_fold(0, (out / "stop").touch))
     assert status(out / "fold0")["state"] == status(out)["state"] == "preempted" and status(out / "fold0")["step"] < 6
     assert f"file {out}/stop" in status(out)["why"] and "fold 0 left early; to continue:" in left.said(0)
     assert not (out / "stop").exists() and not (out / "fold1").exists()

@@ -221,9 +221,9 @@ def test_folds_that_are_not_of_one_split_are_told() -> None:
     twice = "several of these folds hold out 1 case, such as a"
     assert not_one_split([*folds[:2], {"dataset": {"train": [*"bcx"], "held_out": ["a"]}}]) == twice
     gone = [*folds[:2], {"dataset": {"train": ["b", "d", "x"], "held_out": ["a"]}}]
-    assert not_one_split(gone) == f"{twice}; none of them holds out 2 cases, such as c, that only some have"
+    assert not_one_split(gone) == f"{twice}; no fold holds out 2 cases, such as c, which only some train on"
     few = [{"dataset": {"train": [one], "held_out": [held]}} for one, held in ("xa", "yb")]
-    assert not_one_split(few).startswith("none of them holds out 2 cases, such as x")
+    assert not_one_split(few).startswith("no fold holds out 2 cases, such as x")
     few = [{**own, "config": {"train_cases": 1}} for own in few]
     assert not_one_split(few) == "", "as --train-cases draws them"
 

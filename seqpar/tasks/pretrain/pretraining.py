@@ -172,6 +172,6 @@ def _errors(record: RunRecord) -> Table | None:
     note = f"On one tile of each of {cases}; the same tokens are hidden in every validation."
     if share := record.held_out[-1].get(PADDING):
         percent = f"{100 * share:.0f}" if share >= 0.01 else "less than 1"
-        beyond = f" Of the hidden voxels, {percent} % are padding, as tiles reach beyond the scans: errors in "
-        note += f"{beyond}validation leave it out, and the loss in training counts it."
+        beyond = f" Of the hidden voxels, {percent} % are padding, as tiles reach beyond the scans: validation "
+        note += f"{beyond}errors ignore it, and the training loss counts it."
     return Table("metrics", heads, rows, note=note)

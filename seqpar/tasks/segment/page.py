@@ -149,10 +149,9 @@ def segment_page(options: argparse.Namespace, record: RunRecord) -> FinishedPage
     count = len(scored.cases if scored else record.dataset["held_out"])
     are_theirs = scored is not None and (not step or best is None or best["step"] == step)  # of what the tiles show
     rows = [case.scores for case in scored.cases] if scored else []
-    tiles = [
-        tile._replace(caution=what_is_low(tile.score.value, own, are_theirs, count))
-        for tile, own in ((tile, [row[tile.name] for row in rows if tile.name in row]) for tile in tiles)
-    ]
+    of_class = {tile.name: [row[tile.name] for row in rows if tile.name in row] for tile in tiles}
+    low = [what_is_low(tile.score.value, of_class[tile.name], are_theirs, count) for tile in tiles]
+    tiles = [tile._replace(caution=caution) for tile, caution in zip(tiles, low)]
     colours = record.class_colours(scored.classes if scored else ())
     tables: dict[str, object] = {"metrics": last_validation(record), "sizes": None, "intensities": None, "series": None}
     tables["readers"] = None
